@@ -1,0 +1,62 @@
+//! What stat shows of an inode.
+
+use serde::{Deserialize, Serialize};
+
+use crate::InodeId;
+
+/// The type of an inode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum FileKind {
+    /// A regular file.
+    File,
+    /// A directory.
+    Directory,
+    /// A symbolic link.
+    Symlink,
+    /// A named pipe.
+    Fifo,
+    /// A socket.
+    Socket,
+    /// A character device.
+    CharDevice,
+    /// A block device.
+    BlockDevice,
+}
+
+/// A point in time: seconds since the epoch (negative before 1970) and nanoseconds in that second.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
+pub struct Timestamp {
+    /// Seconds since 1970-01-01T00:00:00Z.
+    pub seconds: i64,
+    /// Nanoseconds, 0 to 999,999,999.
+    pub nanos: u32,
+}
+
+/// The attributes of an inode, as stat shows them.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attributes {
+    /// The inode.
+    pub ino: InodeId,
+    /// Its type.
+    pub kind: FileKind,
+    /// Permission, set-id and sticky bits (0 to 0o7777).
+    pub mode: u16,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Names of the inode; for directories 2 plus its subdirectories.
+    pub nlink: u32,
+    /// Device number of device nodes, else 0.
+    pub rdev: u32,
+    /// Bytes of a file, length of a symlink's target, 0 for a directory.
+    pub size: u64,
+    /// Last access.
+    pub atime: Timestamp,
+    /// Last change of content.
+    pub mtime: Timestamp,
+    /// Last change of anything.
+    pub ctime: Timestamp,
+    /// Counts changes of content: two reads under one generation saw the same bytes.
+    pub generation: u64,
+}

@@ -1,0 +1,95 @@
+//! Names of things: volumes, inodes, objects and blobs. Newtypes, so that they cannot be swapped.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// A volume: one tree over one bucket prefix. Random at creation, recorded in `.forebay/volume.json`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct VolumeId(pub u64);
+
+/// An inode number, unique in its volume and never reused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct InodeId(pub u64);
+
+impl InodeId {
+    /// The root directory of every volume, as FUSE has it.
+    pub const ROOT: Self = Self(1);
+}
+
+impl fmt::Display for VolumeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+impl fmt::Display for InodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// The full key of an object relative to the volume's prefix, without a leading slash: `images/cat.jpg`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct ObjectKey(String);
+
+impl ObjectKey {
+    /// Wraps a key as the store spells it.
+    pub fn new(key: impl Into<String>) -> Self {
+        Self(key.into())
+    }
+
+    /// The key as the store spells it.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for ObjectKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What tells one content of a key from the next: an ETag, opaque, compared only for equality.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Version(String);
+
+impl Version {
+    /// Wraps the store's own spelling, quotes included.
+    pub fn new(version: impl Into<String>) -> Self {
+        Self(version.into())
+    }
+
+    /// The store's own spelling.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// An immutable byte string in the object store: a key, the version that fixes its bytes, and its length.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Blob {
+    /// Where it lies.
+    pub key: ObjectKey,
+    /// Which content of that key is meant.
+    pub version: Version,
+    /// Length in bytes.
+    pub size: u64,
+}
+
+impl Blob {
+    /// The prefix of blobs that Forebay itself wrote and alone deletes.
+    pub const OWNED_PREFIX: &'static str = ".forebay/blobs/";
+
+    /// Whether Forebay wrote this blob under its own prefix; every other blob is borrowed.
+    pub fn is_owned(&self) -> bool {
+        self.key.as_str().starts_with(Self::OWNED_PREFIX)
+    }
+}

@@ -1,0 +1,142 @@
+//! Layout edits against a plain array of bytes.
+
+use super::*;
+use crate::{ObjectKey, Version};
+
+const SPACE: u64 = 64;
+
+/// Where a byte comes from, for comparing a layout with the array model: (blob number, offset in it).
+type Cell = Option<(u64, u64)>;
+
+fn blob(number: u64) -> Blob {
+    Blob { key: ObjectKey::new(number.to_string()), version: Version::new("v"), size: 2 * SPACE }
+}
+
+fn cells(layout: &FileLayout) -> Vec<Cell> {
+    let mut cells = Vec::new();
+    for piece in layout.pieces(0..u64::MAX) {
+        assert_eq!(piece.range.start, cells.len() as u64, "pieces leave no gap");
+        for at in piece.range.clone() {
+            cells.push(match &piece.source {
+                None => None,
+                Some(Source::Inline(bytes)) => {
+                    Some((1000, u64::from(bytes[(at - piece.range.start) as usize])))
+                }
+                Some(Source::Blob { blob, offset }) => {
+                    Some((blob.key.as_str().parse().expect("number"), offset + at - piece.range.start))
+                }
+            });
+        }
+    }
+    cells
+}
+
+/// A small generator of its own, so that a seed gives the same steps everywhere (splitmix64).
+fn next(state: &mut u64, bound: u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    (z ^ (z >> 31)) % bound
+}
+
+fn check_seed(seed: u64) {
+    let mut state = seed;
+    let mut layout = FileLayout::empty();
+    let mut model: Vec<Cell> = Vec::new();
+    for step in 0..200 {
+        let start = next(&mut state, SPACE);
+        let end = start + 1 + next(&mut state, SPACE - start);
+        match next(&mut state, 5) {
+            0 | 1 => {
+                let number = next(&mut state, 3);
+                // Sometimes at the same place in the blob as in the file, so that neighbours merge.
+                let offset = if next(&mut state, 2) == 0 { start } else { next(&mut state, SPACE) };
+                let source = Source::Blob { blob: blob(number), offset };
+                layout.write(Extent { offset: start, length: end - start, source });
+                model.resize(model.len().max(end as usize), None);
+                for at in start..end {
+                    model[at as usize] = Some((number, offset + at - start));
+                }
+            }
+            2 => {
+                let bytes: Vec<u8> = (start..end).map(|at| at as u8).collect();
+                let source = Source::Inline(bytes.into());
+                layout.write(Extent { offset: start, length: end - start, source });
+                model.resize(model.len().max(end as usize), None);
+                for at in start..end {
+                    model[at as usize] = Some((1000, at));
+                }
+            }
+            3 => {
+                layout.punch(start..end);
+                for at in start..end.min(model.len() as u64) {
+                    model[at as usize] = None;
+                }
+            }
+            _ => {
+                layout.truncate(start);
+                model.resize(start as usize, None);
+            }
+        }
+        assert_eq!(cells(&layout), model, "seed {seed} step {step}");
+        FileLayout::from_parts(layout.size(), layout.extents().to_vec())
+            .unwrap_or_else(|error| panic!("seed {seed} step {step}: {error}"));
+        check_seeks(&layout, &model, start, seed);
+    }
+}
+
+fn check_seeks(layout: &FileLayout, model: &[Cell], from: u64, seed: u64) {
+    if from >= model.len() as u64 {
+        return;
+    }
+    let tail = &model[from as usize..];
+    let data = tail.iter().position(Option::is_some).map(|at| from + at as u64);
+    let hole = tail.iter().position(Option::is_none).map_or(model.len() as u64, |at| from + at as u64);
+    assert_eq!(layout.next_data(from), data, "seed {seed}");
+    assert_eq!(layout.next_hole(from), hole, "seed {seed}");
+}
+
+#[test]
+fn edits_agree_with_an_array() {
+    for seed in 0..300 {
+        check_seed(seed);
+    }
+}
+
+#[test]
+fn adjacent_extents_of_one_blob_become_one() {
+    let mut layout = FileLayout::empty();
+    for offset in [0, 16, 8] {
+        let source = Source::Blob { blob: blob(1), offset };
+        layout.write(Extent { offset, length: 8, source });
+    }
+    assert_eq!(layout.extents().len(), 1);
+}
+
+#[test]
+fn bad_extent_lists_are_refused() {
+    let extent =
+        |offset, length, at| Extent { offset, length, source: Source::Blob { blob: blob(1), offset: at } };
+    let refused = [
+        (8, vec![extent(0, 0, 0)]),
+        (8, vec![extent(0, 9, 0)]),
+        (16, vec![extent(8, 8, 0), extent(0, 8, 0)]),
+        (16, vec![extent(0, 9, 0), extent(8, 8, 0)]),
+        (u64::MAX, vec![extent(u64::MAX - 1, 8, 0)]),
+        (512, vec![extent(0, 8, 2 * SPACE - 4)]),
+        (8, vec![Extent { offset: 0, length: 8, source: Source::Inline(Bytes::from_static(b"short")) }]),
+    ];
+    for (size, extents) in refused {
+        assert!(FileLayout::from_parts(size, extents.clone()).is_err(), "{extents:?}");
+    }
+}
+
+#[test]
+fn only_a_whole_blob_is_a_plain_object() {
+    let mut layout = FileLayout::of_blob(blob(1));
+    assert_eq!(layout.single_blob(), Some(&blob(1)));
+    layout.truncate(SPACE);
+    assert_eq!(layout.single_blob(), None);
+    assert_eq!(FileLayout::of_blob(Blob { size: 0, ..blob(2) }).extents().len(), 0);
+}

@@ -1,0 +1,3 @@
+//! The only package that touches the world: object stores, disks, the network, time and chance.
+
+pub mod object;
