@@ -1,1 +1,3 @@
-//! placeholder
+//! The directory tree of a volume: names, attributes and layouts over a small transactional key-value engine.
+
+pub mod tree;

@@ -1,0 +1,237 @@
+//! The `Tree` trait and the values it speaks. No behaviour.
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use forebay_core::{Attributes, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, Version};
+
+/// Outcome of looking a name up; a miss is expected and no error.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Lookup {
+    /// The name exists.
+    Found(Attributes),
+    /// It does not.
+    Miss,
+}
+
+/// One name in a directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DirectoryEntry {
+    /// The name as bytes, 1 to 255, without `/` and NUL.
+    pub name: Bytes,
+    /// What it names.
+    pub attributes: Attributes,
+}
+
+/// Part of a directory, in name order, `.` and `..` left out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DirectoryPage {
+    /// The entries.
+    pub entries: Vec<DirectoryEntry>,
+    /// Whether nothing follows the last entry.
+    pub complete: bool,
+}
+
+/// What a new inode starts with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewInode {
+    /// Its type.
+    pub kind: FileKind,
+    /// Permission bits, umask applied.
+    pub mode: u16,
+    /// Owner.
+    pub uid: u32,
+    /// Group; a set-gid parent overrides it.
+    pub gid: u32,
+    /// Device number of a device node, else 0.
+    pub rdev: u32,
+    /// Target of a symlink, else empty.
+    pub target: Bytes,
+}
+
+/// What `create` does when the name exists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Existing {
+    /// Fail with `Exists` (O_EXCL, mkdir, mknod, symlink).
+    Refuse,
+    /// Return the existing inode (open with O_CREAT); anything but a file fails with `Exists`.
+    Accept,
+}
+
+/// The flags of renameat2.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RenameMode {
+    /// Replace the target if it exists.
+    Replace,
+    /// RENAME_NOREPLACE.
+    NoReplace,
+    /// RENAME_EXCHANGE.
+    Exchange,
+}
+
+/// Attribute changes; `None` leaves a field alone.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SetAttributes {
+    /// Permission, set-id and sticky bits.
+    pub mode: Option<u16>,
+    /// Owner.
+    pub uid: Option<u32>,
+    /// Group.
+    pub gid: Option<u32>,
+    /// Last access.
+    pub atime: Option<Timestamp>,
+    /// Last change of content.
+    pub mtime: Option<Timestamp>,
+}
+
+/// The flags of setxattr.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum XattrMode {
+    /// Create or replace.
+    Set,
+    /// XATTR_CREATE.
+    Create,
+    /// XATTR_REPLACE.
+    Replace,
+}
+
+/// Where the next whole content of a file is to be written (DESIGN section 4, "Plain objects and their keys").
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Placement {
+    /// At the file's own path: an ordinary object. `replaces` is the version there now, if Forebay knows one; the
+    /// writer completes with `IfVersion(replaces)` or `IfAbsent`. The intent is durable when this is returned.
+    Own {
+        /// The key that the file's path spells.
+        key: ObjectKey,
+        /// The version that is to be replaced.
+        replaces: Option<Version>,
+    },
+    /// In a uniquely named owned blob, because the path is no key, or its key holds another file's bytes.
+    Owned {
+        /// A fresh key under `.forebay/blobs/`.
+        key: ObjectKey,
+    },
+}
+
+impl Placement {
+    /// The key to write to.
+    pub fn key(&self) -> &ObjectKey {
+        match self {
+            Self::Own { key, .. } | Self::Owned { key } => key,
+        }
+    }
+}
+
+/// What statfs shows.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Bytes of all files known to the tree.
+    pub bytes: u64,
+    /// Inodes known to the tree.
+    pub inodes: u64,
+}
+
+/// A directory tree. Every change is atomic; changes are answered at once and durable after `sync` or within 5 s,
+/// except where a method says that it returns only when durable.
+///
+/// Errors common to all: `NotFound` when an inode is gone, `Invalid` for malformed names, `NameTooLong`,
+/// `NotDirectory`, `ReadOnly` on a read-only tree, `Unavailable` when engine or bucket cannot be reached.
+/// Permission checks are the kernel's (`default_permissions`); the tree keeps owners and modes.
+#[async_trait]
+pub trait Tree: Send + Sync + std::fmt::Debug {
+    /// Finds `name` in `parent`.
+    async fn lookup(&self, parent: InodeId, name: &[u8]) -> Result<Lookup>;
+
+    /// The same if it can be told without waiting on anything; `None` otherwise.
+    fn lookup_now(&self, parent: InodeId, name: &[u8]) -> Option<Result<Lookup>>;
+
+    /// Attributes of an inode.
+    async fn attributes(&self, ino: InodeId) -> Result<Attributes>;
+
+    /// The same if they can be told without waiting; `None` otherwise.
+    fn attributes_now(&self, ino: InodeId) -> Option<Result<Attributes>>;
+
+    /// Entries of a directory after the name `after` (from the start when `None`), at most `limit`.
+    async fn read_directory(&self, ino: InodeId, after: Option<&[u8]>, limit: usize)
+    -> Result<DirectoryPage>;
+
+    /// The directory that holds `ino`; the root is its own parent. For files, one of its directories.
+    async fn parent(&self, ino: InodeId) -> Result<InodeId>;
+
+    /// Where a file's bytes are, and the content generation they belong to.
+    async fn layout(&self, ino: InodeId) -> Result<(FileLayout, u64)>;
+
+    /// Target of a symlink.
+    async fn read_link(&self, ino: InodeId) -> Result<Bytes>;
+
+    /// Makes an inode under a name. The bool tells whether it is new.
+    async fn create(
+        &self,
+        parent: InodeId,
+        name: &[u8],
+        new: NewInode,
+        existing: Existing,
+    ) -> Result<(Attributes, bool)>;
+
+    /// Gives a file a further name.
+    async fn link(&self, ino: InodeId, parent: InodeId, name: &[u8]) -> Result<Attributes>;
+
+    /// Removes a name of something that is not a directory. Its inode lives on while other names or openers hold it.
+    async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<()>;
+
+    /// Removes an empty directory.
+    async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<()>;
+
+    /// Moves or exchanges names. A directory moves with all below it in one commit.
+    async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()>;
+
+    /// Changes attributes; a change of owner clears set-id bits as POSIX says.
+    async fn set_attributes(&self, ino: InodeId, changes: SetAttributes) -> Result<Attributes>;
+
+    /// The value of an extended attribute, or `NoAttribute`.
+    async fn xattr(&self, ino: InodeId, name: &[u8]) -> Result<Bytes>;
+
+    /// The names of all extended attributes.
+    async fn xattrs(&self, ino: InodeId) -> Result<Vec<Bytes>>;
+
+    /// Sets an extended attribute; the value may have up to 64 KiB.
+    async fn set_xattr(&self, ino: InodeId, name: &[u8], value: Bytes, mode: XattrMode) -> Result<()>;
+
+    /// Removes an extended attribute, or fails with `NoAttribute`.
+    async fn remove_xattr(&self, ino: InodeId, name: &[u8]) -> Result<()>;
+
+    /// Says that this session has the inode open, so that unlinking keeps it; one call per opener.
+    async fn opened(&self, ino: InodeId) -> Result<()>;
+
+    /// Takes one `opened` back; the last one of an unlinked inode frees it.
+    async fn closed(&self, ino: InodeId) -> Result<()>;
+
+    /// Asks where the next whole content of a file goes and records the intent, durably, where one is needed.
+    async fn place(&self, ino: InodeId) -> Result<Placement>;
+
+    /// Gives a file new content: layout and size, mtime, ctime and the next generation, in one commit.
+    ///
+    /// Blobs of the old layout that nothing refers to any more are queued for deletion (a blob replaced in place at
+    /// the file's own key is gone already). Intents of this inode are settled.
+    ///
+    /// # Errors
+    /// `Conflict` when the generation is no longer `expected`; the caller reads the layout again and decides.
+    async fn commit_layout(
+        &self,
+        ino: InodeId,
+        expected: u64,
+        layout: FileLayout,
+        mtime: Timestamp,
+    ) -> Result<Attributes>;
+
+    /// Returns when every change answered so far is durable.
+    async fn sync(&self) -> Result<()>;
+
+    /// Counts for statfs.
+    async fn statistics(&self) -> Result<Statistics>;
+
+    /// Forgets what was listed from the bucket under `ino`, so that the next look lists again (`volume refresh`).
+    async fn refresh(&self, ino: InodeId) -> Result<()>;
+
+    /// Syncs and releases what the tree holds; nothing may be called afterwards.
+    async fn close(&self) -> Result<()>;
+}
