@@ -29,7 +29,7 @@ pub enum Source {
 pub struct Extent {
     /// First byte in the file.
     pub offset: u64,
-    /// Bytes covered, never 0.
+    /// Bytes covered; 0 only for the one extent of a file that is an empty object.
     pub length: u64,
     /// Where they come from.
     pub source: Source,
@@ -77,7 +77,8 @@ pub struct Piece {
 
 /// The size of a file and where each of its bytes is.
 ///
-/// Extents are sorted, do not overlap, are never empty, and end at or before `size`; what they leave out is a hole.
+/// Extents are sorted, do not overlap, are not empty, and end at or before `size`; what they leave out is a hole.
+/// One exception: a file that is an empty object keeps that blob as its only extent, so that its key is not forgotten.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct FileLayout {
     size: u64,
@@ -94,7 +95,7 @@ impl FileLayout {
     pub fn of_blob(blob: Blob) -> Self {
         let size = blob.size;
         let whole = Extent { offset: 0, length: size, source: Source::Blob { blob, offset: 0 } };
-        Self { size, extents: if size == 0 { Vec::new() } else { vec![whole] } }
+        Self { size, extents: vec![whole] }
     }
 
     /// Checks and wraps an extent list, as read from disk or the wire.
@@ -103,6 +104,7 @@ impl FileLayout {
     /// `Corrupt` when extents are empty, unsorted, overlapping, past `size`, or past the end of their source.
     pub fn from_parts(size: u64, extents: Vec<Extent>) -> Result<Self> {
         let mut last_end = 0;
+        let empty_object = size == 0 && extents.len() == 1;
         for extent in &extents {
             let end = extent.offset.checked_add(extent.length);
             let fits = match &extent.source {
@@ -112,7 +114,12 @@ impl FileLayout {
                 }
             };
             match end {
-                Some(end) if extent.length > 0 && extent.offset >= last_end && end <= size && fits => {
+                Some(end)
+                    if (extent.length > 0 || empty_object)
+                        && extent.offset >= last_end
+                        && end <= size
+                        && fits =>
+                {
                     last_end = end
                 }
                 _ => {
@@ -184,6 +191,7 @@ impl FileLayout {
         if extent.length == 0 {
             return;
         }
+        self.forget_empty_object();
         let position = self.clear(extent.offset..extent.end());
         self.size = self.size.max(extent.end());
         self.extents.insert(position, extent);
@@ -199,6 +207,9 @@ impl FileLayout {
 
     /// Sets the size, cutting what lies past it or adding a hole.
     pub fn truncate(&mut self, size: u64) {
+        if size > 0 {
+            self.forget_empty_object();
+        }
         if size < self.size {
             self.clear(size..self.size);
         }
@@ -227,6 +238,13 @@ impl FileLayout {
     /// Bytes that are not holes.
     pub fn allocated(&self) -> u64 {
         self.extents.iter().map(|extent| extent.length).sum()
+    }
+
+    /// Drops the empty object that the file was, before it gets bytes or a hole.
+    fn forget_empty_object(&mut self) {
+        if self.size == 0 {
+            self.extents.clear();
+        }
     }
 
     /// Removes `range` from the extents and returns where an extent starting at `range.start` belongs.

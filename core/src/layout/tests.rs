@@ -138,5 +138,16 @@ fn only_a_whole_blob_is_a_plain_object() {
     assert_eq!(layout.single_blob(), Some(&blob(1)));
     layout.truncate(SPACE);
     assert_eq!(layout.single_blob(), None);
-    assert_eq!(FileLayout::of_blob(Blob { size: 0, ..blob(2) }).extents().len(), 0);
+}
+
+#[test]
+fn an_empty_object_is_remembered_until_bytes_come() {
+    let empty = Blob { size: 0, ..blob(2) };
+    let mut layout = FileLayout::of_blob(empty.clone());
+    assert_eq!(layout.single_blob(), Some(&empty));
+    assert_eq!(layout.pieces(0..10), []);
+    assert_eq!((layout.next_data(0), layout.next_hole(0)), (None, 0));
+    FileLayout::from_parts(0, layout.extents().to_vec()).expect("an empty object is a layout");
+    layout.truncate(4);
+    assert_eq!(layout.extents(), []);
 }
