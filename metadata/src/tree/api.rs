@@ -223,6 +223,13 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
         mtime: Timestamp,
     ) -> Result<Attributes>;
 
+    /// Says that the same bytes now lie elsewhere (sealed, moved, packed): the layout changes, the generation and the
+    /// times do not. Blobs no longer referred to are queued for deletion and intents settled, as in `commit_layout`.
+    ///
+    /// # Errors
+    /// `Conflict` when the generation is no longer `expected`; nothing changed then.
+    async fn relocate(&self, ino: InodeId, expected: u64, layout: FileLayout) -> Result<()>;
+
     /// Returns when every change answered so far is durable.
     async fn sync(&self) -> Result<()>;
 
