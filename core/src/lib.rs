@@ -11,7 +11,7 @@ pub mod layout;
 pub mod block;
 
 pub use attr::{Attributes, FileKind, Timestamp};
-pub use block::{BLOCK_SIZE, BlockKey};
+pub use block::{BLOCK_SIZE, BlockKey, VolumeBlob};
 pub use checksum::crc32c;
 pub use error::{Error, ErrorKind, Result};
 pub use id::{Blob, InodeId, ObjectKey, Version, VolumeId};
