@@ -1,0 +1,164 @@
+//! Two writers and failing stores: whoever is fenced acknowledges nothing, and nothing acknowledged is lost.
+
+use std::fmt;
+use std::sync::Arc;
+
+use forebay_core::ErrorKind;
+use forebay_io::object::Bucket;
+use futures::stream::BoxStream;
+use parking_lot::Mutex;
+use slatedb::object_store::path::Path;
+use slatedb::object_store::{
+    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
+    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+};
+
+use super::{Batch, Durability, Engine, SlateEngine, SlateSettings};
+use crate::testing::{Chance, rounds};
+
+fn numbered(number: u64) -> Batch {
+    let mut batch = Batch::default();
+    batch.put(format!("left/{number:08}"), number.to_string());
+    batch.put(format!("right/{number:08}"), number.to_string());
+    batch
+}
+
+async fn holds(engine: &dyn Engine, number: u64) -> (bool, bool) {
+    let left = engine.get(format!("left/{number:08}").as_bytes()).await.expect("get").is_some();
+    (left, engine.get(format!("right/{number:08}").as_bytes()).await.expect("get").is_some())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_fenced_writer_acknowledges_nothing_and_loses_nothing() {
+    let mut chance = Chance::fresh();
+    for _ in 0..rounds(5) {
+        let bucket = Bucket::in_memory();
+        let first = Arc::new(SlateEngine::open(&bucket, &SlateSettings::default()).await.expect("first"));
+        let writer = tokio::spawn({
+            let first = first.clone();
+            async move {
+                for number in 0.. {
+                    if let Err(error) = first.write(numbered(number), Durability::Durable).await {
+                        return (number, error);
+                    }
+                }
+                unreachable!("it is fenced long before")
+            }
+        });
+        tokio::time::sleep(std::time::Duration::from_micros(chance.below(20_000))).await;
+        let second = SlateEngine::open(&bucket, &SlateSettings::default()).await.expect("second");
+        assert!(second.epoch() > first.epoch());
+        let (refused, error) = writer.await.expect("writer");
+        assert_eq!(error.kind(), ErrorKind::Conflict, "{error}");
+        assert!(error.hint().is_some());
+        for number in 0..refused {
+            assert_eq!(holds(&second, number).await, (true, true), "acknowledged {number} of {refused}");
+        }
+        assert_ne!(holds(&second, refused).await, (true, false), "half of a batch");
+        for number in refused + 1..refused + 4 {
+            first.write(numbered(number), Durability::Durable).await.expect_err("fenced");
+            assert_eq!(holds(&second, number).await, (false, false));
+        }
+        first.sync().await.expect_err("fenced");
+        second.write(numbered(1_000_000), Durability::Durable).await.expect("the second goes on");
+        second.close().await.expect("close");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn failing_puts_lose_no_acknowledged_batch() {
+    for _ in 0..rounds(3) {
+        let chance = Chance::fresh();
+        let memory = Bucket::in_memory();
+        let flaky = Flaky { store: memory.store(), chance: Mutex::new(chance) };
+        let bucket = Bucket::from_store(memory.url().clone(), Arc::new(flaky));
+        let engine = SlateEngine::open(&bucket, &SlateSettings::default()).await.expect("open");
+        for number in 0..60 {
+            engine.write(numbered(number), Durability::Durable).await.expect("it is retried");
+        }
+        // No close: as after a crash.
+        drop(engine);
+        let reopened = SlateEngine::open(&memory, &SlateSettings::default()).await.expect("reopen");
+        for number in 0..60 {
+            assert_eq!(holds(&reopened, number).await, (true, true), "{number}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_durable_batch_takes_one_put() {
+    let bucket = Bucket::in_memory();
+    let engine = SlateEngine::open(&bucket, &SlateSettings::default()).await.expect("open");
+    let objects = async || {
+        use futures::StreamExt;
+        bucket.list(".forebay/tree/wal").count().await
+    };
+    let before = objects().await;
+    for number in 0..10 {
+        engine.write(numbered(100 + number), Durability::Buffered).await.expect("write");
+    }
+    assert_eq!(objects().await, before, "buffered batches send nothing");
+    engine.write(numbered(0), Durability::Durable).await.expect("write");
+    assert_eq!(objects().await, before + 1);
+    engine.sync().await.expect("sync");
+    assert_eq!(objects().await, before + 1, "nothing is new");
+}
+
+/// A store whose PUTs fail one time in four: before they reach it, or after they took effect.
+struct Flaky {
+    store: Arc<dyn ObjectStore>,
+    chance: Mutex<Chance>,
+}
+
+impl fmt::Debug for Flaky {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Flaky")
+    }
+}
+
+impl fmt::Display for Flaky {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a store whose PUTs fail")
+    }
+}
+
+#[async_trait::async_trait]
+impl ObjectStore for Flaky {
+    async fn put_opts(&self, at: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
+        let roll = self.chance.lock().below(8);
+        let failed = || Error::Generic { store: "flaky", source: "injected".into() };
+        if roll == 0 {
+            return Err(failed());
+        }
+        let put = self.store.put_opts(at, payload, options).await;
+        if roll == 1 && put.is_ok() { Err(failed()) } else { put }
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        at: &Path,
+        options: PutMultipartOptions,
+    ) -> Result<Box<dyn MultipartUpload>> {
+        self.store.put_multipart_opts(at, options).await
+    }
+
+    async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
+        self.store.get_opts(at, options).await
+    }
+
+    fn delete_stream(&self, paths: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        self.store.delete_stream(paths)
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.store.list(prefix)
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.store.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+        self.store.copy_opts(from, to, options).await
+    }
+}

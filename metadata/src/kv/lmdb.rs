@@ -1,0 +1,282 @@
+//! The engine on a local disk: LMDB, a memory-mapped B+tree with one synced commit a batch.
+//!
+//! Reads never wait on a network, so `get_now` always answers. Every write is synced, buffered ones too: LMDB
+//! without syncs can lose or tear what came before. One process at a time, by a lock file of our own that
+//! names its holder; LMDB's own locks would let a second one in. Not for network file systems.
+
+// LMDB maps a file into memory, and its binding marks the opening unsafe for that.
+#![allow(unsafe_code)]
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Read, Seek, Write};
+use std::ops::Bound;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, Result};
+use heed::types::Bytes as Raw;
+use heed::{CommitOrAbort, EnvOpenOptions, MdbError, RoTxn, WithoutTls};
+use parking_lot::{Mutex, RwLock};
+
+use super::{Batch, Durability, Engine, Limits, Pair, Snapshot};
+
+type Env = heed::Env<WithoutTls>;
+type Table = heed::Database<'static, Raw, Raw>;
+
+/// How much an LMDB file may hold.
+#[derive(Debug, Clone)]
+pub struct LmdbSettings {
+    /// Bytes of address space reserved at open, the most that the tree can grow to. Default 1 TiB; no memory
+    /// or disk is used before it is needed. A multiple of 4 KiB.
+    pub map_bytes: usize,
+}
+
+impl Default for LmdbSettings {
+    fn default() -> Self {
+        Self { map_bytes: 1 << 40 }
+    }
+}
+
+/// The engine on a local disk.
+pub struct LmdbEngine {
+    tree: RwLock<Option<Arc<Tree>>>,
+    directory: PathBuf,
+    epoch: u64,
+    limits: Limits,
+}
+
+/// What an open engine holds; the lock is let go of after the file is closed.
+struct Tree {
+    env: Env,
+    table: Table,
+    _lock: File,
+}
+
+impl LmdbEngine {
+    /// Opens or creates the tree in `directory`.
+    ///
+    /// # Errors
+    /// `Conflict`, naming the process, when another one has it open; `Corrupt` when the file is no tree.
+    pub async fn open(directory: impl Into<PathBuf>, settings: &LmdbSettings) -> Result<Self> {
+        let (directory, settings) = (directory.into(), settings.clone());
+        blocking(move || Self::open_blocking(directory, &settings)).await
+    }
+
+    fn open_blocking(directory: PathBuf, settings: &LmdbSettings) -> Result<Self> {
+        let at = |error: Error| error.context(format!("the tree in {}", directory.display()));
+        std::fs::create_dir_all(&directory).map_err(|error| at(error.into()))?;
+        let lock = lock(&directory).map_err(at)?;
+        let mut options = EnvOpenOptions::new().read_txn_without_tls();
+        options.map_size(settings.map_bytes).max_dbs(2).max_readers(1024);
+        // SAFETY: the file must not change under the map other than through LMDB, and no unsafe flag may be
+        // set. The exclusive lock keeps other processes of ours out, and no flag is set.
+        let env = unsafe { options.open(&directory) }.map_err(|error| at(convert(error)))?;
+        cover_missing_tail(&env, &directory).map_err(at)?;
+        let (table, epoch) = begin_epoch(&env).map_err(|error| at(convert(error)))?;
+        let limits = Limits { max_key_bytes: env.max_key_size(), max_value_bytes: 64 << 20 };
+        let tree = RwLock::new(Some(Arc::new(Tree { env, table, _lock: lock })));
+        Ok(Self { tree, directory, epoch, limits })
+    }
+
+    fn tree(&self) -> Result<Arc<Tree>> {
+        self.tree.read().clone().ok_or_else(closed)
+    }
+
+    fn with_tree<T>(&self, read: impl FnOnce(&Tree) -> heed::Result<T>) -> Result<T> {
+        let tree = self.tree.read();
+        let tree = tree.as_ref().ok_or_else(closed)?;
+        read(tree).map_err(|error| self.describe(error))
+    }
+
+    fn describe(&self, error: heed::Error) -> Error {
+        convert(error).context(format!("the tree in {}", self.directory.display()))
+    }
+}
+
+/// Takes the lock file, or says who has it. The lock goes with the process, however it ends.
+fn lock(directory: &Path) -> Result<File> {
+    let path = directory.join("forebay.lock");
+    let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path)?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::Error(error)) => return Err(error.into()),
+        Err(TryLockError::WouldBlock) => {
+            let mut holder = String::new();
+            // A holder that has not written its number yet is still a holder.
+            let _ = file.read_to_string(&mut holder);
+            let message = format!("it is in use by process {}", holder.trim());
+            return Err(Error::new(ErrorKind::Conflict, message)
+                .with_hint("unmount it there first; one process at a time may open it"));
+        }
+    }
+    file.set_len(0)?;
+    file.rewind()?;
+    writeln!(file, "{}", std::process::id())?;
+    Ok(file)
+}
+
+/// Fills a file that was cut short with zeros, so that reading a lost page is an error and not a bus error.
+/// LMDB itself may leave its last pages unwritten when nothing refers to them, so a short file proves nothing.
+fn cover_missing_tail(env: &Env, directory: &Path) -> Result<()> {
+    let needed = (env.info().last_page_number as u64 + 1) * u64::from(env.unnamed_database_stat().page_size);
+    let file = OpenOptions::new().write(true).open(directory.join("data.mdb"))?;
+    if file.metadata()?.len() < needed {
+        file.set_len(needed)?;
+    }
+    Ok(())
+}
+
+/// Opens the tables and counts this opening.
+fn begin_epoch(env: &Env) -> heed::Result<(Table, u64)> {
+    let mut epoch = 0;
+    let opened = env.create_databases_and_commit(env.write_txn()?, |opener, txn| {
+        let table = opener.create_database::<Raw, Raw>(txn, Some("tree"))?;
+        let meta = opener.create_database::<Raw, Raw>(txn, Some("meta"))?;
+        let last = meta.get(txn, b"epoch")?.and_then(|bytes| bytes.try_into().ok());
+        epoch = last.map_or(0, u64::from_be_bytes) + 1;
+        meta.put(txn, b"epoch", &epoch.to_be_bytes())?;
+        heed::Result::Ok(CommitOrAbort::<_, ()>::Commit(table))
+    })?;
+    Ok((opened.unwrap_commit(), epoch))
+}
+
+#[async_trait]
+impl Engine for LmdbEngine {
+    async fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
+        self.with_tree(|tree| get(tree.table, &tree.env.read_txn()?, key))
+    }
+
+    async fn scan(&self, start: &[u8], end: &[u8], limit: usize) -> Result<Vec<Pair>> {
+        self.with_tree(|tree| scan(tree.table, &tree.env.read_txn()?, start, end, limit))
+    }
+
+    fn get_now(&self, key: &[u8]) -> Option<Result<Option<Bytes>>> {
+        Some(self.with_tree(|tree| get(tree.table, &tree.env.read_txn()?, key)))
+    }
+
+    fn scan_now(&self, start: &[u8], end: &[u8], limit: usize) -> Option<Result<Vec<Pair>>> {
+        Some(self.with_tree(|tree| scan(tree.table, &tree.env.read_txn()?, start, end, limit)))
+    }
+
+    fn snapshot(&self) -> Result<Box<dyn Snapshot>> {
+        let tree = self.tree()?;
+        let txn = tree.env.clone().static_read_txn().map_err(|error| self.describe(error))?;
+        Ok(Box::new(LmdbSnapshot { table: tree.table, txn: Mutex::new(txn) }))
+    }
+
+    async fn write(&self, batch: Batch, _durability: Durability) -> Result<()> {
+        batch.check(&self.limits)?;
+        let tree = self.tree()?;
+        blocking(move || Ok(apply(&tree, &batch))).await?.map_err(|error| self.describe(error))
+    }
+
+    async fn sync(&self) -> Result<()> {
+        self.tree().map(drop)
+    }
+
+    fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    async fn close(&self) -> Result<()> {
+        let tree = self.tree.write().take();
+        blocking(move || Ok(drop(tree))).await
+    }
+}
+
+/// A read transaction; it may move between threads but is used by one at a time.
+struct LmdbSnapshot {
+    table: Table,
+    txn: Mutex<RoTxn<'static, WithoutTls>>,
+}
+
+#[async_trait]
+impl Snapshot for LmdbSnapshot {
+    async fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
+        get(self.table, &self.txn.lock(), key).map_err(convert)
+    }
+
+    async fn scan(&self, start: &[u8], end: &[u8], limit: usize) -> Result<Vec<Pair>> {
+        scan(self.table, &self.txn.lock(), start, end, limit).map_err(convert)
+    }
+}
+
+fn get(table: Table, txn: &RoTxn<'_, WithoutTls>, key: &[u8]) -> heed::Result<Option<Bytes>> {
+    match key {
+        [] => Ok(None),
+        _ => Ok(table.get(txn, key)?.map(Bytes::copy_from_slice)),
+    }
+}
+
+fn scan(
+    table: Table,
+    txn: &RoTxn<'_, WithoutTls>,
+    start: &[u8],
+    end: &[u8],
+    limit: usize,
+) -> heed::Result<Vec<Pair>> {
+    if !end.is_empty() && start >= end {
+        return Ok(Vec::new());
+    }
+    let from = if start.is_empty() { Bound::Unbounded } else { Bound::Included(start) };
+    let to = if end.is_empty() { Bound::Unbounded } else { Bound::Excluded(end) };
+    let pairs = table.range(txn, &(from, to))?.take(limit);
+    pairs.map(|pair| pair.map(|(k, v)| (Bytes::copy_from_slice(k), Bytes::copy_from_slice(v)))).collect()
+}
+
+fn apply(tree: &Tree, batch: &Batch) -> heed::Result<()> {
+    let mut txn = tree.env.write_txn()?;
+    for (key, value) in batch.changes() {
+        match value {
+            Some(value) => tree.table.put(&mut txn, key, value)?,
+            None => drop(tree.table.delete(&mut txn, key)?),
+        }
+    }
+    txn.commit()
+}
+
+/// Runs what waits for a disk away from the threads that serve requests. An owner that gives up does not stop
+/// it: a commit that began ends.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    let joined = tokio::task::spawn_blocking(work).await;
+    joined.map_err(|error| Error::bug(format!("a disk task ended early: {error}")))?
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Conflict, "the tree was closed")
+}
+
+fn convert(error: heed::Error) -> Error {
+    use heed::Error as Heed;
+    let damaged = |message: String| {
+        Error::corrupt(message).with_hint(
+            "the file data.mdb is damaged or of another version: move it away; the tree is read again from \
+             the bucket or from its last dump there",
+        )
+    };
+    match error {
+        Heed::Io(error) => error.into(),
+        Heed::Mdb(MdbError::MapFull) => Error::new(ErrorKind::NoSpace, "the reserved map is full")
+            .with_hint("open it with a larger map_bytes"),
+        Heed::Mdb(
+            error @ (MdbError::Invalid
+            | MdbError::Corrupted
+            | MdbError::PageNotFound
+            | MdbError::VersionMismatch
+            | MdbError::Incompatible),
+        ) => damaged(error.to_string()),
+        Heed::Mdb(MdbError::Panic) => {
+            Error::new(ErrorKind::Unavailable, "an earlier write to the disk failed; open the tree again")
+        }
+        Heed::Mdb(MdbError::ReadersFull) => {
+            Error::new(ErrorKind::Unavailable, "too many reads at once on the tree")
+        }
+        other => Error::bug(other.to_string()),
+    }
+}
