@@ -1,1 +1,3 @@
+//! The `forebay` binary.
+
 fn main() {}

@@ -1,0 +1,28 @@
+//! The repository keeps its own rules, and each rule catches what breaks it.
+
+use std::path::Path;
+
+use forebay_tests::tidy::{CHECKS, Repo};
+
+#[test]
+fn the_repository_is_tidy() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package lies below the root");
+    let repo = Repo::read(root).expect("the checkout can be read");
+    let findings: Vec<String> = CHECKS
+        .iter()
+        .flat_map(|check| (check.find)(&repo).into_iter().map(|found| format!("{}: {found}", check.name)))
+        .collect();
+    assert!(findings.is_empty(), "{} findings:\n{}", findings.len(), findings.join("\n"));
+}
+
+#[test]
+fn every_check_catches_its_bad_samples_and_passes_the_good_one() {
+    for check in CHECKS {
+        for sample in check.bad {
+            let findings = (check.find)(&Repo::of(sample));
+            assert!(!findings.is_empty(), "{}: nothing found in {sample:?}", check.name);
+        }
+        let findings = (check.find)(&Repo::of(check.good));
+        assert!(findings.is_empty(), "{}: found {findings:?}", check.name);
+    }
+}
