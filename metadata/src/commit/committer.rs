@@ -1,0 +1,184 @@
+//! The handle through which everything else reads and changes the tree.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use forebay_core::{Error, ErrorKind, Result};
+use parking_lot::RwLock;
+use tokio::sync::{Mutex, mpsc, oneshot};
+use tokio::task::JoinHandle;
+
+use super::gather::{Gathered, State, Want};
+use super::job::Call;
+use super::overlay::Overlay;
+use super::serial::{Message, Serial};
+use super::view::{Txn, View};
+use crate::kv::{Durability, Engine};
+
+/// How the committer batches and what it may hold.
+#[derive(Debug, Clone)]
+pub struct CommitterSettings {
+    /// How long an answered buffered change may wait to become durable. Default 1 s.
+    pub flush_interval: Duration,
+    /// Transactions waiting for their turn; further callers wait. Default 1,024.
+    pub max_queued: usize,
+    /// Transactions waiting for reads; at this many, none new is begun. Default 256.
+    pub max_set_aside: usize,
+    /// Bytes of changes that make a batch due at once. Default 4 MiB.
+    pub max_batch_bytes: usize,
+    /// Bytes of changes that may wait behind the batch being written. Default 32 MiB.
+    pub max_waiting_bytes: usize,
+    /// How long the reads of one run may take before the transaction fails with `Unavailable`. Default 30 s.
+    pub fetch_deadline: Duration,
+    /// How often a transaction may run before it fails with `Bug`: once for every read that depends on one
+    /// before it, on an engine whose reads wait. Default 1,000.
+    pub max_runs: u32,
+    /// Bytes of recently used values kept in memory where the engine's reads may wait. Default 64 MiB.
+    pub hot_bytes: usize,
+}
+
+impl Default for CommitterSettings {
+    fn default() -> Self {
+        Self {
+            flush_interval: Duration::from_secs(1),
+            max_queued: 1024,
+            max_set_aside: 256,
+            max_batch_bytes: 4 << 20,
+            max_waiting_bytes: 32 << 20,
+            fetch_deadline: Duration::from_secs(30),
+            max_runs: 1000,
+            hot_bytes: 64 << 20,
+        }
+    }
+}
+
+/// Runs transactions one after another over an engine; cheap to clone.
+///
+/// When the engine refuses a batch it is unknown how much of it is stored, and every later change may build on
+/// it: from then on every call returns that error, and nothing more is acknowledged. Opening the engine again
+/// shows what is there.
+#[derive(Clone)]
+pub struct Committer {
+    state: Arc<State>,
+    queue: mpsc::Sender<Message>,
+    task: Arc<Mutex<Option<JoinHandle<()>>>>,
+}
+
+impl Committer {
+    /// Starts the serial task, which owns all writing to `engine` from now on. It ends with [`Self::close`], or
+    /// after writing what is left once every clone is dropped.
+    pub fn start(engine: Arc<dyn Engine>, settings: CommitterSettings) -> Self {
+        // An engine that answers at once needs no second copy of its values.
+        let hot_bytes = if engine.get_now(b"\0").is_none() { settings.hot_bytes } else { 0 };
+        let state = Arc::new(State {
+            engine,
+            overlay: RwLock::new(Overlay::new(hot_bytes)),
+            fetch_deadline: settings.fetch_deadline,
+            most_runs: settings.max_runs,
+        });
+        let (queue, receiver) = mpsc::channel(settings.max_queued.max(1));
+        let task = spawn(Serial::new(state.clone(), settings, receiver).run());
+        Self { state, queue, task: Arc::new(Mutex::new(Some(task))) }
+    }
+
+    /// Runs `work` in its turn and applies its changes, all or, when it returns an error or panics, none.
+    ///
+    /// `work` may run several times (see [`super::Reads`]), each time over the newest state. With `Durable` the
+    /// answer comes when its changes and everything it read are durable; with `Buffered` at once, and they
+    /// become durable within the flush interval and before any later durable answer. An error of `work` itself
+    /// comes at once with either.
+    ///
+    /// Dropping the future gives up waiting: `work` then runs whole or, if it was not queued yet, not at all.
+    pub async fn transact<T: Send + 'static>(
+        &self,
+        durability: Durability,
+        work: impl FnMut(&mut Txn<'_>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (reply, answer) = oneshot::channel();
+        let job = Box::new(Call { work, durability, value: None, reply });
+        self.queue.send(Message::Run(job)).await.map_err(|_| closed())?;
+        answer.await.map_err(|_| closed())?
+    }
+
+    /// Runs a read-only closure over the newest state, at once where the engine's reads do not wait. It does
+    /// not queue behind transactions, but holds them up while it runs: keep it short.
+    pub async fn read<T>(&self, mut work: impl FnMut(&View<'_>) -> Result<T> + Send) -> Result<T> {
+        let mut missed = match self.attempt(&mut work, None) {
+            Ok(result) => return result,
+            Err(missed) => missed,
+        };
+        let mut gathered = Gathered::new(self.state.clone());
+        loop {
+            gathered.fetch(missed).await?;
+            // Bounded by `max_runs`.
+            match self.attempt(&mut work, Some(&mut gathered)) {
+                Ok(result) => return result,
+                Err(more) => missed = more,
+            }
+        }
+    }
+
+    /// As [`Self::read`], but `None` where it would have to wait.
+    pub fn read_now<T>(&self, mut work: impl FnMut(&View<'_>) -> Result<T>) -> Option<Result<T>> {
+        self.attempt(&mut work, None).ok()
+    }
+
+    fn attempt<T>(
+        &self,
+        work: &mut impl FnMut(&View<'_>) -> Result<T>,
+        mut gathered: Option<&mut Gathered>,
+    ) -> Result<Result<T>, Vec<Want>> {
+        let overlay = self.state.overlay.read();
+        let ready = match gathered.as_deref_mut() {
+            Some(gathered) => gathered.begin_run(&overlay),
+            None => Ok(()),
+        };
+        if let Err(error) = overlay.check().and(ready) {
+            return Ok(Err(error));
+        }
+        let view = View::new(self.state.engine.as_ref(), &overlay, gathered.as_deref());
+        let result = work(&view);
+        match view.into_missed() {
+            missed if missed.is_empty() => Ok(result),
+            missed => Err(missed),
+        }
+    }
+
+    /// Returns when every change answered before is durable.
+    pub async fn sync(&self) -> Result<()> {
+        self.transact(Durability::Durable, |_| Ok(())).await
+    }
+
+    /// The engine, for its epoch, limits and snapshots. A snapshot holds what was synced before it was taken
+    /// and perhaps more, but whole transactions only.
+    pub fn engine(&self) -> &Arc<dyn Engine> {
+        &self.state.engine
+    }
+
+    /// Answers what is queued, makes everything durable, ends the task and closes the engine. Later calls fail
+    /// with `Unavailable`. Closing twice is no error.
+    pub async fn close(&self) -> Result<()> {
+        // It ended already when nobody listens.
+        let _ = self.queue.send(Message::Close).await;
+        if let Some(task) = self.task.lock().await.take() {
+            task.await.map_err(|error| Error::bug(format!("the committer ended early: {error}")))?;
+        }
+        let written = self.state.overlay.read().check();
+        written.and(self.state.engine.close().await)
+    }
+
+    /// Number of changed keys laid over the engine.
+    #[cfg(test)]
+    pub(super) fn overlaid(&self) -> usize {
+        self.state.overlay.read().len()
+    }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Unavailable, "the tree was closed")
+}
+
+/// The one place where this module starts a task; `close` waits for it.
+fn spawn(task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
+    tokio::spawn(task)
+}
