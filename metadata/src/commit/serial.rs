@@ -235,6 +235,6 @@ async fn written(writing: &mut Option<Writing>) -> Result<()> {
 
 fn answer(waiting: Vec<Box<dyn Job>>, outcome: &Result<()>) {
     for job in waiting {
-        job.answer(outcome.as_ref().map(|()| ()).map_err(Error::duplicate));
+        job.answer(outcome.as_ref().copied().map_err(Error::duplicate));
     }
 }

@@ -186,7 +186,11 @@ impl Engine for LmdbEngine {
 
     async fn close(&self) -> Result<()> {
         let tree = self.tree.write().take();
-        blocking(move || Ok(drop(tree))).await
+        blocking(move || {
+            drop(tree);
+            Ok(())
+        })
+        .await
     }
 }
 
