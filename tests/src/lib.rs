@@ -1,3 +1,17 @@
 //! What the end-to-end and structural tests share. Test code: nothing here is used by a shipped package.
+#![allow(clippy::print_stderr, reason = "a failing test tells people what it saw")]
 
 pub mod tidy;
+pub mod settings;
+pub mod scratch;
+pub mod sample;
+pub mod compare;
+pub mod process;
+pub mod mount;
+
+pub use compare::assert_same_trees;
+pub use mount::Mount;
+pub use process::{Forebay, Outcome, shell};
+pub use sample::{Names, sample_tree};
+pub use scratch::Scratch;
+pub use settings::{Seeded, require_fuse, scale};

@@ -1,0 +1,148 @@
+//! A mounted volume for the length of a test.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::Forebay;
+
+/// Longest that mounting and unmounting may take.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// A `forebay mount` in the foreground, unmounted on drop.
+#[derive(Debug)]
+pub struct Mount {
+    source: String,
+    folder: PathBuf,
+    home: PathBuf,
+    options: Vec<String>,
+    variables: Vec<(String, String)>,
+    process: Option<Child>,
+}
+
+impl Mount {
+    /// Mounts `source` at `folder` (made if need be) and returns when it can be used.
+    ///
+    /// State, cache and configuration lie below `home`; `options` are further arguments and `variables` environment.
+    #[track_caller]
+    pub fn new(
+        home: &Path,
+        source: &str,
+        folder: &Path,
+        options: &[&str],
+        variables: &[(String, String)],
+    ) -> Self {
+        std::fs::create_dir_all(folder).expect("a mount point can be made");
+        std::fs::create_dir_all(home).expect("a home can be made");
+        let options = options.iter().map(|option| option.to_string()).collect();
+        let (home, folder) = (home.to_owned(), folder.to_owned());
+        let variables = variables.to_vec();
+        let mut mount = Self { source: source.to_owned(), folder, home, options, variables, process: None };
+        mount.mount();
+        mount
+    }
+
+    /// The mount point.
+    pub fn path(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The serving process.
+    pub fn pid(&self) -> u32 {
+        self.process.as_ref().expect("it is mounted").id()
+    }
+
+    /// Unmounts as a user does and waits for the process to end well.
+    #[track_caller]
+    pub fn unmount(&mut self) {
+        let folder = &self.folder;
+        assert!(run("umount", &[folder.as_os_str()]), "umount {} failed\n{}", folder.display(), self.log());
+        let mut process = self.process.take().expect("it is mounted");
+        let started = Instant::now();
+        let status = loop {
+            if let Some(status) = process.try_wait().expect("a child can be waited for") {
+                break status;
+            }
+            assert!(started.elapsed() < DEADLINE, "still running after umount\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(status.success(), "ended with {status}\n{}", self.log());
+    }
+
+    /// Kills the process as a power cut would and frees the mount point.
+    pub fn kill(&mut self) {
+        let mut process = self.process.take().expect("it is mounted");
+        process.kill().expect("a child can be killed");
+        process.wait().expect("a killed child can be waited for");
+        detach(&self.folder);
+    }
+
+    /// Mounts again where it was, after `unmount` or `kill`, on the machine with the home `home`.
+    #[track_caller]
+    pub fn remount(&mut self, home: &Path) {
+        assert!(self.process.is_none(), "it is still mounted");
+        std::fs::create_dir_all(home).expect("a home can be made");
+        self.home = home.to_owned();
+        self.mount();
+    }
+
+    /// What the process has printed so far.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.home.join("mount.log")).unwrap_or_default()
+    }
+
+    #[track_caller]
+    fn mount(&mut self) {
+        let folder = self.folder.to_string_lossy().into_owned();
+        let args = ["mount", "-f", &self.source, &folder].map(str::to_owned);
+        let command = Forebay::new(&self.home, args.iter().chain(&self.options)).envs(&self.variables);
+        let mut process = command.spawn(&self.home.join("mount.log"));
+        let started = Instant::now();
+        while !is_mounted(&self.folder) {
+            let ended = process.try_wait().expect("a child can be waited for");
+            let late = started.elapsed() > DEADLINE;
+            if late && process.kill().is_ok() {
+                let _ = process.wait();
+            }
+            assert!(ended.is_none() && !late, "mounting {folder} failed: {ended:?}\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.process = Some(process);
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let Some(mut process) = self.process.take() else { return };
+        if std::thread::panicking() {
+            eprintln!("--- log of the mount\n{}", self.log());
+        }
+        if !run("umount", &[self.folder.as_os_str()]) {
+            detach(&self.folder);
+        }
+        let started = Instant::now();
+        while !matches!(process.try_wait(), Ok(Some(_))) {
+            if started.elapsed() > DEADLINE {
+                let _ = process.kill();
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// Whether something is mounted exactly at `folder`. Asks the kernel's table, so that a hung mount cannot hang this.
+pub fn is_mounted(folder: &Path) -> bool {
+    let table = std::fs::read_to_string("/proc/self/mounts").expect("the mount table can be read");
+    let folder = folder.to_string_lossy();
+    table.lines().any(|line| line.split(' ').nth(1) == Some(&folder))
+}
+
+fn detach(folder: &Path) {
+    run("umount", &["-l".as_ref(), folder.as_os_str()]);
+}
+
+fn run(program: &str, args: &[&std::ffi::OsStr]) -> bool {
+    let mut command = Command::new(program);
+    let status = command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    status.is_ok_and(|status| status.success())
+}
