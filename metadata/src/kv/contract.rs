@@ -55,10 +55,12 @@ macro_rules! contract {
     };
     (@engine $engine:ident: $($name:ident)*) => {
         mod $engine {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $name() {
-                super::$name(&super::Store::$engine()).await;
-            })*
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    super::$name(&super::Store::$engine()).await;
+                }
+            )*
         }
     };
 }
