@@ -7,7 +7,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 
 use forebay_core::BLOCK_SIZE;
-use rand::rngs::StdRng;
+use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 /// Which names a sample may hold.
@@ -39,7 +39,7 @@ const NAMES: &[&str] = &[
 
 /// Fills `root` with a tree whose bytes are the same on every call.
 pub fn sample_tree(root: &Path, names: Names) {
-    let mut rng = StdRng::seed_from_u64(1);
+    let mut rng = SmallRng::seed_from_u64(1);
     let mut write = |path: &Path, size: u64| {
         let mut bytes = vec![0; size as usize];
         rng.fill_bytes(&mut bytes);
