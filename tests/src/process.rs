@@ -42,7 +42,7 @@ impl Forebay {
     }
 
     /// The binary beside this test, which `make build` and `make test` build.
-    fn binary() -> PathBuf {
+    pub fn binary() -> PathBuf {
         let test = std::env::current_exe().expect("a test knows its own path");
         let folder = test.ancestors().nth(2).expect("tests lie in PROFILE/deps");
         let binary = folder.join("forebay");
