@@ -1,1 +1,24 @@
-//! placeholder
+//! The blob cache of one process or host: copies of blocks of immutable blobs, in memory, on disk, or fetched.
+//!
+//! Promises: a block leaves the bucket once however many ask at once; no byte that failed its checksum is returned;
+//! memory and disk stay under their ceilings. Holds only copies: losing all of it loses nothing. Knows nothing of
+//! files, names or trees.
+
+pub mod block;
+pub mod settings;
+pub mod blocks;
+mod flight;
+mod origin;
+mod tier;
+mod get;
+pub mod node;
+pub mod warm;
+
+pub use block::pieces;
+pub use blocks::{Blocks, Counters, Filled, Residency};
+pub use node::Node;
+pub use settings::CacheSettings;
+pub use warm::{Fill, Progress, Proof, Report, fill_many, prove};
+
+#[cfg(test)]
+mod tests;

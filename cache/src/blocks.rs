@@ -1,0 +1,104 @@
+//! What a cache offers to those above it, whether it is in this process or behind a socket.
+
+use std::ops::Range;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use forebay_core::{BlockKey, Result};
+use serde::{Deserialize, Serialize};
+
+/// Cached blocks of blobs.
+///
+/// Every method is cancel-safe: dropping a future costs nothing but that caller's answer.
+#[async_trait]
+pub trait Blocks: Send + Sync + std::fmt::Debug {
+    /// Bytes `within` (relative to the block) of one block, sharing the cache's memory.
+    ///
+    /// # Errors
+    /// `Invalid` when `within` leaves the block, `Stale` when the object was replaced, `NotFound` when it is gone,
+    /// `Unavailable` when the block is not cached and the origin does not answer.
+    async fn get(&self, key: &BlockKey, within: Range<u64>) -> Result<Bytes>;
+
+    /// The same, only if the block is in memory right now; never waits, and needs no async runtime.
+    fn get_now(&self, key: &BlockKey, within: Range<u64>) -> Option<Bytes>;
+
+    /// Brings a block in, to the disk tier where there is one, and says where it came from.
+    ///
+    /// With `pin`, the block stays on disk until it is unpinned, also over restarts; without, a disk tier that
+    /// fails is no error: the block is then in memory only, and [`Self::stat`] tells.
+    ///
+    /// # Errors
+    /// As [`Self::get`]; with `pin` also `NoSpace` at the ceiling of pins, `Unsupported` without a disk tier, and
+    /// whatever the disk says.
+    async fn fill(&self, key: &BlockKey, pin: bool) -> Result<Filled>;
+
+    /// Where each block is now, without touching the order of eviction. With `verify`, copies on disk are read and
+    /// checked, and bad ones are dropped; copies in memory were checked when they arrived and are trusted.
+    async fn stat(&self, keys: &[BlockKey], verify: bool) -> Result<Vec<Residency>>;
+
+    /// Puts bytes that the caller already has (of a freshly written blob) into the cache; `bytes` is the whole block.
+    fn insert(&self, key: &BlockKey, bytes: Bytes);
+
+    /// What happened since the cache was opened, and what it holds now.
+    fn counters(&self) -> Counters;
+}
+
+/// Where a filled block came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Filled {
+    /// It was in memory, or another caller was fetching it.
+    Memory,
+    /// It was on disk.
+    Disk,
+    /// It was fetched.
+    Origin {
+        /// Bytes that left the origin.
+        bytes: u64,
+    },
+}
+
+/// Where a block is. One that is both on disk and in memory counts as on disk: that copy lasts longer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Residency {
+    /// In memory only.
+    Memory,
+    /// On disk.
+    Disk,
+    /// Nowhere in this cache.
+    Absent,
+}
+
+/// What a cache did and holds. Counts since it was opened unless stated otherwise.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counters {
+    /// Reads answered from memory.
+    pub memory_hits: u64,
+    /// Blocks brought to memory from disk.
+    pub disk_hits: u64,
+    /// Reads that joined another one's fetch of the same block.
+    pub joined: u64,
+    /// Requests sent to the origin.
+    pub origin_requests: u64,
+    /// Bytes received from the origin.
+    pub origin_bytes: u64,
+    /// Requests to the origin that failed.
+    pub origin_failures: u64,
+    /// Copies on disk that failed their checksum or did not parse, and were dropped.
+    pub corruptions: u64,
+    /// Blocks evicted from memory.
+    pub memory_evictions: u64,
+    /// Blocks evicted from disk.
+    pub disk_evictions: u64,
+    /// Blocks written to disk.
+    pub disk_writes: u64,
+    /// Blocks not written to disk because too much was on its way there, or because the disk keeps failing.
+    pub disk_skips: u64,
+    /// Writes to disk that failed.
+    pub disk_failures: u64,
+    /// Bytes in memory now.
+    pub memory_bytes: u64,
+    /// Bytes on disk now, in whole 4 KiB pages.
+    pub disk_bytes: u64,
+    /// Bytes of pinned blocks now, part of `disk_bytes`.
+    pub pinned_bytes: u64,
+}

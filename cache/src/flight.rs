@@ -1,0 +1,141 @@
+//! Single flight: however many ask for a block, one task brings it.
+//!
+//! The work runs in a task of its own, so a caller that goes away strands nobody; a failure goes to everyone who
+//! waited and to nobody who comes later. Work that still waits for its turn ends when the last waiter has left, so
+//! that cancelled callers leave no queue behind; work that has begun is finished.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::sync::Arc;
+
+use forebay_core::{Error, Result};
+use parking_lot::Mutex;
+use tokio::sync::watch;
+use tokio_util::task::TaskTracker;
+
+use crate::block::{BlockId, BuildUniform};
+
+/// What a flight brings; errors are shared, since all waiters get one.
+type Outcome<T> = Option<std::result::Result<T, Arc<Error>>>;
+
+/// The flight's end; the table and the flight's own task hold it, and it closes when both let go.
+type Landing<T> = Arc<watch::Sender<Outcome<T>>>;
+
+type Table<T> = Mutex<HashMap<BlockId, Landing<T>, BuildUniform>>;
+
+/// The flights of one kind of work.
+#[derive(Debug)]
+pub(crate) struct Flights<T> {
+    table: Arc<Table<T>>,
+}
+
+impl<T> Default for Flights<T> {
+    fn default() -> Self {
+        Self { table: Arc::new(Mutex::new(HashMap::default())) }
+    }
+}
+
+/// Whether a caller's own flight brought the outcome, or one that was under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Role {
+    Led,
+    Joined,
+}
+
+impl<T: Clone + Send + Sync + 'static> Flights<T> {
+    /// Joins the flight for `id`, or starts one that runs `work` among `tasks`. Cancel-safe.
+    pub(crate) async fn join<F>(
+        &self,
+        id: BlockId,
+        tasks: &TaskTracker,
+        work: impl FnOnce(Arc<Ticket<T>>) -> F + Send + 'static,
+    ) -> Result<(T, Role)>
+    where
+        F: Future<Output = Result<T>> + Send + 'static,
+    {
+        let (mut waiter, ticket) = self.board(id);
+        let role = if ticket.is_some() { Role::Led } else { Role::Joined };
+        if let Some(ticket) = ticket {
+            let ticket = Arc::new(ticket);
+            tasks.spawn(async move {
+                let outcome = work(ticket.clone()).await;
+                ticket.land(outcome);
+            });
+        }
+        let outcome = match waiter.wait_for(Option::is_some).await {
+            Ok(outcome) => outcome.clone(),
+            Err(_) => None,
+        };
+        match outcome {
+            Some(Ok(value)) => Ok((value, role)),
+            Some(Err(error)) => Err(error.duplicate()),
+            None => Err(Error::bug(format!("the flight for block {id:?} ended without an outcome"))),
+        }
+    }
+
+    /// A place on the flight for `id`; with a ticket, the flight is the caller's to run.
+    fn board(&self, id: BlockId) -> (watch::Receiver<Outcome<T>>, Option<Ticket<T>>) {
+        let mut table = self.table.lock();
+        if let Some(landing) = table.get(&id) {
+            return (landing.subscribe(), None);
+        }
+        let (landing, waiter) = watch::channel(None);
+        let landing = Arc::new(landing);
+        table.insert(id, landing.clone());
+        (waiter, Some(Ticket { id, landing, table: self.table.clone() }))
+    }
+
+    /// Flights under way.
+    #[cfg(test)]
+    #[cfg(test)]
+    pub(crate) fn len(&self) -> usize {
+        self.table.lock().len()
+    }
+}
+
+/// The right and the duty to end one flight. Dropped without landing (a panic), it frees the waiters.
+#[derive(Debug)]
+pub(crate) struct Ticket<T> {
+    id: BlockId,
+    landing: Landing<T>,
+    table: Arc<Table<T>>,
+}
+
+impl<T> Ticket<T> {
+    /// Waits for `turn`, unless everyone who waited for this flight leaves first: then the flight is over, and the
+    /// error returned is seen by nobody.
+    pub(crate) async fn wait<F: Future>(&self, turn: F) -> Result<F::Output> {
+        tokio::pin!(turn);
+        loop {
+            tokio::select! {
+                biased;
+                output = &mut turn => return Ok(output),
+                () = self.landing.closed() => {
+                    let mut table = self.table.lock();
+                    // Someone may have joined since; the table's lock makes this answer final.
+                    if self.landing.receiver_count() == 0 {
+                        self.leave(&mut table);
+                        return Err(Error::bug("a flight that nobody waits for was asked for its outcome"));
+                    }
+                }
+            }
+        }
+    }
+
+    fn land(&self, outcome: Result<T>) {
+        self.leave(&mut self.table.lock());
+        self.landing.send_replace(Some(outcome.map_err(Arc::new)));
+    }
+
+    fn leave(&self, table: &mut HashMap<BlockId, Landing<T>, BuildUniform>) {
+        if table.get(&self.id).is_some_and(|landing| Arc::ptr_eq(landing, &self.landing)) {
+            table.remove(&self.id);
+        }
+    }
+}
+
+impl<T> Drop for Ticket<T> {
+    fn drop(&mut self) {
+        self.leave(&mut self.table.lock());
+    }
+}

@@ -1,0 +1,42 @@
+//! THE read path: memory, disk, origin, in this order, in one function.
+
+use std::sync::Arc;
+
+use forebay_core::{BlockKey, Result};
+use tokio_util::task::TaskTracker;
+
+use crate::Filled;
+use crate::block::{Block, BlockId};
+use crate::flight::{Flights, Role};
+use crate::origin::Origin;
+use crate::tier::memory::MemoryTier;
+
+/// Everything a block may come from, nearest first.
+#[derive(Debug)]
+pub(crate) struct Sources {
+    pub(crate) memory: MemoryTier,
+    pub(crate) origin: Origin,
+    pub(crate) flights: Flights<(Block, Filled)>,
+    pub(crate) tasks: TaskTracker,
+}
+
+/// A whole block from the nearest source, and whether this call led the way there.
+pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey) -> Result<(Block, Filled, Role)> {
+    let id = BlockId::of(key);
+    if let Some(block) = sources.memory.get(&id) {
+        return Ok((block, Filled::Memory, Role::Led));
+    }
+    let (own, key) = (sources.clone(), key.clone());
+    let flight = move |ticket: Arc<crate::flight::Ticket<_>>| async move {
+        // An earlier flight may have landed between the miss and this flight's start.
+        if let Some(block) = own.memory.get(&id) {
+            return Ok((block, Filled::Memory));
+        }
+        let permit = ticket.wait(own.origin.admit(&key)).await?;
+        let block = own.origin.fetch(&key, permit).await?;
+        own.memory.insert(id, block.clone());
+        Ok((block, Filled::Origin { bytes: key.len() }))
+    };
+    let ((block, filled), role) = sources.flights.join(id, &sources.tasks, flight).await?;
+    Ok((block, filled, role))
+}

@@ -1,0 +1,71 @@
+//! What can be set about a cache.
+
+use std::path::PathBuf;
+
+use forebay_core::units::{GIB, MIB, format_bytes};
+use forebay_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// Ceilings and places of one cache.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CacheSettings {
+    /// Ceiling of the memory tier in bytes; 0 keeps nothing in memory. Default 512 MiB.
+    pub memory_bytes: u64,
+    /// Where the disk tier lies; no process shares it with another. Default none: no disk tier.
+    pub directory: Option<PathBuf>,
+    /// Ceiling of the disk tier in bytes, at least 16 MiB. Default 16 GiB.
+    pub disk_bytes: u64,
+    /// Ceiling of pinned blocks in bytes, part of `disk_bytes`. Default four fifths of it, so that a disk full of
+    /// pinned blocks still caches others.
+    pub pin_bytes: Option<u64>,
+    /// Requests to the origin in flight at once. Default 64: enough for 4 MiB GETs at 30 ms to fill 25 Gbit/s.
+    pub fetches: u32,
+    /// Bytes on their way from the origin at once. Default 64 MiB: 16 blocks.
+    pub fetch_bytes: u64,
+    /// Bytes on their way to the disk tier at once; blocks read past it stay in memory only. Default 64 MiB.
+    pub store_bytes: u64,
+}
+
+impl Default for CacheSettings {
+    fn default() -> Self {
+        Self {
+            memory_bytes: 512 * MIB,
+            directory: None,
+            disk_bytes: 16 * GIB,
+            pin_bytes: None,
+            fetches: 64,
+            fetch_bytes: 64 * MIB,
+            store_bytes: 64 * MIB,
+        }
+    }
+}
+
+/// Below this a disk tier cannot hold a few blocks and turn over.
+const MIN_DISK_BYTES: u64 = 16 * MIB;
+
+impl CacheSettings {
+    /// The ceiling of pinned blocks.
+    pub fn pin_ceiling(&self) -> u64 {
+        self.pin_bytes.unwrap_or(self.disk_bytes / 5 * 4)
+    }
+
+    /// Refuses settings that cannot work.
+    pub(crate) fn validate(&self) -> Result<()> {
+        if self.fetches == 0 {
+            return Err(Error::invalid("a cache with no fetches in flight can fetch nothing")
+                .with_hint("set `fetches` to 1 or more"));
+        }
+        if self.directory.is_some() && self.disk_bytes < MIN_DISK_BYTES {
+            let (given, least) = (format_bytes(self.disk_bytes), format_bytes(MIN_DISK_BYTES));
+            return Err(Error::invalid(format!("a disk cache of {given} is too small"))
+                .with_hint(format!("give it {least} or more, or leave the directory out")));
+        }
+        if self.directory.is_some() && self.pin_ceiling() > self.disk_bytes {
+            let (pins, disk) = (format_bytes(self.pin_ceiling()), format_bytes(self.disk_bytes));
+            return Err(Error::invalid(format!("pinned blocks may take {pins} of a disk cache of {disk}"))
+                .with_hint("set `pin_bytes` to at most `disk_bytes`"));
+        }
+        Ok(())
+    }
+}

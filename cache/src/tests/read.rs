@@ -1,0 +1,234 @@
+//! Reads: how often the origin is asked, and what is returned when it fails.
+
+use std::sync::Arc;
+
+use forebay_core::units::{KIB, MIB};
+use forebay_core::{BLOCK_SIZE, ErrorKind};
+use futures::future::join_all;
+use rand::RngExt;
+
+use super::support::{World, generator, rounds};
+use crate::{Blocks, CacheSettings, Residency};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_thousand_reads_of_one_block_are_one_request() {
+    let world = World::new();
+    let blob = world.put("k", 100 * KIB).await;
+    let node = world.open_memory(64 * MIB).await;
+    let reads: Vec<_> = (0..1000)
+        .map(|_| {
+            let (node, blob) = (node.clone(), blob.clone());
+            tokio::spawn(async move { blob.check_all(&*node).await })
+        })
+        .collect();
+    for read in reads {
+        read.await.expect("read");
+    }
+    assert_eq!(world.gets(), 1);
+    let counters = node.counters();
+    assert_eq!((counters.origin_requests, counters.origin_bytes), (1, 100 * KIB));
+    assert_eq!(counters.joined + counters.memory_hits, 999);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn random_reads_of_a_large_blob_fetch_each_block_once() {
+    for seed in 0..rounds(3) {
+        let world = World::new();
+        let blob = world.put("large", 3 * BLOCK_SIZE + 1 + seed).await;
+        let node = world.open_memory(256 * MIB).await;
+        let tasks = (0..16).map(|task| {
+            let (node, blob) = (node.clone(), blob.clone());
+            tokio::spawn(async move {
+                let mut random = generator(seed * 1000 + task);
+                for _ in 0..20 {
+                    let range = blob.random_range(&mut random);
+                    blob.check(&*node, range).await.expect("read");
+                }
+                blob.check_all(&*node).await;
+            })
+        });
+        for task in join_all(tasks).await {
+            task.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        }
+        assert_eq!(world.gets(), 4, "seed {seed}");
+    }
+}
+
+#[tokio::test]
+async fn a_failure_reaches_all_who_waited_and_none_who_come_later() {
+    let world = World::new();
+    let blob = world.put("k", 10).await;
+    let node = world.open_memory(MIB).await;
+    let key = blob.name.block(0);
+    world.store.fail(1);
+    world.store.hold();
+    let reads = join_all((0..10).map(|_| node.get(&key, 0..10)));
+    let (reads, ()) = tokio::join!(reads, async { world.store.release() });
+    for read in reads {
+        assert_eq!(read.expect_err("fails").kind(), ErrorKind::Unavailable);
+    }
+    assert_eq!((world.gets(), node.counters().origin_failures), (1, 1));
+    blob.check_all(&*node).await;
+    assert_eq!(world.gets(), 2);
+}
+
+#[tokio::test]
+async fn a_replaced_object_is_stale_and_never_mixed() {
+    let world = World::new();
+    let old = world.put("k", 2 * BLOCK_SIZE).await;
+    let node = world.open_memory(64 * MIB).await;
+    old.check(&*node, 0..10).await.expect("read");
+    let new = world.put("k", 2 * BLOCK_SIZE).await;
+    let error = node.get(&old.name.block(1), 0..1).await.expect_err("replaced");
+    assert_eq!(error.kind(), ErrorKind::Stale, "{error}");
+    old.check(&*node, 0..BLOCK_SIZE).await.expect("the cached block of the old version is still right");
+    new.check_all(&*node).await;
+    world.bucket.delete(&new.name.blob().key).await.expect("delete");
+    new.check_all(&*node).await;
+    let error = node.get(&old.name.block(1), 0..1).await.expect_err("gone");
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+}
+
+#[tokio::test]
+async fn cached_blocks_are_served_while_the_origin_is_down() {
+    let world = World::new();
+    let (warm, cold) = (world.put("warm", 10).await, world.put("cold", 10).await);
+    let node = world.open_memory(64 * MIB).await;
+    warm.check_all(&*node).await;
+    world.set_down(true);
+    warm.check_all(&*node).await;
+    let error = node.get(&cold.name.block(0), 0..1).await.expect_err("down");
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.message().contains("cold"), "{error}");
+    // Even while fetches hang at the origin with every place taken.
+    world.store.hold();
+    let blocked = tokio::spawn({
+        let (node, key) = (node.clone(), cold.name.block(0));
+        async move { node.get(&key, 0..1).await }
+    });
+    warm.check_all(&*node).await;
+    world.set_down(false);
+    world.store.release();
+    blocked.await.expect("task").expect("read");
+}
+
+#[tokio::test]
+async fn what_is_not_in_the_block_is_refused() {
+    let world = World::new();
+    let blob = world.put("k", 10).await;
+    let node = world.open_memory(64 * MIB).await;
+    let key = blob.name.block(0);
+    for range in [0..11, 11..12] {
+        let error = node.get(&key, range).await.expect_err("outside");
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+    }
+    assert_eq!(node.fill(&blob.name.block(1), false).await.expect_err("past").kind(), ErrorKind::Invalid);
+    assert_eq!(node.get(&key, 10..10).await.expect("empty").len(), 0);
+    assert_eq!(world.gets(), 0);
+    assert!(node.get_now(&key, 0..1).is_none());
+    node.insert(&key, blob.bytes.slice(..5));
+    assert!(node.get_now(&key, 0..1).is_none(), "a short block is not taken");
+    node.insert(&key, blob.bytes.clone());
+    assert_eq!(node.get_now(&key, 2..4).expect("here"), blob.bytes.slice(2..4));
+    assert!(node.get_now(&key, 2..11).is_none());
+    assert_eq!(world.gets(), 0);
+}
+
+#[tokio::test]
+async fn memory_stays_under_its_ceiling() {
+    for seed in 0..rounds(3) {
+        let mut random = generator(seed);
+        let world = World::new();
+        let ceiling = random.random_range(5 * MIB..20 * MIB);
+        let node = world.open_memory(ceiling).await;
+        let mut blobs = Vec::new();
+        for index in 0..30 {
+            let largest = if random.random_bool(0.2) { 3 * BLOCK_SIZE } else { 300 * KIB };
+            blobs.push(world.put(&format!("blob-{index}"), random.random_range(1..largest)).await);
+        }
+        for _ in 0..100 {
+            let blob = &blobs[random.random_range(0..blobs.len())];
+            blob.check(&*node, blob.random_range(&mut random)).await.expect("read");
+            let held = node.counters().memory_bytes;
+            assert!(held <= ceiling, "seed {seed}: {held} bytes over {ceiling}");
+        }
+        assert!(node.counters().memory_evictions > 0, "seed {seed}");
+    }
+}
+
+#[tokio::test]
+async fn a_cache_without_memory_still_reads() {
+    let world = World::new();
+    let blob = world.put("k", BLOCK_SIZE + 1).await;
+    let node = world.open_memory(0).await;
+    blob.check_all(&*node).await;
+    blob.check_all(&*node).await;
+    assert_eq!((world.gets(), node.counters().memory_bytes), (4, 0));
+    assert_eq!(node.stat(&blob.keys(), true).await.expect("stat"), [Residency::Absent; 2]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn cancelled_readers_leave_nothing_behind() {
+    for seed in 0..rounds(20) {
+        let mut random = generator(seed);
+        let world = World::new();
+        let blob = world.put("k", 3 * BLOCK_SIZE).await;
+        let settings =
+            CacheSettings { memory_bytes: 64 * MIB, fetches: 1, fetch_bytes: 1, ..CacheSettings::default() };
+        let node = world.open(settings).await;
+        world.store.hold();
+        let mut readers = Vec::new();
+        for _ in 0..60 {
+            let (node, key) = (node.clone(), blob.name.block(random.random_range(0..3)));
+            readers.push(tokio::spawn(async move { node.get(&key, 0..9).await }));
+            if random.random_bool(0.3) {
+                tokio::task::yield_now().await;
+            }
+            if random.random_bool(0.5) {
+                readers.swap_remove(random.random_range(0..readers.len())).abort();
+            }
+        }
+        if random.random_bool(0.5) {
+            readers.drain(..).for_each(|reader| reader.abort());
+        }
+        world.store.release();
+        for reader in readers {
+            reader.await.expect("not aborted").unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        }
+        assert!(world.gets() <= 3, "seed {seed}");
+        blob.check_all(&*node).await;
+        assert_eq!(world.gets(), 3, "seed {seed}");
+        node.close().await;
+        assert_eq!(node.flights(), 0, "seed {seed}");
+    }
+}
+
+/// With one place at the origin and its holder stuck, waiters that leave free their places in the queue.
+#[tokio::test]
+async fn fetches_that_nobody_waits_for_are_not_sent() {
+    let world = World::new();
+    let blob = world.put("k", 3 * BLOCK_SIZE).await;
+    let settings = CacheSettings { fetches: 1, fetch_bytes: 1, ..CacheSettings::default() };
+    let node = world.open(settings).await;
+    world.store.hold();
+    let spawn = |index| {
+        let (node, key) = (node.clone(), blob.name.block(index));
+        tokio::spawn(async move { node.get(&key, 0..1).await })
+    };
+    let stuck = spawn(0);
+    while world.gets() == 0 {
+        tokio::task::yield_now().await;
+    }
+    let waiting = spawn(1);
+    while node.flights() < 2 {
+        tokio::task::yield_now().await;
+    }
+    waiting.abort();
+    while node.flights() > 1 {
+        tokio::task::yield_now().await;
+    }
+    world.store.release();
+    stuck.await.expect("task").expect("read");
+    Arc::clone(&node).close().await;
+    assert_eq!(world.gets(), 1);
+}

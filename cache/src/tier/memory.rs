@@ -1,0 +1,87 @@
+//! The memory tier: blocks under an exact ceiling, evicted by S3-FIFO, which one pass over cold data does not flush.
+//!
+//! Bytes that a reader still holds after the eviction of their block are the reader's, not counted here.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use foyer::{Cache, CacheBuilder, Event, EventListener, S3FifoConfig};
+
+use crate::block::{Block, BlockId, BuildUniform};
+
+/// What the bookkeeping of one block takes besides its bytes: record, index slot, queue links and shared-bytes
+/// header, rounded up. Counted, so that a million tiny blocks stay under the ceiling too.
+const OVERHEAD: usize = 256;
+
+/// Shards share the ceiling evenly; each must hold a good number of the largest blocks to evict sensibly.
+const SHARD_BYTES: u64 = 256 << 20;
+
+/// Shards beyond this gain nothing against lock contention on the hosts we know.
+const MAX_SHARDS: u64 = 64;
+
+/// Blocks in memory.
+#[derive(Debug)]
+pub(crate) struct MemoryTier {
+    cache: Cache<BlockId, Block, BuildUniform>,
+    /// The largest weight that fits a shard.
+    largest: usize,
+    evictions: Arc<Evictions>,
+}
+
+#[derive(Debug, Default)]
+struct Evictions(AtomicU64);
+
+impl EventListener for Evictions {
+    type Key = BlockId;
+    type Value = Block;
+
+    fn on_leave(&self, reason: Event, _: &BlockId, _: &Block) {
+        if reason == Event::Evict {
+            self.0.fetch_add(1, Relaxed);
+        }
+    }
+}
+
+fn weight(block: &Block) -> usize {
+    block.bytes.len() + OVERHEAD
+}
+
+impl MemoryTier {
+    pub(crate) fn new(ceiling: u64) -> Self {
+        let shards = (ceiling / SHARD_BYTES).clamp(1, MAX_SHARDS) as usize;
+        let ceiling = usize::try_from(ceiling).unwrap_or(usize::MAX);
+        let evictions = Arc::new(Evictions::default());
+        let cache = CacheBuilder::new(ceiling)
+            .with_shards(shards)
+            .with_eviction_config(S3FifoConfig::default())
+            .with_hash_builder(BuildUniform::default())
+            .with_weighter(|_: &BlockId, block: &Block| weight(block))
+            .with_event_listener(evictions.clone())
+            .build();
+        Self { cache, largest: ceiling / shards, evictions }
+    }
+
+    pub(crate) fn get(&self, id: &BlockId) -> Option<Block> {
+        self.cache.get(id).map(|entry| entry.value().clone())
+    }
+
+    /// Whether the block is here, without touching the order of eviction.
+    pub(crate) fn contains(&self, id: &BlockId) -> bool {
+        self.cache.contains(id)
+    }
+
+    pub(crate) fn insert(&self, id: BlockId, block: Block) {
+        if weight(&block) <= self.largest {
+            self.cache.insert(id, block);
+        }
+    }
+
+    /// Bytes held now, bookkeeping included.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.cache.usage() as u64
+    }
+
+    pub(crate) fn evictions(&self) -> u64 {
+        self.evictions.0.load(Relaxed)
+    }
+}

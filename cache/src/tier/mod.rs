@@ -1,0 +1,3 @@
+//! Where copies of blocks are kept.
+
+pub(crate) mod memory;
