@@ -1,0 +1,213 @@
+//! Memory shared between processes by a file descriptor (memfd), sealed against resizing.
+//!
+//! The seal means that no holder can shrink it, so that touching a mapping never raises SIGBUS. Who writes which
+//! bytes when is agreed between the holders by messages; nothing here locks. A process maps a range for writing at
+//! most once, and readers look at a range only after its writer said that it is done.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::ops::{Deref, DerefMut, Range};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+
+use forebay_core::{Error, Result};
+
+/// Neither shrinking nor growing; writing stays allowed.
+const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+
+/// Anonymous memory that another process can map once it was sent the descriptor.
+#[derive(Debug)]
+pub struct SharedMemory {
+    file: File,
+    length: usize,
+}
+
+impl SharedMemory {
+    /// Makes `length` bytes of zeros, whose pages exist only once they are touched or populated.
+    pub fn create(name: &str, length: usize) -> Result<Self> {
+        let name = std::ffi::CString::new(name).map_err(|_| Error::invalid("a NUL in a memory's name"))?;
+        // SAFETY: `name` is a NUL-terminated string that lives across the call.
+        let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+        if fd < 0 {
+            return Err(last_error("memfd_create"));
+        }
+        // SAFETY: the call above just returned this descriptor, and nobody else owns it.
+        let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+        file.set_len(length as u64).map_err(|error| Error::from(error).context("size shared memory"))?;
+        // SAFETY: plain fcntl on an open descriptor.
+        if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, SEALS) } < 0 {
+            return Err(last_error("seal shared memory"));
+        }
+        Ok(Self { file, length })
+    }
+
+    /// Takes over a descriptor that another process sent.
+    ///
+    /// # Errors
+    /// `Invalid` when it is not sealed against resizing.
+    pub fn from_fd(fd: OwnedFd) -> Result<Self> {
+        // SAFETY: plain fcntl on an open descriptor.
+        let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
+        if seals < 0 || seals & SEALS != SEALS {
+            return Err(Error::invalid("the descriptor is no memory sealed against resizing"));
+        }
+        let file = File::from(fd);
+        let length = file.metadata()?.len() as usize;
+        Ok(Self { file, length })
+    }
+
+    /// Bytes in all.
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Whether it holds no byte.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// Maps `range`, whose start is a multiple of the page size, for its one writer.
+    pub fn map_write(&self, range: Range<usize>) -> Result<WriteMapping> {
+        Ok(WriteMapping(self.map(range, libc::PROT_READ | libc::PROT_WRITE)?))
+    }
+
+    /// Maps `range`, whose start is a multiple of the page size, for reading.
+    pub fn map_read(&self, range: Range<usize>) -> Result<ReadMapping> {
+        Ok(ReadMapping(self.map(range, libc::PROT_READ)?))
+    }
+
+    fn map(&self, range: Range<usize>, protection: libc::c_int) -> Result<Mapped> {
+        if range.is_empty() || range.end > self.length {
+            let length = self.length;
+            return Err(Error::invalid(format!("map bytes {range:?} of {length} bytes of shared memory")));
+        }
+        let (fd, offset) = (self.file.as_raw_fd(), range.start as libc::off_t);
+        let null = std::ptr::null_mut();
+        // SAFETY: a new mapping at an address of the kernel's choice; it aliases no Rust object.
+        let address = unsafe { libc::mmap(null, range.len(), protection, libc::MAP_SHARED, fd, offset) };
+        if address == libc::MAP_FAILED {
+            return Err(last_error("map shared memory"));
+        }
+        // SAFETY: the range was just mapped. Huge pages are a wish: a refusal changes nothing but speed.
+        unsafe { libc::madvise(address, range.len(), libc::MADV_HUGEPAGE) };
+        let start = NonNull::new(address.cast()).ok_or_else(|| Error::bug("mmap returned null"))?;
+        Ok(Mapped { start, length: range.len() })
+    }
+}
+
+impl AsFd for SharedMemory {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// One mapping, unmapped on drop.
+#[derive(Debug)]
+struct Mapped {
+    start: NonNull<u8>,
+    length: usize,
+}
+
+// SAFETY: a mapping belongs to the process, not to a thread.
+unsafe impl Send for Mapped {}
+// SAFETY: through a shared reference the bytes can only be read.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: mapped for `length` bytes until drop; sealed, so never shorter. That nobody writes while a
+        // reader looks is the holders' agreement, stated at the top.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.length) }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: exactly the range that was mapped; no slice of it outlives this owner.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.length) };
+    }
+}
+
+/// Shared bytes that this process writes.
+#[derive(Debug)]
+pub struct WriteMapping(Mapped);
+
+impl Deref for WriteMapping {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
+impl DerefMut for WriteMapping {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`, and `&mut self` makes this the process's only view.
+        unsafe { std::slice::from_raw_parts_mut(self.0.start.as_ptr(), self.0.length) }
+    }
+}
+
+/// Shared bytes that this process reads.
+#[derive(Debug)]
+pub struct ReadMapping(Mapped);
+
+impl AsRef<[u8]> for ReadMapping {
+    fn as_ref(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
+/// Makes the pages under `memory` exist, so that later writes do not fault; its content stays.
+pub fn populate(memory: &mut [u8]) -> Result<()> {
+    /// Linux 5.14 and newer; the libc crate names it only on some targets.
+    const MADV_POPULATE_WRITE: libc::c_int = 23;
+    /// The alignment that madvise asks for.
+    const PAGE: usize = 4096;
+    let skip = memory.as_ptr().align_offset(PAGE).min(memory.len());
+    let pages = &mut memory[skip..];
+    // SAFETY: the range is one live exclusive slice; populating does not change what it holds.
+    let result = unsafe { libc::madvise(pages.as_mut_ptr().cast(), pages.len(), MADV_POPULATE_WRITE) };
+    if result == 0 {
+        return Ok(());
+    }
+    let error = std::io::Error::last_os_error();
+    if error.raw_os_error() != Some(libc::EINVAL) {
+        return Err(Error::from(error).context("fault shared memory in"));
+    }
+    // An older kernel: touch every page by writing back what it holds.
+    for page in pages.chunks_mut(PAGE) {
+        let held = std::hint::black_box(page[0]);
+        page[0] = std::hint::black_box(held);
+    }
+    Ok(())
+}
+
+fn last_error(doing: &str) -> Error {
+    Error::from(std::io::Error::last_os_error()).context(doing)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_one_mapping_writes_another_reads() {
+        let memory = SharedMemory::create("test", 1 << 20).expect("create");
+        let mut writer = memory.map_write(4096..1 << 20).expect("map");
+        populate(&mut writer).expect("populate");
+        writer[..5].copy_from_slice(b"hello");
+        let twin = SharedMemory::from_fd(memory.as_fd().try_clone_to_owned().expect("dup")).expect("take over");
+        let reader = twin.map_read(0..8192).expect("map");
+        assert_eq!(&reader.as_ref()[4096..4101], b"hello");
+        assert!(reader.as_ref()[..4096].iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn memory_that_could_shrink_is_refused() {
+        let file = tempfile::tempfile().expect("file");
+        assert!(SharedMemory::from_fd(file.into()).is_err());
+        let memory = SharedMemory::create("test", 4096).expect("create");
+        assert!(memory.file.set_len(0).is_err(), "sealed against shrinking");
+        assert!(memory.map_read(0..8192).is_err(), "past the end");
+    }
+}

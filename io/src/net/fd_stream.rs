@@ -1,0 +1,200 @@
+//! Frames over a unix socket between two processes of one host; a frame may carry one file descriptor.
+//!
+//! A frame is its length (u32, little-endian) and that many bytes. A descriptor rides with the length, so that the
+//! frame it belongs to is never in doubt. Calls block; [`FdStream::readable`] waits with a limit.
+#![allow(unsafe_code)]
+
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use forebay_core::{Error, ErrorKind, Result};
+
+/// The longest frame, in bytes: a manifest of a million tensors fits, a broken length does not exhaust memory.
+const MAX_FRAME: usize = 512 << 20;
+
+/// Room for the control message that carries one descriptor; larger than any platform's header and padding.
+const CONTROL: usize = 64;
+
+/// A connected unix stream socket that sends and receives frames.
+#[derive(Debug)]
+pub struct FdStream {
+    stream: UnixStream,
+}
+
+impl FdStream {
+    /// Wraps one end of a connection.
+    pub fn new(stream: UnixStream) -> Self {
+        Self { stream }
+    }
+
+    /// Two connected ends.
+    pub fn pair() -> Result<(Self, Self)> {
+        let (left, right) = UnixStream::pair()?;
+        Ok((Self::new(left), Self::new(right)))
+    }
+
+    /// A second handle on the same connection.
+    pub fn try_clone(&self) -> Result<Self> {
+        Ok(Self::new(self.stream.try_clone()?))
+    }
+
+    /// Ends the connection for both sides, whoever else holds a handle on it.
+    pub fn shutdown(&self) {
+        // The other side may be gone already, which is what was asked for.
+        self.stream.shutdown(std::net::Shutdown::Both).ok();
+    }
+
+    /// Sends one frame, with a descriptor if one is given.
+    ///
+    /// # Errors
+    /// `Unavailable` when the other side is gone.
+    pub fn send(&mut self, frame: &[u8], fd: Option<BorrowedFd<'_>>) -> Result<()> {
+        if frame.len() > MAX_FRAME {
+            return Err(Error::new(ErrorKind::TooLarge, format!("a frame of {} bytes", frame.len())));
+        }
+        let length = (frame.len() as u32).to_le_bytes();
+        match fd {
+            Some(fd) => self.send_with_fd(&length, fd)?,
+            None => self.stream.write_all(&length)?,
+        }
+        Ok(self.stream.write_all(frame)?)
+    }
+
+    /// The next frame and the descriptor that came with it; `None` when the other side closed between two frames.
+    pub fn receive(&mut self) -> Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
+        let mut length = [0; 4];
+        let (read, fd) = self.receive_with_fd(&mut length)?;
+        if read == 0 {
+            return Ok(None);
+        }
+        self.stream.read_exact(&mut length[read..])?;
+        let length = u32::from_le_bytes(length) as usize;
+        if length > MAX_FRAME {
+            return Err(Error::corrupt(format!("a frame announces {length} bytes")));
+        }
+        let mut frame = vec![0; length];
+        self.stream.read_exact(&mut frame)?;
+        Ok(Some((frame, fd)))
+    }
+
+    /// Waits until a frame, or the end of the connection, can be received; false when `timeout` passed first.
+    pub fn readable(&self, timeout: Duration) -> Result<bool> {
+        let mut poll = libc::pollfd { fd: self.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let timeout_ms = timeout.as_millis().min(i32::MAX as u128) as libc::c_int;
+        // SAFETY: one live pollfd, and the count says one.
+        match unsafe { libc::poll(&mut poll, 1, timeout_ms) } {
+            0 => Ok(false),
+            count if count > 0 => Ok(true),
+            _ => {
+                let error = std::io::Error::last_os_error();
+                // A signal ends the wait early, so that the caller can look at it.
+                if error.kind() == std::io::ErrorKind::Interrupted { Ok(false) } else { Err(error.into()) }
+            }
+        }
+    }
+
+    fn send_with_fd(&mut self, bytes: &[u8; 4], fd: BorrowedFd<'_>) -> Result<()> {
+        let mut part = libc::iovec { iov_base: bytes.as_ptr() as *mut _, iov_len: bytes.len() };
+        let mut control = ControlBuffer([0; CONTROL]);
+        let mut message = message(&mut part, &mut control);
+        let size = size_of::<libc::c_int>() as libc::c_uint;
+        // SAFETY: the control buffer is aligned and larger than one header with one descriptor, so that the first
+        // header exists and its data lies inside the buffer.
+        unsafe {
+            message.msg_controllen = libc::CMSG_SPACE(size) as _;
+            let header = libc::CMSG_FIRSTHDR(&message);
+            (*header).cmsg_level = libc::SOL_SOCKET;
+            (*header).cmsg_type = libc::SCM_RIGHTS;
+            (*header).cmsg_len = libc::CMSG_LEN(size) as _;
+            libc::CMSG_DATA(header).cast::<libc::c_int>().write_unaligned(fd.as_raw_fd());
+        }
+        loop {
+            // SAFETY: `message` points at live buffers of the stated lengths.
+            let sent = unsafe { libc::sendmsg(self.stream.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
+            match usize::try_from(sent) {
+                Ok(sent) => return Ok(self.stream.write_all(&bytes[sent..])?),
+                Err(_) => retry_if_interrupted()?,
+            }
+        }
+    }
+
+    fn receive_with_fd(&mut self, bytes: &mut [u8; 4]) -> Result<(usize, Option<OwnedFd>)> {
+        let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+        let mut control = ControlBuffer([0; CONTROL]);
+        let mut message = message(&mut part, &mut control);
+        let read = loop {
+            // SAFETY: `message` points at live buffers of the stated lengths, which the kernel may fill.
+            let read = unsafe { libc::recvmsg(self.stream.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) };
+            match usize::try_from(read) {
+                Ok(read) => break read,
+                Err(_) => retry_if_interrupted()?,
+            }
+        };
+        // SAFETY: the kernel filled the headers within `msg_controllen`; a descriptor it delivered is ours alone.
+        let fd = unsafe {
+            let header = libc::CMSG_FIRSTHDR(&message);
+            let is_fd = !header.is_null()
+                && (*header).cmsg_level == libc::SOL_SOCKET
+                && (*header).cmsg_type == libc::SCM_RIGHTS;
+            is_fd.then(|| {
+                OwnedFd::from_raw_fd(libc::CMSG_DATA(header).cast::<libc::c_int>().read_unaligned())
+            })
+        };
+        Ok((read, fd))
+    }
+}
+
+/// A buffer aligned as control message headers must be.
+#[repr(align(8))]
+struct ControlBuffer([u8; CONTROL]);
+
+fn message(part: &mut libc::iovec, control: &mut ControlBuffer) -> libc::msghdr {
+    // SAFETY: all zeros is a valid, empty message header.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = part;
+    message.msg_iovlen = 1;
+    message.msg_control = control.0.as_mut_ptr().cast();
+    message.msg_controllen = CONTROL as _;
+    message
+}
+
+fn retry_if_interrupted() -> Result<()> {
+    let error = std::io::Error::last_os_error();
+    if error.kind() == std::io::ErrorKind::Interrupted { Ok(()) } else { Err(error.into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn frames_arrive_whole_with_their_descriptor() {
+        let (mut left, mut right) = FdStream::pair().expect("pair");
+        assert!(!right.readable(Duration::ZERO).expect("poll"));
+        let mut file = tempfile::tempfile().expect("file");
+        file.write_all(b"behind the descriptor").expect("write");
+        left.send(b"first", None).expect("send");
+        left.send(b"second", Some(file.as_fd())).expect("send");
+        drop(left);
+        assert!(right.readable(Duration::ZERO).expect("poll"));
+        let (frame, fd) = right.receive().expect("receive").expect("frame");
+        assert_eq!((frame.as_slice(), fd.is_none()), (b"first".as_slice(), true));
+        let (frame, fd) = right.receive().expect("receive").expect("frame");
+        let received = std::fs::File::from(fd.expect("descriptor"));
+        assert_eq!(frame, b"second");
+        assert_eq!(received.metadata().expect("metadata").len(), 21);
+        assert!(right.receive().expect("end").is_none());
+    }
+
+    #[test]
+    fn a_frame_cut_short_is_an_error() {
+        let (left, mut right) = FdStream::pair().expect("pair");
+        (&left.stream).write_all(&[9, 0, 0, 0, 1]).expect("write");
+        drop(left);
+        assert!(right.receive().is_err());
+    }
+}

@@ -1,0 +1,5 @@
+//! Ways from one process to another.
+
+mod fd_stream;
+
+pub use fd_stream::FdStream;
