@@ -1,0 +1,187 @@
+//! Every way in which a manifest can lie, and that each is named.
+
+use super::*;
+use crate::manifest::{Checksum, Encoding, Extra};
+
+/// One float32 matrix in two boxes, one flat tensor, one scalar, over two shards.
+fn sample() -> Manifest {
+    let shard = |fill: u8, size: u64, rank: u32| {
+        let blake3 = Identity([fill; 32]);
+        let key = Shard::key_of(&blake3).as_str().to_owned();
+        Shard { key, size, header: 4096, blake3, crc32c: Checksum(7), rank, step: 500 }
+    };
+    let slice = |kind, offsets: &[u64], lengths: &[u64], shard, start, end| {
+        let (offsets, lengths) = (offsets.to_vec(), lengths.to_vec());
+        Slice { kind, offsets, lengths, shard, start, end, crc32c: Checksum(0x8a91_36aa) }
+    };
+    let tensor = |name: &str, dtype: &str, shape: &[u64], slices: Vec<Slice>| Tensor {
+        name: name.into(),
+        dtype: dtype.into(),
+        shape: shape.into(),
+        slices,
+    };
+    Manifest {
+        commit: "0123456789abcdef".repeat(2),
+        run: "00112233445566778899aabbccddeeff".into(),
+        incarnation: 3,
+        step: 500,
+        created_ms: 1_700_000_000_000,
+        world_size: 2,
+        parents: vec![400],
+        shards: vec![shard(0xaa, 4096 + 16, 0), shard(0xbb, 4096 + 16 + 4 + 2, 1)],
+        tensors: vec![
+            tensor("w", "float32", &[2, 4], vec![
+                slice(SliceKind::Box, &[0, 0], &[2, 2], 0, 4096, 4112),
+                slice(SliceKind::Box, &[0, 2], &[2, 2], 1, 4096, 4112),
+            ]),
+            tensor("lr", "float32", &[], vec![slice(SliceKind::Box, &[], &[], 1, 4112, 4116)]),
+            tensor("f", "uint8", &[1, 2], vec![slice(SliceKind::Flat, &[0], &[2], 1, 4116, 4118)]),
+        ],
+        extras: vec![Extra { name: "state".into(), encoding: Encoding::Json, data: "{\"t\":1}".into() }],
+    }
+}
+
+/// Applies `change` to the sample and expects it to be refused with `fact` in the message.
+fn refused(fact: &str, change: impl FnOnce(&mut Manifest)) {
+    let mut manifest = sample();
+    change(&mut manifest);
+    let message = manifest.check().expect_err(fact).to_string();
+    assert!(message.contains(fact), "`{message}` does not say `{fact}`");
+    assert_eq!(manifest.encode().expect_err(fact).kind(), forebay_core::ErrorKind::Bug);
+}
+
+#[test]
+fn every_lie_is_named() {
+    sample().check().expect("the sample holds together");
+    refused("32 hex digits", |m| m.commit = "xyz".into());
+    refused("incarnation is 0", |m| m.incarnation = 0);
+    refused("world size is 0", |m| m.world_size = 0);
+    refused("not ascending", |m| m.parents = vec![400, 300]);
+    refused("not ascending", |m| m.parents = vec![500]);
+    refused("shard `shards/aaaa", |m| m.shards[1] = m.shards[0].clone());
+    refused("tensor `w` twice", |m| m.tensors[1].name = "w".into());
+    refused("has the key `shards/", |m| m.shards[0].key = "../../etc/passwd".into());
+    refused("rank 2 of 2", |m| m.shards[0].rank = 2);
+    refused("a header of 9999", |m| m.shards[0].header = 9999);
+    refused("a header of 0", |m| m.shards[0].header = 0);
+    refused("no parent", |m| m.shards[0].step = 3);
+    refused("belong to nothing", |m| m.shards[0].size += 1);
+    refused("`float31` is not supported", |m| m.tensors[0].dtype = "float31".into());
+    refused("65 dimensions", |m| m.tensors[0].shape = vec![1; 65]);
+    refused("does not fit 64 bits", |m| m.tensors[0].shape = vec![u64::MAX, 2]);
+    refused("hold 8 elements of 12", |m| m.tensors[0].shape = vec![3, 4]);
+    refused("hold 4 elements of 8", |m| drop(m.tensors[0].slices.pop()));
+    refused("lies outside", |m| m.tensors[0].slices[1].offsets[1] = 3);
+    refused("lies outside", |m| m.tensors[0].slices[1].offsets[1] = u64::MAX);
+    refused("overlap", |m| m.tensors[0].slices[1].offsets[1] = 1);
+    refused("shard 2 of 2", |m| m.tensors[0].slices[0].shard = 2);
+    refused("lie outside the shard's", |m| m.tensors[0].slices[0].start = 0);
+    refused("lie outside the shard's", |m| m.tensors[0].slices[0].end = u64::MAX);
+    refused("lie outside the shard's", |m| m.tensors[0].slices[0].end = 4090);
+    refused("has 15 bytes, not 16", |m| m.tensors[0].slices[0].end -= 1);
+    refused("share byte", |m| {
+        m.tensors[1].slices[0].start = 4108;
+        m.tensors[1].slices[0].end = 4112;
+    });
+    refused("two kinds", |m| {
+        m.tensors[0].slices[1].kind = SliceKind::Flat;
+        m.tensors[0].slices[1].offsets = vec![4];
+        m.tensors[0].slices[1].lengths = vec![4];
+    });
+    refused("slices, more than", |m| {
+        let slice = m.tensors[0].slices[0].clone();
+        m.tensors[0].slices = vec![slice; MAX_SLICES + 1];
+    });
+    refused("lies outside", |m| {
+        let slice = m.tensors[0].slices[0].clone();
+        m.tensors[1].slices = vec![slice.clone(), slice];
+    });
+}
+
+#[test]
+fn a_scalar_in_two_slices_is_refused() {
+    let mut manifest = sample();
+    let slice = manifest.tensors[1].slices[0].clone();
+    manifest.tensors[1].slices.push(slice);
+    let message = manifest.check().expect_err("two").to_string();
+    assert!(message.contains("hold 2 elements of 1"), "{message}");
+}
+
+#[test]
+fn shards_of_parents_may_hold_more_than_is_used() {
+    let mut manifest = sample();
+    manifest.shards[0].step = 400;
+    manifest.shards[0].size += 1000;
+    manifest.check().expect("a delta refers to part of an earlier shard");
+}
+
+/// The whole format, to the byte. If this fails, the format changed: it needs a new version.
+#[test]
+fn manifest_bytes_are_pinned() {
+    let body = concat!(
+        r#"{"commit":"0123456789abcdef0123456789abcdef","run":"00112233445566778899aabbccddeeff","#,
+        r#""incarnation":3,"step":500,"created_ms":1700000000000,"world_size":2,"parents":[400],"shards":["#,
+        r#"{"key":"shards/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa.safetensors","#,
+        r#""size":4112,"header":4096,"#,
+        r#""blake3":"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa","#,
+        r#""crc32c":"00000007","rank":0,"step":500},"#,
+        r#"{"key":"shards/bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb.safetensors","#,
+        r#""size":4118,"header":4096,"#,
+        r#""blake3":"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb","#,
+        r#""crc32c":"00000007","rank":1,"step":500}],"tensors":["#,
+        r#"{"name":"w","dtype":"float32","shape":[2,4],"slices":["#,
+        r#"{"kind":"box","offsets":[0,0],"lengths":[2,2],"shard":0,"start":4096,"end":4112,"crc32c":"8a9136aa"},"#,
+        r#"{"kind":"box","offsets":[0,2],"lengths":[2,2],"shard":1,"start":4096,"end":4112,"crc32c":"8a9136aa"}]},"#,
+        r#"{"name":"lr","dtype":"float32","shape":[],"slices":["#,
+        r#"{"kind":"box","offsets":[],"lengths":[],"shard":1,"start":4112,"end":4116,"crc32c":"8a9136aa"}]},"#,
+        r#"{"name":"f","dtype":"uint8","shape":[1,2],"slices":["#,
+        r#"{"kind":"flat","offsets":[0],"lengths":[2],"shard":1,"start":4116,"end":4118,"crc32c":"8a9136aa"}]}],"#,
+        r#""extras":[{"name":"state","encoding":"json","data":"{\"t\":1}"}]}"#
+    );
+    let head = format!(
+        r#"{{"format":"forebay-checkpoint","version":1,"blake3":"{}","body":"#,
+        blake3::hash(body.as_bytes()).to_hex()
+    );
+    let encoded = sample().encode().expect("encode");
+    assert_eq!(std::str::from_utf8(&encoded).expect("text"), format!("{head}{body}}}\n"));
+    assert_eq!(Manifest::decode(&encoded).expect("decode"), sample());
+}
+
+#[test]
+fn any_changed_byte_is_refused() {
+    let encoded = sample().encode().expect("encode");
+    for position in 0..encoded.len() {
+        for bit in [0, 5] {
+            let mut damaged = encoded.to_vec();
+            damaged[position] ^= 1 << bit;
+            assert!(Manifest::decode(&damaged).is_err(), "bit {bit} of byte {position}");
+        }
+        assert!(Manifest::decode(&encoded[..position]).is_err(), "cut at {position}");
+    }
+    assert!(Manifest::decode(&[&encoded[..], b"\n"].concat()).is_err(), "one byte more");
+}
+
+/// A body with a right hash but wrong JSON, as someone who means harm would write it.
+#[test]
+fn signed_nonsense_is_refused() {
+    let frame = |version: &str, body: &str| {
+        let hash = blake3::hash(body.as_bytes()).to_hex();
+        let head = r#"{"format":"forebay-checkpoint","version":"#;
+        format!("{head}{version},\"blake3\":\"{hash}\",\"body\":{body}}}\n")
+    };
+    let body = serde_json::to_string(&sample()).expect("json");
+    let deep = format!("{}{}", "[".repeat(100_000), "]".repeat(100_000));
+    for (text, fact) in [
+        (frame("2", &body), "version 2"),
+        (frame("1", &deep), "invalid type"),
+        (frame("1", "{}"), "missing field"),
+        (frame("1", &body.replacen("\"step\"", "\"stem\"", 1)), "unknown field"),
+        (frame("1", &body.replacen("00000007", "+0000007", 1)), "8 lowercase hex"),
+        (frame("1", &body.replacen("8a9136aa", "8A9136AA", 1)), "8 lowercase hex"),
+        (frame("1", &body.replacen("4112", "-1", 1)), "invalid value"),
+        (frame("1", &body.replacen("\"box\"", "\"ball\"", 1)), "unknown variant"),
+    ] {
+        let message = Manifest::decode(text.as_bytes()).expect_err(fact).to_string();
+        assert!(message.contains(fact), "`{message}` does not say `{fact}`");
+    }
+}

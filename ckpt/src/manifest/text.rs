@@ -1,0 +1,61 @@
+//! The manifest as bytes: one JSON document whose head carries a checksum of the rest.
+//!
+//! ```text
+//! {"format":"forebay-checkpoint","version":1,"blake3":"<64 hex>","body":{...}}\n
+//! ```
+//! The head is fixed to the byte, and the hash covers the body from its `{` to its `}` as written: whatever byte is
+//! changed, added or lost, the manifest is refused.
+
+use bytes::Bytes;
+use forebay_core::{Error, Result};
+
+use super::{Fault, Identity, Manifest};
+
+const HEAD: &str = r#"{"format":"forebay-checkpoint","version":"#;
+const VERSION: &str = "1";
+const HASH: &str = r#","blake3":""#;
+const BODY: &str = r#"","body":"#;
+const TAIL: &str = "}\n";
+
+/// The longest manifest that is read, in bytes: over a million tensors, and no surprise for the reader's memory.
+const MAX_MANIFEST: usize = 256 << 20;
+
+impl Manifest {
+    /// The bytes of a manifest that holds together.
+    ///
+    /// # Errors
+    /// `Bug` when it does not: nothing wrong is ever written.
+    pub fn encode(&self) -> Result<Bytes> {
+        let wrong = |fault: &dyn std::fmt::Display| Error::bug(format!("refuse to write a manifest: {fault}"));
+        self.check().map_err(|fault| wrong(&fault))?;
+        let body = serde_json::to_string(self).map_err(|error| wrong(&error))?;
+        let hash = blake3::hash(body.as_bytes()).to_hex();
+        Ok(Bytes::from([HEAD, VERSION, HASH, &hash, BODY, &body, TAIL].concat()))
+    }
+
+    /// Reads and checks a manifest.
+    ///
+    /// # Errors
+    /// The first thing found wrong.
+    pub fn decode(data: &[u8]) -> Result<Self, Fault> {
+        if data.len() > MAX_MANIFEST {
+            return Err(Fault::TooLong { bytes: data.len() });
+        }
+        let text = std::str::from_utf8(data).map_err(|_| Fault::Framing)?;
+        let rest = text.strip_prefix(HEAD).ok_or(Fault::Framing)?;
+        let (version, rest) = rest.split_once(',').ok_or(Fault::Framing)?;
+        if version != VERSION {
+            return Err(Fault::Version(version.chars().take(20).collect()));
+        }
+        let rest = rest.strip_prefix(&HASH[1..]).ok_or(Fault::Framing)?;
+        let (expected, rest) = rest.split_at_checked(64).ok_or(Fault::Framing)?;
+        let body = rest.strip_prefix(BODY).and_then(|rest| rest.strip_suffix(TAIL)).ok_or(Fault::Framing)?;
+        let got = Identity(*blake3::hash(body.as_bytes()).as_bytes());
+        if got.to_string() != expected {
+            return Err(Fault::Hash { expected: expected.to_owned(), got });
+        }
+        let manifest: Self = serde_json::from_str(body).map_err(Fault::Body)?;
+        manifest.check()?;
+        Ok(manifest)
+    }
+}
