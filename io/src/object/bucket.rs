@@ -1,98 +1,162 @@
 //! A bucket prefix as the rest of Forebay sees it.
 
-use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp, Version};
-use futures::stream::{BoxStream, StreamExt};
+use futures::stream::{BoxStream, StreamExt, TryStreamExt};
 use object_store::path::Path;
-use object_store::{
-    GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, UpdateVersion,
-};
+use object_store::{CopyOptions, ObjectMeta, ObjectStore, PutOptions};
 
-use super::{BucketUrl, Condition, Listing, ObjectInfo, Scheme, StoreSettings};
+use super::backend::{Plain, connect};
+use super::error::convert;
+use super::front::{Front, pages};
+use super::key::{address, directory_prefix};
+use super::layer::{Delay, Faults};
+use super::request::{DELETE_LIMIT, ListRequest, Reply, Request, Shared, UploadId};
+use super::stack::Stack;
+use super::types::{Unfinished, put_mode};
+use super::upload::{Upload, UploadOptions};
+use super::{BucketUrl, Condition, Counters, Listing, ObjectInfo, Scheme, StoreSettings};
+use crate::clock::Clock;
+use crate::task::TaskGroup;
+
+/// The longest that opening waits for an endpoint, in milliseconds: someone is looking at it.
+const OPEN_DEADLINE_MS: u64 = 5_000;
 
 /// A handle on a bucket prefix; cheap to clone.
+///
+/// Every request is counted, bounded in number, and retried until the settings' deadline. Reads and listings are
+/// cancel-safe. A dropped write may or may not have been carried out, except for [`Upload::complete`], which goes on.
 #[derive(Clone, Debug)]
-pub struct Bucket {
+pub struct Bucket(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
     url: BucketUrl,
-    store: Arc<dyn ObjectStore>,
+    name: String,
+    stack: Stack,
+    service: Shared,
+    store: Arc<Front>,
+    tasks: TaskGroup,
+    clock: Clock,
 }
 
 impl Bucket {
-    /// Connects to the store that `url` names, with the provider's own credential chain.
+    /// Connects to the store that `url` names, with the provider's own credential chain, and proves that it can be
+    /// listed. A store that does not answer fails this within 5 s.
+    ///
+    /// # Errors
+    /// `NotFound` for a bucket or directory that does not exist, `Denied` for credentials that are missing, wrong or
+    /// too weak, `Unavailable` for an endpoint that does not answer, `Invalid` for a wrong region or option; each
+    /// with its cause and a hint.
     pub async fn open(url: &BucketUrl, settings: &StoreSettings) -> Result<Self> {
-        let store: Arc<dyn ObjectStore> = match url.directory() {
-            Some(directory) => {
-                let local =
-                    object_store::local::LocalFileSystem::new_with_prefix(&directory).map_err(convert)?;
-                Arc::new(local.with_fsync(true))
-            }
-            None => {
-                let text = BucketUrl { prefix: String::new(), ..url.clone() }.to_string();
-                let parsed = ::url::Url::parse(&text).map_err(|error| Error::invalid(error.to_string()))?;
-                let environment = std::env::vars().map(|(name, value)| (name.to_ascii_lowercase(), value));
-                let options = environment.chain(settings.options.clone());
-                let (store, _) = object_store::parse_url_opts(&parsed, options).map_err(convert)?;
-                match url.prefix.as_str() {
-                    "" => Arc::from(store),
-                    prefix => Arc::new(object_store::prefix::PrefixStore::new(store, prefix)),
-                }
-            }
-        };
-        Ok(Self { url: url.clone(), store })
+        if settings.max_in_flight == 0 {
+            return Err(Error::invalid("max_in_flight is 0: no request could ever be sent"));
+        }
+        let base = connect(url, settings).await?;
+        let opening =
+            StoreSettings { deadline_ms: settings.deadline_ms.min(OPEN_DEADLINE_MS), ..settings.clone() };
+        Self::over(url.clone(), Stack::new(base.clone(), &opening)).check().await?;
+        Ok(Self::over(url.clone(), Stack::new(base, settings)))
     }
 
-    /// A bucket over any store, for tests and for decorators.
+    /// A bucket over any store, with default settings. Uploads are staged in memory until they are complete, so
+    /// this is for tests; [`Bucket::open`] is the way to real stores.
     pub fn from_store(url: BucketUrl, store: Arc<dyn ObjectStore>) -> Self {
-        Self { url, store }
+        Self::over(url, Stack::new(Arc::new(Plain::staged(store, false)), &StoreSettings::default()))
     }
 
     /// A bucket in memory, for tests.
     pub fn in_memory() -> Self {
         let url = BucketUrl { scheme: Scheme::S3, bucket: "memory".into(), prefix: String::new() };
-        Self::from_store(url, Arc::new(object_store::memory::InMemory::new()))
+        let store = Plain::staged(Arc::new(object_store::memory::InMemory::new()), true);
+        Self::over(url, Stack::new(Arc::new(store), &StoreSettings::default()))
+    }
+
+    fn over(url: BucketUrl, stack: Stack) -> Self {
+        let (name, service) = (url.to_string(), stack.build());
+        let store = Front { service: service.clone(), rng: stack.rng.clone(), name: name.clone() };
+        let tasks = TaskGroup::new(format!("bucket {name}"));
+        Self(Arc::new(Inner {
+            url,
+            name,
+            stack,
+            service,
+            store: Arc::new(store),
+            tasks,
+            clock: Clock::system(),
+        }))
+    }
+
+    fn derive(&self, change: impl FnOnce(&mut Stack)) -> Self {
+        let mut stack = self.0.stack.clone();
+        change(&mut stack);
+        Self::over(self.0.url.clone(), stack)
+    }
+
+    /// The same bucket with another deadline, in milliseconds.
+    pub fn with_deadline_ms(&self, deadline_ms: u64) -> Self {
+        self.derive(|stack| stack.settings.deadline_ms = deadline_ms)
+    }
+
+    /// The same bucket, refusing every write with `ReadOnly`.
+    pub fn read_only(&self) -> Self {
+        self.derive(|stack| stack.read_only = true)
+    }
+
+    /// Whether this handle refuses writes.
+    pub fn is_read_only(&self) -> bool {
+        self.0.stack.read_only
+    }
+
+    /// The same bucket with faults injected below the retries, for tests.
+    pub fn with_faults(&self, faults: &Faults) -> Self {
+        self.derive(|stack| stack.faults = Some(faults.clone()))
+    }
+
+    /// The same bucket made slow, for tests.
+    pub fn with_delay(&self, delay: Delay) -> Self {
+        self.derive(|stack| stack.delay = Some(delay))
     }
 
     /// Where this bucket is.
     pub fn url(&self) -> &BucketUrl {
-        &self.url
+        &self.0.url
     }
 
     /// The store itself, decorators included, for an engine that keeps its tree inside the bucket.
     pub fn store(&self) -> Arc<dyn ObjectStore> {
-        self.store.clone()
+        self.0.store.clone()
+    }
+
+    /// What went over the wire so far, by this handle and those that derive from it or that it derives from.
+    pub fn counters(&self) -> Counters {
+        self.0.stack.meter.snapshot()
+    }
+
+    /// Waits for uploads that are completing or being aborted; after `deadline` they are cancelled and named.
+    pub async fn shutdown(&self, deadline: Duration) -> Vec<String> {
+        self.0.tasks.shutdown(deadline).await
+    }
+
+    /// Proves with one request that the bucket can be reached and listed.
+    pub async fn check(&self) -> Result<()> {
+        let list = ListRequest { limit: Some(1), delimited: true, ..ListRequest::default() };
+        self.call(Request::List(list)).await.map(drop)
     }
 
     /// What the store says about `key`; `None` when there is no such object.
     pub async fn head(&self, key: &ObjectKey) -> Result<Option<ObjectInfo>> {
-        match self.store.head(&path(key)?).await {
-            Ok(meta) => Ok(Some(info(meta))),
-            Err(object_store::Error::NotFound { .. }) => Ok(None),
-            Err(error) => Err(convert(error)),
+        match self.0.service.call(Request::head(self.path(key)?)).await.and_then(Reply::object) {
+            Ok(object) => Ok(Some(info(object.meta))),
+            Err(error) => match self.error(error) {
+                // A bucket that is gone is an error, an object that is gone an answer; HEAD cannot tell them apart.
+                error if error.kind() == ErrorKind::NotFound => Ok(None),
+                error => Err(error),
+            },
         }
-    }
-
-    /// Bytes `range` of the object, in one ranged GET.
-    ///
-    /// # Errors
-    /// `Stale` when `version` is given and the key holds another one; `NotFound` when the key is gone.
-    pub async fn get(&self, key: &ObjectKey, version: Option<&Version>, range: Range<u64>) -> Result<Bytes> {
-        if range.is_empty() {
-            return Ok(Bytes::new());
-        }
-        let if_match = version.map(|version| version.as_str().to_owned());
-        let options = GetOptions { range: Some(range.into()), if_match, ..Default::default() };
-        let result = self.store.get_opts(&path(key)?, options).await.map_err(stale_if_replaced)?;
-        result.bytes().await.map_err(convert)
-    }
-
-    /// A whole object and what the store says about it, from one GET.
-    pub async fn get_whole(&self, key: &ObjectKey) -> Result<(Bytes, ObjectInfo)> {
-        let result = self.store.get(&path(key)?).await.map_err(convert)?;
-        let info = info(result.meta.clone());
-        Ok((result.bytes().await.map_err(convert)?, info))
     }
 
     /// Writes a whole object in one PUT.
@@ -100,91 +164,161 @@ impl Bucket {
     /// # Errors
     /// `Conflict` when `condition` does not hold.
     pub async fn put(&self, key: &ObjectKey, data: Bytes, condition: Condition) -> Result<ObjectInfo> {
-        let size = data.len() as u64;
-        let mode = match condition {
-            Condition::Always => PutMode::Overwrite,
-            Condition::IfAbsent => PutMode::Create,
-            Condition::IfVersion(version) => {
-                PutMode::Update(UpdateVersion { e_tag: Some(version.as_str().to_owned()), version: None })
-            }
-        };
-        let options = PutOptions { mode, ..Default::default() };
-        let put = self.store.put_opts(&path(key)?, data.into(), options).await.map_err(convert)?;
-        let version = Version::new(put.e_tag.unwrap_or_default());
-        Ok(ObjectInfo { key: key.clone(), version, size, modified: now() })
+        self.put_payload(key, data.into(), condition).await
+    }
+
+    /// As [`Bucket::put`], for bytes that lie in pieces.
+    pub(super) async fn put_payload(
+        &self,
+        key: &ObjectKey,
+        payload: object_store::PutPayload,
+        condition: Condition,
+    ) -> Result<ObjectInfo> {
+        let size = payload.content_length() as u64;
+        let options = PutOptions { mode: put_mode(&condition), ..Default::default() };
+        let request = Request::Put { key: self.path(key)?, payload, options, token: self.token() };
+        let put = self.call(request).await?.put().map_err(|error| self.error(error))?;
+        Ok(self.written(key, put.e_tag, size))
     }
 
     /// Deletes an object; one that is gone already is no error.
     pub async fn delete(&self, key: &ObjectKey) -> Result<()> {
-        match self.store.delete(&path(key)?).await {
-            Err(object_store::Error::NotFound { .. }) | Ok(()) => Ok(()),
-            Err(error) => Err(convert(error)),
+        self.delete_many(std::slice::from_ref(key)).await
+    }
+
+    /// Deletes objects, up to a thousand in one request; those that are gone already are no error.
+    pub async fn delete_many(&self, keys: &[ObjectKey]) -> Result<()> {
+        for keys in keys.chunks(DELETE_LIMIT) {
+            let keys = keys.iter().map(|key| self.path(key)).collect::<Result<_>>()?;
+            self.call(Request::Delete { keys }).await?;
+        }
+        Ok(())
+    }
+
+    /// Every object below the directory `prefix` (`""` is the root), in key order, one page of up to a thousand keys
+    /// in memory at a time.
+    ///
+    /// Markers of directories (`dir/`) are left out. So are keys that Forebay cannot address (with empty, `.` or `..`
+    /// segments or control characters); [`Counters::skipped_keys`] counts them.
+    pub fn list(&self, prefix: &str) -> BoxStream<'static, Result<ObjectInfo>> {
+        let objects = |page: Listing| futures::stream::iter(page.objects.into_iter().map(Ok));
+        self.list_pages(prefix, false).map_ok(objects).try_flatten().boxed()
+    }
+
+    /// What lies directly below the directory `prefix` (`""` is the root), all in memory.
+    pub async fn list_directory(&self, prefix: &str) -> Result<Listing> {
+        let whole = |mut whole: Listing, page: Listing| async move {
+            whole.objects.extend(page.objects);
+            whole.directories.extend(page.directories);
+            Ok(whole)
+        };
+        self.list_directory_pages(prefix).try_fold(Listing::default(), whole).await
+    }
+
+    /// As [`Bucket::list_directory`], page by page, for directories of any size.
+    pub fn list_directory_pages(&self, prefix: &str) -> BoxStream<'static, Result<Listing>> {
+        self.list_pages(prefix, true)
+    }
+
+    fn list_pages(&self, prefix: &str, delimited: bool) -> BoxStream<'static, Result<Listing>> {
+        let Some(prefix) = directory_prefix(prefix) else {
+            let error = Error::invalid(format!("`{prefix}` cannot be the directory of a key"));
+            return futures::stream::once(async { Err(error) }).boxed();
+        };
+        let list = ListRequest { prefix, delimited, ..ListRequest::default() };
+        let bucket = self.clone();
+        pages(self.0.service.clone(), list)
+            .map(move |page| {
+                let page = page.map_err(|error| bucket.error(error))?;
+                let objects = page.objects.into_iter().map(info).collect();
+                Ok(Listing { objects, directories: page.directories })
+            })
+            .boxed()
+    }
+
+    /// Starts writing an object of unknown size, front to back. Nothing is sent until a part is full.
+    pub async fn upload(&self, key: &ObjectKey) -> Result<Upload> {
+        self.upload_with(key, UploadOptions::default())
+    }
+
+    /// As [`Bucket::upload`], with options.
+    pub fn upload_with(&self, key: &ObjectKey, options: UploadOptions) -> Result<Upload> {
+        self.path(key)?;
+        Ok(Upload::new(self.clone(), key.clone(), options))
+    }
+
+    /// Uploads below the directory `prefix` that were neither completed nor aborted.
+    ///
+    /// # Errors
+    /// `Unsupported` where the store cannot tell (Google Cloud Storage, Azure).
+    pub async fn list_uploads(&self, prefix: &str) -> Result<Vec<Unfinished>> {
+        let refused = || Error::invalid(format!("`{prefix}` cannot be the directory of a key"));
+        let prefix = directory_prefix(prefix).ok_or_else(refused)?;
+        let (mut found, mut token) = (Vec::new(), None);
+        loop {
+            let request = Request::ListUploads { prefix: prefix.clone(), token };
+            let page = self.call(request).await?.uploads().map_err(|error| self.error(error))?;
+            found.extend(page.uploads.into_iter().map(|(upload, started)| {
+                let key = ObjectKey::new(upload.key.as_ref());
+                Unfinished { key, id: upload.id, started }
+            }));
+            match page.next {
+                Some(next) => token = Some(next),
+                None => return Ok(found),
+            }
         }
     }
 
-    /// Every object whose key starts with `prefix` (a whole number of segments), in key order.
-    pub fn list(&self, prefix: &str) -> BoxStream<'static, Result<ObjectInfo>> {
-        let prefix = Path::from(prefix);
-        self.store.list(Some(&prefix)).map(|meta| meta.map(info).map_err(convert)).boxed()
+    /// Gives up an upload that this or another process started; one that is gone already is no error.
+    pub async fn abort_upload(&self, key: &ObjectKey, id: &str) -> Result<()> {
+        let upload = UploadId { key: self.path(key)?, id: id.to_owned(), token: String::new() };
+        self.call(Request::Abort { upload }).await.map(drop)
     }
 
-    /// What lies directly below the directory `prefix` (`""` is the root).
-    pub async fn list_directory(&self, prefix: &str) -> Result<Listing> {
-        let prefix = Path::parse(prefix).map_err(|error| Error::invalid(error.to_string()))?;
-        let listed = self.store.list_with_delimiter(Some(&prefix)).await.map_err(convert)?;
-        let directories =
-            listed.common_prefixes.iter().filter_map(|path| path.filename().map(str::to_owned)).collect();
-        let objects = listed.objects.into_iter().filter(|meta| meta.location != prefix).map(info).collect();
-        Ok(Listing { objects, directories })
-    }
-
-    /// Starts writing an object of unknown size, front to back.
-    pub async fn upload(&self, key: &ObjectKey) -> Result<Upload> {
-        let parts = self.store.put_multipart(&path(key)?).await.map_err(convert)?;
-        Ok(Upload { bucket: self.clone(), key: key.clone(), parts, size: 0 })
-    }
-
-    /// Copies an object inside the bucket without moving its bytes through this host.
+    /// Copies an object inside the bucket without moving its bytes through this host. On S3 up to 5 GiB; larger
+    /// ones go part by part through [`Upload::copy_from`].
     pub async fn copy(&self, from: &ObjectKey, to: &ObjectKey) -> Result<ObjectInfo> {
-        self.store.copy(&path(from)?, &path(to)?).await.map_err(convert)?;
+        let (source, target) = (self.path(from)?, self.path(to)?);
+        self.call(Request::Copy { from: source, to: target, options: CopyOptions::default() }).await?;
         self.head(to).await?.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("copy {to} is gone")))
     }
-}
 
-/// An object being written front to back in parts.
-#[derive(Debug)]
-pub struct Upload {
-    bucket: Bucket,
-    key: ObjectKey,
-    parts: Box<dyn object_store::MultipartUpload>,
-    size: u64,
-}
-
-impl Upload {
-    /// Uploads the next part; every part but the last is at least 5 MiB.
-    pub async fn part(&mut self, data: Bytes) -> Result<()> {
-        self.size += data.len() as u64;
-        self.parts.put_part(PutPayload::from(data)).await.map_err(convert)
+    /// One request whose error the caller wants to look at first.
+    pub(super) async fn raw(&self, request: Request) -> object_store::Result<Reply> {
+        self.0.service.call(request).await
     }
 
-    /// Makes the object visible, whole.
-    pub async fn complete(mut self) -> Result<ObjectInfo> {
-        self.parts.complete().await.map_err(convert)?;
-        let (bucket, key) = (self.bucket, self.key);
-        bucket.head(&key).await?.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("{key} is gone")))
+    pub(super) async fn call(&self, request: Request) -> Result<Reply> {
+        self.0.service.call(request).await.map_err(|error| self.error(error))
     }
 
-    /// Gives the upload up and frees its parts.
-    pub async fn abort(mut self) -> Result<()> {
-        self.parts.abort().await.map_err(convert)
+    pub(super) fn error(&self, error: object_store::Error) -> Error {
+        convert(&self.0.name, error)
+    }
+
+    pub(super) fn tasks(&self) -> &TaskGroup {
+        &self.0.tasks
+    }
+
+    pub(super) fn token(&self) -> String {
+        self.0.stack.rng.name()
+    }
+
+    /// What is known of an object that was just written.
+    pub(super) fn written(&self, key: &ObjectKey, e_tag: Option<String>, size: u64) -> ObjectInfo {
+        let version = Version::new(e_tag.unwrap_or_default());
+        ObjectInfo { key: key.clone(), version, size, modified: self.0.clock.wall() }
+    }
+
+    pub(super) fn path(&self, key: &ObjectKey) -> Result<Path> {
+        address(key.as_str()).ok_or_else(|| {
+            Error::invalid(format!("`{key}` cannot be the key of an object"))
+                .with_hint("keys have no empty, `.` or `..` segments and no control characters")
+        })
     }
 }
 
-fn path(key: &ObjectKey) -> Result<Path> {
-    Path::parse(key.as_str()).map_err(|error| Error::invalid(format!("key `{key}`: {error}")))
-}
-
-fn info(meta: ObjectMeta) -> ObjectInfo {
+pub(super) fn info(meta: ObjectMeta) -> ObjectInfo {
     ObjectInfo {
         key: ObjectKey::new(meta.location.as_ref()),
         version: Version::new(meta.e_tag.unwrap_or_default()),
@@ -194,31 +328,4 @@ fn info(meta: ObjectMeta) -> ObjectInfo {
             nanos: meta.last_modified.timestamp_subsec_nanos(),
         },
     }
-}
-
-fn now() -> Timestamp {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    Timestamp { seconds: since.as_secs() as i64, nanos: since.subsec_nanos() }
-}
-
-fn stale_if_replaced(error: object_store::Error) -> Error {
-    match error {
-        object_store::Error::Precondition { path, .. } => {
-            Error::new(ErrorKind::Stale, format!("object {path} was replaced"))
-        }
-        other => convert(other),
-    }
-}
-
-fn convert(error: object_store::Error) -> Error {
-    use object_store::Error as Store;
-    let kind = match &error {
-        Store::NotFound { .. } => ErrorKind::NotFound,
-        Store::AlreadyExists { .. } | Store::Precondition { .. } => ErrorKind::Conflict,
-        Store::NotSupported { .. } | Store::NotImplemented { .. } => ErrorKind::Unsupported,
-        Store::InvalidPath { .. } | Store::UnknownConfigurationKey { .. } => ErrorKind::Invalid,
-        Store::PermissionDenied { .. } | Store::Unauthenticated { .. } => ErrorKind::Denied,
-        _ => ErrorKind::Unavailable,
-    };
-    Error::new(kind, error.to_string())
 }

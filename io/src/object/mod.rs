@@ -2,8 +2,21 @@
 
 mod url;
 mod types;
+mod counters;
+mod error;
+mod key;
+mod request;
+mod layer;
+mod backend;
+mod stack;
+mod front;
 mod bucket;
+mod read;
+mod upload;
 
-pub use bucket::{Bucket, Upload};
-pub use types::{Condition, Listing, ObjectInfo, StoreSettings};
+pub use bucket::Bucket;
+pub use counters::{Count, Counters, OperationKind};
+pub use layer::{Delay, FaultMode, Faults};
+pub use types::{Condition, Listing, ObjectInfo, StoreSettings, Unfinished};
+pub use upload::{MAX_PARTS, MIN_PART_BYTES, Upload, UploadOptions, part_size};
 pub use url::{BucketUrl, Scheme};

@@ -1,6 +1,7 @@
 //! What goes in and out of a bucket.
 
 use forebay_core::{Blob, ObjectKey, Timestamp, Version};
+use object_store::{PutMode, UpdateVersion};
 use serde::{Deserialize, Serialize};
 
 /// How to reach a store; the credentials come from the provider's own chain.
@@ -41,6 +42,17 @@ impl ObjectInfo {
     }
 }
 
+/// An upload that was neither completed nor aborted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unfinished {
+    /// The key that it would have.
+    pub key: ObjectKey,
+    /// The store's name for it.
+    pub id: String,
+    /// When it was started, by the store's clock.
+    pub started: Timestamp,
+}
+
 /// One level of the key space: what lies directly below a prefix.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Listing {
@@ -59,4 +71,15 @@ pub enum Condition {
     IfAbsent,
     /// The key holds this version (`If-Match`).
     IfVersion(Version),
+}
+
+/// The condition in object_store's terms.
+pub(super) fn put_mode(condition: &Condition) -> PutMode {
+    match condition {
+        Condition::Always => PutMode::Overwrite,
+        Condition::IfAbsent => PutMode::Create,
+        Condition::IfVersion(version) => {
+            PutMode::Update(UpdateVersion { e_tag: Some(version.as_str().to_owned()), version: None })
+        }
+    }
 }

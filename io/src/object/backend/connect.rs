@@ -1,0 +1,142 @@
+//! From a bucket URL to a store: credentials, endpoint and client options in one place.
+//!
+//! Values come from, last wins: the AWS profile, the environment (only names that begin with the provider's own
+//! prefix), the settings. object_store's retries and timeouts are off; the decorators above do both.
+
+use std::sync::Arc;
+
+use forebay_core::{Error, ErrorKind, Result};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::client::ClientConfigKey;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::{ClientOptions, RetryConfig};
+
+use super::file::Directory;
+use super::plain::Plain;
+use super::profile;
+use super::s3::{S3, Sender, Transport};
+use crate::object::error::convert;
+use crate::object::layer::Prefix;
+use crate::object::request::Shared;
+use crate::object::{BucketUrl, Scheme, StoreSettings};
+
+/// Far longer than any transfer: the decorators bound each attempt.
+const NO_TIMEOUT: &str = "7days";
+
+/// The store that `url` names, its keys relative to the URL's prefix. Sends no request.
+pub(in crate::object) async fn connect(url: &BucketUrl, settings: &StoreSettings) -> Result<Shared> {
+    if url.scheme == Scheme::File {
+        return directory(url).await;
+    }
+    let store: Shared = match url.scheme {
+        Scheme::S3 => Arc::new(s3(url, settings).await?),
+        Scheme::Gcs => Arc::new(gcs(url, settings)?),
+        Scheme::Azure => Arc::new(azure(url, settings)?),
+        Scheme::File => return directory(url).await,
+    };
+    Ok(Prefix::wrap(store, &url.prefix))
+}
+
+async fn directory(url: &BucketUrl) -> Result<Shared> {
+    let path = std::path::PathBuf::from(&url.prefix);
+    let metadata = tokio::fs::metadata(&path).await.map_err(|error| {
+        let error = Error::from(error).context(format!("directory of {url}"));
+        match error.kind() {
+            ErrorKind::NotFound => error.with_hint(format!("create it: mkdir -p {}", path.display())),
+            _ => error,
+        }
+    })?;
+    if !metadata.is_dir() {
+        let error = Error::new(ErrorKind::NotDirectory, format!("{} is not a directory", path.display()));
+        return Err(error.with_hint("a file URL names the directory that holds the objects"));
+    }
+    Ok(Arc::new(Directory::new(path)))
+}
+
+fn environment(prefix: &str) -> Vec<(String, String)> {
+    let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
+        Some((name.into_string().ok()?, value.into_string().ok()?))
+    };
+    let variables = std::env::vars_os().filter_map(text);
+    variables
+        .filter(|(name, value)| name.starts_with(prefix) && !value.is_empty())
+        .map(|(name, value)| (name.to_ascii_lowercase(), value))
+        .collect()
+}
+
+fn no_retries() -> RetryConfig {
+    RetryConfig { max_retries: 0, ..RetryConfig::default() }
+}
+
+fn no_timeout() -> ClientOptions {
+    ClientOptions::default().with_timeout_disabled()
+}
+
+fn unknown_option(name: &str, url: &BucketUrl) -> Error {
+    Error::invalid(format!("`{name}` is not an option of {url}"))
+        .with_hint("options have object_store's names, for example aws_region or aws_endpoint")
+}
+
+async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
+    let environment = environment("AWS_");
+    let mut builder = AmazonS3Builder::new()
+        .with_bucket_name(&url.bucket)
+        .with_config(AmazonS3ConfigKey::Client(ClientConfigKey::Timeout), NO_TIMEOUT);
+    for (key, value) in profile::values(&environment).await?.into_iter().chain(environment) {
+        if let Ok(key) = key.parse::<AmazonS3ConfigKey>() {
+            builder = builder.with_config(key, value);
+        }
+    }
+    for (name, value) in &settings.options {
+        let key = name.parse::<AmazonS3ConfigKey>().map_err(|_| unknown_option(name, url))?;
+        builder = builder.with_config(key, value);
+    }
+    let endpoint = builder
+        .get_config_value(&AmazonS3ConfigKey::S3Endpoint)
+        .or_else(|| builder.get_config_value(&AmazonS3ConfigKey::Endpoint));
+    if endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")) {
+        // Whoever writes http:// means it.
+        builder = builder.with_allow_http(true);
+    } else if builder.get_config_value(&AmazonS3ConfigKey::UnsignedPayload).as_deref() != Some("false") {
+        // Over TLS a hash of the payload protects from nothing and costs more than the encryption.
+        builder = builder.with_unsigned_payload(true);
+    }
+    let skip = builder.get_config_value(&AmazonS3ConfigKey::SkipSignature);
+    let anonymous = skip.is_some_and(|value| value == "true" || value == "1");
+    let transport = Transport::default();
+    let builder = builder.with_retry(no_retries()).with_http_connector(transport.clone());
+    let failed = |error| convert(&url.to_string(), error);
+    let mut signer = builder.clone();
+    if anonymous {
+        signer = signer.with_skip_signature(false).with_credentials(Sender::no_credentials());
+    }
+    let store = builder.build().map_err(failed)?;
+    let signer = if anonymous { signer.build().map_err(failed)? } else { store.clone() };
+    let sender = Sender::new(&transport, signer, anonymous).map_err(failed)?;
+    Ok(S3 { store, sender, bucket: url.bucket.clone() })
+}
+
+fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Plain> {
+    let mut builder = GoogleCloudStorageBuilder::from_env()
+        .with_bucket_name(&url.bucket)
+        .with_client_options(no_timeout())
+        .with_retry(no_retries())
+        .with_http_connector(Transport::default());
+    for (name, value) in &settings.options {
+        builder = builder.with_config(name.parse().map_err(|_| unknown_option(name, url))?, value);
+    }
+    builder.build().map(Plain::cloud).map_err(|error| convert(&url.to_string(), error))
+}
+
+fn azure(url: &BucketUrl, settings: &StoreSettings) -> Result<Plain> {
+    let mut builder = MicrosoftAzureBuilder::from_env()
+        .with_container_name(&url.bucket)
+        .with_client_options(no_timeout())
+        .with_retry(no_retries())
+        .with_http_connector(Transport::default());
+    for (name, value) in &settings.options {
+        builder = builder.with_config(name.parse().map_err(|_| unknown_option(name, url))?, value);
+    }
+    builder.build().map(Plain::cloud).map_err(|error| convert(&url.to_string(), error))
+}

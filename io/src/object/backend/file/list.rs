@@ -1,0 +1,123 @@
+//! Listing a directory in key order.
+
+use std::fs::{DirEntry, Metadata};
+use std::io;
+use std::path::PathBuf;
+
+use object_store::Result;
+use object_store::path::Path;
+
+use super::{Inner, STAGING, io_error, object_meta};
+use crate::object::key::{address, is_segment};
+use crate::object::request::{ListRequest, Page};
+
+/// Entries of one page. Each page reads the directories on its way again, so pages are large.
+const PAGE_ENTRIES: usize = 50_000;
+
+/// One page being filled.
+struct Walk<'a> {
+    list: &'a ListRequest,
+    after: &'a str,
+    limit: usize,
+    page: Page,
+}
+
+/// Something found in a directory, with a slash at the end of its sort name if it is one, so that names sort as keys.
+struct Found {
+    sort_name: String,
+    metadata: Metadata,
+}
+
+impl Inner {
+    pub(super) fn list(&self, list: &ListRequest) -> Result<Page> {
+        let after = list.token.as_deref().or(list.after.as_deref()).unwrap_or("");
+        let limit = list.limit.unwrap_or(PAGE_ENTRIES).clamp(1, PAGE_ENTRIES);
+        let mut walk = Walk { list, after, limit, page: Page::default() };
+        let directory = self.root.join(&list.prefix);
+        walk.directory(directory, &list.prefix)
+            .map_err(|error| io_error(&Path::from(list.prefix.as_str()), error))?;
+        Ok(walk.page)
+    }
+}
+
+impl Walk<'_> {
+    /// Lists what lies in `directory`, whose keys start with `prefix`.
+    fn directory(&mut self, directory: PathBuf, prefix: &str) -> io::Result<()> {
+        let mut found = Vec::new();
+        let entries = match std::fs::read_dir(&directory) {
+            Ok(entries) => entries,
+            // Gone meanwhile, or never there: no keys.
+            Err(error) if is_absent(&error) => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        for entry in entries {
+            found.extend(self.look_at(&entry?)?);
+        }
+        found.sort_unstable_by(|a, b| a.sort_name.cmp(&b.sort_name));
+        for entry in found {
+            if self.page.next.is_some() {
+                return Ok(());
+            }
+            self.take(&directory, prefix, entry)?;
+        }
+        Ok(())
+    }
+
+    fn look_at(&mut self, entry: &DirEntry) -> io::Result<Option<Found>> {
+        let name = entry.file_name();
+        let Some(name) = name.to_str().filter(|name| is_segment(name)) else {
+            self.page.skipped += 1;
+            return Ok(None);
+        };
+        let is_link = entry.file_type()?.is_symlink();
+        let metadata = match if is_link { std::fs::metadata(entry.path()) } else { entry.metadata() } {
+            Ok(metadata) => metadata,
+            Err(error) if is_absent(&error) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let sort_name = match (metadata.is_file(), metadata.is_dir() && !is_link) {
+            (true, _) => name.to_owned(),
+            (_, true) => format!("{name}/"),
+            // Pipes, devices, and links to directories, which may loop.
+            _ => {
+                self.page.skipped += 1;
+                return Ok(None);
+            }
+        };
+        Ok(Some(Found { sort_name, metadata }))
+    }
+
+    fn take(&mut self, directory: &std::path::Path, prefix: &str, entry: Found) -> io::Result<()> {
+        let key = format!("{prefix}{}", entry.sort_name);
+        let Some(name) = entry.sort_name.strip_suffix('/') else {
+            if key.as_str() > self.after
+                && let Some(location) = address(&key)
+            {
+                self.page.objects.push(object_meta(location, &entry.metadata));
+                self.end_page(key);
+            }
+            return Ok(());
+        };
+        let is_passed = key.as_str() <= self.after && !(self.after.starts_with(&key) && !self.list.delimited);
+        if is_passed || key.trim_end_matches('/') == STAGING {
+            return Ok(());
+        }
+        if self.list.delimited {
+            self.page.directories.push(name.to_owned());
+            self.end_page(key);
+            return Ok(());
+        }
+        self.directory(directory.join(name), &key)
+    }
+
+    fn end_page(&mut self, last: String) {
+        if self.page.objects.len() + self.page.directories.len() >= self.limit {
+            self.page.next = Some(last);
+        }
+    }
+}
+
+fn is_absent(error: &io::Error) -> bool {
+    let is_loop = error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error());
+    is_loop || matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}

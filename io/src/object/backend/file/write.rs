@@ -1,0 +1,183 @@
+//! Making files appear under their keys in one step, and disappear.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path as FilePath, PathBuf};
+
+use object_store::path::Path;
+use object_store::{CopyMode, PutMode, PutPayload, PutResult, Result};
+
+use super::{Inner, STAGING, io_error, put_result, version_of};
+
+impl Inner {
+    pub(super) fn put(
+        &self,
+        key: &Path,
+        payload: &PutPayload,
+        mode: &PutMode,
+        token: String,
+    ) -> Result<PutResult> {
+        let write = |file: &mut File| payload.iter().try_for_each(|bytes| file.write_all(bytes));
+        self.write_whole(key, write, mode, token)
+    }
+
+    /// Copies the bytes: a hard link would let a later change in place reach both keys.
+    pub(super) fn copy(&self, from: &Path, to: &Path, mode: CopyMode) -> Result<()> {
+        let mut source = File::open(self.file_of(from)).map_err(|error| io_error(from, error))?;
+        let mode = match mode {
+            CopyMode::Overwrite => PutMode::Overwrite,
+            CopyMode::Create => PutMode::Create,
+        };
+        let write = |file: &mut File| io::copy(&mut source, file).map(drop);
+        self.write_whole(to, write, &mode, String::new()).map(drop)
+    }
+
+    fn write_whole(
+        &self,
+        key: &Path,
+        write: impl FnOnce(&mut File) -> io::Result<()>,
+        mode: &PutMode,
+        token: String,
+    ) -> Result<PutResult> {
+        let staged = self.staging_path(&self.rng.name());
+        let written = self.stage(&staged, write).map_err(|error| io_error(key, error));
+        let published = written.and_then(|()| self.publish(&staged, key, mode, token));
+        if published.is_err() {
+            // The first error is the one to report; a file left in the staging folder is seen by no reader.
+            let _ = std::fs::remove_file(&staged);
+        }
+        published
+    }
+
+    pub(super) fn staging_path(&self, name: &str) -> PathBuf {
+        self.root.join(STAGING).join(name)
+    }
+
+    fn stage(&self, staged: &FilePath, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+        let open = || OpenOptions::new().write(true).create_new(true).open(staged);
+        let mut file = match open() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                std::fs::create_dir_all(self.root.join(STAGING))?;
+                open()?
+            }
+            other => other?,
+        };
+        write(&mut file)?;
+        file.sync_all()
+    }
+
+    /// Moves the synced file `staged` to its key if `mode` allows, and syncs the directories that changed.
+    pub(super) fn publish(
+        &self,
+        staged: &FilePath,
+        key: &Path,
+        mode: &PutMode,
+        token: String,
+    ) -> Result<PutResult> {
+        let target = self.file_of(key);
+        let failed = |error| io_error(key, error);
+        // The version survives rename and link: neither changes inode, size or modification time.
+        let version = version_of(&std::fs::metadata(staged).map_err(failed)?);
+        let parent = target.parent().unwrap_or(&self.root).to_owned();
+        // Before the rename, so that whoever sees the new version can settle a lost reply by it.
+        self.remember(&version, token);
+        // A delete of the last neighbour may take the directory away in between; each turn needs one such delete.
+        for _ in 0..16 {
+            let top = create_directories(&parent).map_err(failed)?;
+            let moved = self.locked(|| match mode {
+                PutMode::Overwrite => std::fs::rename(staged, &target).map_err(failed),
+                PutMode::Create => std::fs::hard_link(staged, &target).map_err(failed),
+                PutMode::Update(update) => {
+                    expect_version(&target, key, update.e_tag.as_deref())?;
+                    std::fs::rename(staged, &target).map_err(failed)
+                }
+            });
+            match moved {
+                Err(object_store::Error::NotFound { .. }) if !parent.exists() => continue,
+                Err(error) => return Err(error),
+                Ok(()) => {}
+            }
+            if *mode == PutMode::Create {
+                // The object is there; a second name left in the staging folder is seen by no reader.
+                let _ = std::fs::remove_file(staged);
+            }
+            sync_directories(&parent, &top).map_err(failed)?;
+            return Ok(put_result(version));
+        }
+        Err(failed(io::Error::new(io::ErrorKind::NotFound, "its directory is being deleted over and over")))
+    }
+
+    pub(super) fn delete(&self, key: &Path) -> Result<()> {
+        let target = self.file_of(key);
+        self.locked(|| match std::fs::remove_file(&target) {
+            Ok(()) => Ok(()),
+            Err(error) => match io_error(key, error) {
+                object_store::Error::NotFound { .. } => Ok(()),
+                other => Err(other),
+            },
+        })?;
+        // A bucket has no empty directories: those that a key leaves behind go with it.
+        let mut directory = target.parent();
+        while let Some(path) = directory.filter(|path| *path != self.root && path.starts_with(&self.root)) {
+            if std::fs::remove_dir(path).is_err() {
+                break;
+            }
+            directory = path.parent();
+        }
+        Ok(())
+    }
+
+    /// Runs `change` alone among all threads and processes that use this directory through Forebay.
+    fn locked<T>(&self, change: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _threads = self.lock.lock();
+        let key = Path::from(".forebay/staging/lock");
+        let path = self.staging_path("lock");
+        let open = || OpenOptions::new().create(true).truncate(false).write(true).open(&path);
+        let file = match open() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                std::fs::create_dir_all(self.root.join(STAGING)).and_then(|()| open())
+            }
+            other => other,
+        };
+        let file = file.map_err(|error| io_error(&key, error))?;
+        file.lock().map_err(|error| io_error(&key, error))?;
+        change()
+    }
+}
+
+fn expect_version(target: &FilePath, key: &Path, wanted: Option<&str>) -> Result<()> {
+    let found = match std::fs::metadata(target) {
+        Ok(metadata) => Some(version_of(&metadata)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(error) => return Err(io_error(key, error)),
+    };
+    if found.as_deref() == wanted {
+        return Ok(());
+    }
+    let source = format!("expected {wanted:?}, found {found:?}").into();
+    Err(object_store::Error::Precondition { path: key.to_string(), source })
+}
+
+/// Creates `directory` and returns the deepest one above it (or itself) that was there before.
+fn create_directories(directory: &FilePath) -> io::Result<PathBuf> {
+    let mut top = directory;
+    while !top.is_dir() {
+        match top.parent() {
+            Some(parent) => top = parent,
+            None => break,
+        }
+    }
+    std::fs::create_dir_all(directory)?;
+    Ok(top.to_owned())
+}
+
+/// Syncs `directory` and all above it up to `top`.
+fn sync_directories(directory: &FilePath, top: &FilePath) -> io::Result<()> {
+    for path in directory.ancestors() {
+        File::open(path)?.sync_all()?;
+        if path == top {
+            break;
+        }
+    }
+    Ok(())
+}

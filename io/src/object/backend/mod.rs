@@ -1,0 +1,10 @@
+//! The stores themselves: any object_store store, a directory, and S3 with what object_store lacks.
+
+mod connect;
+mod plain;
+mod file;
+mod s3;
+mod profile;
+
+pub(super) use connect::connect;
+pub(super) use plain::Plain;

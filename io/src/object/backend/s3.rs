@@ -1,0 +1,160 @@
+//! S3 and what speaks its protocol.
+//!
+//! object_store carries bodies and simple requests. What it lacks is sent from here over the same connections:
+//! completion with a condition, part copy, unfinished uploads, and listings that survive any key. Those requests are
+//! signed by object_store's own signer (in the query, with an unsigned payload: none of them carries data), so
+//! credentials, region, endpoint style and session tokens are its business alone.
+
+mod send;
+mod xml;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Method};
+use object_store::aws::AmazonS3;
+use object_store::multipart::{MultipartStore, PartId};
+use object_store::path::Path;
+use object_store::{Attribute, ObjectStore, PutResult, Result};
+use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
+
+use super::plain::delete_all;
+use crate::object::error::STORE;
+use crate::object::key::address;
+use crate::object::layer::TOKEN_ATTRIBUTE;
+use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadId, UploadsPage};
+use crate::object::types::Condition;
+
+pub(super) use send::{Sender, Transport};
+
+/// Keys of one page, the most that S3 gives.
+const PAGE_KEYS: usize = 1000;
+
+/// One S3 bucket.
+#[derive(Debug)]
+pub(super) struct S3 {
+    pub(super) store: AmazonS3,
+    pub(super) sender: Sender,
+    pub(super) bucket: String,
+}
+
+#[async_trait]
+impl Service for S3 {
+    async fn call(&self, request: Request) -> Result<Reply> {
+        match request {
+            Request::Get { key, options } => self.store.get_opts(&key, options).await.map(Reply::Object),
+            Request::Put { key, payload, mut options, token } => {
+                options.attributes.insert(Attribute::Metadata(TOKEN_ATTRIBUTE.into()), token.into());
+                self.store.put_opts(&key, payload, options).await.map(Reply::Put)
+            }
+            Request::Delete { keys } => delete_all(&self.store, keys).await,
+            Request::List(list) => self.list(list).await.map(Reply::Page),
+            Request::Copy { from, to, options } => {
+                self.store.copy_opts(&from, &to, options).await?;
+                Ok(Reply::Done)
+            }
+            Request::Create { key, mut options, token } => {
+                options.attributes.insert(Attribute::Metadata(TOKEN_ATTRIBUTE.into()), token.clone().into());
+                let id = self.store.create_multipart_opts(&key, options).await?;
+                Ok(Reply::Upload(UploadId { key, id, token }))
+            }
+            Request::Part { upload, index, payload, .. } => {
+                self.store.put_part(&upload.key, &upload.id, index, payload).await.map(Reply::Part)
+            }
+            copy @ Request::CopyPart { .. } => self.copy_part(copy).await.map(Reply::Part),
+            Request::Complete { upload, parts, condition } => {
+                self.complete(&upload, &parts, &condition).await.map(Reply::Put)
+            }
+            Request::Abort { upload } => match self.store.abort_multipart(&upload.key, &upload.id).await {
+                Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(Reply::Done),
+                Err(error) => Err(error),
+            },
+            Request::ListUploads { prefix, token } => {
+                self.list_uploads(prefix, token).await.map(Reply::Uploads)
+            }
+        }
+    }
+}
+
+impl S3 {
+    async fn list(&self, list: ListRequest) -> Result<Page> {
+        let limit = list.limit.unwrap_or(PAGE_KEYS).min(PAGE_KEYS);
+        let mut query = vec![
+            ("list-type", "2".to_owned()),
+            // Keys may hold characters that XML cannot.
+            ("encoding-type", "url".to_owned()),
+            ("max-keys", limit.to_string()),
+            ("prefix", list.prefix.clone()),
+        ];
+        if list.delimited {
+            query.push(("delimiter", "/".to_owned()));
+        }
+        match (&list.token, &list.after) {
+            (Some(token), _) => query.push(("continuation-token", token.clone())),
+            (None, Some(after)) => query.push(("start-after", after.clone())),
+            (None, None) => {}
+        }
+        let body = self.sender.send(Method::GET, &Path::ROOT, query, Vec::new(), Bytes::new()).await?;
+        xml::read_page(&body, &list.prefix)
+    }
+
+    async fn copy_part(&self, request: Request) -> Result<PartId> {
+        let Request::CopyPart { upload, index, from, version, range, .. } = request else {
+            return Err(object_store::Error::Generic { store: STORE, source: "not a part copy".into() });
+        };
+        let query = vec![("partNumber", (index + 1).to_string()), ("uploadId", upload.id.clone())];
+        let key =
+            from.as_ref().split('/').map(|part| utf8_percent_encode(part, NON_ALPHANUMERIC).to_string());
+        let source = format!("{}/{}", self.bucket, key.collect::<Vec<_>>().join("/"));
+        let last = range.end - 1;
+        let mut headers = vec![
+            header("x-amz-copy-source", &source)?,
+            header("x-amz-copy-source-range", &format!("bytes={}-{last}", range.start))?,
+        ];
+        if let Some(version) = &version {
+            headers.push(header("x-amz-copy-source-if-match", version.as_str())?);
+        }
+        let body = self.sender.send(Method::PUT, &upload.key, query, headers, Bytes::new()).await?;
+        let content_id = xml::read_copied_part(&body)?;
+        Ok(PartId { content_id })
+    }
+
+    async fn complete(
+        &self,
+        upload: &UploadId,
+        parts: &[PartId],
+        condition: &Condition,
+    ) -> Result<PutResult> {
+        let query = vec![("uploadId", upload.id.clone())];
+        let mut headers = vec![header("content-type", "application/xml")?];
+        match condition {
+            Condition::Always => {}
+            Condition::IfAbsent => headers.push(header("if-none-match", "*")?),
+            Condition::IfVersion(version) => headers.push(header("if-match", version.as_str())?),
+        }
+        let body = Bytes::from(xml::write_parts(parts));
+        let body = self.sender.send(Method::POST, &upload.key, query, headers, body).await?;
+        let e_tag = Some(xml::read_completed(&body)?);
+        Ok(PutResult { e_tag, version: None, extensions: Default::default() })
+    }
+
+    async fn list_uploads(&self, prefix: String, token: Option<String>) -> Result<UploadsPage> {
+        let mut query =
+            vec![("uploads", String::new()), ("encoding-type", "url".to_owned()), ("prefix", prefix)];
+        if let Some((key, id)) = token.as_deref().and_then(|token| token.split_once('\n')) {
+            query.extend([("key-marker", key.to_owned()), ("upload-id-marker", id.to_owned())]);
+        }
+        let body = self.sender.send(Method::GET, &Path::ROOT, query, Vec::new(), Bytes::new()).await?;
+        let listed = xml::read_uploads(&body)?;
+        let address_of = |(key, id, started): (String, String, _)| {
+            address(&key).map(|key| (UploadId { key, id, token: String::new() }, started))
+        };
+        let next = listed.next.map(|(key, id)| format!("{key}\n{id}"));
+        Ok(UploadsPage { uploads: listed.uploads.into_iter().filter_map(address_of).collect(), next })
+    }
+}
+
+fn header(name: &'static str, value: &str) -> Result<(HeaderName, HeaderValue)> {
+    let value = HeaderValue::from_str(value)
+        .map_err(|error| object_store::Error::Generic { store: STORE, source: Box::new(error) })?;
+    Ok((HeaderName::from_static(name), value))
+}

@@ -1,0 +1,234 @@
+//! The XML of the S3 requests that are sent from here.
+//!
+//! Formats: <https://docs.aws.amazon.com/AmazonS3/latest/API/>, ListObjectsV2, ListMultipartUploads, UploadPartCopy
+//! and CompleteMultipartUpload. Keys arrive URL-encoded, a space as a plus sign.
+
+use chrono::{DateTime, Utc};
+use forebay_core::Timestamp;
+use object_store::multipart::PartId;
+use object_store::{ObjectMeta, Result};
+use percent_encoding::percent_decode_str;
+use quick_xml::escape::escape;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use crate::object::error::STORE;
+use crate::object::key::{address, is_segment};
+use crate::object::request::Page;
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct ListBucketResult {
+    #[serde(default)]
+    contents: Vec<Contents>,
+    #[serde(default)]
+    common_prefixes: Vec<CommonPrefix>,
+    #[serde(default)]
+    encoding_type: Option<String>,
+    #[serde(default)]
+    next_continuation_token: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Contents {
+    key: String,
+    last_modified: DateTime<Utc>,
+    #[serde(rename = "ETag")]
+    e_tag: Option<String>,
+    size: u64,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct CommonPrefix {
+    prefix: String,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct ListMultipartUploadsResult {
+    #[serde(default)]
+    upload: Vec<UploadEntry>,
+    #[serde(default)]
+    encoding_type: Option<String>,
+    #[serde(default)]
+    is_truncated: bool,
+    #[serde(default)]
+    next_key_marker: Option<String>,
+    #[serde(default)]
+    next_upload_id_marker: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct UploadEntry {
+    key: String,
+    upload_id: String,
+    #[serde(default)]
+    initiated: Option<DateTime<Utc>>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Tagged {
+    #[serde(rename = "ETag")]
+    e_tag: String,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+struct ErrorAnswer {
+    code: String,
+    message: String,
+}
+
+/// Unfinished uploads as the store names them, and the marker of the next page.
+pub(super) struct ListedUploads {
+    pub(super) uploads: Vec<(String, String, Timestamp)>,
+    pub(super) next: Option<(String, String)>,
+}
+
+/// Reads one page of keys below `prefix`.
+pub(super) fn read_page(body: &[u8], prefix: &str) -> Result<Page> {
+    let answer: ListBucketResult = parse(body)?;
+    let decoded = answer.encoding_type.is_some();
+    let mut page = Page { next: answer.next_continuation_token.filter(|t| !t.is_empty()), ..Page::default() };
+    for object in answer.contents {
+        let key = decode(object.key, decoded);
+        let Some(location) = key.as_deref().and_then(address) else {
+            // The marker of a directory stands for the directory, which its listing shows already.
+            page.skipped +=
+                u64::from(!key.is_some_and(|key| key.trim_end_matches('/').len() + 1 == key.len()));
+            continue;
+        };
+        page.objects.push(ObjectMeta {
+            location,
+            last_modified: object.last_modified,
+            size: object.size,
+            e_tag: object.e_tag,
+            version: None,
+        });
+    }
+    for entry in answer.common_prefixes {
+        let key = decode(entry.prefix, decoded);
+        let name =
+            key.as_deref().and_then(|key| key.strip_prefix(prefix)).and_then(|key| key.strip_suffix('/'));
+        match name.filter(|name| is_segment(name)) {
+            Some(name) => page.directories.push(name.to_owned()),
+            None => page.skipped += 1,
+        }
+    }
+    Ok(page)
+}
+
+/// Reads one page of unfinished uploads.
+pub(super) fn read_uploads(body: &[u8]) -> Result<ListedUploads> {
+    let answer: ListMultipartUploadsResult = parse(body)?;
+    let decoded = answer.encoding_type.is_some();
+    let entry = |upload: UploadEntry| {
+        let at = upload.initiated.unwrap_or_default();
+        let started = Timestamp { seconds: at.timestamp(), nanos: at.timestamp_subsec_nanos() };
+        Some((decode(upload.key, decoded)?, upload.upload_id, started))
+    };
+    let next = match (answer.is_truncated, answer.next_key_marker, answer.next_upload_id_marker) {
+        (true, Some(key), Some(id)) => decode(key, decoded).map(|key| (key, id)),
+        _ => None,
+    };
+    Ok(ListedUploads { uploads: answer.upload.into_iter().filter_map(entry).collect(), next })
+}
+
+/// Reads the ETag of a copied part.
+pub(super) fn read_copied_part(body: &[u8]) -> Result<String> {
+    parse::<Tagged>(body).map(|part| part.e_tag)
+}
+
+/// Reads the ETag of a completed upload.
+pub(super) fn read_completed(body: &[u8]) -> Result<String> {
+    parse::<Tagged>(body).map(|object| object.e_tag)
+}
+
+/// Writes the list of parts that an upload is completed with.
+pub(super) fn write_parts(parts: &[PartId]) -> String {
+    let mut text =
+        String::from("<CompleteMultipartUpload xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\">");
+    for (index, part) in parts.iter().enumerate() {
+        let (number, tag) = (index + 1, escape(part.content_id.as_str()));
+        text.push_str(&format!("<Part><PartNumber>{number}</PartNumber><ETag>{tag}</ETag></Part>"));
+    }
+    text.push_str("</CompleteMultipartUpload>");
+    text
+}
+
+/// Code and message of an error answer; both empty when `body` is none.
+pub(super) fn read_error(body: &[u8]) -> (String, String) {
+    let text = String::from_utf8_lossy(&body[..body.len().min(64 << 10)]);
+    if !text.contains("<Error>") && !text.contains("<Error ") {
+        return Default::default();
+    }
+    let answer: ErrorAnswer = quick_xml::de::from_str(text.trim_start()).unwrap_or_default();
+    match answer.code.as_str() {
+        "" => ("Error".to_owned(), text.chars().take(200).collect()),
+        _ => (answer.code, answer.message),
+    }
+}
+
+fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
+    let bad = |source: Box<dyn std::error::Error + Send + Sync>| object_store::Error::Generic {
+        store: STORE,
+        source: format!("the store sent XML that cannot be read: {source}").into(),
+    };
+    let text = std::str::from_utf8(body).map_err(|error| bad(error.into()))?;
+    // Long operations send spaces to keep the connection open before the answer starts.
+    quick_xml::de::from_str(text.trim_start()).map_err(|error| bad(error.into()))
+}
+
+/// The key itself, or `None` when it is not UTF-8.
+fn decode(text: String, encoded: bool) -> Option<String> {
+    if !encoded {
+        return Some(text);
+    }
+    let spaced = text.replace('+', " ");
+    percent_decode_str(&spaced).decode_utf8().ok().map(|key| key.into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: &str = "  <?xml version=\"1.0\"?><ListBucketResult><EncodingType>url</EncodingType>\
+        <NextContinuationToken>more</NextContinuationToken>\
+        <Contents><Key>d/a+b%25%2B</Key><LastModified>2024-05-01T10:00:00.000Z</LastModified>\
+        <ETag>&quot;x&quot;</ETag><Size>7</Size></Contents>\
+        <Contents><Key>d/</Key><LastModified>2024-05-01T10:00:00Z</LastModified><Size>0</Size></Contents>\
+        <Contents><Key>d//a</Key><LastModified>2024-05-01T10:00:00Z</LastModified><Size>0</Size></Contents>\
+        <Contents><Key>d/%FF</Key><LastModified>2024-05-01T10:00:00Z</LastModified><Size>0</Size></Contents>\
+        <CommonPrefixes><Prefix>d/sub+dir/</Prefix></CommonPrefixes>\
+        <CommonPrefixes><Prefix>d//</Prefix></CommonPrefixes></ListBucketResult>";
+
+    #[test]
+    fn a_page_keeps_what_has_an_address_and_counts_the_rest() {
+        let page = read_page(PAGE.as_bytes(), "d/").expect("page");
+        let keys: Vec<_> = page.objects.iter().map(|meta| meta.location.as_ref()).collect();
+        assert_eq!(keys, ["d/a b%+"]);
+        assert_eq!(page.objects[0].e_tag.as_deref(), Some("\"x\""));
+        assert_eq!(page.directories, ["sub dir"]);
+        assert_eq!((page.skipped, page.next.as_deref()), (3, Some("more")));
+    }
+
+    #[test]
+    fn errors_are_found_in_answers_of_any_status() {
+        let text = b"\n <?xml version=\"1.0\"?><Error><Code>SlowDown</Code><Message>later</Message></Error>";
+        assert_eq!(read_error(text), ("SlowDown".into(), "later".into()));
+        assert_eq!(read_error(PAGE.as_bytes()), (String::new(), String::new()));
+        assert_eq!(read_error(b""), (String::new(), String::new()));
+        assert_eq!(read_error(b"<Error>?").0, "Error");
+    }
+
+    #[test]
+    fn parts_are_numbered_from_one_and_escaped() {
+        let parts = ["\"a\"", "b"].map(|tag| PartId { content_id: tag.into() });
+        let text = write_parts(&parts);
+        assert!(text.contains("<PartNumber>1</PartNumber><ETag>&quot;a&quot;</ETag>"), "{text}");
+        assert!(text.contains("<PartNumber>2</PartNumber><ETag>b</ETag>"), "{text}");
+    }
+}

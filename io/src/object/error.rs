@@ -1,0 +1,268 @@
+//! What went wrong with a store, in the terms of the caller and of the person in front of it.
+//!
+//! Two questions are answered here and nowhere else: is an error worth a retry, and what are its kind, cause and
+//! hint once it leaves this module.
+
+use std::error::Error as StdError;
+
+use forebay_core::{Error, ErrorKind};
+use object_store::client::HttpError;
+
+/// The name under which this module's own errors appear in object_store's.
+pub(super) const STORE: &str = "forebay";
+
+/// The address at which clouds hand out credentials to their own machines.
+const INSTANCE_METADATA: &str = "169.254.169.254";
+
+/// Errors of Forebay's own that travel inside object_store's.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Fault {
+    /// The service answered with an error of its own.
+    #[error("the store answered {status} {code}: {message}")]
+    Service { status: u16, code: String, message: String },
+    /// No reply or no further byte came in time.
+    #[error("no answer within {waited_ms} ms")]
+    Stalled { waited_ms: u64 },
+    /// A body ended before its announced length.
+    #[error("the body ended {missing} bytes early")]
+    Short { missing: u64 },
+    /// Retries were exhausted.
+    #[error("gave up after {attempts} attempts in {waited_ms} ms; last error: {cause}")]
+    GaveUp { attempts: u64, waited_ms: u64, cause: object_store::Error },
+    /// The handle may not write.
+    #[error("this bucket is open read-only")]
+    ReadOnly,
+    /// A fault that a test asked for.
+    #[error("injected fault: {0}")]
+    Injected(&'static str),
+}
+
+impl From<Fault> for object_store::Error {
+    fn from(fault: Fault) -> Self {
+        Self::Generic { store: STORE, source: Box::new(fault) }
+    }
+}
+
+/// An error for something that this store cannot do.
+pub(super) fn unsupported(what: &str) -> object_store::Error {
+    object_store::Error::NotSupported { source: what.to_owned().into() }
+}
+
+fn chain<'a>(error: &'a (dyn StdError + 'static)) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
+    let next = |error: &&'a (dyn StdError + 'static)| (*error).source();
+    std::iter::successors(Some(error), next)
+}
+
+fn find<T: StdError + 'static>(error: &object_store::Error) -> Option<&T> {
+    chain(error).find_map(|link| link.downcast_ref::<T>())
+}
+
+/// Whether the same request may succeed if it is sent again.
+pub(super) fn is_transient(error: &object_store::Error) -> bool {
+    if let Some(fault) = find::<Fault>(error) {
+        return match fault {
+            Fault::Service { status, code, .. } => is_busy(*status, code),
+            Fault::Stalled { .. } | Fault::Short { .. } | Fault::Injected(_) => true,
+            Fault::GaveUp { .. } | Fault::ReadOnly => false,
+        };
+    }
+    let text = error.to_string();
+    if find::<HttpError>(error).is_some() {
+        // A wrong certificate stays wrong; where no instance metadata answers, none will.
+        return !text.contains(INSTANCE_METADATA)
+            && !chain(error).any(|e| e.to_string().contains("certificate"));
+    }
+    if let Some(io) = find::<std::io::Error>(error) {
+        return matches!(io.kind(), std::io::ErrorKind::Interrupted | std::io::ErrorKind::TimedOut);
+    }
+    // Bulk deletes and copies report these inside a reply of status 200.
+    let named = |code| service_code(&text) == Some(code) || text.contains(&format!("(code: {code})"));
+    ["InternalError", "SlowDown", "ServiceUnavailable"].into_iter().any(named)
+}
+
+/// Whether a service's answer means "later", not "no".
+pub(super) fn is_busy(status: u16, code: &str) -> bool {
+    match status {
+        408 | 429 => true,
+        // Two conditional writes at once: the store asks for the loser to try again.
+        409 => matches!(code, "ConditionalRequestConflict" | "OperationAborted"),
+        501 | 505 => false,
+        500.. => true,
+        _ => matches!(code, "SlowDown" | "RequestTimeout" | "InternalError" | "ServiceUnavailable"),
+    }
+}
+
+/// Whether an error says that a condition did not hold, or that what it was about is gone.
+pub(super) fn is_refusal(error: &object_store::Error) -> bool {
+    use object_store::Error as Store;
+    matches!(error, Store::AlreadyExists { .. } | Store::Precondition { .. } | Store::NotFound { .. })
+}
+
+/// The text between `<Code>` and its end tag in a service's XML answer.
+fn service_code(text: &str) -> Option<&str> {
+    between(text, "Code")
+}
+
+fn between<'a>(text: &'a str, tag: &str) -> Option<&'a str> {
+    let (_, rest) = text.split_once(&format!("<{tag}>"))?;
+    rest.split_once(&format!("</{tag}>")).map(|(inside, _)| inside)
+}
+
+/// The error as it crosses the package's boundary. `bucket` names the bucket in messages.
+pub(super) fn convert(bucket: &str, error: object_store::Error) -> Error {
+    let text = error.to_string();
+    let service = find::<Fault>(&error).and_then(|fault| match fault {
+        Fault::Service { code, message, .. } => Some((code.clone(), message.clone())),
+        Fault::GaveUp { cause, .. } => find::<Fault>(cause).and_then(|fault| match fault {
+            Fault::Service { code, message, .. } => Some((code.clone(), message.clone())),
+            _ => None,
+        }),
+        _ => None,
+    });
+    let code = service.as_ref().map(|(code, _)| code.as_str()).or_else(|| service_code(&text)).unwrap_or("");
+    let said = service.as_ref().map(|(_, message)| message.as_str()).or_else(|| between(&text, "Message"));
+    let known = match code {
+        "" => None,
+        code => by_code(bucket, code, said.unwrap_or("no reason given")),
+    };
+    let converted = known.unwrap_or_else(|| by_variant(bucket, &error, &text));
+    converted.with_source(error)
+}
+
+/// Errors that S3 names. The hint says what to change.
+fn by_code(bucket: &str, code: &str, said: &str) -> Option<Error> {
+    let (kind, message, hint) = match code {
+        "NoSuchBucket" => (
+            ErrorKind::NotFound,
+            format!("bucket {bucket} does not exist"),
+            "create it, or check its name, the region and AWS_ENDPOINT_URL",
+        ),
+        "InvalidAccessKeyId" | "SignatureDoesNotMatch" | "InvalidToken" | "ExpiredToken" => (
+            ErrorKind::Denied,
+            format!("the store does not accept the credentials for {bucket} ({code}: {said})"),
+            "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE",
+        ),
+        "AccessDenied" | "AllAccessDisabled" => (
+            ErrorKind::Denied,
+            format!("access to {bucket} is denied ({said})"),
+            "the credentials are known but lack the permission; listing needs s3:ListBucket, reading s3:GetObject",
+        ),
+        "AuthorizationHeaderMalformed" | "PermanentRedirect" | "IllegalLocationConstraintException" => (
+            ErrorKind::Invalid,
+            format!("{bucket} is in another region ({said})"),
+            "set AWS_REGION to the bucket's region",
+        ),
+        "RequestTimeTooSkewed" => (
+            ErrorKind::Denied,
+            format!("the store refuses requests signed by this machine's clock ({said})"),
+            "set the machine's clock",
+        ),
+        "NotImplemented" => (
+            ErrorKind::Unsupported,
+            format!("the store of {bucket} does not implement this ({said})"),
+            "run `forebay doctor` to see what it supports",
+        ),
+        _ => return None,
+    };
+    Some(Error::new(kind, message).with_hint(hint))
+}
+
+fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
+    use object_store::Error as Store;
+    if text.contains(INSTANCE_METADATA) {
+        return Error::new(ErrorKind::Denied, format!("no credentials found for {bucket}"))
+            .with_hint("set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE");
+    }
+    match find::<Fault>(error) {
+        Some(Fault::ReadOnly) => {
+            return Error::new(ErrorKind::ReadOnly, format!("{bucket} is open read-only"));
+        }
+        Some(Fault::GaveUp { attempts, waited_ms, .. }) => {
+            let message =
+                format!("{bucket} did not answer: gave up after {attempts} attempts in {waited_ms} ms");
+            return Error::new(ErrorKind::Unavailable, message).with_hint(
+                "is the endpoint up and reachable from here? check AWS_ENDPOINT_URL and the network",
+            );
+        }
+        _ => {}
+    }
+    if text.contains("redirect without LOCATION") {
+        return Error::new(ErrorKind::Invalid, format!("{bucket} is in another region"))
+            .with_hint("set AWS_REGION to the bucket's region");
+    }
+    let (kind, message) = match error {
+        Store::NotFound { path, .. } => (ErrorKind::NotFound, format!("no object {path} in {bucket}")),
+        Store::AlreadyExists { path, .. } => {
+            (ErrorKind::Conflict, format!("{path} exists already in {bucket}"))
+        }
+        Store::Precondition { path, .. } => (ErrorKind::Conflict, format!("{path} in {bucket} was changed")),
+        Store::NotSupported { .. } | Store::NotImplemented { .. } => {
+            (ErrorKind::Unsupported, format!("the store of {bucket} cannot do this"))
+        }
+        Store::InvalidPath { .. } | Store::UnknownConfigurationKey { .. } => {
+            (ErrorKind::Invalid, format!("bad request to {bucket}"))
+        }
+        Store::PermissionDenied { path, .. } | Store::Unauthenticated { path, .. } => {
+            (ErrorKind::Denied, format!("access to {path} in {bucket} is denied"))
+        }
+        _ => match find::<std::io::Error>(error).filter(|_| find::<HttpError>(error).is_none()) {
+            Some(io) => {
+                let kind = Error::from(std::io::Error::from(io.kind())).kind();
+                (kind, format!("{bucket} failed"))
+            }
+            None => (ErrorKind::Unavailable, format!("{bucket} failed")),
+        },
+    };
+    Error::new(kind, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn service(status: u16, code: &str) -> object_store::Error {
+        Fault::Service { status, code: code.into(), message: "why".into() }.into()
+    }
+
+    #[test]
+    fn only_errors_that_may_pass_are_retried() {
+        for error in [
+            service(500, "InternalError"),
+            service(503, "SlowDown"),
+            service(429, ""),
+            service(409, "ConditionalRequestConflict"),
+            Fault::Stalled { waited_ms: 1 }.into(),
+            Fault::Short { missing: 1 }.into(),
+        ] {
+            assert!(is_transient(&error), "{error}");
+        }
+        for error in [
+            service(501, "NotImplemented"),
+            service(403, "AccessDenied"),
+            service(409, "BucketAlreadyExists"),
+            Fault::ReadOnly.into(),
+            unsupported("x"),
+        ] {
+            assert!(!is_transient(&error), "{error}");
+        }
+    }
+
+    #[test]
+    fn people_get_cause_and_hint() {
+        let check = |error: object_store::Error, kind, says: &str| {
+            let error = convert("s3://b", error);
+            assert_eq!(error.kind(), kind, "{error}");
+            assert!(error.message().contains(says), "{error}");
+            assert!(error.hint().is_some(), "{error}");
+        };
+        check(service(404, "NoSuchBucket"), ErrorKind::NotFound, "bucket s3://b does not exist");
+        check(service(403, "InvalidAccessKeyId"), ErrorKind::Denied, "InvalidAccessKeyId");
+        check(service(400, "AuthorizationHeaderMalformed"), ErrorKind::Invalid, "another region");
+        let cause = service(503, "SlowDown");
+        check(
+            Fault::GaveUp { attempts: 3, waited_ms: 9, cause }.into(),
+            ErrorKind::Unavailable,
+            "gave up after 3 attempts",
+        );
+    }
+}

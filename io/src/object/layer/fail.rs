@@ -1,0 +1,139 @@
+//! Injects faults, for tests: scripted (the Nth request of a kind) or random from a seed.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use futures::stream::StreamExt;
+use object_store::Result;
+use parking_lot::Mutex;
+
+use super::body::map_body;
+use crate::object::OperationKind;
+use crate::object::error::Fault;
+use crate::object::request::{Reply, Request, Service, Shared};
+use crate::rng::Rng;
+
+/// What goes wrong with a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultMode {
+    /// The request never reaches the store.
+    Before,
+    /// The store carries the request out and the reply is lost.
+    LoseReply,
+    /// The body of a GET breaks after this many bytes; other requests lose their reply.
+    BreakBody(u64),
+    /// No reply ever comes: only the caller's patience ends it. The store does nothing.
+    Hang,
+}
+
+/// The script of what goes wrong; clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct Faults(Arc<Mutex<Script>>);
+
+#[derive(Debug, Default)]
+struct Script {
+    /// Requests seen since the last entry for that kind was made, and the entries left.
+    scripted: BTreeMap<OperationKind, (u64, Vec<(u64, FaultMode)>)>,
+    random: Option<(Rng, f64)>,
+    down: bool,
+    injected: u64,
+}
+
+impl Faults {
+    /// Nothing goes wrong until told.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Every request fails with `probability`, half of them before and half after the store did its work.
+    pub fn random(seed: u64, probability: f64) -> Self {
+        let faults = Self::default();
+        faults.0.lock().random = Some((Rng::seeded(seed), probability));
+        faults
+    }
+
+    /// The `nth` request of `kind` from now (1 is the next one) goes wrong as `mode` says.
+    pub fn script(&self, kind: OperationKind, nth: u64, mode: FaultMode) -> &Self {
+        let mut script = self.0.lock();
+        let (seen, entries) = script.scripted.entry(kind).or_default();
+        entries.push((*seen + nth, mode));
+        drop(script);
+        self
+    }
+
+    /// While down, every request fails before it reaches the store.
+    pub fn set_down(&self, down: bool) {
+        self.0.lock().down = down;
+    }
+
+    /// Nothing goes wrong any more.
+    pub fn clear(&self) {
+        let mut script = self.0.lock();
+        *script = Script { injected: script.injected, ..Script::default() };
+    }
+
+    /// Faults injected so far.
+    pub fn injected(&self) -> u64 {
+        self.0.lock().injected
+    }
+
+    fn next(&self, kind: OperationKind) -> Option<FaultMode> {
+        let mut script = self.0.lock();
+        let (seen, entries) = script.scripted.entry(kind).or_default();
+        *seen += 1;
+        let due = entries.iter().position(|(nth, _)| nth == seen).map(|index| entries.remove(index).1);
+        let random = script.random.as_ref().and_then(|(rng, probability)| {
+            let mode =
+                if rng.chance(0.5) { FaultMode::Before } else { FaultMode::BreakBody(rng.below(4096)) };
+            rng.chance(*probability).then_some(mode)
+        });
+        let mode = if script.down { Some(FaultMode::Before) } else { due.or(random) };
+        script.injected += u64::from(mode.is_some());
+        mode
+    }
+}
+
+#[derive(Debug)]
+pub(in crate::object) struct Failing {
+    pub(in crate::object) next: Shared,
+    pub(in crate::object) faults: Faults,
+}
+
+#[async_trait]
+impl Service for Failing {
+    async fn call(&self, request: Request) -> Result<Reply> {
+        let kind = request.kind();
+        match self.faults.next(kind) {
+            None => self.next.call(request).await,
+            Some(FaultMode::Before) => Err(Fault::Injected("the store cannot be reached").into()),
+            Some(FaultMode::Hang) => std::future::pending().await,
+            Some(FaultMode::BreakBody(after)) if kind == OperationKind::Get => {
+                Ok(map_body(self.next.call(request).await?, |body| break_after(body, after)))
+            }
+            Some(FaultMode::LoseReply | FaultMode::BreakBody(_)) => {
+                // A refusal is lost just as a success is.
+                drop(self.next.call(request).await);
+                Err(Fault::Injected("the reply was lost").into())
+            }
+        }
+    }
+}
+
+fn break_after(body: super::body::Body, after: u64) -> super::body::Body {
+    let broken = futures::stream::unfold((body, Some(after)), |(mut body, left)| async move {
+        let left = left?;
+        if left == 0 {
+            return Some((Err(Fault::Injected("the body broke").into()), (body, None)));
+        }
+        match body.next().await? {
+            Ok(mut bytes) => {
+                bytes.truncate(usize::try_from(left).unwrap_or(usize::MAX));
+                let left = left - bytes.len() as u64;
+                Some((Ok(bytes), (body, Some(left))))
+            }
+            Err(error) => Some((Err(error), (body, None))),
+        }
+    });
+    broken.boxed()
+}

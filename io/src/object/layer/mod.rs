@@ -1,0 +1,23 @@
+//! Decorators of one trait. From the caller inwards: read-only, retry, limit, patience, instrument, delay, fail.
+
+mod body;
+mod fail;
+mod delay;
+mod instrument;
+mod patience;
+mod limit;
+mod retry;
+mod read_only;
+mod prefix;
+
+pub use delay::Delay;
+pub use fail::{FaultMode, Faults};
+
+pub(super) use delay::Delayed;
+pub(super) use fail::Failing;
+pub(super) use instrument::Instrument;
+pub(super) use limit::Limit;
+pub(super) use patience::Patience;
+pub(super) use prefix::Prefix;
+pub(super) use read_only::ReadOnly;
+pub(super) use retry::{Retry, Retrying, TOKEN_ATTRIBUTE};

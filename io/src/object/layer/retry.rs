@@ -1,0 +1,207 @@
+//! Sends requests again that may succeed the next time, until a deadline.
+//!
+//! The wait doubles from 50 ms to 5 s, each drawn from its upper half. The deadline counts from the first failure of
+//! a request, so that a large transfer that works is never cut. A body that breaks is resumed where it stopped, from
+//! the same version of the object or not at all, with a new deadline after each byte of progress.
+//!
+//! **A conditional write whose reply was lost** may have been carried out, and then its repetition is refused. So
+//! every write carries a random token as user metadata (`forebaywrite`), and a refusal after a lost reply is settled
+//! by one HEAD: if the object has the token, the write is ours and succeeded. Otherwise, and where a store keeps no
+//! user metadata, the refusal stands (`Conflict`): the caller reads the key again and finds whatever is there, its
+//! own bytes included.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures::stream::StreamExt;
+use object_store::{
+    Attribute, GetOptions, GetRange, GetResult, GetResultPayload, PutMode, PutResult, Result,
+};
+use tokio::time::Instant;
+
+use super::body::{Body, replace};
+use crate::object::counters::Meter;
+use crate::object::error::{Fault, is_refusal, is_transient};
+use crate::object::request::{Reply, Request, Service, Shared};
+use crate::object::types::Condition;
+use crate::rng::Rng;
+
+/// The name of the user metadata that holds a write's token. Letters only: Azure allows nothing else.
+pub(in crate::object) const TOKEN_ATTRIBUTE: &str = "forebaywrite";
+
+const FIRST_WAIT_MS: u64 = 50;
+const LONGEST_WAIT_MS: u64 = 5_000;
+
+/// The decorator; its state is shared with the bodies that it watches.
+#[derive(Debug)]
+pub(in crate::object) struct Retry(pub(in crate::object) Arc<Retrying>);
+
+/// What retrying needs.
+#[derive(Debug)]
+pub(in crate::object) struct Retrying {
+    pub(in crate::object) next: Shared,
+    pub(in crate::object) deadline_ms: u64,
+    pub(in crate::object) rng: Rng,
+    pub(in crate::object) meter: Arc<Meter>,
+}
+
+/// One request's failures so far.
+struct Attempts {
+    since: Option<Instant>,
+    failed: u64,
+}
+
+#[async_trait]
+impl Service for Retry {
+    async fn call(&self, request: Request) -> Result<Reply> {
+        let (reply, doubtful) = self.0.attempt(&request).await;
+        match reply {
+            Err(error) if doubtful && is_refusal(&error) => self.0.settle(&request, error).await,
+            Ok(Reply::Object(object)) => match request {
+                Request::Get { key, options } if !options.head => {
+                    let core = self.0.clone();
+                    let (version, range) = (object.meta.e_tag.clone(), object.range.clone());
+                    let open = Resume { core, key, options, version, range };
+                    Ok(Reply::Object(replace(object, |body| open.watch(body))))
+                }
+                _ => Ok(Reply::Object(object)),
+            },
+            other => other,
+        }
+    }
+}
+
+impl Retrying {
+    /// Repeats `request` until it succeeds, is refused, or the deadline passes. The flag says whether an attempt
+    /// failed in a way that leaves open whether the store carried it out.
+    async fn attempt(&self, request: &Request) -> (Result<Reply>, bool) {
+        let mut attempts = Attempts { since: None, failed: 0 };
+        loop {
+            let error = match self.next.call(request.clone()).await {
+                Err(error) if is_transient(&error) => error,
+                done => return (done, attempts.failed > 0),
+            };
+            if let Err(error) = self.back_off(&mut attempts, error).await {
+                return (Err(error), true);
+            }
+        }
+    }
+
+    /// Waits before the next attempt, or gives up.
+    async fn back_off(&self, attempts: &mut Attempts, cause: object_store::Error) -> Result<()> {
+        let since = *attempts.since.get_or_insert_with(Instant::now);
+        attempts.failed += 1;
+        let longest_ms = FIRST_WAIT_MS << (attempts.failed - 1).min(20);
+        let longest_ms = longest_ms.min(LONGEST_WAIT_MS);
+        let wait = Duration::from_millis(longest_ms / 2 + self.rng.below(longest_ms / 2 + 1));
+        if since.elapsed() + wait > Duration::from_millis(self.deadline_ms) {
+            let waited_ms = since.elapsed().as_millis() as u64;
+            tracing::warn!(attempts = attempts.failed, waited_ms, %cause, "gave up on the store");
+            return Err(Fault::GaveUp { attempts: attempts.failed, waited_ms, cause }.into());
+        }
+        self.meter.retry();
+        tracing::debug!(attempt = attempts.failed, wait_ms = wait.as_millis() as u64, %cause, "retrying");
+        tokio::time::sleep(wait).await;
+        Ok(())
+    }
+
+    /// Finds out whether a refused write is refused because it succeeded before.
+    async fn settle(&self, request: &Request, refusal: object_store::Error) -> Result<Reply> {
+        let (key, token) = match request {
+            Request::Put { key, options, token, .. } if options.mode != PutMode::Overwrite => (key, token),
+            Request::Complete { upload, .. } => (&upload.key, &upload.token),
+            Request::Abort { .. } => return Ok(Reply::Done),
+            _ => return Err(refusal),
+        };
+        let head = match self.attempt(&Request::head(key.clone())).await.0 {
+            Ok(reply) => reply.object()?,
+            Err(error) if is_refusal(&error) => return Err(refusal),
+            Err(error) => return Err(error),
+        };
+        let holds = head.attributes.get(&Attribute::Metadata(TOKEN_ATTRIBUTE.into()));
+        if !token.is_empty() && holds.is_some_and(|value| value.as_ref() == token.as_str()) {
+            tracing::info!(%key, "a write whose reply was lost had succeeded");
+            let (e_tag, version) = (head.meta.e_tag, head.meta.version);
+            return Ok(Reply::Put(PutResult { e_tag, version, extensions: Default::default() }));
+        }
+        // An unconditional completion whose upload is gone and whose object is not ours: both may be true only if
+        // an outsider came in between, which a caller must treat as a conflict.
+        match request {
+            Request::Complete { condition: Condition::Always, upload, .. } => {
+                Err(object_store::Error::Precondition {
+                    path: upload.key.to_string(),
+                    source: refusal.into(),
+                })
+            }
+            _ => Err(refusal),
+        }
+    }
+}
+
+/// Where a body stands and how to go on with it.
+struct Resume {
+    core: Arc<Retrying>,
+    key: object_store::path::Path,
+    options: GetOptions,
+    version: Option<String>,
+    /// What is still to come.
+    range: std::ops::Range<u64>,
+}
+
+impl Resume {
+    fn watch(self, body: Body) -> Body {
+        let attempts = Attempts { since: None, failed: 0 };
+        let watched = futures::stream::unfold(Some((self, body, attempts)), |state| async move {
+            let (mut open, mut body, mut attempts) = state?;
+            loop {
+                let error = match body.next().await {
+                    Some(Ok(bytes)) => {
+                        open.range.start += bytes.len() as u64;
+                        let fresh = Attempts { since: None, failed: 0 };
+                        return Some((Ok(bytes), Some((open, body, fresh))));
+                    }
+                    None if open.range.start >= open.range.end => return None,
+                    None => Fault::Short { missing: open.range.end - open.range.start }.into(),
+                    Some(Err(error)) if is_transient(&error) => error,
+                    Some(Err(error)) => return Some((Err(error), None)),
+                };
+                // The broken body gives up its place before the next request asks for one.
+                drop(std::mem::replace(&mut body, futures::stream::empty().boxed()));
+                match open.again(&mut attempts, error).await {
+                    Ok(next) => body = next,
+                    Err(error) => return Some((Err(error), None)),
+                }
+            }
+        });
+        watched.boxed()
+    }
+
+    /// Asks for the rest of the same version.
+    async fn again(&self, attempts: &mut Attempts, cause: object_store::Error) -> Result<Body> {
+        let Some(version) = &self.version else { return Err(cause) };
+        if self.range.start >= self.range.end {
+            return Ok(futures::stream::empty().boxed());
+        }
+        self.core.back_off(attempts, cause).await?;
+        let options = GetOptions {
+            range: Some(GetRange::Bounded(self.range.clone())),
+            if_match: Some(version.clone()),
+            ..self.options.clone()
+        };
+        let request = Request::Get { key: self.key.clone(), options };
+        let GetResult { payload, .. } = match self.core.next.call(request).await {
+            Ok(reply) => reply.object()?,
+            // Counted as one more failure by the caller's loop.
+            Err(error) if is_transient(&error) => {
+                return Ok(futures::stream::once(async { Err::<Bytes, _>(error) }).boxed());
+            }
+            Err(error) => return Err(error),
+        };
+        match payload {
+            GetResultPayload::Stream(stream) => Ok(stream),
+            GetResultPayload::File(..) => unreachable!("the decorators below turn every body into a stream"),
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! One request to a store as a value, and the one trait of everything that answers requests.
+//!
+//! object_store's trait has fifteen methods and lacks what Forebay needs most (conditional completion, part copy,
+//! unfinished uploads). So each decorator here has a single method over a request value; `front` turns the result
+//! back into an `ObjectStore`, which is how an engine inside the bucket goes through the same decorators.
+
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use forebay_core::{Timestamp, Version};
+use object_store::multipart::PartId;
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, GetOptions, GetResult, ObjectMeta, PutMultipartOptions, PutOptions, PutPayload, PutResult,
+    Result,
+};
+
+use super::OperationKind;
+use super::types::Condition;
+
+/// Answers requests: a backend, or a decorator around another service.
+#[async_trait]
+pub(super) trait Service: Debug + Send + Sync + 'static {
+    /// Carries out one request. Not cancel-safe for writes: a dropped future may or may not have taken effect.
+    async fn call(&self, request: Request) -> Result<Reply>;
+}
+
+/// A service behind a pointer.
+pub(super) type Shared = Arc<dyn Service>;
+
+/// What a store is asked to do. Cheap to clone: payloads are shared.
+#[derive(Debug, Clone)]
+pub(super) enum Request {
+    /// A body or (with `options.head`) only what the store says about it.
+    Get { key: Path, options: GetOptions },
+    /// A whole object. A store that keeps user metadata keeps `token` with it.
+    Put { key: Path, payload: PutPayload, options: PutOptions, token: String },
+    /// Deletes up to [`DELETE_LIMIT`] objects; those that are gone already count as deleted.
+    Delete { keys: Vec<Path> },
+    /// One page of keys.
+    List(ListRequest),
+    /// Copies inside the store.
+    Copy { from: Path, to: Path, options: CopyOptions },
+    /// Starts an upload. A store that keeps user metadata keeps `token` with the object.
+    Create { key: Path, options: PutMultipartOptions, token: String },
+    /// Part `index`, whose first byte is byte `offset` of the object.
+    Part { upload: UploadId, index: usize, offset: u64, payload: PutPayload },
+    /// Part `index` from bytes `range` of another object, if it still has `version`.
+    CopyPart {
+        upload: UploadId,
+        index: usize,
+        offset: u64,
+        from: Path,
+        version: Option<Version>,
+        range: Range<u64>,
+    },
+    /// Makes the object of `parts` visible if `condition` holds.
+    Complete { upload: UploadId, parts: Vec<PartId>, condition: Condition },
+    /// Gives an upload up; one that is gone already is no error.
+    Abort { upload: UploadId },
+    /// One page of unfinished uploads whose keys start with `prefix`.
+    ListUploads { prefix: String, token: Option<String> },
+}
+
+/// The most keys of one delete request, as S3 has it.
+pub(super) const DELETE_LIMIT: usize = 1000;
+
+/// An upload in parts that is not complete.
+#[derive(Debug, Clone)]
+pub(super) struct UploadId {
+    pub(super) key: Path,
+    pub(super) id: String,
+    /// What the upload was created with; empty when another process created it.
+    pub(super) token: String,
+}
+
+/// Which keys to list.
+#[derive(Debug, Clone, Default)]
+pub(super) struct ListRequest {
+    /// Empty, or whole segments with a slash at the end.
+    pub(super) prefix: String,
+    /// Only what lies directly below `prefix`.
+    pub(super) delimited: bool,
+    /// Only keys after this one.
+    pub(super) after: Option<String>,
+    /// Where the last page ended, in the store's own words.
+    pub(super) token: Option<String>,
+    /// The most entries wanted; the store may give fewer.
+    pub(super) limit: Option<usize>,
+}
+
+/// One page of keys, in key order within and over pages.
+#[derive(Debug, Default)]
+pub(super) struct Page {
+    pub(super) objects: Vec<ObjectMeta>,
+    /// Next segments below the prefix, without slashes.
+    pub(super) directories: Vec<String>,
+    /// How to ask for the next page; `None` at the end.
+    pub(super) next: Option<String>,
+    /// Keys left out because they have no address here.
+    pub(super) skipped: u64,
+}
+
+/// One page of unfinished uploads.
+#[derive(Debug, Default)]
+pub(super) struct UploadsPage {
+    pub(super) uploads: Vec<(UploadId, Timestamp)>,
+    pub(super) next: Option<String>,
+}
+
+/// What a store answers.
+#[derive(Debug)]
+pub(super) enum Reply {
+    Object(GetResult),
+    Put(PutResult),
+    Page(Page),
+    Upload(UploadId),
+    Part(PartId),
+    Uploads(UploadsPage),
+    Done,
+}
+
+macro_rules! expect {
+    ($($method:ident, $variant:ident, $type:ty;)*) => {
+        impl Reply {
+            $(
+                /// The reply as what the request asked for; anything else is an internal error.
+                pub(super) fn $method(self) -> Result<$type> {
+                    match self {
+                        Self::$variant(value) => Ok(value),
+                        other => Err(mismatch(stringify!($variant), &other)),
+                    }
+                }
+            )*
+        }
+    };
+}
+
+expect! {
+    object, Object, GetResult;
+    put, Put, PutResult;
+    page, Page, Page;
+    upload, Upload, UploadId;
+    part, Part, PartId;
+    uploads, Uploads, UploadsPage;
+}
+
+fn mismatch(wanted: &str, got: &Reply) -> object_store::Error {
+    object_store::Error::Generic {
+        store: "forebay",
+        source: format!("expected {wanted}, got {got:?}").into(),
+    }
+}
+
+impl Request {
+    pub(super) fn kind(&self) -> OperationKind {
+        match self {
+            Self::Get { options, .. } if options.head => OperationKind::Head,
+            Self::Get { .. } => OperationKind::Get,
+            Self::Put { .. } => OperationKind::Put,
+            Self::Delete { .. } => OperationKind::Delete,
+            Self::List(_) => OperationKind::List,
+            Self::Copy { .. } => OperationKind::Copy,
+            Self::Create { .. } => OperationKind::Create,
+            Self::Part { .. } => OperationKind::Part,
+            Self::CopyPart { .. } => OperationKind::CopyPart,
+            Self::Complete { .. } => OperationKind::Complete,
+            Self::Abort { .. } => OperationKind::Abort,
+            Self::ListUploads { .. } => OperationKind::ListUploads,
+        }
+    }
+
+    /// Bytes that travel to the store.
+    pub(super) fn sent_bytes(&self) -> u64 {
+        match self {
+            Self::Put { payload, .. } | Self::Part { payload, .. } => payload.content_length() as u64,
+            _ => 0,
+        }
+    }
+
+    /// Whether the request changes what the store holds.
+    pub(super) fn is_write(&self) -> bool {
+        !matches!(self, Self::Get { .. } | Self::List(_) | Self::ListUploads { .. })
+    }
+
+    /// The key or prefix that the request is about, for messages.
+    pub(super) fn subject(&self) -> String {
+        match self {
+            Self::Get { key, .. } | Self::Put { key, .. } | Self::Create { key, .. } => key.to_string(),
+            Self::Copy { to, .. } => to.to_string(),
+            Self::Part { upload, .. }
+            | Self::CopyPart { upload, .. }
+            | Self::Complete { upload, .. }
+            | Self::Abort { upload } => upload.key.to_string(),
+            Self::Delete { keys } => keys.first().map(Path::to_string).unwrap_or_default(),
+            Self::List(list) => list.prefix.clone(),
+            Self::ListUploads { prefix, .. } => prefix.clone(),
+        }
+    }
+
+    /// HEAD of `key`.
+    pub(super) fn head(key: Path) -> Self {
+        Self::Get { key, options: GetOptions { head: true, ..GetOptions::default() } }
+    }
+}

@@ -1,0 +1,59 @@
+//! The decorators of one bucket, in their order.
+
+use std::sync::Arc;
+
+use tokio::sync::Semaphore;
+
+use super::StoreSettings;
+use super::counters::Meter;
+use super::layer::{Delay, Delayed, Failing, Faults, Instrument, Limit, Patience, ReadOnly, Retry, Retrying};
+use super::request::Shared;
+use crate::rng::Rng;
+
+/// What a bucket's decorators are built from. Handles that derive from one another share counts and places.
+#[derive(Debug, Clone)]
+pub(super) struct Stack {
+    base: Shared,
+    pub(super) meter: Arc<Meter>,
+    places: Arc<Semaphore>,
+    pub(super) rng: Rng,
+    pub(super) settings: StoreSettings,
+    pub(super) faults: Option<Faults>,
+    pub(super) delay: Option<Delay>,
+    pub(super) read_only: bool,
+}
+
+impl Stack {
+    /// A stack over `base`, without faults and delays.
+    pub(super) fn new(base: Shared, settings: &StoreSettings) -> Self {
+        let places = Arc::new(Semaphore::new(settings.max_in_flight.clamp(1, Semaphore::MAX_PERMITS)));
+        let (meter, rng, settings) = (Arc::default(), Rng::system(), settings.clone());
+        Self { base, meter, places, rng, settings, faults: None, delay: None, read_only: false }
+    }
+
+    /// Bytes go through these from the last to the first.
+    pub(super) fn build(&self) -> Shared {
+        let mut service = self.base.clone();
+        if let Some(delay) = self.delay {
+            service = Arc::new(Delayed { next: service, delay });
+        }
+        if let Some(faults) = self.faults.clone() {
+            service = Arc::new(Failing { next: service, faults });
+        }
+        service = Arc::new(Instrument { next: service, meter: self.meter.clone() });
+        // A third of the deadline, so that one silent connection leaves time for two more tries.
+        let attempt_ms = (self.settings.deadline_ms / 3).max(1);
+        service = Arc::new(Patience { next: service, attempt_ms });
+        service = Arc::new(Limit { next: service, places: self.places.clone() });
+        service = Arc::new(Retry(Arc::new(Retrying {
+            next: service,
+            deadline_ms: self.settings.deadline_ms,
+            rng: self.rng.clone(),
+            meter: self.meter.clone(),
+        })));
+        if self.read_only {
+            service = Arc::new(ReadOnly { next: service });
+        }
+        service
+    }
+}

@@ -1,0 +1,430 @@
+//! Writing an object front to back, in parts.
+//!
+//! Bytes are cut into parts that are sent side by side while more are written. What never outgrows one part is
+//! sent as a single PUT. Completion, and the abort of an upload that is dropped, run as tasks of the bucket: they go
+//! on when the caller's future is dropped.
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version};
+use futures::stream::{FuturesUnordered, StreamExt};
+use object_store::multipart::PartId;
+use object_store::{PutMultipartOptions, PutPayload};
+
+use super::request::{Request, UploadId};
+use super::{Bucket, Condition, ObjectInfo};
+use crate::mem::Permit;
+use crate::task::Task;
+
+const MIB: u64 = 1 << 20;
+/// The most parts of one upload, as S3 has it.
+pub const MAX_PARTS: usize = 10_000;
+/// The least bytes of a part that is not the last, as S3 has it.
+pub const MIN_PART_BYTES: u64 = 5 * MIB;
+/// The largest piece that one part copies inside the store. S3 allows 5 GiB; smaller ones run side by side.
+const COPY_PART_BYTES: u64 = 1 << 30;
+/// The first part, and with it the largest object that is one PUT.
+const FIRST_PART_BYTES: u64 = 8 * MIB;
+/// Parts of one size; then the size doubles. With 800, an object needs parts of about 1/800 of its size.
+const PARTS_OF_A_SIZE: usize = 800;
+/// The largest part, as S3 has it.
+const LARGEST_PART_BYTES: u64 = 5 << 30;
+
+/// Bytes of part `index`, counted from 0: 8 MiB for the first 800 parts, then doubling every 800 up to 5 GiB. All
+/// 10,000 parts together hold more than 16 TiB.
+pub fn part_size(index: usize) -> u64 {
+    (FIRST_PART_BYTES << (index / PARTS_OF_A_SIZE).min(20)).min(LARGEST_PART_BYTES)
+}
+
+/// How an upload is carried out.
+#[derive(Debug, Clone)]
+pub struct UploadOptions {
+    /// Parts in flight at once. Default 8: enough for one stream to fill a fast link.
+    pub parts_in_flight: usize,
+    /// Bytes of parts in flight at once; a single larger part may still be. Default 256 MiB.
+    pub bytes_in_flight: u64,
+    /// A fixed part size instead of [`part_size`], for stores that want all parts alike and for tests.
+    pub part_bytes: Option<u64>,
+}
+
+impl Default for UploadOptions {
+    fn default() -> Self {
+        Self { parts_in_flight: 8, bytes_in_flight: 256 * MIB, part_bytes: None }
+    }
+}
+
+/// An object being written front to back. Dropping it before [`Upload::complete`] aborts it.
+#[derive(Debug)]
+pub struct Upload {
+    /// Gone once the upload is being finished, so that a drop then does nothing.
+    state: Option<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    bucket: Bucket,
+    key: ObjectKey,
+    options: UploadOptions,
+    /// Written and not yet cut into a part, with what charges them.
+    pending: Vec<Bytes>,
+    pending_bytes: u64,
+    permits: Vec<Permit>,
+    /// The request that starts the upload, kept so that a dropped `write` does not forget it.
+    creating: Option<Task<Result<UploadId>>>,
+    upload: Option<UploadId>,
+    running: FuturesUnordered<Task<Sent>>,
+    running_bytes: u64,
+    parts: Vec<Option<PartId>>,
+    /// Bytes in parts that were sent or are being sent.
+    offset: u64,
+    failed: Option<Error>,
+}
+
+/// The outcome of one part.
+#[derive(Debug)]
+struct Sent {
+    index: usize,
+    bytes: u64,
+    part: Result<PartId>,
+}
+
+impl Upload {
+    pub(super) fn new(bucket: Bucket, key: ObjectKey, options: UploadOptions) -> Self {
+        let state = State {
+            bucket,
+            key,
+            options,
+            pending: Vec::new(),
+            pending_bytes: 0,
+            permits: Vec::new(),
+            creating: None,
+            upload: None,
+            running: FuturesUnordered::new(),
+            running_bytes: 0,
+            parts: Vec::new(),
+            offset: 0,
+            failed: None,
+        };
+        Self { state: Some(state) }
+    }
+
+    fn state(&mut self) -> &mut State {
+        self.state.as_mut().expect("the state is taken only by methods that consume the upload")
+    }
+
+    /// Appends bytes; waits while too many parts are in flight. Cancel-safe: the bytes are taken in any case.
+    ///
+    /// # Errors
+    /// That of the first part that failed for good; the upload can then only be aborted.
+    pub async fn write(&mut self, data: Bytes) -> Result<()> {
+        let state = self.state();
+        state.push(data);
+        state.send_full_parts().await
+    }
+
+    /// As [`Upload::write`]; `permit` is given back once these bytes are with the store.
+    pub async fn write_charged(&mut self, data: Bytes, permit: Permit) -> Result<()> {
+        let state = self.state();
+        state.push(data);
+        state.permits.push(permit);
+        state.send_full_parts().await
+    }
+
+    /// Appends `range` of another object of the bucket without moving its bytes through this host, except for the
+    /// few that fill up a part too small to stand alone. Not cancel-safe: drop the upload with the future.
+    ///
+    /// # Errors
+    /// `Unsupported` where the store has no part copy, `Stale` when the object no longer has `version`.
+    pub async fn copy_from(
+        &mut self,
+        from: &ObjectKey,
+        version: &Version,
+        range: std::ops::Range<u64>,
+    ) -> Result<()> {
+        self.state().copy_from(from, version, range).await
+    }
+
+    /// Bytes written so far.
+    pub fn written(&self) -> u64 {
+        self.state.as_ref().map_or(0, |state| state.offset + state.pending_bytes)
+    }
+
+    /// Makes the object visible, whole, if `condition` holds. Goes on as a task of the bucket when the future is
+    /// dropped. When it fails, the upload is aborted.
+    ///
+    /// # Errors
+    /// `Conflict` when the condition does not hold; `Unsupported` where the store cannot check it for uploads in
+    /// parts.
+    pub async fn complete(mut self, condition: Condition) -> Result<ObjectInfo> {
+        let state = self.state.take().expect("an upload is completed once");
+        let tasks = state.bucket.tasks().clone();
+        tasks.spawn(format!("complete {}", state.key), state.complete(condition)).await?
+    }
+
+    /// Gives the upload up and frees its parts. Goes on as a task of the bucket when the future is dropped.
+    pub async fn abort(mut self) -> Result<()> {
+        let state = self.state.take().expect("an upload is aborted once");
+        let tasks = state.bucket.tasks().clone();
+        tasks.spawn(format!("abort {}", state.key), state.abort()).await?
+    }
+}
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        let Some(state) = self.state.take().filter(State::is_known_to_the_store) else { return };
+        if tokio::runtime::Handle::try_current().is_err() {
+            tracing::warn!(key = %state.key, "upload dropped outside a runtime: its parts stay until collected");
+            return;
+        }
+        let tasks = state.bucket.tasks().clone();
+        tasks.spawn(format!("abort {}", state.key), async move {
+            let key = state.key.clone();
+            if let Err(error) = state.abort().await {
+                tracing::warn!(%key, %error, "dropped upload could not be aborted: its parts stay until collected");
+            }
+        });
+    }
+}
+
+impl State {
+    fn is_known_to_the_store(&self) -> bool {
+        self.creating.is_some() || self.upload.is_some()
+    }
+
+    fn push(&mut self, data: Bytes) {
+        self.pending_bytes += data.len() as u64;
+        if !data.is_empty() {
+            self.pending.push(data);
+        }
+    }
+
+    fn part_bytes(&self) -> u64 {
+        self.options.part_bytes.unwrap_or_else(|| part_size(self.parts.len())).max(1)
+    }
+
+    /// Sends parts while there is more than one part's worth of bytes: what may yet be the whole object stays.
+    async fn send_full_parts(&mut self) -> Result<()> {
+        while self.pending_bytes > self.part_bytes() {
+            self.send_part(self.part_bytes()).await?;
+        }
+        self.check()
+    }
+
+    fn check(&self) -> Result<()> {
+        match &self.failed {
+            Some(error) => Err(error.duplicate()),
+            None => Ok(()),
+        }
+    }
+
+    /// Sends the first `bytes` of what is pending as the next part. Cancel-safe: nothing is taken before the last
+    /// await.
+    async fn send_part(&mut self, bytes: u64) -> Result<()> {
+        let upload = self.begin().await?;
+        self.wait_for_room(bytes).await?;
+        let payload = self.take(bytes);
+        let permits = if self.pending.is_empty() { std::mem::take(&mut self.permits) } else { Vec::new() };
+        let (index, offset) = (self.parts.len(), self.offset);
+        let request = Request::Part { upload, index, offset, payload };
+        self.start(request, bytes, permits);
+        Ok(())
+    }
+
+    fn start(&mut self, request: Request, bytes: u64, permits: Vec<Permit>) {
+        let (bucket, index) = (self.bucket.clone(), self.parts.len());
+        self.parts.push(None);
+        self.offset += bytes;
+        self.running_bytes += bytes;
+        let task = self.bucket.tasks().spawn(format!("part {index} of {}", self.key), async move {
+            let reply = bucket.call(request).await;
+            let part = reply.and_then(|reply| reply.part().map_err(|error| bucket.error(error)));
+            drop(permits);
+            Sent { index, bytes, part }
+        });
+        self.running.push(task);
+    }
+
+    /// The upload's id, from the store on first use.
+    async fn begin(&mut self) -> Result<UploadId> {
+        if let Some(upload) = &self.upload {
+            return Ok(upload.clone());
+        }
+        if self.creating.is_none() {
+            let (bucket, key) = (self.bucket.clone(), self.bucket.path(&self.key)?);
+            let request =
+                Request::Create { key, options: PutMultipartOptions::default(), token: bucket.token() };
+            let create =
+                async move { bucket.call(request).await?.upload().map_err(|error| bucket.error(error)) };
+            self.creating = Some(self.bucket.tasks().spawn(format!("start upload {}", self.key), create));
+        }
+        let creating = self.creating.as_mut().expect("it was just set");
+        let created = creating.await.and_then(|created| created);
+        self.creating = None;
+        let upload = created?;
+        self.upload = Some(upload.clone());
+        Ok(upload)
+    }
+
+    async fn wait_for_room(&mut self, bytes: u64) -> Result<()> {
+        if self.parts.len() >= MAX_PARTS {
+            return Err(Error::new(
+                ErrorKind::TooLarge,
+                format!("{} needs more than {MAX_PARTS} parts", self.key),
+            ));
+        }
+        while !self.running.is_empty()
+            && (self.running.len() >= self.options.parts_in_flight
+                || self.running_bytes + bytes > self.options.bytes_in_flight)
+        {
+            self.wait_for_one().await;
+        }
+        self.check()
+    }
+
+    async fn wait_for_one(&mut self) {
+        match self.running.next().await {
+            Some(Ok(Sent { index, bytes, part: Ok(part) })) => {
+                self.running_bytes -= bytes;
+                self.parts[index] = Some(part);
+            }
+            Some(Ok(Sent { bytes, part: Err(error), .. })) => {
+                self.running_bytes -= bytes;
+                self.failed.get_or_insert(error);
+            }
+            Some(Err(error)) => drop(self.failed.get_or_insert(error)),
+            None => {}
+        }
+    }
+
+    fn take(&mut self, bytes: u64) -> PutPayload {
+        let mut left = bytes;
+        let mut taken = Vec::new();
+        let mut rest = Vec::new();
+        for mut piece in std::mem::take(&mut self.pending) {
+            match left {
+                0 => rest.push(piece),
+                _ if piece.len() as u64 <= left => {
+                    left -= piece.len() as u64;
+                    taken.push(piece);
+                }
+                _ => {
+                    taken.push(piece.split_to(left as usize));
+                    left = 0;
+                    rest.push(piece);
+                }
+            }
+        }
+        self.pending = rest;
+        self.pending_bytes -= bytes;
+        taken.into_iter().collect()
+    }
+
+    async fn copy_from(
+        &mut self,
+        from: &ObjectKey,
+        version: &Version,
+        range: std::ops::Range<u64>,
+    ) -> Result<()> {
+        let (source, mut at) = (self.bucket.path(from)?, range.start);
+        // A part before another must not be too small: the next bytes of the range fill it up.
+        if self.pending_bytes > 0 && self.pending_bytes < MIN_PART_BYTES {
+            let end = range.end.min(at + MIN_PART_BYTES - self.pending_bytes);
+            let filling = self.bucket.get(from, Some(version), at..end).await?;
+            self.push(filling);
+            at = end;
+        }
+        if at == range.end {
+            return self.send_full_parts().await;
+        }
+        if range.end - at < MIN_PART_BYTES {
+            let rest = self.bucket.get(from, Some(version), at..range.end).await?;
+            self.push(rest);
+            return self.send_full_parts().await;
+        }
+        while self.pending_bytes > 0 {
+            self.send_part(self.pending_bytes.min(self.part_bytes().max(MIN_PART_BYTES))).await?;
+        }
+        let upload = self.begin().await?;
+        let pieces = (range.end - at).div_ceil(COPY_PART_BYTES);
+        let piece = (range.end - at).div_ceil(pieces);
+        while at < range.end {
+            let end = range.end.min(at + piece);
+            self.wait_for_room(0).await?;
+            let copy = Request::CopyPart {
+                upload: upload.clone(),
+                index: self.parts.len(),
+                offset: self.offset,
+                from: source.clone(),
+                version: Some(version.clone()),
+                range: at..end,
+            };
+            self.start(copy, end - at, Vec::new());
+            // These bytes are not in memory here.
+            self.running_bytes -= end - at;
+            at = end;
+        }
+        self.check()
+    }
+
+    async fn complete(mut self, condition: Condition) -> Result<ObjectInfo> {
+        if self.upload.is_none() && self.creating.is_none() && self.failed.is_none() {
+            let payload: PutPayload = std::mem::take(&mut self.pending).into_iter().collect();
+            return self.bucket.put_payload(&self.key, payload, condition).await;
+        }
+        match self.finish(condition).await {
+            Ok(info) => Ok(info),
+            Err(error) => {
+                let key = self.key.clone();
+                if let Err(left) = self.abort().await {
+                    tracing::warn!(%key, error = %left, "failed upload could not be aborted: its parts stay");
+                }
+                Err(error)
+            }
+        }
+    }
+
+    async fn finish(&mut self, condition: Condition) -> Result<ObjectInfo> {
+        let upload = self.begin().await?;
+        while self.pending_bytes > 0 {
+            self.send_part(self.pending_bytes.min(self.part_bytes())).await?;
+        }
+        while !self.running.is_empty() {
+            self.wait_for_one().await;
+        }
+        self.check()?;
+        let parts: Option<Vec<PartId>> = self.parts.drain(..).collect();
+        let parts = parts.ok_or_else(|| Error::bug(format!("{} lacks a part", self.key)))?;
+        let reply = self.bucket.call(Request::Complete { upload, parts, condition }).await?;
+        let put = reply.put().map_err(|error| self.bucket.error(error))?;
+        let mut info = self.bucket.written(&self.key, put.e_tag, self.offset);
+        if info.version.as_str().is_empty() {
+            let found = self.bucket.head(&self.key).await?;
+            info = found.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("{} is gone", self.key)))?;
+        }
+        Ok(info)
+    }
+
+    /// Waits for what is running, so that no part arrives after the abort, then frees everything.
+    async fn abort(mut self) -> Result<()> {
+        if !self.is_known_to_the_store() {
+            return Ok(());
+        }
+        let upload = self.begin().await?;
+        self.running.iter().for_each(Task::abort);
+        while self.running.next().await.is_some() {}
+        self.bucket.call(Request::Abort { upload }).await.map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_parts_together_hold_16_tib() {
+        let total: u64 = (0..MAX_PARTS).map(part_size).sum();
+        assert!(total >= 16 << 40, "{total} bytes");
+        assert_eq!(part_size(0), 8 * MIB);
+        assert!((0..MAX_PARTS).all(|index| (MIN_PART_BYTES..=5 << 30).contains(&part_size(index))));
+        assert!((1..MAX_PARTS).all(|index| part_size(index) >= part_size(index - 1)));
+    }
+}
