@@ -1,5 +1,7 @@
-//! Memory that the rest of Forebay may not touch by itself: shared mappings.
+//! Memory: one ceiling for all bytes in flight, and mappings that processes share.
 
+mod budget;
 mod shared;
 
+pub use budget::{Budget, Class, Permit};
 pub use shared::{ReadMapping, SharedMemory, WriteMapping, populate};
