@@ -9,12 +9,14 @@ use crate::Filled;
 use crate::block::{Block, BlockId};
 use crate::flight::{Flights, Role};
 use crate::origin::Origin;
+use crate::tier::disk::DiskTier;
 use crate::tier::memory::MemoryTier;
 
 /// Everything a block may come from, nearest first.
 #[derive(Debug)]
 pub(crate) struct Sources {
     pub(crate) memory: MemoryTier,
+    pub(crate) disk: Option<Arc<DiskTier>>,
     pub(crate) origin: Origin,
     pub(crate) flights: Flights<(Block, Filled)>,
     pub(crate) tasks: TaskTracker,
@@ -32,9 +34,19 @@ pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey) -> Result<(Block
         if let Some(block) = own.memory.get(&id) {
             return Ok((block, Filled::Memory));
         }
+        if let Some(disk) = own.disk.as_ref().filter(|disk| disk.peek(&key).is_some()) {
+            let _turn = ticket.wait(disk.admit()).await?;
+            if let Some(block) = disk.read(&key).await {
+                own.memory.insert(id, block.clone());
+                return Ok((block, Filled::Disk));
+            }
+        }
         let permit = ticket.wait(own.origin.admit(&key)).await?;
         let block = own.origin.fetch(&key, permit).await?;
         own.memory.insert(id, block.clone());
+        if let Some(disk) = &own.disk {
+            disk.offer(&key, &block);
+        }
         Ok((block, Filled::Origin { bytes: key.len() }))
     };
     let ((block, filled), role) = sources.flights.join(id, &sources.tasks, flight).await?;

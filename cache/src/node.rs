@@ -8,14 +8,19 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{BlockKey, Error, ErrorKind, Result};
 use forebay_io::object::Bucket;
+use futures::stream::{self, StreamExt};
 use tokio_util::task::TaskTracker;
 
 use crate::block::{Block, BlockId, check_within};
 use crate::flight::{Flights, Role};
 use crate::get::{Sources, get};
 use crate::origin::Origin;
+use crate::tier::disk::DiskTier;
 use crate::tier::memory::MemoryTier;
 use crate::{Blocks, CacheSettings, Counters, Filled, Residency};
+
+/// Blocks that one call of `stat` verifies at once; bounded, since each is read into memory.
+const STATS: usize = 8;
 
 /// A cache in this process, over one bucket.
 #[derive(Debug)]
@@ -29,28 +34,65 @@ impl Node {
     /// Opens a cache of blobs of `bucket`; must be called in an async runtime, whose tasks then do its work.
     ///
     /// # Errors
-    /// `Invalid` when the settings contradict themselves.
+    /// `Invalid` when the settings contradict themselves; `Conflict` when another process uses the directory; what
+    /// the file system says when it cannot be created or written.
     pub async fn open(bucket: Bucket, settings: CacheSettings) -> Result<Arc<Self>> {
         settings.validate()?;
+        let tasks = TaskTracker::new();
         let sources = Arc::new(Sources {
             memory: MemoryTier::new(settings.memory_bytes),
+            disk: DiskTier::open(&settings, &tasks).await?,
             origin: Origin::new(bucket, &settings),
             flights: Flights::default(),
-            tasks: TaskTracker::new(),
+            tasks,
         });
         Ok(Arc::new(Self { sources, memory_hits: AtomicU64::new(0), joined: AtomicU64::new(0) }))
     }
 
-    /// Waits until nothing is under way any more. Reads still work afterwards, but nobody waits for them.
+    /// Waits until nothing is under way any more, and gives the cache directory free. Reads still work afterwards,
+    /// from memory and origin.
     pub async fn close(&self) {
         self.sources.tasks.close();
         self.sources.tasks.wait().await;
+        if let Some(disk) = &self.sources.disk {
+            disk.close();
+        }
+    }
+
+    /// Lets a pinned block be evicted again; says whether it was pinned.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub async fn unpin(&self, key: &BlockKey) -> Result<bool> {
+        let Some(disk) = &self.sources.disk else { return Ok(false) };
+        match disk.peek(key) {
+            Some(slot) if slot.pinned => disk.set_pinned(slot, false).await,
+            _ => Ok(false),
+        }
     }
 
     /// Fetches under way.
     #[cfg(test)]
     pub(crate) fn flights(&self) -> usize {
         self.sources.flights.len()
+    }
+
+    /// Writes to disk under way.
+    #[cfg(test)]
+    pub(crate) fn stores(&self) -> usize {
+        self.sources.tasks.len()
+    }
+
+    async fn residency(&self, key: BlockKey, verify: bool) -> Residency {
+        let on_disk = match &self.sources.disk {
+            Some(disk) if disk.peek(&key).is_some() => !verify || disk.verify(&key).await,
+            _ => false,
+        };
+        match on_disk {
+            true => Residency::Disk,
+            false if self.sources.memory.contains(&BlockId::of(&key)) => Residency::Memory,
+            false => Residency::Absent,
+        }
     }
 
     /// A block and where it came from, counted.
@@ -87,21 +129,30 @@ impl Blocks for Node {
         if key.is_empty() {
             return Err(Error::invalid(format!("{key} lies past its end")));
         }
-        if pin {
-            let hint = "give the cache a directory";
-            return Err(
-                Error::new(ErrorKind::Unsupported, "a cache in memory only cannot pin").with_hint(hint)
-            );
+        let Some(disk) = &self.sources.disk else {
+            if pin {
+                let error = Error::new(ErrorKind::Unsupported, "a cache in memory only cannot pin");
+                return Err(error.with_hint("give the cache a directory"));
+            }
+            return self.block(key).await.map(|(_, filled)| filled);
+        };
+        if let Some(slot) = disk.peek(key)
+            && (!pin || slot.pinned || disk.set_pinned(slot, true).await?)
+        {
+            return Ok(Filled::Disk);
         }
-        self.block(key).await.map(|(_, filled)| filled)
+        let (block, filled) = self.block(key).await?;
+        match disk.ensure(key, &block, pin).await {
+            Err(error) if pin => Err(error.context(format_args!("pin of {key}"))),
+            // Counted and logged by the tier; a proof will miss the block when memory lets go of it.
+            _ => Ok(filled),
+        }
     }
 
-    async fn stat(&self, keys: &[BlockKey], _verify: bool) -> Result<Vec<Residency>> {
-        let stat = |key| match self.sources.memory.contains(&BlockId::of(key)) {
-            true => Residency::Memory,
-            false => Residency::Absent,
-        };
-        Ok(keys.iter().map(stat).collect())
+    async fn stat(&self, keys: &[BlockKey], verify: bool) -> Result<Vec<Residency>> {
+        // Keys are cloned (a counter each) because a stream of borrows is not general enough for this trait.
+        let residencies = stream::iter(keys.to_vec()).map(|key| self.residency(key, verify));
+        Ok(residencies.buffered(STATS).collect().await)
     }
 
     fn insert(&self, key: &BlockKey, bytes: Bytes) {
@@ -109,20 +160,29 @@ impl Blocks for Node {
             tracing::error!(%key, got = bytes.len(), "bytes of another length were offered for a block");
             return;
         }
-        self.sources.memory.insert(BlockId::of(key), Block::new(bytes));
+        let block = Block::new(bytes);
+        self.sources.memory.insert(BlockId::of(key), block.clone());
+        if let Some(disk) = &self.sources.disk {
+            disk.offer(key, &block);
+        }
     }
 
     fn counters(&self) -> Counters {
         let origin = self.sources.origin.counts();
-        Counters {
+        let memory = &self.sources.memory;
+        let mut counters = Counters {
             memory_hits: self.memory_hits.load(Relaxed),
             joined: self.joined.load(Relaxed),
             origin_requests: origin.requests,
             origin_bytes: origin.bytes,
             origin_failures: origin.failures,
-            memory_evictions: self.sources.memory.evictions(),
-            memory_bytes: self.sources.memory.bytes(),
+            memory_evictions: memory.evictions(),
+            memory_bytes: memory.bytes(),
             ..Counters::default()
+        };
+        if let Some(disk) = &self.sources.disk {
+            disk.report(&mut counters);
         }
+        counters
     }
 }

@@ -1,5 +1,6 @@
 //! The cache as its callers see it, over a store that counts, fails and holds back on demand.
 
-mod support;
+pub(crate) mod support;
 mod read;
 mod warm;
+mod disk;

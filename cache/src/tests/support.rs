@@ -22,13 +22,13 @@ use tokio::sync::watch;
 use crate::{Blocks, CacheSettings, Node, pieces};
 
 /// `base` rounds, times `FOREBAY_TEST_SCALE` when that is set.
-pub(super) fn rounds(base: u64) -> u64 {
+pub(crate) fn rounds(base: u64) -> u64 {
     let scale = std::env::var("FOREBAY_TEST_SCALE").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
     base * scale
 }
 
 /// A seed for one round; printed by whoever fails.
-pub(super) fn generator(seed: u64) -> StdRng {
+pub(crate) fn generator(seed: u64) -> StdRng {
     StdRng::seed_from_u64(seed)
 }
 

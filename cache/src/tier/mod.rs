@@ -1,3 +1,7 @@
 //! Where copies of blocks are kept.
 
 pub(crate) mod memory;
+pub(crate) mod file;
+pub(crate) mod index;
+pub(crate) mod directory;
+pub(crate) mod disk;

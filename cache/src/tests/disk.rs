@@ -1,0 +1,480 @@
+//! The disk tier: restarts, damage, full disks, pins.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use forebay_core::units::{KIB, MIB};
+use forebay_core::{BLOCK_SIZE, ErrorKind};
+use futures::stream;
+use rand::RngExt;
+use tempfile::TempDir;
+use tokio_util::sync::CancellationToken;
+
+use super::support::{TestBlob, World, generator, rounds};
+use crate::{Blocks, CacheSettings, Fill, Filled, Node, Residency, fill_many, prove};
+
+fn temporary() -> TempDir {
+    tempfile::tempdir().expect("directory")
+}
+
+/// Room for 4 blocks in memory.
+fn settings(directory: &Path, disk_bytes: u64) -> CacheSettings {
+    let directory = Some(directory.to_owned());
+    CacheSettings { memory_bytes: 17 * MIB, directory, disk_bytes, ..CacheSettings::default() }
+}
+
+/// Block files, without the lock.
+fn files(directory: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for folder in std::fs::read_dir(directory.join("v1")).expect("read").flatten() {
+        files.extend(std::fs::read_dir(folder.path()).expect("read").flatten().map(|file| file.path()));
+    }
+    files
+}
+
+fn bytes_in(directory: &Path) -> u64 {
+    // A file may be evicted between its listing and its measuring.
+    files(directory).iter().filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum()
+}
+
+async fn fill_all(node: &Node, blob: &TestBlob, pin: bool) -> Vec<Filled> {
+    let mut filled = Vec::new();
+    for key in blob.keys() {
+        filled.push(node.fill(&key, pin).await.expect("fill"));
+    }
+    filled
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn blocks_evicted_from_memory_come_back_from_disk() {
+    let (world, directory) = (World::new(), temporary());
+    let blob = world.put("k", 10 * BLOCK_SIZE).await;
+    let node = world.open(settings(directory.path(), 256 * MIB)).await;
+    assert!(fill_all(&node, &blob, false).await.iter().all(|filled| matches!(filled, Filled::Origin { .. })));
+    assert!(fill_all(&node, &blob, false).await.iter().all(|filled| *filled == Filled::Disk));
+    world.set_down(true);
+    for _ in 0..2 {
+        blob.check_all(&*node).await;
+    }
+    let counters = node.counters();
+    assert_eq!((world.gets(), counters.disk_writes), (10, 10));
+    assert!(counters.disk_hits >= 12, "{counters:?}");
+    assert!(counters.memory_evictions >= 6 && counters.memory_bytes <= 17 * MIB, "{counters:?}");
+    assert_eq!(counters.disk_bytes, files(directory.path()).len() as u64 * (BLOCK_SIZE + 4 * KIB));
+}
+
+#[tokio::test]
+async fn a_restart_finds_what_was_read_and_inserted() {
+    let (world, directory) = (World::new(), temporary());
+    let (read, written) = (world.put("read", BLOCK_SIZE + 9).await, world.put("written", 100).await);
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    read.check_all(&*node).await;
+    node.insert(&written.name.block(0), written.bytes.clone());
+    node.close().await;
+    blob_reads_go_on_after_closing(&node, &read).await;
+
+    world.set_down(true);
+    let again = world.open(settings(directory.path(), 64 * MIB)).await;
+    read.check_all(&*again).await;
+    written.check_all(&*again).await;
+    assert_eq!((world.gets(), again.counters().disk_hits), (2, 3));
+}
+
+async fn blob_reads_go_on_after_closing(node: &Node, blob: &TestBlob) {
+    blob.check_all(node).await;
+    assert_eq!(node.counters().disk_bytes, 0);
+}
+
+#[tokio::test]
+async fn two_processes_never_share_a_directory() {
+    let (world, directory) = (World::new(), temporary());
+    let first = world.open(settings(directory.path(), 64 * MIB)).await;
+    let open = || Node::open(world.bucket.clone(), settings(directory.path(), 64 * MIB));
+    let error = open().await.expect_err("locked");
+    assert_eq!(error.kind(), ErrorKind::Conflict);
+    assert!(error.hint().is_some());
+    first.close().await;
+    open().await.expect("free again");
+}
+
+#[tokio::test]
+async fn a_directory_that_cannot_be_made_is_a_clear_error() {
+    let (world, directory) = (World::new(), temporary());
+    let file = directory.path().join("file");
+    std::fs::write(&file, "x").expect("write");
+    let below = settings(&file.join("cache"), 64 * MIB);
+    let error = Node::open(world.bucket.clone(), below).await.expect_err("below a file");
+    assert_eq!(error.kind(), ErrorKind::NotDirectory);
+    assert!(error.message().contains("cache directory") && error.hint().is_some(), "{error:?}");
+    let tiny = Node::open(world.bucket.clone(), settings(directory.path(), MIB)).await.expect_err("tiny");
+    assert_eq!(tiny.kind(), ErrorKind::Invalid);
+}
+
+/// A flipped bit, a short file, an empty one, another block's bytes, a directory in its place, and none at all.
+#[tokio::test]
+async fn damaged_copies_are_dropped_and_fetched_again() {
+    for seed in 0..rounds(3) {
+        let mut random = generator(seed);
+        let (world, directory) = (World::new(), temporary());
+        let mut blobs = Vec::new();
+        for name in ["flip", "cut", "empty", "other", "gone"] {
+            blobs.push(world.put(name, random.random_range(1..300 * KIB)).await);
+        }
+        let node = world.open(settings(directory.path(), 64 * MIB)).await;
+        for blob in &blobs {
+            fill_all(&node, blob, false).await;
+        }
+        node.close().await;
+        let file = |blob: &TestBlob| {
+            let name = format!("{:032x}-", blob.name.digest());
+            let mut files = files(directory.path()).into_iter();
+            files.find(|file| file.to_string_lossy().contains(&name)).expect("file")
+        };
+        let mut flipped = std::fs::read(file(&blobs[0])).expect("read");
+        let bit = random.random_range(0..flipped.len() * 8);
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        std::fs::write(file(&blobs[0]), flipped).expect("write");
+        let cut = std::fs::read(file(&blobs[1])).expect("read");
+        std::fs::write(file(&blobs[1]), &cut[..random.random_range(0..cut.len())]).expect("write");
+        std::fs::write(file(&blobs[2]), "").expect("write");
+        std::fs::copy(file(&blobs[0]), file(&blobs[3])).expect("copy");
+
+        let node = world.open(settings(directory.path(), 64 * MIB)).await;
+        std::fs::remove_file(file(&blobs[4])).expect("remove");
+        for blob in &blobs {
+            blob.check_all(&*node).await;
+        }
+        let counters = node.counters();
+        assert_eq!((world.gets(), counters.corruptions, counters.disk_failures), (10, 4, 1), "seed {seed}");
+        node.close().await;
+        let node = world.open(settings(directory.path(), 64 * MIB)).await;
+        for blob in &blobs {
+            blob.check_all(&*node).await;
+        }
+        assert_eq!(world.gets(), 10, "seed {seed}: the new copies are good");
+    }
+}
+
+#[tokio::test]
+async fn a_proof_reads_every_copy_back() {
+    let (world, directory) = (World::new(), temporary());
+    let blob = world.put("k", 6 * BLOCK_SIZE).await;
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    let fill = Fill { concurrency: 3, pin: false };
+    let keys = || stream::iter(blob.keys());
+    let report = fill_many(&*node, keys(), fill, |_| (), &CancellationToken::new()).await;
+    assert_eq!((report.total.from_origin, report.total.failed), (6, 0));
+    assert_eq!(prove(&*node, keys()).await.expect("prove").present, 6);
+    node.close().await;
+
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    let damaged = files(directory.path()).pop().expect("a file");
+    let mut bytes = std::fs::read(&damaged).expect("read");
+    bytes[12345] ^= 1;
+    std::fs::write(&damaged, bytes).expect("write");
+    assert_eq!(node.stat(&blob.keys(), false).await.expect("stat"), [Residency::Disk; 6]);
+    let proof = prove(&*node, keys()).await.expect("prove");
+    assert_eq!((proof.present, proof.missing.len(), node.counters().corruptions), (5, 1, 1));
+    let again = fill_many(&*node, keys(), fill, |_| (), &CancellationToken::new()).await;
+    assert_eq!((again.total.already, again.total.from_origin), (5, 1));
+    assert_eq!(prove(&*node, keys()).await.expect("prove").missing, []);
+    assert_eq!((world.gets(), node.counters().disk_hits), (7, 0));
+}
+
+#[tokio::test]
+async fn a_damaged_directory_is_opened_without_what_is_no_block() {
+    let (world, directory) = (World::new(), temporary());
+    let blob = world.put("k", 100).await;
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    fill_all(&node, &blob, false).await;
+    node.close().await;
+    let folder = files(directory.path())[0].parent().expect("folder").to_owned();
+    std::fs::write(folder.join("garbage"), "x").expect("write");
+    std::fs::write(directory.path().join("v1/ffff-0-0-0"), "x").expect("write");
+    std::fs::write(directory.path().join("mine"), "left alone: it is not below v1").expect("write");
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    blob.check_all(&*node).await;
+    assert_eq!((world.gets(), files(directory.path()).len()), (1, 1));
+    assert!(directory.path().join("mine").exists());
+    node.close().await;
+
+    std::fs::remove_dir_all(directory.path().join("v1")).expect("remove");
+    std::fs::write(directory.path().join("v1"), "no directory").expect("write");
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    fill_all(&node, &blob, false).await;
+    assert_eq!((world.gets(), node.counters().disk_writes), (2, 1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn the_disk_stays_under_its_ceiling() {
+    for seed in 0..rounds(2) {
+        let mut random = generator(seed);
+        let (world, directory) = (World::new(), temporary());
+        let ceiling = random.random_range(17 * MIB..24 * MIB);
+        let node = world.open(settings(directory.path(), ceiling)).await;
+        let mut blobs = Vec::new();
+        for index in 0..30 {
+            let largest = if random.random_bool(0.5) { 3 * BLOCK_SIZE } else { 300 * KIB };
+            blobs.push(world.put(&format!("blob-{index}"), random.random_range(1..largest)).await);
+        }
+        for step in 0..100 {
+            let blob = &blobs[random.random_range(0..blobs.len())];
+            blob.check(&*node, blob.random_range(&mut random)).await.expect("read");
+            let (books, disk) = (node.counters().disk_bytes, bytes_in(directory.path()));
+            assert!(
+                books <= ceiling && disk <= ceiling,
+                "seed {seed} step {step}: {books}, {disk} of {ceiling}"
+            );
+        }
+        node.close().await;
+        let counters = node.counters();
+        assert!(counters.disk_evictions > 0, "seed {seed}: {counters:?}");
+        assert_eq!(counters.disk_failures + counters.corruptions, 0, "seed {seed}: {counters:?}");
+        let smaller = world.open(settings(directory.path(), 16 * MIB)).await;
+        assert!(bytes_in(directory.path()) <= 16 * MIB, "seed {seed}");
+        blobs[0].check_all(&*smaller).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn pinned_blocks_stay_until_they_are_unpinned() {
+    let (world, directory) = (World::new(), temporary());
+    let (pinned, flood) =
+        (world.put("pinned", 2 * BLOCK_SIZE).await, world.put("flood", 12 * BLOCK_SIZE).await);
+    let settings =
+        CacheSettings { pin_bytes: Some(3 * (BLOCK_SIZE + 4 * KIB)), ..settings(directory.path(), 30 * MIB) };
+    let node = world.open(settings.clone()).await;
+    // One block was there already, and is pinned where it lies.
+    node.fill(&pinned.name.block(0), false).await.expect("fill");
+    assert_eq!(node.fill(&pinned.name.block(0), true).await.expect("pin"), Filled::Disk);
+    fill_all(&node, &pinned, true).await;
+    assert_eq!(node.counters().pinned_bytes, 2 * (BLOCK_SIZE + 4 * KIB));
+    for _ in 0..2 {
+        flood.check_all(&*node).await;
+    }
+    assert_eq!(node.stat(&pinned.keys(), true).await.expect("stat"), [Residency::Disk; 2]);
+
+    node.fill(&flood.name.block(0), true).await.expect("the third pin fits");
+    let error = node.fill(&flood.name.block(1), true).await.expect_err("the fourth does not");
+    assert_eq!(error.kind(), ErrorKind::NoSpace);
+    assert!(error.hint().is_some());
+    flood.check_all(&*node).await;
+    node.close().await;
+
+    let node = world.open(settings).await;
+    assert_eq!(node.counters().pinned_bytes, 3 * (BLOCK_SIZE + 4 * KIB), "pins survive a restart");
+    flood.check_all(&*node).await;
+    node.close().await;
+    assert_eq!(pinned_files(directory.path()), 3);
+}
+
+fn pinned_files(directory: &Path) -> usize {
+    files(directory).iter().filter(|file| file.to_string_lossy().ends_with("-pinned")).count()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn unpinned_blocks_can_be_evicted_again() {
+    let (world, directory) = (World::new(), temporary());
+    let (pinned, flood) = (world.put("pinned", 10).await, world.put("flood", 12 * BLOCK_SIZE).await);
+    let node = world.open(settings(directory.path(), 30 * MIB)).await;
+    let key = pinned.name.block(0);
+    assert!(!node.unpin(&key).await.expect("nothing to unpin"));
+    // Many at once pin, unpin and read the same block: its file is there under one name in the end.
+    let tasks = (0..40).map(|task| {
+        let (node, key, pinned) = (node.clone(), key.clone(), pinned.clone());
+        tokio::spawn(async move {
+            match task % 3 {
+                0 => drop(node.fill(&key, true).await.expect("pin")),
+                1 => drop(node.unpin(&key).await.expect("unpin")),
+                _ => pinned.check_all(&*node).await,
+            }
+        })
+    });
+    for task in futures::future::join_all(tasks).await {
+        task.expect("task");
+    }
+    assert_eq!((world.gets(), files(directory.path()).len()), (1, 1));
+    node.fill(&key, true).await.expect("pin");
+    assert_eq!((pinned_files(directory.path()), node.counters().disk_failures), (1, 0));
+    assert!(node.unpin(&key).await.expect("unpin"));
+    assert_eq!((pinned_files(directory.path()), node.counters().pinned_bytes), (0, 0));
+    for key in flood.keys() {
+        node.fill(&key, false).await.expect("fill");
+    }
+    assert_eq!(
+        files(directory.path()).iter().filter(|file| file.metadata().expect("file").len() < MIB).count(),
+        0
+    );
+}
+
+#[tokio::test]
+async fn a_cache_in_memory_says_that_it_cannot_pin() {
+    let world = World::new();
+    let blob = world.put("k", 10).await;
+    let node = world.open_memory(MIB).await;
+    let error = node.fill(&blob.name.block(0), true).await.expect_err("no disk");
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+}
+
+/// A file system that is smaller than the cache thinks. Root only, since it is mounted here.
+struct SmallDisk(TempDir);
+
+impl SmallDisk {
+    fn mount(size: &str) -> Option<Self> {
+        let directory = temporary();
+        let options = format!("size={size}");
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &options, "tmpfs"]).arg(directory.path());
+        let mounted = mount.stderr(Stdio::null()).status().is_ok_and(|status| status.success());
+        mounted.then(|| Self(directory))
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_full_disk_costs_copies_and_no_reads() {
+    let Some(disk) = SmallDisk::mount("24m") else {
+        let _ = writeln!(std::io::stderr(), "SKIPPED: a full disk needs the right to mount a tmpfs");
+        return;
+    };
+    let world = World::new();
+    let blob = world.put("k", 12 * BLOCK_SIZE).await;
+    let node = world.open(settings(disk.0.path(), 256 * MIB)).await;
+    // 5 blocks fit; room for the others is made by evicting.
+    fill_all(&node, &blob, false).await;
+    let counters = node.counters();
+    assert_eq!((world.gets(), counters.disk_writes, counters.disk_evictions), (12, 12, 7), "{counters:?}");
+    blob.check_all(&*node).await;
+    for key in &blob.keys()[..5] {
+        let _ = node.fill(key, true).await;
+    }
+    let error = node.fill(&blob.name.block(11), true).await.expect_err("no room left for a sixth pin");
+    assert_eq!(error.kind(), ErrorKind::NoSpace);
+    blob.check_all(&*node).await;
+    node.close().await;
+
+    let node = world.open(settings(disk.0.path(), 256 * MIB)).await;
+    blob.check_all(&*node).await;
+    assert_eq!(node.counters().corruptions, 0, "no half-written file is left");
+}
+
+#[tokio::test]
+async fn a_disk_that_goes_away_and_comes_back_costs_no_reads() {
+    let (world, directory) = (World::new(), temporary());
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    let first = world.put("first", 100).await;
+    fill_all(&node, &first, false).await;
+    // Somebody cleans up: the directory is made again.
+    std::fs::remove_dir_all(directory.path().join("v1")).expect("remove");
+    let second = world.put("second", 100).await;
+    fill_all(&node, &second, false).await;
+    assert_eq!(node.counters().disk_failures, 0);
+    // Nothing can be written at all: no read fails, and most writes are not even tried.
+    std::fs::remove_dir_all(directory.path().join("v1")).expect("remove");
+    std::fs::write(directory.path().join("v1"), "in the way").expect("write");
+    let mut blobs = Vec::new();
+    for index in 0..100 {
+        blobs.push(world.put(&format!("blob-{index}"), 100).await);
+    }
+    for blob in &blobs {
+        blob.check_all(&*node).await;
+        while node.stores() > 0 {
+            tokio::task::yield_now().await;
+        }
+    }
+    let counters = node.counters();
+    assert_eq!(
+        (counters.disk_failures, counters.disk_failures + counters.disk_skips),
+        (6, 100),
+        "{counters:?}"
+    );
+    let error = node.fill(&blobs[0].name.block(0), true).await.expect_err("pins tell");
+    assert!(error.message().contains("disk cache"), "{error}");
+    // It works again: the next write that is tried ends the pause.
+    std::fs::remove_file(directory.path().join("v1")).expect("remove");
+    fill_all(&node, &blobs[0], false).await;
+    let before = node.counters();
+    for index in 0..10 {
+        world.put(&format!("later-{index}"), 100).await.check_all(&*node).await;
+    }
+    node.close().await;
+    let after = node.counters();
+    assert_eq!((after.disk_writes - before.disk_writes, after.disk_skips), (10, before.disk_skips));
+}
+
+const CHILD_DIRECTORY: &str = "FOREBAY_TEST_CHILD_DIRECTORY";
+
+/// The process that is killed: fills block after block and says so.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "run by a_killed_process_leaves_a_good_cache"]
+async fn child_that_fills_until_it_is_killed() {
+    let directory = PathBuf::from(std::env::var_os(CHILD_DIRECTORY).expect("the directory"));
+    let world = World::new();
+    let node = world.open(settings(&directory, 64 * MIB)).await;
+    let blobs = child_blobs(&world).await;
+    for round in 0.. {
+        for blob in &blobs {
+            fill_all(&node, blob, round % 2 == 1).await;
+            writeln!(std::io::stdout(), "filled {}", blob.name.blob().key).expect("write");
+            for key in blob.keys() {
+                node.unpin(&key).await.expect("unpin");
+            }
+        }
+    }
+}
+
+async fn child_blobs(world: &World) -> Vec<TestBlob> {
+    let mut blobs = Vec::new();
+    for index in 0..12_u64 {
+        blobs.push(world.put(&format!("child-{index}"), 300 * KIB + index * 700 * KIB).await);
+    }
+    blobs
+}
+
+#[tokio::test]
+async fn a_killed_process_leaves_a_good_cache() {
+    use std::io::BufRead;
+    for seed in 0..rounds(4) {
+        let lines = generator(seed).random_range(1..40);
+        let directory = temporary();
+        let name = "tests::disk::child_that_fills_until_it_is_killed";
+        let mut child = Command::new(std::env::current_exe().expect("this program"))
+            .args(["--exact", name, "--ignored", "--nocapture"])
+            .env(CHILD_DIRECTORY, directory.path())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("child");
+        let output = std::io::BufReader::new(child.stdout.take().expect("stdout"));
+        let filled = output.lines().map_while(Result::ok).filter(|line| line.contains("filled")).take(lines);
+        let filled: Vec<String> = filled.collect();
+        child.kill().expect("kill");
+        child.wait().expect("wait");
+        assert_eq!(filled.len(), lines, "seed {seed}");
+
+        let world = World::new();
+        let blobs = child_blobs(&world).await;
+        let node = world.open(settings(directory.path(), 64 * MIB)).await;
+        let done = &blobs[..lines.min(12)];
+        for blob in done {
+            let found = node.stat(&blob.keys(), true).await.expect("stat");
+            assert!(
+                found.iter().all(|found| *found == Residency::Disk),
+                "seed {seed}: {} {found:?}",
+                blob.name
+            );
+        }
+        let expected: usize = blobs[done.len()..].iter().map(|blob| blob.keys().len()).sum();
+        for blob in &blobs {
+            blob.check_all(&*node).await;
+        }
+        assert!(world.gets() <= expected as u64, "seed {seed}: what was filled is not fetched again");
+        Arc::clone(&node).close().await;
+    }
+}

@@ -1,0 +1,136 @@
+//! The directory of a disk tier: who may use it, how block files are named, and what is found at opening. Blocking.
+//!
+//! ```text
+//! lock                                                     held by the process that uses the directory
+//! v1/DD/DIGEST-INDEX-SIZE-SERIAL[-pinned]                  one block; DD is the digest's first byte
+//! ```
+//! All numbers are hexadecimal. The name says everything the index needs, so opening reads names only. Whatever
+//! else lies below `v1` is removed: the directory holds only copies.
+
+use std::fs::File;
+use std::io::ErrorKind as Io;
+use std::path::{Path, PathBuf};
+
+use forebay_core::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
+
+use crate::block::BlockId;
+use crate::tier::index::Slot;
+
+const PINNED: &str = "pinned";
+
+/// An opened, locked cache directory.
+#[derive(Debug)]
+pub(crate) struct Directory {
+    root: PathBuf,
+    blocks: PathBuf,
+    /// `None` after closing.
+    lock: Mutex<Option<File>>,
+}
+
+impl Directory {
+    /// Creates the directory where needed and locks it.
+    ///
+    /// # Errors
+    /// `Conflict` when another process has it; what the file system says otherwise, with a hint.
+    pub(crate) fn open(root: &Path) -> Result<Self> {
+        let shown = root.display();
+        let failed = |error: std::io::Error| {
+            Error::from(error).context(format_args!("cache directory {shown}")).with_hint(
+                "choose a directory that this user may create and write, or leave the disk cache out",
+            )
+        };
+        std::fs::create_dir_all(root).map_err(failed)?;
+        let lock = File::options().create(true).truncate(false).write(true).open(root.join("lock"));
+        let lock = lock.map_err(failed)?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(std::fs::TryLockError::WouldBlock) => {
+                let message = format!("cache directory {shown} is in use by another process");
+                let hint = "give every mount or node a cache directory of its own";
+                return Err(Error::new(ErrorKind::Conflict, message).with_hint(hint));
+            }
+            Err(std::fs::TryLockError::Error(error)) => return Err(failed(error)),
+        }
+        let blocks = root.join("v1");
+        if blocks.symlink_metadata().is_ok_and(|found| !found.is_dir()) {
+            std::fs::remove_file(&blocks).map_err(failed)?;
+        }
+        std::fs::create_dir_all(&blocks).map_err(failed)?;
+        Ok(Self { root: root.to_owned(), blocks, lock: Mutex::new(Some(lock)) })
+    }
+
+    /// Lets the next process have the directory.
+    pub(crate) fn unlock(&self) {
+        self.lock.lock().take();
+    }
+
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Where a block's file lies.
+    pub(crate) fn path(&self, slot: &Slot) -> PathBuf {
+        let Slot { id: BlockId { digest, index }, serial, size, pinned } = slot;
+        let suffix = if *pinned { format!("-{PINNED}") } else { String::new() };
+        let first = (digest >> 120) as u8;
+        self.blocks.join(format!("{first:02x}/{digest:032x}-{index:x}-{size:x}-{serial:x}{suffix}"))
+    }
+
+    /// Removes a file; one that is gone is no matter, one that stays is dropped at the next opening.
+    pub(crate) fn remove(&self, slot: &Slot) {
+        let path = self.path(slot);
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != Io::NotFound => {
+                tracing::warn!(path = %path.display(), %error, "a cached block could not be removed");
+            }
+            _ => {}
+        }
+    }
+
+    /// All block files, in no order. What is no block file is removed; what cannot be read is left out.
+    pub(crate) fn scan(&self) -> Vec<Slot> {
+        let mut slots = Vec::new();
+        let mut dropped = 0_u64;
+        for folder in entries(&self.blocks) {
+            if !folder.path().is_dir() {
+                dropped += u64::from(std::fs::remove_file(folder.path()).is_ok());
+                continue;
+            }
+            for file in entries(&folder.path()) {
+                let slot = file.file_name().to_str().and_then(parse);
+                match slot.filter(|slot| self.path(slot) == file.path()) {
+                    Some(slot) => slots.push(slot),
+                    None => dropped += u64::from(std::fs::remove_file(file.path()).is_ok()),
+                }
+            }
+        }
+        if dropped > 0 {
+            let directory = self.root.display();
+            tracing::warn!(%directory, dropped, "files that are no cached blocks were removed");
+        }
+        slots
+    }
+}
+
+fn entries(directory: &Path) -> impl Iterator<Item = std::fs::DirEntry> {
+    let read = std::fs::read_dir(directory).inspect_err(
+        |error| tracing::warn!(directory = %directory.display(), %error, "part of the cache cannot be read"),
+    );
+    read.into_iter().flatten().flatten()
+}
+
+/// Reads a file's name back.
+fn parse(name: &str) -> Option<Slot> {
+    let mut fields = name.split('-');
+    let digest = u128::from_str_radix(fields.next()?, 16).ok()?;
+    let index = u64::from_str_radix(fields.next()?, 16).ok()?;
+    let size = u32::from_str_radix(fields.next()?, 16).ok()?;
+    let serial = u64::from_str_radix(fields.next()?, 16).ok()?;
+    let pinned = match fields.next() {
+        None => false,
+        Some(PINNED) => true,
+        Some(_) => return None,
+    };
+    fields.next().is_none().then_some(Slot { id: BlockId { digest, index }, serial, size, pinned })
+}

@@ -1,0 +1,365 @@
+//! The disk tier: one file a block, under a ceiling, for blocks of every size; survives the process.
+//!
+//! Promises: a damaged file is told from its block, dropped and counted; a disk that is full, unwritable or gone
+//! costs copies, never a read; pinned blocks are not evicted. Files are not synced: after a power cut the checksum
+//! tells which ones made it. Reads go through the kernel's page cache.
+
+use std::io::ErrorKind as Io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use forebay_core::{BlockKey, Error, ErrorKind, Result};
+use parking_lot::Mutex;
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio_util::task::TaskTracker;
+
+use crate::block::{Block, BlockId};
+use crate::flight::{Flights, Role};
+use crate::tier::directory::Directory;
+use crate::tier::file::{self, ReadError};
+use crate::tier::index::{Full, Index, Slot};
+use crate::{CacheSettings, Counters};
+
+/// Files read at once; of the largest blocks that is 64 MiB on their way.
+const READS: usize = 16;
+
+/// What a write permit stands for: 1 KiB on its way.
+const PERMIT_BYTES: u64 = 1 << 10;
+
+/// After n failed writes in a row the next 2^n are not tried, up to 2^10.
+const MAX_BACKOFF: u32 = 10;
+
+/// Blocks on disk.
+#[derive(Debug)]
+pub(crate) struct DiskTier {
+    directory: Directory,
+    index: Mutex<Index>,
+    health: Mutex<Health>,
+    /// Held while a pin changes, which takes several steps; by threads that may wait only.
+    pinning: Mutex<()>,
+    stores: Flights<()>,
+    tasks: TaskTracker,
+    /// Blocks are also offered from threads outside the runtime.
+    runtime: Handle,
+    reads: Semaphore,
+    room: Arc<Semaphore>,
+    permits: u32,
+    counts: Counts,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    hits: AtomicU64,
+    writes: AtomicU64,
+    skips: AtomicU64,
+    failures: AtomicU64,
+    corruptions: AtomicU64,
+    evictions: AtomicU64,
+}
+
+/// Why a block was not written.
+#[derive(Debug, thiserror::Error)]
+enum WriteError {
+    #[error(transparent)]
+    Full(#[from] Full),
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+}
+
+impl WriteError {
+    /// The file system has no room, whatever the books say.
+    fn disk_is_full(&self) -> bool {
+        matches!(self, Self::Io(error) if matches!(error.kind(), Io::StorageFull | Io::QuotaExceeded))
+    }
+}
+
+/// Whether writes work, counted in writes, not in time.
+#[derive(Debug, Default)]
+struct Health {
+    failed: u32,
+    skip: u32,
+}
+
+impl DiskTier {
+    /// Opens the tier below the settings' directory, if they name one, and takes over what is there.
+    pub(crate) async fn open(settings: &CacheSettings, tasks: &TaskTracker) -> Result<Option<Arc<Self>>> {
+        let Some(root) = settings.directory.clone() else { return Ok(None) };
+        let mut index = Index::new(settings.disk_bytes, settings.pin_ceiling());
+        let (directory, index) = blocking(move || {
+            let directory = Directory::open(&root)?;
+            let leave = index.adopt(directory.scan());
+            leave.iter().for_each(|slot| directory.remove(slot));
+            let (bytes, removed) = (index.used(), leave.len());
+            tracing::info!(directory = %directory.root().display(), bytes, removed, "disk cache opened");
+            Ok::<_, Error>((directory, index))
+        })
+        .await??;
+        let permits = (settings.store_bytes / PERMIT_BYTES).clamp(1, 1 << 28) as u32;
+        Ok(Some(Arc::new(Self {
+            directory,
+            index: Mutex::new(index),
+            health: Mutex::default(),
+            pinning: Mutex::default(),
+            stores: Flights::default(),
+            tasks: tasks.clone(),
+            runtime: Handle::current(),
+            reads: Semaphore::new(READS),
+            room: Arc::new(Semaphore::new(permits as usize)),
+            permits,
+            counts: Counts::default(),
+        })))
+    }
+
+    /// Ends the use of the directory; the tier is empty from now on. Nothing may be under way.
+    pub(crate) fn close(&self) {
+        *self.index.lock() = Index::new(0, 0);
+        self.directory.unlock();
+    }
+
+    /// The block's file, if it is listed, without reading it or touching the order of eviction.
+    pub(crate) fn peek(&self, key: &BlockKey) -> Option<Slot> {
+        self.index.lock().peek(&BlockId::of(key))
+    }
+
+    /// Waits for a turn to read.
+    pub(crate) async fn admit(&self) -> tokio::sync::SemaphorePermit<'_> {
+        self.reads.acquire().await.expect("this semaphore is never closed")
+    }
+
+    /// A checked copy, or `None` when there is no good one. A bad one is dropped.
+    pub(crate) async fn read(self: &Arc<Self>, key: &BlockKey) -> Option<Block> {
+        self.index.lock().find(&BlockId::of(key))?;
+        let block = self.load(key).await?;
+        self.counts.hits.fetch_add(1, Relaxed);
+        Some(block)
+    }
+
+    /// Whether there is a good copy. A bad one is dropped. Does not touch the order of eviction.
+    pub(crate) async fn verify(self: &Arc<Self>, key: &BlockKey) -> bool {
+        let _turn = self.admit().await;
+        self.load(key).await.is_some()
+    }
+
+    async fn load(self: &Arc<Self>, key: &BlockKey) -> Option<Block> {
+        let (own, key) = (self.clone(), key.clone());
+        blocking(move || own.load_blocking(&key)).await.ok().flatten()
+    }
+
+    fn load_blocking(&self, key: &BlockKey) -> Option<Block> {
+        let mut slot = self.peek(key)?;
+        loop {
+            let error = match file::read(&self.directory.path(&slot), key, slot.size) {
+                Ok(block) => return Some(block),
+                Err(error) => error,
+            };
+            // Pinning renames files: one that is gone may have been listed anew, at most a few times.
+            let now = self.peek(key)?;
+            if matches!(error, ReadError::Gone) && now != slot {
+                slot = now;
+                continue;
+            }
+            let count = match &error {
+                ReadError::Damaged(_) => &self.counts.corruptions,
+                ReadError::Gone | ReadError::Io(_) => &self.counts.failures,
+            };
+            count.fetch_add(1, Relaxed);
+            tracing::warn!(%key, %error, "a copy on disk is dropped");
+            if self.index.lock().remove(&slot) {
+                self.directory.remove(&slot);
+            }
+            return None;
+        }
+    }
+
+    /// Writes a block in the background, if it is not there and there is room on the way.
+    pub(crate) fn offer(self: &Arc<Self>, key: &BlockKey, block: &Block) {
+        if self.peek(key).is_some() {
+            return;
+        }
+        let healthy = self.health.lock().may_write();
+        let permit = healthy.then(|| self.room.clone().try_acquire_many_owned(self.cost(key)).ok()).flatten();
+        let Some(permit) = permit else {
+            self.counts.skips.fetch_add(1, Relaxed);
+            return;
+        };
+        let (own, key, block) = (self.clone(), key.clone(), block.clone());
+        let write = async move {
+            // A failure was counted and logged where it happened; the read that led here has its bytes.
+            let _ = own.store(&key, block, false, Some(permit)).await;
+        };
+        self.tasks.spawn_on(write, &self.runtime);
+    }
+
+    /// Sees to it that a block is on disk, pinned if asked.
+    ///
+    /// # Errors
+    /// `NoSpace` at a ceiling or on a full disk; what the file system says otherwise.
+    pub(crate) async fn ensure(self: &Arc<Self>, key: &BlockKey, block: &Block, pin: bool) -> Result<()> {
+        // Another caller's write may end unpinned, or be evicted at once: look again, but not for ever.
+        for _ in 0..4 {
+            match self.peek(key) {
+                Some(slot) if !pin || slot.pinned => return Ok(()),
+                Some(slot) => {
+                    if self.set_pinned(slot, true).await? {
+                        return Ok(());
+                    }
+                }
+                None => {
+                    if self.store(key, block.clone(), pin, None).await? == Role::Led {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+        let message = format!("{key} was evicted from disk as fast as it was written");
+        Err(Error::new(ErrorKind::NoSpace, message).with_hint("give the cache a larger disk or pin less"))
+    }
+
+    /// Pins or unpins a file; `false` when it is no longer listed.
+    pub(crate) async fn set_pinned(self: &Arc<Self>, slot: Slot, pinned: bool) -> Result<bool> {
+        let own = self.clone();
+        blocking(move || own.set_pinned_blocking(&slot, pinned)).await?
+    }
+
+    fn set_pinned_blocking(&self, slot: &Slot, pinned: bool) -> Result<bool> {
+        let _turn = self.pinning.lock();
+        let (old, new) = (self.directory.path(slot), self.directory.path(&Slot { pinned, ..*slot }));
+        // A reader finds the block under whichever name the index shows: both exist while it changes.
+        match std::fs::hard_link(&old, &new) {
+            Ok(()) => {}
+            Err(error) if error.kind() == Io::NotFound => return Ok(false),
+            Err(error) => return Err(Error::from(error).context("pin of a cached block")),
+        }
+        let changed = self.index.lock().set_pinned(slot, pinned);
+        let leaves = if matches!(changed, Ok(Some(_))) { *slot } else { Slot { pinned, ..*slot } };
+        self.directory.remove(&leaves);
+        Ok(changed.map_err(no_room)?.is_some())
+    }
+
+    /// Writes a block, once however many ask.
+    async fn store(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        block: Block,
+        pin: bool,
+        permit: Option<OwnedSemaphorePermit>,
+    ) -> Result<Role> {
+        let (own, key) = (self.clone(), key.clone());
+        let id = BlockId::of(&key);
+        let work = move |ticket: Arc<crate::flight::Ticket<()>>| async move {
+            let _permit = match permit {
+                Some(permit) => permit,
+                None => {
+                    let turn = own.room.clone().acquire_many_owned(own.cost(&key));
+                    ticket.wait(turn).await?.expect("this semaphore is never closed")
+                }
+            };
+            blocking(move || own.store_blocking(&key, &block, pin)).await?
+        };
+        self.stores.join(id, &self.tasks, work).await.map(|((), role)| role)
+    }
+
+    fn store_blocking(&self, key: &BlockKey, block: &Block, pin: bool) -> Result<()> {
+        if self.peek(key).is_some_and(|slot| slot.pinned || !pin) {
+            return Ok(());
+        }
+        let mut written = self.write_blocking(key, block, pin);
+        if written.as_ref().is_err_and(WriteError::disk_is_full) {
+            self.index.lock().lower_ceiling();
+            written = self.write_blocking(key, block, pin);
+        }
+        let directory = self.directory.root().display();
+        match written {
+            Ok(()) => {
+                self.counts.writes.fetch_add(1, Relaxed);
+                if self.health.lock().succeeded() {
+                    tracing::info!(%directory, "the disk cache can be written again");
+                }
+                Ok(())
+            }
+            Err(WriteError::Full(full)) => {
+                self.counts.skips.fetch_add(1, Relaxed);
+                Err(no_room(full))
+            }
+            Err(WriteError::Io(error)) => {
+                self.counts.failures.fetch_add(1, Relaxed);
+                if self.health.lock().failed() {
+                    tracing::warn!(%directory, %error, "the disk cache cannot be written; reads go on without it");
+                }
+                Err(Error::from(error).context(format_args!("disk cache {directory}")))
+            }
+        }
+    }
+
+    fn write_blocking(&self, key: &BlockKey, block: &Block, pin: bool) -> Result<(), WriteError> {
+        let size = file::size(key);
+        let (slot, leave) = self.index.lock().reserve(BlockId::of(key), size, pin)?;
+        self.counts.evictions.fetch_add(leave.len() as u64, Relaxed);
+        leave.iter().for_each(|slot| self.directory.remove(slot));
+        let path = self.directory.path(&slot);
+        let mut written = file::write(&path, key, block);
+        if written.as_ref().is_err_and(|error| error.kind() == Io::NotFound) {
+            let parent = path.parent().expect("block files lie in folders");
+            written = std::fs::create_dir_all(parent).and_then(|()| file::write(&path, key, block));
+        }
+        if let Err(error) = written {
+            self.directory.remove(&slot);
+            self.index.lock().release(&slot);
+            return Err(error.into());
+        }
+        let replaced = self.index.lock().commit(slot);
+        replaced.iter().for_each(|slot| self.directory.remove(slot));
+        Ok(())
+    }
+
+    fn cost(&self, key: &BlockKey) -> u32 {
+        u32::try_from(key.len().div_ceil(PERMIT_BYTES)).unwrap_or(u32::MAX).clamp(1, self.permits)
+    }
+
+    /// Fills in what a disk tier knows.
+    pub(crate) fn report(&self, counters: &mut Counters) {
+        let counts = &self.counts;
+        counters.disk_hits = counts.hits.load(Relaxed);
+        counters.corruptions = counts.corruptions.load(Relaxed);
+        counters.disk_evictions = counts.evictions.load(Relaxed);
+        counters.disk_writes = counts.writes.load(Relaxed);
+        counters.disk_skips = counts.skips.load(Relaxed);
+        counters.disk_failures = counts.failures.load(Relaxed);
+        let index = self.index.lock();
+        (counters.disk_bytes, counters.pinned_bytes) = (index.used(), index.pinned());
+    }
+}
+
+impl Health {
+    fn may_write(&mut self) -> bool {
+        let skipped = self.skip > 0;
+        self.skip = self.skip.saturating_sub(1);
+        !skipped
+    }
+
+    /// Whether this is the first failure in a row.
+    fn failed(&mut self) -> bool {
+        self.failed = self.failed.saturating_add(1);
+        self.skip = 1 << self.failed.min(MAX_BACKOFF);
+        self.failed == 1
+    }
+
+    /// Whether failures came before.
+    fn succeeded(&mut self) -> bool {
+        let recovered = self.failed > 0;
+        *self = Self::default();
+        recovered
+    }
+}
+
+fn no_room(full: Full) -> Error {
+    Error::new(ErrorKind::NoSpace, full.to_string()).with_hint("give the cache a larger disk, or pin less")
+}
+
+/// Runs what may wait for the disk on a thread made for that.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| Error::bug("work on the disk cache was cut off").with_source(error))
+}

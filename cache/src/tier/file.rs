@@ -1,0 +1,152 @@
+//! The file of one block on disk. Blocking: called from threads that may wait.
+//!
+//! ```text
+//! 0            data        D bytes, as they are in the blob
+//! D            identity    I bytes, `VolumeBlob::identity`
+//! D+I          magic       8 bytes, "FBBLOCK1"
+//! D+I+8        index       u64, which block of the blob
+//! D+I+16       D           u32
+//! D+I+20       I           u32
+//! D+I+24       data CRC    u32, CRC-32C of the data
+//! D+I+28       tail CRC    u32, CRC-32C of everything from D to here
+//! ```
+//! Numbers are little-endian. The data comes first, so that the file of a one-block blob is that blob to whoever is
+//! told its length. A file cut short by a crash lacks its tail; nothing else is needed to recognise it.
+
+use std::fs::File;
+use std::io::{ErrorKind, Read, Write};
+use std::path::Path;
+
+use bytes::Bytes;
+use forebay_core::{BlockKey, crc32c};
+
+use crate::block::Block;
+
+const MAGIC: [u8; 8] = *b"FBBLOCK1";
+const FOOTER: usize = 32;
+
+/// Why a block could not be read from its file.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ReadError {
+    #[error("the file is gone")]
+    Gone,
+    #[error("the file is damaged: {0}")]
+    Damaged(&'static str),
+    #[error(transparent)]
+    Io(std::io::Error),
+}
+
+impl From<std::io::Error> for ReadError {
+    fn from(error: std::io::Error) -> Self {
+        if error.kind() == ErrorKind::NotFound { Self::Gone } else { Self::Io(error) }
+    }
+}
+
+/// Bytes that the file of `key` takes.
+pub(crate) fn size(key: &BlockKey) -> u32 {
+    let tail = key.blob.identity().len() + FOOTER;
+    u32::try_from(key.len() as usize + tail).expect("a block of 4 MiB and its names are less than 4 GiB")
+}
+
+/// Writes a block's file, which must not exist. A failed write leaves a file to be removed.
+pub(crate) fn write(path: &Path, key: &BlockKey, block: &Block) -> std::io::Result<()> {
+    let mut file = File::options().write(true).create_new(true).open(path)?;
+    file.write_all(&block.bytes)?;
+    file.write_all(&tail(key, block.crc))
+}
+
+/// Reads and checks the file of `key`, which is `size` bytes long.
+pub(crate) fn read(path: &Path, key: &BlockKey, size: u32) -> Result<Block, ReadError> {
+    let file = File::open(path)?;
+    let mut bytes = Vec::with_capacity(size as usize + 1);
+    // One byte more than expected shows a file that is too long.
+    file.take(u64::from(size) + 1).read_to_end(&mut bytes)?;
+    let length = key.len() as usize;
+    if bytes.len() != size as usize || bytes.len() < length + FOOTER {
+        return Err(ReadError::Damaged("it has another length than it was written with"));
+    }
+    let crc = crc32c(&bytes[..length]);
+    let end = bytes.len();
+    let stored = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
+    if stored(end - 4) != crc32c(&bytes[length..end - 4]) {
+        return Err(ReadError::Damaged("its tail fails its checksum"));
+    }
+    if stored(end - 8) != crc {
+        return Err(ReadError::Damaged("its data fails its checksum"));
+    }
+    if bytes[length..] != tail(key, crc) {
+        return Err(ReadError::Damaged("it holds another block"));
+    }
+    bytes.truncate(length);
+    // So that the block holds no more memory than it is charged for.
+    bytes.shrink_to_fit();
+    Ok(Block { bytes: Bytes::from(bytes), crc })
+}
+
+fn tail(key: &BlockKey, crc: u32) -> Vec<u8> {
+    let mut tail = key.blob.identity();
+    let identity = tail.len() as u32;
+    tail.extend_from_slice(&MAGIC);
+    tail.extend_from_slice(&key.index.to_le_bytes());
+    for number in [key.len() as u32, identity, crc] {
+        tail.extend_from_slice(&number.to_le_bytes());
+    }
+    let tail_crc = crc32c(&tail);
+    tail.extend_from_slice(&tail_crc.to_le_bytes());
+    tail
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_core::{Blob, ObjectKey, Version, VolumeBlob, VolumeId};
+
+    use super::*;
+
+    fn key(name: &str) -> BlockKey {
+        let blob = Blob { key: ObjectKey::new(name), version: Version::new("\"v\""), size: 5 };
+        VolumeBlob::new(VolumeId(0x1122_3344_5566_7788), blob).block(0)
+    }
+
+    #[test]
+    fn the_format_stays_as_it_is() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("block");
+        write(&path, &key("k"), &Block::new(Bytes::from_static(b"hello"))).expect("write");
+        let written = std::fs::read(&path).expect("read");
+        let golden = b"hello\
+            \x88\x77\x66\x55\x44\x33\x22\x11\x05\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0k\"v\"\
+            FBBLOCK1\0\0\0\0\0\0\0\0\x05\0\0\0\x1c\0\0\0\
+            \x48\x4a\x71\x9a";
+        assert_eq!(written.len() as u32, size(&key("k")));
+        assert_eq!(written[..written.len() - 8], golden[..golden.len() - 4]);
+        assert_eq!(written[written.len() - 8..][..4], crc32c(b"hello").to_le_bytes());
+    }
+
+    /// Every single flipped bit, every shorter and a longer file, and another block's file are told from the block.
+    #[test]
+    fn no_damage_goes_unseen() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("block");
+        let (key, other) = (key("k"), key("l"));
+        write(&path, &key, &Block::new(Bytes::from_static(b"hello"))).expect("write");
+        assert_eq!(read(&path, &key, size(&key)).expect("read").bytes, "hello");
+        let written = std::fs::read(&path).expect("read");
+        let check_damaged = |bytes: &[u8], key: &BlockKey, what: &str| {
+            std::fs::write(&path, bytes).expect("write");
+            let error = read(&path, key, size(key)).expect_err(what);
+            assert!(matches!(error, ReadError::Damaged(_)), "{what}: {error}");
+        };
+        for bit in 0..written.len() * 8 {
+            let mut flipped = written.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            check_damaged(&flipped, &key, &format!("bit {bit}"));
+        }
+        for length in 0..written.len() {
+            check_damaged(&written[..length], &key, &format!("{length} bytes"));
+        }
+        check_damaged(&[&written[..], b"x"].concat(), &key, "one byte more");
+        check_damaged(&written, &other, "another block");
+        std::fs::remove_file(&path).expect("remove");
+        assert!(matches!(read(&path, &key, size(&key)), Err(ReadError::Gone)));
+    }
+}

@@ -1,0 +1,237 @@
+//! What is on disk: which block lies in which file, who goes next, and how much room is taken. Pure bookkeeping.
+//!
+//! Eviction is FIFO with a second chance: a block read since it was last considered goes to the back. Pinned blocks
+//! stand outside the queue. Room is taken when a write is planned, not when it is done, so that writes under way
+//! together stay under the ceiling. Takes about 100 bytes of memory a block.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::block::{BlockId, BuildUniform};
+
+/// File systems give files whole pages of this size.
+const PAGE: u64 = 4096;
+
+/// After a full disk lowered the ceiling, every write raises it by this part of its size: one write in 64 at most
+/// finds out that the disk is still full.
+const RECOVERY: u64 = 64;
+
+/// A block's file. The serial is new for every write, so that a file is never confused with its successor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Slot {
+    pub(crate) id: BlockId,
+    pub(crate) serial: u64,
+    /// Bytes in the file.
+    pub(crate) size: u32,
+    pub(crate) pinned: bool,
+}
+
+impl Slot {
+    /// Bytes that the file takes on disk.
+    fn cost(&self) -> u64 {
+        u64::from(self.size).next_multiple_of(PAGE)
+    }
+}
+
+/// Why there is no room for a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Full {
+    #[error("pinned blocks have reached their ceiling of {ceiling} bytes")]
+    Pins { ceiling: u64 },
+    #[error("the disk cache has no room under its ceiling of {ceiling} bytes that pinned blocks leave")]
+    Disk { ceiling: u64 },
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    serial: u64,
+    size: u32,
+    pinned: bool,
+    read: bool,
+}
+
+impl Entry {
+    fn slot(&self, id: BlockId) -> Slot {
+        Slot { id, serial: self.serial, size: self.size, pinned: self.pinned }
+    }
+}
+
+/// The books of a disk tier.
+#[derive(Debug)]
+pub(crate) struct Index {
+    entries: HashMap<BlockId, Entry, BuildUniform>,
+    /// Unpinned blocks by age, with the serial they were queued under: others than the entry's are leftovers.
+    queue: VecDeque<(BlockId, u64)>,
+    used: u64,
+    pinned: u64,
+    /// What was set; `ceiling` is less after the disk turned out fuller than that.
+    limit: u64,
+    ceiling: u64,
+    pin_ceiling: u64,
+    next_serial: u64,
+}
+
+impl Index {
+    pub(crate) fn new(limit: u64, pin_ceiling: u64) -> Self {
+        let (entries, queue) = (HashMap::default(), VecDeque::new());
+        Self { entries, queue, used: 0, pinned: 0, limit, ceiling: limit, pin_ceiling, next_serial: 0 }
+    }
+
+    /// Takes over files found on disk; returns those that must go: older copies, and what is over
+    /// the ceilings, which may be lower than they were.
+    pub(crate) fn adopt(&mut self, mut found: Vec<Slot>) -> Vec<Slot> {
+        // A crash while pinning leaves a file under both names, of which the pinned one is kept.
+        found.sort_unstable_by_key(|slot| (slot.serial, slot.pinned));
+        let mut leave = Vec::new();
+        for slot in found {
+            self.next_serial = self.next_serial.max(slot.serial.saturating_add(1));
+            if slot.pinned && self.pinned + slot.cost() > self.pin_ceiling {
+                leave.push(slot);
+                continue;
+            }
+            self.count(&slot, true);
+            leave.extend(self.commit(slot));
+        }
+        leave.extend(self.evict_for(0).unwrap_or_default());
+        leave
+    }
+
+    /// Finds a block for reading it.
+    pub(crate) fn find(&mut self, id: &BlockId) -> Option<Slot> {
+        let entry = self.entries.get_mut(id)?;
+        entry.read = true;
+        Some(entry.slot(*id))
+    }
+
+    /// Finds a block without touching the order of eviction.
+    pub(crate) fn peek(&self, id: &BlockId) -> Option<Slot> {
+        self.entries.get(id).map(|entry| entry.slot(*id))
+    }
+
+    /// Takes room for a file; returns its slot and the files that must be gone before it is written.
+    pub(crate) fn reserve(
+        &mut self,
+        id: BlockId,
+        size: u32,
+        pinned: bool,
+    ) -> Result<(Slot, Vec<Slot>), Full> {
+        let slot = Slot { id, serial: self.next_serial, size, pinned };
+        if pinned && self.pinned + slot.cost() > self.pin_ceiling {
+            return Err(Full::Pins { ceiling: self.pin_ceiling });
+        }
+        let leave = self.evict_for(slot.cost())?;
+        self.next_serial += 1;
+        self.count(&slot, true);
+        Ok((slot, leave))
+    }
+
+    /// Lists a reserved file as written; returns the one that it replaces.
+    pub(crate) fn commit(&mut self, slot: Slot) -> Option<Slot> {
+        self.ceiling = (self.ceiling + slot.cost() / RECOVERY).min(self.limit);
+        let entry = Entry { serial: slot.serial, size: slot.size, pinned: slot.pinned, read: false };
+        let replaced = self.entries.insert(slot.id, entry).map(|old| old.slot(slot.id));
+        if let Some(old) = &replaced {
+            self.count(old, false);
+        }
+        if !slot.pinned {
+            self.queue.push_back((slot.id, slot.serial));
+        }
+        replaced
+    }
+
+    /// Gives the room of a reserved file back.
+    pub(crate) fn release(&mut self, slot: &Slot) {
+        self.count(slot, false);
+    }
+
+    /// Strikes a file off, unless the block has another one by now.
+    pub(crate) fn remove(&mut self, slot: &Slot) -> bool {
+        if self.peek(&slot.id) != Some(*slot) {
+            return false;
+        }
+        self.entries.remove(&slot.id);
+        self.count(slot, false);
+        true
+    }
+
+    /// Pins or unpins a listed file; returns its slot from now on, or `None` if the file is no longer listed.
+    pub(crate) fn set_pinned(&mut self, slot: &Slot, pinned: bool) -> Result<Option<Slot>, Full> {
+        let changed = Slot { pinned, ..*slot };
+        if self.peek(&slot.id) != Some(*slot) {
+            return Ok(None);
+        }
+        if pinned && !slot.pinned && self.pinned + slot.cost() > self.pin_ceiling {
+            return Err(Full::Pins { ceiling: self.pin_ceiling });
+        }
+        self.count(slot, false);
+        self.count(&changed, true);
+        if let Some(entry) = self.entries.get_mut(&slot.id) {
+            entry.pinned = pinned;
+        }
+        if !pinned && slot.pinned {
+            self.queue.push_back((slot.id, slot.serial));
+        }
+        Ok(Some(changed))
+    }
+
+    /// The disk is full although the books say otherwise: what is taken now is all there is, for now.
+    pub(crate) fn lower_ceiling(&mut self) {
+        self.ceiling = self.used.min(self.limit);
+    }
+
+    pub(crate) fn used(&self) -> u64 {
+        self.used
+    }
+
+    pub(crate) fn pinned(&self) -> u64 {
+        self.pinned
+    }
+
+    /// Makes room for `cost` bytes by evicting; returns who must leave.
+    fn evict_for(&mut self, cost: u64) -> Result<Vec<Slot>, Full> {
+        // A ceiling lowered to nothing still lets one write try whether the disk has room again.
+        let ceiling = self.ceiling.max(cost.min(self.limit));
+        let mut leave = Vec::new();
+        while self.used + cost > ceiling {
+            let Some((id, serial)) = self.queue.pop_front() else { break };
+            match self.entries.get_mut(&id) {
+                Some(entry) if entry.serial != serial || entry.pinned => {}
+                Some(entry) if entry.read => {
+                    entry.read = false;
+                    self.queue.push_back((id, serial));
+                }
+                Some(entry) => {
+                    let slot = entry.slot(id);
+                    self.entries.remove(&id);
+                    self.count(&slot, false);
+                    leave.push(slot);
+                }
+                None => {}
+            }
+        }
+        if self.used + cost > ceiling && cost > 0 {
+            // Whoever was evicted on the way still has its file: back it goes, at the front of the queue.
+            for slot in leave.into_iter().rev() {
+                self.count(&slot, true);
+                let entry = Entry { serial: slot.serial, size: slot.size, pinned: false, read: false };
+                self.entries.insert(slot.id, entry);
+                self.queue.push_front((slot.id, slot.serial));
+            }
+            return Err(Full::Disk { ceiling });
+        }
+        Ok(leave)
+    }
+
+    fn count(&mut self, slot: &Slot, taken: bool) {
+        let pinned = if slot.pinned { slot.cost() } else { 0 };
+        let (used, pins) = if taken {
+            (self.used.checked_add(slot.cost()), self.pinned.checked_add(pinned))
+        } else {
+            (self.used.checked_sub(slot.cost()), self.pinned.checked_sub(pinned))
+        };
+        self.used = used.expect("room is given back once, by whoever took it");
+        self.pinned = pins.expect("pinned room is part of the room taken");
+    }
+}
+
+#[cfg(test)]
+mod tests;

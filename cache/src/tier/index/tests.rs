@@ -1,0 +1,155 @@
+use std::collections::BTreeMap;
+
+use rand::RngExt;
+
+use super::*;
+use crate::tests::support::{generator, rounds};
+
+const CEILING: u64 = 64 * PAGE;
+const PINS: u64 = 40 * PAGE;
+
+fn id(index: u64) -> BlockId {
+    BlockId { digest: 1, index }
+}
+
+/// Puts a one-page block in; returns who left.
+fn put(index: &mut Index, block: u64) -> Vec<u64> {
+    let (slot, leave) = index.reserve(id(block), 100, false).expect("room");
+    assert_eq!(index.commit(slot), None);
+    leave.into_iter().map(|slot| slot.id.index).collect()
+}
+
+#[test]
+fn blocks_that_were_read_stay_longer() {
+    let mut index = Index::new(3 * PAGE, 2 * PAGE);
+    for block in 0..3 {
+        assert!(put(&mut index, block).is_empty());
+    }
+    index.find(&id(0));
+    assert!(index.peek(&id(1)).is_some(), "a peek is no read");
+    assert_eq!(put(&mut index, 3), [1]);
+    assert_eq!(put(&mut index, 4), [2]);
+    assert_eq!(put(&mut index, 5), [0]);
+    let slot = index.find(&id(3)).expect("here");
+    index.set_pinned(&slot, true).expect("room").expect("listed");
+    for block in 6..20 {
+        put(&mut index, block);
+    }
+    let pinned = index.peek(&id(3)).expect("pinned blocks stay");
+    index.set_pinned(&pinned, false).expect("unpin").expect("listed");
+    let left: Vec<u64> = (20..26).flat_map(|block| put(&mut index, block)).collect();
+    assert!(left.contains(&3), "{left:?}");
+}
+
+#[test]
+fn pins_stop_at_their_ceiling_and_the_rest_still_turns_over() {
+    let mut index = Index::new(4 * PAGE, 3 * PAGE);
+    for block in 0..3 {
+        let (slot, _) = index.reserve(id(block), 1, true).expect("room");
+        index.commit(slot);
+    }
+    assert_eq!(index.reserve(id(3), 1, true).expect_err("full"), Full::Pins { ceiling: 3 * PAGE });
+    for block in 4..9 {
+        put(&mut index, block);
+    }
+    let too_large = 2 * PAGE as u32;
+    assert_eq!(index.reserve(id(10), too_large, false).expect_err("full"), Full::Disk { ceiling: 4 * PAGE });
+    assert_eq!(index.peek(&id(8)).map(|slot| slot.id), Some(id(8)), "a refused write evicts nobody");
+    assert_eq!((index.used(), index.pinned()), (4 * PAGE, 3 * PAGE));
+}
+
+#[test]
+fn a_full_disk_lowers_the_ceiling_and_writes_raise_it_again() {
+    let mut index = Index::new(1000 * PAGE, 0);
+    for block in 0..100 {
+        assert!(put(&mut index, block).is_empty());
+    }
+    index.lower_ceiling();
+    let left: usize = (100..101 + 2 * RECOVERY).map(|block| put(&mut index, block).len()).sum();
+    assert_eq!(left as u64, 2 * RECOVERY - 1);
+    assert_eq!(index.used(), 102 * PAGE);
+
+    let mut empty = Index::new(1000 * PAGE, 0);
+    empty.lower_ceiling();
+    assert!(put(&mut empty, 0).is_empty(), "one write may find out");
+    assert_eq!(put(&mut empty, 1), [0]);
+}
+
+#[test]
+fn files_found_are_taken_over_by_age_and_under_the_ceilings() {
+    let slot = |block, serial, pinned| Slot { id: id(block), serial, size: 1, pinned };
+    let mut index = Index::new(3 * PAGE, 2 * PAGE);
+    let found = vec![
+        slot(4, 9, false),
+        slot(1, 3, false),
+        slot(1, 5, false), // written twice
+        slot(2, 4, true),
+        slot(2, 4, false), // cut off while being pinned
+        slot(3, 1, false),
+        slot(5, 6, true),
+        slot(6, 7, true), // one pin too many
+    ];
+    let mut leave = index.adopt(found);
+    leave.sort_by_key(|slot| (slot.id, slot.serial));
+    let expected =
+        [slot(1, 3, false), slot(1, 5, false), slot(2, 4, false), slot(3, 1, false), slot(6, 7, true)];
+    assert_eq!(leave, expected);
+    assert_eq!((index.used(), index.pinned()), (3 * PAGE, 2 * PAGE));
+    assert_eq!(index.reserve(id(9), 1, false).expect("room").0.serial, 10);
+}
+
+/// Random use against a plain map: room adds up, ceilings hold, pinned blocks stay.
+#[test]
+fn the_books_add_up() {
+    for seed in 0..rounds(100) {
+        let mut random = generator(seed);
+        let mut index = Index::new(CEILING, PINS);
+        let mut files: BTreeMap<BlockId, Slot> = BTreeMap::new();
+        let mut writing: Vec<Slot> = Vec::new();
+        for step in 0..300 {
+            let block = id(random.random_range(0..30));
+            match random.random_range(0..10) {
+                0..4 => {
+                    let size = random.random_range(1..8 * PAGE as u32);
+                    if let Ok((slot, leave)) = index.reserve(block, size, random.random_bool(0.3)) {
+                        for slot in leave {
+                            assert!(!slot.pinned, "seed {seed} step {step}: a pinned block was evicted");
+                            assert_eq!(files.remove(&slot.id), Some(slot), "seed {seed} step {step}");
+                        }
+                        writing.push(slot);
+                    }
+                }
+                4..7 if !writing.is_empty() => {
+                    let slot = writing.swap_remove(random.random_range(0..writing.len()));
+                    if random.random_bool(0.8) {
+                        assert_eq!(
+                            index.commit(slot),
+                            files.insert(slot.id, slot),
+                            "seed {seed} step {step}"
+                        );
+                    } else {
+                        index.release(&slot);
+                    }
+                }
+                7 => assert_eq!(index.find(&block), files.get(&block).copied(), "seed {seed} step {step}"),
+                8 => {
+                    if let Some(slot) = files.get(&block).copied()
+                        && let Ok(changed) = index.set_pinned(&slot, random.random_bool(0.5))
+                    {
+                        files.insert(block, changed.expect("listed"));
+                    }
+                }
+                _ => {
+                    if let Some(slot) = files.remove(&block) {
+                        assert!(index.remove(&slot) && !index.remove(&slot), "seed {seed} step {step}");
+                    }
+                }
+            }
+            let all = || files.values().chain(&writing);
+            let used: u64 = all().map(Slot::cost).sum();
+            let pinned: u64 = all().filter(|slot| slot.pinned).map(Slot::cost).sum();
+            assert_eq!((index.used(), index.pinned()), (used, pinned), "seed {seed} step {step}");
+            assert!(used <= CEILING && pinned <= PINS, "seed {seed} step {step}: {used} and {pinned}");
+        }
+    }
+}
