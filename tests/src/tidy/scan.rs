@@ -59,8 +59,8 @@ pub(super) fn item_end(lines: &[Line], start: usize) -> usize {
         return head;
     }
     let closing = format!("{:indent$}}}", "");
-    let closes = |line: &Line| line.code.trim_end().trim_end_matches([',', ';']) == closing;
-    (head + 1..lines.len()).find(|&at| closes(&lines[at])).unwrap_or(lines.len() - 1)
+    let closes = |at: &usize| lines[*at].code.starts_with(&closing);
+    (head + 1..lines.len()).find(closes).unwrap_or(lines.len() - 1)
 }
 
 /// Marks `#[cfg(test)]` items and returns the paths, without `.rs`, of modules in files of their own among them.
