@@ -8,8 +8,10 @@ pub mod sample;
 pub mod compare;
 pub mod process;
 pub mod mount;
+pub mod door;
 
 pub use compare::assert_same_trees;
+pub use door::{Door, Manner};
 pub use mount::Mount;
 pub use process::{Forebay, Outcome, shell};
 pub use sample::{Names, sample_tree};
