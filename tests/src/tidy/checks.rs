@@ -42,9 +42,12 @@ pub const CHECKS: &[Check] = &[
         find: manifests::owners,
         bad: &[
             &[("volume/Cargo.toml", "[dependencies]\nfoyer = \"0.22\"")],
-            &[("io/Cargo.toml", "[dev-dependencies]\nanyhow = \"1\"")],
+            &[("io/Cargo.toml", "[build-dependencies]\nanyhow = \"1\"")],
         ],
-        good: &[("io/Cargo.toml", "[dependencies]\nobject_store = \"0.14\"")],
+        good: &[
+            ("io/Cargo.toml", "[dependencies]\nobject_store = \"0.14\""),
+            ("cache/Cargo.toml", "[dev-dependencies]\nobject_store = \"0.14\""),
+        ],
     },
     Check {
         name: "file lengths",

@@ -12,7 +12,7 @@ const LAYERS: &[&[&str]] = &[
     &["cli", "python", "bench", "tests"],
 ];
 
-/// Dependencies that only these packages may name.
+/// Dependencies that only these packages may ship. A test elsewhere may name one to build a double of it.
 const OWNERS: &[(&str, &[&str])] = &[
     ("anyhow", &["cli", "python", "bench", "tests"]),
     ("clap", &["cli", "bench"]),
@@ -20,6 +20,7 @@ const OWNERS: &[(&str, &[&str])] = &[
     ("fuser", &["fuse"]),
     ("heed", &["metadata"]),
     ("io-uring", &["io"]),
+    ("memmap2", &["io"]),
     ("object_store", &["io"]),
     ("pyo3", &["python"]),
     ("quinn", &["io"]),
@@ -31,7 +32,7 @@ const OWNERS: &[(&str, &[&str])] = &[
 
 /// Edges that do not go strictly down.
 pub(super) fn edges(repo: &Repo) -> Vec<Finding> {
-    check(repo, |package, dependency| {
+    check(repo, &["dependencies", "build-dependencies", "dev-dependencies"], |package, dependency| {
         let dependency = dependency.strip_prefix("forebay-")?;
         match (layer(package), layer(dependency)) {
             (Some(from), Some(to)) if to < from => None,
@@ -44,7 +45,7 @@ pub(super) fn edges(repo: &Repo) -> Vec<Finding> {
 
 /// Heavy dependencies outside the packages that own them.
 pub(super) fn owners(repo: &Repo) -> Vec<Finding> {
-    check(repo, |package, dependency| {
+    check(repo, &["dependencies", "build-dependencies"], |package, dependency| {
         let (_, owners) = OWNERS.iter().find(|(name, _)| *name == dependency)?;
         let owned = owners.contains(&package);
         (!owned).then(|| format!("`{dependency}` belongs to {owners:?}, not to `{package}`"))
@@ -55,8 +56,8 @@ fn layer(package: &str) -> Option<usize> {
     LAYERS.iter().position(|layer| layer.contains(&package))
 }
 
-/// Applies `rule` to each (package, dependency) pair of every package below the root.
-fn check(repo: &Repo, rule: impl Fn(&str, &str) -> Option<String>) -> Vec<Finding> {
+/// Applies `rule` to each (package, dependency) pair, of these kinds, of every package below the root.
+fn check(repo: &Repo, kinds: &[&str], rule: impl Fn(&str, &str) -> Option<String>) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (path, text) in repo.files() {
         let Some(package) = path.strip_suffix("/Cargo.toml") else { continue };
@@ -71,8 +72,8 @@ fn check(repo: &Repo, rule: impl Fn(&str, &str) -> Option<String>) -> Vec<Findin
         let targets = manifest.get("target").and_then(toml::Value::as_table);
         let targets = targets.into_iter().flat_map(toml::Table::values).filter_map(toml::Value::as_table);
         for table in targets.chain([&manifest]) {
-            for kind in ["dependencies", "dev-dependencies", "build-dependencies"] {
-                let named = table.get(kind).and_then(toml::Value::as_table).into_iter().flatten();
+            for kind in kinds {
+                let named = table.get(*kind).and_then(toml::Value::as_table).into_iter().flatten();
                 findings.extend(named.filter_map(|(name, _)| rule(package, name)).map(finding));
             }
         }
