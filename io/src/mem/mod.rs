@@ -1,4 +1,4 @@
-//! Memory: one ceiling for all bytes in flight, and mappings that processes share.
+//! Memory: one ceiling for all bytes in flight, and what the rest of Forebay may not touch by itself: shared mappings.
 
 mod budget;
 mod shared;
