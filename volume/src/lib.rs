@@ -1,1 +1,19 @@
-//! placeholder
+//! Files: the tree, the cached blocks and the objects of one volume, joined.
+//!
+//! Owns reading (layout, prefetch, blocks), writing (buffer, upload, commit, seal) and the composition of a volume
+//! from its parts. Knows nothing of FUSE and decides nothing about names, which are the tree's.
+
+pub mod prefetch;
+pub mod settings;
+mod fetch;
+mod content;
+mod store;
+mod inode;
+mod file;
+mod volume;
+pub mod walk;
+pub mod warmup;
+pub mod control;
+
+pub use file::{Access, File, Seek};
+pub use volume::{Parts, Volume};

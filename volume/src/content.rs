@@ -1,0 +1,134 @@
+//! What an open file holds right now: the committed layout with uncommitted writes laid over it. No I/O.
+
+use bytes::{Bytes, BytesMut};
+use forebay_core::{Blob, Extent, FileLayout, Source, Timestamp};
+
+/// The bytes of an open inode as its readers see them.
+#[derive(Debug, Clone)]
+pub(crate) struct Content {
+    /// Committed extents; bytes written since lie inline over them.
+    layout: FileLayout,
+    /// Generation of the last commit.
+    generation: u64,
+    /// Inline bytes that no blob holds yet.
+    dirty: u64,
+    /// Bytes from 0 on that were handed to a running upload: part of the file, but not readable before it completes.
+    streamed: u64,
+    /// The mtime to commit, once anything changed.
+    modified: Option<Timestamp>,
+}
+
+impl Content {
+    /// A file as committed.
+    pub(crate) fn committed(layout: FileLayout, generation: u64) -> Self {
+        Self { layout, generation, dirty: 0, streamed: 0, modified: None }
+    }
+
+    pub(crate) fn layout(&self) -> &FileLayout {
+        &self.layout
+    }
+
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    pub(crate) fn size(&self) -> u64 {
+        self.layout.size()
+    }
+
+    pub(crate) fn dirty(&self) -> u64 {
+        self.dirty
+    }
+
+    pub(crate) fn modified(&self) -> Option<Timestamp> {
+        self.modified
+    }
+
+    /// Whether every byte below the size can be read now.
+    pub(crate) fn readable(&self) -> bool {
+        self.streamed == 0
+    }
+
+    /// Notes a change of content at `now`.
+    pub(crate) fn touch(&mut self, now: Timestamp) {
+        self.modified = Some(now);
+    }
+
+    /// Lays `data` over the file.
+    pub(crate) fn write(&mut self, offset: u64, data: Bytes, now: Timestamp) {
+        let length = data.len() as u64;
+        self.layout.write(Extent { offset, length, source: Source::Inline(data) });
+        self.dirty += length;
+        self.touch(now);
+    }
+
+    /// Sets the size.
+    pub(crate) fn truncate(&mut self, size: u64, now: Timestamp) {
+        self.layout.truncate(size);
+        self.dirty = self.dirty.min(size);
+        self.touch(now);
+    }
+
+    /// Makes a range read as zeros.
+    pub(crate) fn punch(&mut self, range: std::ops::Range<u64>, now: Timestamp) {
+        self.layout.punch(range);
+        self.touch(now);
+    }
+
+    /// The whole file, in order, when all of it is inline: it can be written as one object.
+    pub(crate) fn whole_inline(&self) -> Option<Vec<Bytes>> {
+        let mut at = 0;
+        let mut parts = Vec::with_capacity(self.layout.extents().len());
+        for extent in self.layout.extents() {
+            match &extent.source {
+                Source::Inline(bytes) if extent.offset == at => parts.push(bytes.clone()),
+                _ => return None,
+            }
+            at = extent.end();
+        }
+        (at == self.size()).then_some(parts)
+    }
+
+    /// Hands the inline bytes of the whole file over to an upload.
+    pub(crate) fn start_stream(&mut self) {
+        self.streamed = self.size();
+        self.layout.punch(0..self.streamed);
+        self.dirty = 0;
+    }
+
+    /// `length` more bytes went to the running upload.
+    pub(crate) fn extend_stream(&mut self, length: u64, now: Timestamp) {
+        self.streamed += length;
+        self.layout.truncate(self.streamed);
+        self.touch(now);
+    }
+
+    /// All inline bytes one after the other, as they go into one blob.
+    pub(crate) fn pack(&self) -> Bytes {
+        let mut packed = BytesMut::with_capacity(self.dirty as usize);
+        for extent in self.layout.extents() {
+            if let Source::Inline(bytes) = &extent.source {
+                packed.extend_from_slice(bytes);
+            }
+        }
+        packed.freeze()
+    }
+
+    /// The inline bytes now lie in `blob`, in the order of [`Self::pack`].
+    pub(crate) fn packed_into(&mut self, blob: &Blob) {
+        let mut at = 0;
+        let inline: Vec<(u64, u64)> = self
+            .layout
+            .extents()
+            .iter()
+            .filter(|extent| matches!(extent.source, Source::Inline(_)))
+            .map(|extent| (extent.offset, extent.length))
+            .collect();
+        for (offset, length) in inline {
+            let source = Source::Blob { blob: blob.clone(), offset: at };
+            self.layout.write(Extent { offset, length, source });
+            at += length;
+        }
+        self.dirty = 0;
+    }
+}

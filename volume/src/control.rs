@@ -1,0 +1,206 @@
+//! The control socket of a mount: how commands on the same host reach the process that holds the cache.
+//!
+//! One connection carries one request: a line of JSON, answered by lines of JSON, the last of which is `done` or
+//! `failed`. Closing the connection cancels what it asked for. The socket lies in the state directory, mode 0600.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::task::TaskGroup;
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::Volume;
+use crate::walk::resolve;
+use crate::warmup::{Outcome, Progress, Request as WarmupRequest, warmup};
+
+/// A request is one line; the longest names many paths.
+const MAX_LINE_BYTES: u64 = 16 << 20;
+
+/// What a command can ask a mount.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
+pub enum Request {
+    /// How it is doing.
+    Status,
+    /// Bring files into its cache.
+    Warmup(WarmupRequest),
+    /// List a directory of the bucket again at the next look.
+    Refresh {
+        /// Its path in the volume.
+        path: String,
+    },
+}
+
+/// What a mount answers, one a line.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    /// How it is doing; the last line.
+    Status(Box<Status>),
+    /// A warmup is under way.
+    Progress(Progress),
+    /// A warmup ended; the last line.
+    Warmed(Box<Outcome>),
+    /// It was done; the last line.
+    Done,
+    /// It failed; the last line.
+    Failed {
+        /// The cause.
+        message: String,
+        /// What a person can do.
+        hint: Option<String>,
+    },
+}
+
+/// A mount as `forebay status` shows it.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Status {
+    /// The bucket.
+    pub source: String,
+    /// Where it is mounted.
+    pub mount_point: String,
+    /// The process that serves it.
+    pub pid: u32,
+    /// Whether changes are refused.
+    pub read_only: bool,
+    /// Inodes open now.
+    pub open_files: usize,
+    /// Bytes written but not yet in the bucket.
+    pub dirty_bytes: u64,
+    /// What the cache did and holds.
+    pub cache: forebay_cache::Counters,
+    /// What was asked of the store.
+    pub store: forebay_io::object::Counters,
+}
+
+/// What a mount knows about itself beside its volume.
+#[derive(Debug, Clone)]
+pub struct Identity {
+    /// The bucket.
+    pub source: String,
+    /// Where it is mounted.
+    pub mount_point: String,
+}
+
+/// Serves the control socket at `path` in tasks of `tasks` until they are shut down.
+///
+/// # Errors
+/// When the socket cannot be made. One left by a dead process is replaced.
+pub fn serve(path: &Path, volume: Arc<Volume>, identity: Identity, tasks: &TaskGroup) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
+        _ => {}
+    }
+    let listener = UnixListener::bind(path)
+        .map_err(|error| Error::from(error).context(format!("control socket {}", path.display())))?;
+    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+    let (group, stop) = (tasks.clone(), tasks.stop());
+    tasks.spawn("control", async move {
+        while let Some(accepted) = stop.run_until_cancelled(listener.accept()).await {
+            let Ok((stream, _)) = accepted else { continue };
+            let (volume, identity, stop) = (volume.clone(), identity.clone(), stop.clone());
+            group.spawn("control-request", async move {
+                if let Some(Err(error)) = stop.run_until_cancelled(answer(stream, volume, identity)).await {
+                    tracing::debug!(%error, "control connection ended");
+                }
+            });
+        }
+    });
+    Ok(())
+}
+
+/// Reads one request and answers it.
+async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> Result<()> {
+    let (read, mut write) = stream.into_split();
+    let mut line = String::new();
+    let mut read = BufReader::new(read.take(MAX_LINE_BYTES));
+    read.read_line(&mut line).await?;
+    let last = match serde_json::from_str(&line) {
+        Err(error) => failed(&Error::invalid(format!("request does not parse: {error}"))),
+        Ok(Request::Status) => Reply::Status(Box::new(volume.status(&identity))),
+        Ok(Request::Refresh { path }) => match refresh(&volume, &path).await {
+            Ok(()) => Reply::Done,
+            Err(error) => failed(&error),
+        },
+        Ok(Request::Warmup(request)) => serve_warmup(&volume, &request, read, &mut write).await?,
+    };
+    send(&mut write, &last).await
+}
+
+async fn refresh(volume: &Volume, path: &str) -> Result<()> {
+    let directory = resolve(&**volume.tree(), path.as_bytes()).await?;
+    volume.tree().refresh(directory.ino).await
+}
+
+/// Runs a warmup, telling its progress as fast as the other side reads; its hanging up cancels.
+async fn serve_warmup(
+    volume: &Volume,
+    request: &WarmupRequest,
+    mut read: impl AsyncReadExt + Unpin,
+    write: &mut (impl AsyncWriteExt + Unpin),
+) -> Result<Reply> {
+    let cancel = CancellationToken::new();
+    let (tell, mut told) = watch::channel(Progress::default());
+    let work = warmup(volume, request, |progress| _ = tell.send_replace(*progress), &cancel);
+    let mut work = std::pin::pin!(work);
+    let mut byte = [0];
+    loop {
+        tokio::select! {
+            outcome = &mut work => {
+                return Ok(outcome.map_or_else(|error| failed(&error), |outcome| Reply::Warmed(Box::new(outcome))));
+            }
+            changed = told.changed() => {
+                let progress = *told.borrow_and_update();
+                if changed.is_err() || send(write, &Reply::Progress(progress)).await.is_err() {
+                    cancel.cancel();
+                }
+            }
+            _ = read.read(&mut byte), if !cancel.is_cancelled() => cancel.cancel(),
+        }
+    }
+}
+
+fn failed(error: &Error) -> Reply {
+    Reply::Failed { message: error.to_string(), hint: error.hint().map(str::to_owned) }
+}
+
+async fn send(write: &mut (impl AsyncWriteExt + Unpin), reply: &Reply) -> Result<()> {
+    let mut line = serde_json::to_vec(reply).map_err(|error| Error::bug(error.to_string()))?;
+    line.push(b'\n');
+    Ok(write.write_all(&line).await?)
+}
+
+/// Asks the mount behind `socket` and returns its last reply; `progress` hears the ones before.
+///
+/// # Errors
+/// `Unavailable` when nothing serves the socket or it ended without a last reply; what the mount says failed, as
+/// `Invalid` with the mount's own words.
+pub async fn ask(socket: &Path, request: &Request, mut progress: impl FnMut(Progress)) -> Result<Reply> {
+    let gone = || Error::new(ErrorKind::Unavailable, format!("no mount answers at {}", socket.display()));
+    let stream = UnixStream::connect(socket).await.map_err(|error| gone().with_source(error))?;
+    let (read, mut write) = stream.into_split();
+    let mut line = serde_json::to_vec(request).map_err(|error| Error::bug(error.to_string()))?;
+    line.push(b'\n');
+    write.write_all(&line).await?;
+    let mut replies = BufReader::new(read).lines();
+    while let Some(line) = replies.next_line().await? {
+        match serde_json::from_str(&line) {
+            Ok(Reply::Progress(at)) => progress(at),
+            Ok(Reply::Failed { message, hint }) => {
+                let error = Error::invalid(message);
+                return Err(match hint {
+                    Some(hint) => error.with_hint(hint),
+                    None => error,
+                });
+            }
+            Ok(last) => return Ok(last),
+            Err(error) => return Err(Error::corrupt(format!("reply does not parse: {error}"))),
+        }
+    }
+    Err(gone())
+}

@@ -1,0 +1,105 @@
+//! From pieces of a layout to bytes: block by block through the cache.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use forebay_cache::Blocks;
+use forebay_core::{Blob, BlockKey, FileLayout, Piece, Result, Source, VolumeBlob, VolumeId};
+use futures::stream::{self, StreamExt, TryStreamExt};
+
+/// Blocks of one read that are fetched at once. A FUSE read is at most 1 MiB, so more is for other callers.
+const BLOCKS_AT_ONCE: usize = 8;
+
+/// Reads pieces of one volume's layouts.
+#[derive(Debug, Clone)]
+pub(crate) struct Fetch {
+    pub(crate) volume: VolumeId,
+    pub(crate) blocks: Arc<dyn Blocks>,
+}
+
+/// One step of answering a read.
+enum Step {
+    Zeros(usize),
+    Bytes(Bytes),
+    Block(BlockKey, Range<u64>),
+}
+
+impl Fetch {
+    /// The bytes of `range`, if they are all in memory.
+    pub(crate) fn now(&self, pieces: Vec<Piece>) -> Option<Bytes> {
+        let parts: Option<Vec<Bytes>> = self
+            .steps(pieces)
+            .into_iter()
+            .map(|step| match step {
+                Step::Block(key, within) => self.blocks.get_now(&key, within),
+                Step::Bytes(bytes) => Some(bytes),
+                Step::Zeros(length) => Some(zeros(length)),
+            })
+            .collect();
+        parts.map(join)
+    }
+
+    /// The bytes of `range`, wherever they are.
+    pub(crate) async fn bytes(&self, pieces: Vec<Piece>) -> Result<Bytes> {
+        let parts: Vec<Bytes> = stream::iter(self.steps(pieces))
+            .map(async |step| match step {
+                Step::Block(key, within) => self.blocks.get(&key, within).await,
+                Step::Bytes(bytes) => Ok(bytes),
+                Step::Zeros(length) => Ok(zeros(length)),
+            })
+            .buffered(BLOCKS_AT_ONCE)
+            .try_collect()
+            .await?;
+        Ok(join(parts))
+    }
+
+    /// The blocks that hold `range` of `layout`, each once, in file order.
+    pub(crate) fn keys(&self, layout: &FileLayout, range: Range<u64>) -> Vec<BlockKey> {
+        let mut keys: Vec<BlockKey> = Vec::new();
+        for step in self.steps(layout.pieces(range)) {
+            match step {
+                Step::Block(key, _) if keys.last() != Some(&key) => keys.push(key),
+                _ => {}
+            }
+        }
+        keys
+    }
+
+    fn steps(&self, pieces: Vec<Piece>) -> Vec<Step> {
+        let mut steps = Vec::with_capacity(pieces.len());
+        for piece in pieces {
+            let length = piece.range.end - piece.range.start;
+            match piece.source {
+                None => steps.push(Step::Zeros(length as usize)),
+                Some(Source::Inline(bytes)) => steps.push(Step::Bytes(bytes)),
+                Some(Source::Blob { blob, offset }) => {
+                    let blocks = forebay_cache::pieces(&self.name(&blob), offset..offset + length);
+                    steps.extend(blocks.map(|(key, within)| Step::Block(key, within)));
+                }
+            }
+        }
+        steps
+    }
+
+    /// A blob under the name that the cache files it.
+    pub(crate) fn name(&self, blob: &Blob) -> VolumeBlob {
+        VolumeBlob::new(self.volume, blob.clone())
+    }
+}
+
+fn zeros(length: usize) -> Bytes {
+    Bytes::from(vec![0; length])
+}
+
+/// One byte string from several; no copy when there is only one.
+fn join(mut parts: Vec<Bytes>) -> Bytes {
+    if parts.len() == 1 {
+        return parts.swap_remove(0);
+    }
+    let mut whole = BytesMut::with_capacity(parts.iter().map(Bytes::len).sum());
+    for part in parts {
+        whole.extend_from_slice(&part);
+    }
+    whole.freeze()
+}

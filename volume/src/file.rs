@@ -1,0 +1,161 @@
+//! A handle on an open file.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, InodeId, Result};
+use parking_lot::Mutex;
+
+use crate::inode::{OpenInode, Position};
+use crate::prefetch::Prefetch;
+use crate::volume::Volume;
+
+/// What a handle was opened for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Access {
+    /// O_RDONLY or O_RDWR.
+    pub read: bool,
+    /// O_WRONLY or O_RDWR.
+    pub write: bool,
+    /// O_APPEND: every write goes to the end, whatever offset it names.
+    pub append: bool,
+    /// O_TRUNC.
+    pub truncate: bool,
+}
+
+/// What lseek looks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Seek {
+    /// The next byte that is not in a hole.
+    Data,
+    /// The next hole; the end of the file counts as one.
+    Hole,
+}
+
+/// FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE and FALLOC_FL_ZERO_RANGE of linux/falloc.h.
+const KEEP_SIZE: i32 = 0x01;
+const PUNCH_HOLE: i32 = 0x02;
+const ZERO_RANGE: i32 = 0x10;
+
+/// An open file. Methods that write are not cancel-safe: callers run them in tasks of their own.
+#[derive(Debug)]
+pub struct File {
+    inode: Arc<OpenInode>,
+    volume: Arc<Volume>,
+    access: Access,
+    prefetch: Mutex<Prefetch>,
+}
+
+impl File {
+    pub(crate) fn new(inode: Arc<OpenInode>, volume: Arc<Volume>, access: Access) -> Self {
+        let prefetch = Mutex::new(Prefetch::new(&inode.store().prefetch));
+        Self { inode, volume, access, prefetch }
+    }
+
+    /// The inode.
+    pub fn ino(&self) -> InodeId {
+        self.inode.ino()
+    }
+
+    /// Generation of the last commit seen: the kernel's cached pages of an older one are of no use.
+    pub fn generation(&self) -> u64 {
+        self.inode.look(|content| content.generation())
+    }
+
+    /// The bytes at `offset`, short at the end of the file, if all of them are in memory; never waits.
+    pub fn read_now(&self, offset: u64, length: u32) -> Option<Bytes> {
+        let bytes = self.inode.read_now(offset, u64::from(length))?;
+        self.look_ahead(offset, u64::from(length));
+        Some(bytes)
+    }
+
+    /// The bytes at `offset`, short at the end of the file.
+    ///
+    /// # Errors
+    /// `Stale` when an outsider replaced the object and no cached copy is left; `Unavailable` past the deadline.
+    pub async fn read(&self, offset: u64, length: u32) -> Result<Bytes> {
+        self.look_ahead(offset, u64::from(length));
+        self.inode.read(offset, u64::from(length)).await
+    }
+
+    /// Brings in what the read pattern calls for, in the background.
+    fn look_ahead(&self, offset: u64, length: u64) {
+        let fetch = &self.inode.store().fetch;
+        let keys = self.inode.look(|content| {
+            let size = content.size();
+            let end = offset.saturating_add(length).min(size);
+            let ahead = self.prefetch.lock().observe(offset.min(end)..end, size);
+            if ahead.is_empty() || !content.readable() {
+                Vec::new()
+            } else {
+                fetch.keys(content.layout(), ahead)
+            }
+        });
+        for key in keys {
+            self.volume.fill_ahead(key);
+        }
+    }
+
+    /// Writes `data` at `offset`, or at the end with O_APPEND. Returns the bytes taken: all of them.
+    pub async fn write(&self, offset: u64, data: Bytes) -> Result<u32> {
+        let position = if self.access.append { Position::End } else { Position::At(offset) };
+        self.inode.write(position, data).await
+    }
+
+    /// close(2): commits what was written. The bytes are in the bucket on return, the name within 5 s.
+    pub async fn flush(&self) -> Result<()> {
+        if self.access.write { self.inode.flush().await } else { Ok(()) }
+    }
+
+    /// fsync(2): bytes and metadata are in the bucket on return.
+    pub async fn fsync(&self) -> Result<()> {
+        self.inode.flush().await?;
+        self.inode.store().tree.sync().await
+    }
+
+    /// The last reference to the handle is gone. Commits what a mapping wrote after the last flush.
+    pub async fn release(&self) -> Result<()> {
+        let flushed = if self.access.write { self.inode.flush().await } else { Ok(()) };
+        self.volume.release(&self.inode, self.access.write).await?;
+        flushed
+    }
+
+    /// fallocate(2): grows the file, punches a hole or zeroes a range.
+    ///
+    /// # Errors
+    /// `Unsupported` for other modes, which need blocks that exist apart from their content.
+    pub async fn allocate(&self, mode: i32, offset: u64, length: u64) -> Result<()> {
+        let end =
+            offset.checked_add(length).ok_or_else(|| Error::invalid("fallocate past the largest offset"))?;
+        let keep_size = mode & KEEP_SIZE != 0;
+        match mode & !KEEP_SIZE {
+            0 => {}
+            PUNCH_HOLE if keep_size => {}
+            ZERO_RANGE => {}
+            _ => return Err(Error::new(ErrorKind::Unsupported, format!("fallocate mode {mode:#x}"))),
+        }
+        let zero = mode & (PUNCH_HOLE | ZERO_RANGE) != 0;
+        let store = self.inode.store();
+        self.inode
+            .edit(|content| {
+                let now = store.now();
+                if zero {
+                    content.punch(offset..end, now);
+                }
+                if !keep_size && end > content.size() {
+                    content.truncate(end, now);
+                }
+            })
+            .await
+    }
+
+    /// lseek(2) with SEEK_DATA or SEEK_HOLE; `None` (ENXIO) past the end or when no data follows.
+    pub async fn seek(&self, offset: u64, whence: Seek) -> Result<Option<u64>> {
+        self.inode.settle().await?;
+        Ok(self.inode.look(|content| match whence {
+            _ if offset >= content.size() => None,
+            Seek::Data => content.layout().next_data(offset),
+            Seek::Hole => Some(content.layout().next_hole(offset)),
+        }))
+    }
+}

@@ -1,0 +1,317 @@
+//! One open inode, shared by all its handles: reading, writing, and turning writes into blobs and commits.
+//!
+//! Writers of an inode take turns (`writer`); readers do not wait for them: they cut what they need out of `content`
+//! and fetch it without a lock. Methods that write are not cancel-safe: callers run them in tasks of their own.
+
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use forebay_core::{Error, ErrorKind, FileLayout, InodeId, Piece, Result};
+use forebay_io::object::Upload;
+use forebay_metadata::tree::Placement;
+use parking_lot::{Mutex, RwLock};
+use tokio::sync::Mutex as AsyncMutex;
+
+use crate::content::Content;
+use crate::settings::SealPolicy;
+use crate::store::Store;
+
+/// A file of one mount while at least one handle is open on it.
+#[derive(Debug)]
+pub(crate) struct OpenInode {
+    ino: InodeId,
+    store: Arc<Store>,
+    content: RwLock<Content>,
+    writer: AsyncMutex<Writer>,
+    /// The last failure that lost bytes, until fsync or close has told about it.
+    failure: Mutex<Option<Error>>,
+}
+
+/// What only the one writer at a time may touch.
+#[derive(Debug, Default)]
+struct Writer {
+    stream: Option<Stream>,
+}
+
+/// A whole object on its way to the store, front to back.
+#[derive(Debug)]
+struct Stream {
+    upload: Upload,
+    placement: Placement,
+}
+
+/// Where a write goes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Position {
+    At(u64),
+    End,
+}
+
+impl OpenInode {
+    pub(crate) fn new(ino: InodeId, store: Arc<Store>, layout: FileLayout, generation: u64) -> Self {
+        Self {
+            ino,
+            store,
+            content: RwLock::new(Content::committed(layout, generation)),
+            writer: AsyncMutex::default(),
+            failure: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn ino(&self) -> InodeId {
+        self.ino
+    }
+
+    pub(crate) fn store(&self) -> &Arc<Store> {
+        &self.store
+    }
+
+    /// A look at the content under its lock; `look` must not wait.
+    pub(crate) fn look<T>(&self, look: impl FnOnce(&Content) -> T) -> T {
+        look(&self.content.read())
+    }
+
+    /// The bytes at `offset`, short at the end of the file, if all are in memory.
+    pub(crate) fn read_now(&self, offset: u64, length: u64) -> Option<Bytes> {
+        let pieces = self.look(|content| {
+            content.readable().then(|| content.layout().pieces(offset..offset.saturating_add(length)))
+        })?;
+        self.store.fetch.now(pieces)
+    }
+
+    /// The bytes at `offset`, short at the end of the file.
+    ///
+    /// # Errors
+    /// `Stale` when an outsider replaced the object and no cached copy is left.
+    pub(crate) async fn read(&self, offset: u64, length: u64) -> Result<Bytes> {
+        let range = offset..offset.saturating_add(length);
+        let mut last: Option<(Vec<Piece>, Error)> = None;
+        loop {
+            if !self.look(Content::readable) {
+                let mut writer = self.writer.lock().await;
+                self.finish_stream(&mut writer).await?;
+            }
+            let (pieces, generation) =
+                self.look(|content| (content.layout().pieces(range.clone()), content.generation()));
+            if let Some((tried, error)) = last
+                && tried == pieces
+            {
+                return Err(error);
+            }
+            match self.store.fetch.bytes(pieces.clone()).await {
+                Err(error) if is_moved(&error) => {
+                    self.follow(generation).await?;
+                    last = Some((pieces, error));
+                }
+                other => return other,
+            }
+        }
+    }
+
+    /// Takes over the layout that the tree has by now, if the bytes are still the same: sealing and renaming move
+    /// bytes. Waits for a seal of this very inode, which holds the writers' turn until `content` shows its result.
+    async fn follow(&self, generation: u64) -> Result<()> {
+        let _turn = self.writer.lock().await;
+        let (layout, current) = self.store.tree.layout(self.ino).await?;
+        let mut content = self.content.write();
+        let unchanged = content.generation() == generation && content.modified().is_none();
+        if unchanged && current == generation {
+            *content = Content::committed(layout, current);
+        }
+        Ok(())
+    }
+
+    /// Writes `data`, in memory first; long files start to leave for the store.
+    pub(crate) async fn write(&self, position: Position, data: Bytes) -> Result<u32> {
+        let mut writer = self.writer.lock().await;
+        let length = data.len();
+        let offset = match position {
+            Position::At(offset) => offset,
+            Position::End => self.look(Content::size),
+        };
+        if let Some(stream) = &mut writer.stream {
+            if offset == self.look(Content::size) {
+                if let Err(error) = stream.upload.write(data).await {
+                    return Err(self.lose_stream(&mut writer, error).await);
+                }
+                self.content.write().extend_stream(length as u64, self.store.now());
+                return Ok(length as u32);
+            }
+            self.finish_stream(&mut writer).await?;
+        }
+        self.content.write().write(offset, data, self.store.now());
+        if self.look(Content::dirty) >= self.store.write.buffer_bytes {
+            self.spill(&mut writer).await?;
+        }
+        Ok(length as u32)
+    }
+
+    /// Sets the size; what lay past it is gone, what is new reads as zeros.
+    pub(crate) async fn truncate(&self, size: u64) -> Result<()> {
+        self.edit(|content| content.truncate(size, self.store.now())).await
+    }
+
+    /// Completes a running upload, so that the committed layout is the whole file but for inline bytes.
+    pub(crate) async fn settle(&self) -> Result<()> {
+        let mut writer = self.writer.lock().await;
+        self.finish_stream(&mut writer).await
+    }
+
+    /// Whether the file is committed and lies in something else than one plain object.
+    pub(crate) fn needs_seal(&self) -> bool {
+        let settings = &self.store.write;
+        settings.seal == SealPolicy::OnClose
+            && self.look(|content| {
+                content.modified().is_none()
+                    && content.size() <= settings.seal_max_bytes
+                    && !content.layout().single_blob().is_some_and(|blob| !blob.is_owned())
+            })
+    }
+
+    /// Notes a change that left no bytes, such as the creation of an empty file.
+    pub(crate) fn touch(&self) {
+        self.content.write().touch(self.store.now());
+    }
+
+    /// Sets the mtime that a pending commit would otherwise set to the time of the last write.
+    pub(crate) fn set_pending_mtime(&self, mtime: forebay_core::Timestamp) {
+        let mut content = self.content.write();
+        if content.modified().is_some() {
+            content.touch(mtime);
+        }
+    }
+
+    /// Edits the content in the writers' turn.
+    pub(crate) async fn edit(&self, edit: impl FnOnce(&mut Content)) -> Result<()> {
+        let mut writer = self.writer.lock().await;
+        self.finish_stream(&mut writer).await?;
+        edit(&mut self.content.write());
+        Ok(())
+    }
+
+    /// Commits everything written so far. What failed since the last call is told here, once.
+    pub(crate) async fn flush(&self) -> Result<()> {
+        let mut writer = self.writer.lock().await;
+        if let Some(failure) = self.failure.lock().take() {
+            return Err(failure);
+        }
+        self.finish_stream(&mut writer).await?;
+        self.commit().await
+    }
+
+    /// Brings inline bytes into the store and commits the layout.
+    async fn commit(&self) -> Result<()> {
+        if self.look(Content::modified).is_none() {
+            return Ok(());
+        }
+        let whole = self.look(Content::whole_inline);
+        match whole {
+            Some(parts) => {
+                let blob = self.store.put_whole(self.ino, join(parts)).await?;
+                self.replace_layout(FileLayout::of_blob(blob)).await
+            }
+            None => {
+                self.pack().await?;
+                self.replace_layout(self.look(|content| content.layout().clone())).await
+            }
+        }
+    }
+
+    /// Commits `layout` as the file's next content.
+    async fn replace_layout(&self, layout: FileLayout) -> Result<()> {
+        let (generation, modified) = self.look(|content| (content.generation(), content.modified()));
+        let mtime = modified.unwrap_or_else(|| self.store.now());
+        let committed = self.store.tree.commit_layout(self.ino, generation, layout.clone(), mtime).await?;
+        *self.content.write() = Content::committed(layout, committed.generation);
+        Ok(())
+    }
+
+    /// Moves inline bytes out of memory: into a running upload if they are the whole file, else into an owned blob.
+    async fn spill(&self, writer: &mut Writer) -> Result<()> {
+        let Some(parts) = self.look(Content::whole_inline) else { return self.pack().await };
+        let (mut upload, placement) = self.store.start_upload(self.ino).await?;
+        for part in parts {
+            upload.write(part).await?;
+        }
+        self.content.write().start_stream();
+        writer.stream = Some(Stream { upload, placement });
+        Ok(())
+    }
+
+    /// Puts all inline bytes into one owned blob.
+    async fn pack(&self) -> Result<()> {
+        let packed = self.look(Content::pack);
+        if !packed.is_empty() {
+            let blob = self.store.put_owned(packed).await?;
+            self.content.write().packed_into(&blob);
+        }
+        Ok(())
+    }
+
+    /// Completes a running upload and commits it as the whole file.
+    async fn finish_stream(&self, writer: &mut Writer) -> Result<()> {
+        let Some(Stream { upload, placement }) = writer.stream.take() else { return Ok(()) };
+        match self.store.complete(upload, &placement).await {
+            Ok(info) => self.replace_layout(FileLayout::of_blob(info.blob())).await,
+            Err(error) => Err(self.lose_stream(writer, error).await),
+        }
+    }
+
+    /// A streamed object could not be written: its bytes are gone, the file keeps its last committed content, and
+    /// the next fsync or close says so.
+    async fn lose_stream(&self, writer: &mut Writer, error: Error) -> Error {
+        tracing::error!(ino = %self.ino, %error, "lost written bytes: the upload failed");
+        *self.failure.lock() = Some(error.duplicate());
+        if let Some(stream) = writer.stream.take()
+            && let Err(abort) = stream.upload.abort().await
+        {
+            tracing::warn!(ino = %self.ino, error = %abort, "could not abort the failed upload");
+        }
+        match self.store.tree.layout(self.ino).await {
+            Ok((layout, generation)) => *self.content.write() = Content::committed(layout, generation),
+            Err(read) => {
+                tracing::error!(ino = %self.ino, error = %read, "could not read the last content back")
+            }
+        }
+        error
+    }
+
+    /// Rewrites a file that lies in owned blobs as a plain object at its own path, if policy and path allow it.
+    pub(crate) async fn seal(&self) -> Result<()> {
+        let _turn = self.writer.lock().await;
+        if !self.needs_seal() {
+            return Ok(());
+        }
+        let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
+        let (mut upload, placement) = self.store.start_upload(self.ino).await?;
+        if matches!(placement, Placement::Owned { .. }) {
+            return upload.abort().await;
+        }
+        let step = self.store.write.buffer_bytes.max(1);
+        let mut at = 0;
+        while at < layout.size() {
+            let pieces = layout.pieces(at..at + step);
+            upload.write(self.store.fetch.bytes(pieces).await?).await?;
+            at += step;
+        }
+        let blob = self.store.complete(upload, &placement).await?.blob();
+        let sealed = FileLayout::of_blob(blob);
+        self.store.tree.relocate(self.ino, generation, sealed.clone()).await?;
+        *self.content.write() = Content::committed(sealed, generation);
+        Ok(())
+    }
+}
+
+/// Whether an error means that the bytes may merely lie elsewhere by now.
+fn is_moved(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Stale)
+}
+
+fn join(mut parts: Vec<Bytes>) -> Bytes {
+    if parts.len() == 1 {
+        return parts.swap_remove(0);
+    }
+    let mut whole = BytesMut::with_capacity(parts.iter().map(Bytes::len).sum());
+    parts.iter().for_each(|part| whole.extend_from_slice(part));
+    whole.freeze()
+}

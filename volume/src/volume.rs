@@ -1,0 +1,402 @@
+//! A volume as one mount or command uses it: its tree, with the state of files that are open here laid over it.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::Arc;
+use std::time::Duration;
+
+use forebay_cache::Blocks;
+use forebay_core::{Attributes, BlockKey, Error, FileKind, InodeId, Result, VolumeId};
+use forebay_io::clock::Clock;
+use forebay_io::object::Bucket;
+use forebay_io::rng::Rng;
+use forebay_io::task::TaskGroup;
+use forebay_metadata::tree::{DirectoryPage, Existing, Lookup, NewInode, RenameMode, SetAttributes, Tree};
+use parking_lot::Mutex;
+use tokio::sync::Semaphore;
+
+use crate::content::Content;
+use crate::control::{Identity, Status};
+use crate::fetch::Fetch;
+use crate::file::{Access, File};
+use crate::inode::OpenInode;
+use crate::prefetch::PrefetchSettings;
+use crate::settings::WriteSettings;
+use crate::store::Store;
+
+/// Blocks of all open files together that are being brought in ahead of their readers. 32 blocks of 4 MiB keep a
+/// 25 Gbit/s link busy at 40 ms; past that, reading ahead of more files only evicts what others still need.
+const FILLS_AT_ONCE: usize = 32;
+/// Files that are sealed at once: each holds one upload's buffers.
+const SEALS_AT_ONCE: usize = 2;
+
+/// How long a close waits for files that are being sealed; what is left stays readable through Forebay.
+const CLOSE_DEADLINE: Duration = Duration::from_secs(60);
+
+/// What a volume is made of.
+#[derive(Debug)]
+pub struct Parts {
+    /// Names, attributes, layouts.
+    pub tree: Arc<dyn Tree>,
+    /// Cached blocks of blobs.
+    pub blocks: Arc<dyn Blocks>,
+    /// The objects.
+    pub bucket: Bucket,
+    /// Names the volume in block keys.
+    pub volume: VolumeId,
+    /// Whether changes are refused.
+    pub read_only: bool,
+    /// How files are written.
+    pub write: WriteSettings,
+    /// How far readers are served ahead.
+    pub prefetch: PrefetchSettings,
+    /// Gives the times of changes.
+    pub clock: Clock,
+    /// Gives owned blobs their names.
+    pub rng: Rng,
+}
+
+/// A volume in use.
+#[derive(Debug)]
+pub struct Volume {
+    store: Arc<Store>,
+    read_only: bool,
+    open: Mutex<HashMap<InodeId, Opened>>,
+    fills: Arc<Semaphore>,
+    seals: Arc<Semaphore>,
+    tasks: TaskGroup,
+}
+
+/// An inode that is open here and how many handles it has.
+#[derive(Debug)]
+struct Opened {
+    inode: Arc<OpenInode>,
+    handles: usize,
+}
+
+impl Volume {
+    /// Joins the parts.
+    pub fn assemble(parts: Parts) -> Arc<Self> {
+        let fetch = Fetch { volume: parts.volume, blocks: parts.blocks };
+        let store = Store {
+            tree: parts.tree,
+            bucket: parts.bucket,
+            fetch,
+            write: parts.write,
+            prefetch: parts.prefetch,
+            clock: parts.clock,
+            rng: parts.rng,
+        };
+        Arc::new(Self {
+            store: Arc::new(store),
+            read_only: parts.read_only,
+            open: Mutex::default(),
+            fills: Arc::new(Semaphore::new(FILLS_AT_ONCE)),
+            seals: Arc::new(Semaphore::new(SEALS_AT_ONCE)),
+            tasks: TaskGroup::new("volume"),
+        })
+    }
+
+    /// Whether changes are refused.
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// The tree, for everything about names that open files have no part in.
+    pub fn tree(&self) -> &Arc<dyn Tree> {
+        &self.store.tree
+    }
+
+    /// The cached blocks.
+    pub fn blocks(&self) -> &Arc<dyn Blocks> {
+        &self.store.fetch.blocks
+    }
+
+    /// The objects.
+    pub fn bucket(&self) -> &Bucket {
+        &self.store.bucket
+    }
+
+    /// The blocks that hold the committed content of a file, in file order.
+    pub async fn block_keys(&self, ino: InodeId) -> Result<Vec<BlockKey>> {
+        let (layout, _) = self.store.tree.layout(ino).await?;
+        Ok(self.store.fetch.keys(&layout, 0..layout.size()))
+    }
+
+    /// Finds `name` in `parent`.
+    pub async fn lookup(&self, parent: InodeId, name: &[u8]) -> Result<Lookup> {
+        Ok(self.overlay_lookup(self.store.tree.lookup(parent, name).await?))
+    }
+
+    /// The same if it can be told without waiting.
+    pub fn lookup_now(&self, parent: InodeId, name: &[u8]) -> Option<Result<Lookup>> {
+        let found = self.store.tree.lookup_now(parent, name)?;
+        Some(found.map(|lookup| self.overlay_lookup(lookup)))
+    }
+
+    /// Attributes of an inode.
+    pub async fn attributes(&self, ino: InodeId) -> Result<Attributes> {
+        Ok(self.overlay(self.store.tree.attributes(ino).await?))
+    }
+
+    /// The same if they can be told without waiting.
+    pub fn attributes_now(&self, ino: InodeId) -> Option<Result<Attributes>> {
+        let found = self.store.tree.attributes_now(ino)?;
+        Some(found.map(|attributes| self.overlay(attributes)))
+    }
+
+    /// Entries of a directory, as [`Tree::read_directory`].
+    pub async fn read_directory(
+        &self,
+        ino: InodeId,
+        after: Option<&[u8]>,
+        limit: usize,
+    ) -> Result<DirectoryPage> {
+        let mut page = self.store.tree.read_directory(ino, after, limit).await?;
+        if !self.open.lock().is_empty() {
+            for entry in &mut page.entries {
+                entry.attributes = self.overlay(entry.attributes.clone());
+            }
+        }
+        Ok(page)
+    }
+
+    /// Changes attributes; `size` truncates or extends the file.
+    pub async fn set_attributes(
+        self: &Arc<Self>,
+        ino: InodeId,
+        changes: SetAttributes,
+        size: Option<u64>,
+    ) -> Result<Attributes> {
+        if let Some(size) = size {
+            self.truncate(ino, size).await?;
+        }
+        if let (Some(mtime), Some(inode)) = (changes.mtime, self.find_open(ino)) {
+            inode.set_pending_mtime(mtime);
+        }
+        let attributes = match changes == SetAttributes::default() {
+            true => self.store.tree.attributes(ino).await?,
+            false => self.store.tree.set_attributes(ino, changes).await?,
+        };
+        Ok(self.overlay(attributes))
+    }
+
+    /// truncate(2) by inode: a file that is open keeps the change with its other pending ones, another is committed.
+    async fn truncate(self: &Arc<Self>, ino: InodeId, size: u64) -> Result<()> {
+        if let Some(inode) = self.find_open(ino) {
+            return inode.truncate(size).await;
+        }
+        let file = self.open(ino, Access { write: true, ..Access::default() }).await?;
+        let truncated = self.truncate_open(ino, size).await;
+        let released = file.release().await;
+        truncated.and(released)
+    }
+
+    async fn truncate_open(&self, ino: InodeId, size: u64) -> Result<()> {
+        match self.find_open(ino) {
+            Some(inode) => inode.truncate(size).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Opens a file.
+    pub async fn open(self: &Arc<Self>, ino: InodeId, access: Access) -> Result<Arc<File>> {
+        let inode = self.acquire(ino).await?;
+        let file = Arc::new(File::new(inode.clone(), self.clone(), access));
+        if access.truncate && access.write && inode.look(|content| content.size()) > 0 {
+            inode.truncate(0).await?;
+        }
+        Ok(file)
+    }
+
+    /// Makes a file under a name, or takes the one there, and opens it.
+    pub async fn create(
+        self: &Arc<Self>,
+        parent: InodeId,
+        name: &[u8],
+        new: NewInode,
+        existing: Existing,
+        access: Access,
+    ) -> Result<(Attributes, Arc<File>)> {
+        let (attributes, fresh) = self.store.tree.create(parent, name, new, existing).await?;
+        let file = self.open(attributes.ino, access).await?;
+        if fresh
+            && attributes.kind == FileKind::File
+            && let Some(inode) = self.find_open(attributes.ino)
+        {
+            inode.touch();
+        }
+        Ok((self.overlay(attributes), file))
+    }
+
+    /// Removes a name. A file that is being written is committed first, so that its object and its name stay one.
+    pub async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+        self.settle(parent, name).await?;
+        self.store.tree.unlink(parent, name).await
+    }
+
+    /// Moves or exchanges names, as [`Tree::rename`].
+    pub async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()> {
+        self.settle(from.0, from.1).await?;
+        self.settle(to.0, to.1).await?;
+        self.store.tree.rename(from, to, mode).await
+    }
+
+    /// Completes an upload to the path that is about to change, if one runs.
+    async fn settle(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+        if self.open.lock().is_empty() {
+            return Ok(());
+        }
+        if let Lookup::Found(attributes) = self.store.tree.lookup(parent, name).await?
+            && let Some(inode) = self.find_open(attributes.ino)
+        {
+            inode.settle().await?;
+        }
+        Ok(())
+    }
+
+    /// syncfs(2): everything written and changed so far is in the bucket on return.
+    pub async fn sync(&self) -> Result<()> {
+        let open: Vec<_> = self.open.lock().values().map(|opened| opened.inode.clone()).collect();
+        for inode in open {
+            inode.flush().await?;
+        }
+        self.store.tree.sync().await
+    }
+
+    /// Commits everything, waits for what runs in the background, and closes the tree.
+    pub async fn close(&self) -> Result<()> {
+        self.sync().await?;
+        self.tasks.shutdown(CLOSE_DEADLINE).await;
+        self.store.tree.close().await
+    }
+
+    /// How it is doing, for `forebay status`.
+    pub(crate) fn status(&self, identity: &Identity) -> Status {
+        let open: Vec<_> = self.open.lock().values().map(|opened| opened.inode.clone()).collect();
+        Status {
+            source: identity.source.clone(),
+            mount_point: identity.mount_point.clone(),
+            pid: std::process::id(),
+            read_only: self.read_only,
+            open_files: open.len(),
+            dirty_bytes: open.iter().map(|inode| inode.look(Content::dirty)).sum(),
+            cache: self.store.fetch.blocks.counters(),
+            store: self.store.bucket.counters(),
+        }
+    }
+
+    /// Brings a block in without waiting for it; dropped when enough of them are under way.
+    pub(crate) fn fill_ahead(&self, key: BlockKey) {
+        let Ok(permit) = self.fills.clone().try_acquire_owned() else { return };
+        let blocks = self.store.fetch.blocks.clone();
+        self.tasks.spawn("fill-ahead", async move {
+            // The reader that comes to this block asks again and gets the error.
+            if let Err(error) = blocks.fill(&key, false).await {
+                tracing::debug!(%error, "could not read ahead");
+            }
+            drop(permit);
+        });
+    }
+
+    /// Takes back one handle; after the last one, a rewritten file is sealed behind.
+    pub(crate) async fn release(self: &Arc<Self>, inode: &Arc<OpenInode>, written: bool) -> Result<()> {
+        let last = {
+            let mut open = self.open.lock();
+            let Some(opened) = open.get_mut(&inode.ino()) else { return Ok(()) };
+            opened.handles -= 1;
+            opened.handles == 0
+        };
+        if !last {
+            return self.store.tree.closed(inode.ino()).await;
+        }
+        if written && inode.needs_seal() {
+            self.seal_behind(inode.clone());
+            return Ok(());
+        }
+        self.forget(inode.ino());
+        self.store.tree.closed(inode.ino()).await
+    }
+
+    /// Seals in the background; the inode stays open meanwhile, so that writers and readers see one state.
+    fn seal_behind(self: &Arc<Self>, inode: Arc<OpenInode>) {
+        let volume = self.clone();
+        self.tasks.spawn("seal", async move {
+            let _permit = volume.seals.acquire().await;
+            let ino = inode.ino();
+            if let Err(error) = inode.seal().await {
+                tracing::warn!(%ino, %error, "could not seal; the file stays readable through Forebay");
+            }
+            volume.forget(ino);
+            if let Err(error) = volume.store.tree.closed(ino).await {
+                tracing::warn!(%ino, %error, "could not close a sealed inode");
+            }
+        });
+    }
+
+    fn forget(&self, ino: InodeId) {
+        let mut open = self.open.lock();
+        if open.get(&ino).is_some_and(|opened| opened.handles == 0) {
+            open.remove(&ino);
+        }
+    }
+
+    /// The shared state of an open inode with one more handle.
+    async fn acquire(&self, ino: InodeId) -> Result<Arc<OpenInode>> {
+        if let Some(inode) = self.add_handle(ino, || None) {
+            self.store.tree.opened(ino).await?;
+            return Ok(inode);
+        }
+        self.store.tree.opened(ino).await?;
+        let (layout, generation) = match self.store.tree.layout(ino).await {
+            Ok(found) => found,
+            Err(error) => {
+                self.store.tree.closed(ino).await?;
+                return Err(error);
+            }
+        };
+        let fresh = || Some(Arc::new(OpenInode::new(ino, self.store.clone(), layout, generation)));
+        self.add_handle(ino, fresh).ok_or_else(|| Error::bug("an open inode is always given"))
+    }
+
+    /// Counts one more handle on an open inode, which `fresh` makes if there is none.
+    fn add_handle(
+        &self,
+        ino: InodeId,
+        fresh: impl FnOnce() -> Option<Arc<OpenInode>>,
+    ) -> Option<Arc<OpenInode>> {
+        let mut open = self.open.lock();
+        let opened = match open.entry(ino) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => entry.insert(Opened { inode: fresh()?, handles: 0 }),
+        };
+        opened.handles += 1;
+        Some(opened.inode.clone())
+    }
+
+    fn find_open(&self, ino: InodeId) -> Option<Arc<OpenInode>> {
+        self.open.lock().get(&ino).map(|opened| opened.inode.clone())
+    }
+
+    fn overlay_lookup(&self, lookup: Lookup) -> Lookup {
+        match lookup {
+            Lookup::Found(attributes) => Lookup::Found(self.overlay(attributes)),
+            Lookup::Miss => Lookup::Miss,
+        }
+    }
+
+    /// Shows the size and mtime that pending writes will commit.
+    fn overlay(&self, mut attributes: Attributes) -> Attributes {
+        if attributes.kind == FileKind::File
+            && let Some(inode) = self.find_open(attributes.ino)
+        {
+            inode.look(|content| {
+                if let Some(mtime) = content.modified() {
+                    attributes.size = content.size();
+                    attributes.mtime = mtime;
+                }
+            });
+        }
+        attributes
+    }
+}

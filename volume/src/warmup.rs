@@ -1,0 +1,203 @@
+//! Warmup: bringing files into the cache before they are asked for, and proving that they are there.
+//!
+//! Nothing is kept between runs: what is in the cache already is counted as such and not fetched again, so a warmup
+//! that was killed goes on where it was by being started again.
+
+use forebay_cache::{Fill, Residency};
+use forebay_core::{BlockKey, Error, ErrorKind, Result};
+use futures::stream::{self, Stream, StreamExt, TryStreamExt};
+use serde::{Deserialize, Serialize};
+use tokio_util::sync::CancellationToken;
+
+use crate::Volume;
+use crate::walk::{files, resolve};
+
+/// Files whose layouts are asked for at once.
+const LAYOUTS_AT_ONCE: usize = 32;
+/// Missing or failed blocks that an outcome names; past it they are only counted.
+const NAMED: usize = 1_000;
+
+/// What to warm, and how.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Request {
+    /// Paths in the volume, names joined by `/`; an empty one is the whole volume.
+    pub paths: Vec<String>,
+    /// Keep the blocks on disk until they are unpinned.
+    pub pin: bool,
+    /// Only say what would be done.
+    pub dry_run: bool,
+    /// Blocks on their way at once.
+    pub concurrency: usize,
+}
+
+/// How far a warmup has come.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Files to warm.
+    pub files: u64,
+    /// Bytes to warm.
+    pub bytes: u64,
+    /// Bytes dealt with so far.
+    pub done_bytes: u64,
+    /// Bytes that left the bucket for it.
+    pub origin_bytes: u64,
+}
+
+/// What a warmup did, and whether the data is in the cache now.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Outcome {
+    /// The totals.
+    pub progress: Progress,
+    /// Blocks of the files.
+    pub blocks: u64,
+    /// Blocks fetched from the bucket.
+    pub fetched: u64,
+    /// Blocks that were in the cache before.
+    pub already: u64,
+    /// Blocks found in the cache when all was checked again at the end, their copies on disk read back.
+    pub proved: u64,
+    /// Blocks that were not there, the first 1,000 by object and byte range.
+    pub missing: Vec<String>,
+    /// How many were not there.
+    pub missing_blocks: u64,
+    /// Why blocks could not be brought in, the first 1,000.
+    pub failures: Vec<String>,
+    /// Whether it was cancelled.
+    pub cancelled: bool,
+}
+
+impl Outcome {
+    /// Whether every block was proved to be in the cache.
+    pub fn is_complete(&self) -> bool {
+        !self.cancelled && self.missing_blocks == 0 && self.proved == self.blocks
+    }
+}
+
+/// Warms what `request` names. `progress` hears after every block.
+///
+/// # Errors
+/// `NotFound` when a path does not exist; `Unavailable` when the tree cannot be read. Blocks that cannot be brought
+/// in are no error: the outcome names them.
+pub async fn warmup(
+    volume: &Volume,
+    request: &Request,
+    mut progress: impl FnMut(&Progress) + Send,
+    cancel: &CancellationToken,
+) -> Result<Outcome> {
+    let mut outcome = Outcome { progress: measure(volume, &request.paths).await?, ..Outcome::default() };
+    progress(&outcome.progress);
+    if request.dry_run {
+        return dry_run(volume, request, outcome).await;
+    }
+    let fill = Fill { concurrency: request.concurrency, pin: request.pin };
+    let mut walked: Result<()> = Ok(());
+    let keys = until_error(blocks(volume, &request.paths), &mut walked);
+    let at = &mut outcome.progress;
+    let report = forebay_cache::fill_many(
+        &**volume.blocks(),
+        keys,
+        fill,
+        |done| {
+            (at.done_bytes, at.origin_bytes) = (done.bytes, done.origin_bytes);
+            progress(at);
+        },
+        cancel,
+    )
+    .await;
+    walked?;
+    outcome.blocks = report.total.blocks;
+    (outcome.fetched, outcome.already) = (report.total.from_origin, report.total.already);
+    outcome.cancelled = report.cancelled;
+    outcome.failures =
+        report.failures.iter().take(NAMED).map(|(key, error)| format!("{}: {error}", name(key))).collect();
+    if outcome.cancelled {
+        return Ok(outcome);
+    }
+    let mut walked: Result<()> = Ok(());
+    let keys = until_error(blocks(volume, &request.paths), &mut walked);
+    let proof = forebay_cache::prove(&**volume.blocks(), keys).await?;
+    walked?;
+    outcome.proved = proof.present;
+    outcome.missing_blocks = proof.missing.len() as u64;
+    outcome.missing = proof.missing.iter().take(NAMED).map(name).collect();
+    Ok(outcome)
+}
+
+/// Counts what is in the cache already; everything else is reported as missing.
+async fn dry_run(volume: &Volume, request: &Request, mut outcome: Outcome) -> Result<Outcome> {
+    let mut windows = std::pin::pin!(blocks(volume, &request.paths).try_chunks(NAMED));
+    while let Some(window) = windows.next().await {
+        let window = window.map_err(|error| error.1)?;
+        for (key, residency) in window.iter().zip(volume.blocks().stat(&window, false).await?) {
+            outcome.blocks += 1;
+            match residency {
+                Residency::Memory | Residency::Disk => outcome.already += 1,
+                Residency::Absent if outcome.missing.len() < NAMED => outcome.missing.push(name(key)),
+                Residency::Absent => {}
+            }
+        }
+    }
+    outcome.missing_blocks = outcome.blocks - outcome.already;
+    Ok(outcome)
+}
+
+/// Counts files and bytes.
+async fn measure(volume: &Volume, paths: &[String]) -> Result<Progress> {
+    let mut total = Progress::default();
+    for path in paths {
+        let root = resolve(&**volume.tree(), path.as_bytes()).await?;
+        let mut found = std::pin::pin!(files(volume.tree().clone(), root));
+        while let Some(file) = found.try_next().await? {
+            total.files += 1;
+            total.bytes += file.attributes.size;
+        }
+    }
+    Ok(total)
+}
+
+/// The blocks of all files at or below `paths`.
+fn blocks<'a>(volume: &'a Volume, paths: &'a [String]) -> impl Stream<Item = Result<BlockKey>> + Send + 'a {
+    stream::iter(paths)
+        .then(async |path| {
+            let root = resolve(&**volume.tree(), path.as_bytes()).await?;
+            Ok::<_, Error>(files(volume.tree().clone(), root))
+        })
+        .try_flatten()
+        .map_ok(|found| blocks_of(volume, found.attributes.ino))
+        .try_buffered(LAYOUTS_AT_ONCE)
+        .map_ok(|keys| stream::iter(keys.into_iter().map(Ok)))
+        .try_flatten()
+}
+
+/// The blocks of one file; none if it went away since it was listed.
+async fn blocks_of(volume: &Volume, ino: forebay_core::InodeId) -> Result<Vec<BlockKey>> {
+    match volume.block_keys(ino).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        other => other,
+    }
+}
+
+/// The items of a stream up to its first error, which is left in `error`.
+fn until_error<'a, T: 'a>(
+    items: impl Stream<Item = Result<T>> + Send + 'a,
+    error: &'a mut Result<()>,
+) -> impl Stream<Item = T> + Send + 'a
+where
+    T: Send,
+{
+    items.scan(error, |error, item| {
+        std::future::ready(match item {
+            Ok(item) => Some(item),
+            Err(cause) => {
+                **error = Err(cause);
+                None
+            }
+        })
+    })
+}
+
+/// An object and the bytes of it that a block holds.
+fn name(key: &BlockKey) -> String {
+    let start = key.offset();
+    format!("{} bytes {start}-{}", key.blob.blob().key, start + key.len())
+}
