@@ -4,4 +4,5 @@
 mod testing;
 pub mod kv;
 pub mod commit;
+pub mod volume_file;
 pub mod tree;

@@ -1,6 +1,10 @@
 //! What the random tests of this package share: how many rounds to run and where chance comes from.
 
+mod store;
+
 use std::fmt;
+
+pub(crate) use store::Unruly;
 
 /// `base` rounds, times `FOREBAY_TEST_SCALE` when that is set.
 pub(crate) fn rounds(base: u64) -> u64 {

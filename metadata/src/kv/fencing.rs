@@ -1,20 +1,12 @@
 //! Two writers and failing stores: whoever is fenced acknowledges nothing, and nothing acknowledged is lost.
 
-use std::fmt;
 use std::sync::Arc;
 
 use forebay_core::ErrorKind;
 use forebay_io::object::Bucket;
-use futures::stream::BoxStream;
-use parking_lot::Mutex;
-use slatedb::object_store::path::Path;
-use slatedb::object_store::{
-    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
-    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
-};
 
 use super::{Batch, Durability, Engine, SlateEngine, SlateSettings};
-use crate::testing::{Chance, rounds};
+use crate::testing::{Chance, Unruly, rounds};
 
 fn numbered(number: u64) -> Batch {
     let mut batch = Batch::default();
@@ -68,10 +60,8 @@ async fn a_fenced_writer_acknowledges_nothing_and_loses_nothing() {
 #[tokio::test(start_paused = true)]
 async fn failing_puts_lose_no_acknowledged_batch() {
     for _ in 0..rounds(3) {
-        let chance = Chance::fresh();
         let memory = Bucket::in_memory();
-        let flaky = Flaky { store: memory.store(), chance: Mutex::new(chance) };
-        let bucket = Bucket::from_store(memory.url().clone(), Arc::new(flaky));
+        let (bucket, _) = Unruly::over(&memory, 4, 3);
         let engine = SlateEngine::open(&bucket, &SlateSettings::default()).await.expect("open");
         for number in 0..60 {
             engine.write(numbered(number), Durability::Durable).await.expect("it is retried");
@@ -102,63 +92,4 @@ async fn a_durable_batch_takes_one_put() {
     assert_eq!(objects().await, before + 1);
     engine.sync().await.expect("sync");
     assert_eq!(objects().await, before + 1, "nothing is new");
-}
-
-/// A store whose PUTs fail one time in four: before they reach it, or after they took effect.
-struct Flaky {
-    store: Arc<dyn ObjectStore>,
-    chance: Mutex<Chance>,
-}
-
-impl fmt::Debug for Flaky {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Flaky")
-    }
-}
-
-impl fmt::Display for Flaky {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a store whose PUTs fail")
-    }
-}
-
-#[async_trait::async_trait]
-impl ObjectStore for Flaky {
-    async fn put_opts(&self, at: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
-        let roll = self.chance.lock().below(8);
-        let failed = || Error::Generic { store: "flaky", source: "injected".into() };
-        if roll == 0 {
-            return Err(failed());
-        }
-        let put = self.store.put_opts(at, payload, options).await;
-        if roll == 1 && put.is_ok() { Err(failed()) } else { put }
-    }
-
-    async fn put_multipart_opts(
-        &self,
-        at: &Path,
-        options: PutMultipartOptions,
-    ) -> Result<Box<dyn MultipartUpload>> {
-        self.store.put_multipart_opts(at, options).await
-    }
-
-    async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
-        self.store.get_opts(at, options).await
-    }
-
-    fn delete_stream(&self, paths: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
-        self.store.delete_stream(paths)
-    }
-
-    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.store.list(prefix)
-    }
-
-    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
-        self.store.list_with_delimiter(prefix).await
-    }
-
-    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
-        self.store.copy_opts(from, to, options).await
-    }
 }

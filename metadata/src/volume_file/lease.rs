@@ -1,0 +1,236 @@
+//! Holding a lease: a task that renews it, and a cheap question whether it is still held.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version};
+use forebay_io::object::{Bucket, Condition};
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use super::record::VolumeRecord;
+
+/// How a lease is asked for.
+#[derive(Debug, Clone)]
+pub struct LeaseSettings {
+    /// How long the holder's counter must stand still before another may take the lease. Default 15 s. It is
+    /// renewed three times as often, which is what it costs in puts.
+    pub duration: Duration,
+    /// Where others can reach this server, recorded for them.
+    pub address: Option<String>,
+}
+
+impl Default for LeaseSettings {
+    fn default() -> Self {
+        Self { duration: Duration::from_secs(15), address: None }
+    }
+}
+
+/// How a claim stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LeaseState {
+    /// It is held, or needs no lease.
+    Held,
+    /// It could not be renewed in time; nothing may be acknowledged. It is held again when a renewal succeeds,
+    /// which proves that nobody took it meanwhile.
+    Lapsed,
+    /// Another took it. This is final.
+    Lost,
+}
+
+/// Renewals in a lease.
+const RENEWALS: u32 = 3;
+/// Tries in a lease once a renewal failed.
+const RETRIES: u32 = 12;
+
+/// The object as it was last seen, and this holder's place in it.
+pub(super) struct Held {
+    pub(super) bucket: Bucket,
+    pub(super) record: VolumeRecord,
+    pub(super) version: Version,
+}
+
+/// A lease that a task renews.
+#[derive(Debug)]
+pub(super) struct Lease {
+    shared: Arc<Shared>,
+    /// Sent to release the lease; dropped to let it run out.
+    stop: Option<oneshot::Sender<()>>,
+    task: JoinHandle<Result<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    origin: Instant,
+    /// Milliseconds after `origin` until which the last renewal holds.
+    valid_ms: AtomicU64,
+    duration: Duration,
+    state: watch::Sender<LeaseState>,
+}
+
+impl Shared {
+    fn valid_until(&self) -> Instant {
+        self.origin + Duration::from_millis(self.valid_ms.load(Ordering::Acquire))
+    }
+
+    /// A renewal succeeded that was sent at `sent`. Others count from when they see it, which is later.
+    fn extend(&self, sent: Instant) {
+        let valid = sent + self.duration - self.origin;
+        self.valid_ms.store(valid.as_millis() as u64, Ordering::Release);
+        self.turn(LeaseState::Held);
+    }
+
+    fn turn(&self, to: LeaseState) {
+        self.state.send_if_modified(|state| {
+            let turns = *state != to && *state != LeaseState::Lost;
+            if turns {
+                *state = to;
+            }
+            turns
+        });
+    }
+}
+
+impl Lease {
+    /// Begins renewing a lease whose claim was sent at `sent`.
+    pub(super) fn keep(held: Held, duration: Duration, sent: Instant) -> Self {
+        let state = watch::Sender::new(LeaseState::Held);
+        let shared = Arc::new(Shared { origin: sent, valid_ms: AtomicU64::new(0), duration, state });
+        shared.extend(sent);
+        let (stop, stopped) = oneshot::channel();
+        let task = tokio::spawn(renew_until_stopped(held, shared.clone(), stopped));
+        Self { shared, stop: Some(stop), task }
+    }
+
+    /// Whether the lease is held at this moment.
+    pub(super) fn check(&self) -> Result<()> {
+        if *self.shared.state.borrow() == LeaseState::Lost {
+            return Err(Error::new(ErrorKind::Conflict, "another mount took this volume over")
+                .with_hint("unmount this one"));
+        }
+        match Instant::now() < self.shared.valid_until() {
+            true => Ok(()),
+            false => Err(Error::new(
+                ErrorKind::Unavailable,
+                "the volume's lease could not be renewed: the bucket does not answer",
+            )),
+        }
+    }
+
+    pub(super) fn watch(&self) -> watch::Receiver<LeaseState> {
+        self.shared.state.subscribe()
+    }
+
+    /// Gives the lease back, so that the next one has it at once.
+    pub(super) async fn release(mut self) -> Result<()> {
+        if let Some(stop) = self.stop.take() {
+            // The task ended already when it does not listen, and says why below.
+            let _ = stop.send(());
+        }
+        self.task.await.map_err(|error| Error::bug(format!("the lease task ended early: {error}")))?
+    }
+}
+
+/// Renews until told to release the lease, until nobody wants it any more, or until it is lost.
+async fn renew_until_stopped(
+    mut held: Held,
+    shared: Arc<Shared>,
+    mut stopped: oneshot::Receiver<()>,
+) -> Result<()> {
+    let mut pause = shared.duration / RENEWALS;
+    loop {
+        tokio::select! {
+            biased;
+            stop = &mut stopped => {
+                return if stop.is_ok() { held.release().await } else { Ok(()) };
+            }
+            () = tokio::time::sleep(pause) => {}
+        }
+        let sent = Instant::now();
+        pause = match renew(&mut held, &shared).await {
+            Ok(()) => {
+                shared.extend(sent);
+                shared.duration / RENEWALS
+            }
+            Err(error) if error.kind() == ErrorKind::Conflict => {
+                tracing::error!(%error, "the volume's lease is lost");
+                shared.turn(LeaseState::Lost);
+                return Ok(());
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the volume's lease could not be renewed, trying again");
+                shared.duration / RETRIES
+            }
+        };
+    }
+}
+
+/// One renewal. A put that outlasts the lease counts as failed, and the lease lapses meanwhile.
+async fn renew(held: &mut Held, shared: &Shared) -> Result<()> {
+    let renewing = tokio::time::timeout(shared.duration, held.renew());
+    tokio::pin!(renewing);
+    let renewed = tokio::select! {
+        renewed = &mut renewing => renewed,
+        () = tokio::time::sleep_until(shared.valid_until()) => {
+            shared.turn(LeaseState::Lapsed);
+            renewing.await
+        }
+    };
+    renewed.map_err(|_| Error::new(ErrorKind::Unavailable, "the put of a renewal was not answered"))?
+}
+
+impl Held {
+    /// Raises the counter.
+    ///
+    /// # Errors
+    /// `Conflict` when another holds the lease; anything else may pass.
+    async fn renew(&mut self) -> Result<()> {
+        let mut next = self.record.clone();
+        if let Some(lease) = &mut next.lease {
+            lease.renewed += 1;
+        }
+        self.replace(next).await
+    }
+
+    async fn release(mut self) -> Result<()> {
+        let next = VolumeRecord { lease: None, ..self.record.clone() };
+        self.replace(next).await
+    }
+
+    /// Puts `next` in place of what this holder put last. When that is not what is there, it may have been an
+    /// earlier put of this holder's whose answer was lost: then it tries once more over that one.
+    async fn replace(&mut self, next: VolumeRecord) -> Result<()> {
+        match self.put(&next).await {
+            Err(error) if error.kind() == ErrorKind::Conflict => {}
+            other => return other,
+        }
+        let key = ObjectKey::new(VolumeRecord::KEY);
+        let superseded = |by: &str| Error::new(ErrorKind::Conflict, format!("the volume is held by {by}"));
+        let (text, info) = match self.bucket.get_whole(&key).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                return Err(superseded("nobody: its file is gone"));
+            }
+            other => other?,
+        };
+        let found = VolumeRecord::decode(&text)?;
+        if found == next {
+            (self.record, self.version) = (next, info.version);
+            return Ok(());
+        }
+        let holder = |record: &VolumeRecord| record.lease.as_ref().map(|lease| lease.holder.clone());
+        if found.epoch != self.record.epoch || holder(&found) != holder(&self.record) {
+            return Err(superseded(holder(&found).as_deref().unwrap_or("nobody")));
+        }
+        self.version = info.version;
+        self.put(&next).await
+    }
+
+    async fn put(&mut self, next: &VolumeRecord) -> Result<()> {
+        let key = ObjectKey::new(VolumeRecord::KEY);
+        let put = self.bucket.put(&key, next.encode(), Condition::IfVersion(self.version.clone())).await?;
+        (self.record, self.version) = (next.clone(), put.version);
+        Ok(())
+    }
+}

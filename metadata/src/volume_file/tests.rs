@@ -1,0 +1,204 @@
+//! Two who want one volume, over a bucket in memory and over a directory. Time is paused: leases run out at once.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_core::{ErrorKind, ObjectKey, Result};
+use forebay_io::object::{Bucket, Condition, StoreSettings};
+use tokio::time::Instant;
+
+use super::{Access, Claim, EngineKind, LeaseSettings, LeaseState, VolumeFile, VolumeRecord};
+use crate::testing::{Unruly, rounds};
+
+const LEASE: Duration = Duration::from_secs(15);
+
+async fn open(bucket: &Bucket, take_over: bool) -> Result<Claim> {
+    let settings = LeaseSettings { duration: LEASE, address: None };
+    VolumeFile::open_or_create(bucket, Access::ReadWrite, take_over, EngineKind::SlateDb, &settings).await
+}
+
+async fn read_only(bucket: &Bucket) -> Result<Claim> {
+    let settings = LeaseSettings::default();
+    VolumeFile::open_or_create(bucket, Access::ReadOnly, false, EngineKind::SlateDb, &settings).await
+}
+
+async fn directory() -> (tempfile::TempDir, Bucket) {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let url = format!("file://{}", directory.path().display()).parse().expect("url");
+    let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("bucket");
+    (directory, bucket)
+}
+
+fn record(claim: &Claim) -> &VolumeRecord {
+    claim.record().expect("a read-write claim has one")
+}
+
+async fn stored(bucket: &Bucket) -> VolumeRecord {
+    let (text, _) = bucket.get_whole(&ObjectKey::new(VolumeRecord::KEY)).await.expect("get");
+    VolumeRecord::decode(&text).expect("record")
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_released_volume_is_had_at_once_and_stays_the_same() {
+    let memory = Bucket::in_memory();
+    let (_keep, on_disk) = directory().await;
+    for bucket in [memory, on_disk] {
+        let begun = Instant::now();
+        let first = open(&bucket, false).await.expect("first");
+        assert_eq!(first.access(), Access::ReadWrite);
+        let (volume, epoch) = (record(&first).volume, record(&first).epoch);
+        first.check().expect("held");
+        first.release().await.expect("release");
+        assert_eq!(stored(&bucket).await.lease, None);
+        let second = open(&bucket, false).await.expect("second");
+        assert_eq!(record(&second).volume, volume);
+        assert_eq!(record(&second).epoch, epoch + 1);
+        second.release().await.expect("release");
+        assert!(begun.elapsed() < LEASE, "nobody waited");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_second_writer_is_refused_and_told_who_holds_the_volume() {
+    let memory = Bucket::in_memory();
+    let (_keep, on_disk) = directory().await;
+    for bucket in [memory, on_disk] {
+        let first = open(&bucket, false).await.expect("first");
+        let error = open(&bucket, false).await.err().expect("refused");
+        assert_eq!(error.kind(), ErrorKind::Conflict);
+        let holder = &record(&first).lease.as_ref().expect("a lease").holder;
+        assert!(error.message().contains(holder), "{error}");
+        assert!(holder.contains(&format!("-{}-", std::process::id())), "{holder}");
+        assert!(error.hint().is_some());
+        first.check().expect("still held");
+        let reader = read_only(&bucket).await.expect("readers are welcome");
+        assert_eq!(reader.record().map(|record| record.volume), Some(record(&first).volume));
+        reader.check().expect("a reader needs no lease");
+        first.release().await.expect("release");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reader_writes_nothing() {
+    let bucket = Bucket::in_memory();
+    let reader = read_only(&bucket).await.expect("open");
+    assert_eq!((reader.record(), reader.access()), (None, Access::ReadOnly));
+    reader.release().await.expect("release");
+    assert_eq!(bucket.head(&ObjectKey::new(VolumeRecord::KEY)).await.expect("head"), None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dead_holder_is_waited_for_one_lease() {
+    let bucket = Bucket::in_memory();
+    let first = open(&bucket, false).await.expect("first");
+    tokio::time::sleep(LEASE * 10).await;
+    first.check().expect("it renews");
+    assert!(stored(&bucket).await.lease.expect("a lease").renewed >= 20);
+    // As a crash does: no release.
+    drop(first);
+    let begun = Instant::now();
+    let second = open(&bucket, false).await.expect("after the lease");
+    assert!(begun.elapsed() > LEASE && begun.elapsed() < LEASE * 2, "{:?}", begun.elapsed());
+    second.check().expect("held");
+}
+
+#[tokio::test(start_paused = true)]
+async fn taking_over_stops_the_one_before_for_good() {
+    let bucket = Bucket::in_memory();
+    let first = open(&bucket, false).await.expect("first");
+    let mut watch = first.watch();
+    let begun = Instant::now();
+    let second = open(&bucket, true).await.expect("taken over");
+    assert!(begun.elapsed() < LEASE / 10, "at once");
+    watch.wait_for(|state| *state == LeaseState::Lost).await.expect("it learns of it");
+    assert!(begun.elapsed() < LEASE, "by its next renewal");
+    let error = first.check().expect_err("lost");
+    assert_eq!(error.kind(), ErrorKind::Conflict);
+    assert!(error.hint().is_some());
+    tokio::time::sleep(LEASE * 3).await;
+    assert_eq!(first.check().expect_err("lost").kind(), ErrorKind::Conflict);
+    second.check().expect("held");
+    first.release().await.expect("there is nothing to release");
+    assert!(stored(&bucket).await.lease.is_some(), "the second one's lease stays");
+    second.release().await.expect("release");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_bucket_lapses_the_lease_and_an_answering_one_restores_it() {
+    let memory = Bucket::in_memory();
+    let (bucket, store) = Unruly::over(&memory, 0, 0);
+    let claim = open(&bucket, false).await.expect("open");
+    let mut watch = claim.watch();
+    store.failing.store(1, Ordering::SeqCst);
+    watch.wait_for(|state| *state == LeaseState::Lapsed).await.expect("lapsed");
+    assert_eq!(claim.check().expect_err("lapsed").kind(), ErrorKind::Unavailable);
+    store.failing.store(0, Ordering::SeqCst);
+    watch.wait_for(|state| *state == LeaseState::Held).await.expect("held again");
+    claim.check().expect("nobody took it meanwhile");
+    // Silent again, and this time another takes it.
+    store.failing.store(1, Ordering::SeqCst);
+    let other = open(&memory, false).await.expect("the counter stood still");
+    assert_eq!(claim.check().expect_err("lapsed").kind(), ErrorKind::Unavailable);
+    store.failing.store(0, Ordering::SeqCst);
+    watch.wait_for(|state| *state == LeaseState::Lost).await.expect("lost");
+    other.check().expect("held");
+}
+
+#[tokio::test(start_paused = true)]
+async fn lost_answers_do_not_lose_the_lease() {
+    for _ in 0..rounds(5) {
+        let (bucket, store) = Unruly::over(&Bucket::in_memory(), 3, 100);
+        let claim = loop {
+            // A put whose answer is lost may leave a lease behind that nobody renews.
+            match open(&bucket, false).await {
+                Ok(claim) => break claim,
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}"),
+            }
+        };
+        for _ in 0..100 {
+            tokio::time::sleep(LEASE / 3).await;
+            assert_ne!(*claim.watch().borrow(), LeaseState::Lost);
+        }
+        store.failing.store(0, Ordering::SeqCst);
+        tokio::time::sleep(LEASE).await;
+        claim.check().expect("held");
+        claim.release().await.expect("release");
+        assert_eq!(stored(&bucket).await.lease, None);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_two_that_race_one_holds_the_volume() {
+    for round in 0..rounds(100) {
+        let (bucket, _) = Unruly::over(&Bucket::in_memory(), 0, 50);
+        if round % 3 == 0 {
+            // A volume that a dead holder left.
+            drop(open(&bucket, false).await.expect("open"));
+        }
+        let (first, second) = tokio::join!(open(&bucket, false), open(&bucket, false));
+        let held: Vec<_> =
+            [&first, &second].into_iter().flatten().filter(|claim| claim.check().is_ok()).collect();
+        assert_eq!(held.len(), 1, "round {round}: {first:?} {second:?}");
+        let refused = first.as_ref().err().or(second.as_ref().err()).expect("one is refused");
+        assert_eq!(refused.kind(), ErrorKind::Conflict, "round {round}: {refused}");
+    }
+    for round in 0..rounds(100) {
+        let (_keep, bucket) = directory().await;
+        let (first, second) = tokio::join!(open(&bucket, false), open(&bucket, false));
+        assert_eq!([&first, &second].into_iter().flatten().count(), 1, "round {round}: {first:?} {second:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_damaged_record_is_corrupt_and_left_alone() {
+    let bucket = Bucket::in_memory();
+    let key = ObjectKey::new(VolumeRecord::KEY);
+    let garbage = Bytes::from_static(b"{\"format\": 1, \"volume\": ");
+    bucket.put(&key, garbage.clone(), Condition::Always).await.expect("put");
+    for take_over in [false, true] {
+        let error = open(&bucket, take_over).await.err().expect("refused");
+        assert_eq!((error.kind(), error.hint().is_some()), (ErrorKind::Corrupt, true));
+    }
+    assert_eq!(bucket.get_whole(&key).await.expect("get").0, garbage);
+}
