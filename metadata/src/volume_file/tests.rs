@@ -65,7 +65,7 @@ async fn a_second_writer_is_refused_and_told_who_holds_the_volume() {
     let (_keep, on_disk) = directory().await;
     for bucket in [memory, on_disk] {
         let first = open(&bucket, false).await.expect("first");
-        let error = open(&bucket, false).await.err().expect("refused");
+        let error = open(&bucket, false).await.expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Conflict);
         let holder = &record(&first).lease.as_ref().expect("a lease").holder;
         assert!(error.message().contains(holder), "{error}");
@@ -197,7 +197,7 @@ async fn a_damaged_record_is_corrupt_and_left_alone() {
     let garbage = Bytes::from_static(b"{\"format\": 1, \"volume\": ");
     bucket.put(&key, garbage.clone(), Condition::Always).await.expect("put");
     for take_over in [false, true] {
-        let error = open(&bucket, take_over).await.err().expect("refused");
+        let error = open(&bucket, take_over).await.expect_err("refused");
         assert_eq!((error.kind(), error.hint().is_some()), (ErrorKind::Corrupt, true));
     }
     assert_eq!(bucket.get_whole(&key).await.expect("get").0, garbage);
