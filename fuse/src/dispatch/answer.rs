@@ -1,0 +1,149 @@
+//! Where a request is worked on.
+//!
+//! A worker thread of the FUSE session takes each request as far as it goes without waiting, which for most of them
+//! is to the end, and so without any switch of threads. What has to wait moves, with its reply, to a task. Tasks are
+//! bounded: at the bound the worker waits, the kernel's queue grows, and callers slow down.
+//!
+//! A panic ends one request only: its reply is dropped, and a dropped reply answers EIO.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use forebay_core::InodeId;
+use forebay_io::task::TaskGroup;
+use tokio::runtime::Handle as Runtime;
+use tokio::sync::Semaphore;
+use tracing::{debug, error, warn};
+
+/// Requests in waiting. The kernel sends at most its background limit (128) plus one for each blocked thread.
+const WAITING_MAX: u32 = 1024;
+
+/// Works on requests.
+#[derive(Debug, Clone)]
+pub(crate) struct Answerer {
+    runtime: Runtime,
+    tasks: TaskGroup,
+    waiting: Arc<Semaphore>,
+}
+
+impl Answerer {
+    /// Waiting requests become tasks of `runtime`.
+    pub(crate) fn new(runtime: Runtime) -> Self {
+        Self {
+            runtime,
+            tasks: TaskGroup::new("fuse"),
+            waiting: Arc::new(Semaphore::new(WAITING_MAX as usize)),
+        }
+    }
+
+    /// Works on a request of kind `operation`; `work` ends with its reply.
+    pub(crate) fn run<F>(&self, operation: &'static str, ino: InodeId, work: F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        debug!(operation, %ino, "request");
+        let mut work: Pin<Box<F>> = Box::pin(work);
+        let _entered = self.runtime.enter();
+        let step =
+            catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(&mut Context::from_waker(Waker::noop()))));
+        match step {
+            Ok(Poll::Ready(())) => {}
+            Ok(Poll::Pending) => self.hand_over(operation, ino, work),
+            Err(_) => error!(operation, %ino, "a request panicked and answers EIO"),
+        }
+    }
+
+    /// Goes on with `work` as a task; polled again there, it leaves the task's waker instead of the first one.
+    fn hand_over<F>(&self, operation: &'static str, ino: InodeId, work: Pin<Box<F>>)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let permit = match self.waiting.clone().try_acquire_owned() {
+            Ok(permit) => permit,
+            Err(_) => {
+                debug!("every place for waiting requests is taken");
+                let acquire = self.waiting.clone().acquire_owned();
+                self.runtime.block_on(acquire).expect("the semaphore is never closed")
+            }
+        };
+        self.tasks.spawn(operation, async move {
+            let _permit = permit;
+            if futures::FutureExt::catch_unwind(AssertUnwindSafe(work)).await.is_err() {
+                error!(operation, %ino, "a request panicked and answers EIO");
+            }
+        });
+    }
+
+    /// Returns when no request waits any more, or after `deadline`.
+    pub(crate) async fn drain(&self, deadline: Duration) {
+        if tokio::time::timeout(deadline, self.waiting.acquire_many(WAITING_MAX)).await.is_err() {
+            warn!("requests still waited when the mount ended");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    const INO: InodeId = InodeId::ROOT;
+
+    fn runtime() -> tokio::runtime::Runtime {
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("runtime")
+    }
+
+    #[test]
+    fn work_that_need_not_wait_ends_on_the_calling_thread() {
+        let runtime = runtime();
+        let answerer = Answerer::new(runtime.handle().clone());
+        let (sender, receiver) = std::sync::mpsc::channel();
+        answerer.run("test", INO, async move {
+            sender.send(std::thread::current().id()).expect("send");
+        });
+        assert_eq!(receiver.try_recv(), Ok(std::thread::current().id()));
+    }
+
+    #[test]
+    fn work_that_waits_moves_to_a_task_and_drain_awaits_it() {
+        let runtime = runtime();
+        let answerer = Answerer::new(runtime.handle().clone());
+        let done = Arc::new(AtomicUsize::new(0));
+        let (go, gate) = tokio::sync::watch::channel(false);
+        for _ in 0..10 {
+            let (mut gate, done) = (gate.clone(), done.clone());
+            answerer.run("test", INO, async move {
+                gate.wait_for(|open| *open).await.expect("gate");
+                done.fetch_add(1, Ordering::SeqCst);
+            });
+        }
+        assert_eq!(done.load(Ordering::SeqCst), 0);
+        go.send(true).expect("gate");
+        runtime.block_on(answerer.drain(Duration::from_secs(60)));
+        assert_eq!(done.load(Ordering::SeqCst), 10);
+    }
+
+    /// A dropped value stands for the reply: it must be dropped, so that EIO goes out, and the next request served.
+    #[test]
+    fn a_panic_drops_the_reply_and_nothing_else() {
+        let runtime = runtime();
+        let answerer = Answerer::new(runtime.handle().clone());
+        let reply = Arc::new(());
+        for waits in [false, true] {
+            let held = reply.clone();
+            answerer.run("test", INO, async move {
+                let _held = held;
+                if waits {
+                    tokio::task::yield_now().await;
+                }
+                panic!("a request that panics");
+            });
+        }
+        runtime.block_on(answerer.drain(Duration::from_secs(60)));
+        assert_eq!(Arc::strong_count(&reply), 1);
+    }
+}

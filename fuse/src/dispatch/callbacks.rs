@@ -1,0 +1,497 @@
+//! The callbacks: each takes its arguments out of the library's types and names the operation and the reply.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use fuser::{
+    BsdFileFlags, Errno, FileHandle, Filesystem, FopenFlags, INodeNo, InitFlags, KernelConfig, LockOwner,
+    OpenFlags as Flags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus,
+    ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request,
+    TimeOrNow, WriteFlags,
+};
+use tokio::sync::watch;
+
+use super::{Answerer, convert, reply as replies};
+use crate::fs::{Caller, Change, FileSystem, OpenFlags};
+
+/// Largest READ and WRITE in bytes: what 256 pages, the kernel's default limit, hold.
+const REQUEST_BYTES_MAX: u32 = 1 << 20;
+/// Readahead and asynchronous requests that the kernel has in flight at a time. 128 of 1 MiB fill any link; the
+/// kernel's own default of 12 does not fill a store with 30 ms latency.
+const BACKGROUND_MAX: u16 = 128;
+
+/// The callbacks of one mount.
+#[derive(Debug)]
+pub(crate) struct Dispatch {
+    fs: Arc<FileSystem>,
+    answers: Answerer,
+    end: watch::Sender<bool>,
+}
+
+impl Dispatch {
+    /// `end` becomes true when the session has ended.
+    pub(crate) fn new(fs: Arc<FileSystem>, answers: Answerer, end: watch::Sender<bool>) -> Self {
+        Self { fs, answers, end }
+    }
+
+    fn ttl(&self) -> Duration {
+        self.fs.policy().ttl
+    }
+
+    /// Works on a request with the file system at hand.
+    fn run<F, W>(&self, operation: &'static str, ino: INodeNo, work: F)
+    where
+        F: FnOnce(Arc<FileSystem>) -> W,
+        W: Future<Output = ()> + Send + 'static,
+    {
+        self.answers.run(operation, convert::inode(ino), work(self.fs.clone()));
+    }
+
+    fn drop_references(&self, ino: INodeNo, count: u64) {
+        if let Some(rest) = self.fs.forget(convert::inode(ino), count) {
+            self.answers.run("forget", convert::inode(ino), rest);
+        }
+    }
+}
+
+/// The owner of what a request makes.
+fn caller(request: &Request) -> Caller {
+    Caller { uid: request.uid(), gid: request.gid() }
+}
+
+/// Whether the caller keeps set-id bits when it changes content. The library hides the kernel's own answer
+/// (FATTR_KILL_SUIDGID); root without CAP_FSETID is the only caller told apart wrongly, to its favour.
+fn privileged(request: &Request) -> bool {
+    request.uid() == 0
+}
+
+fn bytes(name: &OsStr) -> Vec<u8> {
+    name.as_bytes().to_vec()
+}
+
+/// What is asked of the kernel, where it has it.
+fn capabilities(dataset: bool) -> InitFlags {
+    let common = InitFlags::FUSE_ASYNC_DIO
+        | InitFlags::FUSE_PARALLEL_DIROPS
+        | InitFlags::FUSE_DO_READDIRPLUS
+        | InitFlags::FUSE_CACHE_SYMLINKS
+        | InitFlags::FUSE_AUTO_INVAL_DATA;
+    match dataset {
+        true => common | InitFlags::FUSE_NO_OPEN_SUPPORT | InitFlags::FUSE_NO_OPENDIR_SUPPORT,
+        // KILLPRIV_V2: without it every write is preceded by a question for `security.capability`.
+        false => {
+            common
+                | InitFlags::FUSE_READDIRPLUS_AUTO
+                | InitFlags::FUSE_ATOMIC_O_TRUNC
+                | InitFlags::FUSE_HANDLE_KILLPRIV_V2
+        }
+    }
+}
+
+impl Filesystem for Dispatch {
+    fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        let wanted = capabilities(self.fs.policy().dataset) & config.capabilities();
+        let accepted = config.add_capabilities(wanted).is_ok()
+            && config.set_max_write(REQUEST_BYTES_MAX).is_ok()
+            && config.set_max_background(BACKGROUND_MAX).is_ok();
+        if accepted { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EPROTO)) }
+    }
+
+    fn destroy(&mut self) {
+        self.end.send_replace(true);
+    }
+
+    fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let (ttl, name) = (self.ttl(), bytes(name));
+        self.run("lookup", parent, |fs| async move {
+            replies::found(reply, ttl, fs.lookup(convert::inode(parent), &name).await);
+        });
+    }
+
+    fn forget(&self, _: &Request, ino: INodeNo, count: u64) {
+        self.drop_references(ino, count);
+    }
+
+    fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
+        let ttl = self.ttl();
+        self.run("getattr", ino, |fs| async move {
+            replies::attributes(reply, ttl, fs.attributes(convert::inode(ino)).await);
+        });
+    }
+
+    fn setattr(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+        size: Option<u64>,
+        atime: Option<TimeOrNow>,
+        mtime: Option<TimeOrNow>,
+        _ctime: Option<SystemTime>,
+        _handle: Option<FileHandle>,
+        _crtime: Option<SystemTime>,
+        _chgtime: Option<SystemTime>,
+        _bkuptime: Option<SystemTime>,
+        _flags: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        let mode = mode.map(|mode| (mode & 0o7777) as u16);
+        let (atime, mtime) = (atime.map(convert::time_change), mtime.map(convert::time_change));
+        let change = Change { mode, uid, gid, size, atime, mtime };
+        let (ttl, privileged) = (self.ttl(), privileged(request));
+        self.run("setattr", ino, |fs| async move {
+            let result = fs.set_attributes(convert::inode(ino), change, privileged).await;
+            replies::attributes(reply, ttl, result);
+        });
+    }
+
+    fn readlink(&self, _: &Request, ino: INodeNo, reply: ReplyData) {
+        self.run("readlink", ino, |fs| async move {
+            replies::data(reply, fs.read_link(convert::inode(ino)).await);
+        });
+    }
+
+    fn mknod(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        rdev: u32,
+        reply: ReplyEntry,
+    ) {
+        let Some(kind) = convert::kind_of_mode(mode) else { return reply.error(Errno::EINVAL) };
+        let (ttl, name, caller, mode) = (self.ttl(), bytes(name), caller(request), (mode & !umask) as u16);
+        self.run("mknod", parent, |fs| async move {
+            let made = fs.make_node(caller, convert::inode(parent), &name, kind, mode, rdev).await;
+            replies::entry(reply, ttl, made);
+        });
+    }
+
+    fn mkdir(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        reply: ReplyEntry,
+    ) {
+        let (ttl, name, caller, mode) = (self.ttl(), bytes(name), caller(request), (mode & !umask) as u16);
+        self.run("mkdir", parent, |fs| async move {
+            replies::entry(reply, ttl, fs.make_directory(caller, convert::inode(parent), &name, mode).await);
+        });
+    }
+
+    fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
+        let (ttl, name, caller) = (self.ttl(), bytes(name), caller(request));
+        let target = Bytes::copy_from_slice(target.as_os_str().as_bytes());
+        self.run("symlink", parent, |fs| async move {
+            replies::entry(reply, ttl, fs.make_symlink(caller, convert::inode(parent), &name, target).await);
+        });
+    }
+
+    fn link(&self, _: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let (ttl, name) = (self.ttl(), bytes(name));
+        self.run("link", ino, |fs| async move {
+            replies::entry(reply, ttl, fs.link(convert::inode(ino), convert::inode(parent), &name).await);
+        });
+    }
+
+    fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let name = bytes(name);
+        self.run("unlink", parent, |fs| async move {
+            replies::empty(reply, fs.unlink(convert::inode(parent), &name).await);
+        });
+    }
+
+    fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let name = bytes(name);
+        self.run("rmdir", parent, |fs| async move {
+            replies::empty(reply, fs.remove_directory(convert::inode(parent), &name).await);
+        });
+    }
+
+    fn rename(
+        &self,
+        _: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        new_parent: INodeNo,
+        new_name: &OsStr,
+        flags: RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        let (from, to) = (bytes(name), bytes(new_name));
+        self.run("rename", parent, |fs| async move {
+            let (from, to) =
+                ((convert::inode(parent), from.as_slice()), (convert::inode(new_parent), to.as_slice()));
+            replies::empty(reply, fs.rename(from, to, flags.bits()).await);
+        });
+    }
+
+    fn open(&self, request: &Request, ino: INodeNo, flags: Flags, reply: ReplyOpen) {
+        let privileged = privileged(request);
+        self.run("open", ino, |fs| async move {
+            replies::opened(reply, fs.open(convert::inode(ino), OpenFlags(flags.0), privileged).await);
+        });
+    }
+
+    fn create(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        flags: i32,
+        reply: ReplyCreate,
+    ) {
+        let (ttl, name, caller, mode) = (self.ttl(), bytes(name), caller(request), (mode & !umask) as u16);
+        self.run("create", parent, |fs| async move {
+            let made = fs.create(caller, convert::inode(parent), &name, mode, OpenFlags(flags)).await;
+            replies::created(reply, ttl, made);
+        });
+    }
+
+    fn read(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: Flags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        self.run("read", ino, |fs| async move {
+            replies::data(reply, fs.read(convert::inode(ino), convert::handle(handle), offset, size).await);
+        });
+    }
+
+    fn write(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        data: &[u8],
+        write_flags: WriteFlags,
+        _flags: Flags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        let data = Bytes::copy_from_slice(data);
+        let clears_setid = write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
+        let (file, handle) = (convert::inode(ino), convert::handle(handle));
+        self.run("write", ino, |fs| async move {
+            replies::written(reply, fs.write(file, handle, offset, data, clears_setid).await);
+        });
+    }
+
+    fn flush(&self, _: &Request, ino: INodeNo, handle: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+        self.run("flush", ino, |fs| async move {
+            replies::empty(reply, fs.flush(convert::handle(handle)).await);
+        });
+    }
+
+    fn release(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        _flags: Flags,
+        _lock_owner: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        self.run("release", ino, |fs| async move {
+            replies::empty(reply, fs.release(convert::handle(handle)).await);
+        });
+    }
+
+    fn fsync(&self, _: &Request, ino: INodeNo, handle: FileHandle, _datasync: bool, reply: ReplyEmpty) {
+        self.run("fsync", ino, |fs| async move {
+            replies::empty(reply, fs.sync_file(convert::handle(handle)).await);
+        });
+    }
+
+    fn opendir(&self, _: &Request, _: INodeNo, _: Flags, reply: ReplyOpen) {
+        match self.fs.open_directory() {
+            Ok(handle) => reply.opened(FileHandle(handle.0), FopenFlags::empty()),
+            Err(errno) => reply.error(convert::errno(errno)),
+        }
+    }
+
+    fn readdir(&self, _: &Request, ino: INodeNo, handle: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+        let (directory, handle) = (convert::inode(ino), convert::handle(handle));
+        self.run("readdir", ino, |fs| async move {
+            let take = |number, entry: &crate::fs::Listed| {
+                let kind = convert::kind(entry.kind());
+                !reply.add(INodeNo(entry.ino().0), number, kind, OsStr::from_bytes(entry.name()))
+            };
+            match fs.read_directory(directory, handle, offset, false, take).await {
+                Ok(()) => reply.ok(),
+                Err(errno) => reply.error(convert::errno(errno)),
+            }
+        });
+    }
+
+    fn readdirplus(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectoryPlus,
+    ) {
+        let (ttl, directory, handle) = (self.ttl(), convert::inode(ino), convert::handle(handle));
+        self.run("readdirplus", ino, |fs| async move {
+            let take = |number, entry: &crate::fs::Listed| {
+                let (found, name) = (convert::listed(entry), OsStr::from_bytes(entry.name()));
+                !reply.add(found.ino, number, name, &ttl, &found, replies::GENERATION)
+            };
+            match fs.read_directory(directory, handle, offset, true, take).await {
+                Ok(()) => reply.ok(),
+                Err(errno) => reply.error(convert::errno(errno)),
+            }
+        });
+    }
+
+    fn releasedir(&self, _: &Request, _: INodeNo, handle: FileHandle, _: Flags, reply: ReplyEmpty) {
+        replies::empty(reply, self.fs.release_directory(convert::handle(handle)));
+    }
+
+    fn fsyncdir(&self, _: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        self.run("fsyncdir", ino, |fs| async move {
+            replies::empty(reply, fs.sync_directory().await);
+        });
+    }
+
+    fn statfs(&self, _: &Request, ino: INodeNo, reply: ReplyStatfs) {
+        self.run("statfs", ino, |fs| async move {
+            replies::space(reply, fs.space().await);
+        });
+    }
+
+    fn setxattr(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        name: &OsStr,
+        value: &[u8],
+        flags: i32,
+        _position: u32,
+        reply: ReplyEmpty,
+    ) {
+        let (name, value) = (bytes(name), Bytes::copy_from_slice(value));
+        self.run("setxattr", ino, |fs| async move {
+            replies::empty(reply, fs.set_xattr(convert::inode(ino), &name, value, flags).await);
+        });
+    }
+
+    fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        let name = bytes(name);
+        self.run("getxattr", ino, |fs| async move {
+            replies::xattr(reply, fs.xattr(convert::inode(ino), &name, size).await);
+        });
+    }
+
+    fn listxattr(&self, _: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        self.run("listxattr", ino, |fs| async move {
+            replies::xattr(reply, fs.xattrs(convert::inode(ino), size).await);
+        });
+    }
+
+    fn removexattr(&self, _: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let name = bytes(name);
+        self.run("removexattr", ino, |fs| async move {
+            replies::empty(reply, fs.remove_xattr(convert::inode(ino), &name).await);
+        });
+    }
+
+    fn fallocate(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        length: u64,
+        mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        let (file, handle) = (convert::inode(ino), convert::handle(handle));
+        self.run("fallocate", ino, |fs| async move {
+            replies::empty(reply, fs.allocate(file, handle, mode, offset, length).await);
+        });
+    }
+
+    fn lseek(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        offset: i64,
+        whence: i32,
+        reply: ReplyLseek,
+    ) {
+        let (file, handle) = (convert::inode(ino), convert::handle(handle));
+        self.run("lseek", ino, |fs| async move {
+            replies::offset(reply, fs.seek(file, handle, offset, whence).await);
+        });
+    }
+
+    /// ENOSYS, so that the kernel copies through its page cache from then on.
+    fn copy_file_range(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: u64,
+        _: INodeNo,
+        _: FileHandle,
+        _: u64,
+        _: u64,
+        _: fuser::CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn ioctl(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: fuser::IoctlFlags,
+        _: u32,
+        _: &[u8],
+        _: u32,
+        reply: ReplyIoctl,
+    ) {
+        reply.error(Errno::ENOTTY);
+    }
+
+    /// ENOSYS: files are always ready, which the kernel then answers on its own.
+    fn poll(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: fuser::PollNotifier,
+        _: fuser::PollEvents,
+        _: fuser::PollFlags,
+        reply: fuser::ReplyPoll,
+    ) {
+        reply.error(Errno::ENOSYS);
+    }
+}

@@ -1,0 +1,67 @@
+//! Reading, writing, seeking and allocating.
+
+use bytes::Bytes;
+use forebay_core::InodeId;
+use forebay_volume::Seek;
+
+use super::FileSystem;
+use crate::errno::{Errno, FsResult};
+use crate::handle::Handle;
+
+impl FileSystem {
+    /// Up to `length` bytes at `offset`; fewer only at the end of the file.
+    pub async fn read(&self, ino: InodeId, handle: Handle, offset: u64, length: u32) -> FsResult<Bytes> {
+        let file = match self.file_now(ino, handle) {
+            Some(file) => file,
+            None => self.file(ino, handle).await?,
+        };
+        match file.read_now(offset, length) {
+            Some(bytes) => Ok(bytes),
+            None => Ok(file.read(offset, length).await?),
+        }
+    }
+
+    /// Writes `data`. `clears_setid` asks that set-id bits go, as the kernel does for callers without CAP_FSETID.
+    pub async fn write(
+        &self,
+        ino: InodeId,
+        handle: Handle,
+        offset: u64,
+        data: Bytes,
+        clears_setid: bool,
+    ) -> FsResult<u32> {
+        let file = self.file(ino, handle).await?;
+        if clears_setid {
+            self.clear_setid(ino).await?;
+        }
+        Ok(file.write(offset, data).await?)
+    }
+
+    /// Allocates or frees a range; `mode` has fallocate(2)'s flags.
+    pub async fn allocate(
+        &self,
+        ino: InodeId,
+        handle: Handle,
+        mode: i32,
+        offset: u64,
+        length: u64,
+    ) -> FsResult<()> {
+        Ok(self.file(ino, handle).await?.allocate(mode, offset, length).await?)
+    }
+
+    /// The next data or hole at or after `offset`; `whence` is SEEK_DATA or SEEK_HOLE. ENXIO past the end, and where
+    /// no data follows.
+    pub async fn seek(&self, ino: InodeId, handle: Handle, offset: i64, whence: i32) -> FsResult<u64> {
+        let whence = match whence {
+            libc::SEEK_DATA => Seek::Data,
+            libc::SEEK_HOLE => Seek::Hole,
+            _ => return Err(Errno(libc::EINVAL)),
+        };
+        let offset = u64::try_from(offset).map_err(|_| Errno(libc::ENXIO))?;
+        let file = self.file(ino, handle).await?;
+        if offset >= self.attributes(ino).await?.size {
+            return Err(Errno(libc::ENXIO));
+        }
+        file.seek(offset, whence).await?.ok_or(Errno(libc::ENXIO))
+    }
+}

@@ -1,0 +1,151 @@
+//! Lookup, forget, attributes and the size of the whole.
+
+use forebay_core::{Attributes, ErrorKind, FileKind, InodeId, Timestamp};
+use forebay_metadata::tree::{Lookup, SetAttributes};
+
+use super::FileSystem;
+use crate::errno::FsResult;
+
+/// Bytes that statfs shows as free on a writable mount: 1 PiB. A bucket has no end; programs want a number that they
+/// can add to without overflow.
+const FREE_BYTES: u64 = 1 << 50;
+/// Inodes that statfs shows as free on a writable mount.
+const FREE_INODES: u64 = 1 << 40;
+
+/// A new time for an inode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TimeChange {
+    /// UTIME_NOW.
+    Now,
+    /// This time.
+    At(Timestamp),
+}
+
+/// What setattr changes; `None` leaves a field alone.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Change {
+    /// Permission, set-id and sticky bits.
+    pub mode: Option<u16>,
+    /// Owner.
+    pub uid: Option<u32>,
+    /// Group.
+    pub gid: Option<u32>,
+    /// New size of a file.
+    pub size: Option<u64>,
+    /// Last access.
+    pub atime: Option<TimeChange>,
+    /// Last change of content.
+    pub mtime: Option<TimeChange>,
+}
+
+/// What statfs shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Space {
+    /// Bytes of all files.
+    pub used_bytes: u64,
+    /// Bytes that may still be written.
+    pub free_bytes: u64,
+    /// Inodes known.
+    pub used_inodes: u64,
+    /// Inodes that may still be made.
+    pub free_inodes: u64,
+}
+
+impl FileSystem {
+    /// Finds `name`; a miss is `None`. A hit is one more reference that the kernel holds.
+    pub async fn lookup(&self, parent: InodeId, name: &[u8]) -> FsResult<Option<Attributes>> {
+        let found = match self.volume.lookup_now(parent, name) {
+            Some(found) => found?,
+            None => self.volume.lookup(parent, name).await?,
+        };
+        Ok(match found {
+            Lookup::Found(attributes) => Some(self.enter(attributes)),
+            Lookup::Miss => None,
+        })
+    }
+
+    /// The kernel drops `count` references to `ino`; returns what is left to do when it was the last.
+    pub fn forget(&self, ino: InodeId, count: u64) -> Option<impl Future<Output = ()> + Send + 'static> {
+        if !self.inodes.forget(ino, count) {
+            return None;
+        }
+        self.shared_directories.remove(ino);
+        let file = self.shared_files.remove(ino)?;
+        Some(super::open::release_shared(vec![file]))
+    }
+
+    /// Attributes of an inode.
+    pub async fn attributes(&self, ino: InodeId) -> FsResult<Attributes> {
+        match self.volume.attributes_now(ino) {
+            Some(attributes) => Ok(attributes?),
+            None => Ok(self.volume.attributes(ino).await?),
+        }
+    }
+
+    /// Changes attributes. `privileged` tells whether the caller keeps set-id bits when it changes the size.
+    pub async fn set_attributes(
+        &self,
+        ino: InodeId,
+        change: Change,
+        privileged: bool,
+    ) -> FsResult<Attributes> {
+        let mut changes = SetAttributes {
+            mode: change.mode,
+            uid: change.uid,
+            gid: change.gid,
+            atime: change.atime.map(|time| self.resolve(time)),
+            mtime: change.mtime.map(|time| self.resolve(time)),
+        };
+        if change.size.is_some() && changes.mode.is_none() && !privileged {
+            changes.mode = self.mode_without_setid(ino).await?;
+        }
+        if changes == SetAttributes::default() && change.size.is_none() {
+            return self.attributes(ino).await;
+        }
+        Ok(self.volume.set_attributes(ino, changes, change.size).await?)
+    }
+
+    fn resolve(&self, time: TimeChange) -> Timestamp {
+        match time {
+            TimeChange::At(time) => time,
+            TimeChange::Now => self.clock.wall(),
+        }
+    }
+
+    /// Clears the set-id bits of a file, as a write by someone without CAP_FSETID must.
+    pub(super) async fn clear_setid(&self, ino: InodeId) -> FsResult<()> {
+        if let Some(mode) = self.mode_without_setid(ino).await? {
+            let changes = SetAttributes { mode: Some(mode), ..SetAttributes::default() };
+            self.volume.set_attributes(ino, changes, None).await?;
+        }
+        Ok(())
+    }
+
+    /// The mode that is left when set-id bits are cleared, if that changes it.
+    async fn mode_without_setid(&self, ino: InodeId) -> FsResult<Option<u16>> {
+        let attributes = self.attributes(ino).await?;
+        let mut mode = attributes.mode & !0o4000;
+        // Set-gid without group execution is the mark of mandatory locking and stays.
+        if mode & 0o2010 == 0o2010 {
+            mode &= !0o2000;
+        }
+        Ok((attributes.kind == FileKind::File && mode != attributes.mode).then_some(mode))
+    }
+
+    /// Counts for statfs.
+    pub async fn space(&self) -> FsResult<Space> {
+        let statistics = match self.volume.tree().statistics().await {
+            Ok(statistics) => statistics,
+            // `df` of an unreachable volume shows zeros rather than failing for every other file system too.
+            Err(failure) if failure.kind() == ErrorKind::Unavailable => Default::default(),
+            Err(failure) => return Err(failure.into()),
+        };
+        let writable = !self.volume.read_only();
+        Ok(Space {
+            used_bytes: statistics.bytes,
+            free_bytes: if writable { FREE_BYTES } else { 0 },
+            used_inodes: statistics.inodes,
+            free_inodes: if writable { FREE_INODES } else { 0 },
+        })
+    }
+}

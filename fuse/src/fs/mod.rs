@@ -1,0 +1,21 @@
+//! What the file system does, in terms of a [`forebay_volume::Volume`]: one file per group of operations.
+//!
+//! Knows no type of the FUSE library and no kernel: every operation takes plain values and answers with plain values
+//! or an [`crate::Errno`], so that all of it runs in tests without a mount. Permission checks are left to the kernel
+//! (`default_permissions`). Access times are never updated by reading (noatime); utimes sets them.
+
+mod state;
+mod listing;
+mod inodes;
+mod names;
+mod open;
+mod data;
+mod directory;
+mod xattr;
+
+pub use directory::Listed;
+pub use inodes::{Change, Space, TimeChange};
+pub use names::Caller;
+pub use open::{OpenFlags, Opened};
+pub use state::{FileSystem, Policy};
+pub use xattr::XattrReply;

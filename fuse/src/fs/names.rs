@@ -1,0 +1,110 @@
+//! Operations on names: mkdir, mknod, symlink, link, unlink, rmdir, rename, readlink.
+
+use bytes::Bytes;
+use forebay_core::{Attributes, FileKind, InodeId};
+use forebay_metadata::tree::{Existing, NewInode, RenameMode};
+
+use super::FileSystem;
+use crate::errno::{Errno, FsResult};
+
+/// Who asks: the owner of what is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Caller {
+    /// User.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+}
+
+impl Caller {
+    /// An inode of this caller's.
+    pub(super) fn new_inode(self, kind: FileKind, mode: u16) -> NewInode {
+        NewInode { kind, mode: mode & 0o7777, uid: self.uid, gid: self.gid, rdev: 0, target: Bytes::new() }
+    }
+}
+
+impl FileSystem {
+    /// Makes a directory. `mode` has the umask applied.
+    pub async fn make_directory(
+        &self,
+        caller: Caller,
+        parent: InodeId,
+        name: &[u8],
+        mode: u16,
+    ) -> FsResult<Attributes> {
+        self.make(parent, name, caller.new_inode(FileKind::Directory, mode)).await
+    }
+
+    /// Makes a file, pipe, socket or device node. `mode` has the umask applied.
+    pub async fn make_node(
+        &self,
+        caller: Caller,
+        parent: InodeId,
+        name: &[u8],
+        kind: FileKind,
+        mode: u16,
+        rdev: u32,
+    ) -> FsResult<Attributes> {
+        if matches!(kind, FileKind::Directory | FileKind::Symlink) {
+            return Err(Errno(libc::EINVAL));
+        }
+        let is_device = matches!(kind, FileKind::CharDevice | FileKind::BlockDevice);
+        let rdev = if is_device { rdev } else { 0 };
+        self.make(parent, name, NewInode { rdev, ..caller.new_inode(kind, mode) }).await
+    }
+
+    /// Makes a symlink to `target`.
+    pub async fn make_symlink(
+        &self,
+        caller: Caller,
+        parent: InodeId,
+        name: &[u8],
+        target: Bytes,
+    ) -> FsResult<Attributes> {
+        if target.is_empty() {
+            return Err(Errno(libc::ENOENT));
+        }
+        if target.len() >= libc::PATH_MAX as usize {
+            return Err(Errno(libc::ENAMETOOLONG));
+        }
+        self.make(parent, name, NewInode { target, ..caller.new_inode(FileKind::Symlink, 0o777) }).await
+    }
+
+    async fn make(&self, parent: InodeId, name: &[u8], new: NewInode) -> FsResult<Attributes> {
+        let (attributes, _) = self.volume.tree().create(parent, name, new, Existing::Refuse).await?;
+        Ok(self.enter(attributes))
+    }
+
+    /// Gives a file a further name.
+    pub async fn link(&self, ino: InodeId, parent: InodeId, name: &[u8]) -> FsResult<Attributes> {
+        self.volume.tree().link(ino, parent, name).await?;
+        // What the tree returns lacks writes not committed yet: the kernel would cut the file to the older size.
+        Ok(self.enter(self.attributes(ino).await?))
+    }
+
+    /// Removes a name of something that is not a directory.
+    pub async fn unlink(&self, parent: InodeId, name: &[u8]) -> FsResult<()> {
+        Ok(self.volume.unlink(parent, name).await?)
+    }
+
+    /// Removes an empty directory.
+    pub async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> FsResult<()> {
+        Ok(self.volume.tree().remove_directory(parent, name).await?)
+    }
+
+    /// Moves or exchanges names; `flags` are renameat2's. RENAME_WHITEOUT is for overlay's own upper layers: EINVAL.
+    pub async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), flags: u32) -> FsResult<()> {
+        let mode = match flags {
+            0 => RenameMode::Replace,
+            libc::RENAME_NOREPLACE => RenameMode::NoReplace,
+            libc::RENAME_EXCHANGE => RenameMode::Exchange,
+            _ => return Err(Errno(libc::EINVAL)),
+        };
+        Ok(self.volume.rename(from, to, mode).await?)
+    }
+
+    /// Target of a symlink.
+    pub async fn read_link(&self, ino: InodeId) -> FsResult<Bytes> {
+        Ok(self.volume.tree().read_link(ino).await?)
+    }
+}

@@ -1,0 +1,140 @@
+//! Opening, creating, flushing, syncing and releasing files.
+
+use std::sync::Arc;
+
+use forebay_core::{Attributes, FileKind, InodeId};
+use forebay_metadata::tree::{Existing, SetAttributes};
+use forebay_volume::{Access, File};
+
+use super::{Caller, FileSystem};
+use crate::errno::{Errno, FsResult};
+use crate::handle::Handle;
+
+/// The flags of open(2), as the kernel passes them on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OpenFlags(pub i32);
+
+impl OpenFlags {
+    fn access(self) -> FsResult<Access> {
+        let (read, write) = match self.0 & libc::O_ACCMODE {
+            libc::O_RDONLY => (true, false),
+            libc::O_WRONLY => (false, true),
+            libc::O_RDWR => (true, true),
+            _ => return Err(Errno(libc::EINVAL)),
+        };
+        let truncate = self.has(libc::O_TRUNC);
+        Ok(Access { read, write, append: write && self.has(libc::O_APPEND), truncate })
+    }
+
+    fn has(self, flag: i32) -> bool {
+        self.0 & flag != 0
+    }
+}
+
+/// A file as opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Opened {
+    /// Its handle.
+    pub handle: Handle,
+    /// Whether the pages that the kernel holds are of the content opened.
+    pub keep_cache: bool,
+    /// Whether close(2) has anything to flush through this handle.
+    pub flushes: bool,
+}
+
+impl FileSystem {
+    /// Opens a file. ENOSYS on a dataset mount, which tells the kernel to do without OPEN from then on.
+    pub async fn open(&self, ino: InodeId, flags: OpenFlags, privileged: bool) -> FsResult<Opened> {
+        if self.policy.dataset {
+            return Err(Errno(libc::ENOSYS));
+        }
+        let access = flags.access()?;
+        let file = self.volume.open(ino, access).await?;
+        // O_RDONLY|O_TRUNC truncates on Linux; that the caller may write has been checked by the kernel.
+        let truncated = match access.truncate && !access.write {
+            true => self.volume.set_attributes(ino, SetAttributes::default(), Some(0)).await.map(drop),
+            false => Ok(()),
+        };
+        if let Err(failure) = truncated {
+            file.release().await?;
+            return Err(failure.into());
+        }
+        if access.truncate && !privileged {
+            self.clear_setid(ino).await?;
+        }
+        self.register(file, access.write).await
+    }
+
+    /// Opens `parent/name`, making it if need be. `mode` has the umask applied.
+    pub async fn create(
+        &self,
+        caller: Caller,
+        parent: InodeId,
+        name: &[u8],
+        mode: u16,
+        flags: OpenFlags,
+    ) -> FsResult<(Attributes, Opened)> {
+        let access = flags.access()?;
+        let existing = if flags.has(libc::O_EXCL) { Existing::Refuse } else { Existing::Accept };
+        let new = caller.new_inode(FileKind::File, mode);
+        let (attributes, file) = self.volume.create(parent, name, new, existing, access).await?;
+        let attributes = self.enter(attributes);
+        match self.register(file, access.write).await {
+            Ok(opened) => Ok((attributes, opened)),
+            Err(errno) => {
+                self.inodes.forget(attributes.ino, 1);
+                Err(errno)
+            }
+        }
+    }
+
+    async fn register(&self, file: Arc<File>, write: bool) -> FsResult<Opened> {
+        let keep_cache = self.inodes.keeps_cache(file.ino(), file.generation());
+        match self.files.insert(file) {
+            Ok(handle) => Ok(Opened { handle, keep_cache, flushes: write }),
+            Err(file) => {
+                file.release().await?;
+                Err(Errno(libc::ENFILE))
+            }
+        }
+    }
+
+    /// Opens a file for a mount without handles and keeps it until the kernel forgets the inode.
+    pub(super) async fn share_file(&self, ino: InodeId) -> FsResult<Arc<File>> {
+        let access = Access { read: true, write: false, append: false, truncate: false };
+        let file = self.volume.open(ino, access).await?;
+        let (file, dropped) = self.shared_files.insert(ino, file);
+        release_shared(dropped).await;
+        Ok(file)
+    }
+
+    /// close(2) of one descriptor: what was written through this inode is committed, and failures surface here.
+    pub async fn flush(&self, handle: Handle) -> FsResult<()> {
+        if self.policy.dataset {
+            return Err(Errno(libc::ENOSYS));
+        }
+        Ok(self.files.get(handle)?.flush().await?)
+    }
+
+    /// fsync(2) and fdatasync(2): durable in the bucket on return.
+    pub async fn sync_file(&self, handle: Handle) -> FsResult<()> {
+        if self.volume.read_only() {
+            return Ok(());
+        }
+        Ok(self.files.get(handle)?.fsync().await?)
+    }
+
+    /// The last descriptor and mapping of an open file are gone.
+    pub async fn release(&self, handle: Handle) -> FsResult<()> {
+        Ok(self.files.remove(handle)?.release().await?)
+    }
+}
+
+/// Releases read-only files that nobody waits for.
+pub(super) async fn release_shared(files: Vec<Arc<File>>) {
+    for file in files {
+        if let Err(failure) = file.release().await {
+            tracing::debug!(ino = %file.ino(), %failure, "release of a file that was only read");
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Extended attributes.
+//!
+//! `user.`, `trusted.` and `security.` names are kept as they come. `system.` names (POSIX ACLs) are refused:
+//! they would be stored and then not enforced.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use forebay_core::{Error, ErrorKind, InodeId};
+use forebay_metadata::tree::XattrMode;
+
+use super::FileSystem;
+use crate::errno::{Errno, FsResult};
+
+/// Longest name in bytes: XATTR_NAME_MAX.
+const NAME_MAX: usize = 255;
+/// Longest value in bytes: XATTR_SIZE_MAX.
+const VALUE_MAX: usize = 65_536;
+
+/// Answer to a request that may only ask for the size.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum XattrReply {
+    /// Bytes that the answer would have.
+    Size(u32),
+    /// The answer.
+    Value(Bytes),
+}
+
+impl XattrReply {
+    /// getxattr(2): room 0 asks for the size, and too little room is ERANGE.
+    fn fit(value: Bytes, room: u32) -> FsResult<Self> {
+        match (value.len(), room as usize) {
+            (length, 0) => Ok(Self::Size(length as u32)),
+            (length, room) if length > room => Err(Errno(libc::ERANGE)),
+            _ => Ok(Self::Value(value)),
+        }
+    }
+}
+
+impl FileSystem {
+    /// The value of an attribute, if it fits `room` bytes.
+    pub async fn xattr(&self, ino: InodeId, name: &[u8], room: u32) -> FsResult<XattrReply> {
+        check_name(name)?;
+        XattrReply::fit(self.volume.tree().xattr(ino, name).await?, room)
+    }
+
+    /// All names, each followed by a NUL, if they fit `room` bytes.
+    pub async fn xattrs(&self, ino: InodeId, room: u32) -> FsResult<XattrReply> {
+        let mut list = BytesMut::new();
+        for name in self.volume.tree().xattrs(ino).await? {
+            list.put(name);
+            list.put_u8(0);
+        }
+        // listxattr(2): a list that no buffer can take is E2BIG.
+        if list.len() > VALUE_MAX {
+            return Err(Errno(libc::E2BIG));
+        }
+        XattrReply::fit(list.freeze(), room)
+    }
+
+    /// Sets an attribute; `flags` are setxattr(2)'s.
+    pub async fn set_xattr(&self, ino: InodeId, name: &[u8], value: Bytes, flags: i32) -> FsResult<()> {
+        check_name(name)?;
+        if value.len() > VALUE_MAX {
+            return Err(Errno(libc::E2BIG));
+        }
+        let mode = match flags {
+            0 => XattrMode::Set,
+            libc::XATTR_CREATE => XattrMode::Create,
+            libc::XATTR_REPLACE => XattrMode::Replace,
+            _ => return Err(Errno(libc::EINVAL)),
+        };
+        self.volume.tree().set_xattr(ino, name, value, mode).await.map_err(xattr_errno)
+    }
+
+    /// Removes an attribute.
+    pub async fn remove_xattr(&self, ino: InodeId, name: &[u8]) -> FsResult<()> {
+        check_name(name)?;
+        Ok(self.volume.tree().remove_xattr(ino, name).await?)
+    }
+}
+
+fn check_name(name: &[u8]) -> FsResult<()> {
+    match name {
+        name if name.is_empty() || name.len() > NAME_MAX => Err(Errno(libc::ERANGE)),
+        name if name.starts_with(b"system.") => Err(Errno(libc::EOPNOTSUPP)),
+        _ => Ok(()),
+    }
+}
+
+/// Errno of a refused value: for an attribute "too large" is E2BIG, not EFBIG.
+fn xattr_errno(failure: Error) -> Errno {
+    match failure.kind() {
+        ErrorKind::TooLarge => Errno(libc::E2BIG),
+        _ => failure.into(),
+    }
+}

@@ -1,0 +1,108 @@
+//! The inodes that the kernel holds, and what is remembered of each until it forgets them.
+//!
+//! One small record per inode in the kernel's cache: its size is bounded by the kernel's, whose own record of an
+//! inode is some twenty times larger. Knows nothing of names or content.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use forebay_core::InodeId;
+use parking_lot::Mutex;
+
+/// Independent maps, so that worker threads rarely meet: more than any machine runs workers.
+const SHARDS: usize = 16;
+
+#[derive(Debug, Default)]
+struct Record {
+    /// Names and handles that the kernel was given and has not forgotten.
+    lookups: u64,
+    /// Content generation that the kernel's cached pages belong to.
+    cached: Option<u64>,
+}
+
+/// Lookup counts of all inodes that the kernel holds.
+#[derive(Debug, Default)]
+pub(crate) struct InodeTable {
+    shards: [Mutex<HashMap<InodeId, Record>>; SHARDS],
+}
+
+impl InodeTable {
+    /// Counts one more reference handed to the kernel.
+    pub(crate) fn looked_up(&self, ino: InodeId) {
+        if ino != InodeId::ROOT {
+            self.shard(ino).lock().entry(ino).or_default().lookups += 1;
+        }
+    }
+
+    /// Takes `count` references back; true when the kernel holds none any more.
+    pub(crate) fn forget(&self, ino: InodeId, count: u64) -> bool {
+        match self.shard(ino).lock().entry(ino) {
+            Entry::Occupied(mut record) if record.get().lookups > count => {
+                record.get_mut().lookups -= count;
+                false
+            }
+            Entry::Occupied(record) => {
+                record.remove();
+                true
+            }
+            Entry::Vacant(_) => false,
+        }
+    }
+
+    /// Notes that pages of `generation` enter the kernel's cache; true when those that lie there are of it too.
+    pub(crate) fn keeps_cache(&self, ino: InodeId, generation: u64) -> bool {
+        match self.shard(ino).lock().get_mut(&ino) {
+            Some(record) => record.cached.replace(generation) == Some(generation),
+            None => false,
+        }
+    }
+
+    /// References to `ino` that the kernel holds.
+    pub(crate) fn lookups(&self, ino: InodeId) -> u64 {
+        self.shard(ino).lock().get(&ino).map_or(0, |record| record.lookups)
+    }
+
+    fn shard(&self, ino: InodeId) -> &Mutex<HashMap<InodeId, Record>> {
+        &self.shards[ino.0 as usize % SHARDS]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_inode_is_gone_when_every_lookup_was_forgotten() {
+        let table = InodeTable::default();
+        let ino = InodeId(7);
+        for _ in 0..3 {
+            table.looked_up(ino);
+        }
+        assert!(!table.forget(ino, 2));
+        assert_eq!(table.lookups(ino), 1);
+        assert!(table.forget(ino, 1));
+        assert_eq!(table.lookups(ino), 0);
+        assert!(!table.forget(ino, 1), "a second forget finds nothing");
+    }
+
+    #[test]
+    fn the_root_is_never_counted() {
+        let table = InodeTable::default();
+        table.looked_up(InodeId::ROOT);
+        assert!(!table.forget(InodeId::ROOT, 1));
+    }
+
+    #[test]
+    fn pages_are_kept_only_under_the_generation_they_came_with() {
+        let table = InodeTable::default();
+        let ino = InodeId(9);
+        assert!(!table.keeps_cache(ino, 1), "the kernel does not hold it");
+        table.looked_up(ino);
+        assert!(!table.keeps_cache(ino, 1), "never opened before");
+        assert!(table.keeps_cache(ino, 1));
+        assert!(!table.keeps_cache(ino, 2), "the content changed");
+        table.forget(ino, 1);
+        table.looked_up(ino);
+        assert!(!table.keeps_cache(ino, 2), "forgotten, so the pages are gone");
+    }
+}

@@ -1,0 +1,172 @@
+//! Where a volume is mounted: a directory, or a FUSE device that someone else has mounted and handed over.
+//!
+//! Owns the checks that turn a mount that cannot work into one clear error before anything is touched, and the
+//! reading of the mount table. Reads no file below the mount point, since that would be a request to ourselves.
+
+use std::fs;
+use std::io::ErrorKind as Io;
+use std::os::fd::RawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use forebay_core::{Error, ErrorKind, Result};
+
+const DEVICE: &str = "/dev/fuse";
+const MOUNT_TABLE: &str = "/proc/self/mountinfo";
+
+/// Where to mount.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MountPoint {
+    /// On a directory, given by its absolute path without symlinks.
+    Directory(PathBuf),
+    /// Through an open FUSE device, which has been mounted already.
+    Device(RawFd),
+}
+
+impl MountPoint {
+    /// Reads a mount point as given on a command line, `/dev/fd/N` being a device.
+    ///
+    /// # Errors
+    /// Each with a hint: missing, not a directory, busy, left behind by a file system that died.
+    pub fn parse(path: &Path) -> Result<Self> {
+        if let Some(number) = path.to_str().and_then(|path| path.strip_prefix("/dev/fd/")) {
+            let device =
+                number.parse().map_err(|_| Error::invalid(format!("`{number}` is no descriptor")))?;
+            return Ok(Self::Device(device));
+        }
+        let shown = path.display();
+        let directory = fs::canonicalize(path).map_err(|error| refused(path, &error))?;
+        let metadata = fs::metadata(&directory).map_err(|error| refused(path, &error))?;
+        if !metadata.is_dir() {
+            return Err(Error::new(
+                ErrorKind::NotDirectory,
+                format!("mount point {shown} is not a directory"),
+            )
+            .with_hint("give an empty directory"));
+        }
+        if device_number(&directory)?.is_some() {
+            return Err(Error::new(
+                ErrorKind::Exists,
+                format!("mount point {shown} is busy: mounted already"),
+            )
+            .with_hint(format!("run `umount {shown}` first, or choose another directory")));
+        }
+        Ok(Self::Directory(directory))
+    }
+
+    /// Checks that this machine can serve FUSE there at all.
+    pub fn check_device(&self) -> Result<()> {
+        if matches!(self, Self::Device(_)) {
+            return Ok(());
+        }
+        fs::OpenOptions::new().read(true).write(true).open(DEVICE).map(drop).map_err(|error| {
+            let hint = match error.kind() {
+                Io::PermissionDenied => "run as root, or add yourself to the group that may use /dev/fuse",
+                _ => {
+                    "load the module with `modprobe fuse`; in a container, start it with \
+                     `--device /dev/fuse --cap-add SYS_ADMIN`, or give an open device as `/dev/fd/N`"
+                }
+            };
+            Error::new(ErrorKind::Unsupported, format!("cannot open {DEVICE}: {error}")).with_hint(hint)
+        })
+    }
+}
+
+fn refused(path: &Path, error: &std::io::Error) -> Error {
+    let shown = path.display();
+    let failure = Error::from(std::io::Error::from(error.kind()));
+    let (message, hint) = match error.raw_os_error() {
+        Some(libc::ENOENT) => {
+            (format!("mount point {shown} does not exist"), format!("create it with `mkdir -p {shown}`"))
+        }
+        Some(libc::ENOTCONN) => (
+            format!("mount point {shown} is busy: a file system mounted there has died"),
+            format!("detach it with `umount -l {shown}`, then mount again"),
+        ),
+        _ => {
+            (format!("cannot use mount point {shown}: {error}"), "check the path and its permissions".into())
+        }
+    };
+    Error::new(failure.kind(), message).with_hint(hint)
+}
+
+/// The device number, as `major:minor`, of the topmost file system mounted exactly at `directory`.
+pub(crate) fn device_number(directory: &Path) -> Result<Option<String>> {
+    let table = fs::read(MOUNT_TABLE).map_err(|error| Error::from(error).context(MOUNT_TABLE))?;
+    Ok(find_in_table(&table, directory))
+}
+
+/// proc_pid_mountinfo(5): `id parent major:minor root mount-point options ...`; later lines lie on top.
+fn find_in_table(table: &[u8], directory: &Path) -> Option<String> {
+    let mut found = None;
+    for line in table.split(|byte| *byte == b'\n') {
+        let mut fields = line.split(|byte| *byte == b' ').skip(2);
+        let (Some(device), Some(path)) = (fields.next(), fields.nth(1)) else { continue };
+        if unescape(path) == directory.as_os_str().as_bytes() {
+            found = Some(String::from_utf8_lossy(device).into_owned());
+        }
+    }
+    found
+}
+
+/// Space, tab, newline and backslash are written as three octal digits.
+fn unescape(field: &[u8]) -> Vec<u8> {
+    let mut plain = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((first, after)) = rest.split_first() {
+        let octal =
+            after.get(..3).filter(|_| *first == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
+        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => {
+                plain.push(byte);
+                rest = &after[3..];
+            }
+            None => {
+                plain.push(*first);
+                rest = after;
+            }
+        }
+    }
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(path: &Path, kind: ErrorKind, message: &str, hint: &str) {
+        let failure = MountPoint::parse(path).expect_err("must be refused");
+        assert_eq!(failure.kind(), kind, "{failure}");
+        assert!(failure.message().contains(message), "{failure}");
+        assert!(failure.hint().expect("a hint").contains(hint), "{:?}", failure.hint());
+    }
+
+    #[test]
+    fn what_cannot_be_mounted_on_is_refused_with_a_hint() {
+        let scratch = tempfile::tempdir().expect("scratch");
+        let file = scratch.path().join("file");
+        fs::write(&file, b"x").expect("file");
+        check(&scratch.path().join("none"), ErrorKind::NotFound, "does not exist", "mkdir -p");
+        check(&file, ErrorKind::NotDirectory, "not a directory", "empty directory");
+        check(Path::new("/proc"), ErrorKind::Exists, "busy", "umount /proc");
+        assert!(MountPoint::parse(Path::new("/dev/fd/x")).is_err());
+    }
+
+    #[test]
+    fn directories_and_devices_are_told_apart() {
+        let scratch = tempfile::tempdir().expect("scratch");
+        let real = fs::canonicalize(scratch.path()).expect("real path");
+        assert_eq!(MountPoint::parse(scratch.path()).expect("directory"), MountPoint::Directory(real));
+        assert_eq!(MountPoint::parse(Path::new("/dev/fd/7")).expect("device"), MountPoint::Device(7));
+    }
+
+    #[test]
+    fn the_mount_table_is_read_with_its_escapes_and_its_order() {
+        let table =
+            b"22 1 0:20 / /a\\040b rw - fuse x rw\n23 22 0:21 / /a\\040b rw - fuse y rw\n24 1 8:1 / /c rw\n";
+        assert_eq!(find_in_table(table, Path::new("/a b")), Some("0:21".into()));
+        assert_eq!(find_in_table(table, Path::new("/c")), Some("8:1".into()));
+        assert_eq!(find_in_table(table, Path::new("/a")), None);
+        assert_eq!(unescape(b"/x\\134y\\12"), b"/x\\y\\12");
+    }
+}

@@ -1,0 +1,88 @@
+//! The session with the kernel: a mount made by the FUSE library, or a device that someone else has mounted.
+//!
+//! Unmounting is ours: the library (fuser 0.18) takes a file system that was unmounted from outside for mounted and
+//! unmounts the path once more at its end, and with it whatever has been mounted there since.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::path::Path;
+use std::process::Command;
+
+use forebay_core::{Error, ErrorKind, Result};
+use fuser::{BackgroundSession, Config, Session, SessionACL};
+use rustix::mount::UnmountFlags;
+
+use crate::dispatch::Dispatch;
+use crate::mountpoint::MountPoint;
+
+/// A running session. Dropping it leaves the mount as it is.
+pub(crate) type Running = ManuallyDrop<BackgroundSession>;
+
+/// Starts serving `dispatch` at `target`. Returns when the kernel has agreed on the protocol.
+pub(crate) fn start(dispatch: Dispatch, target: &MountPoint, config: Config) -> Result<Running> {
+    let session = match target {
+        MountPoint::Directory(directory) => {
+            Session::new(dispatch, directory, &config).map_err(|error| mount_failed(directory, error))?
+        }
+        MountPoint::Device(number) => {
+            let device = adopt(*number)?;
+            Session::from_fd(dispatch, device, SessionACL::All, config).map_err(|error| {
+                Error::invalid(format!("descriptor {number} is not a FUSE device to serve: {error}"))
+                    .with_hint("pass a descriptor of /dev/fuse that has been mounted and not served yet")
+            })?
+        }
+    };
+    let running = session.spawn().map_err(|error| Error::from(error).context("cannot start the session"))?;
+    Ok(ManuallyDrop::new(running))
+}
+
+/// Takes over a descriptor that this process was started with.
+fn adopt(number: RawFd) -> Result<OwnedFd> {
+    // The three standard streams belong to the process, whatever lies behind them.
+    let open = number > 2 && Path::new(&format!("/proc/self/fd/{number}")).exists();
+    if !open {
+        return Err(Error::invalid(format!("descriptor {number} is not open"))
+            .with_hint("the mount point `/dev/fd/N` names a descriptor that the caller leaves open"));
+    }
+    // SAFETY: the descriptor is open (checked above) and was given to this process by its caller for this use alone;
+    // nothing in this process opened it, so nobody else owns it. The command line is read once.
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+fn mount_failed(directory: &Path, error: io::Error) -> Error {
+    let denied = error.kind() == io::ErrorKind::PermissionDenied
+        || error.to_string().contains("Operation not permitted")
+        || error.to_string().contains("EPERM");
+    let hint = match denied {
+        true => {
+            "mounting needs root, or `fusermount3` installed set-uid; `allow_other` also needs \
+                 `user_allow_other` in /etc/fuse.conf"
+        }
+        false => "see the cause above; `dmesg` may say more",
+    };
+    let kind = if denied { ErrorKind::Denied } else { ErrorKind::Unavailable };
+    Error::new(kind, format!("cannot mount on {}: {error}", directory.display())).with_hint(hint)
+}
+
+/// Unmounts `directory`; `lazily` detaches it at once and lets those who still use it finish.
+pub(crate) fn unmount(directory: &Path, lazily: bool) -> Result<()> {
+    let flags = if lazily { UnmountFlags::DETACH } else { UnmountFlags::empty() };
+    match rustix::mount::unmount(directory, flags) {
+        Ok(()) => Ok(()),
+        Err(rustix::io::Errno::PERM) => unmount_by_helper(directory, lazily),
+        Err(error) => Err(io::Error::from(error).into()),
+    }
+}
+
+/// What users without privileges mounted is unmounted by the helper that mounted it.
+fn unmount_by_helper(directory: &Path, lazily: bool) -> Result<()> {
+    let flags = if lazily { "-uz" } else { "-u" };
+    let output = Command::new("fusermount3").arg(flags).arg("--").arg(directory).output()?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Err(Error::new(ErrorKind::Unavailable, format!("cannot unmount {}: {said}", directory.display())))
+}
