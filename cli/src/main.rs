@@ -1,3 +1,46 @@
-//! The `forebay` binary.
+//! The `forebay` binary: reads the command line, runs one command, tells how it went.
+//!
+//! stdout carries data, stderr everything else. Exit code 0 is success, 1 a failure with an `error:` line and, where
+//! there is one, a `hint:` line, 2 a command line that makes no sense.
 
-fn main() {}
+mod report;
+mod places;
+mod settings;
+mod log;
+mod arguments;
+mod commands;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::arguments::{Arguments, Command};
+
+fn main() -> ExitCode {
+    let words: Vec<OsString> = std::env::args_os().collect();
+    // mount(8) runs `mount.forebay SOURCE DIRECTORY -o OPTIONS` for `forebay` lines of fstab.
+    let words = match commands::mount::is_helper(&words) {
+        true => commands::mount::helper_arguments(&words),
+        false => words,
+    };
+    let arguments = match Arguments::try_parse_from(words) {
+        Ok(arguments) => arguments,
+        Err(failure) => return report::usage(&failure),
+    };
+    let json = arguments.global.json;
+    match run(arguments) {
+        Ok(code) => code,
+        Err(failure) => {
+            report::failure(&failure, json);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: Arguments) -> forebay_core::Result<ExitCode> {
+    let Arguments { global, command } = arguments;
+    match command {
+        Command::Mount(mount) => commands::mount::run(&global, &mount),
+    }
+}

@@ -1,0 +1,94 @@
+//! `forebay mount SOURCE DIRECTORY`.
+//!
+//! By default the command starts a process that serves the mount, waits until it serves or has failed, and ends; with
+//! `--foreground` it serves by itself. Plain `umount` ends either.
+
+mod options;
+mod background;
+mod serve;
+mod helper;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use forebay_core::Result;
+
+use crate::arguments::Global;
+use crate::settings::Settings;
+
+pub(crate) use helper::{helper_arguments, is_helper};
+use options::Plan;
+
+/// The arguments of `forebay mount`.
+#[derive(Debug, Args)]
+pub(crate) struct MountArguments {
+    /// The bucket: s3://bucket/prefix, gs://, az:// or file:///directory.
+    pub(crate) source: String,
+    /// The directory to mount on, or /dev/fd/N for a FUSE device that is mounted already.
+    pub(crate) directory: PathBuf,
+    /// Options as mount(8) takes them, separated by commas: every long option below with `_` for `-`, and ro, rw,
+    /// dev, suid, noexec, fsname=NAME, plain_type, threads=N.
+    #[arg(short = 'o', value_name = "OPTIONS")]
+    pub(crate) options: Vec<String>,
+    /// Serve in this process and log to stderr.
+    #[arg(short, long)]
+    pub(crate) foreground: bool,
+    /// Refuse changes and write nothing to the bucket.
+    #[arg(long)]
+    pub(crate) read_only: bool,
+    /// Read-only, and the content is taken as fixed: the kernel keeps names, attributes and pages.
+    #[arg(long)]
+    pub(crate) dataset: bool,
+    /// Let other users look in.
+    #[arg(long)]
+    pub(crate) allow_other: bool,
+    /// Directory on a fast local disk for cached data.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub(crate) cache_dir: Option<String>,
+    /// How much the cache directory may hold, such as 500GiB.
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) cache_size: Option<String>,
+    /// The ceiling for all memory that holds file data, such as 512MiB.
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) memory: Option<String>,
+    /// Directory for logs, control sockets and local trees.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub(crate) state_dir: Option<String>,
+    /// Take the bucket over from a mount that holds it; that one can write nothing any more.
+    #[arg(long)]
+    pub(crate) take_over: bool,
+    /// Owner of files found in the bucket.
+    #[arg(long, value_name = "UID")]
+    pub(crate) uid: Option<String>,
+    /// Group of files found in the bucket.
+    #[arg(long, value_name = "GID")]
+    pub(crate) gid: Option<String>,
+    /// Permissions of files found in the bucket, octal.
+    #[arg(long, value_name = "MODE")]
+    pub(crate) file_mode: Option<String>,
+    /// Permissions of directories found in the bucket, octal.
+    #[arg(long, value_name = "MODE")]
+    pub(crate) dir_mode: Option<String>,
+    /// How long the kernel may use names and attributes, in seconds.
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) ttl: Option<String>,
+    /// Serve for a command that waits for the outcome on stdout.
+    #[arg(long, hide = true)]
+    pub(crate) in_background: bool,
+}
+
+/// Mounts.
+pub(crate) fn run(global: &Global, arguments: &MountArguments) -> Result<ExitCode> {
+    if arguments.in_background {
+        return background::serve(global, arguments);
+    }
+    let settings = Settings::load(global)?;
+    let plan = Plan::new(arguments, &settings)?;
+    plan.target.check_device()?;
+    if arguments.foreground {
+        crate::log::start(plan.log.as_deref().or(global.log.as_deref()), global.json)?;
+        return serve::serve(plan, |_| Ok(()));
+    }
+    background::start(&plan, global.json)
+}

@@ -1,0 +1,199 @@
+//! From the configuration file, `-o` and long options, in this order, to one plan of a mount.
+//!
+//! Each long option is the same as an `-o` option with `_` for `-`, so that fstab can say all that a command line can.
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use forebay_core::units::parse_bytes;
+use forebay_core::{Error, Result};
+use forebay_fuse::{MountOptions, MountPoint};
+use forebay_volume::VolumeSettings;
+
+use super::MountArguments;
+use crate::places;
+use crate::settings::Settings;
+
+/// Options that mean something to mount(8), systemd or other file systems, and nothing here.
+const IGNORED: &[&str] = &[
+    "rw",
+    "defaults",
+    "auto",
+    "noauto",
+    "user",
+    "nouser",
+    "users",
+    "owner",
+    "group",
+    "_netdev",
+    "nofail",
+    "atime",
+    "noatime",
+    "diratime",
+    "nodiratime",
+    "relatime",
+    "norelatime",
+    "strictatime",
+    "nostrictatime",
+    "lazytime",
+    "nolazytime",
+    "async",
+    "nonempty",
+    "default_permissions",
+    "exec",
+    "nodev",
+    "nosuid",
+];
+/// The longest that names and attributes may be kept: a year. The kernel's own counter would take more.
+const TTL_MAX_SECONDS: f64 = 365.0 * 86_400.0;
+
+/// A mount as it is to be made.
+#[derive(Debug, Clone)]
+pub(super) struct Plan {
+    /// The bucket's URL.
+    pub(super) source: String,
+    /// Where to mount.
+    pub(super) target: MountPoint,
+    /// What the kernel is told.
+    pub(super) mount: MountOptions,
+    /// What the volume is told.
+    pub(super) volume: VolumeSettings,
+    /// What to log.
+    pub(super) log: Option<String>,
+    /// Check everything and mount nothing.
+    pub(super) fake: bool,
+}
+
+impl Plan {
+    /// Puts together what was said.
+    ///
+    /// # Errors
+    /// Each with a hint: an unknown option, a value that does not parse, a mount point that cannot be used.
+    pub(super) fn new(arguments: &MountArguments, settings: &Settings) -> Result<Self> {
+        let mut volume = settings.volume.clone();
+        if volume.state_directory.as_os_str().is_empty() {
+            volume.state_directory = places::state();
+        }
+        let defaults = &settings.mount;
+        let mut mount = MountOptions {
+            source: arguments.source.clone(),
+            allow_other: defaults.allow_other,
+            threads: defaults.threads,
+            ..MountOptions::default()
+        };
+        mount.ttl = defaults.ttl_seconds.map(ttl).transpose()?;
+        let target = MountPoint::parse(&arguments.directory)?;
+        let source = arguments.source.clone();
+        let mut plan = Self { source, target, mount, volume, log: settings.log.clone(), fake: false };
+        for list in &arguments.options {
+            for option in list.split(',').filter(|option| !option.is_empty()) {
+                plan.apply_option(option)?;
+            }
+        }
+        for (name, value) in long_options(arguments) {
+            plan.apply(name, value)?;
+        }
+        plan.mount.read_only = plan.volume.read_only;
+        plan.mount.dataset = plan.volume.dataset;
+        Ok(plan)
+    }
+
+    fn apply_option(&mut self, option: &str) -> Result<()> {
+        match option.split_once('=') {
+            Some((name, value)) => self.apply(name, Some(value)),
+            None => self.apply(option, None),
+        }
+    }
+
+    /// One option by its `-o` name.
+    fn apply(&mut self, name: &str, value: Option<&str>) -> Result<()> {
+        let given = || value.ok_or_else(|| needs_value(name));
+        match name {
+            "ro" | "read_only" => self.volume.read_only = true,
+            "dataset" => self.volume.dataset = true,
+            "take_over" => self.volume.take_over = true,
+            "allow_other" => self.mount.allow_other = true,
+            "plain_type" => self.mount.plain_type = true,
+            "dev" => self.mount.devices = true,
+            "suid" => self.mount.set_id = true,
+            "noexec" => self.mount.executables = false,
+            "fake" => self.fake = true,
+            "fsname" => self.mount.source = given()?.to_owned(),
+            "threads" => self.mount.threads = Some(number(name, given()?)?),
+            "ttl" => self.mount.ttl = Some(ttl(number(name, given()?)?)?),
+            "log" => self.log = Some(given()?.to_owned()),
+            "state_dir" => self.volume.state_directory = absolute(given()?)?,
+            "cache_dir" => self.volume.cache.directory = Some(absolute(given()?)?),
+            "cache_size" => self.volume.cache.disk_bytes = parse_bytes(given()?)?,
+            "memory" => self.volume.memory_bytes = parse_bytes(given()?)?,
+            "uid" => self.volume.import.uid = number(name, given()?)?,
+            "gid" => self.volume.import.gid = number(name, given()?)?,
+            "file_mode" => self.volume.import.file_mode = mode(name, given()?)?,
+            "dir_mode" => self.volume.import.directory_mode = mode(name, given()?)?,
+            ignored if IGNORED.contains(&ignored) || ignored.starts_with("x-") || ignored == "comment" => {}
+            unknown => {
+                return Err(Error::invalid(format!("unknown mount option `{unknown}`"))
+                    .with_hint("`forebay mount --help` lists the options"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The long options that were given, under their `-o` names.
+fn long_options(arguments: &MountArguments) -> impl Iterator<Item = (&'static str, Option<&str>)> {
+    let switches = [
+        ("read_only", arguments.read_only),
+        ("dataset", arguments.dataset),
+        ("allow_other", arguments.allow_other),
+        ("take_over", arguments.take_over),
+    ];
+    let values = [
+        ("cache_dir", &arguments.cache_dir),
+        ("cache_size", &arguments.cache_size),
+        ("memory", &arguments.memory),
+        ("state_dir", &arguments.state_dir),
+        ("uid", &arguments.uid),
+        ("gid", &arguments.gid),
+        ("file_mode", &arguments.file_mode),
+        ("dir_mode", &arguments.dir_mode),
+        ("ttl", &arguments.ttl),
+    ];
+    let switches = switches.into_iter().filter(|(_, given)| *given).map(|(name, _)| (name, None));
+    switches.chain(values.into_iter().filter_map(|(name, value)| Some((name, Some(value.as_deref()?)))))
+}
+
+fn needs_value(name: &str) -> Error {
+    Error::invalid(format!("mount option `{name}` needs a value")).with_hint(format!("write {name}=VALUE"))
+}
+
+fn number<T: FromStr>(name: &str, value: &str) -> Result<T> {
+    value.parse().map_err(|_| {
+        Error::invalid(format!("mount option `{name}`: `{value}` is not a number of its kind"))
+            .with_hint(format!("write {name}=NUMBER"))
+    })
+}
+
+fn mode(name: &str, value: &str) -> Result<u16> {
+    u16::from_str_radix(value, 8).ok().filter(|mode| *mode <= 0o7777).ok_or_else(|| {
+        Error::invalid(format!("mount option `{name}`: `{value}` is no octal mode"))
+            .with_hint(format!("write for example {name}=0644"))
+    })
+}
+
+fn ttl(seconds: f64) -> Result<Duration> {
+    if !(0.0..=TTL_MAX_SECONDS).contains(&seconds) {
+        return Err(Error::invalid(format!("ttl of {seconds} seconds"))
+            .with_hint(format!("give 0 to {TTL_MAX_SECONDS} seconds")));
+    }
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+/// Paths must still mean the same when the serving process has left this directory.
+fn absolute(path: &str) -> Result<PathBuf> {
+    std::path::absolute(Path::new(path)).map_err(|error| Error::from(error).context(format!("path `{path}`")))
+}
+
+#[cfg(test)]
+mod tests;

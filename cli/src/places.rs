@@ -1,0 +1,80 @@
+//! Where Forebay keeps things on this machine, and every environment variable that says so.
+//!
+//! | variable | use |
+//! |---|---|
+//! | `XDG_CONFIG_HOME` | `forebay/forebay.toml` there is read before `/etc/forebay/forebay.toml` |
+//! | `XDG_STATE_HOME` | state: logs, control sockets, local trees; else `/var/lib/forebay` for root, `~/.local/state` |
+//! | `XDG_CACHE_HOME` | cached data; else `/var/cache/forebay` for root, `~/.cache/forebay` for others |
+//! | `HOME` | as above |
+//!
+//! Credentials and endpoints come from the stores' own variables, read by `io::object`.
+
+use std::env;
+use std::path::{Path, PathBuf};
+
+const SYSTEM_CONFIG: &str = "/etc/forebay/forebay.toml";
+
+/// The configuration file to read when none is named: the user's own, else the machine's.
+pub(crate) fn config() -> PathBuf {
+    let own = variable("XDG_CONFIG_HOME").map(|home| home.join("forebay/forebay.toml"));
+    own.filter(|path| path.exists()).unwrap_or_else(|| SYSTEM_CONFIG.into())
+}
+
+/// The directory for state.
+pub(crate) fn state() -> PathBuf {
+    place("XDG_STATE_HOME", "/var/lib/forebay", ".local/state/forebay")
+}
+
+/// The directory for cached data.
+pub(crate) fn cache() -> PathBuf {
+    place("XDG_CACHE_HOME", "/var/cache/forebay", ".cache/forebay")
+}
+
+/// The log of a mount that runs in the background.
+pub(crate) fn mount_log(state: &Path, mount_point: &Path) -> PathBuf {
+    let mut name: String = mount_point
+        .to_string_lossy()
+        .trim_matches('/')
+        .chars()
+        .map(|c| if c.is_alphanumeric() || matches!(c, '.' | '_') { c } else { '-' })
+        .collect();
+    // File names end at 255 bytes; the end of a path tells more than its start.
+    while name.len() > 200 {
+        name.remove(0);
+    }
+    state.join("log").join(format!("mount-{name}.log"))
+}
+
+/// The control socket of the mount that process `pid` serves.
+pub(crate) fn mount_socket(state: &Path, pid: u32) -> PathBuf {
+    state.join("mounts").join(format!("{pid}.sock"))
+}
+
+fn place(name: &str, system: &str, own: &str) -> PathBuf {
+    if let Some(home) = variable(name) {
+        return home.join("forebay");
+    }
+    match variable("HOME").filter(|_| !rustix::process::geteuid().is_root()) {
+        Some(home) => home.join(own),
+        None => system.into(),
+    }
+}
+
+/// An absolute path in an environment variable; others are ignored, as the XDG specification says.
+fn variable(name: &str) -> Option<PathBuf> {
+    env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mount_has_a_log_of_its_own() {
+        let state = Path::new("/s");
+        assert_eq!(mount_log(state, Path::new("/mnt/my data")), Path::new("/s/log/mount-mnt-my-data.log"));
+        let long = mount_log(state, Path::new(&format!("/{}/end", "x".repeat(500))));
+        let name = long.file_name().expect("a name").to_string_lossy().into_owned();
+        assert!(name.len() < 255 && name.ends_with("-end.log"), "{name}");
+    }
+}
