@@ -5,3 +5,12 @@
 pub mod dtype;
 pub mod shard;
 pub mod manifest;
+pub mod catalog;
+pub mod arena;
+pub mod agent;
+pub mod session;
+pub mod restore;
+pub mod verify;
+
+pub use catalog::{StepInfo, list_steps};
+pub use verify::{Finding, show, verify};

@@ -1,0 +1,118 @@
+//! From a slot to a committed step: check, name, upload, commit.
+
+use bytes::Bytes;
+use forebay_core::checksum::{Crc32c, combine};
+use forebay_core::{Error, Result};
+use forebay_io::object::{Bucket, Condition, Upload};
+
+use super::Seal;
+use crate::catalog::{Run, commit};
+use crate::manifest::{Checksum, Identity, Manifest, Shard};
+
+/// Shards up to this many bytes are one PUT.
+const SINGLE_PUT: u64 = 8 << 20;
+/// Bytes of a part, at least: several requests in flight fill a link at this size.
+const MIN_PART: u64 = 16 << 20;
+/// Parts of one upload at most; S3 allows 10,000.
+const MAX_PARTS: u64 = 9_000;
+/// Bytes hashed and checksummed together, so that both find them in the cache.
+const PIECE: usize = 256 << 10;
+
+/// Brings the shard in `slot` to the bucket and commits the step.
+///
+/// # Errors
+/// `Corrupt` when the slot no longer holds what was sealed: then nothing was uploaded.
+pub(super) async fn flush(bucket: &Bucket, run: &Run, seal: &Seal, slot: &Bytes) -> Result<()> {
+    let shard = slot.slice(..seal.size as usize);
+    let (checked, copy) = (shard.clone(), seal.clone());
+    let inspected = tokio::task::spawn_blocking(move || inspect(&copy, &checked)).await;
+    let (identity, crc32c) = inspected.map_err(|error| Error::bug(format!("hash a shard: {error}")))??;
+    let manifest = manifest_of(run, seal, identity, crc32c);
+    manifest.check()?;
+    upload(bucket, &manifest.shards[0], shard).await?;
+    commit(bucket, run, &manifest).await.map(drop)
+}
+
+/// Re-reads the slot: every slice must have the checksum it was sealed with. Gives identity and CRC of the whole.
+fn inspect(seal: &Seal, shard: &[u8]) -> Result<(Identity, u32)> {
+    let mut slices: Vec<_> =
+        seal.tensors.iter().flat_map(|tensor| tensor.slices.iter().map(move |slice| (tensor, slice))).collect();
+    slices.sort_by_key(|(_, slice)| (slice.start, slice.end));
+    let mut hasher = blake3::Hasher::new();
+    let header = &shard[..seal.header as usize];
+    hasher.update(header);
+    let mut whole = forebay_core::crc32c(header);
+    let mut at = seal.header;
+    for (tensor, slice) in slices {
+        if slice.start != at || slice.end > seal.size {
+            return Err(Error::bug(format!("tensor `{}` does not follow the one before it", tensor.name)));
+        }
+        let mut crc = Crc32c::default();
+        for piece in shard[slice.start as usize..slice.end as usize].chunks(PIECE) {
+            crc.update(piece);
+            hasher.update(piece);
+        }
+        if crc.value() != slice.crc32c.0 {
+            let name = &tensor.name;
+            let fact = format!("step {}: tensor `{name}` changed in memory after it was sealed", seal.step);
+            return Err(Error::corrupt(fact).with_hint("nothing was uploaded; check the host's memory"));
+        }
+        whole = combine(whole, crc.value(), slice.len());
+        at = slice.end;
+    }
+    Ok((Identity(*hasher.finalize().as_bytes()), whole))
+}
+
+fn manifest_of(run: &Run, seal: &Seal, blake3: Identity, crc32c: u32) -> Manifest {
+    let key = Shard::key_of(&blake3).as_str().to_owned();
+    let (size, header, step) = (seal.size, seal.header, seal.step);
+    let shard = Shard { key, size, header, blake3, crc32c: Checksum(crc32c), rank: 0, step };
+    let unique = format!("{}/{}/{step}", run.start.nonce, seal.save);
+    let commit = blake3::hash(unique.as_bytes()).to_hex()[..32].to_owned();
+    Manifest {
+        commit,
+        run: run.run.clone(),
+        incarnation: run.incarnation,
+        step,
+        created_ms: seal.created_ms,
+        world_size: 1,
+        parents: Vec::new(),
+        shards: vec![shard],
+        tensors: seal.tensors.clone(),
+        extras: seal.extras.clone(),
+    }
+}
+
+/// Writes the shard under its identity. The bytes of that key are always the same, so that writing twice is no harm.
+async fn upload(bucket: &Bucket, shard: &Shard, data: Bytes) -> Result<()> {
+    let key = Shard::key_of(&shard.blake3);
+    if shard.size <= SINGLE_PUT {
+        return bucket.put(&key, data, Condition::Always).await.map(drop);
+    }
+    let part = shard.size.div_ceil(MAX_PARTS).max(MIN_PART) as usize;
+    let mut upload = bucket.upload(&key).await?;
+    match send_parts(&mut upload, &data, part).await {
+        Ok(()) => {}
+        Err(error) => {
+            // The error that matters is the first; parts left behind are the store's to expire.
+            upload.abort().await.ok();
+            return Err(error);
+        }
+    }
+    let stored = upload.complete().await?;
+    if stored.size != shard.size {
+        let (got, expected) = (stored.size, shard.size);
+        return Err(Error::corrupt(format!("the store holds {got} bytes of shard `{key}`, not {expected}")));
+    }
+    Ok(())
+}
+
+async fn send_parts(upload: &mut Upload, data: &Bytes, part: usize) -> Result<()> {
+    let mut at = 0;
+    while at < data.len() {
+        let end = data.len().min(at + part);
+        upload.part(data.slice(at..end)).await?;
+        at = end;
+    }
+    Ok(())
+}

@@ -1,0 +1,8 @@
+//! The process beside the trainer that brings sealed snapshots into the bucket, whatever becomes of the trainer.
+
+mod protocol;
+mod flush;
+mod serve;
+
+pub use protocol::{Hello, Reply, Request, Seal};
+pub use serve::serve;

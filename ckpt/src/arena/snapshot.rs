@@ -1,0 +1,110 @@
+//! One step in a slot, being filled: exactly the shard file that will be uploaded.
+
+use forebay_core::{Error, Result};
+
+use super::{Job, Slot, copy};
+use crate::manifest::{Checksum, Slice, SliceKind, Tensor};
+use crate::shard::{ShardLayout, TensorSpec};
+
+/// A slot with a shard's header and place for its tensors.
+#[derive(Debug)]
+pub struct Snapshot {
+    slot: Slot,
+    tensors: Vec<TensorSpec>,
+    layout: ShardLayout,
+    checksums: Vec<Option<u32>>,
+}
+
+impl Snapshot {
+    /// Writes the header into `slot`, which must be large enough.
+    pub(crate) fn new(mut slot: Slot, tensors: Vec<TensorSpec>, layout: ShardLayout) -> Self {
+        slot.bytes_mut()[..layout.header.len()].copy_from_slice(&layout.header);
+        let checksums = vec![None; tensors.len()];
+        Self { slot, tensors, layout, checksums }
+    }
+
+    /// Bytes in the shard.
+    pub fn size(&self) -> u64 {
+        self.layout.size
+    }
+
+    /// The place of tensor `index`, for a caller that fills it itself and then calls [`Snapshot::checksum`].
+    pub fn tensor_mut(&mut self, index: usize) -> &mut [u8] {
+        let range = &self.layout.ranges[index];
+        self.checksums[index] = None;
+        &mut self.slot.bytes_mut()[range.start as usize..range.end as usize]
+    }
+
+    /// Copies tensors, given by index and ascending, each from bytes of its own length, on `threads` threads.
+    ///
+    /// # Errors
+    /// `Invalid` when a source has another length than its tensor.
+    pub fn copy(&mut self, sources: Vec<(usize, &[u8])>, threads: usize) -> Result<()> {
+        self.process(sources.into_iter().map(|(index, source)| (index, Some(source))).collect(), threads)
+    }
+
+    /// Checksums tensors that the caller filled, given by index.
+    pub fn checksum(&mut self, indexes: Vec<usize>, threads: usize) -> Result<()> {
+        self.process(indexes.into_iter().map(|index| (index, None)).collect(), threads)
+    }
+
+    fn process(&mut self, mut wanted: Vec<(usize, Option<&[u8]>)>, threads: usize) -> Result<()> {
+        wanted.sort_by_key(|(index, _)| self.layout.ranges[*index].start);
+        let mut jobs = Vec::with_capacity(wanted.len());
+        let mut rest = self.slot.bytes_mut();
+        let mut at = 0;
+        for (index, source) in &wanted {
+            let range = &self.layout.ranges[*index];
+            let length = (range.end - range.start) as usize;
+            if source.is_some_and(|source| source.len() != length) {
+                let name = &self.tensors[*index].name;
+                return Err(Error::invalid(format!("tensor `{name}` has {length} bytes, its source has not")));
+            }
+            let (_, after) = rest.split_at_mut((range.start - at) as usize);
+            let (target, after) = after.split_at_mut(length);
+            jobs.push(Job { source: *source, target });
+            (rest, at) = (after, range.end);
+        }
+        for ((index, _), crc32c) in wanted.iter().zip(copy(jobs, threads)) {
+            self.checksums[*index] = Some(crc32c);
+        }
+        Ok(())
+    }
+
+    /// The slot, and what the manifest will say about the tensors.
+    ///
+    /// # Errors
+    /// `Bug` when a tensor was never filled.
+    pub(crate) fn finish(self) -> Result<(Slot, SealedShard)> {
+        let mut tensors = Vec::with_capacity(self.tensors.len());
+        for ((spec, range), crc32c) in self.tensors.into_iter().zip(&self.layout.ranges).zip(self.checksums) {
+            let unfilled = || Error::bug(format!("tensor `{}` was never copied", spec.name));
+            let slice = Slice {
+                kind: SliceKind::Box,
+                offsets: vec![0; spec.shape.len()],
+                lengths: spec.shape.clone(),
+                shard: 0,
+                start: range.start,
+                end: range.end,
+                crc32c: Checksum(crc32c.ok_or_else(unfilled)?),
+            };
+            let dtype = spec.dtype.name.to_owned();
+            tensors.push(Tensor { name: spec.name, dtype, shape: spec.shape, slices: vec![slice] });
+        }
+        let header = self.layout.header.len() as u64;
+        Ok((self.slot, SealedShard { tensors, header, size: self.layout.size }))
+    }
+
+    /// The slot, for another use: the snapshot is given up.
+    pub(crate) fn into_slot(self) -> Slot {
+        self.slot
+    }
+}
+
+/// A shard that is whole in its slot.
+#[derive(Debug)]
+pub(crate) struct SealedShard {
+    pub(crate) tensors: Vec<Tensor>,
+    pub(crate) header: u64,
+    pub(crate) size: u64,
+}

@@ -1,0 +1,22 @@
+//! What a checkpoint bucket holds, and the few writes that change it.
+//!
+//! ```text
+//! runs/<incarnation>.json                      one for each start of the run
+//! steps/<step>/<incarnation>-<attempt>.json    a manifest: its existence is the commit
+//! shards/<blake3>.safetensors                  bytes, never changed
+//! ```
+//! Numbers are decimal with leading zeros, so that listings are in order. `attempt` is the first eight digits of
+//! the incarnation's random nonce: even where a store lets two starts take one incarnation, neither overwrites the
+//! other's manifest.
+
+mod keys;
+mod steps;
+mod run;
+mod commit;
+mod retain;
+
+pub use commit::commit;
+pub use keys::{StepKey, incarnation_key};
+pub use retain::{Removed, retain};
+pub use run::{Run, Start, begin_run, superseded_by};
+pub use steps::{StepInfo, find_step, list_steps, load_manifest};

@@ -1,0 +1,116 @@
+//! Incarnations: each start of a run takes the next number, by creating an object that must not exist yet.
+//!
+//! A later incarnation supersedes the earlier ones: their trainers may commit nothing more. The numbers need only
+//! create-if-absent, which every store that Forebay knows has and `file://` as well. A store that ignores the
+//! condition is found out by trying it twice; then two starts at one moment may get one number, and the record that
+//! was written last counts.
+
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::object::{Bucket, Condition};
+use futures::TryStreamExt;
+use serde::{Deserialize, Serialize};
+
+use super::keys::{RUNS, incarnation_key, parse_incarnation};
+
+/// Starts of one run that race for a number at most; each loser takes the next.
+const MAX_ATTEMPTS: usize = 16;
+
+/// Who starts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Start {
+    /// 32 random hex digits, new at each start.
+    pub nonce: String,
+    /// The host's name, for people.
+    pub host: String,
+    /// The trainer's process id, for people.
+    pub pid: u32,
+    /// Milliseconds since 1970 by the trainer's clock, for people.
+    pub started_ms: u64,
+}
+
+/// One start of a run, as recorded in the bucket.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Run {
+    /// The format of this record, 1.
+    version: u32,
+    /// 32 hex digits, the same for all incarnations.
+    pub run: String,
+    /// Which start this is, from 1.
+    pub incarnation: u64,
+    /// Who started.
+    pub start: Start,
+    /// Whether the store was seen to honour create-if-absent.
+    pub conditional: bool,
+}
+
+impl Run {
+    /// What keeps this start's manifests apart from those of another with the same number.
+    pub fn attempt(&self) -> &str {
+        self.start.nonce.get(..8).unwrap_or_default()
+    }
+}
+
+/// Takes the next incarnation.
+pub async fn begin_run(bucket: &Bucket, start: Start) -> Result<Run> {
+    if start.nonce.len() != 32 || !start.nonce.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return Err(Error::invalid("a start's nonce is 32 hex digits"));
+    }
+    for _ in 0..MAX_ATTEMPTS {
+        let last = newest(bucket).await?;
+        // Our own record: the answer to an earlier try was lost, or another agent of the same start took it.
+        if let Some(own) = last.as_ref().filter(|last| last.start.nonce == start.nonce) {
+            return Ok(own.clone());
+        }
+        let run = match &last {
+            Some(last) => last.run.clone(),
+            None => start.nonce.clone(),
+        };
+        let incarnation = last.map_or(1, |last| last.incarnation + 1);
+        let mut record = Run { version: 1, run, incarnation, start: start.clone(), conditional: true };
+        match create(bucket, &record).await {
+            Ok(()) => {}
+            Err(error) if error.kind() == ErrorKind::Conflict => continue,
+            Err(error) => return Err(error),
+        }
+        // The same put again must now be refused; where it is not, the record says so from then on.
+        record.conditional = false;
+        if matches!(create(bucket, &record).await, Err(error) if error.kind() == ErrorKind::Conflict) {
+            record.conditional = true;
+        }
+        return Ok(record);
+    }
+    let url = bucket.url();
+    Err(Error::new(ErrorKind::Conflict, format!("{MAX_ATTEMPTS} other starts took an incarnation of {url} first")))
+}
+
+/// The start that superseded `run`, if there is one.
+pub async fn superseded_by(bucket: &Bucket, run: &Run) -> Result<Option<Run>> {
+    let newest = newest(bucket).await?;
+    Ok(newest.filter(|newest| newest.incarnation >= run.incarnation && newest.start.nonce != run.start.nonce))
+}
+
+async fn create(bucket: &Bucket, record: &Run) -> Result<()> {
+    let data = serde_json::to_vec(record).map_err(|error| Error::bug(format!("encode a run: {error}")))?;
+    let key = incarnation_key(record.incarnation);
+    match bucket.put(&key, data.clone().into(), Condition::IfAbsent).await {
+        Err(error) if error.kind() == ErrorKind::Unsupported => {
+            bucket.put(&key, data.into(), Condition::Always).await.map(drop)
+        }
+        other => other.map(drop),
+    }
+}
+
+async fn newest(bucket: &Bucket) -> Result<Option<Run>> {
+    let objects: Vec<_> = bucket.list(RUNS).try_collect().await?;
+    let Some(last) = objects.iter().filter_map(|object| parse_incarnation(&object.key)).max() else {
+        return Ok(None);
+    };
+    let key = incarnation_key(last);
+    let (data, _) = bucket.get_whole(&key).await?;
+    let run: Run = serde_json::from_slice(&data)
+        .map_err(|error| Error::corrupt(format!("`{key}` of {} is no run's record: {error}", bucket.url())))?;
+    if run.incarnation != last || run.version != 1 {
+        return Err(Error::corrupt(format!("`{key}` of {} records another start", bucket.url())));
+    }
+    Ok(Some(run))
+}

@@ -1,0 +1,159 @@
+//! Slices of every kind come back as the tensor they were cut from.
+
+use bytes::Bytes;
+use forebay_io::object::Condition;
+
+use super::*;
+use crate::manifest::{Checksum, Identity};
+
+/// Bytes no two of which at a short distance are equal.
+fn pattern(length: usize) -> Vec<u8> {
+    (0..length as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect()
+}
+
+/// Elements of the box of `tensor`, whose elements have `size` bytes.
+fn cut(tensor: &[u8], size: usize, shape: &[u64], offsets: &[u64], lengths: &[u64]) -> Vec<u8> {
+    let count: u64 = lengths.iter().product();
+    let mut out = Vec::new();
+    for number in 0..count {
+        let (mut rest, mut at, mut stride) = (number, 0, 1);
+        for i in (0..shape.len()).rev() {
+            at += (offsets[i] + rest % lengths[i]) * stride;
+            rest /= lengths[i];
+            stride *= shape[i];
+        }
+        let at = at as usize * size;
+        out.extend_from_slice(&tensor[at..at + size]);
+    }
+    out
+}
+
+/// Stores `tensors` (name, shape, slices as kind, offsets, lengths, shard) of float32 in two shards.
+async fn store(
+    bucket: &Bucket,
+    tensors: &[(&str, &[u64], &[(SliceKind, &[u64], &[u64], u32)])],
+) -> (Manifest, Vec<Vec<u8>>) {
+    let mut files = [vec![b' '; 4096], vec![b' '; 4096]];
+    let (mut described, mut contents) = (Vec::new(), Vec::new());
+    for (name, shape, cuts) in tensors {
+        let content = pattern(shape.iter().product::<u64>() as usize * 4);
+        let slices = cuts.iter().map(|(kind, offsets, lengths, shard)| {
+            let flat = [content.len() as u64 / 4];
+            let shape = if *kind == SliceKind::Flat { &flat } else { *shape };
+            let bytes = cut(&content, 4, shape, offsets, lengths);
+            let file = &mut files[*shard as usize];
+            let start = file.len() as u64;
+            file.extend_from_slice(&bytes);
+            let (offsets, lengths) = (offsets.to_vec(), lengths.to_vec());
+            let (end, crc32c) = (file.len() as u64, Checksum(forebay_core::crc32c(&bytes)));
+            Slice { kind: *kind, offsets, lengths, shard: *shard, start, end, crc32c }
+        });
+        let slices = slices.collect();
+        described.push(Tensor { name: (*name).into(), dtype: "float32".into(), shape: shape.to_vec(), slices });
+        contents.push(content);
+    }
+    let mut shards = Vec::new();
+    for (rank, file) in (0u32..).zip(files) {
+        let blake3 = Identity(*blake3::hash(&file).as_bytes());
+        let (size, crc32c) = (file.len() as u64, Checksum(forebay_core::crc32c(&file)));
+        let key = Shard::key_of(&blake3);
+        shards.push(Shard { key: key.as_str().into(), size, header: 4096, blake3, crc32c, rank, step: 1 });
+        bucket.put(&key, Bytes::from(file), Condition::Always).await.expect("put");
+    }
+    let id = "0123456789abcdef".repeat(2);
+    let manifest = Manifest {
+        commit: id.clone(),
+        run: id,
+        incarnation: 1,
+        step: 1,
+        created_ms: 0,
+        world_size: 2,
+        parents: Vec::new(),
+        shards,
+        tensors: described,
+        extras: Vec::new(),
+    };
+    manifest.check().expect("the test's manifest holds together");
+    (manifest, contents)
+}
+
+async fn read_all(bucket: &Bucket, manifest: &Manifest) -> Result<Vec<Vec<u8>>> {
+    let sizes = manifest.tensors.iter().map(|tensor| tensor.slices.iter().map(Slice::len).sum::<u64>());
+    let mut buffers: Vec<Vec<u8>> = sizes.map(|size| vec![0xee; size as usize]).collect();
+    let targets = buffers.iter_mut().enumerate().map(|(tensor, bytes)| Target { tensor, bytes });
+    read_tensors(bucket, manifest, targets.collect()).await?;
+    Ok(buffers)
+}
+
+#[tokio::test]
+async fn every_kind_of_slice_comes_back() {
+    use SliceKind::{Box, Flat};
+    let bucket = Bucket::in_memory();
+    let large: &[u64] = &[3, 1 << 20];
+    let (manifest, contents) = store(&bucket, &[
+        ("scalar", &[], &[(Box, &[], &[], 0)]),
+        ("empty", &[0, 5], &[]),
+        ("rows", &[4, 3], &[(Box, &[2, 0], &[2, 3], 1), (Box, &[0, 0], &[2, 3], 0)]),
+        ("columns", &[4, 6], &[(Box, &[0, 0], &[4, 2], 0), (Box, &[0, 2], &[4, 4], 1)]),
+        ("blocks", &[2, 3, 4], &[
+            (Box, &[0, 0, 0], &[2, 3, 1], 1),
+            (Box, &[0, 0, 1], &[1, 3, 3], 0),
+            (Box, &[1, 0, 1], &[1, 2, 3], 0),
+            (Box, &[1, 2, 1], &[1, 1, 3], 1),
+        ]),
+        ("flat", &[5, 5], &[(Flat, &[0], &[13], 0), (Flat, &[13], &[12], 1)]),
+        ("large", large, &[(Box, &[0, 0], large, 0)]),
+    ])
+    .await;
+    assert_eq!(read_all(&bucket, &manifest).await.expect("read"), contents);
+}
+
+#[tokio::test]
+async fn damage_is_named_and_never_returned() {
+    let bucket = Bucket::in_memory();
+    let (manifest, _) = store(&bucket, &[
+        ("first", &[8], &[(SliceKind::Box, &[0], &[8], 0)]),
+        ("second", &[2, 2], &[(SliceKind::Box, &[0, 0], &[2, 2], 1)]),
+    ])
+    .await;
+    let key = Shard::key_of(&manifest.shards[1].blake3);
+    let (whole, _) = bucket.get_whole(&key).await.expect("get");
+    for position in [4096, whole.len() - 1] {
+        let mut damaged = whole.to_vec();
+        damaged[position] ^= 1;
+        bucket.put(&key, damaged.into(), Condition::Always).await.expect("put");
+        let error = read_all(&bucket, &manifest).await.expect_err("a flipped bit");
+        assert_eq!(error.kind(), ErrorKind::Corrupt);
+        assert!(error.message().contains("tensor `second`"), "{error}");
+    }
+    bucket.put(&key, whole.slice(..whole.len() - 1), Condition::Always).await.expect("put");
+    let error = read_all(&bucket, &manifest).await.expect_err("a cut shard");
+    assert!(error.message().contains("has 4111 bytes, not 4112"), "{error}");
+    bucket.delete(&key).await.expect("delete");
+    let error = read_all(&bucket, &manifest).await.expect_err("a missing shard");
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+    assert!(error.message().contains("is missing"), "{error}");
+}
+
+#[test]
+fn small_neighbours_share_a_request_and_large_ones_are_cut() {
+    let mut memory = vec![0u8; 30 << 20];
+    let (small, rest) = memory.split_at_mut(1000);
+    let (other, large) = rest.split_at_mut(1000);
+    let segment = |shard, start, slice, target| Segment { shard, start, slice: (slice, 0), target };
+    let reads = plan(vec![
+        segment(0, 6000, 1, other),
+        segment(0, 4096, 0, small),
+        segment(0, 10 << 20, 2, large),
+    ]);
+    let shape: Vec<_> = reads.iter().map(|read| (read.range.clone(), read.segments.len())).collect();
+    let end = (10 << 20) + (30 << 20) - 2000;
+    let chunk = |i: u64| (10 << 20) + i * READ;
+    assert_eq!(shape[0], (4096..7000, 2));
+    assert_eq!(shape[1..], [
+        (chunk(0)..chunk(1), 1),
+        (chunk(1)..chunk(2), 1),
+        (chunk(2)..chunk(3), 1),
+        (chunk(3)..end, 1)
+    ]);
+}

@@ -1,0 +1,286 @@
+//! Trainer and agent together, the agent on a thread, the bucket in a directory.
+
+use std::thread::JoinHandle;
+
+use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
+
+use super::*;
+use crate::agent::serve;
+use crate::catalog::{Start, StepKey, list_steps, load_manifest};
+use crate::dtype::Dtype;
+use crate::restore::{Target, read_tensors};
+use crate::verify::verify;
+
+/// Long enough for any answer that comes at all.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+struct Fixture {
+    directory: tempfile::TempDir,
+    runtime: tokio::runtime::Runtime,
+    starts: u32,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let runtime = tokio::runtime::Runtime::new().expect("runtime");
+        Self { directory: tempfile::tempdir().expect("directory"), runtime, starts: 0 }
+    }
+
+    fn url(&self) -> String {
+        format!("file://{}", self.directory.path().display())
+    }
+
+    fn bucket(&self) -> Bucket {
+        let url: BucketUrl = self.url().parse().expect("url");
+        self.runtime.block_on(Bucket::open(&url, &StoreSettings::default())).expect("bucket")
+    }
+
+    fn session(&mut self, keep: Option<usize>) -> (Session, JoinHandle<Result<()>>) {
+        self.starts += 1;
+        let nonce = format!("{:08x}{:024}", self.starts, 0);
+        let start = Start { nonce, host: "host".into(), pid: 7, started_ms: 0 };
+        let mut session = Session::new(Hello { url: self.url(), start, keep });
+        let agent = attach(&mut session);
+        (session, agent)
+    }
+
+    fn steps(&self) -> Vec<(u64, u64, bool)> {
+        let steps = self.runtime.block_on(list_steps(&self.bucket())).expect("list");
+        steps.into_iter().map(|info| (info.key.incarnation, info.key.step, info.superseded)).collect()
+    }
+
+    fn shards(&self) -> usize {
+        std::fs::read_dir(self.directory.path().join("shards")).map_or(0, Iterator::count)
+    }
+
+    /// The first tensor of a step, through everything that a reader does.
+    fn load(&self, incarnation: u64, step: u64) -> Vec<u8> {
+        let bucket = self.bucket();
+        let steps = self.runtime.block_on(list_steps(&bucket)).expect("list");
+        let named = |info: &&crate::StepInfo| (info.key.incarnation, info.key.step) == (incarnation, step);
+        let key: StepKey = steps.iter().find(named).expect("the step is listed").key.clone();
+        self.runtime.block_on(async {
+            let manifest = load_manifest(&bucket, &key).await.expect("manifest");
+            let mut bytes = vec![0; manifest.tensors[0].shape[0] as usize];
+            let targets = vec![Target { tensor: 0, bytes: &mut bytes }];
+            read_tensors(&bucket, &manifest, targets).await.expect("read");
+            bytes
+        })
+    }
+}
+
+fn attach(session: &mut Session) -> JoinHandle<Result<()>> {
+    let (near, far) = FdStream::pair().expect("pair");
+    let agent = std::thread::spawn(move || serve(far));
+    session.connect(near).expect("connect");
+    agent
+}
+
+/// Fills a snapshot with one tensor of `length` bytes of `fill`.
+fn snapshot(session: &mut Session, length: usize, fill: u8) -> Snapshot {
+    let tensor =
+        TensorSpec { name: "t".into(), dtype: Dtype::named("uint8").expect("u8"), shape: vec![length as u64] };
+    let mut snapshot = loop {
+        if let Some(snapshot) = session.begin(vec![tensor.clone()], 2, PATIENCE).expect("begin") {
+            break snapshot;
+        }
+    };
+    snapshot.copy(vec![(0, &vec![fill; length])], 2).expect("copy");
+    snapshot
+}
+
+fn save(session: &mut Session, step: u64, length: usize) -> Arc<Save> {
+    let snapshot = snapshot(session, length, step as u8);
+    session.seal(snapshot, step, 0, Vec::new()).expect("seal")
+}
+
+fn settle(session: &mut Session, save: &Save) -> Progress {
+    while !save.progress().is_settled() && session.is_connected() {
+        session.take_replies(PATIENCE).expect("replies");
+    }
+    save.progress()
+}
+
+#[test]
+fn sealed_steps_are_committed_after_the_trainer_is_gone() {
+    let mut fixture = Fixture::new();
+    let (mut session, agent) = fixture.session(None);
+    let first = save(&mut session, 10, 1000);
+    let second = save(&mut session, 20, 9 << 20);
+    while !matches!(second.progress(), Progress::Sealed | Progress::Durable) {
+        session.take_replies(PATIENCE).expect("replies");
+    }
+    assert_eq!((first.step, second.step), (10, 20));
+    drop(session);
+    agent.join().expect("agent").expect("served");
+    assert_eq!(fixture.steps(), [(1, 10, false), (1, 20, false)]);
+    assert_eq!(fixture.load(1, 10), vec![10; 1000]);
+    assert_eq!(fixture.load(1, 20), vec![20; 9 << 20]);
+    let findings = fixture.runtime.block_on(verify(&fixture.bucket(), None, &|_| {})).expect("verify");
+    assert_eq!(findings, []);
+}
+
+#[test]
+fn slots_are_reused_and_larger_states_get_a_larger_arena() {
+    let mut fixture = Fixture::new();
+    let (mut session, agent) = fixture.session(None);
+    for (step, length) in [(1, 10), (2, 3 << 20), (3, 3 << 20), (4, 20 << 20), (5, 5), (6, 6)] {
+        save(&mut session, step, length);
+    }
+    while session.is_busy() {
+        session.take_replies(PATIENCE).expect("replies");
+    }
+    assert_eq!(session.arenas_sent, 3);
+    drop(session);
+    agent.join().expect("agent").expect("served");
+    assert_eq!(fixture.steps().len(), 6);
+    assert_eq!(fixture.load(1, 4), vec![4; 20 << 20]);
+}
+
+#[test]
+fn retention_keeps_the_newest_and_what_they_need() {
+    let mut fixture = Fixture::new();
+    let (mut session, agent) = fixture.session(Some(2));
+    for step in 1..=5 {
+        // Odd steps have equal bytes, hence one shard between them.
+        let fill = if step % 2 == 1 { 1 } else { step as u8 };
+        let filled = snapshot(&mut session, 100, fill);
+        let save = session.seal(filled, step, 0, Vec::new()).expect("seal");
+        assert!(matches!(settle(&mut session, &save), Progress::Durable));
+    }
+    drop(session);
+    agent.join().expect("agent").expect("served");
+    assert_eq!(fixture.steps(), [(1, 4, false), (1, 5, false)]);
+    assert_eq!(fixture.shards(), 2);
+    assert_eq!(fixture.load(1, 5), vec![1; 100]);
+}
+
+#[test]
+fn a_later_start_supersedes_an_earlier_one() {
+    let mut fixture = Fixture::new();
+    let (mut old, old_agent) = fixture.session(None);
+    let first = save(&mut old, 1, 10);
+    assert!(matches!(settle(&mut old, &first), Progress::Durable));
+    let (mut new, new_agent) = fixture.session(None);
+    let again = save(&mut new, 1, 20);
+    assert!(matches!(settle(&mut new, &again), Progress::Durable));
+    let refused = save(&mut old, 2, 10);
+    let Progress::Failed(error) = settle(&mut old, &refused) else { panic!("the old start was not refused") };
+    assert_eq!(error.kind(), ErrorKind::Stale);
+    assert!(error.message().contains("incarnation 2"), "{error}");
+    drop((old, new));
+    old_agent.join().expect("agent").expect("served");
+    new_agent.join().expect("agent").expect("served");
+    assert_eq!(fixture.steps(), [(1, 1, true), (2, 1, false)]);
+    assert_eq!(fixture.load(2, 1), vec![1; 20]);
+}
+
+#[test]
+fn a_step_is_saved_once_in_a_run() {
+    let mut fixture = Fixture::new();
+    let (mut session, _agent) = fixture.session(None);
+    let first = save(&mut session, 3, 10);
+    assert!(matches!(settle(&mut session, &first), Progress::Durable));
+    let other = save(&mut session, 3, 11);
+    let Progress::Failed(error) = settle(&mut session, &other) else { panic!("saved twice") };
+    assert_eq!(error.kind(), ErrorKind::Conflict);
+    assert_eq!(fixture.load(1, 3).len(), 10);
+}
+
+#[test]
+fn a_dead_agents_saves_go_to_the_next_one() {
+    let mut fixture = Fixture::new();
+    let (mut session, agent) = fixture.session(None);
+    session.disconnect();
+    agent.join().expect("agent").expect("served");
+    let orphan = save(&mut session, 8, 5000);
+    assert_eq!(session.lost().expect("lost").steps, [8]);
+    let agent = attach(&mut session);
+    assert!(matches!(settle(&mut session, &orphan), Progress::Durable));
+    drop(session);
+    agent.join().expect("agent").expect("served");
+    assert_eq!(fixture.load(1, 8), vec![8; 5000]);
+}
+
+#[test]
+fn a_save_that_kills_two_agents_is_given_up() {
+    let mut fixture = Fixture::new();
+    let (mut session, agent) = fixture.session(None);
+    session.disconnect();
+    agent.join().expect("agent").expect("served");
+    let doomed = save(&mut session, 8, 5000);
+    let (near, far) = FdStream::pair().expect("pair");
+    session.connect(near).expect("connect");
+    drop(far);
+    session.take_replies(PATIENCE).expect("replies");
+    assert!(session.lost().is_some());
+    let agent = attach(&mut session);
+    let Progress::Failed(error) = doomed.progress() else { panic!("tried a third time") };
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    let next = save(&mut session, 9, 10);
+    assert!(matches!(settle(&mut session, &next), Progress::Durable));
+    drop(session);
+    agent.join().expect("agent").expect("served");
+    assert_eq!(fixture.steps(), [(1, 9, false)]);
+}
+
+#[test]
+fn bytes_that_changed_after_the_seal_are_never_uploaded() {
+    let mut fixture = Fixture::new();
+    let (mut session, _agent) = fixture.session(None);
+    let filled = snapshot(&mut session, 100, 1);
+    let (mut slot, mut shard) = filled.finish().expect("finish");
+    slot.bytes_mut()[shard.size as usize - 1] ^= 1;
+    let seal = Seal {
+        save: 1,
+        arena: 1,
+        slot: slot.index(),
+        size: shard.size,
+        header: shard.header,
+        step: 1,
+        created_ms: 0,
+        tensors: std::mem::take(&mut shard.tensors),
+        extras: Vec::new(),
+    };
+    let save = Arc::new(Save { step: 1, number: 1, progress: Mutex::new(Progress::Sent) });
+    session.pending.push_back(Pending { save: save.clone(), slot, seal: seal.clone(), was_resent: false });
+    session.send(&Request::Seal(Box::new(seal)), None).expect("send");
+    let Progress::Failed(error) = settle(&mut session, &save) else { panic!("damage was uploaded") };
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+    assert!(error.message().contains("tensor `t`"), "{error}");
+    assert_eq!((fixture.shards(), fixture.steps().len()), (0, 0));
+}
+
+#[test]
+fn without_a_free_slot_a_save_waits_or_is_skipped() {
+    let mut fixture = Fixture::new();
+    let (mut session, _agent) = fixture.session(None);
+    let first = snapshot(&mut session, 10, 1);
+    let second = snapshot(&mut session, 10, 2);
+    let tensor = TensorSpec { name: "t".into(), dtype: Dtype::named("uint8").expect("u8"), shape: vec![10] };
+    assert!(session.begin(vec![tensor], 1, Duration::ZERO).expect("begin").is_none());
+    session.abandon(first);
+    session.abandon(second);
+    let third = save(&mut session, 3, 10);
+    assert!(matches!(settle(&mut session, &third), Progress::Durable));
+}
+
+#[test]
+fn a_damaged_manifest_under_retention_deletes_nothing_it_may_need() {
+    let mut fixture = Fixture::new();
+    let (mut session, agent) = fixture.session(None);
+    for step in 1..=3 {
+        let save = save(&mut session, step, 10);
+        assert!(matches!(settle(&mut session, &save), Progress::Durable));
+    }
+    drop(session);
+    agent.join().expect("agent").expect("served");
+    let bucket = fixture.bucket();
+    fixture.runtime.block_on(async {
+        let steps = list_steps(&bucket).await.expect("list");
+        bucket.put(&steps[2].key.object(), "{}".into(), Condition::Always).await.expect("put");
+        let error = crate::catalog::retain(&bucket, 1).await.expect_err("unreadable");
+        assert_eq!(error.kind(), ErrorKind::Corrupt);
+    });
+    assert_eq!((fixture.steps().len(), fixture.shards()), (3, 3));
+}
