@@ -1,1 +1,19 @@
-//! placeholder
+//! `forebay._native`: the checkpoint engine for the Python package.
+//!
+//! Glue only: it turns Python's values into the engine's, lets the GIL go around every call that copies, waits or
+//! does I/O, and maps errors to exceptions in one place. What a state is made of is the Python side's business.
+
+mod errors;
+mod foreign;
+mod saving;
+mod loading;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use super::loading::{Step, list_steps, open_step, verify};
+    #[pymodule_export]
+    use super::saving::{Save, Session, Snapshot, dtypes, run_agent};
+}

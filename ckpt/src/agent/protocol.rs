@@ -16,7 +16,7 @@ pub struct Hello {
     pub url: String,
     /// Who starts.
     pub start: Start,
-    /// Steps to keep; `None` keeps all.
+    /// Steps to keep; `None` keeps all that were not saved again by a later incarnation.
     pub keep: Option<usize>,
 }
 

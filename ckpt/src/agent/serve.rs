@@ -122,8 +122,8 @@ async fn flush_all(hello: Hello, trainer: Trainer, mut queue: mpsc::Receiver<Sav
             Ok(()) => Reply::Durable { save },
             Err(error) => Reply::Failed { save, error: (&error).into() },
         });
-        if let (Some(keep), Some((bucket, run))) = (hello.keep, &target) {
-            clean_up(bucket, run, keep, &trainer).await;
+        if let Some((bucket, run)) = &target {
+            clean_up(bucket, run, hello.keep, &trainer).await;
         }
     }
 }
@@ -188,12 +188,12 @@ async fn refuse_if_superseded(bucket: &Bucket, run: &Run) -> Result<()> {
     Err(Error::new(ErrorKind::Stale, message).with_hint("end this trainer, or give it a bucket prefix of its own"))
 }
 
-/// Deletes old steps. A failure costs space, not data: it is told, and the next save tries again.
-async fn clean_up(bucket: &Bucket, run: &Run, keep: usize, trainer: &Trainer) {
+/// Deletes old steps, and steps that a later incarnation saved again. A failure costs space, not data: it is told, and the next save tries again.
+async fn clean_up(bucket: &Bucket, run: &Run, keep: Option<usize>, trainer: &Trainer) {
     let cleaned = async {
         match superseded_by(bucket, run).await? {
             Some(_) => Ok(()),
-            None => retain(bucket, keep).await.map(drop),
+            None => retain(bucket, keep.unwrap_or(usize::MAX)).await.map(drop),
         }
     };
     if let Err(error) = cleaned.await {

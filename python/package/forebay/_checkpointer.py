@@ -1,0 +1,429 @@
+"""The checkpointer of a training loop."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+import warnings
+import weakref
+from typing import Any, Literal, Optional, Union
+
+from . import _native
+from ._errors import (
+    CheckpointConflict,
+    CheckpointError,
+    CheckpointInvalid,
+    CheckpointMutated,
+    CheckpointNotFound,
+    CheckpointWarning,
+)
+from ._flatten import Flattener
+from ._leaf import Leaf, fill, has_changed, torch_module
+from ._loading import load_step, newest_steps, with_step
+from ._process import start_agent
+from ._rng import rng_state, set_rng_state
+from ._url import bucket_url, make_directory
+
+_TICK_S = 0.2
+"""How long the engine waits before Python may look at signals, in seconds."""
+
+
+class Save:
+    """One save, from `step` or `save_now`: how far it is."""
+
+    def __init__(self, owner: Checkpointer, step: int) -> None:
+        self._owner = owner
+        self._step = step
+        self._native: Optional[_native.Save] = None
+        self._failure: Optional[CheckpointError] = None
+        self._is_staged = False
+
+    def __repr__(self) -> str:
+        return f"<forebay.Save step={self._step} {self._progress()}>"
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self._step
+
+    @property
+    def staged(self) -> bool:
+        """Whether everything is copied: the state may change."""
+        return self._is_staged
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the agent has it: it will be committed even if this process is killed now."""
+        return self._progress() in ("sealed", "durable")
+
+    @property
+    def durable(self) -> bool:
+        """Whether it is committed in the store."""
+        return self._progress() == "durable"
+
+    def wait_staged(self, timeout: Optional[float] = None) -> bool:
+        """Waits until everything is copied. Raises what went wrong with this save; so do the next two."""
+        self._owner._finish_staging()
+        self._raise_if_failed()
+        return self._is_staged
+
+    def wait_sealed(self, timeout: Optional[float] = None) -> bool:
+        """Waits until the agent has it; False when `timeout` seconds passed first."""
+        return self._wait(("sealed", "durable"), timeout)
+
+    def wait_durable(self, timeout: Optional[float] = None) -> bool:
+        """Waits until it is committed in the store; False when `timeout` seconds passed first."""
+        return self._wait(("durable",), timeout)
+
+    def _wait(self, until: tuple[str, ...], timeout: Optional[float]) -> bool:
+        self._owner._finish_staging()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._raise_if_failed()
+            if self._progress() in until:
+                return True
+            left = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
+            if left < 0:
+                return False
+            self._owner._listen(left)
+
+    def _progress(self) -> str:
+        if self._failure is not None:
+            return "failed"
+        return "staging" if self._native is None else self._native.progress
+
+    def _raise_if_failed(self) -> None:
+        if self._native is not None:
+            try:
+                self._native.raise_if_failed()
+            except CheckpointError as error:
+                self._failure = error
+        if self._failure is not None:
+            self._owner._was_told(self)
+            raise self._failure
+
+
+class _Staging:
+    """A snapshot whose last tensors are copied in the background."""
+
+    def __init__(self, save: Save, snapshot: _native.Snapshot, leaves: list[Leaf], extras: list[tuple[str, str]]):
+        self.save = save
+        self.snapshot = snapshot
+        self.leaves = leaves
+        self.extras = extras
+        self.created_ms = time.time_ns() // 1_000_000
+
+
+class Checkpointer:
+    """Saves the state of a training job on schedule and brings it back.
+
+    A save copies the state into shared memory and returns; a process of its own, which outlives this one, brings it
+    to the store. Saving goes on while the training does; what went wrong with it is raised by the next call.
+
+    Args:
+        url: Where the steps lie: `s3://bucket/prefix`, `gs://`, `az://`, `file:///directory`, or a directory.
+        every: `step` saves when the step is a multiple of it; None leaves saving to `save_now`.
+        keep: Steps to keep, the newest ones; None keeps all.
+        rng: Whether to save and restore the random number generators of Python, numpy and torch as well.
+        on_busy: What `step` does while both snapshots are still on their way to the store: `wait`, or `skip` the
+            save and count it in `skipped`.
+        allow_pickle: Whether objects of any other type may be pickled. Loading a pickle can run any code.
+        copy_threads: Threads that copy; by default up to four, as the processors allow.
+        agent_log: A file for whatever the agent process prints; by default it is dropped.
+
+    Host memory: two copies of the state.
+    """
+
+    def __init__(
+        self,
+        url: Union[str, "os.PathLike[str]"],
+        every: Optional[int] = None,
+        keep: Optional[int] = None,
+        *,
+        rng: bool = True,
+        on_busy: Literal["wait", "skip"] = "wait",
+        allow_pickle: bool = False,
+        copy_threads: Optional[int] = None,
+        agent_log: Optional[Union[str, "os.PathLike[str]"]] = None,
+    ) -> None:
+        for name, value in (("every", every), ("keep", keep), ("copy_threads", copy_threads)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it is at least 1, or None")
+        if on_busy not in ("wait", "skip"):
+            raise ValueError(f"on_busy is {on_busy!r}; it is 'wait' or 'skip'")
+        self._url = bucket_url(url)
+        self._every = every
+        self._rng = rng
+        self._on_busy = on_busy
+        self._allow_pickle = allow_pickle
+        self._threads = copy_threads or min(4, len(os.sched_getaffinity(0)))
+        self._agent_log = None if agent_log is None else os.path.abspath(agent_log)
+        self._lock = threading.RLock()
+        nonce, started_ms = secrets.token_hex(16), time.time_ns() // 1_000_000
+        host, pid = socket.gethostname(), os.getpid()
+        self._session = _native.Session(self._url, nonce, host, pid, started_ms, keep)
+        self._agent: Any = None
+        self._staging: Optional[_Staging] = None
+        self._saves: list[Save] = []
+        self._last: Optional[Save] = None
+        self._hook_is_used = False
+        self._is_closed = False
+        self.skipped = 0
+        """Saves that were skipped because both snapshots were busy."""
+        _forget_in_children(self)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            self.close()
+            return
+        # The error under way is the one to be seen; what is sealed gets committed by the agent.
+        self._let_go()
+
+    def restore(self, state: Any, step: Optional[int] = None) -> Optional[int]:
+        """Brings `state` back to the newest step that is whole, or to `step`; gives the step, or None if there is none.
+
+        Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Nothing is
+        changed unless everything was read and found right. When a newer step is damaged, that is a warning.
+
+        Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
+        `CheckpointMismatch` when the state is not shaped like the one that was saved.
+        """
+        with self._lock:
+            self._check_open()
+            _refuse_many_ranks()
+
+            def use(found: _native.Step) -> int:
+                generators = load_step(found, None, "rng", False) if self._rng else None
+                load_step(found, state, "state", self._allow_pickle)
+                if generators is not None:
+                    set_rng_state(generators)
+                return found.step
+
+            try:
+                return with_step(self._url, step, use)
+            except CheckpointNotFound:
+                if step is None:
+                    return None
+                raise
+
+    def step(self, step: int, state: Any) -> Optional[Save]:
+        """To be called once a step is done; saves if `every` says so. Raises what went wrong with earlier saves."""
+        with self._lock:
+            self._check_open()
+            self._finish_staging()
+            self._ensure_agent()
+            self._raise_failures()
+            if self._every is None or step % self._every != 0:
+                return None
+            return self._save(step, state)
+
+    def save_now(self, step: int, state: Any) -> Optional[Save]:
+        """Saves whatever the schedule; None when `on_busy` is `skip` and both snapshots are busy."""
+        with self._lock:
+            self._check_open()
+            self._finish_staging()
+            self._ensure_agent()
+            self._raise_failures()
+            return self._save(step, state)
+
+    def before_optimizer_step(self) -> None:
+        """To be called before parameters change: waits until they are copied.
+
+        Once it was called, saves return before parameters and optimizer state are copied. A loop that calls it must
+        do so before every change of them; a change that came too early is raised as `CheckpointMutated`.
+        """
+        with self._lock:
+            self._check_open()
+            self._hook_is_used = True
+            self._finish_staging()
+
+    def prepare(self, state: Any) -> None:
+        """Takes the memory for saves of a state like this one, so that the first save is as fast as the next."""
+        with self._lock:
+            self._check_open()
+            self._ensure_agent()
+            flattener = Flattener(self._allow_pickle)
+            flattener.tree("state", state)
+            size = sum(leaf.size for leaf in flattener.leaves)
+            header = 4096 + 512 * len(flattener.leaves)
+            self._session.prepare(size + header, self._threads)
+
+    def wait(self, timeout: Optional[float] = None) -> bool:
+        """Waits until every save is committed; False when `timeout` seconds passed first."""
+        with self._lock:
+            self._check_open()
+            self._finish_staging()
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while self._session.is_busy:
+                left = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
+                if left < 0:
+                    return False
+                self._listen(left)
+            self._raise_failures()
+            return True
+
+    def latest(self) -> Optional[int]:
+        """The newest committed step, or None. Whether it is whole is seen when it is read."""
+        steps = newest_steps(self._url) if self._exists() else []
+        return steps[0][0] if steps else None
+
+    def steps(self) -> list[int]:
+        """Every committed step, ascending."""
+        return sorted(step for step, _, _ in newest_steps(self._url)) if self._exists() else []
+
+    def close(self) -> None:
+        """Waits until every save is committed and lets the agent go. Raises what went wrong."""
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
+                self.wait()
+            finally:
+                self._let_go()
+
+    def _exists(self) -> bool:
+        return not self._url.startswith("file://") or os.path.isdir(self._url[len("file://") :])
+
+    def _let_go(self) -> None:
+        self._is_closed = True
+        if self._staging is not None:
+            staging, self._staging = self._staging, None
+            staging.snapshot.join()
+        self._session.disconnect()
+        if self._agent is not None:
+            # It ends by itself; a process that is not waited for is reported by the garbage collector.
+            self._agent.poll()
+            self._agent.returncode = self._agent.returncode or 0
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise CheckpointInvalid("the checkpointer is closed (or this is a forked child, which may not save)")
+
+    def _save(self, step: int, state: Any) -> Optional[Save]:
+        if self._last is not None and self._last.step == step:
+            raise CheckpointConflict(f"step {step} was saved already in this run")
+        flattener = Flattener(self._allow_pickle)
+        extras = [("state", flattener.tree("state", state))]
+        if self._rng:
+            extras.append(("rng", flattener.tree("rng", rng_state(), "rng")))
+        leaves = flattener.leaves
+        snapshot = self._snapshot([(leaf.name, leaf.dtype, leaf.shape) for leaf in leaves])
+        if snapshot is None:
+            self.skipped += 1
+            return None
+        save = Save(self, step)
+        self._staging = _Staging(save, snapshot, leaves, extras)
+        self._copy(snapshot, leaves)
+        self._last = save
+        if not self._hook_is_used:
+            self._finish_staging()
+        return save
+
+    def _snapshot(self, tensors: list[tuple[str, str, list[int]]]) -> Optional[_native.Snapshot]:
+        snapshot = self._session.begin(tensors, self._threads, 0.0)
+        while snapshot is None and self._on_busy == "wait":
+            self._listen(_TICK_S)
+            snapshot = self._session.begin(tensors, self._threads, _TICK_S)
+        return snapshot
+
+    def _copy(self, snapshot: _native.Snapshot, leaves: list[Leaf]) -> None:
+        """Copies what must be copied before the training goes on, and starts copying the rest."""
+        now: list[tuple[int, int, int]] = []
+        later: list[tuple[int, int, int]] = []
+        filled: list[int] = []
+        try:
+            for index, leaf in enumerate(leaves):
+                if leaf.address is None:
+                    fill(snapshot.place(index)[0], leaf)
+                    filled.append(index)
+                else:
+                    may_wait = leaf.is_late and self._hook_is_used
+                    (later if may_wait else now).append((index, leaf.address, leaf.size))
+            snapshot.checksum(filled, self._threads)
+            snapshot.copy(now, self._threads)
+            snapshot.copy_in_background(later, self._threads)
+        except BaseException:
+            self._staging = None
+            self._session.abandon(snapshot)
+            raise
+
+    def _finish_staging(self) -> None:
+        """Waits for the background copy; seals the snapshot if nothing was changed meanwhile."""
+        with self._lock:
+            staging, self._staging = self._staging, None
+            if staging is None:
+                return
+            save = staging.save
+            staging.snapshot.join()
+            changed = [leaf.path for leaf in staging.leaves if has_changed(leaf)]
+            if changed:
+                self._session.abandon(staging.snapshot)
+                text = f"step {save.step} was not saved: {', '.join(changed[:5])} changed while it was copied"
+                hint = "call before_optimizer_step() before each change of parameters"
+                save._failure = CheckpointMutated(f"{text} (hint: {hint})")
+                raise save._failure
+            save._native = self._session.seal(staging.snapshot, save.step, staging.created_ms, staging.extras)
+            save._is_staged = True
+            self._saves.append(save)
+
+    def _ensure_agent(self) -> None:
+        """Starts an agent if none is connected; it takes over what an earlier one left."""
+        self._session.take_replies(0.0)
+        if self._session.is_connected:
+            return
+        _refuse_many_ranks()
+        lost = self._session.lost()
+        if self._agent is not None:
+            self._agent.poll()
+            text = f"the checkpoint agent (process {self._agent.pid}) ended unexpectedly; another one was started"
+            steps = f" and saves steps {lost}" if lost else ""
+            warnings.warn(text + steps, CheckpointWarning, stacklevel=4)
+        make_directory(self._url)
+        fd, self._agent = start_agent(self._agent_log)
+        self._session.connect(fd)
+
+    def _listen(self, patience_s: float) -> None:
+        """Takes what the agent said; replaces it if it died."""
+        self._session.take_replies(patience_s)
+        if self._session.lost():
+            self._ensure_agent()
+
+    def _raise_failures(self) -> None:
+        for message in self._session.take_warnings():
+            warnings.warn(message, CheckpointWarning, stacklevel=4)
+        for save in list(self._saves):
+            if save._progress() == "failed":
+                save._raise_if_failed()
+            if save.durable:
+                self._saves.remove(save)
+
+    def _was_told(self, save: Save) -> None:
+        if save in self._saves:
+            self._saves.remove(save)
+
+
+def _refuse_many_ranks() -> None:
+    torch = torch_module()
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+        if ranks > 1:
+            raise CheckpointInvalid(f"the job has {ranks} ranks, and this version saves jobs of one rank only")
+
+
+def _forget_in_children(checkpointer: Checkpointer) -> None:
+    """A forked child (a data loader's worker) neither saves nor keeps the parent's agent waiting."""
+    reference = weakref.ref(checkpointer)
+
+    def forget() -> None:
+        parent = reference()
+        if parent is not None:
+            parent._is_closed = True
+            parent._session.forget()
+
+    os.register_at_fork(after_in_child=forget)

@@ -1,0 +1,49 @@
+"""Every exception of this package. The engine's errors become these in one place, `python/src/errors.rs`."""
+
+
+class CheckpointError(Exception):
+    """Something about saving or loading failed; the classes below say what can be done about it."""
+
+
+class CheckpointNotFound(CheckpointError):
+    """There is no such bucket, directory or step."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A manifest or a shard is damaged or missing. Nothing of it was loaded."""
+
+
+class CheckpointUnavailable(CheckpointError):
+    """The store, or the agent that writes to it, cannot be reached; later it may."""
+
+
+class CheckpointSuperseded(CheckpointError):
+    """A later start of the same run took over: this process may commit nothing more."""
+
+
+class CheckpointConflict(CheckpointError):
+    """The step was saved already in this run."""
+
+
+class CheckpointDenied(CheckpointError):
+    """The credentials or permissions do not allow it."""
+
+
+class CheckpointNoSpace(CheckpointError):
+    """Memory or disk is exhausted."""
+
+
+class CheckpointInvalid(CheckpointError, ValueError):
+    """The request itself is wrong, or this store cannot do it."""
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """The state to restore into is not shaped like the one that was saved."""
+
+
+class CheckpointMutated(CheckpointError):
+    """A tensor was changed while it was copied; the step was not saved."""
+
+
+class CheckpointWarning(UserWarning):
+    """Something went wrong that Forebay made up for; a person should know."""

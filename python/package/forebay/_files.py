@@ -1,0 +1,35 @@
+"""Saving and loading one state, without a training loop around it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Optional, Union
+
+from ._checkpointer import Checkpointer
+from ._loading import load_step, with_step
+from ._url import bucket_url
+
+Place = Union[str, "os.PathLike[str]"]
+
+
+def save(state: Any, url: Place, *, step: int = 0, allow_pickle: bool = False) -> None:
+    """Saves `state` at `url` (`s3://`, `gs://`, `az://`, `file://`, or a directory) and returns once it is durable.
+
+    `state` is anything that `Checkpointer` saves: nested dicts and lists of tensors, arrays and plain values, and
+    objects with a `state_dict`. A state saved there under the same step before is replaced.
+
+    Raises `TypeError`, naming the place in the state, for what cannot be saved; nothing is written then.
+    """
+    with Checkpointer(url, rng=False, allow_pickle=allow_pickle) as checkpointer:
+        checkpointer.save_now(step, state)
+
+
+def load(url: Place, into: Any = None, *, step: Optional[int] = None, allow_pickle: bool = False) -> Any:
+    """Loads a state: the newest one that is whole, or that of `step`.
+
+    With `into`, its tensors are filled in place and its objects are given their state, and it is returned; else a
+    new state is, with objects as their state dicts. Every byte is checked before any is handed out.
+
+    Raises `CheckpointNotFound`, `CheckpointCorrupt`, or `CheckpointMismatch` when `into` is shaped otherwise.
+    """
+    return with_step(bucket_url(url), step, lambda found: load_step(found, into, "state", allow_pickle))

@@ -1,0 +1,258 @@
+"""A state as a JSON tree and a list of tensors.
+
+The tree says what the state is made of; its leaves name tensors. Plain JSON stands for itself (null, booleans,
+numbers, strings, arrays for lists); everything else is an object with the tag `t`, listed in
+docs/formats-checkpoint.md. Nothing is written before the whole state was understood.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import json
+import math
+import pickle
+import struct
+from typing import Any, Optional
+
+from ._leaf import (
+    Leaf,
+    array_dtype,
+    array_leaf,
+    bytes_leaf,
+    numpy_module,
+    tensor_dtype,
+    tensor_leaf,
+    torch_module,
+)
+from ._objects import Pairs, is_stateful, state_of
+
+INLINE_BYTES = 256
+"""Byte strings up to this length lie in the tree; longer ones are tensors of bytes."""
+
+Node = Any
+"""A part of the tree: what `json` reads and writes."""
+
+
+class Flattener:
+    """Takes one state apart."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self.leaves: list[Leaf] = []
+        self._allow_pickle = allow_pickle
+        self._names: set[str] = set()
+        self._tensors: dict[Any, str] = {}
+        self._nodes: dict[str, list[Node]] = {}
+        self._open: set[int] = set()
+        self._pairs = Pairs(())
+        self._late: frozenset[int] = frozenset()
+        self._is_late = False
+
+    def tree(self, root: str, value: Any, name: str = "") -> str:
+        """The tree of `value` as JSON text; its tensors are added to `leaves`, with names that begin with `name`."""
+        self._pairs = Pairs(value)
+        self._late = self._pairs.parameter_addresses()
+        node = self._node(value, root, name)
+        self._share_storage()
+        return json.dumps(node, separators=(",", ":"), allow_nan=False)
+
+    def _node(self, value: Any, path: str, name: str) -> Node:
+        if value is None or value is True or value is False:
+            return value
+        kind = type(value)
+        if kind is int:
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"t": "float", "v": struct.pack(">d", value).hex()}
+        if kind is str:
+            return self._text(value)
+        if kind is bytes or kind is bytearray:
+            return self._bytes(kind.__name__, bytes(value), path, name)
+        if kind is complex:
+            parts = [self._node(part, path, name) for part in (value.real, value.imag)]
+            return {"t": "complex", "v": parts}
+        if kind in _CONTAINERS:
+            return self._container(value, path, name)
+        return self._foreign(value, path, name)
+
+    @staticmethod
+    def _text(value: str) -> Node:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return {"t": "str", "v": value.encode("utf-8", "surrogatepass").hex()}
+        return value
+
+    def _bytes(self, tag: str, data: bytes, path: str, name: str) -> Node:
+        if len(data) <= INLINE_BYTES:
+            return {"t": tag, "v": base64.b64encode(data).decode()}
+        leaf = bytes_leaf(self._unique(name), path, data)
+        self.leaves.append(leaf)
+        return {"t": tag, "n": leaf.name}
+
+    def _container(self, value: Any, path: str, name: str) -> Node:
+        if id(value) in self._open:
+            raise TypeError(f"{path}: it contains itself")
+        self._open.add(id(value))
+        try:
+            if isinstance(value, dict):
+                items = [self._item(key, item, path, name) for key, item in value.items()]
+                return {"t": _CONTAINERS[type(value)], "v": items}
+            parts = [
+                self._node(part, f"{path}[{index}]", _join(name, str(index))) for index, part in enumerate(value)
+            ]
+            return parts if type(value) is list else {"t": _CONTAINERS[type(value)], "v": parts}
+        finally:
+            self._open.discard(id(value))
+
+    def _item(self, key: Any, value: Any, path: str, name: str) -> Node:
+        here = f"{path}.{key}" if path.endswith(_OBJECT) else f"{path}[{key!r}]"
+        here = here.replace(_OBJECT, "")
+        if not isinstance(key, _KEYS):
+            raise TypeError(f"{here}: a key of type {_type_name(key)}")
+        return [self._node(key, here, ""), self._node(value, here, _join(name, str(key)))]
+
+    def _foreign(self, value: Any, path: str, name: str) -> Node:
+        node = self._torch(value, path, name)
+        if node is None:
+            node = self._numpy(value, path, name)
+        if node is not None:
+            return node
+        if is_stateful(value):
+            return self._object(value, path, name)
+        if self._allow_pickle:
+            return self._pickle(value, path, name)
+        hint = "give it state_dict() and load_state_dict(), convert it, or pass allow_pickle=True"
+        raise TypeError(f"{path.replace(_OBJECT, '')}: object of type {_type_name(value)} cannot be saved; {hint}")
+
+    def _torch(self, value: Any, path: str, name: str) -> Optional[Node]:
+        torch = torch_module()
+        if torch is None:
+            return None
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path.replace(_OBJECT, ""), name)
+        if isinstance(value, torch.Size):
+            return {"t": "size", "v": list(value)}
+        if isinstance(value, torch.dtype):
+            return {"t": "dtype", "v": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"t": "device", "v": str(value)}
+        return None
+
+    def _tensor(self, value: Any, path: str, name: str) -> Node:
+        torch = torch_module()
+        plain = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
+        dtype = tensor_dtype(value) if type(value) in plain else None
+        if dtype is None:
+            what = f"{value.layout} tensor of {value.dtype} on {value.device}"
+            raise TypeError(f"{path}: object of type {_type_name(value)} ({what}) cannot be saved")
+        identity = (value.data_ptr(), value.device, dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
+        if value.numel() > 0 and identity in self._tensors:
+            return self._reference(self._tensors[identity])
+        leaf = tensor_leaf(self._unique(name), path, value, dtype)
+        is_parameter = self._is_late or (value.device.type == "cpu" and value.data_ptr() in self._late)
+        leaf.is_late = is_parameter and leaf.version is not None and leaf.address is not None
+        self.leaves.append(leaf)
+        self._tensors[identity] = leaf.name
+        return self._reference(leaf.name)
+
+    def _reference(self, name: str) -> Node:
+        node = {"t": "tensor", "n": name}
+        self._nodes.setdefault(name, []).append(node)
+        return node
+
+    def _share_storage(self) -> None:
+        """Tensors that are views into another tensor of the state refer to it: their bytes are stored once."""
+        groups: dict[Any, list[Leaf]] = {}
+        for leaf in self.leaves:
+            if leaf.name in self._nodes and leaf.size > 0 and not (leaf.source.is_conj() or leaf.source.is_neg()):
+                storage = leaf.source.untyped_storage()
+                groups.setdefault((leaf.source.device, storage.data_ptr(), leaf.dtype), []).append(leaf)
+        for group in groups.values():
+            whole = [leaf for leaf in group if leaf.source.is_contiguous()]
+            if len(group) < 2 or not whole:
+                continue
+            base = max(whole, key=lambda leaf: leaf.size)
+            for leaf in group:
+                offset = leaf.source.storage_offset() - base.source.storage_offset()
+                reach = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.source.stride()))
+                if leaf is base or offset < 0 or offset + reach >= base.source.numel():
+                    continue
+                for node in self._nodes.pop(leaf.name):
+                    node.update(n=base.name, view=[leaf.shape, list(leaf.source.stride()), offset])
+                self.leaves.remove(leaf)
+
+    def _numpy(self, value: Any, path: str, name: str) -> Optional[Node]:
+        numpy = numpy_module()
+        if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
+            return None
+        dtype = array_dtype(value)
+        is_scalar = isinstance(value, numpy.generic)
+        if dtype is None or not (is_scalar or type(value) in (numpy.ndarray, numpy.memmap)):
+            if self._allow_pickle:
+                return None
+            what = f"{_type_name(value)} of {value.dtype}"
+            raise TypeError(f"{path.replace(_OBJECT, '')}: object of type {what} cannot be saved")
+        if is_scalar:
+            return {"t": "scalar", "d": dtype, "v": value.tobytes().hex()}
+        identity = (value.ctypes.data, "array", dtype, value.shape, value.strides)
+        if value.size > 0 and identity in self._tensors:
+            return {"t": "array", "n": self._tensors[identity]}
+        leaf = array_leaf(self._unique(name), path.replace(_OBJECT, ""), value, dtype)
+        self.leaves.append(leaf)
+        self._tensors[identity] = leaf.name
+        return {"t": "array", "n": leaf.name}
+
+    def _object(self, value: Any, path: str, name: str) -> Node:
+        if id(value) in self._open:
+            raise TypeError(f"{path.replace(_OBJECT, '')}: it contains itself")
+        self._open.add(id(value))
+        kind, state = state_of(value, self._pairs)
+        was_late, self._is_late = self._is_late, self._is_late or kind in ("optimizer", "optimizer-own")
+        try:
+            return {"t": "object", "k": kind, "v": self._node(state, path + _OBJECT, name)}
+        finally:
+            self._is_late = was_late
+            self._open.discard(id(value))
+
+    def _pickle(self, value: Any, path: str, name: str) -> Node:
+        path = path.replace(_OBJECT, "")
+        try:
+            data = pickle.dumps(value, protocol=4)
+        except Exception as error:
+            raise TypeError(f"{path}: object of type {_type_name(value)} cannot be pickled: {error}") from error
+        leaf = bytes_leaf(self._unique(name), path, data)
+        self.leaves.append(leaf)
+        return {"t": "pickle", "n": leaf.name}
+
+    def _unique(self, name: str) -> str:
+        """`name`, or with a number where another tensor has it; `#` is kept for slices."""
+        base = (name or "state").replace("#", "_").encode("utf-8", "replace").decode()
+        unique, number = base, 2
+        while unique in self._names or unique == "__metadata__":
+            unique, number = f"{base}~{number}", number + 1
+        self._names.add(unique)
+        return unique
+
+
+_OBJECT = "\0"
+"""Ends the path of an object whose state follows: its first keys are shown as attributes."""
+
+_CONTAINERS = {
+    dict: "dict",
+    collections.OrderedDict: "odict",
+    list: "list",
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+}
+_KEYS = (str, int, float, bool, type(None), tuple)
+
+
+def _join(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

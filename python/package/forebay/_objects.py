@@ -1,0 +1,92 @@
+"""Objects that know their own state: anything with `state_dict` and `load_state_dict`, torch's in particular.
+
+A module and the optimizer of its parameters go through `torch.distributed.checkpoint.state_dict`, which names
+optimizer state by parameter, not by number. An optimizer that never stepped has no state yet, and asking torch for
+it there would make a step; it goes through its own `state_dict`, as does one whose parameters are in no module of
+the state.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, Optional
+
+from ._leaf import torch_module
+
+MAX_DEPTH = 8
+"""How deep modules and optimizers are looked for in nested containers."""
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether an object can give its state and take it back."""
+    return not isinstance(value, type) and all(
+        callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
+    )
+
+
+def _search(value: Any, depth: int = MAX_DEPTH) -> Iterator[Any]:
+    """The objects in nested containers."""
+    if isinstance(value, (list, tuple, dict)):
+        if depth > 0:
+            for part in value.values() if isinstance(value, dict) else value:
+                yield from _search(part, depth - 1)
+    else:
+        yield value
+
+
+class Pairs:
+    """Which module of a state an optimizer of that state belongs to."""
+
+    def __init__(self, state: Any) -> None:
+        torch = torch_module()
+        found = list(_search(state)) if torch is not None else []
+        self._modules = [value for value in found if isinstance(value, torch.nn.Module)]
+        self._parameters = [frozenset(map(id, module.parameters())) for module in self._modules]
+
+    def module_of(self, optimizer: Any) -> Optional[Any]:
+        """The first module that has all of the optimizer's parameters."""
+        wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for module, parameters in zip(self._modules, self._parameters):
+            if wanted <= parameters:
+                return module
+        return None
+
+    def parameter_addresses(self) -> frozenset[int]:
+        """Where the bytes of the modules' parameters are: only an optimizer's step writes there."""
+        return frozenset(
+            parameter.data_ptr()
+            for module in self._modules
+            for parameter in module.parameters()
+            if parameter.device.type == "cpu"
+        )
+
+
+def state_of(value: Any, pairs: Pairs) -> tuple[str, Any]:
+    """How the state was taken, and the state."""
+    torch = torch_module()
+    if torch is not None and isinstance(value, torch.nn.Module):
+        return "module", _api().get_model_state_dict(value)
+    if torch is not None and isinstance(value, torch.optim.Optimizer):
+        module = pairs.module_of(value)
+        if module is not None and value.state:
+            return "optimizer", _api().get_optimizer_state_dict(module, value)
+        return "optimizer-own", value.state_dict()
+    return "own", value.state_dict()
+
+
+def give_state(value: Any, kind: str, state: Any, pairs: Pairs) -> None:
+    """Loads what `state_of` took. Raises whatever the object raises when the state is not its own."""
+    if kind == "module":
+        _api().set_model_state_dict(value, state)
+    elif kind == "optimizer":
+        module = pairs.module_of(value)
+        if module is None:
+            raise ValueError("it was saved with the module that has its parameters; restore both together")
+        _api().set_optimizer_state_dict(module, value, state)
+    else:
+        value.load_state_dict(state)
+
+
+def _api() -> Any:
+    import torch.distributed.checkpoint.state_dict as api
+
+    return api

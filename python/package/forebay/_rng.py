@@ -1,0 +1,36 @@
+"""The states of random number generators: Python's, numpy's, torch's and CUDA's, those that are in use."""
+
+from __future__ import annotations
+
+import random
+import struct
+from typing import Any
+
+from ._leaf import numpy_module, torch_module
+
+
+def rng_state() -> dict[str, Any]:
+    """What `set_rng_state` takes."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {"python": (version, struct.pack(f"<{len(words)}I", *words), gauss)}
+    numpy, torch = numpy_module(), torch_module()
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    if torch is not None:
+        state["torch"] = torch.get_rng_state()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Sets every generator whose state was saved and which this program uses."""
+    version, words, gauss = state["python"]
+    random.setstate((version, struct.unpack(f"<{len(words) // 4}I", words), gauss))
+    numpy, torch = numpy_module(), torch_module()
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(state["numpy"])
+    if torch is not None and "torch" in state:
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])

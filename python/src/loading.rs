@@ -1,0 +1,115 @@
+//! Loading: listing steps, reading a manifest, filling memory with tensors.
+
+use std::future::Future;
+
+use forebay_ckpt::catalog::{StepKey, load_manifest};
+use forebay_ckpt::dtype::Dtype;
+use forebay_ckpt::manifest::Manifest;
+use forebay_ckpt::restore::{Target, read_tensors};
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
+use pyo3::prelude::*;
+
+use crate::errors::OrRaise;
+use crate::foreign;
+
+/// A committed step: step, incarnation, attempt, when (seconds since 1970), superseded.
+type Listed = (u64, u64, String, f64, bool);
+
+/// Runs `work` on the bucket `url` on threads that end with it: nothing of ours survives into a forked child.
+fn with_bucket<T: Send, F>(py: Python<'_>, url: &str, work: impl FnOnce(Bucket) -> F + Send) -> PyResult<T>
+where
+    F: Future<Output = Result<T>>,
+{
+    let run = || {
+        let url: BucketUrl = url.parse()?;
+        if url.directory().is_some_and(|directory| !directory.is_dir()) {
+            let message = format!("{url} does not exist");
+            return Err(Error::new(ErrorKind::NotFound, message).with_hint("check the path; saving creates it"));
+        }
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        runtime.block_on(async { work(Bucket::open(&url, &StoreSettings::default()).await?).await })
+    };
+    py.detach(run).or_raise()
+}
+
+/// Every committed step, oldest first.
+#[pyfunction]
+pub(crate) fn list_steps(py: Python<'_>, url: &str) -> PyResult<Vec<Listed>> {
+    with_bucket(py, url, |bucket| async move {
+        let steps = forebay_ckpt::list_steps(&bucket).await?;
+        let listed = steps.into_iter().map(|info| {
+            let StepKey { step, incarnation, attempt } = info.key;
+            let committed = info.committed.seconds as f64 + f64::from(info.committed.nanos) / 1e9;
+            (step, incarnation, attempt, committed, info.superseded)
+        });
+        Ok(listed.collect())
+    })
+}
+
+/// What is wrong with a step, or with all: step, object, fact.
+#[pyfunction]
+pub(crate) fn verify(py: Python<'_>, url: &str, step: Option<u64>) -> PyResult<Vec<(u64, String, String)>> {
+    with_bucket(py, url, |bucket| async move {
+        let findings = forebay_ckpt::verify(&bucket, step, &|_| {}).await?;
+        Ok(findings.into_iter().map(|finding| (finding.step, finding.object, finding.fact)).collect())
+    })
+}
+
+/// Reads the manifest of a step as `list_steps` names it.
+#[pyfunction]
+pub(crate) fn open_step(
+    py: Python<'_>,
+    url: String,
+    step: u64,
+    incarnation: u64,
+    attempt: String,
+) -> PyResult<Step> {
+    let key = StepKey { incarnation, step, attempt };
+    let manifest = with_bucket(py, &url, |bucket| async move {
+        load_manifest(&bucket, &key).await.map_err(|error| match error.kind() {
+            ErrorKind::NotFound => Error::corrupt(error.to_string()),
+            _ => error,
+        })
+    })?;
+    Ok(Step { url, manifest })
+}
+
+/// A committed step whose manifest was read and found right.
+#[pyclass(frozen, module = "forebay._native")]
+pub(crate) struct Step {
+    url: String,
+    manifest: Manifest,
+}
+
+#[pymethods]
+impl Step {
+    #[getter]
+    fn step(&self) -> u64 {
+        self.manifest.step
+    }
+
+    /// Name, element type, shape and bytes of each tensor.
+    fn tensors(&self) -> Vec<(&str, &str, &[u64], u64)> {
+        let tensors = self.manifest.tensors.iter().map(|tensor| {
+            // A manifest that was read has known types and sizes that fit.
+            let bytes = Dtype::named(&tensor.dtype).ok().and_then(|dtype| dtype.bytes_of(&tensor.shape));
+            (tensor.name.as_str(), tensor.dtype.as_str(), tensor.shape.as_slice(), bytes.unwrap_or_default())
+        });
+        tensors.collect()
+    }
+
+    /// The JSON text of an extra, if the step has one of that name.
+    fn extra(&self, name: &str) -> Option<&str> {
+        self.manifest.extras.iter().find(|extra| extra.name == name).map(|extra| extra.data.as_str())
+    }
+
+    /// Fills memory, given as tensor index, address and length, with tensors that passed their checks.
+    fn read(&self, py: Python<'_>, targets: Vec<(usize, usize, usize)>) -> PyResult<()> {
+        with_bucket(py, &self.url, |bucket| async move {
+            let target = |(tensor, address, length)| Target { tensor, bytes: foreign::bytes_mut((address, length)) };
+            let targets = targets.into_iter().map(target).collect();
+            read_tensors(&bucket, &self.manifest, targets).await
+        })
+    }
+}

@@ -1,0 +1,260 @@
+//! Saving: the trainer's session, its snapshots and saves, and the agent's process.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use forebay_ckpt::agent::{Hello, serve};
+use forebay_ckpt::arena;
+use forebay_ckpt::catalog::Start;
+use forebay_ckpt::dtype::{DTYPES, Dtype};
+use forebay_ckpt::manifest::{Encoding, Extra};
+use forebay_ckpt::session::{self, Progress};
+use forebay_ckpt::shard::TensorSpec;
+use forebay_core::{Error, Result};
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+
+use crate::errors::{OrRaise, exception};
+use crate::foreign::{self, Span};
+
+/// Every element type: name and bytes of one element.
+#[pyfunction]
+pub(crate) fn dtypes() -> Vec<(&'static str, u64)> {
+    DTYPES.iter().map(|dtype| (dtype.name, dtype.size)).collect()
+}
+
+/// The whole life of an agent, at the other end of the socket `fd`.
+#[pyfunction]
+pub(crate) fn run_agent(py: Python<'_>, fd: i32) -> PyResult<()> {
+    py.detach(|| serve(foreign::stream(fd))).or_raise()
+}
+
+/// A trainer's connection to its agent.
+#[pyclass(frozen, module = "forebay._native")]
+pub(crate) struct Session(Mutex<session::Session>);
+
+#[pymethods]
+impl Session {
+    #[new]
+    fn new(
+        url: String,
+        nonce: String,
+        host: String,
+        pid: u32,
+        started_ms: u64,
+        keep: Option<usize>,
+    ) -> Self {
+        let start = Start { nonce, host, pid, started_ms };
+        Self(Mutex::new(session::Session::new(Hello { url, start, keep })))
+    }
+
+    /// Greets the agent behind the socket `fd`, which this call takes over.
+    fn connect(&self, py: Python<'_>, fd: i32) -> PyResult<()> {
+        py.detach(|| self.0.lock().connect(foreign::stream(fd))).or_raise()
+    }
+
+    #[getter]
+    fn is_connected(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.0.lock().is_connected())
+    }
+
+    #[getter]
+    fn is_busy(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.0.lock().is_busy())
+    }
+
+    /// Steps that a dead agent left unsettled.
+    fn lost(&self, py: Python<'_>) -> Vec<u64> {
+        py.detach(|| self.0.lock().lost().map(|lost| lost.steps).unwrap_or_default())
+    }
+
+    fn take_warnings(&self, py: Python<'_>) -> Vec<String> {
+        py.detach(|| self.0.lock().take_warnings())
+    }
+
+    /// Faults in memory for a state of `size` bytes.
+    fn prepare(&self, py: Python<'_>, size: u64, threads: usize) -> PyResult<()> {
+        py.detach(|| self.0.lock().prepare(size, threads)).or_raise()
+    }
+
+    /// A snapshot with place for tensors of these names, types and shapes; `None` when no slot is free.
+    fn begin(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<(String, String, Vec<u64>)>,
+        threads: usize,
+        patience_s: f64,
+    ) -> PyResult<Option<Snapshot>> {
+        let begun = py.detach(|| {
+            let spec = |(name, dtype, shape): (String, String, Vec<u64>)| {
+                Ok(TensorSpec { name, dtype: Dtype::named(&dtype)?, shape })
+            };
+            let specs = tensors.into_iter().map(spec).collect::<Result<_>>()?;
+            self.0.lock().begin(specs, threads, patience(patience_s))
+        });
+        Ok(begun.or_raise()?.map(|snapshot| Snapshot(Mutex::new(Stage::Idle(Box::new(snapshot))))))
+    }
+
+    /// Gives a filled snapshot to the agent. `extras` are pairs of a name and JSON text.
+    fn seal(
+        &self,
+        py: Python<'_>,
+        snapshot: &Snapshot,
+        step: u64,
+        created_ms: u64,
+        extras: Vec<(String, String)>,
+    ) -> PyResult<Save> {
+        let sealed = py.detach(|| {
+            let extra = |(name, data)| Extra { name, encoding: Encoding::Json, data };
+            let extras = extras.into_iter().map(extra).collect();
+            self.0.lock().seal(*snapshot.take()?, step, created_ms, extras)
+        });
+        sealed.map(Save).or_raise()
+    }
+
+    /// Gives a snapshot up.
+    fn abandon(&self, py: Python<'_>, snapshot: &Snapshot) {
+        py.detach(|| {
+            if let Ok(snapshot) = snapshot.take() {
+                self.0.lock().abandon(*snapshot);
+            }
+        });
+    }
+
+    /// Takes what the agent said, waiting for a first word for that long.
+    fn take_replies(&self, py: Python<'_>, patience_s: f64) -> PyResult<()> {
+        py.detach(|| self.0.lock().take_replies(patience(patience_s))).or_raise()
+    }
+
+    fn disconnect(&self, py: Python<'_>) {
+        py.detach(|| self.0.lock().disconnect());
+    }
+
+    /// For a forked child: lets go of everything without a word to the agent.
+    fn forget(&self, py: Python<'_>) {
+        // Where the parent's other thread held the lock at the fork, nothing can be let go.
+        py.detach(|| {
+            if let Some(mut session) = self.0.try_lock() {
+                session.forget();
+            }
+        });
+    }
+}
+
+fn patience(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or_default()
+}
+
+type Filled = Result<Box<arena::Snapshot>>;
+
+/// Who has the snapshot.
+enum Stage {
+    Idle(Box<arena::Snapshot>),
+    Copying(JoinHandle<Filled>),
+    Gone,
+}
+
+/// One step in a slot, being filled.
+#[pyclass(frozen, module = "forebay._native")]
+pub(crate) struct Snapshot(Mutex<Stage>);
+
+impl Snapshot {
+    /// Takes the snapshot out, after the background copy, if there is one.
+    fn take(&self) -> Filled {
+        match std::mem::replace(&mut *self.0.lock(), Stage::Gone) {
+            Stage::Idle(snapshot) => Ok(snapshot),
+            Stage::Copying(worker) => match worker.join() {
+                Ok(filled) => filled,
+                Err(_) => Err(Error::bug("the copying thread panicked")),
+            },
+            Stage::Gone => Err(Error::bug("the snapshot was sealed or given up already")),
+        }
+    }
+
+    fn with<T>(&self, work: impl FnOnce(&mut arena::Snapshot) -> Result<T>) -> Result<T> {
+        let mut snapshot = self.take()?;
+        let outcome = work(&mut snapshot);
+        *self.0.lock() = Stage::Idle(snapshot);
+        outcome
+    }
+}
+
+#[pymethods]
+impl Snapshot {
+    /// Where tensor `index` belongs: address and length, good until the snapshot is sealed or given up.
+    fn place(&self, py: Python<'_>, index: usize) -> PyResult<Span> {
+        let place = |snapshot: &mut arena::Snapshot| {
+            let bytes = snapshot.tensor_mut(index);
+            Ok((bytes.as_mut_ptr() as usize, bytes.len()))
+        };
+        py.detach(|| self.with(place)).or_raise()
+    }
+
+    /// Copies tensors, given as index, address and length.
+    fn copy(&self, py: Python<'_>, sources: Vec<(usize, usize, usize)>, threads: usize) -> PyResult<()> {
+        py.detach(|| self.with(|snapshot| snapshot.copy(spans(&sources), threads))).or_raise()
+    }
+
+    /// Checksums tensors that were filled at their places.
+    fn checksum(&self, py: Python<'_>, indexes: Vec<usize>, threads: usize) -> PyResult<()> {
+        py.detach(|| self.with(|snapshot| snapshot.checksum(indexes, threads))).or_raise()
+    }
+
+    /// Starts copying on threads of our own; the sources stay as they are until `join` returned.
+    fn copy_in_background(
+        &self,
+        py: Python<'_>,
+        sources: Vec<(usize, usize, usize)>,
+        threads: usize,
+    ) -> PyResult<()> {
+        let started = py.detach(|| {
+            let mut snapshot = self.take()?;
+            let copy = move || snapshot.copy(spans(&sources), threads).map(|()| snapshot);
+            let worker = std::thread::Builder::new().name("forebay-stage".into()).spawn(copy)?;
+            *self.0.lock() = Stage::Copying(worker);
+            Ok(())
+        });
+        started.or_raise()
+    }
+
+    /// Waits for the background copy.
+    fn join(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.with(|_| Ok(()))).or_raise()
+    }
+}
+
+fn spans<'a>(sources: &[(usize, usize, usize)]) -> Vec<(usize, &'a [u8])> {
+    sources.iter().map(|(index, address, length)| (*index, foreign::bytes((*address, *length)))).collect()
+}
+
+/// One save and what became of it.
+#[pyclass(frozen, module = "forebay._native")]
+pub(crate) struct Save(Arc<session::Save>);
+
+#[pymethods]
+impl Save {
+    #[getter]
+    fn step(&self) -> u64 {
+        self.0.step
+    }
+
+    /// `sent`, `sealed`, `durable` or `failed`.
+    #[getter]
+    fn progress(&self) -> &'static str {
+        match self.0.progress() {
+            Progress::Sent => "sent",
+            Progress::Sealed => "sealed",
+            Progress::Durable => "durable",
+            Progress::Failed(_) => "failed",
+        }
+    }
+
+    /// Raises what made the save fail, if it failed.
+    fn raise_if_failed(&self) -> PyResult<()> {
+        match self.0.progress() {
+            Progress::Failed(error) => Err(exception(&error)),
+            _ => Ok(()),
+        }
+    }
+}
