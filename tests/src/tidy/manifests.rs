@@ -21,7 +21,7 @@ const OWNERS: &[(&str, &[&str])] = &[
     ("heed", &["metadata"]),
     ("io-uring", &["io"]),
     ("memmap2", &["io"]),
-    ("object_store", &["io"]),
+    ("object_store", &["io", "bench"]), // bench measures against it
     ("pyo3", &["python"]),
     ("quinn", &["io"]),
     ("reqwest", &["io"]),

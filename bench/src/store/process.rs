@@ -1,0 +1,115 @@
+//! The server in a process of its own, so that its CPU time is never counted as a client's.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::ops::Sub;
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+
+use super::pace::PaceSettings;
+
+/// What the server was asked for so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts {
+    /// GETs of objects.
+    pub gets: u64,
+    /// HEADs.
+    pub heads: u64,
+    /// PUTs of objects and parts.
+    pub puts: u64,
+    /// Pages of listings.
+    pub lists: u64,
+    /// Everything else: upload starts and completions, copies, deletes.
+    pub others: u64,
+    /// Bytes of request bodies.
+    pub bytes_in: u64,
+    /// Bytes of answers' bodies.
+    pub bytes_out: u64,
+}
+
+impl Sub for Counts {
+    type Output = Self;
+
+    fn sub(self, earlier: Self) -> Self {
+        Self {
+            gets: self.gets - earlier.gets,
+            heads: self.heads - earlier.heads,
+            puts: self.puts - earlier.puts,
+            lists: self.lists - earlier.lists,
+            others: self.others - earlier.others,
+            bytes_in: self.bytes_in - earlier.bytes_in,
+            bytes_out: self.bytes_out - earlier.bytes_out,
+        }
+    }
+}
+
+/// A running server with one bucket, `bench`; stopped on drop.
+#[derive(Debug)]
+pub struct StoreProcess {
+    child: Child,
+    address: SocketAddr,
+}
+
+impl StoreProcess {
+    /// The bucket that is there from the start.
+    pub const BUCKET: &str = "bench";
+
+    /// Starts `PROGRAM store`, this program itself, on a free port.
+    pub fn start(pace: PaceSettings) -> Result<Self> {
+        let program = std::env::current_exe().context("finding this program")?;
+        let mut command = Command::new(program);
+        command.args(["store", "--bucket", Self::BUCKET, "--delay-ms", &pace.delay.as_millis().to_string()]);
+        if let Some(rate) = pace.rate {
+            command.args(["--rate", &rate.to_string()]);
+        }
+        let mut child =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("starting the store")?;
+        let stdout = child.stdout.take().context("the store's output")?;
+        let mut line = String::new();
+        BufReader::new(stdout).read_line(&mut line)?;
+        let address = line.trim().parse().with_context(|| format!("the store printed `{line}`"))?;
+        Ok(Self { child, address })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// `http://127.0.0.1:PORT`.
+    pub fn endpoint(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// The environment with which any S3 client reaches it.
+    pub fn environment(&self) -> Vec<(String, String)> {
+        let pairs = [
+            ("AWS_ENDPOINT_URL", self.endpoint()),
+            ("AWS_ENDPOINT", self.endpoint()),
+            ("AWS_ALLOW_HTTP", "true".into()),
+            ("AWS_REGION", "us-east-1".into()),
+            ("AWS_ACCESS_KEY_ID", "bench".into()),
+            ("AWS_SECRET_ACCESS_KEY", "bench".into()),
+        ];
+        pairs.map(|(name, value)| (name.to_owned(), value)).into()
+    }
+
+    /// What it was asked for since it started.
+    pub fn counts(&self) -> Result<Counts> {
+        let mut stream = TcpStream::connect(self.address)?;
+        stream.write_all(b"GET /-/counts HTTP/1.1\r\nhost: store\r\nconnection: close\r\n\r\n")?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text)?;
+        let Some((_, body)) = text.split_once("\r\n\r\n") else { bail!("the store answered `{text}`") };
+        Ok(serde_json::from_str(body)?)
+    }
+}
+
+impl Drop for StoreProcess {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
