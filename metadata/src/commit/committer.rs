@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::task::{Task, TaskGroup};
 use parking_lot::RwLock;
 use tokio::sync::{Mutex, mpsc, oneshot};
-use tokio::task::JoinHandle;
 
 use super::gather::{Gathered, State, Want};
 use super::job::Call;
@@ -61,7 +61,7 @@ impl Default for CommitterSettings {
 pub struct Committer {
     state: Arc<State>,
     queue: mpsc::Sender<Message>,
-    task: Arc<Mutex<Option<JoinHandle<()>>>>,
+    task: Arc<Mutex<Option<Task<()>>>>,
 }
 
 impl Committer {
@@ -77,7 +77,9 @@ impl Committer {
             most_runs: settings.max_runs,
         });
         let (queue, receiver) = mpsc::channel(settings.max_queued.max(1));
-        let task = spawn(Serial::new(state.clone(), settings, receiver).run());
+        let tasks = TaskGroup::new("committer");
+        let serial = Serial::new(state.clone(), settings, receiver, tasks.clone());
+        let task = tasks.spawn("serial", serial.run());
         Self { state, queue, task: Arc::new(Mutex::new(Some(task))) }
     }
 
@@ -161,7 +163,7 @@ impl Committer {
         // It ended already when nobody listens.
         let _ = self.queue.send(Message::Close).await;
         if let Some(task) = self.task.lock().await.take() {
-            task.await.map_err(|error| Error::bug(format!("the committer ended early: {error}")))?;
+            task.await?;
         }
         let written = self.state.overlay.read().check();
         written.and(self.state.engine.close().await)
@@ -176,9 +178,4 @@ impl Committer {
 
 fn closed() -> Error {
     Error::new(ErrorKind::Unavailable, "the tree was closed")
-}
-
-/// The one place where this module starts a task; `close` waits for it.
-fn spawn(task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
-    tokio::spawn(task)
 }

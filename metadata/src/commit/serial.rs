@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use forebay_core::{Error, Result};
+use forebay_io::task::{Task, TaskGroup};
 use futures::future::BoxFuture;
+use futures::stream::{FuturesUnordered, StreamExt};
 use tokio::sync::mpsc;
-use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::committer::CommitterSettings;
@@ -68,7 +69,8 @@ pub(super) struct Serial {
     /// Number of the batch that is forming.
     number: BatchNumber,
     writing: Option<Writing>,
-    set_aside: JoinSet<SetAside>,
+    set_aside: FuturesUnordered<Task<SetAside>>,
+    tasks: TaskGroup,
 }
 
 impl Serial {
@@ -76,6 +78,7 @@ impl Serial {
         state: Arc<State>,
         settings: CommitterSettings,
         queue: mpsc::Receiver<Message>,
+        tasks: TaskGroup,
     ) -> Self {
         Self {
             limits: state.engine.limits(),
@@ -86,7 +89,8 @@ impl Serial {
             forming: Forming::default(),
             number: 1,
             writing: None,
-            set_aside: JoinSet::new(),
+            set_aside: FuturesUnordered::new(),
+            tasks,
         }
     }
 
@@ -102,7 +106,7 @@ impl Serial {
             tokio::select! {
                 biased;
                 written = written(&mut self.writing) => self.end_write(written),
-                Some(fetched) = self.set_aside.join_next() => self.resume(fetched),
+                Some(fetched) = self.set_aside.next() => self.resume(fetched),
                 taken = self.queue.recv_many(&mut messages, TAKEN_AT_ONCE), if may_take => {
                     self.drained = taken == 0;
                     messages.drain(..).for_each(|message| self.take(message));
@@ -136,10 +140,11 @@ impl Serial {
             }
             Ran::Missed(wants) => {
                 let mut gathered = gathered.unwrap_or_else(|| Gathered::new(self.state.clone()));
-                self.set_aside.spawn(async move {
+                let fetch = async move {
                     let fetched = gathered.fetch(wants).await;
                     (job, gathered, fetched)
-                });
+                };
+                self.set_aside.push(self.tasks.spawn("fetch", fetch));
             }
         }
     }
@@ -156,7 +161,7 @@ impl Serial {
         self.state.overlay.write().apply(self.number, changes);
     }
 
-    fn resume(&mut self, fetched: Result<SetAside, tokio::task::JoinError>) {
+    fn resume(&mut self, fetched: Result<SetAside>) {
         match fetched {
             Ok((job, gathered, Ok(()))) => self.attempt(job, Some(gathered)),
             Ok((job, _, Err(error))) => job.answer(Err(error)),

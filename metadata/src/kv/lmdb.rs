@@ -16,6 +16,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::task::blocking;
 use heed::types::Bytes as Raw;
 use heed::{CommitOrAbort, EnvOpenOptions, MdbError, RoTxn, WithoutTls};
 use parking_lot::{Mutex, RwLock};
@@ -61,7 +62,7 @@ impl LmdbEngine {
     /// `Conflict`, naming the process, when another one has it open; `Corrupt` when the file is no tree.
     pub async fn open(directory: impl Into<PathBuf>, settings: &LmdbSettings) -> Result<Self> {
         let (directory, settings) = (directory.into(), settings.clone());
-        blocking(move || Self::open_blocking(directory, &settings)).await
+        blocking(move || Self::open_blocking(directory, &settings)).await?
     }
 
     fn open_blocking(directory: PathBuf, settings: &LmdbSettings) -> Result<Self> {
@@ -169,7 +170,8 @@ impl Engine for LmdbEngine {
     async fn write(&self, batch: Batch, _durability: Durability) -> Result<()> {
         batch.check(&self.limits)?;
         let tree = self.tree()?;
-        blocking(move || Ok(apply(&tree, &batch))).await?.map_err(|error| self.describe(error))
+        // A commit that began ends, whoever gives up waiting for it.
+        blocking(move || apply(&tree, &batch)).await?.map_err(|error| self.describe(error))
     }
 
     async fn sync(&self) -> Result<()> {
@@ -186,11 +188,7 @@ impl Engine for LmdbEngine {
 
     async fn close(&self) -> Result<()> {
         let tree = self.tree.write().take();
-        blocking(move || {
-            drop(tree);
-            Ok(())
-        })
-        .await
+        blocking(move || drop(tree)).await
     }
 }
 
@@ -243,13 +241,6 @@ fn apply(tree: &Tree, batch: &Batch) -> heed::Result<()> {
         }
     }
     txn.commit()
-}
-
-/// Runs what waits for a disk away from the threads that serve requests. An owner that gives up does not stop
-/// it: a commit that began ends.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    let joined = tokio::task::spawn_blocking(work).await;
-    joined.map_err(|error| Error::bug(format!("a disk task ended early: {error}")))?
 }
 
 fn closed() -> Error {

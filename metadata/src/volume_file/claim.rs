@@ -1,14 +1,15 @@
 //! Opening a volume: reading or creating its file, and claiming its lease.
 
 use std::fs::File;
-use std::hash::{BuildHasher, RandomState};
-use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::path::PathBuf;
+use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version, VolumeId};
+use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition};
+use forebay_io::rng::Rng;
+use forebay_io::task::blocking;
 use tokio::sync::watch;
-use tokio::time::Instant;
 
 use super::lease::{Held, Lease, LeaseSettings, LeaseState};
 use super::lock::lock;
@@ -28,11 +29,34 @@ const MOST_TRIES: usize = 16;
 /// Looks at the counter in one lease.
 const LOOKS: u32 = 6;
 
-/// Opens volumes.
-pub struct VolumeFile;
+/// Opens the volume of one bucket.
+#[derive(Debug, Clone)]
+pub struct VolumeFile {
+    bucket: Bucket,
+    engine: EngineKind,
+    settings: LeaseSettings,
+    clock: Clock,
+    rng: Rng,
+}
 
 impl VolumeFile {
-    /// Opens the volume of `bucket`, and creates its record with `engine` when there is none and `access` allows.
+    /// The volume of `bucket`, whose tree `engine` will keep if it is created now.
+    pub fn of(bucket: &Bucket, engine: EngineKind) -> Self {
+        let (settings, clock, rng) = (LeaseSettings::default(), Clock::system(), Rng::system());
+        Self { bucket: bucket.clone(), engine, settings, clock, rng }
+    }
+
+    /// With these settings instead of the default ones.
+    pub fn with_settings(self, settings: LeaseSettings) -> Self {
+        Self { settings, ..self }
+    }
+
+    /// With another clock than the machine's.
+    pub fn with_clock(self, clock: Clock) -> Self {
+        Self { clock, ..self }
+    }
+
+    /// Opens the volume, and creates its record when there is none and `access` allows.
     ///
     /// For `ReadWrite` this waits, when another's lease is recorded, until that one is seen renewing or its
     /// counter has stood still for a whole lease. `take_over` does not wait: the one before is then stopped by
@@ -41,24 +65,118 @@ impl VolumeFile {
     /// # Errors
     /// `Conflict`, naming the holder, when another writes to the volume; `Corrupt` or `Unsupported` when the
     /// record cannot be read; `Unsupported` when the store has no conditional puts.
-    pub async fn open_or_create(
-        bucket: &Bucket,
-        access: Access,
-        take_over: bool,
-        engine: EngineKind,
-        settings: &LeaseSettings,
-    ) -> Result<Claim> {
-        let directory = bucket.url().directory();
-        match (access, directory) {
+    pub async fn open_or_create(&self, access: Access, take_over: bool) -> Result<Claim> {
+        match (access, self.bucket.url().directory()) {
             (Access::ReadOnly, _) => {
-                let record = read(bucket).await?.map(|(record, _)| record);
+                let record = read(&self.bucket).await?.map(|(record, _)| record);
                 Ok(Claim { record, right: Right::Read })
             }
-            (Access::ReadWrite, Some(directory)) => {
-                claim_directory(bucket, directory, engine, settings).await
-            }
-            (Access::ReadWrite, None) => claim_bucket(bucket, take_over, engine, settings).await,
+            (Access::ReadWrite, Some(directory)) => self.claim_directory(directory).await,
+            (Access::ReadWrite, None) => self.claim_bucket(take_over).await,
         }
+    }
+
+    async fn claim_bucket(&self, take_over: bool) -> Result<Claim> {
+        let holder = self.holder().await?;
+        // A try of a renewal that takes longer than the pause between two of them would be of no use.
+        let patience_ms = self.settings.duration.as_millis() as u64 / 3;
+        let bucket = self.bucket.with_deadline_ms(patience_ms);
+        for _ in 0..MOST_TRIES {
+            let found = read(&bucket).await?;
+            if let Some((record, version)) = &found
+                && let Some(lease) = &record.lease
+                && lease.holder != holder
+                && !take_over
+            {
+                self.wait_until_stale(lease, version).await?;
+            }
+            let condition = match &found {
+                None => Condition::IfAbsent,
+                Some((_, version)) => Condition::IfVersion(version.clone()),
+            };
+            let record = self.next_record(found.map(|(record, _)| record), &holder);
+            let sent = self.clock.now();
+            match bucket.put(&ObjectKey::new(VolumeRecord::KEY), record.encode(), condition).await {
+                Ok(put) => {
+                    let held = Held { bucket, record: record.clone(), version: put.version };
+                    let lease = Lease::keep(held, self.settings.duration, &self.clock, sent);
+                    return Ok(Claim { record: Some(record), right: Right::Leased(lease) });
+                }
+                // Another was faster, or the answer to an earlier put of this one was lost: look again.
+                Err(error) if error.kind() == ErrorKind::Conflict => {}
+                Err(error) => return Err(error.context(VolumeRecord::KEY)),
+            }
+        }
+        let message = format!("{} changed at every try to claim it", VolumeRecord::KEY);
+        Err(Error::new(ErrorKind::Conflict, message))
+    }
+
+    /// Returns once the holder's counter has stood still for its whole lease and a tenth, by this host's own
+    /// clock.
+    ///
+    /// # Errors
+    /// `Conflict`, naming the holder, as soon as it is seen renewing.
+    async fn wait_until_stale(&self, lease: &LeaseRecord, version: &Version) -> Result<()> {
+        let duration = Duration::from_millis(lease.duration_ms);
+        tracing::info!(
+            holder = lease.holder,
+            ?duration,
+            "another holds the volume: watching whether it lives"
+        );
+        let stale = self.clock.now() + duration + duration / 10;
+        while self.clock.now() < stale {
+            self.clock.sleep_until(stale.min(self.clock.now() + duration / LOOKS)).await;
+            match read(&self.bucket).await? {
+                Some((_, now)) if now == *version => {}
+                // Released or created anew: the caller looks again.
+                None | Some((VolumeRecord { lease: None, .. }, _)) => return Ok(()),
+                Some((VolumeRecord { lease: Some(lease), .. }, _)) => return Err(mounted(&lease)),
+            }
+        }
+        tracing::warn!(holder = lease.holder, "it did not renew its lease: taking the volume");
+        Ok(())
+    }
+
+    /// On a directory the lock decides; the lease in the record only shows who holds it.
+    async fn claim_directory(&self, directory: PathBuf) -> Result<Claim> {
+        let holder = self.holder().await?;
+        let lock = {
+            let holder = holder.clone();
+            blocking(move || lock(&directory, &holder)).await??
+        };
+        let found = read(&self.bucket).await?.map(|(record, _)| record);
+        let record = self.next_record(found, &holder);
+        put_always(&self.bucket, &record).await?;
+        let state = watch::Sender::new(LeaseState::Held);
+        let right = Right::Locked { bucket: self.bucket.clone(), state, _lock: lock };
+        Ok(Claim { record: Some(record), right })
+    }
+
+    /// The record with the lease in `holder`'s hands.
+    fn next_record(&self, found: Option<VolumeRecord>, holder: &str) -> VolumeRecord {
+        let mut record = found.unwrap_or_else(|| VolumeRecord {
+            format: VolumeRecord::FORMAT,
+            volume: VolumeId(self.rng.u64()),
+            created: self.clock.wall().seconds,
+            engine: self.engine,
+            epoch: 0,
+            lease: None,
+        });
+        record.epoch += 1;
+        record.lease = Some(LeaseRecord {
+            holder: holder.to_owned(),
+            address: self.settings.address.clone(),
+            renewed: 0,
+            duration_ms: self.settings.duration.as_millis() as u64,
+        });
+        record
+    }
+
+    /// Host, process and a random number.
+    async fn holder(&self) -> Result<String> {
+        let host = blocking(|| std::fs::read_to_string("/proc/sys/kernel/hostname")).await?;
+        let host = host.unwrap_or_else(|_| "unknown".to_owned());
+        Ok(format!("{}-{}-{:016x}", host.trim(), std::process::id(), self.rng.u64()))
     }
 }
 
@@ -130,115 +248,12 @@ impl Claim {
     }
 }
 
-async fn claim_bucket(
-    bucket: &Bucket,
-    take_over: bool,
-    engine: EngineKind,
-    settings: &LeaseSettings,
-) -> Result<Claim> {
-    let holder = holder().await;
-    for _ in 0..MOST_TRIES {
-        let found = read(bucket).await?;
-        if let Some((record, version)) = &found
-            && let Some(lease) = &record.lease
-            && lease.holder != holder
-            && !take_over
-        {
-            wait_until_stale(bucket, lease, version).await?;
-        }
-        let condition = match &found {
-            None => Condition::IfAbsent,
-            Some((_, version)) => Condition::IfVersion(version.clone()),
-        };
-        let record = next_record(found.map(|(record, _)| record), &holder, engine, settings);
-        let sent = Instant::now();
-        match bucket.put(&ObjectKey::new(VolumeRecord::KEY), record.encode(), condition).await {
-            Ok(put) => {
-                let held = Held { bucket: bucket.clone(), record: record.clone(), version: put.version };
-                let lease = Lease::keep(held, settings.duration, sent);
-                return Ok(Claim { record: Some(record), right: Right::Leased(lease) });
-            }
-            // Another was faster, or the answer to an earlier put of this one was lost: look again.
-            Err(error) if error.kind() == ErrorKind::Conflict => {}
-            Err(error) => return Err(error.context(VolumeRecord::KEY)),
-        }
-    }
-    Err(Error::new(ErrorKind::Conflict, format!("{} changed at every try to claim it", VolumeRecord::KEY)))
-}
-
-/// Returns once the holder's counter has stood still for its whole lease and a tenth, by this host's own clock.
-///
-/// # Errors
-/// `Conflict`, naming the holder, as soon as it is seen renewing.
-async fn wait_until_stale(bucket: &Bucket, lease: &LeaseRecord, version: &Version) -> Result<()> {
-    let duration = Duration::from_millis(lease.duration_ms);
-    tracing::info!(holder = lease.holder, ?duration, "another holds the volume: watching whether it lives");
-    let patience = Instant::now() + duration + duration / 10;
-    while Instant::now() < patience {
-        tokio::time::sleep_until(patience.min(Instant::now() + duration / LOOKS)).await;
-        match read(bucket).await? {
-            Some((_, now)) if now == *version => {}
-            // Released or created anew: the caller looks again.
-            None | Some((VolumeRecord { lease: None, .. }, _)) => return Ok(()),
-            Some((VolumeRecord { lease: Some(lease), .. }, _)) => return Err(mounted(&lease)),
-        }
-    }
-    tracing::warn!(holder = lease.holder, "it did not renew its lease: taking the volume");
-    Ok(())
-}
-
 fn mounted(lease: &LeaseRecord) -> Error {
     let at = lease.address.as_ref().map(|address| format!(" at {address}")).unwrap_or_default();
     let message = format!("the volume is mounted read-write by {}{at}", lease.holder);
     Error::new(ErrorKind::Conflict, message).with_hint(
         "unmount it there, mount with --read-only, or take it over with --take-over: the other mount then fails",
     )
-}
-
-/// On a directory the lock decides; the lease in the record only shows who holds it.
-async fn claim_directory(
-    bucket: &Bucket,
-    directory: PathBuf,
-    engine: EngineKind,
-    settings: &LeaseSettings,
-) -> Result<Claim> {
-    let holder = holder().await;
-    let locked = {
-        let holder = holder.clone();
-        tokio::task::spawn_blocking(move || lock(&directory, &holder)).await
-    };
-    let lock = locked.map_err(|error| Error::bug(format!("a disk task ended early: {error}")))??;
-    let found = read(bucket).await?.map(|(record, _)| record);
-    let record = next_record(found, &holder, engine, settings);
-    put_always(bucket, &record).await?;
-    let state = watch::Sender::new(LeaseState::Held);
-    let right = Right::Locked { bucket: bucket.clone(), state, _lock: lock };
-    Ok(Claim { record: Some(record), right })
-}
-
-/// The record with the lease in `holder`'s hands.
-fn next_record(
-    found: Option<VolumeRecord>,
-    holder: &str,
-    engine: EngineKind,
-    settings: &LeaseSettings,
-) -> VolumeRecord {
-    let mut record = found.unwrap_or_else(|| VolumeRecord {
-        format: VolumeRecord::FORMAT,
-        volume: VolumeId(random()),
-        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64),
-        engine,
-        epoch: 0,
-        lease: None,
-    });
-    record.epoch += 1;
-    record.lease = Some(LeaseRecord {
-        holder: holder.to_owned(),
-        address: settings.address.clone(),
-        renewed: 0,
-        duration_ms: settings.duration.as_millis() as u64,
-    });
-    record
 }
 
 async fn read(bucket: &Bucket) -> Result<Option<(VolumeRecord, Version)>> {
@@ -251,17 +266,4 @@ async fn read(bucket: &Bucket) -> Result<Option<(VolumeRecord, Version)>> {
 
 async fn put_always(bucket: &Bucket, record: &VolumeRecord) -> Result<()> {
     bucket.put(&ObjectKey::new(VolumeRecord::KEY), record.encode(), Condition::Always).await.map(drop)
-}
-
-/// Host, process and a random number.
-async fn holder() -> String {
-    let read = |path: &Path| std::fs::read_to_string(path).unwrap_or_else(|_| "unknown".to_owned());
-    let host = tokio::task::spawn_blocking(move || read(Path::new("/proc/sys/kernel/hostname"))).await;
-    let host = host.unwrap_or_else(|_| "unknown".to_owned());
-    format!("{}-{}-{:016x}", host.trim(), std::process::id(), random())
-}
-
-/// 64 bits that the operating system seeded.
-fn random() -> u64 {
-    RandomState::new().hash_one(std::process::id())
 }

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version};
+use forebay_io::clock::{Clock, Moment};
 use forebay_io::object::{Bucket, Condition};
+use forebay_io::task::{Task, TaskGroup};
 use tokio::sync::{oneshot, watch};
-use tokio::task::JoinHandle;
-use tokio::time::Instant;
 
 use super::record::VolumeRecord;
 
@@ -58,12 +58,13 @@ pub(super) struct Lease {
     shared: Arc<Shared>,
     /// Sent to release the lease; dropped to let it run out.
     stop: Option<oneshot::Sender<()>>,
-    task: JoinHandle<Result<()>>,
+    task: Task<Result<()>>,
 }
 
 #[derive(Debug)]
 struct Shared {
-    origin: Instant,
+    clock: Clock,
+    origin: Moment,
     /// Milliseconds after `origin` until which the last renewal holds.
     valid_ms: AtomicU64,
     duration: Duration,
@@ -71,13 +72,13 @@ struct Shared {
 }
 
 impl Shared {
-    fn valid_until(&self) -> Instant {
+    fn valid_until(&self) -> Moment {
         self.origin + Duration::from_millis(self.valid_ms.load(Ordering::Acquire))
     }
 
     /// A renewal succeeded that was sent at `sent`. Others count from when they see it, which is later.
-    fn extend(&self, sent: Instant) {
-        let valid = sent + self.duration - self.origin;
+    fn extend(&self, sent: Moment) {
+        let valid = (sent + self.duration).since(self.origin);
         self.valid_ms.store(valid.as_millis() as u64, Ordering::Release);
         self.turn(LeaseState::Held);
     }
@@ -95,12 +96,13 @@ impl Shared {
 
 impl Lease {
     /// Begins renewing a lease whose claim was sent at `sent`.
-    pub(super) fn keep(held: Held, duration: Duration, sent: Instant) -> Self {
-        let state = watch::Sender::new(LeaseState::Held);
-        let shared = Arc::new(Shared { origin: sent, valid_ms: AtomicU64::new(0), duration, state });
+    pub(super) fn keep(held: Held, duration: Duration, clock: &Clock, sent: Moment) -> Self {
+        let (clock, state) = (clock.clone(), watch::Sender::new(LeaseState::Held));
+        let shared = Arc::new(Shared { clock, origin: sent, valid_ms: AtomicU64::new(0), duration, state });
         shared.extend(sent);
         let (stop, stopped) = oneshot::channel();
-        let task = tokio::spawn(renew_until_stopped(held, shared.clone(), stopped));
+        let renewing = renew_until_stopped(held, shared.clone(), stopped);
+        let task = TaskGroup::new("volume").spawn("lease", renewing);
         Self { shared, stop: Some(stop), task }
     }
 
@@ -110,7 +112,7 @@ impl Lease {
             return Err(Error::new(ErrorKind::Conflict, "another mount took this volume over")
                 .with_hint("unmount this one"));
         }
-        match Instant::now() < self.shared.valid_until() {
+        match self.shared.clock.now() < self.shared.valid_until() {
             true => Ok(()),
             false => Err(Error::new(
                 ErrorKind::Unavailable,
@@ -129,7 +131,7 @@ impl Lease {
             // The task ended already when it does not listen, and says why below.
             let _ = stop.send(());
         }
-        self.task.await.map_err(|error| Error::bug(format!("the lease task ended early: {error}")))?
+        self.task.await?
     }
 }
 
@@ -146,9 +148,9 @@ async fn renew_until_stopped(
             stop = &mut stopped => {
                 return if stop.is_ok() { held.release().await } else { Ok(()) };
             }
-            () = tokio::time::sleep(pause) => {}
+            () = shared.clock.sleep(pause) => {}
         }
-        let sent = Instant::now();
+        let sent = shared.clock.now();
         pause = match renew(&mut held, &shared).await {
             Ok(()) => {
                 shared.extend(sent);
@@ -169,16 +171,19 @@ async fn renew_until_stopped(
 
 /// One renewal. A put that outlasts the lease counts as failed, and the lease lapses meanwhile.
 async fn renew(held: &mut Held, shared: &Shared) -> Result<()> {
-    let renewing = tokio::time::timeout(shared.duration, held.renew());
+    let until = shared.clock.now() + shared.duration;
+    let renewing = held.renew();
     tokio::pin!(renewing);
-    let renewed = tokio::select! {
-        renewed = &mut renewing => renewed,
-        () = tokio::time::sleep_until(shared.valid_until()) => {
-            shared.turn(LeaseState::Lapsed);
-            renewing.await
+    tokio::select! {
+        renewed = &mut renewing => return renewed,
+        () = shared.clock.sleep_until(shared.valid_until()) => shared.turn(LeaseState::Lapsed),
+    }
+    tokio::select! {
+        renewed = renewing => renewed,
+        () = shared.clock.sleep_until(until) => {
+            Err(Error::new(ErrorKind::Unavailable, "the put of a renewal was not answered"))
         }
-    };
-    renewed.map_err(|_| Error::new(ErrorKind::Unavailable, "the put of a renewal was not answered"))?
+    }
 }
 
 impl Held {

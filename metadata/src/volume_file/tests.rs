@@ -1,26 +1,41 @@
 //! Two who want one volume, over a bucket in memory and over a directory. Time is paused: leases run out at once.
 
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{ErrorKind, ObjectKey, Result};
-use forebay_io::object::{Bucket, Condition, StoreSettings};
+use forebay_io::clock::Clock;
+use forebay_io::object::{Bucket, Condition, Delay, Faults, StoreSettings};
 use tokio::time::Instant;
 
 use super::{Access, Claim, EngineKind, LeaseSettings, LeaseState, VolumeFile, VolumeRecord};
-use crate::testing::{Unruly, rounds};
+use crate::testing::{Chance, rounds};
 
 const LEASE: Duration = Duration::from_secs(15);
 
 async fn open(bucket: &Bucket, take_over: bool) -> Result<Claim> {
-    let settings = LeaseSettings { duration: LEASE, address: None };
-    VolumeFile::open_or_create(bucket, Access::ReadWrite, take_over, EngineKind::SlateDb, &settings).await
+    open_for(bucket, Access::ReadWrite, take_over).await
 }
 
-async fn read_only(bucket: &Bucket) -> Result<Claim> {
-    let settings = LeaseSettings::default();
-    VolumeFile::open_or_create(bucket, Access::ReadOnly, false, EngineKind::SlateDb, &settings).await
+async fn open_for(bucket: &Bucket, access: Access, take_over: bool) -> Result<Claim> {
+    let settings = LeaseSettings { duration: LEASE, address: None };
+    let file = VolumeFile::of(bucket, EngineKind::SlateDb).with_settings(settings).with_clock(clock());
+    file.open_or_create(access, take_over).await
+}
+
+/// A clock that follows tokio's paused one, which moves whenever everyone waits for it.
+fn clock() -> Clock {
+    let (clock, step) = (Clock::manual(), Duration::from_millis(50));
+    tokio::spawn({
+        let clock = clock.clone();
+        async move {
+            loop {
+                tokio::time::sleep(step).await;
+                clock.advance(step);
+            }
+        }
+    });
+    clock
 }
 
 async fn directory() -> (tempfile::TempDir, Bucket) {
@@ -72,7 +87,7 @@ async fn a_second_writer_is_refused_and_told_who_holds_the_volume() {
         assert!(holder.contains(&format!("-{}-", std::process::id())), "{holder}");
         assert!(error.hint().is_some());
         first.check().expect("still held");
-        let reader = read_only(&bucket).await.expect("readers are welcome");
+        let reader = open_for(&bucket, Access::ReadOnly, false).await.expect("readers are welcome");
         assert_eq!(reader.record().map(|record| record.volume), Some(record(&first).volume));
         reader.check().expect("a reader needs no lease");
         first.release().await.expect("release");
@@ -82,7 +97,7 @@ async fn a_second_writer_is_refused_and_told_who_holds_the_volume() {
 #[tokio::test(start_paused = true)]
 async fn a_reader_writes_nothing() {
     let bucket = Bucket::in_memory();
-    let reader = read_only(&bucket).await.expect("open");
+    let reader = open_for(&bucket, Access::ReadOnly, false).await.expect("open");
     assert_eq!((reader.record(), reader.access()), (None, Access::ReadOnly));
     reader.release().await.expect("release");
     assert_eq!(bucket.head(&ObjectKey::new(VolumeRecord::KEY)).await.expect("head"), None);
@@ -127,20 +142,21 @@ async fn taking_over_stops_the_one_before_for_good() {
 #[tokio::test(start_paused = true)]
 async fn a_silent_bucket_lapses_the_lease_and_an_answering_one_restores_it() {
     let memory = Bucket::in_memory();
-    let (bucket, store) = Unruly::over(&memory, 0, 0);
+    let faults = Faults::new();
+    let bucket = memory.with_faults(&faults);
     let claim = open(&bucket, false).await.expect("open");
     let mut watch = claim.watch();
-    store.failing.store(1, Ordering::SeqCst);
+    faults.set_down(true);
     watch.wait_for(|state| *state == LeaseState::Lapsed).await.expect("lapsed");
     assert_eq!(claim.check().expect_err("lapsed").kind(), ErrorKind::Unavailable);
-    store.failing.store(0, Ordering::SeqCst);
+    faults.set_down(false);
     watch.wait_for(|state| *state == LeaseState::Held).await.expect("held again");
     claim.check().expect("nobody took it meanwhile");
     // Silent again, and this time another takes it.
-    store.failing.store(1, Ordering::SeqCst);
+    faults.set_down(true);
     let other = open(&memory, false).await.expect("the counter stood still");
     assert_eq!(claim.check().expect_err("lapsed").kind(), ErrorKind::Unavailable);
-    store.failing.store(0, Ordering::SeqCst);
+    faults.set_down(false);
     watch.wait_for(|state| *state == LeaseState::Lost).await.expect("lost");
     other.check().expect("held");
 }
@@ -148,7 +164,9 @@ async fn a_silent_bucket_lapses_the_lease_and_an_answering_one_restores_it() {
 #[tokio::test(start_paused = true)]
 async fn lost_answers_do_not_lose_the_lease() {
     for _ in 0..rounds(5) {
-        let (bucket, store) = Unruly::over(&Bucket::in_memory(), 3, 100);
+        let faults = Faults::random(Chance::fresh().next(), 0.3);
+        let bucket =
+            Bucket::in_memory().with_faults(&faults).with_delay(Delay { request_us: 5_000, mib_us: 0 });
         let claim = loop {
             // A put whose answer is lost may leave a lease behind that nobody renews.
             match open(&bucket, false).await {
@@ -160,7 +178,7 @@ async fn lost_answers_do_not_lose_the_lease() {
             tokio::time::sleep(LEASE / 3).await;
             assert_ne!(*claim.watch().borrow(), LeaseState::Lost);
         }
-        store.failing.store(0, Ordering::SeqCst);
+        faults.clear();
         tokio::time::sleep(LEASE).await;
         claim.check().expect("held");
         claim.release().await.expect("release");
@@ -170,13 +188,16 @@ async fn lost_answers_do_not_lose_the_lease() {
 
 #[tokio::test(start_paused = true)]
 async fn of_two_that_race_one_holds_the_volume() {
+    let mut chance = Chance::fresh();
     for round in 0..rounds(100) {
-        let (bucket, _) = Unruly::over(&Bucket::in_memory(), 0, 50);
+        let bucket = Bucket::in_memory();
         if round % 3 == 0 {
             // A volume that a dead holder left.
             drop(open(&bucket, false).await.expect("open"));
         }
-        let (first, second) = tokio::join!(open(&bucket, false), open(&bucket, false));
+        let mut slow = || bucket.with_delay(Delay { request_us: chance.below(50_000), mib_us: 0 });
+        let (one, other) = (slow(), slow());
+        let (first, second) = tokio::join!(open(&one, false), open(&other, false));
         let held: Vec<_> =
             [&first, &second].into_iter().flatten().filter(|claim| claim.check().is_ok()).collect();
         assert_eq!(held.len(), 1, "round {round}: {first:?} {second:?}");
