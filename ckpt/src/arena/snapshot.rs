@@ -35,7 +35,7 @@ impl Snapshot {
         &mut self.slot.bytes_mut()[range.start as usize..range.end as usize]
     }
 
-    /// Copies tensors, given by index and ascending, each from bytes of its own length, on `threads` threads.
+    /// Copies tensors, given by index, each once and each from bytes of its own length, on `threads` threads.
     ///
     /// # Errors
     /// `Invalid` when a source has another length than its tensor.
@@ -49,7 +49,8 @@ impl Snapshot {
     }
 
     fn process(&mut self, mut wanted: Vec<(usize, Option<&[u8]>)>, threads: usize) -> Result<()> {
-        wanted.sort_by_key(|(index, _)| self.layout.ranges[*index].start);
+        // By the end as well: an empty tensor lies before the one that starts where it does.
+        wanted.sort_by_key(|(index, _)| (self.layout.ranges[*index].start, self.layout.ranges[*index].end));
         let mut jobs = Vec::with_capacity(wanted.len());
         let mut rest = self.slot.bytes_mut();
         let mut at = 0;

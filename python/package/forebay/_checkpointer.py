@@ -109,10 +109,10 @@ class Save:
 class _Staging:
     """A snapshot whose last tensors are copied in the background."""
 
-    def __init__(self, save: Save, snapshot: _native.Snapshot, leaves: list[Leaf], extras: list[tuple[str, str]]):
+    def __init__(self, save: Save, snapshot: _native.Snapshot, late: list[Leaf], extras: list[tuple[str, str]]):
         self.save = save
         self.snapshot = snapshot
-        self.leaves = leaves
+        self.late = late
         self.extras = extras
         self.created_ms = time.time_ns() // 1_000_000
 
@@ -317,9 +317,9 @@ class Checkpointer:
         if snapshot is None:
             self.skipped += 1
             return None
+        late = self._copy(step, snapshot, leaves)
         save = Save(self, step)
-        self._staging = _Staging(save, snapshot, leaves, extras)
-        self._copy(snapshot, leaves)
+        self._staging = _Staging(save, snapshot, late, extras)
         self._last = save
         if not self._hook_is_used:
             self._finish_staging()
@@ -332,8 +332,8 @@ class Checkpointer:
             snapshot = self._session.begin(tensors, self._threads, _TICK_S)
         return snapshot
 
-    def _copy(self, snapshot: _native.Snapshot, leaves: list[Leaf]) -> None:
-        """Copies what must be copied before the training goes on, and starts copying the rest."""
+    def _copy(self, step: int, snapshot: _native.Snapshot, leaves: list[Leaf]) -> list[Leaf]:
+        """Copies what must be copied before the training goes on, and starts copying the rest, which it gives."""
         now: list[tuple[int, int, int]] = []
         later: list[tuple[int, int, int]] = []
         filled: list[int] = []
@@ -347,9 +347,12 @@ class Checkpointer:
                     (later if may_wait else now).append((index, leaf.address, leaf.size))
             snapshot.checksum(filled, self._threads)
             snapshot.copy(now, self._threads)
-            snapshot.copy_in_background(later, self._threads)
+            waiting = {index for index, _, _ in later}
+            _check_unchanged(step, [leaf for index, leaf in enumerate(leaves) if index not in waiting])
+            if later:
+                snapshot.copy_in_background(later, self._threads)
+            return [leaves[index] for index in waiting]
         except BaseException:
-            self._staging = None
             self._session.abandon(snapshot)
             raise
 
@@ -361,13 +364,12 @@ class Checkpointer:
                 return
             save = staging.save
             staging.snapshot.join()
-            changed = [leaf.path for leaf in staging.leaves if has_changed(leaf)]
-            if changed:
+            try:
+                _check_unchanged(save.step, staging.late)
+            except CheckpointMutated as error:
                 self._session.abandon(staging.snapshot)
-                text = f"step {save.step} was not saved: {', '.join(changed[:5])} changed while it was copied"
-                hint = "call before_optimizer_step() before each change of parameters"
-                save._failure = CheckpointMutated(f"{text} (hint: {hint})")
-                raise save._failure
+                save._failure = error
+                raise
             save._native = self._session.seal(staging.snapshot, save.step, staging.created_ms, staging.extras)
             save._is_staged = True
             self._saves.append(save)
@@ -391,12 +393,16 @@ class Checkpointer:
     def _listen(self, patience_s: float) -> None:
         """Takes what the agent said; replaces it if it died."""
         self._session.take_replies(patience_s)
+        self._pass_warnings_on()
         if self._session.lost():
             self._ensure_agent()
 
-    def _raise_failures(self) -> None:
+    def _pass_warnings_on(self) -> None:
         for message in self._session.take_warnings():
-            warnings.warn(message, CheckpointWarning, stacklevel=4)
+            warnings.warn(message, CheckpointWarning, stacklevel=5)
+
+    def _raise_failures(self) -> None:
+        self._pass_warnings_on()
         for save in list(self._saves):
             if save._progress() == "failed":
                 save._raise_if_failed()
@@ -406,6 +412,14 @@ class Checkpointer:
     def _was_told(self, save: Save) -> None:
         if save in self._saves:
             self._saves.remove(save)
+
+
+def _check_unchanged(step: int, leaves: list[Leaf]) -> None:
+    changed = [leaf.path for leaf in leaves if has_changed(leaf)]
+    if changed:
+        text = f"step {step} was not saved: {', '.join(changed[:5])} changed while it was copied"
+        hint = "call before_optimizer_step() before each change of parameters"
+        raise CheckpointMutated(f"{text} (hint: {hint})")
 
 
 def _refuse_many_ranks() -> None:

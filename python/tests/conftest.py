@@ -1,0 +1,130 @@
+"""What the tests share: places to save to, counts, and children that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+SCALE = int(os.environ.get("FOREBAY_TEST_SCALE", "1"))
+"""Multiplies the rounds of every random test."""
+
+PATIENCE_S = 60.0
+"""How long a test waits for what must happen."""
+
+
+def rounds(count: int) -> Iterator[int]:
+    """Seeds for `count` rounds, times the scale."""
+    return iter(range(count * SCALE))
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    """Waits for something that must happen."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_errors() -> Iterator[None]:
+    """A test that expects a warning of ours says so."""
+    import warnings
+
+    import forebay
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", forebay.CheckpointWarning)
+        yield
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """A real S3 server on loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    try:
+        import moto  # noqa: F401
+    except ImportError:
+        pytest.skip("NO S3 SERVER: moto is not installed, so that nothing is tested on s3://")
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    endpoint = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        try:
+            urllib.request.urlopen(endpoint, timeout=1).close()
+            return True
+        except OSError:
+            return False
+
+    try:
+        wait_until(answers)
+        os.environ.update(
+            AWS_ENDPOINT_URL=endpoint,
+            AWS_ALLOW_HTTP="true",
+            AWS_ACCESS_KEY_ID="test",
+            AWS_SECRET_ACCESS_KEY="test",
+            AWS_REGION="us-east-1",
+        )
+        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/checkpoints", method="PUT")).close()
+        yield endpoint
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: os.PathLike[str]) -> str:
+    """A place that nothing was saved to yet."""
+    if request.param == "file":
+        return f"file://{tmp_path}/run"
+    request.getfixturevalue("s3_endpoint")
+    return f"s3://checkpoints/{os.path.basename(tmp_path)}-{time.time_ns()}"
+
+
+class Child:
+    """A forked process in a group of its own; forked, because torch is imported already."""
+
+    def __init__(self, work: Callable[[Callable[[str], None]], None]) -> None:
+        read, write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(read)
+            os.setsid()
+            # The pool of threads did not survive the fork.
+            torch.set_num_threads(1)
+            try:
+                work(lambda line: print(line, file=os.fdopen(os.dup(write), "w"), flush=True))
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        os.close(write)
+        self._lines = os.fdopen(read)
+
+    def line(self) -> str:
+        """The next line that the child reported; empty once it ended."""
+        return self._lines.readline().strip()
+
+    def kill(self) -> None:
+        """SIGKILLs the child's whole group."""
+        os.killpg(self.pid, signal.SIGKILL)
+        self.join()
+
+    def join(self) -> int:
+        """Waits for the child's end; gives its exit code."""
+        _, status = os.waitpid(self.pid, 0)
+        self._lines.close()
+        return os.waitstatus_to_exitcode(status)

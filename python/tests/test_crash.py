@@ -1,0 +1,247 @@
+"""Processes die, stores vanish, tensors change under the copy: what was promised holds, the rest is told."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+import torch
+
+import forebay
+from forebay import _native
+
+from .conftest import Child, rounds, wait_until
+
+
+def parts(seed: int) -> dict[str, Any]:
+    """A model and an optimizer that made one step."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"model": model, "optim": optimizer, "ballast": torch.randn(1 << 20)}
+
+
+def test_sealed_steps_survive_the_death_of_the_trainers_group(url: str) -> None:
+    for seed in rounds(4):
+        place = f"{url}/{seed}"
+        last = random.Random(seed).randrange(1, 4)
+
+        def train(report: Callable[[str], None]) -> None:
+            state = parts(seed)
+            checkpointer = forebay.Checkpointer(place, every=1)
+            for step in range(1, last + 1):
+                state["ballast"] += 1
+                save = checkpointer.step(step, state)
+                assert save is not None
+            assert save.wait_sealed(60)
+            report("sealed")
+            signal.pause()
+
+        child = Child(train)
+        assert child.line() == "sealed", f"seed {seed}"
+        child.kill()
+        with forebay.Checkpointer(place) as checkpointer:
+            wait_until(lambda: checkpointer.latest() == last)
+            expected, target = parts(seed), parts(seed + 1)
+            for _ in range(last):
+                expected["ballast"] += 1
+            assert checkpointer.restore(target) == last
+        assert torch.equal(target["ballast"], expected["ballast"]), f"seed {seed}"
+        for left, right in zip(target["model"].parameters(), expected["model"].parameters()):
+            assert torch.equal(left, right), f"seed {seed}"
+        assert _native.verify(place, None) == []
+
+
+def test_death_at_any_moment_leaves_only_whole_steps(tmp_path: Path) -> None:
+    for seed in rounds(6):
+        place = tmp_path / str(seed)
+
+        def train(report: Callable[[str], None]) -> None:
+            state = {"n": 0, "t": torch.zeros(1 << 20)}
+            with forebay.Checkpointer(place, every=1, keep=2) as checkpointer:
+                report("started")
+                for step in range(1, 1000):
+                    state["t"] += 1
+                    state["n"] = step
+                    checkpointer.step(step, state)
+
+        child = Child(train)
+        assert child.line() == "started"
+        time.sleep(random.Random(seed).uniform(0.05, 0.4))
+        child.kill()
+        url = f"file://{place}"
+        with forebay.Checkpointer(place) as checkpointer:
+            settled = [-1, checkpointer.latest() or 0]
+            while settled[-1] != settled[-2]:
+                time.sleep(0.3)
+                settled.append(checkpointer.latest() or 0)
+            target = {"n": 0, "t": torch.zeros(1 << 20)}
+            step = checkpointer.restore(target)
+        assert (step or 0) == settled[-1] and target["n"] == (step or 0), f"seed {seed}"
+        assert bool((target["t"] == target["n"]).all()), f"seed {seed}: a torn step"
+        assert _native.verify(url, None) == [] if place.exists() else True, f"seed {seed}"
+
+
+def test_the_agent_leaves_when_the_trainer_is_gone(tmp_path: Path) -> None:
+    def train(report: Callable[[str], None]) -> None:
+        checkpointer = forebay.Checkpointer(tmp_path, every=1)
+        save = checkpointer.step(1, {"t": torch.zeros(3)})
+        assert save is not None and save.wait_durable(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    child = Child(train)
+    agent = int(child.line())
+    os.kill(agent, 0)
+    child.kill()
+    wait_until(lambda: not is_running(agent))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_agent_that_was_killed_is_told_and_replaced(tmp_path: Path) -> None:
+    for seed in rounds(3):
+        with forebay.Checkpointer(tmp_path / str(seed), every=1) as checkpointer:
+            checkpointer.step(1, {"t": torch.full((1 << 20,), 1.0)})
+            first = checkpointer._agent.pid
+            time.sleep(random.Random(seed).uniform(0, 0.05))
+            os.kill(first, signal.SIGKILL)
+            checkpointer._agent.wait()
+            with pytest.warns(forebay.CheckpointWarning, match=f"agent \\(process {first}\\) ended unexpectedly"):
+                save = checkpointer.step(2, {"t": torch.full((1 << 20,), 2.0)})
+            assert save is not None and save.wait_durable(60)
+            checkpointer.wait()
+            assert checkpointer.steps() == [1, 2], f"seed {seed}"
+        assert bool((forebay.load(tmp_path / str(seed), step=1)["t"] == 1).all())
+        assert _native.verify(f"file://{tmp_path}/{seed}", None) == []
+
+
+def test_a_tensor_that_changes_under_the_copy_is_named(tmp_path: Path) -> None:
+    state = parts(0)
+    with forebay.Checkpointer(tmp_path, every=1) as checkpointer:
+        checkpointer.before_optimizer_step()
+        save = checkpointer.step(1, state)
+        with torch.no_grad():
+            state["model"][0].weight.add_(1)
+        with pytest.raises(forebay.CheckpointMutated, match=r"step 1 was not saved: state\['model'\].0.weight changed"):
+            checkpointer.before_optimizer_step()
+        assert save is not None
+        with pytest.raises(forebay.CheckpointMutated):
+            save.wait_durable(60)
+        again = checkpointer.step(2, state)
+        checkpointer.before_optimizer_step()
+        assert again is not None and again.staged and again.wait_durable(60)
+        assert checkpointer.steps() == [2]
+
+
+def test_without_the_hook_nothing_can_change_under_the_copy(tmp_path: Path) -> None:
+    state = parts(0)
+    before = state["model"][0].weight.detach().clone()
+    with forebay.Checkpointer(tmp_path, every=1) as checkpointer:
+        save = checkpointer.step(1, state)
+        assert save is not None and save.staged
+        with torch.no_grad():
+            state["model"][0].weight.add_(1)
+    assert torch.equal(forebay.load(tmp_path)["model"]["0.weight"], before)
+
+
+def test_a_later_start_supersedes_this_one(url: str) -> None:
+    old = forebay.Checkpointer(url, every=1)
+    new = forebay.Checkpointer(url, every=1)
+    with old, new:
+        save = old.step(1, {"n": 1})
+        assert save is not None and save.wait_durable(60)
+        save = new.step(2, {"n": 2})
+        assert save is not None and save.wait_durable(60)
+        save = old.step(3, {"n": 3})
+        assert save is not None
+        with pytest.raises(forebay.CheckpointSuperseded, match="incarnation 2"):
+            save.wait_durable(60)
+        assert new.steps() == [1, 2]
+
+
+def test_a_store_in_trouble_is_told_and_tried_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with forebay.Checkpointer(run, every=1) as checkpointer:
+        save = checkpointer.step(1, {"n": 1})
+        assert save is not None and save.wait_durable(60)
+        (run / "shards").rename(run / "elsewhere")
+        (run / "shards").write_text("in the way")
+        save = checkpointer.step(2, {"t": torch.zeros(3)})
+        assert save is not None
+        with pytest.warns(forebay.CheckpointWarning, match="step 2: .*; trying again"):
+            save.wait_durable(1)
+        assert save.sealed and not save.durable
+        (run / "shards").unlink()
+        (run / "elsewhere").rename(run / "shards")
+        warnings.simplefilter("ignore", forebay.CheckpointWarning)
+        assert save.wait_durable(60)
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_a_busy_store_makes_saves_wait_or_be_skipped(s3_endpoint: str) -> None:
+    # A store that takes connections and never answers.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        real, fake = os.environ["AWS_ENDPOINT_URL"], f"http://127.0.0.1:{silent.getsockname()[1]}"
+        os.environ["AWS_ENDPOINT_URL"] = fake
+        try:
+            checkpointer = forebay.Checkpointer("s3://checkpoints/silent", every=1, on_busy="skip")
+            saves = [checkpointer.step(step, {"n": step}) for step in range(1, 6)]
+        finally:
+            os.environ["AWS_ENDPOINT_URL"] = real
+        assert [save is not None for save in saves] == [True, True, False, False, False]
+        assert checkpointer.skipped == 3
+        assert not checkpointer.wait(0.1)
+        agent = checkpointer._agent
+        checkpointer._let_go()
+        agent.kill()
+        agent.wait()
+
+
+def test_a_forked_worker_neither_saves_nor_holds_the_agent(tmp_path: Path) -> None:
+    checkpointer = forebay.Checkpointer(tmp_path, every=1)
+    save = checkpointer.step(1, {"t": torch.zeros(3)})
+    assert save is not None and save.wait_durable(60)
+
+    def work(report: Callable[[str], None]) -> None:
+        try:
+            checkpointer.step(2, {})
+        except forebay.CheckpointInvalid as error:
+            report(str(error))
+        signal.pause()
+
+    worker = Child(work)
+    try:
+        assert "forked child" in worker.line()
+        agent = checkpointer._agent
+        save = checkpointer.step(2, {"t": torch.ones(3)})
+        assert save is not None and save.wait_durable(60)
+        checkpointer.close()
+        wait_until(lambda: not is_running(agent.pid))
+    finally:
+        worker.kill()
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    with forebay.Checkpointer(tmp_path, every=1) as checkpointer:
+        checkpointer.step(1, {"n": 1})
+        with pytest.raises(forebay.CheckpointConflict, match="step 1 was saved already"):
+            checkpointer.save_now(1, {"n": 1})
+    with pytest.raises(forebay.CheckpointInvalid, match="closed"):
+        checkpointer.step(2, {})

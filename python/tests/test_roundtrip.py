@@ -1,0 +1,325 @@
+"""What is saved comes back bit by bit."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import json
+import math
+import random
+import struct
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors import safe_open
+
+import forebay
+from forebay import _native
+
+from .conftest import wait_until
+
+DTYPES = [name for name, _ in _native.dtypes()]
+
+
+def filled(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """A tensor of random bytes (of zeros and ones for bool)."""
+    kind = getattr(torch, dtype)
+    size = dict(_native.dtypes())[dtype] * math.prod(shape)
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 2 if dtype == "bool" else 256, (size,), dtype=torch.uint8, generator=generator)
+    return torch.frombuffer(bytearray(data.numpy().tobytes()), dtype=kind).view(shape) if size else torch.empty(shape, dtype=kind)
+
+
+def raw(value: torch.Tensor) -> bytes:
+    """A tensor's bytes, whatever its type."""
+    value = value.detach().clone(memory_format=torch.contiguous_format) if value.dtype.is_complex else value.detach()
+    value = value if value.is_contiguous() else value.contiguous()
+    return ctypes.string_at(value.data_ptr(), value.numel() * value.element_size())
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in type, shape and every bit."""
+    if isinstance(left, torch.Tensor):
+        return (
+            isinstance(right, torch.Tensor)
+            and (left.dtype, left.shape) == (right.dtype, right.shape)
+            and raw(left) == raw(right)
+        )
+    if isinstance(left, (numpy.ndarray, numpy.generic)):
+        return (
+            type(left) is type(right)
+            and (left.dtype, left.shape) == (right.dtype, right.shape)
+            and left.tobytes() == right.tobytes()
+        )
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, float):
+        return struct.pack("d", left) == struct.pack("d", right)
+    return bool(left == right)
+
+
+def test_every_dtype_and_shape(url: str) -> None:
+    shapes: list[tuple[int, ...]] = [(), (0,), (3,), (2, 0, 5), (4, 3, 2)]
+    state = {name: [filled(name, shape, index) for index, shape in enumerate(shapes)] for name in DTYPES}
+    forebay.save(state, url)
+    assert same(forebay.load(url), state)
+
+
+def test_views_of_every_stride_come_back_as_their_values(tmp_path: Path) -> None:
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    state = {
+        "transposed": base.clone().T,
+        "stepped": base.clone()[::2, 1::3],
+        "expanded": torch.arange(3.0).expand(5, 3),
+        "conjugate": torch.complex(base[:1], base[1:2]).conj(),
+        "imaginary": torch.complex(base[:1], base[1:2]).imag,
+        "negative": torch.complex(base[:1], base[1:2]).conj().imag,
+        "fortran": numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)),
+        "reversed": numpy.arange(5)[::-1],
+    }
+    forebay.save(state, tmp_path)
+    loaded = forebay.load(tmp_path)
+    for name, value in state.items():
+        assert bool((loaded[name] == value).all()) and loaded[name].shape == value.shape, name
+
+
+def test_plain_values_of_every_type(url: str) -> None:
+    state = {
+        "none": None, "yes": True, "no": False, "big": 2**200, "negative": -5,
+        "floats": [0.1, -0.0, math.inf, -math.inf, math.nan, 5e-324, struct.unpack("d", b"\1\0\0\0\0\0\xf8\x7f")[0]],
+        "text": "snow \N{SNOWMAN} \0 \ud800", "bytes": b"\0\xff", "long": bytes(range(256)) * 9,
+        "array": bytearray(b"abc"), "complex": complex(1.5, math.inf),
+        "tuple": (1, (2.0, "x"), []), "set": {1, 2}, "frozen": frozenset({"a"}),
+        "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
+        "keys": {1: "int", 2.5: "float", None: "none", True and "t": "str", (1, "a"): "tuple"},
+        "size": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": torch.device("cpu"),
+        "scalars": [numpy.float32(1.5), numpy.int64(-3), numpy.bool_(True), numpy.complex128(1j)],
+        "numpy": {d: numpy.arange(6).astype(d).reshape(2, 3) for d in
+                  ["bool", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16"]},
+        "empty": {"d": {}, "l": [], "t": (), "a": numpy.empty((0, 3)), "s": "", "b": b""},
+        "a.b": torch.tensor(1), "a": {"b": torch.tensor(2), "#": torch.tensor(3)}, "__metadata__": torch.tensor(4),
+    }
+    forebay.save(state, url)
+    assert same(forebay.load(url), state)
+
+
+def test_what_shares_memory_is_stored_once_and_shares_it_again(tmp_path: Path) -> None:
+    weight = torch.randn(1000, 100)
+    array = numpy.zeros(5)
+    state = {"head": weight, "embedding": weight, "turned": weight.T, "row": weight[7], "a": array, "b": array}
+    forebay.save(state, tmp_path)
+    assert sum(file.stat().st_size for file in (tmp_path / "shards").iterdir()) < weight.nbytes + 8192
+    loaded = forebay.load(tmp_path)
+    assert same(loaded, {**state, "turned": weight.T})
+    loaded["head"].zero_()
+    assert all(not loaded[name].any() for name in ("embedding", "turned", "row"))
+    loaded["a"][0] = 1
+    assert loaded["b"][0] == 1
+    live = {name: value.clone() if isinstance(value, torch.Tensor) else value.copy() for name, value in state.items()}
+    for value in live.values():
+        value[...] = 0
+    forebay.load(tmp_path, live)
+    assert torch.equal(live["turned"], weight.T) and torch.equal(live["row"], weight[7])
+
+
+def test_shards_are_safetensors(tmp_path: Path) -> None:
+    state = {"w": filled("bfloat16", (5, 7)), "c": filled("complex64", (3,)), "s": torch.tensor(2.5)}
+    forebay.save(state, tmp_path)
+    (shard,) = (tmp_path / "shards").iterdir()
+    with safe_open(shard, "pt") as file:
+        assert sorted(file.keys()) == ["c", "s", "w"]
+        assert same(file.get_tensor("w"), state["w"]) and same(file.get_tensor("s"), state["s"])
+        assert raw(file.get_tensor("c")) == raw(state["c"])
+
+
+def test_equal_states_have_equal_shards(tmp_path: Path) -> None:
+    for step in (1, 2):
+        forebay.save({"w": torch.arange(10)}, tmp_path, step=step)
+    assert len(list((tmp_path / "shards").iterdir())) == 1
+    assert len(list((tmp_path / "steps").iterdir())) == 2
+
+
+def test_a_state_saved_again_under_its_step_replaces_the_former(url: str) -> None:
+    forebay.save({"n": 1, "w": torch.zeros(3)}, url)
+    forebay.save({"n": 2, "w": torch.ones(3)}, url)
+    assert forebay.load(url)["n"] == 2
+    wait_until(lambda: len(_native.list_steps(url)) == 1)
+
+
+class Loader:
+    """Something with a state of its own, as data loaders have."""
+
+    def __init__(self) -> None:
+        self.epoch, self.seen = 0, [0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "seen": list(self.seen)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.seen = state["epoch"], state["seen"]
+
+
+def test_restore_puts_everything_in_place(url: str) -> None:
+    def fresh() -> dict[str, Any]:
+        return {
+            "tensor": torch.zeros(4), "strided": torch.zeros(3, 4).T, "array": numpy.zeros((2, 2)),
+            "nested": {"list": [torch.zeros(2), 0, (torch.zeros(1), "a")], "value": 0}, "loader": Loader(),
+            "plain": [1], "parameter": torch.nn.Parameter(torch.zeros(2)),
+        }
+
+    state = fresh()
+    state["tensor"] += 1
+    state["strided"] += torch.arange(12).view(4, 3)
+    state["array"] += 2
+    state["nested"]["list"][0] += 3
+    state["nested"]["list"][1] = 4
+    state["nested"]["list"][2] = (torch.ones(1), "b")
+    state["nested"]["value"] = 2.5
+    state["loader"].epoch, state["loader"].seen = 7, [1, 2, 3]
+    state["plain"] = [3, 4, 5]
+    state["parameter"].data.fill_(9)
+    with forebay.Checkpointer(url) as checkpointer:
+        checkpointer.save_now(12, state)
+    target = fresh()
+    held = [target["tensor"], target["strided"], target["array"], target["nested"]["list"], target["parameter"]]
+    with forebay.Checkpointer(url) as checkpointer:
+        assert (checkpointer.latest(), checkpointer.steps()) == (12, [12])
+        assert checkpointer.restore(target) == 12
+    now = [target["tensor"], target["strided"], target["array"], target["nested"]["list"], target["parameter"]]
+    assert all(before is after for before, after in zip(held, now))
+    loader, other = target.pop("loader"), state.pop("loader")
+    assert loader.state_dict() == other.state_dict()
+    assert same(target.pop("parameter").detach(), state.pop("parameter").detach())
+    assert same(target, state)
+
+
+@pytest.mark.parametrize(
+    "change, fact",
+    [
+        (lambda s: s.pop("t"), "state: the state lacks 't'"),
+        (lambda s: s.update(extra=1), "state: the checkpoint lacks 'extra'"),
+        (lambda s: s.update(t=torch.zeros(4)), r"state\['t'\]: torch.float32 \[3\] was saved"),
+        (lambda s: s.update(t=torch.zeros(3).half()), r"the state has torch.float16"),
+        (lambda s: s.update(t=numpy.zeros(3)), r"state\['t'\]: a torch tensor was saved, the state has a ndarray"),
+        (lambda s: s.update(a=torch.zeros(2)), r"state\['a'\]: a numpy array was saved"),
+        (lambda s: s["l"].pop(), r"state\['l'\]: 2 entries were saved, the state has 1"),
+        (lambda s: s.update(o=3), r"state\['o'\]: an object with a state was saved, the state has a int"),
+        (lambda s: s.update(n=torch.zeros(1)), r"state\['n'\]: a value \(int\) was saved, the state has a Tensor"),
+        (lambda s: s.update(m=torch.nn.Linear(2, 3)), r"state\['m'\]"),
+        (lambda s: s.update(m=torch.nn.Linear(2, 2, bias=False)), r"state\['m'\]: the state lacks 'bias'"),
+    ],
+)
+def test_a_state_of_another_shape_is_left_alone(tmp_path: Path, change: Any, fact: str) -> None:
+    def fresh() -> dict[str, Any]:
+        return {"t": torch.zeros(3), "a": numpy.zeros(2), "l": [torch.zeros(1), torch.zeros(1)], "o": Loader(),
+                "n": 0, "m": torch.nn.Linear(2, 2)}
+
+    state = fresh()
+    state["t"] += 1
+    state["n"] = 5
+    forebay.save(state, tmp_path)
+    target = fresh()
+    change(target)
+    with pytest.raises(forebay.CheckpointMismatch, match=fact):
+        forebay.load(tmp_path, target)
+    assert isinstance(target["n"], torch.Tensor) or target["n"] == 0
+    assert "t" not in target or not target["t"].any()
+
+
+class Foreign:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Foreign) and other.value == self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Holder(Loader):
+    def state_dict(self) -> dict[str, Any]:
+        return {"foo": {"bar": [Foreign(1)]}}
+
+
+def looped() -> list[Any]:
+    loop: list[Any] = []
+    loop.append(loop)
+    return loop
+
+
+@pytest.mark.parametrize(
+    "value, fact",
+    [
+        (Foreign(1), r"state\['x'\]: object of type tests.test_roundtrip.Foreign cannot be saved"),
+        (Holder(), r"state\['x'\].foo\['bar'\]\[0\]: object of type tests.test_roundtrip.Foreign"),
+        (lambda: 0, r"state\['x'\]: object of type function"),
+        (torch.zeros(3).to_sparse(), r"state\['x'\]: object of type torch.Tensor \(torch.sparse_coo tensor"),
+        (torch.zeros(3, device="meta"), r"on meta\) cannot be saved"),
+        (torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8), "torch.qint8"),
+        (numpy.array(["a"]), r"state\['x'\]: object of type numpy.ndarray of <U1"),
+        (numpy.array([object()]), "of object cannot be saved"),
+        (numpy.zeros(2, ">f4"), "of >f4 cannot be saved"),
+        (looped(), r"state\['x'\]\[0\]: it contains itself"),
+        ({Foreign: 1}, r"a key of type type"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path, value: Any, fact: str) -> None:
+    with pytest.raises(TypeError, match=fact):
+        forebay.save({"fine": torch.zeros(3), "x": value}, tmp_path / "run")
+    assert not list(tmp_path.glob("run/shards/*")) and not list(tmp_path.glob("run/steps/*"))
+
+
+def test_pickles_only_where_they_are_allowed(tmp_path: Path) -> None:
+    state = {"x": Foreign(3), "names": numpy.array(["a", "b"])}
+    forebay.save(state, tmp_path, allow_pickle=True)
+    with pytest.raises(forebay.CheckpointInvalid, match="allow_pickle=True"):
+        forebay.load(tmp_path)
+    loaded = forebay.load(tmp_path, allow_pickle=True)
+    assert loaded["x"] == Foreign(3) and list(loaded["names"]) == ["a", "b"]
+
+
+def test_random_numbers_go_on_where_they_stopped(url: str) -> None:
+    def draw() -> tuple[Any, ...]:
+        return random.random(), random.gauss(0, 1), numpy.random.rand(), torch.rand(3).tolist()
+
+    random.gauss(0, 1)
+    with forebay.Checkpointer(url) as checkpointer:
+        checkpointer.save_now(1, {})
+    expected = draw()
+    draw()
+    with forebay.Checkpointer(url) as checkpointer:
+        assert checkpointer.restore({}) == 1
+    assert draw() == expected
+
+
+def test_nothing_saved_yet(url: str) -> None:
+    with forebay.Checkpointer(url) as checkpointer:
+        assert checkpointer.restore({}) is None
+        assert (checkpointer.latest(), checkpointer.steps()) == (None, [])
+        with pytest.raises(forebay.CheckpointNotFound, match="step 3|does not exist"):
+            checkpointer.restore({}, step=3)
+    with pytest.raises(forebay.CheckpointNotFound):
+        forebay.load(url)
+
+
+def test_manifests_are_json(tmp_path: Path) -> None:
+    forebay.save({"w": torch.zeros(2)}, tmp_path, step=5)
+    (manifest,) = tmp_path.glob("steps/00000000000000000005/*.json")
+    body = json.loads(manifest.read_text())["body"]
+    assert (body["step"], body["world_size"], body["tensors"][0]["name"]) == (5, 1, "w")
+
+
+def test_a_bucket_that_does_not_exist_is_named(s3_endpoint: str) -> None:
+    urllib.request.urlopen(s3_endpoint).close()
+    with pytest.raises(forebay.CheckpointError, match="(?i)bucket|404|not found"):
+        forebay.load("s3://no-such-bucket/run")
+    with pytest.raises(ValueError, match="no known scheme"):
+        forebay.load("ftp://host/run")
