@@ -1,0 +1,149 @@
+//! What every scenario is given: sizes, places, a runtime for the baselines, and ways to make data.
+
+use std::fs::File;
+use std::future::Future;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, bail};
+use bytes::Bytes;
+use tokio::runtime::Runtime;
+
+use crate::raw::ObjectStoreClient;
+
+/// How much to measure, and with what.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Pairs of runs a figure.
+    pub pairs: usize,
+    /// Small files in a data set.
+    pub files: usize,
+    /// Bytes of a large file.
+    pub large: u64,
+    /// Bytes read and written by the memory scenario.
+    pub volume: u64,
+    /// The `forebay` binary.
+    pub forebay: PathBuf,
+    /// The Python interpreter that has torch and forebay.
+    pub python: PathBuf,
+    /// Where scratch files go: on the disk whose file system is the baseline.
+    pub work: PathBuf,
+}
+
+/// A scenario's surroundings.
+#[derive(Debug)]
+pub struct Context {
+    /// How much to measure.
+    pub settings: Settings,
+    /// Scratch files; removed in the end.
+    pub folder: tempfile::TempDir,
+    runtime: Runtime,
+}
+
+/// Bytes of a part of a large object, ours and the baselines'.
+pub const PART: u64 = 8 << 20;
+/// Requests that a baseline keeps in flight.
+pub const IN_FLIGHT: usize = 8;
+/// Files in one directory of a data set.
+const FILES_IN_DIRECTORY: usize = 200;
+
+impl Context {
+    /// Surroundings with a fresh scratch folder.
+    pub fn new(settings: Settings) -> Result<Self> {
+        if !settings.forebay.exists() {
+            bail!("{} does not exist: `make bench` builds it", settings.forebay.display());
+        }
+        std::fs::create_dir_all(&settings.work)?;
+        let folder = tempfile::Builder::new().prefix("forebay-bench-").tempdir_in(&settings.work)?;
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+        Ok(Self { settings, folder, runtime })
+    }
+
+    /// Waits for a baseline's work.
+    pub fn wait<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        self.runtime.block_on(work)
+    }
+
+    /// A folder in the scratch folder, made if need be.
+    pub fn place(&self, name: &str) -> Result<PathBuf> {
+        let path = self.folder.path().join(name);
+        std::fs::create_dir_all(&path)?;
+        Ok(path)
+    }
+
+    /// Puts a data set of `count` files of `size` bytes below `prefix` in the store.
+    pub fn put_files(
+        &self,
+        client: &ObjectStoreClient,
+        prefix: &str,
+        count: usize,
+        size: usize,
+    ) -> Result<()> {
+        let keys: Vec<String> = names(count).map(|name| format!("{prefix}/{name}")).collect();
+        self.wait(client.put_many(&keys, noise(size), 16))
+    }
+
+    /// Writes the same data set below `folder`.
+    pub fn write_files(&self, folder: &Path, count: usize, size: usize) -> Result<()> {
+        let data = noise(size);
+        for name in names(count) {
+            let path = folder.join(name);
+            std::fs::create_dir_all(path.parent().context("a file lies in a folder")?)?;
+            File::create(&path)?.write_all(&data).with_context(|| format!("writing {}", path.display()))?;
+        }
+        Ok(())
+    }
+
+    /// Puts an object of at least one whole [`PART`].
+    pub fn put_large(&self, client: &ObjectStoreClient, key: &str, size: u64) -> Result<()> {
+        let parts = size.div_ceil(PART) as usize;
+        self.wait(client.put_multipart(key, noise(PART as usize), parts, IN_FLIGHT))
+    }
+}
+
+/// Relative paths of a data set: 200 files a directory.
+pub fn names(count: usize) -> impl Iterator<Item = String> {
+    (0..count).map(|index| format!("{:04}/{index:06}.bin", index / FILES_IN_DIRECTORY))
+}
+
+/// The same bytes on every run, which no compression shrinks.
+pub fn noise(size: usize) -> Bytes {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let words = std::iter::repeat_with(|| {
+        // xorshift64, by Marsaglia.
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    });
+    words.flatten().take(size).collect::<Vec<u8>>().into()
+}
+
+/// The same order on every run, which no readahead foresees: a stride through all of them.
+pub fn shuffled(paths: Vec<PathBuf>) -> Vec<PathBuf> {
+    let count = paths.len();
+    let coprime = |step: &usize| gcd(*step, count) == 1;
+    let step = (count * 5 / 8 + 1..).find(coprime).unwrap_or(1);
+    (0..count).map(|index| paths[index * step % count].clone()).collect()
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shuffle_keeps_every_path() {
+        for count in [1, 2, 7, 1000] {
+            let paths: Vec<PathBuf> = names(count).map(PathBuf::from).collect();
+            let mut order = shuffled(paths.clone());
+            assert!(count < 8 || order != paths);
+            order.sort();
+            assert_eq!(order, paths);
+        }
+        assert!(noise(1 << 12).iter().filter(|byte| **byte == 0).count() < 64);
+    }
+}
