@@ -1,6 +1,10 @@
 //! One file a scenario; each returns its rows.
 
+mod common;
 mod object;
+mod read;
+mod write;
+mod memory;
 
 use anyhow::Result;
 
@@ -17,7 +21,12 @@ pub struct Scenario {
 }
 
 /// Every scenario, in the order they run.
-pub const SCENARIOS: &[Scenario] = &[Scenario { name: "object", run: object::run }];
+pub const SCENARIOS: &[Scenario] = &[
+    Scenario { name: "object", run: object::run },
+    Scenario { name: "read", run: read::run },
+    Scenario { name: "write", run: write::run },
+    Scenario { name: "memory", run: memory::run },
+];
 
 impl Scenario {
     /// Runs it, and adds how busy others kept the machine meanwhile.
