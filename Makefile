@@ -3,11 +3,12 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build lint test test-long clean-cache
+.PHONY: help setup build lint test test-long bench clean-cache
 
 help:
 	@echo "make test         format, lints, every test (the gate that .ci/run calls)"
 	@echo "make test-long    the same, with the long suites' round counts multiplied by 20"
+	@echo "make bench        speed and memory against their limits; ONLY=read,write picks scenarios, ARGS=--help the sizes"
 	@echo "make build        the forebay binary, debug profile"
 	@echo "make lint         cargo fmt --check and clippy without warnings"
 	@echo "make setup        install what is missing: system packages (as root), Python environment"
@@ -27,6 +28,9 @@ test:
 
 test-long:
 	@FOREBAY_TEST_SCALE=20 scripts/test
+
+bench: setup
+	@scripts/bench $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 clean-cache:
 	@source scripts/env && rm -rf "$$FOREBAY_CACHE/venv" "$$FOREBAY_CACHE/target" && echo "removed venv and target from $$FOREBAY_CACHE"

@@ -5,6 +5,7 @@ mod object;
 mod read;
 mod write;
 mod memory;
+mod checkpoint;
 
 use anyhow::Result;
 
@@ -25,6 +26,7 @@ pub const SCENARIOS: &[Scenario] = &[
     Scenario { name: "object", run: object::run },
     Scenario { name: "read", run: read::run },
     Scenario { name: "write", run: write::run },
+    Scenario { name: "checkpoint", run: checkpoint::run },
     Scenario { name: "memory", run: memory::run },
 ];
 

@@ -1,0 +1,111 @@
+"""The training side of the checkpoint scenario.
+
+Holds a state of many tensors, and answers each line of stdin with one line of JSON on stdout:
+
+    save     {"memcpy_s", "blocking_s", "durable_s", "bytes"}: a warm memcpy of the same bytes by the same number of
+             threads, the time that a save holds the training up, and the time until it is committed
+    restore  {"memcpy_s", "restore_s", "bytes"}: into the existing tensors
+    end      waits for everything and ends
+
+Started by the benchmark as `checkpoint.py URL MIB`; the store is in the environment.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+import forebay
+
+TENSORS = 333
+"""As many as in the model that the design was measured with."""
+PIECE = 16 << 20
+"""Longest copy of one thread at a time, so that threads share one large tensor."""
+
+
+def make_state(mib: int) -> dict[str, torch.Tensor]:
+    """Tensors of uneven sizes, with bytes that no compression shrinks."""
+    weights = [1 + index % 7 for index in range(TENSORS)]
+    unit = (mib << 20) // sum(weights) // 4
+    words = torch.randint(-(2**31), 2**31 - 1, (max(weights) * unit,), dtype=torch.int32)
+    return {f"layer{index}.weight": words[: weight * unit].clone().view(torch.float32) for index, weight in enumerate(weights)}
+
+
+class Memcpy:
+    """The limit: the same bytes copied into memory that was touched before."""
+
+    def __init__(self, tensors: list[torch.Tensor], threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads)
+        self._targets = [torch.zeros_like(tensor) for tensor in tensors]
+        pieces = []
+        for target, tensor in zip(self._targets, tensors):
+            size = tensor.numel() * tensor.element_size()
+            for start in range(0, size, PIECE):
+                pieces.append((target.data_ptr() + start, tensor.data_ptr() + start, min(PIECE, size - start)))
+        self._shares = [pieces[index::threads] for index in range(threads)]
+        self.seconds()
+
+    def seconds(self) -> float:
+        start = time.perf_counter()
+        list(self._pool.map(_copy, self._shares))
+        return time.perf_counter() - start
+
+
+def _copy(pieces: list[tuple[int, int, int]]) -> None:
+    for target, source, size in pieces:
+        ctypes.memmove(target, source, size)
+
+
+class Trainer:
+    """A training loop that does nothing but save and restore."""
+
+    def __init__(self, url: str, mib: int) -> None:
+        self._threads = min(4, len(os.sched_getaffinity(0)))
+        self._tensors = make_state(mib)
+        self._bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+        self._memcpy = Memcpy(list(self._tensors.values()), self._threads)
+        self._url = url
+        self._step = 0
+        self._checkpointer = forebay.Checkpointer(url, keep=2, copy_threads=self._threads)
+        self._checkpointer.prepare(self._state())
+
+    def save(self) -> dict[str, float]:
+        self._step += 1
+        memcpy = self._memcpy.seconds()
+        start = time.perf_counter()
+        save = self._checkpointer.save_now(self._step, self._state())
+        self._checkpointer.before_optimizer_step()
+        blocking = time.perf_counter() - start
+        save.wait_durable()
+        durable = time.perf_counter() - start
+        return {"memcpy_s": memcpy, "blocking_s": blocking, "durable_s": durable, "bytes": self._bytes}
+
+    def restore(self) -> dict[str, float]:
+        memcpy = self._memcpy.seconds()
+        start = time.perf_counter()
+        with forebay.Checkpointer(self._url, copy_threads=self._threads) as checkpointer:
+            restored = checkpointer.restore(self._state())
+        assert restored == self._step, f"restored step {restored}, not {self._step}"
+        return {"memcpy_s": memcpy, "restore_s": time.perf_counter() - start, "bytes": self._bytes}
+
+    def end(self) -> dict[str, float]:
+        self._checkpointer.close()
+        return {}
+
+    def _state(self) -> dict[str, object]:
+        return {"model": self._tensors, "step": self._step}
+
+
+def main() -> None:
+    trainer = Trainer(sys.argv[1], int(sys.argv[2]))
+    commands = {"save": trainer.save, "restore": trainer.restore, "end": trainer.end}
+    for line in sys.stdin:
+        print(json.dumps(commands[line.strip()]()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
