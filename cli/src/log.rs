@@ -5,8 +5,9 @@ use std::io::IsTerminal;
 use forebay_core::{Error, Result};
 use tracing_subscriber::EnvFilter;
 
-/// Without `--log`: Forebay's own lifecycle, and of libraries what went wrong.
-const DEFAULT: &str = "warn,forebay=info,forebay_fuse=info,forebay_volume=info,forebay_metadata=info,\
+/// Without `--log`: Forebay's own lifecycle, and of libraries what went wrong; of the FUSE library nothing, since it
+/// takes a caller that did not wait for its answer for an error.
+const DEFAULT: &str = "warn,fuser=off,forebay=info,forebay_fuse=info,forebay_volume=info,forebay_metadata=info,\
                        forebay_cache=info,forebay_io=info";
 
 /// Starts logging. `json` writes one JSON object a line.

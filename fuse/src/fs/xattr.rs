@@ -1,7 +1,8 @@
 //! Extended attributes.
 //!
 //! `user.`, `trusted.` and `security.` names are kept as they come. `system.` names (POSIX ACLs) are refused:
-//! they would be stored and then not enforced.
+//! they would be stored and then not enforced. A dataset mount has none: it answers ENOSYS, and the kernel, which
+//! otherwise asks for each file of every `ls -l`, never asks again.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use forebay_core::{Error, ErrorKind, InodeId};
@@ -38,12 +39,14 @@ impl XattrReply {
 impl FileSystem {
     /// The value of an attribute, if it fits `room` bytes.
     pub async fn xattr(&self, ino: InodeId, name: &[u8], room: u32) -> FsResult<XattrReply> {
+        self.check_kept()?;
         check_name(name)?;
         XattrReply::fit(self.volume.tree().xattr(ino, name).await?, room)
     }
 
     /// All names, each followed by a NUL, if they fit `room` bytes.
     pub async fn xattrs(&self, ino: InodeId, room: u32) -> FsResult<XattrReply> {
+        self.check_kept()?;
         let mut list = BytesMut::new();
         for name in self.volume.tree().xattrs(ino).await? {
             list.put(name);
@@ -69,6 +72,10 @@ impl FileSystem {
             _ => return Err(Errno(libc::EINVAL)),
         };
         self.volume.tree().set_xattr(ino, name, value, mode).await.map_err(xattr_errno)
+    }
+
+    fn check_kept(&self) -> FsResult<()> {
+        if self.policy.dataset { Err(Errno(libc::ENOSYS)) } else { Ok(()) }
     }
 
     /// Removes an attribute.

@@ -9,6 +9,7 @@ use std::time::Duration;
 use forebay_core::units::parse_bytes;
 use forebay_core::{Error, Result};
 use forebay_fuse::{MountOptions, MountPoint};
+use forebay_io::object::BucketUrl;
 use forebay_volume::VolumeSettings;
 
 use super::MountArguments;
@@ -71,6 +72,7 @@ impl Plan {
     /// # Errors
     /// Each with a hint: an unknown option, a value that does not parse, a mount point that cannot be used.
     pub(super) fn new(arguments: &MountArguments, settings: &Settings) -> Result<Self> {
+        BucketUrl::from_str(&arguments.source)?;
         let mut volume = settings.volume.clone();
         if volume.state_directory.as_os_str().is_empty() {
             volume.state_directory = places::state();
