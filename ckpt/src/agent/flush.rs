@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use forebay_core::checksum::{Crc32c, combine};
 use forebay_core::{Error, Result};
-use forebay_io::object::{Bucket, Condition, Upload};
+use forebay_io::object::{Bucket, Condition};
 
 use super::Seal;
 use crate::catalog::{Run, commit};
@@ -11,10 +11,6 @@ use crate::manifest::{Checksum, Identity, Manifest, Shard};
 
 /// Shards up to this many bytes are one PUT.
 const SINGLE_PUT: u64 = 8 << 20;
-/// Bytes of a part, at least: several requests in flight fill a link at this size.
-const MIN_PART: u64 = 16 << 20;
-/// Parts of one upload at most; S3 allows 10,000.
-const MAX_PARTS: u64 = 9_000;
 /// Bytes hashed and checksummed together, so that both find them in the cache.
 const PIECE: usize = 256 << 10;
 
@@ -89,30 +85,16 @@ async fn upload(bucket: &Bucket, shard: &Shard, data: Bytes) -> Result<()> {
     if shard.size <= SINGLE_PUT {
         return bucket.put(&key, data, Condition::Always).await.map(drop);
     }
-    let part = shard.size.div_ceil(MAX_PARTS).max(MIN_PART) as usize;
     let mut upload = bucket.upload(&key).await?;
-    match send_parts(&mut upload, &data, part).await {
-        Ok(()) => {}
-        Err(error) => {
-            // The error that matters is the first; parts left behind are the store's to expire.
-            upload.abort().await.ok();
-            return Err(error);
-        }
+    if let Err(error) = upload.write(data).await {
+        // The error that matters is the first; parts left behind are the store's to expire.
+        upload.abort().await.ok();
+        return Err(error);
     }
-    let stored = upload.complete().await?;
+    let stored = upload.complete(Condition::Always).await?;
     if stored.size != shard.size {
         let (got, expected) = (stored.size, shard.size);
         return Err(Error::corrupt(format!("the store holds {got} bytes of shard `{key}`, not {expected}")));
-    }
-    Ok(())
-}
-
-async fn send_parts(upload: &mut Upload, data: &Bytes, part: usize) -> Result<()> {
-    let mut at = 0;
-    while at < data.len() {
-        let end = data.len().min(at + part);
-        upload.part(data.slice(at..end)).await?;
-        at = end;
     }
     Ok(())
 }
