@@ -196,7 +196,8 @@ mod tests {
         let mut writer = memory.map_write(4096..1 << 20).expect("map");
         populate(&mut writer).expect("populate");
         writer[..5].copy_from_slice(b"hello");
-        let twin = SharedMemory::from_fd(memory.as_fd().try_clone_to_owned().expect("dup")).expect("take over");
+        let twin =
+            SharedMemory::from_fd(memory.as_fd().try_clone_to_owned().expect("dup")).expect("take over");
         let reader = twin.map_read(0..8192).expect("map");
         assert_eq!(&reader.as_ref()[4096..4101], b"hello");
         assert!(reader.as_ref()[..4096].iter().all(|byte| *byte == 0));

@@ -126,7 +126,8 @@ impl FdStream {
         let mut message = message(&mut part, &mut control);
         let read = loop {
             // SAFETY: `message` points at live buffers of the stated lengths, which the kernel may fill.
-            let read = unsafe { libc::recvmsg(self.stream.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) };
+            let read =
+                unsafe { libc::recvmsg(self.stream.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) };
             match usize::try_from(read) {
                 Ok(read) => break read,
                 Err(_) => retry_if_interrupted()?,
@@ -138,9 +139,8 @@ impl FdStream {
             let is_fd = !header.is_null()
                 && (*header).cmsg_level == libc::SOL_SOCKET
                 && (*header).cmsg_type == libc::SCM_RIGHTS;
-            is_fd.then(|| {
-                OwnedFd::from_raw_fd(libc::CMSG_DATA(header).cast::<libc::c_int>().read_unaligned())
-            })
+            is_fd
+                .then(|| OwnedFd::from_raw_fd(libc::CMSG_DATA(header).cast::<libc::c_int>().read_unaligned()))
         };
         Ok((read, fd))
     }

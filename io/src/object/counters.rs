@@ -88,6 +88,11 @@ impl Counters {
         self.operations.iter().map(|(_, count)| count.requests).sum()
     }
 
+    /// Failures of all kinds.
+    pub fn failures(&self) -> u64 {
+        self.operations.iter().map(|(_, count)| count.failures).sum()
+    }
+
     /// What was counted between `earlier` and this snapshot.
     pub fn since(&self, earlier: &Self) -> Self {
         let less = |kind| {

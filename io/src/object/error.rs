@@ -137,7 +137,12 @@ fn by_code(bucket: &str, code: &str, said: &str) -> Option<Error> {
             format!("bucket {bucket} does not exist"),
             "create it, or check its name, the region and AWS_ENDPOINT_URL",
         ),
-        "InvalidAccessKeyId" | "SignatureDoesNotMatch" | "InvalidToken" | "ExpiredToken" => (
+        // The last is versitygw's own name for the first.
+        "InvalidAccessKeyId"
+        | "SignatureDoesNotMatch"
+        | "InvalidToken"
+        | "ExpiredToken"
+        | "XAdminUserNotFound" => (
             ErrorKind::Denied,
             format!("the store does not accept the credentials for {bucket} ({code}: {said})"),
             "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE",
@@ -185,6 +190,10 @@ fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
             );
         }
         _ => {}
+    }
+    // Each store has its own error for this, and none has a type.
+    if text.contains("Wanted range starting at") || text.contains("416 Range Not Satisfiable") {
+        return Error::invalid(format!("a range past the end of an object in {bucket} was asked for"));
     }
     if text.contains("redirect without LOCATION") {
         return Error::new(ErrorKind::Invalid, format!("{bucket} is in another region"))

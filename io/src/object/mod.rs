@@ -13,10 +13,12 @@ mod front;
 mod bucket;
 mod read;
 mod upload;
+mod probe;
 
 pub use bucket::Bucket;
 pub use counters::{Count, Counters, OperationKind};
 pub use layer::{Delay, FaultMode, Faults};
+pub use probe::Capabilities;
 pub use types::{Condition, Listing, ObjectInfo, StoreSettings, Unfinished};
 pub use upload::{MAX_PARTS, MIN_PART_BYTES, Upload, UploadOptions, part_size};
 pub use url::{BucketUrl, Scheme};

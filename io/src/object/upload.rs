@@ -133,7 +133,8 @@ impl Upload {
     /// few that fill up a part too small to stand alone. Not cancel-safe: drop the upload with the future.
     ///
     /// # Errors
-    /// `Unsupported` where the store has no part copy, `Stale` when the object no longer has `version`.
+    /// `Unsupported` where the store has no part copy; `Conflict`, at the latest from [`Upload::complete`], when the
+    /// object no longer has `version`, if the store checks it ([`super::Capabilities::conditional_part_copy`]).
     pub async fn copy_from(
         &mut self,
         from: &ObjectKey,
@@ -225,14 +226,15 @@ impl State {
         let permits = if self.pending.is_empty() { std::mem::take(&mut self.permits) } else { Vec::new() };
         let (index, offset) = (self.parts.len(), self.offset);
         let request = Request::Part { upload, index, offset, payload };
+        self.offset += bytes;
         self.start(request, bytes, permits);
         Ok(())
     }
 
+    /// Sends the next part as a task; `bytes` of it are in memory here until it is done.
     fn start(&mut self, request: Request, bytes: u64, permits: Vec<Permit>) {
         let (bucket, index) = (self.bucket.clone(), self.parts.len());
         self.parts.push(None);
-        self.offset += bytes;
         self.running_bytes += bytes;
         let task = self.bucket.tasks().spawn(format!("part {index} of {}", self.key), async move {
             let reply = bucket.call(request).await;
@@ -357,9 +359,8 @@ impl State {
                 version: Some(version.clone()),
                 range: at..end,
             };
-            self.start(copy, end - at, Vec::new());
-            // These bytes are not in memory here.
-            self.running_bytes -= end - at;
+            self.offset += end - at;
+            self.start(copy, 0, Vec::new());
             at = end;
         }
         self.check()

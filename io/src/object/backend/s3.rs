@@ -80,8 +80,6 @@ impl S3 {
         let limit = list.limit.unwrap_or(PAGE_KEYS).min(PAGE_KEYS);
         let mut query = vec![
             ("list-type", "2".to_owned()),
-            // Keys may hold characters that XML cannot.
-            ("encoding-type", "url".to_owned()),
             ("max-keys", limit.to_string()),
             ("prefix", list.prefix.clone()),
         ];
@@ -93,8 +91,24 @@ impl S3 {
             (None, Some(after)) => query.push(("start-after", after.clone())),
             (None, None) => {}
         }
+        self.ask_bucket(query, |body| xml::read_page(body, &list.prefix)).await
+    }
+
+    /// A request about the bucket whose answer names keys. Keys may hold characters that XML cannot: then the answer
+    /// cannot be read and is asked for again URL-encoded. Not at once, since servers differ in how they encode.
+    async fn ask_bucket<T>(
+        &self,
+        mut query: Vec<(&'static str, String)>,
+        read: impl Fn(&[u8]) -> Result<T>,
+    ) -> Result<T> {
+        let plain = query.clone();
+        let body = self.sender.send(Method::GET, &Path::ROOT, plain, Vec::new(), Bytes::new()).await?;
+        if let Ok(answer) = read(&body) {
+            return Ok(answer);
+        }
+        query.push(("encoding-type", "url".to_owned()));
         let body = self.sender.send(Method::GET, &Path::ROOT, query, Vec::new(), Bytes::new()).await?;
-        xml::read_page(&body, &list.prefix)
+        read(&body)
     }
 
     async fn copy_part(&self, request: Request) -> Result<PartId> {
@@ -138,13 +152,11 @@ impl S3 {
     }
 
     async fn list_uploads(&self, prefix: String, token: Option<String>) -> Result<UploadsPage> {
-        let mut query =
-            vec![("uploads", String::new()), ("encoding-type", "url".to_owned()), ("prefix", prefix)];
+        let mut query = vec![("uploads", String::new()), ("prefix", prefix)];
         if let Some((key, id)) = token.as_deref().and_then(|token| token.split_once('\n')) {
             query.extend([("key-marker", key.to_owned()), ("upload-id-marker", id.to_owned())]);
         }
-        let body = self.sender.send(Method::GET, &Path::ROOT, query, Vec::new(), Bytes::new()).await?;
-        let listed = xml::read_uploads(&body)?;
+        let listed = self.ask_bucket(query, xml::read_uploads).await?;
         let address_of = |(key, id, started): (String, String, _)| {
             address(&key).map(|key| (UploadId { key, id, token: String::new() }, started))
         };

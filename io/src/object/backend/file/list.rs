@@ -103,6 +103,10 @@ impl Walk<'_> {
             return Ok(());
         }
         if self.list.delimited {
+            // A folder that holds nothing but the staging folder holds no key.
+            if key == ".forebay/" && std::fs::read_dir(directory.join(name))?.count() <= 1 {
+                return Ok(());
+            }
             self.page.directories.push(name.to_owned());
             self.end_page(key);
             return Ok(());

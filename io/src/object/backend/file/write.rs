@@ -111,6 +111,8 @@ impl Inner {
         let target = self.file_of(key);
         self.locked(|| match std::fs::remove_file(&target) {
             Ok(()) => Ok(()),
+            // A directory is no object.
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => Ok(()),
             Err(error) => match io_error(key, error) {
                 object_store::Error::NotFound { .. } => Ok(()),
                 other => Err(other),

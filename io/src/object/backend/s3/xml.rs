@@ -1,7 +1,7 @@
 //! The XML of the S3 requests that are sent from here.
 //!
 //! Formats: <https://docs.aws.amazon.com/AmazonS3/latest/API/>, ListObjectsV2, ListMultipartUploads, UploadPartCopy
-//! and CompleteMultipartUpload. Keys arrive URL-encoded, a space as a plus sign.
+//! and CompleteMultipartUpload. Keys that were asked for URL-encoded have a space as a plus sign.
 
 use chrono::{DateTime, Utc};
 use forebay_core::Timestamp;

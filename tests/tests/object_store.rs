@@ -1,0 +1,91 @@
+//! The contract of a bucket, over the store in memory, a directory, and a real S3 server.
+
+use std::future::Future;
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, ObjectKey};
+use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
+use forebay_tests::Scratch;
+use forebay_tests::s3::Server;
+use futures::TryStreamExt;
+
+#[path = "object_store/basics.rs"]
+mod basics;
+#[path = "object_store/faults.rs"]
+mod faults;
+#[path = "object_store/keys.rs"]
+mod keys;
+#[path = "object_store/mistakes.rs"]
+mod mistakes;
+#[path = "object_store/uploads.rs"]
+mod uploads;
+
+/// A bucket to test, with what it lives on.
+struct Subject {
+    store: &'static str,
+    bucket: Bucket,
+    /// The directory below a `file://` bucket.
+    directory: Option<Arc<Scratch>>,
+}
+
+/// Runs a contract over every store, naming the one that breaks it.
+fn over_every_store<F, R>(contract: F)
+where
+    F: Fn(Subject) -> R,
+    R: Future<Output = ()>,
+{
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    runtime.expect("a runtime starts").block_on(async {
+        for store in ["memory", "file", "moto", "versitygw"] {
+            let Some(subject) = subject(store).await else { continue };
+            eprintln!("store: {store}");
+            contract(subject).await;
+        }
+    });
+}
+
+async fn subject(store: &'static str) -> Option<Subject> {
+    let (bucket, directory) = match store {
+        "memory" => (Bucket::in_memory(), None),
+        "file" => {
+            let scratch = Arc::new(Scratch::new());
+            (file_bucket(scratch.path().into()).await, Some(scratch))
+        }
+        "moto" => (Server::shared().bucket("some/prefix").await, None),
+        _ => (fast()?.bucket("some/prefix").await, None),
+    };
+    Some(Subject { store, bucket, directory })
+}
+
+/// The fast server of this test program, where it is installed.
+fn fast() -> Option<&'static Server> {
+    static FAST: OnceLock<Option<Server>> = OnceLock::new();
+    FAST.get_or_init(Server::fast).as_ref()
+}
+
+async fn file_bucket(directory: PathBuf) -> Bucket {
+    let url: BucketUrl = format!("file://{}", directory.display()).parse().expect("a valid URL");
+    Bucket::open(&url, &StoreSettings::default()).await.expect("the directory is there")
+}
+
+fn key(text: &str) -> ObjectKey {
+    ObjectKey::new(text)
+}
+
+async fn keys_below(bucket: &Bucket, prefix: &str) -> Vec<String> {
+    let listed = bucket.list(prefix).map_ok(|info| info.key.as_str().to_owned());
+    listed.try_collect().await.expect("a listing")
+}
+
+/// Bytes that differ from place to place, so that shifted ranges are noticed.
+fn pattern(length: usize) -> Bytes {
+    (0..length).map(|at| (at as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15).to_be_bytes()[0]).collect()
+}
+
+#[track_caller]
+fn assert_kind<T: std::fmt::Debug>(outcome: Result<T, Error>, kind: ErrorKind) {
+    let error = outcome.expect_err("it must fail");
+    assert_eq!(error.kind(), kind, "{error}");
+}

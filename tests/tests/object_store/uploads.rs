@@ -1,0 +1,171 @@
+//! Objects written in parts.
+
+use std::time::Duration;
+
+use forebay_io::mem::{Budget, Class};
+use forebay_io::object::{Condition, MIN_PART_BYTES, OperationKind, UploadOptions};
+
+use super::*;
+
+const PART: usize = MIN_PART_BYTES as usize;
+
+fn small_parts() -> UploadOptions {
+    UploadOptions { part_bytes: Some(MIN_PART_BYTES), ..UploadOptions::default() }
+}
+
+#[test]
+fn a_small_object_is_one_put() {
+    over_every_store(|Subject { bucket, .. }| async move {
+        for length in [0, 5, 8 << 20] {
+            let before = bucket.counters();
+            let name = key(&format!("small/{length}"));
+            let mut upload = bucket.upload(&name).await.expect("upload");
+            let data = pattern(length);
+            for piece in data.chunks(3 << 20) {
+                upload.write(Bytes::copy_from_slice(piece)).await.expect("write");
+            }
+            assert_eq!(upload.written(), length as u64);
+            let done = upload.complete(Condition::IfAbsent).await.expect("complete");
+            let count = bucket.counters().since(&before);
+            assert_eq!((count.of(OperationKind::Put).requests, count.requests()), (1, 1), "{length} bytes");
+            let (read, info) = bucket.get_whole(&name).await.expect("get");
+            assert!(read == data && info.version == done.version && done.size == length as u64);
+        }
+    });
+}
+
+#[test]
+fn a_large_object_goes_in_parts_and_costs_no_extra_request() {
+    over_every_store(|Subject { bucket, .. }| async move {
+        let data = pattern(4 * PART + 3);
+        let before = bucket.counters();
+        let mut upload = bucket.upload_with(&key("large"), small_parts()).expect("upload");
+        for piece in data.chunks(700_001) {
+            upload.write(Bytes::copy_from_slice(piece)).await.expect("write");
+        }
+        let done = upload.complete(Condition::IfAbsent).await.expect("complete");
+        let count = bucket.counters().since(&before);
+        assert_eq!(count.of(OperationKind::Part).requests, 5);
+        assert_eq!(count.of(OperationKind::Part).bytes, data.len() as u64);
+        assert_eq!(count.requests(), 7, "create, five parts, complete: {count:?}");
+        assert_eq!(done.size, data.len() as u64);
+        let (read, info) = bucket.get_whole(&key("large")).await.expect("get");
+        assert!(read == data, "the bytes are the same");
+        assert_eq!(info.version, done.version);
+    });
+}
+
+#[test]
+fn completion_is_conditional() {
+    over_every_store(|Subject { bucket, .. }| async move {
+        let start = async |fill: u8| {
+            let mut upload = bucket.upload_with(&key("a"), small_parts()).expect("upload");
+            upload.write(Bytes::from(vec![fill; PART + 1])).await.expect("write");
+            upload
+        };
+        let first = start(1).await.complete(Condition::IfAbsent).await.expect("complete");
+        assert_kind(start(2).await.complete(Condition::IfAbsent).await, ErrorKind::Conflict);
+        let at_first = Condition::IfVersion(first.version.clone());
+        let second = start(3).await.complete(at_first.clone()).await.expect("complete");
+        assert_ne!(second.version, first.version);
+        assert_eq!(bucket.get(&key("a"), Some(&second.version), 0..1).await.expect("get").as_ref(), [3]);
+        if bucket.probe().await.expect("probe").conditional_complete_update {
+            assert_kind(start(4).await.complete(at_first).await, ErrorKind::Conflict);
+        }
+        assert_eq!(
+            bucket.list_uploads("").await.expect("uploads"),
+            Vec::new(),
+            "refused uploads are aborted"
+        );
+    });
+}
+
+#[test]
+fn unfinished_uploads_are_found_and_freed() {
+    over_every_store(|Subject { bucket, .. }| async move {
+        let begin = async |name: &str| {
+            let mut upload = bucket.upload_with(&key(name), small_parts()).expect("upload");
+            upload.write(pattern(PART + 1)).await.expect("write");
+            upload
+        };
+        let (dropped, aborted, left) = (begin("d/x").await, begin("d/y").await, begin("d/ü z").await);
+        let mut names: Vec<_> =
+            bucket.list_uploads("d").await.expect("uploads").into_iter().map(|found| found.key).collect();
+        names.sort();
+        assert_eq!(names, [key("d/x"), key("d/y"), key("d/ü z")]);
+        assert_eq!(bucket.list_uploads("other").await.expect("uploads"), Vec::new());
+        drop(dropped);
+        aborted.abort().await.expect("abort");
+        assert!(bucket.shutdown(Duration::from_secs(30)).await.is_empty(), "the drop's abort ends");
+        let found = bucket.list_uploads("").await.expect("uploads");
+        assert_eq!(found.iter().map(|found| found.key.as_str()).collect::<Vec<_>>(), ["d/ü z"]);
+        // As another process would, that knows the upload only from the list.
+        bucket.abort_upload(&found[0].key, &found[0].id).await.expect("abort");
+        bucket.abort_upload(&found[0].key, &found[0].id).await.expect("one that is gone is no error");
+        assert_eq!(bucket.list_uploads("").await.expect("uploads"), Vec::new());
+        assert!(left.complete(Condition::Always).await.is_err(), "its parts are gone");
+        assert_eq!(keys_below(&bucket, "").await, Vec::<String>::new());
+    });
+}
+
+#[test]
+fn ranges_of_other_objects_are_copied_inside_the_store() {
+    over_every_store(|Subject { bucket, .. }| async move {
+        let data = pattern(3 * PART);
+        let source = bucket.put(&key("from it"), data.clone(), Condition::Always).await.expect("put");
+        let mut upload = bucket.upload_with(&key("to"), small_parts()).expect("upload");
+        let mut wanted = Vec::new();
+        let end = data.len();
+        // A whole copy, a small write before a copy, a copy too small to be a part, a write after one.
+        for (write, range) in [(0, 0..end), (10, 1..end), (0, 7..19), (PART, 100..end - 100), (3, 0..0)] {
+            upload.write(pattern(write)).await.expect("write");
+            wanted.extend_from_slice(&pattern(write));
+            let range64 = range.start as u64..range.end as u64;
+            upload.copy_from(&key("from it"), &source.version, range64).await.expect("copy");
+            wanted.extend_from_slice(&data[range]);
+        }
+        let before = bucket.counters();
+        let done = upload.complete(Condition::IfAbsent).await.expect("complete");
+        assert_eq!(done.size, wanted.len() as u64);
+        assert!(bucket.get_whole(&key("to")).await.expect("get").0 == wanted, "the bytes are the same");
+        assert!(bucket.counters().of(OperationKind::CopyPart).requests >= 3, "{before:?}");
+        if !bucket.probe().await.expect("probe").conditional_part_copy {
+            return;
+        }
+        let mut stale = bucket.upload(&key("stale")).await.expect("upload");
+        bucket.put(&key("from it"), pattern(3 * PART + 1), Condition::Always).await.expect("put");
+        let copied = stale.copy_from(&key("from it"), &source.version, 0..end as u64).await;
+        assert!(
+            copied.is_err() || stale.complete(Condition::Always).await.is_err(),
+            "the source was replaced"
+        );
+    });
+}
+
+#[test]
+fn charged_bytes_are_given_back_when_the_store_has_them() {
+    over_every_store(|Subject { bucket, .. }| async move {
+        let budget = Budget::new(64 << 20);
+        let mut upload = bucket.upload_with(&key("a"), small_parts()).expect("upload");
+        for _ in 0..6 {
+            let permit = budget.acquire(Class::Write, PART as u64).await;
+            upload.write_charged(pattern(PART), permit).await.expect("write");
+        }
+        upload.complete(Condition::Always).await.expect("complete");
+        assert_eq!(budget.total(), 0);
+        assert_eq!(bucket.get_whole(&key("a")).await.expect("get").1.size, 6 * PART as u64);
+    });
+}
+
+#[test]
+fn completion_goes_on_when_its_caller_leaves() {
+    over_every_store(|Subject { bucket, .. }| async move {
+        let mut upload = bucket.upload_with(&key("a"), small_parts()).expect("upload");
+        upload.write(pattern(2 * PART)).await.expect("write");
+        let mut completing = Box::pin(upload.complete(Condition::IfAbsent));
+        assert!(futures::poll!(&mut completing).is_pending());
+        drop(completing);
+        assert!(bucket.shutdown(Duration::from_secs(30)).await.is_empty());
+        assert_eq!(bucket.head(&key("a")).await.expect("head").expect("there").size, 2 * PART as u64);
+    });
+}
