@@ -75,7 +75,7 @@ impl Bucket {
         Self::over(url, Stack::new(Arc::new(store), &StoreSettings::default()))
     }
 
-    fn over(url: BucketUrl, stack: Stack) -> Self {
+    pub(super) fn over(url: BucketUrl, stack: Stack) -> Self {
         let (name, service) = (url.to_string(), stack.build());
         let store = Front { service: service.clone(), rng: stack.rng.clone(), name: name.clone() };
         let tasks = TaskGroup::new(format!("bucket {name}"));

@@ -22,3 +22,6 @@ pub use probe::Capabilities;
 pub use types::{Condition, Listing, ObjectInfo, StoreSettings, Unfinished};
 pub use upload::{MAX_PARTS, MIN_PART_BYTES, Upload, UploadOptions, part_size};
 pub use url::{BucketUrl, Scheme};
+
+#[cfg(test)]
+mod tests;

@@ -7,10 +7,10 @@ use object_store::{GetResult, GetResultPayload, Result};
 use crate::object::request::Reply;
 
 /// The body of a GET.
-pub(super) type Body = BoxStream<'static, Result<Bytes>>;
+pub(in crate::object) type Body = BoxStream<'static, Result<Bytes>>;
 
 /// Passes the body of `reply`, if it has one, through `wrap`.
-pub(super) fn map_body(reply: Reply, wrap: impl FnOnce(Body) -> Body) -> Reply {
+pub(in crate::object) fn map_body(reply: Reply, wrap: impl FnOnce(Body) -> Body) -> Reply {
     match reply {
         Reply::Object(object) => Reply::Object(replace(object, wrap)),
         other => other,

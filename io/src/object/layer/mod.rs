@@ -13,6 +13,8 @@ mod prefix;
 pub use delay::Delay;
 pub use fail::{FaultMode, Faults};
 
+#[cfg(test)]
+pub(super) use body::map_body;
 pub(super) use delay::Delayed;
 pub(super) use fail::Failing;
 pub(super) use instrument::Instrument;

@@ -1,0 +1,210 @@
+//! What needs a store made for the test. The contract over real stores is in the tests package.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use forebay_core::{ErrorKind, ObjectKey};
+use futures::stream::{BoxStream, StreamExt, TryStreamExt};
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt,
+    PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+};
+
+use super::backend::Plain;
+use super::layer::map_body;
+use super::request::{Reply, Request, Service};
+use super::stack::Stack;
+use super::*;
+
+/// A store that answers writes in its own way and passes everything else on.
+#[derive(Debug)]
+struct Stubborn {
+    inner: InMemory,
+    manner: Manner,
+}
+
+#[derive(Debug, PartialEq)]
+enum Manner {
+    /// Conditions are accepted and not looked at.
+    IgnoresConditions,
+    /// Nothing may be written.
+    Denies,
+    /// Versions change from answer to answer.
+    NoVersions,
+}
+
+impl std::fmt::Display for Stubborn {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Stubborn")
+    }
+}
+
+#[async_trait]
+impl ObjectStore for Stubborn {
+    async fn put_opts(&self, key: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
+        match self.manner {
+            Manner::IgnoresConditions => options.mode = PutMode::Overwrite,
+            Manner::Denies => {
+                return Err(object_store::Error::PermissionDenied {
+                    path: key.to_string(),
+                    source: "no".into(),
+                });
+            }
+            Manner::NoVersions => {
+                let put = self.inner.put_opts(key, payload, options).await?;
+                return Ok(PutResult { e_tag: None, ..put });
+            }
+        }
+        self.inner.put_opts(key, payload, options).await
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        key: &Path,
+        options: PutMultipartOptions,
+    ) -> Result<Box<dyn MultipartUpload>> {
+        self.inner.put_multipart_opts(key, options).await
+    }
+
+    async fn get_opts(&self, key: &Path, options: GetOptions) -> Result<GetResult> {
+        self.inner.get_opts(key, options).await
+    }
+
+    fn delete_stream(&self, keys: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        self.inner.delete_stream(keys)
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.inner.list(prefix)
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.inner.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+        self.inner.copy_opts(from, to, options).await
+    }
+}
+
+async fn probe(manner: Manner) -> Capabilities {
+    let url = "s3://stubborn".parse().expect("a valid URL");
+    let inner = InMemory::new();
+    Bucket::from_store(url, Arc::new(Stubborn { inner, manner })).probe().await.expect("probe")
+}
+
+#[tokio::test]
+async fn the_probe_sees_through_stores_that_do_not_do_what_they_say() {
+    let ignores = probe(Manner::IgnoresConditions).await;
+    assert!(ignores.writable && ignores.range_get && ignores.conditional_get);
+    assert!(!ignores.conditional_create && !ignores.conditional_update && !ignores.conditional_complete);
+    assert!(!ignores.safe_for_many_writers());
+    assert_eq!(probe(Manner::Denies).await, Capabilities::default());
+    assert!(!probe(Manner::NoVersions).await.etag_stable);
+}
+
+/// Counts the requests that are in flight, the transfer of their bodies included.
+#[derive(Debug)]
+struct Crowd {
+    inner: Plain,
+    now: Arc<AtomicUsize>,
+    most: AtomicUsize,
+}
+
+struct Leave(Arc<AtomicUsize>);
+
+impl Drop for Leave {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[async_trait]
+impl Service for Crowd {
+    async fn call(&self, request: Request) -> Result<Reply> {
+        let crowd = self.now.fetch_add(1, Ordering::SeqCst) + 1;
+        self.most.fetch_max(crowd, Ordering::SeqCst);
+        let leave = Leave(self.now.clone());
+        tokio::task::yield_now().await;
+        let reply = self.inner.call(request).await?;
+        let Reply::Object(_) = reply else { return Ok(reply) };
+        Ok(map_body(reply, |body| {
+            let slow = futures::stream::unfold((body, leave), |(mut body, leave)| async move {
+                tokio::task::yield_now().await;
+                body.next().await.map(|chunk| (chunk, (body, leave)))
+            });
+            slow.boxed()
+        }))
+    }
+}
+
+#[tokio::test]
+async fn requests_in_flight_are_bounded_with_their_bodies() {
+    let inner = Plain::staged(Arc::new(InMemory::new()), true);
+    let crowd = Arc::new(Crowd { inner, now: Arc::default(), most: AtomicUsize::new(0) });
+    let settings = StoreSettings { max_in_flight: 3, ..StoreSettings::default() };
+    let url = "s3://crowd".parse().expect("a valid URL");
+    let bucket = Bucket::over(url, Stack::new(crowd.clone(), &settings));
+    let key = ObjectKey::new("a");
+    bucket.put(&key, "a".into(), Condition::Always).await.expect("put");
+    let reads = (0..32).map(async |_| bucket.get_whole(&key).await.map(drop));
+    futures::stream::iter(reads).buffer_unordered(32).try_collect::<()>().await.expect("reads");
+    assert_eq!(crowd.most.load(Ordering::SeqCst), 3);
+    assert_eq!(crowd.now.load(Ordering::SeqCst), 0, "all have left");
+}
+
+/// An engine inside the bucket sees object_store's trait, and goes through the same counts and faults.
+#[tokio::test]
+async fn the_store_of_a_bucket_goes_through_its_decorators() {
+    let faults = Faults::new();
+    let bucket = Bucket::in_memory().with_faults(&faults);
+    let store = bucket.store();
+    let path = Path::from("tree/manifest");
+    faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
+    let create = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
+    let put = store.put_opts(&path, "one".into(), create.clone()).await.expect("settled by its token");
+    assert_eq!(store.head(&path).await.expect("head").e_tag, put.e_tag);
+    let refused = store.put_opts(&path, "two".into(), create).await;
+    assert!(matches!(refused, Err(object_store::Error::AlreadyExists { .. })), "{refused:?}");
+    let mut upload = store.put_multipart(&Path::from("tree/large")).await.expect("upload");
+    faults.script(OperationKind::Part, 1, FaultMode::Before);
+    let (first, second) = (upload.put_part("first ".into()), upload.put_part("second".into()));
+    second.await.expect("part");
+    first.await.expect("part");
+    upload.complete().await.expect("complete");
+    faults.script(OperationKind::Get, 1, FaultMode::BreakBody(4));
+    let read = store.get(&Path::from("tree/large")).await.expect("get").bytes().await.expect("body");
+    assert_eq!(read, Bytes::from("first second"));
+    let listed: Vec<_> = store.list(Some(&Path::from("tree"))).try_collect().await.expect("list");
+    assert_eq!(listed.len(), 2);
+    let later: Vec<_> =
+        store.list_with_offset(None, &Path::from("tree/large")).try_collect().await.expect("list");
+    assert_eq!(later.len(), 1);
+    store.copy_if_not_exists(&path, &Path::from("tree/copy")).await.expect("copy");
+    let keys =
+        futures::stream::iter(["copy", "large", "manifest"].map(|n| Ok(Path::from(format!("tree/{n}")))));
+    assert_eq!(store.delete_stream(keys.boxed()).try_collect::<Vec<_>>().await.expect("delete").len(), 3);
+    assert!(bucket.list("").try_collect::<Vec<_>>().await.expect("list").is_empty());
+    assert_eq!((bucket.counters().retries, faults.injected()), (3, 3));
+    assert_eq!(bucket.counters().of(OperationKind::Delete).requests, 1);
+}
+
+#[tokio::test]
+async fn a_body_is_not_resumed_from_another_version() {
+    let faults = Faults::new();
+    let bucket = Bucket::in_memory().with_faults(&faults);
+    let key = ObjectKey::new("a");
+    bucket.put(&key, Bytes::from(vec![1; 1000]), Condition::Always).await.expect("put");
+    faults.script(OperationKind::Get, 1, FaultMode::BreakBody(500));
+    let body = bucket.store().get(&Path::from("a")).await.expect("get");
+    bucket.put(&key, Bytes::from(vec![2; 1000]), Condition::Always).await.expect("replace");
+    let broken = body.bytes().await;
+    assert!(matches!(broken, Err(object_store::Error::Precondition { .. })), "{broken:?}");
+    faults.script(OperationKind::Get, 1, FaultMode::Before);
+    let old = forebay_core::Version::new("\"0\"");
+    assert_eq!(bucket.get(&key, Some(&old), 0..9).await.expect_err("stale").kind(), ErrorKind::Stale);
+}
