@@ -13,13 +13,13 @@ use crate::testing::{Chance, rounds};
 
 const LEASE: Duration = Duration::from_secs(15);
 
-async fn open(bucket: &Bucket, take_over: bool) -> Result<Claim> {
-    open_for(bucket, Access::ReadWrite, take_over).await
+async fn open(bucket: &Bucket, clock: &Clock, take_over: bool) -> Result<Claim> {
+    open_for(bucket, clock, Access::ReadWrite, take_over).await
 }
 
-async fn open_for(bucket: &Bucket, access: Access, take_over: bool) -> Result<Claim> {
+async fn open_for(bucket: &Bucket, clock: &Clock, access: Access, take_over: bool) -> Result<Claim> {
     let settings = LeaseSettings { duration: LEASE, address: None };
-    let file = VolumeFile::of(bucket, EngineKind::SlateDb).with_settings(settings).with_clock(clock());
+    let file = VolumeFile::of(bucket, EngineKind::SlateDb).with_settings(settings).with_clock(clock.clone());
     file.open_or_create(access, take_over).await
 }
 
@@ -56,17 +56,18 @@ async fn stored(bucket: &Bucket) -> VolumeRecord {
 
 #[tokio::test(start_paused = true)]
 async fn a_released_volume_is_had_at_once_and_stays_the_same() {
+    let clock = clock();
     let memory = Bucket::in_memory();
     let (_keep, on_disk) = directory().await;
     for bucket in [memory, on_disk] {
         let begun = Instant::now();
-        let first = open(&bucket, false).await.expect("first");
+        let first = open(&bucket, &clock, false).await.expect("first");
         assert_eq!(first.access(), Access::ReadWrite);
         let (volume, epoch) = (record(&first).volume, record(&first).epoch);
         first.check().expect("held");
         first.release().await.expect("release");
         assert_eq!(stored(&bucket).await.lease, None);
-        let second = open(&bucket, false).await.expect("second");
+        let second = open(&bucket, &clock, false).await.expect("second");
         assert_eq!(record(&second).volume, volume);
         assert_eq!(record(&second).epoch, epoch + 1);
         second.release().await.expect("release");
@@ -76,18 +77,19 @@ async fn a_released_volume_is_had_at_once_and_stays_the_same() {
 
 #[tokio::test(start_paused = true)]
 async fn a_second_writer_is_refused_and_told_who_holds_the_volume() {
+    let clock = clock();
     let memory = Bucket::in_memory();
     let (_keep, on_disk) = directory().await;
     for bucket in [memory, on_disk] {
-        let first = open(&bucket, false).await.expect("first");
-        let error = open(&bucket, false).await.expect_err("refused");
+        let first = open(&bucket, &clock, false).await.expect("first");
+        let error = open(&bucket, &clock, false).await.expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Conflict);
         let holder = &record(&first).lease.as_ref().expect("a lease").holder;
         assert!(error.message().contains(holder), "{error}");
         assert!(holder.contains(&format!("-{}-", std::process::id())), "{holder}");
         assert!(error.hint().is_some());
         first.check().expect("still held");
-        let reader = open_for(&bucket, Access::ReadOnly, false).await.expect("readers are welcome");
+        let reader = open_for(&bucket, &clock, Access::ReadOnly, false).await.expect("readers are welcome");
         assert_eq!(reader.record().map(|record| record.volume), Some(record(&first).volume));
         reader.check().expect("a reader needs no lease");
         first.release().await.expect("release");
@@ -96,8 +98,9 @@ async fn a_second_writer_is_refused_and_told_who_holds_the_volume() {
 
 #[tokio::test(start_paused = true)]
 async fn a_reader_writes_nothing() {
+    let clock = clock();
     let bucket = Bucket::in_memory();
-    let reader = open_for(&bucket, Access::ReadOnly, false).await.expect("open");
+    let reader = open_for(&bucket, &clock, Access::ReadOnly, false).await.expect("open");
     assert_eq!((reader.record(), reader.access()), (None, Access::ReadOnly));
     reader.release().await.expect("release");
     assert_eq!(bucket.head(&ObjectKey::new(VolumeRecord::KEY)).await.expect("head"), None);
@@ -105,26 +108,28 @@ async fn a_reader_writes_nothing() {
 
 #[tokio::test(start_paused = true)]
 async fn a_dead_holder_is_waited_for_one_lease() {
+    let clock = clock();
     let bucket = Bucket::in_memory();
-    let first = open(&bucket, false).await.expect("first");
+    let first = open(&bucket, &clock, false).await.expect("first");
     tokio::time::sleep(LEASE * 10).await;
     first.check().expect("it renews");
     assert!(stored(&bucket).await.lease.expect("a lease").renewed >= 20);
     // As a crash does: no release.
     drop(first);
     let begun = Instant::now();
-    let second = open(&bucket, false).await.expect("after the lease");
+    let second = open(&bucket, &clock, false).await.expect("after the lease");
     assert!(begun.elapsed() > LEASE && begun.elapsed() < LEASE * 2, "{:?}", begun.elapsed());
     second.check().expect("held");
 }
 
 #[tokio::test(start_paused = true)]
 async fn taking_over_stops_the_one_before_for_good() {
+    let clock = clock();
     let bucket = Bucket::in_memory();
-    let first = open(&bucket, false).await.expect("first");
+    let first = open(&bucket, &clock, false).await.expect("first");
     let mut watch = first.watch();
     let begun = Instant::now();
-    let second = open(&bucket, true).await.expect("taken over");
+    let second = open(&bucket, &clock, true).await.expect("taken over");
     assert!(begun.elapsed() < LEASE / 10, "at once");
     watch.wait_for(|state| *state == LeaseState::Lost).await.expect("it learns of it");
     assert!(begun.elapsed() < LEASE, "by its next renewal");
@@ -141,10 +146,11 @@ async fn taking_over_stops_the_one_before_for_good() {
 
 #[tokio::test(start_paused = true)]
 async fn a_silent_bucket_lapses_the_lease_and_an_answering_one_restores_it() {
+    let clock = clock();
     let memory = Bucket::in_memory();
     let faults = Faults::new();
     let bucket = memory.with_faults(&faults);
-    let claim = open(&bucket, false).await.expect("open");
+    let claim = open(&bucket, &clock, false).await.expect("open");
     let mut watch = claim.watch();
     faults.set_down(true);
     watch.wait_for(|state| *state == LeaseState::Lapsed).await.expect("lapsed");
@@ -154,7 +160,7 @@ async fn a_silent_bucket_lapses_the_lease_and_an_answering_one_restores_it() {
     claim.check().expect("nobody took it meanwhile");
     // Silent again, and this time another takes it.
     faults.set_down(true);
-    let other = open(&memory, false).await.expect("the counter stood still");
+    let other = open(&memory, &clock, false).await.expect("the counter stood still");
     assert_eq!(claim.check().expect_err("lapsed").kind(), ErrorKind::Unavailable);
     faults.set_down(false);
     watch.wait_for(|state| *state == LeaseState::Lost).await.expect("lost");
@@ -163,13 +169,14 @@ async fn a_silent_bucket_lapses_the_lease_and_an_answering_one_restores_it() {
 
 #[tokio::test(start_paused = true)]
 async fn lost_answers_do_not_lose_the_lease() {
+    let clock = clock();
     for _ in 0..rounds(5) {
         let faults = Faults::random(Chance::fresh().next(), 0.3);
         let bucket =
             Bucket::in_memory().with_faults(&faults).with_delay(Delay { request_us: 5_000, mib_us: 0 });
         let claim = loop {
             // A put whose answer is lost may leave a lease behind that nobody renews.
-            match open(&bucket, false).await {
+            match open(&bucket, &clock, false).await {
                 Ok(claim) => break claim,
                 Err(error) => assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}"),
             }
@@ -188,16 +195,17 @@ async fn lost_answers_do_not_lose_the_lease() {
 
 #[tokio::test(start_paused = true)]
 async fn of_two_that_race_one_holds_the_volume() {
+    let clock = clock();
     let mut chance = Chance::fresh();
     for round in 0..rounds(100) {
         let bucket = Bucket::in_memory();
         if round % 3 == 0 {
             // A volume that a dead holder left.
-            drop(open(&bucket, false).await.expect("open"));
+            drop(open(&bucket, &clock, false).await.expect("open"));
         }
         let mut slow = || bucket.with_delay(Delay { request_us: chance.below(50_000), mib_us: 0 });
         let (one, other) = (slow(), slow());
-        let (first, second) = tokio::join!(open(&one, false), open(&other, false));
+        let (first, second) = tokio::join!(open(&one, &clock, false), open(&other, &clock, false));
         let held: Vec<_> =
             [&first, &second].into_iter().flatten().filter(|claim| claim.check().is_ok()).collect();
         assert_eq!(held.len(), 1, "round {round}: {first:?} {second:?}");
@@ -206,19 +214,20 @@ async fn of_two_that_race_one_holds_the_volume() {
     }
     for round in 0..rounds(100) {
         let (_keep, bucket) = directory().await;
-        let (first, second) = tokio::join!(open(&bucket, false), open(&bucket, false));
+        let (first, second) = tokio::join!(open(&bucket, &clock, false), open(&bucket, &clock, false));
         assert_eq!([&first, &second].into_iter().flatten().count(), 1, "round {round}: {first:?} {second:?}");
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_damaged_record_is_corrupt_and_left_alone() {
+    let clock = clock();
     let bucket = Bucket::in_memory();
     let key = ObjectKey::new(VolumeRecord::KEY);
     let garbage = Bytes::from_static(b"{\"format\": 1, \"volume\": ");
     bucket.put(&key, garbage.clone(), Condition::Always).await.expect("put");
     for take_over in [false, true] {
-        let error = open(&bucket, take_over).await.expect_err("refused");
+        let error = open(&bucket, &clock, take_over).await.expect_err("refused");
         assert_eq!((error.kind(), error.hint().is_some()), (ErrorKind::Corrupt, true));
     }
     assert_eq!(bucket.get_whole(&key).await.expect("get").0, garbage);
