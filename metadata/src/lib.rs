@@ -2,6 +2,7 @@
 
 #[cfg(test)]
 mod testing;
+mod lock_file;
 pub mod kv;
 pub mod commit;
 pub mod volume_file;

@@ -68,10 +68,22 @@ impl Committer {
     /// Starts the serial task, which owns all writing to `engine` from now on. It ends with [`Self::close`], or
     /// after writing what is left once every clone is dropped.
     pub fn start(engine: Arc<dyn Engine>, settings: CommitterSettings) -> Self {
+        Self::start_guarded(engine, settings, || Ok(()))
+    }
+
+    /// As [`Self::start`], asking `guard` before each change is made, and before it is acknowledged as durable,
+    /// whether this process still holds the volume. What it refuses gets its error; nothing is poisoned, so
+    /// that a lease which lapsed may come back. Reads go on while it says `Unavailable`.
+    pub fn start_guarded(
+        engine: Arc<dyn Engine>,
+        settings: CommitterSettings,
+        guard: impl Fn() -> Result<()> + Send + Sync + 'static,
+    ) -> Self {
         // An engine that answers at once needs no second copy of its values.
         let hot_bytes = if engine.get_now(b"\0").is_none() { settings.hot_bytes } else { 0 };
         let state = Arc::new(State {
             engine,
+            guard: Box::new(guard),
             overlay: RwLock::new(Overlay::new(hot_bytes)),
             fetch_deadline: settings.fetch_deadline,
             most_runs: settings.max_runs,
@@ -135,7 +147,7 @@ impl Committer {
             Some(gathered) => gathered.begin_run(&overlay),
             None => Ok(()),
         };
-        if let Err(error) = overlay.check().and(ready) {
+        if let Err(error) = overlay.check().and_then(|()| self.state.may_read()).and(ready) {
             return Ok(Err(error));
         }
         let view = View::new(self.state.engine.as_ref(), &overlay, gathered.as_deref());

@@ -15,14 +15,33 @@ use crate::kv::{Engine, Pair};
 /// Reads of one closure that go to the engine at once.
 const FETCHES_AT_ONCE: usize = 16;
 
+/// Says whether this process may still act for the volume.
+pub(super) type Guard = Box<dyn Fn() -> Result<()> + Send + Sync>;
+
 /// A committer's engine and what is laid over it.
 pub(super) struct State {
     pub(super) engine: Arc<dyn Engine>,
+    pub(super) guard: Guard,
     pub(super) overlay: RwLock<Overlay>,
     /// How long a fetch may take.
     pub(super) fetch_deadline: Duration,
     /// How often a closure runs before its reads count as never settling.
     pub(super) most_runs: u32,
+}
+
+impl State {
+    /// Whether reads may be served: also while it is unknown whether another has the volume.
+    pub(super) fn may_read(&self) -> Result<()> {
+        match (self.guard)() {
+            Err(error) if error.kind() != ErrorKind::Unavailable => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether changes may be made and acknowledged.
+    pub(super) fn may_change(&self) -> Result<()> {
+        (self.guard)()
+    }
 }
 
 /// A read that has to wait.

@@ -56,7 +56,7 @@ where
             Some(gathered) => gathered.begin_run(&overlay),
             None => Ok(()),
         };
-        if let Err(error) = overlay.check().and(ready) {
+        if let Err(error) = overlay.check().and_then(|()| state.may_change()).and(ready) {
             return Ran::Refused(error);
         }
         let view = View::new(state.engine.as_ref(), &overlay, gathered.as_deref());

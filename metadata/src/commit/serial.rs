@@ -180,7 +180,7 @@ impl Serial {
         if forming.keys.is_empty() {
             // Everything before is durable already.
             let outcome = self.state.overlay.read().check();
-            return answer(forming.waiting, &outcome);
+            return answer(forming.waiting, &outcome.and_then(|()| self.state.may_change()));
         }
         self.number += 1;
         let mut batch = Batch::default();
@@ -207,7 +207,7 @@ impl Serial {
             // What formed meanwhile builds on what was lost.
             answer(std::mem::take(&mut self.forming).waiting, &outcome);
         }
-        answer(writing.batch.waiting, &outcome);
+        answer(writing.batch.waiting, &outcome.and_then(|()| self.state.may_change()));
     }
 
     fn may_take(&self) -> bool {

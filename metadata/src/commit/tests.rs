@@ -293,6 +293,35 @@ async fn closing_makes_everything_durable_and_dropping_does_too() {
     }
 }
 
+#[tokio::test]
+async fn a_guard_that_refuses_stops_acknowledgements_until_it_allows_them() {
+    let twin = Twin::held(true);
+    let refusal: Arc<Mutex<Option<ErrorKind>>> = Arc::default();
+    let guard = {
+        let refusal = refusal.clone();
+        move || refusal.lock().map_or(Ok(()), |kind| Err(Error::new(kind, "the lease")))
+    };
+    let committer = Committer::start_guarded(twin.clone(), CommitterSettings::default(), guard);
+    let durable = {
+        let committer = committer.clone();
+        tokio::spawn(async move { committer.transact(Durability::Durable, |txn| count(txn, b"n")).await })
+    };
+    while committer.read_now(|view| view.get(b"n")).expect("now").map(number).expect("read") < 1 {
+        tokio::task::yield_now().await;
+    }
+    *refusal.lock() = Some(ErrorKind::Unavailable);
+    twin.permits.add_permits(10);
+    let error = durable.await.expect("caller").expect_err("written, and not acknowledged");
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    let change = async || committer.transact(Durability::Buffered, |txn| count(txn, b"n")).await;
+    assert_eq!(change().await.expect_err("refused").kind(), ErrorKind::Unavailable);
+    assert_eq!(committer.read(|view| view.get(b"n")).await.map(number).expect("reads go on"), 1);
+    *refusal.lock() = None;
+    assert_eq!(change().await.expect("allowed again"), 1);
+    *refusal.lock() = Some(ErrorKind::Conflict);
+    assert_eq!(committer.read(|view| view.get(b"n")).await.expect_err("lost").kind(), ErrorKind::Conflict);
+}
+
 #[tokio::test(start_paused = true)]
 async fn the_queue_and_what_waits_are_bounded() {
     let twin = Twin::held(true);

@@ -7,8 +7,7 @@
 // LMDB maps a file into memory, and its binding marks the opening unsafe for that.
 #![allow(unsafe_code)]
 
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Read, Seek, Write};
+use std::fs::{File, OpenOptions};
 use std::ops::Bound;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,6 +21,7 @@ use heed::{CommitOrAbort, EnvOpenOptions, MdbError, RoTxn, WithoutTls};
 use parking_lot::{Mutex, RwLock};
 
 use super::{Batch, Durability, Engine, Limits, Pair, Snapshot};
+use crate::lock_file::{Locked, lock};
 
 type Env = heed::Env<WithoutTls>;
 type Table = heed::Database<'static, Raw, Raw>;
@@ -68,7 +68,7 @@ impl LmdbEngine {
     fn open_blocking(directory: PathBuf, settings: &LmdbSettings) -> Result<Self> {
         let at = |error: Error| error.context(format!("the tree in {}", directory.display()));
         std::fs::create_dir_all(&directory).map_err(|error| at(error.into()))?;
-        let lock = lock(&directory).map_err(at)?;
+        let lock = take(&directory).map_err(at)?;
         let mut options = EnvOpenOptions::new().read_txn_without_tls();
         options.map_size(settings.map_bytes).max_dbs(2).max_readers(1024);
         // SAFETY: the file must not change under the map other than through LMDB, and no unsafe flag may be
@@ -96,26 +96,16 @@ impl LmdbEngine {
     }
 }
 
-/// Takes the lock file, or says who has it. The lock goes with the process, however it ends.
-fn lock(directory: &Path) -> Result<File> {
-    let path = directory.join("forebay.lock");
-    let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path)?;
-    match file.try_lock() {
-        Ok(()) => {}
-        Err(TryLockError::Error(error)) => return Err(error.into()),
-        Err(TryLockError::WouldBlock) => {
-            let mut holder = String::new();
-            // A holder that has not written its number yet is still a holder.
-            let _ = file.read_to_string(&mut holder);
-            let message = format!("it is in use by process {}", holder.trim());
-            return Err(Error::new(ErrorKind::Conflict, message)
-                .with_hint("unmount it there first; one process at a time may open it"));
+/// Takes the directory's lock, or says which process has it.
+fn take(directory: &Path) -> Result<File> {
+    match lock(&directory.join("forebay.lock"), &std::process::id().to_string())? {
+        Locked::Mine(file) => Ok(file),
+        Locked::By(process) => {
+            let message = format!("it is in use by process {process}");
+            Err(Error::new(ErrorKind::Conflict, message)
+                .with_hint("unmount it there first; one process at a time may open it"))
         }
     }
-    file.set_len(0)?;
-    file.rewind()?;
-    writeln!(file, "{}", std::process::id())?;
-    Ok(file)
 }
 
 /// Fills a file that was cut short with zeros, so that reading a lost page is an error and not a bus error.

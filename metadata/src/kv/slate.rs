@@ -33,11 +33,19 @@ pub struct SlateSettings {
     /// Bytes of changes held in memory before they leave as a sorted table. Default 16 MiB, which also bounds
     /// what an opening replays from the log.
     pub table_bytes: usize,
+    /// How long opening may take. Default 2 minutes: SlateDB would retry for ever, and a replay of 64 MiB of log
+    /// takes seconds.
+    pub open_deadline: Duration,
 }
 
 impl Default for SlateSettings {
     fn default() -> Self {
-        Self { block_cache_bytes: 32 << 20, index_cache_bytes: 32 << 20, table_bytes: 16 << 20 }
+        Self {
+            block_cache_bytes: 32 << 20,
+            index_cache_bytes: 32 << 20,
+            table_bytes: 16 << 20,
+            open_deadline: Duration::from_secs(120),
+        }
     }
 }
 
@@ -58,7 +66,10 @@ impl SlateEngine {
             .with_settings(slate_settings(settings))
             .with_db_cache(block_cache(settings), 0)
             .build();
-        let db = opening.await.map_err(|error| convert(error).context("the tree in the bucket"))?;
+        let late =
+            |_| Error::new(ErrorKind::Unavailable, "the tree in the bucket could not be opened in time");
+        let opened = tokio::time::timeout(settings.open_deadline, opening).await.map_err(late)?;
+        let db = opened.map_err(|error| convert(error).context("the tree in the bucket"))?;
         let epoch = db.manifest().writer_epoch();
         Ok(Self { db, epoch })
     }
