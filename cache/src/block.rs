@@ -69,10 +69,20 @@ pub(crate) struct Block {
     pub(crate) crc: u32,
 }
 
+/// Bytes up to this size are copied when they are put in from outside: they may be a small slice of a large buffer
+/// that a cached block would keep alive. Larger ones are worth their buffer.
+const COPY_UP_TO: usize = 256 << 10;
+
 impl Block {
+    /// A block whose bytes have an allocation of their own.
     pub(crate) fn new(bytes: Bytes) -> Self {
         let crc = crc32c(&bytes);
         Self { bytes, crc }
+    }
+
+    /// A block of bytes that somebody else allocated.
+    pub(crate) fn foreign(bytes: Bytes) -> Self {
+        Self::new(if bytes.len() <= COPY_UP_TO { Bytes::copy_from_slice(&bytes) } else { bytes })
     }
 
     /// Bytes `within`, sharing the block's memory; `key` is for the error.

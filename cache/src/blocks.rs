@@ -95,7 +95,7 @@ pub struct Counters {
     pub disk_skips: u64,
     /// Writes to disk that failed.
     pub disk_failures: u64,
-    /// Bytes in memory now.
+    /// Bytes in memory now, bookkeeping included.
     pub memory_bytes: u64,
     /// Bytes on disk now, in whole 4 KiB pages.
     pub disk_bytes: u64,

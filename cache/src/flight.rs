@@ -9,9 +9,9 @@ use std::future::Future;
 use std::sync::Arc;
 
 use forebay_core::{Error, Result};
+use forebay_io::task::TaskGroup;
 use parking_lot::Mutex;
 use tokio::sync::watch;
-use tokio_util::task::TaskTracker;
 
 use crate::block::{BlockId, BuildUniform};
 
@@ -26,13 +26,9 @@ type Table<T> = Mutex<HashMap<BlockId, Landing<T>, BuildUniform>>;
 /// The flights of one kind of work.
 #[derive(Debug)]
 pub(crate) struct Flights<T> {
+    name: &'static str,
+    tasks: TaskGroup,
     table: Arc<Table<T>>,
-}
-
-impl<T> Default for Flights<T> {
-    fn default() -> Self {
-        Self { table: Arc::new(Mutex::new(HashMap::default())) }
-    }
 }
 
 /// Whether a caller's own flight brought the outcome, or one that was under way.
@@ -43,11 +39,15 @@ pub(crate) enum Role {
 }
 
 impl<T: Clone + Send + Sync + 'static> Flights<T> {
-    /// Joins the flight for `id`, or starts one that runs `work` among `tasks`. Cancel-safe.
+    /// Flights that run as tasks of `tasks`, called `name` there.
+    pub(crate) fn new(name: &'static str, tasks: TaskGroup) -> Self {
+        Self { name, tasks, table: Arc::new(Mutex::new(HashMap::default())) }
+    }
+
+    /// Joins the flight for `id`, or starts one that runs `work`. Cancel-safe.
     pub(crate) async fn join<F>(
         &self,
         id: BlockId,
-        tasks: &TaskTracker,
         work: impl FnOnce(Arc<Ticket<T>>) -> F + Send + 'static,
     ) -> Result<(T, Role)>
     where
@@ -57,7 +57,7 @@ impl<T: Clone + Send + Sync + 'static> Flights<T> {
         let role = if ticket.is_some() { Role::Led } else { Role::Joined };
         if let Some(ticket) = ticket {
             let ticket = Arc::new(ticket);
-            tasks.spawn(async move {
+            self.tasks.spawn(self.name, async move {
                 let outcome = work(ticket.clone()).await;
                 ticket.land(outcome);
             });

@@ -3,11 +3,10 @@
 use std::sync::Arc;
 
 use forebay_core::{BlockKey, Result};
-use tokio_util::task::TaskTracker;
 
 use crate::Filled;
 use crate::block::{Block, BlockId};
-use crate::flight::{Flights, Role};
+use crate::flight::{Flights, Role, Ticket};
 use crate::origin::Origin;
 use crate::tier::disk::DiskTier;
 use crate::tier::memory::MemoryTier;
@@ -19,7 +18,6 @@ pub(crate) struct Sources {
     pub(crate) disk: Option<Arc<DiskTier>>,
     pub(crate) origin: Origin,
     pub(crate) flights: Flights<(Block, Filled)>,
-    pub(crate) tasks: TaskTracker,
 }
 
 /// A whole block from the nearest source, and whether this call led the way there.
@@ -29,13 +27,13 @@ pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey) -> Result<(Block
         return Ok((block, Filled::Memory, Role::Led));
     }
     let (own, key) = (sources.clone(), key.clone());
-    let flight = move |ticket: Arc<crate::flight::Ticket<_>>| async move {
+    let flight = move |ticket: Arc<Ticket<_>>| async move {
         // An earlier flight may have landed between the miss and this flight's start.
         if let Some(block) = own.memory.get(&id) {
             return Ok((block, Filled::Memory));
         }
         if let Some(disk) = own.disk.as_ref().filter(|disk| disk.peek(&key).is_some()) {
-            let _turn = ticket.wait(disk.admit()).await?;
+            let _turn = ticket.wait(disk.admit(&key)).await?;
             if let Some(block) = disk.read(&key).await {
                 own.memory.insert(id, block.clone());
                 return Ok((block, Filled::Disk));
@@ -49,6 +47,6 @@ pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey) -> Result<(Block
         }
         Ok((block, Filled::Origin { bytes: key.len() }))
     };
-    let ((block, filled), role) = sources.flights.join(id, &sources.tasks, flight).await?;
+    let ((block, filled), role) = sources.flights.join(id, flight).await?;
     Ok((block, filled, role))
 }

@@ -7,6 +7,7 @@
 pub mod block;
 pub mod settings;
 pub mod blocks;
+mod room;
 mod flight;
 mod origin;
 mod tier;

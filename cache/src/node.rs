@@ -3,13 +3,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{BlockKey, Error, ErrorKind, Result};
 use forebay_io::object::Bucket;
+use forebay_io::task::TaskGroup;
 use futures::stream::{self, StreamExt};
-use tokio_util::task::TaskTracker;
 
 use crate::block::{Block, BlockId, check_within};
 use crate::flight::{Flights, Role};
@@ -19,6 +20,9 @@ use crate::tier::disk::DiskTier;
 use crate::tier::memory::MemoryTier;
 use crate::{Blocks, CacheSettings, Counters, Filled, Residency};
 
+/// Longer than the origin's own deadline, so that only a hung disk is not waited for.
+const CLOSE_DEADLINE: Duration = Duration::from_secs(60);
+
 /// Blocks that one call of `stat` verifies at once; bounded, since each is read into memory.
 const STATS: usize = 8;
 
@@ -26,6 +30,7 @@ const STATS: usize = 8;
 #[derive(Debug)]
 pub struct Node {
     sources: Arc<Sources>,
+    tasks: TaskGroup,
     memory_hits: AtomicU64,
     joined: AtomicU64,
 }
@@ -38,22 +43,20 @@ impl Node {
     /// the file system says when it cannot be created or written.
     pub async fn open(bucket: Bucket, settings: CacheSettings) -> Result<Arc<Self>> {
         settings.validate()?;
-        let tasks = TaskTracker::new();
+        let tasks = TaskGroup::new("cache");
         let sources = Arc::new(Sources {
             memory: MemoryTier::new(settings.memory_bytes),
             disk: DiskTier::open(&settings, &tasks).await?,
             origin: Origin::new(bucket, &settings),
-            flights: Flights::default(),
-            tasks,
+            flights: Flights::new("fetch", tasks.clone()),
         });
-        Ok(Arc::new(Self { sources, memory_hits: AtomicU64::new(0), joined: AtomicU64::new(0) }))
+        Ok(Arc::new(Self { sources, tasks, memory_hits: AtomicU64::new(0), joined: AtomicU64::new(0) }))
     }
 
-    /// Waits until nothing is under way any more, and gives the cache directory free. Reads still work afterwards,
-    /// from memory and origin.
+    /// Waits until what is under way has ended, for at most 60 s, and gives the cache directory free. Reads still
+    /// work afterwards, from memory and origin.
     pub async fn close(&self) {
-        self.sources.tasks.close();
-        self.sources.tasks.wait().await;
+        self.tasks.shutdown(CLOSE_DEADLINE).await;
         if let Some(disk) = &self.sources.disk {
             disk.close();
         }
@@ -77,10 +80,10 @@ impl Node {
         self.sources.flights.len()
     }
 
-    /// Writes to disk under way.
+    /// Fetches and writes to disk under way.
     #[cfg(test)]
-    pub(crate) fn stores(&self) -> usize {
-        self.sources.tasks.len()
+    pub(crate) fn running(&self) -> Vec<String> {
+        self.tasks.running()
     }
 
     async fn residency(&self, key: BlockKey, verify: bool) -> Residency {
@@ -119,8 +122,8 @@ impl Blocks for Node {
     }
 
     fn get_now(&self, key: &BlockKey, within: Range<u64>) -> Option<Bytes> {
-        let block = self.sources.memory.get(&BlockId::of(key))?;
-        let bytes = block.slice(key, within).ok()?;
+        let look = |block: &Block| block.slice(key, within).ok();
+        let bytes = self.sources.memory.look(&BlockId::of(key), look).flatten()?;
         self.memory_hits.fetch_add(1, Relaxed);
         Some(bytes)
     }
@@ -141,6 +144,10 @@ impl Blocks for Node {
         {
             return Ok(Filled::Disk);
         }
+        if pin {
+            // Before the fetch, so that a full share of pins costs no egress.
+            disk.check_pin(key).map_err(|error| error.context(format_args!("pin of {key}")))?;
+        }
         let (block, filled) = self.block(key).await?;
         match disk.ensure(key, &block, pin).await {
             Err(error) if pin => Err(error.context(format_args!("pin of {key}"))),
@@ -160,7 +167,7 @@ impl Blocks for Node {
             tracing::error!(%key, got = bytes.len(), "bytes of another length were offered for a block");
             return;
         }
-        let block = Block::new(bytes);
+        let block = Block::foreign(bytes);
         self.sources.memory.insert(BlockId::of(key), block.clone());
         if let Some(disk) = &self.sources.disk {
             disk.offer(key, &block);
@@ -168,18 +175,10 @@ impl Blocks for Node {
     }
 
     fn counters(&self) -> Counters {
-        let origin = self.sources.origin.counts();
-        let memory = &self.sources.memory;
-        let mut counters = Counters {
-            memory_hits: self.memory_hits.load(Relaxed),
-            joined: self.joined.load(Relaxed),
-            origin_requests: origin.requests,
-            origin_bytes: origin.bytes,
-            origin_failures: origin.failures,
-            memory_evictions: memory.evictions(),
-            memory_bytes: memory.bytes(),
-            ..Counters::default()
-        };
+        let (memory_hits, joined) = (self.memory_hits.load(Relaxed), self.joined.load(Relaxed));
+        let mut counters = Counters { memory_hits, joined, ..Counters::default() };
+        self.sources.memory.report(&mut counters);
+        self.sources.origin.report(&mut counters);
         if let Some(disk) = &self.sources.disk {
             disk.report(&mut counters);
         }

@@ -3,10 +3,13 @@
 use std::path::PathBuf;
 
 use forebay_core::units::{GIB, MIB, format_bytes};
-use forebay_core::{Error, Result};
+use forebay_core::{BLOCK_SIZE, Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// Ceilings and places of one cache.
+///
+/// Memory for blocks is at most `memory_bytes + fetch_bytes + store_bytes`. On top come bytes of evicted blocks that
+/// readers still hold, about 100 bytes for every block on disk, and the kernel's page cache.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CacheSettings {
@@ -21,7 +24,8 @@ pub struct CacheSettings {
     pub pin_bytes: Option<u64>,
     /// Requests to the origin in flight at once. Default 64: enough for 4 MiB GETs at 30 ms to fill 25 Gbit/s.
     pub fetches: u32,
-    /// Bytes on their way from the origin at once. Default 64 MiB: 16 blocks.
+    /// Bytes on their way into memory at once, at least 8 MiB: a quarter (and no less than a block) is kept for reads
+    /// from disk, which so never wait for a slow origin. Default 64 MiB: 12 blocks from the origin, 4 from disk.
     pub fetch_bytes: u64,
     /// Bytes on their way to the disk tier at once; blocks read past it stay in memory only. Default 64 MiB.
     pub store_bytes: u64,
@@ -50,11 +54,21 @@ impl CacheSettings {
         self.pin_bytes.unwrap_or(self.disk_bytes / 5 * 4)
     }
 
+    /// The part of `fetch_bytes` that is for reads from disk.
+    pub(crate) fn disk_read_bytes(&self) -> u64 {
+        (self.fetch_bytes / 4).max(BLOCK_SIZE)
+    }
+
     /// Refuses settings that cannot work.
     pub(crate) fn validate(&self) -> Result<()> {
         if self.fetches == 0 {
             return Err(Error::invalid("a cache with no fetches in flight can fetch nothing")
                 .with_hint("set `fetches` to 1 or more"));
+        }
+        if self.fetch_bytes < 2 * BLOCK_SIZE {
+            let (given, least) = (format_bytes(self.fetch_bytes), format_bytes(2 * BLOCK_SIZE));
+            return Err(Error::invalid(format!("`fetch_bytes` of {given} is less than two blocks"))
+                .with_hint(format!("set it to {least} or more")));
         }
         if self.directory.is_some() && self.disk_bytes < MIN_DISK_BYTES {
             let (given, least) = (format_bytes(self.disk_bytes), format_bytes(MIN_DISK_BYTES));

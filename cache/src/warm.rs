@@ -3,8 +3,8 @@
 //! Both walk a stream of keys through a bounded window, so that memory does not grow with the number of blocks.
 
 use forebay_core::{BlockKey, Error};
+use forebay_io::task::Stop;
 use futures::stream::{Stream, StreamExt};
-use tokio_util::sync::CancellationToken;
 
 use crate::{Blocks, Filled, Residency};
 
@@ -56,6 +56,8 @@ pub struct Report {
 pub struct Proof {
     /// Blocks that are here, their copies on disk read back and checked.
     pub present: u64,
+    /// Those of them that are in memory only: whatever is read next may take their place.
+    pub memory_only: u64,
     /// Blocks that are not.
     pub missing: Vec<BlockKey>,
 }
@@ -67,7 +69,7 @@ pub async fn fill_many(
     keys: impl Stream<Item = BlockKey> + Send,
     fill: Fill,
     mut progress: impl FnMut(&Progress) + Send,
-    cancel: &CancellationToken,
+    cancel: &Stop,
 ) -> Report {
     let mut report = Report::default();
     let one = |key: BlockKey| async move {
@@ -113,7 +115,11 @@ pub async fn prove(
         let found = blocks.stat(&window, true).await?;
         for (key, residency) in window.into_iter().zip(found) {
             match residency {
-                Residency::Memory | Residency::Disk => proof.present += 1,
+                Residency::Disk => proof.present += 1,
+                Residency::Memory => {
+                    proof.present += 1;
+                    proof.memory_only += 1;
+                }
                 Residency::Absent => proof.missing.push(key),
             }
         }

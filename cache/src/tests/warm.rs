@@ -2,8 +2,8 @@
 
 use forebay_core::units::{KIB, MIB};
 use forebay_core::{BLOCK_SIZE, ErrorKind};
+use forebay_io::task::Stop;
 use futures::stream;
-use tokio_util::sync::CancellationToken;
 
 use super::support::World;
 use crate::{Fill, Proof, fill_many, prove};
@@ -18,10 +18,10 @@ async fn a_fill_reports_what_it_did_and_the_proof_finds_it() {
     large.check(&*node, 0..1).await.expect("read");
     let keys = [large.keys(), small.keys()].concat();
     let proof = prove(&*node, stream::iter(keys.clone())).await.expect("prove");
-    assert_eq!(proof, Proof { present: 1, missing: keys[1..].to_vec() });
+    assert_eq!(proof, Proof { present: 1, memory_only: 1, missing: keys[1..].to_vec() });
 
     let mut heard = Vec::new();
-    let cancel = CancellationToken::new();
+    let cancel = Stop::new();
     let report =
         fill_many(&*node, stream::iter(keys.clone()), FILL, |now| heard.push(now.blocks), &cancel).await;
     assert_eq!(heard, [1, 2, 3, 4]);
@@ -33,7 +33,7 @@ async fn a_fill_reports_what_it_did_and_the_proof_finds_it() {
     let again = fill_many(&*node, stream::iter(keys.clone()), FILL, |_| (), &cancel).await;
     assert_eq!((again.total.already, again.total.origin_bytes), (4, 0));
     let proof = prove(&*node, stream::iter(keys)).await.expect("prove");
-    assert_eq!(proof, Proof { present: 4, missing: Vec::new() });
+    assert_eq!(proof, Proof { present: 4, memory_only: 4, missing: Vec::new() });
     assert_eq!(world.gets(), 4);
 }
 
@@ -44,7 +44,7 @@ async fn failed_blocks_are_named_and_the_rest_goes_on() {
     world.bucket.delete(&gone.name.blob().key).await.expect("delete");
     let node = world.open_memory(64 * MIB).await;
     let keys = [gone.keys(), kept.keys()].concat();
-    let report = fill_many(&*node, stream::iter(keys.clone()), FILL, |_| (), &CancellationToken::new()).await;
+    let report = fill_many(&*node, stream::iter(keys.clone()), FILL, |_| (), &Stop::new()).await;
     assert_eq!((report.total.blocks, report.total.from_origin, report.total.failed), (2, 1, 1));
     let [(key, error)] = &report.failures[..] else { panic!("{report:?}") };
     assert_eq!((key, error.kind()), (&keys[0], ErrorKind::NotFound));
@@ -56,7 +56,7 @@ async fn a_cancelled_fill_stops_at_the_window() {
     let world = World::new();
     let blob = world.put("k", 10).await;
     let node = world.open_memory(64 * MIB).await;
-    let cancel = CancellationToken::new();
+    let cancel = Stop::new();
     let key = blob.name.block(0);
     let endless = stream::repeat_with(|| key.clone());
     let stop_at_ten = |now: &crate::Progress| {

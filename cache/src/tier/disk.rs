@@ -9,23 +9,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use forebay_core::{BlockKey, Error, ErrorKind, Result};
+use forebay_io::task::{TaskGroup, blocking};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio_util::task::TaskTracker;
 
 use crate::block::{Block, BlockId};
-use crate::flight::{Flights, Role};
+use crate::flight::{Flights, Role, Ticket};
+use crate::room::{Place, Room};
 use crate::tier::directory::Directory;
 use crate::tier::file::{self, ReadError};
 use crate::tier::index::{Full, Index, Slot};
 use crate::{CacheSettings, Counters};
 
-/// Files read at once; of the largest blocks that is 64 MiB on their way.
-const READS: usize = 16;
-
-/// What a write permit stands for: 1 KiB on its way.
-const PERMIT_BYTES: u64 = 1 << 10;
+/// Files read at once, and written at once: threads that wait for the disk.
+const CARRIERS: u32 = 32;
 
 /// After n failed writes in a row the next 2^n are not tried, up to 2^10.
 const MAX_BACKOFF: u32 = 10;
@@ -39,12 +36,11 @@ pub(crate) struct DiskTier {
     /// Held while a pin changes, which takes several steps; by threads that may wait only.
     pinning: Mutex<()>,
     stores: Flights<()>,
-    tasks: TaskTracker,
+    tasks: TaskGroup,
     /// Blocks are also offered from threads outside the runtime.
     runtime: Handle,
-    reads: Semaphore,
-    room: Arc<Semaphore>,
-    permits: u32,
+    reads: Room,
+    writes: Room,
     counts: Counts,
 }
 
@@ -83,7 +79,7 @@ struct Health {
 
 impl DiskTier {
     /// Opens the tier below the settings' directory, if they name one, and takes over what is there.
-    pub(crate) async fn open(settings: &CacheSettings, tasks: &TaskTracker) -> Result<Option<Arc<Self>>> {
+    pub(crate) async fn open(settings: &CacheSettings, tasks: &TaskGroup) -> Result<Option<Arc<Self>>> {
         let Some(root) = settings.directory.clone() else { return Ok(None) };
         let mut index = Index::new(settings.disk_bytes, settings.pin_ceiling());
         let (directory, index) = blocking(move || {
@@ -95,18 +91,16 @@ impl DiskTier {
             Ok::<_, Error>((directory, index))
         })
         .await??;
-        let permits = (settings.store_bytes / PERMIT_BYTES).clamp(1, 1 << 28) as u32;
         Ok(Some(Arc::new(Self {
             directory,
             index: Mutex::new(index),
             health: Mutex::default(),
             pinning: Mutex::default(),
-            stores: Flights::default(),
+            stores: Flights::new("store", tasks.clone()),
             tasks: tasks.clone(),
             runtime: Handle::current(),
-            reads: Semaphore::new(READS),
-            room: Arc::new(Semaphore::new(permits as usize)),
-            permits,
+            reads: Room::new(settings.disk_read_bytes(), CARRIERS),
+            writes: Room::new(settings.store_bytes, CARRIERS),
             counts: Counts::default(),
         })))
     }
@@ -123,8 +117,8 @@ impl DiskTier {
     }
 
     /// Waits for a turn to read.
-    pub(crate) async fn admit(&self) -> tokio::sync::SemaphorePermit<'_> {
-        self.reads.acquire().await.expect("this semaphore is never closed")
+    pub(crate) async fn admit(&self, key: &BlockKey) -> Place {
+        self.reads.enter(key.len()).await
     }
 
     /// A checked copy, or `None` when there is no good one. A bad one is dropped.
@@ -137,13 +131,14 @@ impl DiskTier {
 
     /// Whether there is a good copy. A bad one is dropped. Does not touch the order of eviction.
     pub(crate) async fn verify(self: &Arc<Self>, key: &BlockKey) -> bool {
-        let _turn = self.admit().await;
+        let _place = self.admit(key).await;
         self.load(key).await.is_some()
     }
 
     async fn load(self: &Arc<Self>, key: &BlockKey) -> Option<Block> {
         let (own, key) = (self.clone(), key.clone());
-        blocking(move || own.load_blocking(&key)).await.ok().flatten()
+        // A panic was logged where it happened; the next source is asked.
+        blocking(move || own.load_blocking(&key)).await.unwrap_or_default()
     }
 
     fn load_blocking(&self, key: &BlockKey) -> Option<Block> {
@@ -178,17 +173,22 @@ impl DiskTier {
             return;
         }
         let healthy = self.health.lock().may_write();
-        let permit = healthy.then(|| self.room.clone().try_acquire_many_owned(self.cost(key)).ok()).flatten();
-        let Some(permit) = permit else {
+        let Some(place) = healthy.then(|| self.writes.try_enter(key.len())).flatten() else {
             self.counts.skips.fetch_add(1, Relaxed);
             return;
         };
         let (own, key, block) = (self.clone(), key.clone(), block.clone());
         let write = async move {
             // A failure was counted and logged where it happened; the read that led here has its bytes.
-            let _ = own.store(&key, block, false, Some(permit)).await;
+            let _ = own.store(&key, block, false, Some(place)).await;
         };
-        self.tasks.spawn_on(write, &self.runtime);
+        let _runtime = self.runtime.enter();
+        self.tasks.spawn("offer", write);
+    }
+
+    /// Refuses a pin that would not fit now.
+    pub(crate) fn check_pin(&self, key: &BlockKey) -> Result<()> {
+        self.index.lock().may_pin(BlockId::of(key), file::size(key)).map_err(no_room)
     }
 
     /// Sees to it that a block is on disk, pinned if asked.
@@ -243,21 +243,18 @@ impl DiskTier {
         key: &BlockKey,
         block: Block,
         pin: bool,
-        permit: Option<OwnedSemaphorePermit>,
+        place: Option<Place>,
     ) -> Result<Role> {
         let (own, key) = (self.clone(), key.clone());
         let id = BlockId::of(&key);
-        let work = move |ticket: Arc<crate::flight::Ticket<()>>| async move {
-            let _permit = match permit {
-                Some(permit) => permit,
-                None => {
-                    let turn = own.room.clone().acquire_many_owned(own.cost(&key));
-                    ticket.wait(turn).await?.expect("this semaphore is never closed")
-                }
+        let work = move |ticket: Arc<Ticket<()>>| async move {
+            let _place = match place {
+                Some(place) => place,
+                None => ticket.wait(own.writes.enter(key.len())).await?,
             };
             blocking(move || own.store_blocking(&key, &block, pin)).await?
         };
-        self.stores.join(id, &self.tasks, work).await.map(|((), role)| role)
+        self.stores.join(id, work).await.map(|((), role)| role)
     }
 
     fn store_blocking(&self, key: &BlockKey, block: &Block, pin: bool) -> Result<()> {
@@ -313,10 +310,6 @@ impl DiskTier {
         Ok(())
     }
 
-    fn cost(&self, key: &BlockKey) -> u32 {
-        u32::try_from(key.len().div_ceil(PERMIT_BYTES)).unwrap_or(u32::MAX).clamp(1, self.permits)
-    }
-
     /// Fills in what a disk tier knows.
     pub(crate) fn report(&self, counters: &mut Counters) {
         let counts = &self.counts;
@@ -355,11 +348,4 @@ impl Health {
 
 fn no_room(full: Full) -> Error {
     Error::new(ErrorKind::NoSpace, full.to_string()).with_hint("give the cache a larger disk, or pin less")
-}
-
-/// Runs what may wait for the disk on a thread made for that.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(|error| Error::bug("work on the disk cache was cut off").with_source(error))
 }

@@ -84,7 +84,7 @@ impl Index {
         let mut leave = Vec::new();
         for slot in found {
             self.next_serial = self.next_serial.max(slot.serial.saturating_add(1));
-            if slot.pinned && self.pinned + slot.cost() > self.pin_ceiling {
+            if slot.pinned && self.check_pin(&slot).is_err() {
                 leave.push(slot);
                 continue;
             }
@@ -115,13 +115,26 @@ impl Index {
         pinned: bool,
     ) -> Result<(Slot, Vec<Slot>), Full> {
         let slot = Slot { id, serial: self.next_serial, size, pinned };
-        if pinned && self.pinned + slot.cost() > self.pin_ceiling {
-            return Err(Full::Pins { ceiling: self.pin_ceiling });
+        if pinned {
+            self.check_pin(&slot)?;
         }
         let leave = self.evict_for(slot.cost())?;
         self.next_serial += 1;
         self.count(&slot, true);
         Ok((slot, leave))
+    }
+
+    /// Whether one more pinned file of `slot`'s size fits.
+    fn check_pin(&self, slot: &Slot) -> Result<(), Full> {
+        match self.pinned + slot.cost() <= self.pin_ceiling {
+            true => Ok(()),
+            false => Err(Full::Pins { ceiling: self.pin_ceiling }),
+        }
+    }
+
+    /// Whether a pinned file of `size` bytes would fit now.
+    pub(crate) fn may_pin(&self, id: BlockId, size: u32) -> Result<(), Full> {
+        self.check_pin(&Slot { id, serial: 0, size, pinned: true })
     }
 
     /// Lists a reserved file as written; returns the one that it replaces.
@@ -159,8 +172,8 @@ impl Index {
         if self.peek(&slot.id) != Some(*slot) {
             return Ok(None);
         }
-        if pinned && !slot.pinned && self.pinned + slot.cost() > self.pin_ceiling {
-            return Err(Full::Pins { ceiling: self.pin_ceiling });
+        if pinned && !slot.pinned {
+            self.check_pin(slot)?;
         }
         self.count(slot, false);
         self.count(&changed, true);

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use foyer::{Cache, CacheBuilder, Event, EventListener, S3FifoConfig};
 
+use crate::Counters;
 use crate::block::{Block, BlockId, BuildUniform};
 
 /// What the bookkeeping of one block takes besides its bytes: record, index slot, queue links and shared-bytes
@@ -62,7 +63,12 @@ impl MemoryTier {
     }
 
     pub(crate) fn get(&self, id: &BlockId) -> Option<Block> {
-        self.cache.get(id).map(|entry| entry.value().clone())
+        self.look(id, Block::clone)
+    }
+
+    /// What `look` makes of the block.
+    pub(crate) fn look<T>(&self, id: &BlockId, look: impl FnOnce(&Block) -> T) -> Option<T> {
+        self.cache.get(id).map(|entry| look(entry.value()))
     }
 
     /// Whether the block is here, without touching the order of eviction.
@@ -76,12 +82,9 @@ impl MemoryTier {
         }
     }
 
-    /// Bytes held now, bookkeeping included.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.cache.usage() as u64
-    }
-
-    pub(crate) fn evictions(&self) -> u64 {
-        self.evictions.0.load(Relaxed)
+    /// Fills in what a memory tier knows.
+    pub(crate) fn report(&self, counters: &mut Counters) {
+        counters.memory_bytes = self.cache.usage() as u64;
+        counters.memory_evictions = self.evictions.0.load(Relaxed);
     }
 }

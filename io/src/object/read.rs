@@ -82,7 +82,8 @@ impl Bucket {
         let version = self.pin(key, version.cloned()).await?;
         let parts = split(range, PART_BYTES).zip(buffer.chunks_mut(PART_BYTES as usize));
         let version = version.as_ref();
-        let filled = parts.map(|(part, buffer)| self.fill(key, version, part, buffer));
+        // Collected, because the compiler cannot show that a stream of this closure may change threads.
+        let filled: Vec<_> = parts.map(|(part, buffer)| self.fill(key, version, part, buffer)).collect();
         futures::stream::iter(filled).buffer_unordered(PARTS_IN_FLIGHT).try_collect().await
     }
 

@@ -1,9 +1,11 @@
+//! Eviction order, pins, ceilings, and the sums of the books under random use.
+
 use std::collections::BTreeMap;
 
-use rand::RngExt;
+use forebay_io::rng::Rng;
 
 use super::*;
-use crate::tests::support::{generator, rounds};
+use crate::tests::support::{between, rounds};
 
 const CEILING: u64 = 64 * PAGE;
 const PINS: u64 = 40 * PAGE;
@@ -102,16 +104,16 @@ fn files_found_are_taken_over_by_age_and_under_the_ceilings() {
 #[test]
 fn the_books_add_up() {
     for seed in 0..rounds(100) {
-        let mut random = generator(seed);
+        let random = Rng::seeded(seed);
         let mut index = Index::new(CEILING, PINS);
         let mut files: BTreeMap<BlockId, Slot> = BTreeMap::new();
         let mut writing: Vec<Slot> = Vec::new();
         for step in 0..300 {
-            let block = id(random.random_range(0..30));
-            match random.random_range(0..10) {
+            let block = id(between(&random, 0..30));
+            match between(&random, 0..10) {
                 0..4 => {
-                    let size = random.random_range(1..8 * PAGE as u32);
-                    if let Ok((slot, leave)) = index.reserve(block, size, random.random_bool(0.3)) {
+                    let size = between(&random, 1..8 * PAGE) as u32;
+                    if let Ok((slot, leave)) = index.reserve(block, size, random.chance(0.3)) {
                         for slot in leave {
                             assert!(!slot.pinned, "seed {seed} step {step}: a pinned block was evicted");
                             assert_eq!(files.remove(&slot.id), Some(slot), "seed {seed} step {step}");
@@ -120,8 +122,8 @@ fn the_books_add_up() {
                     }
                 }
                 4..7 if !writing.is_empty() => {
-                    let slot = writing.swap_remove(random.random_range(0..writing.len()));
-                    if random.random_bool(0.8) {
+                    let slot = writing.swap_remove(between(&random, 0..writing.len() as u64) as usize);
+                    if random.chance(0.8) {
                         assert_eq!(
                             index.commit(slot),
                             files.insert(slot.id, slot),
@@ -134,7 +136,7 @@ fn the_books_add_up() {
                 7 => assert_eq!(index.find(&block), files.get(&block).copied(), "seed {seed} step {step}"),
                 8 => {
                     if let Some(slot) = files.get(&block).copied()
-                        && let Ok(changed) = index.set_pinned(&slot, random.random_bool(0.5))
+                        && let Ok(changed) = index.set_pinned(&slot, random.chance(0.5))
                     {
                         files.insert(block, changed.expect("listed"));
                     }
