@@ -6,4 +6,8 @@ mod lock_file;
 pub mod kv;
 pub mod commit;
 pub mod volume_file;
+pub mod schema;
+mod records;
+mod import;
+mod mover;
 pub mod tree;

@@ -1,8 +1,27 @@
-//! What a tree offers, whoever serves it: the in-process tree now, a client of a metadata server later.
+//! What a tree offers, whoever serves it, and the tree that is served in this process.
+//!
+//! `api` has the trait; each operation is a file of its own that runs inside one transaction; `local` joins them with
+//! the bucket. Knows nothing of caches or mounts.
 
 mod api;
+mod create;
+mod link;
+mod unlink;
+mod remove_directory;
+mod rename;
+mod set_attributes;
+mod xattr;
+mod commit_layout;
+mod place;
+mod local;
+mod operations;
+mod paths;
 
 pub use api::{
     DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, Placement, RenameMode, SetAttributes,
     Statistics, Tree, XattrMode,
 };
+pub use local::{LocalTree, TreeParts};
+pub use paths::{Walked, resolve, walk};
+
+pub use crate::records::{ImportSettings, TreeSettings};

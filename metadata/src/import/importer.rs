@@ -1,0 +1,250 @@
+//! When directories are listed: once for however many wait, again after a while, at once when told to.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, InodeId, Result};
+use forebay_io::clock::Moment;
+use forebay_io::object::Bucket;
+use forebay_io::task::TaskGroup;
+use futures::future::{BoxFuture, FutureExt, Shared as SharedFuture};
+use parking_lot::Mutex;
+use tracing::{debug, warn};
+
+use super::items::Items;
+use super::reconcile::{Cursor, Work, reconcile, remove_emptied};
+use crate::commit::Committer;
+use crate::kv::Durability;
+use crate::records::{Change, Look, Records, Shared, Spelling, prefix_with_slash};
+
+/// Directories whose freshness is remembered. Past it the expired ones are forgotten, then all: they are listed again.
+const MOST_REMEMBERED: usize = 200_000;
+/// A listing stays true for at least this many times the time that it took, so that huge directories are not listed
+/// without end.
+const SHARE_OF_TIME: u32 = 10;
+/// How often a listing is begun again because its directory was renamed meanwhile.
+const MOST_ATTEMPTS: u32 = 5;
+
+/// What everybody waiting for a listing is told.
+type Outcome = Result<(), Arc<Error>>;
+type Flight = SharedFuture<BoxFuture<'static, Outcome>>;
+
+/// Takes listings over into the tree; cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Importer(Arc<Inner>);
+
+struct Inner {
+    bucket: Bucket,
+    committer: Committer,
+    shared: Arc<Shared>,
+    tasks: TaskGroup,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    listed: HashMap<InodeId, Listed>,
+    flights: HashMap<InodeId, Flight>,
+}
+
+/// A listing taken by this process.
+#[derive(Debug, Clone, Copy)]
+struct Listed {
+    began: Moment,
+    took: Duration,
+}
+
+/// How far what is known of a directory can be trusted.
+enum Freshness {
+    Fresh,
+    Stale,
+    Unknown,
+}
+
+impl Importer {
+    pub(crate) fn new(bucket: Bucket, committer: Committer, shared: Arc<Shared>, tasks: TaskGroup) -> Self {
+        Self(Arc::new(Inner { bucket, committer, shared, tasks, state: Mutex::default() }))
+    }
+
+    /// Whether the directory can be looked at without waiting.
+    pub(crate) fn is_fresh(&self, directory: InodeId) -> bool {
+        matches!(self.freshness(directory), Freshness::Fresh)
+    }
+
+    fn freshness(&self, directory: InodeId) -> Freshness {
+        let listed = self.0.state.lock().listed.get(&directory).copied();
+        match listed {
+            None => Freshness::Unknown,
+            Some(listed) if self.expires(listed) > self.0.shared.clock.now() => Freshness::Fresh,
+            Some(_) => Freshness::Stale,
+        }
+    }
+
+    fn expires(&self, listed: Listed) -> Moment {
+        let ttl = Duration::from_millis(self.0.shared.settings.import.ttl_ms);
+        listed.began + ttl.max(listed.took * SHARE_OF_TIME)
+    }
+
+    /// Returns when the directory can be looked at: listed, and not too long ago. A directory that was listed before
+    /// is not waited for longer than `relist_wait_ms`, nor refused when the store cannot be reached.
+    pub(crate) async fn ensure(&self, directory: InodeId) -> Result<()> {
+        match self.freshness(directory) {
+            Freshness::Fresh => Ok(()),
+            Freshness::Unknown => self.flight(directory).await.map_err(|error| error.duplicate()),
+            Freshness::Stale => {
+                let most = Duration::from_millis(self.0.shared.settings.import.relist_wait_ms);
+                let flight = self.flight(directory);
+                tokio::select! {
+                    outcome = flight => match outcome {
+                        Err(error) if error.kind() == ErrorKind::Unavailable => Ok(()),
+                        outcome => outcome.map_err(|error| error.duplicate()),
+                    },
+                    () = self.0.shared.clock.sleep(most) => Ok(()),
+                }
+            }
+        }
+    }
+
+    /// Lets a directory just made count as listed when its parent was: that one would have shown it.
+    pub(crate) fn inherit(&self, directory: InodeId, parent: InodeId) {
+        let mut state = self.0.state.lock();
+        if let Some(listed) = state.listed.get(&parent).copied() {
+            state.listed.insert(directory, listed);
+        }
+    }
+
+    /// Forgets when anything was listed.
+    pub(crate) fn forget_all(&self) {
+        self.0.state.lock().listed.clear();
+    }
+
+    /// The listing under way, or a new one.
+    fn flight(&self, directory: InodeId) -> Flight {
+        let mut state = self.0.state.lock();
+        if let Some(flight) = state.flights.get(&directory) {
+            return flight.clone();
+        }
+        let importer = self.clone();
+        // Owned by the group, so that a caller who goes away does not leave a directory half taken over.
+        let task = self.0.tasks.spawn(format!("list {directory}"), async move {
+            let outcome = importer.list(directory).await;
+            importer.0.state.lock().flights.remove(&directory);
+            if let Err(error) = &outcome {
+                debug!(%directory, %error, "listing failed");
+            }
+            outcome
+        });
+        let flight = async move { task.await.and_then(|outcome| outcome).map_err(Arc::new) }.boxed().shared();
+        state.flights.insert(directory, flight.clone());
+        flight
+    }
+
+    async fn list(&self, directory: InodeId) -> Result<()> {
+        for _ in 0..MOST_ATTEMPTS {
+            match self.list_once(directory).await {
+                Err(error) if error.kind() == ErrorKind::Conflict => continue,
+                outcome => return outcome,
+            }
+        }
+        Err(Error::new(ErrorKind::Unavailable, format!("directory {directory} is renamed all the time")))
+    }
+
+    async fn list_once(&self, directory: InodeId) -> Result<()> {
+        let began = self.0.shared.clock.now();
+        let Some(prefix) = self.prefix_of(directory).await? else {
+            self.remember(directory, began);
+            return Ok(());
+        };
+        self.0.shared.touched.begin(directory, prefix_with_slash(&prefix));
+        let taken = self.take_over(directory, prefix).await;
+        self.0.shared.touched.end(directory);
+        for (name, child) in taken? {
+            self.empty(directory, name, child).await?;
+        }
+        self.remember(directory, began);
+        Ok(())
+    }
+
+    /// Lists and reconciles. Returns directories that have to be looked at because their prefix is gone.
+    async fn take_over(&self, directory: InodeId, prefix: String) -> Result<Vec<(Bytes, InodeId)>> {
+        let listing = self.0.bucket.list_directory(&prefix).await?;
+        let items = Items::of(directory, &prefix, listing);
+        debug!(%directory, prefix, names = items.items.len(), skipped = items.skipped, "listed");
+        if items.skipped > 0 {
+            warn!(prefix, skipped = items.skipped, "some objects have names that no file can have");
+        }
+        let work = Arc::new(Work { directory, prefix, items });
+        let mut cursor = Cursor::default();
+        while !cursor.done {
+            let (work, at) = (work.clone(), cursor);
+            let window = move |change: &mut Change<'_, '_>| reconcile(change, &work, &at);
+            cursor = self.transact(window).await?;
+        }
+        let stamp = move |change: &mut Change<'_, '_>| {
+            let mut state = change.import_state(directory)?;
+            state.listed = Some(change.now);
+            change.put_import_state(directory, &state)
+        };
+        self.transact(stamp).await?;
+        Ok(cursor.emptied)
+    }
+
+    /// Where the directory is listed from; tries to attach one that had no key space of its own.
+    async fn prefix_of(&self, directory: InodeId) -> Result<Option<String>> {
+        let keys = self.0.shared.keys;
+        let state = self.0.committer.read(|view| {
+            let look = Look { view, keys };
+            look.directory(directory)?;
+            look.import_state(directory)
+        });
+        let state = state.await?;
+        if state.prefix.is_some() || self.0.shared.spelling == Spelling::Nothing {
+            return Ok(state.prefix);
+        }
+        self.transact(move |change| change.attach(directory)).await
+    }
+
+    /// A known directory's prefix is not there any more: lists it, which takes its objects away, and removes it if
+    /// nothing is left.
+    async fn empty(&self, parent: InodeId, name: Bytes, child: InodeId) -> Result<()> {
+        let keys = self.0.shared.keys;
+        let known = self.0.committer.read(|view| Look { view, keys }.has_entries(child)).await?;
+        if known {
+            // A directory below, never one above: this ends at the leaves.
+            let outcome = self.flight(child).await;
+            if let Err(error) = outcome
+                && error.kind() != ErrorKind::NotFound
+            {
+                return Err(error.duplicate());
+            }
+        }
+        self.transact(move |change| remove_emptied(change, parent, &name, child)).await
+    }
+
+    async fn transact<T: Send + 'static>(
+        &self,
+        mut work: impl FnMut(&mut Change<'_, '_>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let shared = self.0.shared.clone();
+        let closure = move |txn: &mut crate::commit::Txn<'_>| {
+            let mut change = Change::new(txn, &shared);
+            change.is_import = true;
+            work(&mut change)
+        };
+        self.0.committer.transact(Durability::Buffered, closure).await
+    }
+
+    fn remember(&self, directory: InodeId, began: Moment) {
+        let now = self.0.shared.clock.now();
+        let mut state = self.0.state.lock();
+        if state.listed.len() >= MOST_REMEMBERED {
+            state.listed.retain(|_, listed| self.expires(*listed) > now);
+            if state.listed.len() >= MOST_REMEMBERED {
+                state.listed.clear();
+            }
+        }
+        state.listed.insert(directory, Listed { began, took: now.since(began) });
+    }
+}

@@ -1,0 +1,370 @@
+//! What a listing means for a directory, a window of names at a time, each window one transaction.
+//!
+//! The bucket is right about keys that no claim speaks for, except where Forebay changed them while the listing was
+//! on its way; the tree is right about everything that is not an object: symlinks, empty directories, files not
+//! uploaded yet.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, FileKind, FileLayout, InodeId, Result};
+use forebay_io::object::ObjectInfo;
+
+use super::items::{Item, Items, OBJECT_SUFFIX, beside};
+use crate::records::{Change, Records, check_name, child_prefix, prefix_with_slash};
+use crate::schema::{Claim, Dentry, HolderState, ImportState, Inode};
+
+/// Names in one window. A closure runs again for reads that depend on one another, on engines whose reads wait: this
+/// keeps their number far below what the committer allows.
+const WINDOW: usize = 128;
+
+/// A listing to be reconciled.
+pub(super) struct Work {
+    pub(super) directory: InodeId,
+    /// Where it was listed.
+    pub(super) prefix: String,
+    pub(super) items: Items,
+}
+
+/// How far it got.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Cursor {
+    /// The last name that is done.
+    after: Option<Bytes>,
+    /// Position of the next listed name.
+    next: usize,
+    /// Whether nothing is left.
+    pub(super) done: bool,
+    /// Directories whose prefix was not listed any more.
+    pub(super) emptied: Vec<(Bytes, InodeId)>,
+}
+
+/// Does the next window.
+///
+/// # Errors
+/// `Conflict` when the directory is listed from elsewhere by now.
+pub(super) fn reconcile(change: &mut Change<'_, '_>, work: &Work, at: &Cursor) -> Result<Cursor> {
+    let directory = change.directory(work.directory)?;
+    if change.import_state(work.directory)?.prefix.as_ref() != Some(&work.prefix) {
+        let message = format!("directory {} was renamed while it was listed", work.directory);
+        return Err(Error::new(ErrorKind::Conflict, message));
+    }
+    let entries = change.entries(work.directory, at.after.as_deref(), WINDOW)?;
+    let rest = &work.items.items[at.next..];
+    let listed = &rest[..rest.len().min(WINDOW)];
+    let until = window_end(&entries, listed, rest.len());
+    let within = |name: &Bytes| until.as_ref().is_none_or(|until| name <= until);
+    let listed = &listed[..listed.partition_point(|(name, _)| within(name))];
+    let entries = &entries[..entries.partition_point(|(name, _)| within(name))];
+
+    prefetch(change, work, listed, entries)?;
+    let room = listed.len() as u64;
+    let mut window =
+        Window { change, work, directory, room, numbers: 0..0, changed: false, emptied: Vec::new() };
+    let mut known = entries.iter().peekable();
+    for (name, item) in listed {
+        while let Some((unlisted, entry)) = known.next_if(|(known, _)| known < name) {
+            window.unlisted(unlisted, *entry)?;
+        }
+        let entry = known.next_if(|(known, _)| known == name).map(|(_, entry)| *entry);
+        window.listed(name, item, entry)?;
+    }
+    for (unlisted, entry) in known {
+        window.unlisted(unlisted, *entry)?;
+    }
+    let mut emptied = at.emptied.clone();
+    emptied.append(&mut window.emptied);
+    window.finish()?;
+    Ok(Cursor { done: until.is_none(), after: until, next: at.next + listed.len(), emptied })
+}
+
+/// The last name that both sides are known up to; `None` when both are known to their end.
+fn window_end(entries: &[(Bytes, Dentry)], listed: &[(Bytes, Item)], rest: usize) -> Option<Bytes> {
+    let entries_end = entries.last().filter(|_| entries.len() == WINDOW).map(|(name, _)| name);
+    let listed_end = listed.last().filter(|_| listed.len() < rest).map(|(name, _)| name);
+    match (entries_end, listed_end) {
+        (Some(a), Some(b)) => Some(a.min(b).clone()),
+        (a, b) => a.or(b).cloned(),
+    }
+}
+
+/// Asks for what the window is going to read in one go.
+fn prefetch(
+    change: &Change<'_, '_>,
+    work: &Work,
+    listed: &[(Bytes, Item)],
+    entries: &[(Bytes, Dentry)],
+) -> Result<()> {
+    let keys = change.keys();
+    let mut wanted: Vec<Bytes> = Vec::with_capacity(listed.len() + 2 * entries.len());
+    for (name, item) in listed {
+        wanted.push(match item {
+            Item::File(info) => keys.claim(info.key.as_str()),
+            Item::Directory => keys.claim(&prefix_with_slash(&work.key_of(name))),
+        });
+    }
+    for (_, entry) in entries {
+        wanted.push(keys.inode(entry.ino));
+        if entry.kind == FileKind::Directory {
+            wanted.push(keys.import(entry.ino));
+        }
+    }
+    let wanted: Vec<&[u8]> = wanted.iter().map(|key| &key[..]).collect();
+    change.reads().get_many(&wanted).map(|_| ())
+}
+
+impl Work {
+    /// The key of a listed name.
+    fn key_of(&self, name: &[u8]) -> String {
+        format!("{}{}", prefix_with_slash(&self.prefix), String::from_utf8_lossy(name))
+    }
+}
+
+/// A window under way.
+struct Window<'a, 'c, 't> {
+    change: &'a mut Change<'c, 't>,
+    work: &'a Work,
+    directory: Inode,
+    /// Inode numbers taken for this window.
+    numbers: Range<u64>,
+    /// The most that it can need.
+    room: u64,
+    changed: bool,
+    emptied: Vec<(Bytes, InodeId)>,
+}
+
+impl Window<'_, '_, '_> {
+    fn listed(&mut self, name: &Bytes, item: &Item, entry: Option<Dentry>) -> Result<()> {
+        match item {
+            Item::Directory => self.prefix_listed(name, entry),
+            Item::File(info) => self.object_listed(name, info, entry),
+        }
+    }
+
+    fn is_touched(&self, name: &[u8], key: &str) -> bool {
+        self.change.shared.touched.is(self.work.directory, name, key)
+    }
+
+    fn prefix_listed(&mut self, name: &Bytes, entry: Option<Dentry>) -> Result<()> {
+        let key = self.work.key_of(name);
+        if self.is_touched(name, &key) || self.change.claim(&prefix_with_slash(&key))?.is_some() {
+            return Ok(());
+        }
+        match entry {
+            None => self.make_directory(name, key),
+            Some(entry) if entry.kind == FileKind::File => {
+                if self.step_aside(name, &key, entry)? {
+                    self.make_directory(name, key)?;
+                }
+                Ok(())
+            }
+            // A directory already; or a symlink or the like, which no object can be and which therefore stays.
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// Frees the name of a file for a directory. Returns whether that could be done.
+    fn step_aside(&mut self, name: &Bytes, key: &str, entry: Dentry) -> Result<bool> {
+        let mut inode = self.change.inode(entry.ino)?;
+        if inode.home.as_ref().is_some_and(|home| home.key.as_str() == key) {
+            // An object beside keys below it: it is imported again, under the name that says so.
+            self.forget(name, entry.ino, inode)?;
+            return Ok(true);
+        }
+        let (directory, aside) = (self.work.directory, beside(name));
+        if check_name(&aside).is_err() || self.change.dentry(directory, &aside)?.is_some() {
+            return Ok(false);
+        }
+        self.change.delete_dentry(directory, name)?;
+        self.change.put_dentry(directory, &aside, entry)?;
+        self.change.change_name((entry.ino, &mut inode), (directory, name), (directory, &aside))?;
+        self.change.put_inode(entry.ino, &inode)?;
+        self.change.settle_home(entry.ino, &inode)?;
+        Ok(true)
+    }
+
+    fn object_listed(&mut self, name: &Bytes, info: &ObjectInfo, entry: Option<Dentry>) -> Result<()> {
+        let key = info.key.as_str();
+        let entry = match entry {
+            // It may have got the name in this very window.
+            None if name.ends_with(OBJECT_SUFFIX) => self.change.dentry(self.work.directory, name)?,
+            entry => entry,
+        };
+        if self.is_touched(name, key) {
+            return Ok(());
+        }
+        match self.change.claim(key)?.map(|claim| claim.state) {
+            None => {}
+            Some(HolderState::Held(holder)) if entry.is_some_and(|entry| entry.ino == holder) => {}
+            Some(_) => return Ok(()),
+        }
+        match entry {
+            None => self.make_file(name, info),
+            Some(entry) if entry.kind == FileKind::File => self.compare(name, info, entry),
+            // The tree has a directory there that the bucket knows nothing of.
+            Some(entry) if entry.kind == FileKind::Directory => {
+                let aside = beside(name);
+                if check_name(&aside).is_err() || key.as_bytes().ends_with(OBJECT_SUFFIX) {
+                    return Ok(());
+                }
+                let entry = self.change.dentry(self.work.directory, &aside)?;
+                self.object_listed(&aside, info, entry)
+            }
+            Some(_) => Ok(()),
+        }
+    }
+
+    fn compare(&mut self, name: &Bytes, info: &ObjectInfo, entry: Dentry) -> Result<()> {
+        let inode = self.change.inode(entry.ino)?;
+        match &inode.home {
+            Some(home) if *home == info.blob() => Ok(()),
+            // It is about to be uploaded, and will learn of the outsider's object then.
+            None if self.change.shared.openers(entry.ino) > 0 => Ok(()),
+            _ => {
+                self.forget_if_at(name, info.key.as_str(), entry.ino, inode)?;
+                self.make_file(name, info)
+            }
+        }
+    }
+
+    fn forget_if_at(&mut self, name: &[u8], key: &str, ino: InodeId, inode: Inode) -> Result<()> {
+        if inode.home.as_ref().is_some_and(|home| home.key.as_str() == key) {
+            return self.forget(name, ino, inode);
+        }
+        self.changed = true;
+        self.change.remove_name(self.work.directory, name, ino)
+    }
+
+    /// Takes the name from a file whose object is not its own any more: nothing of the bucket is to be deleted.
+    fn forget(&mut self, name: &[u8], ino: InodeId, mut inode: Inode) -> Result<()> {
+        self.changed = true;
+        self.give_up_home(ino, &mut inode)?;
+        self.change.remove_name(self.work.directory, name, ino)
+    }
+
+    fn give_up_home(&mut self, ino: InodeId, inode: &mut Inode) -> Result<()> {
+        if let Some(home) = inode.home.take() {
+            let claim = self.change.claim(home.key.as_str())?;
+            if claim.is_some_and(|claim| claim.state == HolderState::Held(ino)) {
+                self.change.delete_claim(home.key.as_str())?;
+            }
+        }
+        self.change.put_inode(ino, inode)
+    }
+
+    fn unlisted(&mut self, name: &Bytes, entry: Dentry) -> Result<()> {
+        match entry.kind {
+            FileKind::Directory => self.prefix_unlisted(name, entry),
+            FileKind::File => self.object_unlisted(name, entry),
+            _ => Ok(()),
+        }
+    }
+
+    fn prefix_unlisted(&mut self, name: &Bytes, entry: Dentry) -> Result<()> {
+        let Some(key) = child_prefix(&self.work.prefix, name) else { return Ok(()) };
+        let stays = self.change.inode(entry.ino)?.kept
+            || self.change.import_state(entry.ino)?.prefix.as_ref() != Some(&key)
+            || self.is_touched(name, &key)
+            || self.change.claim(&prefix_with_slash(&key))?.is_some();
+        if !stays {
+            self.emptied.push((name.clone(), entry.ino));
+        }
+        Ok(())
+    }
+
+    fn object_unlisted(&mut self, name: &Bytes, entry: Dentry) -> Result<()> {
+        let mut inode = self.change.inode(entry.ino)?;
+        let Some(home) = inode.home.clone() else { return Ok(()) };
+        let key = home.key.as_str();
+        let prefix = prefix_with_slash(&self.work.prefix);
+        let Some(last) = key.strip_prefix(&prefix).filter(|last| !last.contains('/')) else { return Ok(()) };
+        if self.work.items.has_object(last.as_bytes()) || self.is_touched(name, key) {
+            return Ok(());
+        }
+        match self.change.claim(key)?.map(|claim| claim.state) {
+            None => {}
+            Some(HolderState::Held(holder)) if holder == entry.ino => {}
+            Some(_) => return Ok(()),
+        }
+        self.changed = true;
+        self.give_up_home(entry.ino, &mut inode)?;
+        // Its bytes are gone under every name.
+        for _ in 0..inode.nlink {
+            let Some(left) = self.change.find(entry.ino)?.filter(|left| left.nlink > 0) else { break };
+            self.change.remove_name(left.parent, &left.name, entry.ino)?;
+        }
+        Ok(())
+    }
+
+    fn make_file(&mut self, name: &Bytes, info: &ObjectInfo) -> Result<()> {
+        let settings = &self.change.shared.settings.import;
+        let owner = (settings.uid, settings.gid);
+        let mut inode = Inode::new(FileKind::File, settings.file_mode, owner, info.modified);
+        inode.size = info.size;
+        inode.extents = FileLayout::of_blob(info.blob()).extents().to_vec();
+        inode.home = Some(info.blob());
+        let ino = self.make(name, inode)?;
+        self.change.count(0, info.size as i64)?;
+        if self.work.key_of(name) != info.key.as_str() {
+            let claim = Claim { key: info.key.clone(), state: HolderState::Held(ino) };
+            self.change.put_claim(&claim)?;
+        }
+        Ok(())
+    }
+
+    fn make_directory(&mut self, name: &Bytes, prefix: String) -> Result<()> {
+        let settings = &self.change.shared.settings.import;
+        let owner = (settings.uid, settings.gid);
+        let inode = Inode::new(FileKind::Directory, settings.dir_mode, owner, self.change.now);
+        let ino = self.make(name, inode)?;
+        self.directory.nlink += 1;
+        self.change.put_import_state(ino, &ImportState { prefix: Some(prefix), listed: None })
+    }
+
+    fn make(&mut self, name: &Bytes, mut inode: Inode) -> Result<InodeId> {
+        if self.numbers.is_empty() {
+            let first = self.change.take_numbers(self.room)?;
+            self.numbers = first..first + self.room;
+        }
+        let ino = InodeId(self.numbers.start);
+        self.numbers.start += 1;
+        self.changed = true;
+        inode.parent = self.work.directory;
+        inode.name = name.clone();
+        self.change.put_inode(ino, &inode)?;
+        self.change.put_dentry(self.work.directory, name, Dentry { ino, kind: inode.kind })?;
+        self.change.count(1, 0)?;
+        Ok(ino)
+    }
+
+    fn finish(self) -> Result<()> {
+        if !self.changed {
+            return Ok(());
+        }
+        let mut directory = self.directory;
+        directory.mtime = self.change.now;
+        directory.ctime = self.change.now;
+        self.change.put_inode(self.work.directory, &directory)
+    }
+}
+
+/// Removes an imported directory that has nothing below it any more, unless something came meanwhile.
+pub(super) fn remove_emptied(
+    change: &mut Change<'_, '_>,
+    parent: InodeId,
+    name: &[u8],
+    ino: InodeId,
+) -> Result<()> {
+    let found = change.dentry(parent, name)?.filter(|entry| entry.ino == ino);
+    let (Some(_), Some(inode)) = (found, change.find(ino)?) else { return Ok(()) };
+    if inode.kept || change.has_entries(ino)? {
+        return Ok(());
+    }
+    change.delete_dentry(parent, name)?;
+    change.lose(ino, inode)?;
+    let mut directory = change.directory(parent)?;
+    directory.nlink = directory.nlink.saturating_sub(1);
+    directory.mtime = change.now;
+    directory.ctime = change.now;
+    change.put_inode(parent, &directory)
+}

@@ -1,0 +1,219 @@
+//! Files whose bytes lie elsewhere than their path says: copied to the key of the path, inside the store.
+//!
+//! An intent says that the copy is coming, the copy comes, one commit makes it the file's content and queues the old
+//! object for deletion. A file that is being written, or whose key is held by another, waits.
+
+use bytes::Bytes;
+use forebay_core::{Blob, Error, FileKind, FileLayout, InodeId, ObjectKey, Result};
+use forebay_io::object::ObjectInfo;
+use futures::stream::{self, StreamExt};
+use tracing::debug;
+
+use super::Mover;
+use super::deletions::after;
+use super::run::{AT_ONCE, PAGE, Tally};
+use crate::kv::Durability;
+use crate::records::{Change, Occupancy, Records};
+use crate::schema::{HolderState, Inode, Intent, Move, Tag};
+
+/// A copy to be made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Plan {
+    from: Blob,
+    to: ObjectKey,
+}
+
+/// What is to be done about one file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Next {
+    /// Nothing; the record is gone.
+    Done,
+    /// Nothing now.
+    Wait,
+    /// The intent is recorded; copy.
+    Copy(Plan),
+}
+
+impl Mover {
+    /// Moves every file that can be moved, a page at a time.
+    pub(super) async fn move_files(&self) -> Result<Tally> {
+        let (mut start, end) = self.shared().keys.family(Tag::Move);
+        let mut tally = Tally::default();
+        loop {
+            let _turn = self.turn().await;
+            let (from, to) = (start.clone(), end.clone());
+            let page = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
+            let Some((last, _)) = page.last() else { return Ok(tally) };
+            start = after(last);
+            let is_last = page.len() < PAGE;
+            self.move_page(page, &mut tally).await?;
+            if is_last {
+                return Ok(tally);
+            }
+        }
+    }
+
+    async fn move_page(&self, page: Vec<(Bytes, Bytes)>, tally: &mut Tally) -> Result<()> {
+        let mut plans = Vec::new();
+        for (key, value) in page {
+            if Move::decode(value)? != Move::File {
+                continue;
+            }
+            let ino = InodeId(self.shared().keys.number_in(&key)?);
+            let fresh = self.fresh_key();
+            let plan = move |change: &mut Change<'_, '_>| plan(change, ino, &fresh);
+            match self.transact(Durability::Buffered, plan).await? {
+                Next::Done => tally.done += 1,
+                Next::Wait => {}
+                Next::Copy(plan) => plans.push((ino, plan)),
+            }
+        }
+        if plans.is_empty() {
+            return Ok(());
+        }
+        // Without its intent on disk, a copy would look like somebody else's object after a crash.
+        self.committer().sync().await?;
+        let each = plans.into_iter().map(|(ino, plan)| self.copy(ino, plan));
+        let done: Vec<_> = stream::iter(each).buffer_unordered(AT_ONCE).collect().await;
+        done.into_iter().for_each(|done| tally.add("move", done));
+        Ok(())
+    }
+
+    /// Makes the copy and commits it. Returns whether the move is done with.
+    async fn copy(&self, ino: InodeId, plan: Plan) -> Result<bool> {
+        match self.copy_object(&plan).await {
+            Ok(Some(copied)) => {
+                let commit = move |change: &mut Change<'_, '_>| commit(change, ino, &plan, &copied);
+                self.transact(Durability::Buffered, commit).await
+            }
+            Ok(None) => {
+                let end = move |change: &mut Change<'_, '_>| give_up(change, ino);
+                self.transact(Durability::Buffered, end).await.map(|()| true)
+            }
+            Err(error) => {
+                // Whether the copy was made is not known: the intent says what to look for.
+                self.settle_intent(ino).await?;
+                Err(error)
+            }
+        }
+    }
+
+    /// `None` when an outsider changed either end: the next listing shows what became of it.
+    async fn copy_object(&self, plan: &Plan) -> Result<Option<ObjectInfo>> {
+        if self.bucket().head(&plan.to).await?.is_some() {
+            return Ok(None);
+        }
+        let source = self.bucket().head(&plan.from.key).await?;
+        if source.is_none_or(|source| source.version != plan.from.version) {
+            return Ok(None);
+        }
+        self.bucket().copy(&plan.from.key, &plan.to).await.map(Some)
+    }
+}
+
+/// Decides about one file and records the intent. `fresh` is used where the bytes have to step aside.
+fn plan(change: &mut Change<'_, '_>, ino: InodeId, fresh: &ObjectKey) -> Result<Next> {
+    let record = change.keys().movement(ino);
+    let inode = change.find(ino)?.filter(|inode| inode.kind == FileKind::File && inode.nlink > 0);
+    let Some(inode) = inode else {
+        change.delete(record)?;
+        return Ok(Next::Done);
+    };
+    if change.intent(ino)?.is_some() {
+        return Ok(Next::Wait);
+    }
+    let (from, to) = (whole(change, ino, &inode)?, change.key_of(ino, &inode)?);
+    let is_home = |key: &str| inode.home.as_ref().is_some_and(|home| home.key.as_str() == key);
+    let (Some(from), Some(to)) = (from, to.filter(|key| !is_home(key))) else {
+        // It is there already, or nothing can be copied whole, or nowhere: a new content or name asks again.
+        change.delete(record)?;
+        return Ok(Next::Done);
+    };
+    let to = match change.occupancy(ino, &to)? {
+        Occupancy::Free => ObjectKey::new(to),
+        Occupancy::Taken if !from.is_owned() && is_in_ring(change, ino, to)? => {
+            change.note_uncommitted(fresh)?;
+            fresh.clone()
+        }
+        Occupancy::Doomed | Occupancy::Taken => return Ok(Next::Wait),
+    };
+    change.put_intent(ino, &Intent { key: to.clone(), replaces: None, copies: Some(from.clone()) })?;
+    Ok(Next::Copy(Plan { from, to }))
+}
+
+/// Whether the key is held by a file whose own key is held, and so on, round to `ino`: exchanged files wait for one
+/// another for ever unless one steps aside.
+fn is_in_ring(change: &Change<'_, '_>, ino: InodeId, mut key: String) -> Result<bool> {
+    /// Longer rings stay as they are; the bytes are right wherever they lie.
+    const LONGEST: usize = 64;
+    for _ in 0..LONGEST {
+        let Some(HolderState::Held(holder)) = change.claim(&key)?.map(|claim| claim.state) else {
+            return Ok(false);
+        };
+        if holder == ino {
+            return Ok(true);
+        }
+        let Some(inode) = change.find(holder)?.filter(|inode| inode.nlink > 0) else { return Ok(false) };
+        match change.key_of(holder, &inode)? {
+            Some(next) => key = next,
+            None => return Ok(false),
+        }
+    }
+    Ok(false)
+}
+
+/// The object that alone is the whole file.
+fn whole(change: &Change<'_, '_>, ino: InodeId, inode: &Inode) -> Result<Option<Blob>> {
+    Ok(change.layout(ino, inode)?.single_blob().cloned())
+}
+
+/// Whether the file still is that one object and still wants to be at `to`.
+pub(super) fn is_still(
+    change: &Change<'_, '_>,
+    ino: InodeId,
+    inode: &Inode,
+    (from, to): (&Blob, &ObjectKey),
+) -> Result<bool> {
+    let wants = inode.nlink > 0 && change.key_of(ino, inode)?.as_deref() == Some(to.as_str());
+    Ok(wants && whole(change, ino, inode)?.as_ref() == Some(from))
+}
+
+/// Makes the copy the file's content, if nothing changed meanwhile; else it is deleted again. Returns whether the
+/// move is done with.
+fn commit(change: &mut Change<'_, '_>, ino: InodeId, plan: &Plan, copied: &ObjectInfo) -> Result<bool> {
+    let Some(intent) = change.intent(ino)?.filter(|intent| intent.key == plan.to) else {
+        return Err(Error::bug(format!("the intent to move inode {ino} was ended by another")));
+    };
+    change.end_intent(ino, &intent)?;
+    let copy = copied.blob();
+    let inode = change.find(ino)?;
+    let is_still = match &inode {
+        _ if copied.size != plan.from.size => false,
+        Some(inode) if copy.is_owned() => whole(change, ino, inode)?.as_ref() == Some(&plan.from),
+        Some(inode) => is_still(change, ino, inode, (&plan.from, &plan.to))?,
+        None => false,
+    };
+    let Some(mut inode) = inode.filter(|_| is_still) else {
+        debug!(%ino, key = %plan.to, "the file changed while it was moved");
+        return if copy.is_owned() { Ok(false) } else { change.doom_plain(&copy).map(|()| false) };
+    };
+    change.replace_layout(ino, &mut inode, &FileLayout::of_blob(copy.clone()))?;
+    let is_owned = copy.is_owned();
+    let before = std::mem::replace(&mut inode.home, Some(copy).filter(|_| !is_owned));
+    change.put_inode(ino, &inode)?;
+    if let Some(before) = before {
+        change.doom_plain(&before)?;
+    }
+    if !is_owned {
+        change.delete(change.keys().movement(ino))?;
+    }
+    Ok(true)
+}
+
+/// Ends a move that cannot be made. The file stays where it is, and its claim with it.
+fn give_up(change: &mut Change<'_, '_>, ino: InodeId) -> Result<()> {
+    if let Some(intent) = change.intent(ino)? {
+        change.end_intent(ino, &intent)?;
+    }
+    change.delete(change.keys().movement(ino))
+}

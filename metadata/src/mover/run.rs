@@ -1,0 +1,158 @@
+//! The mover's task and what its parts share.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use forebay_core::{Blob, ObjectKey, Result};
+use forebay_io::object::Bucket;
+use forebay_io::rng::Rng;
+use forebay_io::task::TaskGroup;
+use tokio::sync::{Mutex, MutexGuard};
+use tracing::{debug, warn};
+
+use crate::commit::{Committer, Txn};
+use crate::import::Importer;
+use crate::kv::Durability;
+use crate::records::{Change, Look, Shared};
+
+/// Records looked at under one turn.
+pub(super) const PAGE: usize = 256;
+/// Objects moved or deleted at once.
+pub(super) const AT_ONCE: usize = 16;
+/// How long the mover rests when nobody wakes it: what failed is tried again then.
+const REST: Duration = Duration::from_secs(30);
+/// Passes of one drain. Each does all there is, so more only serves what waits for something else.
+const MOST_PASSES: usize = 16;
+
+/// Works the queues off; cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Mover(Arc<Inner>);
+
+struct Inner {
+    bucket: Bucket,
+    committer: Committer,
+    shared: Arc<Shared>,
+    importer: Importer,
+    rng: Rng,
+    /// Whoever looks at a plain object and then changes it holds this meanwhile.
+    turn: Mutex<()>,
+}
+
+/// What a pass came to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Tally {
+    /// Records that are gone.
+    pub(super) done: usize,
+    /// Records whose work failed.
+    pub(super) failed: usize,
+}
+
+impl Tally {
+    /// Counts the outcome of one piece of work; `true` is done with.
+    pub(super) fn add(&mut self, what: &str, outcome: Result<bool>) {
+        match outcome {
+            Ok(done) => self.done += usize::from(done),
+            Err(error) => {
+                self.failed += 1;
+                warn!(what, %error, "put off");
+            }
+        }
+    }
+}
+
+impl Mover {
+    pub(crate) fn new(
+        bucket: Bucket,
+        committer: Committer,
+        shared: Arc<Shared>,
+        importer: Importer,
+        rng: Rng,
+    ) -> Self {
+        Self(Arc::new(Inner { bucket, committer, shared, importer, rng, turn: Mutex::default() }))
+    }
+
+    /// Starts the task that works whenever there is something to do.
+    pub(crate) fn start(&self, tasks: &TaskGroup) {
+        let (mover, stop) = (self.clone(), tasks.stop());
+        tasks.spawn("mover", async move {
+            loop {
+                // Not cancelled half-way: every piece of work ends by itself, at the store's deadline.
+                if let Err(error) = mover.pass().await {
+                    warn!(%error, "the mover rests");
+                }
+                let shared = mover.shared();
+                tokio::select! {
+                    () = stop.cancelled() => return,
+                    () = shared.work.notified() => {}
+                    () = shared.clock.sleep(REST) => {}
+                }
+            }
+        });
+    }
+
+    /// Works until nothing is left that can be done now.
+    pub(crate) async fn drain(&self) -> Result<()> {
+        for _ in 0..MOST_PASSES {
+            let tally = self.pass().await?;
+            debug!(done = tally.done, failed = tally.failed, "drained");
+            if tally.done == 0 {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at everything once.
+    async fn pass(&self) -> Result<Tally> {
+        let settled = self.settle_abandoned().await?;
+        let deleted = self.delete_due().await?;
+        let walked = self.walk_subtrees().await?;
+        let moved = self.move_files().await?;
+        let parts = [settled, deleted, walked, moved];
+        Ok(Tally {
+            done: parts.iter().map(|tally| tally.done).sum(),
+            failed: parts.iter().map(|tally| tally.failed).sum(),
+        })
+    }
+
+    pub(super) fn bucket(&self) -> &Bucket {
+        &self.0.bucket
+    }
+
+    pub(super) fn committer(&self) -> &Committer {
+        &self.0.committer
+    }
+
+    pub(super) fn shared(&self) -> &Shared {
+        &self.0.shared
+    }
+
+    pub(super) fn importer(&self) -> &Importer {
+        &self.0.importer
+    }
+
+    /// A key for a new owned blob.
+    pub(crate) fn fresh_key(&self) -> ObjectKey {
+        ObjectKey::new(format!("{}{}", Blob::OWNED_PREFIX, self.0.rng.name()))
+    }
+
+    /// An async guard, so it may be held over requests to the store.
+    pub(super) async fn turn(&self) -> MutexGuard<'_, ()> {
+        self.0.turn.lock().await
+    }
+
+    pub(super) async fn look<T>(&self, mut work: impl FnMut(&Look<'_, '_>) -> Result<T> + Send) -> Result<T> {
+        let keys = self.0.shared.keys;
+        self.0.committer.read(|view| work(&Look { view, keys })).await
+    }
+
+    pub(super) async fn transact<T: Send + 'static>(
+        &self,
+        durability: Durability,
+        mut work: impl FnMut(&mut Change<'_, '_>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let shared = self.0.shared.clone();
+        let closure = move |txn: &mut Txn<'_>| work(&mut Change::new(txn, &shared));
+        self.0.committer.transact(durability, closure).await
+    }
+}

@@ -1,0 +1,122 @@
+//! Directories that were renamed while objects lay below them.
+//!
+//! The rename itself claims whole prefixes, in one commit. Here every directory below is walked: it is attached to its
+//! new path, each of its files gets a claim of its own on the key that holds its bytes, and a move. When all queued
+//! directories are walked and none was renamed meanwhile, the claims on prefixes go.
+
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
+use forebay_core::{ErrorKind, FileKind, InodeId, Result};
+
+use super::Mover;
+use super::deletions::after;
+use super::run::{PAGE, Tally};
+use crate::kv::Durability;
+use crate::records::{Change, Records};
+use crate::schema::{Dentry, HolderState, Move, Tag};
+
+/// Entries claimed in one transaction.
+const STEP: usize = 128;
+
+impl Mover {
+    /// Walks what is queued and takes the claims on prefixes back.
+    pub(super) async fn walk_subtrees(&self) -> Result<Tally> {
+        let renames = self.shared().subtree_moves.load(Ordering::SeqCst);
+        let queued = self.queued_subtrees().await?;
+        if queued.is_empty() {
+            return Ok(Tally::default());
+        }
+        for ino in &queued {
+            self.walk(*ino).await?;
+        }
+        let count = queued.len();
+        let finish = move |change: &mut Change<'_, '_>| {
+            if change.shared.subtree_moves.load(Ordering::SeqCst) != renames {
+                return Ok(false);
+            }
+            queued.iter().try_for_each(|ino| take_back(change, *ino))?;
+            Ok(true)
+        };
+        let done = self.transact(Durability::Buffered, finish).await?;
+        Ok(Tally { done: if done { count } else { 0 }, failed: 0 })
+    }
+
+    async fn queued_subtrees(&self) -> Result<Vec<InodeId>> {
+        let keys = self.shared().keys;
+        let (mut start, end) = keys.family(Tag::Move);
+        let mut queued = Vec::new();
+        loop {
+            let (from, to) = (start.clone(), end.clone());
+            let page = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
+            let Some((last, _)) = page.last() else { return Ok(queued) };
+            start = after(last);
+            for (key, value) in page {
+                if matches!(Move::decode(value)?, Move::Subtree { .. }) {
+                    queued.push(InodeId(keys.number_in(&key)?));
+                }
+            }
+        }
+    }
+
+    /// Goes through a directory and all below it, depth first. What leaves it meanwhile by a rename is walked on its
+    /// own.
+    async fn walk(&self, top: InodeId) -> Result<()> {
+        let mut waiting = vec![top];
+        while let Some(directory) = waiting.pop() {
+            match self.importer().ensure(directory).await {
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                outcome => outcome?,
+            }
+            self.transact(Durability::Buffered, move |change| detach(change, directory)).await?;
+            let mut last: Option<Bytes> = None;
+            loop {
+                let after = last.take();
+                let step =
+                    move |change: &mut Change<'_, '_>| claim_files(change, directory, after.as_deref());
+                let entries = self.transact(Durability::Buffered, step).await?;
+                let below = entries.iter().filter(|(_, entry)| entry.kind == FileKind::Directory);
+                waiting.extend(below.map(|(_, entry)| entry.ino));
+                last = entries.last().map(|(name, _)| name.clone());
+                if entries.len() < STEP {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// No further objects come into the directory from its old prefix.
+fn detach(change: &mut Change<'_, '_>, directory: InodeId) -> Result<()> {
+    match change.find(directory)? {
+        Some(inode) if inode.nlink > 0 => change.attach(directory).map(|_| ()),
+        _ => Ok(()),
+    }
+}
+
+/// Claims the keys of a step of files, one by one.
+fn claim_files(
+    change: &mut Change<'_, '_>,
+    directory: InodeId,
+    after: Option<&[u8]>,
+) -> Result<Vec<(Bytes, Dentry)>> {
+    let entries = change.entries(directory, after, STEP)?;
+    for (_, entry) in entries.iter().filter(|(_, entry)| entry.kind == FileKind::File) {
+        let inode = change.inode(entry.ino)?;
+        change.settle_home(entry.ino, &inode)?;
+    }
+    Ok(entries)
+}
+
+/// Ends the job of one directory.
+fn take_back(change: &mut Change<'_, '_>, ino: InodeId) -> Result<()> {
+    let Some(Move::Subtree { prefixes }) = change.movement(ino)? else { return Ok(()) };
+    for prefix in prefixes {
+        let claim = change.claim(&prefix)?.map(|claim| claim.state);
+        if claim == Some(HolderState::Subtree(ino)) {
+            change.delete_claim(&prefix)?;
+        }
+    }
+    change.delete(change.keys().movement(ino))
+}

@@ -1,0 +1,267 @@
+//! Reading and writing records by type.
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, FileKind, FileLayout, InodeId, Result, Timestamp};
+
+use super::Shared;
+use crate::commit::{Reads, Txn, View};
+use crate::kv::Pair;
+use crate::schema::{
+    Claim, Counters, Dentry, ImportState, Inode, Intent, Keys, Move, References, Tag, decode_extents,
+};
+
+/// Typed reads, the same in a transaction and outside.
+pub(crate) trait Records {
+    fn reads(&self) -> &dyn Reads;
+    fn keys(&self) -> Keys;
+
+    /// An inode, if it exists.
+    fn find(&self, ino: InodeId) -> Result<Option<Inode>> {
+        self.reads().get(&self.keys().inode(ino))?.map(Inode::decode).transpose()
+    }
+
+    /// An inode that must exist.
+    fn inode(&self, ino: InodeId) -> Result<Inode> {
+        self.find(ino)?.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("inode {ino} is gone")))
+    }
+
+    /// A directory that must exist and still have its name.
+    fn directory(&self, ino: InodeId) -> Result<Inode> {
+        let inode = self.inode(ino)?;
+        match inode.kind {
+            FileKind::Directory if inode.nlink > 0 => Ok(inode),
+            FileKind::Directory => {
+                Err(Error::new(ErrorKind::NotFound, format!("directory {ino} was removed")))
+            }
+            _ => Err(Error::new(ErrorKind::NotDirectory, format!("inode {ino} is not a directory"))),
+        }
+    }
+
+    /// A regular file that must exist.
+    fn file(&self, ino: InodeId) -> Result<Inode> {
+        let inode = self.inode(ino)?;
+        match inode.kind {
+            FileKind::File => Ok(inode),
+            FileKind::Directory => {
+                Err(Error::new(ErrorKind::IsDirectory, format!("inode {ino} is a directory")))
+            }
+            _ => Err(Error::invalid(format!("inode {ino} is not a regular file"))),
+        }
+    }
+
+    fn dentry(&self, parent: InodeId, name: &[u8]) -> Result<Option<Dentry>> {
+        self.reads().get(&self.keys().dentry(parent, name))?.map(Dentry::decode).transpose()
+    }
+
+    /// An entry that must exist.
+    fn entry(&self, parent: InodeId, name: &[u8]) -> Result<Dentry> {
+        self.dentry(parent, name)?.ok_or_else(|| {
+            let name = String::from_utf8_lossy(name);
+            Error::new(ErrorKind::NotFound, format!("`{name}` is not in directory {parent}"))
+        })
+    }
+
+    /// Up to `limit` entries of a directory after `after`.
+    fn entries(
+        &self,
+        directory: InodeId,
+        after: Option<&[u8]>,
+        limit: usize,
+    ) -> Result<Vec<(Bytes, Dentry)>> {
+        let (mut start, end) = self.keys().below(Tag::Dentry, directory.0);
+        if let Some(after) = after {
+            // The smallest key above that of `after`.
+            let mut next = self.keys().dentry(directory, after).to_vec();
+            next.push(0);
+            start = next.into();
+        }
+        let decode = |(key, value): Pair| Ok((self.keys().name_in(&key)?, Dentry::decode(value)?));
+        self.reads().scan(&start, &end, limit)?.into_iter().map(decode).collect()
+    }
+
+    fn has_entries(&self, directory: InodeId) -> Result<bool> {
+        Ok(!self.entries(directory, None, 1)?.is_empty())
+    }
+
+    /// Where the inode's bytes are.
+    fn layout(&self, ino: InodeId, inode: &Inode) -> Result<FileLayout> {
+        let mut extents = inode.extents.clone();
+        if inode.further > 0 {
+            let keys: Vec<Bytes> = (0..inode.further).map(|n| self.keys().extents(ino, n)).collect();
+            let keys: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
+            for value in self.reads().get_many(&keys)? {
+                let value = value.ok_or_else(|| {
+                    Error::corrupt(format!("a part of the layout of inode {ino} is missing"))
+                })?;
+                extents.extend(decode_extents(value)?);
+            }
+        }
+        FileLayout::from_parts(inode.size, extents)
+    }
+
+    fn claim(&self, key: &str) -> Result<Option<Claim>> {
+        let claim = self.reads().get(&self.keys().claim(key))?.map(Claim::decode).transpose()?;
+        match claim {
+            Some(claim) if claim.key.as_str() != key => {
+                Err(Error::corrupt(format!("the claim on `{key}` is one on `{}`", claim.key)))
+            }
+            claim => Ok(claim),
+        }
+    }
+
+    /// The write to a plain object that is under way for an inode.
+    fn intent(&self, ino: InodeId) -> Result<Option<Intent>> {
+        self.reads().get(&self.keys().intent(ino))?.map(Intent::decode).transpose()
+    }
+
+    /// How many inodes refer to an owned blob; `None` when none ever did.
+    fn references(&self, key: &str) -> Result<Option<References>> {
+        self.reads().get(&self.keys().references(key))?.map(References::decode).transpose()
+    }
+
+    /// What the mover is to do about an inode.
+    fn movement(&self, ino: InodeId) -> Result<Option<Move>> {
+        self.reads().get(&self.keys().movement(ino))?.map(Move::decode).transpose()
+    }
+
+    fn import_state(&self, directory: InodeId) -> Result<ImportState> {
+        let state = self.reads().get(&self.keys().import(directory))?.map(ImportState::decode);
+        Ok(state.transpose()?.unwrap_or_default())
+    }
+
+    fn counters(&self) -> Result<Counters> {
+        let missing = || Error::corrupt("the tree has no counters");
+        Counters::decode(self.reads().get(&self.keys().counters())?.ok_or_else(missing)?)
+    }
+}
+
+/// Reads outside a transaction.
+pub(crate) struct Look<'a, 'v> {
+    pub(crate) view: &'a View<'v>,
+    pub(crate) keys: Keys,
+}
+
+impl Records for Look<'_, '_> {
+    fn reads(&self) -> &dyn Reads {
+        self.view
+    }
+
+    fn keys(&self) -> Keys {
+        self.keys
+    }
+}
+
+/// A transaction under way.
+pub(crate) struct Change<'a, 't> {
+    pub(crate) txn: &'a mut Txn<'t>,
+    pub(crate) shared: &'a Shared,
+    /// One moment for all that it changes.
+    pub(crate) now: Timestamp,
+    /// Whether listings in flight need not learn of it, because a listing is what it comes from.
+    pub(crate) is_import: bool,
+}
+
+impl Records for Change<'_, '_> {
+    fn reads(&self) -> &dyn Reads {
+        self.txn
+    }
+
+    fn keys(&self) -> Keys {
+        self.shared.keys
+    }
+}
+
+impl<'a, 't> Change<'a, 't> {
+    pub(crate) fn new(txn: &'a mut Txn<'t>, shared: &'a Shared) -> Self {
+        Self { txn, shared, now: shared.now(), is_import: false }
+    }
+
+    fn touch_name(&self, parent: InodeId, name: &[u8]) {
+        if !self.is_import {
+            self.shared.touched.name(parent, name);
+        }
+    }
+
+    /// Notes that who holds `key` or what lies there changed.
+    pub(crate) fn touch_key(&self, key: &str) {
+        if !self.is_import {
+            self.shared.touched.key(key);
+        }
+    }
+
+    pub(crate) fn put(&mut self, key: Bytes, value: Bytes) -> Result<()> {
+        self.txn.put(key, value)
+    }
+
+    pub(crate) fn delete(&mut self, key: Bytes) -> Result<()> {
+        self.txn.delete(key)
+    }
+
+    pub(crate) fn put_inode(&mut self, ino: InodeId, inode: &Inode) -> Result<()> {
+        self.put(self.keys().inode(ino), inode.encode())
+    }
+
+    pub(crate) fn put_dentry(&mut self, parent: InodeId, name: &[u8], dentry: Dentry) -> Result<()> {
+        self.touch_name(parent, name);
+        self.put(self.keys().dentry(parent, name), dentry.encode())
+    }
+
+    pub(crate) fn delete_dentry(&mut self, parent: InodeId, name: &[u8]) -> Result<()> {
+        self.touch_name(parent, name);
+        self.delete(self.keys().dentry(parent, name))
+    }
+
+    pub(crate) fn put_claim(&mut self, claim: &Claim) -> Result<()> {
+        self.touch_key(claim.key.as_str());
+        self.put(self.keys().claim(claim.key.as_str()), claim.encode())
+    }
+
+    pub(crate) fn delete_claim(&mut self, key: &str) -> Result<()> {
+        self.touch_key(key);
+        self.delete(self.keys().claim(key))
+    }
+
+    pub(crate) fn put_import_state(&mut self, directory: InodeId, state: &ImportState) -> Result<()> {
+        self.put(self.keys().import(directory), state.encode())
+    }
+
+    /// Counts inodes and bytes of files that come and go.
+    pub(crate) fn count(&mut self, inodes: i64, bytes: i64) -> Result<()> {
+        if inodes == 0 && bytes == 0 {
+            return Ok(());
+        }
+        let mut counters = self.counters()?;
+        counters.inodes = counters.inodes.saturating_add_signed(inodes);
+        counters.bytes = counters.bytes.saturating_add_signed(bytes);
+        self.put(self.keys().counters(), counters.encode())
+    }
+
+    /// Takes `count` inode numbers in a row that were never used.
+    pub(crate) fn take_numbers(&mut self, count: u64) -> Result<u64> {
+        let mut counters = self.counters()?;
+        let first = counters.next_ino;
+        counters.next_ino += count;
+        self.put(self.keys().counters(), counters.encode())?;
+        Ok(first)
+    }
+
+    /// The next inode number for something made in `directory`, from its run. The caller puts the directory.
+    pub(crate) fn next_ino(&mut self, directory: &mut Inode) -> Result<InodeId> {
+        /// Numbers set aside at once: a page of dentries' worth, and 2^64 of them last for ever.
+        const RUN: u64 = 64;
+        if directory.run.next >= directory.run.end {
+            directory.run.next = self.take_numbers(RUN)?;
+            directory.run.end = directory.run.next + RUN;
+        }
+        directory.run.next += 1;
+        Ok(InodeId(directory.run.next - 1))
+    }
+
+    /// Notes that a directory's entries were changed through Forebay: times, and that it is here to stay.
+    pub(crate) fn put_changed_directory(&mut self, ino: InodeId, mut directory: Inode) -> Result<()> {
+        directory.mtime = self.now;
+        directory.ctime = self.now;
+        directory.kept = true;
+        self.put_inode(ino, &directory)
+    }
+}

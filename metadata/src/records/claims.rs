@@ -1,0 +1,143 @@
+//! Who holds which object key.
+//!
+//! A key without a claim belongs to the file at that path, if there is one, and may be listed and written. A claim
+//! says otherwise: the key holds bytes of a file elsewhere, is about to be written, is about to be deleted, or lies
+//! under a directory that was renamed. No other file is placed at a claimed key and no listing is believed there.
+
+use std::sync::atomic::Ordering;
+
+use forebay_core::{Blob, InodeId, ObjectKey, Result};
+
+use super::{Change, Records, prefix_with_slash};
+use crate::schema::{Claim, Deletion, HolderState, Inode, Intent, Move};
+
+/// Whether a file may be written at a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Occupancy {
+    /// It may.
+    Free,
+    /// Once the object there is deleted, which is queued.
+    Doomed,
+    /// Another file's bytes are there.
+    Taken,
+}
+
+impl Change<'_, '_> {
+    /// Whether the file `ino` may be written at `key`.
+    pub(crate) fn occupancy(&self, ino: InodeId, key: &str) -> Result<Occupancy> {
+        if self.lies_below_claim(key)? {
+            return Ok(Occupancy::Taken);
+        }
+        Ok(match self.claim(key)?.map(|claim| claim.state) {
+            None => Occupancy::Free,
+            Some(HolderState::Held(holder) | HolderState::Intended(holder)) if holder == ino => {
+                Occupancy::Free
+            }
+            Some(HolderState::Doomed { .. }) => Occupancy::Doomed,
+            Some(_) => Occupancy::Taken,
+        })
+    }
+
+    /// Whether some directory prefix of `key` is claimed. `key` may be a prefix itself, with its slash.
+    pub(crate) fn lies_below_claim(&self, key: &str) -> Result<bool> {
+        for (slash, _) in key.match_indices('/') {
+            if self.claim(&key[..=slash])?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Makes the claim on a file's plain object fit where the file is now. To be called after its first name, its
+    /// home or its link count changed.
+    pub(crate) fn settle_home(&mut self, ino: InodeId, inode: &Inode) -> Result<()> {
+        let Some(home) = &inode.home else { return Ok(()) };
+        let key = home.key.as_str();
+        let claim = self.claim(key)?.map(|claim| claim.state);
+        if inode.nlink > 0 && self.key_of(ino, inode)?.as_deref() == Some(key) {
+            return match claim {
+                Some(HolderState::Held(holder)) if holder == ino => self.delete_claim(key),
+                _ => Ok(()),
+            };
+        }
+        if claim != Some(HolderState::Intended(ino)) {
+            self.put_claim(&Claim { key: home.key.clone(), state: HolderState::Held(ino) })?;
+        }
+        if inode.nlink > 0 { self.queue_move(ino) } else { Ok(()) }
+    }
+
+    /// Asks the mover to bring a file's bytes to the key that its path spells.
+    pub(crate) fn queue_move(&mut self, ino: InodeId) -> Result<()> {
+        self.shared.work.notify_one();
+        self.put(self.keys().movement(ino), Move::File.encode())
+    }
+
+    /// Claims the prefixes that a directory was known by, before it is renamed: all bytes below stay where they
+    /// are until the mover has claimed them one by one.
+    pub(crate) fn claim_subtree(&mut self, ino: InodeId, directory: &Inode) -> Result<()> {
+        let imported_from = self.import_state(ino)?.prefix;
+        let spelled = self.key_of(ino, directory)?;
+        let mut prefixes = match self.movement(ino)? {
+            Some(Move::Subtree { prefixes }) => prefixes,
+            _ => Vec::new(),
+        };
+        if imported_from.is_none() && spelled.is_none() {
+            return Ok(());
+        }
+        for prefix in imported_from.into_iter().chain(spelled).map(|prefix| prefix_with_slash(&prefix)) {
+            // Below another claim it is safe already: claims go only after all queued directories are walked.
+            if prefixes.contains(&prefix) || self.lies_below_claim(&prefix)? {
+                continue;
+            }
+            let key = ObjectKey::new(prefix.clone());
+            self.put_claim(&Claim { key, state: HolderState::Subtree(ino) })?;
+            prefixes.push(prefix);
+        }
+        self.shared.subtree_moves.fetch_add(1, Ordering::SeqCst);
+        self.shared.work.notify_one();
+        self.put(self.keys().movement(ino), Move::Subtree { prefixes }.encode())
+    }
+
+    /// Gives a directory the prefix that its path spells to be listed from, if that belongs to nothing else. Returns
+    /// the prefix.
+    pub(crate) fn attach(&mut self, ino: InodeId) -> Result<Option<String>> {
+        let directory = self.directory(ino)?;
+        let mut state = self.import_state(ino)?;
+        let spelled = self.key_of(ino, &directory)?;
+        state.prefix = match spelled {
+            Some(prefix) if !self.lies_below_claim(&prefix_with_slash(&prefix))? => Some(prefix),
+            _ => None,
+        };
+        self.put_import_state(ino, &state)?;
+        Ok(state.prefix)
+    }
+
+    /// Queues a plain object for deletion and claims its key until it is gone.
+    pub(crate) fn doom_plain(&mut self, blob: &Blob) -> Result<()> {
+        let due_ms = self.shared.now_ms();
+        self.put_claim(&Claim { key: blob.key.clone(), state: HolderState::Doomed { due_ms } })?;
+        self.queue_deletion(due_ms, Deletion { blob: blob.clone(), session: None })
+    }
+
+    pub(crate) fn queue_deletion(&mut self, due_ms: u64, deletion: Deletion) -> Result<()> {
+        self.shared.work.notify_one();
+        let key = self.keys().deletion(due_ms, deletion.blob.key.as_str());
+        self.put(key, deletion.encode())
+    }
+
+    /// Notes that `ino` is about to be written at `intent.key`.
+    pub(crate) fn put_intent(&mut self, ino: InodeId, intent: &Intent) -> Result<()> {
+        self.put_claim(&Claim { key: intent.key.clone(), state: HolderState::Intended(ino) })?;
+        self.put(self.keys().intent(ino), intent.encode())
+    }
+
+    /// Ends an intent, whatever came of it. The caller settles the home afterwards.
+    pub(crate) fn end_intent(&mut self, ino: InodeId, intent: &Intent) -> Result<()> {
+        self.delete(self.keys().intent(ino))?;
+        let key = intent.key.as_str();
+        match self.claim(key)?.map(|claim| claim.state) {
+            Some(HolderState::Intended(holder)) if holder == ino => self.delete_claim(key),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! The end of inodes: without a name they live while somebody has them open.
+
+use forebay_core::{FileKind, FileLayout, InodeId, Result};
+
+use super::{Change, Records};
+use crate::schema::{Inode, Tag, encode_plain};
+
+/// Extended attributes deleted in one step; what is left goes in the next.
+const STEP: usize = 256;
+
+impl Change<'_, '_> {
+    /// Goes on without names: frees the inode, or keeps it for those who have it open.
+    pub(crate) fn lose(&mut self, ino: InodeId, mut inode: Inode) -> Result<()> {
+        inode.nlink = 0;
+        inode.ctime = self.now;
+        if self.shared.openers(ino) == 0 {
+            return self.free(ino, inode);
+        }
+        self.put(self.keys().orphan(self.shared.session, ino), encode_plain(b""))?;
+        self.put_inode(ino, &inode)?;
+        self.settle_home(ino, &inode)
+    }
+
+    /// Removes every record of an inode and gives up its bytes.
+    pub(crate) fn free(&mut self, ino: InodeId, mut inode: Inode) -> Result<()> {
+        if inode.kind == FileKind::File {
+            // An intent outlives the inode: what it announced may still arrive, and until that is known no other
+            // file may be placed there. The mover ends it.
+            self.replace_layout(ino, &mut inode, &FileLayout::empty())?;
+            if let Some(home) = inode.home.take() {
+                self.doom_plain(&home)?;
+            }
+            // A directory's moves outlive it: the mover takes its claims back.
+            self.delete(self.keys().movement(ino))?;
+        }
+        if inode.kind == FileKind::Directory {
+            self.delete(self.keys().import(ino))?;
+        }
+        let (start, end) = self.keys().below(Tag::Xattr, ino.0);
+        loop {
+            let some = self.reads().scan(&start, &end, STEP)?;
+            let done = some.len() < STEP;
+            for (key, _) in some {
+                self.delete(key)?;
+            }
+            if done {
+                break;
+            }
+        }
+        self.delete(self.keys().inode(ino))?;
+        self.count(-1, 0)
+    }
+
+    /// Frees an inode without names that nobody has open any more; anything else is left alone.
+    pub(crate) fn free_orphan(&mut self, session: u64, ino: InodeId) -> Result<()> {
+        if self.shared.openers(ino) > 0 {
+            return Ok(());
+        }
+        let key = self.keys().orphan(session, ino);
+        if self.reads().get(&key)?.is_none() {
+            return Ok(());
+        }
+        self.delete(key)?;
+        match self.find(ino)? {
+            Some(inode) if inode.nlink == 0 => self.free(ino, inode),
+            _ => Ok(()),
+        }
+    }
+}

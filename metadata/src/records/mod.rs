@@ -1,0 +1,21 @@
+//! Typed access to a volume's records, and the rules that several operations share.
+//!
+//! Owns what must hold between records: names and link counts, paths and object keys, who holds which key, which
+//! blobs are still referred to. Operations are in `tree`, what comes from the bucket in `import`, what goes back to
+//! it in `mover`. Does no I/O of its own: everything here runs inside a closure of the committer.
+
+mod settings;
+mod shared;
+mod access;
+mod path;
+mod name;
+mod claims;
+mod content;
+mod lifetime;
+
+pub(crate) use access::{Change, Look, Records};
+pub(crate) use claims::Occupancy;
+pub(crate) use name::{check_name, check_new_name, is_reserved};
+pub(crate) use path::{Spelling, child_prefix, names_of, prefix_with_slash};
+pub use settings::{ImportSettings, TreeSettings};
+pub(crate) use shared::Shared;

@@ -1,0 +1,133 @@
+//! What closures know besides the records: settings, time, who has what open, and what changed while a listing
+//! was on its way.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::AtomicU64;
+
+use bytes::Bytes;
+use forebay_core::{InodeId, Timestamp};
+use forebay_io::clock::Clock;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use super::TreeSettings;
+use super::path::Spelling;
+use crate::schema::Keys;
+
+/// One per tree; closures hold it by `Arc`.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) keys: Keys,
+    pub(crate) settings: TreeSettings,
+    pub(crate) session: u64,
+    pub(crate) clock: Clock,
+    /// Which paths can be keys of the bucket.
+    pub(crate) spelling: Spelling,
+    /// How often each inode is open in this session.
+    pub(crate) openers: Mutex<HashMap<InodeId, u32>>,
+    pub(crate) touched: Touched,
+    /// Counts directory renames, so that the mover can tell that none came while it walked.
+    pub(crate) subtree_moves: AtomicU64,
+    /// Wakes the mover.
+    pub(crate) work: Notify,
+}
+
+impl Shared {
+    pub(crate) fn new(
+        keys: Keys,
+        settings: TreeSettings,
+        session: u64,
+        clock: Clock,
+        spelling: Spelling,
+    ) -> Self {
+        Self {
+            keys,
+            settings,
+            session,
+            clock,
+            spelling,
+            openers: Mutex::default(),
+            touched: Touched::default(),
+            subtree_moves: AtomicU64::new(0),
+            work: Notify::new(),
+        }
+    }
+
+    /// Takes back one opener. Returns whether it was the last.
+    pub(crate) fn forget_opener(&self, ino: InodeId) -> bool {
+        let mut openers = self.openers.lock();
+        match openers.get_mut(&ino) {
+            Some(count) if *count > 1 => {
+                *count -= 1;
+                false
+            }
+            Some(_) => openers.remove(&ino).is_some(),
+            None => false,
+        }
+    }
+
+    pub(crate) fn openers(&self, ino: InodeId) -> u32 {
+        self.openers.lock().get(&ino).copied().unwrap_or(0)
+    }
+
+    pub(crate) fn now(&self) -> Timestamp {
+        self.clock.wall()
+    }
+
+    pub(crate) fn now_ms(&self) -> u64 {
+        let now = self.now();
+        (now.seconds.max(0) as u64).saturating_mul(1000) + u64::from(now.nanos / 1_000_000)
+    }
+}
+
+/// Names and keys that Forebay changed while a listing of their directory was under way. The listing says nothing
+/// certain about them, so it is not believed there; the next one will be.
+///
+/// Both sides run in the committer's closures, hence one after another. Bounded by the listings in flight.
+#[derive(Debug, Default)]
+pub(crate) struct Touched(Mutex<HashMap<InodeId, Watch>>);
+
+#[derive(Debug, Default)]
+struct Watch {
+    prefix: String,
+    names: HashSet<Bytes>,
+    keys: HashSet<String>,
+}
+
+impl Touched {
+    /// Starts to take notes for a listing of `directory` from `prefix` (with its slash, or empty for the root).
+    pub(crate) fn begin(&self, directory: InodeId, prefix: String) {
+        self.0.lock().insert(directory, Watch { prefix, ..Watch::default() });
+    }
+
+    /// Forgets the notes.
+    pub(crate) fn end(&self, directory: InodeId) {
+        self.0.lock().remove(&directory);
+    }
+
+    /// Notes that the entry `name` of `directory` changed.
+    pub(crate) fn name(&self, directory: InodeId, name: &[u8]) {
+        if let Some(watch) = self.0.lock().get_mut(&directory) {
+            watch.names.insert(Bytes::copy_from_slice(name));
+        }
+    }
+
+    /// Notes that what lies at `key`, or who holds it, changed.
+    pub(crate) fn key(&self, key: &str) {
+        for watch in self.0.lock().values_mut() {
+            if let Some(rest) = key.strip_prefix(watch.prefix.as_str())
+                && !rest.trim_end_matches('/').contains('/')
+            {
+                watch.keys.insert(key.trim_end_matches('/').to_owned());
+            }
+        }
+    }
+
+    /// Whether the entry or the key changed since the listing began.
+    pub(crate) fn is(&self, directory: InodeId, name: &[u8], key: &str) -> bool {
+        let watches = self.0.lock();
+        let watch = watches.get(&directory);
+        watch
+            .is_some_and(|watch| watch.names.contains(name) || watch.keys.contains(key.trim_end_matches('/')))
+    }
+}

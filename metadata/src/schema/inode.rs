@@ -1,0 +1,289 @@
+//! `I` and `E`: an inode with the head of its layout, and the rest of long layouts.
+
+use bytes::Bytes;
+use forebay_core::{Attributes, Blob, Extent, FileKind, InodeId, Result, Source, Timestamp};
+
+use super::codec::{Decoder, Encoder, kind_byte};
+
+/// Inode numbers that a directory may still give to what is made in it, so that its files lie side by side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct NumberRun {
+    /// The next number.
+    pub next: u64,
+    /// The first number past the run.
+    pub end: u64,
+}
+
+/// All that is kept of an inode, but for the rest of long layouts and for extended attributes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Inode {
+    /// Its type.
+    pub kind: FileKind,
+    /// Permission, set-id and sticky bits.
+    pub mode: u16,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Names; for directories 2 plus subdirectories.
+    pub nlink: u32,
+    /// Device number of device nodes.
+    pub rdev: u32,
+    /// Bytes of a file or of a symlink's target.
+    pub size: u64,
+    /// Last access.
+    pub atime: Timestamp,
+    /// Last change of content.
+    pub mtime: Timestamp,
+    /// Last change of anything.
+    pub ctime: Timestamp,
+    /// Counts changes of content.
+    pub generation: u64,
+    /// The directory that holds the first name; itself for the root.
+    pub parent: InodeId,
+    /// The first name; `P` records hold the others.
+    pub name: Bytes,
+    /// Of a file: the plain object that is this file's, whether or not its bytes still come from there.
+    pub home: Option<Blob>,
+    /// Of a file: the first extents.
+    pub extents: Vec<Extent>,
+    /// Of a file: how many `E` records follow, numbered from 0.
+    pub further: u32,
+    /// Of a symlink: where it points.
+    pub target: Bytes,
+    /// Of a directory: inode numbers set aside for it.
+    pub run: NumberRun,
+    /// Of a directory: whether it stays when the bucket has nothing below it any more.
+    pub kept: bool,
+}
+
+/// Bytes of extents that an `I` record may hold before `E` records follow: small files need one read.
+const HEAD_BYTES: usize = 1024;
+/// Bytes of extents in one `E` record.
+const FURTHER_BYTES: usize = 4096;
+
+impl Inode {
+    /// A new inode without content.
+    pub fn new(kind: FileKind, mode: u16, (uid, gid): (u32, u32), now: Timestamp) -> Self {
+        Self {
+            kind,
+            mode,
+            uid,
+            gid,
+            nlink: if kind == FileKind::Directory { 2 } else { 1 },
+            rdev: 0,
+            size: 0,
+            atime: now,
+            mtime: now,
+            ctime: now,
+            generation: 0,
+            parent: InodeId::ROOT,
+            name: Bytes::new(),
+            home: None,
+            extents: Vec::new(),
+            further: 0,
+            target: Bytes::new(),
+            run: NumberRun::default(),
+            kept: false,
+        }
+    }
+
+    /// What stat shows.
+    pub fn attributes(&self, ino: InodeId) -> Attributes {
+        Attributes {
+            ino,
+            kind: self.kind,
+            mode: self.mode,
+            uid: self.uid,
+            gid: self.gid,
+            nlink: self.nlink,
+            rdev: self.rdev,
+            size: self.size,
+            atime: self.atime,
+            mtime: self.mtime,
+            ctime: self.ctime,
+            generation: self.generation,
+        }
+    }
+
+    /// The `I` record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.byte(kind_byte(self.kind));
+        for number in [self.mode.into(), self.uid, self.gid, self.nlink, self.rdev] {
+            out.number(u64::from(number));
+        }
+        out.number(self.size);
+        out.time(self.atime);
+        out.time(self.mtime);
+        out.time(self.ctime);
+        out.number(self.generation);
+        out.number(self.parent.0);
+        out.bytes(&self.name);
+        match self.kind {
+            FileKind::File => {
+                encode_list(&mut out, self.home.as_ref(), &self.extents);
+                out.number(u64::from(self.further));
+            }
+            FileKind::Directory => {
+                out.byte(u8::from(self.kept));
+                out.number(self.run.next);
+                out.number(self.run.end);
+            }
+            FileKind::Symlink => out.bytes(&self.target),
+            _ => {}
+        }
+        out.finish()
+    }
+
+    /// Reads an `I` record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "inode")?;
+        let kind = from.kind()?;
+        let mut inode = Self::new(kind, from.small()?, (from.small()?, from.small()?), Timestamp::default());
+        inode.nlink = from.small()?;
+        inode.rdev = from.small()?;
+        inode.size = from.number()?;
+        inode.atime = from.time()?;
+        inode.mtime = from.time()?;
+        inode.ctime = from.time()?;
+        inode.generation = from.number()?;
+        inode.parent = from.ino()?;
+        inode.name = from.bytes()?;
+        match kind {
+            FileKind::File => {
+                (inode.home, inode.extents) = decode_list(&mut from)?;
+                inode.further = from.small()?;
+            }
+            FileKind::Directory => {
+                inode.kept = from.flag()?;
+                inode.run = NumberRun { next: from.number()?, end: from.number()? };
+            }
+            FileKind::Symlink => inode.target = from.bytes()?,
+            _ => {}
+        }
+        from.finish()?;
+        Ok(inode)
+    }
+}
+
+/// Cuts a layout into what the `I` record holds and what each `E` record holds.
+pub fn split(extents: &[Extent]) -> (&[Extent], Vec<&[Extent]>) {
+    let head = fitting(extents, HEAD_BYTES);
+    let (head, mut rest) = extents.split_at(head);
+    let mut further = Vec::new();
+    while !rest.is_empty() {
+        let (chunk, more) = rest.split_at(fitting(rest, FURTHER_BYTES).max(1));
+        further.push(chunk);
+        rest = more;
+    }
+    (head, further)
+}
+
+/// How many of the first extents take at most `most` bytes.
+fn fitting(extents: &[Extent], most: usize) -> usize {
+    let mut taken = 0;
+    let mut blobs: Vec<&Blob> = Vec::new();
+    for (index, extent) in extents.iter().enumerate() {
+        taken += 16;
+        match &extent.source {
+            Source::Inline(bytes) => taken += bytes.len(),
+            Source::Blob { blob, .. } if !blobs.contains(&blob) => {
+                taken += blob.key.as_str().len() + blob.version.as_str().len() + 16;
+                blobs.push(blob);
+            }
+            Source::Blob { .. } => {}
+        }
+        if taken > most {
+            return index;
+        }
+    }
+    extents.len()
+}
+
+/// An `E` record.
+pub fn encode_extents(extents: &[Extent]) -> Bytes {
+    let mut out = Encoder::new();
+    encode_list(&mut out, None, extents);
+    out.finish()
+}
+
+/// Reads an `E` record.
+pub fn decode_extents(value: Bytes) -> Result<Vec<Extent>> {
+    let mut from = Decoder::new(value, "extents")?;
+    let (_, extents) = decode_list(&mut from)?;
+    from.finish()?;
+    Ok(extents)
+}
+
+const INLINE: u8 = 0;
+const BLOB: u8 = 1;
+
+/// A table of the blobs (the home first, if there is one), then the extents, which name them by position.
+fn encode_list(out: &mut Encoder, home: Option<&Blob>, extents: &[Extent]) {
+    let mut table: Vec<&Blob> = home.into_iter().collect();
+    for extent in extents {
+        if let Source::Blob { blob, .. } = &extent.source
+            && !table.contains(&blob)
+        {
+            table.push(blob);
+        }
+    }
+    out.byte(u8::from(home.is_some()));
+    out.number(table.len() as u64);
+    table.iter().for_each(|blob| out.blob(blob));
+    out.number(extents.len() as u64);
+    let mut end = 0;
+    for extent in extents {
+        out.number(extent.offset - end);
+        match &extent.source {
+            Source::Inline(bytes) => {
+                out.byte(INLINE);
+                out.bytes(bytes);
+            }
+            Source::Blob { blob, offset } => {
+                let position = table.iter().position(|known| *known == blob).unwrap_or_default();
+                out.byte(BLOB);
+                out.number(extent.length);
+                out.number(position as u64);
+                out.number(*offset);
+            }
+        }
+        end = extent.end();
+    }
+}
+
+fn decode_list(from: &mut Decoder) -> Result<(Option<Blob>, Vec<Extent>)> {
+    let has_home = from.flag()?;
+    let mut table = Vec::new();
+    for _ in 0..from.number()? {
+        table.push(from.blob()?);
+    }
+    let mut extents = Vec::new();
+    let mut end = 0u64;
+    for _ in 0..from.number()? {
+        let overflow = |from: &Decoder| from.bad("has an extent past 2^64");
+        let offset = end.checked_add(from.number()?).ok_or_else(|| overflow(from))?;
+        let (length, source) = match from.byte()? {
+            INLINE => {
+                let bytes = from.bytes()?;
+                (bytes.len() as u64, Source::Inline(bytes))
+            }
+            BLOB => {
+                let (length, position, offset) = (from.number()?, from.small::<usize>()?, from.number()?);
+                let blob = table.get(position).cloned();
+                let blob =
+                    blob.ok_or_else(|| from.bad(&format!("names blob {position} of {}", table.len())))?;
+                (length, Source::Blob { blob, offset })
+            }
+            other => return Err(from.bad(&format!("has an extent of type {other}"))),
+        };
+        end = offset.checked_add(length).ok_or_else(|| overflow(from))?;
+        extents.push(Extent { offset, length, source });
+    }
+    let home = if has_home { table.into_iter().next() } else { None };
+    match has_home && home.is_none() {
+        true => Err(from.bad("has no home")),
+        false => Ok((home, extents)),
+    }
+}

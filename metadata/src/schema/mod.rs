@@ -1,0 +1,20 @@
+//! Every key and value that a tree keeps in its engine, in one place (docs/formats.md, "The tree").
+//!
+//! Owns key prefixes, record types and their encodings, format version 1. Promises that whatever it encodes it
+//! decodes to the same, and that damaged bytes are refused as `Corrupt`. Knows nothing of what records mean
+//! together: that is the tree's.
+
+mod codec;
+mod key;
+mod inode;
+mod record;
+
+pub use codec::{decode_plain, encode_plain};
+pub use inode::{Inode, NumberRun, decode_extents, encode_extents, split};
+pub use key::{Keys, Tag, hash_of};
+pub use record::{
+    Claim, Counters, Deletion, Dentry, HolderState, ImportState, Intent, Move, References, SessionRecord,
+};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,306 @@
+//! All records but the inode.
+
+use bytes::Bytes;
+use forebay_core::{Blob, FileKind, InodeId, ObjectKey, Result, Timestamp, Version};
+
+use super::codec::{Decoder, Encoder, kind_byte};
+
+/// `D parent name`: what a name leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dentry {
+    /// The inode.
+    pub ino: InodeId,
+    /// Its type.
+    pub kind: FileKind,
+}
+
+impl Dentry {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.byte(kind_byte(self.kind));
+        out.number(self.ino.0);
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "directory entry")?;
+        let kind = from.kind()?;
+        let ino = from.ino()?;
+        from.finish()?;
+        Ok(Self { ino, kind })
+    }
+}
+
+/// Why a key is not simply the file at that path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum HolderState {
+    /// It holds bytes of an inode whose path is another one.
+    Held(InodeId),
+    /// An inode is about to write there; its `W` record says what was there before.
+    Intended(InodeId),
+    /// Its object is to be deleted; the time is the one in the `G` record's key.
+    Doomed {
+        /// Milliseconds since 1970.
+        due_ms: u64,
+    },
+    /// A prefix, with its slash: all below it belongs to the tree under a directory that was renamed.
+    Subtree(InodeId),
+}
+
+/// `C hash`: the claim on a key or prefix. Listings pass over it, and no other file is placed there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Claim {
+    /// The key or prefix in full.
+    pub key: ObjectKey,
+    /// Whose it is.
+    pub state: HolderState,
+}
+
+impl Claim {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.bytes(self.key.as_str().as_bytes());
+        let (tag, number) = match &self.state {
+            HolderState::Held(ino) => (0, ino.0),
+            HolderState::Intended(ino) => (1, ino.0),
+            HolderState::Doomed { due_ms } => (2, *due_ms),
+            HolderState::Subtree(ino) => (3, ino.0),
+        };
+        out.byte(tag);
+        out.number(number);
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "claim")?;
+        let key = from.object_key()?;
+        let state = match (from.byte()?, from.number()?) {
+            (0, ino) => HolderState::Held(InodeId(ino)),
+            (1, ino) => HolderState::Intended(InodeId(ino)),
+            (2, due_ms) => HolderState::Doomed { due_ms },
+            (3, ino) => HolderState::Subtree(InodeId(ino)),
+            (other, _) => return Err(from.bad(&format!("has the state {other}"))),
+        };
+        from.finish()?;
+        Ok(Self { key, state })
+    }
+}
+
+/// `B hash`: how many inodes refer to an owned blob.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct References {
+    /// The blob's key.
+    pub key: ObjectKey,
+    /// Inodes whose layouts name it.
+    pub count: u64,
+}
+
+impl References {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.bytes(self.key.as_str().as_bytes());
+        out.number(self.count);
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "blob reference")?;
+        let record = Self { key: from.object_key()?, count: from.number()? };
+        from.finish()?;
+        Ok(record)
+    }
+}
+
+/// `W ino`: a plain object is about to be written for an inode.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Intent {
+    /// Where.
+    pub key: ObjectKey,
+    /// What was there when the intent was made; `None` when nothing was.
+    pub replaces: Option<Version>,
+    /// What the mover copies there; `None` when a writer brings new content.
+    pub copies: Option<Blob>,
+}
+
+impl Intent {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.bytes(self.key.as_str().as_bytes());
+        out.optional(self.replaces.as_ref(), |out, version| out.bytes(version.as_str().as_bytes()));
+        out.optional(self.copies.as_ref(), Encoder::blob);
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "intent")?;
+        let (key, replaces) = (from.object_key()?, from.optional(Decoder::version)?);
+        let record = Self { key, replaces, copies: from.optional(Decoder::blob)? };
+        from.finish()?;
+        Ok(record)
+    }
+}
+
+/// `G time hash`: an object that nothing refers to any more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Deletion {
+    /// The object; a plain key is deleted only while it holds this version.
+    pub blob: Blob,
+    /// Of an owned blob that was placed and may not be committed yet: who placed it. It is left alone while that
+    /// session lives.
+    pub session: Option<u64>,
+}
+
+impl Deletion {
+    /// The time in the key of a blob that was placed and is not referred to yet.
+    pub const UNCOMMITTED_MS: u64 = 0;
+
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.blob(&self.blob);
+        out.optional(self.session.as_ref(), |out, session| out.number(*session));
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "deletion")?;
+        let blob = from.blob()?;
+        let session = from.optional(Decoder::number)?;
+        from.finish()?;
+        Ok(Self { blob, session })
+    }
+}
+
+/// `J ino`: bytes to be brought to the key that the path spells.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Move {
+    /// Those of one file.
+    File,
+    /// Those of every file below a directory, which claims these prefixes.
+    Subtree {
+        /// The prefixes, with their slashes, oldest first.
+        prefixes: Vec<String>,
+    },
+}
+
+impl Move {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        match self {
+            Self::File => out.byte(0),
+            Self::Subtree { prefixes } => {
+                out.byte(1);
+                out.number(prefixes.len() as u64);
+                prefixes.iter().for_each(|prefix| out.bytes(prefix.as_bytes()));
+            }
+        }
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "move")?;
+        let record = match from.flag()? {
+            false => Self::File,
+            true => {
+                let count = from.number()?;
+                let prefixes = (0..count).map(|_| from.text()).collect::<Result<_>>()?;
+                Self::Subtree { prefixes }
+            }
+        };
+        from.finish()?;
+        Ok(record)
+    }
+}
+
+/// `M ino`: where a directory's objects are.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ImportState {
+    /// The prefix that is listed for it, without a slash at the end (the root's is empty). `None` while that key
+    /// space belongs to something else, or cannot be spelled.
+    pub prefix: Option<String>,
+    /// When a listing was last taken over whole; by the local clock, for people.
+    pub listed: Option<Timestamp>,
+}
+
+impl ImportState {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.optional(self.prefix.as_ref(), |out, prefix| out.bytes(prefix.as_bytes()));
+        out.optional(self.listed.as_ref(), |out, time| out.time(*time));
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "import state")?;
+        let record = Self { prefix: from.optional(Decoder::text)?, listed: from.optional(Decoder::time)? };
+        from.finish()?;
+        Ok(record)
+    }
+}
+
+/// `S session`: a mount that may hold files open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SessionRecord {
+    /// When it began, by its own clock.
+    pub started: Timestamp,
+}
+
+impl SessionRecord {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.time(self.started);
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "session")?;
+        let record = Self { started: from.time()? };
+        from.finish()?;
+        Ok(record)
+    }
+}
+
+/// `N`: what a whole volume counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Counters {
+    /// The next inode number that no directory has been given.
+    pub next_ino: u64,
+    /// Inodes.
+    pub inodes: u64,
+    /// Bytes of all files.
+    pub bytes: u64,
+}
+
+impl Counters {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.number(self.next_ino);
+        out.number(self.inodes);
+        out.number(self.bytes);
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "counters")?;
+        let record = Self { next_ino: from.number()?, inodes: from.number()?, bytes: from.number()? };
+        from.finish()?;
+        Ok(record)
+    }
+}

@@ -1,0 +1,229 @@
+//! The tree that is served in this process: its parts, its start and its end.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result, VolumeId};
+use forebay_io::clock::Clock;
+use forebay_io::object::{Bucket, Scheme};
+use forebay_io::rng::Rng;
+use forebay_io::task::TaskGroup;
+
+use crate::commit::{Committer, Txn};
+use crate::import::Importer;
+use crate::kv::Durability;
+use crate::mover::Mover;
+use crate::records::{Change, Look, Records, Shared, Spelling, TreeSettings, names_of};
+use crate::schema::{Counters, ImportState, Inode, Keys, SessionRecord, Tag};
+
+/// How long `close` waits for listings and moves under way before it cancels them.
+const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
+/// Orphans freed between two looks at the records.
+const PAGE: usize = 256;
+
+/// What a tree is made of. Cheap to clone, like its parts.
+#[derive(Clone)]
+pub struct TreeParts {
+    /// The volume whose records these are.
+    pub volume: VolumeId,
+    /// The engine, behind its committer.
+    pub committer: Committer,
+    /// Where the objects are; a tree without a bucket has only owned blobs.
+    pub bucket: Option<Bucket>,
+    /// A number that no other session of this volume had or will have.
+    pub session: u64,
+    /// Time.
+    pub clock: Clock,
+    /// Chance, for the names of owned blobs.
+    pub rng: Rng,
+    /// Where listings and the mover run, as a child group.
+    pub tasks: TaskGroup,
+}
+
+/// A directory tree in a key-value engine, over a bucket. The one active server of its volume.
+///
+/// Dropping it without [`super::Tree::close`] leaves its tasks to their group; nothing acknowledged as durable is lost.
+pub struct LocalTree {
+    pub(super) committer: Committer,
+    pub(super) shared: Arc<Shared>,
+    pub(super) importer: Option<Importer>,
+    pub(super) mover: Option<Mover>,
+    rng: Rng,
+    tasks: TaskGroup,
+}
+
+impl LocalTree {
+    /// Opens the tree of a volume, or begins an empty one. Settles what an earlier session left undone: writes that
+    /// may or may not have happened, inodes that it had open without names.
+    pub async fn open(parts: TreeParts, settings: TreeSettings) -> Result<Self> {
+        let tasks = parts.tasks.child("tree");
+        let tree = Self::assemble(parts, settings, tasks);
+        tree.begin().await?;
+        if tree.shared.settings.read_only {
+            return Ok(tree);
+        }
+        if let Some(mover) = &tree.mover {
+            mover.settle_all().await?;
+        }
+        tree.end_dead_sessions().await?;
+        if let Some(mover) = &tree.mover {
+            mover.start(&tree.tasks);
+        }
+        Ok(tree)
+    }
+
+    fn assemble(parts: TreeParts, settings: TreeSettings, tasks: TaskGroup) -> Self {
+        let TreeParts { volume, committer, bucket, session, clock, rng, .. } = parts;
+        let spelling = match bucket.as_ref().map(|bucket| bucket.url().scheme) {
+            None => Spelling::Nothing,
+            Some(Scheme::File) => Spelling::Files,
+            Some(_) => Spelling::Objects,
+        };
+        let read_only = settings.read_only;
+        let shared = Arc::new(Shared::new(Keys(volume), settings, session, clock, spelling));
+        let importer = bucket
+            .as_ref()
+            .map(|bucket| Importer::new(bucket.clone(), committer.clone(), shared.clone(), tasks.clone()));
+        let mover = match (&bucket, &importer) {
+            (Some(bucket), Some(importer)) if !read_only => {
+                let (bucket, importer) = (bucket.clone(), importer.clone());
+                Some(Mover::new(bucket, committer.clone(), shared.clone(), importer, rng.clone()))
+            }
+            _ => None,
+        };
+        Self { committer, shared, importer, mover, rng, tasks }
+    }
+
+    /// Makes the root of a new volume, and notes this session.
+    async fn begin(&self) -> Result<()> {
+        self.transact(Durability::Buffered, |change| {
+            let session = SessionRecord { started: change.now };
+            change.put(change.keys().session(change.shared.session), session.encode())?;
+            if change.find(InodeId::ROOT)?.is_some() {
+                return Ok(());
+            }
+            let settings = &change.shared.settings.import;
+            let owner = (settings.uid, settings.gid);
+            let mut root = Inode::new(FileKind::Directory, settings.dir_mode, owner, change.now);
+            root.kept = true;
+            change.put_inode(InodeId::ROOT, &root)?;
+            let prefix = (change.shared.spelling != Spelling::Nothing).then(String::new);
+            change.put_import_state(InodeId::ROOT, &ImportState { prefix, listed: None })?;
+            let counters = Counters { next_ino: InodeId::ROOT.0 + 1, inodes: 1, bytes: 0 };
+            change.put(change.keys().counters(), counters.encode())
+        })
+        .await
+    }
+
+    /// Frees what earlier sessions had open: this is the only active one, so they are dead.
+    async fn end_dead_sessions(&self) -> Result<()> {
+        let keys = self.shared.keys;
+        loop {
+            let (start, end) = keys.family(Tag::Orphan);
+            let found = self.look(move |look| look.reads().scan(&start, &end, PAGE)).await?;
+            if found.is_empty() {
+                break;
+            }
+            for (key, _) in found {
+                let (session, ino) = keys.orphan_in(&key)?;
+                self.transact(Durability::Buffered, move |change| change.free_orphan(session, ino)).await?;
+            }
+        }
+        let (start, end) = keys.family(Tag::Session);
+        let sessions = self.look(move |look| look.reads().scan(&start, &end, PAGE)).await?;
+        let own = keys.session(self.shared.session);
+        self.transact(Durability::Buffered, move |change| {
+            let dead = sessions.iter().map(|(key, _)| key.clone()).filter(|key| *key != own);
+            dead.into_iter().try_for_each(|key| change.delete(key))
+        })
+        .await
+    }
+
+    /// The names from the root to an inode's first name; empty for the root.
+    pub async fn ino_path(&self, ino: InodeId) -> Result<Vec<Bytes>> {
+        if ino == InodeId::ROOT {
+            return Ok(Vec::new());
+        }
+        self.look(move |look| names_of(look, &look.inode(ino)?)).await
+    }
+
+    /// Works until no object is left to be moved or deleted that can be now.
+    pub async fn drain(&self) -> Result<()> {
+        match &self.mover {
+            Some(mover) => mover.drain().await,
+            None => Ok(()),
+        }
+    }
+
+    pub(super) async fn shut_down(&self) -> Result<()> {
+        self.tasks.shutdown(CLOSE_DEADLINE).await;
+        if !self.shared.settings.read_only {
+            let own = self.shared.session;
+            self.transact(Durability::Buffered, move |change| change.delete(change.keys().session(own)))
+                .await?;
+        }
+        self.committer.sync().await?;
+        self.committer.close().await
+    }
+
+    /// Refuses changes on a read-only tree.
+    pub(super) fn check_writable(&self) -> Result<()> {
+        match self.shared.settings.read_only {
+            true => Err(Error::new(ErrorKind::ReadOnly, "the volume is mounted read-only")),
+            false => Ok(()),
+        }
+    }
+
+    /// Returns when the directory can be looked at.
+    pub(super) async fn ensure_listed(&self, directory: InodeId) -> Result<()> {
+        match &self.importer {
+            Some(importer) => importer.ensure(directory).await,
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn is_fresh(&self, directory: InodeId) -> bool {
+        self.importer.as_ref().is_none_or(|importer| importer.is_fresh(directory))
+    }
+
+    pub(super) fn fresh_name(&self) -> String {
+        self.rng.name()
+    }
+
+    pub(super) async fn look<T>(&self, mut work: impl FnMut(&Look<'_, '_>) -> Result<T> + Send) -> Result<T> {
+        let keys = self.shared.keys;
+        self.committer.read(|view| work(&Look { view, keys })).await
+    }
+
+    pub(super) fn look_now<T>(&self, mut work: impl FnMut(&Look<'_, '_>) -> Result<T>) -> Option<Result<T>> {
+        let keys = self.shared.keys;
+        self.committer.read_now(|view| work(&Look { view, keys }))
+    }
+
+    pub(super) async fn transact<T: Send + 'static>(
+        &self,
+        durability: Durability,
+        mut work: impl FnMut(&mut Change<'_, '_>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let shared = self.shared.clone();
+        let closure = move |txn: &mut Txn<'_>| work(&mut Change::new(txn, &shared));
+        self.committer.transact(durability, closure).await
+    }
+
+    /// A change of a writable tree, answered at once.
+    pub(super) async fn change<T: Send + 'static>(
+        &self,
+        work: impl FnMut(&mut Change<'_, '_>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.check_writable()?;
+        self.transact(Durability::Buffered, work).await
+    }
+}
+
+impl fmt::Debug for LocalTree {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LocalTree").field("volume", &self.shared.keys.0).finish_non_exhaustive()
+    }
+}

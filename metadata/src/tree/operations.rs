@@ -1,0 +1,267 @@
+//! `LocalTree` as a [`Tree`]: what has to be listed first, then one transaction or one look.
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use forebay_core::{
+    Attributes, Blob, Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp,
+};
+
+use super::commit_layout::{Content, commit_layout};
+use super::local::LocalTree;
+use super::place::{Step, place};
+use super::{
+    DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, Placement, RenameMode, SetAttributes,
+    Statistics, Tree, XattrMode, create, link, remove_directory, rename, set_attributes, unlink, xattr,
+};
+use crate::records::{Look, Records, check_name};
+
+/// Most entries in one page.
+const MOST_ENTRIES: usize = 4096;
+/// How often `place` has something to wait for before it takes an owned blob.
+const MOST_STEPS: u32 = 8;
+
+fn look_up(look: &Look<'_, '_>, parent: InodeId, name: &[u8]) -> Result<Lookup> {
+    let Some(entry) = look.dentry(parent, name)? else {
+        look.directory(parent)?;
+        return Ok(Lookup::Miss);
+    };
+    Ok(Lookup::Found(look.inode(entry.ino)?.attributes(entry.ino)))
+}
+
+fn read_page(look: &Look<'_, '_>, ino: InodeId, after: Option<&[u8]>, limit: usize) -> Result<DirectoryPage> {
+    look.directory(ino)?;
+    let mut found = look.entries(ino, after, limit + 1)?;
+    let complete = found.len() <= limit;
+    found.truncate(limit);
+    let keys: Vec<Bytes> = found.iter().map(|(_, entry)| look.keys.inode(entry.ino)).collect();
+    let keys: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
+    let inodes = look.reads().get_many(&keys)?;
+    let mut entries = Vec::with_capacity(found.len());
+    for ((name, entry), inode) in found.into_iter().zip(inodes) {
+        let missing = || Error::corrupt(format!("inode {} has a name and no record", entry.ino));
+        let inode = crate::schema::Inode::decode(inode.ok_or_else(missing)?)?;
+        entries.push(DirectoryEntry { name, attributes: inode.attributes(entry.ino) });
+    }
+    Ok(DirectoryPage { entries, complete })
+}
+
+#[async_trait]
+impl Tree for LocalTree {
+    async fn lookup(&self, parent: InodeId, name: &[u8]) -> Result<Lookup> {
+        check_name(name)?;
+        self.ensure_listed(parent).await?;
+        self.look(|look| look_up(look, parent, name)).await
+    }
+
+    fn lookup_now(&self, parent: InodeId, name: &[u8]) -> Option<Result<Lookup>> {
+        if let Err(error) = check_name(name) {
+            return Some(Err(error));
+        }
+        if !self.is_fresh(parent) {
+            return None;
+        }
+        self.look_now(|look| look_up(look, parent, name))
+    }
+
+    async fn attributes(&self, ino: InodeId) -> Result<Attributes> {
+        self.look(|look| look.inode(ino).map(|inode| inode.attributes(ino))).await
+    }
+
+    fn attributes_now(&self, ino: InodeId) -> Option<Result<Attributes>> {
+        self.look_now(|look| look.inode(ino).map(|inode| inode.attributes(ino)))
+    }
+
+    async fn read_directory(
+        &self,
+        ino: InodeId,
+        after: Option<&[u8]>,
+        limit: usize,
+    ) -> Result<DirectoryPage> {
+        self.ensure_listed(ino).await?;
+        let limit = limit.clamp(1, MOST_ENTRIES);
+        self.look(|look| read_page(look, ino, after, limit)).await
+    }
+
+    async fn parent(&self, ino: InodeId) -> Result<InodeId> {
+        self.look(|look| look.inode(ino).map(|inode| inode.parent)).await
+    }
+
+    async fn layout(&self, ino: InodeId) -> Result<(FileLayout, u64)> {
+        self.look(|look| {
+            let inode = look.file(ino)?;
+            Ok((look.layout(ino, &inode)?, inode.generation))
+        })
+        .await
+    }
+
+    async fn read_link(&self, ino: InodeId) -> Result<Bytes> {
+        let inode = self.look(|look| look.inode(ino)).await?;
+        match inode.kind {
+            FileKind::Symlink => Ok(inode.target),
+            _ => Err(Error::invalid(format!("inode {ino} is not a symlink"))),
+        }
+    }
+
+    async fn create(
+        &self,
+        parent: InodeId,
+        name: &[u8],
+        new: NewInode,
+        existing: Existing,
+    ) -> Result<(Attributes, bool)> {
+        self.check_writable()?;
+        self.ensure_listed(parent).await?;
+        let (name, is_directory) = (Bytes::copy_from_slice(name), new.kind == FileKind::Directory);
+        let made = self.change(move |change| create::create(change, parent, &name, &new, existing)).await?;
+        if let (true, Some(importer)) = (is_directory, &self.importer) {
+            importer.inherit(made.0.ino, parent);
+        }
+        Ok(made)
+    }
+
+    async fn link(&self, ino: InodeId, parent: InodeId, name: &[u8]) -> Result<Attributes> {
+        self.check_writable()?;
+        self.ensure_listed(parent).await?;
+        let name = Bytes::copy_from_slice(name);
+        self.change(move |change| link::link(change, ino, parent, &name)).await
+    }
+
+    async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+        self.check_writable()?;
+        self.ensure_listed(parent).await?;
+        let name = Bytes::copy_from_slice(name);
+        self.change(move |change| unlink::unlink(change, parent, &name)).await
+    }
+
+    async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+        self.check_writable()?;
+        self.ensure_below(parent, name).await?;
+        let name = Bytes::copy_from_slice(name);
+        self.change(move |change| remove_directory::remove_directory(change, parent, &name)).await
+    }
+
+    async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()> {
+        self.check_writable()?;
+        self.ensure_listed(from.0).await?;
+        self.ensure_below(to.0, to.1).await?;
+        let (from, to) = ((from.0, Bytes::copy_from_slice(from.1)), (to.0, Bytes::copy_from_slice(to.1)));
+        self.change(move |change| rename::rename(change, (from.0, &from.1), (to.0, &to.1), mode)).await
+    }
+
+    async fn set_attributes(&self, ino: InodeId, changes: SetAttributes) -> Result<Attributes> {
+        self.change(move |change| set_attributes::set_attributes(change, ino, &changes)).await
+    }
+
+    async fn xattr(&self, ino: InodeId, name: &[u8]) -> Result<Bytes> {
+        self.look(|look| xattr::get(look, ino, name)).await
+    }
+
+    async fn xattrs(&self, ino: InodeId) -> Result<Vec<Bytes>> {
+        self.look(|look| xattr::list(look, ino)).await
+    }
+
+    async fn set_xattr(&self, ino: InodeId, name: &[u8], value: Bytes, mode: XattrMode) -> Result<()> {
+        let name = Bytes::copy_from_slice(name);
+        self.change(move |change| xattr::set(change, ino, &name, &value, mode)).await
+    }
+
+    async fn remove_xattr(&self, ino: InodeId, name: &[u8]) -> Result<()> {
+        let name = Bytes::copy_from_slice(name);
+        self.change(move |change| xattr::remove(change, ino, &name)).await
+    }
+
+    async fn opened(&self, ino: InodeId) -> Result<()> {
+        *self.shared.openers.lock().entry(ino).or_default() += 1;
+        // Counted first: an unlink that runs before this look has freed the inode, one that runs after has not.
+        match self.look(|look| look.inode(ino)).await {
+            Ok(_) => Ok(()),
+            Err(error) => {
+                self.shared.forget_opener(ino);
+                Err(error)
+            }
+        }
+    }
+
+    async fn closed(&self, ino: InodeId) -> Result<()> {
+        if !self.shared.forget_opener(ino) || self.shared.settings.read_only {
+            return Ok(());
+        }
+        let gone = self.look(|look| Ok(look.find(ino)?.is_none_or(|inode| inode.nlink > 0))).await?;
+        if gone {
+            return Ok(());
+        }
+        let session = self.shared.session;
+        self.change(move |change| change.free_orphan(session, ino)).await
+    }
+
+    async fn place(&self, ino: InodeId) -> Result<Placement> {
+        for step in 1..=MOST_STEPS {
+            let key = ObjectKey::new(format!("{}{}", Blob::OWNED_PREFIX, self.fresh_name()));
+            let is_last = step == MOST_STEPS;
+            let step = self.change(move |change| place(change, ino, &key, is_last)).await?;
+            match (step, &self.mover) {
+                (Step::Placed(placement), _) => {
+                    // Before something is overwritten it must be known on disk that this was intended.
+                    if let Placement::Own { replaces: Some(_), .. } = &placement {
+                        self.committer.sync().await?;
+                    }
+                    return Ok(placement);
+                }
+                (Step::Unsettled, Some(mover)) => mover.settle(ino).await?,
+                (Step::Doomed(key), Some(mover)) => mover.delete_doomed(&key).await?,
+                (_, None) => return Err(Error::bug("a tree without a bucket has an intent")),
+            }
+        }
+        Err(Error::new(ErrorKind::Unavailable, format!("inode {ino} is written by another")))
+    }
+
+    async fn commit_layout(
+        &self,
+        ino: InodeId,
+        expected: u64,
+        layout: FileLayout,
+        mtime: Timestamp,
+    ) -> Result<Attributes> {
+        self.check_writable()?;
+        let content = Content { expected, layout, mtime: Some(mtime) };
+        self.change(move |change| commit_layout(change, ino, &content)).await
+    }
+
+    async fn relocate(&self, ino: InodeId, expected: u64, layout: FileLayout) -> Result<()> {
+        let content = Content { expected, layout, mtime: None };
+        self.change(move |change| commit_layout(change, ino, &content)).await.map(|_| ())
+    }
+
+    async fn sync(&self) -> Result<()> {
+        self.committer.sync().await
+    }
+
+    async fn statistics(&self) -> Result<Statistics> {
+        let counters = self.look(|look| look.counters()).await?;
+        Ok(Statistics { bytes: counters.bytes, inodes: counters.inodes })
+    }
+
+    async fn refresh(&self, ino: InodeId) -> Result<()> {
+        self.look(|look| look.directory(ino)).await?;
+        if let Some(importer) = &self.importer {
+            importer.forget_all();
+        }
+        Ok(())
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.shut_down().await
+    }
+}
+
+impl LocalTree {
+    /// Lists a directory and, if `name` is a directory in it, that one: it may have to be known whether it is empty.
+    async fn ensure_below(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+        self.ensure_listed(parent).await?;
+        let entry = self.look(|look| look.dentry(parent, name)).await?;
+        match entry {
+            Some(entry) if entry.kind == FileKind::Directory => self.ensure_listed(entry.ino).await,
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! Where the next whole content of a file goes.
+
+use forebay_core::{InodeId, ObjectKey, Result};
+
+use super::Placement;
+use crate::records::{Change, Occupancy, Records};
+use crate::schema::Intent;
+
+/// What a look at the records came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Step {
+    /// The answer; it is recorded.
+    Placed(Placement),
+    /// An earlier write may or may not have happened: that has to be found out first.
+    Unsettled,
+    /// The file's own key holds an object that is queued for deletion; it has to go first.
+    Doomed(ObjectKey),
+}
+
+/// One attempt of [`super::Tree::place`]. `fresh` is used if the content goes to an owned blob, as it does when
+/// `is_last` says that doomed objects are not waited for any more.
+pub(super) fn place(
+    change: &mut Change<'_, '_>,
+    ino: InodeId,
+    fresh: &ObjectKey,
+    is_last: bool,
+) -> Result<Step> {
+    let inode = change.file(ino)?;
+    if change.intent(ino)?.is_some() {
+        return Ok(Step::Unsettled);
+    }
+    let spelled = if inode.nlink > 0 { change.key_of(ino, &inode)? } else { None };
+    let Some(key) = spelled else { return place_owned(change, fresh) };
+    match change.occupancy(ino, &key)? {
+        Occupancy::Free => {
+            let key = ObjectKey::new(key);
+            let replaces = inode.home.filter(|home| home.key == key).map(|home| home.version);
+            let intent = Intent { key: key.clone(), replaces: replaces.clone(), copies: None };
+            change.put_intent(ino, &intent)?;
+            Ok(Step::Placed(Placement::Own { key, replaces }))
+        }
+        Occupancy::Doomed if !is_last => Ok(Step::Doomed(ObjectKey::new(key))),
+        Occupancy::Doomed | Occupancy::Taken => {
+            change.queue_move(ino)?;
+            place_owned(change, fresh)
+        }
+    }
+}
+
+fn place_owned(change: &mut Change<'_, '_>, fresh: &ObjectKey) -> Result<Step> {
+    change.note_uncommitted(fresh)?;
+    Ok(Step::Placed(Placement::Owned { key: fresh.clone() }))
+}
