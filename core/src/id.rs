@@ -8,6 +8,15 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct VolumeId(pub u64);
 
+impl VolumeId {
+    /// The id of a bucket that has no volume record, from its URL (the first 8 bytes of BLAKE3), so that what a
+    /// host cached of it is found again.
+    pub fn of_url(url: &str) -> Self {
+        let hash = blake3::hash(url.as_bytes());
+        Self(u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("a hash has 32 bytes")))
+    }
+}
+
 /// An inode number, unique in its volume and never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct InodeId(pub u64);

@@ -99,7 +99,8 @@ impl File {
     /// Writes `data` at `offset`, or at the end with O_APPEND. Returns the bytes taken: all of them.
     pub async fn write(&self, offset: u64, data: Bytes) -> Result<u32> {
         let position = if self.access.append { Position::End } else { Position::At(offset) };
-        self.inode.write(position, data).await
+        let permit = self.volume.charge_write(data.len() as u64).await?;
+        self.inode.write(position, data, permit).await
     }
 
     /// close(2): commits what was written. The bytes are in the bucket on return, the name within 5 s.

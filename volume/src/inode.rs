@@ -6,7 +6,8 @@
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
-use forebay_core::{Error, ErrorKind, FileLayout, InodeId, Piece, Result};
+use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Piece, Result};
+use forebay_io::mem::Permit;
 use forebay_io::object::Upload;
 use forebay_metadata::tree::Placement;
 use parking_lot::{Mutex, RwLock};
@@ -31,6 +32,8 @@ pub(crate) struct OpenInode {
 #[derive(Debug, Default)]
 struct Writer {
     stream: Option<Stream>,
+    /// What charges the inline bytes to the memory budget.
+    permits: Vec<Permit>,
 }
 
 /// A whole object on its way to the store, front to back.
@@ -121,8 +124,9 @@ impl OpenInode {
         Ok(())
     }
 
-    /// Writes `data`, in memory first; long files start to leave for the store.
-    pub(crate) async fn write(&self, position: Position, data: Bytes) -> Result<u32> {
+    /// Writes `data`, in memory first; long files start to leave for the store. `permit` charges the bytes for as
+    /// long as they are in memory.
+    pub(crate) async fn write(&self, position: Position, data: Bytes, permit: Permit) -> Result<u32> {
         let mut writer = self.writer.lock().await;
         let length = data.len();
         let offset = match position {
@@ -131,7 +135,7 @@ impl OpenInode {
         };
         if let Some(stream) = &mut writer.stream {
             if offset == self.look(Content::size) {
-                if let Err(error) = stream.upload.write(data).await {
+                if let Err(error) = stream.upload.write_charged(data, permit).await {
                     return Err(self.lose_stream(&mut writer, error).await);
                 }
                 self.content.write().extend_stream(length as u64, self.store.now());
@@ -140,6 +144,7 @@ impl OpenInode {
             self.finish_stream(&mut writer).await?;
         }
         self.content.write().write(offset, data, self.store.now());
+        writer.permits.push(permit);
         if self.look(Content::dirty) >= self.store.write.buffer_bytes {
             self.spill(&mut writer).await?;
         }
@@ -164,7 +169,7 @@ impl OpenInode {
             && self.look(|content| {
                 content.modified().is_none()
                     && content.size() <= settings.seal_max_bytes
-                    && !content.layout().single_blob().is_some_and(|blob| !blob.is_owned())
+                    && content.layout().single_blob().is_none_or(Blob::is_owned)
             })
     }
 
@@ -196,11 +201,21 @@ impl OpenInode {
             return Err(failure);
         }
         self.finish_stream(&mut writer).await?;
-        self.commit().await
+        self.commit(&mut writer).await
+    }
+
+    /// Frees the memory that written bytes take, at the price of an object or a commit earlier than planned.
+    pub(crate) async fn relieve(&self) -> Result<()> {
+        let mut writer = self.writer.lock().await;
+        self.finish_stream(&mut writer).await?;
+        if self.look(Content::dirty) > 0 {
+            self.pack(&mut writer).await?;
+        }
+        Ok(())
     }
 
     /// Brings inline bytes into the store and commits the layout.
-    async fn commit(&self) -> Result<()> {
+    async fn commit(&self, writer: &mut Writer) -> Result<()> {
         if self.look(Content::modified).is_none() {
             return Ok(());
         }
@@ -208,10 +223,11 @@ impl OpenInode {
         match whole {
             Some(parts) => {
                 let blob = self.store.put_whole(self.ino, join(parts)).await?;
+                writer.permits.clear();
                 self.replace_layout(FileLayout::of_blob(blob)).await
             }
             None => {
-                self.pack().await?;
+                self.pack(writer).await?;
                 self.replace_layout(self.look(|content| content.layout().clone())).await
             }
         }
@@ -228,10 +244,15 @@ impl OpenInode {
 
     /// Moves inline bytes out of memory: into a running upload if they are the whole file, else into an owned blob.
     async fn spill(&self, writer: &mut Writer) -> Result<()> {
-        let Some(parts) = self.look(Content::whole_inline) else { return self.pack().await };
+        let Some(parts) = self.look(Content::whole_inline) else {
+            return self.pack(writer).await;
+        };
         let (mut upload, placement) = self.store.start_upload(self.ino).await?;
         for part in parts {
             upload.write(part).await?;
+        }
+        for permit in writer.permits.drain(..) {
+            upload.write_charged(Bytes::new(), permit).await?;
         }
         self.content.write().start_stream();
         writer.stream = Some(Stream { upload, placement });
@@ -239,12 +260,13 @@ impl OpenInode {
     }
 
     /// Puts all inline bytes into one owned blob.
-    async fn pack(&self) -> Result<()> {
+    async fn pack(&self, writer: &mut Writer) -> Result<()> {
         let packed = self.look(Content::pack);
         if !packed.is_empty() {
             let blob = self.store.put_owned(packed).await?;
             self.content.write().packed_into(&blob);
         }
+        writer.permits.clear();
         Ok(())
     }
 

@@ -14,6 +14,9 @@ mod volume;
 pub mod walk;
 pub mod warmup;
 pub mod control;
+mod connect;
 
+pub use connect::connect;
 pub use file::{Access, File, Seek};
+pub use settings::VolumeSettings;
 pub use volume::{Parts, Volume};

@@ -1,7 +1,15 @@
 //! What a mount can be told, with its defaults.
 
-use forebay_core::units::MIB;
+use std::path::PathBuf;
+
+use forebay_cache::CacheSettings;
+use forebay_core::units::{MIB, format_bytes};
+use forebay_core::{Error, Result};
+use forebay_io::object::StoreSettings;
+use forebay_metadata::tree::ImportSettings;
 use serde::{Deserialize, Serialize};
+
+use crate::prefetch::PrefetchSettings;
 
 /// When a file whose bytes lie in owned blobs becomes a plain object at its own path again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,5 +37,80 @@ pub struct WriteSettings {
 impl Default for WriteSettings {
     fn default() -> Self {
         Self { buffer_bytes: 8 * MIB, seal: SealPolicy::OnClose, seal_max_bytes: 1024 * MIB }
+    }
+}
+
+/// How a volume is opened.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct VolumeSettings {
+    /// Refuse changes and write nothing to the bucket. Default false.
+    pub read_only: bool,
+    /// Read-only, and the content is taken as fixed: nothing is listed twice. Default false.
+    pub dataset: bool,
+    /// Take the bucket over from a mount that holds it. Default false.
+    pub take_over: bool,
+    /// Directory for local trees, locks and sockets. Default none; whoever opens a volume names one.
+    pub state_directory: PathBuf,
+    /// The ceiling in bytes for all memory that holds file data: cached blocks take half of it, bytes on their way
+    /// the rest. Default 1 GiB.
+    pub memory_bytes: u64,
+    /// The block cache; its ceilings of memory follow `memory_bytes`.
+    pub cache: CacheSettings,
+    /// How objects that others put into the bucket appear.
+    pub import: ImportSettings,
+    /// How the store is reached.
+    pub store: StoreSettings,
+    /// How files are written.
+    pub write: WriteSettings,
+    /// How far readers are served ahead.
+    pub prefetch: PrefetchSettings,
+}
+
+impl Default for VolumeSettings {
+    fn default() -> Self {
+        Self {
+            read_only: false,
+            dataset: false,
+            take_over: false,
+            state_directory: PathBuf::new(),
+            memory_bytes: 1024 * MIB,
+            cache: CacheSettings::default(),
+            import: ImportSettings::default(),
+            store: StoreSettings::default(),
+            write: WriteSettings::default(),
+            prefetch: PrefetchSettings::default(),
+        }
+    }
+}
+
+/// Below this, one part of an upload, one block being read and one being fetched do not fit side by side.
+const MIN_MEMORY_BYTES: u64 = 64 * MIB;
+
+impl VolumeSettings {
+    /// Refuses settings that cannot work.
+    pub(crate) fn validate(&self) -> Result<()> {
+        if self.memory_bytes < MIN_MEMORY_BYTES {
+            let (given, least) = (format_bytes(self.memory_bytes), format_bytes(MIN_MEMORY_BYTES));
+            return Err(Error::invalid(format!("{given} of memory are too few"))
+                .with_hint(format!("give the volume at least {least}")));
+        }
+        Ok(())
+    }
+
+    /// The cache's share of the memory: half for blocks at rest, an eighth for blocks being fetched, a sixteenth
+    /// for blocks on their way to disk.
+    pub(crate) fn cache(&self) -> CacheSettings {
+        CacheSettings {
+            memory_bytes: self.memory_bytes / 2,
+            fetch_bytes: self.memory_bytes / 8,
+            store_bytes: self.memory_bytes / 16,
+            ..self.cache.clone()
+        }
+    }
+
+    /// The share of bytes being written. The last sixteenth is for copies that a request needs for a moment.
+    pub(crate) fn budget_bytes(&self) -> u64 {
+        self.memory_bytes / 4
     }
 }

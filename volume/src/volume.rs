@@ -8,9 +8,11 @@ use std::time::Duration;
 use forebay_cache::Blocks;
 use forebay_core::{Attributes, BlockKey, Error, FileKind, InodeId, Result, VolumeId};
 use forebay_io::clock::Clock;
+use forebay_io::mem::{Budget, Class, Permit};
 use forebay_io::object::Bucket;
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
+use forebay_metadata::volume_file::Claim;
 use forebay_metadata::tree::{DirectoryPage, Existing, Lookup, NewInode, RenameMode, SetAttributes, Tree};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
@@ -46,10 +48,16 @@ pub struct Parts {
     pub volume: VolumeId,
     /// Whether changes are refused.
     pub read_only: bool,
+    /// The right to write to the bucket; none where the tree's own lock keeps others out.
+    pub claim: Option<Arc<Claim>>,
     /// How files are written.
     pub write: WriteSettings,
     /// How far readers are served ahead.
     pub prefetch: PrefetchSettings,
+    /// The ceiling on bytes in flight.
+    pub budget: Budget,
+    /// What runs in the background ends with this group.
+    pub tasks: TaskGroup,
     /// Gives the times of changes.
     pub clock: Clock,
     /// Gives owned blobs their names.
@@ -64,6 +72,8 @@ pub struct Volume {
     open: Mutex<HashMap<InodeId, Opened>>,
     fills: Arc<Semaphore>,
     seals: Arc<Semaphore>,
+    claim: Mutex<Option<Arc<Claim>>>,
+    budget: Budget,
     tasks: TaskGroup,
 }
 
@@ -93,7 +103,9 @@ impl Volume {
             open: Mutex::default(),
             fills: Arc::new(Semaphore::new(FILLS_AT_ONCE)),
             seals: Arc::new(Semaphore::new(SEALS_AT_ONCE)),
-            tasks: TaskGroup::new("volume"),
+            claim: Mutex::new(parts.claim),
+            budget: parts.budget,
+            tasks: parts.tasks,
         })
     }
 
@@ -268,7 +280,12 @@ impl Volume {
     pub async fn close(&self) -> Result<()> {
         self.sync().await?;
         self.tasks.shutdown(CLOSE_DEADLINE).await;
-        self.store.tree.close().await
+        self.store.tree.close().await?;
+        let claim = self.claim.lock().take();
+        match claim.and_then(Arc::into_inner) {
+            Some(claim) => claim.release().await,
+            None => Ok(()),
+        }
     }
 
     /// How it is doing, for `forebay status`.
@@ -297,6 +314,19 @@ impl Volume {
             }
             drop(permit);
         });
+    }
+
+    /// Memory for `bytes` that are about to be written. When there is none left, what other files hold in memory
+    /// goes to the store first; then the writer waits its turn.
+    pub(crate) async fn charge_write(&self, bytes: u64) -> Result<Permit> {
+        if let Some(permit) = self.budget.try_acquire(Class::Write, bytes) {
+            return Ok(permit);
+        }
+        let open: Vec<_> = self.open.lock().values().map(|opened| opened.inode.clone()).collect();
+        for inode in open {
+            inode.relieve().await?;
+        }
+        Ok(self.budget.acquire(Class::Write, bytes).await)
     }
 
     /// Takes back one handle; after the last one, a rewritten file is sealed behind.

@@ -178,13 +178,10 @@ async fn blocks_of(volume: &Volume, ino: forebay_core::InodeId) -> Result<Vec<Bl
 }
 
 /// The items of a stream up to its first error, which is left in `error`.
-fn until_error<'a, T: 'a>(
+fn until_error<'a, T: Send + 'a>(
     items: impl Stream<Item = Result<T>> + Send + 'a,
     error: &'a mut Result<()>,
-) -> impl Stream<Item = T> + Send + 'a
-where
-    T: Send,
-{
+) -> impl Stream<Item = T> + Send + 'a {
     items.scan(error, |error, item| {
         std::future::ready(match item {
             Ok(item) => Some(item),

@@ -132,7 +132,7 @@ impl Plan {
             "uid" => self.volume.import.uid = number(name, given()?)?,
             "gid" => self.volume.import.gid = number(name, given()?)?,
             "file_mode" => self.volume.import.file_mode = mode(name, given()?)?,
-            "dir_mode" => self.volume.import.directory_mode = mode(name, given()?)?,
+            "dir_mode" => self.volume.import.dir_mode = mode(name, given()?)?,
             ignored if IGNORED.contains(&ignored) || ignored.starts_with("x-") || ignored == "comment" => {}
             unknown => {
                 return Err(Error::invalid(format!("unknown mount option `{unknown}`"))

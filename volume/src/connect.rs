@@ -1,0 +1,155 @@
+//! The composition root: from a bucket URL and settings to a volume in use.
+//!
+//! Decides where the tree lives (DESIGN section 4): in the bucket itself where the store honours conditional puts,
+//! in LMDB inside a `file://` bucket, and in LMDB in the state directory for everything else: mounts that may not
+//! write, and stores that cannot say who wrote first.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use forebay_cache::Node;
+use forebay_core::{Error, ErrorKind, Result, VolumeId};
+use forebay_io::clock::Clock;
+use forebay_io::mem::Budget;
+use forebay_io::object::{Bucket, BucketUrl};
+use forebay_io::rng::Rng;
+use forebay_io::task::TaskGroup;
+use forebay_metadata::commit::{Committer, CommitterSettings};
+use forebay_metadata::kv::{Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings};
+use forebay_metadata::tree::{LocalTree, TreeParts, TreeSettings};
+use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile};
+
+use crate::settings::VolumeSettings;
+use crate::{Parts, Volume};
+
+/// Opens the volume of the bucket that `source` names.
+///
+/// # Errors
+/// `Invalid` for a malformed URL or settings; `NotFound` when the bucket does not exist; `Denied` for refused
+/// credentials; `Unavailable` when the store cannot be reached; `Conflict` when another mount writes to it.
+pub async fn connect(source: &str, settings: VolumeSettings) -> Result<Arc<Volume>> {
+    settings.validate()?;
+    let url: BucketUrl = source.parse()?;
+    let bucket = Bucket::open(&url, &settings.store).await?;
+    bucket.check().await?;
+    let read_only = settings.read_only || settings.dataset;
+    let (bucket, home) = match read_only {
+        true => (bucket.read_only(), Home::local(&settings.state_directory, &url)),
+        false => choose_home(bucket, &settings.state_directory).await?,
+    };
+    let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
+    let claim = home.claim(&bucket, access, settings.take_over).await?;
+    open(url, bucket, home, claim.map(Arc::new), settings).await
+}
+
+/// Where the records of a tree lie.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Home {
+    /// In the bucket, as a log-structured tree.
+    Bucket,
+    /// In a directory of this host; `shared` says that the directory is inside the bucket.
+    Directory { path: PathBuf, inside_bucket: bool },
+}
+
+impl Home {
+    /// In the state directory, apart from the trees of other buckets.
+    fn local(state: &Path, url: &BucketUrl) -> Self {
+        let name: String =
+            url.to_string().chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' }).collect();
+        Self::Directory { path: state.join("trees").join(name), inside_bucket: false }
+    }
+
+    async fn claim(&self, bucket: &Bucket, access: Access, take_over: bool) -> Result<Option<Claim>> {
+        let engine = match self {
+            Self::Bucket => EngineKind::SlateDb,
+            Self::Directory { inside_bucket: true, .. } => EngineKind::Lmdb,
+            // The tree's own lock keeps it to one process of this host; there is nothing to lease in the bucket.
+            Self::Directory { inside_bucket: false, .. } => return Ok(None),
+        };
+        VolumeFile::of(bucket, engine).open_or_create(access, take_over).await.map(Some)
+    }
+
+    async fn engine(&self, bucket: &Bucket) -> Result<Arc<dyn Engine>> {
+        Ok(match self {
+            Self::Bucket => Arc::new(SlateEngine::open(bucket, &SlateSettings::default()).await?),
+            Self::Directory { path, .. } => Arc::new(LmdbEngine::open(path, &LmdbSettings::default()).await?),
+        })
+    }
+}
+
+/// Where a tree that takes changes lives.
+async fn choose_home(bucket: Bucket, state: &Path) -> Result<(Bucket, Home)> {
+    if let Some(directory) = bucket.url().directory() {
+        let path = directory.join(".forebay/tree.lmdb");
+        return Ok((bucket, Home::Directory { path, inside_bucket: true }));
+    }
+    let capabilities = bucket.probe().await?;
+    if !capabilities.writable {
+        return Err(Error::new(ErrorKind::Denied, format!("{} cannot be written with these credentials", bucket.url()))
+            .with_hint("mount it with --read-only, or give credentials that may put and delete objects"));
+    }
+    if capabilities.safe_for_many_writers() {
+        return Ok((bucket, Home::Bucket));
+    }
+    tracing::warn!(
+        url = %bucket.url(),
+        "the store ignores conditional puts: names, modes and links are kept on this host only, and no second host \
+         may mount this bucket for writing"
+    );
+    let home = Home::local(state, bucket.url());
+    Ok((bucket, home))
+}
+
+/// Runs transactions for as long as the claim holds: nothing is acknowledged after it is lost.
+fn start_committer(engine: Arc<dyn Engine>, claim: Option<&Arc<Claim>>) -> Committer {
+    let settings = CommitterSettings::default();
+    match claim.map(Arc::downgrade) {
+        None => Committer::start(engine, settings),
+        // The volume holds the claim and gives it up after the tree is closed.
+        Some(claim) => Committer::start_guarded(engine, settings, move || match claim.upgrade() {
+            Some(claim) => claim.check(),
+            None => Err(Error::new(ErrorKind::Conflict, "the volume is closed")),
+        }),
+    }
+}
+
+async fn open(
+    url: BucketUrl,
+    bucket: Bucket,
+    home: Home,
+    claim: Option<Arc<Claim>>,
+    settings: VolumeSettings,
+) -> Result<Arc<Volume>> {
+    let read_only = settings.read_only || settings.dataset;
+    let (clock, rng, tasks) = (Clock::system(), Rng::system(), TaskGroup::new("volume"));
+    let recorded = claim.as_ref().and_then(|claim| claim.record()).map(|record| record.volume);
+    let volume = recorded.unwrap_or_else(|| VolumeId::of_url(&url.to_string()));
+    let engine = home.engine(&bucket).await?;
+    let committer = start_committer(engine, claim.as_ref());
+    let parts = TreeParts {
+        volume,
+        committer,
+        bucket: Some(bucket.clone()),
+        session: rng.u64(),
+        clock: clock.clone(),
+        rng: rng.clone(),
+        tasks: tasks.clone(),
+    };
+    let import = settings.import.clone();
+    let tree = LocalTree::open(parts, TreeSettings { read_only, import, ..TreeSettings::default() }).await?;
+    let blocks = Node::open(bucket.clone(), settings.cache()).await?;
+    Ok(Volume::assemble(Parts {
+        tree: Arc::new(tree),
+        blocks: blocks.clone(),
+        bucket,
+        volume,
+        read_only,
+        claim,
+        write: settings.write.clone(),
+        prefetch: settings.prefetch.clone(),
+        budget: Budget::new(settings.budget_bytes()),
+        tasks,
+        clock,
+        rng,
+    }))
+}
