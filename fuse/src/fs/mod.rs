@@ -19,3 +19,6 @@ pub use names::Caller;
 pub use open::{OpenFlags, Opened};
 pub use state::{FileSystem, Policy};
 pub use xattr::XattrReply;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,162 @@
+//! Opening, reading, writing and closing.
+
+use bytes::Bytes;
+
+use super::*;
+
+#[tokio::test]
+async fn what_is_written_is_read_back() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "hello").await;
+    assert_eq!(content(&fs, ino).await, "hello");
+    let handle = open(&fs, ino, libc::O_RDWR).await.expect("open");
+    fs.write(ino, handle, 10, "world".into(), false).await.expect("write");
+    assert_eq!(fs.read(ino, handle, 3, 100).await, Ok(Bytes::from("lo\0\0\0\0\0world")));
+    assert_eq!(fs.read(ino, handle, 15, 100).await, Ok(Bytes::new()), "at the end there is nothing");
+    assert_eq!(fs.attributes(ino).await.expect("stat").size, 15, "before anything was flushed");
+    fs.sync_file(handle).await.expect("fsync");
+    fs.release(handle).await.expect("release");
+    assert_eq!(fs.open_handles(), 0);
+}
+
+#[tokio::test]
+async fn open_flags_mean_what_open_says() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "0123").await;
+    let create =
+        |flags| fs.create(CALLER, ROOT, b"f", 0o600, OpenFlags(libc::O_RDWR | libc::O_CREAT | flags));
+    fails(create(libc::O_EXCL).await, libc::EEXIST);
+    let (found, opened) = create(0).await.expect("the one there");
+    assert_eq!(
+        (found.ino, found.mode, found.size),
+        (ino, 0o644, 4),
+        "an existing file keeps mode and content"
+    );
+    fs.release(opened.handle).await.expect("release");
+    let append = open(&fs, ino, libc::O_WRONLY | libc::O_APPEND).await.expect("append");
+    fs.write(ino, append, 0, "45".into(), false).await.expect("write");
+    fs.release(append).await.expect("release");
+    assert_eq!(content(&fs, ino).await, "012345");
+    for access in [libc::O_WRONLY, libc::O_RDONLY] {
+        let handle = open(&fs, ino, access | libc::O_TRUNC).await.expect("truncate");
+        assert_eq!(fs.attributes(ino).await.expect("stat").size, 0);
+        fs.release(handle).await.expect("release");
+        put_content(&fs, ino, "again").await;
+    }
+    let (found, opened) = create(libc::O_TRUNC).await.expect("truncate");
+    assert_eq!(found.size, 0);
+    fs.release(opened.handle).await.expect("release");
+    fails(open(&fs, ino, libc::O_ACCMODE).await, libc::EINVAL);
+    fails(fs.create(CALLER, ROOT, b"f/g", 0o600, OpenFlags(libc::O_CREAT)).await, libc::EINVAL);
+}
+
+async fn put_content(fs: &FileSystem, ino: InodeId, content: &str) {
+    let handle = open(fs, ino, libc::O_WRONLY).await.expect("open");
+    fs.write(ino, handle, 0, Bytes::copy_from_slice(content.as_bytes()), false).await.expect("write");
+    fs.flush(handle).await.expect("flush");
+    fs.release(handle).await.expect("release");
+}
+
+#[tokio::test]
+async fn the_kernel_keeps_its_pages_while_the_content_stays() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "one").await;
+    let keeps = async || {
+        let opened = fs.open(ino, OpenFlags(libc::O_RDONLY), true).await.expect("open");
+        fs.release(opened.handle).await.expect("release");
+        assert!(!opened.flushes, "nothing to flush after reading");
+        opened.keep_cache
+    };
+    keeps().await;
+    assert!(keeps().await, "nothing has changed since the last open");
+    put_content(&fs, ino, "two").await;
+    keeps().await;
+    assert!(keeps().await);
+    let change = crate::fs::Change { size: Some(1), ..Default::default() };
+    fs.set_attributes(ino, change, true).await.expect("truncate");
+    assert!(!keeps().await, "another content");
+}
+
+#[tokio::test]
+async fn a_removed_file_lives_until_its_last_close() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "kept").await;
+    let handle = open(&fs, ino, libc::O_RDWR).await.expect("open");
+    fs.unlink(ROOT, b"f").await.expect("unlink");
+    assert_eq!(fs.lookup(ROOT, b"f").await, Ok(None));
+    fs.write(ino, handle, 4, " on".into(), false).await.expect("write");
+    assert_eq!(fs.read(ino, handle, 0, 100).await, Ok(Bytes::from("kept on")));
+    assert_eq!(fs.attributes(ino).await.expect("fstat").nlink, 0);
+    fs.flush(handle).await.expect("flush");
+    fs.release(handle).await.expect("release");
+    fails(fs.attributes(ino).await, libc::ENOENT);
+}
+
+#[tokio::test]
+async fn a_new_name_does_not_hide_what_was_not_committed_yet() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "").await;
+    let handle = open(&fs, ino, libc::O_WRONLY).await.expect("open");
+    fs.write(ino, handle, 0, "pending".into(), false).await.expect("write");
+    assert_eq!(fs.link(ino, ROOT, b"g").await.expect("link").size, 7);
+    assert_eq!(find(&fs, ROOT, "g").await.size, 7);
+    fs.release(handle).await.expect("release");
+}
+
+#[tokio::test]
+async fn seeking_finds_data_and_holes() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "data").await;
+    let handle = open(&fs, ino, libc::O_RDWR).await.expect("open");
+    fs.write(ino, handle, 1 << 20, "more".into(), false).await.expect("write");
+    let seek = |offset, whence| fs.seek(ino, handle, offset, whence);
+    assert_eq!(seek(0, libc::SEEK_DATA).await, Ok(0));
+    assert_eq!(seek(0, libc::SEEK_HOLE).await, Ok(4));
+    assert_eq!(seek(4, libc::SEEK_DATA).await, Ok(1 << 20));
+    assert_eq!(seek(1 << 20, libc::SEEK_HOLE).await, Ok((1 << 20) + 4));
+    fails(seek((1 << 20) + 4, libc::SEEK_DATA).await, libc::ENXIO);
+    fails(seek(-1, libc::SEEK_DATA).await, libc::ENXIO);
+    fails(seek(0, libc::SEEK_SET).await, libc::EINVAL);
+    fs.release(handle).await.expect("release");
+}
+
+#[tokio::test]
+async fn allocation_extends_or_refuses() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "data").await;
+    let handle = open(&fs, ino, libc::O_RDWR).await.expect("open");
+    fs.allocate(ino, handle, 0, 0, 100).await.expect("extend");
+    assert_eq!(fs.attributes(ino).await.expect("stat").size, 100);
+    fs.allocate(ino, handle, libc::FALLOC_FL_KEEP_SIZE, 0, 1000).await.expect("keep the size");
+    assert_eq!(fs.attributes(ino).await.expect("stat").size, 100);
+    let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    fs.allocate(ino, handle, punch, 1, 2).await.expect("punch");
+    assert_eq!(fs.read(ino, handle, 0, 4).await, Ok(Bytes::from("d\0\0a")));
+    fails(fs.allocate(ino, handle, libc::FALLOC_FL_COLLAPSE_RANGE, 0, 1).await, libc::EOPNOTSUPP);
+    fs.release(handle).await.expect("release");
+}
+
+#[tokio::test]
+async fn stale_handles_are_refused() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "x").await;
+    let handle = open(&fs, ino, libc::O_RDONLY).await.expect("open");
+    fs.release(handle).await.expect("release");
+    fails(fs.read(ino, handle, 0, 1).await, libc::EBADF);
+    fails(fs.read(ino, Handle::NONE, 0, 1).await, libc::EBADF);
+    fails(fs.flush(handle).await, libc::EBADF);
+    fails(fs.release(handle).await, libc::EBADF);
+}
+
+#[tokio::test]
+async fn what_is_still_open_is_written_at_the_end_of_the_mount() {
+    let bucket = Bucket::in_memory();
+    let fs = FileSystem::new(volume(&bucket, false).await, policy(false), Clock::system());
+    let flags = OpenFlags(libc::O_WRONLY | libc::O_CREAT);
+    let (attributes, opened) = fs.create(CALLER, ROOT, b"f", 0o644, flags).await.expect("create");
+    fs.write(attributes.ino, opened.handle, 0, "late".into(), false).await.expect("write");
+    fs.release_all().await;
+    assert_eq!(fs.open_handles(), 0);
+    let object = bucket.get(&forebay_core::ObjectKey::new("f")).await.expect("the object");
+    assert_eq!(object.0, "late");
+}

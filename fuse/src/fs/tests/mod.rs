@@ -1,0 +1,114 @@
+//! The file system without a kernel: a real volume over an in-memory engine and an in-memory bucket.
+
+mod directories;
+mod files;
+mod names;
+mod sharing;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_cache::{CacheSettings, Node};
+use forebay_core::{Attributes, InodeId, VolumeId};
+use forebay_io::clock::Clock;
+use forebay_io::object::Bucket;
+use forebay_io::rng::Rng;
+use forebay_io::task::TaskGroup;
+use forebay_metadata::commit::{Committer, CommitterSettings};
+use forebay_metadata::kv::MemEngine;
+use forebay_metadata::tree::{LocalTree, TreeParts, TreeSettings};
+use forebay_volume::prefetch::PrefetchSettings;
+use forebay_volume::settings::WriteSettings;
+use forebay_volume::{Parts, Volume};
+
+use super::{Caller, FileSystem, OpenFlags, Policy};
+use crate::errno::{Errno, FsResult};
+use crate::handle::Handle;
+
+const ROOT: InodeId = InodeId::ROOT;
+const CALLER: Caller = Caller { uid: 1000, gid: 100 };
+const VOLUME: VolumeId = VolumeId(7);
+
+/// A volume over `bucket` with a fresh tree.
+async fn volume(bucket: &Bucket, read_only: bool) -> Arc<Volume> {
+    let committer = Committer::start(Arc::new(MemEngine::new()), CommitterSettings::default());
+    let parts = TreeParts {
+        volume: VOLUME,
+        committer,
+        bucket: Some(bucket.clone()),
+        session: 1,
+        clock: Clock::system(),
+        rng: Rng::seeded(1),
+        tasks: TaskGroup::new("test"),
+    };
+    let settings = TreeSettings { read_only, ..TreeSettings::default() };
+    let tree = LocalTree::open(parts, settings).await.expect("a tree");
+    let blocks = Node::open(bucket.clone(), CacheSettings::default()).await.expect("a cache");
+    Volume::assemble(Parts {
+        tree: Arc::new(tree),
+        blocks,
+        bucket: bucket.clone(),
+        volume: VOLUME,
+        read_only,
+        write: WriteSettings::default(),
+        prefetch: PrefetchSettings::default(),
+        clock: Clock::system(),
+        rng: Rng::seeded(2),
+    })
+}
+
+fn policy(dataset: bool) -> Policy {
+    Policy { dataset, ttl: Duration::from_secs(1) }
+}
+
+/// A read-write file system over an empty bucket.
+async fn writable() -> FileSystem {
+    FileSystem::new(volume(&Bucket::in_memory(), false).await, policy(false), Clock::system())
+}
+
+/// A dataset mount of a bucket that holds `objects`.
+async fn dataset(objects: &[(&str, &str)]) -> FileSystem {
+    let bucket = Bucket::in_memory();
+    for (key, content) in objects {
+        let key = forebay_core::ObjectKey::new(*key);
+        let content = Bytes::copy_from_slice(content.as_bytes());
+        bucket.put(&key, content, forebay_io::object::Condition::Any).await.expect("put");
+    }
+    FileSystem::new(volume(&bucket, true).await, policy(true), Clock::system())
+}
+
+/// What `name` names; a missing one fails the test.
+async fn find(fs: &FileSystem, parent: InodeId, name: &str) -> Attributes {
+    fs.lookup(parent, name.as_bytes()).await.expect("lookup").unwrap_or_else(|| panic!("no {name}"))
+}
+
+/// Makes a file with `content` and closes it.
+async fn put(fs: &FileSystem, parent: InodeId, name: &str, content: &str) -> InodeId {
+    let flags = OpenFlags(libc::O_WRONLY | libc::O_CREAT);
+    let (attributes, opened) =
+        fs.create(CALLER, parent, name.as_bytes(), 0o644, flags).await.expect("create");
+    let content = Bytes::copy_from_slice(content.as_bytes());
+    fs.write(attributes.ino, opened.handle, 0, content, false).await.expect("write");
+    fs.flush(opened.handle).await.expect("flush");
+    fs.release(opened.handle).await.expect("release");
+    attributes.ino
+}
+
+/// Opens, reads all, closes.
+async fn content(fs: &FileSystem, ino: InodeId) -> String {
+    let handle = open(fs, ino, libc::O_RDONLY).await.expect("open");
+    let bytes = fs.read(ino, handle, 0, 1 << 20).await.expect("read");
+    fs.release(handle).await.expect("release");
+    String::from_utf8(bytes.to_vec()).expect("text")
+}
+
+async fn open(fs: &FileSystem, ino: InodeId, flags: i32) -> FsResult<Handle> {
+    Ok(fs.open(ino, OpenFlags(flags), true).await?.handle)
+}
+
+/// Checks that `result` failed with `number`.
+#[track_caller]
+fn fails<T: std::fmt::Debug>(result: FsResult<T>, number: i32) {
+    assert_eq!(result.map(|value| format!("{value:?}")), Err(Errno(number)));
+}

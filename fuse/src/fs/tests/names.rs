@@ -1,0 +1,151 @@
+//! mkdir, mknod, symlink, link, unlink, rmdir, rename, lookup counts and attributes.
+
+use bytes::Bytes;
+use forebay_core::{FileKind, Timestamp};
+
+use super::*;
+use crate::fs::{Change, TimeChange, XattrReply};
+
+#[tokio::test]
+async fn every_reference_is_counted_and_forgotten() {
+    let fs = writable().await;
+    let directory = fs.make_directory(CALLER, ROOT, b"d", 0o755).await.expect("mkdir").ino;
+    assert_eq!(fs.lookups(directory), 1, "mkdir hands one out");
+    find(&fs, ROOT, "d").await;
+    assert_eq!(fs.lookup(ROOT, b"none").await, Ok(None));
+    assert_eq!(fs.lookups(directory), 2);
+    let file = put(&fs, directory, "f", "x").await;
+    fs.link(file, ROOT, b"g").await.expect("link");
+    assert_eq!(fs.lookups(file), 2, "create and link hand one out each");
+    fails(fs.make_directory(CALLER, ROOT, b"d", 0o755).await, libc::EEXIST);
+    assert_eq!(fs.lookups(directory), 2, "a refused mkdir hands out none");
+    assert!(fs.forget(file, 2).is_none());
+    assert_eq!(fs.lookups(file), 0);
+}
+
+#[tokio::test]
+async fn new_inodes_have_kind_mode_and_owner() {
+    let fs = writable().await;
+    let made = [
+        (fs.make_directory(CALLER, ROOT, b"dir", 0o1750).await, FileKind::Directory, 0o1750, 0),
+        (fs.make_node(CALLER, ROOT, b"fifo", FileKind::Fifo, 0o600, 9).await, FileKind::Fifo, 0o600, 0),
+        (
+            fs.make_node(CALLER, ROOT, b"null", FileKind::CharDevice, 0o666, 259).await,
+            FileKind::CharDevice,
+            0o666,
+            259,
+        ),
+        (fs.make_symlink(CALLER, ROOT, b"link", "there".into()).await, FileKind::Symlink, 0o777, 0),
+    ];
+    for (attributes, kind, mode, rdev) in made {
+        let found = attributes.expect("made");
+        assert_eq!((found.kind, found.mode, found.rdev), (kind, mode, rdev));
+        assert_eq!((found.uid, found.gid), (CALLER.uid, CALLER.gid));
+    }
+    let link = find(&fs, ROOT, "link").await.ino;
+    assert_eq!(fs.read_link(link).await, Ok(Bytes::from("there")));
+    fails(fs.make_symlink(CALLER, ROOT, b"empty", Bytes::new()).await, libc::ENOENT);
+    fails(fs.make_symlink(CALLER, ROOT, b"long", vec![b'x'; 4096].into()).await, libc::ENAMETOOLONG);
+    fails(fs.make_directory(CALLER, ROOT, &[b'n'; 256], 0o755).await, libc::ENAMETOOLONG);
+    fails(fs.make_node(CALLER, ROOT, b"odd", FileKind::Directory, 0, 0).await, libc::EINVAL);
+}
+
+#[tokio::test]
+async fn renames_replace_refuse_and_exchange() {
+    let fs = writable().await;
+    let (a, b) = (put(&fs, ROOT, "a", "A").await, put(&fs, ROOT, "b", "B").await);
+    fails(fs.rename((ROOT, b"a"), (ROOT, b"b"), libc::RENAME_NOREPLACE).await, libc::EEXIST);
+    fails(fs.rename((ROOT, b"a"), (ROOT, b"b"), libc::RENAME_WHITEOUT).await, libc::EINVAL);
+    let both = libc::RENAME_NOREPLACE | libc::RENAME_EXCHANGE;
+    fails(fs.rename((ROOT, b"a"), (ROOT, b"b"), both).await, libc::EINVAL);
+    fails(fs.rename((ROOT, b"none"), (ROOT, b"b"), 0).await, libc::ENOENT);
+    fs.rename((ROOT, b"a"), (ROOT, b"b"), libc::RENAME_EXCHANGE).await.expect("exchange");
+    assert_eq!((find(&fs, ROOT, "a").await.ino, find(&fs, ROOT, "b").await.ino), (b, a));
+    fs.rename((ROOT, b"a"), (ROOT, b"b"), 0).await.expect("replace");
+    assert_eq!(find(&fs, ROOT, "b").await.ino, b);
+    assert_eq!(fs.lookup(ROOT, b"a").await, Ok(None));
+    assert_eq!(content(&fs, b).await, "B");
+}
+
+#[tokio::test]
+async fn directories_refuse_what_would_lose_names() {
+    let fs = writable().await;
+    let directory = fs.make_directory(CALLER, ROOT, b"d", 0o755).await.expect("mkdir").ino;
+    put(&fs, directory, "f", "x").await;
+    fs.make_directory(CALLER, ROOT, b"e", 0o755).await.expect("mkdir");
+    fails(fs.remove_directory(ROOT, b"d").await, libc::ENOTEMPTY);
+    fails(fs.rename((ROOT, b"e"), (ROOT, b"d"), 0).await, libc::ENOTEMPTY);
+    fails(fs.rename((ROOT, b"d"), (directory, b"inside"), 0).await, libc::EINVAL);
+    fails(fs.rename((ROOT, b"e"), (directory, b"f"), 0).await, libc::ENOTDIR);
+    fails(fs.rename((directory, b"f"), (ROOT, b"e"), 0).await, libc::EISDIR);
+    fails(fs.remove_directory(directory, b"f").await, libc::ENOTDIR);
+    fails(fs.unlink(ROOT, b"none").await, libc::ENOENT);
+    fs.unlink(directory, b"f").await.expect("unlink");
+    fs.remove_directory(ROOT, b"d").await.expect("rmdir");
+}
+
+#[tokio::test]
+async fn attributes_change_as_asked_and_only_that() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "0123456789").await;
+    let before = fs.attributes(ino).await.expect("stat");
+    let time = Timestamp { seconds: -5, nanos: 7 };
+    let change = Change { mode: Some(0o600), mtime: Some(TimeChange::At(time)), ..Change::default() };
+    let after = fs.set_attributes(ino, change, true).await.expect("chmod and utimes");
+    assert_eq!((after.mode, after.mtime, after.atime, after.size), (0o600, time, before.atime, 10));
+    let now = Change { atime: Some(TimeChange::Now), ..Change::default() };
+    let after = fs.set_attributes(ino, now, true).await.expect("UTIME_NOW");
+    assert!(after.atime >= before.mtime && after.mtime == time);
+    let owner = Change { uid: Some(5), gid: Some(6), ..Change::default() };
+    let after = fs.set_attributes(ino, owner, true).await.expect("chown");
+    assert_eq!((after.uid, after.gid), (5, 6));
+    for size in [4, 12] {
+        let after = fs.set_attributes(ino, Change { size: Some(size), ..Change::default() }, true).await;
+        assert_eq!(after.expect("truncate").size, size);
+    }
+    assert_eq!(content(&fs, ino).await, "0123\0\0\0\0\0\0\0\0");
+    assert_eq!(fs.set_attributes(ino, Change::default(), true).await, fs.attributes(ino).await);
+}
+
+#[tokio::test]
+async fn set_id_bits_go_when_others_change_the_content() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "x").await;
+    let mode = |mode| Change { mode: Some(mode), ..Change::default() };
+    let size = Change { size: Some(0), ..Change::default() };
+    for (given, kept_by_root, left_by_others) in [(0o6755, 0o6755, 0o755), (0o2640, 0o2640, 0o2640)] {
+        fs.set_attributes(ino, mode(given), true).await.expect("chmod");
+        let by_root = fs.set_attributes(ino, size.clone(), true).await.expect("truncate");
+        assert_eq!(by_root.mode, kept_by_root);
+        let by_others = fs.set_attributes(ino, size.clone(), false).await.expect("truncate");
+        assert_eq!(by_others.mode, left_by_others, "set-gid without group execution is no set-id bit");
+    }
+    fs.set_attributes(ino, mode(0o4755), true).await.expect("chmod");
+    let handle = open(&fs, ino, libc::O_WRONLY).await.expect("open");
+    fs.write(ino, handle, 0, "y".into(), true).await.expect("write");
+    assert_eq!(fs.attributes(ino).await.expect("stat").mode, 0o755);
+    fs.release(handle).await.expect("release");
+}
+
+#[tokio::test]
+async fn extended_attributes_probe_sizes_and_keep_limits() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "x").await;
+    fails(fs.xattr(ino, b"user.a", 0).await, libc::ENODATA);
+    fails(fs.set_xattr(ino, b"user.a", "1".into(), libc::XATTR_REPLACE).await, libc::ENODATA);
+    fs.set_xattr(ino, b"user.a", "12345".into(), libc::XATTR_CREATE).await.expect("set");
+    fails(fs.set_xattr(ino, b"user.a", "1".into(), libc::XATTR_CREATE).await, libc::EEXIST);
+    fs.set_xattr(ino, b"user.b", Bytes::new(), 0).await.expect("an empty value is one");
+    assert_eq!(fs.xattr(ino, b"user.a", 0).await, Ok(XattrReply::Size(5)));
+    fails(fs.xattr(ino, b"user.a", 4).await, libc::ERANGE);
+    assert_eq!(fs.xattr(ino, b"user.a", 5).await, Ok(XattrReply::Value("12345".into())));
+    assert_eq!(fs.xattrs(ino, 0).await, Ok(XattrReply::Size(14)));
+    fails(fs.xattrs(ino, 13).await, libc::ERANGE);
+    assert_eq!(fs.xattrs(ino, 14).await, Ok(XattrReply::Value("user.a\0user.b\0".into())));
+    fails(fs.set_xattr(ino, b"user.c", vec![0; 65_537].into(), 0).await, libc::E2BIG);
+    fails(fs.set_xattr(ino, b"user.c", "1".into(), 3).await, libc::EINVAL);
+    fails(fs.set_xattr(ino, &[b'x'; 256], "1".into(), 0).await, libc::ERANGE);
+    fails(fs.set_xattr(ino, b"system.posix_acl_access", "1".into(), 0).await, libc::EOPNOTSUPP);
+    fs.remove_xattr(ino, b"user.a").await.expect("remove");
+    fails(fs.remove_xattr(ino, b"user.a").await, libc::ENODATA);
+}
