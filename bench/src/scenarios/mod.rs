@@ -3,6 +3,7 @@
 mod common;
 mod object;
 mod read;
+mod cache;
 mod write;
 mod memory;
 mod checkpoint;
@@ -26,6 +27,7 @@ pub const SCENARIOS: &[Scenario] = &[
     Scenario { name: "object", run: object::run },
     Scenario { name: "read", run: read::run },
     Scenario { name: "write", run: write::run },
+    Scenario { name: "cache", run: cache::run },
     Scenario { name: "checkpoint", run: checkpoint::run },
     Scenario { name: "memory", run: memory::run },
 ];
