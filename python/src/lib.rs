@@ -4,7 +4,7 @@
 //! does I/O, and maps errors to exceptions in one place. What a state is made of is the Python side's business.
 
 mod errors;
-mod foreign;
+mod buffer;
 mod saving;
 mod loading;
 

@@ -11,7 +11,7 @@ use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
 use pyo3::prelude::*;
 
 use crate::errors::OrRaise;
-use crate::foreign;
+use crate::buffer;
 
 /// A committed step: step, incarnation, attempt, when (seconds since 1970), superseded.
 type Listed = (u64, u64, String, f64, bool);
@@ -23,10 +23,6 @@ where
 {
     let run = || {
         let url: BucketUrl = url.parse()?;
-        if url.directory().is_some_and(|directory| !directory.is_dir()) {
-            let message = format!("{url} does not exist");
-            return Err(Error::new(ErrorKind::NotFound, message).with_hint("check the path; saving creates it"));
-        }
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         runtime.block_on(async { work(Bucket::open(&url, &StoreSettings::default()).await?).await })
     };
@@ -107,7 +103,7 @@ impl Step {
     /// Fills memory, given as tensor index, address and length, with tensors that passed their checks.
     fn read(&self, py: Python<'_>, targets: Vec<(usize, usize, usize)>) -> PyResult<()> {
         with_bucket(py, &self.url, |bucket| async move {
-            let target = |(tensor, address, length)| Target { tensor, bytes: foreign::bytes_mut((address, length)) };
+            let target = |(tensor, address, length)| Target { tensor, bytes: buffer::bytes_mut((address, length)) };
             let targets = targets.into_iter().map(target).collect();
             read_tensors(&bucket, &self.manifest, targets).await
         })

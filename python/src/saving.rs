@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 
 use crate::errors::{OrRaise, exception};
-use crate::foreign::{self, Span};
+use crate::buffer::{self, Span};
 
 /// Every element type: name and bytes of one element.
 #[pyfunction]
@@ -27,7 +27,7 @@ pub(crate) fn dtypes() -> Vec<(&'static str, u64)> {
 /// The whole life of an agent, at the other end of the socket `fd`.
 #[pyfunction]
 pub(crate) fn run_agent(py: Python<'_>, fd: i32) -> PyResult<()> {
-    py.detach(|| serve(foreign::stream(fd))).or_raise()
+    py.detach(|| serve(buffer::stream(fd))).or_raise()
 }
 
 /// A trainer's connection to its agent.
@@ -51,7 +51,7 @@ impl Session {
 
     /// Greets the agent behind the socket `fd`, which this call takes over.
     fn connect(&self, py: Python<'_>, fd: i32) -> PyResult<()> {
-        py.detach(|| self.0.lock().connect(foreign::stream(fd))).or_raise()
+        py.detach(|| self.0.lock().connect(buffer::stream(fd))).or_raise()
     }
 
     #[getter]
@@ -225,7 +225,7 @@ impl Snapshot {
 }
 
 fn spans<'a>(sources: &[(usize, usize, usize)]) -> Vec<(usize, &'a [u8])> {
-    sources.iter().map(|(index, address, length)| (*index, foreign::bytes((*address, *length)))).collect()
+    sources.iter().map(|(index, address, length)| (*index, buffer::bytes((*address, *length)))).collect()
 }
 
 /// One save and what became of it.

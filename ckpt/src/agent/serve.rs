@@ -11,9 +11,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::clock::Clock;
 use forebay_io::mem::SharedMemory;
 use forebay_io::net::FdStream;
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
+use forebay_io::task::TaskGroup;
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
@@ -68,11 +70,15 @@ pub fn serve(mut stream: FdStream) -> Result<()> {
         return Err(Error::invalid("an agent is greeted first"));
     };
     let (saves, queue) = mpsc::channel(MAX_SAVES);
-    let flusher = runtime.spawn(flush_all(hello, trainer.clone(), queue));
+    let tasks = TaskGroup::new("agent");
+    let flusher = {
+        let _context = runtime.enter();
+        tasks.spawn("flush", flush_all(hello, trainer.clone(), queue))
+    };
     let read = read_requests(&mut stream, &trainer, &saves);
     trainer.gone.store(true, Ordering::Release);
     drop(saves);
-    runtime.block_on(flusher).map_err(|error| Error::bug(format!("the flusher: {error}")))?;
+    runtime.block_on(flusher)?;
     read
 }
 
@@ -114,10 +120,11 @@ async fn flush_all(hello: Hello, trainer: Trainer, mut queue: mpsc::Receiver<Sav
     // The incarnation is taken at once, so that starts are ordered as they happened; what fails here fails again,
     // and is told, at the first save.
     let mut target = open(&hello, &trainer).await.ok();
-    while let Some(Save { seal, slot }) = queue.recv().await {
-        let save = seal.save;
-        let settled = flush_until_settled(&hello, &trainer, &mut target, &seal, &slot).await;
-        drop(slot);
+    let clock = Clock::system();
+    while let Some(sealed) = queue.recv().await {
+        let settled = flush_until_settled(&clock, &hello, &trainer, &mut target, &sealed).await;
+        let save = sealed.seal.save;
+        drop(sealed);
         trainer.tell(&match settled {
             Ok(()) => Reply::Durable { save },
             Err(error) => Reply::Failed { save, error: (&error).into() },
@@ -130,24 +137,24 @@ async fn flush_all(hello: Hello, trainer: Trainer, mut queue: mpsc::Receiver<Sav
 
 /// Tries a save until it is committed, refused, or the store stayed away too long.
 async fn flush_until_settled(
+    clock: &Clock,
     hello: &Hello,
     trainer: &Trainer,
     target: &mut Option<(Bucket, Run)>,
-    seal: &Seal,
-    slot: &Bytes,
+    save: &Save,
 ) -> Result<()> {
-    let deadline = tokio::time::Instant::now() + GIVE_UP_AFTER;
+    let deadline = clock.now() + GIVE_UP_AFTER;
     let mut pause = Duration::from_millis(500);
     loop {
-        let error = match try_flush(hello, trainer, target, seal, slot).await {
+        let error = match try_flush(hello, trainer, target, save).await {
             Err(error) if error.kind() == ErrorKind::Unavailable => error,
             settled => return settled,
         };
-        if tokio::time::Instant::now() + pause > deadline {
+        if clock.now() + pause > deadline {
             return Err(error);
         }
-        trainer.tell(&Reply::Warning { message: format!("step {}: {error}; trying again", seal.step) });
-        tokio::time::sleep(pause).await;
+        trainer.tell(&Reply::Warning { message: format!("step {}: {error}; trying again", save.seal.step) });
+        clock.sleep(pause).await;
         pause = (2 * pause).min(LONGEST_PAUSE);
     }
 }
@@ -156,8 +163,7 @@ async fn try_flush(
     hello: &Hello,
     trainer: &Trainer,
     target: &mut Option<(Bucket, Run)>,
-    seal: &Seal,
-    slot: &Bytes,
+    save: &Save,
 ) -> Result<()> {
     let (bucket, run) = match target {
         Some(target) => target,
@@ -166,7 +172,7 @@ async fn try_flush(
     if !trainer.is_gone() {
         refuse_if_superseded(bucket, run).await?;
     }
-    flush(bucket, run, seal, slot).await
+    flush(bucket, run, &save.seal, &save.slot).await
 }
 
 /// Opens the bucket and takes an incarnation.
@@ -200,3 +206,6 @@ async fn clean_up(bucket: &Bucket, run: &Run, keep: Option<usize>, trainer: &Tra
         trainer.tell(&Reply::Warning { message: format!("old steps were not deleted: {error}") });
     }
 }
+
+#[cfg(test)]
+mod tests;

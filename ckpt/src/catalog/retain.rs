@@ -7,12 +7,8 @@ use std::collections::HashSet;
 
 use forebay_core::{ErrorKind, ObjectKey, Result};
 use forebay_io::object::Bucket;
-use futures::{StreamExt, TryStreamExt, stream};
 
 use super::{StepInfo, list_steps, load_manifest};
-
-/// Deletes in flight at once.
-const PARALLEL: usize = 8;
 
 /// What retention took away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -55,12 +51,7 @@ pub async fn retain(bucket: &Bucket, keep: usize) -> Result<Removed> {
     }
     let shards: Vec<_> = unnamed.difference(&needed).map(ObjectKey::new).collect();
     let removed = Removed { manifests: goes.len(), shards: shards.len() };
-    delete(bucket, goes.iter().map(|info| info.key.object()).collect()).await?;
-    delete(bucket, shards).await?;
+    bucket.delete_many(&goes.iter().map(|info| info.key.object()).collect::<Vec<_>>()).await?;
+    bucket.delete_many(&shards).await?;
     Ok(removed)
-}
-
-async fn delete(bucket: &Bucket, keys: Vec<ObjectKey>) -> Result<()> {
-    let deletes = keys.into_iter().map(|key| async move { bucket.delete(&key).await });
-    stream::iter(deletes).buffer_unordered(PARALLEL).try_collect().await
 }

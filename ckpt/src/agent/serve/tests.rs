@@ -1,0 +1,128 @@
+//! A store that fails: what is told as durable is, what is committed is whole, and nothing else is listed.
+
+use forebay_io::object::{FaultMode, Faults, OperationKind};
+
+use super::*;
+use crate::catalog::{Start, list_steps};
+use crate::manifest::{Checksum, Slice, SliceKind, Tensor};
+use crate::verify::verify;
+
+/// Milliseconds until the store's own retries give a request up.
+const DEADLINE_MS: u64 = 300;
+
+fn start() -> Start {
+    Start { nonce: "0123456789abcdef".repeat(2), host: "host".into(), pid: 1, started_ms: 0 }
+}
+
+fn hello() -> Hello {
+    Hello { url: "s3://unused".into(), start: start(), keep: None }
+}
+
+/// A trainer who listens at the other end of the stream.
+fn trainer() -> (Trainer, FdStream) {
+    let (near, far) = FdStream::pair().expect("pair");
+    (Trainer { stream: Arc::new(Mutex::new(near)), gone: Arc::default() }, far)
+}
+
+/// A sealed save of one tensor.
+fn sealed(step: u64, length: usize) -> Save {
+    let header = 4096;
+    let mut slot = vec![b' '; header];
+    slot.extend((0..length).map(|i| (i as u64 * 7 + step) as u8));
+    let slice = Slice {
+        kind: SliceKind::Box,
+        offsets: vec![0],
+        lengths: vec![length as u64],
+        shard: 0,
+        start: header as u64,
+        end: slot.len() as u64,
+        crc32c: Checksum(forebay_core::crc32c(&slot[header..])),
+    };
+    let (dtype, shape) = ("uint8".to_owned(), vec![length as u64]);
+    let tensors = vec![Tensor { name: "t".into(), dtype, shape, slices: vec![slice] }];
+    let (size, header) = (slot.len() as u64, header as u64);
+    let extras = Vec::new();
+    let seal = Seal { save: step, arena: 1, slot: 0, size, header, step, created_ms: 0, tensors, extras };
+    Save { seal: Box::new(seal), slot: slot.into() }
+}
+
+async fn settle(target: &mut Option<(Bucket, Run)>, save: &Save) -> Result<()> {
+    let (trainer, _listener) = trainer();
+    flush_until_settled(&Clock::system(), &hello(), &trainer, target, save).await
+}
+
+#[tokio::test]
+async fn lost_replies_and_broken_requests_are_made_up_for() {
+    use OperationKind::{Get, Head, List, Put};
+    for kind in [Put, Head, Get, List] {
+        for (nth, mode) in [(1, FaultMode::Before), (1, FaultMode::LoseReply), (2, FaultMode::LoseReply)] {
+            let (plain, faults) = (Bucket::in_memory(), Faults::new());
+            let bucket = plain.with_faults(&faults).with_deadline_ms(DEADLINE_MS);
+            let run = begin_run(&bucket, start()).await.expect("run");
+            faults.script(kind, nth, mode);
+            let mut target = Some((bucket, run));
+            settle(&mut target, &sealed(1, 1000)).await.expect("durable");
+            assert_eq!(list_steps(&plain).await.expect("list").len(), 1, "{kind:?} {nth} {mode:?}");
+            assert_eq!(verify(&plain, None, &|_| {}).await.expect("verify"), []);
+        }
+    }
+}
+
+#[tokio::test]
+async fn under_random_faults_every_listed_step_is_whole() {
+    let scale = std::env::var("FOREBAY_TEST_SCALE").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
+    for seed in 0..3 * scale {
+        let (plain, faults) = (Bucket::in_memory(), Faults::random(seed, 0.2));
+        let bucket = plain.with_faults(&faults).with_deadline_ms(DEADLINE_MS);
+        let mut target = None;
+        while target.is_none() {
+            target = begin_run(&bucket, start()).await.ok().map(|run| (bucket.clone(), run));
+        }
+        for step in 1..=3 {
+            let save = sealed(step, if step == 1 { 9 << 20 } else { 100 });
+            settle(&mut target, &save).await.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+            let steps = list_steps(&plain).await.expect("list");
+            assert_eq!(steps.len() as u64, step, "seed {seed}");
+        }
+        assert_eq!(verify(&plain, None, &|_| {}).await.expect("verify"), [], "seed {seed}");
+        assert_eq!(list_steps(&plain).await.expect("list")[0].key.incarnation, 1, "seed {seed}");
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_stays_away_is_told_and_waited_for() {
+    let (plain, faults) = (Bucket::in_memory(), Faults::new());
+    let bucket = plain.with_faults(&faults).with_deadline_ms(50);
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let mut target = Some((bucket, run));
+    let (trainer, mut listener) = trainer();
+    faults.set_down(true);
+    let clock = Clock::manual();
+    let (save, greeting) = (sealed(1, 10), hello());
+    let flush = flush_until_settled(&clock, &greeting, &trainer, &mut target, &save);
+    let error = tokio::select! {
+        settled = flush => settled.expect_err("the store never came back"),
+        () = async { loop { clock.advance(LONGEST_PAUSE); tokio::time::sleep(Duration::from_millis(5)).await; } } =>
+            unreachable!("the clock runs for ever"),
+    };
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    let (frame, _) = listener.receive().expect("receive").expect("a warning");
+    assert!(String::from_utf8_lossy(&frame).contains("trying again"));
+    assert_eq!(list_steps(&plain).await.expect("list"), []);
+    faults.set_down(false);
+    settle(&mut target, &save).await.expect("durable");
+}
+
+#[tokio::test]
+async fn a_start_keeps_its_number_when_the_answer_is_lost() {
+    for nth in 1..=2 {
+        let (plain, faults) = (Bucket::in_memory(), Faults::new());
+        let bucket = plain.with_faults(&faults).with_deadline_ms(DEADLINE_MS);
+        faults.script(OperationKind::Put, nth, FaultMode::LoseReply);
+        let run = begin_run(&bucket, start()).await.expect("run");
+        assert_eq!((run.incarnation, run.conditional), (1, true));
+        let other = Start { nonce: "f".repeat(32), ..start() };
+        assert_eq!(begin_run(&bucket, other).await.expect("run").incarnation, 2);
+        assert_eq!(superseded_by(&plain, &run).await.expect("newest").expect("newer").incarnation, 2);
+    }
+}
