@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict  # noqa: F401  (slow: before any fork)
 
 SCALE = int(os.environ.get("FOREBAY_TEST_SCALE", "1"))
 """Multiplies the rounds of every random test."""

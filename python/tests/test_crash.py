@@ -7,7 +7,6 @@ import random
 import signal
 import socket
 import time
-import warnings
 from pathlib import Path
 from typing import Any, Callable
 
@@ -176,7 +175,7 @@ def test_a_later_start_supersedes_this_one(url: str) -> None:
         assert new.steps() == [1, 2]
 
 
-def test_a_store_in_trouble_is_told_and_tried_again(tmp_path: Path) -> None:
+def test_errors_surface_at_the_next_call_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with forebay.Checkpointer(run, every=1) as checkpointer:
         save = checkpointer.step(1, {"n": 1})
@@ -185,14 +184,15 @@ def test_a_store_in_trouble_is_told_and_tried_again(tmp_path: Path) -> None:
         (run / "shards").write_text("in the way")
         save = checkpointer.step(2, {"t": torch.zeros(3)})
         assert save is not None
-        with pytest.warns(forebay.CheckpointWarning, match="step 2: .*; trying again"):
-            save.wait_durable(1)
-        assert save.sealed and not save.durable
+        while save._progress() != "failed":
+            checkpointer._listen(1)
+        with pytest.raises(forebay.CheckpointError, match="shards/.*exists already"):
+            checkpointer.step(3, {"n": 3})
         (run / "shards").unlink()
         (run / "elsewhere").rename(run / "shards")
-        warnings.simplefilter("ignore", forebay.CheckpointWarning)
-        assert save.wait_durable(60)
-        assert checkpointer.steps() == [1, 2]
+        save = checkpointer.step(4, {"t": torch.ones(3)})
+        assert save is not None and save.wait_durable(60)
+        assert checkpointer.steps() == [1, 4]
 
 
 def test_a_busy_store_makes_saves_wait_or_be_skipped(s3_endpoint: str) -> None:
