@@ -1,16 +1,14 @@
 //! Copying with a checksum: the bytes pass the processor once.
 //!
-//! Work is cut into chunks that threads take in order; inside a chunk, each block is copied and then checksummed
-//! while it is still in the second-level cache. The checksum is of the copy, so that what is sealed is what was
-//! checked.
+//! Work is cut into chunks that threads take in order. The checksum is of the copy, so that what is sealed is what
+//! was checked.
 
-use forebay_core::checksum::{Crc32c, combine};
+use forebay_core::checksum::combine;
+use forebay_io::mem::copy_with_crc32c;
 use parking_lot::Mutex;
 
 /// Bytes that a thread takes at once: small against any state worth several threads, large against taking one.
 const CHUNK: usize = 4 << 20;
-/// Bytes copied before they are checksummed: fits the second-level cache beside its source.
-const BLOCK: usize = 128 << 10;
 
 /// Bytes to be copied, or only checksummed.
 #[derive(Debug)]
@@ -84,17 +82,12 @@ fn cut(job: usize, work: Job<'_>) -> Vec<Chunk<'_>> {
 }
 
 fn copy_chunk(chunk: Chunk<'_>) -> Part {
-    let mut crc = Crc32c::default();
-    match chunk.source {
-        Some(source) => {
-            for (source, target) in source.chunks(BLOCK).zip(chunk.target.chunks_mut(BLOCK)) {
-                target.copy_from_slice(source);
-                crc.update(target);
-            }
-        }
-        None => crc.update(chunk.target),
-    }
-    Part { job: chunk.job, part: chunk.part, crc32c: crc.value(), length: chunk.target.len() as u64 }
+    let length = chunk.target.len() as u64;
+    let crc32c = match chunk.source {
+        Some(source) => copy_with_crc32c(source, chunk.target),
+        None => forebay_core::crc32c(chunk.target),
+    };
+    Part { job: chunk.job, part: chunk.part, crc32c, length }
 }
 
 #[cfg(test)]
@@ -103,7 +96,7 @@ mod tests {
 
     #[test]
     fn copies_and_checksums_whatever_the_threads() {
-        let sizes = [0, 1, BLOCK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 12_345];
+        let sizes = [0, 1, 100_000, CHUNK, CHUNK + 1, 3 * CHUNK + 12_345];
         let sources: Vec<Vec<u8>> =
             sizes.iter().map(|size| (0..*size).map(|i| (i * 31 + size) as u8).collect()).collect();
         let expected: Vec<u32> = sources.iter().map(|source| forebay_core::crc32c(source)).collect();

@@ -2,6 +2,8 @@
 
 mod budget;
 mod shared;
+mod fused;
 
 pub use budget::{Budget, Class, Permit};
+pub use fused::copy_with_crc32c;
 pub use shared::{ReadMapping, SharedMemory, WriteMapping, populate};
