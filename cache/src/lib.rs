@@ -3,6 +3,7 @@
 //! Promises: a block leaves the bucket once however many ask at once; no byte that failed its checksum is returned;
 //! memory and disk stay under their ceilings. Holds only copies: losing all of it loses nothing. Knows nothing of
 //! files, names or trees.
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests spawn, sleep and time as they need"))]
 
 pub mod block;
 pub mod settings;

@@ -1,4 +1,5 @@
 //! A [`forebay_volume::Volume`] as a mounted file system.
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests spawn, sleep and time as they need"))]
 
 pub mod errno;
 mod inode;

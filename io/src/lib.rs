@@ -1,4 +1,5 @@
 //! The only package that touches the world: object stores, disks, the network, time and chance.
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests spawn, sleep and time as they need"))]
 
 pub mod clock;
 pub mod rng;

@@ -1,4 +1,5 @@
 //! The directory tree of a volume: names, attributes and layouts over a small transactional key-value engine.
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests spawn, sleep and time as they need"))]
 
 #[cfg(test)]
 mod testing;

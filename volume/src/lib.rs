@@ -2,6 +2,7 @@
 //!
 //! Owns reading (layout, prefetch, blocks), writing (buffer, upload, commit, seal) and the composition of a volume
 //! from its parts. Knows nothing of FUSE and decides nothing about names, which are the tree's.
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests spawn, sleep and time as they need"))]
 
 pub mod prefetch;
 pub mod settings;

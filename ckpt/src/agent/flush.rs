@@ -4,12 +4,13 @@ use bytes::Bytes;
 use forebay_core::checksum::{Crc32c, combine};
 use forebay_core::{Error, Result};
 use forebay_io::object::{Bucket, Condition};
-use forebay_io::task::blocking;
 
 use super::Seal;
 use crate::catalog::{Run, commit};
 use crate::manifest::{Checksum, Identity, Manifest, Shard};
 
+/// Shards up to this many bytes are one PUT.
+const SINGLE_PUT: u64 = 8 << 20;
 /// Bytes hashed and checksummed together, so that both find them in the cache.
 const PIECE: usize = 256 << 10;
 
@@ -20,7 +21,8 @@ const PIECE: usize = 256 << 10;
 pub(super) async fn flush(bucket: &Bucket, run: &Run, seal: &Seal, slot: &Bytes) -> Result<()> {
     let shard = slot.slice(..seal.size as usize);
     let (checked, copy) = (shard.clone(), seal.clone());
-    let (identity, crc32c) = blocking(move || inspect(&copy, &checked)).await??;
+    let inspected = forebay_io::task::blocking(move || inspect(&copy, &checked)).await;
+    let (identity, crc32c) = inspected.map_err(|error| error.context("hash a shard"))??;
     let manifest = manifest_of(run, seal, identity, crc32c);
     manifest.check()?;
     upload(bucket, &manifest.shards[0], shard).await?;
@@ -80,8 +82,15 @@ fn manifest_of(run: &Run, seal: &Seal, blake3: Identity, crc32c: u32) -> Manifes
 /// Writes the shard under its identity. The bytes of that key are always the same, so that writing twice is no harm.
 async fn upload(bucket: &Bucket, shard: &Shard, data: Bytes) -> Result<()> {
     let key = Shard::key_of(&shard.blake3);
+    if shard.size <= SINGLE_PUT {
+        return bucket.put(&key, data, Condition::Always).await.map(drop);
+    }
     let mut upload = bucket.upload(&key).await?;
-    upload.write(data).await?;
+    if let Err(error) = upload.write(data).await {
+        // The error that matters is the first; parts left behind are the store's to expire.
+        upload.abort().await.ok();
+        return Err(error);
+    }
     let stored = upload.complete(Condition::Always).await?;
     if stored.size != shard.size {
         let (got, expected) = (stored.size, shard.size);

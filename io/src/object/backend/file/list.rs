@@ -98,7 +98,8 @@ impl Walk<'_> {
             }
             return Ok(());
         };
-        let is_passed = key.as_str() <= self.after && !(self.after.starts_with(&key) && !self.list.delimited);
+        let may_hold_more = !self.list.delimited && self.after.starts_with(&key);
+        let is_passed = key.as_str() <= self.after && !may_hold_more;
         if is_passed || key.trim_end_matches('/') == STAGING {
             return Ok(());
         }

@@ -97,8 +97,7 @@ pub(super) fn read_page(body: &[u8], prefix: &str) -> Result<Page> {
         let key = decode(object.key, decoded);
         let Some(location) = key.as_deref().and_then(address) else {
             // The marker of a directory stands for the directory, which its listing shows already.
-            page.skipped +=
-                u64::from(!key.is_some_and(|key| key.trim_end_matches('/').len() + 1 == key.len()));
+            page.skipped += u64::from(key.is_none_or(|key| key.trim_end_matches('/').len() + 1 != key.len()));
             continue;
         };
         page.objects.push(ObjectMeta {
