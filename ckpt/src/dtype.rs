@@ -75,7 +75,8 @@ impl Dtype {
     /// # Errors
     /// `Unsupported` when there is none.
     pub fn named(name: &str) -> Result<Self> {
-        let unknown = || Error::new(ErrorKind::Unsupported, format!("element type `{name}` is not supported"));
+        let unknown =
+            || Error::new(ErrorKind::Unsupported, format!("element type `{name}` is not supported"));
         DTYPES.iter().find(|dtype| dtype.name == name).copied().ok_or_else(unknown)
     }
 

@@ -105,7 +105,9 @@ fn sort_targets<'a>(
         let bytes = Dtype::named(&tensor.dtype)?.bytes_of(&tensor.shape);
         if bytes != Some(target.bytes.len() as u64) {
             let (name, got) = (&tensor.name, target.bytes.len());
-            return Err(Error::invalid(format!("the target of tensor `{name}` has {got} bytes, not {bytes:?}")));
+            return Err(Error::invalid(format!(
+                "the target of tensor `{name}` has {got} bytes, not {bytes:?}"
+            )));
         }
         if tensor.slices.iter().all(|slice| run_start(slice, &tensor.shape).is_some()) {
             direct.push(target);
@@ -149,7 +151,8 @@ fn run_start(slice: &Slice, shape: &[u64]) -> Option<u64> {
     }
     let split = slice.lengths.iter().position(|length| *length != 1).unwrap_or(shape.len());
     let whole_below = (split + 1..shape.len()).all(|i| slice.lengths[i] == shape[i]);
-    let start = slice.offsets.iter().zip(shape).fold(0, |start, (offset, dimension)| start * dimension + offset);
+    let start =
+        slice.offsets.iter().zip(shape).fold(0, |start, (offset, dimension)| start * dimension + offset);
     whole_below.then_some(start)
 }
 

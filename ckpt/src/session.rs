@@ -308,7 +308,8 @@ impl Session {
     }
 
     fn send(&mut self, request: &Request, memory: Option<&SharedMemory>) -> Result<()> {
-        let frame = serde_json::to_vec(request).map_err(|error| Error::bug(format!("encode a request: {error}")))?;
+        let frame =
+            serde_json::to_vec(request).map_err(|error| Error::bug(format!("encode a request: {error}")))?;
         let gone = || Error::new(ErrorKind::Unavailable, "the checkpoint agent is gone");
         let stream = self.stream.as_mut().ok_or_else(gone)?;
         let sent = stream.send(&frame, memory.map(AsFd::as_fd));

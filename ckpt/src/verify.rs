@@ -161,7 +161,9 @@ impl<'a> Slices<'a> {
     fn damaged(self) -> Vec<String> {
         let value = |index| self.checksums.get(&index).cloned().unwrap_or_default().value();
         let wrong = self.slices.iter().enumerate().filter(|(index, slice)| value(*index) != slice.2);
-        wrong.map(|(_, (start, end, _, name))| format!("bytes {start}..{end} of tensor `{name}` are damaged")).collect()
+        wrong
+            .map(|(_, (start, end, _, name))| format!("bytes {start}..{end} of tensor `{name}` are damaged"))
+            .collect()
     }
 }
 

@@ -10,8 +10,8 @@ use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
 use pyo3::prelude::*;
 
-use crate::errors::OrRaise;
 use crate::buffer;
+use crate::errors::OrRaise;
 
 /// A committed step: step, incarnation, attempt, when (seconds since 1970), superseded.
 type Listed = (u64, u64, String, f64, bool);
@@ -103,7 +103,8 @@ impl Step {
     /// Fills memory, given as tensor index, address and length, with tensors that passed their checks.
     fn read(&self, py: Python<'_>, targets: Vec<(usize, usize, usize)>) -> PyResult<()> {
         with_bucket(py, &self.url, |bucket| async move {
-            let target = |(tensor, address, length)| Target { tensor, bytes: buffer::bytes_mut((address, length)) };
+            let target =
+                |(tensor, address, length)| Target { tensor, bytes: buffer::bytes_mut((address, length)) };
             let targets = targets.into_iter().map(target).collect();
             read_tensors(&bucket, &self.manifest, targets).await
         })

@@ -15,8 +15,8 @@ use forebay_core::{Error, Result};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
-use crate::errors::{OrRaise, exception};
 use crate::buffer::{self, Span};
+use crate::errors::{OrRaise, exception};
 
 /// Every element type: name and bytes of one element.
 #[pyfunction]
@@ -37,14 +37,7 @@ pub(crate) struct Session(Mutex<session::Session>);
 #[pymethods]
 impl Session {
     #[new]
-    fn new(
-        url: String,
-        nonce: String,
-        host: String,
-        pid: u32,
-        started_ms: u64,
-        keep: Option<usize>,
-    ) -> Self {
+    fn new(url: String, nonce: String, host: String, pid: u32, started_ms: u64, keep: Option<usize>) -> Self {
         let start = Start { nonce, host, pid, started_ms };
         Self(Mutex::new(session::Session::new(Hello { url, start, keep })))
     }

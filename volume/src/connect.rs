@@ -54,8 +54,11 @@ enum Home {
 impl Home {
     /// In the state directory, apart from the trees of other buckets.
     fn local(state: &Path, url: &BucketUrl) -> Self {
-        let name: String =
-            url.to_string().chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' }).collect();
+        let name: String = url
+            .to_string()
+            .chars()
+            .map(|c| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' })
+            .collect();
         Self::Directory { path: state.join("trees").join(name), inside_bucket: false }
     }
 
@@ -85,8 +88,11 @@ async fn choose_home(bucket: Bucket, state: &Path) -> Result<(Bucket, Home)> {
     }
     let capabilities = bucket.probe().await?;
     if !capabilities.writable {
-        return Err(Error::new(ErrorKind::Denied, format!("{} cannot be written with these credentials", bucket.url()))
-            .with_hint("mount it with --read-only, or give credentials that may put and delete objects"));
+        return Err(Error::new(
+            ErrorKind::Denied,
+            format!("{} cannot be written with these credentials", bucket.url()),
+        )
+        .with_hint("mount it with --read-only, or give credentials that may put and delete objects"));
     }
     if capabilities.safe_for_many_writers() {
         return Ok((bucket, Home::Bucket));

@@ -12,8 +12,8 @@ use forebay_io::mem::{Budget, Class, Permit};
 use forebay_io::object::Bucket;
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
-use forebay_metadata::volume_file::Claim;
 use forebay_metadata::tree::{DirectoryPage, Existing, Lookup, NewInode, RenameMode, SetAttributes, Tree};
+use forebay_metadata::volume_file::Claim;
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 

@@ -349,13 +349,3 @@ impl Health {
 fn no_room(full: Full) -> Error {
     Error::new(ErrorKind::NoSpace, full.to_string()).with_hint("give the cache a larger disk, or pin less")
 }
-<<<<<<< HEAD
-=======
-
-/// Runs what may wait for the disk on a thread made for that.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
-    forebay_io::task::blocking(work)
-        .await
-        .map_err(|error| error.context("work on the disk cache was cut off"))
-}
->>>>>>> cf3d5cd (Ban stray spawns, sleeps, clocks and chance)

@@ -31,8 +31,11 @@ pub(super) async fn flush(bucket: &Bucket, run: &Run, seal: &Seal, slot: &Bytes)
 
 /// Re-reads the slot: every slice must have the checksum it was sealed with. Gives identity and CRC of the whole.
 fn inspect(seal: &Seal, shard: &[u8]) -> Result<(Identity, u32)> {
-    let mut slices: Vec<_> =
-        seal.tensors.iter().flat_map(|tensor| tensor.slices.iter().map(move |slice| (tensor, slice))).collect();
+    let mut slices: Vec<_> = seal
+        .tensors
+        .iter()
+        .flat_map(|tensor| tensor.slices.iter().map(move |slice| (tensor, slice)))
+        .collect();
     slices.sort_by_key(|(_, slice)| (slice.start, slice.end));
     let mut hasher = blake3::Hasher::new();
     let header = &shard[..seal.header as usize];

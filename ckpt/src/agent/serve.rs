@@ -61,10 +61,8 @@ impl Trainer {
 /// Serves the trainer at the other end of `stream` until it is gone and every sealed save is settled.
 pub fn serve(mut stream: FdStream) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let trainer = Trainer {
-        stream: Arc::new(Mutex::new(stream.try_clone()?)),
-        gone: Arc::new(AtomicBool::new(false)),
-    };
+    let trainer =
+        Trainer { stream: Arc::new(Mutex::new(stream.try_clone()?)), gone: Arc::new(AtomicBool::new(false)) };
     let Some((frame, _)) = stream.receive()? else { return Ok(()) };
     let Request::Hello(hello) = parse(&frame)? else {
         return Err(Error::invalid("an agent is greeted first"));
@@ -83,7 +81,8 @@ pub fn serve(mut stream: FdStream) -> Result<()> {
 }
 
 fn parse(frame: &[u8]) -> Result<Request> {
-    serde_json::from_slice(frame).map_err(|error| Error::invalid(format!("a request does not parse: {error}")))
+    serde_json::from_slice(frame)
+        .map_err(|error| Error::invalid(format!("a request does not parse: {error}")))
 }
 
 /// Takes requests until the trainer is gone.
@@ -105,7 +104,8 @@ fn read_requests(stream: &mut FdStream, trainer: &Trainer, saves: &mpsc::Sender<
             Request::Seal(seal) => {
                 let slot = arenas.get(&seal.arena).and_then(|slots| slots.get(seal.slot));
                 let slot = slot.filter(|slot| seal.header <= seal.size && seal.size <= slot.len() as u64);
-                let slot = slot.ok_or_else(|| Error::invalid("a seal of a slot that does not exist"))?.clone();
+                let slot =
+                    slot.ok_or_else(|| Error::invalid("a seal of a slot that does not exist"))?.clone();
                 let save = seal.save;
                 saves.blocking_send(Save { seal, slot }).map_err(|_| Error::bug("the flusher is gone"))?;
                 trainer.tell(&Reply::Sealed { save });
@@ -190,8 +190,10 @@ async fn open(hello: &Hello, trainer: &Trainer) -> Result<(Bucket, Run)> {
 async fn refuse_if_superseded(bucket: &Bucket, run: &Run) -> Result<()> {
     let Some(newer) = superseded_by(bucket, run).await? else { return Ok(()) };
     let (number, host, pid) = (newer.incarnation, newer.start.host, newer.start.pid);
-    let message = format!("a later start of this run (incarnation {number}, process {pid} on {host}) took over");
-    Err(Error::new(ErrorKind::Stale, message).with_hint("end this trainer, or give it a bucket prefix of its own"))
+    let message =
+        format!("a later start of this run (incarnation {number}, process {pid} on {host}) took over");
+    Err(Error::new(ErrorKind::Stale, message)
+        .with_hint("end this trainer, or give it a bucket prefix of its own"))
 }
 
 /// Deletes old steps, and steps that a later incarnation saved again. A failure costs space, not data: it is told, and the next save tries again.

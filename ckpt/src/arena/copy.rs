@@ -41,7 +41,8 @@ struct Part {
 /// When a source is not as long as its target.
 pub fn copy(jobs: Vec<Job<'_>>, threads: usize) -> Vec<u32> {
     let mut checksums = vec![forebay_core::crc32c(&[]); jobs.len()];
-    let chunks: Vec<Chunk<'_>> = jobs.into_iter().enumerate().flat_map(|(job, work)| cut(job, work)).collect();
+    let chunks: Vec<Chunk<'_>> =
+        jobs.into_iter().enumerate().flat_map(|(job, work)| cut(job, work)).collect();
     let threads = threads.clamp(1, chunks.len().max(1));
     let queue = Mutex::new(chunks.into_iter());
     let results = Mutex::new(Vec::new());
@@ -102,7 +103,8 @@ mod tests {
         let expected: Vec<u32> = sources.iter().map(|source| forebay_core::crc32c(source)).collect();
         for threads in [0, 1, 3] {
             let mut targets: Vec<Vec<u8>> = sizes.iter().map(|size| vec![0; *size]).collect();
-            let jobs = sources.iter().zip(&mut targets).map(|(source, target)| Job { source: Some(source), target });
+            let jobs =
+                sources.iter().zip(&mut targets).map(|(source, target)| Job { source: Some(source), target });
             assert_eq!(copy(jobs.collect(), threads), expected);
             assert_eq!(targets, sources);
             let again = targets.iter_mut().map(|target| Job { source: None, target });

@@ -5,6 +5,6 @@ mod slots;
 mod snapshot;
 
 pub use copy::{Job, copy};
-pub use slots::{Arena, Slot};
 pub(crate) use slots::SLOTS;
+pub use slots::{Arena, Slot};
 pub use snapshot::Snapshot;

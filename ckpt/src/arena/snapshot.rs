@@ -59,7 +59,9 @@ impl Snapshot {
             let length = (range.end - range.start) as usize;
             if source.is_some_and(|source| source.len() != length) {
                 let name = &self.tensors[*index].name;
-                return Err(Error::invalid(format!("tensor `{name}` has {length} bytes, its source has not")));
+                return Err(Error::invalid(format!(
+                    "tensor `{name}` has {length} bytes, its source has not"
+                )));
             }
             let (_, after) = rest.split_at_mut((range.start - at) as usize);
             let (target, after) = after.split_at_mut(length);

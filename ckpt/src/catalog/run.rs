@@ -80,7 +80,10 @@ pub async fn begin_run(bucket: &Bucket, start: Start) -> Result<Run> {
         return Ok(record);
     }
     let url = bucket.url();
-    Err(Error::new(ErrorKind::Conflict, format!("{MAX_ATTEMPTS} other starts took an incarnation of {url} first")))
+    Err(Error::new(
+        ErrorKind::Conflict,
+        format!("{MAX_ATTEMPTS} other starts took an incarnation of {url} first"),
+    ))
 }
 
 /// The start that superseded `run`, if there is one.
@@ -107,8 +110,9 @@ async fn newest(bucket: &Bucket) -> Result<Option<Run>> {
     };
     let key = incarnation_key(last);
     let (data, _) = bucket.get_whole(&key).await?;
-    let run: Run = serde_json::from_slice(&data)
-        .map_err(|error| Error::corrupt(format!("`{key}` of {} is no run's record: {error}", bucket.url())))?;
+    let run: Run = serde_json::from_slice(&data).map_err(|error| {
+        Error::corrupt(format!("`{key}` of {} is no run's record: {error}", bucket.url()))
+    })?;
     if run.incarnation != last || run.version != 1 {
         return Err(Error::corrupt(format!("`{key}` of {} records another start", bucket.url())));
     }

@@ -46,7 +46,8 @@ pub async fn find_step(bucket: &Bucket, step: u64) -> Result<StepInfo> {
     let found = steps.iter().find(|info| info.key.step == step && !info.superseded).cloned();
     found.ok_or_else(|| {
         let url = bucket.url();
-        let mut there: Vec<_> = steps.iter().filter(|info| !info.superseded).map(|info| info.key.step).collect();
+        let mut there: Vec<_> =
+            steps.iter().filter(|info| !info.superseded).map(|info| info.key.step).collect();
         there.sort_unstable();
         let hint = match there.as_slice() {
             [] => "it holds no committed step at all".to_owned(),

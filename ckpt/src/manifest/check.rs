@@ -146,7 +146,8 @@ impl Manifest {
                 .all(|i| offsets[i].checked_add(lengths[i]).is_some_and(|end| end <= bounds[i]));
         require(fits, || format!("a slice at {offsets:?} of {lengths:?} lies outside {bounds:?}"))?;
         let shard = self.shards.get(slice.shard as usize);
-        let shard = shard.ok_or_else(|| format!("a slice in shard {} of {}", slice.shard, self.shards.len()))?;
+        let shard =
+            shard.ok_or_else(|| format!("a slice in shard {} of {}", slice.shard, self.shards.len()))?;
         let inside = shard.header <= *start && start <= end && *end <= shard.size;
         require(inside, || {
             format!("bytes {start}..{end} lie outside the shard's {}..{}", shard.header, shard.size)
@@ -199,9 +200,8 @@ fn check_disjoint(slices: &[Slice]) -> Checked {
     if slices.len() < 2 {
         return Ok(());
     }
-    let starts = |dimension: usize| {
-        slices.iter().map(|slice| slice.offsets[dimension]).collect::<HashSet<_>>().len()
-    };
+    let starts =
+        |dimension: usize| slices.iter().map(|slice| slice.offsets[dimension]).collect::<HashSet<_>>().len();
     let Some(axis) = (0..dimensions).max_by_key(|dimension| starts(*dimension)) else {
         return Err("a scalar has more than one slice".into());
     };
@@ -213,9 +213,7 @@ fn check_disjoint(slices: &[Slice]) -> Checked {
                 slice.offsets[i] + slice.lengths[i] <= other.offsets[i]
                     || other.offsets[i] + other.lengths[i] <= slice.offsets[i]
             });
-            require(apart, || {
-                format!("the slices at {:?} and {:?} overlap", slice.offsets, other.offsets)
-            })?;
+            require(apart, || format!("the slices at {:?} and {:?} overlap", slice.offsets, other.offsets))?;
         }
     }
     Ok(())

@@ -26,7 +26,8 @@ impl Manifest {
     /// # Errors
     /// `Bug` when it does not: nothing wrong is ever written.
     pub fn encode(&self) -> Result<Bytes> {
-        let wrong = |fault: &dyn std::fmt::Display| Error::bug(format!("refuse to write a manifest: {fault}"));
+        let wrong =
+            |fault: &dyn std::fmt::Display| Error::bug(format!("refuse to write a manifest: {fault}"));
         self.check().map_err(|fault| wrong(&fault))?;
         let body = serde_json::to_string(self).map_err(|error| wrong(&error))?;
         let hash = blake3::hash(body.as_bytes()).to_hex();

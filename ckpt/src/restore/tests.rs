@@ -49,7 +49,12 @@ async fn store(
             Slice { kind: *kind, offsets, lengths, shard: *shard, start, end, crc32c }
         });
         let slices = slices.collect();
-        described.push(Tensor { name: (*name).into(), dtype: "float32".into(), shape: shape.to_vec(), slices });
+        described.push(Tensor {
+            name: (*name).into(),
+            dtype: "float32".into(),
+            shape: shape.to_vec(),
+            slices,
+        });
         contents.push(content);
     }
     let mut shards = Vec::new();
@@ -90,20 +95,27 @@ async fn every_kind_of_slice_comes_back() {
     use SliceKind::{Box, Flat};
     let bucket = Bucket::in_memory();
     let large: &[u64] = &[3, 1 << 20];
-    let (manifest, contents) = store(&bucket, &[
-        ("scalar", &[], &[(Box, &[], &[], 0)]),
-        ("empty", &[0, 5], &[]),
-        ("rows", &[4, 3], &[(Box, &[2, 0], &[2, 3], 1), (Box, &[0, 0], &[2, 3], 0)]),
-        ("columns", &[4, 6], &[(Box, &[0, 0], &[4, 2], 0), (Box, &[0, 2], &[4, 4], 1)]),
-        ("blocks", &[2, 3, 4], &[
-            (Box, &[0, 0, 0], &[2, 3, 1], 1),
-            (Box, &[0, 0, 1], &[1, 3, 3], 0),
-            (Box, &[1, 0, 1], &[1, 2, 3], 0),
-            (Box, &[1, 2, 1], &[1, 1, 3], 1),
-        ]),
-        ("flat", &[5, 5], &[(Flat, &[0], &[13], 0), (Flat, &[13], &[12], 1)]),
-        ("large", large, &[(Box, &[0, 0], large, 0)]),
-    ])
+    let (manifest, contents) = store(
+        &bucket,
+        &[
+            ("scalar", &[], &[(Box, &[], &[], 0)]),
+            ("empty", &[0, 5], &[]),
+            ("rows", &[4, 3], &[(Box, &[2, 0], &[2, 3], 1), (Box, &[0, 0], &[2, 3], 0)]),
+            ("columns", &[4, 6], &[(Box, &[0, 0], &[4, 2], 0), (Box, &[0, 2], &[4, 4], 1)]),
+            (
+                "blocks",
+                &[2, 3, 4],
+                &[
+                    (Box, &[0, 0, 0], &[2, 3, 1], 1),
+                    (Box, &[0, 0, 1], &[1, 3, 3], 0),
+                    (Box, &[1, 0, 1], &[1, 2, 3], 0),
+                    (Box, &[1, 2, 1], &[1, 1, 3], 1),
+                ],
+            ),
+            ("flat", &[5, 5], &[(Flat, &[0], &[13], 0), (Flat, &[13], &[12], 1)]),
+            ("large", large, &[(Box, &[0, 0], large, 0)]),
+        ],
+    )
     .await;
     assert_eq!(read_all(&bucket, &manifest).await.expect("read"), contents);
 }
@@ -111,10 +123,13 @@ async fn every_kind_of_slice_comes_back() {
 #[tokio::test]
 async fn damage_is_named_and_never_returned() {
     let bucket = Bucket::in_memory();
-    let (manifest, _) = store(&bucket, &[
-        ("first", &[8], &[(SliceKind::Box, &[0], &[8], 0)]),
-        ("second", &[2, 2], &[(SliceKind::Box, &[0, 0], &[2, 2], 1)]),
-    ])
+    let (manifest, _) = store(
+        &bucket,
+        &[
+            ("first", &[8], &[(SliceKind::Box, &[0], &[8], 0)]),
+            ("second", &[2, 2], &[(SliceKind::Box, &[0, 0], &[2, 2], 1)]),
+        ],
+    )
     .await;
     let key = Shard::key_of(&manifest.shards[1].blake3);
     let (whole, _) = bucket.get_whole(&key).await.expect("get");
@@ -141,19 +156,14 @@ fn small_neighbours_share_a_request_and_large_ones_are_cut() {
     let (small, rest) = memory.split_at_mut(1000);
     let (other, large) = rest.split_at_mut(1000);
     let segment = |shard, start, slice, target| Segment { shard, start, slice: (slice, 0), target };
-    let reads = plan(vec![
-        segment(0, 6000, 1, other),
-        segment(0, 4096, 0, small),
-        segment(0, 10 << 20, 2, large),
-    ]);
+    let reads =
+        plan(vec![segment(0, 6000, 1, other), segment(0, 4096, 0, small), segment(0, 10 << 20, 2, large)]);
     let shape: Vec<_> = reads.iter().map(|read| (read.range.clone(), read.segments.len())).collect();
     let end = (10 << 20) + (30 << 20) - 2000;
     let chunk = |i: u64| (10 << 20) + i * READ;
     assert_eq!(shape[0], (4096..7000, 2));
-    assert_eq!(shape[1..], [
-        (chunk(0)..chunk(1), 1),
-        (chunk(1)..chunk(2), 1),
-        (chunk(2)..chunk(3), 1),
-        (chunk(3)..end, 1)
-    ]);
+    assert_eq!(
+        shape[1..],
+        [(chunk(0)..chunk(1), 1), (chunk(1)..chunk(2), 1), (chunk(2)..chunk(3), 1), (chunk(3)..end, 1)]
+    );
 }

@@ -78,8 +78,11 @@ fn attach(session: &mut Session) -> JoinHandle<Result<()>> {
 
 /// Fills a snapshot with one tensor of `length` bytes of `fill`.
 fn snapshot(session: &mut Session, length: usize, fill: u8) -> Snapshot {
-    let tensor =
-        TensorSpec { name: "t".into(), dtype: Dtype::named("uint8").expect("u8"), shape: vec![length as u64] };
+    let tensor = TensorSpec {
+        name: "t".into(),
+        dtype: Dtype::named("uint8").expect("u8"),
+        shape: vec![length as u64],
+    };
     let mut snapshot = loop {
         if let Some(snapshot) = session.begin(vec![tensor.clone()], 2, PATIENCE).expect("begin") {
             break snapshot;

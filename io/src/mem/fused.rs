@@ -195,7 +195,8 @@ mod tests {
     fn every_way_agrees() {
         let source: Vec<u8> = (0..70_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
         for start in [0, 1, 63] {
-            for length in [0, 1, 63, 64, 65, 127, 128, 4096, 16_383, 16_384 + 64, 16_384 + 65, 33_000, 69_000] {
+            for length in [0, 1, 63, 64, 65, 127, 128, 4096, 16_383, 16_384 + 64, 16_384 + 65, 33_000, 69_000]
+            {
                 let source = &source[start..start + length];
                 let expected = forebay_core::crc32c(source);
                 let mut target = vec![0; length + 64];
@@ -207,7 +208,11 @@ mod tests {
                     if x86::is_supported() {
                         place.fill(0);
                         // SAFETY: the processor was asked, and the lengths are equal.
-                        assert_eq!(unsafe { x86::copy(source, place) }, expected, "{start} {length} {offset}");
+                        assert_eq!(
+                            unsafe { x86::copy(source, place) },
+                            expected,
+                            "{start} {length} {offset}"
+                        );
                         assert_eq!(place, source);
                     }
                 }

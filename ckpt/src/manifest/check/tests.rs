@@ -30,10 +30,15 @@ fn sample() -> Manifest {
         parents: vec![400],
         shards: vec![shard(0xaa, 4096 + 16, 0), shard(0xbb, 4096 + 16 + 4 + 2, 1)],
         tensors: vec![
-            tensor("w", "float32", &[2, 4], vec![
-                slice(SliceKind::Box, &[0, 0], &[2, 2], 0, 4096, 4112),
-                slice(SliceKind::Box, &[0, 2], &[2, 2], 1, 4096, 4112),
-            ]),
+            tensor(
+                "w",
+                "float32",
+                &[2, 4],
+                vec![
+                    slice(SliceKind::Box, &[0, 0], &[2, 2], 0, 4096, 4112),
+                    slice(SliceKind::Box, &[0, 2], &[2, 2], 1, 4096, 4112),
+                ],
+            ),
             tensor("lr", "float32", &[], vec![slice(SliceKind::Box, &[], &[], 1, 4112, 4116)]),
             tensor("f", "uint8", &[1, 2], vec![slice(SliceKind::Flat, &[0], &[2], 1, 4116, 4118)]),
         ],
