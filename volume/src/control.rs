@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::task::TaskGroup;
+use forebay_metadata::tree::resolve;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
@@ -15,7 +16,6 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::Volume;
-use crate::walk::resolve;
 use crate::warmup::{Outcome, Progress, Request as WarmupRequest, warmup};
 
 /// A request is one line; the longest names many paths.
@@ -133,7 +133,7 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
 }
 
 async fn refresh(volume: &Volume, path: &str) -> Result<()> {
-    let directory = resolve(&**volume.tree(), path.as_bytes()).await?;
+    let directory = resolve(&**volume.tree(), path).await?;
     volume.tree().refresh(directory.ino).await
 }
 

@@ -12,10 +12,11 @@ mod store;
 mod inode;
 mod file;
 mod volume;
-pub mod walk;
 pub mod warmup;
 pub mod control;
 mod connect;
+#[cfg(test)]
+mod tests;
 
 pub use connect::connect;
 pub use file::{Access, File, Seek};

@@ -4,13 +4,14 @@
 //! that was killed goes on where it was by being started again.
 
 use forebay_cache::{Fill, Residency};
-use forebay_core::{BlockKey, Error, ErrorKind, Result};
-use futures::stream::{self, Stream, StreamExt, TryStreamExt};
+use forebay_core::{Attributes, BlockKey, ErrorKind, FileKind, Result};
+use futures::stream::{self, BoxStream, Stream, StreamExt, TryStreamExt};
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 
+use forebay_metadata::tree::{Walked, resolve, walk};
+
 use crate::Volume;
-use crate::walk::{files, resolve};
 
 /// Files whose layouts are asked for at once.
 const LAYOUTS_AT_ONCE: usize = 32;
@@ -145,11 +146,11 @@ async fn dry_run(volume: &Volume, request: &Request, mut outcome: Outcome) -> Re
 async fn measure(volume: &Volume, paths: &[String]) -> Result<Progress> {
     let mut total = Progress::default();
     for path in paths {
-        let root = resolve(&**volume.tree(), path.as_bytes()).await?;
-        let mut found = std::pin::pin!(files(volume.tree().clone(), root));
+        let root = resolve(&**volume.tree(), path).await?;
+        let mut found = std::pin::pin!(files(volume, root));
         while let Some(file) = found.try_next().await? {
             total.files += 1;
-            total.bytes += file.attributes.size;
+            total.bytes += file.size;
         }
     }
     Ok(total)
@@ -159,14 +160,26 @@ async fn measure(volume: &Volume, paths: &[String]) -> Result<Progress> {
 fn blocks<'a>(volume: &'a Volume, paths: &'a [String]) -> impl Stream<Item = Result<BlockKey>> + Send + 'a {
     stream::iter(paths)
         .then(async |path| {
-            let root = resolve(&**volume.tree(), path.as_bytes()).await?;
-            Ok::<_, Error>(files(volume.tree().clone(), root))
+            let root = resolve(&**volume.tree(), path).await?;
+            Ok::<_, forebay_core::Error>(files(volume, root))
         })
         .try_flatten()
-        .map_ok(|found| blocks_of(volume, found.attributes.ino))
+        .map_ok(|found| blocks_of(volume, found.ino))
         .try_buffered(LAYOUTS_AT_ONCE)
         .map_ok(|keys| stream::iter(keys.into_iter().map(Ok)))
         .try_flatten()
+}
+
+/// `root` if it is a file, or every file below it.
+fn files(volume: &Volume, root: Attributes) -> BoxStream<'_, Result<Attributes>> {
+    if root.kind != FileKind::Directory {
+        let single = (root.kind == FileKind::File).then_some(Ok(root));
+        return stream::iter(single).boxed();
+    }
+    walk(&**volume.tree(), root.ino)
+        .map_ok(|Walked { attributes, .. }| attributes)
+        .try_filter(|found| std::future::ready(found.kind == FileKind::File))
+        .boxed()
 }
 
 /// The blocks of one file; none if it went away since it was listed.

@@ -1,0 +1,135 @@
+//! Random edits of a few files against plain arrays, through flushes, closes and reopened volumes.
+
+use std::sync::Arc;
+
+use forebay_core::ErrorKind;
+use forebay_core::units::{KIB, MIB};
+use forebay_io::object::{Bucket, Faults};
+use forebay_io::rng::Rng;
+
+use super::support::{Fixture, READ_WRITE, create, object, open, pattern, rounds, run};
+use crate::{File, Volume};
+
+const FILES: u64 = 3;
+/// Larger than the buffer of 1 MiB, so that every way of writing is met.
+const SPACE: u64 = 3 * MIB;
+
+/// One file: what it should hold, and how it is open.
+struct Model {
+    name: String,
+    bytes: Vec<u8>,
+    file: Arc<File>,
+}
+
+impl Model {
+    async fn step(&mut self, rng: &Rng, number: u64) {
+        let start = rng.below(SPACE);
+        let end = start + 1 + rng.below((SPACE - start).min(700 * KIB));
+        match rng.below(12) {
+            0..=3 => self.write(start, pattern(number, start..end)).await,
+            4..=6 => {
+                let size = self.bytes.len() as u64;
+                self.write(size.min(SPACE), pattern(number, 0..end - start)).await;
+            }
+            7 => {
+                self.file.allocate(0x03, start, end - start).await.expect("punch");
+                let size = self.bytes.len();
+                self.bytes[size.min(start as usize)..size.min(end as usize)].fill(0);
+            }
+            8 => self.file.flush().await.expect("flush"),
+            9 => self.file.fsync().await.expect("fsync"),
+            _ => self.check(start, end).await,
+        }
+    }
+
+    async fn write(&mut self, offset: u64, data: bytes::Bytes) {
+        let end = offset as usize + data.len();
+        self.bytes.resize(self.bytes.len().max(end), 0);
+        self.bytes[offset as usize..end].copy_from_slice(&data);
+        assert_eq!(self.file.write(offset, data.clone()).await.expect("write"), data.len() as u32);
+    }
+
+    async fn check(&self, start: u64, end: u64) {
+        let expected = &self.bytes[self.bytes.len().min(start as usize)..self.bytes.len().min(end as usize)];
+        let got = self.file.read(start, (end - start) as u32).await.expect("read");
+        assert_eq!(got.len(), expected.len(), "length of {} at {start}", self.name);
+        assert!(got == expected, "bytes of {} at {start}..{end}", self.name);
+    }
+}
+
+async fn truncate(volume: &Arc<Volume>, model: &mut Model, size: u64) {
+    let ino = model.file.ino();
+    let set = volume.set_attributes(ino, Default::default(), Some(size)).await.expect("truncate");
+    assert_eq!(set.size, size);
+    model.bytes.resize(size as usize, 0);
+}
+
+async fn check_seed(seed: u64) {
+    let rng = Rng::seeded(seed);
+    let bucket = Bucket::in_memory().with_faults(&Faults::random(seed, 0.02));
+    let fixture = Fixture::new(bucket);
+    let mut volume = fixture.open().await;
+    let mut models = Vec::new();
+    for number in 0..FILES {
+        let name = format!("file-{number}");
+        models.push(Model { file: create(&volume, &name).await, name, bytes: Vec::new() });
+    }
+    for _ in 0..40 {
+        let number = rng.below(FILES);
+        let model = &mut models[number as usize];
+        match rng.below(20) {
+            0 => truncate(&volume, model, rng.below(SPACE)).await,
+            1 => {
+                model.file.release().await.expect("release");
+                model.file = open(&volume, &model.name, READ_WRITE).await;
+            }
+            2 => {
+                for model in &models {
+                    model.file.release().await.expect("release");
+                }
+                volume.close().await.expect("close");
+                volume = fixture.open().await;
+                for model in &mut models {
+                    model.file = open(&volume, &model.name, READ_WRITE).await;
+                }
+            }
+            _ => model.step(&rng, number).await,
+        }
+    }
+    for model in &models {
+        model.check(0, SPACE * 2).await;
+        model.file.release().await.expect("release");
+    }
+    volume.close().await.expect("close");
+    for model in &models {
+        assert!(
+            object(&fixture.bucket, &model.name).await == model.bytes,
+            "object {} after sealing",
+            model.name
+        );
+    }
+}
+
+/// Promise: a closed file is a plain object with the same bytes, whatever was done to it before.
+#[test]
+fn files_agree_with_arrays_and_end_as_plain_objects() {
+    let first = std::env::var("FOREBAY_TEST_SEED").ok().and_then(|text| text.parse().ok());
+    let seeds = match first {
+        Some(seed) => seed..seed + 1,
+        None => 0..rounds(12),
+    };
+    for seed in seeds {
+        eprintln!("seed {seed}");
+        run(check_seed(seed));
+    }
+}
+
+#[test]
+fn a_read_of_an_unknown_allocation_mode_is_refused() {
+    run(async {
+        let volume = Fixture::new(Bucket::in_memory()).open().await;
+        let file = create(&volume, "f").await;
+        let refused = file.allocate(0x08, 0, 4096).await.expect_err("collapse range");
+        assert_eq!(refused.kind(), ErrorKind::Unsupported);
+    });
+}

@@ -1,0 +1,109 @@
+//! What the tests of a volume start from.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_cache::{CacheSettings, Node};
+use forebay_core::units::MIB;
+use forebay_core::{FileKind, InodeId, ObjectKey, VolumeId};
+use forebay_io::clock::Clock;
+use forebay_io::mem::Budget;
+use forebay_io::object::Bucket;
+use forebay_io::rng::Rng;
+use forebay_io::task::TaskGroup;
+use forebay_metadata::commit::{Committer, CommitterSettings};
+use forebay_metadata::kv::{MemEngine, MemStore};
+use forebay_metadata::tree::{Existing, LocalTree, NewInode, TreeParts, TreeSettings};
+
+use crate::prefetch::PrefetchSettings;
+use crate::settings::WriteSettings;
+use crate::{Access, File, Parts, Volume};
+
+pub(crate) const READ_WRITE: Access = Access { read: true, write: true, append: false, truncate: false };
+pub(crate) const READ: Access = Access { read: true, write: false, append: false, truncate: false };
+const VOLUME: VolumeId = VolumeId(7);
+
+/// `base` rounds, or more in a long run.
+pub(crate) fn rounds(base: u64) -> u64 {
+    base * std::env::var("FOREBAY_TEST_SCALE").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
+}
+
+/// Byte `at` of file `number`: no two places of a file look alike.
+pub(crate) fn pattern(number: u64, range: std::ops::Range<u64>) -> Bytes {
+    range.map(|at| (at.wrapping_mul(0x9e37_79b9) >> 11) as u8 ^ number as u8).collect()
+}
+
+/// A volume and what lies under it.
+pub(crate) struct Fixture {
+    pub(crate) bucket: Bucket,
+    pub(crate) store: MemStore,
+    pub(crate) write: WriteSettings,
+    pub(crate) budget: Budget,
+    pub(crate) cache: CacheSettings,
+}
+
+impl Fixture {
+    pub(crate) fn new(bucket: Bucket) -> Self {
+        let write = WriteSettings { buffer_bytes: MIB, ..WriteSettings::default() };
+        let cache = CacheSettings { memory_bytes: 64 * MIB, ..CacheSettings::default() };
+        Self { bucket, store: MemStore::default(), write, budget: Budget::new(64 * MIB), cache }
+    }
+
+    /// Opens the volume; a second call finds what the first one closed.
+    pub(crate) async fn open(&self) -> Arc<Volume> {
+        let engine = Arc::new(MemEngine::open(&self.store));
+        let (clock, rng, tasks) = (Clock::system(), Rng::seeded(1), TaskGroup::new("test"));
+        let parts = TreeParts {
+            volume: VOLUME,
+            committer: Committer::start(engine, CommitterSettings::default()),
+            bucket: Some(self.bucket.clone()),
+            session: Rng::system().u64(),
+            clock: clock.clone(),
+            rng: rng.clone(),
+            tasks: tasks.clone(),
+        };
+        let settings = TreeSettings { delete_delay_ms: 0, ..TreeSettings::default() };
+        let tree = LocalTree::open(parts, settings).await.expect("a tree");
+        let blocks = Node::open(self.bucket.clone(), self.cache.clone()).await.expect("a cache");
+        Volume::assemble(Parts {
+            tree: Arc::new(tree),
+            blocks,
+            bucket: self.bucket.clone(),
+            volume: VOLUME,
+            read_only: false,
+            claim: None,
+            write: self.write.clone(),
+            prefetch: PrefetchSettings::default(),
+            budget: self.budget.clone(),
+            tasks,
+            clock,
+            rng,
+        })
+    }
+}
+
+/// Makes `name` in the root and opens it.
+pub(crate) async fn create(volume: &Arc<Volume>, name: &str) -> Arc<File> {
+    let new = NewInode { kind: FileKind::File, mode: 0o644, uid: 0, gid: 0, rdev: 0, target: Bytes::new() };
+    let made = volume.create(InodeId::ROOT, name.as_bytes(), new, Existing::Accept, READ_WRITE).await;
+    made.expect("a new file").1
+}
+
+/// Opens `name` in the root.
+pub(crate) async fn open(volume: &Arc<Volume>, name: &str, access: Access) -> Arc<File> {
+    let found = forebay_metadata::tree::resolve(&**volume.tree(), name).await.expect("the file");
+    volume.open(found.ino, access).await.expect("an open file")
+}
+
+/// The bytes of an object.
+pub(crate) async fn object(bucket: &Bucket, key: &str) -> Bytes {
+    bucket.get_whole(&ObjectKey::new(key)).await.unwrap_or_else(|error| panic!("object {key}: {error}")).0
+}
+
+/// Runs a test on its own runtime with a deadline, so that a hang is a failure with a name.
+pub(crate) fn run<F: Future<Output = ()>>(test: F) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let limited = async { tokio::time::timeout(Duration::from_secs(120), test).await.expect("no hang") };
+    runtime.expect("a runtime").block_on(limited);
+}

@@ -1,0 +1,165 @@
+//! How bytes reach the store, and what happens when it fails.
+
+use bytes::Bytes;
+use forebay_core::units::MIB;
+use forebay_core::{ErrorKind, ObjectKey};
+use forebay_io::mem::Class;
+use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
+
+use super::support::{Fixture, READ, create, object, open, pattern, run};
+
+/// Promise: a file written front to back is one upload to its own path, however it is cut into writes.
+#[test]
+fn a_sequential_write_is_one_upload_and_no_other_request() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let file = create(&volume, "big").await;
+        let before = fixture.bucket.counters();
+        for at in 0..40 {
+            let part = pattern(1, at * MIB..(at + 1) * MIB);
+            file.write(at * MIB, part).await.expect("write");
+        }
+        file.fsync().await.expect("fsync");
+        let asked = fixture.bucket.counters().since(&before);
+        assert_eq!(asked.of(OperationKind::Part).requests, 5, "40 MiB in parts of 8 MiB");
+        assert_eq!(asked.of(OperationKind::Complete).requests, 1);
+        assert_eq!(asked.of(OperationKind::Put).requests, 0);
+        assert_eq!(asked.of(OperationKind::Get).requests, 0);
+        assert!(object(&fixture.bucket, "big").await == pattern(1, 0..40 * MIB));
+        file.release().await.expect("release");
+    });
+}
+
+/// Promise: a small file is one PUT.
+#[test]
+fn a_small_file_is_one_put() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let before = fixture.bucket.counters();
+        let file = create(&volume, "small").await;
+        file.write(0, Bytes::from_static(b"hello")).await.expect("write");
+        file.flush().await.expect("close");
+        file.flush().await.expect("a second close has nothing to do");
+        file.release().await.expect("release");
+        let asked = fixture.bucket.counters().since(&before);
+        assert_eq!(asked.of(OperationKind::Put).requests, 1, "{asked:?}");
+        assert_eq!(object(&fixture.bucket, "small").await, "hello");
+    });
+}
+
+/// Promise: an error of the store comes out of fsync or close; bytes still in memory are tried again.
+#[test]
+fn a_failed_put_is_told_and_the_next_fsync_succeeds() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(200).with_faults(&faults);
+        let fixture = Fixture::new(bucket);
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"kept")).await.expect("write");
+        faults.set_down(true);
+        let told = file.fsync().await.expect_err("the store is down");
+        assert_eq!(told.kind(), ErrorKind::Unavailable);
+        faults.set_down(false);
+        file.fsync().await.expect("the bytes were still there");
+        assert_eq!(object(&fixture.bucket, "f").await, "kept");
+        file.release().await.expect("release");
+    });
+}
+
+/// Promise: an upload that is lost is told once, and the file keeps what was committed before.
+#[test]
+fn a_lost_upload_is_told_once_and_leaves_the_last_commit() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(200).with_faults(&faults);
+        let fixture = Fixture::new(bucket);
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"old")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        volume.set_attributes(file.ino(), Default::default(), Some(0)).await.expect("truncate");
+        faults.set_down(true);
+        let mut told = None;
+        for at in 0..64 {
+            if let Err(error) = file.write(at * MIB, pattern(2, 0..MIB)).await {
+                told = Some(error);
+                break;
+            }
+        }
+        told.expect("a write fails once the parts in flight have");
+        faults.set_down(false);
+        file.flush().await.expect_err("the loss is told at close");
+        file.flush().await.expect("and only once");
+        assert_eq!(file.read(0, 10).await.expect("read"), "old");
+        file.release().await.expect("release");
+        assert_eq!(object(&fixture.bucket, "f").await, "old");
+    });
+}
+
+/// Promise: bytes being written stay under the ceiling; at the ceiling work slows and does not fail.
+#[test]
+fn many_writers_stay_under_the_ceiling() {
+    run(async {
+        let mut fixture = Fixture::new(Bucket::in_memory());
+        fixture.budget = forebay_io::mem::Budget::new(16 * MIB);
+        let volume = fixture.open().await;
+        let mut files = Vec::new();
+        for number in 0..24 {
+            files.push(create(&volume, &format!("f{number}")).await);
+        }
+        // Each leaves bytes behind that only the others' need brings out of memory.
+        for at in 0..6_u64 {
+            for (number, file) in files.iter().enumerate() {
+                let data = pattern(number as u64, at * MIB / 2..(at + 1) * MIB / 2);
+                file.write(at * MIB / 2, data).await.expect("write");
+            }
+        }
+        for (number, file) in files.iter().enumerate() {
+            assert!(file.read(0, 8 << 20).await.expect("read") == pattern(number as u64, 0..3 * MIB));
+            file.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+        assert!(fixture.budget.peak() <= 16 * MIB, "{}", fixture.budget.peak());
+        assert_eq!(fixture.budget.used(Class::Write), 0);
+    });
+}
+
+/// Promise: an outsider's replacement gives holders of the old version the cached bytes or ESTALE, never mixed bytes.
+#[test]
+fn an_outsiders_replacement_is_stale_to_those_who_hold_the_old_one() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let key = ObjectKey::new("data");
+        let old = pattern(1, 0..12 * MIB);
+        fixture.bucket.put(&key, old.clone(), Condition::Always).await.expect("put");
+        let volume = fixture.open().await;
+        let file = open(&volume, "data", READ).await;
+        assert!(file.read(0, 4096).await.expect("read") == old[..4096]);
+        fixture.bucket.put(&key, pattern(2, 0..12 * MIB), Condition::Always).await.expect("replace");
+        assert!(file.read(4096, 4096).await.expect("cached") == old[4096..8192]);
+        let stale = file.read(9 * MIB, 4096).await.expect_err("not cached");
+        assert_eq!(stale.kind(), ErrorKind::Stale);
+        file.release().await.expect("release");
+    });
+}
+
+/// Promise: a lost reply to the write that made the object is no error and no second object.
+#[test]
+fn a_lost_reply_is_settled() {
+    run(async {
+        let faults = Faults::new();
+        let fixture = Fixture::new(Bucket::in_memory().with_faults(&faults));
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"once")).await.expect("write");
+        faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
+        file.fsync().await.expect("fsync");
+        assert_eq!(faults.injected(), 1);
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert_eq!(object(&fixture.bucket, "f").await, "once");
+    });
+}
