@@ -175,12 +175,28 @@ impl Window<'_, '_, '_> {
         if check_name(&aside).is_err() || self.change.dentry(directory, &aside)?.is_some() {
             return Ok(false);
         }
+        self.changed = true;
         self.change.delete_dentry(directory, name)?;
         self.change.put_dentry(directory, &aside, entry)?;
         self.change.change_name((entry.ino, &mut inode), (directory, name), (directory, &aside))?;
         self.change.put_inode(entry.ino, &inode)?;
         self.change.settle_home(entry.ino, &inode)?;
         Ok(true)
+    }
+
+    /// Gives a file that stood beside a directory the name back, now that the directory is gone.
+    fn step_back(&mut self, name: &Bytes, ino: InodeId) -> Result<()> {
+        let (directory, aside) = (self.work.directory, beside(name));
+        if self.change.dentry(directory, &aside)?.is_none_or(|entry| entry.ino != ino) {
+            return Ok(());
+        }
+        let mut inode = self.change.inode(ino)?;
+        self.changed = true;
+        self.change.delete_dentry(directory, &aside)?;
+        self.change.put_dentry(directory, name, Dentry { ino, kind: inode.kind })?;
+        self.change.change_name((ino, &mut inode), (directory, &aside), (directory, name))?;
+        self.change.put_inode(ino, &inode)?;
+        self.change.settle_home(ino, &inode)
     }
 
     fn object_listed(&mut self, name: &Bytes, info: &ObjectInfo, entry: Option<Dentry>) -> Result<()> {
@@ -193,25 +209,31 @@ impl Window<'_, '_, '_> {
         if self.is_touched(name, key) {
             return Ok(());
         }
+        if let Some(entry) = entry.filter(|entry| entry.kind == FileKind::Directory) {
+            return self.object_at_directory(name, info, entry);
+        }
         match self.change.claim(key)?.map(|claim| claim.state) {
             None => {}
             Some(HolderState::Held(holder)) if entry.is_some_and(|entry| entry.ino == holder) => {}
+            Some(HolderState::Held(holder)) if entry.is_none() => return self.step_back(name, holder),
             Some(_) => return Ok(()),
         }
         match entry {
             None => self.make_file(name, info),
             Some(entry) if entry.kind == FileKind::File => self.compare(name, info, entry),
-            // The tree has a directory there that the bucket knows nothing of.
-            Some(entry) if entry.kind == FileKind::Directory => {
-                let aside = beside(name);
-                if check_name(&aside).is_err() || key.as_bytes().ends_with(OBJECT_SUFFIX) {
-                    return Ok(());
-                }
-                let entry = self.change.dentry(self.work.directory, &aside)?;
-                self.object_listed(&aside, info, entry)
-            }
             Some(_) => Ok(()),
         }
+    }
+
+    /// The tree has a directory where the bucket has no keys below: one that was made here, or one that is gone there.
+    fn object_at_directory(&mut self, name: &Bytes, info: &ObjectInfo, entry: Dentry) -> Result<()> {
+        self.prefix_unlisted(name, entry)?;
+        let aside = beside(name);
+        if check_name(&aside).is_err() || !info.key.as_str().as_bytes().ends_with(name) {
+            return Ok(());
+        }
+        let entry = self.change.dentry(self.work.directory, &aside)?;
+        self.object_listed(&aside, info, entry)
     }
 
     fn compare(&mut self, name: &Bytes, info: &ObjectInfo, entry: Dentry) -> Result<()> {

@@ -5,7 +5,7 @@ use forebay_io::object::ObjectInfo;
 
 use super::Mover;
 use super::deletions::after;
-use super::moves::is_still;
+use super::moves::{discard, is_still};
 use super::run::{PAGE, Tally};
 use crate::kv::Durability;
 use crate::records::{Change, Records};
@@ -85,7 +85,7 @@ fn settle(
                 Some(inode) if is_still(change, ino, &inode, (source, &intent.key))? => {
                     adopt(change, ino, inode, found)
                 }
-                _ => change.doom_plain(&found.blob()),
+                inode => discard(change, ino, inode, &found.blob()),
             }
         }
         (_, Some(inode), _) => change.settle_home(ino, &inode),

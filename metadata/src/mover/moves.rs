@@ -4,7 +4,7 @@
 //! object for deletion. A file that is being written, or whose key is held by another, waits.
 
 use bytes::Bytes;
-use forebay_core::{Blob, Error, FileKind, FileLayout, InodeId, ObjectKey, Result};
+use forebay_core::{Blob, Error, FileKind, FileLayout, InodeId, ObjectKey, Result, Version};
 use forebay_io::object::ObjectInfo;
 use futures::stream::{self, StreamExt};
 use tracing::debug;
@@ -21,6 +21,8 @@ use crate::schema::{HolderState, Inode, Intent, Move, Tag};
 struct Plan {
     from: Blob,
     to: ObjectKey,
+    /// What lies there, if that is the file's own older content.
+    replaces: Option<Version>,
 }
 
 /// What is to be done about one file.
@@ -100,7 +102,8 @@ impl Mover {
 
     /// `None` when an outsider changed either end: the next listing shows what became of it.
     async fn copy_object(&self, plan: &Plan) -> Result<Option<ObjectInfo>> {
-        if self.bucket().head(&plan.to).await?.is_some() {
+        let target = self.bucket().head(&plan.to).await?;
+        if target.map(|target| target.version) != plan.replaces {
             return Ok(None);
         }
         let source = self.bucket().head(&plan.from.key).await?;
@@ -123,12 +126,15 @@ fn plan(change: &mut Change<'_, '_>, ino: InodeId, fresh: &ObjectKey) -> Result<
         return Ok(Next::Wait);
     }
     let (from, to) = (whole(change, ino, &inode)?, change.key_of(ino, &inode)?);
-    let is_home = |key: &str| inode.home.as_ref().is_some_and(|home| home.key.as_str() == key);
-    let (Some(from), Some(to)) = (from, to.filter(|key| !is_home(key))) else {
-        // It is there already, or nothing can be copied whole, or nowhere: a new content or name asks again.
+    let (Some(from), Some(to)) = (from, to) else {
+        // Nothing can be copied whole, or nowhere: a new content or name asks again.
         change.delete(record)?;
         return Ok(Next::Done);
     };
+    if from.key.as_str() == to {
+        change.delete(record)?;
+        return Ok(Next::Done);
+    }
     let to = match change.occupancy(ino, &to)? {
         Occupancy::Free => ObjectKey::new(to),
         Occupancy::Taken if !from.is_owned() && is_in_ring(change, ino, to)? => {
@@ -137,8 +143,10 @@ fn plan(change: &mut Change<'_, '_>, ino: InodeId, fresh: &ObjectKey) -> Result<
         }
         Occupancy::Doomed | Occupancy::Taken => return Ok(Next::Wait),
     };
-    change.put_intent(ino, &Intent { key: to.clone(), replaces: None, copies: Some(from.clone()) })?;
-    Ok(Next::Copy(Plan { from, to }))
+    let replaces = inode.home.filter(|home| home.key == to).map(|home| home.version);
+    let intent = Intent { key: to.clone(), replaces: replaces.clone(), copies: Some(from.clone()) };
+    change.put_intent(ino, &intent)?;
+    Ok(Next::Copy(Plan { from, to, replaces }))
 }
 
 /// Whether the key is held by a file whose own key is held, and so on, round to `ino`: exchanged files wait for one
@@ -193,21 +201,41 @@ fn commit(change: &mut Change<'_, '_>, ino: InodeId, plan: &Plan, copied: &Objec
         Some(inode) => is_still(change, ino, inode, (&plan.from, &plan.to))?,
         None => false,
     };
-    let Some(mut inode) = inode.filter(|_| is_still) else {
+    let Some(mut inode) = inode.clone().filter(|_| is_still) else {
         debug!(%ino, key = %plan.to, "the file changed while it was moved");
-        return if copy.is_owned() { Ok(false) } else { change.doom_plain(&copy).map(|()| false) };
+        return discard(change, ino, inode, &copy).map(|()| false);
     };
     change.replace_layout(ino, &mut inode, &FileLayout::of_blob(copy.clone()))?;
     let is_owned = copy.is_owned();
     let before = std::mem::replace(&mut inode.home, Some(copy).filter(|_| !is_owned));
     change.put_inode(ino, &inode)?;
-    if let Some(before) = before {
+    if let Some(before) = before.filter(|before| before.key != copied.key) {
         change.doom_plain(&before)?;
     }
     if !is_owned {
         change.delete(change.keys().movement(ino))?;
     }
     Ok(true)
+}
+
+/// Gives up a copy that the file does not want any more, and with it what it replaced.
+pub(super) fn discard(
+    change: &mut Change<'_, '_>,
+    ino: InodeId,
+    inode: Option<Inode>,
+    copy: &Blob,
+) -> Result<()> {
+    if copy.is_owned() {
+        // Queued for deletion since before it was made.
+        return Ok(());
+    }
+    if let Some(mut inode) = inode
+        && inode.home.as_ref().is_some_and(|home| home.key == copy.key)
+    {
+        inode.home = None;
+        change.put_inode(ino, &inode)?;
+    }
+    change.doom_plain(copy)
 }
 
 /// Ends a move that cannot be made. The file stays where it is, and its claim with it.

@@ -58,6 +58,15 @@ impl LocalTree {
     /// Opens the tree of a volume, or begins an empty one. Settles what an earlier session left undone: writes that
     /// may or may not have happened, inodes that it had open without names.
     pub async fn open(parts: TreeParts, settings: TreeSettings) -> Result<Self> {
+        let tree = Self::prepare(parts, settings).await?;
+        if let Some(mover) = &tree.mover {
+            mover.start(&tree.tasks);
+        }
+        Ok(tree)
+    }
+
+    /// All of that but the mover's task: objects are moved and deleted by `drain` only.
+    pub(super) async fn prepare(parts: TreeParts, settings: TreeSettings) -> Result<Self> {
         let tasks = parts.tasks.child("tree");
         let tree = Self::assemble(parts, settings, tasks);
         tree.begin().await?;
@@ -68,9 +77,6 @@ impl LocalTree {
             mover.settle_all().await?;
         }
         tree.end_dead_sessions().await?;
-        if let Some(mover) = &tree.mover {
-            mover.start(&tree.tasks);
-        }
         Ok(tree)
     }
 

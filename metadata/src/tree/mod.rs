@@ -25,3 +25,6 @@ pub use local::{LocalTree, TreeParts};
 pub use paths::{Walked, resolve, walk};
 
 pub use crate::records::{ImportSettings, TreeSettings};
+
+#[cfg(test)]
+mod tests;

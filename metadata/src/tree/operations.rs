@@ -142,6 +142,8 @@ impl Tree for LocalTree {
 
     async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()> {
         self.check_writable()?;
+        // Of two directories that are at fault, the first is named.
+        self.look(|look| look.directory(from.0)).await?;
         self.ensure_listed(from.0).await?;
         self.ensure_below(to.0, to.1).await?;
         let (from, to) = ((from.0, Bytes::copy_from_slice(from.1)), (to.0, Bytes::copy_from_slice(to.1)));

@@ -1,0 +1,261 @@
+//! Power cuts: at every request of the mover, between every step of a write, and at random.
+
+use std::collections::BTreeMap;
+
+use forebay_core::{ErrorKind, FileLayout};
+use forebay_io::object::{FaultMode, Faults, OperationKind};
+
+use super::world::*;
+use crate::testing::{Chance, rounds};
+use crate::tree::{LocalTree, RenameMode, Tree, resolve};
+
+/// Asserts that the tree holds just these files with these bytes, and, once the mover is through, the bucket too.
+async fn check_files(world: &World, tree: &LocalTree, expected: &BTreeMap<String, String>) {
+    for drained in [false, true] {
+        if drained {
+            tree.drain().await.expect("drained");
+            world.pass_ttl();
+        }
+        let files: Vec<String> = paths(tree).await.into_iter().filter(|path| !path.ends_with('/')).collect();
+        assert_eq!(files, expected.keys().cloned().collect::<Vec<_>>(), "drained: {drained}");
+        for (path, text) in expected {
+            assert_eq!(
+                &world.read_path(tree, path).await.expect("bytes"),
+                text,
+                "{path}, drained: {drained}"
+            );
+        }
+    }
+    let objects: BTreeMap<String, String> = world
+        .objects()
+        .await
+        .into_iter()
+        .map(|(key, bytes)| (key, String::from_utf8_lossy(&bytes).into_owned()))
+        .collect();
+    assert_eq!(&objects, expected, "every file an object at its path, and nothing else");
+}
+
+fn files(files: &[(&str, &str)]) -> BTreeMap<String, String> {
+    files.iter().map(|(path, text)| ((*path).to_owned(), (*text).to_owned())).collect()
+}
+
+#[tokio::test]
+async fn the_mover_can_be_cut_off_at_any_request() {
+    for kind in [OperationKind::Head, OperationKind::Copy, OperationKind::Delete] {
+        for nth in 1..=6 {
+            for (mode, keeps_cache) in
+                [(FaultMode::Before, false), (FaultMode::LoseReply, false), (FaultMode::LoseReply, true)]
+            {
+                println!("{kind:?} {nth} {mode:?} {keeps_cache}");
+                cut_off(kind, nth, mode, keeps_cache).await;
+            }
+        }
+    }
+}
+
+async fn cut_off(kind: OperationKind, nth: u64, mode: FaultMode, keeps_cache: bool) {
+    let world = World::memory().await;
+    for key in ["a", "b", "d/e", "gone", "x", "y"] {
+        world.put(key, key.as_bytes()).await;
+    }
+    let faults = Faults::new();
+    let bucket = world.bucket().with_faults(&faults).with_deadline_ms(30);
+    let tree = world.open_over(Some(bucket)).await;
+    rename(&tree, "a", "moved", RenameMode::Replace).await.expect("renamed");
+    rename(&tree, "b", "y", RenameMode::Replace).await.expect("renamed");
+    rename(&tree, "d", "f", RenameMode::Replace).await.expect("renamed");
+    rename(&tree, "x", "y", RenameMode::Exchange).await.expect("exchanged");
+    unlink(&tree, "gone").await.expect("unlinked");
+    paths(&tree).await;
+    tree.sync().await.expect("synced");
+    faults.script(kind, nth, mode);
+    (nth + 1..nth + 40).for_each(|later| {
+        faults.script(kind, later, FaultMode::Before);
+    });
+    // It fails, or comes to its end because there were fewer requests.
+    let _ = tree.drain().await;
+    world.crash(tree, keeps_cache).await;
+    let tree = world.open().await;
+    check_files(&world, &tree, &files(&[("f/e", "d/e"), ("moved", "a"), ("x", "b"), ("y", "x")])).await;
+}
+
+/// The steps of writing a file, cut off after each.
+#[tokio::test]
+async fn a_write_can_be_cut_off_at_any_step() {
+    for replaces in [false, true] {
+        for step in 0..4 {
+            for keeps_cache in [false, true] {
+                println!("replaces {replaces}, step {step}, cache {keeps_cache}");
+                cut_off_write(replaces, step, keeps_cache).await;
+            }
+        }
+    }
+}
+
+async fn cut_off_write(replaces: bool, steps: u32, keeps_cache: bool) {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    if replaces {
+        world.write_path(&tree, "a", "old").await.expect("written");
+    } else {
+        let root = forebay_core::InodeId::ROOT;
+        tree.create(root, b"a", new_file(), crate::tree::Existing::Refuse).await.expect("made");
+    }
+    tree.sync().await.expect("synced");
+    let before = resolve(&tree, "a").await.expect("found");
+    let mut is_new = false;
+    let mut put = None;
+    let mut placement = None;
+    for step in 0..steps {
+        match step {
+            0 => placement = Some(tree.place(before.ino).await.expect("placed")),
+            1 => {
+                let placement = placement.as_ref().expect("placed");
+                let bytes = bytes::Bytes::from_static(b"new");
+                put = Some(
+                    world.bucket().put(placement.key(), bytes, condition(placement)).await.expect("put"),
+                );
+                is_new = true;
+            }
+            _ => {
+                let layout = FileLayout::of_blob(put.take().expect("put").blob());
+                tree.commit_layout(before.ino, before.generation, layout, time(1)).await.expect("committed");
+                break;
+            }
+        }
+    }
+    if steps == 4 {
+        tree.sync().await.expect("synced");
+    }
+    world.crash(tree, keeps_cache).await;
+    let tree = world.open().await;
+    let expected = match (is_new, replaces) {
+        (true, _) => "new",
+        (false, true) => "old",
+        (false, false) => "",
+    };
+    let after = resolve(&tree, "a").await.expect("found");
+    assert_eq!(world.read(&tree, after.ino).await.expect("bytes"), expected.as_bytes());
+    if replaces {
+        assert_eq!(after.ino, before.ino, "the intent was on disk: the bytes are known to be the file's");
+    }
+    let inos = resolve(&tree, "a").await.expect("found");
+    assert_eq!(inos, after);
+    tree.drain().await.expect("drained");
+    let objects = if expected.is_empty() { vec![] } else { vec![("a", expected)] };
+    world.check_objects(&objects).await;
+}
+
+#[tokio::test]
+async fn an_owned_blob_that_was_never_committed_goes_with_its_session() {
+    let world = World::memory().await;
+    world.put("a", b"old").await;
+    let tree = world.open().await;
+    rename(&tree, "a", "b", RenameMode::Replace).await.expect("renamed");
+    let root = forebay_core::InodeId::ROOT;
+    let (file, _) = tree.create(root, b"a", new_file(), crate::tree::Existing::Refuse).await.expect("made");
+    let placement = tree.place(file.ino).await.expect("placed");
+    world.bucket().put(placement.key(), "new".into(), condition(&placement)).await.expect("put");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("*", "new"), ("b", "old")]).await;
+    world.crash(tree, true).await;
+    let tree = world.open().await;
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("b", "old")]).await;
+}
+
+/// Random files, moves and cuts. Everything synced is there afterwards, as objects at their paths.
+#[tokio::test]
+async fn random_histories_lose_nothing() {
+    for _ in 0..rounds(6) {
+        let mut chance = Chance::seeded(8325305358892503302);
+        let world = World::memory().await;
+        let mut tree = world.open().await;
+        let mut expected: BTreeMap<String, String> = BTreeMap::new();
+        for directory in ["d", "e", "d/f", "e/f"] {
+            make_directory(&tree, directory).await.expect("made");
+        }
+        for step in 0..120 {
+            random_step(&world, &tree, &mut chance, &mut expected, step).await;
+            let y=chance.below(12); println!("  {y}");
+            match y {
+                0 => tree.drain().await.expect("drained"),
+                1 => world.pass_ttl(),
+                2 => {
+                    tree.sync().await.expect("synced");
+                    world.crash(tree, chance.below(2) == 0).await;
+                    tree = world.open().await;
+                }
+                _ => {}
+            }
+        }
+        tree.sync().await.expect("synced");
+        // What was placed and not committed goes with the session.
+        world.crash(tree, false).await;
+        let tree = world.open().await;
+        check_files(&world, &tree, &expected).await;
+    }
+}
+
+async fn random_step(
+    world: &World,
+    tree: &LocalTree,
+    chance: &mut Chance,
+    expected: &mut BTreeMap<String, String>,
+    step: u32,
+) {
+    const PLACES: [&str; 5] = ["", "d/", "e/", "d/f/", "e/f/"];
+    let mut path =
+        || format!("{}{}", PLACES[chance.below(5) as usize], ["a", "b", "c"][chance.below(3) as usize]);
+    let (from, to) = (path(), path());
+    let x = chance.below(8);
+    println!("{step}: {x} {from} {to}");
+    match x {
+        0..=2 => {
+            let text = format!("step {step}");
+            world.write_path(tree, &from, &text).await.expect("written");
+            expected.insert(from, text);
+        }
+        3 => {
+            let outcome = unlink(tree, &from).await;
+            assert_eq!(outcome.is_ok(), expected.remove(&from).is_some());
+        }
+        4 | 5 => {
+            let outcome = rename(tree, &from, &to, RenameMode::Replace).await;
+            assert_eq!(outcome.is_ok(), expected.contains_key(&from), "{outcome:?}");
+            if let Some(text) = expected.remove(&from) {
+                expected.insert(to, text);
+            }
+        }
+        6 => {
+            let both = expected.contains_key(&from) && expected.contains_key(&to);
+            assert_eq!(rename(tree, &from, &to, RenameMode::Exchange).await.is_ok(), both);
+            if let (true, Some(a), Some(b)) =
+                (from != to, expected.get(&from).cloned(), expected.get(&to).cloned())
+            {
+                expected.insert(from, b);
+                expected.insert(to, a);
+            }
+        }
+        _ => {
+            let pair = [("d", "e"), ("e/f", "d/f"), ("d", "d/f")][chance.below(3) as usize];
+            let outcome = rename(tree, pair.0, pair.1, RenameMode::Exchange).await;
+            match outcome {
+                Ok(()) => exchange_prefixes(expected, pair.0, pair.1),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Invalid),
+            }
+        }
+    }
+}
+
+fn exchange_prefixes(files: &mut BTreeMap<String, String>, a: &str, b: &str) {
+    let moved = |path: &str| {
+        let below = |prefix: &str| path.strip_prefix(prefix).filter(|rest| rest.starts_with('/'));
+        match (below(a), below(b)) {
+            (_, Some(rest)) => format!("{a}{rest}"),
+            (Some(rest), None) => format!("{b}{rest}"),
+            _ => path.to_owned(),
+        }
+    };
+    *files = files.iter().map(|(path, text)| (moved(path), text.clone())).collect();
+}

@@ -1,0 +1,200 @@
+//! A bucket that others write to.
+
+use forebay_core::{ErrorKind, FileKind, InodeId};
+use forebay_io::object::{Delay, Faults, OperationKind};
+
+use super::world::*;
+use crate::tree::{Existing, RenameMode, Tree, resolve};
+
+const ROOT: InodeId = InodeId::ROOT;
+
+#[tokio::test]
+async fn objects_appear_as_files_and_prefixes_as_directories() {
+    for kind in [Kind::Memory, Kind::Lmdb, Kind::Slate] {
+        let world = World::new(kind).await;
+        for key in ["a", "d/b", "d/e/c", "über/größe", "100%", ".forebay/volume.json"] {
+            world.put(key, key.as_bytes()).await;
+        }
+        let tree = world.open().await;
+        let expected = ["100%", "a", "d/", "d/b", "d/e/", "d/e/c", "über/", "über/größe"];
+        assert_eq!(paths(&tree).await, expected);
+        assert_eq!(world.read_path(&tree, "d/e/c").await.expect("bytes"), "d/e/c");
+        let file = resolve(&tree, "d/b").await.expect("found");
+        assert_eq!((file.size, file.mode, file.nlink, file.kind), (3, 0o644, 1, FileKind::File));
+        assert!(file.mtime.seconds > 1_700_000_000, "the object's own time");
+        assert_eq!(resolve(&tree, "d").await.expect("found").nlink, 3);
+        assert_eq!(tree.statistics().await.expect("statistics").inodes, 9);
+        tree.close().await.expect("closed");
+    }
+}
+
+#[tokio::test]
+async fn outsiders_changes_show_after_the_ttl() {
+    let world = World::memory().await;
+    world.put("kept", b"1").await;
+    world.put("replaced", b"1").await;
+    world.put("gone", b"1").await;
+    world.put("d/gone", b"1").await;
+    let tree = world.open().await;
+    assert_eq!(paths(&tree).await, ["d/", "d/gone", "gone", "kept", "replaced"]);
+    let (kept, replaced) =
+        (resolve(&tree, "kept").await.expect("found"), resolve(&tree, "replaced").await.expect("found"));
+    world.put("replaced", b"22").await;
+    world.put("new", b"3").await;
+    world.delete("gone").await;
+    world.delete("d/gone").await;
+    assert_eq!(resolve(&tree, "replaced").await.expect("still fresh"), replaced);
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["kept", "new", "replaced"]);
+    assert_eq!(resolve(&tree, "kept").await.expect("found"), kept);
+    let now = resolve(&tree, "replaced").await.expect("found");
+    assert_ne!(now.ino, replaced.ino, "an outsider's object is another file");
+    assert_eq!(world.read(&tree, now.ino).await.expect("bytes"), b"22");
+    assert_eq!(kind_of(tree.attributes(replaced.ino).await), ErrorKind::NotFound);
+    world.delete("new").await;
+    tree.refresh(ROOT).await.expect("refreshed");
+    assert_eq!(paths(&tree).await, ["kept", "replaced"]);
+    assert_eq!(tree.statistics().await.expect("statistics").inodes, 3);
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("kept", "1"), ("replaced", "22")]).await;
+}
+
+#[tokio::test]
+async fn what_only_the_tree_has_survives_listings() {
+    let world = World::memory().await;
+    world.put("d/a", b"1").await;
+    let tree = world.open().await;
+    make_directory(&tree, "empty").await.expect("made");
+    make_directory(&tree, "d/empty").await.expect("made");
+    let d = resolve(&tree, "d").await.expect("found").ino;
+    tree.create(d, b"l", new_inode(FileKind::Symlink), Existing::Refuse).await.expect("made");
+    tree.create(d, b"unwritten", new_file(), Existing::Refuse).await.expect("made");
+    world.delete("d/a").await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["d/", "d/empty/", "d/l", "d/unwritten", "empty/"]);
+    tree.close().await.expect("closed");
+    let tree = world.open().await;
+    assert_eq!(paths(&tree).await, ["d/", "d/empty/", "d/l", "d/unwritten", "empty/"]);
+}
+
+#[tokio::test]
+async fn a_directory_emptied_through_forebay_stays() {
+    let world = World::memory().await;
+    world.put("d/a", b"1").await;
+    let tree = world.open().await;
+    unlink(&tree, "d/a").await.expect("unlinked");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[]).await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["d/"]);
+}
+
+#[tokio::test]
+async fn an_object_beside_keys_below_it_shows_as_object() {
+    let world = World::memory().await;
+    world.put("a", b"object").await;
+    let tree = world.open().await;
+    assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "object");
+    world.put("a/b", b"below").await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["a.object", "a/", "a/b"]);
+    assert_eq!(world.read_path(&tree, "a.object").await.expect("bytes"), "object");
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["a.object", "a/", "a/b"], "listed again, nothing changes");
+    world.delete("a/b").await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["a.object"], "the directory is gone");
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["a"], "and its name free");
+    assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "object");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a", "object")]).await;
+    make_directory(&tree, "m").await.expect("made");
+    world.put("m", b"object").await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["a", "m.object", "m/"]);
+    unlink(&tree, "m.object").await.expect("unlinked");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a", "object")]).await;
+}
+
+#[tokio::test]
+async fn one_listing_serves_all_who_wait() {
+    let world = World::memory().await;
+    for n in 0..300 {
+        world.put(&format!("d/{n:03}"), b"1").await;
+    }
+    let slow = Delay { request_us: 20_000, mib_us: 0 };
+    let bucket = world.bucket().with_delay(slow);
+    let tree = world.open_over(Some(bucket.clone())).await;
+    let before = bucket.counters();
+    let lookups = (0..50).map(|n| {
+        let tree = &tree;
+        async move { resolve(tree, &format!("d/{n:03}")).await.expect("found") }
+    });
+    futures::future::join_all(lookups).await;
+    let listings = bucket.counters().since(&before).of(OperationKind::List).requests;
+    assert_eq!(listings, 2, "one of the root, one of the directory");
+    assert_eq!(paths(&tree).await.len(), 301);
+    assert_eq!(bucket.counters().since(&before).of(OperationKind::List).requests, 2);
+    assert!(tree.lookup_now(ROOT, b"d").is_some());
+    world.pass_ttl();
+    assert!(tree.lookup_now(ROOT, b"d").is_none(), "stale");
+}
+
+#[tokio::test]
+async fn a_store_that_is_down_leaves_what_was_listed() {
+    let world = World::memory().await;
+    world.put("a", b"1").await;
+    let faults = Faults::new();
+    let bucket = world.bucket().with_faults(&faults).with_deadline_ms(50);
+    let tree = world.open_over(Some(bucket)).await;
+    faults.set_down(true);
+    assert_eq!(kind_of(tree.lookup(ROOT, b"a").await), ErrorKind::Unavailable);
+    faults.set_down(false);
+    assert_eq!(paths(&tree).await, ["a"]);
+    faults.set_down(true);
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["a"], "what was known is still served");
+}
+
+#[tokio::test]
+async fn a_read_only_tree_writes_nothing_to_the_bucket() {
+    let mut world = World::memory().await;
+    world.settings.read_only = true;
+    world.put("d/a", b"1").await;
+    let tree = world.open_over(Some(world.bucket().read_only())).await;
+    assert_eq!(paths(&tree).await, ["d/", "d/a"]);
+    let file = resolve(&tree, "d/a").await.expect("found").ino;
+    assert_eq!(kind_of(tree.create(ROOT, b"x", new_file(), Existing::Refuse).await), ErrorKind::ReadOnly);
+    assert_eq!(kind_of(tree.unlink(ROOT, b"d").await), ErrorKind::ReadOnly);
+    assert_eq!(kind_of(tree.place(file).await), ErrorKind::ReadOnly);
+    assert_eq!(kind_of(rename(&tree, "d", "e", RenameMode::Replace).await), ErrorKind::ReadOnly);
+    tree.opened(file).await.expect("opened");
+    world.delete("d/a").await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, Vec::<String>::new());
+    assert_eq!(tree.attributes(file).await.expect("open").nlink, 0);
+    tree.closed(file).await.expect("closed");
+    tree.drain().await.expect("drained");
+    tree.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn large_directories_are_taken_over_in_windows() {
+    let world = World::memory().await;
+    for n in 0..1000 {
+        world.put(&format!("d/{n:04}"), b"1").await;
+    }
+    let tree = world.open().await;
+    assert_eq!(paths(&tree).await.len(), 1001);
+    for n in (0..1000).step_by(3) {
+        world.delete(&format!("d/{n:04}")).await;
+        world.put(&format!("d/{n:04}x"), b"1").await;
+    }
+    world.pass_ttl();
+    let mut expected: Vec<String> =
+        (0..1000).map(|n| format!("d/{n:04}{}", if n % 3 == 0 { "x" } else { "" })).collect();
+    expected.insert(0, "d/".into());
+    assert_eq!(paths(&tree).await, expected);
+}

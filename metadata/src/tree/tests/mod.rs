@@ -1,0 +1,8 @@
+//! The tree's tests: a contract over every engine, a model, the bucket's side, and crashes.
+
+mod world;
+mod contract;
+mod model;
+mod import;
+mod ownership;
+mod crash;

@@ -1,0 +1,258 @@
+//! Random operations against a model: a map of inodes, as simple as POSIX allows.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use forebay_core::{ErrorKind, FileKind, InodeId, Result};
+
+use super::world::*;
+use crate::testing::{Chance, rounds};
+use crate::tree::{Existing, LocalTree, RenameMode, Tree};
+
+/// The model's inode: a directory's entries, or a file.
+#[derive(Debug, Clone, Default)]
+struct Node {
+    entries: Option<BTreeMap<String, usize>>,
+    parent: usize,
+    names: u32,
+    openers: u32,
+}
+
+/// A tree as a table of nodes; 0 is the root.
+#[derive(Debug, Clone)]
+struct Model(Vec<Node>);
+
+type Outcome = Result<(), ErrorKind>;
+
+impl Model {
+    fn new() -> Self {
+        Self(vec![Node { entries: Some(BTreeMap::new()), names: 1, ..Node::default() }])
+    }
+
+    fn find(&self, directory: usize, name: &str) -> Result<Option<usize>, ErrorKind> {
+        match &self.0[directory].entries {
+            Some(_) if self.0[directory].names == 0 => Err(ErrorKind::NotFound),
+            Some(entries) => Ok(entries.get(name).copied()),
+            None => Err(ErrorKind::NotDirectory),
+        }
+    }
+
+    fn is_directory(&self, node: usize) -> bool {
+        self.0[node].entries.is_some()
+    }
+
+    fn entries(&mut self, directory: usize) -> &mut BTreeMap<String, usize> {
+        self.0[directory].entries.as_mut().expect("a directory")
+    }
+
+    fn create(&mut self, directory: usize, name: &str, is_directory: bool) -> Result<usize, ErrorKind> {
+        if self.find(directory, name)?.is_some() {
+            return Err(ErrorKind::Exists);
+        }
+        let node = self.0.len();
+        let entries = is_directory.then(BTreeMap::new);
+        self.0.push(Node { entries, parent: directory, names: 1, openers: 0 });
+        self.entries(directory).insert(name.to_owned(), node);
+        Ok(node)
+    }
+
+    fn link(&mut self, node: usize, directory: usize, name: &str) -> Outcome {
+        let found = self.find(directory, name)?;
+        match () {
+            () if self.is_directory(node) => Err(ErrorKind::Denied),
+            () if self.0[node].names == 0 => Err(ErrorKind::NotFound),
+            () if found.is_some() => Err(ErrorKind::Exists),
+            () => {
+                self.0[node].names += 1;
+                self.entries(directory).insert(name.to_owned(), node);
+                Ok(())
+            }
+        }
+    }
+
+    fn unlink(&mut self, directory: usize, name: &str) -> Outcome {
+        let node = self.find(directory, name)?.ok_or(ErrorKind::NotFound)?;
+        if self.is_directory(node) {
+            return Err(ErrorKind::IsDirectory);
+        }
+        self.entries(directory).remove(name);
+        self.0[node].names -= 1;
+        Ok(())
+    }
+
+    fn remove_directory(&mut self, directory: usize, name: &str) -> Outcome {
+        let node = self.find(directory, name)?.ok_or(ErrorKind::NotFound)?;
+        match self.0[node].entries.as_ref().map(BTreeMap::is_empty) {
+            None => Err(ErrorKind::NotDirectory),
+            Some(false) => Err(ErrorKind::NotEmpty),
+            Some(true) => {
+                self.entries(directory).remove(name);
+                self.0[node].names = 0;
+                Ok(())
+            }
+        }
+    }
+
+    fn is_within(&self, mut directory: usize, node: usize) -> bool {
+        while directory != node && directory != 0 {
+            directory = self.0[directory].parent;
+        }
+        directory == node
+    }
+
+    fn rename(&mut self, from: (usize, &str), to: (usize, &str), mode: RenameMode) -> Outcome {
+        self.find(from.0, from.1)?;
+        let target = self.find(to.0, to.1)?;
+        let source = self.find(from.0, from.1)?.ok_or(ErrorKind::NotFound)?;
+        if self.is_directory(source) && self.is_within(to.0, source) {
+            return Err(ErrorKind::Invalid);
+        }
+        match (mode, target) {
+            (RenameMode::NoReplace, Some(_)) => return Err(ErrorKind::Exists),
+            (RenameMode::Exchange, None) => return Err(ErrorKind::NotFound),
+            (_, Some(target)) if target == source => return Ok(()),
+            (RenameMode::Exchange, Some(target)) => {
+                if self.is_directory(target) && self.is_within(from.0, target) {
+                    return Err(ErrorKind::Invalid);
+                }
+                self.place(from, target);
+                self.place(to, source);
+                return Ok(());
+            }
+            (_, Some(target)) => match (self.is_directory(source), self.is_directory(target)) {
+                (true, false) => return Err(ErrorKind::NotDirectory),
+                (false, true) => return Err(ErrorKind::IsDirectory),
+                (true, true) => self.remove_directory(to.0, to.1)?,
+                (false, false) => self.unlink(to.0, to.1)?,
+            },
+            (_, None) => {}
+        }
+        self.entries(from.0).remove(from.1);
+        self.place(to, source);
+        Ok(())
+    }
+
+    fn place(&mut self, (directory, name): (usize, &str), node: usize) {
+        self.entries(directory).insert(name.to_owned(), node);
+        if self.is_directory(node) {
+            self.0[node].parent = directory;
+        }
+    }
+
+    fn paths(&self) -> Vec<String> {
+        let (mut paths, mut waiting) = (Vec::new(), vec![(0, String::new())]);
+        while let Some((directory, prefix)) = waiting.pop() {
+            for (name, node) in self.0[directory].entries.iter().flatten() {
+                let path = format!("{prefix}{name}");
+                if self.is_directory(*node) {
+                    waiting.push((*node, format!("{path}/")));
+                    paths.push(format!("{path}/"));
+                } else {
+                    paths.push(path);
+                }
+            }
+        }
+        paths.sort();
+        paths
+    }
+}
+
+/// The tree and the model side by side.
+struct Pair<'t> {
+    tree: &'t LocalTree,
+    model: Model,
+    /// The tree's inode of each node of the model.
+    inodes: Vec<InodeId>,
+}
+
+impl Pair<'_> {
+    async fn step(&mut self, chance: &mut Chance) {
+        let names = ["a", "b", "c", "d", "e"];
+        let pick = |chance: &mut Chance, from: usize| chance.below(from as u64) as usize;
+        let count = self.model.0.len();
+        let (p, q, node) = (pick(chance, count), pick(chance, count), pick(chance, count));
+        let (n, m) = (names[pick(chance, names.len())], names[pick(chance, names.len())]);
+        // Inodes that are gone have no number to be called by.
+        let gone = |node: usize| self.model.0[node].names == 0 && self.model.0[node].openers == 0;
+        if gone(p) || gone(q) || gone(node) {
+            return;
+        }
+        let (parent, other, ino) = (self.inodes[p], self.inodes[q], self.inodes[node]);
+        let (expected, got) = match chance.below(10) {
+            kind @ 0..=3 => {
+                let is_directory = kind == 0;
+                let kind = if is_directory { FileKind::Directory } else { FileKind::File };
+                let made = self.tree.create(parent, n.as_bytes(), new_inode(kind), Existing::Refuse).await;
+                let expected = self.model.create(p, n, is_directory);
+                if let Ok((attributes, _)) = &made {
+                    assert!(!self.inodes.contains(&attributes.ino), "an inode number was used again");
+                    self.inodes.push(attributes.ino);
+                }
+                (expected.map(|_| ()), made.map(|_| ()))
+            }
+            4 => (self.model.link(node, q, m), self.tree.link(ino, other, m.as_bytes()).await.map(|_| ())),
+            5 => (self.model.unlink(p, n), self.tree.unlink(parent, n.as_bytes()).await),
+            6 => (self.model.remove_directory(p, n), self.tree.remove_directory(parent, n.as_bytes()).await),
+            7 => {
+                if self.model.0[node].openers > 0 {
+                    self.model.0[node].openers -= 1;
+                    (Ok(()), self.tree.closed(ino).await)
+                } else {
+                    self.model.0[node].openers += 1;
+                    (Ok(()), self.tree.opened(ino).await)
+                }
+            }
+            mode => {
+                let mode = match (mode, chance.below(3)) {
+                    (8, _) => RenameMode::Replace,
+                    (_, 0) => RenameMode::NoReplace,
+                    _ => RenameMode::Exchange,
+                };
+                let from = (Bytes::from(n), Bytes::from(m));
+                let got = self.tree.rename((parent, &from.0), (other, &from.1), mode).await;
+                (self.model.rename((p, n), (q, m), mode), got)
+            }
+        };
+        assert_eq!(got.map_err(|error| error.kind()), expected);
+    }
+
+    async fn check(&self) {
+        assert_eq!(paths(self.tree).await, self.model.paths());
+        let mut alive = 0;
+        for (node, ino) in self.model.0.iter().zip(&self.inodes) {
+            let attributes = self.tree.attributes(*ino).await;
+            if node.names == 0 && node.openers == 0 {
+                assert_eq!(kind_of(attributes), ErrorKind::NotFound);
+                continue;
+            }
+            alive += 1;
+            let attributes = attributes.expect("alive");
+            let below =
+                node.entries.iter().flatten().filter(|(_, node)| self.model.is_directory(**node)).count();
+            match &node.entries {
+                Some(_) if node.names == 0 => assert_eq!(attributes.nlink, 0),
+                Some(_) => assert_eq!(attributes.nlink as usize, 2 + below),
+                None => assert_eq!(attributes.nlink, node.names),
+            }
+        }
+        assert_eq!(self.tree.statistics().await.expect("statistics").inodes, alive);
+    }
+}
+
+#[tokio::test]
+async fn random_operations_agree_with_the_model() {
+    for round in 0..rounds(8) {
+        let mut chance = Chance::fresh();
+        let kind = if round % 2 == 0 { Kind::Memory } else { Kind::Lmdb };
+        let world = World::new(kind).await;
+        let tree = world.open().await;
+        let mut pair = Pair { tree: &tree, model: Model::new(), inodes: vec![InodeId::ROOT] };
+        for _ in 0..300 {
+            pair.step(&mut chance).await;
+        }
+        pair.check().await;
+        tree.drain().await.expect("drained");
+        pair.check().await;
+        tree.close().await.expect("closed");
+    }
+}

@@ -1,0 +1,270 @@
+//! Who holds which key: each scenario asserts the bucket's keys and bytes after the mover is through.
+
+use forebay_core::{ErrorKind, FileLayout, InodeId};
+
+use super::world::*;
+use crate::tree::{Placement, RenameMode, Tree, resolve};
+
+use RenameMode::{Exchange, Replace};
+
+fn is_own(placement: &Placement, key: &str) -> bool {
+    matches!(placement, Placement::Own { key: own, .. } if own.as_str() == key)
+}
+
+#[tokio::test]
+async fn a_new_file_is_an_object_at_its_path() {
+    for kind in [Kind::Memory, Kind::Lmdb] {
+        let world = World::new(kind).await;
+        let tree = world.open().await;
+        make_directory(&tree, "d").await.expect("made");
+        assert!(is_own(&world.write_path(&tree, "d/a", "one").await.expect("written"), "d/a"));
+        let ino = resolve(&tree, "d/a").await.expect("found").ino;
+        let again = world.write_path(&tree, "d/a", "two").await.expect("written");
+        assert!(matches!(&again, Placement::Own { replaces: Some(_), .. }));
+        world.write_path(&tree, "d/empty", "").await.expect("written");
+        tree.drain().await.expect("drained");
+        world.check_objects(&[("d/a", "two"), ("d/empty", "")]).await;
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, ["d/", "d/a", "d/empty"]);
+        assert_eq!(resolve(&tree, "d/a").await.expect("found").ino, ino, "our own change keeps the inode");
+        unlink(&tree, "d/a").await.expect("unlinked");
+        unlink(&tree, "d/empty").await.expect("unlinked");
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, ["d/"], "a listing does not bring back what is about to be deleted");
+        tree.drain().await.expect("drained");
+        world.check_objects(&[]).await;
+    }
+}
+
+#[tokio::test]
+async fn names_that_are_no_keys_go_to_owned_blobs() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    let (file, _) =
+        tree.create(InodeId::ROOT, b"\xff", new_file(), crate::tree::Existing::Refuse).await.expect("made");
+    let placed = world.write(&tree, file.ino, b"bytes").await.expect("written");
+    assert!(matches!(placed, Placement::Owned { .. }));
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("*", "bytes")]).await;
+    world.write(&tree, file.ino, b"more").await.expect("written");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("*", "more")]).await;
+    tree.unlink(InodeId::ROOT, b"\xff").await.expect("unlinked");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[]).await;
+}
+
+#[tokio::test]
+async fn the_mover_follows_a_renamed_file() {
+    for kind in [Kind::Memory, Kind::Lmdb, Kind::Slate] {
+        let world = World::new(kind).await;
+        world.put("a", b"imported").await;
+        let tree = world.open().await;
+        let before = resolve(&tree, "a").await.expect("found");
+        rename(&tree, "a", "b", Replace).await.expect("renamed");
+        world.check_objects(&[("a", "imported")]).await;
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, ["b"], "the old key is not listed");
+        let (_, generation) = tree.layout(before.ino).await.expect("layout");
+        tree.drain().await.expect("drained");
+        world.check_objects(&[("b", "imported")]).await;
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, ["b"]);
+        assert_eq!(resolve(&tree, "b").await.expect("found").ino, before.ino);
+        assert_eq!(tree.layout(before.ino).await.expect("layout").1, generation, "a move is no new content");
+        assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), "imported");
+    }
+}
+
+#[tokio::test]
+async fn a_file_made_where_another_was_does_not_touch_its_bytes() {
+    let world = World::memory().await;
+    world.put("a", b"old").await;
+    let tree = world.open().await;
+    rename(&tree, "a", "b", Replace).await.expect("renamed");
+    let placed = world.write_path(&tree, "a", "new").await.expect("written");
+    assert!(matches!(placed, Placement::Owned { .. }));
+    assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), "old");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a", "new"), ("b", "old")]).await;
+    assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "new");
+}
+
+#[tokio::test]
+async fn write_aside_and_rename_over_ends_as_one_object() {
+    let world = World::memory().await;
+    world.put("f", b"old").await;
+    let tree = world.open().await;
+    world.write_path(&tree, "f.tmp", "new").await.expect("written");
+    rename(&tree, "f.tmp", "f", Replace).await.expect("renamed");
+    assert_eq!(world.read_path(&tree, "f").await.expect("bytes"), "new");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("f", "new")]).await;
+    unlink(&tree, "f").await.expect("unlinked");
+    let placed = world.write_path(&tree, "f", "third").await.expect("written");
+    assert!(is_own(&placed, "f"), "the doomed object goes first");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("f", "third")]).await;
+}
+
+#[tokio::test]
+async fn exchanged_files_change_keys() {
+    let world = World::memory().await;
+    for name in ["a", "b", "c"] {
+        world.put(name, name.as_bytes()).await;
+    }
+    let tree = world.open().await;
+    rename(&tree, "a", "b", Exchange).await.expect("exchanged");
+    rename(&tree, "b", "c", Exchange).await.expect("exchanged");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a", "b"), ("b", "c"), ("c", "a")]).await;
+    assert_eq!(paths(&tree).await, ["a", "b", "c"]);
+    assert_eq!(world.read_path(&tree, "c").await.expect("bytes"), "a");
+}
+
+#[tokio::test]
+async fn hard_links_keep_the_bytes() {
+    let world = World::memory().await;
+    world.put("a", b"bytes").await;
+    let tree = world.open().await;
+    let ino = resolve(&tree, "a").await.expect("found").ino;
+    tree.link(ino, InodeId::ROOT, b"b").await.expect("linked");
+    unlink(&tree, "a").await.expect("unlinked");
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["b"]);
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("b", "bytes")]).await;
+    assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), "bytes");
+    unlink(&tree, "b").await.expect("unlinked");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[]).await;
+}
+
+#[tokio::test]
+async fn open_files_keep_their_bytes() {
+    let world = World::memory().await;
+    world.put("a", b"bytes").await;
+    let tree = world.open().await;
+    let ino = resolve(&tree, "a").await.expect("found").ino;
+    tree.opened(ino).await.expect("opened");
+    unlink(&tree, "a").await.expect("unlinked");
+    tree.drain().await.expect("drained");
+    assert_eq!(world.read(&tree, ino).await.expect("bytes"), b"bytes");
+    let placed = world.write_path(&tree, "a", "new").await.expect("written");
+    assert!(matches!(placed, Placement::Owned { .. }));
+    tree.drain().await.expect("drained");
+    assert_eq!(world.read(&tree, ino).await.expect("bytes"), b"bytes");
+    tree.closed(ino).await.expect("closed");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a", "new")]).await;
+}
+
+#[tokio::test]
+async fn a_renamed_directory_takes_its_objects_along() {
+    for kind in [Kind::Memory, Kind::Lmdb] {
+        let world = World::new(kind).await;
+        for key in ["a/f", "a/d/g", "a/d/h"] {
+            world.put(key, key.as_bytes()).await;
+        }
+        let tree = world.open().await;
+        rename(&tree, "a", "x", Replace).await.expect("renamed");
+        make_directory(&tree, "a").await.expect("made");
+        world.write_path(&tree, "a/f", "new").await.expect("written");
+        world.pass_ttl();
+        let expected = ["a/", "a/f", "x/", "x/d/", "x/d/g", "x/d/h", "x/f"];
+        assert_eq!(paths(&tree).await, expected);
+        rename(&tree, "x/d", "y", Replace).await.expect("renamed on");
+        let expected = ["a/", "a/f", "x/", "x/f", "y/", "y/g", "y/h"];
+        assert_eq!(paths(&tree).await, expected);
+        assert_eq!(world.read_path(&tree, "y/g").await.expect("bytes"), "a/d/g");
+        tree.drain().await.expect("drained");
+        world.check_objects(&[("a/f", "new"), ("x/f", "a/f"), ("y/g", "a/d/g"), ("y/h", "a/d/h")]).await;
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, expected);
+        world.put("x/outsider", b"1").await;
+        world.put("a/outsider", b"1").await;
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await.len(), expected.len() + 2, "both are listed from their paths again");
+    }
+}
+
+#[tokio::test]
+async fn a_renamed_directory_shows_what_it_held_unseen() {
+    let world = World::memory().await;
+    world.put("a/d/f", b"1").await;
+    let tree = world.open().await;
+    rename(&tree, "a", "x", Replace).await.expect("renamed before anybody looked inside");
+    assert_eq!(paths(&tree).await, ["x/", "x/d/", "x/d/f"]);
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("x/d/f", "1")]).await;
+}
+
+#[tokio::test]
+async fn exchanged_directories_change_keys() {
+    let world = World::memory().await;
+    world.put("a/f", b"a").await;
+    world.put("b/f", b"b").await;
+    world.put("b/g", b"g").await;
+    let tree = world.open().await;
+    rename(&tree, "a", "b", Exchange).await.expect("exchanged");
+    assert_eq!(world.read_path(&tree, "a/f").await.expect("bytes"), "b");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a/f", "b"), ("a/g", "g"), ("b/f", "a")]).await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["a/", "a/f", "a/g", "b/", "b/f"]);
+}
+
+#[tokio::test]
+async fn a_rename_and_back_moves_nothing() {
+    let world = World::memory().await;
+    world.put("a/f", b"1").await;
+    world.put("g", b"2").await;
+    let tree = world.open().await;
+    let before = world.bucket().counters();
+    for (from, to) in [("a", "x"), ("x", "a"), ("g", "h"), ("h", "g")] {
+        rename(&tree, from, to, Replace).await.expect("renamed");
+    }
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a/f", "1"), ("g", "2")]).await;
+    let copies = world.bucket().counters().since(&before).of(forebay_io::object::OperationKind::Copy);
+    assert_eq!(copies.requests, 0);
+    assert_eq!(paths(&tree).await, ["a/", "a/f", "g"]);
+}
+
+#[tokio::test]
+async fn a_file_written_through_a_stale_layout_conflicts() {
+    let world = World::memory().await;
+    world.put("a", b"bytes").await;
+    let tree = world.open().await;
+    let ino = resolve(&tree, "a").await.expect("found").ino;
+    let (stale, generation) = tree.layout(ino).await.expect("layout");
+    rename(&tree, "a", "b", Replace).await.expect("renamed");
+    tree.drain().await.expect("drained");
+    let refused = tree.commit_layout(ino, generation, stale, time(1)).await;
+    assert_eq!(kind_of(refused), ErrorKind::Conflict);
+    let (layout, _) = tree.layout(ino).await.expect("layout");
+    tree.commit_layout(ino, generation, layout, time(1)).await.expect("with the layout that is");
+    tree.commit_layout(ino, generation + 1, FileLayout::empty(), time(1)).await.expect("truncated");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("b", "bytes")]).await;
+    world.write(&tree, ino, b"x").await.expect("written");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("b", "x")]).await;
+}
+
+#[tokio::test]
+async fn an_outsiders_object_where_a_file_is_written_is_replaced_knowingly() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    assert_eq!(paths(&tree).await, Vec::<String>::new());
+    world.put("a", b"theirs").await;
+    world.write_path(&tree, "a", "ours").await.expect("written, after a refusal");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a", "ours")]).await;
+    world.put("a", b"theirs again").await;
+    unlink(&tree, "a").await.expect("unlinked");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a", "theirs again")]).await;
+    world.pass_ttl();
+    assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "theirs again", "what was not ours stays");
+}

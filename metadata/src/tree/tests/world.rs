@@ -1,0 +1,406 @@
+//! What the tests of the tree stand on: engines that can lose power, a bucket, and files as bytes.
+
+use std::collections::BTreeMap;
+use std::ops::Bound;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use forebay_core::{
+    Attributes, Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, VolumeId,
+};
+use forebay_io::clock::Clock;
+use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
+use forebay_io::rng::Rng;
+use forebay_io::task::TaskGroup;
+use futures::stream::{StreamExt, TryStreamExt};
+use parking_lot::Mutex;
+
+use crate::commit::{Committer, CommitterSettings};
+use crate::kv::{
+    Batch, Durability, Engine, Limits, LmdbEngine, LmdbSettings, Pair, SlateEngine, SlateSettings, Snapshot,
+};
+use crate::tree::{
+    Existing, LocalTree, Lookup, NewInode, Placement, Tree, TreeParts, TreeSettings, resolve, walk,
+};
+
+type Map = BTreeMap<Bytes, Bytes>;
+
+/// A disk whose unsynced writes are lost when the power goes.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Disk(Arc<Mutex<Power>>);
+
+#[derive(Debug, Default)]
+struct Power {
+    cached: Map,
+    durable: Map,
+    epoch: u64,
+}
+
+impl Disk {
+    /// The power goes; `keeps_cache` when by luck everything had been written.
+    pub(super) fn fail(&self, keeps_cache: bool) {
+        let mut power = self.0.lock();
+        power.epoch += 1;
+        match keeps_cache {
+            true => power.durable = power.cached.clone(),
+            false => power.cached = power.durable.clone(),
+        }
+    }
+
+    fn open(&self) -> DiskEngine {
+        let mut power = self.0.lock();
+        power.epoch += 1;
+        DiskEngine { disk: self.clone(), epoch: power.epoch }
+    }
+}
+
+/// The engine on such a disk.
+struct DiskEngine {
+    disk: Disk,
+    epoch: u64,
+}
+
+impl DiskEngine {
+    fn with<T>(&self, work: impl FnOnce(&mut Power) -> T) -> Result<T> {
+        let mut power = self.disk.0.lock();
+        match power.epoch == self.epoch {
+            true => Ok(work(&mut power)),
+            false => Err(Error::new(ErrorKind::Conflict, "the power went")),
+        }
+    }
+}
+
+#[async_trait]
+impl Engine for DiskEngine {
+    async fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
+        self.with(|power| power.cached.get(key).cloned())
+    }
+
+    async fn scan(&self, start: &[u8], end: &[u8], limit: usize) -> Result<Vec<Pair>> {
+        let end = if end.is_empty() { Bound::Unbounded } else { Bound::Excluded(end) };
+        self.with(|power| {
+            let range = power.cached.range::<[u8], _>((Bound::Included(start), end));
+            range.take(limit).map(|(key, value)| (key.clone(), value.clone())).collect()
+        })
+    }
+
+    fn get_now(&self, key: &[u8]) -> Option<Result<Option<Bytes>>> {
+        Some(self.with(|power| power.cached.get(key).cloned()))
+    }
+
+    fn scan_now(&self, start: &[u8], end: &[u8], limit: usize) -> Option<Result<Vec<Pair>>> {
+        futures::executor::block_on(async { Some(self.scan(start, end, limit).await) })
+    }
+
+    fn snapshot(&self) -> Result<Box<dyn Snapshot>> {
+        Err(Error::new(ErrorKind::Unsupported, "no snapshots of this disk"))
+    }
+
+    async fn write(&self, batch: Batch, durability: Durability) -> Result<()> {
+        self.with(|power| {
+            for (key, value) in batch.changes() {
+                match value {
+                    Some(value) => power.cached.insert(key.clone(), value.clone()),
+                    None => power.cached.remove(key),
+                };
+            }
+            if durability == Durability::Durable {
+                power.durable = power.cached.clone();
+            }
+        })
+    }
+
+    async fn sync(&self) -> Result<()> {
+        self.with(|power| power.durable = power.cached.clone())
+    }
+
+    fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { max_key_bytes: 1200, max_value_bytes: 1 << 20 }
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.sync().await
+    }
+}
+
+/// What a world runs on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The disk above, without a bucket.
+    Alone,
+    /// The disk above, over a bucket in memory.
+    Memory,
+    /// LMDB, over a folder.
+    Lmdb,
+    /// SlateDB inside the bucket that holds the objects.
+    Slate,
+}
+
+impl Kind {
+    pub(super) const ALL: [Self; 4] = [Self::Alone, Self::Memory, Self::Lmdb, Self::Slate];
+}
+
+/// A volume and its bucket, mounted again and again.
+pub(super) struct World {
+    pub(super) kind: Kind,
+    pub(super) bucket: Option<Bucket>,
+    pub(super) clock: Clock,
+    pub(super) disk: Disk,
+    pub(super) settings: TreeSettings,
+    directory: tempfile::TempDir,
+    sessions: AtomicU64,
+    tasks: Mutex<TaskGroup>,
+}
+
+impl World {
+    pub(super) async fn new(kind: Kind) -> Self {
+        let directory = tempfile::tempdir().expect("a directory");
+        let bucket = match kind {
+            Kind::Alone => None,
+            Kind::Memory | Kind::Slate => Some(Bucket::in_memory()),
+            Kind::Lmdb => {
+                let objects = directory.path().join("objects");
+                std::fs::create_dir(&objects).expect("a folder");
+                let url: BucketUrl = format!("file://{}", objects.display()).parse().expect("a URL");
+                Some(Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket"))
+            }
+        };
+        let settings = TreeSettings { delete_delay_ms: 0, ..TreeSettings::default() };
+        let tasks = Mutex::new(TaskGroup::new("test"));
+        let sessions = AtomicU64::new(1);
+        Self {
+            kind,
+            bucket,
+            clock: Clock::manual(),
+            disk: Disk::default(),
+            settings,
+            directory,
+            sessions,
+            tasks,
+        }
+    }
+
+    pub(super) async fn memory() -> Self {
+        Self::new(Kind::Memory).await
+    }
+
+    pub(super) fn bucket(&self) -> &Bucket {
+        self.bucket.as_ref().expect("this world has a bucket")
+    }
+
+    /// Opens the tree in a new session. Its mover works only when the test drains.
+    pub(super) async fn open(&self) -> LocalTree {
+        self.open_over(self.bucket.clone()).await
+    }
+
+    /// The same through another handle on the bucket.
+    pub(super) async fn open_over(&self, bucket: Option<Bucket>) -> LocalTree {
+        self.try_open(bucket).await.expect("the tree opens")
+    }
+
+    pub(super) async fn try_open(&self, bucket: Option<Bucket>) -> Result<LocalTree> {
+        let engine: Arc<dyn Engine> = match self.kind {
+            Kind::Alone | Kind::Memory => Arc::new(self.disk.open()),
+            Kind::Lmdb => {
+                let path = self.directory.path().join("tree");
+                std::fs::create_dir_all(&path).expect("a folder");
+                Arc::new(LmdbEngine::open(&path, &LmdbSettings::default()).await?)
+            }
+            Kind::Slate => Arc::new(SlateEngine::open(self.bucket(), &SlateSettings::default()).await?),
+        };
+        let tasks = TaskGroup::new("session");
+        *self.tasks.lock() = tasks.clone();
+        let parts = TreeParts {
+            volume: VolumeId(7),
+            committer: Committer::start(engine, CommitterSettings::default()),
+            bucket,
+            session: self.sessions.fetch_add(1, Ordering::SeqCst),
+            clock: self.clock.clone(),
+            rng: Rng::system(),
+            tasks,
+        };
+        LocalTree::prepare(parts, self.settings.clone()).await
+    }
+
+    /// The power goes. Unsynced changes are lost unless `keeps_cache`.
+    pub(super) async fn crash(&self, tree: LocalTree, keeps_cache: bool) {
+        self.disk.fail(keeps_cache);
+        let tasks = self.tasks.lock().clone();
+        tasks.shutdown(Duration::ZERO).await;
+        drop(tree);
+    }
+
+    /// Lets every listing expire.
+    pub(super) fn pass_ttl(&self) {
+        self.clock.advance(Duration::from_secs(61));
+    }
+
+    /// An outsider writes an object.
+    pub(super) async fn put(&self, key: &str, bytes: &[u8]) {
+        let bytes = Bytes::copy_from_slice(bytes);
+        self.bucket().put(&ObjectKey::new(key), bytes, Condition::Always).await.expect("put");
+    }
+
+    /// An outsider deletes an object.
+    pub(super) async fn delete(&self, key: &str) {
+        self.bucket().delete(&ObjectKey::new(key)).await.expect("delete");
+    }
+
+    /// All objects outside the tree's own, with their bytes, owned blobs under one name each.
+    pub(super) async fn objects(&self) -> BTreeMap<String, Vec<u8>> {
+        let keys: Vec<ObjectKey> =
+            self.bucket().list("").map_ok(|info| info.key).try_collect().await.expect("a listing");
+        let mut objects = BTreeMap::new();
+        for key in keys.into_iter().filter(|key| !key.as_str().starts_with(".forebay/tree/")) {
+            let (bytes, _) = self.bucket().get_whole(&key).await.expect("an object");
+            objects.insert(key.as_str().to_owned(), bytes.to_vec());
+        }
+        objects
+    }
+
+    /// Asserts what the bucket holds: keys and bytes, a star for owned blobs.
+    pub(super) async fn check_objects(&self, expected: &[(&str, &str)]) {
+        let show =
+            |key: &str| if key.starts_with(".forebay/blobs/") { "*".to_owned() } else { key.to_owned() };
+        let mut found: Vec<(String, String)> = self
+            .objects()
+            .await
+            .into_iter()
+            .map(|(key, bytes)| (show(&key), String::from_utf8_lossy(&bytes).into_owned()))
+            .collect();
+        found.sort();
+        let expected: Vec<_> = expected.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+        assert_eq!(found, expected);
+    }
+
+    /// Reads a file's bytes from where its layout says, versions checked.
+    pub(super) async fn read(&self, tree: &LocalTree, ino: InodeId) -> Result<Vec<u8>> {
+        let (layout, _) = tree.layout(ino).await?;
+        let mut bytes = vec![0; layout.size() as usize];
+        for piece in layout.pieces(0..layout.size()) {
+            let target = &mut bytes[piece.range.start as usize..piece.range.end as usize];
+            match piece.source {
+                Some(forebay_core::Source::Blob { blob, offset }) => {
+                    let range = offset..offset + target.len() as u64;
+                    let read = self.bucket().get(&blob.key, Some(&blob.version), range).await?;
+                    target.copy_from_slice(&read);
+                }
+                Some(forebay_core::Source::Inline(inline)) => target.copy_from_slice(&inline),
+                None => {}
+            }
+        }
+        Ok(bytes)
+    }
+
+    pub(super) async fn read_path(&self, tree: &LocalTree, path: &str) -> Result<String> {
+        let ino = resolve(tree, path).await?.ino;
+        self.read(tree, ino).await.map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// Writes a file whole, as the writer does: place, put, commit; again when an outsider came first.
+    pub(super) async fn write(&self, tree: &LocalTree, ino: InodeId, bytes: &[u8]) -> Result<Placement> {
+        for _ in 0..4 {
+            let placement = tree.place(ino).await?;
+            let put =
+                self.bucket().put(placement.key(), Bytes::copy_from_slice(bytes), condition(&placement));
+            match put.await {
+                Err(error) if error.kind() == ErrorKind::Conflict => continue,
+                Err(error) => return Err(error),
+                Ok(info) => {
+                    let (_, generation) = tree.layout(ino).await?;
+                    let layout = FileLayout::of_blob(info.blob());
+                    tree.commit_layout(ino, generation, layout, self.clock.wall()).await?;
+                    return Ok(placement);
+                }
+            }
+        }
+        panic!("the outsider always comes first");
+    }
+
+    /// Creates a file, or finds it, and writes it.
+    pub(super) async fn write_path(&self, tree: &LocalTree, path: &str, text: &str) -> Result<Placement> {
+        let (directory, name) = split(tree, path).await?;
+        let (file, _) = tree.create(directory, name.as_bytes(), new_file(), Existing::Accept).await?;
+        self.write(tree, file.ino, text.as_bytes()).await
+    }
+}
+
+pub(super) fn condition(placement: &Placement) -> Condition {
+    match placement {
+        // A folder cannot compare versions.
+        Placement::Own { replaces: Some(_), .. } => Condition::Always,
+        _ => Condition::IfAbsent,
+    }
+}
+
+pub(super) fn new_file() -> NewInode {
+    new_inode(FileKind::File)
+}
+
+pub(super) fn new_inode(kind: FileKind) -> NewInode {
+    NewInode { kind, mode: 0o644, uid: 1, gid: 2, rdev: 0, target: Bytes::new() }
+}
+
+/// The directory of a path, and its last name.
+pub(super) async fn split<'p>(tree: &LocalTree, path: &'p str) -> Result<(InodeId, &'p str)> {
+    let (directory, name) = path.rsplit_once('/').unwrap_or(("", path));
+    Ok((resolve(tree, directory).await?.ino, name))
+}
+
+pub(super) async fn make_directory(tree: &LocalTree, path: &str) -> Result<Attributes> {
+    let (directory, name) = split(tree, path).await?;
+    let new = new_inode(FileKind::Directory);
+    tree.create(directory, name.as_bytes(), new, Existing::Refuse).await.map(|(attributes, _)| attributes)
+}
+
+pub(super) async fn unlink(tree: &LocalTree, path: &str) -> Result<()> {
+    let (directory, name) = split(tree, path).await?;
+    tree.unlink(directory, name.as_bytes()).await
+}
+
+pub(super) async fn rename(
+    tree: &LocalTree,
+    from: &str,
+    to: &str,
+    mode: crate::tree::RenameMode,
+) -> Result<()> {
+    let (from_directory, from) = split(tree, from).await?;
+    let (to_directory, to) = split(tree, to).await?;
+    tree.rename((from_directory, from.as_bytes()), (to_directory, to.as_bytes()), mode).await
+}
+
+/// Every path below the root, directories with a slash at the end.
+pub(super) async fn paths(tree: &dyn Tree) -> Vec<String> {
+    let mut paths: Vec<String> = walk(tree, InodeId::ROOT)
+        .map(|walked| {
+            let walked = walked.expect("a walk");
+            let slash = if walked.attributes.kind == FileKind::Directory { "/" } else { "" };
+            format!("{}{slash}", String::from_utf8_lossy(&walked.path))
+        })
+        .collect()
+        .await;
+    paths.sort();
+    paths
+}
+
+pub(super) async fn found(tree: &dyn Tree, parent: InodeId, name: &[u8]) -> Attributes {
+    match tree.lookup(parent, name).await.expect("a lookup") {
+        Lookup::Found(attributes) => attributes,
+        Lookup::Miss => panic!("{} is missing", String::from_utf8_lossy(name)),
+    }
+}
+
+pub(super) fn kind_of<T: std::fmt::Debug>(result: Result<T>) -> ErrorKind {
+    result.expect_err("an error").kind()
+}
+
+pub(super) fn time(seconds: i64) -> Timestamp {
+    Timestamp { seconds, nanos: 5 }
+}
