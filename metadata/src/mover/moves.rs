@@ -132,6 +132,10 @@ fn plan(change: &mut Change<'_, '_>, ino: InodeId, fresh: &ObjectKey) -> Result<
         return Ok(Next::Done);
     };
     if from.key.as_str() == to {
+        if change.lies_below_claim(&to)? {
+            return Ok(Next::Wait);
+        }
+        change.settle_home(ino, &inode)?;
         change.delete(record)?;
         return Ok(Next::Done);
     }

@@ -54,7 +54,9 @@ impl Change<'_, '_> {
         let Some(home) = &inode.home else { return Ok(()) };
         let key = home.key.as_str();
         let claim = self.claim(key)?.map(|claim| claim.state);
-        if inode.nlink > 0 && self.key_of(ino, inode)?.as_deref() == Some(key) {
+        let is_home = inode.nlink > 0 && self.key_of(ino, inode)?.as_deref() == Some(key);
+        // Below the claim of a renamed directory that one still lists the key: only a claim keeps it from doing so.
+        if is_home && !self.lies_below_claim(key)? {
             return match claim {
                 Some(HolderState::Held(holder)) if holder == ino => self.delete_claim(key),
                 _ => Ok(()),
