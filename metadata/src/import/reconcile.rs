@@ -9,6 +9,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, FileKind, FileLayout, InodeId, Result};
 use forebay_io::object::ObjectInfo;
+use tracing::warn;
 
 use super::items::{Item, Items, OBJECT_SUFFIX, beside};
 use crate::records::{Change, Records, check_name, child_prefix, prefix_with_slash};
@@ -184,6 +185,21 @@ impl Window<'_, '_, '_> {
         Ok(true)
     }
 
+    /// Whether an outsider replaced the object that held the bytes of a file elsewhere; takes that file away then.
+    fn is_lost(&mut self, holder: InodeId, info: &ObjectInfo) -> Result<bool> {
+        let inode = self.change.find(holder)?;
+        let held = |inode: &Inode| inode.home.as_ref().filter(|home| home.key == info.key).cloned();
+        match inode.as_ref().and_then(held) {
+            Some(home) if home == info.blob() => Ok(false),
+            Some(_) => {
+                warn!(key = %info.key, ino = %holder, "somebody replaced an object before its file was moved");
+                self.changed = true;
+                inode.map_or(Ok(()), |inode| self.change.vanish(holder, inode)).map(|()| true)
+            }
+            None => Ok(false),
+        }
+    }
+
     /// Gives a file that stood beside a directory the name back, now that the directory is gone.
     fn step_back(&mut self, name: &Bytes, ino: InodeId) -> Result<()> {
         let (directory, aside) = (self.work.directory, beside(name));
@@ -215,7 +231,11 @@ impl Window<'_, '_, '_> {
         match self.change.claim(key)?.map(|claim| claim.state) {
             None => {}
             Some(HolderState::Held(holder)) if entry.is_some_and(|entry| entry.ino == holder) => {}
-            Some(HolderState::Held(holder)) if entry.is_none() => return self.step_back(name, holder),
+            Some(HolderState::Held(holder)) => {
+                if !self.is_lost(holder, info)? {
+                    return if entry.is_none() { self.step_back(name, holder) } else { Ok(()) };
+                }
+            }
             Some(_) => return Ok(()),
         }
         match entry {
@@ -260,18 +280,8 @@ impl Window<'_, '_, '_> {
     /// Takes the name from a file whose object is not its own any more: nothing of the bucket is to be deleted.
     fn forget(&mut self, name: &[u8], ino: InodeId, mut inode: Inode) -> Result<()> {
         self.changed = true;
-        self.give_up_home(ino, &mut inode)?;
+        self.change.give_up_home(ino, &mut inode)?;
         self.change.remove_name(self.work.directory, name, ino)
-    }
-
-    fn give_up_home(&mut self, ino: InodeId, inode: &mut Inode) -> Result<()> {
-        if let Some(home) = inode.home.take() {
-            let claim = self.change.claim(home.key.as_str())?;
-            if claim.is_some_and(|claim| claim.state == HolderState::Held(ino)) {
-                self.change.delete_claim(home.key.as_str())?;
-            }
-        }
-        self.change.put_inode(ino, inode)
     }
 
     fn unlisted(&mut self, name: &Bytes, entry: Dentry) -> Result<()> {
@@ -295,7 +305,7 @@ impl Window<'_, '_, '_> {
     }
 
     fn object_unlisted(&mut self, name: &Bytes, entry: Dentry) -> Result<()> {
-        let mut inode = self.change.inode(entry.ino)?;
+        let inode = self.change.inode(entry.ino)?;
         let Some(home) = inode.home.clone() else { return Ok(()) };
         let key = home.key.as_str();
         let prefix = prefix_with_slash(&self.work.prefix);
@@ -309,13 +319,7 @@ impl Window<'_, '_, '_> {
             Some(_) => return Ok(()),
         }
         self.changed = true;
-        self.give_up_home(entry.ino, &mut inode)?;
-        // Its bytes are gone under every name.
-        for _ in 0..inode.nlink {
-            let Some(left) = self.change.find(entry.ino)?.filter(|left| left.nlink > 0) else { break };
-            self.change.remove_name(left.parent, &left.name, entry.ino)?;
-        }
-        Ok(())
+        self.change.vanish(entry.ino, inode)
     }
 
     fn make_file(&mut self, name: &Bytes, info: &ObjectInfo) -> Result<()> {

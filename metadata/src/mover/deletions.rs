@@ -1,7 +1,7 @@
 //! Objects that nothing refers to any more.
 
 use bytes::Bytes;
-use forebay_core::{ErrorKind, ObjectKey, Result};
+use forebay_core::{ObjectKey, Result};
 use futures::stream::{self, StreamExt};
 use tracing::warn;
 
@@ -11,7 +11,8 @@ use crate::kv::Durability;
 use crate::records::{Change, Records};
 use crate::schema::{Deletion, HolderState, Tag};
 
-/// What the records say about a queued deletion.
+/// What is to be done about a queued deletion.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
     /// The object goes.
     Delete,
@@ -20,6 +21,9 @@ enum Verdict {
     /// Not yet.
     Keep,
 }
+
+/// A queued deletion and the key of its record.
+type Queued = (Bytes, Deletion);
 
 impl Mover {
     /// Deletes what is due, a page at a time.
@@ -37,11 +41,7 @@ impl Mover {
             let Some((last, _)) = page.last() else { return Ok(tally) };
             start = after(last);
             let is_last = page.len() < found || found < PAGE;
-            // The commits that queued these are durable before any object goes.
-            self.committer().sync().await?;
-            let each = page.into_iter().map(|(key, value)| self.delete_queued(key, value));
-            let done: Vec<_> = stream::iter(each).buffer_unordered(AT_ONCE).collect().await;
-            done.into_iter().for_each(|done| tally.add("deletion", done));
+            tally.add(self.delete_queued(page).await);
             if is_last {
                 return Ok(tally);
             }
@@ -60,46 +60,73 @@ impl Mover {
             let queued = keys.deletion(due_ms, wanted.as_str());
             Ok(look.reads().get(&queued)?.map(|value| (queued, value)))
         });
-        if let Some((queued, value)) = queued.await? {
-            self.committer().sync().await?;
-            self.delete_queued(queued, value).await?;
-        }
-        Ok(())
-    }
-
-    /// Does one deletion. Returns whether it is done with.
-    async fn delete_queued(&self, queued: Bytes, value: Bytes) -> Result<bool> {
-        let deletion = Deletion::decode(value)?;
-        let (key, again) = (queued.clone(), deletion.clone());
-        let session = self.shared().session;
-        match self.look(move |look| verdict(look, &key, &again, session)).await? {
-            Verdict::Keep => return Ok(false),
-            Verdict::Forget => {}
-            Verdict::Delete if deletion.blob.is_owned() => self.bucket().delete(&deletion.blob.key).await?,
-            Verdict::Delete => self.delete_plain(&deletion).await?,
-        }
-        let forget = move |change: &mut Change<'_, '_>| forget(change, &queued, &deletion);
-        self.transact(Durability::Buffered, forget).await?;
-        Ok(true)
-    }
-
-    async fn delete_plain(&self, deletion: &Deletion) -> Result<()> {
-        let blob = &deletion.blob;
-        match self.bucket().head(&blob.key).await? {
-            Some(found) if found.version == blob.version => match self.bucket().delete(&blob.key).await {
-                Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-                outcome => outcome,
-            },
-            Some(_) => {
-                warn!(key = %blob.key, "not deleted: the object was replaced by somebody else");
-                Ok(())
-            }
+        match queued.await? {
+            Some(queued) => self.delete_queued(vec![queued]).await.map(drop),
             None => Ok(()),
         }
     }
+
+    /// Does a page of deletions: all objects in one request where the store can. Returns how many records are gone.
+    async fn delete_queued(&self, page: Vec<(Bytes, Bytes)>) -> Result<usize> {
+        // The commits that queued these are durable before any object goes.
+        self.committer().sync().await?;
+        let page: Vec<Queued> = page
+            .into_iter()
+            .map(|(key, value)| Ok((key, Deletion::decode(value)?)))
+            .collect::<Result<_>>()?;
+        let judged = stream::iter(page).map(|queued| self.judge(queued)).buffered(AT_ONCE);
+        let judged: Vec<(Queued, Verdict)> = judged.collect().await;
+        let doomed = judged.iter().filter(|(_, verdict)| *verdict == Verdict::Delete);
+        let doomed: Vec<ObjectKey> = doomed.map(|((_, deletion), _)| deletion.blob.key.clone()).collect();
+        if !doomed.is_empty() {
+            self.bucket().delete_many(&doomed).await?;
+        }
+        let done: Vec<Queued> = judged
+            .into_iter()
+            .filter(|(_, verdict)| *verdict != Verdict::Keep)
+            .map(|(queued, _)| queued)
+            .collect();
+        let count = done.len();
+        let forget_all = move |change: &mut Change<'_, '_>| {
+            done.iter().try_for_each(|(key, deletion)| forget(change, key, deletion))
+        };
+        self.transact(Durability::Buffered, forget_all).await?;
+        Ok(count)
+    }
+
+    /// What cannot be found out now is kept, and does not hold up the others.
+    async fn judge(&self, (key, deletion): Queued) -> (Queued, Verdict) {
+        let verdict = self.verdict(&key, &deletion).await.unwrap_or_else(|error| {
+            warn!(key = %deletion.blob.key, %error, "deletion put off");
+            Verdict::Keep
+        });
+        ((key, deletion), verdict)
+    }
+
+    async fn verdict(&self, key: &[u8], deletion: &Deletion) -> Result<Verdict> {
+        let session = self.shared().session;
+        let recorded = self.look(|look| recorded(look, key, deletion, session)).await?;
+        let is_plain = recorded == Verdict::Delete && !deletion.blob.is_owned();
+        if is_plain && !self.is_unchanged(deletion).await? {
+            return Ok(Verdict::Forget);
+        }
+        Ok(recorded)
+    }
+
+    /// Whether a plain object still is the one that was given up.
+    async fn is_unchanged(&self, deletion: &Deletion) -> Result<bool> {
+        let blob = &deletion.blob;
+        let found = self.bucket().head(&blob.key).await?;
+        let replaced = found.as_ref().is_some_and(|found| found.version != blob.version);
+        if replaced {
+            warn!(key = %blob.key, "not deleted: the object was replaced by somebody else");
+        }
+        Ok(found.is_some() && !replaced)
+    }
 }
 
-fn verdict(records: &dyn Records, key: &[u8], deletion: &Deletion, session: u64) -> Result<Verdict> {
+/// What the records alone say.
+fn recorded(records: &dyn Records, key: &[u8], deletion: &Deletion, session: u64) -> Result<Verdict> {
     if records.reads().get(key)?.is_none() {
         return Ok(Verdict::Forget);
     }

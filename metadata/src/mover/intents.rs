@@ -41,7 +41,7 @@ impl Mover {
             for (key, _) in page {
                 let ino = InodeId(keys.number_in(&key)?);
                 if self.look(move |look| look.find(ino)).await?.is_none() {
-                    tally.add("intent", self.settle_intent(ino).await.map(|()| true));
+                    tally.add(self.settle_intent(ino).await.map(|()| 1));
                 }
             }
         }

@@ -5,9 +5,9 @@
 
 use bytes::Bytes;
 use forebay_core::{Blob, Error, FileKind, FileLayout, InodeId, ObjectKey, Result, Version};
-use forebay_io::object::ObjectInfo;
+use forebay_io::object::{Condition, ObjectInfo};
 use futures::stream::{self, StreamExt};
-use tracing::debug;
+use tracing::{debug, warn};
 
 use super::Mover;
 use super::deletions::after;
@@ -16,6 +16,9 @@ use crate::kv::Durability;
 use crate::records::{Change, Occupancy, Records};
 use crate::schema::{HolderState, Inode, Intent, Move, Tag};
 
+/// The largest object that stores copy in one request, as S3 has it; a larger one is copied in parts.
+const LARGEST_COPY: u64 = 5 << 30;
+
 /// A copy to be made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Plan {
@@ -23,6 +26,18 @@ struct Plan {
     to: ObjectKey,
     /// What lies there, if that is the file's own older content.
     replaces: Option<Version>,
+}
+
+/// What became of a copy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Copied {
+    /// It was made.
+    To(ObjectInfo),
+    /// An outsider's object is where it should go. The next listing shows that one instead, or it is gone by the next
+    /// attempt.
+    TargetTaken,
+    /// An outsider deleted or replaced the bytes before they could be copied.
+    SourceLost,
 }
 
 /// What is to be done about one file.
@@ -77,20 +92,21 @@ impl Mover {
         self.committer().sync().await?;
         let each = plans.into_iter().map(|(ino, plan)| self.copy(ino, plan));
         let done: Vec<_> = stream::iter(each).buffer_unordered(AT_ONCE).collect().await;
-        done.into_iter().for_each(|done| tally.add("move", done));
+        done.into_iter().for_each(|done| tally.add(done.map(usize::from)));
         Ok(())
     }
 
     /// Makes the copy and commits it. Returns whether the move is done with.
     async fn copy(&self, ino: InodeId, plan: Plan) -> Result<bool> {
         match self.copy_object(&plan).await {
-            Ok(Some(copied)) => {
+            Ok(Copied::To(copied)) => {
                 let commit = move |change: &mut Change<'_, '_>| commit(change, ino, &plan, &copied);
                 self.transact(Durability::Buffered, commit).await
             }
-            Ok(None) => {
-                let end = move |change: &mut Change<'_, '_>| give_up(change, ino);
-                self.transact(Durability::Buffered, end).await.map(|()| true)
+            Ok(failed) => {
+                let is_lost = failed == Copied::SourceLost;
+                let end = move |change: &mut Change<'_, '_>| give_up(change, ino, &plan.from, is_lost);
+                self.transact(Durability::Buffered, end).await.map(|()| is_lost)
             }
             Err(error) => {
                 // Whether the copy was made is not known: the intent says what to look for.
@@ -100,17 +116,22 @@ impl Mover {
         }
     }
 
-    /// `None` when an outsider changed either end: the next listing shows what became of it.
-    async fn copy_object(&self, plan: &Plan) -> Result<Option<ObjectInfo>> {
-        let target = self.bucket().head(&plan.to).await?;
-        if target.map(|target| target.version) != plan.replaces {
-            return Ok(None);
-        }
+    async fn copy_object(&self, plan: &Plan) -> Result<Copied> {
         let source = self.bucket().head(&plan.from.key).await?;
         if source.is_none_or(|source| source.version != plan.from.version) {
-            return Ok(None);
+            return Ok(Copied::SourceLost);
         }
-        self.bucket().copy(&plan.from.key, &plan.to).await.map(Some)
+        let target = self.bucket().head(&plan.to).await?;
+        if target.map(|target| target.version) != plan.replaces {
+            return Ok(Copied::TargetTaken);
+        }
+        if plan.from.size <= LARGEST_COPY {
+            return self.bucket().copy(&plan.from.key, &plan.to).await.map(Copied::To);
+        }
+        let condition = plan.replaces.clone().map_or(Condition::IfAbsent, Condition::IfVersion);
+        let mut upload = self.bucket().upload(&plan.to).await?;
+        upload.copy_from(&plan.from.key, &plan.from.version, 0..plan.from.size).await?;
+        upload.complete(condition).await.map(Copied::To)
     }
 }
 
@@ -242,10 +263,21 @@ pub(super) fn discard(
     change.doom_plain(copy)
 }
 
-/// Ends a move that cannot be made. The file stays where it is, and its claim with it.
-fn give_up(change: &mut Change<'_, '_>, ino: InodeId) -> Result<()> {
+/// Ends an attempt that cannot be made. A file whose bytes are lost goes with them; any other stays where it is, and its
+/// claim and the move with it.
+fn give_up(change: &mut Change<'_, '_>, ino: InodeId, from: &Blob, is_lost: bool) -> Result<()> {
     if let Some(intent) = change.intent(ino)? {
         change.end_intent(ino, &intent)?;
     }
-    change.delete(change.keys().movement(ino))
+    if !is_lost {
+        return Ok(());
+    }
+    change.delete(change.keys().movement(ino))?;
+    match change.find(ino)?.filter(|inode| inode.home.as_ref() == Some(from)) {
+        Some(inode) => {
+            warn!(%ino, key = %from.key, "somebody took an object away before its file was moved");
+            change.vanish(ino, inode)
+        }
+        None => Ok(()),
+    }
 }

@@ -48,13 +48,13 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    /// Counts the outcome of one piece of work; `true` is done with.
-    pub(super) fn add(&mut self, what: &str, outcome: Result<bool>) {
+    /// Counts the outcome of some work: how many records are gone.
+    pub(super) fn add(&mut self, outcome: Result<usize>) {
         match outcome {
-            Ok(done) => self.done += usize::from(done),
+            Ok(done) => self.done += done,
             Err(error) => {
                 self.failed += 1;
-                warn!(what, %error, "put off");
+                warn!(%error, "put off");
             }
         }
     }

@@ -3,7 +3,7 @@
 use forebay_core::{FileKind, FileLayout, InodeId, Result};
 
 use super::{Change, Records};
-use crate::schema::{Inode, Tag, encode_plain};
+use crate::schema::{HolderState, Inode, Tag, encode_plain};
 
 /// Extended attributes deleted in one step; what is left goes in the next.
 const STEP: usize = 256;
@@ -19,6 +19,33 @@ impl Change<'_, '_> {
         self.put(self.keys().orphan(self.shared.session, ino), encode_plain(b""))?;
         self.put_inode(ino, &inode)?;
         self.settle_home(ino, &inode)
+    }
+
+    /// The plain object that was a file's is gone, or holds somebody else's bytes: gives it up without deleting
+    /// anything, and takes the file away under all its names if it needs those bytes.
+    pub(crate) fn vanish(&mut self, ino: InodeId, mut inode: Inode) -> Result<()> {
+        let Some(home) = inode.home.clone() else { return Ok(()) };
+        let needs_it = self.layout(ino, &inode)?.blobs().any(|blob| *blob == home);
+        self.give_up_home(ino, &mut inode)?;
+        if !needs_it {
+            return Ok(());
+        }
+        for _ in 0..inode.nlink {
+            let Some(left) = self.find(ino)?.filter(|left| left.nlink > 0) else { break };
+            self.remove_name(left.parent, &left.name, ino)?;
+        }
+        Ok(())
+    }
+
+    /// Forgets that a plain object is a file's.
+    pub(crate) fn give_up_home(&mut self, ino: InodeId, inode: &mut Inode) -> Result<()> {
+        if let Some(home) = inode.home.take() {
+            let claim = self.claim(home.key.as_str())?;
+            if claim.is_some_and(|claim| claim.state == HolderState::Held(ino)) {
+                self.delete_claim(home.key.as_str())?;
+            }
+        }
+        self.put_inode(ino, inode)
     }
 
     /// Removes every record of an inode and gives up its bytes.

@@ -203,8 +203,8 @@ impl Tree for LocalTree {
             let step = self.change(move |change| place(change, ino, &key, is_last)).await?;
             match (step, &self.mover) {
                 (Step::Placed(placement), _) => {
-                    // Before something is overwritten it must be known on disk that this was intended.
-                    if let Placement::Own { replaces: Some(_), .. } = &placement {
+                    // On disk before anything is written: what is overwritten, and what nobody else would ever find.
+                    if !matches!(&placement, Placement::Own { replaces: None, .. }) {
                         self.committer.sync().await?;
                     }
                     return Ok(placement);

@@ -166,6 +166,67 @@ async fn an_owned_blob_that_was_never_committed_goes_with_its_session() {
     world.check_objects(&[("b", "old")]).await;
 }
 
+/// The same with outsiders writing and deleting, and with what was not synced lost. Whatever is there in the end can be
+/// read, and is what the bucket shows.
+#[tokio::test]
+async fn random_histories_with_outsiders_stay_whole() {
+    for _ in 0..rounds(6) {
+        let mut chance = Chance::fresh();
+        let world = World::memory().await;
+        for directory in ["d", "d/f", "e", "e/f"] {
+            world.put(&format!("{directory}/z"), directory.as_bytes()).await;
+        }
+        let mut tree = world.open().await;
+        for step in 0..120 {
+            disturbed_step(&world, &tree, &mut chance, step).await;
+            check_queue(&tree).await;
+            match chance.below(10) {
+                0 => tree.drain().await.expect("drained"),
+                1 => world.pass_ttl(),
+                2 => {
+                    world.crash(tree, chance.below(2) == 0).await;
+                    tree = world.open().await;
+                }
+                _ => {}
+            }
+        }
+        tree.close().await.expect("closed");
+        let tree = world.open().await;
+        for _ in 0..3 {
+            tree.drain().await.expect("drained");
+            world.pass_ttl();
+            paths(&tree).await;
+        }
+        let mut shown = BTreeMap::new();
+        for path in paths(&tree).await.into_iter().filter(|path| !path.ends_with('/')) {
+            let text = world.read_path(&tree, &path).await.expect("every file can be read");
+            // Files that were made and never written have no object.
+            if !text.is_empty() {
+                shown.insert(path, text.into_bytes());
+            }
+        }
+        assert_eq!(world.objects().await, shown);
+    }
+}
+
+/// One step of somebody; what comes of it depends on who was first.
+async fn disturbed_step(world: &World, tree: &LocalTree, chance: &mut Chance, step: u32) {
+    let mut path = || {
+        let place = ["", "d/", "e/", "d/f/", "e/f/"][chance.below(5) as usize];
+        format!("{place}{}", ["a", "b", "z"][chance.below(3) as usize])
+    };
+    let (from, to, text) = (path(), path(), format!("step {step}"));
+    match chance.below(9) {
+        0 => world.put(&from, text.as_bytes()).await,
+        1 => world.delete(&from).await,
+        2 | 3 => drop(world.write_path(tree, &from, &text).await),
+        4 => drop(unlink(tree, &from).await),
+        5 | 6 => drop(rename(tree, &from, &to, RenameMode::Replace).await),
+        7 => drop(rename(tree, &from, &to, RenameMode::Exchange).await),
+        _ => drop(rename(tree, "d", "e", RenameMode::Exchange).await),
+    }
+}
+
 /// Random files, moves and cuts. Everything synced is there afterwards, as objects at their paths.
 #[tokio::test]
 async fn random_histories_lose_nothing() {
