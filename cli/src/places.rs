@@ -4,7 +4,6 @@
 //! |---|---|
 //! | `XDG_CONFIG_HOME` | `forebay/forebay.toml` there is read before `/etc/forebay/forebay.toml` |
 //! | `XDG_STATE_HOME` | state: logs, control sockets, local trees; else `/var/lib/forebay` for root, `~/.local/state` |
-//! | `XDG_CACHE_HOME` | cached data; else `/var/cache/forebay` for root, `~/.cache/forebay` for others |
 //! | `HOME` | as above |
 //!
 //! Credentials and endpoints come from the stores' own variables, read by `io::object`.
@@ -23,11 +22,6 @@ pub(crate) fn config() -> PathBuf {
 /// The directory for state.
 pub(crate) fn state() -> PathBuf {
     place("XDG_STATE_HOME", "/var/lib/forebay", ".local/state/forebay")
-}
-
-/// The directory for cached data.
-pub(crate) fn cache() -> PathBuf {
-    place("XDG_CACHE_HOME", "/var/cache/forebay", ".cache/forebay")
 }
 
 /// The log of a mount that runs in the background.

@@ -10,8 +10,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_cache::{CacheSettings, Node};
+use forebay_core::units::MIB;
 use forebay_core::{Attributes, InodeId, VolumeId};
 use forebay_io::clock::Clock;
+use forebay_io::mem::Budget;
 use forebay_io::object::Bucket;
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
@@ -51,8 +53,11 @@ async fn volume(bucket: &Bucket, read_only: bool) -> Arc<Volume> {
         bucket: bucket.clone(),
         volume: VOLUME,
         read_only,
+        claim: None,
         write: WriteSettings::default(),
         prefetch: PrefetchSettings::default(),
+        budget: Budget::new(64 * MIB),
+        tasks: TaskGroup::new("test"),
         clock: Clock::system(),
         rng: Rng::seeded(2),
     })
@@ -73,7 +78,7 @@ async fn dataset(objects: &[(&str, &str)]) -> FileSystem {
     for (key, content) in objects {
         let key = forebay_core::ObjectKey::new(*key);
         let content = Bytes::copy_from_slice(content.as_bytes());
-        bucket.put(&key, content, forebay_io::object::Condition::Any).await.expect("put");
+        bucket.put(&key, content, forebay_io::object::Condition::Always).await.expect("put");
     }
     FileSystem::new(volume(&bucket, true).await, policy(true), Clock::system())
 }

@@ -1,0 +1,234 @@
+//! The mount command and the kernel's side of a mount: background and end, fstab, a handed-over device, requests that
+//! the kernel need not send.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use forebay_tests::mount::is_mounted;
+use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse, shell};
+
+/// Longest that something may take to show.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+fn url(folder: &Path) -> String {
+    format!("file://{}", folder.display())
+}
+
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// `forebay mount` in the background.
+fn background(scratch: &Scratch, args: &[&str]) -> Outcome {
+    let (source, folder) = (url(&scratch.folder("bucket")), text(&scratch.folder("mnt")));
+    let mut line = vec!["mount", source.as_str(), folder.as_str()];
+    line.extend(args);
+    Forebay::new(&scratch.folder("home"), line).run()
+}
+
+#[track_caller]
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !done() {
+        assert!(started.elapsed() < DEADLINE, "waited in vain until {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// What the serving process of a background mount has logged.
+fn log(scratch: &Scratch) -> String {
+    let folder = scratch.join("home/state/forebay/log");
+    let logs = std::fs::read_dir(folder).expect("the log folder is there");
+    logs.map(|entry| std::fs::read_to_string(entry.expect("an entry").path()).expect("a log is text")).collect()
+}
+
+/// Waits until a background mount has ended and says that everything is written.
+#[track_caller]
+fn ended_well(scratch: &Scratch) {
+    wait_until("the mount has written everything", || log(scratch).contains("everything is written"));
+    assert!(!is_mounted(&scratch.join("mnt")), "{}", log(scratch));
+}
+
+#[test]
+fn a_background_mount_serves_when_the_command_returns_and_ends_with_umount() {
+    if !require_fuse("a_background_mount_serves_when_the_command_returns_and_ends_with_umount") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let printed = background(&scratch, &["--json"]).succeeded();
+    let told: serde_json::Value = serde_json::from_str(&printed).expect("JSON");
+    assert_eq!(told["mount_point"], text(&scratch.join("mnt")));
+    let mnt = scratch.join("mnt");
+    std::fs::write(mnt.join("file"), "kept").expect("the mount serves at once");
+    let table = std::fs::read_to_string("/proc/self/mounts").expect("the mount table");
+    let line = format!("{} {} fuse.forebay rw,", url(&scratch.join("bucket")), mnt.display());
+    assert!(table.contains(&line), "{line} is not in\n{table}");
+    shell(scratch.path(), "umount mnt").succeeded();
+    ended_well(&scratch);
+    assert_eq!(std::fs::read_to_string(scratch.join("bucket/file")).expect("an object"), "kept");
+}
+
+#[test]
+fn a_background_mount_that_fails_says_why() {
+    if !require_fuse("a_background_mount_that_fails_says_why") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let mnt = text(&scratch.folder("mnt"));
+    let absent = url(&scratch.join("absent"));
+    let outcome = Forebay::new(&scratch.folder("home"), ["mount", absent.as_str(), mnt.as_str()]).run();
+    outcome.failed_with("absent", "");
+    assert!(!is_mounted(&scratch.join("mnt")));
+}
+
+#[test]
+fn a_signal_unmounts_and_writes_even_what_is_in_use() {
+    if !require_fuse("a_signal_unmounts_and_writes_even_what_is_in_use") {
+        return;
+    }
+    for (signal, in_use) in [("TERM", false), ("INT", false), ("TERM", true)] {
+        let scratch = Scratch::new();
+        let told = background(&scratch, &["--json"]).succeeded();
+        let pid = serde_json::from_str::<serde_json::Value>(&told).expect("JSON")["pid"].to_string();
+        let file = std::fs::File::create(scratch.join("mnt/file")).expect("the mount serves");
+        std::io::Write::write_all(&mut &file, b"kept").expect("write");
+        if !in_use {
+            drop(file);
+            shell(scratch.path(), &format!("kill -{signal} {pid}")).succeeded();
+        } else {
+            shell(scratch.path(), &format!("kill -{signal} {pid}")).succeeded();
+            wait_until("it is out of sight", || !is_mounted(&scratch.join("mnt")));
+            drop(file);
+        }
+        ended_well(&scratch);
+        assert_eq!(std::fs::read_to_string(scratch.join("bucket/file")).expect("an object"), "kept");
+    }
+}
+
+/// What fstab's lines become: mount(8) calls `mount.forebay SOURCE DIRECTORY -o OPTIONS`.
+#[test]
+fn mount_forebay_is_the_helper_of_mount() {
+    if !require_fuse("mount_forebay_is_the_helper_of_mount") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (bucket, home) = (scratch.folder("bucket"), scratch.folder("home"));
+    scratch.folder("mnt");
+    std::os::unix::fs::symlink(Forebay::binary(), scratch.join("mount.forebay")).expect("a link");
+    let run = |options: &str| {
+        let (source, state) = (url(&bucket), home.join("state/forebay"));
+        let options = format!("{options},_netdev,nofail,state_dir={}", state.display());
+        shell(scratch.path(), &format!("./mount.forebay {source} mnt -n -o {options}"))
+    };
+    run("rw,frobnicate").failed_with("frobnicate", "--help");
+    run("rw,plain_type,fsname=/dev/test").succeeded();
+    let table = std::fs::read_to_string("/proc/self/mounts").expect("the mount table");
+    let line = format!("/dev/test {} fuse rw,", scratch.join("mnt").display());
+    assert!(table.contains(&line), "{line} is not in\n{table}");
+    shell(scratch.path(), "umount mnt").succeeded();
+    ended_well(&scratch);
+}
+
+/// An unprivileged pod gets its device from a privileged helper that has mounted it.
+#[test]
+fn a_device_that_someone_else_mounted_is_served() {
+    if !require_fuse("a_device_that_someone_else_mounted_is_served") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let script = r#"
+import ctypes, os, subprocess, sys
+program, bucket, mnt, state = sys.argv[1:]
+libc = ctypes.CDLL(None, use_errno=True)
+device = os.open("/dev/fuse", os.O_RDWR)
+os.set_inheritable(device, True)
+options = f"fd={device},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()},default_permissions"
+if libc.mount(b"test", mnt.encode(), b"fuse", 0, options.encode()):
+    sys.exit("mount: " + os.strerror(ctypes.get_errno()))
+command = [program, "mount", "file://" + bucket, f"/dev/fd/{device}", "--state-dir", state]
+subprocess.run(command, pass_fds=[device], check=True)
+os.close(device)
+"#;
+    let file = scratch.join("hand-over.py");
+    std::fs::write(&file, script).expect("the scratch folder is writable");
+    let state = scratch.join("home/state/forebay");
+    let (bucket, mnt) = (scratch.folder("bucket"), scratch.folder("mnt"));
+    let mut command = Command::new("python3");
+    command.arg(&file).arg(Forebay::binary()).arg(&bucket).arg(&mnt).arg(&state);
+    assert!(command.status().expect("python runs").success());
+    std::fs::write(mnt.join("file"), "kept").expect("it serves");
+    shell(scratch.path(), "umount mnt").succeeded();
+    ended_well(&scratch);
+    assert_eq!(std::fs::read_to_string(bucket.join("file")).expect("an object"), "kept");
+    let closed = Forebay::new(&scratch.folder("home"), ["mount", &url(&bucket), "/dev/fd/99"]).run();
+    closed.failed_with("descriptor 99 is not open", "/dev/fd");
+}
+
+/// Requests by kind in a log of level debug.
+fn requests(log: &str) -> BTreeMap<String, usize> {
+    let mut counts = BTreeMap::new();
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("operation=\"") {
+            let kind = rest.split('"').next().unwrap_or_default();
+            *counts.entry(kind.to_owned()).or_default() += 1;
+        }
+    }
+    counts
+}
+
+/// A second epoch over a dataset mount is served by the kernel alone.
+#[test]
+fn a_dataset_mount_asks_once() {
+    if !require_fuse("a_dataset_mount_asks_once") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let bucket = scratch.folder("bucket");
+    for number in 0..50 {
+        let class = bucket.join(format!("class{}", number % 3));
+        std::fs::create_dir_all(&class).expect("a folder");
+        std::fs::write(class.join(format!("{number}.bin")), vec![number; 5000]).expect("a file");
+    }
+    let options = ["--dataset", "--log", "info,forebay_fuse=debug"];
+    let mut mount = Mount::new(&scratch.join("home"), &url(&bucket), &scratch.join("mnt"), &options, &[]);
+    let epoch = || shell(mount.path(), "find . -type f | sort | xargs cat | md5sum").succeeded();
+    let first = epoch();
+    assert_eq!(first, shell(&bucket, "find . -type f | sort | xargs cat | md5sum").succeeded());
+    let cold = requests(&mount.log());
+    assert_eq!(cold.get("read"), Some(&50), "one read a file: {cold:?}");
+    assert_eq!((cold.get("open"), cold.get("flush")), (Some(&1), Some(&1)), "refused once each: {cold:?}");
+    assert_eq!(epoch(), first);
+    let mut warm = requests(&mount.log());
+    // `find` asks for the kind of file system, which the kernel does not keep.
+    warm.remove("statfs");
+    let cold_rest: BTreeMap<_, _> = cold.into_iter().filter(|(kind, _)| kind != "statfs").collect();
+    assert_eq!(warm, cold_rest, "the second epoch sends nothing");
+    mount.unmount();
+}
+
+/// Reading a file again on a read-write mount opens it again, but reads nothing.
+#[test]
+fn a_file_that_has_not_changed_is_read_once() {
+    if !require_fuse("a_file_that_has_not_changed_is_read_once") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let bucket = scratch.folder("bucket");
+    std::fs::write(bucket.join("file"), vec![7; 300_000]).expect("a file");
+    let options = ["--log", "info,forebay_fuse=debug"];
+    let mut mount = Mount::new(&scratch.join("home"), &url(&bucket), &scratch.join("mnt"), &options, &[]);
+    let reads = |mount: &Mount| requests(&mount.log()).get("read").copied().unwrap_or_default();
+    let content = || std::fs::read(scratch.join("mnt/file")).expect("it can be read");
+    assert_eq!(content(), vec![7; 300_000]);
+    let once = reads(&mount);
+    assert!(once > 0);
+    for _ in 0..3 {
+        content();
+    }
+    assert_eq!(reads(&mount), once, "the kernel kept its pages");
+    std::fs::write(mount.path().join("file"), "other").expect("it can be written");
+    assert_eq!(content(), b"other");
+    mount.unmount();
+}
