@@ -127,7 +127,10 @@ def test_a_flipped_bit_in_every_field_of_the_manifest(run: Path) -> None:
     "damage, fact",
     [
         (lambda run: shard_of(run, 2).unlink(), "is missing"),
-        (lambda run: shard_of(run, 2).write_bytes(shard_of(run, 2).read_bytes()[:-1]), "has 9204169 bytes, not 9204170"),
+        (
+            lambda run: shard_of(run, 2).write_bytes(shard_of(run, 2).read_bytes()[:-1]),
+            "has 9204169 bytes, not 9204170",
+        ),
         (lambda run: shard_of(run, 2).write_bytes(b""), "has 0 bytes, not"),
         (lambda run: manifest_of(run, 2).write_bytes(b""), "manifest is damaged"),
         (lambda run: manifest_of(run, 2).write_text(manifest_of(run, 2).read_text()[:-10]), "manifest is damaged"),

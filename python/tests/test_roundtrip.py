@@ -31,7 +31,11 @@ def filled(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     size = dict(_native.dtypes())[dtype] * math.prod(shape)
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 2 if dtype == "bool" else 256, (size,), dtype=torch.uint8, generator=generator)
-    return torch.frombuffer(bytearray(data.numpy().tobytes()), dtype=kind).view(shape) if size else torch.empty(shape, dtype=kind)
+    return (
+        torch.frombuffer(bytearray(data.numpy().tobytes()), dtype=kind).view(shape)
+        if size
+        else torch.empty(shape, dtype=kind)
+    )
 
 
 def raw(value: torch.Tensor) -> bytes:
@@ -93,19 +97,34 @@ def test_views_of_every_stride_come_back_as_their_values(tmp_path: Path) -> None
 
 def test_plain_values_of_every_type(url: str) -> None:
     state = {
-        "none": None, "yes": True, "no": False, "big": 2**200, "negative": -5,
+        "none": None,
+        "yes": True,
+        "no": False,
+        "big": 2**200,
+        "negative": -5,
         "floats": [0.1, -0.0, math.inf, -math.inf, math.nan, 5e-324, struct.unpack("d", b"\1\0\0\0\0\0\xf8\x7f")[0]],
-        "text": "snow \N{SNOWMAN} \0 \ud800", "bytes": b"\0\xff", "long": bytes(range(256)) * 9,
-        "array": bytearray(b"abc"), "complex": complex(1.5, math.inf),
-        "tuple": (1, (2.0, "x"), []), "set": {1, 2}, "frozen": frozenset({"a"}),
+        "text": "snow \N{SNOWMAN} \0 \ud800",
+        "bytes": b"\0\xff",
+        "long": bytes(range(256)) * 9,
+        "array": bytearray(b"abc"),
+        "complex": complex(1.5, math.inf),
+        "tuple": (1, (2.0, "x"), []),
+        "set": {1, 2},
+        "frozen": frozenset({"a"}),
         "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
         "keys": {1: "int", 2.5: "float", None: "none", True and "t": "str", (1, "a"): "tuple"},
-        "size": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": torch.device("cpu"),
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
         "scalars": [numpy.float32(1.5), numpy.int64(-3), numpy.bool_(True), numpy.complex128(1j)],
-        "numpy": {d: numpy.arange(6).astype(d).reshape(2, 3) for d in
-                  ["bool", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16"]},
+        "numpy": {
+            d: numpy.arange(6).astype(d).reshape(2, 3)
+            for d in ["bool", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16"]
+        },
         "empty": {"d": {}, "l": [], "t": (), "a": numpy.empty((0, 3)), "s": "", "b": b""},
-        "a.b": torch.tensor(1), "a": {"b": torch.tensor(2), "#": torch.tensor(3)}, "__metadata__": torch.tensor(4),
+        "a.b": torch.tensor(1),
+        "a": {"b": torch.tensor(2), "#": torch.tensor(3)},
+        "__metadata__": torch.tensor(4),
     }
     forebay.save(state, url)
     assert same(forebay.load(url), state)
@@ -170,9 +189,13 @@ class Loader:
 def test_restore_puts_everything_in_place(url: str) -> None:
     def fresh() -> dict[str, Any]:
         return {
-            "tensor": torch.zeros(4), "strided": torch.zeros(3, 4).T, "array": numpy.zeros((2, 2)),
-            "nested": {"list": [torch.zeros(2), 0, (torch.zeros(1), "a")], "value": 0}, "loader": Loader(),
-            "plain": [1], "parameter": torch.nn.Parameter(torch.zeros(2)),
+            "tensor": torch.zeros(4),
+            "strided": torch.zeros(3, 4).T,
+            "array": numpy.zeros((2, 2)),
+            "nested": {"list": [torch.zeros(2), 0, (torch.zeros(1), "a")], "value": 0},
+            "loader": Loader(),
+            "plain": [1],
+            "parameter": torch.nn.Parameter(torch.zeros(2)),
         }
 
     state = fresh()
@@ -219,8 +242,14 @@ def test_restore_puts_everything_in_place(url: str) -> None:
 )
 def test_a_state_of_another_shape_is_left_alone(tmp_path: Path, change: Any, fact: str) -> None:
     def fresh() -> dict[str, Any]:
-        return {"t": torch.zeros(3), "a": numpy.zeros(2), "l": [torch.zeros(1), torch.zeros(1)], "o": Loader(),
-                "n": 0, "m": torch.nn.Linear(2, 2)}
+        return {
+            "t": torch.zeros(3),
+            "a": numpy.zeros(2),
+            "l": [torch.zeros(1), torch.zeros(1)],
+            "o": Loader(),
+            "n": 0,
+            "m": torch.nn.Linear(2, 2),
+        }
 
     state = fresh()
     state["t"] += 1

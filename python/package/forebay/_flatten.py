@@ -98,9 +98,7 @@ class Flattener:
             if isinstance(value, dict):
                 items = [self._item(key, item, path, name) for key, item in value.items()]
                 return {"t": _CONTAINERS[type(value)], "v": items}
-            parts = [
-                self._node(part, f"{path}[{index}]", _join(name, str(index))) for index, part in enumerate(value)
-            ]
+            parts = [self._node(part, f"{path}[{index}]", _join(name, str(index))) for index, part in enumerate(value)]
             return parts if type(value) is list else {"t": _CONTAINERS[type(value)], "v": parts}
         finally:
             self._open.discard(id(value))
@@ -238,7 +236,7 @@ class Flattener:
 _OBJECT = "\0"
 """Ends the path of an object whose state follows: its first keys are shown as attributes."""
 
-_CONTAINERS = {
+_CONTAINERS: dict[type, str] = {
     dict: "dict",
     collections.OrderedDict: "odict",
     list: "list",

@@ -10,6 +10,7 @@ import base64
 import collections
 import pickle
 import struct
+from functools import partial
 from typing import Any, Callable, Iterator, Optional
 
 from . import _native
@@ -164,6 +165,12 @@ class Placer:
         self._pairs = Pairs(state)
         self._objects: list[tuple[str, Any, str, Node]] = []
         self._copies: list[Callable[[], Any]] = []
+        self._in_place: dict[str, Callable[[Node, Any, str], None]] = {
+            "tensor": self._place_tensor,
+            "array": self._place_array,
+            "dict": self._place_items,
+            "odict": self._place_items,
+        }
 
     def plan(self, node: Node) -> None:
         """Compares the tree with the live state."""
@@ -193,12 +200,10 @@ class Placer:
                 self._check_module(node["v"], live, path)
             self._objects.append((path, live, node["k"], node["v"]))
             return None
-        if tag == "tensor":
-            return self._place_tensor(node, live, path)
-        if tag == "array":
-            return self._place_array(node, live, path)
-        if tag in ("dict", "odict"):
-            return self._place_items(node, live, path)
+        in_place = self._in_place.get(tag or "")
+        if in_place is not None:
+            in_place(node, live, path)
+            return None
         if isinstance(node, list) or tag == "tuple":
             return self._place_sequence(node, live, path)
         if torch_like(live) or is_stateful(live):
@@ -227,7 +232,7 @@ class Placer:
         for key, value in saved.items():
             make = self._place(value, live[key], f"{path}[{key!r}]")
             if make is not None:
-                self._copies.append(lambda key=key, make=make: live.__setitem__(key, make()))
+                self._copies.append(partial(_set, live, key, make))
 
     def _place_sequence(self, node: Node, live: Any, path: str) -> Optional[Callable[[], Any]]:
         parts = node if isinstance(node, list) else node["v"]
@@ -239,7 +244,7 @@ class Placer:
             # Plain values are replaced as a whole, whatever their number.
             if wanted is tuple:
                 return lambda: self._builder.build(node)
-            self._copies.append(lambda: live.__setitem__(slice(None), self._builder.build(node)))
+            self._copies.append(partial(_set, live, slice(None), partial(self._builder.build, node)))
             return None
         if len(parts) != len(live):
             raise CheckpointMismatch(f"{path}: {len(parts)} entries were saved, the state has {len(live)}")
@@ -247,10 +252,10 @@ class Placer:
         if wanted is tuple:
             if all(make is None for make in makes):
                 return None
-            return lambda: tuple(old if make is None else make() for old, make in zip(live, makes))
+            return lambda: tuple(old if make is None else make() for old, make in zip(live, makes, strict=True))
         for index, make in enumerate(makes):
             if make is not None:
-                self._copies.append(lambda index=index, make=make: live.__setitem__(index, make()))
+                self._copies.append(partial(_set, live, index, make))
         return None
 
     def _place_tensor(self, node: Node, live: Any, path: str) -> None:
@@ -283,7 +288,10 @@ class Placer:
 
 def _differences(saved: dict[Any, Any], live: dict[Any, Any]) -> Iterator[tuple[str, str]]:
     """Which keys only one side has, the first few."""
-    for what, keys in (("the checkpoint lacks", live.keys() - saved.keys()), ("the state lacks", saved.keys() - live.keys())):
+    for what, keys in (
+        ("the checkpoint lacks", live.keys() - saved.keys()),
+        ("the state lacks", saved.keys() - live.keys()),
+    ):
         if keys:
             yield what, ", ".join(sorted(map(repr, keys))[:5])
 
@@ -294,6 +302,10 @@ def torch_like(value: Any) -> bool:
     return (torch is not None and isinstance(value, torch.Tensor)) or (
         numpy is not None and isinstance(value, numpy.ndarray)
     )
+
+
+def _set(container: Any, key: Any, make: Callable[[], Any]) -> None:
+    container[key] = make()
 
 
 def _mismatch(path: str, saved: str, live: Any) -> CheckpointMismatch:
