@@ -80,9 +80,13 @@ async fn keys_below(bucket: &Bucket, prefix: &str) -> Vec<String> {
     listed.try_collect().await.expect("a listing")
 }
 
-/// Bytes that differ from place to place, so that shifted ranges are noticed.
+/// Bytes that differ from place to place, so that shifted ranges are noticed: a block of prime length, repeated.
 fn pattern(length: usize) -> Bytes {
-    (0..length).map(|at| (at as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15).to_be_bytes()[0]).collect()
+    let block: Vec<u8> =
+        (0..65_537u64).map(|at| at.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_be_bytes()[0]).collect();
+    let mut bytes = block.repeat(length.div_ceil(block.len()));
+    bytes.truncate(length);
+    bytes.into()
 }
 
 #[track_caller]
