@@ -64,10 +64,9 @@ struct State {
     bucket: Bucket,
     key: ObjectKey,
     options: UploadOptions,
-    /// Written and not yet cut into a part, with what charges them.
-    pending: Vec<Bytes>,
+    /// Written and not yet cut into a part.
+    pending: Vec<Piece>,
     pending_bytes: u64,
-    permits: Vec<Permit>,
     /// The request that starts the upload, kept so that a dropped `write` does not forget it.
     creating: Option<Task<Result<UploadId>>>,
     upload: Option<UploadId>,
@@ -77,6 +76,21 @@ struct State {
     /// Bytes in parts that were sent or are being sent.
     offset: u64,
     failed: Option<Error>,
+}
+
+/// Bytes and what charges them.
+#[derive(Debug)]
+struct Piece {
+    data: Bytes,
+    permit: Option<Permit>,
+}
+
+impl Piece {
+    /// Takes the first `bytes` off, with their share of the permit.
+    fn split_to(&mut self, bytes: usize) -> Self {
+        let permit = self.permit.as_mut().map(|permit| permit.split(bytes as u64));
+        Self { data: self.data.split_to(bytes), permit }
+    }
 }
 
 /// The outcome of one part.
@@ -95,7 +109,6 @@ impl Upload {
             options,
             pending: Vec::new(),
             pending_bytes: 0,
-            permits: Vec::new(),
             creating: None,
             upload: None,
             running: FuturesUnordered::new(),
@@ -117,16 +130,29 @@ impl Upload {
     /// That of the first part that failed for good; the upload can then only be aborted.
     pub async fn write(&mut self, data: Bytes) -> Result<()> {
         let state = self.state();
-        state.push(data);
+        state.push(data, None);
         state.send_full_parts().await
     }
 
-    /// As [`Upload::write`]; `permit` is given back once these bytes are with the store.
+    /// As [`Upload::write`]; `permit`, which charges these bytes, is given back piece by piece as the store has them.
+    ///
+    /// Up to one part's bytes stay here until more are written. Whoever finds the budget exhausted calls
+    /// [`Upload::relieve`] before waiting for it, since this upload may be what holds it.
     pub async fn write_charged(&mut self, data: Bytes, permit: Permit) -> Result<()> {
         let state = self.state();
-        state.push(data);
-        state.permits.push(permit);
+        state.push(data, Some(permit));
         state.send_full_parts().await
+    }
+
+    /// Sends what is held back now, though it may be less than a part, if it is enough for a part of its own. Says
+    /// whether anything was sent. Cancel-safe.
+    pub async fn relieve(&mut self) -> Result<bool> {
+        let state = self.state();
+        let enough = state.pending_bytes >= MIN_PART_BYTES;
+        while state.pending_bytes >= MIN_PART_BYTES {
+            state.send_part(state.pending_bytes.min(state.part_bytes().max(MIN_PART_BYTES))).await?;
+        }
+        state.check().map(|()| enough)
     }
 
     /// Appends `range` of another object of the bucket without moving its bytes through this host, except for the
@@ -191,10 +217,10 @@ impl State {
         self.creating.is_some() || self.upload.is_some()
     }
 
-    fn push(&mut self, data: Bytes) {
+    fn push(&mut self, data: Bytes, permit: Option<Permit>) {
         self.pending_bytes += data.len() as u64;
         if !data.is_empty() {
-            self.pending.push(data);
+            self.pending.push(Piece { data, permit });
         }
     }
 
@@ -222,8 +248,7 @@ impl State {
     async fn send_part(&mut self, bytes: u64) -> Result<()> {
         let upload = self.begin().await?;
         self.wait_for_room(bytes).await?;
-        let payload = self.take(bytes);
-        let permits = if self.pending.is_empty() { std::mem::take(&mut self.permits) } else { Vec::new() };
+        let (payload, permits) = self.take(bytes);
         let (index, offset) = (self.parts.len(), self.offset);
         let request = Request::Part { upload, index, offset, payload };
         self.offset += bytes;
@@ -297,27 +322,29 @@ impl State {
         }
     }
 
-    fn take(&mut self, bytes: u64) -> PutPayload {
+    /// The first `bytes` of what is pending, and what charges them.
+    fn take(&mut self, bytes: u64) -> (PutPayload, Vec<Permit>) {
         let mut left = bytes;
         let mut taken = Vec::new();
         let mut rest = Vec::new();
         for mut piece in std::mem::take(&mut self.pending) {
-            match left {
-                0 => rest.push(piece),
-                _ if piece.len() as u64 <= left => {
-                    left -= piece.len() as u64;
-                    taken.push(piece);
-                }
-                _ => {
-                    taken.push(piece.split_to(left as usize));
-                    left = 0;
-                    rest.push(piece);
-                }
+            let length = piece.data.len() as u64;
+            if left == 0 {
+                rest.push(piece);
+            } else if length <= left {
+                left -= length;
+                taken.push(piece);
+            } else {
+                taken.push(piece.split_to(left as usize));
+                left = 0;
+                rest.push(piece);
             }
         }
         self.pending = rest;
         self.pending_bytes -= bytes;
-        taken.into_iter().collect()
+        let (data, permits): (Vec<_>, Vec<_>) =
+            taken.into_iter().map(|piece| (piece.data, piece.permit)).unzip();
+        (data.into_iter().collect(), permits.into_iter().flatten().collect())
     }
 
     async fn copy_from(
@@ -331,7 +358,7 @@ impl State {
         if self.pending_bytes > 0 && self.pending_bytes < MIN_PART_BYTES {
             let end = range.end.min(at + MIN_PART_BYTES - self.pending_bytes);
             let filling = self.bucket.get(from, Some(version), at..end).await?;
-            self.push(filling);
+            self.push(filling, None);
             at = end;
         }
         if at == range.end {
@@ -339,7 +366,7 @@ impl State {
         }
         if range.end - at < MIN_PART_BYTES {
             let rest = self.bucket.get(from, Some(version), at..range.end).await?;
-            self.push(rest);
+            self.push(rest, None);
             return self.send_full_parts().await;
         }
         while self.pending_bytes > 0 {
@@ -368,7 +395,7 @@ impl State {
 
     async fn complete(mut self, condition: Condition) -> Result<ObjectInfo> {
         if self.upload.is_none() && self.creating.is_none() && self.failed.is_none() {
-            let payload: PutPayload = std::mem::take(&mut self.pending).into_iter().collect();
+            let (payload, _permits) = self.take(self.pending_bytes);
             return self.bucket.put_payload(&self.key, payload, condition).await;
         }
         match self.finish(condition).await {

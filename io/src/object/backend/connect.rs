@@ -126,7 +126,7 @@ fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Plain> {
     for (name, value) in &settings.options {
         builder = builder.with_config(name.parse().map_err(|_| unknown_option(name, url))?, value);
     }
-    builder.build().map(Plain::cloud).map_err(|error| convert(&url.to_string(), error))
+    builder.build().map(Plain::by_generation).map_err(|error| convert(&url.to_string(), error))
 }
 
 fn azure(url: &BucketUrl, settings: &StoreSettings) -> Result<Plain> {

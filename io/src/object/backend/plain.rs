@@ -15,8 +15,8 @@ use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
-    Attribute, Attributes, GetOptions, ListResult, ObjectStore, ObjectStoreExt, PutMultipartOptions,
-    PutOptions, PutPayload, Result,
+    Attribute, Attributes, GetOptions, ListResult, ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions,
+    PutOptions, PutPayload, Result, UpdateVersion,
 };
 use parking_lot::Mutex;
 
@@ -34,6 +34,8 @@ pub(in crate::object) struct Plain {
     store: Arc<dyn ObjectStore>,
     native: Option<Native>,
     keeps_metadata: bool,
+    /// Conditional writes name a generation, not an ETag (Google Cloud Storage).
+    by_generation: bool,
     staged: Mutex<BTreeMap<String, Staged>>,
     rng: Rng,
 }
@@ -70,14 +72,42 @@ impl Plain {
         Self { native: Some(native), ..Self::staged(store, true) }
     }
 
+    /// Google Cloud Storage: as [`Plain::cloud`], and an ETag to be replaced is first looked up as a generation.
+    pub(in crate::object) fn by_generation<S>(store: S) -> Self
+    where
+        S: ObjectStore + MultipartStore + PaginatedListStore,
+    {
+        Self { by_generation: true, ..Self::cloud(store) }
+    }
+
     /// Any store; `keeps_metadata` says whether it keeps user metadata with objects.
     pub(in crate::object) fn staged(store: Arc<dyn ObjectStore>, keeps_metadata: bool) -> Self {
-        Self { store, native: None, keeps_metadata, staged: Mutex::default(), rng: Rng::system() }
+        let (staged, rng) = (Mutex::default(), Rng::system());
+        Self { store, native: None, keeps_metadata, by_generation: false, staged, rng }
     }
 
     fn mark(&self, attributes: &mut Attributes, token: String) {
         if self.keeps_metadata && !token.is_empty() {
             attributes.insert(Attribute::Metadata(TOKEN_ATTRIBUTE.into()), token.into());
+        }
+    }
+
+    /// The generation that has the ETag to be replaced. The write names it, so nothing can come in between.
+    async fn generation(&self, key: &Path, wanted: UpdateVersion) -> Result<UpdateVersion> {
+        if !self.by_generation || wanted.version.is_some() {
+            return Ok(wanted);
+        }
+        let gone = |source: &str| object_store::Error::Precondition {
+            path: key.to_string(),
+            source: source.to_owned().into(),
+        };
+        match self.store.head(key).await {
+            Ok(found) if found.e_tag == wanted.e_tag => {
+                Ok(UpdateVersion { e_tag: found.e_tag, version: found.version })
+            }
+            Ok(_) => Err(gone("it holds another version")),
+            Err(object_store::Error::NotFound { .. }) => Err(gone("it does not exist")),
+            Err(error) => Err(error),
         }
     }
 
@@ -209,6 +239,9 @@ impl Service for Plain {
             Request::Get { key, options } => self.store.get_opts(&key, options).await.map(Reply::Object),
             Request::Put { key, payload, mut options, token } => {
                 self.mark(&mut options.attributes, token);
+                if let PutMode::Update(wanted) = options.mode {
+                    options.mode = PutMode::Update(self.generation(&key, wanted).await?);
+                }
                 self.store.put_opts(&key, payload, options).await.map(Reply::Put)
             }
             Request::Delete { keys } => delete_all(self.store.as_ref(), keys).await,
