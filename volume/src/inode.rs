@@ -298,16 +298,17 @@ impl OpenInode {
         error
     }
 
-    /// Rewrites a file that lies in owned blobs as a plain object at its own path, if policy and path allow it.
-    pub(crate) async fn seal(&self) -> Result<()> {
+    /// Rewrites a file that lies in owned blobs as a plain object at its own path, if policy and path allow it; false
+    /// where they do not.
+    pub(crate) async fn seal(&self) -> Result<bool> {
         let _turn = self.writer.lock().await;
         if !self.needs_seal() {
-            return Ok(());
+            return Ok(false);
         }
         let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
         let (mut upload, placement) = self.store.start_upload(self.ino).await?;
         if matches!(placement, Placement::Owned { .. }) {
-            return upload.abort().await;
+            return upload.abort().await.map(|()| false);
         }
         let step = self.store.write.buffer_bytes.max(1);
         let mut at = 0;
@@ -320,7 +321,7 @@ impl OpenInode {
         let sealed = FileLayout::of_blob(blob);
         self.store.tree.relocate(self.ino, generation, sealed.clone()).await?;
         *self.content.write() = Content::committed(sealed, generation);
-        Ok(())
+        Ok(true)
     }
 }
 

@@ -193,22 +193,14 @@ impl Volume {
         Ok(self.overlay(attributes))
     }
 
-    /// truncate(2) by inode: a file that is open keeps the change with its other pending ones, another is committed.
+    /// truncate(2) by inode. Committed at once, under a handle of its own: one that the caller has closed may still be
+    /// on its way out here, and nothing would commit the change after it.
     async fn truncate(self: &Arc<Self>, ino: InodeId, size: u64) -> Result<()> {
-        if let Some(inode) = self.find_open(ino) {
-            return inode.truncate(size).await;
-        }
-        let file = self.open(ino, Access { write: true, ..Access::default() }).await?;
-        let truncated = self.truncate_open(ino, size).await;
-        let released = file.release().await;
-        truncated.and(released)
-    }
-
-    async fn truncate_open(&self, ino: InodeId, size: u64) -> Result<()> {
-        match self.find_open(ino) {
-            Some(inode) => inode.truncate(size).await,
-            None => Ok(()),
-        }
+        let inode = self.acquire(ino).await?;
+        let truncated = inode.truncate(size).await;
+        let flushed = inode.flush().await;
+        let released = self.release(&inode, true).await;
+        truncated.and(flushed).and(released)
     }
 
     /// Opens a file.
@@ -329,46 +321,45 @@ impl Volume {
         Ok(self.budget.acquire(Class::Write, bytes).await)
     }
 
-    /// Takes back one handle; after the last one, a rewritten file is sealed behind.
+    /// Takes back one handle. The last one of a rewritten file goes to the background, which seals and then returns
+    /// it: the inode stays open meanwhile, so that all who come share its one state.
     pub(crate) async fn release(self: &Arc<Self>, inode: &Arc<OpenInode>, written: bool) -> Result<()> {
-        let last = {
+        let ino = inode.ino();
+        let seals = {
             let mut open = self.open.lock();
-            let Some(opened) = open.get_mut(&inode.ino()) else { return Ok(()) };
-            opened.handles -= 1;
-            opened.handles == 0
+            let Some(opened) = open.get_mut(&ino) else { return Ok(()) };
+            let seals = opened.handles == 1 && written && inode.needs_seal();
+            if !seals {
+                opened.handles -= 1;
+                if opened.handles == 0 {
+                    open.remove(&ino);
+                }
+            }
+            seals
         };
-        if !last {
-            return self.store.tree.closed(inode.ino()).await;
-        }
-        if written && inode.needs_seal() {
+        if seals {
             self.seal_behind(inode.clone());
             return Ok(());
         }
-        self.forget(inode.ino());
-        self.store.tree.closed(inode.ino()).await
+        self.store.tree.closed(ino).await
     }
 
-    /// Seals in the background; the inode stays open meanwhile, so that writers and readers see one state.
+    /// Seals in the background and releases the handle that it was given.
     fn seal_behind(self: &Arc<Self>, inode: Arc<OpenInode>) {
         let volume = self.clone();
         self.tasks.spawn("seal", async move {
-            let _permit = volume.seals.acquire().await;
+            let permit = volume.seals.acquire().await;
             let ino = inode.ino();
-            if let Err(error) = inode.seal().await {
+            let sealed = inode.seal().await.unwrap_or_else(|error| {
                 tracing::warn!(%ino, %error, "could not seal; the file stays readable through Forebay");
-            }
-            volume.forget(ino);
-            if let Err(error) = volume.store.tree.closed(ino).await {
+                false
+            });
+            drop(permit);
+            // Sealed once more if it was written again meanwhile.
+            if let Err(error) = volume.release(&inode, sealed).await {
                 tracing::warn!(%ino, %error, "could not close a sealed inode");
             }
         });
-    }
-
-    fn forget(&self, ino: InodeId) {
-        let mut open = self.open.lock();
-        if open.get(&ino).is_some_and(|opened| opened.handles == 0) {
-            open.remove(&ino);
-        }
     }
 
     /// The shared state of an open inode with one more handle.
