@@ -1,0 +1,118 @@
+//! Bad input ends with one clear error, its cause and a hint, an exit code that is not 0, and nothing lost.
+
+use std::path::Path;
+
+use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse, shell};
+
+/// Runs `forebay ARGS` with its own home in `scratch`.
+fn forebay(scratch: &Scratch, args: &[&str]) -> Outcome {
+    Forebay::new(&scratch.folder("home"), args).run()
+}
+
+fn url(folder: &Path) -> String {
+    format!("file://{}", folder.display())
+}
+
+#[test]
+fn unknown_options_and_malformed_urls() {
+    let scratch = Scratch::new();
+    let folder = scratch.folder("mnt");
+    let mnt = folder.to_str().expect("scratch paths are text");
+    let outcome = forebay(&scratch, &["mount", "--no-such-option", "s3://b", mnt]);
+    assert_eq!(outcome.code, Some(2), "{outcome}");
+    assert!(outcome.stderr.contains("--no-such-option"), "{outcome}");
+    forebay(&scratch, &["mount", "ftp://b", mnt]).failed_with("ftp", "s3://");
+    forebay(&scratch, &["mount", "s3://", mnt]).failed_with("no bucket", "s3://bucket");
+    forebay(&scratch, &["mount", "--memory", "lots", "s3://b", mnt]).failed_with("lots", "512MiB");
+}
+
+#[test]
+fn a_missing_bucket_folder() {
+    let scratch = Scratch::new();
+    let (bucket, folder) = (scratch.join("absent"), scratch.folder("mnt"));
+    let mnt = folder.to_str().expect("scratch paths are text");
+    forebay(&scratch, &["mount", &url(&bucket), mnt]).failed_with("absent", "mkdir");
+    assert!(!bucket.exists(), "a refused mount makes nothing");
+}
+
+#[test]
+fn mount_points_that_are_none() {
+    if !require_fuse("mount_points_that_are_none") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let source = url(&scratch.folder("bucket"));
+    let missing = scratch.join("missing").display().to_string();
+    forebay(&scratch, &["mount", &source, &missing]).failed_with("missing", "mkdir");
+    let file = scratch.join("file");
+    std::fs::write(&file, "kept").expect("the scratch folder is writable");
+    forebay(&scratch, &["mount", &source, &file.display().to_string()]).failed_with("not a directory", "");
+    assert_eq!(std::fs::read_to_string(&file).expect("the file is still there"), "kept");
+    let mut mount = Mount::new(&scratch.join("home"), &source, &scratch.join("mnt"), &[], &[]);
+    std::fs::write(mount.path().join("before"), "kept").expect("the mount is writable");
+    let other = url(&scratch.folder("other-bucket"));
+    let busy = mount.path().display().to_string();
+    forebay(&scratch, &["mount", &other, &busy]).failed_with("already", "umount");
+    assert_eq!(std::fs::read_to_string(mount.path().join("before")).expect("still mounted"), "kept");
+    mount.unmount();
+}
+
+/// Promise S8: One prefix has one read-write mount: a second one is refused and says who holds it.
+#[test]
+fn a_second_read_write_mount_is_refused() {
+    if !require_fuse("a_second_read_write_mount_is_refused") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let source = url(&scratch.folder("bucket"));
+    let mut mount = Mount::new(&scratch.join("home"), &source, &scratch.join("mnt"), &[], &[]);
+    std::fs::write(mount.path().join("first"), "kept").expect("the mount is writable");
+    let second = scratch.folder("second").display().to_string();
+    let outcome = Forebay::new(&scratch.folder("other-home"), ["mount", &source, &second]).run();
+    outcome.failed_with("mounted read-write by", "unmount");
+    std::fs::write(mount.path().join("second"), "kept").expect("the first mount still serves");
+    mount.unmount();
+    mount.remount(&scratch.join("other-home"));
+    for name in ["first", "second"] {
+        assert_eq!(std::fs::read_to_string(mount.path().join(name)).expect(name), "kept");
+    }
+    mount.unmount();
+}
+
+#[test]
+fn no_fuse_device() {
+    let scratch = Scratch::new();
+    let (bucket, mnt) = (scratch.folder("bucket"), scratch.folder("mnt"));
+    let allowed = shell(scratch.path(), "unshare --mount true");
+    if allowed.code != Some(0) {
+        return forebay_tests::settings::skip("no_fuse_device", "mount namespaces need root");
+    }
+    let program = Forebay::binary();
+    let outcome = shell(
+        scratch.path(),
+        &format!(
+            "unshare --mount bash -c 'mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && exec {} mount {} {}'",
+            program.display(),
+            url(&bucket),
+            mnt.display()
+        ),
+    );
+    outcome.failed_with("/dev/fuse", "fuse");
+}
+
+#[test]
+fn a_damaged_state_directory_loses_nothing() {
+    if !require_fuse("a_damaged_state_directory_loses_nothing") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (source, home) = (url(&scratch.folder("bucket")), scratch.folder("home"));
+    let mut mount = Mount::new(&home, &source, &scratch.join("mnt"), &[], &[]);
+    std::fs::write(mount.path().join("file"), "kept").expect("the mount is writable");
+    mount.unmount();
+    let damage = "find . -type f -not -name '*.log' -exec sh -c 'printf damaged > \"$1\"' _ {} \\;";
+    shell(&home, damage).succeeded();
+    mount.remount(&home);
+    assert_eq!(std::fs::read_to_string(mount.path().join("file")).expect("file"), "kept");
+    mount.unmount();
+}

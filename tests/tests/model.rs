@@ -1,0 +1,158 @@
+//! A mount against a plain folder: the same random operations give the same results and leave the same tree.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+
+use forebay_tests::{Mount, Scratch, Seeded, assert_same_trees, require_fuse, scale};
+use rand::{Rng, RngExt};
+
+/// One operation, on paths relative to either root.
+#[derive(Debug, Clone)]
+enum Operation {
+    Write { path: PathBuf, offset: u64, bytes: Vec<u8>, sync: bool },
+    Append { path: PathBuf, bytes: Vec<u8> },
+    Truncate { path: PathBuf, size: u64 },
+    Replace { path: PathBuf, bytes: Vec<u8> },
+    Read { path: PathBuf, offset: u64, length: usize },
+    MakeFolder { path: PathBuf },
+    Remove { path: PathBuf },
+    RemoveFolder { path: PathBuf },
+    Rename { from: PathBuf, to: PathBuf },
+    Link { from: PathBuf, to: PathBuf },
+    Symlink { path: PathBuf, target: PathBuf },
+    Mode { path: PathBuf, mode: u32 },
+    List { path: PathBuf },
+}
+
+/// Few names, so that operations meet.
+fn path(rng: &mut impl Rng) -> PathBuf {
+    let depth = rng.random_range(1..4);
+    (0..depth).map(|_| ["a", "b", "c", "d e", "ü"][rng.random_range(0..5)]).collect()
+}
+
+fn bytes(rng: &mut impl Rng) -> Vec<u8> {
+    let length = match rng.random_range(0..10) {
+        0 => 0,
+        1..7 => rng.random_range(1..5000),
+        7..9 => rng.random_range(5000..300_000),
+        _ => rng.random_range(4 << 20..9 << 20),
+    };
+    let mut bytes = vec![0; length];
+    rng.fill_bytes(&mut bytes);
+    bytes
+}
+
+fn operation(rng: &mut impl Rng) -> Operation {
+    let offset = |rng: &mut dyn Rng| u64::from(rng.next_u32()) % 600_000;
+    match rng.random_range(0..100) {
+        0..18 => Operation::Write {
+            path: path(rng),
+            offset: offset(rng),
+            bytes: bytes(rng),
+            sync: rng.random_bool(0.3),
+        },
+        18..30 => Operation::Append { path: path(rng), bytes: bytes(rng) },
+        30..37 => Operation::Truncate { path: path(rng), size: offset(rng) },
+        37..50 => Operation::Replace { path: path(rng), bytes: bytes(rng) },
+        50..60 => Operation::Read { path: path(rng), offset: offset(rng), length: 200_000 },
+        60..70 => Operation::MakeFolder { path: path(rng) },
+        70..76 => Operation::Remove { path: path(rng) },
+        76..79 => Operation::RemoveFolder { path: path(rng) },
+        79..88 => Operation::Rename { from: path(rng), to: path(rng) },
+        88..92 => Operation::Link { from: path(rng), to: path(rng) },
+        92..94 => Operation::Symlink { path: path(rng), target: path(rng) },
+        94..97 => Operation::Mode { path: path(rng), mode: 0o600 | rng.random_range(0..0o100) },
+        _ => Operation::List { path: path(rng) },
+    }
+}
+
+/// Does `operation` below `root`; the answer is what a program can see of it.
+fn apply(root: &Path, operation: &Operation) -> Result<Vec<u8>, Option<i32>> {
+    let done = match operation {
+        Operation::Write { path, offset, bytes, sync } => write(&root.join(path), *offset, bytes, *sync),
+        Operation::Append { path, bytes } => {
+            let file = OpenOptions::new().append(true).create(true).open(root.join(path));
+            file.and_then(|mut file| io::Write::write_all(&mut file, bytes)).map(|()| Vec::new())
+        }
+        Operation::Truncate { path, size } => {
+            let file = OpenOptions::new().write(true).open(root.join(path));
+            file.and_then(|file| file.set_len(*size)).map(|()| Vec::new())
+        }
+        Operation::Replace { path, bytes } => fs::write(root.join(path), bytes).map(|()| Vec::new()),
+        Operation::Read { path, offset, length } => read(&root.join(path), *offset, *length),
+        Operation::MakeFolder { path } => fs::create_dir(root.join(path)).map(|()| Vec::new()),
+        Operation::Remove { path } => fs::remove_file(root.join(path)).map(|()| Vec::new()),
+        Operation::RemoveFolder { path } => fs::remove_dir(root.join(path)).map(|()| Vec::new()),
+        Operation::Rename { from, to } => fs::rename(root.join(from), root.join(to)).map(|()| Vec::new()),
+        Operation::Link { from, to } => fs::hard_link(root.join(from), root.join(to)).map(|()| Vec::new()),
+        Operation::Symlink { path, target } => symlink(target, root.join(path)).map(|()| Vec::new()),
+        Operation::Mode { path, mode } => {
+            fs::set_permissions(root.join(path), fs::Permissions::from_mode(*mode)).map(|()| Vec::new())
+        }
+        Operation::List { path } => list(&root.join(path)),
+    };
+    done.map_err(|error| error.raw_os_error())
+}
+
+fn write(path: &Path, offset: u64, bytes: &[u8], sync: bool) -> io::Result<Vec<u8>> {
+    let file = OpenOptions::new().write(true).create(true).truncate(false).open(path)?;
+    file.write_all_at(bytes, offset)?;
+    if sync {
+        file.sync_all()?;
+    }
+    Ok(Vec::new())
+}
+
+fn read(path: &Path, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; length];
+    let file = File::open(path)?;
+    let mut filled = 0;
+    while filled < length {
+        match file.read_at(&mut bytes[filled..], offset + filled as u64)? {
+            0 => break,
+            more => filled += more,
+        }
+    }
+    bytes.truncate(filled);
+    Ok(bytes)
+}
+
+fn list(path: &Path) -> io::Result<Vec<u8>> {
+    let entries = fs::read_dir(path)?.map(|entry| Ok(entry?.file_name()));
+    let mut names: Vec<_> = entries.collect::<io::Result<_>>()?;
+    names.sort();
+    Ok(format!("{names:?}").into_bytes())
+}
+
+#[test]
+fn random_operations_do_what_a_plain_folder_does() {
+    if !require_fuse("random_operations_do_what_a_plain_folder_does") {
+        return;
+    }
+    let mut rng = Seeded::new();
+    let scratch = Scratch::new();
+    let plain = scratch.folder("plain");
+    let url = format!("file://{}", scratch.folder("bucket").display());
+    let mut mount = Mount::new(&scratch.join("home"), &url, &scratch.join("mnt"), &[], &[]);
+    for round in 0..3 * scale() {
+        for step in 0..150 {
+            let operation = operation(&mut *rng);
+            let (expected, got) = (apply(&plain, &operation), apply(mount.path(), &operation));
+            assert!(expected == got, "round {round} step {step}: {}", story(&operation, &expected, &got));
+        }
+        assert_same_trees(&plain, mount.path(), true);
+        mount.unmount();
+        mount.remount(&scratch.join(&format!("home-{round}")));
+        assert_same_trees(&plain, mount.path(), true);
+    }
+    mount.unmount();
+}
+
+/// A difference in words, long byte strings shortened.
+fn story(operation: &Operation, expected: &impl std::fmt::Debug, got: &impl std::fmt::Debug) -> String {
+    let short = |value: String| value.chars().take(300).collect::<String>();
+    let parts = [format!("{operation:?}"), format!("{expected:?}"), format!("{got:?}")].map(short);
+    format!("{}\n expected {}\n got {}", parts[0], parts[1], parts[2])
+}
