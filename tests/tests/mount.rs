@@ -41,7 +41,8 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
 fn log(scratch: &Scratch) -> String {
     let folder = scratch.join("home/state/forebay/log");
     let logs = std::fs::read_dir(folder).expect("the log folder is there");
-    logs.map(|entry| std::fs::read_to_string(entry.expect("an entry").path()).expect("a log is text")).collect()
+    logs.map(|entry| std::fs::read_to_string(entry.expect("an entry").path()).expect("a log is text"))
+        .collect()
 }
 
 /// Waits until a background mount has ended and says that everything is written.

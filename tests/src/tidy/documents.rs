@@ -93,7 +93,10 @@ struct Quote<'a> {
 fn quotes<'a>(path: &'a str, text: &str) -> Vec<Quote<'a>> {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     let comment = |line: &'_ str| -> Option<String> {
-        let body = line.strip_prefix("///").or(line.strip_prefix("//")).or(line.strip_prefix('#'));
+        let body = match path.ends_with(".py") {
+            true => line.strip_prefix('#'),
+            false => line.strip_prefix("///").or(line.strip_prefix("//")),
+        };
         body.map(|body| body.trim().to_owned())
     };
     let mut found = Vec::new();
@@ -106,7 +109,7 @@ fn quotes<'a>(path: &'a str, text: &str) -> Vec<Quote<'a>> {
         };
         let mut words = first.to_owned();
         for more in lines[index + 1..].iter().map_while(|line| comment(line)) {
-            if words.trim_end().ends_with('.') {
+            if words.trim_end().ends_with('.') || more.starts_with("Promise S") {
                 break;
             }
             words = format!("{words} {more}");
