@@ -1,3 +1,5 @@
+//! The budget under contention: order, ceilings, release.
+
 use std::time::Duration;
 
 use super::*;
