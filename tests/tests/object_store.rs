@@ -14,6 +14,8 @@ use futures::TryStreamExt;
 
 #[path = "object_store/basics.rs"]
 mod basics;
+#[path = "object_store/answers.rs"]
+mod answers;
 #[path = "object_store/faults.rs"]
 mod faults;
 #[path = "object_store/keys.rs"]

@@ -39,7 +39,6 @@ struct Inner {
     stack: Stack,
     service: Shared,
     store: Arc<Front>,
-    tasks: TaskGroup,
     clock: Clock,
 }
 
@@ -78,16 +77,7 @@ impl Bucket {
     pub(super) fn over(url: BucketUrl, stack: Stack) -> Self {
         let (name, service) = (url.to_string(), stack.build());
         let store = Front { service: service.clone(), rng: stack.rng.clone(), name: name.clone() };
-        let tasks = TaskGroup::new(format!("bucket {name}"));
-        Self(Arc::new(Inner {
-            url,
-            name,
-            stack,
-            service,
-            store: Arc::new(store),
-            tasks,
-            clock: Clock::system(),
-        }))
+        Self(Arc::new(Inner { url, name, stack, service, store: Arc::new(store), clock: Clock::system() }))
     }
 
     fn derive(&self, change: impl FnOnce(&mut Stack)) -> Self {
@@ -138,7 +128,7 @@ impl Bucket {
 
     /// Waits for uploads that are completing or being aborted; after `deadline` they are cancelled and named.
     pub async fn shutdown(&self, deadline: Duration) -> Vec<String> {
-        self.0.tasks.shutdown(deadline).await
+        self.0.stack.tasks.shutdown(deadline).await
     }
 
     /// Proves with one request that the bucket can be reached and listed.
@@ -176,7 +166,9 @@ impl Bucket {
     ) -> Result<ObjectInfo> {
         let size = payload.content_length() as u64;
         let options = PutOptions { mode: put_mode(&condition), ..Default::default() };
-        let request = Request::Put { key: self.path(key)?, payload, options, token: self.token() };
+        // Without a condition a repetition is never refused, so there is nothing to settle.
+        let token = if condition == Condition::Always { String::new() } else { self.token() };
+        let request = Request::Put { key: self.path(key)?, payload, options, token };
         let put = self.call(request).await?.put().map_err(|error| self.error(error))?;
         Ok(self.written(key, put.e_tag, size))
     }
@@ -297,7 +289,7 @@ impl Bucket {
     }
 
     pub(super) fn tasks(&self) -> &TaskGroup {
-        &self.0.tasks
+        &self.0.stack.tasks
     }
 
     pub(super) fn token(&self) -> String {

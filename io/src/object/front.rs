@@ -8,7 +8,7 @@ use futures::stream::{BoxStream, StreamExt, TryStreamExt};
 use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
+    CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, PutMode,
     PutMultipartOptions, PutOptions, PutPayload, PutResult, Result, UploadPart,
 };
 use parking_lot::Mutex;
@@ -61,7 +61,7 @@ impl Front {
 #[async_trait]
 impl ObjectStore for Front {
     async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
-        let token = self.rng.name();
+        let token = if options.mode == PutMode::Overwrite { String::new() } else { self.rng.name() };
         self.service.call(Request::Put { key: location.clone(), payload, options, token }).await?.put()
     }
 

@@ -9,13 +9,15 @@ use super::counters::Meter;
 use super::layer::{Delay, Delayed, Failing, Faults, Instrument, Limit, Patience, ReadOnly, Retry, Retrying};
 use super::request::Shared;
 use crate::rng::Rng;
+use crate::task::TaskGroup;
 
-/// What a bucket's decorators are built from. Handles that derive from one another share counts and places.
+/// What a bucket's decorators are built from. Handles that derive from one another share counts, places and tasks.
 #[derive(Debug, Clone)]
 pub(super) struct Stack {
     base: Shared,
     pub(super) meter: Arc<Meter>,
     places: Arc<Semaphore>,
+    pub(super) tasks: TaskGroup,
     pub(super) rng: Rng,
     pub(super) settings: StoreSettings,
     pub(super) faults: Option<Faults>,
@@ -27,8 +29,9 @@ impl Stack {
     /// A stack over `base`, without faults and delays.
     pub(super) fn new(base: Shared, settings: &StoreSettings) -> Self {
         let places = Arc::new(Semaphore::new(settings.max_in_flight.clamp(1, Semaphore::MAX_PERMITS)));
-        let (meter, rng, settings) = (Arc::default(), Rng::system(), settings.clone());
-        Self { base, meter, places, rng, settings, faults: None, delay: None, read_only: false }
+        let (meter, tasks, rng) = (Arc::default(), TaskGroup::new("bucket"), Rng::system());
+        let settings = settings.clone();
+        Self { base, meter, places, tasks, rng, settings, faults: None, delay: None, read_only: false }
     }
 
     /// Bytes go through these from the last to the first.

@@ -1,4 +1,4 @@
-//! The budget under contention: order, ceilings, release.
+//! Random tasks under one ceiling, and the rules of the classes one by one.
 
 use std::time::Duration;
 

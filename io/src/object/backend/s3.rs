@@ -43,7 +43,9 @@ impl Service for S3 {
         match request {
             Request::Get { key, options } => self.store.get_opts(&key, options).await.map(Reply::Object),
             Request::Put { key, payload, mut options, token } => {
-                options.attributes.insert(Attribute::Metadata(TOKEN_ATTRIBUTE.into()), token.into());
+                if !token.is_empty() {
+                    options.attributes.insert(Attribute::Metadata(TOKEN_ATTRIBUTE.into()), token.into());
+                }
                 self.store.put_opts(&key, payload, options).await.map(Reply::Put)
             }
             Request::Delete { keys } => delete_all(&self.store, keys).await,

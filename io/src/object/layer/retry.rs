@@ -5,10 +5,10 @@
 //! the same version of the object or not at all, with a new deadline after each byte of progress.
 //!
 //! **A conditional write whose reply was lost** may have been carried out, and then its repetition is refused. So
-//! every write carries a random token as user metadata (`forebaywrite`), and a refusal after a lost reply is settled
-//! by one HEAD: if the object has the token, the write is ours and succeeded. Otherwise, and where a store keeps no
-//! user metadata, the refusal stands (`Conflict`): the caller reads the key again and finds whatever is there, its
-//! own bytes included.
+//! every such write, and every upload in parts, carries a random token as user metadata (`forebaywrite`), and a
+//! refusal after a lost reply is settled by one HEAD: if the object has the token, the write is ours and succeeded.
+//! Otherwise, and where a store keeps no user metadata, the refusal stands (`Conflict`): the caller reads the key
+//! again and finds whatever is there, its own bytes included.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,0 +1,163 @@
+//! What a service may answer, byte by byte: a server that says what it is told, one answer a connection.
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener};
+
+use forebay_io::object::{Condition, Counters, OperationKind};
+
+use super::*;
+
+const EMPTY_LIST: &str = "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>";
+const WHOLE: &str = "0123456789";
+
+/// An answer with status, headers and body; a body shorter than its length breaks off.
+fn answer(status: &str, headers: &str, length: usize, body: &str) -> String {
+    format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\nConnection: close\r\n{headers}\r\n{body}")
+}
+
+fn failure(status: &str, code: &str) -> String {
+    let body =
+        format!("<?xml version=\"1.0\"?>\n<Error><Code>{code}</Code><Message>because</Message></Error>");
+    answer(status, "", body.len(), &body)
+}
+
+fn found(length: usize, headers: &str, body: &str) -> String {
+    let headers = format!("ETag: \"v1\"\r\nLast-Modified: Wed, 01 May 2024 10:00:00 GMT\r\n{headers}");
+    answer(
+        if headers.contains("Content-Range") { "206 Partial Content" } else { "200 OK" },
+        &headers,
+        length,
+        body,
+    )
+}
+
+/// Serves `answers` in turn and returns the heads of the requests through the channel.
+fn serve(answers: Vec<String>) -> (SocketAddr, std::sync::mpsc::Receiver<String>) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback has free ports");
+    let address = listener.local_addr().expect("a bound socket has an address");
+    let (heads, received) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let mut answers = VecDeque::from(answers);
+        while let Some(answer) = answers.pop_front() {
+            let (mut stream, _) = listener.accept().expect("a connection");
+            let mut reader = BufReader::new(stream.try_clone().expect("a socket can be shared"));
+            let (mut head, mut length) = (String::new(), 0);
+            loop {
+                let mut line = String::new();
+                reader.read_line(&mut line).expect("a header");
+                if let Some(value) = line.to_lowercase().strip_prefix("content-length:") {
+                    length = value.trim().parse().expect("a length");
+                }
+                if line.trim().is_empty() {
+                    break;
+                }
+                head.push_str(&line);
+            }
+            reader.read_exact(&mut vec![0; length]).expect("the announced body");
+            heads.send(head).expect("the test listens");
+            stream.write_all(answer.as_bytes()).expect("the client listens");
+        }
+    });
+    (address, received)
+}
+
+/// Opens a bucket at a server that answers the opening's listing and then `answers`.
+async fn told(answers: Vec<String>) -> (Bucket, std::sync::mpsc::Receiver<String>) {
+    let first = answer("200 OK", "", EMPTY_LIST.len(), EMPTY_LIST);
+    let (address, heads) = serve(std::iter::once(first).chain(answers).collect());
+    let options = [
+        ("aws_endpoint", format!("http://{address}")),
+        ("aws_region", "us-east-1".into()),
+        ("aws_access_key_id", "key".into()),
+        ("aws_secret_access_key", "secret".into()),
+    ];
+    let options = options.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+    let settings = StoreSettings { options, ..StoreSettings::default() };
+    let bucket = Bucket::open(&"s3://told".parse().expect("a valid URL"), &settings).await.expect("open");
+    heads.recv().expect("the opening's listing");
+    (bucket, heads)
+}
+
+fn cost(counters: &Counters, kind: OperationKind) -> (u64, u64) {
+    (counters.of(kind).requests, counters.retries)
+}
+
+#[tokio::test]
+async fn answers_that_mean_later_are_tried_again() {
+    let ok = answer("200 OK", "ETag: \"v1\"\r\n", 0, "");
+    let (bucket, _heads) = told(vec![
+        failure("503 Slow Down", "SlowDown"),
+        failure("429 Too Many Requests", ""),
+        failure("500 Internal Server Error", "InternalError"),
+        failure("409 Conflict", "ConditionalRequestConflict"),
+        ok,
+    ])
+    .await;
+    let put = bucket.put(&key("a"), "x".into(), Condition::IfAbsent).await.expect("put");
+    assert_eq!(put.version.as_str(), "\"v1\"");
+    assert_eq!(cost(&bucket.counters(), OperationKind::Put), (5, 4));
+}
+
+#[tokio::test]
+async fn answers_that_mean_no_are_not() {
+    let cases = [
+        ("403 Forbidden", "AccessDenied", ErrorKind::Denied),
+        ("403 Forbidden", "SignatureDoesNotMatch", ErrorKind::Denied),
+        ("404 Not Found", "NoSuchBucket", ErrorKind::NotFound),
+        ("400 Bad Request", "AuthorizationHeaderMalformed", ErrorKind::Invalid),
+        ("301 Moved Permanently", "PermanentRedirect", ErrorKind::Invalid),
+        ("412 Precondition Failed", "PreconditionFailed", ErrorKind::Conflict),
+        ("501 Not Implemented", "NotImplemented", ErrorKind::Unsupported),
+    ];
+    for (status, code, kind) in cases {
+        let (bucket, _heads) = told(vec![failure(status, code)]).await;
+        let error = bucket.put(&key("a"), "x".into(), Condition::IfAbsent).await.expect_err(code);
+        assert_eq!(error.kind(), kind, "{code}: {error}");
+        assert!(kind == ErrorKind::Conflict || error.hint().is_some(), "{code}: {error}");
+        assert_eq!(cost(&bucket.counters(), OperationKind::Put), (1, 0), "{code}");
+    }
+}
+
+#[tokio::test]
+async fn a_body_that_breaks_off_is_resumed_where_it_stopped() {
+    let rest = "Content-Range: bytes 4-9/10\r\n";
+    let (bucket, heads) = told(vec![
+        found(10, "", &WHOLE[..4]),
+        failure("503 Service Unavailable", "ServiceUnavailable"),
+        found(6, rest, &WHOLE[4..]),
+    ])
+    .await;
+    let (read, _) = bucket.get_whole(&key("a")).await.expect("get");
+    assert_eq!(read.as_ref(), WHOLE.as_bytes());
+    let last = heads.iter().nth(2).expect("three requests").to_lowercase();
+    assert!(last.contains("range: bytes=4-9") && last.contains("if-match: \"v1\""), "{last}");
+    assert_eq!(cost(&bucket.counters(), OperationKind::Get), (3, 2));
+}
+
+/// S3 may answer 200 to a copy or a completion and put the error into the body.
+#[tokio::test]
+async fn an_error_inside_a_success_is_an_error() {
+    let busy = "<Error><Code>InternalError</Code><Message>later</Message></Error>";
+    let done = "<CopyObjectResult><ETag>\"v1\"</ETag></CopyObjectResult>";
+    let (bucket, _heads) = told(vec![
+        answer("200 OK", "", busy.len(), busy),
+        answer("200 OK", "", done.len(), done),
+        found(1, "", ""),
+    ])
+    .await;
+    bucket.copy(&key("a"), &key("b")).await.expect("copy");
+    assert_eq!(cost(&bucket.counters(), OperationKind::Copy), (2, 1));
+}
+
+/// Only conditional writes and uploads carry the token: what a user wrote plainly stays plain.
+#[tokio::test]
+async fn plain_writes_carry_no_metadata() {
+    let ok = || answer("200 OK", "ETag: \"v1\"\r\n", 0, "");
+    let (bucket, heads) = told(vec![ok(), ok()]).await;
+    bucket.put(&key("a"), "x".into(), Condition::Always).await.expect("put");
+    bucket.put(&key("a"), "x".into(), Condition::IfAbsent).await.expect("put");
+    let heads: Vec<String> = heads.iter().take(2).collect();
+    let carries: Vec<bool> = heads.iter().map(|head| head.contains("x-amz-meta-forebaywrite")).collect();
+    assert_eq!(carries, [false, true], "{heads:?}");
+}
