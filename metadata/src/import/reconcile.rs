@@ -231,11 +231,8 @@ impl Window<'_, '_, '_> {
         match self.change.claim(key)?.map(|claim| claim.state) {
             None => {}
             Some(HolderState::Held(holder)) if entry.is_some_and(|entry| entry.ino == holder) => {}
-            Some(HolderState::Held(holder)) => {
-                if !self.is_lost(holder, info)? {
-                    return if entry.is_none() { self.step_back(name, holder) } else { Ok(()) };
-                }
-            }
+            Some(HolderState::Held(holder)) if self.is_lost(holder, info)? => {}
+            Some(HolderState::Held(holder)) if entry.is_none() => return self.step_back(name, holder),
             Some(_) => return Ok(()),
         }
         match entry {
