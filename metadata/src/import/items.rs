@@ -39,7 +39,8 @@ impl Items {
         for info in listing.objects {
             let name = info.key.as_str().strip_prefix(&prefix).unwrap_or_default();
             let mut name = Bytes::copy_from_slice(name.as_bytes());
-            if items[..directories].binary_search_by(|item| item.0.cmp(&name)).is_ok() {
+            let is_free = !is_reserved(directory, &name);
+            if is_free && items[..directories].binary_search_by(|item| item.0.cmp(&name)).is_ok() {
                 name = beside(&name);
             }
             items.push((name, Item::File(info)));

@@ -92,7 +92,7 @@ fn golden_values() {
     let mut directory = Inode::new(FileKind::Directory, 0o755, (0, 0), Timestamp::default());
     directory.run = NumberRun { next: 4, end: 64 };
     directory.kept = true;
-    check(directory.encode(), "0101ed030000020000000000000000000001000104 40");
+    check(directory.encode(), "0101 ed03 00 00 02 00 00 0000 0000 0000 00 01 00 01 04 40");
     let key = ObjectKey::new("k");
     let claim = |state| Claim { key: key.clone(), state }.encode();
     check(claim(HolderState::Held(InodeId(2))), "01016b0002");

@@ -241,9 +241,9 @@ impl Pair<'_> {
 
 #[tokio::test]
 async fn random_operations_agree_with_the_model() {
-    for round in 0..rounds(8) {
+    for round in 0..rounds(9) {
         let mut chance = Chance::fresh();
-        let kind = if round % 2 == 0 { Kind::Memory } else { Kind::Lmdb };
+        let kind = [Kind::Memory, Kind::Lmdb, Kind::Slate][round as usize % 3];
         let world = World::new(kind).await;
         let tree = world.open().await;
         let mut pair = Pair { tree: &tree, model: Model::new(), inodes: vec![InodeId::ROOT] };
