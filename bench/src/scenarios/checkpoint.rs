@@ -95,7 +95,7 @@ struct Trainer {
 
 impl Trainer {
     fn start(context: &Context, store: &StoreProcess) -> Result<Self> {
-        let mib = context.settings.large / 2 >> 20;
+        let mib = (context.settings.large / 2) >> 20;
         let url = format!("s3://{}/checkpoints", StoreProcess::BUCKET);
         let mut command = Command::new(&context.settings.python);
         command.arg("bench/checkpoint.py").arg(url).arg(mib.to_string()).envs(store.environment());
