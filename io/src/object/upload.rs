@@ -431,13 +431,13 @@ impl State {
         Ok(info)
     }
 
-    /// Waits for what is running, so that no part arrives after the abort, then frees everything.
+    /// Waits for the parts under way, then frees everything: a part that arrives after the abort, even one whose sender
+    /// has left, may stay for ever.
     async fn abort(mut self) -> Result<()> {
         if !self.is_known_to_the_store() {
             return Ok(());
         }
         let upload = self.begin().await?;
-        self.running.iter().for_each(Task::abort);
         while self.running.next().await.is_some() {}
         self.bucket.call(Request::Abort { upload }).await.map(drop)
     }
