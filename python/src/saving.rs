@@ -155,7 +155,9 @@ pub(crate) struct Snapshot(Mutex<Stage>);
 impl Snapshot {
     /// Takes the snapshot out, after the background copy, if there is one.
     fn take(&self) -> Filled {
-        match std::mem::replace(&mut *self.0.lock(), Stage::Gone) {
+        // Bound first, so that the lock is not held while the copy is waited for.
+        let stage = std::mem::replace(&mut *self.0.lock(), Stage::Gone);
+        match stage {
             Stage::Idle(snapshot) => Ok(snapshot),
             Stage::Copying(worker) => match worker.join() {
                 Ok(filled) => filled,
@@ -209,6 +211,12 @@ impl Snapshot {
             Ok(())
         });
         started.or_raise()
+    }
+
+    /// Whether the background copy has ended, if there was one.
+    #[getter]
+    fn is_copied(&self) -> bool {
+        !matches!(&*self.0.lock(), Stage::Copying(worker) if !worker.is_finished())
     }
 
     /// Waits for the background copy.

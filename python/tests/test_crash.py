@@ -144,8 +144,8 @@ def test_a_tensor_that_changes_under_the_copy_is_named(tmp_path: Path) -> None:
         with pytest.raises(forebay.CheckpointMutated):
             save.wait_durable(60)
         again = checkpointer.step(2, state)
-        checkpointer.before_optimizer_step()
-        assert again is not None and again.staged and again.wait_durable(60)
+        assert again is not None and not again.sealed
+        assert again.wait_staged(60) and again.staged and again.wait_durable(60)
         assert checkpointer.steps() == [2]
 
 

@@ -9,8 +9,6 @@ use super::Seal;
 use crate::catalog::{Run, commit};
 use crate::manifest::{Checksum, Identity, Manifest, Shard};
 
-/// Shards up to this many bytes are one PUT.
-const SINGLE_PUT: u64 = 8 << 20;
 /// Bytes hashed and checksummed together, so that both find them in the cache.
 const PIECE: usize = 256 << 10;
 
@@ -85,15 +83,9 @@ fn manifest_of(run: &Run, seal: &Seal, blake3: Identity, crc32c: u32) -> Manifes
 /// Writes the shard under its identity. The bytes of that key are always the same, so that writing twice is no harm.
 async fn upload(bucket: &Bucket, shard: &Shard, data: Bytes) -> Result<()> {
     let key = Shard::key_of(&shard.blake3);
-    if shard.size <= SINGLE_PUT {
-        return bucket.put(&key, data, Condition::Always).await.map(drop);
-    }
+    // One PUT where that is enough, else parts side by side; an upload that fails aborts itself.
     let mut upload = bucket.upload(&key).await?;
-    if let Err(error) = upload.write(data).await {
-        // The error that matters is the first; parts left behind are the store's to expire.
-        upload.abort().await.ok();
-        return Err(error);
-    }
+    upload.write(data).await?;
     let stored = upload.complete(Condition::Always).await?;
     if stored.size != shard.size {
         let (got, expected) = (stored.size, shard.size);

@@ -196,7 +196,8 @@ async fn refuse_if_superseded(bucket: &Bucket, run: &Run) -> Result<()> {
         .with_hint("end this trainer, or give it a bucket prefix of its own"))
 }
 
-/// Deletes old steps, and steps that a later incarnation saved again. A failure costs space, not data: it is told, and the next save tries again.
+/// Deletes old steps, and steps that a later incarnation saved again. A failure costs space, not data: it is told,
+/// and the next save tries again.
 async fn clean_up(bucket: &Bucket, run: &Run, keep: Option<usize>, trainer: &Trainer) {
     let cleaned = async {
         match superseded_by(bucket, run).await? {

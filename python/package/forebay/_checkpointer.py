@@ -65,8 +65,13 @@ class Save:
         return self._progress() == "durable"
 
     def wait_staged(self, timeout: Optional[float] = None) -> bool:
-        """Waits until everything is copied. Raises what went wrong with this save; so do the next two."""
-        self._owner._finish_staging()
+        """Waits until everything is copied; False when `timeout` seconds passed first.
+
+        Raises what went wrong with this save; so do the next two.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._owner._stage(deadline):
+            return False
         self._raise_if_failed()
         return self._is_staged
 
@@ -79,8 +84,9 @@ class Save:
         return self._wait(("durable",), timeout)
 
     def _wait(self, until: tuple[str, ...], timeout: Optional[float]) -> bool:
-        self._owner._finish_staging()
         deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._owner._stage(deadline):
+            return False
         while True:
             self._raise_if_failed()
             if self._progress() in until:
@@ -355,6 +361,18 @@ class Checkpointer:
         except BaseException:
             self._session.abandon(snapshot)
             raise
+
+    def _stage(self, deadline: Optional[float]) -> bool:
+        """As `_finish_staging`, unless the copy takes longer than until `deadline`."""
+        while deadline is not None:
+            staging = self._staging
+            if staging is None or staging.snapshot.is_copied:
+                break
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        self._finish_staging()
+        return True
 
     def _finish_staging(self) -> None:
         """Waits for the background copy; seals the snapshot if nothing was changed meanwhile."""

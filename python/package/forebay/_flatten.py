@@ -30,6 +30,9 @@ from ._objects import Pairs, is_stateful, state_of
 INLINE_BYTES = 256
 """Byte strings up to this length lie in the tree; longer ones are tensors of bytes."""
 
+LATE_BYTES = 4096
+"""Smaller tensors are copied at once: it costs nothing, and a scheduler may change a learning rate at any time."""
+
 Node = Any
 """A part of the tree: what `json` reads and writes."""
 
@@ -149,7 +152,8 @@ class Flattener:
             return self._reference(self._tensors[identity])
         leaf = tensor_leaf(self._unique(name), path, value, dtype)
         is_parameter = self._is_late or (value.device.type == "cpu" and value.data_ptr() in self._late)
-        leaf.is_late = is_parameter and leaf.version is not None and leaf.address is not None
+        is_worth_it = leaf.size >= LATE_BYTES and leaf.version is not None and leaf.address is not None
+        leaf.is_late = is_parameter and is_worth_it
         self.leaves.append(leaf)
         self._tensors[identity] = leaf.name
         return self._reference(leaf.name)
