@@ -42,7 +42,7 @@ impl Mover {
             start = after(last);
             let is_last = page.len() < found || found < PAGE;
             tally.add(self.delete_queued(page).await);
-            if is_last {
+            if is_last || self.is_stopping() {
                 return Ok(tally);
             }
         }

@@ -64,7 +64,7 @@ impl Mover {
             start = after(last);
             let is_last = page.len() < PAGE;
             self.move_page(page, &mut tally).await?;
-            if is_last {
+            if is_last || self.is_stopping() {
                 return Ok(tally);
             }
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use forebay_core::{Blob, ObjectKey, Result};
 use forebay_io::object::Bucket;
 use forebay_io::rng::Rng;
-use forebay_io::task::TaskGroup;
+use forebay_io::task::{Stop, TaskGroup};
 use tokio::sync::{Mutex, MutexGuard};
 use tracing::{debug, warn};
 
@@ -34,6 +34,7 @@ struct Inner {
     shared: Arc<Shared>,
     importer: Importer,
     rng: Rng,
+    stop: Stop,
     /// Whoever looks at a plain object and then changes it holds this meanwhile.
     turn: Mutex<()>,
 }
@@ -67,22 +68,23 @@ impl Mover {
         shared: Arc<Shared>,
         importer: Importer,
         rng: Rng,
+        stop: Stop,
     ) -> Self {
-        Self(Arc::new(Inner { bucket, committer, shared, importer, rng, turn: Mutex::default() }))
+        Self(Arc::new(Inner { bucket, committer, shared, importer, rng, stop, turn: Mutex::default() }))
     }
 
     /// Starts the task that works whenever there is something to do.
     pub(crate) fn start(&self, tasks: &TaskGroup) {
-        let (mover, stop) = (self.clone(), tasks.stop());
+        let mover = self.clone();
         tasks.spawn("mover", async move {
             loop {
-                // Not cancelled half-way: every piece of work ends by itself, at the store's deadline.
+                // Stops between pages; a page ends by itself, at the store's deadline.
                 if let Err(error) = mover.pass().await {
                     warn!(%error, "the mover rests");
                 }
                 let shared = mover.shared();
                 tokio::select! {
-                    () = stop.cancelled() => return,
+                    () = mover.0.stop.cancelled() => return,
                     () = shared.work.notified() => {}
                     () = shared.clock.sleep(REST) => {}
                 }
@@ -113,6 +115,11 @@ impl Mover {
             done: parts.iter().map(|tally| tally.done).sum(),
             failed: parts.iter().map(|tally| tally.failed).sum(),
         })
+    }
+
+    /// Whether the tree is being closed: what is left is done after the next start.
+    pub(super) fn is_stopping(&self) -> bool {
+        self.0.stop.is_cancelled()
     }
 
     pub(super) fn bucket(&self) -> &Bucket {

@@ -10,6 +10,7 @@ use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Scheme};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
+use tracing::{debug, warn};
 
 use crate::commit::{Committer, Txn};
 use crate::import::Importer;
@@ -18,8 +19,10 @@ use crate::mover::Mover;
 use crate::records::{Change, Look, Records, Shared, Spelling, TreeSettings, names_of};
 use crate::schema::{Counters, ImportState, Inode, Keys, SessionRecord, Tag};
 
-/// How long `close` waits for listings and moves under way before it cancels them.
-const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
+/// How long `close` goes on moving and deleting objects.
+const CLOSE_DRAIN: Duration = Duration::from_secs(5);
+/// How long it then waits for listings and moves under way before it cancels them.
+const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
 /// Orphans freed between two looks at the records.
 const PAGE: usize = 256;
 
@@ -95,7 +98,8 @@ impl LocalTree {
         let mover = match (&bucket, &importer) {
             (Some(bucket), Some(importer)) if !read_only => {
                 let (bucket, importer) = (bucket.clone(), importer.clone());
-                Some(Mover::new(bucket, committer.clone(), shared.clone(), importer, rng.clone()))
+                let (committer, shared) = (committer.clone(), shared.clone());
+                Some(Mover::new(bucket, committer, shared, importer, rng.clone(), tasks.stop()))
             }
             _ => None,
         };
@@ -164,6 +168,11 @@ impl LocalTree {
     }
 
     pub(super) async fn shut_down(&self) -> Result<()> {
+        tokio::select! {
+            // What others see in the bucket is then what was last seen here. What is left is done after the next start.
+            drained = self.drain() => drained.unwrap_or_else(|error| warn!(%error, "moves and deletions are left")),
+            () = self.shared.clock.sleep(CLOSE_DRAIN) => debug!("moves and deletions are left for the next start"),
+        }
         self.tasks.shutdown(CLOSE_DEADLINE).await;
         if !self.shared.settings.read_only {
             let own = self.shared.session;
