@@ -30,13 +30,21 @@ pub struct WriteSettings {
     pub buffer_bytes: u64,
     /// When rewritten files become plain objects again. Default `on-close`.
     pub seal: SealPolicy,
+    /// Milliseconds that fsync and sync wait for the tree to be durable before they fail. Default 30,000, as the
+    /// store's own deadline.
+    pub deadline_ms: u64,
     /// Largest file in bytes that is sealed. Default 1 GiB: sealing without part copy moves every byte once more.
     pub seal_max_bytes: u64,
 }
 
 impl Default for WriteSettings {
     fn default() -> Self {
-        Self { buffer_bytes: 8 * MIB, seal: SealPolicy::OnClose, seal_max_bytes: 1024 * MIB }
+        Self {
+            buffer_bytes: 8 * MIB,
+            seal: SealPolicy::OnClose,
+            deadline_ms: 30_000,
+            seal_max_bytes: 1024 * MIB,
+        }
     }
 }
 

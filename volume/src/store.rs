@@ -1,6 +1,7 @@
 //! The places an open file works with: tree, cache and bucket of its volume, and how dirty bytes become blobs.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, InodeId, ObjectKey, Result, Timestamp};
@@ -29,6 +30,29 @@ pub(crate) struct Store {
 }
 
 impl Store {
+    /// Returns when every name and attribute answered so far is in the bucket.
+    ///
+    /// # Errors
+    /// `Unavailable` past the deadline; the changes are kept and still on their way.
+    pub(crate) async fn sync_tree(&self) -> Result<()> {
+        self.in_time("names and attributes reach the store", self.tree.sync()).await
+    }
+
+    /// Where the next whole content of a file goes, as [`Tree::place`].
+    async fn place(&self, ino: InodeId) -> Result<Placement> {
+        self.in_time("the intent to write reaches the store", self.tree.place(ino)).await
+    }
+
+    /// Waits for the tree as long as for any request: an engine inside the bucket goes on trying for ever.
+    async fn in_time<T>(&self, what: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let deadline = Duration::from_millis(self.write.deadline_ms);
+        tokio::time::timeout(deadline, work).await.unwrap_or_else(|_| {
+            let waited = self.write.deadline_ms / 1000;
+            Err(Error::new(ErrorKind::Unavailable, format!("waited {waited} s until {what}"))
+                .with_hint("see whether the store can be reached, then sync again: nothing was given up"))
+        })
+    }
+
     pub(crate) fn now(&self) -> Timestamp {
         self.clock.wall()
     }
@@ -38,7 +62,7 @@ impl Store {
     pub(crate) async fn put_whole(&self, ino: InodeId, content: Bytes) -> Result<Blob> {
         let mut attempt = 1;
         loop {
-            let placement = self.tree.place(ino).await?;
+            let placement = self.place(ino).await?;
             match self.bucket.put(placement.key(), content.clone(), condition(&placement)).await {
                 Err(error) if error.kind() == ErrorKind::Conflict && attempt < PLACE_ATTEMPTS => attempt += 1,
                 Err(error) => return Err(error),
@@ -61,7 +85,7 @@ impl Store {
 
     /// Starts an object that is written front to back.
     pub(crate) async fn start_upload(&self, ino: InodeId) -> Result<(Upload, Placement)> {
-        let placement = self.tree.place(ino).await?;
+        let placement = self.place(ino).await?;
         let upload = self.bucket.upload(placement.key()).await?;
         Ok((upload, placement))
     }

@@ -265,7 +265,7 @@ impl Volume {
         for inode in open {
             inode.flush().await?;
         }
-        self.store.tree.sync().await
+        self.store.sync_tree().await
     }
 
     /// Commits everything, waits for what runs in the background, and closes the tree.
