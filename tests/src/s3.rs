@@ -17,6 +17,9 @@ use crate::Scratch;
 
 /// Longest that a server may take to answer its first request. moto imports for seconds on a busy machine.
 const START_DEADLINE: Duration = Duration::from_secs(60);
+/// Runs a server until stdin closes, then removes its folder: nobody drops what a whole test program shares.
+const GUARD: &str =
+    r#"folder=$1; shift; "$@" & server=$!; read -r _; kill -KILL $server; wait; rm -rf "$folder""#;
 /// The credentials of every server.
 const KEY: &str = "forebay-test-key";
 const SECRET: &str = "forebay-test-secret";
@@ -80,7 +83,8 @@ impl Server {
             let port = free_port();
             let log = std::fs::File::create(scratch.join("server.log")).expect("a log can be made");
             let guard = Command::new("bash")
-                .args(["-c", r#""$@" & server=$!; read -r _; kill -KILL $server; wait"#, "server"])
+                .args(["-c", GUARD, "guard"])
+                .arg(scratch.path())
                 .arg(program)
                 .args(arguments(port, scratch.path()))
                 .env("ROOT_ACCESS_KEY", KEY)
