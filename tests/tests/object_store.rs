@@ -44,6 +44,7 @@ where
         for store in ["memory", "file", "moto", "versitygw"] {
             let Some(subject) = subject(store).await else { continue };
             eprintln!("store: {store}");
+            let _directory = subject.directory.clone();
             contract(subject).await;
         }
     });

@@ -1,5 +1,7 @@
 //! Wrong input: one error each, with its cause and a hint.
 
+use forebay_io::object::{Condition, UploadOptions};
+
 use super::*;
 
 async fn refused(url: &str, settings: &StoreSettings, kind: ErrorKind, cause: &str) {
@@ -38,6 +40,19 @@ async fn a_directory_that_is_missing_or_is_none() {
     let url = |name: &str| format!("file://{}", scratch.join(name).display());
     refused(&url("missing"), &settings, ErrorKind::NotFound, "missing").await;
     refused(&url("file"), &settings, ErrorKind::NotDirectory, "file is not a directory").await;
+}
+
+#[tokio::test]
+async fn a_directory_that_goes_away_is_not_made_again() {
+    let scratch = Scratch::new();
+    let root = scratch.folder("root");
+    let bucket = file_bucket(root.clone()).await;
+    std::fs::remove_dir(&root).expect("it is empty");
+    assert_kind(bucket.put(&key("a"), "a".into(), Condition::Always).await, ErrorKind::NotFound);
+    let options = UploadOptions { part_bytes: Some(1), ..UploadOptions::default() };
+    let mut upload = bucket.upload_with(&key("a"), options).expect("upload");
+    assert_kind(upload.write("two".into()).await, ErrorKind::NotFound);
+    assert!(!root.exists());
 }
 
 #[tokio::test]

@@ -25,7 +25,7 @@ impl Inner {
         let upload = UploadId { key, id: self.rng.name(), token };
         let folder = self.upload_path(&upload);
         let create = || {
-            std::fs::create_dir_all(&folder)?;
+            self.create_below_root(&folder)?;
             std::fs::write(folder.join("key"), upload.key.as_ref())?;
             File::create_new(folder.join("data")).map(drop)
         };

@@ -49,6 +49,13 @@ impl Inner {
         published
     }
 
+    /// Creates `folder`, which lies below the root. A root that went away stays away: whatever would be written in
+    /// its place, on the disk below a mount point, would be lost when it comes back.
+    pub(super) fn create_below_root(&self, folder: &FilePath) -> io::Result<()> {
+        std::fs::metadata(&self.root)?;
+        std::fs::create_dir_all(folder)
+    }
+
     pub(super) fn staging_path(&self, name: &str) -> PathBuf {
         self.root.join(STAGING).join(name)
     }
@@ -57,7 +64,7 @@ impl Inner {
         let open = || OpenOptions::new().write(true).create_new(true).open(staged);
         let mut file = match open() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                std::fs::create_dir_all(self.root.join(STAGING))?;
+                self.create_below_root(&self.root.join(STAGING))?;
                 open()?
             }
             other => other?,
@@ -137,7 +144,7 @@ impl Inner {
         let open = || OpenOptions::new().create(true).truncate(false).write(true).open(&path);
         let file = match open() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                std::fs::create_dir_all(self.root.join(STAGING)).and_then(|()| open())
+                self.create_below_root(&self.root.join(STAGING)).and_then(|()| open())
             }
             other => other,
         };
