@@ -31,6 +31,7 @@ impl Mover {
         let keys = self.shared().keys;
         let (mut start, end) = keys.family(Tag::Deletion);
         let mut tally = Tally::default();
+        let mut is_held_up = false;
         loop {
             let _turn = self.turn().await;
             let (from, to) = (start.clone(), end.clone());
@@ -41,7 +42,9 @@ impl Mover {
             let Some((last, _)) = page.last() else { return Ok(tally) };
             start = after(last);
             let is_last = page.len() < found || found < PAGE;
-            tally.add(self.delete_queued(page).await);
+            let deleted = self.delete_queued(page, &mut is_held_up).await;
+            is_held_up |= deleted.is_err();
+            tally.add(deleted);
             if is_last || self.is_stopping() {
                 return Ok(tally);
             }
@@ -61,13 +64,14 @@ impl Mover {
             Ok(look.reads().get(&queued)?.map(|value| (queued, value)))
         });
         match queued.await? {
-            Some(queued) => self.delete_queued(vec![queued]).await.map(drop),
+            Some(queued) => self.delete_queued(vec![queued], &mut false).await.map(drop),
             None => Ok(()),
         }
     }
 
     /// Does a page of deletions: all objects in one request where the store can. Returns how many records are gone.
-    async fn delete_queued(&self, page: Vec<(Bytes, Bytes)>) -> Result<usize> {
+    /// Prefixes go only while nothing was held up that may lie below them.
+    async fn delete_queued(&self, page: Vec<(Bytes, Bytes)>, is_held_up: &mut bool) -> Result<usize> {
         // The commits that queued these are durable before any object goes.
         self.committer().sync().await?;
         let page: Vec<Queued> = page
@@ -76,6 +80,10 @@ impl Mover {
             .collect::<Result<_>>()?;
         let judged = stream::iter(page).map(|queued| self.judge(queued)).buffered(AT_ONCE);
         let judged: Vec<(Queued, Verdict)> = judged.collect().await;
+        *is_held_up |= judged.iter().any(|((_, deletion), verdict)| {
+            *verdict == Verdict::Keep && !deletion.blob.is_owned() && !is_prefix(deletion)
+        });
+        let is_held_up = *is_held_up;
         let doomed = judged.iter().filter(|(_, verdict)| *verdict == Verdict::Delete);
         let doomed: Vec<ObjectKey> = doomed.map(|((_, deletion), _)| deletion.blob.key.clone()).collect();
         if !doomed.is_empty() {
@@ -83,7 +91,9 @@ impl Mover {
         }
         let done: Vec<Queued> = judged
             .into_iter()
-            .filter(|(_, verdict)| *verdict != Verdict::Keep)
+            .filter(|((_, deletion), verdict)| {
+                *verdict != Verdict::Keep && !(is_held_up && is_prefix(deletion))
+            })
             .map(|(queued, _)| queued)
             .collect();
         let count = done.len();
@@ -125,9 +135,17 @@ impl Mover {
     }
 }
 
+/// Whether it is no object but the prefix of a removed directory.
+fn is_prefix(deletion: &Deletion) -> bool {
+    deletion.blob.key.as_str().ends_with('/')
+}
+
 /// What the records alone say.
 fn recorded(records: &dyn Records, key: &[u8], deletion: &Deletion, session: u64) -> Result<Verdict> {
     if records.reads().get(key)?.is_none() {
+        return Ok(Verdict::Forget);
+    }
+    if is_prefix(deletion) {
         return Ok(Verdict::Forget);
     }
     if !deletion.blob.is_owned() {

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::Ordering;
 
-use forebay_core::{Blob, InodeId, ObjectKey, Result};
+use forebay_core::{Blob, InodeId, ObjectKey, Result, Version};
 
 use super::{Change, Records, prefix_with_slash};
 use crate::schema::{Claim, Deletion, HolderState, Inode, Intent, Move};
@@ -38,10 +38,11 @@ impl Change<'_, '_> {
         })
     }
 
-    /// Whether some directory prefix of `key` is claimed. `key` may be a prefix itself, with its slash.
+    /// Whether `key` lies under a directory that was renamed. It may be a prefix itself, with its slash.
     pub(crate) fn lies_below_claim(&self, key: &str) -> Result<bool> {
         for (slash, _) in key.match_indices('/') {
-            if self.claim(&key[..=slash])?.is_some() {
+            let claim = self.claim(&key[..=slash])?.map(|claim| claim.state);
+            if matches!(claim, Some(HolderState::Subtree(_))) {
                 return Ok(true);
             }
         }
@@ -119,6 +120,20 @@ impl Change<'_, '_> {
         let due_ms = self.shared.now_ms();
         self.put_claim(&Claim { key: blob.key.clone(), state: HolderState::Doomed { due_ms } })?;
         self.queue_deletion(due_ms, Deletion { blob: blob.clone(), session: None })
+    }
+
+    /// Keeps a removed directory from being listed again while objects below its prefix are still to be deleted.
+    pub(crate) fn doom_prefix(&mut self, directory: InodeId) -> Result<()> {
+        let prefix = self.import_state(directory)?.prefix.map(|prefix| prefix_with_slash(&prefix));
+        let Some(prefix) = prefix.filter(|prefix| !prefix.is_empty()) else { return Ok(()) };
+        if self.claim(&prefix)?.is_some() {
+            return Ok(());
+        }
+        let due_ms = self.shared.now_ms();
+        let key = ObjectKey::new(prefix);
+        self.put_claim(&Claim { key: key.clone(), state: HolderState::Doomed { due_ms } })?;
+        let blob = Blob { key, version: Version::new(""), size: 0 };
+        self.queue_deletion(due_ms, Deletion { blob, session: None })
     }
 
     pub(crate) fn queue_deletion(&mut self, due_ms: u64, deletion: Deletion) -> Result<()> {

@@ -13,6 +13,9 @@ impl Change<'_, '_> {
     pub(crate) fn lose(&mut self, ino: InodeId, mut inode: Inode) -> Result<()> {
         inode.nlink = 0;
         inode.ctime = self.now;
+        if inode.kind == FileKind::Directory && !self.is_import {
+            self.doom_prefix(ino)?;
+        }
         if self.shared.openers(ino) == 0 {
             return self.free(ino, inode);
         }

@@ -40,7 +40,7 @@ pub enum HolderState {
     Held(InodeId),
     /// An inode is about to write there; its `W` record says what was there before.
     Intended(InodeId),
-    /// Its object is to be deleted; the time is the one in the `G` record's key.
+    /// Its object, or what lies below a removed directory, is to be deleted; the time is the one in the `G` record's key.
     Doomed {
         /// Milliseconds since 1970.
         due_ms: u64,

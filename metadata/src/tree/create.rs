@@ -71,7 +71,7 @@ fn import_state(change: &Change<'_, '_>, parent: InodeId, name: &[u8]) -> Result
     let Some(prefix) = above.prefix.and_then(|prefix| child_prefix(&prefix, name)) else {
         return Ok(ImportState::default());
     };
-    let free = change.claim(&prefix_with_slash(&prefix))?.is_none()
+    let free = !change.lies_below_claim(&prefix_with_slash(&prefix))?
         && change
             .key_of(parent, &change.directory(parent)?)?
             .is_some_and(|path| child_prefix(&path, name).as_ref() == Some(&prefix));

@@ -198,3 +198,22 @@ async fn large_directories_are_taken_over_in_windows() {
     expected.insert(0, "d/".into());
     assert_eq!(paths(&tree).await, expected);
 }
+
+#[tokio::test]
+async fn a_removed_directory_does_not_come_back() {
+    for kind in [Kind::Memory, Kind::Lmdb] {
+        let world = World::new(kind).await;
+        world.put("d/e/a", b"1").await;
+        world.put("b", b"1").await;
+        let tree = world.open().await;
+        unlink(&tree, "d/e/a").await.expect("unlinked");
+        let d = resolve(&tree, "d").await.expect("found").ino;
+        tree.remove_directory(d, b"e").await.expect("removed");
+        tree.remove_directory(ROOT, b"d").await.expect("removed");
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, ["b"], "before the objects are deleted");
+        tree.drain().await.expect("drained");
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, ["b"], "and after");
+    }
+}
