@@ -4,13 +4,15 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// A volume: one tree over one bucket prefix. Random at creation, recorded in `.forebay/volume.json`.
+/// A volume: one tree over one bucket prefix. From the bucket's URL at creation, then recorded in
+/// `.forebay/volume.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct VolumeId(pub u64);
 
 impl VolumeId {
     /// The id of a bucket that has no volume record, from its URL (the first 8 bytes of BLAKE3), so that what a
-    /// host cached of it is found again.
+    /// host cached of it is found again. Block names hold the object's version besides: buckets of one URL at two
+    /// endpoints share an id and no bytes that differ.
     pub fn of_url(url: &str) -> Self {
         let hash = blake3::hash(url.as_bytes());
         Self(u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("a hash has 32 bytes")))

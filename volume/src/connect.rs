@@ -64,6 +64,8 @@ impl Home {
 
     async fn claim(&self, bucket: &Bucket, access: Access, take_over: bool) -> Result<Option<Claim>> {
         let engine = match self {
+            // Nothing is leased, but a volume has one name for all who cache blocks of it.
+            _ if access == Access::ReadOnly => EngineKind::Lmdb,
             Self::Bucket => EngineKind::SlateDb,
             Self::Directory { inside_bucket: true, .. } => EngineKind::Lmdb,
             // The tree's own lock keeps it to one process of this host; there is nothing to lease in the bucket.

@@ -19,7 +19,8 @@ pub async fn resolve(tree: &dyn Tree, path: &str) -> Result<Attributes> {
         at = match tree.lookup(at.ino, name.as_bytes()).await? {
             Lookup::Found(attributes) => attributes,
             Lookup::Miss => {
-                return Err(Error::new(ErrorKind::NotFound, format!("`{path}`: there is no `{name}`")));
+                return Err(Error::new(ErrorKind::NotFound, format!("`{path}`: there is no `{name}`"))
+                    .with_hint("check its spelling; what is new in the bucket shows after `forebay refresh`"));
             }
         };
     }

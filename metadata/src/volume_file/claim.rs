@@ -156,7 +156,8 @@ impl VolumeFile {
     fn next_record(&self, found: Option<VolumeRecord>, holder: &str) -> VolumeRecord {
         let mut record = found.unwrap_or_else(|| VolumeRecord {
             format: VolumeRecord::FORMAT,
-            volume: VolumeId(self.rng.u64()),
+            // What was cached of the bucket before it became a volume is found again.
+            volume: VolumeId::of_url(&self.bucket.url().to_string()),
             created: self.clock.wall().seconds,
             engine: self.engine,
             epoch: 0,
