@@ -6,6 +6,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::task::TaskGroup;
 use forebay_metadata::tree::resolve;
@@ -175,20 +176,41 @@ async fn send(write: &mut (impl AsyncWriteExt + Unpin), reply: &Reply) -> Result
     Ok(write.write_all(&line).await?)
 }
 
-/// Asks the mount behind `socket` and returns its last reply; `progress` hears the ones before.
+/// Asks the mount behind `socket` and returns its last reply; `progress` hears the ones before. `cancel` tells the
+/// mount to stop what it was asked for, whose outcome so far is then the last reply.
 ///
 /// # Errors
-/// `Unavailable` when nothing serves the socket or it ended without a last reply; what the mount says failed, as
-/// `Invalid` with the mount's own words.
-pub async fn ask(socket: &Path, request: &Request, mut progress: impl FnMut(Progress)) -> Result<Reply> {
+/// `Unavailable` when nothing serves the socket or it ended without a last reply; `TooLarge` for a request that no
+/// mount would read; what the mount says failed, as `Invalid` with the mount's own words.
+pub async fn ask(
+    socket: &Path,
+    request: &Request,
+    mut progress: impl FnMut(Progress),
+    cancel: &CancellationToken,
+) -> Result<Reply> {
     let gone = || Error::new(ErrorKind::Unavailable, format!("no mount answers at {}", socket.display()));
-    let stream = UnixStream::connect(socket).await.map_err(|error| gone().with_source(error))?;
-    let (read, mut write) = stream.into_split();
     let mut line = serde_json::to_vec(request).map_err(|error| Error::bug(error.to_string()))?;
     line.push(b'\n');
+    if line.len() as u64 > MAX_LINE_BYTES {
+        let message = format!("a request of {} is too long for a mount", format_bytes(line.len() as u64));
+        return Err(Error::new(ErrorKind::TooLarge, message).with_hint("name fewer paths at once"));
+    }
+    let stream = UnixStream::connect(socket).await.map_err(|error| gone().with_source(error))?;
+    let (read, mut write) = stream.into_split();
     write.write_all(&line).await?;
     let mut replies = BufReader::new(read).lines();
-    while let Some(line) = replies.next_line().await? {
+    let mut told = false;
+    loop {
+        let line = tokio::select! {
+            line = replies.next_line() => line?,
+            () = cancel.cancelled(), if !told => {
+                told = true;
+                // A mount that has ended meanwhile has stopped, too.
+                let _ = write.shutdown().await;
+                continue;
+            }
+        };
+        let Some(line) = line else { return Err(gone()) };
         match serde_json::from_str(&line) {
             Ok(Reply::Progress(at)) => progress(at),
             Ok(Reply::Failed { message, hint }) => {
@@ -202,5 +224,4 @@ pub async fn ask(socket: &Path, request: &Request, mut progress: impl FnMut(Prog
             Err(error) => return Err(Error::corrupt(format!("reply does not parse: {error}"))),
         }
     }
-    Err(gone())
 }

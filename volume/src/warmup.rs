@@ -57,6 +57,8 @@ pub struct Outcome {
     pub already: u64,
     /// Blocks found in the cache when all was checked again at the end, their copies on disk read back.
     pub proved: u64,
+    /// Those of them that are in memory only: whatever is read next may take their place.
+    pub memory_only: u64,
     /// Blocks that were not there, the first 1,000 by object and byte range.
     pub missing: Vec<String>,
     /// How many were not there.
@@ -118,7 +120,7 @@ pub async fn warmup(
     let keys = until_error(blocks(volume, &request.paths), &mut walked);
     let proof = forebay_cache::prove(&**volume.blocks(), keys).await?;
     walked?;
-    outcome.proved = proof.present;
+    (outcome.proved, outcome.memory_only) = (proof.present, proof.memory_only);
     outcome.missing_blocks = proof.missing.len() as u64;
     outcome.missing = proof.missing.iter().take(NAMED).map(name).collect();
     Ok(outcome)

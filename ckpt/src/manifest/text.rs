@@ -21,6 +21,9 @@ const TAIL: &str = "}\n";
 const MAX_MANIFEST: usize = 256 << 20;
 
 impl Manifest {
+    /// The version of the format that this code writes.
+    pub const VERSION: &'static str = VERSION;
+
     /// The bytes of a manifest that holds together.
     ///
     /// # Errors

@@ -6,7 +6,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use forebay_core::{Blob, Error, FileKind, InodeId, ObjectKey, Result, Timestamp, Version};
 
 /// The first byte of every value.
-pub(super) const FORMAT: u8 = 1;
+pub const FORMAT: u8 = 1;
 
 /// Writes one value.
 pub(super) struct Encoder(BytesMut);

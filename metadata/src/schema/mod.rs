@@ -9,7 +9,7 @@ mod key;
 mod inode;
 mod record;
 
-pub use codec::{decode_plain, encode_plain};
+pub use codec::{FORMAT, decode_plain, encode_plain};
 pub use inode::{Inode, NumberRun, decode_extents, encode_extents, split};
 pub use key::{Keys, Tag, hash_of};
 pub use record::{
