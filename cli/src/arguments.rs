@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 
 use crate::commands::mount::MountArguments;
+use crate::commands::refresh::RefreshArguments;
+use crate::commands::status::StatusArguments;
 
 /// Holds checkpoints and datasets just above the GPUs: object storage as fast, safe files.
 #[derive(Debug, Parser)]
@@ -34,4 +36,45 @@ pub(crate) struct Global {
 pub(crate) enum Command {
     /// Mount a bucket as a directory.
     Mount(MountArguments),
+    /// Show how mounts are doing.
+    Status(StatusArguments),
+    /// List a directory of the bucket again.
+    Refresh(RefreshArguments),
+    /// Show the version of this program and of the formats that it writes.
+    Version,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Arguments, clap::Error> {
+        Arguments::try_parse_from(line.split_whitespace())
+    }
+
+    #[test]
+    fn the_definition_holds_together() {
+        use clap::CommandFactory;
+        Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_takes_its_arguments() {
+        for line in [
+            "forebay mount s3://b /mnt --json",
+            "forebay status",
+            "forebay status /mnt --state-dir /s",
+            "forebay refresh /mnt/a",
+            "forebay version",
+        ] {
+            assert!(parse(line).is_ok(), "{line}: {:?}", parse(line).err());
+        }
+        for line in [
+            "forebay",
+            "forebay refresh",
+            "forebay version now",
+        ] {
+            assert!(parse(line).is_err(), "{line}");
+        }
+    }
 }

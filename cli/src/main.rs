@@ -7,6 +7,9 @@ mod report;
 mod places;
 mod settings;
 mod log;
+mod print;
+mod run;
+mod mounts;
 mod arguments;
 mod commands;
 
@@ -29,7 +32,7 @@ fn main() -> ExitCode {
         Err(failure) => return report::usage(&failure),
     };
     let json = arguments.global.json;
-    match run(arguments) {
+    match dispatch(arguments) {
         Ok(code) => code,
         Err(failure) => {
             report::failure(&failure, json);
@@ -38,9 +41,12 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(arguments: Arguments) -> forebay_core::Result<ExitCode> {
+fn dispatch(arguments: Arguments) -> forebay_core::Result<ExitCode> {
     let Arguments { global, command } = arguments;
     match command {
-        Command::Mount(mount) => commands::mount::run(&global, &mount),
+        Command::Mount(arguments) => commands::mount::run(&global, &arguments),
+        Command::Status(arguments) => commands::status::run(&global, &arguments),
+        Command::Refresh(arguments) => commands::refresh::run(&global, &arguments),
+        Command::Version => commands::version::run(&global),
     }
 }

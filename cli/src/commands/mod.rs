@@ -1,3 +1,6 @@
 //! The commands, one file each.
 
 pub(crate) mod mount;
+pub(crate) mod status;
+pub(crate) mod refresh;
+pub(crate) mod version;

@@ -10,8 +10,8 @@ fn plan(line: &str) -> Result<Plan> {
     let scratch = tempfile::tempdir().expect("scratch");
     let directory = scratch.path().to_str().expect("UTF-8");
     let words = ["forebay", "mount", "file:///bucket", directory].into_iter().chain(line.split_whitespace());
-    let Command::Mount(arguments) =
-        Arguments::try_parse_from(words).expect("the command line parses").command;
+    let command = Arguments::try_parse_from(words).expect("the command line parses").command;
+    let Command::Mount(arguments) = command else { panic!("another command: {command:?}") };
     Plan::new(&arguments, &Settings::default())
 }
 

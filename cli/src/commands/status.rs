@@ -1,0 +1,90 @@
+//! `forebay status [PATH]`: how the mounts of this host are doing.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use forebay_core::Result;
+use forebay_core::units::format_bytes;
+use serde_json::{Value, json};
+
+use crate::arguments::Global;
+use crate::mounts::{self, Mount, State};
+use crate::settings::Settings;
+use crate::{print, run};
+
+/// The arguments of `forebay status`.
+#[derive(Debug, Args)]
+pub(crate) struct StatusArguments {
+    /// A path in a mount; every mount if none is given.
+    pub(crate) path: Option<PathBuf>,
+    /// The state directory that was mounted with.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub(crate) state_dir: Option<PathBuf>,
+}
+
+const HEAD: [&str; 11] =
+    ["MOUNT POINT", "SOURCE", "STATE", "PID", "OPEN", "DIRTY", "MEMORY", "DISK", "PINNED", "GETS", "FETCHED"];
+
+/// Asks the mounts and shows them. Sockets that dead processes left are shown once and removed.
+pub(crate) fn run(global: &Global, arguments: &StatusArguments) -> Result<ExitCode> {
+    let state = mounts::state_directory(arguments.state_dir.as_deref(), &Settings::load(global)?);
+    let found = run::block_on(async {
+        let Some(path) = &arguments.path else { return mounts::all(&state).await };
+        let place = mounts::holding(path, &state).await?;
+        Ok(vec![Mount { socket: place.socket, state: State::Serving(Box::new(place.status)) }])
+    })?;
+    for mount in found.iter().filter(|mount| matches!(mount.state, State::Dead)) {
+        // Another look may have removed it at the same moment.
+        let _ = std::fs::remove_file(&mount.socket);
+    }
+    match global.json {
+        true => print::json(&json!({ "mounts": found.iter().map(as_json).collect::<Result<Vec<_>>>()? }))?,
+        false => {
+            let rows = std::iter::once(print::row(HEAD)).chain(found.iter().map(as_row));
+            print::table(&rows.collect::<Vec<_>>());
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The status with `state` and `socket` beside it.
+fn as_json(mount: &Mount) -> Result<Value> {
+    let (state, mut value) = match &mount.state {
+        State::Serving(status) => {
+            let value = serde_json::to_value(status);
+            ("serving", value.map_err(|error| forebay_core::Error::bug(error.to_string()))?)
+        }
+        State::Silent(error) => ("silent", json!({ "error": error.to_string() })),
+        State::Dead => ("dead", json!({})),
+    };
+    value["state"] = state.into();
+    value["socket"] = mount.socket.to_string_lossy().into();
+    Ok(value)
+}
+
+fn as_row(mount: &Mount) -> Vec<String> {
+    let status = match &mount.state {
+        State::Serving(status) => status,
+        State::Silent(error) => return gone(mount, &format!("silent: {error}")),
+        State::Dead => return gone(mount, "dead, socket removed"),
+    };
+    let cache = &status.cache;
+    vec![
+        status.mount_point.clone(),
+        status.source.clone(),
+        if status.read_only { "read-only" } else { "read-write" }.to_owned(),
+        status.pid.to_string(),
+        status.open_files.to_string(),
+        format_bytes(status.dirty_bytes),
+        format_bytes(cache.memory_bytes),
+        format_bytes(cache.disk_bytes),
+        format_bytes(cache.pinned_bytes),
+        cache.origin_requests.to_string(),
+        format_bytes(cache.origin_bytes),
+    ]
+}
+
+fn gone(mount: &Mount, state: &str) -> Vec<String> {
+    print::row(["-", &mount.socket.to_string_lossy(), state])
+}

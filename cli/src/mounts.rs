@@ -1,0 +1,152 @@
+//! The mounts of this host: found by their control sockets, one of which each mount keeps in the state directory.
+
+use std::fs;
+use std::io::ErrorKind as Io;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::clock::Clock;
+use forebay_io::task::Stop;
+use forebay_volume::control::{self, Reply, Request, Status};
+
+use crate::settings::Settings;
+
+/// A mount answers at once, or not at all.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(5);
+
+/// What is behind a control socket.
+#[derive(Debug)]
+pub(crate) enum State {
+    /// A mount.
+    Serving(Box<Status>),
+    /// A process that does not answer.
+    Silent(Error),
+    /// Nothing: the process ended without taking its socket along.
+    Dead,
+}
+
+/// One control socket.
+#[derive(Debug)]
+pub(crate) struct Mount {
+    /// Where it lies.
+    pub(crate) socket: PathBuf,
+    /// What is behind it.
+    pub(crate) state: State,
+}
+
+/// A path in a mount.
+#[derive(Debug)]
+pub(crate) struct Place {
+    /// The mount's control socket.
+    pub(crate) socket: PathBuf,
+    /// How the mount is.
+    pub(crate) status: Status,
+    /// The path in its volume, names joined by `/`, empty for the root.
+    pub(crate) path: String,
+}
+
+/// The state directory: as given, as configured, or the usual one.
+pub(crate) fn state_directory(given: Option<&Path>, settings: &Settings) -> PathBuf {
+    let configured = &settings.volume.state_directory;
+    match given {
+        Some(given) => given.to_owned(),
+        None if !configured.as_os_str().is_empty() => configured.clone(),
+        None => crate::places::state(),
+    }
+}
+
+/// Every mount that keeps its socket in `state`, by socket.
+pub(crate) async fn all(state: &Path) -> Result<Vec<Mount>> {
+    let directory = state.join("mounts");
+    let entries = match fs::read_dir(&directory) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == Io::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(Error::from(error).context(directory.display())),
+    };
+    let mut sockets = Vec::new();
+    for entry in entries {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "sock") {
+            sockets.push(path);
+        }
+    }
+    sockets.sort();
+    let mut found = Vec::with_capacity(sockets.len());
+    for socket in sockets {
+        found.push(Mount { state: look(&socket).await, socket });
+    }
+    Ok(found)
+}
+
+async fn look(socket: &Path) -> State {
+    if let Err(error) = UnixStream::connect(socket)
+        && matches!(error.kind(), Io::ConnectionRefused | Io::NotFound)
+    {
+        return State::Dead;
+    }
+    let stop = Stop::new();
+    let late = Clock::system();
+    let answer = tokio::select! {
+        answer = control::ask(socket, &Request::Status, |_| {}, &stop) => answer,
+        () = late.sleep(ANSWER_DEADLINE) => Err(Error::new(
+            ErrorKind::Unavailable,
+            format!("no answer within {} s", ANSWER_DEADLINE.as_secs()),
+        )),
+    };
+    match answer {
+        Ok(Reply::Status(status)) => State::Serving(status),
+        Ok(_) => State::Silent(Error::corrupt("it answers something else")),
+        Err(error) => State::Silent(error),
+    }
+}
+
+/// The mount that holds `path`, which must exist.
+///
+/// # Errors
+/// `NotFound` when there is no such path, or no mount of `state` holds it.
+pub(crate) async fn holding(path: &Path, state: &Path) -> Result<Place> {
+    let shown = path.display();
+    let refused = |error| Error::from(error).context(&shown).with_hint("give a path in a mount");
+    let real = fs::canonicalize(path).map_err(refused)?;
+    let device = fs::metadata(&real).map_err(refused)?.dev();
+    for Mount { socket, state } in all(state).await? {
+        let State::Serving(status) = state else { continue };
+        let Ok(inner) = real.strip_prefix(&status.mount_point) else { continue };
+        // The same device number tells that nothing else is mounted in between.
+        if !fs::metadata(&status.mount_point).is_ok_and(|mounted| mounted.dev() == device) {
+            continue;
+        }
+        let path = inner.to_str().map(str::to_owned).ok_or_else(|| {
+            Error::invalid(format!("{shown} is not UTF-8")).with_hint("name the directory that it is in")
+        })?;
+        return Ok(Place { socket, status: *status, path });
+    }
+    Err(Error::new(ErrorKind::NotFound, format!("no Forebay mount that answers holds {shown}")).with_hint(
+        format!(
+            "mounts are looked for in {}: if it was mounted with --state-dir, give the same here",
+            state.display()
+        ),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_socket_without_a_process_is_dead_and_other_files_are_none() {
+        let state = tempfile::tempdir().expect("scratch");
+        assert!(all(state.path()).await.expect("no directory").is_empty());
+        fs::create_dir(state.path().join("mounts")).expect("directory");
+        fs::write(state.path().join("mounts/readme"), "").expect("file");
+        drop(std::os::unix::net::UnixListener::bind(state.path().join("mounts/1.sock")).expect("socket"));
+        let found = all(state.path()).await.expect("mounts");
+        assert!(matches!(found.as_slice(), [Mount { state: State::Dead, .. }]), "{found:?}");
+        let refused = holding(state.path(), state.path()).await.expect_err("nothing is mounted");
+        assert_eq!(refused.kind(), ErrorKind::NotFound);
+        assert!(refused.hint().expect("a hint").contains("--state-dir"));
+    }
+}
