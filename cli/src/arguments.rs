@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::commands::mount::MountArguments;
 use crate::commands::refresh::RefreshArguments;
 use crate::commands::status::StatusArguments;
+use crate::commands::warmup::WarmupArguments;
 
 /// Holds checkpoints and datasets just above the GPUs: object storage as fast, safe files.
 #[derive(Debug, Parser)]
@@ -36,6 +37,8 @@ pub(crate) struct Global {
 pub(crate) enum Command {
     /// Mount a bucket as a directory.
     Mount(MountArguments),
+    /// Bring files into a cache before they are read, and prove that they are there.
+    Warmup(WarmupArguments),
     /// Show how mounts are doing.
     Status(StatusArguments),
     /// List a directory of the bucket again.
@@ -62,6 +65,8 @@ mod tests {
     fn every_command_takes_its_arguments() {
         for line in [
             "forebay mount s3://b /mnt --json",
+            "forebay warmup /mnt/train --list - --pin --jobs 8",
+            "forebay warmup s3://b/p --cache-dir /c --cache-size 1GiB --dry-run --json",
             "forebay status",
             "forebay status /mnt --state-dir /s",
             "forebay refresh /mnt/a",
@@ -71,6 +76,8 @@ mod tests {
         }
         for line in [
             "forebay",
+            "forebay warmup",
+            "forebay warmup /mnt --jobs many",
             "forebay refresh",
             "forebay version now",
         ] {
