@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::commands::doctor::DoctorArguments;
 use crate::commands::mount::MountArguments;
 use crate::commands::refresh::RefreshArguments;
 use crate::commands::status::StatusArguments;
@@ -43,6 +44,8 @@ pub(crate) enum Command {
     Status(StatusArguments),
     /// List a directory of the bucket again.
     Refresh(RefreshArguments),
+    /// Check this host, and a bucket, for all that Forebay needs.
+    Doctor(DoctorArguments),
     /// Show the version of this program and of the formats that it writes.
     Version,
 }
@@ -70,6 +73,8 @@ mod tests {
             "forebay status",
             "forebay status /mnt --state-dir /s",
             "forebay refresh /mnt/a",
+            "forebay doctor",
+            "forebay doctor s3://b --read-only --json",
             "forebay version",
         ] {
             assert!(parse(line).is_ok(), "{line}: {:?}", parse(line).err());

@@ -48,6 +48,7 @@ fn dispatch(arguments: Arguments) -> forebay_core::Result<ExitCode> {
         Command::Warmup(arguments) => commands::warmup::run(&global, &arguments),
         Command::Status(arguments) => commands::status::run(&global, &arguments),
         Command::Refresh(arguments) => commands::refresh::run(&global, &arguments),
+        Command::Doctor(arguments) => commands::doctor::run(&global, &arguments),
         Command::Version => commands::version::run(&global),
     }
 }

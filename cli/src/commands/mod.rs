@@ -4,4 +4,5 @@ pub(crate) mod mount;
 pub(crate) mod warmup;
 pub(crate) mod status;
 pub(crate) mod refresh;
+pub(crate) mod doctor;
 pub(crate) mod version;

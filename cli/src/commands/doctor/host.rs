@@ -1,0 +1,191 @@
+//! Checks of this host.
+
+use std::fs;
+use std::path::Path;
+
+use forebay_core::Error;
+use forebay_core::units::format_bytes;
+use forebay_fuse::MountPoint;
+use rustix::process::{Resource, getrlimit};
+
+use super::Check;
+
+/// Below this many open files, a few training jobs with loaders of their own come to the end of them.
+const OPEN_FILES_MIN: u64 = 4_096;
+
+/// Everything that Forebay needs of a host.
+pub(super) fn checks(state: &Path, cache: Option<&Path>, cache_bytes: u64) -> Vec<Check> {
+    vec![
+        device(),
+        helper(),
+        kernel(),
+        passthrough(),
+        uring(),
+        open_files(),
+        locked_memory(),
+        state_directory(state),
+        cache_directory(cache, cache_bytes),
+    ]
+}
+
+fn device() -> Check {
+    const NAME: &str = "/dev/fuse";
+    match MountPoint::Directory("/".into()).check_device() {
+        Ok(()) => Check::ok(NAME, "can be opened"),
+        Err(error) => Check::failed(NAME, &error),
+    }
+}
+
+fn helper() -> Check {
+    const NAME: &str = "fusermount3";
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&path).map(|folder| folder.join(NAME)).find(|file| file.is_file());
+    match found {
+        Some(file) => Check::ok(NAME, file.display().to_string()),
+        None if rustix::process::geteuid().is_root() => Check::warn(
+            NAME,
+            "not found; root mounts without it",
+            "install the package fuse3 for other users",
+        ),
+        None => Check::fail(NAME, "not found: only root can mount", "install the package fuse3"),
+    }
+}
+
+fn kernel() -> Check {
+    const NAME: &str = "kernel";
+    let Some(release) = read("/proc/sys/kernel/osrelease") else {
+        return Check::warn(NAME, "its version cannot be read", "mount /proc");
+    };
+    // 5.4 is the oldest that Forebay was written for: FUSE with 1 MiB requests came in 4.20.
+    match version(&release) {
+        Some(version) if version >= (5, 4) => Check::ok(NAME, release),
+        _ => Check::warn(NAME, release, "use Linux 5.4 or newer"),
+    }
+}
+
+/// The first two numbers of a kernel's release.
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(['.', '-']).map(|part| part.parse().ok());
+    Some((numbers.next()??, numbers.next()??))
+}
+
+/// Features of the kernel that mounts do without today, for the record.
+fn passthrough() -> Check {
+    let release = read("/proc/sys/kernel/osrelease").unwrap_or_default();
+    // CONFIG_FUSE_PASSTHROUGH, on by default, came in 6.9.
+    let fact = if version(&release) >= Some((6, 9)) { "the kernel knows it" } else { "needs Linux 6.9" };
+    Check::ok("fuse passthrough", format!("{fact}; not needed"))
+}
+
+fn uring() -> Check {
+    let fact = match read("/sys/module/fuse/parameters/enable_uring").as_deref() {
+        Some("Y") => "enabled",
+        Some(_) => "switched off",
+        None => "the kernel does not know it",
+    };
+    Check::ok("fuse over io_uring", format!("{fact}; not needed"))
+}
+
+fn open_files() -> Check {
+    const NAME: &str = "open files";
+    match getrlimit(Resource::Nofile).current {
+        Some(limit) if limit < OPEN_FILES_MIN => {
+            let hint = format!("raise it to {OPEN_FILES_MIN} or more with `ulimit -n` or LimitNOFILE=");
+            Check::warn(NAME, format!("at most {limit}"), hint)
+        }
+        limit => {
+            Check::ok(NAME, limit.map_or_else(|| "no limit".to_owned(), |limit| format!("at most {limit}")))
+        }
+    }
+}
+
+fn locked_memory() -> Check {
+    let limit = getrlimit(Resource::Memlock).current;
+    Check::ok("locked memory", limit.map_or_else(|| "no limit".to_owned(), format_bytes))
+}
+
+fn state_directory(state: &Path) -> Check {
+    const NAME: &str = "state directory";
+    let shown = state.display();
+    match write_and_remove(state) {
+        Ok(()) => Check::ok(NAME, format!("{shown} can be written")),
+        Err(error) => Check::fail(
+            NAME,
+            format!("{shown} cannot be written: {error}"),
+            "choose another one with --state-dir, here and at `forebay mount`",
+        ),
+    }
+}
+
+fn write_and_remove(directory: &Path) -> std::io::Result<()> {
+    fs::create_dir_all(directory)?;
+    let file = directory.join(format!(".doctor-{}", std::process::id()));
+    fs::write(&file, "x")?;
+    fs::remove_file(&file)
+}
+
+fn cache_directory(cache: Option<&Path>, wanted: u64) -> Check {
+    const NAME: &str = "cache directory";
+    let Some(cache) = cache else {
+        return Check::ok(NAME, "none: --cache-dir names one on a fast local disk");
+    };
+    // It is made by the mount; until then, its space is that of the directory it will be in.
+    let there = cache.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let space = match rustix::fs::statvfs(there) {
+        Ok(space) => space,
+        Err(error) => {
+            return Check::failed(NAME, &Error::from(std::io::Error::from(error)).context(cache.display()));
+        }
+    };
+    let free = space.f_bavail.saturating_mul(space.f_frsize);
+    let fact = format!("{}: {} free", cache.display(), format_bytes(free));
+    if free < wanted {
+        let hint = format!(
+            "a cache takes up to {} unless --cache-size says less; --cache-dir names another disk",
+            format_bytes(wanted)
+        );
+        return Check::warn(NAME, fact, hint);
+    }
+    Check::ok(NAME, fact)
+}
+
+/// A small file of the kernel, without the line's end.
+fn read(path: &str) -> Option<String> {
+    fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::commands::doctor::Verdict;
+
+    #[test]
+    fn kernels_are_compared_by_number() {
+        for (release, expected) in [
+            ("6.18.0-rc1", Some((6, 18))),
+            ("5.4-cloud", Some((5, 4))),
+            ("5.15.167.4-microsoft", Some((5, 15))),
+            ("linux", None),
+        ] {
+            assert_eq!(version(release), expected, "{release}");
+        }
+    }
+
+    #[test]
+    fn a_state_directory_is_made_and_written_or_told() {
+        let scratch = tempfile::tempdir().expect("scratch");
+        assert_eq!(state_directory(&scratch.path().join("a/b")).verdict, Verdict::Ok);
+        let file = scratch.path().join("file");
+        fs::write(&file, "").expect("file");
+        let check = state_directory(&file.join("below"));
+        assert_eq!(check.verdict, Verdict::Fail);
+        assert!(check.hint.expect("a hint").contains("--state-dir"));
+    }
+
+    #[test]
+    fn a_disk_smaller_than_the_cache_is_told() {
+        let scratch = tempfile::tempdir().expect("scratch");
+        assert_eq!(cache_directory(Some(&scratch.path().join("not/yet")), 0).verdict, Verdict::Ok);
+        assert_eq!(cache_directory(Some(scratch.path()), u64::MAX).verdict, Verdict::Warn);
+    }
+}
