@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::commands::ckpt::CkptCommand;
 use crate::commands::doctor::DoctorArguments;
 use crate::commands::mount::MountArguments;
 use crate::commands::refresh::RefreshArguments;
@@ -46,6 +47,9 @@ pub(crate) enum Command {
     Refresh(RefreshArguments),
     /// Check this host, and a bucket, for all that Forebay needs.
     Doctor(DoctorArguments),
+    /// Look at checkpoints.
+    #[command(subcommand)]
+    Ckpt(CkptCommand),
     /// Show the version of this program and of the formats that it writes.
     Version,
 }
@@ -75,6 +79,9 @@ mod tests {
             "forebay refresh /mnt/a",
             "forebay doctor",
             "forebay doctor s3://b --read-only --json",
+            "forebay ckpt ls s3://b/run",
+            "forebay ckpt verify s3://b/run --step 500",
+            "forebay ckpt show s3://b/run 500",
             "forebay version",
         ] {
             assert!(parse(line).is_ok(), "{line}: {:?}", parse(line).err());
@@ -84,6 +91,9 @@ mod tests {
             "forebay warmup",
             "forebay warmup /mnt --jobs many",
             "forebay refresh",
+            "forebay ckpt",
+            "forebay ckpt show s3://b/run",
+            "forebay ckpt verify s3://b/run --step last",
             "forebay version now",
         ] {
             assert!(parse(line).is_err(), "{line}");

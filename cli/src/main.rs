@@ -49,6 +49,7 @@ fn dispatch(arguments: Arguments) -> forebay_core::Result<ExitCode> {
         Command::Status(arguments) => commands::status::run(&global, &arguments),
         Command::Refresh(arguments) => commands::refresh::run(&global, &arguments),
         Command::Doctor(arguments) => commands::doctor::run(&global, &arguments),
+        Command::Ckpt(command) => commands::ckpt::run(&global, &command),
         Command::Version => commands::version::run(&global),
     }
 }

@@ -5,4 +5,5 @@ pub(crate) mod warmup;
 pub(crate) mod status;
 pub(crate) mod refresh;
 pub(crate) mod doctor;
+pub(crate) mod ckpt;
 pub(crate) mod version;

@@ -1,0 +1,176 @@
+//! `forebay ckpt`: what a bucket of checkpoints holds, and whether it is whole. Reads only.
+
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand};
+use forebay_ckpt::catalog::{StepInfo, list_steps};
+use forebay_ckpt::manifest::Manifest;
+use forebay_ckpt::{Finding, show, verify};
+use forebay_core::units::format_bytes;
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::object::Bucket;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
+
+use crate::arguments::Global;
+use crate::settings::Settings;
+use crate::{print, run};
+
+/// What can be asked.
+#[derive(Debug, Subcommand)]
+pub(crate) enum CkptCommand {
+    /// List the committed steps.
+    Ls(LsArguments),
+    /// Read every byte of a step, or of all, and compare it with what was saved.
+    Verify(VerifyArguments),
+    /// Show what a step holds.
+    Show(ShowArguments),
+}
+
+/// The arguments of `forebay ckpt ls`.
+#[derive(Debug, Args)]
+pub(crate) struct LsArguments {
+    /// The URL that was saved to.
+    pub(crate) url: String,
+}
+
+/// The arguments of `forebay ckpt verify`.
+#[derive(Debug, Args)]
+pub(crate) struct VerifyArguments {
+    /// The URL that was saved to.
+    pub(crate) url: String,
+    /// Only this step.
+    #[arg(long, value_name = "N")]
+    pub(crate) step: Option<u64>,
+}
+
+/// The arguments of `forebay ckpt show`.
+#[derive(Debug, Args)]
+pub(crate) struct ShowArguments {
+    /// The URL that was saved to.
+    pub(crate) url: String,
+    /// The step.
+    pub(crate) step: u64,
+}
+
+/// Runs one of them.
+pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
+    let settings = Settings::load(global)?;
+    run::block_on(async {
+        match command {
+            CkptCommand::Ls(arguments) => {
+                list(&list_steps(&open(&arguments.url, &settings).await?).await?, global.json)
+            }
+            CkptCommand::Show(arguments) => {
+                describe(&show(&open(&arguments.url, &settings).await?, arguments.step).await?, global.json)
+            }
+            CkptCommand::Verify(arguments) => {
+                check(&open(&arguments.url, &settings).await?, arguments.step, global.json).await
+            }
+        }
+    })
+}
+
+async fn open(url: &str, settings: &Settings) -> Result<Bucket> {
+    Ok(Bucket::open(&url.parse()?, &settings.volume.store).await?.read_only())
+}
+
+fn list(steps: &[StepInfo], json: bool) -> Result<ExitCode> {
+    if json {
+        let steps: Vec<_> = steps
+            .iter()
+            .map(|info| {
+                json!({
+                    "step": info.key.step,
+                    "incarnation": info.key.incarnation,
+                    "committed": print::utc(info.committed),
+                    "superseded": info.superseded,
+                    "manifest": info.key.object().as_str(),
+                })
+            })
+            .collect();
+        print::json(&json!({ "steps": steps }))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let rows = steps.iter().map(|info| {
+        let state = if info.superseded { "superseded" } else { "" };
+        let (step, start) = (info.key.step.to_string(), info.key.incarnation.to_string());
+        print::row([&step, &start, &print::utc(info.committed), state])
+    });
+    let head = print::row(["STEP", "INCARNATION", "COMMITTED", ""]);
+    print::table(&std::iter::once(head).chain(rows).collect::<Vec<_>>());
+    Ok(ExitCode::SUCCESS)
+}
+
+fn describe(manifest: &Manifest, json: bool) -> Result<ExitCode> {
+    if json {
+        print::json(manifest)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let bytes: u64 = manifest.shards.iter().map(|shard| shard.size).sum();
+    let fact = |name: &str, value: String| vec![name.to_owned(), value];
+    print::table(&[
+        fact("step", manifest.step.to_string()),
+        fact("run", manifest.run.clone()),
+        fact("incarnation", manifest.incarnation.to_string()),
+        fact("world size", manifest.world_size.to_string()),
+        fact("shards", format!("{}, {}", manifest.shards.len(), format_bytes(bytes))),
+        fact("tensors", manifest.tensors.len().to_string()),
+        fact("extras", manifest.extras.len().to_string()),
+        Vec::new(),
+    ]);
+    let head = print::row(["TENSOR", "TYPE", "SHAPE", "SIZE"]);
+    let rows = manifest.tensors.iter().map(|tensor| {
+        let bytes: u64 = tensor.slices.iter().map(|slice| slice.len()).sum();
+        print::row([&tensor.name, &tensor.dtype, &format!("{:?}", tensor.shape), &format_bytes(bytes)])
+    });
+    print::table(&std::iter::once(head).chain(rows).collect::<Vec<_>>());
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn check(bucket: &Bucket, step: Option<u64>, json: bool) -> Result<ExitCode> {
+    let steps = list_steps(bucket).await?;
+    let counted = match step {
+        Some(_) => 1,
+        None => steps.iter().filter(|info| !info.superseded).count(),
+    };
+    if counted == 0 {
+        let message = format!("{} holds no committed step", bucket.url());
+        let hint = "give the URL that was saved to; a step without a manifest was never committed";
+        return Err(Error::new(ErrorKind::NotFound, message).with_hint(hint));
+    }
+    let style = ProgressStyle::with_template("{spinner} {binary_bytes} read, {binary_bytes_per_sec}");
+    let bar = ProgressBar::no_length().with_style(style.expect("the template is well-formed"));
+    let findings = verify(bucket, step, &|bytes| bar.inc(bytes)).await;
+    let read = bar.position();
+    bar.finish_and_clear();
+    let findings = findings?;
+    report(counted, read, &findings, json)?;
+    match findings.is_empty() {
+        true => Ok(ExitCode::SUCCESS),
+        false => {
+            Err(Error::corrupt(format!("{} faults in the checkpoints of {}", findings.len(), bucket.url()))
+                .with_hint("restore another step; a damaged one cannot be mended"))
+        }
+    }
+}
+
+fn report(steps: usize, read: u64, findings: &[Finding], json: bool) -> Result<()> {
+    if json {
+        let findings: Vec<_> = findings
+            .iter()
+            .map(|Finding { step, object, fact }| json!({ "step": step, "object": object, "fact": fact }))
+            .collect();
+        return print::json(&json!({ "steps": steps, "read_bytes": read, "findings": findings }));
+    }
+    print::table(&[
+        print::row(["steps checked", &steps.to_string()]),
+        print::row(["read", &format_bytes(read)]),
+        print::row(["faults", &findings.len().to_string()]),
+    ]);
+    let rows = findings
+        .iter()
+        .map(|finding| print::row([&format!("step {}", finding.step), &finding.object, &finding.fact]));
+    print::table(&rows.collect::<Vec<_>>());
+    Ok(())
+}

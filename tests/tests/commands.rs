@@ -1,0 +1,278 @@
+//! The commands that look and tell: status, refresh, doctor, ckpt, version.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use bytes::Bytes;
+use forebay_ckpt::catalog::{Start, begin_run, commit};
+use forebay_ckpt::dtype::Dtype;
+use forebay_ckpt::manifest::{Checksum, Identity, Manifest, Shard, Slice, SliceKind, Tensor};
+use forebay_ckpt::shard::{ShardLayout, TensorSpec};
+use forebay_core::crc32c;
+use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
+use forebay_tests::s3::Server;
+use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse};
+use serde_json::{Value, json};
+
+fn forebay(scratch: &Scratch, args: &[&str]) -> Outcome {
+    Forebay::new(&scratch.folder("home"), args).run()
+}
+
+fn url(folder: &Path) -> String {
+    format!("file://{}", folder.display())
+}
+
+#[track_caller]
+fn parse(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+#[test]
+fn status_shows_mounts_and_clears_away_what_dead_ones_left() {
+    if !require_fuse("status_shows_mounts_and_clears_away_what_dead_ones_left") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let status = |args: &[&str]| forebay(&scratch, &[&["status"], args].concat());
+    assert_eq!(parse(&status(&["--json"]).succeeded()), json!({ "mounts": [] }));
+    let (source, folder) = (url(&scratch.folder("bucket")), scratch.join("mnt"));
+    let state = scratch.join("elsewhere").display().to_string();
+    let mut mount =
+        Mount::new(&scratch.folder("home"), &source, &folder, &["--state-dir", &state, "--read-only"], &[]);
+    let shown = parse(&status(&["--state-dir", &state, "--json"]).succeeded());
+    let only = &shown["mounts"][0];
+    assert_eq!((&only["state"], &only["source"]), (&json!("serving"), &json!(source)), "{shown}");
+    assert_eq!((&only["pid"], &only["read_only"]), (&json!(mount.pid()), &json!(true)), "{shown}");
+    let table = status(&["--state-dir", &state, &folder.display().to_string()]).succeeded();
+    assert!(table.lines().count() == 2 && table.contains("read-only"), "{table}");
+    status(&[&folder.display().to_string()]).failed_with("no Forebay mount", "--state-dir");
+    status(&["/no/such/path"]).failed_with("/no/such/path", "a path in a mount");
+
+    mount.kill();
+    let shown = parse(&status(&["--state-dir", &state, "--json"]).succeeded());
+    assert_eq!(shown["mounts"][0]["state"], json!("dead"), "{shown}");
+    let shown = parse(&status(&["--state-dir", &state, "--json"]).succeeded());
+    assert_eq!(shown, json!({ "mounts": [] }));
+}
+
+#[test]
+fn a_refreshed_directory_shows_what_is_new_in_the_bucket() {
+    if !require_fuse("a_refreshed_directory_shows_what_is_new_in_the_bucket") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (bucket, folder) = (scratch.folder("bucket"), scratch.join("mnt"));
+    fs::create_dir(bucket.join("dir")).expect("folder");
+    fs::write(bucket.join("dir/old"), "old").expect("file");
+    let _mount = Mount::new(&scratch.folder("home"), &url(&bucket), &folder, &[], &[]);
+    assert!(folder.join("dir/old").exists());
+    for name in ["one", "two"] {
+        fs::write(bucket.join("dir").join(name), name).expect("file");
+    }
+    assert!(!folder.join("dir/one").exists(), "the listing at hand is good for a minute");
+    forebay(&scratch, &["refresh", &folder.join("dir").display().to_string()]).succeeded();
+    assert_eq!(fs::read_to_string(folder.join("dir/two")).expect("a new file"), "two");
+}
+
+/// The checks that `doctor --json` made, by name.
+#[track_caller]
+fn checks(outcome: Outcome, sound: bool) -> Vec<(String, String, Value)> {
+    assert_eq!(outcome.code, Some(if sound { 0 } else { 1 }), "{outcome}");
+    let report = parse(&outcome.stdout);
+    assert_eq!(report["ok"], json!(sound), "{report}");
+    let text = |check: &Value, field: &str| check[field].as_str().expect("text").to_owned();
+    let checks = report["checks"].as_array().expect("checks").iter();
+    checks.map(|check| (text(check, "name"), text(check, "verdict"), check.clone())).collect()
+}
+
+#[track_caller]
+fn find<'a>(checks: &'a [(String, String, Value)], name: &str) -> (&'a str, &'a Value) {
+    let found =
+        checks.iter().find(|check| check.0 == name).unwrap_or_else(|| panic!("no {name}: {checks:?}"));
+    (&found.1, &found.2)
+}
+
+#[test]
+fn doctor_says_what_a_store_honours_and_where_the_tree_goes() {
+    if !require_fuse("doctor_says_what_a_store_honours_and_where_the_tree_goes") {
+        return;
+    }
+    let (scratch, server) = (Scratch::new(), Server::shared());
+    let source = format!("s3://{}/p", server.create_bucket());
+    let args = ["doctor", source.as_str(), "--json"];
+    let found = checks(Forebay::new(&scratch.folder("home"), args).envs(&server.envs()).run(), true);
+    for name in ["/dev/fuse", "kernel", "state directory", "bucket", "round trip", "writing", "range reads"] {
+        assert_eq!(find(&found, name).0, "ok", "{found:?}");
+    }
+    for name in ["conditional create", "conditional update", "conditional reads", "versions", "names"] {
+        assert_eq!(find(&found, name).0, "ok", "{found:?}");
+    }
+    // moto completes an upload whatever version it names.
+    let (verdict, check) = find(&found, "conditional uploads");
+    assert_eq!((verdict, check["hint"].is_string()), ("warn", true), "{check}");
+    assert_eq!(find(&found, "tree").1["fact"], json!("in the bucket, under .forebay/tree/"));
+
+    let folder = scratch.folder("bucket");
+    let source = url(&folder);
+    let found = checks(forebay(&scratch, &["doctor", &source, "--json", "--read-only"]), true);
+    assert_eq!(find(&found, "tree").1["fact"], json!("on this host, for a read-only mount"));
+    assert_eq!(fs::read_dir(&folder).expect("a folder").count(), 0, "nothing is written");
+}
+
+#[test]
+fn doctor_fails_on_what_does_not_work() {
+    let scratch = Scratch::new();
+    let server = Server::start();
+    let variables = server.envs();
+    server.kill();
+    let run = |args: &[&str]| Forebay::new(&scratch.folder("home"), args).envs(&variables).run();
+    let found = checks(run(&["doctor", "s3://b", "--json"]), false);
+    let (verdict, check) = find(&found, "bucket");
+    assert_eq!(verdict, "fail");
+    assert!(check["hint"].as_str().expect("a hint").contains("endpoint"), "{check}");
+    let table = run(&["doctor", "file:///no/such/folder"]);
+    assert_eq!(table.code, Some(1), "{table}");
+    assert!(table.stdout.contains("FAIL") && table.stdout.contains("hint:"), "{table}");
+    let file = scratch.join("file");
+    fs::write(&file, "").expect("file");
+    let found =
+        checks(run(&["doctor", "--json", "--state-dir", &file.join("x").display().to_string()]), false);
+    assert_eq!(find(&found, "state directory").0, "fail");
+}
+
+/// Steps 10 and 20, each one shard with the tensors `embed` and `head.weight`; gives the folder.
+async fn checkpoints(scratch: &Scratch) -> PathBuf {
+    let folder = scratch.folder("run");
+    let url: BucketUrl = url(&folder).parse().expect("URL");
+    let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+    let start = Start { nonce: "0123456789abcdef".repeat(2), host: "h".into(), pid: 1, started_ms: 0 };
+    let run = begin_run(&bucket, start).await.expect("a run");
+    for step in [10, 20] {
+        let dtype = Dtype::named("float32").expect("a type");
+        let spec = |name: &str, shape: &[u64]| TensorSpec { name: name.into(), dtype, shape: shape.to_vec() };
+        let specs = [spec("embed", &[16, 64]), spec("head.weight", &[100])];
+        let layout = ShardLayout::of(&specs).expect("a layout");
+        let mut file = layout.header.clone();
+        file.resize(layout.size as usize, step as u8);
+        let tensors = specs.iter().zip(&layout.ranges).map(|(spec, range)| {
+            let bytes = &file[range.start as usize..range.end as usize];
+            let (offsets, lengths) = (vec![0; spec.shape.len()], spec.shape.clone());
+            let crc32c = Checksum(crc32c(bytes));
+            let (start, end) = (range.start, range.end);
+            let slice = Slice { kind: SliceKind::Box, offsets, lengths, shard: 0, start, end, crc32c };
+            let shape = spec.shape.clone();
+            Tensor { name: spec.name.clone(), dtype: "float32".into(), shape, slices: vec![slice] }
+        });
+        let blake3 = Identity(*blake3::hash(&file).as_bytes());
+        let shard = Shard {
+            key: Shard::key_of(&blake3).as_str().into(),
+            size: layout.size,
+            header: layout.header.len() as u64,
+            blake3,
+            crc32c: Checksum(crc32c(&file)),
+            rank: 0,
+            step,
+        };
+        let manifest = Manifest {
+            commit: run.run.clone(),
+            run: run.run.clone(),
+            incarnation: run.incarnation,
+            step,
+            created_ms: 0,
+            world_size: 1,
+            parents: Vec::new(),
+            shards: vec![shard],
+            tensors: tensors.collect(),
+            extras: Vec::new(),
+        };
+        let key = Shard::key_of(&blake3);
+        bucket.put(&key, Bytes::from(file.clone()), Condition::Always).await.expect("put");
+        commit(&bucket, &run, &manifest).await.expect("commit");
+    }
+    folder
+}
+
+/// The shard file of a step.
+fn shard_of(scratch: &Scratch, source: &str, step: &str) -> (PathBuf, Value) {
+    let manifest = parse(&forebay(scratch, &["ckpt", "show", source, step, "--json"]).succeeded());
+    let key = manifest["shards"][0]["key"].as_str().expect("a key").to_owned();
+    (scratch.join("run").join(key), manifest)
+}
+
+#[tokio::test]
+async fn checkpoints_are_listed_shown_and_verified() {
+    let scratch = Scratch::new();
+    let source = url(&checkpoints(&scratch).await);
+    let run = |args: &[&str]| forebay(&scratch, &[&["ckpt"], args].concat());
+    let listed = parse(&run(&["ls", &source, "--json"]).succeeded());
+    let steps: Vec<_> = listed["steps"].as_array().expect("steps").iter().map(|step| &step["step"]).collect();
+    assert_eq!(steps, [10, 20]);
+    assert_eq!(run(&["ls", &source]).succeeded().lines().count(), 3);
+    let shown = run(&["show", &source, "20"]).succeeded();
+    assert!(shown.contains("head.weight") && shown.contains("[16, 64]"), "{shown}");
+    run(&["show", &source, "30"]).failed_with("no step 30", "the last 20");
+    let report = parse(&run(&["verify", &source, "--json"]).succeeded());
+    assert_eq!((&report["steps"], &report["findings"]), (&json!(2), &json!([])), "{report}");
+    let sizes: u64 = ["10", "20"]
+        .map(|step| fs::metadata(shard_of(&scratch, &source, step).0).expect("a shard").len())
+        .iter()
+        .sum();
+    assert_eq!(report["read_bytes"], json!(sizes), "every byte is read");
+}
+
+#[tokio::test]
+async fn what_is_damaged_in_a_checkpoint_is_named() {
+    let scratch = Scratch::new();
+    let folder = checkpoints(&scratch).await;
+    let source = url(&folder);
+    let verify = |args: &[&str]| forebay(&scratch, &[&["ckpt", "verify", &source], args].concat());
+    let (shard, manifest) = shard_of(&scratch, &source, "20");
+    let key = manifest["shards"][0]["key"].as_str().expect("a key");
+
+    // A flipped bit in the middle of one tensor.
+    let embed =
+        manifest["tensors"].as_array().expect("tensors").iter().find(|tensor| tensor["name"] == "embed");
+    let at = embed.expect("the tensor")["slices"][0]["start"].as_u64().expect("an offset") + 1000;
+    let file = fs::File::options().read(true).write(true).open(&shard).expect("a shard");
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).expect("read");
+    file.write_all_at(&[byte[0] ^ 4], at).expect("write");
+    let outcome = verify(&[]);
+    outcome.failed_with("1 faults", "restore another step");
+    assert_eq!(outcome.code, Some(1), "{outcome}");
+    for word in ["step 20", key, "tensor `embed`"] {
+        assert!(outcome.stdout.contains(word), "{word}: {outcome}");
+    }
+    verify(&["--step", "10"]).succeeded();
+    file.write_all_at(&byte, at).expect("write");
+    verify(&[]).succeeded();
+
+    // A shard that is gone.
+    fs::remove_file(&shard).expect("remove");
+    let report = parse(&verify(&["--json"]).stdout);
+    let expected = json!([{ "step": 20, "object": key, "fact": "is missing" }]);
+    assert_eq!(report["findings"], expected, "{report}");
+
+    // A damaged manifest, then none at all.
+    let listed = parse(&forebay(&scratch, &["ckpt", "ls", &source, "--json"]).succeeded());
+    let manifest = folder.join(listed["steps"][0]["manifest"].as_str().expect("a key"));
+    let text = fs::read_to_string(&manifest).expect("a manifest");
+    fs::write(&manifest, text.replace("embed", "umbed")).expect("write");
+    let outcome = verify(&["--step", "10"]);
+    outcome.failed_with("1 faults", "restore another step");
+    assert!(outcome.stdout.contains("step 10"), "{outcome}");
+    fs::remove_dir_all(folder.join("steps")).expect("remove");
+    verify(&[]).failed_with("holds no committed step", "saved to");
+    verify(&["--step", "10"]).failed_with("no step 10", "no committed step");
+}
+
+#[test]
+fn the_version_names_the_formats() {
+    let scratch = Scratch::new();
+    let version = parse(&forebay(&scratch, &["version", "--json"]).succeeded());
+    assert_eq!(version["version"], json!(env!("CARGO_PKG_VERSION")));
+    assert_eq!((&version["volume_format"], &version["checkpoint_format"]), (&json!(1), &json!("1")));
+    assert!(forebay(&scratch, &["version"]).succeeded().starts_with("forebay "));
+    forebay(&scratch, &["warmup"]).failed_with("required arguments", "--help");
+}
