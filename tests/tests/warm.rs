@@ -84,13 +84,8 @@ fn content(index: usize, size: usize) -> Vec<u8> {
 }
 
 /// Files of several sizes, 7 blocks in all.
-const FILES: [(&str, usize); 5] = [
-    ("a/empty", 0),
-    ("a/small", 100),
-    ("a/b/page", 4096),
-    ("large", 9 << 20),
-    ("more/large", (5 << 20) - 1),
-];
+const FILES: [(&str, usize); 5] =
+    [("a/empty", 0), ("a/small", 100), ("a/b/page", 4096), ("large", 9 << 20), ("more/large", (5 << 20) - 1)];
 const BLOCKS: u64 = 7;
 
 fn fill_folder(folder: &Path) {

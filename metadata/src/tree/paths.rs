@@ -20,7 +20,9 @@ pub async fn resolve(tree: &dyn Tree, path: &str) -> Result<Attributes> {
             Lookup::Found(attributes) => attributes,
             Lookup::Miss => {
                 return Err(Error::new(ErrorKind::NotFound, format!("`{path}`: there is no `{name}`"))
-                    .with_hint("check its spelling; what is new in the bucket shows after `forebay refresh`"));
+                    .with_hint(
+                        "check its spelling; what is new in the bucket shows after `forebay refresh`",
+                    ));
             }
         };
     }

@@ -6,7 +6,9 @@ use forebay_core::{ErrorKind, ObjectKey};
 use forebay_io::mem::Class;
 use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
 
-use super::support::{Fixture, READ, create, object, open, pattern, run};
+use crate::Access;
+
+use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
 
 /// Promise: a file written front to back is one upload to its own path, however it is cut into writes.
 #[test]
@@ -80,7 +82,8 @@ fn a_lost_upload_is_told_once_and_leaves_the_last_commit() {
         let file = create(&volume, "f").await;
         file.write(0, Bytes::from_static(b"old")).await.expect("write");
         file.fsync().await.expect("fsync");
-        volume.set_attributes(file.ino(), Default::default(), Some(0)).await.expect("truncate");
+        file.release().await.expect("release");
+        let file = open(&volume, "f", Access { truncate: true, ..READ_WRITE }).await;
         faults.set_down(true);
         let mut told = None;
         for at in 0..64 {
