@@ -13,7 +13,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import rounds, wait_until
+from .conftest import rounds
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -191,8 +191,8 @@ def test_keep_deletes_old_steps_and_only_their_shards(tmp_path: Path) -> None:
     with forebay.Checkpointer(tmp_path, every=1, keep=2, rng=False) as checkpointer:
         for step in range(1, 6):
             checkpointer.step(step, {"fixed": fixed, "n": step} if step % 2 else {"t": torch.tensor(step)})
-    wait_until(lambda: len(_native.list_steps(f"file://{tmp_path}")) == 2)
-    wait_until(lambda: len(list((tmp_path / "shards").iterdir())) == 2)
+    assert len(_native.list_steps(f"file://{tmp_path}")) == 2
+    assert len(list((tmp_path / "shards").iterdir())) == 2
     with forebay.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.steps() == [4, 5]
     assert _native.verify(f"file://{tmp_path}", None) == []

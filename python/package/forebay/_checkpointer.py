@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import subprocess
 import threading
 import time
 import warnings
@@ -29,6 +30,10 @@ from ._url import bucket_url, make_directory
 
 _TICK_S = 0.2
 """How long the engine waits before Python may look at signals, in seconds."""
+
+
+_FAREWELL_S = 30.0
+"""How long `close()` waits for the agent to end once every save is committed, in seconds."""
 
 
 class Save:
@@ -284,12 +289,14 @@ class Checkpointer:
         return sorted(step for step, _, _ in newest_steps(self._url)) if self._exists() else []
 
     def close(self) -> None:
-        """Waits until every save is committed and lets the agent go. Raises what went wrong."""
+        """Waits until every save is committed and the agent has ended. Raises what went wrong."""
         with self._lock:
             if self._is_closed:
                 return
             try:
                 self.wait()
+                self._let_go()
+                self._await_agent()
             finally:
                 self._let_go()
 
@@ -302,10 +309,18 @@ class Checkpointer:
             staging, self._staging = self._staging, None
             staging.snapshot.join()
         self._session.disconnect()
+
+    def _await_agent(self) -> None:
+        """Nothing is changed in the bucket after `close()`: the agent may still be deleting old steps."""
         if self._agent is not None:
-            # It ends by itself; a process that is not waited for is reported by the garbage collector.
-            self._agent.poll()
-            self._agent.returncode = self._agent.returncode or 0
+            try:
+                self._agent.wait(_FAREWELL_S)
+            except subprocess.TimeoutExpired:
+                warnings.warn(
+                    "the checkpoint agent has not ended yet; it may still delete old steps",
+                    CheckpointWarning,
+                    stacklevel=3,
+                )
 
     def _check_open(self) -> None:
         if self._is_closed:
