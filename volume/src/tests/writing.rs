@@ -6,9 +6,8 @@ use forebay_core::{ErrorKind, ObjectKey};
 use forebay_io::mem::Class;
 use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
 
-use crate::Access;
-
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
+use crate::Access;
 
 /// Promise: a file written front to back is one upload to its own path, however it is cut into writes.
 #[test]
