@@ -200,6 +200,7 @@ async fn a_closure_set_aside_does_not_hold_up_others_and_sees_the_newest_state()
     let committer = start(&twin);
     committer.transact(Durability::Durable, |txn| txn.put("a", "1")).await.expect("transaction");
     let runs = Arc::new(AtomicU32::new(0));
+    let closed = twin.gate.write().await;
     let slow = tokio::spawn({
         let (committer, runs) = (committer.clone(), runs.clone());
         let work = move |txn: &mut Txn<'_>| {
@@ -216,6 +217,7 @@ async fn a_closure_set_aside_does_not_hold_up_others_and_sees_the_newest_state()
     // This one reads nothing: it passes the one that waits, which then sees what it wrote.
     committer.transact(Durability::Buffered, |txn| txn.put("a", "2")).await.expect("transaction");
     assert!(!slow.is_finished());
+    drop(closed);
     assert_eq!(slow.await.expect("slow").expect("transaction"), 2);
     assert_eq!(runs.load(Ordering::SeqCst), 2, "once to ask, once to run");
     // What was read once is in memory now.

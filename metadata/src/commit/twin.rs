@@ -23,6 +23,8 @@ pub(super) struct Twin {
     pub(super) batches: Mutex<Vec<Batch>>,
     /// Every write takes one permit, or fails once this is closed.
     pub(super) permits: Semaphore,
+    /// Reads wait while a test holds this for writing.
+    pub(super) gate: tokio::sync::RwLock<()>,
     /// Reads fail.
     pub(super) reads_fail: AtomicBool,
     chance: Mutex<Chance>,
@@ -44,6 +46,7 @@ impl Twin {
             fetches: AtomicUsize::new(0),
             batches: Mutex::default(),
             permits: Semaphore::new(0),
+            gate: tokio::sync::RwLock::default(),
             reads_fail: AtomicBool::new(false),
             chance: Mutex::new(Chance::fresh()),
         })
@@ -51,6 +54,7 @@ impl Twin {
 
     async fn wait(&self) -> Result<()> {
         self.fetches.fetch_add(1, Ordering::SeqCst);
+        drop(self.gate.read().await);
         let pause = self.chance.lock().below(5);
         for _ in 0..pause {
             tokio::task::yield_now().await;
