@@ -16,11 +16,14 @@ use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::commit::{Committer, CommitterSettings};
 use forebay_metadata::kv::{Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings};
-use forebay_metadata::tree::{LocalTree, TreeParts, TreeSettings};
+use forebay_metadata::tree::{ImportSettings, LocalTree, TreeParts, TreeSettings};
 use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile};
 
 use crate::settings::VolumeSettings;
 use crate::{Parts, Volume};
+
+/// Longer than any mount lives.
+const CENTURY_MS: u64 = 100 * 365 * 24 * 60 * 60 * 1000;
 
 /// Opens the volume of the bucket that `source` names.
 ///
@@ -108,6 +111,12 @@ async fn choose_home(bucket: Bucket, state: &Path) -> Result<(Bucket, Home)> {
     Ok((bucket, home))
 }
 
+/// A data set is listed once: what it holds is taken as fixed.
+fn imports(settings: &VolumeSettings) -> ImportSettings {
+    let import = settings.import.clone();
+    if settings.dataset { ImportSettings { ttl_ms: CENTURY_MS, ..import } } else { import }
+}
+
 /// Runs transactions for as long as the claim holds: nothing is acknowledged after it is lost.
 fn start_committer(engine: Arc<dyn Engine>, claim: Option<&Arc<Claim>>) -> Committer {
     let settings = CommitterSettings::default();
@@ -143,7 +152,7 @@ async fn open(
         rng: rng.clone(),
         tasks: tasks.clone(),
     };
-    let import = settings.import.clone();
+    let import = imports(&settings);
     let tree = LocalTree::open(parts, TreeSettings { read_only, import, ..TreeSettings::default() }).await?;
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
     Ok(Volume::assemble(Parts {
