@@ -16,12 +16,14 @@ pub(crate) struct Content {
     streamed: u64,
     /// The mtime to commit, once anything changed.
     modified: Option<Timestamp>,
+    /// When it changed last: the ctime to show.
+    changed: Timestamp,
 }
 
 impl Content {
     /// A file as committed.
     pub(crate) fn committed(layout: FileLayout, generation: u64) -> Self {
-        Self { layout, generation, dirty: 0, streamed: 0, modified: None }
+        Self { layout, generation, dirty: 0, streamed: 0, modified: None, changed: Timestamp::default() }
     }
 
     pub(crate) fn layout(&self) -> &FileLayout {
@@ -44,6 +46,10 @@ impl Content {
         self.modified
     }
 
+    pub(crate) fn changed(&self) -> Timestamp {
+        self.changed
+    }
+
     /// Whether every byte below the size can be read now.
     pub(crate) fn readable(&self) -> bool {
         self.streamed == 0
@@ -52,6 +58,12 @@ impl Content {
     /// Notes a change of content at `now`.
     pub(crate) fn touch(&mut self, now: Timestamp) {
         self.modified = Some(now);
+        self.changed = now;
+    }
+
+    /// Commits `mtime` instead of the time of the last change.
+    pub(crate) fn set_mtime(&mut self, mtime: Timestamp) {
+        self.modified = Some(mtime);
     }
 
     /// Lays `data` over the file.

@@ -182,7 +182,7 @@ impl OpenInode {
     pub(crate) fn set_pending_mtime(&self, mtime: forebay_core::Timestamp) {
         let mut content = self.content.write();
         if content.modified().is_some() {
-            content.touch(mtime);
+            content.set_mtime(mtime);
         }
     }
 

@@ -223,6 +223,8 @@ impl Volume {
         access: Access,
     ) -> Result<(Attributes, Arc<File>)> {
         let (attributes, fresh) = self.store.tree.create(parent, name, new, existing).await?;
+        // A new file is committed at its close, even if it was made for reading only.
+        let access = Access { write: access.write || fresh, ..access };
         let file = self.open(attributes.ino, access).await?;
         if fresh
             && attributes.kind == FileKind::File
@@ -406,7 +408,8 @@ impl Volume {
         }
     }
 
-    /// Shows the size and mtime that pending writes will commit.
+    /// Shows the size and times that pending writes will commit, and the size of a commit that the tree's answer came
+    /// just before: a kernel that is told an older size cuts what it holds of the file.
     fn overlay(&self, mut attributes: Attributes) -> Attributes {
         if attributes.kind == FileKind::File
             && let Some(inode) = self.find_open(attributes.ino)
@@ -415,6 +418,9 @@ impl Volume {
                 if let Some(mtime) = content.modified() {
                     attributes.size = content.size();
                     attributes.mtime = mtime;
+                    attributes.ctime = attributes.ctime.max(content.changed());
+                } else if content.generation() > attributes.generation {
+                    attributes.size = content.size();
                 }
             });
         }

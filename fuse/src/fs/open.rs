@@ -79,7 +79,8 @@ impl FileSystem {
         let new = caller.new_inode(FileKind::File, mode);
         let (attributes, file) = self.volume.create(parent, name, new, existing, access).await?;
         let attributes = self.enter(attributes);
-        match self.register(file, access.write).await {
+        // Even a file that is made for reading only has something to flush: itself.
+        match self.register(file, true).await {
             Ok(opened) => Ok((attributes, opened)),
             Err(errno) => {
                 self.inodes.forget(attributes.ino, 1);

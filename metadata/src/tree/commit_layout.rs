@@ -43,7 +43,8 @@ pub(super) fn commit_layout(
     if let Some(mtime) = content.mtime {
         inode.generation += 1;
         inode.mtime = mtime;
-        inode.ctime = change.now;
+        // The change was made when the content was, not now; utimes may have set an mtime that is still to come.
+        inode.ctime = inode.ctime.max(mtime.min(change.now));
     }
     change.put_inode(ino, &inode)?;
     change.settle_home(ino, &inode)?;

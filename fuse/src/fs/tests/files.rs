@@ -99,6 +99,34 @@ async fn a_removed_file_lives_until_its_last_close() {
     fails(fs.attributes(ino).await, libc::ENOENT);
 }
 
+/// `open(O_RDONLY | O_CREAT)`, as `flock` and `touch` of some systems do it.
+#[tokio::test]
+async fn a_file_made_for_reading_is_made_and_keeps_its_times() {
+    let bucket = Bucket::in_memory();
+    let fs = FileSystem::new(volume(&bucket, false).await, policy(false), Clock::system());
+    let flags = OpenFlags(libc::O_RDONLY | libc::O_CREAT);
+    let (attributes, opened) = fs.create(CALLER, ROOT, b"f", 0o644, flags).await.expect("create");
+    assert!(opened.flushes, "the kernel must say when it is closed");
+    let before = fs.attributes(attributes.ino).await.expect("stat").mtime;
+    fs.flush(opened.handle).await.expect("flush");
+    fs.release(opened.handle).await.expect("release");
+    assert_eq!(fs.attributes(attributes.ino).await.expect("stat").mtime, before);
+    let object = bucket.head(&forebay_core::ObjectKey::new("f")).await.expect("head");
+    assert_eq!(object.expect("an object").size, 0);
+}
+
+#[tokio::test]
+async fn pending_changes_show_their_times() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "x").await;
+    let handle = open(&fs, ino, libc::O_RDWR).await.expect("open");
+    let before = fs.attributes(ino).await.expect("stat");
+    fs.allocate(ino, handle, 0, 0, 100).await.expect("extend");
+    let after = fs.attributes(ino).await.expect("stat");
+    assert!(after.mtime > before.mtime && after.ctime > before.ctime, "{before:?} {after:?}");
+    fs.release(handle).await.expect("release");
+}
+
 #[tokio::test]
 async fn a_new_name_does_not_hide_what_was_not_committed_yet() {
     let fs = writable().await;
