@@ -55,12 +55,16 @@ impl<T: Clone + Send + Sync + 'static> Flights<T> {
     {
         let (mut waiter, ticket) = self.board(id);
         let role = if ticket.is_some() { Role::Led } else { Role::Joined };
-        if let Some(ticket) = ticket {
-            let ticket = Arc::new(ticket);
-            self.tasks.spawn(self.name, async move {
-                let outcome = work(ticket.clone()).await;
-                ticket.land(outcome);
-            });
+        match ticket {
+            Some(ticket) => {
+                let ticket = Arc::new(ticket);
+                self.tasks.spawn(self.name, async move {
+                    let outcome = work(ticket.clone()).await;
+                    ticket.land(outcome);
+                });
+            }
+            // The flight may be waiting for just the room that this work holds.
+            None => drop(work),
         }
         let outcome = match waiter.wait_for(Option::is_some).await {
             Ok(outcome) => outcome.clone(),
@@ -86,7 +90,6 @@ impl<T: Clone + Send + Sync + 'static> Flights<T> {
     }
 
     /// Flights under way.
-    #[cfg(test)]
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.table.lock().len()
@@ -137,5 +140,35 @@ impl<T> Ticket<T> {
 impl<T> Drop for Ticket<T> {
     fn drop(&mut self) {
         self.leave(&mut self.table.lock());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_core::{Blob, BlockKey, ObjectKey, Version, VolumeBlob, VolumeId};
+    use tokio::sync::Semaphore;
+
+    use super::*;
+
+    /// A full cache disk hung at unmount: a write that had its room waited for the flight of the same block, which
+    /// waited for room.
+    #[tokio::test]
+    async fn who_joins_a_flight_gives_back_what_it_brought() {
+        let flights = Flights::new("test", TaskGroup::new("test"));
+        let blob = Blob { key: ObjectKey::new("k"), version: Version::new("1"), size: 1 };
+        let id = BlockId::of(&BlockKey { blob: VolumeBlob::new(VolumeId(1), blob), index: 0 });
+        let room = Arc::new(Semaphore::new(1));
+        let held = room.clone().try_acquire_owned().expect("room");
+        let waiting = room.clone();
+        let first = flights.join(id, move |_| async move {
+            drop(waiting.acquire().await);
+            Ok(())
+        });
+        let second = flights.join(id, move |_| async move {
+            drop(held);
+            Ok(())
+        });
+        let (first, second) = tokio::join!(first, second);
+        assert_eq!((first.expect("first").1, second.expect("second").1), (Role::Led, Role::Joined));
     }
 }
