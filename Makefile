@@ -3,12 +3,13 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build lint test test-long bench clean-cache
+.PHONY: help setup build lint demo test test-long bench clean-cache
 
 help:
 	@echo "make test         format, lints, every test (the gate that .ci/run calls)"
 	@echo "make test-long    the same, with the long suites' round counts multiplied by 20"
 	@echo "make bench        speed and memory against their limits; ONLY=read,write picks scenarios, ARGS=--help the sizes"
+	@echo "make demo         the main job on real files; SOURCE=s3://bucket/prefix runs it on a bucket"
 	@echo "make build        the forebay binary, debug profile"
 	@echo "make lint         cargo fmt --check and clippy without warnings"
 	@echo "make setup        install what is missing: system packages (as root), Python environment"
@@ -22,6 +23,9 @@ build: setup
 
 lint: setup
 	@scripts/test lint
+
+demo:
+	@scripts/demo
 
 test:
 	@scripts/test
