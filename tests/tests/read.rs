@@ -83,6 +83,7 @@ async fn upload(root: &Path, folder: &Path, bucket: &Bucket) {
 
 /// Copies, lists and sums `mounted` and compares all of it with `source`.
 fn read_every_way(source: &Path, mounted: &Path, copy: &Path) {
+    shell(mounted, "tar -cf - . | tar -t > /dev/null").succeeded();
     shell(mounted, &format!("cp -a . {}", copy.display())).succeeded();
     assert_same_trees(source, copy, false);
     assert_same_trees(source, mounted, false);

@@ -365,8 +365,11 @@ impl Window<'_, '_, '_> {
             return Ok(());
         }
         let mut directory = self.directory;
-        directory.mtime = self.change.now;
-        directory.ctime = self.change.now;
+        // What is seen for the first time has not changed: `tar` fails when times move as it reads.
+        if self.change.import_state(self.work.directory)?.listed.is_some() {
+            directory.mtime = self.change.now;
+            directory.ctime = self.change.now;
+        }
         self.change.put_inode(self.work.directory, &directory)
     }
 }
