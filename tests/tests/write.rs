@@ -5,7 +5,7 @@ use std::path::Path;
 use forebay_core::ObjectKey;
 use forebay_io::object::{Bucket, StoreSettings};
 use forebay_tests::s3::Server;
-use forebay_tests::{Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, shell};
+use forebay_tests::{Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, scale, shell};
 
 /// A mounted empty bucket.
 struct Walk {
@@ -21,20 +21,20 @@ impl Walk {
         let scratch = Scratch::new();
         let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
         let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("bucket");
-        Self::mount(scratch, bucket, None)
+        Self::mount(scratch, bucket, None, &[])
     }
 
     /// Over an S3 server of its own.
-    async fn s3() -> Self {
+    async fn s3(options: &[&str]) -> Self {
         let server = Server::start();
         let bucket = server.bucket("some/prefix").await;
-        Self::mount(Scratch::new(), bucket, Some(server))
+        Self::mount(Scratch::new(), bucket, Some(server), options)
     }
 
-    fn mount(scratch: Scratch, bucket: Bucket, server: Option<Server>) -> Self {
+    fn mount(scratch: Scratch, bucket: Bucket, server: Option<Server>, options: &[&str]) -> Self {
         let variables = server.as_ref().map(Server::envs).unwrap_or_default();
         let url = bucket.url().to_string();
-        let mount = Mount::new(&scratch.join("home"), &url, &scratch.join("mnt"), &[], &variables);
+        let mount = Mount::new(&scratch.join("home"), &url, &scratch.join("mnt"), options, &variables);
         Self { scratch, bucket, mount, server }
     }
 
@@ -97,7 +97,7 @@ async fn cp_and_tar_write_plain_objects_that_another_machine_mounts() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn cp_and_tar_write_to_s3_and_another_machine_mounts() {
     if require_fuse("cp_and_tar_write_to_s3_and_another_machine_mounts") {
-        copy_and_move(Walk::s3().await).await;
+        copy_and_move(Walk::s3(&[]).await).await;
     }
 }
 
@@ -249,11 +249,22 @@ for i in range(100):
 /// disk loses none of them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_was_synced_survives_kill_and_loss_of_the_disk() {
-    if !require_fuse("what_was_synced_survives_kill_and_loss_of_the_disk") {
-        return;
+    if require_fuse("what_was_synced_survives_kill_and_loss_of_the_disk") {
+        sync_and_kill(Walk::new().await, 3 * scale()).await;
     }
-    let mut walk = Walk::new().await;
-    for round in 0..3 * forebay_tests::scale() {
+}
+
+/// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_synced_to_s3_survives_kill_and_loss_of_the_disk() {
+    if require_fuse("what_was_synced_to_s3_survives_kill_and_loss_of_the_disk") {
+        // The killed mount's lease would be waited for.
+        sync_and_kill(Walk::s3(&["--take-over"]).await, 2 * scale()).await;
+    }
+}
+
+async fn sync_and_kill(mut walk: Walk, rounds: usize) {
+    for round in 0..rounds {
         walk.python(&format!(
             "
 import os

@@ -1,0 +1,150 @@
+//! Stores and disks in trouble, seen from a mount and from the command line.
+
+use std::path::{Path, PathBuf};
+
+use forebay_core::ObjectKey;
+use forebay_io::object::{Bucket, Condition};
+use forebay_tests::s3::Server;
+use forebay_tests::{
+    Door, Forebay, Manner, Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, settings,
+    shell,
+};
+
+/// Milliseconds until a request that keeps failing is given up, in these tests.
+const DEADLINE_MS: u64 = 1500;
+
+/// A bucket of a moto server behind a door, with two objects in it.
+struct Store {
+    scratch: Scratch,
+    door: Door,
+    bucket: Bucket,
+    variables: Vec<(String, String)>,
+    config: String,
+}
+
+impl Store {
+    async fn new() -> Self {
+        let (scratch, server) = (Scratch::new(), Server::shared());
+        let bucket = server.bucket("data").await;
+        for name in ["a", "b"] {
+            let bytes = vec![name.as_bytes()[0]; 100_000].into();
+            bucket.put(&ObjectKey::new(name), bytes, Condition::Always).await.expect("put");
+        }
+        let address = server.endpoint().trim_start_matches("http://").parse().expect("an address");
+        let door = Door::new(address).expect("loopback has free ports");
+        let endpoint = ("AWS_ENDPOINT_URL".to_owned(), door.endpoint());
+        let others = server.envs().into_iter().filter(|(name, _)| name != "AWS_ENDPOINT_URL");
+        let variables = others.chain([endpoint]).collect();
+        let config = scratch.join("forebay.toml");
+        std::fs::write(&config, format!("[volume.store]\ndeadline_ms = {DEADLINE_MS}\n")).expect("writable");
+        let config = config.display().to_string();
+        Self { scratch, door, bucket, variables, config }
+    }
+
+    fn url(&self) -> String {
+        self.bucket.url().to_string()
+    }
+
+    #[track_caller]
+    fn mount(&self, options: &[&str]) -> Mount {
+        let options = [options, &["--config", &self.config]].concat();
+        let (home, folder) = (self.scratch.join("home"), self.scratch.join("mnt"));
+        Mount::new(&home, &self.url(), &folder, &options, &self.variables)
+    }
+
+    /// `forebay mount SOURCE` in the background, which is expected to fail.
+    #[track_caller]
+    fn mount_fails(&self, source: &str, cause: &str, hint: &str) {
+        let folder = self.scratch.folder("mnt").display().to_string();
+        let args = ["mount", source, &folder, "--config", &self.config];
+        Forebay::new(&self.scratch.folder("home"), args).envs(&self.variables).run().failed_with(cause, hint);
+    }
+}
+
+/// Promise S10: While the store cannot be reached, cached bytes are read as ever; other reads fail with EIO once the
+/// deadline of the store's settings has passed, and succeed again when the store is back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_store_goes_away_and_comes_back() {
+    if !require_fuse("the_store_goes_away_and_comes_back") {
+        return;
+    }
+    let store = Store::new().await;
+    for options in [&["--read-only"][..], &[]] {
+        let mut mount = store.mount(options);
+        let read = |name: &str| std::fs::read(mount.path().join(name)).map(|bytes| bytes.len());
+        shell(mount.path(), "ls -l").succeeded();
+        assert_eq!(read("a").expect("a"), 100_000);
+        store.door.set(Manner::Shut);
+        assert_eq!(read("a").expect("a is cached"), 100_000);
+        assert_eq!(read("b").expect_err("b is not").raw_os_error(), Some(5), "EIO");
+        store.door.set(Manner::Pass);
+        assert_eq!(read("b").expect("the store is back"), 100_000);
+        mount.unmount();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stores_that_cannot_be_used_are_told_at_mount() {
+    let store = Store::new().await;
+    store.mount_fails("s3://no-such-bucket", "no-such-bucket", "create it");
+    store.door.set(Manner::Refuse);
+    store.mount_fails(&store.url(), "credentials", "AWS_ACCESS_KEY_ID");
+    store.door.set(Manner::Shut);
+    store.mount_fails(&store.url(), "", "AWS_ENDPOINT_URL");
+}
+
+/// A store that ignores conditional puts takes one writing host, which is told, and loses nothing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_store_without_conditions_is_written_from_one_host() {
+    if !require_fuse("a_store_without_conditions_is_written_from_one_host") {
+        return;
+    }
+    let store = Store::new().await;
+    store.door.set(Manner::IgnoreConditions);
+    let mut mount = store.mount(&[]);
+    assert!(mount.log().contains("ignores conditional puts"), "{}", mount.log());
+    shell(mount.path(), "mkdir d && echo one > d/f && chmod 600 d/f && mv a c").succeeded();
+    mount.unmount();
+    let (bytes, _) = store.bucket.get_whole(&ObjectKey::new("d/f")).await.expect("a plain object");
+    assert_eq!(bytes, "one\n");
+    mount.remount(&store.scratch.join("home"));
+    assert_eq!(shell(mount.path(), "stat -c %a d/f && ls").succeeded(), "600\nb\nc\nd\n");
+    mount.unmount();
+}
+
+#[test]
+fn a_full_disk_under_the_cache_costs_no_reads() {
+    if !require_fuse("a_full_disk_under_the_cache_costs_no_reads") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (source, cache) = (scratch.folder("bucket"), scratch.folder("cache"));
+    sample_tree(&source, Names::Keys);
+    let Some(_disk) = SmallDisk::mount(&cache) else {
+        return settings::skip("a_full_disk_under_the_cache_costs_no_reads", "mounting a tmpfs needs root");
+    };
+    let url = format!("file://{}", source.display());
+    let cache = cache.join("blocks").display().to_string();
+    let options = ["--read-only", "--memory", "64MiB", "--cache-dir", &cache];
+    let mut mount = Mount::new(&scratch.join("home"), &url, &scratch.join("mnt"), &options, &[]);
+    for _ in 0..2 {
+        assert_same_trees(&source, mount.path(), false);
+    }
+    mount.unmount();
+}
+
+/// A disk of 3 MiB, less than the sample.
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    fn mount(folder: &Path) -> Option<Self> {
+        let mounted = shell(folder, "mount -t tmpfs -o size=3m forebay-test .");
+        (mounted.code == Some(0)).then(|| Self(folder.to_owned()))
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        shell(Path::new("/"), &format!("umount -l {}", self.0.display()));
+    }
+}
