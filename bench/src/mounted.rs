@@ -16,7 +16,7 @@ const DEADLINE: Duration = Duration::from_secs(120);
 /// What to mount, and how.
 #[derive(Debug, Clone, Copy)]
 pub struct Mounting<'a> {
-    /// Names the mount point and the folder of its state and cache; the same name finds them again.
+    /// Names the mount point and the folder of its state; the same name finds it again.
     pub name: &'a str,
     /// Prefix in the store's bucket.
     pub prefix: &'a str,
@@ -47,7 +47,7 @@ impl Mounted {
             None => Command::new(&context.settings.forebay),
         };
         command.args(["mount", "--foreground", &source]).arg(&point).args(how.options);
-        command.arg("--state-dir").arg(home.join("state")).arg("--cache-dir").arg(home.join("cache"));
+        command.arg("--state-dir").arg(home.join("state"));
         command.env("HOME", &home).env("XDG_CONFIG_HOME", &home).envs(store.environment());
         let child = command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file).spawn()?;
         let mut mounted = Self { child, point, log };

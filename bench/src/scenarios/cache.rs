@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 
 use super::common::mib_a_second;
 use crate::context::{Context, names, shuffled};
@@ -35,8 +35,10 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
     let theirs: Vec<PathBuf> = names.iter().map(|name| folder.join(name)).collect();
     let mut gets = Vec::new();
     let total = (count * FILE_BYTES) as f64;
+    let cache = context.place("cache")?;
+    let options = ["--dataset", "--cache-dir", cache.to_str().context("a scratch folder has a plain name")?];
     let mut epoch = |counted: bool| {
-        let how = Mounting { name: "cached", prefix: "set", options: &["--dataset"], footprint: None };
+        let how = Mounting { name: "cached", prefix: "set", options: &options, footprint: None };
         let mounted = Mounted::new(context, &store, how)?;
         let paths: Vec<PathBuf> = names.iter().map(|name| mounted.path().join(name)).collect();
         machine::drop_caches();
