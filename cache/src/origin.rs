@@ -5,18 +5,24 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use bytes::Bytes;
-use forebay_core::{BlockKey, Error, ErrorKind, Result};
+use forebay_core::{BLOCK_SIZE, BlockKey, Error, ErrorKind, Result};
+use forebay_io::mem::Pool;
 use forebay_io::object::Bucket;
 
 use crate::block::Block;
 use crate::room::{Place, Room};
 use crate::{CacheSettings, Counters};
 
+/// Buffers of whole blocks that evictions left and fetches will take again: 32 MiB. Both come at one rate, so that few
+/// are ever unused.
+const UNUSED_BUFFERS: usize = 8;
+
 /// The bucket that blobs come from.
 #[derive(Debug)]
 pub(crate) struct Origin {
     bucket: Bucket,
     room: Room,
+    buffers: Pool,
     requests: AtomicU64,
     bytes: AtomicU64,
     failures: AtomicU64,
@@ -26,7 +32,8 @@ impl Origin {
     pub(crate) fn new(bucket: Bucket, settings: &CacheSettings) -> Self {
         let room = Room::new(settings.fetch_bytes - settings.disk_read_bytes(), settings.fetches);
         let [requests, bytes, failures] = Default::default();
-        Self { bucket, room, requests, bytes, failures }
+        let buffers = Pool::new(BLOCK_SIZE as usize, UNUSED_BUFFERS);
+        Self { bucket, room, buffers, requests, bytes, failures }
     }
 
     /// Waits until the block may be fetched.
@@ -59,9 +66,9 @@ impl Origin {
         let range = key.offset()..key.offset() + key.len();
         // A store without ETags gives empty versions; the length is then all that can be checked.
         let version = Some(&blob.version).filter(|version| !version.as_str().is_empty());
-        let mut bytes = vec![0; key.len() as usize];
-        match self.bucket.get_into(&blob.key, version, range, &mut bytes).await {
-            Ok(()) => Ok(bytes.into()),
+        let mut buffer = self.buffers.take(key.len() as usize);
+        match self.bucket.get_into(&blob.key, version, range, &mut buffer).await {
+            Ok(()) => Ok(buffer.freeze()),
             // The range is right for the blob, so an object that has no such range is another one.
             Err(error) if error.kind() == ErrorKind::Invalid => {
                 Err(Error::new(ErrorKind::Stale, "the object has another length").with_source(error))

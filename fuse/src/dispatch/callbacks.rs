@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
+use forebay_io::mem::Pool;
 use fuser::{
     BsdFileFlags, Errno, FileHandle, Filesystem, FopenFlags, INodeNo, InitFlags, KernelConfig, LockOwner,
     OpenFlags as Flags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus,
@@ -30,13 +31,18 @@ const BACKGROUND_MAX: u16 = 128;
 pub(crate) struct Dispatch {
     fs: Arc<FileSystem>,
     answers: Answerer,
+    /// For the data of large WRITEs.
+    buffers: Pool,
     end: watch::Sender<bool>,
 }
+
+/// Buffers of large WRITEs that stay unused between two parts of an upload: 16 MiB.
+const UNUSED_BUFFERS: usize = 16;
 
 impl Dispatch {
     /// `end` becomes true when the session has ended.
     pub(crate) fn new(fs: Arc<FileSystem>, answers: Answerer, end: watch::Sender<bool>) -> Self {
-        Self { fs, answers, end }
+        Self { fs, answers, buffers: Pool::new(REQUEST_BYTES_MAX as usize, UNUSED_BUFFERS), end }
     }
 
     fn ttl(&self) -> Duration {
@@ -290,7 +296,7 @@ impl Filesystem for Dispatch {
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let data = Bytes::copy_from_slice(data);
+        let data = self.buffers.copy(data);
         let clears_setid = write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         let (file, handle) = (convert::inode(ino), convert::handle(handle));
         self.run("write", ino, |fs| async move {
