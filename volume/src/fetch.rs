@@ -93,7 +93,7 @@ fn zeros(length: usize) -> Bytes {
 }
 
 /// One byte string from several; no copy when there is only one.
-fn join(mut parts: Vec<Bytes>) -> Bytes {
+pub(crate) fn join(mut parts: Vec<Bytes>) -> Bytes {
     if parts.len() == 1 {
         return parts.swap_remove(0);
     }

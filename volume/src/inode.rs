@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Piece, Result};
 use forebay_io::mem::Permit;
 use forebay_io::object::Upload;
@@ -14,6 +14,7 @@ use parking_lot::{Mutex, RwLock};
 use tokio::sync::Mutex as AsyncMutex;
 
 use crate::content::Content;
+use crate::fetch::join;
 use crate::settings::SealPolicy;
 use crate::store::Store;
 
@@ -204,14 +205,20 @@ impl OpenInode {
         self.commit(&mut writer).await
     }
 
-    /// Frees the memory that written bytes take, at the price of an object or a commit earlier than planned.
-    pub(crate) async fn relieve(&self) -> Result<()> {
+    /// Frees the memory that written bytes take: a running upload sends what it holds back, or is completed when
+    /// `finish` says so, and inline bytes go to a blob of their own.
+    pub(crate) async fn relieve(&self, finish: bool) -> Result<()> {
         let mut writer = self.writer.lock().await;
-        self.finish_stream(&mut writer).await?;
-        if self.look(Content::dirty) > 0 {
-            self.pack(&mut writer).await?;
+        if finish {
+            self.finish_stream(&mut writer).await?;
         }
-        Ok(())
+        if let Some(stream) = &mut writer.stream {
+            return match stream.upload.relieve().await {
+                Ok(_) => Ok(()),
+                Err(error) => Err(self.lose_stream(&mut writer, error).await),
+            };
+        }
+        if self.look(Content::dirty) > 0 { self.pack(&mut writer).await } else { Ok(()) }
     }
 
     /// Brings inline bytes into the store and commits the layout.
@@ -328,13 +335,4 @@ impl OpenInode {
 /// Whether an error means that the bytes may merely lie elsewhere by now.
 fn is_moved(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Stale)
-}
-
-fn join(mut parts: Vec<Bytes>) -> Bytes {
-    if parts.len() == 1 {
-        return parts.swap_remove(0);
-    }
-    let mut whole = BytesMut::with_capacity(parts.iter().map(Bytes::len).sum());
-    parts.iter().for_each(|part| whole.extend_from_slice(part));
-    whole.freeze()
 }

@@ -9,7 +9,7 @@ use forebay_cache::Blocks;
 use forebay_core::{Attributes, BlockKey, Error, FileKind, InodeId, Result, VolumeId};
 use forebay_io::clock::Clock;
 use forebay_io::mem::{Budget, Class, Permit};
-use forebay_io::object::Bucket;
+use forebay_io::object::{Bucket, MIN_PART_BYTES};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::tree::{DirectoryPage, Existing, Lookup, NewInode, RenameMode, SetAttributes, Tree};
@@ -312,13 +312,21 @@ impl Volume {
 
     /// Memory for `bytes` that are about to be written. When there is none left, what other files hold in memory
     /// goes to the store first; then the writer waits its turn.
+    ///
+    /// Parts on their way give their memory back by themselves. What an upload keeps after [`Upload::relieve`] is
+    /// less than the least part, so waiting is safe as long as that much for every upload leaves room for `bytes`;
+    /// otherwise uploads are completed early, and their files sealed later.
+    ///
+    /// [`Upload::relieve`]: forebay_io::object::Upload::relieve
     pub(crate) async fn charge_write(&self, bytes: u64) -> Result<Permit> {
         if let Some(permit) = self.budget.try_acquire(Class::Write, bytes) {
             return Ok(permit);
         }
         let open: Vec<_> = self.open.lock().values().map(|opened| opened.inode.clone()).collect();
+        let uploads = open.iter().filter(|inode| !inode.look(Content::readable)).count() as u64;
+        let finish = uploads * MIN_PART_BYTES + bytes > self.budget.largest();
         for inode in open {
-            inode.relieve().await?;
+            inode.relieve(finish).await?;
         }
         Ok(self.budget.acquire(Class::Write, bytes).await)
     }

@@ -129,6 +129,36 @@ fn many_writers_stay_under_the_ceiling() {
     });
 }
 
+/// Promise: files written side by side stay one upload each at the ceiling.
+#[test]
+fn uploads_wait_for_memory_and_stay_whole() {
+    run(async {
+        let mut fixture = Fixture::new(Bucket::in_memory());
+        fixture.budget = forebay_io::mem::Budget::new(48 * MIB);
+        let volume = fixture.open().await;
+        let before = fixture.bucket.counters();
+        let writers = (0..4_u64).map(|number| {
+            let volume = volume.clone();
+            async move {
+                let file = create(&volume, &format!("f{number}")).await;
+                for at in 0..40 {
+                    let part = pattern(number, at * MIB..(at + 1) * MIB);
+                    file.write(at * MIB, part).await.expect("write");
+                }
+                file.release().await.expect("release");
+            }
+        });
+        futures::future::join_all(writers).await;
+        let asked = fixture.bucket.counters().since(&before);
+        assert_eq!(asked.of(OperationKind::Complete).requests, 4);
+        assert_eq!(asked.of(OperationKind::Put).requests, 0);
+        assert!(fixture.budget.peak() <= 48 * MIB, "{}", fixture.budget.peak());
+        for number in 0..4 {
+            assert!(object(&fixture.bucket, &format!("f{number}")).await == pattern(number, 0..40 * MIB));
+        }
+    });
+}
+
 /// Promise: an outsider's replacement gives holders of the old version the cached bytes or ESTALE, never mixed bytes.
 #[test]
 fn an_outsiders_replacement_is_stale_to_those_who_hold_the_old_one() {
