@@ -1,0 +1,29 @@
+//! Documents say all that there is to say.
+
+use std::path::Path;
+
+use forebay_volume::VolumeSettings;
+
+/// The names of all settings, those of nested tables included.
+fn names(table: &toml::Table) -> Vec<String> {
+    let nested = table.values().filter_map(toml::Value::as_table).flat_map(names);
+    table.keys().cloned().chain(nested).collect()
+}
+
+#[test]
+fn every_setting_is_in_the_configuration_document() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package lies below the root");
+    let document = std::fs::read_to_string(root.join("docs/configuration.md")).expect("the document");
+    let mut settings = VolumeSettings::default();
+    // What has no default is left out of a table.
+    settings.cache.directory = Some("/".into());
+    settings.cache.pin_bytes = Some(0);
+    let table = toml::Table::try_from(settings).expect("settings are a table");
+    let missing: Vec<String> = names(&table)
+        .into_iter()
+        .filter(|name| {
+            !document.contains(&format!("`{name}`")) && !document.contains(&format!("volume.{name}]"))
+        })
+        .collect();
+    assert!(missing.is_empty(), "not in docs/configuration.md: {missing:?}");
+}
