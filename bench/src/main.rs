@@ -40,7 +40,7 @@ struct Run {
     #[arg(long, default_value = "1GiB", value_parser = parse_bytes)]
     large: u64,
     /// Bytes that the memory scenario reads, and that it writes.
-    #[arg(long, default_value = "2GiB", value_parser = parse_bytes)]
+    #[arg(long, default_value = "10GiB", value_parser = parse_bytes)]
     volume: u64,
     /// The forebay binary [default: beside this one].
     #[arg(long)]
