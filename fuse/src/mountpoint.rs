@@ -13,6 +13,8 @@ use forebay_core::{Error, ErrorKind, Result};
 
 const DEVICE: &str = "/dev/fuse";
 const MOUNT_TABLE: &str = "/proc/self/mountinfo";
+/// The type of our mounts in the mount table.
+const OWN_TYPE: &str = "fuse.forebay";
 
 /// Where to mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,15 +26,19 @@ pub enum MountPoint {
 }
 
 impl MountPoint {
-    /// Reads a mount point as given on a command line, `/dev/fd/N` being a device.
+    /// Reads a mount point as given on a command line, `/dev/fd/N` being a device. One where a mount of ours has died
+    /// can be mounted on: mounting clears it.
     ///
     /// # Errors
-    /// Each with a hint: missing, not a directory, busy, left behind by a file system that died.
+    /// Each with a hint: missing, not a directory, busy, left behind by another file system that died.
     pub fn parse(path: &Path) -> Result<Self> {
         if let Some(number) = path.to_str().and_then(|path| path.strip_prefix("/dev/fd/")) {
             let device =
                 number.parse().map_err(|_| Error::invalid(format!("`{number}` is no descriptor")))?;
             return Ok(Self::Device(device));
+        }
+        if let Some(directory) = dead_mount(path)? {
+            return Ok(Self::Directory(directory));
         }
         let shown = path.display();
         let directory = fs::canonicalize(path).map_err(|error| refused(path, &error))?;
@@ -72,6 +78,19 @@ impl MountPoint {
     }
 }
 
+/// The directory behind `path`, absolute and without symlinks, if a mount of ours lies there whose process is gone.
+pub(crate) fn dead_mount(path: &Path) -> Result<Option<PathBuf>> {
+    if !matches!(fs::metadata(path), Err(error) if error.raw_os_error() == Some(libc::ENOTCONN)) {
+        return Ok(None);
+    }
+    // The last component cannot be resolved any more; those above it can.
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Ok(None) };
+    let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+    let directory = fs::canonicalize(parent).map_err(|error| refused(path, &error))?.join(name);
+    let ours = topmost(&directory)?.is_some_and(|mount| mount.kind == OWN_TYPE);
+    Ok(ours.then_some(directory))
+}
+
 fn refused(path: &Path, error: &std::io::Error) -> Error {
     let shown = path.display();
     let failure = Error::from(std::io::Error::from(error.kind()));
@@ -92,18 +111,34 @@ fn refused(path: &Path, error: &std::io::Error) -> Error {
 
 /// The device number, as `major:minor`, of the topmost file system mounted exactly at `directory`.
 pub(crate) fn device_number(directory: &Path) -> Result<Option<String>> {
+    Ok(topmost(directory)?.map(|mount| mount.device))
+}
+
+/// One line of the mount table.
+#[derive(Debug, PartialEq, Eq)]
+struct TableEntry {
+    /// `major:minor`.
+    device: String,
+    /// The file system's type.
+    kind: String,
+}
+
+fn topmost(directory: &Path) -> Result<Option<TableEntry>> {
     let table = fs::read(MOUNT_TABLE).map_err(|error| Error::from(error).context(MOUNT_TABLE))?;
     Ok(find_in_table(&table, directory))
 }
 
-/// proc_pid_mountinfo(5): `id parent major:minor root mount-point options ...`; later lines lie on top.
-fn find_in_table(table: &[u8], directory: &Path) -> Option<String> {
+/// proc_pid_mountinfo(5): `id parent major:minor root mount-point options tags... - type source ...`; later lines lie
+/// on top.
+fn find_in_table(table: &[u8], directory: &Path) -> Option<TableEntry> {
     let mut found = None;
     for line in table.split(|byte| *byte == b'\n') {
         let mut fields = line.split(|byte| *byte == b' ').skip(2);
         let (Some(device), Some(path)) = (fields.next(), fields.nth(1)) else { continue };
         if unescape(path) == directory.as_os_str().as_bytes() {
-            found = Some(String::from_utf8_lossy(device).into_owned());
+            let kind = fields.skip_while(|field| *field != b"-").nth(1).unwrap_or_default();
+            let text = |field| String::from_utf8_lossy(field).into_owned();
+            found = Some(TableEntry { device: text(device), kind: text(kind) });
         }
     }
     found
@@ -163,9 +198,10 @@ mod tests {
     #[test]
     fn the_mount_table_is_read_with_its_escapes_and_its_order() {
         let table =
-            b"22 1 0:20 / /a\\040b rw - fuse x rw\n23 22 0:21 / /a\\040b rw - fuse y rw\n24 1 8:1 / /c rw\n";
-        assert_eq!(find_in_table(table, Path::new("/a b")), Some("0:21".into()));
-        assert_eq!(find_in_table(table, Path::new("/c")), Some("8:1".into()));
+            b"22 1 0:20 / /a\\040b rw - fuse x rw\n23 22 0:21 / /a\\040b rw shared:7 - fuse.forebay y rw\n24 1 8:1 / /c rw\n";
+        let entry = |device: &str, kind: &str| Some(TableEntry { device: device.into(), kind: kind.into() });
+        assert_eq!(find_in_table(table, Path::new("/a b")), entry("0:21", "fuse.forebay"));
+        assert_eq!(find_in_table(table, Path::new("/c")), entry("8:1", ""));
         assert_eq!(find_in_table(table, Path::new("/a")), None);
         assert_eq!(unescape(b"/x\\134y\\12"), b"/x\\y\\12");
     }

@@ -148,6 +148,9 @@ pub fn mount(
     runtime: Runtime,
 ) -> Result<Mounted> {
     target.check_device()?;
+    if let MountPoint::Directory(directory) = target {
+        transport::clear(directory)?;
+    }
     let fs = Arc::new(FileSystem::new(volume, options.policy(), Clock::system()));
     let answers = Answerer::new(runtime);
     let (end, ended) = watch::channel(false);

@@ -15,7 +15,10 @@ use fuser::{BackgroundSession, Config, Session, SessionACL};
 use rustix::mount::UnmountFlags;
 
 use crate::dispatch::Dispatch;
-use crate::mountpoint::MountPoint;
+use crate::mountpoint::{self, MountPoint};
+
+/// Dead mounts of ours, one on top of the other, that are cleared away: a supervisor leaves one at most.
+const DEAD_MOUNTS_MAX: usize = 16;
 
 /// A running session. Dropping it leaves the mount as it is.
 pub(crate) type Running = ManuallyDrop<BackgroundSession>;
@@ -64,6 +67,19 @@ fn mount_failed(directory: &Path, error: io::Error) -> Error {
     };
     let kind = if denied { ErrorKind::Denied } else { ErrorKind::Unavailable };
     Error::new(kind, format!("cannot mount on {}: {error}", directory.display())).with_hint(hint)
+}
+
+/// Detaches what a mount of ours left at `directory` when its process was killed, so that whoever mounts again after a
+/// crash (a supervisor, a pod that restarts) needs no other step.
+pub(crate) fn clear(directory: &Path) -> Result<()> {
+    for _ in 0..DEAD_MOUNTS_MAX {
+        if mountpoint::dead_mount(directory)?.is_none() {
+            break;
+        }
+        unmount(directory, true)?;
+        tracing::warn!(directory = %directory.display(), "detached a mount whose process had died");
+    }
+    Ok(())
 }
 
 /// Unmounts `directory`; `lazily` detaches it at once and lets those who still use it finish.

@@ -22,7 +22,13 @@ fn text(path: &Path) -> String {
 
 /// `forebay mount` in the background.
 fn background(scratch: &Scratch, args: &[&str]) -> Outcome {
-    let (source, folder) = (url(&scratch.folder("bucket")), text(&scratch.folder("mnt")));
+    scratch.folder("mnt");
+    background_again(scratch, args)
+}
+
+/// The same where the mount point cannot be looked at.
+fn background_again(scratch: &Scratch, args: &[&str]) -> Outcome {
+    let (source, folder) = (url(&scratch.folder("bucket")), text(&scratch.join("mnt")));
     let mut line = vec!["mount", source.as_str(), folder.as_str()];
     line.extend(args);
     Forebay::new(&scratch.folder("home"), line).run()
@@ -106,6 +112,42 @@ fn a_signal_unmounts_and_writes_even_what_is_in_use() {
         ended_well(&scratch);
         assert_eq!(std::fs::read_to_string(scratch.join("bucket/file")).expect("an object"), "kept");
     }
+}
+
+/// Promise S15: A mount point whose process was killed is mounted again by the same command, and everything that was
+/// synced is there. What another file system left behind is not touched.
+#[test]
+fn a_mount_that_died_is_mounted_again_by_the_same_command() {
+    if !require_fuse("a_mount_that_died_is_mounted_again_by_the_same_command") {
+        return;
+    }
+    let scratch = Scratch::new();
+    scratch.folder("mnt");
+    for round in 0..3 {
+        let told = background_again(&scratch, &["--json"]).succeeded();
+        let pid = serde_json::from_str::<serde_json::Value>(&told).expect("JSON")["pid"].to_string();
+        let file = scratch.join("mnt").join(format!("file-{round}"));
+        std::fs::write(&file, "kept").expect("the mount serves");
+        std::fs::File::open(&file).and_then(|file| file.sync_all()).expect("fsync");
+        shell(scratch.path(), &format!("kill -KILL {pid}")).succeeded();
+        wait_until("the kernel has noticed", || std::fs::metadata(scratch.join("mnt")).is_err());
+    }
+    background_again(&scratch, &[]).succeeded();
+    let table = std::fs::read_to_string("/proc/self/mounts").expect("the mount table");
+    assert_eq!(table.matches(&format!(" {} ", text(&scratch.join("mnt")))).count(), 1, "{table}");
+    for round in 0..3 {
+        let file = scratch.join("mnt").join(format!("file-{round}"));
+        assert_eq!(std::fs::read_to_string(file).expect("synced before the kill"), "kept");
+    }
+    shell(scratch.path(), "umount mnt").succeeded();
+    ended_well(&scratch);
+
+    let told = background_again(&scratch, &["--json", "-o", "plain_type"]).succeeded();
+    let pid = serde_json::from_str::<serde_json::Value>(&told).expect("JSON")["pid"].to_string();
+    shell(scratch.path(), &format!("kill -KILL {pid}")).succeeded();
+    wait_until("the kernel has noticed", || std::fs::metadata(scratch.join("mnt")).is_err());
+    background_again(&scratch, &[]).failed_with("has died", "umount -l");
+    shell(scratch.path(), "umount -l mnt").succeeded();
 }
 
 /// What fstab's lines become: mount(8) calls `mount.forebay SOURCE DIRECTORY -o OPTIONS`.
