@@ -1,25 +1,113 @@
-//! Where log lines go: stderr, which is the log file of a mount in the background.
+//! Where log lines go: stderr, which is the log file of a mount in the background; the warnings of its start also go
+//! to the terminal that it was started from.
 
+use std::fmt::{Debug, Write as _};
 use std::io::IsTerminal;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use forebay_core::{Error, Result};
-use tracing_subscriber::EnvFilter;
+use tracing::field::{Field, Visit};
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::layer::{Context, SubscriberExt};
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer};
 
 /// Without `--log`: Forebay's own lifecycle, and of libraries what went wrong; of the FUSE library nothing, since it
 /// takes a caller that did not wait for its answer for an error.
 const DEFAULT: &str = "warn,fuser=off,forebay=info,forebay_fuse=info,forebay_volume=info,forebay_metadata=info,\
                        forebay_cache=info,forebay_io=info";
+/// The most warnings that are kept for the terminal. The log has them all.
+const WARNINGS_MAX: usize = 32;
 
 /// Starts logging. `json` writes one JSON object a line.
 pub(crate) fn start(filter: Option<&str>, json: bool) -> Result<()> {
+    begin(filter, json, None)
+}
+
+/// Starts logging and keeps Forebay's own warnings for the terminal, whatever `filter` lets into the log. They stop
+/// being kept when what was returned is dropped.
+pub(crate) fn start_keeping_warnings(filter: Option<&str>) -> Result<Warnings> {
+    let (sender, receiver) = sync_channel(WARNINGS_MAX);
+    begin(filter, false, Some(Keep(sender)))?;
+    Ok(Warnings(receiver))
+}
+
+fn begin(filter: Option<&str>, json: bool, keep: Option<Keep>) -> Result<()> {
     let filter = EnvFilter::try_new(filter.unwrap_or(DEFAULT)).map_err(|error| {
         Error::invalid(format!("log level does not parse: {error}"))
             .with_hint("write error, warn, info, debug or trace")
     })?;
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    let started = match json {
-        true => lines.json().try_init(),
-        false => lines.with_ansi(std::io::stderr().is_terminal()).try_init(),
+    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let lines = match json {
+        true => lines.json().with_filter(filter).boxed(),
+        false => lines.with_ansi(std::io::stderr().is_terminal()).with_filter(filter).boxed(),
     };
-    started.map_err(|error| Error::bug(format!("logging was started twice: {error}")))
+    let own = |level: &Level, target: &str| *level <= Level::WARN && target.starts_with("forebay");
+    let keep = keep
+        .map(|keep| keep.with_filter(filter_fn(move |metadata| own(metadata.level(), metadata.target()))));
+    tracing_subscriber::registry()
+        .with(lines)
+        .with(keep)
+        .try_init()
+        .map_err(|error| Error::bug(format!("logging was started twice: {error}")))
+}
+
+/// Warnings since logging was started.
+#[derive(Debug)]
+pub(crate) struct Warnings(Receiver<String>);
+
+impl Warnings {
+    /// Those that came so far.
+    pub(crate) fn take(&self) -> Vec<String> {
+        self.0.try_iter().collect()
+    }
+}
+
+/// Sends events as text, and drops those for which there is no place.
+struct Keep(SyncSender<String>);
+
+impl<S: Subscriber> Layer<S> for Keep {
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        let mut text = Text::default();
+        event.record(&mut text);
+        // Full, or nobody waits any more: the log has it.
+        let _ = self.0.try_send(text.message + &text.fields);
+    }
+}
+
+/// An event as `message (name=value) (name=value)`.
+#[derive(Default)]
+struct Text {
+    message: String,
+    fields: String,
+}
+
+impl Visit for Text {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        // Writing to a string cannot fail.
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value:?}"),
+            name => write!(self.fields, " ({name}={value:?})"),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn warnings_are_kept_as_text_up_to_a_bound() {
+        let (sender, receiver) = sync_channel(2);
+        let warnings = Warnings(receiver);
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(Keep(sender)), || {
+            let url = "s3://b";
+            tracing::warn!(%url, keys = 3, "left out");
+            for _ in 0..5 {
+                tracing::warn!("again");
+            }
+        });
+        assert_eq!(warnings.take(), ["left out (url=s3://b) (keys=3)", "again"]);
+    }
 }

@@ -48,6 +48,14 @@ pub(crate) fn failure(failure: &Error, json: bool) {
     Failure::from(failure).print(json);
 }
 
+/// Prints a warning about something that went well.
+pub(crate) fn warning(text: &str, json: bool) {
+    match json {
+        true => eprintln!("{}", serde_json::json!({ "warning": text })),
+        false => eprintln!("warning: {text}"),
+    }
+}
+
 /// Prints what is wrong with a command line, or the help or version that was asked for.
 pub(crate) fn usage(failure: &clap::Error) -> ExitCode {
     // A closed pipe is no reason to fail.

@@ -112,6 +112,34 @@ async fn a_store_without_conditions_is_written_from_one_host() {
     mount.unmount();
 }
 
+/// The same in the background: the terminal is told, not only the log, and whatever the log's level is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn warnings_of_a_mount_in_the_background_reach_the_terminal() {
+    if !require_fuse("warnings_of_a_mount_in_the_background_reach_the_terminal") {
+        return;
+    }
+    let store = Store::new().await;
+    let (url, home) = (store.url(), store.scratch.folder("home"));
+    let folder = store.scratch.folder("mnt").display().to_string();
+    let mount = |options: &[&str]| {
+        let line = [&["mount", url.as_str(), folder.as_str(), "--config", &store.config], options].concat();
+        let outcome = Forebay::new(&home, line).envs(&store.variables).run();
+        let stderr = outcome.stderr.clone();
+        outcome.succeeded();
+        shell(&home, &format!("umount {folder}")).succeeded();
+        stderr
+    };
+    assert_eq!(mount(&["--state-dir", &store.scratch.join("first").display().to_string()]), "");
+    store.door.set(Manner::IgnoreConditions);
+    let told = mount(&["--log", "error", "--state-dir", &store.scratch.join("second").display().to_string()]);
+    let warning = "warning: the store ignores conditional puts";
+    assert!(told.starts_with(warning) && told.contains("no second host") && told.contains(&url), "{told}");
+    let state = store.scratch.join("third").display().to_string();
+    let told: serde_json::Value =
+        serde_json::from_str(&mount(&["--json", "--state-dir", &state])).expect("JSON");
+    assert!(told["warning"].as_str().is_some_and(|text| text.contains("conditional puts")), "{told}");
+}
+
 #[test]
 fn a_full_disk_under_the_cache_costs_no_reads() {
     if !require_fuse("a_full_disk_under_the_cache_costs_no_reads") {

@@ -1,8 +1,8 @@
 //! A mount that outlives the command that made it.
 //!
 //! The command starts the same program again with `--in-background`; that process leaves the terminal's session,
-//! serves the mount, and says on its stdout, in one line of JSON, when it serves or why it cannot. Its stderr is a log
-//! file.
+//! serves the mount, and says on its stdout, in one line of JSON, when it serves or why it cannot, and what it warned
+//! of meanwhile. Its stderr is a log file.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -18,15 +18,15 @@ use super::options::Plan;
 use super::{MountArguments, serve};
 use crate::arguments::Global;
 use crate::places;
-use crate::report::Failure;
+use crate::report::{self, Failure};
 use crate::settings::Settings;
 
 /// What the serving process says.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Outcome {
-    /// The mount can be used.
-    Serving,
+    /// The mount can be used; these are the warnings of its start.
+    Serving { warnings: Vec<String> },
     /// It cannot.
     Failed(Failure),
 }
@@ -52,7 +52,8 @@ pub(super) fn start(plan: &Plan, json: bool) -> Result<ExitCode> {
         BufReader::new(stdout).read_line(&mut line)?;
     }
     match serde_json::from_str(&line) {
-        Ok(Outcome::Serving) => {
+        Ok(Outcome::Serving { warnings }) => {
+            warnings.iter().for_each(|warning| report::warning(warning, json));
             if json {
                 let result = serde_json::json!({
                     "source": plan.source, "mount_point": shown(&plan.target), "pid": child.id(), "log": log_path,
@@ -91,16 +92,17 @@ pub(super) fn serve(global: &Global, arguments: &MountArguments) -> Result<ExitC
     let _ = rustix::process::setsid();
     let prepared = Settings::load(global).and_then(|settings| {
         let plan = Plan::new(arguments, &settings)?;
-        crate::log::start(global.log.as_deref().or(plan.log.as_deref()), false)?;
+        let filter = global.log.as_deref().or(plan.log.as_deref());
+        let warnings = crate::log::start_keeping_warnings(filter)?;
         // A working directory would be kept from being unmounted.
         std::env::set_current_dir("/")?;
-        Ok(plan)
+        Ok((plan, warnings))
     });
     let mut told = false;
-    let result = prepared.and_then(|plan| {
+    let result = prepared.and_then(|(plan, warnings)| {
         serve::serve(plan, |_| {
             told = true;
-            tell(&Outcome::Serving)
+            tell(&Outcome::Serving { warnings: warnings.take() })
         })
     });
     match result {
