@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
+use forebay_tests::s3::Server;
 use forebay_tests::{Mount, Scratch, Seeded, assert_same_trees, require_fuse, scale};
 use rand::{Rng, RngExt};
 
@@ -128,15 +129,27 @@ fn list(path: &Path) -> io::Result<Vec<u8>> {
 
 #[test]
 fn random_operations_do_what_a_plain_folder_does() {
-    if !require_fuse("random_operations_do_what_a_plain_folder_does") {
-        return;
+    if require_fuse("random_operations_do_what_a_plain_folder_does") {
+        let bucket = Scratch::new();
+        compare_with_plain(&format!("file://{}", bucket.path().display()), &[], 3 * scale());
     }
+}
+
+#[test]
+fn random_operations_on_s3_do_what_a_plain_folder_does() {
+    if require_fuse("random_operations_on_s3_do_what_a_plain_folder_does") {
+        let server = Server::start();
+        compare_with_plain(&format!("s3://{}/a/prefix", server.create_bucket()), &server.envs(), scale());
+    }
+}
+
+/// Applies the same operations to a mount of `url` and to a plain folder, and mounts again after each round.
+fn compare_with_plain(url: &str, variables: &[(String, String)], rounds: usize) {
     let mut rng = Seeded::new();
     let scratch = Scratch::new();
     let plain = scratch.folder("plain");
-    let url = format!("file://{}", scratch.folder("bucket").display());
-    let mut mount = Mount::new(&scratch.join("home"), &url, &scratch.join("mnt"), &[], &[]);
-    for round in 0..3 * scale() {
+    let mut mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), &[], variables);
+    for round in 0..rounds {
         for step in 0..150 {
             let operation = operation(&mut *rng);
             let (expected, got) = (apply(&plain, &operation), apply(mount.path(), &operation));

@@ -49,7 +49,7 @@ fn sqlite_commits_rolls_back_and_vacuums() {
         &script,
         "
 import sqlite3
-for journal in ('delete', 'truncate'):
+for journal in ('delete', 'truncate', 'wal'):
     db = sqlite3.connect(f'{journal}.db')
     assert db.execute(f'pragma journal_mode={journal}').fetchone()[0] == journal
     db.execute('create table t (id integer primary key, text text)')
@@ -72,7 +72,7 @@ for journal in ('delete', 'truncate'):
     mount.unmount();
     mount.remount(&scratch.join("other-home"));
     let check = "import sqlite3; print(*(sqlite3.connect(f'{j}.db').execute('pragma integrity_check').fetchone()[0] \
-                 for j in ('delete', 'truncate')))";
-    assert_eq!(shell(mount.path(), &format!("python3 -c \"{check}\"")).succeeded(), "ok ok\n");
+                 for j in ('delete', 'truncate', 'wal')))";
+    assert_eq!(shell(mount.path(), &format!("python3 -c \"{check}\"")).succeeded(), "ok ok ok\n");
     mount.unmount();
 }
