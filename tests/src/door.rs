@@ -1,11 +1,17 @@
-//! A door between Forebay and a store's server, which a test can shut, and which counts who goes through.
+//! A door between Forebay and a store's server, which a test can shut or put in trouble, and which counts who goes
+//! through.
 //!
 //! Speaks just enough HTTP/1.1: one request a connection, heads rewritten, bodies passed on as they come.
 
+use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
+use std::time::Duration;
+
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
 
 /// Longest head of a request, in bytes.
 const HEAD_MAX: usize = 64 << 10;
@@ -21,7 +27,45 @@ pub enum Manner {
     Refuse,
     /// Its connection is closed without an answer.
     Shut,
+    /// So many requests go through; those after them find it shut.
+    Few(usize),
+    /// One [`Trouble`] or another befalls it in this many of 100 cases; else it goes through.
+    Troubled(u32),
 }
+
+/// What can go wrong with one request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Trouble {
+    /// 500 before anything is done.
+    Internal,
+    /// 503 before anything is done.
+    SlowDown,
+    /// 409 before anything is done, as S3 answers when writes of one key meet.
+    Conflict,
+    /// The connection is closed before anything is done.
+    Closed,
+    /// It is carried out, and the answer is lost: a conditional write sent again then meets a true 412.
+    AnswerLost,
+    /// The answer breaks off in the middle.
+    AnswerCut,
+    /// It goes through late.
+    Late,
+}
+
+impl Trouble {
+    const ALL: [Self; 7] = [
+        Self::Internal,
+        Self::SlowDown,
+        Self::Conflict,
+        Self::Closed,
+        Self::AnswerLost,
+        Self::AnswerCut,
+        Self::Late,
+    ];
+}
+
+/// How late a late request is passed on.
+const LATE: Duration = Duration::from_millis(100);
 
 /// A listening door; it stops with the test's process.
 #[derive(Debug)]
@@ -34,6 +78,8 @@ pub struct Door {
 struct State {
     manner: Manner,
     requests: Vec<String>,
+    chance: StdRng,
+    troubles: BTreeMap<Trouble, usize>,
 }
 
 impl Door {
@@ -41,7 +87,9 @@ impl Door {
     pub fn new(server: SocketAddr) -> io::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let address = listener.local_addr()?;
-        let state = Arc::new(Mutex::new(State { manner: Manner::Pass, requests: Vec::new() }));
+        let (requests, chance, troubles) = (Vec::new(), StdRng::seed_from_u64(0), BTreeMap::new());
+        let state = State { manner: Manner::Pass, requests, chance, troubles };
+        let state = Arc::new(Mutex::new(state));
         let shared = state.clone();
         thread::spawn(move || {
             for client in listener.incoming().flatten() {
@@ -63,9 +111,47 @@ impl Door {
         lock(&self.state).manner = manner;
     }
 
-    /// Takes the requests seen since the last call, each as `METHOD /path?query`.
+    /// What happens from the next request on, troubles coming as `seed` has them.
+    pub fn trouble(&self, seed: u64, percent: u32) {
+        lock(&self.state).chance = StdRng::seed_from_u64(seed);
+        self.set(Manner::Troubled(percent));
+    }
+
+    /// How often each trouble came.
+    pub fn troubles(&self) -> BTreeMap<Trouble, usize> {
+        lock(&self.state).troubles.clone()
+    }
+
+    /// Takes the requests seen since the last call, each as `METHOD /path?query`, with `bytes=FIRST-LAST` behind it
+    /// if it names a range.
     pub fn take_requests(&self) -> Vec<String> {
         std::mem::take(&mut lock(&self.state).requests)
+    }
+}
+
+impl State {
+    /// Notes a request, and says what happens to it.
+    fn meet(&mut self, request: &str, range: Option<&str>, conditional: bool) -> (Manner, Option<Trouble>) {
+        let range = range.map(|range| format!(" {range}")).unwrap_or_default();
+        self.requests.push(format!("{}{range}", request.trim_end_matches(" HTTP/1.1")));
+        let trouble = match self.manner {
+            Manner::Troubled(percent) if self.chance.random_range(0..100) < percent => {
+                let trouble = Trouble::ALL[self.chance.random_range(0..Trouble::ALL.len())];
+                // Only conditional writes are ever answered 409.
+                (conditional || trouble != Trouble::Conflict).then_some(trouble)
+            }
+            _ => None,
+        };
+        if let Some(trouble) = trouble {
+            *self.troubles.entry(trouble).or_default() += 1;
+        }
+        let manner = self.manner;
+        match manner {
+            Manner::Few(0) => return (Manner::Shut, None),
+            Manner::Few(left) => self.manner = Manner::Few(left - 1),
+            _ => {}
+        }
+        (manner, trouble)
     }
 }
 
@@ -77,21 +163,23 @@ fn serve(mut client: TcpStream, server: SocketAddr, state: &Mutex<State>) -> io:
     let (head, rest) = read_head(&mut client)?;
     let mut lines = head.split("\r\n");
     let request = lines.next().unwrap_or_default();
-    let manner = {
-        let mut state = lock(state);
-        state.requests.push(request.trim_end_matches(" HTTP/1.1").to_owned());
-        state.manner
-    };
-    match manner {
-        Manner::Shut => return client.shutdown(Shutdown::Both),
-        Manner::Refuse => return refuse(client),
-        Manner::Pass | Manner::IgnoreConditions => {}
-    }
     let name = |line: &str| line.split(':').next().unwrap_or_default().to_ascii_lowercase();
-    let kept = lines.filter(|line| match name(line).as_str() {
-        "connection" => false,
-        "if-match" | "if-none-match" => manner == Manner::Pass,
-        _ => !line.is_empty(),
+    let is_condition = |line: &str| ["if-match", "if-none-match"].contains(&name(line).as_str());
+    let range = lines.clone().find(|line| name(line) == "range").map(|line| line[6..].trim());
+    let conditional = !request.starts_with("GET") && lines.clone().any(is_condition);
+    let (manner, trouble) = lock(state).meet(request, range, conditional);
+    match (manner, trouble) {
+        (Manner::Shut, _) | (_, Some(Trouble::Closed)) => return client.shutdown(Shutdown::Both),
+        (Manner::Refuse, _) => return refuse(client, "403 Forbidden", "InvalidAccessKeyId"),
+        (_, Some(Trouble::Internal)) => return refuse(client, "500 Internal Error", "InternalError"),
+        (_, Some(Trouble::SlowDown)) => return refuse(client, "503 Slow Down", "SlowDown"),
+        (_, Some(Trouble::Conflict)) => return refuse(client, "409 Conflict", "ConditionalRequestConflict"),
+        (_, Some(Trouble::Late)) => thread::sleep(LATE),
+        _ => {}
+    }
+    let kept = lines.filter(|line| {
+        let ignored = is_condition(line) && manner == Manner::IgnoreConditions;
+        !line.is_empty() && name(line) != "connection" && !ignored
     });
     let head = kept.fold(format!("{request}\r\nConnection: close\r\n"), |head, line| head + line + "\r\n");
     let mut upstream = TcpStream::connect(server)?;
@@ -99,10 +187,24 @@ fn serve(mut client: TcpStream, server: SocketAddr, state: &Mutex<State>) -> io:
     upstream.write_all(&rest)?;
     let (mut from_client, mut to_server) = (client.try_clone()?, upstream.try_clone()?);
     let body = thread::spawn(move || io::copy(&mut from_client, &mut to_server));
-    io::copy(&mut upstream, &mut client)?;
+    answer(&mut upstream, &mut client, trouble)?;
     client.shutdown(Shutdown::Both)?;
     drop(body.join());
     Ok(())
+}
+
+/// Passes the answer on, as much of it as `trouble` leaves.
+fn answer(upstream: &mut TcpStream, client: &mut TcpStream, trouble: Option<Trouble>) -> io::Result<()> {
+    match trouble {
+        Some(Trouble::AnswerLost) => io::copy(upstream, &mut io::sink()).map(drop),
+        Some(Trouble::AnswerCut) => {
+            let mut whole = Vec::new();
+            upstream.read_to_end(&mut whole)?;
+            // Of a long answer the body is cut, which the client has begun to take; of a short one the head.
+            client.write_all(&whole[..whole.len() - whole.len() / 3])
+        }
+        _ => io::copy(upstream, client).map(drop),
+    }
 }
 
 /// The head of a request, and what came with it of the body.
@@ -122,12 +224,14 @@ fn read_head(client: &mut TcpStream) -> io::Result<(String, Vec<u8>)> {
     }
 }
 
-fn refuse(mut client: TcpStream) -> io::Result<()> {
-    let body = "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<Error><Code>InvalidAccessKeyId</Code>\
-                <Message>The access key Id you provided does not exist in our records.</Message></Error>";
-    let length = body.len();
-    let head = "HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Type: application/xml";
-    write!(client, "{head}\r\nContent-Length: {length}\r\n\r\n{body}")?;
+/// Answers with an error of S3 without doing anything.
+fn refuse(mut client: TcpStream, status: &str, code: &str) -> io::Result<()> {
+    let body = format!(
+        "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<Error><Code>{code}</Code>\
+         <Message>This is a test of troubles.</Message></Error>"
+    );
+    let head = format!("HTTP/1.1 {status}\r\nConnection: close\r\nContent-Type: application/xml");
+    write!(client, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len())?;
     client.shutdown(Shutdown::Write)?;
     // Read to the end, so that the answer is not lost to a reset.
     io::copy(&mut client, &mut io::sink()).map(drop)
@@ -153,7 +257,7 @@ mod tests {
 
     fn ask(door: &Door) -> String {
         let mut stream = TcpStream::connect(door.address).expect("door");
-        let request = "PUT /b/k HTTP/1.1\r\nHost: x\r\nIf-None-Match: *\r\nContent-Length: 0\r\n\r\n";
+        let request = "PUT /b/k HTTP/1.1\r\nHost: x\r\nRange: bytes=3-9\r\nIf-None-Match: *\r\n\r\n";
         stream.write_all(request.as_bytes()).expect("request");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).expect("answer");
@@ -171,7 +275,33 @@ mod tests {
         assert!(ask(&door).contains("InvalidAccessKeyId"));
         door.set(Manner::Shut);
         assert_eq!(ask(&door), "");
-        assert_eq!(door.take_requests(), ["PUT /b/k"; 4]);
+        door.set(Manner::Few(1));
+        assert!(ask(&door).starts_with("HTTP/1.1 200"));
+        assert_eq!(ask(&door), "");
+        assert_eq!(door.take_requests(), ["PUT /b/k bytes=3-9"; 6]);
         assert!(door.take_requests().is_empty());
+    }
+
+    #[test]
+    fn every_trouble_comes_and_shows() {
+        let door = Door::new(echo()).expect("door");
+        door.set(Manner::Pass);
+        let whole = ask(&door);
+        door.trouble(1, 100);
+        for _ in 0..100 {
+            let before = door.troubles();
+            let answer = ask(&door);
+            let after = door.troubles();
+            let trouble = Trouble::ALL.into_iter().find(|trouble| before.get(trouble) != after.get(trouble));
+            match trouble.expect("one came") {
+                Trouble::Internal => assert!(answer.starts_with("HTTP/1.1 500"), "{answer}"),
+                Trouble::SlowDown => assert!(answer.starts_with("HTTP/1.1 503"), "{answer}"),
+                Trouble::Conflict => assert!(answer.starts_with("HTTP/1.1 409"), "{answer}"),
+                Trouble::Closed | Trouble::AnswerLost => assert_eq!(answer, ""),
+                Trouble::AnswerCut => assert!(whole.starts_with(&answer) && answer.len() < whole.len()),
+                Trouble::Late => assert_eq!(answer, whole),
+            }
+        }
+        assert_eq!(door.troubles().len(), Trouble::ALL.len());
     }
 }

@@ -12,7 +12,7 @@ pub mod mount;
 pub mod door;
 
 pub use compare::assert_same_trees;
-pub use door::{Door, Manner};
+pub use door::{Door, Manner, Trouble};
 pub use mount::Mount;
 pub use process::{Forebay, Outcome, shell};
 pub use sample::{Names, sample_tree};

@@ -4,7 +4,7 @@
 //! with its owner even when that is killed: a shell between them waits for the pipe from the owner to close.
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
@@ -56,11 +56,7 @@ impl Server {
     /// Starts versitygw: fast, checks credentials, keeps objects as files. `None`, and says so, where it is not
     /// installed.
     pub fn fast() -> Option<Self> {
-        let program = cache().join("tools/versitygw");
-        if !program.exists() {
-            crate::settings::skip("s3::Server::fast", &format!("{} is not built", program.display()));
-            return None;
-        }
+        let program = crate::settings::tool("versitygw", "s3::Server::fast")?;
         Some(Self::launch(Kind::Fast, &program, |port, scratch| {
             let data = scratch.join("data");
             std::fs::create_dir_all(&data).expect("a folder can be made");
@@ -68,6 +64,11 @@ impl Server {
             let data = data.display().to_string();
             ["--port", &listen, "--keep-alive", "--quiet", "posix", &data].map(str::to_owned).to_vec()
         }))
+    }
+
+    /// Starts the fast server where it is installed, else moto: for what needs S3 and moves much data.
+    pub fn for_volume() -> Self {
+        Self::fast().unwrap_or_else(Self::start)
     }
 
     /// The moto server of this test program, started on first use.
@@ -133,6 +134,11 @@ impl Server {
     }
 
     /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        SocketAddr::from(([127, 0, 0, 1], self.port))
+    }
+
+    /// Where it listens, as a URL.
     pub fn endpoint(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
     }
@@ -171,8 +177,13 @@ impl Server {
 
     /// The environment with which a `forebay` process reaches it.
     pub fn envs(&self) -> Vec<(String, String)> {
+        self.envs_at(self.endpoint())
+    }
+
+    /// The same, by way of `endpoint`: that of a door in front of it.
+    pub fn envs_at(&self, endpoint: String) -> Vec<(String, String)> {
         let variables = [
-            ("AWS_ENDPOINT_URL", self.endpoint()),
+            ("AWS_ENDPOINT_URL", endpoint),
             ("AWS_REGION", "us-east-1".to_owned()),
             ("AWS_ACCESS_KEY_ID", KEY.to_owned()),
             ("AWS_SECRET_ACCESS_KEY", SECRET.to_owned()),
@@ -207,17 +218,7 @@ impl Drop for Server {
 /// The Python environment of `make setup`.
 fn venv() -> PathBuf {
     let given = std::env::var_os("FOREBAY_VENV").map(PathBuf::from);
-    given.unwrap_or_else(|| cache().join("venv"))
-}
-
-/// Where `make` keeps what it downloads and builds.
-fn cache() -> PathBuf {
-    let given = std::env::var_os("FOREBAY_CACHE").map(PathBuf::from);
-    given.unwrap_or_else(|| home().join(".cache/forebay"))
-}
-
-fn home() -> PathBuf {
-    std::env::home_dir().expect("a user has a home directory")
+    given.unwrap_or_else(|| crate::settings::cache().join("venv"))
 }
 
 fn free_port() -> u16 {

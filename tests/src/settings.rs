@@ -2,7 +2,7 @@
 
 use std::io::Write;
 use std::ops::{Deref, DerefMut};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -64,6 +64,26 @@ pub fn require_fuse(test: &str) -> bool {
         skip(test, "/dev/fuse is missing");
     }
     there
+}
+
+/// A program that `make setup` builds from source, or a system package's. Where it is missing, `test` cannot run, and
+/// the skip is shown.
+#[must_use]
+pub fn tool(name: &str, test: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = std::iter::once(cache().join("tools/bin")).chain([cache().join("tools")]);
+    let mut places = folders.chain(std::env::split_paths(&path)).map(|folder| folder.join(name));
+    let found = places.find(|place| place.is_file());
+    if found.is_none() {
+        skip(test, &format!("{name} is not installed"));
+    }
+    found
+}
+
+/// Where `make` keeps what it downloads and builds.
+pub(crate) fn cache() -> PathBuf {
+    let given = std::env::var_os("FOREBAY_CACHE").map(PathBuf::from);
+    given.unwrap_or_else(|| std::env::home_dir().expect("a user has a home directory").join(".cache/forebay"))
 }
 
 /// Says, past the test runner's capture, that `test` did not run; `make test` counts such lines.

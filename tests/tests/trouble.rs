@@ -30,11 +30,8 @@ impl Store {
             let bytes = vec![name.as_bytes()[0]; 100_000].into();
             bucket.put(&ObjectKey::new(name), bytes, Condition::Always).await.expect("put");
         }
-        let address = server.endpoint().trim_start_matches("http://").parse().expect("an address");
-        let door = Door::new(address).expect("loopback has free ports");
-        let endpoint = ("AWS_ENDPOINT_URL".to_owned(), door.endpoint());
-        let others = server.envs().into_iter().filter(|(name, _)| name != "AWS_ENDPOINT_URL");
-        let variables = others.chain([endpoint]).collect();
+        let door = Door::new(server.address()).expect("loopback has free ports");
+        let variables = server.envs_at(door.endpoint());
         let config = scratch.join("forebay.toml");
         std::fs::write(&config, format!("[volume.store]\ndeadline_ms = {DEADLINE_MS}\n")).expect("writable");
         let config = config.display().to_string();

@@ -251,12 +251,8 @@ async fn behind_a_door() -> (Machine, Door, String) {
     for index in 0..OBJECTS {
         put(&bucket, &format!("part-{index:03}"), content(index, 1000)).await;
     }
-    let address = server.endpoint().trim_start_matches("http://").parse().expect("an address");
-    let door = Door::new(address).expect("a door");
-    let mut variables = server.envs();
-    variables.retain(|(name, _)| name != "AWS_ENDPOINT_URL");
-    variables.push(("AWS_ENDPOINT_URL".into(), door.endpoint()));
-    (Machine::new(variables), door, bucket.url().to_string())
+    let door = Door::new(server.address()).expect("a door");
+    (Machine::new(server.envs_at(door.endpoint())), door, bucket.url().to_string())
 }
 
 /// Shuts the door when `wanted` objects have been asked for.
@@ -312,8 +308,12 @@ async fn a_warmup_that_is_interrupted_says_what_it_did() {
     let mut warmup = Forebay::new(&machine.home(), line).envs(&machine.variables).spawn(&log);
     shut_after(&door, OBJECTS / 4);
     forebay_tests::shell(machine.scratch.path(), &format!("kill -INT {}", warmup.id())).succeeded();
-    // Long enough for the mount to hear of it; what is on its way then ends well.
-    std::thread::sleep(Duration::from_millis(500));
+    // The store answers nothing until the mount has heard of it; what is on its way then ends well.
+    let started = Instant::now();
+    while !mount.log().contains("warmup cancelled") {
+        assert!(started.elapsed() < DEADLINE, "the mount did not hear of it\n{}", mount.log());
+        std::thread::sleep(Duration::from_millis(2));
+    }
     door.set(Manner::Pass);
     let status = warmup.wait().expect("a child can be waited for");
     let printed = fs::read_to_string(&log).expect("a log");

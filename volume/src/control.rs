@@ -161,7 +161,10 @@ async fn serve_warmup(
                     cancel.cancel();
                 }
             }
-            _ = read.read(&mut byte), if !cancel.is_cancelled() => cancel.cancel(),
+            _ = read.read(&mut byte), if !cancel.is_cancelled() => {
+                cancel.cancel();
+                tracing::info!("warmup cancelled; what is on its way ends first");
+            }
         }
     }
 }
