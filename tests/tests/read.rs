@@ -1,11 +1,15 @@
 //! Reading a bucket that nobody prepared, with the programs people use.
 
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
-use forebay_core::ObjectKey;
+use forebay_core::{BLOCK_SIZE, ObjectKey};
 use forebay_io::object::{Bucket, Condition};
 use forebay_tests::s3::Server;
-use forebay_tests::{Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, shell};
+use forebay_tests::{Door, Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, shell};
 use futures::StreamExt;
 
 /// Promise S1: Every object of a bucket that nobody prepared is a file at the path its key spells, with the
@@ -93,4 +97,113 @@ fn read_every_way(source: &Path, mounted: &Path, copy: &Path) {
         |folder: &Path| shell(folder, "find . -type f -print0 | sort -z | xargs -0 md5sum").succeeded();
     assert_eq!(sums(source), sums(mounted));
     shell(mounted, "ls -lR . > /dev/null").succeeded();
+}
+
+/// A large object behind a door that counts, mounted by `mount`.
+struct Counted {
+    scratch: Scratch,
+    server: Server,
+    door: Door,
+    url: String,
+    bytes: Vec<u8>,
+}
+
+/// Longest that a fetch in the background may take to show.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+impl Counted {
+    async fn new() -> Self {
+        let server = Server::for_volume();
+        let bucket = server.bucket("data").await;
+        let bytes: Vec<u8> =
+            (0..13 * BLOCK_SIZE + 4321).map(|at| at.wrapping_mul(0x9E37_79B9).to_be_bytes()[4]).collect();
+        bucket.put(&ObjectKey::new("large"), bytes.clone().into(), Condition::Always).await.expect("put");
+        let door = Door::new(server.address()).expect("loopback has free ports");
+        Self { scratch: Scratch::new(), server, door, url: bucket.url().to_string(), bytes }
+    }
+
+    /// Mounts with an empty cache and opens the object.
+    fn open(&self, home: &str) -> (Mount, File) {
+        let (home, variables) = (self.scratch.join(home), self.server.envs_at(self.door.endpoint()));
+        let mount = Mount::new(&home, &self.url, &self.scratch.join("mnt"), &["--read-only"], &variables);
+        let file = File::open(mount.path().join("large")).expect("the object is a file");
+        (mount, file)
+    }
+
+    #[track_caller]
+    fn read(&self, file: &File, range: Range<u64>) {
+        let mut got = vec![0; (range.end - range.start) as usize];
+        file.read_exact_at(&mut got, range.start).expect("it can be read");
+        assert!(got == self.bytes[range.start as usize..range.end as usize], "bytes {range:?} differ");
+    }
+
+    /// Adds the ranges of the object that were asked for since the last call.
+    fn asked(&self, ranges: &mut Vec<Range<u64>>) {
+        for request in self.door.take_requests().iter().filter(|request| request.contains("/large")) {
+            let range = request.split_once(" bytes=").and_then(|(_, range)| range.split_once('-'));
+            let (first, last) = range.unwrap_or_else(|| panic!("{request} names no range"));
+            let number = |text: &str| text.parse::<u64>().expect("a number");
+            ranges.push(number(first)..number(last) + 1);
+        }
+    }
+
+    /// Waits until the object was asked for up to `end` and says how far it was.
+    #[track_caller]
+    fn asked_up_to(&self, end: u64, ranges: &mut Vec<Range<u64>>) -> u64 {
+        let started = Instant::now();
+        loop {
+            self.asked(ranges);
+            let reached = ranges.iter().map(|range| range.end).max().unwrap_or_default();
+            if reached >= end {
+                return reached;
+            }
+            assert!(started.elapsed() < DEADLINE, "only {ranges:?} were asked for, not up to {end}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sequential_reader_is_served_ahead_and_each_byte_fetched_once() {
+    if !require_fuse("a_sequential_reader_is_served_ahead_and_each_byte_fetched_once") {
+        return;
+    }
+    const MIB: u64 = 1 << 20;
+    let counted = Counted::new().await;
+    let (mut mount, file) = counted.open("home");
+    let (size, mut ranges) = (counted.bytes.len() as u64, Vec::new());
+    counted.read(&file, 0..MIB);
+    let first = counted.asked_up_to(MIB, &mut ranges);
+    (1..20).for_each(|at| counted.read(&file, at * MIB..(at + 1) * MIB));
+    let later = counted.asked_up_to(20 * MIB + 4 * BLOCK_SIZE, &mut ranges) - 20 * MIB;
+    assert!(first - MIB < later, "{first} bytes were asked for after one MiB, {later} ahead after 20");
+    assert!(later <= 9 * BLOCK_SIZE, "{later} bytes ahead are past the largest window");
+    (20..size / MIB).for_each(|at| counted.read(&file, at * MIB..(at + 1) * MIB));
+    counted.read(&file, size / MIB * MIB..size);
+    drop(file);
+    mount.unmount();
+    counted.asked(&mut ranges);
+    ranges.sort_by_key(|range| range.start);
+    let ends = [0].into_iter().chain(ranges.iter().map(|range| range.end));
+    assert!(ends.eq(ranges.iter().map(|range| range.start).chain([size])), "each byte once: {ranges:?}");
+    assert!(ranges.len() as u64 <= size.div_ceil(BLOCK_SIZE), "{ranges:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn random_reads_through_a_mount_fetch_nothing_extra() {
+    if !require_fuse("random_reads_through_a_mount_fetch_nothing_extra") {
+        return;
+    }
+    let counted = Counted::new().await;
+    let (mut mount, file) = counted.open("home");
+    let (places, mut ranges) = ([0, 9, 2, 12, 5, 7], Vec::new());
+    for block in places {
+        let start = block * BLOCK_SIZE + 20_480;
+        counted.read(&file, start..start + 4096);
+    }
+    drop(file);
+    mount.unmount();
+    counted.asked(&mut ranges);
+    let wanted = places.map(|block| block * BLOCK_SIZE..(block + 1) * BLOCK_SIZE);
+    assert_eq!(ranges, wanted, "one block for each read");
 }
