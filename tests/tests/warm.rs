@@ -327,3 +327,50 @@ async fn a_warmup_that_is_interrupted_says_what_it_did() {
     let rest = machine.warm(&place, &[], true);
     assert_eq!((count(&rest, "already"), count(&rest, "proved")), (done, OBJECTS as u64), "{rest}");
 }
+
+/// What the bar showed last: bytes done, bytes in all, and the message behind them.
+fn last_frame(terminal: &str) -> Option<(String, String, String)> {
+    let line = terminal.split(['\r', '\n']).rfind(|line| line.contains(" files"))?;
+    let bytes = line.split_once(" KiB  ")?.0.rsplit_once('/')?;
+    let done = bytes.0.rsplit(' ').take(2).collect::<Vec<_>>();
+    let message = line.split(" left ").nth(1)?.trim().split('\u{1b}').next()?;
+    Some((format!("{} {}", done[1], done[0]), format!("{} KiB", bytes.1), message.to_owned()))
+}
+
+/// The bar of a warmup whose store stops answering after a quarter of the objects stands at that quarter.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_bar_shows_what_was_done() {
+    if !require_fuse("the_bar_shows_what_was_done") {
+        return;
+    }
+    let (machine, door, source) = behind_a_door().await;
+    let mut mount = machine.mount(&source, &["--read-only"]);
+    let place = mount.path().display().to_string();
+    // From here on every request is for an object.
+    machine.warm(&place, &["--dry-run"], true);
+    door.set(Manner::Few(OBJECTS / 4));
+    let printed = machine.scratch.join("printed");
+    let line = format!("{} warmup {place} --jobs 4 > {}", Forebay::binary().display(), printed.display());
+    let (home, terminal) = (machine.home(), machine.scratch.join("terminal"));
+    let mut command = std::process::Command::new("script");
+    command.args(["--quiet", "--return", "--flush", "--command", &line]).arg(&terminal);
+    command.env("HOME", &home).env("XDG_STATE_HOME", home.join("state")).env("TERM", "xterm");
+    command.stdin(std::process::Stdio::null()).stdout(std::process::Stdio::null());
+    let mut warmup = command.spawn().expect("script runs");
+    let shown = || {
+        let bytes = fs::read(&terminal).unwrap_or_default();
+        last_frame(&String::from_utf8_lossy(&bytes))
+    };
+    let quarter = ("48.83 KiB".to_owned(), "195.31 KiB".to_owned(), format!("{OBJECTS} files"));
+    let started = Instant::now();
+    while shown().as_ref() != Some(&quarter) {
+        assert!(started.elapsed() < DEADLINE, "{:?} is not {quarter:?}", shown());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    door.set(Manner::Pass);
+    assert!(warmup.wait().expect("a child can be waited for").success());
+    let printed = fs::read_to_string(printed).expect("a table");
+    let proved = printed.lines().find(|line| line.starts_with("proved in the cache"));
+    assert_eq!(proved.and_then(|line| line.split_whitespace().last()), Some("200"), "{printed}");
+    mount.unmount();
+}

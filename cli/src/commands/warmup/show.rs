@@ -1,6 +1,8 @@
 //! How a warmup looks: a bar while it runs, a table or JSON when it has ended.
 #![allow(clippy::print_stderr, reason = "what is missing is told beside the result")]
 
+use std::time::Duration;
+
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, Result};
 use forebay_volume::warmup::{Outcome, Progress};
@@ -10,7 +12,11 @@ use crate::print;
 
 /// Bytes, rate and time left, on stderr where that is a terminal.
 const TEMPLATE: &str =
-    "{bar:32} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left  {msg}";
+    "{wide_bar} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left  {msg}";
+
+/// How often the bar is drawn again when nothing comes in: a change that came too soon after another one shows then,
+/// and the rate of a store that stands still falls.
+const REDRAW: Duration = Duration::from_millis(200);
 
 /// Blocks and reasons shown to a person; JSON has more.
 const SHOWN: usize = 20;
@@ -22,7 +28,9 @@ impl Bar {
     /// An empty one. Nothing is drawn where stderr is no terminal.
     pub(super) fn new() -> Self {
         let style = ProgressStyle::with_template(TEMPLATE).expect("the template is well-formed");
-        Self(ProgressBar::new(0).with_style(style))
+        let bar = ProgressBar::new(0).with_style(style);
+        bar.enable_steady_tick(REDRAW);
+        Self(bar)
     }
 
     /// Moves it.
