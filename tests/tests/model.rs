@@ -4,9 +4,11 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::time::Duration;
 
 use forebay_tests::s3::Server;
-use forebay_tests::{Mount, Scratch, Seeded, assert_same_trees, require_fuse, scale};
+use forebay_tests::{Door, Mount, Scratch, Seeded, assert_same_trees, require_fuse, scale, shell};
 use rand::{Rng, RngExt};
 
 /// One operation, on paths relative to either root.
@@ -138,9 +140,24 @@ fn random_operations_do_what_a_plain_folder_does() {
 #[test]
 fn random_operations_on_s3_do_what_a_plain_folder_does() {
     if require_fuse("random_operations_on_s3_do_what_a_plain_folder_does") {
-        let server = Server::start();
+        let server = Server::for_volume();
         compare_with_plain(&format!("s3://{}/a/prefix", server.create_bucket()), &server.envs(), scale());
     }
+}
+
+/// Requests that fail, come late, break off or lose their answers cost time and nothing else.
+#[test]
+fn random_operations_on_a_troubled_store_do_what_a_plain_folder_does() {
+    if !require_fuse("random_operations_on_a_troubled_store_do_what_a_plain_folder_does") {
+        return;
+    }
+    let server = Server::for_volume();
+    let door = Door::new(server.address()).expect("loopback has free ports");
+    let url = format!("s3://{}/a/prefix", server.create_bucket());
+    let mut rng = Seeded::new();
+    door.trouble(rng.random(), 10);
+    compare_with_plain(&url, &server.envs_at(door.endpoint()), scale());
+    assert!(door.troubles().values().sum::<usize>() >= 20, "{:?}", door.troubles());
 }
 
 /// Applies the same operations to a mount of `url` and to a plain folder, and mounts again after each round.
@@ -152,15 +169,35 @@ fn compare_with_plain(url: &str, variables: &[(String, String)], rounds: usize) 
     for round in 0..rounds {
         for step in 0..150 {
             let operation = operation(&mut *rng);
-            let (expected, got) = (apply(&plain, &operation), apply(mount.path(), &operation));
+            let expected = apply(&plain, &operation);
+            let got = within_deadline(&mount, || apply(mount.path(), &operation));
             assert!(expected == got, "round {round} step {step}: {}", story(&operation, &expected, &got));
         }
-        assert_same_trees(&plain, mount.path(), true);
+        within_deadline(&mount, || assert_same_trees(&plain, mount.path(), true));
         mount.unmount();
         mount.remount(&scratch.join(&format!("home-{round}")));
-        assert_same_trees(&plain, mount.path(), true);
+        within_deadline(&mount, || assert_same_trees(&plain, mount.path(), true));
     }
     mount.unmount();
+}
+
+/// Longest that any call may take: a few deadlines of the store, of 30 s each, one after another.
+const DEADLINE: Duration = Duration::from_secs(150);
+
+/// Does `work` on a mount, which is killed when that takes too long, so that a call that hangs fails.
+fn within_deadline<T>(mount: &Mount, work: impl FnOnce() -> T) -> T {
+    let (done, watched) = mpsc::channel::<()>();
+    std::thread::scope(|threads| {
+        threads.spawn(move || {
+            if watched.recv_timeout(DEADLINE) == Err(mpsc::RecvTimeoutError::Timeout) {
+                eprintln!("a call took longer than {DEADLINE:?}: the mount is killed");
+                shell(Path::new("/"), &format!("kill -KILL {}", mount.pid()));
+            }
+        });
+        // Dropped with the closure's end, also by a panic in `work`.
+        let _done = done;
+        work()
+    })
 }
 
 /// A difference in words, long byte strings shortened.

@@ -99,7 +99,7 @@ fn read_every_way(source: &Path, mounted: &Path, copy: &Path) {
     shell(mounted, "ls -lR . > /dev/null").succeeded();
 }
 
-/// A large object behind a door that counts, mounted by `mount`.
+/// A large object behind a door that counts.
 struct Counted {
     scratch: Scratch,
     server: Server,
