@@ -1,0 +1,315 @@
+//! A mount that is killed in the middle of a load, again and again: what was synced is there, nothing is half there.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use forebay_io::object::{Bucket, StoreSettings};
+use forebay_tests::s3::Server;
+use forebay_tests::{Mount, Scratch, Seeded, require_fuse, scale};
+use futures::StreamExt;
+use rand::rngs::StdRng;
+use rand::{Rng, RngExt, SeedableRng};
+
+/// Threads that write at once, each in a directory of its own.
+const WRITERS: usize = 3;
+/// Longest that the first fsync of a round may take.
+const DEADLINE: Duration = Duration::from_secs(120);
+/// Few names, so that operations meet.
+const NAMES: [&str; 6] = ["a", "b", "c", "d", "e e", "ü"];
+
+/// A directory's files: for each name which file it is, for each file its bytes.
+#[derive(Debug, Clone, Default)]
+struct State {
+    names: BTreeMap<&'static str, usize>,
+    files: BTreeMap<usize, Arc<Vec<u8>>>,
+}
+
+impl State {
+    /// What a reader sees.
+    fn seen(&self) -> BTreeMap<&str, &[u8]> {
+        self.names.iter().map(|(name, file)| (*name, &self.files[file][..])).collect()
+    }
+
+    fn content(&self, name: &str) -> Option<Vec<u8>> {
+        self.names.get(name).map(|file| self.files[file].to_vec())
+    }
+}
+
+#[derive(Debug)]
+enum Operation {
+    Replace(&'static str, Vec<u8>),
+    Write(&'static str, usize, Vec<u8>),
+    Truncate(&'static str, usize),
+    Rename(&'static str, &'static str),
+    Link(&'static str, &'static str),
+    Unlink(&'static str),
+    Sync(&'static str),
+}
+
+fn bytes(rng: &mut impl Rng) -> Vec<u8> {
+    let length = match rng.random_range(0..20) {
+        0..14 => rng.random_range(1..20_000),
+        14..19 => rng.random_range(20_000..400_000),
+        _ => rng.random_range(5 << 20..9 << 20),
+    };
+    let mut bytes = vec![0; length];
+    rng.fill_bytes(&mut bytes);
+    bytes
+}
+
+fn operation(rng: &mut impl Rng) -> Operation {
+    let name = |rng: &mut dyn Rng| NAMES[rng.next_u32() as usize % NAMES.len()];
+    match rng.random_range(0..100) {
+        0..25 => Operation::Replace(name(rng), bytes(rng)),
+        25..45 => Operation::Write(name(rng), rng.random_range(0..300_000), bytes(rng)),
+        45..55 => Operation::Truncate(name(rng), rng.random_range(0..300_000)),
+        55..65 => Operation::Rename(name(rng), name(rng)),
+        65..72 => Operation::Link(name(rng), name(rng)),
+        72..80 => Operation::Unlink(name(rng)),
+        _ => Operation::Sync(name(rng)),
+    }
+}
+
+/// One directory and all that it may be found to hold after a crash.
+struct Writer {
+    folder: PathBuf,
+    rng: StdRng,
+    /// The states since the last fsync that was acknowledged, oldest first: the tree commits in order, so that a crash
+    /// leaves one of them. The steps of a call that was never answered are among them.
+    history: Vec<State>,
+    /// Hashes of all contents that any file ever had.
+    contents: HashSet<blake3::Hash>,
+    files: usize,
+}
+
+impl Writer {
+    fn new(folder: PathBuf, seed: u64) -> Self {
+        let contents = HashSet::from([blake3::hash(b"")]);
+        Self { folder, rng: StdRng::seed_from_u64(seed), history: vec![State::default()], contents, files: 0 }
+    }
+
+    fn state(&self) -> &State {
+        self.history.last().expect("there is always a state")
+    }
+
+    /// Forgets all states but that at `at`.
+    fn settle(&mut self, at: usize) {
+        let state = self.history.swap_remove(at);
+        self.history = vec![state];
+    }
+
+    /// The bytes of a file become `bytes`; the file is made if there is none.
+    fn step_to(&mut self, name: &'static str, bytes: Vec<u8>) {
+        let mut state = self.state().clone();
+        let file = *state.names.entry(name).or_insert_with(|| {
+            self.files += 1;
+            self.files
+        });
+        self.contents.insert(blake3::hash(&bytes));
+        state.files.insert(file, Arc::new(bytes));
+        self.history.push(state);
+    }
+
+    /// The names change.
+    fn step(&mut self, change: impl FnOnce(&mut BTreeMap<&'static str, usize>)) {
+        let mut state = self.state().clone();
+        change(&mut state.names);
+        self.history.push(state);
+    }
+
+    /// Works until the mount is gone, counting in `synced` how often fsync returned.
+    fn work(&mut self, synced: &AtomicUsize) {
+        loop {
+            let operation = operation(&mut self.rng);
+            if !self.note(&operation) {
+                continue;
+            }
+            match self.perform(&operation) {
+                Ok(()) if matches!(operation, Operation::Sync(_)) => {
+                    synced.fetch_add(1, Ordering::Relaxed);
+                    self.settle(self.history.len() - 1);
+                }
+                Ok(()) => {}
+                Err(error) => {
+                    // The daemon died under the call, or before it.
+                    let died = [libc::ENOTCONN, libc::ECONNABORTED, libc::EIO, libc::EINTR, libc::ENOENT];
+                    let code = error.raw_os_error().unwrap_or_default();
+                    assert!(died.contains(&code), "{operation:.100?}: {error}");
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Notes what may come of an operation; false when nothing can.
+    fn note(&mut self, operation: &Operation) -> bool {
+        let file = |name: &str| self.state().names.get(name).copied();
+        match *operation {
+            Operation::Replace(name, ref bytes) => {
+                self.step_to(name, Vec::new());
+                self.step_to(name, bytes.clone());
+            }
+            Operation::Write(name, offset, ref bytes) => {
+                let mut content = self.state().content(name).unwrap_or_else(|| {
+                    self.step_to(name, Vec::new());
+                    Vec::new()
+                });
+                let end = offset + bytes.len();
+                content.resize(content.len().max(end), 0);
+                content[offset..end].copy_from_slice(bytes);
+                self.step_to(name, content);
+            }
+            Operation::Truncate(name, size) => {
+                let Some(mut content) = self.state().content(name) else { return false };
+                content.resize(size, 0);
+                self.step_to(name, content);
+            }
+            Operation::Rename(from, to) => match (file(from), file(to)) {
+                (None, _) => return false,
+                // Two names of one file: nothing happens.
+                (Some(from), Some(to)) if from == to => {}
+                (Some(file), _) => self.step(|names| {
+                    names.remove(from);
+                    names.insert(to, file);
+                }),
+            },
+            Operation::Link(from, to) => match (file(from), file(to)) {
+                (Some(file), None) => self.step(|names| _ = names.insert(to, file)),
+                _ => return false,
+            },
+            Operation::Unlink(name) if file(name).is_some() => self.step(|names| _ = names.remove(name)),
+            Operation::Unlink(name) | Operation::Sync(name) => return file(name).is_some(),
+        }
+        true
+    }
+
+    fn perform(&self, operation: &Operation) -> io::Result<()> {
+        let path = |name: &str| self.folder.join(name);
+        match operation {
+            Operation::Replace(name, bytes) => fs::write(path(name), bytes),
+            Operation::Write(name, offset, bytes) => {
+                let file = OpenOptions::new().write(true).create(true).truncate(false).open(path(name))?;
+                file.write_all_at(bytes, *offset as u64)
+            }
+            Operation::Truncate(name, size) => {
+                OpenOptions::new().write(true).open(path(name))?.set_len(*size as u64)
+            }
+            Operation::Rename(from, to) => fs::rename(path(from), path(to)),
+            Operation::Link(from, to) => fs::hard_link(path(from), path(to)),
+            Operation::Unlink(name) => fs::remove_file(path(name)),
+            Operation::Sync(name) => File::open(path(name))?.sync_all(),
+        }
+    }
+
+    /// Holds what is there now to what may be there, and goes on from it.
+    #[track_caller]
+    fn check(&mut self, round: usize) {
+        let mut found = BTreeMap::new();
+        for entry in fs::read_dir(&self.folder).expect("the directory was synced") {
+            let path = entry.expect("an entry").path();
+            let name = path.file_name().and_then(|name| name.to_str()).expect("a name of ours").to_owned();
+            found.insert(name, fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display())));
+        }
+        let seen: BTreeMap<&str, &[u8]> =
+            found.iter().map(|(name, bytes)| (name.as_str(), &bytes[..])).collect();
+        match self.history.iter().rposition(|state| state.seen() == seen) {
+            Some(at) => self.settle(at),
+            None => panic!("round {round}: {}", self.story(&seen)),
+        }
+    }
+
+    /// A directory in a state that it never had, in words.
+    fn story(&self, seen: &BTreeMap<&str, &[u8]>) -> String {
+        let short = |state: &BTreeMap<&str, &[u8]>| {
+            let file = |(name, bytes): (&&str, &&[u8])| {
+                format!("{name}: {} {}", bytes.len(), &blake3::hash(bytes).to_hex()[..6])
+            };
+            state.iter().map(file).collect::<Vec<_>>().join(", ")
+        };
+        let states: Vec<_> = self.history.iter().map(|state| short(&state.seen())).collect();
+        format!("{} holds\n{}\nnone of\n{}", self.folder.display(), short(seen), states.join("\n"))
+    }
+}
+
+/// Promise S4: When fsync returns, the file's bytes and its name are in the bucket: killing the mount and losing its
+/// disk loses none of them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_that_is_killed_keeps_what_was_synced() {
+    if require_fuse("a_load_that_is_killed_keeps_what_was_synced") {
+        let scratch = Scratch::new();
+        let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        load_and_kill(&bucket, &[], &[], 10 * scale()).await;
+    }
+}
+
+/// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_on_s3_that_is_killed_keeps_what_was_synced() {
+    if require_fuse("a_load_on_s3_that_is_killed_keeps_what_was_synced") {
+        let server = Server::for_volume();
+        let bucket = server.bucket("a/prefix").await;
+        // The killed mount's lease would be waited for.
+        load_and_kill(&bucket, &["--take-over"], &server.envs(), 10 * scale()).await;
+    }
+}
+
+async fn load_and_kill(bucket: &Bucket, options: &[&str], variables: &[(String, String)], rounds: usize) {
+    let (mut rng, scratch) = (Seeded::new(), Scratch::new());
+    let (url, folder) = (bucket.url().to_string(), scratch.join("mnt"));
+    let mut home = scratch.join("home");
+    let mut mount = Mount::new(&home, &url, &folder, options, variables);
+    let mut writers: Vec<Writer> =
+        (0..WRITERS).map(|index| Writer::new(folder.join(format!("w{index}")), rng.random())).collect();
+    for writer in &writers {
+        fs::create_dir(&writer.folder).expect("a directory");
+        File::open(&writer.folder).and_then(|folder| folder.sync_all()).expect("it is synced");
+    }
+    for round in 0..rounds {
+        let more = Duration::from_millis(rng.random_range(0..200));
+        let synced: Vec<_> = writers.iter().map(|_| AtomicUsize::new(0)).collect();
+        let idle = || synced.iter().any(|synced| synced.load(Ordering::Relaxed) == 0);
+        std::thread::scope(|threads| {
+            for (writer, synced) in writers.iter_mut().zip(&synced) {
+                threads.spawn(|| writer.work(synced));
+            }
+            let started = Instant::now();
+            while idle() && started.elapsed() < DEADLINE {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            std::thread::sleep(more);
+            mount.kill();
+        });
+        assert!(!idle(), "a writer had no fsync returned in round {round}: {synced:?}");
+        check_objects(bucket, &writers).await;
+        if rng.random_bool(0.5) {
+            fs::remove_dir_all(&home).expect("the state and the cache go");
+            home = scratch.join(&format!("home-{round}"));
+        }
+        mount.remount(&home);
+        writers.iter_mut().for_each(|writer| writer.check(round));
+    }
+    mount.unmount();
+    check_objects(bucket, &writers).await;
+}
+
+/// Every plain object holds what some file held at some time, the whole of it.
+async fn check_objects(bucket: &Bucket, writers: &[Writer]) {
+    let mut listing = std::pin::pin!(bucket.list(""));
+    while let Some(info) = listing.next().await {
+        let key = info.expect("a listing").key;
+        if key.as_str().starts_with(".forebay/") {
+            continue;
+        }
+        let (bytes, _) = bucket.get_whole(&key).await.unwrap_or_else(|error| panic!("{key}: {error}"));
+        let hash = blake3::hash(&bytes);
+        let known = writers.iter().any(|writer| writer.contents.contains(&hash));
+        assert!(known, "object {key} of {} bytes is no whole file", bytes.len());
+    }
+}
