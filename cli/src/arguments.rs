@@ -6,6 +6,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::commands::ckpt::CkptCommand;
 use crate::commands::doctor::DoctorArguments;
+use crate::commands::gc::GcArguments;
 use crate::commands::mount::MountArguments;
 use crate::commands::refresh::RefreshArguments;
 use crate::commands::status::StatusArguments;
@@ -45,6 +46,8 @@ pub(crate) enum Command {
     Status(StatusArguments),
     /// List a directory of the bucket again.
     Refresh(RefreshArguments),
+    /// Free what crashed mounts left in a bucket.
+    Gc(GcArguments),
     /// Check this host, and a bucket, for all that Forebay needs.
     Doctor(DoctorArguments),
     /// Look at checkpoints.
@@ -77,6 +80,7 @@ mod tests {
             "forebay status",
             "forebay status /mnt --state-dir /s",
             "forebay refresh /mnt/a",
+            "forebay gc s3://b/p --dry-run --json",
             "forebay doctor",
             "forebay doctor s3://b --read-only --json",
             "forebay ckpt ls s3://b/run",
@@ -91,6 +95,7 @@ mod tests {
             "forebay warmup",
             "forebay warmup /mnt --jobs many",
             "forebay refresh",
+            "forebay gc",
             "forebay ckpt",
             "forebay ckpt show s3://b/run",
             "forebay ckpt verify s3://b/run --step last",

@@ -10,6 +10,7 @@ mod log;
 mod print;
 mod run;
 mod mounts;
+mod upkeep;
 mod arguments;
 mod commands;
 
@@ -48,6 +49,7 @@ fn dispatch(arguments: Arguments) -> forebay_core::Result<ExitCode> {
         Command::Warmup(arguments) => commands::warmup::run(&global, &arguments),
         Command::Status(arguments) => commands::status::run(&global, &arguments),
         Command::Refresh(arguments) => commands::refresh::run(&global, &arguments),
+        Command::Gc(arguments) => commands::gc::run(&global, &arguments),
         Command::Doctor(arguments) => commands::doctor::run(&global, &arguments),
         Command::Ckpt(command) => commands::ckpt::run(&global, &command),
         Command::Version => commands::version::run(&global),

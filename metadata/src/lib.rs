@@ -11,4 +11,5 @@ pub mod schema;
 mod records;
 mod import;
 mod mover;
+pub mod gc;
 pub mod tree;

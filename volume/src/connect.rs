@@ -16,7 +16,7 @@ use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::commit::{Committer, CommitterSettings};
 use forebay_metadata::kv::{Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings};
-use forebay_metadata::tree::{ImportSettings, LocalTree, TreeParts, TreeSettings};
+use forebay_metadata::tree::{GcSettings, ImportSettings, LocalTree, TreeParts, TreeSettings};
 use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile};
 
 use crate::settings::VolumeSettings;
@@ -117,6 +117,17 @@ fn imports(settings: &VolumeSettings) -> ImportSettings {
     if settings.dataset { ImportSettings { ttl_ms: CENTURY_MS, ..import } } else { import }
 }
 
+fn tree_settings(settings: &VolumeSettings, home: &Home) -> TreeSettings {
+    // A tree in the state directory is one host's; there may be another's over the same bucket.
+    let is_only_tree = !matches!(home, Home::Directory { inside_bucket: false, .. });
+    TreeSettings {
+        read_only: settings.read_only || settings.dataset,
+        import: imports(settings),
+        delete_delay_ms: settings.gc.delete_delay_ms,
+        gc: GcSettings { is_only_tree, interval_ms: settings.gc.interval_ms, ..GcSettings::default() },
+    }
+}
+
 /// Runs transactions for as long as the claim holds: nothing is acknowledged after it is lost.
 fn start_committer(engine: Arc<dyn Engine>, claim: Option<&Arc<Claim>>) -> Committer {
     let settings = CommitterSettings::default();
@@ -149,11 +160,10 @@ async fn open(
         bucket: Some(bucket.clone()),
         session: rng.u64(),
         clock: clock.clone(),
-        rng: rng.clone(),
+        rng,
         tasks: tasks.clone(),
     };
-    let import = imports(&settings);
-    let tree = LocalTree::open(parts, TreeSettings { read_only, import, ..TreeSettings::default() }).await?;
+    let tree = LocalTree::open(parts, tree_settings(&settings, &home)).await?;
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
     Ok(Volume::assemble(Parts {
         tree: Arc::new(tree),
@@ -167,6 +177,5 @@ async fn open(
         budget: Budget::new(settings.budget_bytes()),
         tasks,
         clock,
-        rng,
     }))
 }

@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::Volume;
+use crate::upkeep;
 use crate::warmup::{Outcome, Progress, Request as WarmupRequest, warmup};
 
 /// A request is one line; the longest names many paths.
@@ -35,6 +36,8 @@ pub enum Request {
         /// Its path in the volume.
         path: String,
     },
+    /// Do something to the volume as a whole.
+    Upkeep(upkeep::Request),
 }
 
 /// What a mount answers, one a line.
@@ -47,6 +50,8 @@ pub enum Reply {
     Progress(Progress),
     /// A warmup ended; the last line.
     Warmed(Box<Outcome>),
+    /// What was asked of the volume as a whole was done; the last line.
+    Upkept(Box<upkeep::Report>),
     /// It was done; the last line.
     Done,
     /// It failed; the last line.
@@ -126,6 +131,10 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
         Ok(Request::Status) => Reply::Status(Box::new(volume.status(&identity))),
         Ok(Request::Refresh { path }) => match refresh(&volume, &path).await {
             Ok(()) => Reply::Done,
+            Err(error) => failed(&error),
+        },
+        Ok(Request::Upkeep(request)) => match upkeep::upkeep(&volume, &request).await {
+            Ok(report) => Reply::Upkept(Box::new(report)),
             Err(error) => failed(&error),
         },
         Ok(Request::Warmup(request)) => serve_warmup(&volume, &request, read, &mut write).await?,

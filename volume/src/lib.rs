@@ -13,6 +13,7 @@ mod inode;
 mod file;
 mod volume;
 pub mod warmup;
+pub mod upkeep;
 pub mod control;
 mod connect;
 #[cfg(test)]

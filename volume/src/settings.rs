@@ -6,7 +6,7 @@ use forebay_cache::CacheSettings;
 use forebay_core::units::{MIB, format_bytes};
 use forebay_core::{Error, Result};
 use forebay_io::object::StoreSettings;
-use forebay_metadata::tree::ImportSettings;
+use forebay_metadata::tree::{ImportSettings, TreeSettings};
 use serde::{Deserialize, Serialize};
 
 use crate::prefetch::PrefetchSettings;
@@ -48,6 +48,25 @@ impl Default for WriteSettings {
     }
 }
 
+/// When what nothing refers to any more is deleted.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GcSettings {
+    /// Milliseconds between the last reference to an owned blob and its deletion. Default 24 h: readers may still use
+    /// an older layout.
+    pub delete_delay_ms: u64,
+    /// Milliseconds between two looks of a read-write mount for what dead sessions left; 0 leaves it to `forebay gc`.
+    /// Default 6 h: leaks come from crashes, which are rare.
+    pub interval_ms: u64,
+}
+
+impl Default for GcSettings {
+    fn default() -> Self {
+        let tree = TreeSettings::default();
+        Self { delete_delay_ms: tree.delete_delay_ms, interval_ms: tree.gc.interval_ms }
+    }
+}
+
 /// How a volume is opened.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -73,6 +92,8 @@ pub struct VolumeSettings {
     pub write: WriteSettings,
     /// How far readers are served ahead.
     pub prefetch: PrefetchSettings,
+    /// When what nothing refers to any more is deleted.
+    pub gc: GcSettings,
 }
 
 impl Default for VolumeSettings {
@@ -88,6 +109,7 @@ impl Default for VolumeSettings {
             store: StoreSettings::default(),
             write: WriteSettings::default(),
             prefetch: PrefetchSettings::default(),
+            gc: GcSettings::default(),
         }
     }
 }

@@ -4,10 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Blob, Error, ErrorKind, InodeId, ObjectKey, Result, Timestamp};
+use forebay_core::{Blob, Error, ErrorKind, InodeId, Result, Timestamp};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition, ObjectInfo, Upload};
-use forebay_io::rng::Rng;
 use forebay_metadata::tree::{Placement, Tree};
 
 use crate::fetch::Fetch;
@@ -26,7 +25,6 @@ pub(crate) struct Store {
     pub(crate) write: WriteSettings,
     pub(crate) prefetch: PrefetchSettings,
     pub(crate) clock: Clock,
-    pub(crate) rng: Rng,
 }
 
 impl Store {
@@ -77,7 +75,7 @@ impl Store {
 
     /// Writes bytes of several extents as one owned blob.
     pub(crate) async fn put_owned(&self, packed: Bytes) -> Result<Blob> {
-        let key = ObjectKey::new(format!("{}{}", Blob::OWNED_PREFIX, self.rng.name()));
+        let key = self.tree.fresh_blob();
         let blob = self.bucket.put(&key, packed.clone(), Condition::IfAbsent).await?.blob();
         self.remember(&blob, packed);
         Ok(blob)

@@ -10,7 +10,6 @@ use forebay_core::{Attributes, BlockKey, Error, FileKind, InodeId, Result, Volum
 use forebay_io::clock::Clock;
 use forebay_io::mem::{Budget, Class, Permit};
 use forebay_io::object::{Bucket, MIN_PART_BYTES};
-use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::tree::{DirectoryPage, Existing, Lookup, NewInode, RenameMode, SetAttributes, Tree};
 use forebay_metadata::volume_file::Claim;
@@ -60,8 +59,6 @@ pub struct Parts {
     pub tasks: TaskGroup,
     /// Gives the times of changes.
     pub clock: Clock,
-    /// Gives owned blobs their names.
-    pub rng: Rng,
 }
 
 /// A volume in use.
@@ -95,7 +92,6 @@ impl Volume {
             write: parts.write,
             prefetch: parts.prefetch,
             clock: parts.clock,
-            rng: parts.rng,
         };
         Arc::new(Self {
             store: Arc::new(store),

@@ -4,6 +4,7 @@ pub(crate) mod mount;
 pub(crate) mod warmup;
 pub(crate) mod status;
 pub(crate) mod refresh;
+pub(crate) mod gc;
 pub(crate) mod doctor;
 pub(crate) mod ckpt;
 pub(crate) mod version;

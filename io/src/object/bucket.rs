@@ -9,18 +9,18 @@ use futures::stream::{BoxStream, StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{CopyOptions, ObjectMeta, ObjectStore, PutOptions};
 
-use super::backend::{Plain, connect};
+use super::backend::{Plain, connect, sweep_directory};
 use super::error::convert;
 use super::front::{Front, pages};
 use super::key::{address, directory_prefix};
 use super::layer::{Delay, Faults};
 use super::request::{DELETE_LIMIT, ListRequest, Reply, Request, Shared, UploadId};
 use super::stack::Stack;
-use super::types::{Unfinished, put_mode};
+use super::types::{Leftover, Unfinished, put_mode};
 use super::upload::{Upload, UploadOptions};
 use super::{BucketUrl, Condition, Counters, Listing, ObjectInfo, Scheme, StoreSettings};
 use crate::clock::Clock;
-use crate::task::TaskGroup;
+use crate::task::{TaskGroup, blocking};
 
 /// The longest that opening waits for an endpoint, in milliseconds: someone is looking at it.
 const OPEN_DEADLINE_MS: u64 = 5_000;
@@ -265,6 +265,18 @@ impl Bucket {
     pub async fn abort_upload(&self, key: &ObjectKey, id: &str) -> Result<()> {
         let upload = UploadId { key: self.path(key)?, id: id.to_owned(), token: String::new() };
         self.call(Request::Abort { upload }).await.map(drop)
+    }
+
+    /// What dead processes left beside the key space of a directory, untouched for at least `min_age`: removed unless
+    /// `keep`. Stores keep such things to themselves, as unfinished uploads.
+    pub async fn sweep_staging(&self, min_age: Duration, keep: bool) -> Result<Vec<Leftover>> {
+        let Some(root) = self.0.url.directory() else { return Ok(Vec::new()) };
+        if self.is_read_only() && !keep {
+            return Err(Error::new(ErrorKind::ReadOnly, "this handle on the bucket may not write"));
+        }
+        let shown = self.0.name.clone();
+        let swept = blocking(move || sweep_directory(&root, min_age, keep)).await?;
+        swept.map_err(|error| Error::from(error).context(format!("staging folder of {shown}")))
     }
 
     /// Copies an object inside the bucket without moving its bytes through this host. On S3 up to 5 GiB; larger

@@ -53,6 +53,15 @@ pub struct Unfinished {
     pub started: Timestamp,
 }
 
+/// Bytes beside the key space that a dead process left.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Leftover {
+    /// Where they lie, relative to the bucket.
+    pub name: String,
+    /// How many.
+    pub bytes: u64,
+}
+
 /// One level of the key space: what lies directly below a prefix.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Listing {

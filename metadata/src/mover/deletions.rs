@@ -27,7 +27,7 @@ type Queued = (Bytes, Deletion);
 
 impl Mover {
     /// Deletes what is due, a page at a time.
-    pub(super) async fn delete_due(&self) -> Result<Tally> {
+    pub(crate) async fn delete_due(&self) -> Result<Tally> {
         let keys = self.shared().keys;
         let (mut start, end) = keys.family(Tag::Deletion);
         let mut tally = Tally::default();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_core::{Blob, ObjectKey, Result};
+use forebay_core::{ObjectKey, Result};
 use forebay_io::object::Bucket;
 use forebay_io::rng::Rng;
 use forebay_io::task::{Stop, TaskGroup};
@@ -13,7 +13,7 @@ use tracing::{debug, warn};
 use crate::commit::{Committer, Txn};
 use crate::import::Importer;
 use crate::kv::Durability;
-use crate::records::{Change, Look, Shared};
+use crate::records::{Change, Look, Pages, Shared, owned_key};
 
 /// Records looked at under one turn.
 pub(super) const PAGE: usize = 256;
@@ -41,11 +41,11 @@ struct Inner {
 
 /// What a pass came to.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Tally {
+pub(crate) struct Tally {
     /// Records that are gone.
-    pub(super) done: usize,
+    pub(crate) done: usize,
     /// Records whose work failed.
-    pub(super) failed: usize,
+    pub(crate) failed: usize,
 }
 
 impl Tally {
@@ -118,20 +118,26 @@ impl Mover {
     }
 
     /// Whether the tree is being closed: what is left is done after the next start.
-    pub(super) fn is_stopping(&self) -> bool {
+    pub(crate) fn is_stopping(&self) -> bool {
         self.0.stop.is_cancelled()
     }
 
-    pub(super) fn bucket(&self) -> &Bucket {
+    pub(crate) fn bucket(&self) -> &Bucket {
         &self.0.bucket
     }
 
-    pub(super) fn committer(&self) -> &Committer {
+    pub(crate) fn committer(&self) -> &Committer {
         &self.0.committer
     }
 
-    pub(super) fn shared(&self) -> &Shared {
+    pub(crate) fn shared(&self) -> &Shared {
         &self.0.shared
+    }
+
+    /// A way through the records, resting `pause` after each page.
+    pub(crate) fn pages(&self, pause: Duration) -> Pages<'_> {
+        let shared = &self.0.shared;
+        Pages { committer: &self.0.committer, keys: shared.keys, clock: &shared.clock, pause }
     }
 
     pub(super) fn importer(&self) -> &Importer {
@@ -140,7 +146,7 @@ impl Mover {
 
     /// A key for a new owned blob.
     pub(crate) fn fresh_key(&self) -> ObjectKey {
-        ObjectKey::new(format!("{}{}", Blob::OWNED_PREFIX, self.0.rng.name()))
+        owned_key(self.0.shared.session, &self.0.rng.name())
     }
 
     /// An async guard, so it may be held over requests to the store.
@@ -148,12 +154,12 @@ impl Mover {
         self.0.turn.lock().await
     }
 
-    pub(super) async fn look<T>(&self, mut work: impl FnMut(&Look<'_, '_>) -> Result<T> + Send) -> Result<T> {
+    pub(crate) async fn look<T>(&self, mut work: impl FnMut(&Look<'_, '_>) -> Result<T> + Send) -> Result<T> {
         let keys = self.0.shared.keys;
         self.0.committer.read(|view| work(&Look { view, keys })).await
     }
 
-    pub(super) async fn transact<T: Send + 'static>(
+    pub(crate) async fn transact<T: Send + 'static>(
         &self,
         durability: Durability,
         mut work: impl FnMut(&mut Change<'_, '_>) -> Result<T> + Send + 'static,

@@ -65,7 +65,8 @@ impl Change<'_, '_> {
         self.queue_deletion(Deletion::UNCOMMITTED_MS, Deletion { blob, session })
     }
 
-    fn put_references(&mut self, blob: &Blob, count: u64) -> Result<()> {
+    /// Notes how many inodes refer to an owned blob.
+    pub(crate) fn put_references(&mut self, blob: &Blob, count: u64) -> Result<()> {
         let record = References { key: blob.key.clone(), count };
         self.put(self.keys().references(blob.key.as_str()), record.encode())
     }

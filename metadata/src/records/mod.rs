@@ -5,6 +5,8 @@
 //! it in `mover`. Does no I/O of its own: everything here runs inside a closure of the committer.
 
 mod settings;
+mod owned;
+mod pages;
 mod shared;
 mod access;
 mod path;
@@ -16,6 +18,8 @@ mod lifetime;
 pub(crate) use access::{Change, Look, Records};
 pub(crate) use claims::Occupancy;
 pub(crate) use name::{check_name, check_new_name, is_reserved};
+pub(crate) use owned::{owned_key, session_of};
+pub(crate) use pages::Pages;
 pub(crate) use path::{Spelling, child_prefix, names_of, prefix_with_slash};
-pub use settings::{ImportSettings, TreeSettings};
+pub use settings::{GcSettings, ImportSettings, TreeSettings};
 pub(crate) use shared::Shared;

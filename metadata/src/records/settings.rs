@@ -13,14 +13,51 @@ pub struct TreeSettings {
     /// Milliseconds between the last reference to an owned blob and its deletion. Default 24 h: readers on other
     /// hosts may still use an older layout.
     pub delete_delay_ms: u64,
+    /// How blobs and uploads of dead sessions are looked for.
+    pub gc: GcSettings,
 }
 
-const DAY_MS: u64 = 24 * 60 * 60 * 1000;
+/// How what dead sessions left in the bucket is found and freed.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GcSettings {
+    /// Whether no other tree refers to this bucket's owned blobs. Where that is not certain nothing is looked for.
+    /// Default true.
+    pub is_only_tree: bool,
+    /// Milliseconds from the opening of a tree to its first look. Default 10 minutes, so that mounting and reading
+    /// come first.
+    pub first_ms: u64,
+    /// Milliseconds between two looks; 0 leaves looking to `forebay gc`. Default 6 h: leaks come from crashes, which
+    /// are rare.
+    pub interval_ms: u64,
+    /// Milliseconds of rest after each page of objects or records of a look in the background. Default 100, which
+    /// bounds it to some ten requests a second.
+    pub pause_ms: u64,
+    /// Milliseconds for which nobody wrote to a staged file of a `file://` bucket before it counts as left over.
+    /// Default one hour.
+    pub staging_ms: u64,
+}
+
+const HOUR_MS: u64 = 60 * 60 * 1000;
+
+impl Default for GcSettings {
+    fn default() -> Self {
+        Self {
+            is_only_tree: true,
+            first_ms: HOUR_MS / 6,
+            interval_ms: 6 * HOUR_MS,
+            pause_ms: 100,
+            staging_ms: HOUR_MS,
+        }
+    }
+}
+
+const DAY_MS: u64 = 24 * HOUR_MS;
 
 impl Default for TreeSettings {
     fn default() -> Self {
-        let import = ImportSettings::default();
-        Self { read_only: false, import, delete_delay_ms: DAY_MS }
+        let (import, gc) = (ImportSettings::default(), GcSettings::default());
+        Self { read_only: false, import, delete_delay_ms: DAY_MS, gc }
     }
 }
 

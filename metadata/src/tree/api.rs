@@ -208,6 +208,10 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// Asks where the next whole content of a file goes and records the intent, durably, where one is needed.
     async fn place(&self, ino: InodeId) -> Result<Placement>;
 
+    /// A fresh key for an owned blob that a later `commit_layout` is going to refer to. It names this session: what no
+    /// layout refers to goes after the session ended.
+    fn fresh_blob(&self) -> ObjectKey;
+
     /// Gives a file new content: layout and size, mtime, ctime and the next generation, in one commit.
     ///
     /// Blobs of the old layout that nothing refers to any more are queued for deletion (a blob replaced in place at
@@ -241,4 +245,9 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
 
     /// Syncs and releases what the tree holds; nothing may be called afterwards.
     async fn close(&self) -> Result<()>;
+
+    /// The tree itself where it is served in this process: upkeep is done there only.
+    fn local(&self) -> Option<&super::LocalTree> {
+        None
+    }
 }

@@ -13,6 +13,7 @@ use forebay_io::task::TaskGroup;
 use tracing::{debug, warn};
 
 use crate::commit::{Committer, Txn};
+use crate::gc::{self, Collector, GcReport};
 use crate::import::Importer;
 use crate::kv::Durability;
 use crate::mover::Mover;
@@ -64,6 +65,7 @@ impl LocalTree {
         let tree = Self::prepare(parts, settings).await?;
         if let Some(mover) = &tree.mover {
             mover.start(&tree.tasks);
+            gc::start(mover, &tree.tasks);
         }
         Ok(tree)
     }
@@ -165,6 +167,18 @@ impl LocalTree {
             Some(mover) => mover.drain().await,
             None => Ok(()),
         }
+    }
+
+    /// Finds, and frees unless `dry_run`, what dead sessions left in the bucket: owned blobs that nothing refers to,
+    /// unfinished uploads, staged files.
+    ///
+    /// # Errors
+    /// `ReadOnly` on a read-only tree; `Unsupported` where another tree may refer to the bucket's blobs; `Corrupt` when
+    /// a record cannot be read, and nothing is freed then; `Unavailable` when some could not be deleted yet.
+    pub async fn collect_garbage(&self, dry_run: bool) -> Result<GcReport> {
+        self.check_writable()?;
+        let Some(mover) = &self.mover else { return Ok(GcReport { dry_run, ..GcReport::default() }) };
+        Collector { mover, pause: Duration::ZERO, dry_run }.collect().await
     }
 
     pub(super) async fn shut_down(&self) -> Result<()> {

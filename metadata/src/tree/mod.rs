@@ -24,7 +24,7 @@ pub use api::{
 pub use local::{LocalTree, TreeParts};
 pub use paths::{Walked, resolve, walk};
 
-pub use crate::records::{ImportSettings, TreeSettings};
+pub use crate::records::{GcSettings, ImportSettings, TreeSettings};
 
 #[cfg(test)]
 mod tests;

@@ -3,7 +3,7 @@
 use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{
-    Attributes, Blob, Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp,
+    Attributes, Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp,
 };
 
 use super::commit_layout::{Content, commit_layout};
@@ -13,7 +13,7 @@ use super::{
     DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, Placement, RenameMode, SetAttributes,
     Statistics, Tree, XattrMode, create, link, remove_directory, rename, set_attributes, unlink, xattr,
 };
-use crate::records::{Look, Records, check_name};
+use crate::records::{Look, Records, check_name, owned_key};
 
 /// Most entries in one page.
 const MOST_ENTRIES: usize = 4096;
@@ -198,7 +198,7 @@ impl Tree for LocalTree {
 
     async fn place(&self, ino: InodeId) -> Result<Placement> {
         for step in 1..=MOST_STEPS {
-            let key = ObjectKey::new(format!("{}{}", Blob::OWNED_PREFIX, self.fresh_name()));
+            let key = self.fresh_blob();
             let is_last = step == MOST_STEPS;
             let step = self.change(move |change| place(change, ino, &key, is_last)).await?;
             match (step, &self.mover) {
@@ -215,6 +215,10 @@ impl Tree for LocalTree {
             }
         }
         Err(Error::new(ErrorKind::Unavailable, format!("inode {ino} is written by another")))
+    }
+
+    fn fresh_blob(&self) -> ObjectKey {
+        owned_key(self.shared.session, &self.fresh_name())
     }
 
     async fn commit_layout(
@@ -253,6 +257,10 @@ impl Tree for LocalTree {
 
     async fn close(&self) -> Result<()> {
         self.shut_down().await
+    }
+
+    fn local(&self) -> Option<&LocalTree> {
+        Some(self)
     }
 }
 

@@ -60,7 +60,7 @@ impl Fixture {
             bucket: Some(self.bucket.clone()),
             session: Rng::system().u64(),
             clock: clock.clone(),
-            rng: rng.clone(),
+            rng,
             tasks: tasks.clone(),
         };
         let settings = TreeSettings { delete_delay_ms: 0, ..TreeSettings::default() };
@@ -78,7 +78,6 @@ impl Fixture {
             budget: self.budget.clone(),
             tasks,
             clock,
-            rng,
         })
     }
 }

@@ -59,7 +59,6 @@ async fn volume(bucket: &Bucket, read_only: bool) -> Arc<Volume> {
         budget: Budget::new(64 * MIB),
         tasks: TaskGroup::new("test"),
         clock: Clock::system(),
-        rng: Rng::seeded(2),
     })
 }
 

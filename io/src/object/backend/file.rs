@@ -12,13 +12,15 @@
 //!   one tick of the file system's clock and to the same size is not noticed.
 //!
 //! Staging files, unfinished uploads and the lock lie in `.forebay/staging/`, which listings leave out. Deletes are
-//! not synced: after a power cut a deleted object may be back.
+//! not synced: after a power cut a deleted object may be back. What dead processes left in the staging folder goes
+//! when it is swept.
 
 mod list;
 mod upload;
 mod write;
+mod sweep;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fs::{File, Metadata};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -41,6 +43,8 @@ use crate::object::request::{Reply, Request, Service};
 use crate::rng::Rng;
 use crate::task::blocking;
 
+pub(in crate::object) use sweep::sweep;
+
 /// Where what is not an object lies, relative to the directory.
 const STAGING: &str = ".forebay/staging";
 /// Bytes read at once: large enough that a thread hop costs little.
@@ -60,13 +64,15 @@ struct Inner {
     lock: Mutex<()>,
     /// Versions and the tokens they were written with, newest last.
     recent: Mutex<VecDeque<(String, String)>>,
+    /// The uploads of this process by id, each with its locked file: the lock tells others that it goes on.
+    uploads: Mutex<HashMap<String, File>>,
 }
 
 impl Directory {
     /// A store over the existing directory `root`.
     pub(super) fn new(root: PathBuf) -> Self {
-        let (lock, recent) = (Mutex::new(()), Mutex::default());
-        Self(Arc::new(Inner { root, rng: Rng::system(), lock, recent }))
+        let (lock, recent, uploads) = (Mutex::new(()), Mutex::default(), Mutex::default());
+        Self(Arc::new(Inner { root, rng: Rng::system(), lock, recent, uploads }))
     }
 
     async fn run<T, F>(&self, work: F) -> Result<T>

@@ -7,4 +7,5 @@ mod s3;
 mod profile;
 
 pub(super) use connect::connect;
+pub(super) use file::sweep as sweep_directory;
 pub(super) use plain::Plain;

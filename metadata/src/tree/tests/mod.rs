@@ -5,4 +5,5 @@ mod contract;
 mod model;
 mod import;
 mod ownership;
+mod garbage;
 mod crash;

@@ -18,7 +18,7 @@ use crate::object::request::{UploadId, UploadsPage};
 use crate::object::types::{Condition, put_mode};
 
 /// The folder of unfinished uploads, below the staging folder: `uploads/ID/data` and `uploads/ID/key`.
-const UPLOADS: &str = "uploads";
+pub(super) const UPLOADS: &str = "uploads";
 
 impl Inner {
     pub(super) fn create_upload(&self, key: Path, token: String) -> Result<UploadId> {
@@ -27,9 +27,11 @@ impl Inner {
         let create = || {
             self.create_below_root(&folder)?;
             std::fs::write(folder.join("key"), upload.key.as_ref())?;
-            File::create_new(folder.join("data")).map(drop)
+            let file = File::create_new(folder.join("data"))?;
+            file.lock().map(|()| file)
         };
-        create().map_err(|error| io_error(&upload.key, error))?;
+        let file = create().map_err(|error| io_error(&upload.key, error))?;
+        self.uploads.lock().insert(upload.id.clone(), file);
         Ok(upload)
     }
 
@@ -104,10 +106,12 @@ impl Inner {
             self.publish(&folder.join("data"), &upload.key, &put_mode(condition), upload.token.clone())?;
         // The object is visible and durable; an upload's empty folder that stays behind is listed and aborted later.
         let _ = std::fs::remove_dir_all(&folder);
+        self.uploads.lock().remove(&upload.id);
         Ok(put)
     }
 
     pub(super) fn abort(&self, upload: &UploadId) -> Result<()> {
+        self.uploads.lock().remove(&upload.id);
         match std::fs::remove_dir_all(self.upload_path(upload)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(io_error(&upload.key, error)),
             _ => Ok(()),

@@ -1,0 +1,16 @@
+//! What no record refers to and no living session is about to refer to: found in the bucket, and freed.
+//!
+//! Blobs that lost their last reference are queued by the commit that took it, and go with the mover. Here is what no
+//! commit knows of: blobs that a session put and died before committing, its unfinished uploads, and staged files of a
+//! directory. Promises to look nowhere but below `.forebay/`, and that an object goes only if its session is dead and
+//! no layout, intent, claim or queue names it when its deletion is decided. References are read from those records
+//! themselves; the counts of references have a say only in keeping. Does not look where several trees might share
+//! a bucket.
+
+mod plan;
+mod collect;
+mod background;
+
+pub(crate) use background::start;
+pub(crate) use collect::Collector;
+pub use collect::GcReport;

@@ -1,0 +1,72 @@
+//! Upkeep of a bucket: what crashed mounts left is freed.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse};
+use serde_json::Value;
+
+fn forebay(home: &Path, args: &[&str]) -> Outcome {
+    Forebay::new(home, args).run()
+}
+
+#[track_caller]
+fn parse(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+/// Files and bytes below a folder.
+fn count(folder: &Path) -> (u64, u64) {
+    let entries = fs::read_dir(folder).into_iter().flatten().map(|entry| entry.expect("an entry").path());
+    entries.fold((0, 0), |(files, bytes), path| {
+        let (more_files, more_bytes) = match path.is_dir() {
+            true => count(&path),
+            false => (1, fs::metadata(&path).expect("metadata").len()),
+        };
+        (files + more_files, bytes + more_bytes)
+    })
+}
+
+#[test]
+fn what_a_killed_mount_packed_and_did_not_commit_is_freed() {
+    if !require_fuse("what_a_killed_mount_packed_and_did_not_commit_is_freed") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (home, bucket, folder) = (scratch.folder("home"), scratch.folder("bucket"), scratch.join("mnt"));
+    let source = format!("file://{}", bucket.display());
+    let mut mount = Mount::new(&home, &source, &folder, &[], &[]);
+    let kept: Vec<u8> = (0..100_000u32).map(|at| (at % 251) as u8).collect();
+    fs::write(folder.join("kept"), &kept).expect("written");
+    let file = fs::File::options().read(true).write(true).open(folder.join("kept")).expect("open");
+    file.sync_all().expect("synced");
+    // Not front to back, hence packed into owned blobs once there is too much to hold; never committed.
+    for at in (1..24u64).rev() {
+        file.write_all_at(&vec![at as u8; 1 << 20], at << 21).expect("written");
+    }
+    let gc = |home: &Path, more: &[&str]| {
+        forebay(home, &[&["gc", &source, "--json"][..], more].concat())
+    };
+    let alive = parse(&gc(&home, &[]).succeeded());
+    assert_eq!(alive["blobs"], 0, "the mount is asked, and what it writes is on its way: {alive}");
+    let elsewhere = forebay(&scratch.folder("elsewhere"), &["gc", &source]);
+    elsewhere.failed_with("mounted read-write by", "unmount it there");
+    mount.kill();
+    drop(file);
+
+    let blobs = bucket.join(".forebay/blobs");
+    let (files, bytes) = count(&blobs);
+    assert!(bytes > 8 << 20, "{files} files, {bytes} bytes");
+    let found = parse(&gc(&home, &["--dry-run"]).succeeded());
+    assert_eq!((found["blobs"].as_u64(), found["blob_bytes"].as_u64()), (Some(files), Some(bytes)), "{found}");
+    assert_eq!(count(&blobs), (files, bytes), "a dry run frees nothing");
+    let freed = parse(&gc(&home, &[]).succeeded());
+    assert_eq!((freed["blobs"].as_u64(), freed["blob_bytes"].as_u64()), (Some(files), Some(bytes)), "{freed}");
+    assert_eq!(count(&blobs), (0, 0));
+    let again = forebay(&home, &["gc", &source]).succeeded();
+    assert!(again.contains("blobs freed") && again.lines().count() == 5, "{again}");
+    mount.remount(&home);
+    assert_eq!(fs::read(folder.join("kept")).expect("bytes"), kept);
+    mount.unmount();
+}

@@ -1,0 +1,41 @@
+//! What is done to a volume as a whole, by the process that has it open: freeing what was left over.
+//!
+//! A request and its report are plain data, so that a mount does for a command what the command does by itself where
+//! nothing is mounted.
+
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_metadata::gc::GcReport;
+use serde::{Deserialize, Serialize};
+
+use crate::Volume;
+
+/// What is to be done.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "task", rename_all = "snake_case")]
+pub enum Request {
+    /// Free what dead sessions left in the bucket.
+    Gc {
+        /// Only tell.
+        dry_run: bool,
+    },
+}
+
+/// What came of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "task", rename_all = "snake_case")]
+pub enum Report {
+    /// What was found and freed.
+    Gc(GcReport),
+}
+
+/// Does it.
+///
+/// # Errors
+/// `Unsupported` when the tree is served elsewhere; what the work itself says.
+pub async fn upkeep(volume: &Volume, request: &Request) -> Result<Report> {
+    let elsewhere = || Error::new(ErrorKind::Unsupported, "the tree of this volume is served elsewhere");
+    let tree = volume.tree().local().ok_or_else(elsewhere)?;
+    match request {
+        Request::Gc { dry_run } => tree.collect_garbage(*dry_run).await.map(Report::Gc),
+    }
+}
