@@ -6,6 +6,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::commands::ckpt::CkptCommand;
 use crate::commands::doctor::DoctorArguments;
+use crate::commands::fsck::FsckArguments;
 use crate::commands::gc::GcArguments;
 use crate::commands::mount::MountArguments;
 use crate::commands::refresh::RefreshArguments;
@@ -48,6 +49,8 @@ pub(crate) enum Command {
     Refresh(RefreshArguments),
     /// Free what crashed mounts left in a bucket.
     Gc(GcArguments),
+    /// Check a volume against its bucket, and mend it.
+    Fsck(FsckArguments),
     /// Check this host, and a bucket, for all that Forebay needs.
     Doctor(DoctorArguments),
     /// Look at checkpoints.
@@ -81,6 +84,7 @@ mod tests {
             "forebay status /mnt --state-dir /s",
             "forebay refresh /mnt/a",
             "forebay gc s3://b/p --dry-run --json",
+            "forebay fsck file:///b --repair --json",
             "forebay doctor",
             "forebay doctor s3://b --read-only --json",
             "forebay ckpt ls s3://b/run",

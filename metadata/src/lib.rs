@@ -12,4 +12,5 @@ mod records;
 mod import;
 mod mover;
 pub mod gc;
+pub mod fsck;
 pub mod tree;

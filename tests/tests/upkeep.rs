@@ -1,4 +1,4 @@
-//! Upkeep of a bucket: what crashed mounts left is freed.
+//! Upkeep of a bucket: what crashed mounts left is freed, what is wrong is found and mended.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -45,9 +45,7 @@ fn what_a_killed_mount_packed_and_did_not_commit_is_freed() {
     for at in (1..24u64).rev() {
         file.write_all_at(&vec![at as u8; 1 << 20], at << 21).expect("written");
     }
-    let gc = |home: &Path, more: &[&str]| {
-        forebay(home, &[&["gc", &source, "--json"][..], more].concat())
-    };
+    let gc = |home: &Path, more: &[&str]| forebay(home, &[&["gc", &source, "--json"][..], more].concat());
     let alive = parse(&gc(&home, &[]).succeeded());
     assert_eq!(alive["blobs"], 0, "the mount is asked, and what it writes is on its way: {alive}");
     let elsewhere = forebay(&scratch.folder("elsewhere"), &["gc", &source]);
@@ -59,14 +57,62 @@ fn what_a_killed_mount_packed_and_did_not_commit_is_freed() {
     let (files, bytes) = count(&blobs);
     assert!(bytes > 8 << 20, "{files} files, {bytes} bytes");
     let found = parse(&gc(&home, &["--dry-run"]).succeeded());
-    assert_eq!((found["blobs"].as_u64(), found["blob_bytes"].as_u64()), (Some(files), Some(bytes)), "{found}");
+    assert_eq!(
+        (found["blobs"].as_u64(), found["blob_bytes"].as_u64()),
+        (Some(files), Some(bytes)),
+        "{found}"
+    );
     assert_eq!(count(&blobs), (files, bytes), "a dry run frees nothing");
     let freed = parse(&gc(&home, &[]).succeeded());
-    assert_eq!((freed["blobs"].as_u64(), freed["blob_bytes"].as_u64()), (Some(files), Some(bytes)), "{freed}");
+    assert_eq!(
+        (freed["blobs"].as_u64(), freed["blob_bytes"].as_u64()),
+        (Some(files), Some(bytes)),
+        "{freed}"
+    );
     assert_eq!(count(&blobs), (0, 0));
     let again = forebay(&home, &["gc", &source]).succeeded();
     assert!(again.contains("blobs freed") && again.lines().count() == 5, "{again}");
     mount.remount(&home);
     assert_eq!(fs::read(folder.join("kept")).expect("bytes"), kept);
     mount.unmount();
+}
+
+#[test]
+fn a_volume_is_checked_mounted_or_not_and_repaired_unmounted() {
+    if !require_fuse("a_volume_is_checked_mounted_or_not_and_repaired_unmounted") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (home, bucket, folder) = (scratch.folder("home"), scratch.folder("bucket"), scratch.join("mnt"));
+    let source = format!("file://{}", bucket.display());
+    let fsck = |more: &[&str]| forebay(&home, &[&["fsck", &source][..], more].concat());
+    fs::write(bucket.join("outside"), "an outsider's").expect("written");
+    let mut mount = Mount::new(&home, &source, &folder, &[], &[]);
+    fs::create_dir(folder.join("d")).expect("made");
+    fs::write(folder.join("d/f"), "bytes").expect("written");
+    fs::hard_link(folder.join("d/f"), folder.join("g")).expect("linked");
+    let checked = parse(&fsck(&["--json"]).succeeded());
+    assert_eq!(
+        (&checked["findings"], &checked["entries"]),
+        (&Value::Array(Vec::new()), &4.into()),
+        "{checked}"
+    );
+    fsck(&["--repair"]).failed_with("cannot be repaired while it is mounted", "unmount it");
+    let file = fs::File::options().write(true).open(folder.join("d/f")).expect("open");
+    for at in (1..24u64).rev() {
+        file.write_all_at(&vec![at as u8; 1 << 20], at << 21).expect("written");
+    }
+    mount.kill();
+    drop(file);
+    fsck(&[]).failed_with("things are wrong", "forebay gc");
+    let shown = fsck(&[]);
+    assert!(shown.stdout.contains("leaked-blob") && shown.stdout.contains("damaged"), "{shown:?}");
+    let mended = parse(&fsck(&["--repair", "--json"]).succeeded());
+    assert!(mended["findings"].as_array().is_some_and(|found| !found.is_empty()), "{mended}");
+    assert!(fsck(&[]).succeeded().starts_with("clean"));
+    assert_eq!(count(&bucket.join(".forebay/blobs")), (0, 0));
+    mount.remount(&home);
+    assert_eq!(fs::read_to_string(folder.join("g")).expect("bytes"), "bytes");
+    mount.unmount();
+    assert!(fsck(&[]).succeeded().starts_with("clean"));
 }

@@ -133,6 +133,10 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
             Ok(()) => Reply::Done,
             Err(error) => failed(&error),
         },
+        Ok(Request::Upkeep(upkeep::Request::Fsck { repair: true })) => failed(
+            &Error::invalid("a volume cannot be repaired while it is mounted")
+                .with_hint("unmount it, then run `forebay fsck --repair` again"),
+        ),
         Ok(Request::Upkeep(request)) => match upkeep::upkeep(&volume, &request).await {
             Ok(report) => Reply::Upkept(Box::new(report)),
             Err(error) => failed(&error),

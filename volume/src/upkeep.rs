@@ -1,9 +1,11 @@
-//! What is done to a volume as a whole, by the process that has it open: freeing what was left over.
+//! What is done to a volume as a whole, by the process that has it open: freeing what was left over, checking
+//! and mending.
 //!
 //! A request and its report are plain data, so that a mount does for a command what the command does by itself where
 //! nothing is mounted.
 
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_metadata::fsck::FsckReport;
 use forebay_metadata::gc::GcReport;
 use serde::{Deserialize, Serialize};
 
@@ -18,6 +20,11 @@ pub enum Request {
         /// Only tell.
         dry_run: bool,
     },
+    /// Check the tree against itself and the bucket.
+    Fsck {
+        /// Mend what can be mended. Not while it is mounted.
+        repair: bool,
+    },
 }
 
 /// What came of it.
@@ -26,6 +33,8 @@ pub enum Request {
 pub enum Report {
     /// What was found and freed.
     Gc(GcReport),
+    /// What is wrong, and was mended.
+    Fsck(FsckReport),
 }
 
 /// Does it.
@@ -37,5 +46,6 @@ pub async fn upkeep(volume: &Volume, request: &Request) -> Result<Report> {
     let tree = volume.tree().local().ok_or_else(elsewhere)?;
     match request {
         Request::Gc { dry_run } => tree.collect_garbage(*dry_run).await.map(Report::Gc),
+        Request::Fsck { repair } => tree.fsck(*repair).await.map(Report::Fsck),
     }
 }

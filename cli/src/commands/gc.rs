@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use forebay_core::units::format_bytes;
-use forebay_core::Result;
+use forebay_core::{Error, Result};
 use forebay_volume::upkeep::{Report, Request};
 
 use crate::arguments::Global;
@@ -34,7 +34,9 @@ pub(crate) fn run(global: &Global, arguments: &GcArguments) -> Result<ExitCode> 
         let open = upkeep::open(&arguments.source, arguments.state_dir.as_deref(), &settings).await?;
         upkeep::perform(open, &Request::Gc { dry_run: arguments.dry_run }).await
     })?;
-    let Report::Gc(report) = report;
+    let Report::Gc(report) = report else {
+        return Err(Error::corrupt("gc was answered with something else"));
+    };
     if global.json {
         print::json(&report)?;
         return Ok(ExitCode::SUCCESS);

@@ -5,6 +5,7 @@ pub(crate) mod warmup;
 pub(crate) mod status;
 pub(crate) mod refresh;
 pub(crate) mod gc;
+pub(crate) mod fsck;
 pub(crate) mod doctor;
 pub(crate) mod ckpt;
 pub(crate) mod version;

@@ -7,9 +7,7 @@ use forebay_core::{Extent, ObjectKey, Result, Source};
 use forebay_io::object::ObjectInfo;
 
 use crate::records::session_of;
-use crate::schema::{
-    Claim, Deletion, Inode, Intent, References, Tag, decode_extents,
-};
+use crate::schema::{Claim, Deletion, Inode, Intent, References, Tag, decode_extents};
 
 /// The families whose records name owned blobs.
 pub(super) const NAMING: [Tag; 6] =

@@ -13,6 +13,7 @@ use forebay_io::task::TaskGroup;
 use tracing::{debug, warn};
 
 use crate::commit::{Committer, Txn};
+use crate::fsck::{self, FsckReport};
 use crate::gc::{self, Collector, GcReport};
 use crate::import::Importer;
 use crate::kv::Durability;
@@ -179,6 +180,18 @@ impl LocalTree {
         self.check_writable()?;
         let Some(mover) = &self.mover else { return Ok(GcReport { dry_run, ..GcReport::default() }) };
         Collector { mover, pause: Duration::ZERO, dry_run }.collect().await
+    }
+
+    /// Checks the tree against itself and its bucket; with `repair`, mends what can be mended without destroying bytes.
+    /// Nobody else may use the tree while it is being repaired.
+    ///
+    /// # Errors
+    /// `ReadOnly` on a read-only tree; `Unsupported` for one without a bucket; others when engine or bucket cannot be
+    /// read at all.
+    pub async fn fsck(&self, repair: bool) -> Result<FsckReport> {
+        self.check_writable()?;
+        let mover = self.mover.as_ref().ok_or_else(fsck::no_bucket)?;
+        fsck::check(mover, repair).await
     }
 
     pub(super) async fn shut_down(&self) -> Result<()> {

@@ -6,4 +6,5 @@ mod model;
 mod import;
 mod ownership;
 mod garbage;
+mod fsck;
 mod crash;

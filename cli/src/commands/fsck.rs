@@ -1,0 +1,65 @@
+//! `forebay fsck SOURCE`: check a volume against its bucket, and mend it.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use forebay_core::{Error, Result};
+use forebay_volume::upkeep::{Report, Request};
+
+use crate::arguments::Global;
+use crate::settings::Settings;
+use crate::{print, run, upkeep};
+
+/// The arguments of `forebay fsck`.
+#[derive(Debug, Args)]
+pub(crate) struct FsckArguments {
+    /// The URL of the bucket, as it is mounted.
+    pub(crate) source: String,
+    /// Mend what can be mended; what nothing leads to comes to /lost+found. The volume must not be mounted.
+    #[arg(long)]
+    pub(crate) repair: bool,
+    /// The state directory that it is mounted with.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub(crate) state_dir: Option<PathBuf>,
+}
+
+/// Checks and shows what is wrong. The exit code is 0 when nothing is, or nothing any more.
+pub(crate) fn run(global: &Global, arguments: &FsckArguments) -> Result<ExitCode> {
+    let settings = Settings::load(global)?;
+    let report = run::block_on(async {
+        let open = upkeep::open(&arguments.source, arguments.state_dir.as_deref(), &settings).await?;
+        upkeep::perform(open, &Request::Fsck { repair: arguments.repair }).await
+    })?;
+    let Report::Fsck(report) = report else {
+        return Err(Error::corrupt("fsck was answered with something else"));
+    };
+    match global.json {
+        true => print::json(&report)?,
+        false => {
+            let mut rows: Vec<Vec<String>> = report
+                .findings
+                .iter()
+                .map(|found| {
+                    let state = if found.mended { "mended" } else { "wrong" };
+                    print::row([state, &found.kind, &found.subject, &found.detail])
+                })
+                .collect();
+            let counts = format!(
+                "{} inodes, {} entries, {} objects; {} objects changed outside",
+                report.inodes, report.entries, report.objects, report.changed_outside
+            );
+            rows.push(print::row([if report.is_clean() { "clean" } else { "damaged" }, &counts]));
+            print::table(&rows);
+        }
+    }
+    if report.is_clean() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let wrong = report.findings.iter().filter(|found| !found.mended).count() as u64 + report.further;
+    let hint = match arguments.repair {
+        true => "what cannot be mended is left as it is: restore those files from a backup",
+        false => "run `forebay fsck --repair` while it is not mounted; `forebay gc` frees what leaked",
+    };
+    Err(Error::corrupt(format!("{wrong} things are wrong with {}", arguments.source)).with_hint(hint))
+}

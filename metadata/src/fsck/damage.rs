@@ -1,0 +1,145 @@
+//! What can be wrong, and how it is told.
+
+use bytes::Bytes;
+use forebay_core::{FileKind, InodeId, ObjectKey};
+use serde::{Deserialize, Serialize};
+
+use crate::schema::Counters;
+
+/// Something that is wrong.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Damage {
+    /// A record that cannot be read.
+    UnreadableRecord { key: Bytes, why: String },
+    /// An entry whose inode is missing, or which lies in no directory.
+    DanglingEntry { parent: InodeId, name: Bytes, ino: InodeId },
+    /// An entry that gives its inode another type than it has.
+    WrongType { parent: InodeId, name: Bytes, ino: InodeId, kind: FileKind },
+    /// An inode that no entry leads to and nobody has open.
+    LostInode { ino: InodeId, kind: FileKind, subdirectories: u32 },
+    /// An inode that remembers other names than lead to it. These do.
+    WrongNames { ino: InodeId, names: Vec<(InodeId, Bytes)> },
+    /// An inode that counts other names, or a directory that counts other subdirectories, than there are.
+    WrongLinkCount { ino: InodeId, recorded: u32, found: u32 },
+    /// A layout whose extents overlap, pass its end or are missing.
+    BadLayout { ino: InodeId, why: String },
+    /// Bytes of a file that are not in the bucket as the layout says.
+    DanglingExtent { ino: InodeId, key: ObjectKey, why: &'static str },
+    /// A blob that more or fewer inodes refer to than is counted.
+    WrongReferences { blob: forebay_core::Blob, recorded: u64, found: u64 },
+    /// A directory without a place to be listed from, or with one that is not its own.
+    WrongImportState { ino: InodeId, why: &'static str },
+    /// A claim on a key that nothing makes.
+    EmptyClaim { key: ObjectKey },
+    /// The counts of the volume.
+    WrongCounters { recorded: Option<Counters>, found: Counters },
+    /// An owned blob that nothing refers to.
+    LeakedBlob { key: ObjectKey, bytes: u64 },
+    /// Unfinished uploads and staged files of dead sessions.
+    LeakedUploads { uploads: u64, leftovers: u64 },
+}
+
+/// Something that is wrong, as people and programs are told.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// What kind of damage, in words joined by dashes.
+    pub kind: String,
+    /// What it is about: an inode, an entry or a key.
+    pub subject: String,
+    /// The facts.
+    pub detail: String,
+    /// Whether it was mended.
+    pub mended: bool,
+}
+
+/// What a check came to.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FsckReport {
+    /// Inodes looked at.
+    pub inodes: u64,
+    /// Entries looked at.
+    pub entries: u64,
+    /// Objects in the bucket that were compared with the tree.
+    pub objects: u64,
+    /// Plain objects that were changed or deleted in the bucket since they were listed. No damage: the next listing
+    /// takes it over.
+    pub changed_outside: u64,
+    /// What is wrong, the first ten thousand.
+    pub findings: Vec<Finding>,
+    /// How much more is wrong.
+    pub further: u64,
+}
+
+impl FsckReport {
+    /// Whether nothing is wrong, or nothing any more.
+    pub fn is_clean(&self) -> bool {
+        self.further == 0 && self.findings.iter().all(|finding| finding.mended)
+    }
+}
+
+impl Damage {
+    /// Whether there is something that cannot be read, and that may be what other damage seems to lack.
+    pub(super) fn hides_others(&self) -> bool {
+        matches!(self, Self::UnreadableRecord { .. } | Self::BadLayout { .. })
+    }
+
+    /// Whether mending takes something away because nothing was found that needs it.
+    pub(super) fn takes_away(&self) -> bool {
+        match self {
+            Self::WrongReferences { recorded, found, .. } => found < recorded,
+            Self::DanglingEntry { .. } | Self::EmptyClaim { .. } | Self::WrongCounters { .. } => true,
+            _ => false,
+        }
+    }
+
+    /// In words.
+    pub(super) fn finding(&self) -> Finding {
+        let inode = |ino: &InodeId| format!("inode {ino}");
+        let entry = |parent: &InodeId, name: &Bytes| {
+            format!("`{}` in directory {parent}", String::from_utf8_lossy(name))
+        };
+        let (kind, subject, detail) = match self {
+            Self::UnreadableRecord { key, why } => {
+                let key: String = key.iter().map(|byte| format!("{byte:02x}")).collect();
+                ("unreadable-record", format!("record {key}"), why.clone())
+            }
+            Self::DanglingEntry { parent, name, ino } => {
+                ("dangling-entry", entry(parent, name), format!("inode {ino} or the directory is missing"))
+            }
+            Self::WrongType { parent, name, ino, kind } => {
+                ("wrong-type", entry(parent, name), format!("inode {ino} is a {kind:?}"))
+            }
+            Self::LostInode { ino, kind, .. } => {
+                ("lost-inode", inode(ino), format!("no entry leads to this {kind:?}"))
+            }
+            Self::WrongNames { ino, names } => {
+                ("wrong-names", inode(ino), format!("{} entries lead to it, it knows others", names.len()))
+            }
+            Self::WrongLinkCount { ino, recorded, found } => {
+                ("wrong-link-count", inode(ino), format!("recorded {recorded}, found {found}"))
+            }
+            Self::BadLayout { ino, why } => ("bad-layout", inode(ino), why.clone()),
+            Self::DanglingExtent { ino, key, why } => {
+                ("dangling-extent", inode(ino), format!("its bytes at `{key}` are {why}"))
+            }
+            Self::WrongReferences { blob, recorded, found } => {
+                ("wrong-references", blob.key.to_string(), format!("recorded {recorded}, found {found}"))
+            }
+            Self::WrongImportState { ino, why } => ("wrong-import-state", inode(ino), (*why).to_owned()),
+            Self::EmptyClaim { key } => {
+                ("empty-claim", key.to_string(), "no file, write or deletion makes it".to_owned())
+            }
+            Self::WrongCounters { recorded, found } => {
+                ("wrong-counters", "the volume".to_owned(), format!("recorded {recorded:?}, found {found:?}"))
+            }
+            Self::LeakedBlob { key, bytes } => {
+                ("leaked-blob", key.to_string(), format!("{bytes} bytes that nothing refers to"))
+            }
+            Self::LeakedUploads { uploads, leftovers } => {
+                let detail = format!("{uploads} unfinished uploads, {leftovers} staged files");
+                ("leaked-uploads", "the bucket".to_owned(), detail)
+            }
+        };
+        Finding { kind: kind.to_owned(), subject, detail, mended: false }
+    }
+}

@@ -1,0 +1,292 @@
+//! What the records say, gathered from one snapshot of them.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use bytes::Bytes;
+use forebay_core::{Blob, Extent, FileKind, FileLayout, InodeId, ObjectKey, Result, Source};
+
+use super::damage::Damage;
+use crate::kv::Snapshot;
+use crate::schema::{
+    Claim, Counters, Dentry, HolderState, ImportState, Inode, Intent, Keys, Move, References, Tag,
+    decode_extents,
+};
+
+/// Records read at once.
+const PAGE: usize = 1024;
+
+/// What is kept of an inode.
+#[derive(Debug)]
+pub(super) struct Node {
+    pub(super) kind: FileKind,
+    pub(super) nlink: u32,
+    pub(super) parent: InodeId,
+    pub(super) name: Bytes,
+    pub(super) home: Option<Blob>,
+    /// Entries that lead to it.
+    pub(super) names: u32,
+    /// Whether the first name that it remembers is one of them.
+    pub(super) is_first_there: bool,
+    /// Further names that it remembers and that lead to it, and those that do not.
+    pub(super) links: u32,
+    pub(super) bad_links: u32,
+    pub(super) subdirectories: u32,
+}
+
+/// A blob that layouts name.
+#[derive(Debug)]
+pub(super) struct Use {
+    /// One of the inodes.
+    pub(super) ino: InodeId,
+    /// How many there are.
+    pub(super) inodes: u64,
+}
+
+/// All of it.
+#[derive(Debug, Default)]
+pub(super) struct Facts {
+    pub(super) nodes: HashMap<InodeId, Node>,
+    pub(super) entries: u64,
+    pub(super) bytes: u64,
+    pub(super) blobs: HashMap<Blob, Use>,
+    pub(super) references: HashMap<ObjectKey, u64>,
+    pub(super) claims: HashMap<ObjectKey, HolderState>,
+    pub(super) intents: HashMap<InodeId, ObjectKey>,
+    pub(super) imports: HashMap<InodeId, ImportState>,
+    pub(super) moving: HashSet<InodeId>,
+    pub(super) open: HashSet<InodeId>,
+    pub(super) sessions: HashSet<u64>,
+    /// Keys of objects that are to be deleted, with the times.
+    pub(super) deletions: HashSet<(ObjectKey, u64)>,
+    pub(super) counters: Option<Counters>,
+    /// What was wrong with single records.
+    pub(super) damage: Vec<Damage>,
+}
+
+/// The records at one moment.
+pub(super) struct Gather<'a> {
+    pub(super) snapshot: &'a dyn Snapshot,
+    pub(super) keys: Keys,
+}
+
+impl Gather<'_> {
+    /// Reads everything.
+    pub(super) async fn facts(&self) -> Result<Facts> {
+        let mut facts = Facts::default();
+        self.inodes(&mut facts).await?;
+        self.each(&mut facts, Tag::Dentry, |facts, keys, key, value| {
+            let (parent, name) = (InodeId(keys.number_in(&key)?), keys.name_in(&key)?);
+            facts.entry(parent, name, Dentry::decode(value)?);
+            Ok(())
+        })
+        .await?;
+        self.links(&mut facts).await?;
+        self.rest(&mut facts).await?;
+        Ok(facts)
+    }
+
+    /// Shows `each` every record of a family; what cannot be read is damage.
+    async fn each(
+        &self,
+        facts: &mut Facts,
+        tag: Tag,
+        each: impl Fn(&mut Facts, Keys, Bytes, Bytes) -> Result<()>,
+    ) -> Result<()> {
+        let (mut start, end) = self.keys.family(tag);
+        loop {
+            let page = self.snapshot.scan(&start, &end, PAGE).await?;
+            let Some((last, _)) = page.last() else { return Ok(()) };
+            start = [&last[..], &[0]].concat().into();
+            for (key, value) in page {
+                if let Err(error) = each(facts, self.keys, key.clone(), value) {
+                    facts.damage.push(Damage::UnreadableRecord { key, why: error.to_string() });
+                }
+            }
+        }
+    }
+
+    async fn inodes(&self, facts: &mut Facts) -> Result<()> {
+        let (mut start, end) = self.keys.family(Tag::Inode);
+        loop {
+            let page = self.snapshot.scan(&start, &end, PAGE).await?;
+            let Some((last, _)) = page.last() else { return Ok(()) };
+            start = [&last[..], &[0]].concat().into();
+            for (key, value) in page {
+                let decoded =
+                    self.keys.number_in(&key).and_then(|ino| Ok((InodeId(ino), Inode::decode(value)?)));
+                match decoded {
+                    Err(error) => facts.damage.push(Damage::UnreadableRecord { key, why: error.to_string() }),
+                    Ok((ino, inode)) => {
+                        let (extents, missing) = self.extents(ino, &inode).await?;
+                        facts.layout(ino, &inode, extents, missing);
+                        facts.node(ino, inode);
+                    }
+                }
+            }
+        }
+    }
+
+    /// All extents that can be read, and why there are not more.
+    async fn extents(&self, ino: InodeId, inode: &Inode) -> Result<(Vec<Extent>, Option<String>)> {
+        let mut extents = inode.extents.clone();
+        for n in 0..inode.further {
+            let value = self.snapshot.get(&self.keys.extents(ino, n)).await?;
+            let Some(value) = value else {
+                return Ok((extents, Some(format!("part {n} of its extents is missing"))));
+            };
+            match decode_extents(value) {
+                Ok(further) => extents.extend(further),
+                Err(error) => return Ok((extents, Some(error.to_string()))),
+            }
+        }
+        Ok((extents, None))
+    }
+
+    /// Further names: each must be an entry that leads to the inode.
+    async fn links(&self, facts: &mut Facts) -> Result<()> {
+        let (mut start, end) = self.keys.family(Tag::Link);
+        loop {
+            let page = self.snapshot.scan(&start, &end, PAGE).await?;
+            let Some((last, _)) = page.last() else { return Ok(()) };
+            start = [&last[..], &[0]].concat().into();
+            for (key, _) in page {
+                let (ino, (parent, name)) = (InodeId(self.keys.number_in(&key)?), self.keys.link_in(&key)?);
+                let entry = self.snapshot.get(&self.keys.dentry(parent, &name)).await?;
+                let leads =
+                    entry.is_some_and(|entry| Dentry::decode(entry).is_ok_and(|entry| entry.ino == ino));
+                match facts.nodes.get_mut(&ino) {
+                    Some(node) if leads => node.links += 1,
+                    Some(node) => node.bad_links += 1,
+                    None => {
+                        let why = format!("a name of inode {ino}, which is missing");
+                        facts.damage.push(Damage::UnreadableRecord { key, why });
+                    }
+                }
+            }
+        }
+    }
+
+    async fn rest(&self, facts: &mut Facts) -> Result<()> {
+        self.each(facts, Tag::References, |facts, _, _, value| {
+            let references = References::decode(value)?;
+            facts.references.insert(references.key, references.count);
+            Ok(())
+        })
+        .await?;
+        self.each(facts, Tag::Claim, |facts, _, _, value| {
+            let claim = Claim::decode(value)?;
+            facts.claims.insert(claim.key, claim.state);
+            Ok(())
+        })
+        .await?;
+        self.each(facts, Tag::Intent, |facts, keys, key, value| {
+            facts.intents.insert(InodeId(keys.number_in(&key)?), Intent::decode(value)?.key);
+            Ok(())
+        })
+        .await?;
+        self.each(facts, Tag::Import, |facts, keys, key, value| {
+            facts.imports.insert(InodeId(keys.number_in(&key)?), ImportState::decode(value)?);
+            Ok(())
+        })
+        .await?;
+        self.each(facts, Tag::Move, |facts, keys, key, value| {
+            if matches!(Move::decode(value)?, Move::Subtree { .. }) {
+                facts.moving.insert(InodeId(keys.number_in(&key)?));
+            }
+            Ok(())
+        })
+        .await?;
+        self.each(facts, Tag::Deletion, |facts, keys, key, value| {
+            let deletion = crate::schema::Deletion::decode(value)?;
+            facts.deletions.insert((deletion.blob.key, keys.number_in(&key)?));
+            Ok(())
+        })
+        .await?;
+        self.each(facts, Tag::Orphan, |facts, keys, key, _| {
+            facts.open.insert(keys.orphan_in(&key)?.1);
+            Ok(())
+        })
+        .await?;
+        self.each(facts, Tag::Session, |facts, keys, key, _| {
+            facts.sessions.insert(keys.number_in(&key)?);
+            Ok(())
+        })
+        .await?;
+        let counters = self.snapshot.get(&self.keys.counters()).await?;
+        facts.counters = counters.and_then(|value| Counters::decode(value).ok());
+        Ok(())
+    }
+}
+
+impl Facts {
+    fn node(&mut self, ino: InodeId, inode: Inode) {
+        if inode.kind == FileKind::File {
+            self.bytes += inode.size;
+        }
+        let node = Node {
+            kind: inode.kind,
+            nlink: inode.nlink,
+            parent: inode.parent,
+            name: inode.name,
+            home: inode.home,
+            names: 0,
+            is_first_there: false,
+            links: 0,
+            bad_links: 0,
+            subdirectories: 0,
+        };
+        self.nodes.insert(ino, node);
+    }
+
+    /// What a damaged layout still names is in use all the same.
+    fn layout(&mut self, ino: InodeId, inode: &Inode, extents: Vec<Extent>, missing: Option<String>) {
+        let named = extents.iter().filter_map(|extent| match &extent.source {
+            Source::Blob { blob, .. } => Some(((blob.key.as_str(), blob.version.as_str()), blob)),
+            Source::Inline(_) => None,
+        });
+        for blob in named.collect::<BTreeMap<_, _>>().into_values() {
+            self.blobs.entry(blob.clone()).or_insert(Use { ino, inodes: 0 }).inodes += 1;
+        }
+        let size = if inode.kind == FileKind::File { inode.size } else { 0 };
+        let bad =
+            missing.or_else(|| FileLayout::from_parts(size, extents).err().map(|error| error.to_string()));
+        self.damage.extend(bad.map(|why| Damage::BadLayout { ino, why }));
+    }
+
+    fn entry(&mut self, parent: InodeId, name: Bytes, entry: Dentry) {
+        self.entries += 1;
+        let ino = entry.ino;
+        let is_in_directory = self.nodes.get(&parent).is_some_and(|node| node.kind == FileKind::Directory);
+        let Some(node) = self.nodes.get_mut(&ino).filter(|_| is_in_directory) else {
+            return self.damage.push(Damage::DanglingEntry { parent, name, ino });
+        };
+        node.names += 1;
+        node.is_first_there |= node.parent == parent && node.name == name;
+        let kind = node.kind;
+        if kind != entry.kind {
+            self.damage.push(Damage::WrongType { parent, name, ino, kind });
+        }
+        if kind == FileKind::Directory
+            && let Some(directory) = self.nodes.get_mut(&parent)
+        {
+            directory.subdirectories += 1;
+        }
+    }
+
+    /// The names from the root to a directory, joined as a key; `None` for what is not UTF-8 or hangs in the air.
+    pub(super) fn path(&self, ino: InodeId) -> Option<String> {
+        /// Deeper than any path that a program can open.
+        const MOST_DEPTH: usize = 4096;
+        let (mut at, mut names) = (ino, Vec::new());
+        while at != InodeId::ROOT {
+            let node = self.nodes.get(&at)?;
+            names.push(std::str::from_utf8(&node.name).ok()?);
+            at = node.parent;
+            if names.len() > MOST_DEPTH {
+                return None;
+            }
+        }
+        names.reverse();
+        Some(names.join("/"))
+    }
+}

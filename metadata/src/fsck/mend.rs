@@ -1,0 +1,133 @@
+//! Mending: one transaction for each damage, which looks again before it changes anything.
+//!
+//! Bytes that are gone and records that cannot be read are beyond mending; they are left as they are.
+
+use bytes::Bytes;
+use forebay_core::{FileKind, InodeId, Result};
+
+use super::damage::Damage;
+use crate::records::{Change, Records};
+use crate::schema::{Deletion, Dentry, ImportState, Inode, Tag, encode_plain};
+
+/// Where inodes go that nothing leads to.
+const LOST_AND_FOUND: &[u8] = b"lost+found";
+
+/// Mends one damage. Returns whether it could.
+pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool> {
+    match damage {
+        Damage::DanglingEntry { parent, name, ino } => {
+            if change.dentry(*parent, name)?.is_some_and(|entry| entry.ino == *ino) {
+                change.delete_dentry(*parent, name)?;
+            }
+        }
+        Damage::WrongType { parent, name, ino, kind } => {
+            change.put_dentry(*parent, name, Dentry { ino: *ino, kind: *kind })?;
+        }
+        Damage::LostInode { ino, subdirectories, .. } => return bring_back(change, *ino, *subdirectories),
+        Damage::WrongNames { ino, names } => set_names(change, *ino, names)?,
+        Damage::WrongLinkCount { ino, found, .. } => {
+            let mut inode = change.inode(*ino)?;
+            inode.nlink = *found;
+            change.put_inode(*ino, &inode)?;
+        }
+        Damage::WrongReferences { blob, found, .. } => {
+            change.put_references(blob, *found)?;
+            if *found == 0 {
+                let due_ms = change.shared.now_ms().saturating_add(change.shared.settings.delete_delay_ms);
+                change.queue_deletion(due_ms, Deletion { blob: blob.clone(), session: None })?;
+            }
+        }
+        Damage::WrongImportState { ino, .. } => match change.find(*ino)? {
+            Some(inode) if inode.kind == FileKind::Directory => drop(change.attach(*ino)?),
+            _ => change.delete(change.keys().import(*ino))?,
+        },
+        Damage::EmptyClaim { key } => change.delete_claim(key.as_str())?,
+        Damage::WrongCounters { found, .. } => change.put(change.keys().counters(), found.encode())?,
+        // Leaks are gc's.
+        Damage::LeakedBlob { .. } | Damage::LeakedUploads { .. } => {}
+        Damage::UnreadableRecord { .. } | Damage::BadLayout { .. } | Damage::DanglingExtent { .. } => {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Gives an inode that nothing leads to a name in `/lost+found`.
+fn bring_back(change: &mut Change<'_, '_>, ino: InodeId, subdirectories: u32) -> Result<bool> {
+    let Some(mut inode) = change.find(ino)? else { return Ok(true) };
+    let Some(parent) = lost_and_found(change)? else { return Ok(false) };
+    let name = Bytes::from(format!("inode-{ino}"));
+    if change.dentry(parent, &name)?.is_some() {
+        return Ok(false);
+    }
+    forget_links(change, ino)?;
+    let is_directory = inode.kind == FileKind::Directory;
+    inode.nlink = if is_directory { 2 + subdirectories } else { 1 };
+    (inode.parent, inode.name) = (parent, name.clone());
+    inode.ctime = change.now;
+    if is_directory {
+        // As a renamed directory: what lies at its old prefix is claimed file by file.
+        change.claim_subtree(ino, &inode)?;
+        let mut above = change.inode(parent)?;
+        above.nlink += 1;
+        change.put_inode(parent, &above)?;
+    }
+    change.put_inode(ino, &inode)?;
+    change.put_dentry(parent, &name, Dentry { ino, kind: inode.kind })?;
+    change.settle_home(ino, &inode)?;
+    Ok(true)
+}
+
+/// The directory, made if need be; `None` when something else has its name.
+fn lost_and_found(change: &mut Change<'_, '_>) -> Result<Option<InodeId>> {
+    if let Some(entry) = change.dentry(InodeId::ROOT, LOST_AND_FOUND)? {
+        return Ok(Some(entry.ino).filter(|_| entry.kind == FileKind::Directory));
+    }
+    let mut root = change.directory(InodeId::ROOT)?;
+    let ino = change.next_ino(&mut root)?;
+    let mut made = Inode::new(FileKind::Directory, 0o700, (root.uid, root.gid), change.now);
+    made.name = Bytes::from_static(LOST_AND_FOUND);
+    made.kept = true;
+    change.put_inode(ino, &made)?;
+    change.put_dentry(InodeId::ROOT, LOST_AND_FOUND, Dentry { ino, kind: FileKind::Directory })?;
+    root.nlink += 1;
+    change.put_changed_directory(InodeId::ROOT, root)?;
+    change.put_import_state(ino, &ImportState::default())?;
+    change.attach(ino)?;
+    change.count(1, 0)?;
+    Ok(Some(ino))
+}
+
+/// Makes an inode remember just the names that lead to it. A directory keeps one.
+fn set_names(change: &mut Change<'_, '_>, ino: InodeId, names: &[(InodeId, Bytes)]) -> Result<()> {
+    let Some(mut inode) = change.find(ino)? else { return Ok(()) };
+    let known = |name: &&(InodeId, Bytes)| name.0 == inode.parent && name.1 == inode.name;
+    let Some(first) = names.iter().find(known).or(names.first()).cloned() else { return Ok(()) };
+    forget_links(change, ino)?;
+    for (parent, name) in names.iter().filter(|name| **name != first) {
+        match inode.kind {
+            FileKind::Directory => change.delete_dentry(*parent, name)?,
+            _ => change.put(change.keys().link(ino, *parent, name), encode_plain(b""))?,
+        }
+    }
+    if inode.kind != FileKind::Directory {
+        inode.nlink = names.len() as u32;
+    }
+    (inode.parent, inode.name) = first;
+    change.put_inode(ino, &inode)?;
+    change.settle_home(ino, &inode)
+}
+
+fn forget_links(change: &mut Change<'_, '_>, ino: InodeId) -> Result<()> {
+    /// Names taken away in one step.
+    const STEP: usize = 256;
+    let (start, end) = change.keys().below(Tag::Link, ino.0);
+    loop {
+        let some = change.reads().scan(&start, &end, STEP)?;
+        let is_last = some.len() < STEP;
+        some.into_iter().try_for_each(|(key, _)| change.delete(key))?;
+        if is_last {
+            return Ok(());
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! The tree's blobs against the bucket's objects: one listing, streamed.
+
+use std::collections::{HashMap, HashSet};
+
+use forebay_core::{Blob, ObjectKey, Result};
+use forebay_io::object::{Bucket, ObjectInfo};
+use futures::stream::TryStreamExt;
+
+use super::damage::Damage;
+use super::facts::{Facts, Use};
+use crate::records::session_of;
+use crate::schema::HolderState;
+
+/// What the comparison came to.
+#[derive(Debug, Default)]
+pub(super) struct Compared {
+    pub(super) damage: Vec<Damage>,
+    pub(super) objects: u64,
+    pub(super) changed_outside: u64,
+}
+
+/// Looks every object of the bucket up in `facts`. Blobs of the sessions in `living` are on their way.
+pub(super) async fn compare(bucket: &Bucket, facts: &Facts, living: &HashSet<u64>) -> Result<Compared> {
+    let mut wanted: HashMap<&ObjectKey, Vec<(&Blob, &Use)>> = HashMap::with_capacity(facts.blobs.len());
+    for (blob, used) in &facts.blobs {
+        wanted.entry(&blob.key).or_default().push((blob, used));
+    }
+    let queued: HashSet<&ObjectKey> = facts.deletions.iter().map(|(key, _)| key).collect();
+    let mut compared = Compared::default();
+    let mut listing = bucket.list("");
+    while let Some(info) = listing.try_next().await? {
+        match wanted.remove(&info.key) {
+            Some(uses) => {
+                compared.objects += 1;
+                for (blob, used) in uses {
+                    if let Some(why) = fault(blob, &info) {
+                        compared.lacking(facts, blob, used, why);
+                    }
+                }
+            }
+            None if is_leaked(&info.key, living) && !queued.contains(&info.key) => {
+                compared.damage.push(Damage::LeakedBlob { key: info.key, bytes: info.size });
+            }
+            None => {}
+        }
+    }
+    for (blob, used) in wanted.into_values().flatten() {
+        compared.lacking(facts, blob, used, "missing");
+    }
+    Ok(compared)
+}
+
+/// How the object differs from the blob; stores without versions are asked for the size only.
+fn fault(blob: &Blob, info: &ObjectInfo) -> Option<&'static str> {
+    let has_versions = !blob.version.as_str().is_empty() && !info.version.as_str().is_empty();
+    match () {
+        () if blob.size != info.size => Some("of another size"),
+        () if has_versions && blob.version != info.version => Some("of another version"),
+        () => None,
+    }
+}
+
+fn is_leaked(key: &ObjectKey, living: &HashSet<u64>) -> bool {
+    key.as_str().starts_with(Blob::OWNED_PREFIX)
+        && session_of(key).is_none_or(|session| !living.contains(&session))
+}
+
+impl Compared {
+    /// An object at the path of its own file is the user's to change, and the next listing shows it. All others hold
+    /// bytes that only the tree knows of.
+    fn lacking(&mut self, facts: &Facts, blob: &Blob, used: &Use, why: &'static str) {
+        let is_held = matches!(facts.claims.get(&blob.key), Some(HolderState::Held(_)));
+        if blob.is_owned() || is_held || used.inodes > 1 {
+            self.damage.push(Damage::DanglingExtent { ino: used.ino, key: blob.key.clone(), why });
+        } else {
+            self.changed_outside += 1;
+        }
+    }
+}
