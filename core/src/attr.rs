@@ -51,6 +51,8 @@ pub struct Attributes {
     pub rdev: u32,
     /// Bytes of a file, length of a symlink's target, 0 for a directory.
     pub size: u64,
+    /// Bytes of a file that are not holes. Of a file with many extents, what follows the first ones counts whole.
+    pub allocated: u64,
     /// Last access.
     pub atime: Timestamp,
     /// Last change of content.

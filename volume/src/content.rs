@@ -38,6 +38,11 @@ impl Content {
         self.layout.size()
     }
 
+    /// Bytes that are not holes; what went to a running upload has none.
+    pub(crate) fn allocated(&self) -> u64 {
+        if self.readable() { self.layout.allocated() } else { self.streamed }
+    }
+
     pub(crate) fn dirty(&self) -> u64 {
         self.dirty
     }

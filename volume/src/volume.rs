@@ -421,10 +421,12 @@ impl Volume {
             inode.look(|content| {
                 if let Some(mtime) = content.modified() {
                     attributes.size = content.size();
+                    attributes.allocated = content.allocated();
                     attributes.mtime = mtime;
                     attributes.ctime = attributes.ctime.max(content.changed());
                 } else if content.generation() > attributes.generation {
                     attributes.size = content.size();
+                    attributes.allocated = content.allocated();
                 }
             });
         }

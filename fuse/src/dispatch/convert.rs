@@ -56,7 +56,7 @@ pub(super) fn attributes(attributes: &Attributes) -> FileAttr {
     FileAttr {
         ino: INodeNo(attributes.ino.0),
         size: attributes.size,
-        blocks: attributes.size.div_ceil(STAT_BLOCK_BYTES),
+        blocks: attributes.allocated.div_ceil(STAT_BLOCK_BYTES),
         atime: system_time(attributes.atime),
         mtime: system_time(attributes.mtime),
         ctime: system_time(attributes.ctime),

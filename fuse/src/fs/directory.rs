@@ -85,12 +85,15 @@ impl FileSystem {
         }
         let wanted = offset.max(DOT_DOT);
         let Resume { mut after, mut number } = cursor.resume(wanted);
+        let mut skipped = wanted - number;
         loop {
             let page = self.volume.read_directory(ino, after.as_deref(), PAGE).await?;
             after = page.entries.last().map(|entry| entry.name.clone());
             for entry in page.entries {
-                number += 1;
-                if number > wanted && !self.hand_out(&mut take, number, &entry, references) {
+                number = cursor.number_after(number, &entry.name);
+                if skipped > 0 {
+                    skipped -= 1;
+                } else if !self.hand_out(&mut take, number, &entry, references) {
                     return Ok(());
                 }
                 cursor.note(number, entry.name);

@@ -99,10 +99,21 @@ impl Inode {
             nlink: self.nlink,
             rdev: self.rdev,
             size: self.size,
+            allocated: self.allocated(),
             atime: self.atime,
             mtime: self.mtime,
             ctime: self.ctime,
             generation: self.generation,
+        }
+    }
+
+    /// Bytes that are not holes, as far as this record alone tells: what further records hold counts whole.
+    fn allocated(&self) -> u64 {
+        let here: u64 = self.extents.iter().map(|extent| extent.length).sum();
+        let end = self.extents.last().map_or(0, Extent::end);
+        match self.kind {
+            FileKind::File if self.further > 0 => here + self.size.saturating_sub(end),
+            _ => here,
         }
     }
 

@@ -172,3 +172,26 @@ async fn a_listing_shows_writes_not_committed_yet() {
     assert_eq!(sizes, [7]);
     fs.release(handle).await.expect("release");
 }
+
+/// Promise S31: A position in a directory (telldir, or where a listing goes on) leads to the same place for as long as
+/// the directory is open, whatever came and went meanwhile; what was there all the time is listed exactly once.
+#[tokio::test]
+async fn positions_stay_while_names_come_and_go() {
+    let fs = writable().await;
+    let ino = filled(&fs, 500).await;
+    let handle = fs.open_directory().expect("opendir");
+    let (first, at_100) = page(&fs, ino, handle, 0, 102).await;
+    let (_, at_400) = page(&fs, ino, handle, at_100, 300).await;
+    assert_eq!(first, with_dots(0..100));
+    for number in (0..500).step_by(3) {
+        fs.unlink(ino, name(number).as_bytes()).await.expect("unlink");
+        let extra = format!("{}x", name(number));
+        let kind = forebay_core::FileKind::File;
+        fs.make_node(CALLER, ino, extra.as_bytes(), kind, 0o644, 0).await.expect("mknod");
+    }
+    for _ in 0..2 {
+        assert_eq!(page(&fs, ino, handle, at_100, 3).await.0, ["n00099x", "n00100", "n00101"]);
+        assert_eq!(page(&fs, ino, handle, at_400, 3).await.0, ["n00399x", "n00400", "n00401"]);
+    }
+    assert_eq!(page(&fs, ino, handle, 0, 4).await.0, [".", "..", "n00000x", "n00001"]);
+}
