@@ -6,6 +6,7 @@
 pub mod dtype;
 pub mod shard;
 pub mod manifest;
+pub mod region;
 pub mod catalog;
 pub mod arena;
 pub mod agent;

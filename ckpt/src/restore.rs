@@ -1,33 +1,41 @@
-//! Reading tensors back: only the bytes wanted, in few large requests, each slice checked before it is believed.
+//! Reading tensors back: only the slices wanted, in few large requests, each checked.
 //!
-//! Where a tensor's slices are runs of its own bytes, they are read straight into place; a slice that is a box
-//! inside is read aside and scattered once it is checked. Targets hold anything after an error: callers read into
-//! fresh memory and hand it on only when all of it is right.
+//! A slice that is one run of its target is read straight into place, its checksum taken on the way; one that is
+//! scattered there, or only partly wanted, is read aside, checked and copied. Several threads take requests in order.
+//! Slices are read whole, since that is what their checksums are of. After an error the targets hold anything.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
 
 use forebay_core::checksum::combine;
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::mem::copy_with_crc32c;
 use forebay_io::object::Bucket;
 use futures::stream::{self, StreamExt, TryStreamExt};
+use parking_lot::Mutex;
+use tokio::runtime::Handle;
 
 use crate::dtype::Dtype;
-use crate::manifest::{Manifest, Shard, Slice, SliceKind, Tensor};
+use crate::manifest::{Manifest, Shard, Slice, Tensor};
+use crate::region::Region;
 
 /// Bytes of one request at most.
 const READ: u64 = 8 << 20;
-/// Requests in flight at once; with `READ`, what the reading itself holds in memory.
+/// Requests in flight at once over all threads.
 const PARALLEL: usize = 8;
 /// Bytes read for nothing between two wanted ranges, at most, to save a request.
 const MAX_GAP: u64 = 64 << 10;
+/// Bytes read aside at once, unless a single target needs more.
+const MAX_ASIDE: u64 = 256 << 20;
 
-/// A tensor wanted, and where its bytes go.
+/// A part of a tensor that is wanted, and where its bytes go.
 #[derive(Debug)]
 pub struct Target<'a> {
     /// Which tensor of the manifest, from 0.
     pub tensor: usize,
-    /// As many bytes as the whole tensor has.
+    /// Which part of it.
+    pub region: Region,
+    /// As many bytes as that part has.
     pub bytes: &'a mut [u8],
 }
 
@@ -39,7 +47,7 @@ struct Segment<'a> {
     target: &'a mut [u8],
 }
 
-/// Names a slice: tensor and slice, from 0.
+/// Names one reading of a slice: target and slice of its tensor, from 0.
 type SliceId = (usize, usize);
 
 /// One ranged request and where its bytes go.
@@ -57,103 +65,148 @@ struct Part {
     crc32c: u32,
 }
 
-/// A slice that is read aside, because its bytes are not together in the tensor.
-struct Aside<'a> {
-    tensor: usize,
-    target: &'a mut [u8],
-    slices: Vec<Vec<u8>>,
+/// How a slice gets into a target.
+enum Way {
+    /// As it is, to this byte of the target.
+    Direct(u64),
+    /// Through memory of its own.
+    Aside,
 }
 
-/// Fills all `targets`.
+/// A slice that is wanted.
+struct Want {
+    slice: usize,
+    way: Way,
+}
+
+/// Fills all `targets` on `threads` threads, the caller's among them, which is none of the runtime's.
 ///
 /// # Errors
 /// `Corrupt`, with the fact, when a shard is missing, has another size, or a slice has another checksum.
-pub async fn read_tensors(bucket: &Bucket, manifest: &Manifest, targets: Vec<Target<'_>>) -> Result<()> {
-    let (direct, mut asides) = sort_targets(manifest, targets)?;
-    let mut segments = Vec::new();
-    for target in direct {
-        segments.extend(in_place(manifest, target));
+pub fn read_tensors(
+    runtime: &Handle,
+    bucket: &Bucket,
+    manifest: &Manifest,
+    mut targets: Vec<Target<'_>>,
+    threads: usize,
+) -> Result<()> {
+    let wants: Vec<Vec<Want>> =
+        targets.iter().map(|target| wanted(manifest, target)).collect::<Result<_>>()?;
+    let slices = targets.iter().zip(&wants).flat_map(|(target, wants)| {
+        wants.iter().map(|want| &manifest.tensors[target.tensor].slices[want.slice])
+    });
+    let shards: BTreeSet<u32> = slices.filter(|slice| !slice.is_empty()).map(|slice| slice.shard).collect();
+    runtime.block_on(check_shards(bucket, manifest, shards))?;
+    let (mut targets, mut wants) = (targets.as_mut_slice(), wants.as_slice());
+    while !targets.is_empty() {
+        let count = batch(manifest, targets, wants);
+        let (now, later) = targets.split_at_mut(count);
+        fill(runtime, bucket, manifest, (now, &wants[..count]), threads)?;
+        (targets, wants) = (later, &wants[count..]);
     }
-    for aside in &mut asides {
-        let slices = manifest.tensors[aside.tensor].slices.iter().zip(&mut aside.slices).enumerate();
-        segments.extend(slices.map(|(index, (slice, bytes))| Segment {
-            shard: slice.shard,
-            start: slice.start,
-            slice: (aside.tensor, index),
-            target: bytes,
-        }));
-    }
-    segments.retain(|segment| !segment.target.is_empty());
-    let wanted: BTreeSet<SliceId> = segments.iter().map(|segment| segment.slice).collect();
-    check_shards(bucket, manifest, segments.iter().map(|segment| segment.shard).collect()).await?;
-    let reads = plan(segments).into_iter().map(|read| fetch(bucket, manifest, read));
-    let parts: Vec<Vec<Part>> = stream::iter(reads).buffer_unordered(PARALLEL).try_collect().await?;
-    check_slices(manifest, wanted, parts.into_iter().flatten().collect())?;
-    asides.into_iter().for_each(|aside| scatter(&manifest.tensors[aside.tensor], aside));
     Ok(())
 }
 
-/// Checks the targets' sizes and parts those that are filled in place from those that are scattered into.
-fn sort_targets<'a>(
-    manifest: &Manifest,
-    targets: Vec<Target<'a>>,
-) -> Result<(Vec<Target<'a>>, Vec<Aside<'a>>)> {
-    let (mut direct, mut asides) = (Vec::new(), Vec::new());
-    for target in targets {
-        let tensor = manifest.tensors.get(target.tensor);
-        let tensor = tensor.ok_or_else(|| Error::bug("a target for a tensor that the step has not"))?;
-        let bytes = Dtype::named(&tensor.dtype)?.bytes_of(&tensor.shape);
-        if bytes != Some(target.bytes.len() as u64) {
-            let (name, got) = (&tensor.name, target.bytes.len());
-            return Err(Error::invalid(format!(
-                "the target of tensor `{name}` has {got} bytes, not {bytes:?}"
-            )));
-        }
-        if tensor.slices.iter().all(|slice| run_start(slice, &tensor.shape).is_some()) {
-            direct.push(target);
-        } else {
-            let slices = tensor.slices.iter().map(|slice| vec![0; slice.len() as usize]).collect();
-            asides.push(Aside { tensor: target.tensor, target: target.bytes, slices });
-        }
+/// The slices that a target needs, in the order of their elements.
+fn wanted(manifest: &Manifest, target: &Target<'_>) -> Result<Vec<Want>> {
+    let tensor = manifest.tensors.get(target.tensor);
+    let tensor = tensor.ok_or_else(|| Error::bug("a target for a tensor that the step has not"))?;
+    let dtype = Dtype::named(&tensor.dtype)?;
+    let bytes = dtype.bytes_of(&target.region.lengths).filter(|_| target.region.fits(&tensor.shape));
+    if bytes != Some(target.bytes.len() as u64) {
+        let (name, got) = (&tensor.name, target.bytes.len());
+        return Err(Error::invalid(format!("the target of tensor `{name}` has {got} bytes, not {bytes:?}")));
     }
-    Ok((direct, asides))
+    let mut wants = Vec::new();
+    for (index, slice) in tensor.slices.iter().enumerate() {
+        let region = Region::of(slice);
+        let mut first = None;
+        region.shared_with(&target.region, &tensor.shape, |_, to, count| {
+            first.get_or_insert((to, count));
+        });
+        let Some((to, count)) = first else { continue };
+        let is_direct = count == region.elements();
+        let way = if is_direct { Way::Direct(to * dtype.size) } else { Way::Aside };
+        wants.push(Want { slice: index, way });
+    }
+    Ok(wants)
 }
 
-/// Cuts a target into the runs that its slices are.
-fn in_place<'a>(manifest: &Manifest, target: Target<'a>) -> Vec<Segment<'a>> {
-    let tensor = &manifest.tensors[target.tensor];
-    let mut order: Vec<(u64, usize)> = (0..tensor.slices.len())
-        .filter(|index| !tensor.slices[*index].is_empty())
-        .filter_map(|index| Some((run_start(&tensor.slices[index], &tensor.shape)?, index)))
-        .collect();
-    order.sort_unstable();
-    let mut rest = target.bytes;
-    let mut segments = Vec::with_capacity(order.len());
-    for (_, index) in order {
+/// How many of the first targets are filled together.
+fn batch(manifest: &Manifest, targets: &[Target<'_>], wants: &[Vec<Want>]) -> usize {
+    let mut aside = 0;
+    let fits = |(target, wants): &(&Target<'_>, &Vec<Want>)| {
+        let slices = &manifest.tensors[target.tensor].slices;
+        let through = wants.iter().filter(|want| matches!(want.way, Way::Aside));
+        aside += through.map(|want| slices[want.slice].len()).sum::<u64>();
+        aside <= MAX_ASIDE
+    };
+    targets.iter().zip(wants).take_while(fits).count().max(1)
+}
+
+fn fill(
+    runtime: &Handle,
+    bucket: &Bucket,
+    manifest: &Manifest,
+    (targets, wants): (&mut [Target<'_>], &[Vec<Want>]),
+    threads: usize,
+) -> Result<()> {
+    let tensors: Vec<&Tensor> = targets.iter().map(|target| &manifest.tensors[target.tensor]).collect();
+    let mut asides: Vec<Vec<Vec<u8>>> = Vec::new();
+    for (tensor, wants) in tensors.iter().zip(wants) {
+        let through = wants.iter().filter(|want| matches!(want.way, Way::Aside));
+        asides.push(through.map(|want| vec![0; tensor.slices[want.slice].len() as usize]).collect());
+    }
+    let mut segments = Vec::new();
+    for (index, (target, (wants, asides))) in
+        targets.iter_mut().zip(wants.iter().zip(&mut asides)).enumerate()
+    {
+        segments.extend(segments_of(tensors[index], index, target.bytes, wants, asides));
+    }
+    let named: BTreeSet<SliceId> = segments.iter().map(|segment| segment.slice).collect();
+    let parts = read_all(runtime, bucket, manifest, plan(segments), threads)?;
+    check_slices(manifest, &tensors, named, parts)?;
+    for ((target, tensor), (wants, asides)) in targets.iter_mut().zip(tensors).zip(wants.iter().zip(asides)) {
+        let through = wants.iter().filter(|want| matches!(want.way, Way::Aside));
+        for (want, bytes) in through.zip(asides) {
+            scatter(tensor, &tensor.slices[want.slice], &bytes, target)?;
+        }
+    }
+    Ok(())
+}
+
+/// Where the bytes of one target's slices go.
+fn segments_of<'a>(
+    tensor: &Tensor,
+    target: usize,
+    bytes: &'a mut [u8],
+    wants: &[Want],
+    asides: &'a mut [Vec<u8>],
+) -> Vec<Segment<'a>> {
+    let segment = |index: usize, memory: &'a mut [u8]| {
         let slice = &tensor.slices[index];
-        // Slices cover the tensor exactly once, so that runs in order follow each other without a gap.
-        let (bytes, after) = std::mem::take(&mut rest).split_at_mut(slice.len() as usize);
-        segments.push(Segment {
-            shard: slice.shard,
-            start: slice.start,
-            slice: (target.tensor, index),
-            target: bytes,
-        });
+        Segment { shard: slice.shard, start: slice.start, slice: (target, index), target: memory }
+    };
+    let mut segments = Vec::with_capacity(wants.len());
+    let mut direct = Vec::new();
+    let mut asides = asides.iter_mut();
+    for want in wants {
+        match want.way {
+            Way::Direct(at) => direct.push((at, want.slice)),
+            Way::Aside => segments.extend(asides.next().map(|memory| segment(want.slice, memory))),
+        }
+    }
+    direct.sort_unstable();
+    let (mut rest, mut at) = (bytes, 0);
+    for (start, index) in direct {
+        // No two slices hold one element, so that their places in the target do not overlap.
+        let (_, after) = rest.split_at_mut((start - at) as usize);
+        let (memory, after) = after.split_at_mut(tensor.slices[index].len() as usize);
+        at = start + memory.len() as u64;
+        segments.push(segment(index, memory));
         rest = after;
     }
     segments
-}
-
-/// The first element of a slice whose elements are together in the tensor; `None` when they are not.
-fn run_start(slice: &Slice, shape: &[u64]) -> Option<u64> {
-    if slice.kind == SliceKind::Flat {
-        return slice.offsets.first().copied();
-    }
-    let split = slice.lengths.iter().position(|length| *length != 1).unwrap_or(shape.len());
-    let whole_below = (split + 1..shape.len()).all(|i| slice.lengths[i] == shape[i]);
-    let start =
-        slice.offsets.iter().zip(shape).fold(0, |start, (offset, dimension)| start * dimension + offset);
-    whole_below.then_some(start)
 }
 
 /// Gathers neighbouring segments into requests and cuts long ones.
@@ -162,9 +215,11 @@ fn plan(mut segments: Vec<Segment<'_>>) -> Vec<Read<'_>> {
     let mut reads: Vec<Read<'_>> = Vec::new();
     for mut segment in segments {
         while !segment.target.is_empty() {
+            // A slice that two targets want is read for each.
             let joins = reads.last().is_some_and(|read| {
                 read.shard == segment.shard
-                    && segment.start.saturating_sub(read.range.end) <= MAX_GAP
+                    && segment.start >= read.range.end
+                    && segment.start - read.range.end <= MAX_GAP
                     && segment.start - read.range.start < READ
             });
             if !joins {
@@ -203,33 +258,93 @@ async fn check_shards(bucket: &Bucket, manifest: &Manifest, wanted: BTreeSet<u32
         .await
 }
 
+/// Carries all `reads` out: each thread takes the next one, and copies and checksums what it took.
+fn read_all(
+    runtime: &Handle,
+    bucket: &Bucket,
+    manifest: &Manifest,
+    reads: Vec<Read<'_>>,
+    threads: usize,
+) -> Result<Vec<Part>> {
+    let threads = threads.clamp(1, reads.len().max(1));
+    let in_flight = PARALLEL.div_ceil(threads);
+    let queue = Mutex::new(reads.into_iter());
+    let work = || {
+        let next = || queue.lock().next();
+        let reads = stream::iter(std::iter::from_fn(next)).map(|read| fetch(bucket, manifest, read));
+        let parts: Result<Vec<Vec<Part>>> =
+            runtime.block_on(reads.buffer_unordered(in_flight).try_collect());
+        if parts.is_err() {
+            // What is left would be read for nothing.
+            queue.lock().by_ref().for_each(drop);
+        }
+        parts
+    };
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let own = work();
+        let bug = |_| Err(Error::bug("a reading thread panicked"));
+        let others = others.into_iter().map(|thread| thread.join().unwrap_or_else(bug));
+        std::iter::once(own).chain(others.collect::<Vec<_>>()).collect()
+    });
+    let parts: Vec<_> = outcomes.into_iter().collect::<Result<_>>()?;
+    Ok(parts.into_iter().flatten().flatten().collect())
+}
+
+/// Reads one range into its segments as it arrives.
 async fn fetch(bucket: &Bucket, manifest: &Manifest, read: Read<'_>) -> Result<Vec<Part>> {
     let Read { shard, range, segments } = read;
     let shard = &manifest.shards[shard as usize];
     let lost = |fact: &str| Error::corrupt(format!("step {}: shard `{}` {fact}", manifest.step, shard.key));
-    let data = match bucket.get(&Shard::key_of(&shard.blake3), None, range.clone()).await {
-        Ok(data) => data,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Err(lost("is missing")),
-        Err(error) => return Err(error),
+    let mut body = bucket.get_stream(&Shard::key_of(&shard.blake3), None, range.clone()).await.map_err(
+        |error| match error.kind() {
+            ErrorKind::NotFound => lost("is missing"),
+            _ => error,
+        },
+    )?;
+    let none = forebay_core::crc32c(&[]);
+    let part = |segment: &Segment<'_>| Part {
+        slice: segment.slice,
+        start: segment.start,
+        length: segment.target.len() as u64,
+        crc32c: none,
     };
-    if data.len() as u64 != range.end - range.start {
-        return Err(lost("ends too early"));
+    let mut parts: Vec<Part> = segments.iter().map(part).collect();
+    let mut segments = segments.into_iter().zip(&mut parts).peekable();
+    let mut at = range.start;
+    while let Some(data) = body.try_next().await? {
+        let mut data = &data[..];
+        while let Some((segment, part)) = segments.peek_mut() {
+            // What lies between two segments is not wanted.
+            let gap = (segment.start - at).min(data.len() as u64);
+            (at, data) = (at + gap, &data[gap as usize..]);
+            let length = segment.target.len().min(data.len());
+            let (now, later) = std::mem::take(&mut segment.target).split_at_mut(length);
+            let crc32c = copy_with_crc32c(&data[..length], now);
+            part.crc32c = combine(part.crc32c, crc32c, length as u64);
+            (segment.target, data) = (later, &data[length..]);
+            at += length as u64;
+            segment.start = at.max(segment.start);
+            if !segment.target.is_empty() {
+                break;
+            }
+            segments.next();
+        }
     }
-    let parts = segments.into_iter().map(|segment| {
-        let from = (segment.start - range.start) as usize;
-        segment.target.copy_from_slice(&data[from..from + segment.target.len()]);
-        let (length, crc32c) = (segment.target.len() as u64, forebay_core::crc32c(segment.target));
-        Part { slice: segment.slice, start: segment.start, length, crc32c }
-    });
-    Ok(parts.collect())
+    if segments.next().is_some() { Err(lost("ends too early")) } else { Ok(parts) }
 }
 
 /// Puts the parts' checksums together and compares them with the manifest's.
-fn check_slices(manifest: &Manifest, wanted: BTreeSet<SliceId>, mut parts: Vec<Part>) -> Result<()> {
+fn check_slices(
+    manifest: &Manifest,
+    tensors: &[&Tensor],
+    wanted: BTreeSet<SliceId>,
+    mut parts: Vec<Part>,
+) -> Result<()> {
     parts.sort_by_key(|part| (part.slice, part.start));
     let mut parts = parts.into_iter().peekable();
     for id in wanted {
-        let (tensor, slice) = (&manifest.tensors[id.0], &manifest.tensors[id.0].slices[id.1]);
+        let (tensor, slice) = (tensors[id.0], &tensors[id.0].slices[id.1]);
         let mut crc32c = forebay_core::crc32c(&[]);
         while let Some(part) = parts.next_if(|part| part.slice == id) {
             crc32c = combine(crc32c, part.crc32c, part.length);
@@ -244,27 +359,15 @@ fn check_slices(manifest: &Manifest, wanted: BTreeSet<SliceId>, mut parts: Vec<P
     Ok(())
 }
 
-/// Copies boxes to their places in the tensor, a run of the last dimension at a time.
-fn scatter(tensor: &Tensor, aside: Aside<'_>) {
-    let elements = tensor.shape.iter().product::<u64>().max(1) as usize;
-    let element = aside.target.len() / elements;
-    for (slice, bytes) in tensor.slices.iter().zip(&aside.slices).filter(|(slice, _)| !slice.is_empty()) {
-        let rows = slice.lengths.split_last().map_or(1, |(_, rows)| rows.iter().product::<u64>());
-        let row = bytes.len() / rows as usize;
-        for (number, source) in bytes.chunks(row).enumerate() {
-            let mut remaining = number as u64;
-            let (mut start, mut stride) = (0, 1);
-            for dimension in (0..tensor.shape.len()).rev() {
-                let is_last = dimension + 1 == tensor.shape.len();
-                let index = if is_last { 0 } else { remaining % slice.lengths[dimension] };
-                remaining = if is_last { remaining } else { remaining / slice.lengths[dimension] };
-                start += (slice.offsets[dimension] + index) * stride;
-                stride *= tensor.shape[dimension];
-            }
-            let start = start as usize * element;
-            aside.target[start..start + row].copy_from_slice(source);
-        }
-    }
+/// Copies what a target wants of a slice that was read aside.
+fn scatter(tensor: &Tensor, slice: &Slice, bytes: &[u8], target: &mut Target<'_>) -> Result<()> {
+    let size = Dtype::named(&tensor.dtype)?.size as usize;
+    let Target { region, bytes: into, .. } = target;
+    Region::of(slice).shared_with(region, &tensor.shape, |from, to, count| {
+        let (from, to, length) = (from as usize * size, to as usize * size, count as usize * size);
+        into[to..to + length].copy_from_slice(&bytes[from..from + length]);
+    });
+    Ok(())
 }
 
 #[cfg(test)]

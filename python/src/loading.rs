@@ -4,11 +4,13 @@ use std::future::Future;
 
 use forebay_ckpt::catalog::{StepKey, load_manifest};
 use forebay_ckpt::dtype::Dtype;
-use forebay_ckpt::manifest::Manifest;
+use forebay_ckpt::manifest::{Manifest, SliceKind};
+use forebay_ckpt::region::Region;
 use forebay_ckpt::restore::{Target, read_tensors};
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
 use pyo3::prelude::*;
+use tokio::runtime::Runtime;
 
 use crate::buffer;
 use crate::errors::OrRaise;
@@ -16,17 +18,26 @@ use crate::errors::OrRaise;
 /// A committed step: step, incarnation, attempt, when (seconds since 1970), superseded.
 type Listed = (u64, u64, String, f64, bool);
 
+/// A tensor wanted: index, box, address, length.
+type Place = (usize, Option<(Vec<u64>, Vec<u64>)>, usize, usize);
+
 /// Runs `work` on the bucket `url` on threads that end with it: nothing of ours survives into a forked child.
 fn with_bucket<T: Send, F>(py: Python<'_>, url: &str, work: impl FnOnce(Bucket) -> F + Send) -> PyResult<T>
 where
     F: Future<Output = Result<T>>,
 {
     let run = || {
-        let url: BucketUrl = url.parse()?;
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-        runtime.block_on(async { work(Bucket::open(&url, &StoreSettings::default()).await?).await })
+        let (runtime, bucket) = open(url)?;
+        runtime.block_on(work(bucket))
     };
     py.detach(run).or_raise()
+}
+
+fn open(url: &str) -> Result<(Runtime, Bucket)> {
+    let url: BucketUrl = url.parse()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let bucket = runtime.block_on(Bucket::open(&url, &StoreSettings::default()))?;
+    Ok((runtime, bucket))
 }
 
 /// Every committed step, oldest first.
@@ -100,13 +111,24 @@ impl Step {
         self.manifest.extras.iter().find(|extra| extra.name == name).map(|extra| extra.data.as_str())
     }
 
-    /// Fills memory, given as tensor index, address and length, with tensors that passed their checks.
-    fn read(&self, py: Python<'_>, targets: Vec<(usize, usize, usize)>) -> PyResult<()> {
-        with_bucket(py, &self.url, |bucket| async move {
-            let target =
-                |(tensor, address, length)| Target { tensor, bytes: buffer::bytes_mut((address, length)) };
+    /// Fills memory, given as tensor index, box (offsets and lengths; none for all of it), address and length, with
+    /// tensors that passed their checks.
+    fn read(&self, py: Python<'_>, targets: Vec<Place>, threads: usize) -> PyResult<()> {
+        let target = |(tensor, part, address, length): Place| {
+            let shape = self.manifest.tensors.get(tensor).map_or(&[][..], |tensor| &tensor.shape);
+            let whole = || Region::whole(shape);
+            let region = part.map_or_else(whole, |(offsets, lengths)| Region {
+                kind: SliceKind::Box,
+                offsets,
+                lengths,
+            });
+            Target { tensor, region, bytes: buffer::bytes_mut((address, length)) }
+        };
+        let read = || {
+            let (runtime, bucket) = open(&self.url)?;
             let targets = targets.into_iter().map(target).collect();
-            read_tensors(&bucket, &self.manifest, targets).await
-        })
+            read_tensors(runtime.handle(), &bucket, &self.manifest, targets, threads)
+        };
+        py.detach(read).or_raise()
     }
 }

@@ -1,16 +1,13 @@
 //! From a slot to a committed step: check, name, upload, commit.
 
 use bytes::Bytes;
-use forebay_core::checksum::{Crc32c, combine};
 use forebay_core::{Error, Result};
 use forebay_io::object::{Bucket, Condition};
 
 use super::Seal;
+use super::inspect::inspect;
 use crate::catalog::{Run, commit};
 use crate::manifest::{Checksum, Identity, Manifest, Shard};
-
-/// Bytes hashed and checksummed together, so that both find them in the cache.
-const PIECE: usize = 256 << 10;
 
 /// Brings the shard in `slot` to the bucket and commits the step.
 ///
@@ -25,39 +22,6 @@ pub(super) async fn flush(bucket: &Bucket, run: &Run, seal: &Seal, slot: &Bytes)
     manifest.check()?;
     upload(bucket, &manifest.shards[0], shard).await?;
     commit(bucket, run, &manifest).await.map(drop)
-}
-
-/// Re-reads the slot: every slice must have the checksum it was sealed with. Gives identity and CRC of the whole.
-fn inspect(seal: &Seal, shard: &[u8]) -> Result<(Identity, u32)> {
-    let mut slices: Vec<_> = seal
-        .tensors
-        .iter()
-        .flat_map(|tensor| tensor.slices.iter().map(move |slice| (tensor, slice)))
-        .collect();
-    slices.sort_by_key(|(_, slice)| (slice.start, slice.end));
-    let mut hasher = blake3::Hasher::new();
-    let header = &shard[..seal.header as usize];
-    hasher.update(header);
-    let mut whole = forebay_core::crc32c(header);
-    let mut at = seal.header;
-    for (tensor, slice) in slices {
-        if slice.start != at || slice.end > seal.size {
-            return Err(Error::bug(format!("tensor `{}` does not follow the one before it", tensor.name)));
-        }
-        let mut crc = Crc32c::default();
-        for piece in shard[slice.start as usize..slice.end as usize].chunks(PIECE) {
-            crc.update(piece);
-            hasher.update(piece);
-        }
-        if crc.value() != slice.crc32c.0 {
-            let name = &tensor.name;
-            let fact = format!("step {}: tensor `{name}` changed in memory after it was sealed", seal.step);
-            return Err(Error::corrupt(fact).with_hint("nothing was uploaded; check the host's memory"));
-        }
-        whole = combine(whole, crc.value(), slice.len());
-        at = slice.end;
-    }
-    Ok((Identity(*hasher.finalize().as_bytes()), whole))
 }
 
 fn manifest_of(run: &Run, seal: &Seal, blake3: Identity, crc32c: u32) -> Manifest {

@@ -66,7 +66,7 @@ pub struct Tensor {
 }
 
 /// What `offsets` and `lengths` of a slice count.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SliceKind {
     /// One entry a dimension: a box of the tensor.

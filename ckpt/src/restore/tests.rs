@@ -1,10 +1,10 @@
 //! Slices of every kind come back as the tensor they were cut from.
 
 use bytes::Bytes;
-use forebay_io::object::Condition;
+use forebay_io::object::{Condition, OperationKind};
 
 use super::*;
-use crate::manifest::{Checksum, Identity};
+use crate::manifest::{Checksum, Identity, SliceKind};
 
 /// Bytes no two of which at a short distance are equal.
 fn pattern(length: usize) -> Vec<u8> {
@@ -82,12 +82,27 @@ async fn store(bucket: &Bucket, tensors: &[(&str, &[u64], &[Cut<'_>])]) -> (Mani
     (manifest, contents)
 }
 
+/// Reads parts of tensors of float32, on a thread of its own as a trainer does.
+async fn read_parts(
+    bucket: &Bucket,
+    manifest: &Manifest,
+    wanted: Vec<(usize, Region)>,
+    threads: usize,
+) -> Result<Vec<Vec<u8>>> {
+    let (runtime, bucket, manifest) = (Handle::current(), bucket.clone(), manifest.clone());
+    let work = move || {
+        let mut buffers: Vec<Vec<u8>> =
+            wanted.iter().map(|(_, region)| vec![0xee; region.elements() as usize * 4]).collect();
+        let targets = wanted.into_iter().zip(&mut buffers);
+        let targets = targets.map(|((tensor, region), bytes)| Target { tensor, region, bytes });
+        read_tensors(&runtime, &bucket, &manifest, targets.collect(), threads).map(|()| buffers)
+    };
+    tokio::task::spawn_blocking(work).await.expect("join")
+}
+
 async fn read_all(bucket: &Bucket, manifest: &Manifest) -> Result<Vec<Vec<u8>>> {
-    let sizes = manifest.tensors.iter().map(|tensor| tensor.slices.iter().map(Slice::len).sum::<u64>());
-    let mut buffers: Vec<Vec<u8>> = sizes.map(|size| vec![0xee; size as usize]).collect();
-    let targets = buffers.iter_mut().enumerate().map(|(tensor, bytes)| Target { tensor, bytes });
-    read_tensors(bucket, manifest, targets.collect()).await?;
-    Ok(buffers)
+    let whole = manifest.tensors.iter().map(|tensor| Region::whole(&tensor.shape));
+    read_parts(bucket, manifest, whole.enumerate().collect(), 2).await
 }
 
 #[tokio::test]
@@ -118,6 +133,35 @@ async fn every_kind_of_slice_comes_back() {
     )
     .await;
     assert_eq!(read_all(&bucket, &manifest).await.expect("read"), contents);
+}
+
+/// Any part of any tensor, whatever slices it was stored in: bit-exact, and no byte of a slice that it does not touch.
+#[tokio::test]
+async fn any_part_of_any_slicing_is_read() {
+    use SliceKind::{Box, Flat};
+    let bucket = Bucket::in_memory();
+    let shape: &[u64] = &[4, 6];
+    let tensors: [(&str, &[u64], &[Cut<'_>]); 4] = [
+        ("rows", shape, &[(Box, &[2, 0], &[2, 6], 1), (Box, &[0, 0], &[2, 6], 0)]),
+        ("columns", shape, &[(Box, &[0, 0], &[4, 2], 0), (Box, &[0, 2], &[4, 4], 1)]),
+        ("flat", shape, &[(Flat, &[0], &[7], 0), (Flat, &[7], &[17], 1)]),
+        ("whole", shape, &[(Box, &[0, 0], shape, 0)]),
+    ];
+    let (manifest, contents) = store(&bucket, &tensors).await;
+    for tensor in 0..tensors.len() {
+        for (offsets, lengths) in [([0, 0], [4, 6]), ([1, 0], [2, 6]), ([0, 3], [4, 2]), ([1, 1], [2, 3])] {
+            let region = Region { kind: Box, offsets: offsets.into(), lengths: lengths.into() };
+            for threads in [1, 3] {
+                let read = read_parts(&bucket, &manifest, vec![(tensor, region.clone())], threads).await;
+                let expected = cut(&contents[tensor], 4, shape, &offsets, &lengths);
+                assert_eq!(read.expect("read"), [expected], "tensor {tensor}, {offsets:?} {lengths:?}");
+            }
+        }
+    }
+    let before = bucket.counters().of(OperationKind::Get).bytes;
+    let upper = Region { kind: Box, offsets: vec![0, 0], lengths: vec![2, 6] };
+    read_parts(&bucket, &manifest, vec![(0, upper)], 1).await.expect("read");
+    assert_eq!(bucket.counters().of(OperationKind::Get).bytes - before, 48, "the other half was not read");
 }
 
 #[tokio::test]

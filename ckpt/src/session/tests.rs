@@ -8,6 +8,7 @@ use super::*;
 use crate::agent::serve;
 use crate::catalog::{Start, StepKey, list_steps, load_manifest};
 use crate::dtype::Dtype;
+use crate::region::Region;
 use crate::restore::{Target, read_tensors};
 use crate::verify::verify;
 
@@ -59,13 +60,12 @@ impl Fixture {
         let steps = self.runtime.block_on(list_steps(&bucket)).expect("list");
         let named = |info: &&crate::StepInfo| (info.key.incarnation, info.key.step) == (incarnation, step);
         let key: StepKey = steps.iter().find(named).expect("the step is listed").key.clone();
-        self.runtime.block_on(async {
-            let manifest = load_manifest(&bucket, &key).await.expect("manifest");
-            let mut bytes = vec![0; manifest.tensors[0].shape[0] as usize];
-            let targets = vec![Target { tensor: 0, bytes: &mut bytes }];
-            read_tensors(&bucket, &manifest, targets).await.expect("read");
-            bytes
-        })
+        let manifest = self.runtime.block_on(load_manifest(&bucket, &key)).expect("manifest");
+        let mut bytes = vec![0; manifest.tensors[0].shape[0] as usize];
+        let region = Region::whole(&manifest.tensors[0].shape);
+        let targets = vec![Target { tensor: 0, region, bytes: &mut bytes }];
+        read_tensors(self.runtime.handle(), &bucket, &manifest, targets, 2).expect("read");
+        bytes
     }
 }
 

@@ -30,6 +30,18 @@ impl Bucket {
         self.collect(object).await
     }
 
+    /// As [`Bucket::get`], handed on as it arrives: for those who copy the bytes on anyway.
+    pub async fn get_stream(
+        &self,
+        key: &ObjectKey,
+        version: Option<&Version>,
+        range: Range<u64>,
+    ) -> Result<BoxStream<'static, Result<Bytes>>> {
+        let object = self.open_range(key, version, Some(range)).await?;
+        let bucket = self.clone();
+        Ok(object.into_stream().map_err(move |error| bucket.read_error(error)).boxed())
+    }
+
     /// A whole object and what the store says about it, from one GET.
     pub async fn get_whole(&self, key: &ObjectKey) -> Result<(Bytes, ObjectInfo)> {
         let object = self.open_range(key, None, None).await?;

@@ -23,7 +23,7 @@ from ._errors import (
 )
 from ._flatten import Flattener
 from ._leaf import Leaf, fill, has_changed, torch_module
-from ._loading import load_step, newest_steps, with_step
+from ._loading import default_threads, load_step, newest_steps, with_step
 from ._process import start_agent
 from ._rng import rng_state, set_rng_state
 from ._url import bucket_url, make_directory
@@ -170,7 +170,7 @@ class Checkpointer:
         self._rng = rng
         self._on_busy = on_busy
         self._allow_pickle = allow_pickle
-        self._threads = copy_threads or min(4, len(os.sched_getaffinity(0)))
+        self._threads = copy_threads or default_threads()
         self._agent_log = None if agent_log is None else os.path.abspath(agent_log)
         self._lock = threading.RLock()
         nonce, started_ms = secrets.token_hex(16), time.time_ns() // 1_000_000
@@ -200,7 +200,8 @@ class Checkpointer:
         """Brings `state` back to the newest step that is whole, or to `step`; gives the step, or None if there is none.
 
         Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Nothing is
-        changed unless everything was read and found right. When a newer step is damaged, that is a warning.
+        changed unless the state is shaped like the one that was saved. When a newer step is damaged, that is a
+        warning; when all are, tensors may hold anything, and all else is as it was.
 
         Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
         `CheckpointMismatch` when the state is not shaped like the one that was saved.
@@ -209,9 +210,10 @@ class Checkpointer:
             self._check_open()
             _refuse_many_ranks()
 
+            self._finish_staging()
+
             def use(found: _native.Step) -> int:
-                generators = load_step(found, None, "rng", False) if self._rng else None
-                load_step(found, state, "state", self._allow_pickle)
+                _, generators = load_step(found, state, self._allow_pickle, self._threads, self._rng)
                 if generators is not None:
                     set_rng_state(generators)
                 return found.step

@@ -6,7 +6,7 @@ import os
 from typing import Any, Optional, Union
 
 from ._checkpointer import Checkpointer
-from ._loading import load_step, with_step
+from ._loading import default_threads, load_step, with_step
 from ._url import bucket_url
 
 Place = Union[str, "os.PathLike[str]"]
@@ -28,8 +28,10 @@ def load(url: Place, into: Any = None, *, step: Optional[int] = None, allow_pick
     """Loads a state: the newest one that is whole, or that of `step`.
 
     With `into`, its tensors are filled in place and its objects are given their state, and it is returned; else a
-    new state is, with objects as their state dicts. Every byte is checked before any is handed out.
+    new state is, with objects as their state dicts. Every byte is checked; when that fails, the tensors of `into` may
+    hold anything.
 
     Raises `CheckpointNotFound`, `CheckpointCorrupt`, or `CheckpointMismatch` when `into` is shaped otherwise.
     """
-    return with_step(bucket_url(url), step, lambda found: load_step(found, into, "state", allow_pickle))
+    threads = default_threads()
+    return with_step(bucket_url(url), step, lambda found: load_step(found, into, allow_pickle, threads)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from typing import Any, Callable, Optional, TypeVar
 
@@ -11,6 +12,11 @@ from ._errors import CheckpointCorrupt, CheckpointNotFound, CheckpointWarning
 from ._unflatten import Builder, Node, Placer, Tensors
 
 T = TypeVar("T")
+
+
+def default_threads() -> int:
+    """Threads that copy: up to four, as the processors allow."""
+    return min(4, len(os.sched_getaffinity(0)))
 
 
 def newest_steps(url: str) -> list[tuple[int, int, str]]:
@@ -46,23 +52,33 @@ def with_step(url: str, step: Optional[int], use: Callable[[_native.Step], T]) -
     raise CheckpointCorrupt(f"{url} holds no step that is whole: {'; '.join(damaged)}")
 
 
-def load_step(step: _native.Step, into: Any, name: str, allow_pickle: bool) -> Any:
-    """The extra `name` of a step, or None if it has none; put in place into `into`, if that is given."""
-    text = step.extra(name)
-    if text is None:
-        return None
-    node = parse(step, text)
-    tensors = Tensors(step)
-    tensors.want(node)
+def load_step(
+    step: _native.Step, into: Any, allow_pickle: bool, threads: int, with_rng: bool = False
+) -> tuple[Any, Optional[dict[str, Any]]]:
+    """The state of a step, put in place into `into` if that is given, and its random number generators.
+
+    Those are None where the step has none or they are not asked for.
+    """
+    tree, generators = _extra(step, "state"), _extra(step, "rng") if with_rng else None
+    if step.extra("state") is None:
+        raise CheckpointCorrupt(f"step {step.step} has no state")
+    tensors = Tensors(step, threads)
     builder = Builder(tensors, allow_pickle)
-    if into is None:
-        tensors.read()
-        return builder.build(node)
-    placer = Placer(builder, into)
-    placer.plan(node)
+    placer = None
+    if into is not None:
+        placer = Placer(builder, into)
+        placer.plan(tree)
+    tensors.want(tree)
+    tensors.want(generators)
     tensors.read()
-    placer.apply()
-    return into
+    if placer is not None:
+        placer.apply()
+    return builder.build(tree) if placer is None else into, builder.build(generators)
+
+
+def _extra(step: _native.Step, name: str) -> Node:
+    text = step.extra(name)
+    return None if text is None else parse(step, text)
 
 
 def parse(step: _native.Step, text: str) -> Node:

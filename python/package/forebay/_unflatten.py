@@ -1,12 +1,14 @@
 """From a tree and tensors back to a state: built anew, or put in place into a live one.
 
-A live state is changed only after every byte was read, checked, and found to fit: a restore that fails leaves it as
-it was.
+A live state is compared with the tree before anything of it is changed. Then its tensors are read straight into place
+where their memory is dense and the processor's, and everything else follows once all of them passed their checks: a
+restore that fails on damaged bytes leaves tensors that hold anything, and all else as it was.
 """
 
 from __future__ import annotations
 
 import base64
+import bisect
 import collections
 import pickle
 import struct
@@ -22,15 +24,40 @@ Node = Any
 
 
 class Tensors:
-    """The tensors of a step, read into fresh memory on `read`."""
+    """The tensors of a step, on `read` read into live ones that were bound, and into fresh memory."""
 
-    def __init__(self, step: _native.Step) -> None:
+    def __init__(self, step: _native.Step, threads: int) -> None:
         self._step = step
+        self._threads = threads
         self._entries = {name: (index, dtype, shape) for index, (name, dtype, shape, _) in enumerate(step.tensors())}
         self._loaded: dict[tuple[str, str], Any] = {}
+        self._bound: list[Any] = []
+        self._spans: list[tuple[int, int]] = []
+
+    def entry(self, name: str) -> tuple[int, str, list[int]]:
+        """Index, element type and shape. Raises `CheckpointCorrupt` when the step holds no such tensor."""
+        if name not in self._entries:
+            raise CheckpointCorrupt(f"step {self._step.step}: its state names tensor `{name}`, which it does not hold")
+        return self._entries[name]
+
+    def bind(self, node: Node, live: Any) -> bool:
+        """Has the tensor that a tree names read into a live one; False where its memory is not laid out for that."""
+        kind, name = node["t"], node["n"]
+        _, dtype, shape = self.entry(name)
+        if (kind, name) in self._loaded or "view" in node or not _is_place(kind, live, dtype, shape):
+            return False
+        start, size = _span(kind, live)
+        at = bisect.bisect(self._spans, (start, size))
+        for other, length in self._spans[max(at - 1, 0) : at + 1]:
+            if size > 0 and start < other + length and other < start + size:
+                return False
+        self._spans.insert(at, (start, size))
+        self._loaded[kind, name] = live
+        self._bound.append(live)
+        return True
 
     def want(self, node: Node) -> None:
-        """Notes every tensor that a tree names."""
+        """Notes every tensor that a tree names; what is not bound gets memory of its own."""
         if isinstance(node, list):
             for part in node:
                 self.want(part)
@@ -44,21 +71,24 @@ class Tensors:
         """Reads what was noted. Raises `CheckpointCorrupt` when any of it is not what was saved."""
         targets = []
         for (kind, name), value in self._loaded.items():
-            address = value.data_ptr() if kind == "tensor" else value.ctypes.data
-            size = value.numel() * value.element_size() if kind == "tensor" else value.nbytes
-            targets.append((self._entries[name][0], address, size))
-        self._step.read(targets)
+            targets.append((self._entries[name][0], None, *_span(kind, value)))
+        try:
+            self._step.read(targets, self._threads)
+        finally:
+            torch = torch_module()
+            written = [value for value in self._bound if torch is not None and isinstance(value, torch.Tensor)]
+            for value in written:
+                if not value.is_inference():
+                    torch.autograd.graph.increment_version(value)
 
     def get(self, kind: str, name: str) -> Any:
         """A tensor or array that was read."""
         return self._loaded[kind, name]
 
     def _allocate(self, kind: str, name: str) -> None:
-        if name not in self._entries:
-            raise CheckpointCorrupt(f"step {self._step.step}: its state names tensor `{name}`, which it does not hold")
+        _, dtype, shape = self.entry(name)
         if (kind, name) in self._loaded:
             return
-        _, dtype, shape = self._entries[name]
         if kind == "tensor":
             import torch
 
@@ -69,11 +99,29 @@ class Tensors:
             self._loaded[kind, name] = numpy.empty(shape, dtype=dtype)
 
 
+def _span(kind: str, value: Any) -> tuple[int, int]:
+    """Where the bytes of a dense tensor or array are: address and length."""
+    if kind == "tensor":
+        return value.data_ptr(), value.numel() * value.element_size()
+    return value.ctypes.data, value.nbytes
+
+
+def _is_place(kind: str, live: Any, dtype: str, shape: list[int]) -> bool:
+    """Whether a live tensor or array can be read into as it is."""
+    torch, numpy = torch_module(), numpy_module()
+    if kind == "tensor":
+        is_like = torch is not None and isinstance(live, torch.Tensor) and tensor_dtype(live) == dtype
+        is_dense = is_like and live.device.type == "cpu" and live.is_contiguous() and live.data_ptr() != 0
+        return is_dense and list(live.shape) == shape and not (live.is_conj() or live.is_neg())
+    is_like = numpy is not None and isinstance(live, numpy.ndarray) and array_dtype(live) == dtype
+    return is_like and live.flags.c_contiguous and live.flags.writeable and list(live.shape) == shape
+
+
 class Builder:
     """Builds values from a tree and the tensors that were read."""
 
     def __init__(self, tensors: Tensors, allow_pickle: bool) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         self._allow_pickle = allow_pickle
 
     def build(self, node: Node) -> Any:
@@ -88,7 +136,7 @@ class Builder:
         return build(self, node)
 
     def _tensor(self, node: Node) -> Any:
-        tensor = self._tensors.get("tensor", node["n"])
+        tensor = self.tensors.get("tensor", node["n"])
         if "view" not in node:
             return tensor
         shape, stride, offset = node["view"]
@@ -101,7 +149,7 @@ class Builder:
 
     def _bytes(self, node: Node) -> bytes:
         if "n" in node:
-            return bytes(self._tensors.get("array", node["n"]).tobytes())
+            return bytes(self.tensors.get("array", node["n"]).tobytes())
         return base64.b64decode(node["v"])
 
     def _unpickle(self, node: Node) -> Any:
@@ -143,7 +191,7 @@ _BUILDERS: dict[str, Callable[[Builder, Node], Any]] = {
     "set": lambda builder, node: set(builder.build(node["v"])),
     "frozenset": lambda builder, node: frozenset(builder.build(node["v"])),
     "tensor": Builder._tensor,
-    "array": lambda builder, node: builder._tensors.get("array", node["n"]),
+    "array": lambda builder, node: builder.tensors.get("array", node["n"]),
     "scalar": Builder._scalar,
     "size": Builder._size,
     "dtype": Builder._dtype,
@@ -161,6 +209,7 @@ class Placer:
 
     def __init__(self, builder: Builder, state: Any) -> None:
         self._builder = builder
+        self._tensors = builder.tensors
         self._state = state
         self._pairs = Pairs(state)
         self._objects: list[tuple[str, Any, str, Node]] = []
@@ -179,7 +228,7 @@ class Placer:
             raise CheckpointMismatch("state: a value that cannot be changed in place")
 
     def apply(self) -> None:
-        """Puts everything into place; optimizers first, so that nothing they do on loading stays in a parameter."""
+        """Puts everything into place that was not read there; objects after what lies outside of them."""
         states = [(path, value, kind, self._builder.build(node)) for path, value, kind, node in self._objects]
         states.sort(key=lambda entry: not entry[2].startswith("optimizer"))
         for copy in self._copies:
@@ -196,9 +245,7 @@ class Placer:
         if tag == "object":
             if not is_stateful(live):
                 raise _mismatch(path, "an object with a state", live)
-            if node["k"] == "module":
-                self._check_module(node["v"], live, path)
-            self._objects.append((path, live, node["k"], node["v"]))
+            self._place_object(node, live, path)
             return None
         in_place = self._in_place.get(tag or "")
         if in_place is not None:
@@ -210,18 +257,53 @@ class Placer:
             raise _mismatch(path, f"a value ({tag or type(node).__name__})", live)
         return lambda: self._builder.build(node)
 
-    def _check_module(self, node: Node, live: Any, path: str) -> None:
-        """torch finds a module's mismatches only while it loads; they are found before anything is changed."""
+    def _place_object(self, node: Node, live: Any, path: str) -> None:
+        kind, tree = node["k"], node["v"]
+        if kind == "module":
+            if self._place_module(tree, live, path):
+                return
+        elif kind in ("optimizer", "optimizer-own") and getattr(live, "state", None):
+            has_kind, has = state_of(live, self._pairs)
+            if has_kind == kind:
+                self._bind_all(tree, has)
+        self._objects.append((path, live, kind, tree))
+
+    def _place_module(self, node: Node, live: Any, path: str) -> bool:
+        """Binds a module's tensors; whether that is all of it.
+
+        torch finds a module's mismatches only while it loads; they are found before anything is changed.
+        """
         torch = torch_module()
         if torch is None or not isinstance(live, torch.nn.Module):
             raise _mismatch(path, "a torch module", live)
-        saved, has = self._builder.build(node), state_of(live, self._pairs)[1]
+        saved = {self._builder.build(key): value for key, value in node["v"]}
+        has = state_of(live, self._pairs)[1]
         for what, keys in _differences(saved, has):
             raise CheckpointMismatch(f"{path}: {what} {keys}")
+        is_all = True
         for key, value in saved.items():
-            if isinstance(value, torch.Tensor) and value.shape != has[key].shape:
-                shapes = f"{list(value.shape)} was saved, the state has {list(has[key].shape)}"
-                raise CheckpointMismatch(f"{path}.{key}: {shapes}")
+            is_tensor = isinstance(value, dict) and value.get("t") == "tensor"
+            if is_tensor and isinstance(has[key], torch.Tensor):
+                shape = self._shape(value)
+                if shape != list(has[key].shape):
+                    shapes = f"{shape} was saved, the state has {list(has[key].shape)}"
+                    raise CheckpointMismatch(f"{path}.{key}: {shapes}")
+            is_all = is_tensor and self._tensors.bind(value, has[key]) and is_all
+        return is_all
+
+    def _bind_all(self, node: Node, live: Any) -> None:
+        """Binds the tensors of a tree that a live value has in the same places."""
+        tag = node.get("t") if isinstance(node, dict) else None
+        if tag == "tensor":
+            self._tensors.bind(node, live)
+        elif tag in ("dict", "odict") and isinstance(live, dict):
+            for key, value in node["v"]:
+                key = self._builder.build(key)
+                if key in live:
+                    self._bind_all(value, live[key])
+
+    def _shape(self, node: Node) -> list[int]:
+        return node["view"][0] if "view" in node else self._tensors.entry(node["n"])[2]
 
     def _place_items(self, node: Node, live: Any, path: str) -> None:
         if not isinstance(live, dict):
@@ -262,14 +344,16 @@ class Placer:
         torch = torch_module()
         if torch is None or not isinstance(live, torch.Tensor):
             raise _mismatch(path, "a torch tensor", live)
-        loaded = self._builder.build(node)
-        if loaded.shape != live.shape or loaded.dtype != live.dtype or tensor_dtype(live) is None:
-            saved = f"{loaded.dtype} {list(loaded.shape)}"
+        dtype, shape = self._tensors.entry(node["n"])[1], self._shape(node)
+        if shape != list(live.shape) or f"torch.{dtype}" != str(live.dtype) or tensor_dtype(live) is None:
+            saved = f"torch.{dtype} {shape}"
             raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {list(live.shape)}")
+        if self._tensors.bind(node, live):
+            return
 
         def copy() -> None:
             with torch.no_grad():
-                live.detach().copy_(loaded)
+                live.detach().copy_(self._builder.build(node))
 
         self._copies.append(copy)
 
@@ -277,13 +361,14 @@ class Placer:
         numpy = numpy_module()
         if numpy is None or not isinstance(live, numpy.ndarray):
             raise _mismatch(path, "a numpy array", live)
-        loaded = self._builder.build(node)
-        if loaded.shape != live.shape or loaded.dtype != live.dtype or array_dtype(live) is None:
-            saved = f"{loaded.dtype} {list(loaded.shape)}"
+        _, dtype, shape = self._tensors.entry(node["n"])
+        if shape != list(live.shape) or dtype != live.dtype.name or array_dtype(live) is None:
+            saved = f"{dtype} {shape}"
             raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {list(live.shape)}")
         if not live.flags.writeable:
             raise CheckpointMismatch(f"{path}: the array is read-only")
-        self._copies.append(lambda: numpy.copyto(live, loaded))
+        if not self._tensors.bind(node, live):
+            self._copies.append(lambda: numpy.copyto(live, self._builder.build(node)))
 
 
 def _differences(saved: dict[Any, Any], live: dict[Any, Any]) -> Iterator[tuple[str, str]]:

@@ -22,8 +22,8 @@ mod sweep;
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::{File, Metadata};
-use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -201,9 +201,16 @@ impl Inner {
 }
 
 /// Reads up to a chunk of `at..end`, and makes sure that the file is still the version that was opened.
-fn read_chunk(file: &File, meta: &ObjectMeta, at: u64, end: u64) -> Result<Bytes> {
-    let mut buffer = vec![0; (end - at).min(CHUNK_BYTES) as usize];
-    file.read_exact_at(&mut buffer, at).map_err(|error| io_error(&meta.location, error))?;
+fn read_chunk(mut file: &File, meta: &ObjectMeta, at: u64, end: u64) -> Result<Bytes> {
+    let length = (end - at).min(CHUNK_BYTES);
+    // Not zeroed first, as a buffer for `read_exact_at` would be.
+    let mut buffer = Vec::with_capacity(length as usize);
+    file.seek(SeekFrom::Start(at))
+        .and_then(|_| file.take(length).read_to_end(&mut buffer))
+        .map_err(|error| io_error(&meta.location, error))?;
+    if buffer.len() as u64 != length {
+        return Err(io_error(&meta.location, io::ErrorKind::UnexpectedEof.into()));
+    }
     let metadata = file.metadata().map_err(|error| io_error(&meta.location, error))?;
     if Some(version_of(&metadata)) != meta.e_tag {
         let path = meta.location.to_string();
