@@ -59,6 +59,11 @@ impl Context {
         Ok(Self { settings, folder, runtime })
     }
 
+    /// Surroundings of its own for a part of a scenario with fewer files.
+    pub fn with_files(&self, files: usize) -> Result<Self> {
+        Self::new(Settings { files: files.min(self.settings.files), ..self.settings.clone() })
+    }
+
     /// Waits for a baseline's work.
     pub fn wait<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         self.runtime.block_on(work)

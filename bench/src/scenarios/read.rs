@@ -1,6 +1,7 @@
 //! Reading a data set through a dataset mount: warm against ext4, cold against the store's own clients.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
@@ -20,6 +21,9 @@ const WARM_READERS: usize = 2;
 const COLD_READERS: usize = 16;
 /// A cold epoch reads a fourth of the files: each pair starts with an empty mount.
 const COLD_SHARE: usize = 4;
+/// How late a far store answers, and how large a data set is there.
+const FAR: Duration = Duration::from_millis(20);
+const FAR_FILES: usize = 4000;
 
 pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
     let store = StoreProcess::start(PaceSettings::default())?;
@@ -33,6 +37,21 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
         context.wait(client.delete_below(&set.prefix))?;
     }
     rows.extend(sequential(context, &store, &client)?);
+    rows.extend(far(context)?);
+    Ok(rows)
+}
+
+/// The first epoch once more, from a store that answers as late as a real one: what then counts is how many requests
+/// are in flight, not what one costs.
+fn far(context: &Context) -> Result<Vec<Row>> {
+    let store = StoreProcess::start(PaceSettings { delay: FAR, rate: None })?;
+    let client = ObjectStoreClient::new(&store)?;
+    let few = context.with_files(FAR_FILES)?;
+    let set = Set::new(&few, &client, 100 << 10)?;
+    let mut rows = first(&few, &store, &client, &set)?;
+    for row in &mut rows {
+        row.name = format!("{}, {} ms away", row.name, FAR.as_millis());
+    }
     Ok(rows)
 }
 

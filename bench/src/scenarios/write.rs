@@ -1,8 +1,10 @@
 //! Writing through a mount, made durable, against the store's own client.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context as _, Result};
 
@@ -18,7 +20,7 @@ const NAME: &str = "write";
 /// Small files of one run.
 const SMALL_FILES: usize = 2000;
 const SMALL_BYTES: usize = 4096;
-/// Puts in flight of the baseline for small files.
+/// Writers of small files, and puts in flight of the baseline.
 const SMALL_IN_FLIGHT: usize = 16;
 
 pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
@@ -63,7 +65,7 @@ fn large(context: &Context, client: &ObjectStoreClient, mounted: &Mounted) -> Re
     ])
 }
 
-/// Many small files, one after another, then one syncfs for all.
+/// Many small files, by several writers at once, then one syncfs for all.
 fn small(context: &Context, client: &ObjectStoreClient, mounted: &Mounted) -> Result<Vec<Row>> {
     let data = noise(SMALL_BYTES);
     let mut round = 0;
@@ -83,7 +85,7 @@ fn small(context: &Context, client: &ObjectStoreClient, mounted: &Mounted) -> Re
         measure(None, || context.wait(put).map(|()| SMALL_FILES as f64))
     };
     let pairs = Pairs::run(context.settings.pairs, ours, bare)?;
-    let title = format!("{SMALL_FILES} files of {} KiB and one syncfs", SMALL_BYTES >> 10);
+    let title = format!("{SMALL_FILES} files of {} KiB by 16 writers and one syncfs", SMALL_BYTES >> 10);
     let rate = pairs.figures(|sample| sample.amount / sample.seconds);
     let cpu = pairs.figures(|sample| (sample.client_cpu + sample.daemon_cpu) / sample.amount * 1e6);
     Ok(vec![
@@ -93,15 +95,24 @@ fn small(context: &Context, client: &ObjectStoreClient, mounted: &Mounted) -> Re
 }
 
 fn write_small(folder: &Path, data: &[u8]) -> Result<()> {
-    std::fs::create_dir(folder)?;
-    for name in names(SMALL_FILES) {
-        let path = folder.join(name);
-        let parent = path.parent().context("a file lies in a folder")?;
-        if !parent.exists() {
-            std::fs::create_dir(parent)?;
-        }
-        File::create(&path)?.write_all(data)?;
+    let paths: Vec<PathBuf> = names(SMALL_FILES).map(|name| folder.join(name)).collect();
+    for parent in paths.iter().filter_map(|path| path.parent()).collect::<BTreeSet<_>>() {
+        std::fs::create_dir_all(parent)?;
     }
+    let next = AtomicUsize::new(0);
+    let writer = || -> Result<()> {
+        while let Some(path) = paths.get(next.fetch_add(1, Ordering::Relaxed)) {
+            File::create(path)?.write_all(data).with_context(|| format!("writing {}", path.display()))?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..SMALL_IN_FLIGHT).map(|_| scope.spawn(writer)).collect();
+        writers.into_iter().try_for_each(|writer| match writer.join() {
+            Ok(result) => result,
+            Err(_) => Err(anyhow::anyhow!("a writer panicked")),
+        })
+    })?;
     rustix::fs::syncfs(File::open(folder)?)?;
     Ok(())
 }
