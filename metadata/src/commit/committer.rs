@@ -3,15 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_core::{Error, ErrorKind, Result};
+use forebay_core::Result;
 use forebay_io::task::{Task, TaskGroup};
 use parking_lot::RwLock;
-use tokio::sync::{Mutex, mpsc, oneshot};
+use tokio::sync::{Mutex, Semaphore};
 
 use super::gather::{Gathered, State, Want};
-use super::job::Call;
 use super::overlay::Overlay;
-use super::serial::{Message, Serial};
+use super::serial::{Attempt, Serial, closed};
 use super::view::{Txn, View};
 use crate::kv::{Durability, Engine};
 
@@ -20,9 +19,7 @@ use crate::kv::{Durability, Engine};
 pub struct CommitterSettings {
     /// How long an answered buffered change may wait to become durable. Default 1 s.
     pub flush_interval: Duration,
-    /// Transactions waiting for their turn; further callers wait. Default 1,024.
-    pub max_queued: usize,
-    /// Transactions waiting for reads; at this many, none new is begun. Default 256.
+    /// Transactions whose reads are being fetched; further ones wait with theirs. Default 256.
     pub max_set_aside: usize,
     /// Bytes of changes that make a batch due at once. Default 4 MiB.
     pub max_batch_bytes: usize,
@@ -41,7 +38,6 @@ impl Default for CommitterSettings {
     fn default() -> Self {
         Self {
             flush_interval: Duration::from_secs(1),
-            max_queued: 1024,
             max_set_aside: 256,
             max_batch_bytes: 4 << 20,
             max_waiting_bytes: 32 << 20,
@@ -58,15 +54,25 @@ impl Default for CommitterSettings {
 /// it: from then on every call returns that error, and nothing more is acknowledged. Opening the engine again
 /// shows what is there.
 #[derive(Clone)]
-pub struct Committer {
+pub struct Committer(Arc<Shared>);
+
+struct Shared {
     state: Arc<State>,
-    queue: mpsc::Sender<Message>,
-    task: Arc<Mutex<Option<Task<()>>>>,
+    serial: Arc<Serial>,
+    /// Places for transactions whose reads are being fetched.
+    set_aside: Semaphore,
+    writer: Mutex<Option<Task<()>>>,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.serial.close();
+    }
 }
 
 impl Committer {
-    /// Starts the serial task, which owns all writing to `engine` from now on. It ends with [`Self::close`], or
-    /// after writing what is left once every clone is dropped.
+    /// Starts the task that does all writing to `engine` from now on. It ends with [`Self::close`], or after writing
+    /// what is left once every clone is dropped.
     pub fn start(engine: Arc<dyn Engine>, settings: CommitterSettings) -> Self {
         Self::start_guarded(engine, settings, || Ok(()))
     }
@@ -88,11 +94,10 @@ impl Committer {
             fetch_deadline: settings.fetch_deadline,
             most_runs: settings.max_runs,
         });
-        let (queue, receiver) = mpsc::channel(settings.max_queued.max(1));
-        let tasks = TaskGroup::new("committer");
-        let serial = Serial::new(state.clone(), settings, receiver, tasks.clone());
-        let task = tasks.spawn("serial", serial.run());
-        Self { state, queue, task: Arc::new(Mutex::new(Some(task))) }
+        let set_aside = Semaphore::new(settings.max_set_aside.max(1));
+        let serial = Arc::new(Serial::new(state.clone(), settings));
+        let writer = TaskGroup::new("committer").spawn("serial", serial.clone().write_batches());
+        Self(Arc::new(Shared { state, serial, set_aside, writer: Mutex::new(Some(writer)) }))
     }
 
     /// Runs `work` in its turn and applies its changes, all or, when it returns an error or panics, none.
@@ -102,16 +107,29 @@ impl Committer {
     /// become durable within the flush interval and before any later durable answer. An error of `work` itself
     /// comes at once with either.
     ///
-    /// Dropping the future gives up waiting: `work` then runs whole or, if it was not queued yet, not at all.
+    /// Dropping the future gives up waiting: `work` has then run whole or not at all.
     pub async fn transact<T: Send + 'static>(
         &self,
         durability: Durability,
-        work: impl FnMut(&mut Txn<'_>) -> Result<T> + Send + 'static,
+        mut work: impl FnMut(&mut Txn<'_>) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let (reply, answer) = oneshot::channel();
-        let job = Box::new(Call { work, durability, value: None, reply });
-        self.queue.send(Message::Run(job)).await.map_err(|_| closed())?;
-        answer.await.map_err(|_| closed())?
+        let serial = &self.0.serial;
+        let mut gathered: Option<Gathered> = None;
+        // Bounded by `max_runs` but for waiting.
+        loop {
+            match serial.attempt(durability, &mut work, gathered.as_mut())? {
+                Attempt::Done(value) => return Ok(value),
+                Attempt::Waiting(value, told) => {
+                    drop(gathered);
+                    return told.await.map_err(|_| closed())?.map(|()| value);
+                }
+                Attempt::Missed(wants) => {
+                    let _place = self.0.set_aside.acquire().await.map_err(|_| closed())?;
+                    gathered.get_or_insert_with(|| Gathered::new(self.0.state.clone())).fetch(wants).await?;
+                }
+                Attempt::Full => serial.wait_for_room().await,
+            }
+        }
     }
 
     /// Runs a read-only closure over the newest state, at once where the engine's reads do not wait. It does
@@ -121,7 +139,7 @@ impl Committer {
             Ok(result) => return result,
             Err(missed) => missed,
         };
-        let mut gathered = Gathered::new(self.state.clone());
+        let mut gathered = Gathered::new(self.0.state.clone());
         loop {
             gathered.fetch(missed).await?;
             // Bounded by `max_runs`.
@@ -142,15 +160,15 @@ impl Committer {
         work: &mut impl FnMut(&View<'_>) -> Result<T>,
         mut gathered: Option<&mut Gathered>,
     ) -> Result<Result<T>, Vec<Want>> {
-        let overlay = self.state.overlay.read();
+        let overlay = self.0.state.overlay.read();
         let ready = match gathered.as_deref_mut() {
             Some(gathered) => gathered.begin_run(&overlay),
             None => Ok(()),
         };
-        if let Err(error) = overlay.check().and_then(|()| self.state.may_read()).and(ready) {
+        if let Err(error) = overlay.check().and_then(|()| self.0.state.may_read()).and(ready) {
             return Ok(Err(error));
         }
-        let view = View::new(self.state.engine.as_ref(), &overlay, gathered.as_deref());
+        let view = View::new(self.0.state.engine.as_ref(), &overlay, gathered.as_deref());
         let result = work(&view);
         match view.into_missed() {
             missed if missed.is_empty() => Ok(result),
@@ -166,28 +184,23 @@ impl Committer {
     /// The engine, for its epoch, limits and snapshots. A snapshot holds what was synced before it was taken
     /// and perhaps more, but whole transactions only.
     pub fn engine(&self) -> &Arc<dyn Engine> {
-        &self.state.engine
+        &self.0.state.engine
     }
 
-    /// Answers what is queued, makes everything durable, ends the task and closes the engine. Later calls fail
-    /// with `Unavailable`. Closing twice is no error.
+    /// Makes durable what has run, ends the task and closes the engine. Later calls, and transactions whose reads are
+    /// still being fetched, fail with `Unavailable`. Closing twice is no error.
     pub async fn close(&self) -> Result<()> {
-        // It ended already when nobody listens.
-        let _ = self.queue.send(Message::Close).await;
-        if let Some(task) = self.task.lock().await.take() {
-            task.await?;
+        self.0.serial.close();
+        if let Some(writer) = self.0.writer.lock().await.take() {
+            writer.await?;
         }
-        let written = self.state.overlay.read().check();
-        written.and(self.state.engine.close().await)
+        let written = self.0.state.overlay.read().check();
+        written.and(self.0.state.engine.close().await)
     }
 
     /// Number of changed keys laid over the engine.
     #[cfg(test)]
     pub(super) fn overlaid(&self) -> usize {
-        self.state.overlay.read().len()
+        self.0.state.overlay.read().len()
     }
-}
-
-fn closed() -> Error {
-    Error::new(ErrorKind::Unavailable, "the tree was closed")
 }

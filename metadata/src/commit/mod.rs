@@ -8,7 +8,7 @@ mod hot;
 mod overlay;
 mod gather;
 mod view;
-mod job;
+mod run;
 mod serial;
 mod committer;
 #[cfg(test)]

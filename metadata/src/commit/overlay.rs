@@ -39,6 +39,8 @@ pub(super) struct Overlay {
 struct Change {
     value: Option<Bytes>,
     batch: BatchNumber,
+    /// The engine is known to hold nothing for the key until this batch is in it.
+    is_new: bool,
 }
 
 impl Overlay {
@@ -69,13 +71,19 @@ impl Overlay {
     /// Adds the changes of one transaction to `batch`, the newest there is.
     pub(super) fn apply(&mut self, batch: BatchNumber, changes: BTreeMap<Bytes, Option<Bytes>>) {
         for (key, value) in changes {
-            self.changes.insert(key, Change { value, batch });
+            let is_new = match self.changes.get(&key) {
+                Some(before) => before.is_new && before.batch == batch,
+                None => self.hot.get(&key) == Some(None),
+            };
+            self.changes.insert(key, Change { value, batch, is_new });
         }
     }
 
-    /// The newest value of a key that is changed here.
-    pub(super) fn changed(&self, key: &Bytes) -> Option<Bytes> {
-        self.changes.get(key).and_then(|change| change.value.clone())
+    /// What the engine is to be told of a key of the batch that ends now: its newest value, or nothing when it came
+    /// and went within the batch.
+    pub(super) fn to_write(&self, key: &Bytes) -> Option<Option<Bytes>> {
+        let change = self.changes.get(key)?;
+        (change.value.is_some() || !change.is_new).then(|| change.value.clone())
     }
 
     /// The engine holds `batch` now, which changed `keys`.
@@ -116,6 +124,13 @@ impl Overlay {
     pub(super) fn remember(&mut self, began: BatchNumber, key: &Bytes, value: Option<&Bytes>) {
         if self.is_current(began) && !self.changes.contains_key(key) {
             self.hot.put(key.clone(), value.cloned());
+        }
+    }
+
+    /// Remembers that the engine does not hold `key`.
+    pub(super) fn remember_absent(&mut self, key: Bytes) {
+        if !self.changes.contains_key(&key) {
+            self.hot.put(key, None);
         }
     }
 

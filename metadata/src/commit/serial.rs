@@ -1,202 +1,210 @@
-//! The task that runs closures one after another and writes their changes, batch after batch.
+//! Where transactions take their turn, and the task that writes what they changed, batch after batch.
 //!
-//! While one batch is being written, closures go on running into the next. A closure whose reads must wait is
-//! set aside, its reads are fetched beside the others, and it runs again in front of the queue.
+//! A closure runs where its caller is, one at a time behind a lock, so that one whose reads are in memory is answered
+//! without any switch of threads. While a batch is being written, closures go on running into the next.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use forebay_core::{Error, Result};
-use forebay_io::task::{Task, TaskGroup};
-use futures::future::BoxFuture;
-use futures::stream::{FuturesUnordered, StreamExt};
-use tokio::sync::mpsc;
+use forebay_core::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
+use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
 use super::committer::CommitterSettings;
-use super::gather::{Gathered, State};
-use super::job::{Job, Ran};
+use super::gather::{Gathered, State, Want};
 use super::overlay::BatchNumber;
+use super::run::{Ran, run};
+use super::view::{Changes, Txn};
 use crate::kv::{Batch, Durability, Limits};
 
-/// What arrives in the queue.
-pub(super) enum Message {
-    Run(Box<dyn Job>),
-    /// Take no more, write what there is, end.
-    Close,
-}
+/// Told once a batch is durable, or why it is not.
+type Waiting = oneshot::Sender<Result<()>>;
 
-/// Messages taken from the queue before the loop looks at anything else.
-const TAKEN_AT_ONCE: usize = 256;
-
-/// The next batch, or the one being written.
+/// The next batch.
 #[derive(Default)]
 struct Forming {
     keys: BTreeSet<Bytes>,
     bytes: usize,
-    /// Who is answered once it is durable.
-    waiting: Vec<Box<dyn Job>>,
+    /// Who is answered once it is durable: one for each caller that waits.
+    waiting: Vec<Waiting>,
     /// When its first change came.
     since: Option<Instant>,
     /// Somebody waits for it, or it has waited long enough.
     urgent: bool,
 }
 
-impl Forming {
-    fn is_empty(&self) -> bool {
-        self.keys.is_empty() && self.waiting.is_empty()
-    }
-}
-
-struct Writing {
-    batch: Forming,
-    write: BoxFuture<'static, Result<()>>,
-}
-
-/// A closure set aside, with what was fetched for it or why that failed.
-type SetAside = (Box<dyn Job>, Gathered, Result<()>);
-
-/// The serial task's state.
-pub(super) struct Serial {
-    state: Arc<State>,
-    settings: CommitterSettings,
-    limits: Limits,
-    queue: mpsc::Receiver<Message>,
-    /// The queue is closed and empty.
-    drained: bool,
+/// The batches there were and the one that forms.
+struct Turn {
     forming: Forming,
     /// Number of the batch that is forming.
     number: BatchNumber,
-    writing: Option<Writing>,
-    set_aside: FuturesUnordered<Task<SetAside>>,
-    tasks: TaskGroup,
+    /// Nothing more is taken.
+    closed: bool,
+}
+
+/// What a caller's attempt came to.
+pub(super) enum Attempt<T> {
+    Done(T),
+    /// It ran; its changes are durable once this is told so.
+    Waiting(T, oneshot::Receiver<Result<()>>),
+    /// Its reads have to be fetched, then it may try again.
+    Missed(Vec<Want>),
+    /// Too much waits for the engine; it may try again when there is room.
+    Full,
+}
+
+/// When the writer has something to do.
+enum Due {
+    Now,
+    At(Instant),
+    /// Not before something changes.
+    Later,
+    /// Never again.
+    Ended,
+}
+
+/// The serial order of one committer.
+pub(super) struct Serial {
+    pub(super) state: Arc<State>,
+    settings: CommitterSettings,
+    limits: Limits,
+    turn: Mutex<Turn>,
+    /// The forming batch may be due earlier than before.
+    changed: Notify,
+    /// A batch has been taken to be written: there is room in the next.
+    room: Notify,
 }
 
 impl Serial {
-    pub(super) fn new(
-        state: Arc<State>,
-        settings: CommitterSettings,
-        queue: mpsc::Receiver<Message>,
-        tasks: TaskGroup,
-    ) -> Self {
+    pub(super) fn new(state: Arc<State>, settings: CommitterSettings) -> Self {
         Self {
             limits: state.engine.limits(),
             state,
             settings,
-            queue,
-            drained: false,
-            forming: Forming::default(),
-            number: 1,
-            writing: None,
-            set_aside: FuturesUnordered::new(),
-            tasks,
+            turn: Mutex::new(Turn { forming: Forming::default(), number: 1, closed: false }),
+            changed: Notify::new(),
+            room: Notify::new(),
         }
     }
 
-    /// Runs until the queue is closed and everything taken from it is answered and durable.
-    pub(super) async fn run(mut self) {
-        let mut messages = Vec::with_capacity(TAKEN_AT_ONCE);
+    /// Runs `work` in its turn if there is room for its changes.
+    ///
+    /// # Errors
+    /// That of `work`; `Unavailable` once closed.
+    pub(super) fn attempt<T>(
+        &self,
+        durability: Durability,
+        work: &mut impl FnMut(&mut Txn<'_>) -> Result<T>,
+        gathered: Option<&mut Gathered>,
+    ) -> Result<Attempt<T>> {
+        let mut turn = self.turn.lock();
+        if turn.closed {
+            return Err(closed());
+        }
+        if turn.forming.bytes >= self.settings.max_waiting_bytes {
+            return Ok(Attempt::Full);
+        }
+        let (value, changes) = match run(work, &self.state, self.limits, gathered) {
+            Ran::Refused(error) => return Err(error),
+            Ran::Missed(wants) => return Ok(Attempt::Missed(wants)),
+            Ran::Done(value, changes) => (value, changes),
+        };
+        let was_due = self.is_due(&turn);
+        let rested = turn.forming.since.is_none();
+        self.apply(&mut turn, changes);
+        let attempt = match durability {
+            Durability::Buffered => Attempt::Done(value),
+            Durability::Durable => {
+                let (tell, told) = oneshot::channel();
+                turn.forming.waiting.push(tell);
+                turn.forming.urgent = true;
+                Attempt::Waiting(value, told)
+            }
+        };
+        let earlier = rested && turn.forming.since.is_some() || !was_due && self.is_due(&turn);
+        drop(turn);
+        if earlier {
+            self.changed.notify_one();
+        }
+        Ok(attempt)
+    }
+
+    fn apply(&self, turn: &mut Turn, changes: Changes) {
+        let Changes { changed, absent } = changes;
+        let forming = &mut turn.forming;
+        for (key, value) in &changed {
+            forming.bytes += key.len() + value.as_ref().map_or(0, Bytes::len);
+            forming.keys.insert(key.clone());
+        }
+        if !changed.is_empty() {
+            forming.since.get_or_insert_with(Instant::now);
+        }
+        let mut overlay = self.state.overlay.write();
+        absent.into_iter().for_each(|key| overlay.remember_absent(key));
+        overlay.apply(turn.number, changed);
+    }
+
+    /// Returns when there may be room for further changes.
+    pub(super) async fn wait_for_room(&self) {
+        let freed = self.room.notified();
+        tokio::pin!(freed);
+        freed.as_mut().enable();
+        let full = {
+            let turn = self.turn.lock();
+            turn.forming.bytes >= self.settings.max_waiting_bytes && !turn.closed
+        };
+        if full {
+            freed.await;
+        }
+    }
+
+    /// Takes no more; what has run is written and then the writer ends.
+    pub(super) fn close(&self) {
+        self.turn.lock().closed = true;
+        self.changed.notify_one();
+        self.room.notify_waiters();
+    }
+
+    /// Writes batches until everything is closed and durable.
+    pub(super) async fn write_batches(self: Arc<Self>) {
         loop {
-            self.begin_write_if_due();
-            if self.is_finished() {
-                return;
-            }
-            let (due, resting, may_take) = (self.due(), self.is_resting(), self.may_take());
-            tokio::select! {
-                biased;
-                written = written(&mut self.writing) => self.end_write(written),
-                Some(fetched) = self.set_aside.next() => self.resume(fetched),
-                taken = self.queue.recv_many(&mut messages, TAKEN_AT_ONCE), if may_take => {
-                    self.drained = taken == 0;
-                    messages.drain(..).for_each(|message| self.take(message));
-                }
-                () = tokio::time::sleep_until(due), if resting => self.forming.urgent = true,
-            }
-        }
-    }
-
-    fn take(&mut self, message: Message) {
-        match message {
-            Message::Close => self.queue.close(),
-            Message::Run(job) => self.attempt(job, None),
-        }
-    }
-
-    fn attempt(&mut self, mut job: Box<dyn Job>, mut gathered: Option<Gathered>) {
-        match job.run(&self.state, self.limits, gathered.as_mut()) {
-            Ran::Refused(error) => job.answer(Err(error)),
-            Ran::Done(changes) => {
-                self.apply(changes);
-                // Let go only now: the overlay may drop what this closure read.
-                drop(gathered);
-                match job.durability() {
-                    Durability::Buffered => job.answer(Ok(())),
-                    Durability::Durable => {
-                        self.forming.waiting.push(job);
-                        self.forming.urgent = true;
+            match self.due() {
+                Due::Ended => return,
+                Due::Now => self.write_batch().await,
+                Due::Later => self.changed.notified().await,
+                Due::At(instant) => {
+                    tokio::select! {
+                        () = self.changed.notified() => {}
+                        () = tokio::time::sleep_until(instant) => self.turn.lock().forming.urgent = true,
                     }
                 }
             }
-            Ran::Missed(wants) => {
-                let mut gathered = gathered.unwrap_or_else(|| Gathered::new(self.state.clone()));
-                let fetch = async move {
-                    let fetched = gathered.fetch(wants).await;
-                    (job, gathered, fetched)
-                };
-                self.set_aside.push(self.tasks.spawn("fetch", fetch));
-            }
         }
     }
 
-    fn apply(&mut self, changes: BTreeMap<Bytes, Option<Bytes>>) {
-        if changes.is_empty() {
-            return;
-        }
-        for (key, value) in &changes {
-            self.forming.bytes += key.len() + value.as_ref().map_or(0, Bytes::len);
-            self.forming.keys.insert(key.clone());
-        }
-        self.forming.since.get_or_insert_with(Instant::now);
-        self.state.overlay.write().apply(self.number, changes);
+    fn is_due(&self, turn: &Turn) -> bool {
+        turn.forming.urgent || turn.forming.bytes >= self.settings.max_batch_bytes
     }
 
-    fn resume(&mut self, fetched: Result<SetAside>) {
-        match fetched {
-            Ok((job, gathered, Ok(()))) => self.attempt(job, Some(gathered)),
-            Ok((job, _, Err(error))) => job.answer(Err(error)),
-            // The job went with its task, and its caller learns that from the dropped reply.
-            Err(error) => tracing::error!(%error, "a fetch for a transaction ended early"),
+    fn due(&self) -> Due {
+        let turn = self.turn.lock();
+        let is_empty = turn.forming.keys.is_empty() && turn.forming.waiting.is_empty();
+        match turn.forming.since {
+            _ if is_empty && turn.closed => Due::Ended,
+            _ if !is_empty && (turn.closed || self.is_due(&turn)) => Due::Now,
+            Some(since) => Due::At(since + self.settings.flush_interval),
+            None => Due::Later,
         }
     }
 
-    fn begin_write_if_due(&mut self) {
-        let large = self.forming.bytes >= self.settings.max_batch_bytes;
-        let due = self.forming.urgent || large || self.drained;
-        if self.writing.is_some() || self.forming.is_empty() || !due {
-            return;
-        }
-        let forming = std::mem::take(&mut self.forming);
-        if forming.keys.is_empty() {
-            // Everything before is durable already.
-            let outcome = self.state.overlay.read().check();
-            return answer(forming.waiting, &outcome.and_then(|()| self.state.may_change()));
-        }
-        self.number += 1;
-        let mut batch = Batch::default();
-        let overlay = self.state.overlay.read();
-        forming.keys.iter().for_each(|key| batch.change(key.clone(), overlay.changed(key)));
-        drop(overlay);
-        let engine = self.state.engine.clone();
-        let write = Box::pin(async move { engine.write(batch, Durability::Durable).await });
-        self.writing = Some(Writing { batch: forming, write });
-    }
-
-    fn end_write(&mut self, outcome: Result<()>) {
-        let Some(writing) = self.writing.take() else { return };
+    async fn write_batch(&self) {
+        let Some((number, batch, forming)) = self.take() else { return };
+        let outcome = self.state.engine.write(batch, Durability::Durable).await;
         let mut overlay = self.state.overlay.write();
         match &outcome {
-            Ok(()) => overlay.commit(self.number - 1, writing.batch.keys),
+            Ok(()) => overlay.commit(number, forming.keys),
             Err(error) => {
                 tracing::error!(%error, "a batch could not be written: this tree takes no more changes");
                 overlay.fail(error);
@@ -204,42 +212,46 @@ impl Serial {
         }
         drop(overlay);
         if outcome.is_err() {
-            // What formed meanwhile builds on what was lost.
-            answer(std::mem::take(&mut self.forming).waiting, &outcome);
+            // What formed meanwhile builds on what was lost. What comes now is refused.
+            answer(std::mem::take(&mut self.turn.lock().forming).waiting, &outcome);
         }
-        answer(writing.batch.waiting, &outcome.and_then(|()| self.state.may_change()));
+        answer(forming.waiting, &outcome.and_then(|()| self.state.may_change()));
     }
 
-    fn may_take(&self) -> bool {
-        !self.drained
-            && self.forming.bytes < self.settings.max_waiting_bytes
-            && self.set_aside.len() < self.settings.max_set_aside
-    }
-
-    /// Only time can make the forming batch due.
-    fn is_resting(&self) -> bool {
-        self.writing.is_none() && self.forming.since.is_some() && !self.forming.urgent
-    }
-
-    fn due(&self) -> Instant {
-        self.forming.since.unwrap_or_else(Instant::now) + self.settings.flush_interval
-    }
-
-    fn is_finished(&self) -> bool {
-        self.drained && self.forming.is_empty() && self.writing.is_none() && self.set_aside.is_empty()
+    /// The batch that formed; `None`, with those answered who wait, where nothing has changed since the last one.
+    fn take(&self) -> Option<(BatchNumber, Batch, Forming)> {
+        let mut turn = self.turn.lock();
+        let forming = std::mem::take(&mut turn.forming);
+        if forming.keys.is_empty() {
+            let outcome = self.state.overlay.read().check();
+            drop(turn);
+            answer(forming.waiting, &outcome.and_then(|()| self.state.may_change()));
+            return None;
+        }
+        let number = turn.number;
+        turn.number += 1;
+        // Under the lock: values of the next batch must not slip into this one.
+        let mut batch = Batch::default();
+        let overlay = self.state.overlay.read();
+        for key in &forming.keys {
+            if let Some(value) = overlay.to_write(key) {
+                batch.change(key.clone(), value);
+            }
+        }
+        drop(overlay);
+        drop(turn);
+        self.room.notify_waiters();
+        Some((number, batch, forming))
     }
 }
 
-/// Waits for the batch that is being written; for ever when there is none.
-async fn written(writing: &mut Option<Writing>) -> Result<()> {
-    match writing {
-        Some(writing) => (&mut writing.write).await,
-        None => std::future::pending().await,
+fn answer(waiting: Vec<Waiting>, outcome: &Result<()>) {
+    for tell in waiting {
+        // A caller that went away does not want the answer; its change stands all the same.
+        let _ = tell.send(outcome.as_ref().copied().map_err(Error::duplicate));
     }
 }
 
-fn answer(waiting: Vec<Box<dyn Job>>, outcome: &Result<()>) {
-    for job in waiting {
-        job.answer(outcome.as_ref().copied().map_err(Error::duplicate));
-    }
+pub(super) fn closed() -> Error {
+    Error::new(ErrorKind::Unavailable, "the tree was closed")
 }

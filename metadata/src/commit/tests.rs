@@ -226,6 +226,60 @@ async fn a_closure_set_aside_does_not_hold_up_others_and_sees_the_newest_state()
     assert_eq!(twin.fetches.load(Ordering::SeqCst), fetches);
 }
 
+/// Promise: a transaction whose reads are in memory is answered where it is asked, without a switch of threads.
+#[tokio::test]
+async fn what_is_in_memory_is_answered_at_once() {
+    both(async |twin| {
+        let committer = start(&twin);
+        let fetches = || twin.fetches.load(Ordering::SeqCst);
+        committer.transact(Durability::Buffered, |txn| count(txn, b"n")).await.expect("transaction");
+        let before = fetches();
+        for _ in 0..100 {
+            let transaction = committer.transact(Durability::Buffered, |txn| count(txn, b"n"));
+            futures::FutureExt::now_or_never(transaction).expect("no wait").expect("transaction");
+        }
+        assert_eq!(fetches(), before);
+        // What a transaction says is absent is not looked for, and what comes there later is seen.
+        let made = |txn: &mut Txn<'_>| {
+            txn.is_absent("new");
+            txn.put("made", "1")
+        };
+        committer.transact(Durability::Buffered, made).await.expect("transaction");
+        let transaction = committer.transact(Durability::Buffered, |txn| count(txn, b"new"));
+        assert_eq!(futures::FutureExt::now_or_never(transaction).expect("no wait").expect("transaction"), 0);
+        assert_eq!(fetches(), before);
+        committer.sync().await.expect("sync");
+        assert_eq!(number(committer.read(|view| view.get(b"new")).await.expect("read")), 1);
+        committer.close().await.expect("close");
+    })
+    .await;
+}
+
+/// Promise: a record that comes and goes within a batch, such as the intent of a small write, costs the engine nothing.
+#[tokio::test]
+async fn what_comes_and_goes_within_a_batch_is_not_written() {
+    let twin = Twin::new(false);
+    let committer = start(&twin);
+    let change = async |work: fn(&mut Txn<'_>) -> Result<()>| {
+        committer.transact(Durability::Buffered, work).await.expect("transaction");
+    };
+    change(|txn| {
+        txn.is_absent("passing");
+        txn.put("passing", "1")
+    })
+    .await;
+    change(|txn| txn.put("kept", "1")).await;
+    change(|txn| txn.delete("passing")).await;
+    committer.sync().await.expect("sync");
+    assert_eq!(twin.batches.lock().last().expect("a batch").len(), 1);
+    // Once the engine holds it, its end is written.
+    change(|txn| txn.put("passing", "2")).await;
+    committer.sync().await.expect("sync");
+    change(|txn| txn.delete("passing")).await;
+    committer.sync().await.expect("sync");
+    assert_eq!(twin.memory.get(b"passing").await.expect("get"), None);
+}
+
 #[tokio::test]
 async fn reads_that_fail_or_never_settle_end_the_transaction() {
     let twin = Twin::new(false);
@@ -325,14 +379,9 @@ async fn a_guard_that_refuses_stops_acknowledgements_until_it_allows_them() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_queue_and_what_waits_are_bounded() {
+async fn what_waits_for_the_engine_is_bounded() {
     let twin = Twin::held(true);
-    let settings = CommitterSettings {
-        max_queued: 4,
-        max_waiting_bytes: 3000,
-        max_batch_bytes: 1000,
-        ..Default::default()
-    };
+    let settings = CommitterSettings { max_waiting_bytes: 3000, max_batch_bytes: 1000, ..Default::default() };
     let committer = Committer::start(twin.clone(), settings);
     let callers: Vec<_> = (0..50u32)
         .map(|number| {

@@ -117,20 +117,35 @@ impl Reads for View<'_> {
     }
 }
 
+/// What a transaction leaves behind.
+#[derive(Default)]
+pub(super) struct Changes {
+    pub(super) changed: BTreeMap<Bytes, Option<Bytes>>,
+    /// Keys that the engine cannot hold.
+    pub(super) absent: Vec<Bytes>,
+}
+
 /// A transaction: the newest state, and changes of its own that only it sees until it ends well.
 pub struct Txn<'a> {
     view: View<'a>,
     limits: Limits,
     changes: BTreeMap<Bytes, Option<Bytes>>,
+    absent: Vec<Bytes>,
 }
 
 impl<'a> Txn<'a> {
     pub(super) fn new(view: View<'a>, limits: Limits) -> Self {
-        Self { view, limits, changes: BTreeMap::new() }
+        Self { view, limits, changes: BTreeMap::new(), absent: Vec::new() }
     }
 
-    pub(super) fn into_parts(self) -> (Vec<Want>, BTreeMap<Bytes, Option<Bytes>>) {
-        (self.view.into_missed(), self.changes)
+    pub(super) fn into_parts(self) -> (Vec<Want>, Changes) {
+        (self.view.into_missed(), Changes { changed: self.changes, absent: self.absent })
+    }
+
+    /// Says that neither the engine nor any transaction before holds `key`, as for a number that nothing ever had: it
+    /// need not be looked for there.
+    pub fn is_absent(&mut self, key: impl Into<Bytes>) {
+        self.absent.push(key.into());
     }
 
     /// Sets `key` to `value`, which may be empty.

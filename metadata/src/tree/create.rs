@@ -32,6 +32,12 @@ pub(super) fn create(
         let state = import_state(change, parent, name)?;
         change.put_import_state(ino, &state)?;
     }
+    if new.kind == FileKind::File {
+        // What the first write of the file looks for.
+        let keys = change.keys();
+        change.txn.is_absent(keys.intent(ino));
+        change.txn.is_absent(keys.xattr(ino, b"security.capability"));
+    }
     change.put_inode(ino, &inode)?;
     change.put_dentry(parent, name, Dentry { ino, kind: new.kind })?;
     change.put_changed_directory(parent, directory)?;
