@@ -48,9 +48,8 @@ impl Region {
     pub fn fits(&self, shape: &[u64]) -> bool {
         let flat = [elements(shape).unwrap_or(0)];
         let bounds = if self.kind == SliceKind::Box { shape } else { &flat };
-        let inside = |i: usize| {
-            self.offsets[i].checked_add(self.lengths[i]).is_some_and(|end| end <= bounds[i])
-        };
+        let inside =
+            |i: usize| self.offsets[i].checked_add(self.lengths[i]).is_some_and(|end| end <= bounds[i]);
         self.offsets.len() == bounds.len()
             && self.lengths.len() == bounds.len()
             && (0..bounds.len()).all(inside)

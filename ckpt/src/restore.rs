@@ -272,8 +272,7 @@ fn read_all(
     let work = || {
         let next = || queue.lock().next();
         let reads = stream::iter(std::iter::from_fn(next)).map(|read| fetch(bucket, manifest, read));
-        let parts: Result<Vec<Vec<Part>>> =
-            runtime.block_on(reads.buffer_unordered(in_flight).try_collect());
+        let parts: Result<Vec<Vec<Part>>> = runtime.block_on(reads.buffer_unordered(in_flight).try_collect());
         if parts.is_err() {
             // What is left would be read for nothing.
             queue.lock().by_ref().for_each(drop);
@@ -296,12 +295,13 @@ async fn fetch(bucket: &Bucket, manifest: &Manifest, read: Read<'_>) -> Result<V
     let Read { shard, range, segments } = read;
     let shard = &manifest.shards[shard as usize];
     let lost = |fact: &str| Error::corrupt(format!("step {}: shard `{}` {fact}", manifest.step, shard.key));
-    let mut body = bucket.get_stream(&Shard::key_of(&shard.blake3), None, range.clone()).await.map_err(
-        |error| match error.kind() {
-            ErrorKind::NotFound => lost("is missing"),
-            _ => error,
-        },
-    )?;
+    let mut body =
+        bucket.get_stream(&Shard::key_of(&shard.blake3), None, range.clone()).await.map_err(|error| {
+            match error.kind() {
+                ErrorKind::NotFound => lost("is missing"),
+                _ => error,
+            }
+        })?;
     let none = forebay_core::crc32c(&[]);
     let part = |segment: &Segment<'_>| Part {
         slice: segment.slice,

@@ -36,7 +36,8 @@ pub(super) fn inspect(seal: &Seal, slot: &Bytes) -> Result<(Identity, u32)> {
     let shard = &slot[..seal.size as usize];
     let slices = in_order(seal)?;
     // Where the header and each slice end.
-    let ends: Vec<u64> = std::iter::once(seal.header).chain(slices.iter().map(|(_, slice)| slice.end)).collect();
+    let ends: Vec<u64> =
+        std::iter::once(seal.header).chain(slices.iter().map(|(_, slice)| slice.end)).collect();
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
     let chunks = chunks_of(shard, &ends, threads);
     let mut runs = chunks.iter().flat_map(|chunk| chunk.runs.iter().copied());
@@ -64,9 +65,10 @@ pub(super) fn inspect(seal: &Seal, slot: &Bytes) -> Result<(Identity, u32)> {
 
 /// The slices as they lie in the shard, one after another.
 fn in_order(seal: &Seal) -> Result<Vec<(&str, &Slice)>> {
-    let named = seal.tensors.iter().flat_map(|tensor| {
-        tensor.slices.iter().map(move |slice| (tensor.name.as_str(), slice))
-    });
+    let named = seal
+        .tensors
+        .iter()
+        .flat_map(|tensor| tensor.slices.iter().map(move |slice| (tensor.name.as_str(), slice)));
     let mut slices: Vec<_> = named.collect();
     slices.sort_by_key(|(_, slice)| (slice.start, slice.end));
     let mut at = seal.header;
