@@ -105,7 +105,9 @@ mod tests {
             let left = staging.join(UPLOADS).join(id);
             std::fs::create_dir_all(&left).expect("folder");
             std::fs::write(left.join("key"), "d/left").expect("file");
-            data.map(|data| std::fs::write(left.join("data"), data).expect("file"));
+            if let Some(data) = data {
+                std::fs::write(left.join("data"), data).expect("file");
+            }
         }
         let sweep = async |min_age: u64, keep| {
             let swept = bucket.sweep_staging(Duration::from_secs(min_age), keep).await.expect("swept");
