@@ -4,6 +4,7 @@
 pub mod tidy;
 pub mod settings;
 pub mod scratch;
+mod server;
 pub mod s3;
 pub mod sample;
 pub mod compare;

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use forebay_core::{BLOCK_SIZE, ObjectKey};
 use forebay_io::object::{Bucket, Condition};
 use forebay_tests::s3::Server;
-use forebay_tests::{Door, Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, shell};
+use forebay_tests::{
+    Door, Forebay, Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, shell,
+};
 use futures::StreamExt;
 
 /// Promise S1: Every object of a bucket that nobody prepared is a file at the path its key spells, with the
@@ -69,6 +71,46 @@ async fn cp_and_ls_out_of_an_s3_bucket_that_may_only_be_read() {
     let mut mount = Mount::new(&scratch.join("home"), &url, &scratch.join("mnt"), &options, &server.envs());
     read_every_way(&source, mount.path(), &scratch.folder("copy"));
     mount.unmount();
+    assert_eq!(before, listing().await);
+}
+
+/// Promise S2: A read-only mount writes nothing to the bucket.
+///
+/// Here the store itself would refuse: the account may list and get, and nothing else. What needs more says so.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_account_that_may_only_read_mounts_read_only() {
+    if !require_fuse("an_account_that_may_only_read_mounts_read_only") {
+        return;
+    }
+    let Some(server) = Server::fast() else { return };
+    let (scratch, bucket) = (Scratch::new(), server.bucket("data/set").await);
+    let source = scratch.folder("source");
+    sample_tree(&source, Names::Keys);
+    // This server decodes keys twice.
+    shell(&source, "rm -r *%* names/*%* *+* names/*+*").succeeded();
+    upload(&source, &source, &bucket).await;
+    let listing = async || {
+        let objects = bucket.list("").map(|info| info.expect("listing")).collect::<Vec<_>>().await;
+        (objects, bucket.list_uploads("").await.expect("uploads"))
+    };
+    let before = listing().await;
+    let reader = server.account(&bucket.url().bucket, &["s3:GetObject", "s3:ListBucket"]);
+    let (url, home, folder) = (bucket.url().to_string(), scratch.folder("home"), scratch.folder("mnt"));
+    for option in ["--read-only", "--dataset"] {
+        let mut mount = Mount::new(&scratch.join(option), &url, &folder, &[option], &reader);
+        let copy = scratch.folder(&format!("copy{option}"));
+        read_every_way(&source, mount.path(), &copy);
+        let written = shell(mount.path(), "echo new > new-file");
+        assert!(written.stderr.contains("Read-only file system"), "{written}");
+        mount.unmount();
+    }
+    let forebay = |line: &[&str]| Forebay::new(&home, line).envs(&reader).run();
+    let cache = scratch.join("cache").display().to_string();
+    forebay(&["warmup", &url, "--cache-dir", &cache]).succeeded();
+    let checked = forebay(&["doctor", &url]).stdout;
+    assert!(checked.contains("these credentials may not write"), "{checked}");
+    let mnt = folder.display().to_string();
+    forebay(&["mount", &url, &mnt]).failed_with("cannot be written with these credentials", "--read-only");
     assert_eq!(before, listing().await);
 }
 

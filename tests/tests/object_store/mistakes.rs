@@ -67,7 +67,7 @@ async fn credentials_that_are_wrong() {
     let Some(server) = fast() else { return };
     let url = format!("s3://{}", server.create_bucket());
     for (option, cause) in
-        [("aws_secret_access_key", "SignatureDoesNotMatch"), ("aws_access_key_id", "access key")]
+        [("aws_secret_access_key", "SignatureDoesNotMatch"), ("aws_access_key_id", "InvalidAccessKeyId")]
     {
         let mut settings = server.settings();
         settings.options.insert(option.into(), "wrong".into());

@@ -1,0 +1,133 @@
+//! A store's server as a process on a free port of the loopback, with a folder of its own.
+//!
+//! It ends with its owner even when that is killed: a shell between them waits for the pipe from the owner to close.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::Scratch;
+
+/// Longest that a server may take to answer its first request. moto imports for seconds on a busy machine.
+const START_DEADLINE: Duration = Duration::from_secs(60);
+/// Runs a server until stdin closes, then removes its folder: nobody drops what a whole test program shares.
+const GUARD: &str =
+    r#"folder=$1; shift; "$@" & server=$!; read -r _; kill -KILL $server; wait; rm -rf "$folder""#;
+
+/// A running server.
+#[derive(Debug)]
+pub(crate) struct Program {
+    guard: Child,
+    port: u16,
+    pub(crate) scratch: Scratch,
+}
+
+impl Program {
+    /// Starts `program` with what `arguments` makes of a port and a folder, and waits until it answers.
+    pub(crate) fn start(
+        program: &Path,
+        variables: &[(&str, &str)],
+        arguments: impl Fn(u16, &Path) -> Vec<String>,
+    ) -> Self {
+        // Another program may take the port between its choice here and the server's start: then try another one.
+        for _ in 0..5 {
+            let scratch = Scratch::new();
+            let port = free_port();
+            let log = std::fs::File::create(scratch.join("server.log")).expect("a log can be made");
+            let guard = Command::new("bash")
+                .args(["-c", GUARD, "guard"])
+                .arg(scratch.path())
+                .arg(program)
+                .args(arguments(port, scratch.path()))
+                .envs(variables.iter().copied())
+                .stdin(Stdio::piped())
+                .stdout(log.try_clone().expect("a file can be shared"))
+                .stderr(log)
+                .spawn()
+                .expect("bash starts");
+            let server = Self { guard, port, scratch };
+            if server.answers() {
+                return server;
+            }
+        }
+        panic!("{} did not start on five ports", program.display());
+    }
+
+    /// Waits until the server answers; false when it said that it could not have its port.
+    fn answers(&self) -> bool {
+        let started = Instant::now();
+        while started.elapsed() < START_DEADLINE {
+            if self.request("GET /", "").is_ok_and(|answer| answer.starts_with("HTTP/1.1 ")) {
+                return true;
+            }
+            if self.log().contains("in use") {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        panic!("the server did not answer within {START_DEADLINE:?}:\n{}", self.log());
+    }
+
+    /// What it has printed so far.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.scratch.join("server.log")).unwrap_or_default()
+    }
+
+    /// One request, unsigned; `body` is JSON.
+    pub(crate) fn request(&self, line: &str, body: &str) -> std::io::Result<String> {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port))?;
+        stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+        let head = format!(
+            "{line} HTTP/1.1\r\nHost: 127.0.0.1:{}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n",
+            self.port,
+            body.len()
+        );
+        write!(stream, "{head}Connection: close\r\n\r\n{body}")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    }
+
+    /// Where it listens.
+    pub(crate) fn address(&self) -> SocketAddr {
+        SocketAddr::from(([127, 0, 0, 1], self.port))
+    }
+
+    /// The same as a URL.
+    pub(crate) fn endpoint(&self) -> String {
+        format!("http://{}", self.address())
+    }
+
+    /// Ends the server, as a crash would.
+    pub(crate) fn end(&mut self) {
+        drop(self.guard.stdin.take());
+        // The shell ends right after the server; it cannot fail to be waited for.
+        let _ = self.guard.wait();
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// The Python environment of `make setup`.
+pub(crate) fn venv() -> PathBuf {
+    let given = std::env::var_os("FOREBAY_VENV").map(PathBuf::from);
+    given.unwrap_or_else(|| crate::settings::cache().join("venv"))
+}
+
+/// Runs a program that a test depends on.
+#[track_caller]
+pub(crate) fn run(command: &mut Command) {
+    let output = command.stdin(Stdio::null()).output().expect("the program starts");
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn free_port() -> u16 {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("loopback has free ports");
+    listener.local_addr().expect("a bound socket has an address").port()
+}
