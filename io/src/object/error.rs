@@ -29,6 +29,9 @@ pub(super) enum Fault {
     /// Retries were exhausted.
     #[error("gave up after {attempts} attempts in {waited_ms} ms; last error: {cause}")]
     GaveUp { attempts: u64, waited_ms: u64, cause: object_store::Error },
+    /// No credentials could be obtained.
+    #[error("no credentials from {origin}: {cause}")]
+    Credentials { origin: String, cause: String, hint: String },
     /// The handle may not write.
     #[error("this bucket is open read-only")]
     ReadOnly,
@@ -63,7 +66,7 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
         return match fault {
             Fault::Service { status, code, .. } => is_busy(*status, code),
             Fault::Stalled { .. } | Fault::Short { .. } | Fault::Injected(_) => true,
-            Fault::GaveUp { .. } | Fault::ReadOnly => false,
+            Fault::GaveUp { .. } | Fault::Credentials { .. } | Fault::ReadOnly => false,
         };
     }
     let text = error.to_string();
@@ -110,6 +113,10 @@ fn between<'a>(text: &'a str, tag: &str) -> Option<&'a str> {
 
 /// The error as it crosses the package's boundary. `bucket` names the bucket in messages.
 pub(super) fn convert(bucket: &str, error: object_store::Error) -> Error {
+    if let Some(Fault::Credentials { origin, cause, hint }) = find::<Fault>(&error) {
+        return Error::new(ErrorKind::Denied, format!("no credentials for {bucket} from {origin}: {cause}"))
+            .with_hint(hint);
+    }
     let text = error.to_string();
     let service = find::<Fault>(&error).and_then(|fault| match fault {
         Fault::Service { code, message, .. } => Some((code.clone(), message.clone())),
@@ -175,8 +182,14 @@ fn by_code(bucket: &str, code: &str, said: &str) -> Option<Error> {
 fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
     use object_store::Error as Store;
     if text.contains(INSTANCE_METADATA) {
-        return Error::new(ErrorKind::Denied, format!("no credentials found for {bucket}"))
-            .with_hint("set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE");
+        let hint = match bucket.split_once("://") {
+            Some(("gs", _)) => {
+                "set GOOGLE_APPLICATION_CREDENTIALS, or log in: gcloud auth application-default login"
+            }
+            Some(("az", _)) => "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+            _ => "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+        };
+        return Error::new(ErrorKind::Denied, format!("no credentials found for {bucket}")).with_hint(hint);
     }
     match find::<Fault>(error) {
         Some(Fault::ReadOnly) => {

@@ -15,6 +15,7 @@ const LAYERS: &[&[&str]] = &[
 /// Dependencies that only these packages may ship. A test elsewhere may name one to build a double of it.
 const OWNERS: &[(&str, &[&str])] = &[
     ("anyhow", &["cli", "python", "bench", "tests"]),
+    ("aws-config", &["io"]),
     ("clap", &["cli", "bench"]),
     ("foyer", &["cache"]),
     ("fuser", &["fuse"]),

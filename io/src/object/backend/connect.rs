@@ -6,12 +6,13 @@
 use std::sync::Arc;
 
 use forebay_core::{Error, ErrorKind, Result};
+use object_store::RetryConfig;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
-use object_store::azure::MicrosoftAzureBuilder;
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::ClientConfigKey;
-use object_store::gcp::GoogleCloudStorageBuilder;
-use object_store::{ClientOptions, RetryConfig};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 
+use super::credentials::Renewed;
 use super::file::Directory;
 use super::plain::Plain;
 use super::profile;
@@ -69,8 +70,9 @@ fn no_retries() -> RetryConfig {
     RetryConfig { max_retries: 0, ..RetryConfig::default() }
 }
 
-fn no_timeout() -> ClientOptions {
-    ClientOptions::default().with_timeout_disabled()
+/// Whoever writes `http://` means it.
+fn is_plain(endpoint: Option<String>) -> bool {
+    endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"))
 }
 
 fn unknown_option(name: &str, url: &BucketUrl) -> Error {
@@ -83,7 +85,8 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     let mut builder = AmazonS3Builder::new()
         .with_bucket_name(&url.bucket)
         .with_config(AmazonS3ConfigKey::Client(ClientConfigKey::Timeout), NO_TIMEOUT);
-    for (key, value) in profile::values(&environment).await?.into_iter().chain(environment) {
+    let profile = profile::read(&environment).await?;
+    for (key, value) in profile.values.into_iter().chain(environment) {
         if let Ok(key) = key.parse::<AmazonS3ConfigKey>() {
             builder = builder.with_config(key, value);
         }
@@ -95,8 +98,7 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     let endpoint = builder
         .get_config_value(&AmazonS3ConfigKey::S3Endpoint)
         .or_else(|| builder.get_config_value(&AmazonS3ConfigKey::Endpoint));
-    if endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")) {
-        // Whoever writes http:// means it.
+    if is_plain(endpoint) {
         builder = builder.with_allow_http(true);
     } else if builder.get_config_value(&AmazonS3ConfigKey::UnsignedPayload).as_deref() != Some("false") {
         // Over TLS a hash of the payload protects from nothing and costs more than the encryption.
@@ -104,9 +106,15 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     }
     let skip = builder.get_config_value(&AmazonS3ConfigKey::SkipSignature);
     let anonymous = skip.is_some_and(|value| value == "true" || value == "1");
+    let failed = |error| convert(&url.to_string(), error);
+    let keys = builder.get_config_value(&AmazonS3ConfigKey::AccessKeyId).is_some();
+    if let Some(origin) = profile.origin.filter(|_| !anonymous && !keys) {
+        let region = builder.get_config_value(&AmazonS3ConfigKey::Region);
+        let renewed = Renewed::open(origin, region).await.map_err(failed)?;
+        builder = builder.with_credentials(Arc::new(renewed));
+    }
     let transport = Transport::default();
     let builder = builder.with_retry(no_retries()).with_http_connector(transport.clone());
-    let failed = |error| convert(&url.to_string(), error);
     let mut signer = builder.clone();
     if anonymous {
         signer = signer.with_skip_signature(false).with_credentials(Sender::no_credentials());
@@ -120,11 +128,14 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
 fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Plain> {
     let mut builder = GoogleCloudStorageBuilder::from_env()
         .with_bucket_name(&url.bucket)
-        .with_client_options(no_timeout())
+        .with_config(GoogleConfigKey::Client(ClientConfigKey::Timeout), NO_TIMEOUT)
         .with_retry(no_retries())
         .with_http_connector(Transport::default());
     for (name, value) in &settings.options {
         builder = builder.with_config(name.parse().map_err(|_| unknown_option(name, url))?, value);
+    }
+    if is_plain(builder.get_config_value(&GoogleConfigKey::BaseUrl)) {
+        builder = builder.with_config(GoogleConfigKey::Client(ClientConfigKey::AllowHttp), "true");
     }
     builder.build().map(Plain::by_generation).map_err(|error| convert(&url.to_string(), error))
 }
@@ -132,11 +143,14 @@ fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Plain> {
 fn azure(url: &BucketUrl, settings: &StoreSettings) -> Result<Plain> {
     let mut builder = MicrosoftAzureBuilder::from_env()
         .with_container_name(&url.bucket)
-        .with_client_options(no_timeout())
+        .with_config(AzureConfigKey::Client(ClientConfigKey::Timeout), NO_TIMEOUT)
         .with_retry(no_retries())
         .with_http_connector(Transport::default());
     for (name, value) in &settings.options {
         builder = builder.with_config(name.parse().map_err(|_| unknown_option(name, url))?, value);
+    }
+    if is_plain(builder.get_config_value(&AzureConfigKey::Endpoint)) {
+        builder = builder.with_config(AzureConfigKey::Client(ClientConfigKey::AllowHttp), "true");
     }
     builder.build().map(Plain::cloud).map_err(|error| convert(&url.to_string(), error))
 }

@@ -1,10 +1,11 @@
 //! The stores themselves: any object_store store, a directory, and S3 with what object_store lacks.
 
-mod connect;
 mod plain;
 mod file;
 mod s3;
+mod credentials;
 mod profile;
+mod connect;
 
 pub(super) use connect::connect;
 pub(super) use file::sweep as sweep_directory;

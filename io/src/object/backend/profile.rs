@@ -1,13 +1,15 @@
 //! The AWS profile: static credentials, region and endpoint from `~/.aws/credentials` and `~/.aws/config`.
 //!
-//! object_store reads the environment and asks instance, container and web identity endpoints, but knows no
-//! profiles. This reads the named one (`AWS_PROFILE`, else `default`). Profiles that log in through SSO, assume a
-//! role or run a program are not understood; naming one is an error, not a silent fall through.
+//! object_store reads the environment and asks instance and container endpoints, but knows no profiles. This reads
+//! the named one (`AWS_PROFILE`, else `default`) and tells where credentials come from when they are not just keys: a
+//! role, an SSO login, a program, a web identity. Keys in the environment take precedence over all of these.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use forebay_core::{Error, Result};
+
+use super::credentials::Origin;
 
 /// Profile keys and object_store's names for them.
 const KNOWN: [(&str, &str); 5] = [
@@ -17,23 +19,40 @@ const KNOWN: [(&str, &str); 5] = [
     ("region", "aws_region"),
     ("endpoint_url", "aws_endpoint"),
 ];
+/// Profile keys that say how to obtain credentials, other than a role's.
+const OBTAINED: [&str; 4] = ["credential_process", "sso_session", "sso_start_url", "web_identity_token_file"];
 
-/// What the profile says, in object_store's names; `environment` has lower-case names.
-pub(super) async fn values(environment: &[(String, String)]) -> Result<Vec<(String, String)>> {
+/// What profile and environment say.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Profile {
+    /// Values by object_store's names.
+    pub(super) values: Vec<(String, String)>,
+    /// Where credentials must be obtained from; none where they are among the values, in the environment, or the
+    /// machine's own.
+    pub(super) origin: Option<Origin>,
+}
+
+/// Reads the profile; `environment` has lower-case names.
+pub(super) async fn read(environment: &[(String, String)]) -> Result<Profile> {
     let variable =
         |name: &str| environment.iter().find(|(key, _)| key == name).map(|(_, value)| value.clone());
-    let named = variable("aws_profile");
     let home = || std::env::home_dir().map(|home| home.join(".aws"));
     let file = |name: &str, default: &str| {
         variable(name).map(PathBuf::from).or_else(|| home().map(|folder| folder.join(default)))
     };
-    let credentials = read(file("aws_shared_credentials_file", "credentials")).await?;
-    let config = read(file("aws_config_file", "config")).await?;
+    let credentials = text(file("aws_shared_credentials_file", "credentials")).await?;
+    let config = text(file("aws_config_file", "config")).await?;
     let own_keys = variable("aws_access_key_id").is_some();
-    select(named.as_deref(), own_keys, &credentials, &config)
+    let mut profile = select(variable("aws_profile").as_deref(), own_keys, &credentials, &config)?;
+    let has_keys = own_keys || profile.values.iter().any(|(name, _)| name == "aws_access_key_id");
+    if !has_keys && variable("aws_role_arn").is_some() {
+        let identity = variable("aws_web_identity_token_file").map(Origin::WebIdentity);
+        profile.origin = profile.origin.or(identity);
+    }
+    Ok(profile)
 }
 
-async fn read(path: Option<PathBuf>) -> Result<String> {
+async fn text(path: Option<PathBuf>) -> Result<String> {
     let Some(path) = path else { return Ok(String::new()) };
     match tokio::fs::read_to_string(Path::new(&path)).await {
         Ok(text) => Ok(text),
@@ -43,12 +62,7 @@ async fn read(path: Option<PathBuf>) -> Result<String> {
 }
 
 /// Picks the profile's values; credentials in the environment take precedence over the profile's.
-fn select(
-    named: Option<&str>,
-    own_keys: bool,
-    credentials: &str,
-    config: &str,
-) -> Result<Vec<(String, String)>> {
+fn select(named: Option<&str>, own_keys: bool, credentials: &str, config: &str) -> Result<Profile> {
     let name = named.unwrap_or("default");
     let section = if name == "default" { "default".to_owned() } else { format!("profile {name}") };
     let (from_config, from_credentials) = (parse(config, &section), parse(credentials, name));
@@ -58,14 +72,20 @@ fn select(
     }
     let mut found = from_config.unwrap_or_default();
     found.extend(from_credentials.unwrap_or_default());
-    if named.is_some() && !own_keys && !found.contains_key("aws_access_key_id") {
-        return Err(Error::invalid(format!("AWS profile `{name}` has no aws_access_key_id")).with_hint(
-            "profiles with SSO, roles or a credential process are not understood: export their keys first \
-             (aws configure export-credentials --format env)",
-        ));
+    // A role is assumed with the keys beside it, not replaced by them.
+    let obtained = found.contains_key("role_arn")
+        || (!found.contains_key("aws_access_key_id") && OBTAINED.iter().any(|key| found.contains_key(*key)));
+    let origin = (obtained && !own_keys).then(|| Origin::Profile(name.to_owned()));
+    if named.is_some() && !own_keys && origin.is_none() && !found.contains_key("aws_access_key_id") {
+        return Err(Error::invalid(format!("AWS profile `{name}` says nothing about credentials"))
+            .with_hint(
+                "give it keys, a role_arn, an sso_session or a credential_process, or unset AWS_PROFILE",
+            ));
     }
-    let wanted = KNOWN.iter().filter(|(key, _)| !own_keys || !key.starts_with("aws_"));
-    Ok(wanted.filter_map(|(key, name)| Some(((*name).to_owned(), found.get(*key)?.clone()))).collect())
+    let keys_count = !own_keys && origin.is_none();
+    let wanted = KNOWN.iter().filter(|(key, _)| keys_count || !key.starts_with("aws_"));
+    let values = wanted.filter_map(|(key, name)| Some(((*name).to_owned(), found.get(*key)?.clone())));
+    Ok(Profile { values: values.collect(), origin })
 }
 
 /// The keys of one section; `None` when there is no such section.
@@ -93,10 +113,12 @@ mod tests {
     const CREDENTIALS: &str = "[default]\naws_access_key_id = A\naws_secret_access_key=S\n# x = y\n[lab]\n\
         aws_access_key_id = L\naws_secret_access_key = M\naws_session_token = T";
     const CONFIG: &str = "[default]\nregion = eu-west-1\n[profile lab]\nregion=us-east-2\n\
-        endpoint_url = http://lab:9000\n[profile sso]\nsso_start_url = x";
+        endpoint_url = http://lab:9000\n[profile sso]\nsso_start_url = x\n[profile role]\nregion = r\n\
+        role_arn = arn\nsource_profile = lab\n[profile program]\ncredential_process = p\n[profile bare]\n\
+        region = r";
 
     fn check(named: Option<&str>, own_keys: bool, wanted: &[(&str, &str)]) {
-        let mut found = select(named, own_keys, CREDENTIALS, CONFIG).expect("profile");
+        let mut found = select(named, own_keys, CREDENTIALS, CONFIG).expect("profile").values;
         found.sort();
         let found: Vec<_> = found.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
         assert_eq!(found, wanted, "{named:?}");
@@ -126,10 +148,24 @@ mod tests {
 
     #[test]
     fn a_named_profile_must_exist_and_be_understood() {
-        for name in ["none", "sso"] {
+        for name in ["none", "bare"] {
             let error = select(Some(name), false, CREDENTIALS, CONFIG).expect_err(name);
             assert!(error.message().contains(name) && error.hint().is_some(), "{error}");
         }
-        assert!(select(None, false, "", "").expect("no files are fine").is_empty());
+        assert_eq!(select(None, false, "", "").expect("no files are fine"), Profile::default());
+    }
+
+    #[test]
+    fn roles_logins_and_programs_are_origins_unless_the_environment_has_keys() {
+        for name in ["role", "sso", "program"] {
+            let origin = |own_keys| select(Some(name), own_keys, CREDENTIALS, CONFIG).expect(name).origin;
+            assert_eq!(origin(false), Some(Origin::Profile(name.into())));
+            assert_eq!(origin(true), None);
+        }
+        check(Some("role"), false, &[("aws_region", "r")]);
+        let default = "[default]\naws_access_key_id = A\naws_secret_access_key = S\nrole_arn = arn\n\
+            source_profile = default";
+        let role = select(None, false, "", default).expect("a role with its own keys");
+        assert_eq!(role, Profile { values: vec![], origin: Some(Origin::Profile("default".into())) });
     }
 }

@@ -1,0 +1,270 @@
+//! Temporary AWS credentials: of profiles that assume a role, log in through SSO or run a program, and of a web
+//! identity.
+//!
+//! The `aws-config` crate knows how each is obtained; its requests go over object_store's HTTP client. What it gives
+//! is kept until a quarter of its lifetime, or five minutes if that is less, is left, and then asked for anew: by one
+//! request while the others wait. As long as the old credentials hold, a failure to get new ones is only a warning.
+
+use std::sync::Arc;
+use std::time::{Duration, UNIX_EPOCH};
+
+use async_trait::async_trait;
+use aws_config::Region;
+use aws_config::profile::ProfileFileCredentialsProvider;
+use aws_config::provider_config::ProviderConfig;
+use aws_config::web_identity_token::WebIdentityTokenCredentialsProvider;
+use aws_credential_types::Credentials;
+use aws_credential_types::provider::{ProvideCredentials, SharedCredentialsProvider};
+use aws_smithy_runtime_api::client::http::{
+    HttpConnector as SmithyConnector, HttpConnectorFuture, SharedHttpConnector, http_client_fn,
+};
+use aws_smithy_runtime_api::client::orchestrator::{HttpRequest, HttpResponse};
+use aws_smithy_runtime_api::client::result::ConnectorError;
+use aws_smithy_types::body::SdkBody;
+use bytes::Bytes;
+use object_store::aws::AwsCredential;
+use object_store::client::{HttpClient, HttpConnector, HttpRequestBody, ReqwestConnector};
+use object_store::{ClientOptions, CredentialProvider, Result};
+use tokio::sync::Mutex;
+
+use crate::clock::Clock;
+use crate::object::error::Fault;
+
+/// Where temporary credentials come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Origin {
+    /// A profile with a role, a login or a program.
+    Profile(String),
+    /// The token file that `AWS_WEB_IDENTITY_TOKEN_FILE` names, for the role of `AWS_ROLE_ARN`.
+    WebIdentity(String),
+}
+
+impl std::fmt::Display for Origin {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Profile(name) => write!(f, "AWS profile `{name}`"),
+            Self::WebIdentity(file) => write!(f, "the web identity token {file}"),
+        }
+    }
+}
+
+/// New credentials are asked for when this is left of the old ones.
+const AHEAD: Duration = Duration::from_secs(300);
+/// After a failure the old ones serve this long before it is tried again.
+const PAUSE: Duration = Duration::from_secs(10);
+/// Longest that a program or a token service may take: a person may have to touch a key.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Credentials that are renewed in time.
+#[derive(Debug)]
+pub(super) struct Renewed {
+    origin: Origin,
+    provider: SharedCredentialsProvider,
+    clock: Clock,
+    /// Held while new ones are fetched, so that one request does it for all.
+    current: Mutex<Option<Current>>,
+}
+
+/// Times are seconds since 1970; `None` is never.
+#[derive(Debug)]
+struct Current {
+    credential: Arc<AwsCredential>,
+    renew_at: Option<i64>,
+    expires: Option<i64>,
+}
+
+impl Renewed {
+    /// Gets the first credentials: what is wrong with a profile is told at once. `region` is asked for tokens.
+    pub(super) async fn open(origin: Origin, region: Option<String>) -> Result<Self> {
+        let client = ReqwestConnector::default().connect(&ClientOptions::default().with_allow_http(true))?;
+        let connector = SharedHttpConnector::new(Connector(client));
+        let region = region.unwrap_or_else(|| "us-east-1".into());
+        let config = ProviderConfig::without_region()
+            .with_region(Some(Region::new(region)))
+            .with_http_client(http_client_fn(move |_, _| connector.clone()));
+        let provider = match &origin {
+            Origin::Profile(name) => SharedCredentialsProvider::new(
+                ProfileFileCredentialsProvider::builder().configure(&config).profile_name(name).build(),
+            ),
+            Origin::WebIdentity(_) => SharedCredentialsProvider::new(
+                WebIdentityTokenCredentialsProvider::builder().configure(&config).build(),
+            ),
+        };
+        let renewed = Self::over(origin, provider, Clock::system());
+        renewed.get_credential().await?;
+        Ok(renewed)
+    }
+
+    fn over(origin: Origin, provider: SharedCredentialsProvider, clock: Clock) -> Self {
+        Self { origin, provider, clock, current: Mutex::default() }
+    }
+
+    async fn fetch(&self, now: i64) -> Result<Current> {
+        let hint = match &self.origin {
+            Origin::Profile(name) => format!(
+                "see what `aws sts get-caller-identity --profile {name}` says; \
+                logins are renewed with `aws sso login --profile {name}`"
+            ),
+            Origin::WebIdentity(_) => {
+                "check AWS_WEB_IDENTITY_TOKEN_FILE, AWS_ROLE_ARN and AWS_REGION".to_owned()
+            }
+        };
+        let failed = |cause| {
+            let origin = self.origin.to_string();
+            Fault::Credentials { origin, cause, hint: hint.clone() }
+        };
+        let given = tokio::time::timeout(DEADLINE, self.provider.provide_credentials())
+            .await
+            .map_err(|_| failed(format!("no answer within {} s", DEADLINE.as_secs())))?
+            .map_err(|error| failed(causes(&error)))?;
+        let expires = given.expiry().map(|time| {
+            let since_1970 = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+            i64::try_from(since_1970.as_secs()).unwrap_or(i64::MAX)
+        });
+        let renew_at = expires.map(|expires| expires - ((expires - now) / 4).clamp(0, seconds(AHEAD)));
+        Ok(Current { credential: Arc::new(convert(&given)), renew_at, expires })
+    }
+}
+
+#[async_trait]
+impl CredentialProvider for Renewed {
+    type Credential = AwsCredential;
+
+    async fn get_credential(&self) -> Result<Arc<AwsCredential>> {
+        let now = self.clock.wall().seconds;
+        let mut current = self.current.lock().await;
+        if let Some(held) = current.as_ref().filter(|held| held.renew_at.is_none_or(|at| now < at)) {
+            return Ok(held.credential.clone());
+        }
+        let fetched = self.fetch(now).await;
+        match (fetched, current.as_mut()) {
+            (Ok(fetched), _) => Ok(current.insert(fetched).credential.clone()),
+            (Err(error), Some(held)) if held.expires.is_none_or(|expires| now < expires) => {
+                tracing::warn!(%error, "no new credentials: the old ones still hold");
+                held.renew_at = Some(now + seconds(PAUSE));
+                Ok(held.credential.clone())
+            }
+            (Err(error), _) => Err(error),
+        }
+    }
+}
+
+fn seconds(duration: Duration) -> i64 {
+    i64::try_from(duration.as_secs()).unwrap_or(i64::MAX)
+}
+
+fn convert(given: &Credentials) -> AwsCredential {
+    AwsCredential {
+        key_id: given.access_key_id().to_owned(),
+        secret_key: given.secret_access_key().to_owned(),
+        token: given.session_token().map(str::to_owned),
+    }
+}
+
+/// An error and everything behind it: aws-config's outer ones only name the step that failed.
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let said = cause.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        next = cause.source();
+    }
+    text
+}
+
+/// aws-config's requests over object_store's client. All of them are small.
+#[derive(Debug)]
+struct Connector(HttpClient);
+
+impl SmithyConnector for Connector {
+    fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
+        let client = self.0.clone();
+        HttpConnectorFuture::new(async move {
+            let body = request.body().bytes().map(Bytes::copy_from_slice).unwrap_or_default();
+            let mut head = http::Request::builder().method(request.method()).uri(request.uri());
+            for (name, value) in request.headers() {
+                head = head.header(name, value);
+            }
+            let sent = head.body(HttpRequestBody::from(body)).map_err(|error| other(error.into()))?;
+            let answer = client.execute(sent).await.map_err(|error| ConnectorError::io(error.into()))?;
+            let (head, body) = answer.into_parts();
+            let body = body.bytes().await.map_err(|error| ConnectorError::io(error.into()))?;
+            let status = head.status.as_u16().try_into().map_err(|error| other(Box::new(error)))?;
+            let mut answer = HttpResponse::new(status, SdkBody::from(body));
+            for (name, value) in &head.headers {
+                if let Ok(value) = value.to_str() {
+                    answer.headers_mut().append(name.as_str().to_owned(), value.to_owned());
+                }
+            }
+            Ok(answer)
+        })
+    }
+}
+
+fn other(error: Box<dyn std::error::Error + Send + Sync>) -> ConnectorError {
+    ConnectorError::other(error, None)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicI64, Ordering};
+
+    use aws_credential_types::provider::error::CredentialsError;
+    use aws_credential_types::provider::future;
+
+    use super::*;
+
+    /// Gives keys 1, 2, 3, ... that live 100 s; fails while `fails`.
+    #[derive(Debug)]
+    struct Counting {
+        clock: Clock,
+        given: AtomicI64,
+        fails: AtomicI64,
+    }
+
+    impl ProvideCredentials for Counting {
+        fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
+        where
+            Self: 'a,
+        {
+            let number = self.given.fetch_add(1, Ordering::Relaxed) + 1;
+            if self.fails.load(Ordering::Relaxed) > 0 {
+                return future::ProvideCredentials::ready(Err(CredentialsError::provider_error("no luck")));
+            }
+            let now = u64::try_from(self.clock.wall().seconds).expect("after 1970");
+            let expires = UNIX_EPOCH + Duration::from_secs(now + 100);
+            let given = Credentials::new(format!("key-{number}"), "secret", None, Some(expires), "test");
+            future::ProvideCredentials::ready(Ok(given))
+        }
+    }
+
+    #[tokio::test]
+    async fn credentials_are_renewed_in_time_and_a_failure_leaves_the_old_ones() {
+        let clock = Clock::manual();
+        let counting =
+            Arc::new(Counting { clock: clock.clone(), given: AtomicI64::new(0), fails: AtomicI64::new(0) });
+        let shared: Arc<dyn ProvideCredentials> = counting.clone();
+        let provider = SharedCredentialsProvider::new(shared);
+        let renewed = Renewed::over(Origin::Profile("lab".into()), provider, clock.clone());
+        let key = async || renewed.get_credential().await.map(|credential| credential.key_id.clone());
+        let step = |seconds| clock.advance(Duration::from_secs(seconds));
+        assert_eq!(key().await.expect("first"), "key-1");
+        step(74);
+        assert_eq!(key().await.expect("still good"), "key-1");
+        step(1);
+        assert_eq!(key().await.expect("a quarter is left"), "key-2");
+        counting.fails.store(1, Ordering::Relaxed);
+        step(80);
+        assert_eq!(key().await.expect("the old ones hold"), "key-2");
+        assert_eq!(key().await.expect("and are not asked for at each request"), "key-2");
+        assert_eq!(counting.given.load(Ordering::Relaxed), 3);
+        step(20);
+        let error = key().await.expect_err("they have expired").to_string();
+        assert!(error.contains("AWS profile `lab`") && error.contains("no luck"), "{error}");
+        counting.fails.store(0, Ordering::Relaxed);
+        assert_eq!(key().await.expect("it comes back"), "key-5");
+    }
+}

@@ -1,0 +1,189 @@
+//! The AWS credential chain, from files and environment to requests that a store accepts: each case runs the binary
+//! with a home of its own and no keys in its environment.
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
+
+use forebay_core::ObjectKey;
+use forebay_io::object::{Bucket, Condition};
+use forebay_tests::s3::Server;
+use forebay_tests::{Door, Forebay, Mount, Outcome, Scratch, require_fuse, shell};
+
+/// Longest that credentials may take to be renewed.
+const DEADLINE: Duration = Duration::from_secs(60);
+/// With what moto's token service begins its temporary keys.
+const TEMPORARY: &str = "Credential=ASIA";
+
+/// A bucket of a moto server behind a door, and a home with profiles.
+struct Place {
+    scratch: Scratch,
+    door: Door,
+    bucket: Bucket,
+}
+
+impl Place {
+    async fn new(profiles: &str) -> Self {
+        let server = Server::shared();
+        let address = server.endpoint().trim_start_matches("http://").parse().expect("an address");
+        let door = Door::new(address).expect("loopback has free ports");
+        let (scratch, bucket) = (Scratch::new(), server.bucket("").await);
+        std::fs::write(scratch.folder("home/.aws").join("config"), profiles).expect("writable");
+        std::fs::write(scratch.join("token"), "a token").expect("writable");
+        Self { scratch, door, bucket }
+    }
+
+    /// `forebay doctor` on the bucket with these variables besides the store's endpoint.
+    fn doctor(&self, variables: &[(&str, &str)]) -> Outcome {
+        let owned = variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        let endpoint = ("AWS_ENDPOINT_URL".to_owned(), self.door.endpoint());
+        let variables: Vec<_> = [endpoint].into_iter().chain(owned).collect();
+        let url = self.bucket.url().to_string();
+        let line =
+            ["doctor", &url, "--read-only", "--state-dir", self.scratch.path().to_str().expect("text")];
+        Forebay::new(&self.scratch.join("home"), line).envs(&variables).run()
+    }
+}
+
+/// Whether `text` says that the bucket was reached; a host without FUSE fails other checks.
+fn reached(outcome: &Outcome) -> bool {
+    outcome.stdout.contains("is there and can be listed")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_profile_that_assumes_a_role() {
+    let profiles = "[profile base]\naws_access_key_id = base-key\naws_secret_access_key = s\n\
+        [profile role]\nrole_arn = arn:aws:iam::123456789012:role/reader\nsource_profile = base\n\
+        region = us-east-1\n";
+    let place = Place::new(profiles).await;
+    let outcome = place.doctor(&[("AWS_PROFILE", "role")]);
+    assert!(reached(&outcome), "{outcome}");
+    let requests = place.door.take_requests();
+    assert_eq!(requests[0], "POST /", "the role is asked for first and once: {requests:?}");
+    assert!(requests[1].contains(TEMPORARY) && !requests[1..].contains(&"POST /".to_owned()), "{requests:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_web_identity_of_a_profile_or_of_the_environment() {
+    let place = Place::new("").await;
+    let token = place.scratch.join("token").display().to_string();
+    let role = "arn:aws:iam::123456789012:role/pod";
+    let profile =
+        format!("[profile pod]\nrole_arn = {role}\nweb_identity_token_file = {token}\nregion = us-east-1\n");
+    std::fs::write(place.scratch.join("home/.aws/config"), profile).expect("writable");
+    let environment = [
+        ("AWS_WEB_IDENTITY_TOKEN_FILE", token.as_str()),
+        ("AWS_ROLE_ARN", role),
+        ("AWS_REGION", "us-east-1"),
+    ];
+    for variables in [&[("AWS_PROFILE", "pod")][..], &environment] {
+        let outcome = place.doctor(variables);
+        assert!(reached(&outcome), "{outcome}");
+        let requests = place.door.take_requests();
+        assert_eq!(requests[0], "POST /", "{requests:?}");
+        assert!(requests[1].contains(TEMPORARY), "{requests:?}");
+    }
+    std::fs::remove_file(&token).expect("it is there");
+    let refused = place.doctor(&environment);
+    assert!(refused.stdout.contains("no credentials for") && refused.stdout.contains(&token), "{refused}");
+    assert!(refused.stdout.contains("hint: check AWS_WEB_IDENTITY_TOKEN_FILE"), "{refused}");
+}
+
+/// A person logs in with `aws sso login`, which leaves a token in `~/.aws/sso/cache`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_profile_with_a_login() {
+    let profiles = "[profile login]\nsso_start_url = https://login\nsso_region = us-east-1\nregion = us-east-1\n\
+        sso_account_id = 123456789012\nsso_role_name = reader\n";
+    let place = Place::new(profiles).await;
+    let portal = portal();
+    let variables = [("AWS_PROFILE", "login"), ("AWS_ENDPOINT_URL_SSO", portal.as_str())];
+    let refused = place.doctor(&variables);
+    assert!(refused.stdout.contains("AWS profile `login`"), "{refused}");
+    assert!(refused.stdout.contains("aws sso login"), "{refused}");
+    let cache = place.scratch.folder("home/.aws/sso/cache");
+    let token = r#"{"accessToken": "a token", "expiresAt": "2099-01-01T00:00:00Z"}"#;
+    shell(&cache, &format!("echo '{token}' > $(printf https://login | sha1sum | cut -d' ' -f1).json"))
+        .succeeded();
+    let outcome = place.doctor(&variables);
+    assert!(reached(&outcome), "{outcome}");
+    let requests = place.door.take_requests();
+    assert!(requests[0].contains("Credential=portal-key"), "{requests:?}");
+}
+
+/// Answers each request as the login portal answers one for a role's credentials.
+fn portal() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback has free ports");
+    let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
+    std::thread::spawn(move || {
+        for mut client in listener.incoming().flatten() {
+            let mut head = [0; 16 << 10];
+            let read = client.read(&mut head).unwrap_or(0);
+            let right = head[..read].starts_with(b"GET /federation/credentials?");
+            let status = if right { "200 OK" } else { "400 Bad Request" };
+            let body = r#"{"roleCredentials": {"accessKeyId": "portal-key", "secretAccessKey": "s",
+                "sessionToken": "t", "expiration": 4070908800000}}"#;
+            let length = body.len();
+            let head = format!(
+                "HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
+            );
+            // A client that goes away early fails its own test.
+            let _ = write!(client, "{head}Connection: close\r\n\r\n{body}");
+        }
+    });
+    endpoint
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_program_that_fails_is_told_with_its_profile() {
+    let place =
+        Place::new("[profile program]\ncredential_process = /no/such/program\nregion = us-east-1\n").await;
+    let refused = place.doctor(&[("AWS_PROFILE", "program")]);
+    assert!(
+        refused.stdout.contains("AWS profile `program`") && refused.stdout.contains("hint:"),
+        "{refused}"
+    );
+    assert!(place.door.take_requests().is_empty(), "no request goes out without credentials");
+}
+
+/// The program's credentials live six seconds: a mount asks for new ones in time and goes on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_mount_renews_what_a_program_gives() {
+    if !require_fuse("a_mount_renews_what_a_program_gives") {
+        return;
+    }
+    let Some(server) = Server::fast() else { return };
+    let (scratch, bucket) = (Scratch::new(), server.bucket("").await);
+    for number in 0..200 {
+        let key = ObjectKey::new(format!("{number:03}"));
+        bucket.put(&key, "bytes".into(), Condition::Always).await.expect("put");
+    }
+    let variables = server.envs();
+    let value = |name: &str| variables.iter().find(|(key, _)| key == name).expect(name).1.clone();
+    let (runs, program) = (scratch.join("runs"), scratch.join("program"));
+    let script = format!(
+        "#!/bin/sh\necho run >> {}\ncat <<END\n{{\"Version\": 1, \"AccessKeyId\": \"{}\", \
+         \"SecretAccessKey\": \"{}\", \"Expiration\": \"$(date -u -d '+6 seconds' +%Y-%m-%dT%H:%M:%SZ)\"}}\nEND\n",
+        runs.display(),
+        value("AWS_ACCESS_KEY_ID"),
+        value("AWS_SECRET_ACCESS_KEY"),
+    );
+    std::fs::write(&program, script).expect("writable");
+    let profile = format!("[default]\nregion = us-east-1\ncredential_process = sh {}\n", program.display());
+    std::fs::write(scratch.folder("home/.aws").join("config"), profile).expect("writable");
+    let endpoint = [("AWS_ENDPOINT_URL".to_owned(), server.endpoint())];
+    let (home, folder, url) = (scratch.join("home"), scratch.join("mnt"), bucket.url().to_string());
+    let mut mount = Mount::new(&home, &url, &folder, &["--read-only"], &endpoint);
+    let count = || std::fs::read_to_string(&runs).expect("the program ran").lines().count();
+    let started = Instant::now();
+    for number in 0..200 {
+        let bytes =
+            std::fs::read(folder.join(format!("{number:03}"))).expect("a file that was not read before");
+        assert_eq!(bytes, b"bytes");
+        if count() > 1 {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert!(count() > 1 && started.elapsed() < DEADLINE, "{} runs in {:?}", count(), started.elapsed());
+    mount.unmount();
+}
