@@ -6,6 +6,7 @@ pub mod settings;
 pub mod scratch;
 mod server;
 pub mod s3;
+pub mod cloud;
 pub mod sample;
 pub mod compare;
 pub mod process;

@@ -1,4 +1,4 @@
-//! The contract of a bucket, over the store in memory, a directory, and real S3 servers.
+//! The contract of a bucket, over the store in memory, a directory, and real servers of S3's and Azure's stores.
 #![allow(clippy::print_stderr, reason = "a failing test tells which store broke the contract")]
 
 use std::future::Future;
@@ -7,8 +7,9 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, ObjectKey};
-use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
+use forebay_io::object::{Bucket, BucketUrl, StoreSettings, Unfinished};
 use forebay_tests::Scratch;
+use forebay_tests::cloud::Cloud;
 use forebay_tests::s3::Server;
 use futures::TryStreamExt;
 
@@ -24,6 +25,19 @@ mod keys;
 mod mistakes;
 #[path = "object_store/uploads.rs"]
 mod uploads;
+
+// What servers do otherwise, each named in the tests that it concerns:
+//
+// | store | does |
+// |---|---|
+// | memory, file | everything |
+// | moto | ignores the version that a completion or a part copy is conditional on |
+// | versitygw | decodes keys twice; a key cannot lie below another key |
+// | azurite | as Azure: `\` in keys becomes `/`, no part copy, no list of unfinished uploads, and a completion keeps no |
+// | | token, so that its lost reply is an error; its condition is looked up before it |
+//
+// fake-gcs-server knows only the JSON protocol for writing, and object_store writes by the XML one: `clouds.rs` reads
+// from it.
 
 /// A bucket to test, with what it lives on.
 struct Subject {
@@ -41,7 +55,7 @@ where
 {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime starts").block_on(async {
-        for store in ["memory", "file", "moto", "versitygw"] {
+        for store in ["memory", "file", "moto", "versitygw", "azurite"] {
             let Some(subject) = subject(store).await else { continue };
             eprintln!("store: {store}");
             let _directory = subject.directory.clone();
@@ -58,7 +72,8 @@ async fn subject(store: &'static str) -> Option<Subject> {
             (file_bucket(scratch.path().into()).await, Some(scratch))
         }
         "moto" => (Server::shared().bucket("some/prefix").await, None),
-        _ => (fast()?.bucket("some/prefix").await, None),
+        "versitygw" => (fast()?.bucket("some/prefix").await, None),
+        _ => (Cloud::azure()?.bucket("some/prefix").await, None),
     };
     Some(Subject { store, bucket, directory })
 }
@@ -81,6 +96,14 @@ fn key(text: &str) -> ObjectKey {
 async fn keys_below(bucket: &Bucket, prefix: &str) -> Vec<String> {
     let listed = bucket.list(prefix).map_ok(|info| info.key.as_str().to_owned());
     listed.try_collect().await.expect("a listing")
+}
+
+/// Uploads that were neither completed nor aborted, where the store can tell.
+async fn unfinished(store: &str, bucket: &Bucket) -> Vec<Unfinished> {
+    if store == "azurite" {
+        return Vec::new();
+    }
+    bucket.list_uploads("").await.expect("uploads")
 }
 
 /// Bytes that differ from place to place, so that shifted ranges are noticed: a block of prime length, repeated.

@@ -32,8 +32,12 @@ const ODD: [&str; 17] = [
 #[test]
 fn odd_keys_round_trip() {
     over_every_store(|Subject { store, bucket, .. }| async move {
-        // versitygw decodes keys twice, which the probe reports.
-        let keeps = |odd: &&&str| store != "versitygw" || !odd.contains(['%', '+']);
+        let keeps = |odd: &&&str| match store {
+            // It decodes keys twice, which the probe reports.
+            "versitygw" => !odd.contains(['%', '+']),
+            "azurite" => !odd.contains('\\'),
+            _ => true,
+        };
         let odd_keys: Vec<&str> = ODD.iter().filter(keeps).copied().collect();
         let mut wanted: Vec<String> =
             odd_keys.iter().flat_map(|odd| [format!("{odd}-file"), format!("{odd}/in")]).collect();

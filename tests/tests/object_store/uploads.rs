@@ -57,7 +57,7 @@ fn a_large_object_goes_in_parts_and_costs_no_extra_request() {
 
 #[test]
 fn completion_is_conditional() {
-    over_every_store(|Subject { bucket, .. }| async move {
+    over_every_store(|Subject { store, bucket, .. }| async move {
         let start = async |fill: u8| {
             let mut upload = bucket.upload_with(&key("a"), small_parts()).expect("upload");
             upload.write(Bytes::from(vec![fill; PART + 1])).await.expect("write");
@@ -69,20 +69,19 @@ fn completion_is_conditional() {
         let second = start(3).await.complete(at_first.clone()).await.expect("complete");
         assert_ne!(second.version, first.version);
         assert_eq!(bucket.get(&key("a"), Some(&second.version), 0..1).await.expect("get").as_ref(), [3]);
-        if bucket.probe().await.expect("probe").conditional_complete_update {
+        if store != "moto" {
             assert_kind(start(4).await.complete(at_first).await, ErrorKind::Conflict);
         }
-        assert_eq!(
-            bucket.list_uploads("").await.expect("uploads"),
-            Vec::new(),
-            "refused uploads are aborted"
-        );
+        assert_eq!(unfinished(store, &bucket).await, Vec::new(), "refused uploads are aborted");
     });
 }
 
 #[test]
 fn unfinished_uploads_are_found_and_freed() {
     over_every_store(|Subject { store, bucket, .. }| async move {
+        if store == "azurite" {
+            return assert_kind(bucket.list_uploads("").await, ErrorKind::Unsupported);
+        }
         let begin = async |name: &str| {
             let mut upload = bucket.upload_with(&key(name), small_parts()).expect("upload");
             upload.write(pattern(PART + 1)).await.expect("write");
@@ -113,10 +112,15 @@ fn unfinished_uploads_are_found_and_freed() {
 
 #[test]
 fn ranges_of_other_objects_are_copied_inside_the_store() {
-    over_every_store(|Subject { bucket, .. }| async move {
+    over_every_store(|Subject { store, bucket, .. }| async move {
         let data = pattern(3 * PART);
         let source = bucket.put(&key("from it"), data.clone(), Condition::Always).await.expect("put");
         let mut upload = bucket.upload_with(&key("to"), small_parts()).expect("upload");
+        if store == "azurite" {
+            let copied = upload.copy_from(&key("from it"), &source.version, 0..data.len() as u64).await;
+            let done = copied.and(upload.complete(Condition::IfAbsent).await);
+            return assert_kind(done, ErrorKind::Unsupported);
+        }
         let mut wanted = Vec::new();
         let end = data.len();
         // A whole copy, a small write before a copy, a copy too small to be a part, a write after one.

@@ -1,0 +1,145 @@
+//! Servers that speak the protocols of Google Cloud Storage and Azure Blob Storage: fake-gcs-server and Azurite.
+//!
+//! `make setup` installs them where Go and npm are; without them, tests over these stores say that they are skipped.
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
+
+use crate::server::{Program, run, tool, venv};
+
+/// The account that Azurite comes with, and its key: both are in its documentation.
+const ACCOUNT: &str = "devstoreaccount1";
+const ACCOUNT_KEY: &str =
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==";
+
+/// Creates a container of Azurite's: object_store has no request for that. Arguments: endpoint, account, key, name.
+const CREATE_CONTAINER: &str = r#"
+import base64, hashlib, hmac, sys, urllib.request
+from email.utils import formatdate
+endpoint, account, key, name = sys.argv[1:]
+date, version = formatdate(usegmt=True), "2021-08-06"
+signed = f"PUT\n\n\n\n\n\n\n\n\n\n\n\nx-ms-date:{date}\nx-ms-version:{version}\n/{account}/{account}/{name}\nrestype:container"
+digest = hmac.new(base64.b64decode(key), signed.encode(), hashlib.sha256).digest()
+headers = {"x-ms-date": date, "x-ms-version": version, "Content-Length": "0",
+           "Authorization": f"SharedKey {account}:{base64.b64encode(digest).decode()}"}
+url = f"{endpoint}/{account}/{name}?restype=container"
+urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers))
+"#;
+
+/// A running server of a cloud other than Amazon's.
+#[derive(Debug)]
+pub struct Cloud {
+    program: Program,
+    kind: Kind,
+    buckets: AtomicU32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Google,
+    Azure,
+}
+
+impl Cloud {
+    /// The fake-gcs-server of this test program, started on first use.
+    pub fn google() -> Option<&'static Self> {
+        static SHARED: OnceLock<Option<Cloud>> = OnceLock::new();
+        SHARED.get_or_init(Self::start_google).as_ref()
+    }
+
+    /// The Azurite of this test program, started on first use.
+    pub fn azure() -> Option<&'static Self> {
+        static SHARED: OnceLock<Option<Cloud>> = OnceLock::new();
+        SHARED.get_or_init(Self::start_azure).as_ref()
+    }
+
+    fn start_google() -> Option<Self> {
+        let program = tool("fake-gcs-server", "cloud::Cloud::google")?;
+        let arguments = |port: u16, _: &Path| {
+            let port = port.to_string();
+            let public = format!("127.0.0.1:{port}");
+            let server = ["-scheme", "http", "-host", "127.0.0.1", "-port", &port, "-public-host", &public];
+            server.into_iter().chain(["-backend", "memory"]).map(str::to_owned).collect()
+        };
+        Some(Self::over(Program::start(&program, &[], arguments), Kind::Google))
+    }
+
+    fn start_azure() -> Option<Self> {
+        let program = tool("azurite/node_modules/.bin/azurite-blob", "cloud::Cloud::azure")?;
+        let arguments = |port: u16, scratch: &Path| {
+            let (port, data) = (port.to_string(), scratch.display().to_string());
+            let server = ["--blobHost", "127.0.0.1", "--blobPort", &port, "--location", &data];
+            // The client's version of the protocol is newer than what it knows.
+            server.into_iter().chain(["--silent", "--skipApiVersionCheck"]).map(str::to_owned).collect()
+        };
+        // No statistics leave the machine.
+        let variables = [("AZURITE_TELEMETRY_DISABLED", "1"), ("AZURE_CORE_COLLECT_TELEMETRY", "0")];
+        Some(Self::over(Program::start(&program, &variables, arguments), Kind::Azure))
+    }
+
+    fn over(program: Program, kind: Kind) -> Self {
+        Self { program, kind, buckets: AtomicU32::new(0) }
+    }
+
+    /// Options by their object_store names.
+    fn options(&self) -> Vec<(String, String)> {
+        let endpoint = self.program.endpoint();
+        let options = match self.kind {
+            Kind::Google => {
+                let account =
+                    r#"{"disable_oauth":true,"client_email":"","private_key":"","private_key_id":""}"#;
+                vec![("google_base_url", endpoint), ("google_service_account_key", account.to_owned())]
+            }
+            Kind::Azure => vec![
+                ("azure_storage_account_name", ACCOUNT.to_owned()),
+                ("azure_storage_account_key", ACCOUNT_KEY.to_owned()),
+                ("azure_storage_endpoint", format!("{endpoint}/{ACCOUNT}")),
+            ],
+        };
+        options.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+    }
+
+    /// The settings with which `Bucket::open` reaches it.
+    pub fn settings(&self) -> StoreSettings {
+        StoreSettings { options: self.options().into_iter().collect(), ..StoreSettings::default() }
+    }
+
+    /// The environment with which a `forebay` process reaches it.
+    pub fn envs(&self) -> Vec<(String, String)> {
+        self.options().into_iter().map(|(name, value)| (name.to_ascii_uppercase(), value)).collect()
+    }
+
+    /// Puts an object as a program that speaks Google's JSON protocol does, which is how fake-gcs-server is written to.
+    pub fn put_json(&self, bucket: &Bucket, key: &str, body: &str) {
+        let (bucket, prefix) = (&bucket.url().bucket, &bucket.url().prefix);
+        let line = format!("POST /upload/storage/v1/b/{bucket}/o?uploadType=media&name={prefix}/{key}");
+        let answer = self.program.request(&line, body).expect("the server answers");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{key}: {answer}");
+    }
+
+    /// Creates a bucket of its own for a test and returns a handle on it, below `prefix`.
+    pub async fn bucket(&self, prefix: &str) -> Bucket {
+        let name = format!("test-{}", self.buckets.fetch_add(1, Ordering::Relaxed));
+        let scheme = match self.kind {
+            Kind::Google => {
+                let body = format!(r#"{{"name":"{name}"}}"#);
+                let made = self.program.request("POST /storage/v1/b?project=test", &body);
+                let answer = made.expect("the server answers");
+                assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+                "gs"
+            }
+            Kind::Azure => {
+                let line = ["-c", CREATE_CONTAINER, &self.program.endpoint(), ACCOUNT, ACCOUNT_KEY, &name];
+                run(Command::new(venv().join("bin/python")).args(line));
+                "az"
+            }
+        };
+        let url: BucketUrl = format!("{scheme}://{name}/{prefix}").parse().expect("a valid URL");
+        let opened = Bucket::open(&url, &self.settings()).await;
+        opened.unwrap_or_else(|error| panic!("{error}\n{}", self.program.log()))
+    }
+}
