@@ -22,6 +22,7 @@ fn unknown_options_and_malformed_urls() {
     assert_eq!(outcome.code, Some(2), "{outcome}");
     assert!(outcome.stderr.contains("--no-such-option"), "{outcome}");
     forebay(&scratch, &["mount", "ftp://b", mnt]).failed_with("ftp", "s3://");
+    forebay(&scratch, &["mount", "https://host/b", mnt]).failed_with("a server", "AWS_ENDPOINT_URL");
     forebay(&scratch, &["mount", "s3://", mnt]).failed_with("no bucket", "s3://bucket");
     forebay(&scratch, &["mount", "--memory", "lots", "s3://b", mnt]).failed_with("lots", "512MiB");
 }
@@ -33,6 +34,21 @@ fn a_missing_bucket_folder() {
     let mnt = folder.to_str().expect("scratch paths are text");
     forebay(&scratch, &["mount", &url(&bucket), mnt]).failed_with("absent", "mkdir");
     assert!(!bucket.exists(), "a refused mount makes nothing");
+}
+
+/// A prefix that was misspelt is no error, since nothing may lie there yet; that nothing does is said.
+#[test]
+fn commands_that_find_nothing_say_so() {
+    let scratch = Scratch::new();
+    let (source, cache) = (url(&scratch.folder("bucket")), scratch.join("cache").display().to_string());
+    for (line, told) in [
+        (&["warmup", &source, "--cache-dir", &cache][..], "holds no files: nothing was warmed"),
+        (&["ckpt", "ls", &source], "holds no checkpoints"),
+    ] {
+        let outcome = forebay(&scratch, line);
+        assert!(outcome.stderr.contains(&format!("warning: {source} {told}")), "{outcome}");
+        outcome.succeeded();
+    }
 }
 
 #[test]

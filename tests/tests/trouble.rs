@@ -11,7 +11,7 @@ use forebay_tests::{
 };
 
 /// Milliseconds until a request that keeps failing is given up, in these tests.
-const DEADLINE_MS: u64 = 1500;
+const DEADLINE_MS: u64 = 3000;
 
 /// A bucket of a moto server behind a door, with two objects in it.
 struct Store {
@@ -126,6 +126,14 @@ async fn warnings_of_a_mount_in_the_background_reach_the_terminal() {
         shell(&home, &format!("umount {folder}")).succeeded();
         stderr
     };
+    // A mount that fails after it claimed the bucket gives it back: the next one need not wait, nor warn.
+    let cache = store.scratch.join("home/mount.log/cache").display().to_string();
+    std::fs::write(home.join("mount.log"), "a file").expect("writable");
+    let line = ["mount", &url, &folder, "--config", &store.config, "--cache-dir", &cache];
+    Forebay::new(&home, line)
+        .envs(&store.variables)
+        .run()
+        .failed_with("cache directory", "choose a directory");
     assert_eq!(mount(&["--state-dir", &store.scratch.join("first").display().to_string()]), "");
     store.door.set(Manner::IgnoreConditions);
     let told = mount(&["--log", "error", "--state-dir", &store.scratch.join("second").display().to_string()]);

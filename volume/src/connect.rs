@@ -41,8 +41,15 @@ pub async fn connect(source: &str, settings: VolumeSettings) -> Result<Arc<Volum
         false => choose_home(bucket, &settings.state_directory).await?,
     };
     let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
-    let claim = home.claim(&bucket, access, settings.take_over).await?;
-    open(url, bucket, home, claim.map(Arc::new), settings).await
+    let claim = home.claim(&bucket, access, settings.take_over).await?.map(Arc::new);
+    let opened = open(url, bucket, home, claim.clone(), settings).await;
+    // The next mount would wait for the lease of one that never was.
+    if let Some(claim) = claim.filter(|_| opened.is_err()).and_then(Arc::into_inner)
+        && let Err(error) = claim.release().await
+    {
+        tracing::warn!(%error, "the volume's lease stays until it runs out");
+    }
+    opened
 }
 
 /// Where the records of a tree lie.

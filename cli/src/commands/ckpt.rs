@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::arguments::Global;
 use crate::settings::Settings;
-use crate::{print, run};
+use crate::{print, report, run};
 
 /// What can be asked.
 #[derive(Debug, Subcommand)]
@@ -59,7 +59,11 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
     run::block_on(async {
         match command {
             CkptCommand::Ls(arguments) => {
-                list(&list_steps(&open(&arguments.url, &settings).await?).await?, global.json)
+                let steps = list_steps(&open(&arguments.url, &settings).await?).await?;
+                if steps.is_empty() {
+                    report::warning(&format!("{} holds no checkpoints", arguments.url), global.json);
+                }
+                list(&steps, global.json)
             }
             CkptCommand::Show(arguments) => {
                 describe(&show(&open(&arguments.url, &settings).await?, arguments.step).await?, global.json)

@@ -21,7 +21,7 @@ use forebay_volume::warmup::{Outcome, Progress, Request, warmup};
 
 use crate::arguments::Global;
 use crate::settings::Settings;
-use crate::{mounts, run};
+use crate::{mounts, report, run};
 
 /// The arguments of `forebay warmup`.
 #[derive(Debug, Args)]
@@ -77,6 +77,9 @@ pub(crate) fn run(global: &Global, arguments: &WarmupArguments) -> Result<ExitCo
     });
     bar.end();
     let outcome = outcome?;
+    if outcome.progress.files == 0 && !outcome.cancelled {
+        report::warning(&format!("{} holds no files: nothing was warmed", arguments.place), global.json);
+    }
     // What this process keeps in its memory ends with it.
     let lost = if by_url { outcome.memory_only } else { 0 };
     let failure = failure(&outcome, lost, arguments.dry_run);

@@ -57,7 +57,16 @@ impl Bucket {
         let base = connect(url, settings).await?;
         let opening =
             StoreSettings { deadline_ms: settings.deadline_ms.min(OPEN_DEADLINE_MS), ..settings.clone() };
-        Self::over(url.clone(), Stack::new(base.clone(), &opening)).check().await?;
+        let first = Self::over(url.clone(), Stack::new(base.clone(), &opening));
+        if first.list_some().await?.is_empty() && url.scheme != Scheme::File && !url.prefix.is_empty() {
+            // A listing below an object is empty, too.
+            let root = BucketUrl { prefix: String::new(), ..url.clone() };
+            let whole = Self::over(root.clone(), Stack::new(connect(&root, settings).await?, &opening));
+            if whole.head(&ObjectKey::new(&url.prefix)).await.is_ok_and(|found| found.is_some()) {
+                return Err(Error::new(ErrorKind::NotDirectory, format!("{url} is an object, not a prefix"))
+                    .with_hint("name the prefix that it is in, without its last segment"));
+            }
+        }
         Ok(Self::over(url.clone(), Stack::new(base, settings)))
     }
 
@@ -133,8 +142,15 @@ impl Bucket {
 
     /// Proves with one request that the bucket can be reached and listed.
     pub async fn check(&self) -> Result<()> {
+        self.list_some().await.map(drop)
+    }
+
+    /// The names at the start of the listing, at least one where there is any.
+    async fn list_some(&self) -> Result<Vec<String>> {
         let list = ListRequest { limit: Some(1), delimited: true, ..ListRequest::default() };
-        self.call(Request::List(list)).await.map(drop)
+        let page = self.call(Request::List(list)).await?.page().map_err(|error| self.error(error))?;
+        let objects = page.objects.into_iter().map(|meta| meta.location.to_string());
+        Ok(objects.chain(page.directories).collect())
     }
 
     /// What the store says about `key`; `None` when there is no such object.

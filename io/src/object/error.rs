@@ -132,8 +132,26 @@ pub(super) fn convert(bucket: &str, error: object_store::Error) -> Error {
         "" => None,
         code => by_code(bucket, code, said.unwrap_or("no reason given")),
     };
-    let converted = known.unwrap_or_else(|| by_variant(bucket, &error, &text));
-    converted.with_source(error)
+    // These say all that is known: what lies below would only say it again.
+    known
+        .or_else(|| gave_up(bucket, &error))
+        .unwrap_or_else(|| by_variant(bucket, &error, &text).with_source(error))
+}
+
+/// The store was asked for as long as it may be.
+fn gave_up(bucket: &str, error: &object_store::Error) -> Option<Error> {
+    let Some(Fault::GaveUp { attempts, waited_ms, cause }) = find::<Fault>(error) else { return None };
+    // The layers of a client repeat one another; the lowest knows what happened.
+    let said = chain(cause).last().map(ToString::to_string).unwrap_or_default();
+    let no_tls = said.contains("InvalidContentType") || said.contains("corrupt message");
+    let hint = match no_tls {
+        true => "the server does not speak TLS there: does AWS_ENDPOINT_URL have to begin with http://?",
+        false => "is the endpoint up and reachable from here? check AWS_ENDPOINT_URL and the network",
+    };
+    let message = format!(
+        "{bucket} did not answer: gave up after {attempts} attempts in {waited_ms} ms; the last: {said}"
+    );
+    Some(Error::new(ErrorKind::Unavailable, message).with_hint(hint))
 }
 
 /// Errors that S3 names. The hint says what to change.
@@ -145,30 +163,37 @@ fn by_code(bucket: &str, code: &str, said: &str) -> Option<Error> {
             "create it, or check its name, the region and AWS_ENDPOINT_URL",
         ),
         // The last is versitygw's own name for the first.
-        "InvalidAccessKeyId"
-        | "SignatureDoesNotMatch"
-        | "InvalidToken"
-        | "ExpiredToken"
-        | "XAdminUserNotFound" => (
+        "InvalidAccessKeyId" | "SignatureDoesNotMatch" | "InvalidToken" | "XAdminUserNotFound" => (
             ErrorKind::Denied,
             format!("the store does not accept the credentials for {bucket} ({code}: {said})"),
             "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE",
         ),
+        "ExpiredToken" | "TokenRefreshRequired" => (
+            ErrorKind::Denied,
+            format!("the temporary credentials for {bucket} have expired ({said})"),
+            "get new ones: log in again (aws sso login), or set AWS_SESSION_TOKEN and its keys anew",
+        ),
+        "InvalidBucketName" => (
+            ErrorKind::Invalid,
+            format!("{bucket} cannot be the name of a bucket ({said})"),
+            "bucket names are 3 to 63 lower-case letters, digits, dots and hyphens",
+        ),
+        // Signatures in the query hold for minutes: that they are over, or not yet begun, is the clock's fault.
+        "AccessDenied" if said.contains("has expired") || said.contains("not valid yet") => clock(said),
         "AccessDenied" | "AllAccessDisabled" => (
             ErrorKind::Denied,
             format!("access to {bucket} is denied ({said})"),
             "the credentials are known but lack the permission; listing needs s3:ListBucket, reading s3:GetObject",
         ),
-        "AuthorizationHeaderMalformed" | "PermanentRedirect" | "IllegalLocationConstraintException" => (
+        "AuthorizationHeaderMalformed"
+        | "AuthorizationQueryParametersError"
+        | "PermanentRedirect"
+        | "IllegalLocationConstraintException" => (
             ErrorKind::Invalid,
             format!("{bucket} is in another region ({said})"),
             "set AWS_REGION to the bucket's region",
         ),
-        "RequestTimeTooSkewed" => (
-            ErrorKind::Denied,
-            format!("the store refuses requests signed by this machine's clock ({said})"),
-            "set the machine's clock",
-        ),
+        "RequestTimeTooSkewed" => clock(said),
         "NotImplemented" => (
             ErrorKind::Unsupported,
             format!("the store of {bucket} does not implement this ({said})"),
@@ -177,6 +202,11 @@ fn by_code(bucket: &str, code: &str, said: &str) -> Option<Error> {
         _ => return None,
     };
     Some(Error::new(kind, message).with_hint(hint))
+}
+
+fn clock(said: &str) -> (ErrorKind, String, &'static str) {
+    let message = format!("the store refuses requests signed by this machine's clock ({said})");
+    (ErrorKind::Denied, message, "set the machine's clock")
 }
 
 fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
@@ -191,18 +221,8 @@ fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
         };
         return Error::new(ErrorKind::Denied, format!("no credentials found for {bucket}")).with_hint(hint);
     }
-    match find::<Fault>(error) {
-        Some(Fault::ReadOnly) => {
-            return Error::new(ErrorKind::ReadOnly, format!("{bucket} is open read-only"));
-        }
-        Some(Fault::GaveUp { attempts, waited_ms, .. }) => {
-            let message =
-                format!("{bucket} did not answer: gave up after {attempts} attempts in {waited_ms} ms");
-            return Error::new(ErrorKind::Unavailable, message).with_hint(
-                "is the endpoint up and reachable from here? check AWS_ENDPOINT_URL and the network",
-            );
-        }
-        _ => {}
+    if let Some(Fault::ReadOnly) = find::<Fault>(error) {
+        return Error::new(ErrorKind::ReadOnly, format!("{bucket} is open read-only"));
     }
     // Each store has its own error for this, and none has a type.
     if text.contains("Wanted range starting at") || text.contains("416 Range Not Satisfiable") {
@@ -211,6 +231,10 @@ fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
     if text.contains("redirect without LOCATION") {
         return Error::new(ErrorKind::Invalid, format!("{bucket} is in another region"))
             .with_hint("set AWS_REGION to the bucket's region");
+    }
+    if matches!(error, Store::NotFound { path, .. } if path.is_empty()) {
+        return Error::new(ErrorKind::NotFound, format!("the endpoint knows nothing of {bucket}"))
+            .with_hint("check its name; AWS_ENDPOINT_URL names the server, without a bucket or a path");
     }
     let (kind, message) = match error {
         Store::NotFound { path, .. } => (ErrorKind::NotFound, format!("no object {path} in {bucket}")),
@@ -279,12 +303,27 @@ mod tests {
         };
         check(service(404, "NoSuchBucket"), ErrorKind::NotFound, "bucket s3://b does not exist");
         check(service(403, "InvalidAccessKeyId"), ErrorKind::Denied, "InvalidAccessKeyId");
-        check(service(400, "AuthorizationHeaderMalformed"), ErrorKind::Invalid, "another region");
+        for code in ["AuthorizationHeaderMalformed", "AuthorizationQueryParametersError"] {
+            check(service(400, code), ErrorKind::Invalid, "another region");
+        }
+        check(service(400, "ExpiredToken"), ErrorKind::Denied, "have expired");
+        check(service(400, "InvalidBucketName"), ErrorKind::Invalid, "cannot be the name");
+        check(service(403, "RequestTimeTooSkewed"), ErrorKind::Denied, "clock");
+        for message in ["Request has expired", "Request is not valid yet"] {
+            let fault = Fault::Service { status: 403, code: "AccessDenied".into(), message: message.into() };
+            check(fault.into(), ErrorKind::Denied, "clock");
+        }
+        let nothing = object_store::Error::NotFound { path: String::new(), source: "why".into() };
+        check(nothing, ErrorKind::NotFound, "knows nothing of s3://b");
         let cause = service(503, "SlowDown");
         check(
             Fault::GaveUp { attempts: 3, waited_ms: 9, cause }.into(),
             ErrorKind::Unavailable,
             "gave up after 3 attempts",
         );
+        let refused = object_store::Error::Generic { store: STORE, source: "connection refused".into() };
+        let told = convert("s3://b", Fault::GaveUp { attempts: 3, waited_ms: 9, cause: refused }.into());
+        let text = "s3://b did not answer: gave up after 3 attempts in 9 ms; the last: connection refused";
+        assert_eq!(told.to_string(), text);
     }
 }

@@ -53,11 +53,16 @@ impl FromStr for BucketUrl {
         let hint = "write s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory";
         let bad = |why: &str| Error::invalid(format!("`{text}` is not a bucket URL: {why}")).with_hint(hint);
         let (scheme, rest) = text.split_once("://").ok_or_else(|| bad("it has no scheme"))?;
-        let scheme = match scheme {
+        let scheme = match scheme.to_ascii_lowercase().as_str() {
             "s3" => Scheme::S3,
             "gs" => Scheme::Gcs,
             "az" => Scheme::Azure,
             "file" => Scheme::File,
+            "http" | "https" => {
+                return Err(bad("it names a server").with_hint(
+                    "write s3://bucket/prefix, and the server in AWS_ENDPOINT_URL if it is not Amazon's",
+                ));
+            }
             other => return Err(bad(&format!("`{other}` is no known scheme"))),
         };
         if scheme == Scheme::File {
@@ -99,6 +104,9 @@ mod tests {
         for text in ["s3://b", "s3://b/a/c", "gs://b/x", "az://c", "file:///srv/bucket"] {
             assert_eq!(text.parse::<BucketUrl>().expect(text).to_string(), text);
         }
+        assert_eq!("S3://b".parse::<BucketUrl>().expect("schemes have no case").to_string(), "s3://b");
+        let server = "https://host/b".parse::<BucketUrl>().expect_err("a server");
+        assert!(server.hint().is_some_and(|hint| hint.contains("AWS_ENDPOINT_URL")), "{server}");
         for text in ["b", "s3://", "ftp://x", "file://relative", "file:///"] {
             assert!(text.parse::<BucketUrl>().is_err(), "{text}");
         }

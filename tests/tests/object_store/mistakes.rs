@@ -74,3 +74,37 @@ async fn credentials_that_are_wrong() {
         refused(&url, &settings, ErrorKind::Denied, cause).await;
     }
 }
+
+/// What a new user writes wrongly, each told apart from the others.
+#[tokio::test]
+async fn endpoints_regions_names_and_prefixes_that_are_wrong() {
+    let Some(server) = fast() else { return };
+    let name = server.create_bucket();
+    let url = format!("s3://{name}");
+    let with = |option: &str, value: &str| {
+        let mut settings = server.settings();
+        settings.options.insert(option.into(), value.into());
+        settings.deadline_ms = 700;
+        settings
+    };
+    let address = server.endpoint().trim_start_matches("http://").to_owned();
+    refused(&url, &with("aws_endpoint", &address), ErrorKind::Invalid, "has no scheme").await;
+    let path = format!("{}/{name}", server.endpoint());
+    refused(&url, &with("aws_endpoint", &path), ErrorKind::NotFound, "the endpoint knows nothing of").await;
+    let tls = with("aws_endpoint", &format!("https://{address}"));
+    refused(&url, &tls, ErrorKind::Unavailable, "gave up after").await;
+    let error = Bucket::open(&url.parse().expect("a URL"), &tls).await.expect_err("no TLS there");
+    assert!(error.hint().is_some_and(|hint| hint.contains("http://")), "{error}: {:?}", error.hint());
+    refused(&url, &with("aws_region", "eu-west-1"), ErrorKind::Invalid, "is in another region").await;
+    refused("s3://Not_A_Name", &server.settings(), ErrorKind::Invalid, "cannot be the name").await;
+    let bucket = Bucket::open(&url.parse().expect("a URL"), &server.settings()).await.expect("a bucket");
+    bucket.put(&key("dir/object"), "x".into(), Condition::Always).await.expect("put");
+    let object = format!("{url}/dir/object");
+    refused(&object, &server.settings(), ErrorKind::NotDirectory, "is an object, not a prefix").await;
+    let empty = format!("{url}/nothing/here/yet").parse().expect("a URL");
+    Bucket::open(&empty, &server.settings()).await.expect("a prefix without objects is fine");
+    // It may get, and not list.
+    let account = server.account(&name, &["s3:GetObject"]);
+    let id = account.iter().find(|(name, _)| name == "AWS_ACCESS_KEY_ID").expect("a key").1.clone();
+    refused(&url, &with("aws_access_key_id", &id), ErrorKind::Denied, "is denied").await;
+}

@@ -70,6 +70,17 @@ fn no_retries() -> RetryConfig {
     RetryConfig { max_retries: 0, ..RetryConfig::default() }
 }
 
+/// An endpoint as clients need it: with a scheme. Without one, `host:port` would be taken for a scheme and a path.
+fn check_endpoint(endpoint: Option<&String>) -> Result<()> {
+    match endpoint {
+        Some(given) if !given.starts_with("http://") && !given.starts_with("https://") => {
+            Err(Error::invalid(format!("the endpoint `{given}` has no scheme"))
+                .with_hint(format!("write https://{given}, or http://{given} for a server without TLS")))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Whoever writes `http://` means it.
 fn is_plain(endpoint: Option<String>) -> bool {
     endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"))
@@ -98,6 +109,7 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     let endpoint = builder
         .get_config_value(&AmazonS3ConfigKey::S3Endpoint)
         .or_else(|| builder.get_config_value(&AmazonS3ConfigKey::Endpoint));
+    check_endpoint(endpoint.as_ref())?;
     if is_plain(endpoint) {
         builder = builder.with_allow_http(true);
     } else if builder.get_config_value(&AmazonS3ConfigKey::UnsignedPayload).as_deref() != Some("false") {
