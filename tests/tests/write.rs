@@ -217,6 +217,30 @@ assert stat.S_IMODE(os.stat('g').st_mode) == 0o640 and os.stat('g').st_mtime == 
     walk.mount.unmount();
 }
 
+/// The kernel refuses to truncate a program that runs, and nothing was lost then.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_program_that_runs_is_not_emptied() {
+    if !require_fuse("a_program_that_runs_is_not_emptied") {
+        return;
+    }
+    let mut walk = Walk::new().await;
+    walk.python(
+        "
+import errno, os, shutil, subprocess
+shutil.copyfile(shutil.which('sleep'), 'program'); os.chmod('program', 0o755)
+size = os.path.getsize('program')
+running = subprocess.Popen(['./program', '60'])
+for flags in (os.O_WRONLY, os.O_RDWR, os.O_RDONLY | os.O_TRUNC, os.O_WRONLY | os.O_TRUNC):
+    try: os.open('program', flags); assert False, flags
+    except OSError as e: assert e.errno == errno.ETXTBSY, e
+    assert os.path.getsize('program') == size and running.poll() is None, flags
+running.kill(); running.wait()
+assert open('program', 'rb').read() == open(shutil.which('sleep'), 'rb').read()
+",
+    );
+    walk.mount.unmount();
+}
+
 /// close() is answered before the kernel gives the file back, and a file in owned blobs is sealed after that. A change
 /// of size that came in between was laid over the closing file and forgotten with it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -49,6 +49,9 @@ pub struct File {
 impl File {
     pub(crate) fn new(inode: Arc<OpenInode>, volume: Arc<Volume>, access: Access) -> Self {
         let prefetch = Mutex::new(Prefetch::new(&inode.store().prefetch));
+        if access.write {
+            inode.enter_writer();
+        }
         Self { inode, volume, access, prefetch }
     }
 
@@ -116,7 +119,13 @@ impl File {
 
     /// The last reference to the handle is gone. Commits what a mapping wrote after the last flush.
     pub async fn release(&self) -> Result<()> {
-        let flushed = if self.access.write { self.inode.flush().await } else { Ok(()) };
+        let flushed = match self.access.write {
+            true => {
+                self.inode.leave_writer();
+                self.inode.flush().await
+            }
+            false => Ok(()),
+        };
         self.volume.release(&self.inode, self.access.write).await?;
         flushed
     }

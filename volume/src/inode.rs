@@ -4,6 +4,7 @@
 //! and fetch it without a lock. Methods that write are not cancel-safe: callers run them in tasks of their own.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Piece, Result};
@@ -25,6 +26,8 @@ pub(crate) struct OpenInode {
     store: Arc<Store>,
     content: RwLock<Content>,
     writer: AsyncMutex<Writer>,
+    /// Handles for writing whose release has not begun.
+    writers: AtomicUsize,
     /// The last failure that lost bytes, until fsync or close has told about it.
     failure: Mutex<Option<Error>>,
 }
@@ -58,6 +61,7 @@ impl OpenInode {
             store,
             content: RwLock::new(Content::committed(layout, generation)),
             writer: AsyncMutex::default(),
+            writers: AtomicUsize::default(),
             failure: Mutex::default(),
         }
     }
@@ -68,6 +72,21 @@ impl OpenInode {
 
     pub(crate) fn store(&self) -> &Arc<Store> {
         &self.store
+    }
+
+    /// Counts a handle for writing.
+    pub(crate) fn enter_writer(&self) {
+        self.writers.fetch_add(1, SeqCst);
+    }
+
+    /// Counts a handle for writing off; its last flush comes after this.
+    pub(crate) fn leave_writer(&self) {
+        self.writers.fetch_sub(1, SeqCst);
+    }
+
+    /// Whether a flush is certain to come.
+    pub(crate) fn has_writers(&self) -> bool {
+        self.writers.load(SeqCst) > 0
     }
 
     /// A look at the content under its lock; `look` must not wait.

@@ -189,12 +189,14 @@ impl Volume {
         Ok(self.overlay(attributes))
     }
 
-    /// truncate(2) by inode. Committed at once, under a handle of its own: one that the caller has closed may still be
-    /// on its way out here, and nothing would commit the change after it.
+    /// truncate(2) by inode. Where nobody has the file open for writing, committed at once, under a handle of its own:
+    /// one that the caller has closed may still be on its way out here, and nothing would commit the change after it.
+    /// O_TRUNC comes this way, too, and is committed with what is written next.
     async fn truncate(self: &Arc<Self>, ino: InodeId, size: u64) -> Result<()> {
         let inode = self.acquire(ino).await?;
         let truncated = inode.truncate(size).await;
-        let flushed = inode.flush().await;
+        // A writer that is seen here commits it: it is counted off before it flushes for the last time.
+        let flushed = if inode.has_writers() { Ok(()) } else { inode.flush().await };
         let released = self.release(&inode, true).await;
         truncated.and(flushed).and(released)
     }

@@ -89,13 +89,9 @@ fn capabilities(dataset: bool) -> InitFlags {
         | InitFlags::FUSE_AUTO_INVAL_DATA;
     match dataset {
         true => common | InitFlags::FUSE_NO_OPEN_SUPPORT | InitFlags::FUSE_NO_OPENDIR_SUPPORT,
-        // KILLPRIV_V2: without it every write is preceded by a question for `security.capability`.
-        false => {
-            common
-                | InitFlags::FUSE_READDIRPLUS_AUTO
-                | InitFlags::FUSE_ATOMIC_O_TRUNC
-                | InitFlags::FUSE_HANDLE_KILLPRIV_V2
-        }
+        // KILLPRIV_V2: without it every write is preceded by a question for `security.capability`. ATOMIC_O_TRUNC is
+        // left out: with it a program that runs is emptied before the kernel refuses the open with ETXTBSY.
+        false => common | InitFlags::FUSE_READDIRPLUS_AUTO | InitFlags::FUSE_HANDLE_KILLPRIV_V2,
     }
 }
 
@@ -244,10 +240,9 @@ impl Filesystem for Dispatch {
         });
     }
 
-    fn open(&self, request: &Request, ino: INodeNo, flags: Flags, reply: ReplyOpen) {
-        let privileged = privileged(request);
+    fn open(&self, _: &Request, ino: INodeNo, flags: Flags, reply: ReplyOpen) {
         self.run("open", ino, |fs| async move {
-            replies::opened(reply, fs.open(convert::inode(ino), OpenFlags(flags.0), privileged).await);
+            replies::opened(reply, fs.open(convert::inode(ino), OpenFlags(flags.0)).await);
         });
     }
 

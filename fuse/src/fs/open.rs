@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forebay_core::{Attributes, FileKind, InodeId};
-use forebay_metadata::tree::{Existing, SetAttributes};
+use forebay_metadata::tree::Existing;
 use forebay_volume::{Access, File};
 
 use super::{Caller, FileSystem};
@@ -44,24 +44,14 @@ pub struct Opened {
 
 impl FileSystem {
     /// Opens a file. ENOSYS on a dataset mount, which tells the kernel to do without OPEN from then on.
-    pub async fn open(&self, ino: InodeId, flags: OpenFlags, privileged: bool) -> FsResult<Opened> {
+    ///
+    /// O_TRUNC does not come with it: the kernel changes the size once it knows that nobody executes the file.
+    pub async fn open(&self, ino: InodeId, flags: OpenFlags) -> FsResult<Opened> {
         if self.policy.dataset {
             return Err(Errno(libc::ENOSYS));
         }
         let access = flags.access()?;
         let file = self.volume.open(ino, access).await?;
-        // O_RDONLY|O_TRUNC truncates on Linux; that the caller may write has been checked by the kernel.
-        let truncated = match access.truncate && !access.write {
-            true => self.volume.set_attributes(ino, SetAttributes::default(), Some(0)).await.map(drop),
-            false => Ok(()),
-        };
-        if let Err(failure) = truncated {
-            file.release().await?;
-            return Err(failure.into());
-        }
-        if access.truncate && !privileged {
-            self.clear_setid(ino).await?;
-        }
         self.register(file, access.write).await
     }
 

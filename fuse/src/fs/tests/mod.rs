@@ -108,7 +108,7 @@ async fn content(fs: &FileSystem, ino: InodeId) -> String {
 }
 
 async fn open(fs: &FileSystem, ino: InodeId, flags: i32) -> FsResult<Handle> {
-    Ok(fs.open(ino, OpenFlags(flags), true).await?.handle)
+    Ok(fs.open(ino, OpenFlags(flags)).await?.handle)
 }
 
 /// Checks that `result` failed with `number`.
