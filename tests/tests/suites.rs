@@ -1,0 +1,183 @@
+//! Suites and loads that others wrote, run on a mount: pjdfstest, fsx, fio, stress-ng, dbench.
+//!
+//! `make setup` installs them; where one is missing, its test says that it is skipped.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use forebay_tests::s3::Server;
+use forebay_tests::settings::{skip, tool};
+use forebay_tests::{Mount, Outcome, Scratch, Seeded, require_fuse, scale, shell};
+use rand::RngExt;
+
+/// A mounted bucket.
+struct Mounted {
+    scratch: Scratch,
+    mount: Mount,
+    _server: Option<Server>,
+}
+
+impl Mounted {
+    fn folder(options: &[&str]) -> Self {
+        let scratch = Scratch::new();
+        let url = format!("file://{}", scratch.folder("bucket").display());
+        Self::new(scratch, &url, options, None)
+    }
+
+    fn s3(options: &[&str]) -> Self {
+        let server = Server::for_volume();
+        let url = format!("s3://{}/a/prefix", server.create_bucket());
+        Self::new(Scratch::new(), &url, options, Some(server))
+    }
+
+    fn new(scratch: Scratch, url: &str, options: &[&str], server: Option<Server>) -> Self {
+        let variables = server.as_ref().map(Server::envs).unwrap_or_default();
+        let mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), options, &variables);
+        Self { scratch, mount, _server: server }
+    }
+
+    /// Runs `command` in a folder of the mount.
+    fn run(&self, command: &str) -> Outcome {
+        let folder = self.mount.path().join("work");
+        fs::create_dir_all(&folder).expect("the mount takes a directory");
+        shell(&folder, command)
+    }
+
+    /// Writes a file beside the mount and gives its path.
+    fn file(&self, name: &str, text: &str) -> String {
+        let path = self.scratch.join(name);
+        fs::write(&path, text).expect("the scratch folder is writable");
+        path.display().to_string()
+    }
+}
+
+/// Whether `test` has the programs and rights that it needs.
+fn ready(test: &str, program: &str, as_root: bool) -> Option<String> {
+    let root = shell(Path::new("/"), "id -u").stdout.trim() == "0";
+    if as_root && !root {
+        skip(test, "only root can act as other users");
+        return None;
+    }
+    let program = require_fuse(test).then(|| tool(program, test)).flatten()?;
+    Some(program.display().to_string())
+}
+
+/// Users that every Debian has, and no waiting between changes: times count nanoseconds.
+const PJDFSTEST: &str = r#"
+[features]
+posix_fallocate = {}
+rename_ctime = {}
+utime_now = {}
+utimensat = {}
+[settings]
+naptime = 0.001
+[dummy_auth]
+entries = [["nobody", "nogroup"], ["daemon", "daemon"]]
+"#;
+
+/// All that may be skipped: what needs mount(8) to make a mount read-only while it is used, which Forebay's is not
+/// asked to do, and a limit of links, which there is none of.
+const PJDFSTEST_SKIPS: [&str; 14] = [
+    "chmod::erofs_named",
+    "chown::erofs_named",
+    "chown::lchown::erofs_named",
+    "link::erofs_named",
+    "link::link_count_max",
+    "mkdir::erofs_new_file",
+    "mkfifo::erofs_new_file",
+    "open::erofs_named",
+    "open::erofs_new_file",
+    "rename::erofs_named",
+    "rmdir::erofs_named",
+    "symlink::erofs_new_file",
+    "truncate::erofs_named",
+    "unlink::erofs_named",
+];
+
+fn run_pjdfstest(program: &str, mounted: &mut Mounted) {
+    let config = mounted.file("pjdfstest.toml", PJDFSTEST);
+    let other = mounted.scratch.folder("another-file-system");
+    let outcome = mounted.run(&format!("NO_COLOR=1 {program} -c {config} -s {} -p .", other.display()));
+    let ended = |word: &str| {
+        let words = outcome.stdout.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let cases =
+            words.filter(|words| words.len() == 2 && words[1] == word).map(|words| words[0].to_owned());
+        cases.collect::<BTreeSet<_>>()
+    };
+    assert_eq!(outcome.code, Some(0), "{outcome}");
+    assert_eq!(ended("skipped"), BTreeSet::from(PJDFSTEST_SKIPS.map(str::to_owned)), "{outcome}");
+    assert_eq!((ended("FAILED").len(), ended("ok").len()), (0, 384), "{outcome}");
+    mounted.mount.unmount();
+}
+
+#[test]
+fn pjdfstest_finds_no_failure() {
+    if let Some(program) = ready("pjdfstest_finds_no_failure", "pjdfstest", true) {
+        run_pjdfstest(&program, &mut Mounted::folder(&["--allow-other"]));
+    }
+}
+
+#[test]
+fn pjdfstest_finds_no_failure_on_s3() {
+    if let Some(program) = ready("pjdfstest_finds_no_failure_on_s3", "pjdfstest", true) {
+        run_pjdfstest(&program, &mut Mounted::s3(&["--allow-other"]));
+    }
+}
+
+/// Every operation that fsx has; `flen` and `max` are the longest file and the largest operation.
+fn fsx_config(flen: u32, max: u32) -> String {
+    format!(
+        "flen = {flen}
+[opsize]
+max = {max}
+[weights]
+close_open = 1
+read = 10
+write = 10
+mapread = 10
+mapwrite = 10
+invalidate = 1
+truncate = 2
+fsync = 1
+fdatasync = 1
+posix_fallocate = 1
+punch_hole = 2
+sendfile = 2
+posix_fadvise = 1
+copy_file_range = 2
+"
+    )
+}
+
+fn run_fsx(program: &str, mounted: &mut Mounted, runs: usize) {
+    let mut rng = Seeded::new();
+    let small = mounted.file("small.toml", &fsx_config(256 << 10, 64 << 10));
+    // Larger than two blocks of the cache.
+    let large = mounted.file("large.toml", &fsx_config(9 << 20, 1 << 20));
+    for run in 0..runs {
+        for (config, operations) in [(&small, 600), (&large, 60)] {
+            let seed: u32 = rng.random();
+            let artifacts = mounted.scratch.folder("artifacts");
+            let command =
+                format!("{program} -f {config} -S {seed} -N {operations} -P {} file", artifacts.display());
+            let outcome = mounted.run(&command);
+            assert_eq!(outcome.code, Some(0), "run {run}, seed {seed}: {outcome}");
+        }
+    }
+    mounted.mount.unmount();
+}
+
+#[test]
+fn fsx_finds_no_wrong_byte() {
+    if let Some(program) = ready("fsx_finds_no_wrong_byte", "fsx", false) {
+        run_fsx(&program, &mut Mounted::folder(&[]), 3 * scale());
+    }
+}
+
+#[test]
+fn fsx_finds_no_wrong_byte_on_s3() {
+    if let Some(program) = ready("fsx_finds_no_wrong_byte_on_s3", "fsx", false) {
+        run_fsx(&program, &mut Mounted::s3(&[]), scale());
+    }
+}
