@@ -181,3 +181,89 @@ fn fsx_finds_no_wrong_byte_on_s3() {
         run_fsx(&program, &mut Mounted::s3(&[]), scale());
     }
 }
+
+/// Writes are read back and compared with what fio knows it wrote, front to back and at random.
+#[test]
+fn fio_verifies_what_it_wrote() {
+    let Some(program) = ready("fio_verifies_what_it_wrote", "fio", false) else { return };
+    let mut mounted = Mounted::folder(&[]);
+    let mut rng = Seeded::new();
+    for round in 0..scale() {
+        for (pattern, block, direct) in
+            [("write", "128k", 0), ("randwrite", "4k", 0), ("randrw", "16k", 0), ("randwrite", "64k", 1)]
+        {
+            let seed: u32 = rng.random();
+            let outcome = mounted.run(&format!(
+                "{program} --name=f{round}-{pattern}-{direct} --rw={pattern} --bs={block} --size=8m --direct={direct} \
+                 --randseed={seed} --numjobs=2 --ioengine=psync --fsync=200 --verify=crc32c --verify_fatal=1 \
+                 --verify_state_save=0 --output-format=terse"
+            ));
+            assert_eq!(outcome.code, Some(0), "{outcome}");
+        }
+    }
+    mounted.mount.unmount();
+}
+
+/// Calls of all kinds at once, whose results stress-ng checks. Left out of its class: what a mount over FUSE is not
+/// asked for (device files of the kernel, inode flags, notification) and what makes thousands of files first.
+const STRESSORS: [&str; 28] = [
+    "access",
+    "chmod",
+    "chown",
+    "dentry",
+    "dir",
+    "dup",
+    "fallocate",
+    "fcntl",
+    "flock",
+    "fpunch",
+    "fsize",
+    "fstat",
+    "getdent",
+    "handle",
+    "hdd",
+    "iomix",
+    "lease",
+    "locka",
+    "lockf",
+    "lockofd",
+    "mknod",
+    "open",
+    "rename",
+    "seek",
+    "sync-file",
+    "touch",
+    "utime",
+    "xattr",
+];
+
+#[test]
+fn stress_ng_finds_no_wrong_result() {
+    let Some(program) = ready("stress_ng_finds_no_wrong_result", "stress-ng", false) else { return };
+    let mut mounted = Mounted::folder(&[]);
+    let stressors: Vec<_> = STRESSORS.iter().map(|name| format!("--{name} 1")).collect();
+    let bytes = ["hdd", "fallocate", "iomix", "sync-file"].map(|name| format!("--{name}-bytes 4m"));
+    for _ in 0..scale() {
+        let outcome = mounted.run(&format!(
+            "{program} {} {} --seek-size 4m --temp-path . --verify --timeout 3",
+            stressors.join(" "),
+            bytes.join(" ")
+        ));
+        assert_eq!(outcome.code, Some(0), "{outcome}");
+        assert!(outcome.stderr.contains("successful run completed"), "{outcome}");
+    }
+    mounted.mount.unmount();
+}
+
+/// The calls of a file server's clients.
+#[test]
+fn dbench_runs() {
+    let Some(program) = ready("dbench_runs", "dbench", false) else { return };
+    let mut mounted = Mounted::folder(&[]);
+    for _ in 0..scale() {
+        let outcome = mounted.run(&format!("{program} -D . -t 2 4"));
+        assert_eq!(outcome.code, Some(0), "{outcome}");
+        assert!(outcome.stdout.contains("Throughput") && !outcome.stdout.contains("failed"), "{outcome}");
+    }
+    mounted.mount.unmount();
+}
