@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import bisect
 import collections
+import ctypes
 import pickle
 import struct
 from functools import partial
@@ -64,7 +65,7 @@ class Tensors:
         elif isinstance(node, dict):
             tag = node.get("t")
             if "n" in node:
-                self._allocate("tensor" if tag == "tensor" else "array", node["n"])
+                self._allocate(tag if tag in ("tensor", "array") else "bytes", node["n"])
             self.want(node.get("v") if tag != "bytes" else None)
 
     def read(self) -> None:
@@ -82,7 +83,7 @@ class Tensors:
                     torch.autograd.graph.increment_version(value)
 
     def get(self, kind: str, name: str) -> Any:
-        """A tensor or array that was read."""
+        """A tensor, array or byte string that was read."""
         return self._loaded[kind, name]
 
     def _allocate(self, kind: str, name: str) -> None:
@@ -93,6 +94,10 @@ class Tensors:
             import torch
 
             self._loaded[kind, name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        elif kind == "bytes":
+            if dtype != "uint8" or len(shape) != 1:
+                raise CheckpointCorrupt(f"step {self._step.step}: tensor `{name}` does not hold a byte string")
+            self._loaded[kind, name] = bytearray(shape[0])
         else:
             import numpy
 
@@ -100,9 +105,11 @@ class Tensors:
 
 
 def _span(kind: str, value: Any) -> tuple[int, int]:
-    """Where the bytes of a dense tensor or array are: address and length."""
+    """Where the bytes of a dense tensor, array or byte string are: address and length."""
     if kind == "tensor":
         return value.data_ptr(), value.numel() * value.element_size()
+    if kind == "bytes":
+        return ctypes.addressof((ctypes.c_char * len(value)).from_buffer(value)), len(value)
     return value.ctypes.data, value.nbytes
 
 
@@ -149,7 +156,7 @@ class Builder:
 
     def _bytes(self, node: Node) -> bytes:
         if "n" in node:
-            return bytes(self.tensors.get("array", node["n"]).tobytes())
+            return bytes(self.tensors.get("bytes", node["n"]))
         return base64.b64decode(node["v"])
 
     def _unpickle(self, node: Node) -> Any:
