@@ -46,6 +46,39 @@ impl FdStream {
         self.stream.shutdown(std::net::Shutdown::Both).ok();
     }
 
+    /// Waits until one of `streams` at least can be received from, and tells which; none when `timeout` passed first.
+    pub fn readable_among(streams: &[&Self], timeout: Duration) -> Result<Vec<usize>> {
+        let entry = |stream: &&Self| libc::pollfd {
+            fd: stream.stream.as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        let mut polls: Vec<libc::pollfd> = streams.iter().map(entry).collect();
+        let timeout_ms = timeout.as_millis().min(i32::MAX as u128) as libc::c_int;
+        // SAFETY: as many live entries as the count says.
+        let count = unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, timeout_ms) };
+        if count < 0 {
+            // A signal ends the wait early, so that the caller can look at it.
+            retry_if_interrupted()?;
+            return Ok(Vec::new());
+        }
+        Ok(polls.iter().enumerate().filter(|(_, poll)| poll.revents != 0).map(|(index, _)| index).collect())
+    }
+
+    /// The user at the other end of a unix socket, as the kernel knows it.
+    pub fn peer_user(&self) -> Result<u32> {
+        // SAFETY: all zeros is a valid `ucred`.
+        let mut credentials: libc::ucred = unsafe { std::mem::zeroed() };
+        let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+        let into = (&raw mut credentials).cast();
+        let (fd, level) = (self.stream.as_raw_fd(), libc::SOL_SOCKET);
+        // SAFETY: `into` points at a live `ucred`, and `length` says how long it is.
+        match unsafe { libc::getsockopt(fd, level, libc::SO_PEERCRED, into, &mut length) } {
+            0 => Ok(credentials.uid),
+            _ => Err(std::io::Error::last_os_error().into()),
+        }
+    }
+
     /// Sends one frame, with a descriptor if one is given.
     ///
     /// # Errors

@@ -1,5 +1,7 @@
 //! Ways from one process to another.
 
 mod fd_stream;
+mod meeting;
 
 pub use fd_stream::FdStream;
+pub use meeting::{Meeting, meet};

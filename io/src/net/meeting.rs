@@ -1,0 +1,117 @@
+//! Meeting places: names under which processes of one user on one host find each other.
+//!
+//! A name is an abstract unix socket: it is gone with the process that holds it, and leaves no file behind. Whoever
+//! connects from another user is turned away.
+
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::time::Duration;
+
+use forebay_core::{Error, ErrorKind, Result};
+
+use super::FdStream;
+use crate::clock::Clock;
+
+/// The pause between two looks at a name that nobody holds yet, or between two looks for a visitor.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// A name that this process holds, for others to connect to.
+#[derive(Debug)]
+pub struct Meeting {
+    name: String,
+    listener: UnixListener,
+}
+
+impl Meeting {
+    /// Takes `name`.
+    ///
+    /// # Errors
+    /// `Exists` when another process of this host holds it.
+    pub fn hold(name: &str) -> Result<Self> {
+        let listener = UnixListener::bind_addr(&address(name)?).map_err(|error| match error.kind() {
+            std::io::ErrorKind::AddrInUse => {
+                Error::new(ErrorKind::Exists, format!("the meeting place `{name}` is taken"))
+            }
+            _ => Error::from(error).context(format!("hold the meeting place `{name}`")),
+        })?;
+        listener.set_nonblocking(true)?;
+        Ok(Self { name: name.to_owned(), listener })
+    }
+
+    /// The next visitor of this user; `None` when `patience` passed first.
+    pub fn welcome(&self, patience: Duration) -> Result<Option<FdStream>> {
+        let clock = Clock::system();
+        let deadline = clock.now() + patience;
+        loop {
+            match self.listener.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(false)?;
+                    let visitor = FdStream::new(stream);
+                    if visitor.peer_user()? == rustix::process::geteuid().as_raw() {
+                        return Ok(Some(visitor));
+                    }
+                    tracing::warn!(name = %self.name, "another user's process was turned away");
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                    if clock.now() >= deadline {
+                        return Ok(None);
+                    }
+                    FdStream::readable_among(&[], PAUSE)?;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+/// Connects to whoever holds `name`, or will within `patience`; `None` when nobody did.
+///
+/// # Errors
+/// `Denied` when another user's process holds it.
+pub fn meet(name: &str, patience: Duration) -> Result<Option<FdStream>> {
+    let (address, clock) = (address(name)?, Clock::system());
+    let deadline = clock.now() + patience;
+    loop {
+        match UnixStream::connect_addr(&address) {
+            Ok(stream) => {
+                let host = FdStream::new(stream);
+                if host.peer_user()? != rustix::process::geteuid().as_raw() {
+                    let message = format!("the meeting place `{name}` is held by another user");
+                    return Err(Error::new(ErrorKind::Denied, message));
+                }
+                return Ok(Some(host));
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {}
+            Err(error) => return Err(error.into()),
+        }
+        if clock.now() >= deadline {
+            return Ok(None);
+        }
+        FdStream::readable_among(&[], PAUSE)?;
+    }
+}
+
+fn address(name: &str) -> Result<SocketAddr> {
+    SocketAddr::from_abstract_name(name).map_err(|error| Error::invalid(format!("`{name}`: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_has_one_holder_and_is_free_after_it() {
+        let name = format!("forebay-test-meeting-{}", std::process::id());
+        let meeting = Meeting::hold(&name).expect("hold");
+        assert_eq!(Meeting::hold(&name).expect_err("taken").kind(), ErrorKind::Exists);
+        assert!(meeting.welcome(Duration::ZERO).expect("look").is_none());
+        let mut visitor = meet(&name, Duration::ZERO).expect("meet").expect("it is held");
+        let mut host = meeting.welcome(Duration::from_secs(60)).expect("look").expect("a visitor");
+        visitor.send(b"hello", None).expect("send");
+        assert_eq!(FdStream::readable_among(&[&host], Duration::from_secs(60)).expect("poll"), [0]);
+        assert_eq!(host.receive().expect("receive").expect("frame").0, b"hello");
+        drop(meeting);
+        assert!(meet(&name, Duration::ZERO).expect("meet").is_none());
+        Meeting::hold(&name).expect("free again");
+    }
+}
