@@ -7,6 +7,8 @@ pub mod dtype;
 pub mod shard;
 pub mod manifest;
 pub mod region;
+pub mod plan;
+pub mod group;
 pub mod catalog;
 pub mod arena;
 pub mod agent;

@@ -14,7 +14,7 @@ use forebay_io::mem::SharedMemory;
 use forebay_io::net::FdStream;
 use parking_lot::Mutex;
 
-use crate::agent::{Hello, Reply, Request, Seal};
+use crate::agent::{Hello, Member, Reply, Request, Seal};
 use crate::arena::{Arena, SLOTS, Slot, Snapshot};
 use crate::manifest::Extra;
 use crate::shard::{ShardLayout, TensorSpec};
@@ -144,14 +144,33 @@ impl Session {
         Ok(())
     }
 
-    /// A snapshot to be filled; `None` when no slot is free, even after the agent was heard or `patience` passed.
+    /// Makes this the session of one rank of a job, before an agent is greeted.
+    pub fn join(&mut self, member: Member) {
+        self.hello.start = member.run.start.clone();
+        self.hello.member = Some(member);
+    }
+
+    /// Whether a snapshot can be begun, even after the agent was heard or `patience` passed.
+    pub fn has_room(&mut self, patience: Duration) -> Result<bool> {
+        self.take_replies(Duration::ZERO)?;
+        let has_room = |arena: &mut Option<Arena>| {
+            arena.as_mut().is_none_or(|arena| arena.free_slots().next().is_some())
+        };
+        if !has_room(&mut self.arena) {
+            self.take_replies(patience)?;
+        }
+        Ok(has_room(&mut self.arena))
+    }
+
+    /// A snapshot to be filled, `owner`'s alone (see [`ShardLayout::of`]); `None` when no slot is free, even after the agent was heard or `patience` passed.
     pub fn begin(
         &mut self,
         tensors: Vec<TensorSpec>,
+        owner: &str,
         threads: usize,
         patience: Duration,
     ) -> Result<Option<Snapshot>> {
-        let layout = ShardLayout::of(&tensors)?;
+        let layout = ShardLayout::of(&tensors, owner)?;
         self.make_room(layout.size)?;
         self.take_replies(Duration::ZERO)?;
         let mut slot = self.arena.as_mut().and_then(Arena::take);
@@ -199,6 +218,12 @@ impl Session {
         if let Some(arena) = &mut self.arena {
             arena.give_back(snapshot.into_slot());
         }
+    }
+
+    /// Tells the other ranks of the job that this one will not save `step`. An agent that is gone cannot: then they find
+    /// out by themselves, later.
+    pub fn give_up(&mut self, step: u64, reason: String) {
+        self.send(&Request::GiveUp { step, reason }, None).ok();
     }
 
     /// Takes what the agent said, waiting for a first word up to `patience`.

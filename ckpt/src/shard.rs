@@ -16,6 +16,7 @@ use forebay_core::{Error, ErrorKind, Result};
 use serde::Serialize;
 
 use crate::dtype::Dtype;
+use crate::region::Region;
 
 /// Where data starts is a multiple of this: a page, so that direct I/O and mappings need no copy.
 const HEADER_ALIGNMENT: usize = 4096;
@@ -30,8 +31,26 @@ pub struct TensorSpec {
     pub name: String,
     /// Its element type.
     pub dtype: Dtype,
-    /// Its dimensions.
+    /// Its dimensions over all ranks.
     pub shape: Vec<u64>,
+    /// The part of it that is laid out.
+    pub region: Region,
+}
+
+impl TensorSpec {
+    /// A tensor that is laid out whole.
+    pub fn whole(name: impl Into<String>, dtype: Dtype, shape: Vec<u64>) -> Self {
+        Self { name: name.into(), dtype, region: Region::whole(&shape), shape }
+    }
+
+    /// Its name in the file: a part's says where it begins.
+    fn entry(&self) -> String {
+        if self.region.is_whole(&self.shape) {
+            return self.name.clone();
+        }
+        let offsets: Vec<_> = self.region.offsets.iter().map(u64::to_string).collect();
+        format!("{}#{}", self.name, offsets.join(","))
+    }
 }
 
 /// Where everything lies in a shard file.
@@ -53,34 +72,40 @@ struct HeaderEntry<'a> {
 }
 
 impl ShardLayout {
-    /// Lays `tensors` out.
+    /// Lays `tensors` out. `owner`, where it is not empty, makes the file differ from every other owner's.
     ///
     /// # Errors
     /// `TooLarge` when their sizes do not fit 64 bits or the header passes what safetensors reads.
-    pub fn of(tensors: &[TensorSpec]) -> Result<Self> {
+    pub fn of(tensors: &[TensorSpec], owner: &str) -> Result<Self> {
         let too_large = |what: &str| Error::new(ErrorKind::TooLarge, format!("{what} is too large"));
         let mut order: Vec<usize> = (0..tensors.len()).collect();
         order.sort_by(|a, b| {
             let (a, b) = (&tensors[*a], &tensors[*b]);
-            b.dtype.size.cmp(&a.dtype.size).then_with(|| a.name.cmp(&b.name))
+            let places = || (&a.name, &a.region.offsets).cmp(&(&b.name, &b.region.offsets));
+            b.dtype.size.cmp(&a.dtype.size).then_with(places)
         });
         let mut ranges = vec![0..0; tensors.len()];
         let mut end = 0u64;
-        let mut json = String::from(r#"{"__metadata__":{"format":"pt"}"#);
+        let text = |error: serde_json::Error| Error::bug(format!("encode a shard header: {error}"));
+        let mut json = String::from(r#"{"__metadata__":{"format":"pt""#);
+        if !owner.is_empty() {
+            json += r#","owner":"#;
+            json += &serde_json::to_string(owner).map_err(text)?;
+        }
+        json.push('}');
         for index in order {
             let tensor = &tensors[index];
-            let length = tensor.dtype.bytes_of(&tensor.shape).ok_or_else(|| too_large(&tensor.name))?;
+            let length = tensor.dtype.bytes_of(&tensor.region.lengths).ok_or_else(|| too_large(&tensor.name))?;
             let start = end;
             end = start.checked_add(length).ok_or_else(|| too_large("the state"))?;
             let bytes_shape = [length];
             let (dtype, shape) = match tensor.dtype.safetensors {
-                Some(dtype) => (dtype, tensor.shape.as_slice()),
+                Some(dtype) => (dtype, tensor.region.lengths.as_slice()),
                 None => ("U8", bytes_shape.as_slice()),
             };
             let entry = HeaderEntry { dtype, shape, data_offsets: [start, end] };
-            let text = |error: serde_json::Error| Error::bug(format!("encode a shard header: {error}"));
             json.push(',');
-            json += &serde_json::to_string(&tensor.name).map_err(text)?;
+            json += &serde_json::to_string(&tensor.entry()).map_err(text)?;
             json.push(':');
             json += &serde_json::to_string(&entry).map_err(text)?;
             ranges[index] = start..end;
@@ -110,9 +135,10 @@ fn frame(json: String) -> Option<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::manifest::SliceKind;
 
     fn spec(name: &str, dtype: &str, shape: &[u64]) -> TensorSpec {
-        TensorSpec { name: name.into(), dtype: Dtype::named(dtype).expect(dtype), shape: shape.into() }
+        TensorSpec::whole(name, Dtype::named(dtype).expect(dtype), shape.into())
     }
 
     #[test]
@@ -122,7 +148,7 @@ mod tests {
             spec("a \"quoted\"", "float32", &[2, 2]),
             spec("c", "complex128", &[]),
         ];
-        let layout = ShardLayout::of(&tensors).expect("layout");
+        let layout = ShardLayout::of(&tensors, "").expect("layout");
         let json = concat!(
             r#"{"__metadata__":{"format":"pt"},"c":{"dtype":"U8","shape":[16],"data_offsets":[0,16]},"#,
             r#""a \"quoted\"":{"dtype":"F32","shape":[2,2],"data_offsets":[16,32]},"#,
@@ -136,9 +162,25 @@ mod tests {
     }
 
     #[test]
+    fn parts_are_named_by_where_they_begin_and_owners_differ() {
+        let mut part = spec("w", "float32", &[4, 6]);
+        part.region = Region { kind: SliceKind::Box, offsets: vec![2, 3], lengths: vec![2, 3] };
+        let mut range = spec("v", "int8", &[100]);
+        range.region = Region::flat(40..50);
+        let layout = ShardLayout::of(&[range, part], "rank 1").expect("layout");
+        let json = concat!(
+            r#"{"__metadata__":{"format":"pt","owner":"rank 1"},"#,
+            r#""w#2,3":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},"#,
+            r##""v#40":{"dtype":"I8","shape":[10],"data_offsets":[24,34]}}"##
+        );
+        assert_eq!(std::str::from_utf8(&layout.header[8..8 + json.len()]).expect("text"), json);
+        assert_eq!(layout.ranges, [4120..4130, 4096..4120]);
+    }
+
+    #[test]
     fn nothing_and_too_much() {
-        assert_eq!(ShardLayout::of(&[]).expect("empty").size, 4096);
+        assert_eq!(ShardLayout::of(&[], "").expect("empty").size, 4096);
         let huge = [spec("x", "float32", &[u64::MAX / 8]), spec("y", "float32", &[u64::MAX / 8])];
-        assert_eq!(ShardLayout::of(&huge).expect_err("overflow").kind(), ErrorKind::TooLarge);
+        assert_eq!(ShardLayout::of(&huge, "").expect_err("overflow").kind(), ErrorKind::TooLarge);
     }
 }

@@ -1,34 +1,105 @@
 //! From a slot to a committed step: check, name, upload, commit.
 
+use std::collections::BTreeSet;
+use std::time::Duration;
+
 use bytes::Bytes;
-use forebay_core::{Error, Result};
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition};
 
-use super::Seal;
 use super::inspect::inspect;
-use crate::catalog::{Run, commit};
+use super::{Member, Seal};
+use crate::catalog::{Run, commit, failure_of, forget_ranks, list_ranks, merge_ranks, of_save, put_rank};
 use crate::manifest::{Checksum, Identity, Manifest, Shard};
 
-/// Brings the shard in `slot` to the bucket and commits the step.
+/// The first pause between two looks for the other ranks, and the longest.
+const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
+/// How long the other ranks are waited for.
+const RANKS_PATIENCE: Duration = Duration::from_secs(600);
+
+/// Brings the shard in `slot` to the bucket and commits the step, or waits until the job's other ranks allow that; gives
+/// an error where they never will.
 ///
 /// # Errors
-/// `Corrupt` when the slot no longer holds what was sealed: then nothing was uploaded.
-pub(super) async fn flush(bucket: &Bucket, run: &Run, seal: &Seal, slot: &Bytes) -> Result<()> {
+/// `Unavailable` when it is to be tried again; `Corrupt` when the slot no longer holds what was sealed: then nothing was uploaded.
+pub(super) async fn flush(
+    clock: &Clock,
+    bucket: &Bucket,
+    run: &Run,
+    member: Option<&Member>,
+    (seal, slot): (&Seal, &Bytes),
+) -> Result<Result<()>> {
     let shard = slot.slice(..seal.size as usize);
     let (checked, copy) = (shard.clone(), seal.clone());
     let inspected = forebay_io::task::blocking(move || inspect(&copy, &checked)).await;
     let (identity, crc32c) = inspected.map_err(|error| error.context("hash a shard"))??;
-    let manifest = manifest_of(run, seal, identity, crc32c);
-    manifest.check()?;
+    let manifest = manifest_of(run, member, seal, identity, crc32c);
+    manifest.check_part()?;
     upload(bucket, &manifest.shards[0], shard).await?;
-    commit(bucket, run, &manifest).await.map(drop)
+    match member {
+        None => commit(bucket, run, &manifest).await.map(|_| Ok(())),
+        Some(member) => {
+            put_rank(bucket, run, member.rank, &manifest).await?;
+            commit_together(clock, bucket, member, seal.step).await
+        }
+    }
 }
 
-fn manifest_of(run: &Run, seal: &Seal, blake3: Identity, crc32c: u32) -> Manifest {
+/// Waits until every rank stored its part, and commits the step unless another rank's agent was first.
+async fn commit_together(clock: &Clock, bucket: &Bucket, member: &Member, step: u64) -> Result<Result<()>> {
+    let Member { run, world_size, .. } = member;
+    let save = member.save(step);
+    let deadline = clock.now() + RANKS_PATIENCE;
+    let mut pause = PAUSES[0];
+    loop {
+        if bucket.head(&save.object()).await?.is_some() {
+            return Ok(Ok(()));
+        }
+        let keys = list_ranks(bucket).await?;
+        let refused = |why: String| {
+            Ok(Err(Error::new(ErrorKind::Unavailable, format!("step {step} was not saved: {why}"))))
+        };
+        if let Some(failed) = of_save(&keys, &save).find(|key| key.failed) {
+            let rank = failed.rank;
+            return refused(format!("rank {rank}: {}", failure_of(bucket, failed).await?));
+        }
+        let there: BTreeSet<u32> = of_save(&keys, &save).map(|key| key.rank).collect();
+        if there.len() == *world_size as usize {
+            match merge_ranks(bucket, &save, *world_size).await {
+                Ok(manifest) => {
+                    commit(bucket, run, &manifest).await?;
+                    return forget_ranks(bucket, &save).await.map(Ok);
+                }
+                // Another agent just committed the step and took the indexes away.
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                Err(error) if error.kind() == ErrorKind::Invalid => return Ok(Err(error)),
+                Err(error) => return Err(error),
+            }
+        }
+        if clock.now() > deadline {
+            let late: Vec<u32> = (0..*world_size).filter(|rank| !there.contains(rank)).collect();
+            return refused(format!("ranks {late:?} did not store their parts in time"));
+        }
+        clock.sleep(pause).await;
+        pause = (pause * 3 / 2).min(PAUSES[1]);
+    }
+}
+
+fn manifest_of(
+    run: &Run,
+    member: Option<&Member>,
+    seal: &Seal,
+    blake3: Identity,
+    crc32c: u32,
+) -> Manifest {
+    let (rank, world_size) = member.map_or((0, 1), |member| (member.rank, member.world_size));
     let key = Shard::key_of(&blake3).as_str().to_owned();
     let (size, header, step) = (seal.size, seal.header, seal.step);
-    let shard = Shard { key, size, header, blake3, crc32c: Checksum(crc32c), rank: 0, step };
-    let unique = format!("{}/{}/{step}", run.start.nonce, seal.save);
+    let shard = Shard { key, size, header, blake3, crc32c: Checksum(crc32c), rank, step };
+    // The ranks of a job must find the same; each of them saves a step once.
+    let save = if member.is_some() { 0 } else { seal.save };
+    let unique = format!("{}/{save}/{step}", run.start.nonce);
     let commit = blake3::hash(unique.as_bytes()).to_hex()[..32].to_owned();
     Manifest {
         commit,
@@ -36,7 +107,7 @@ fn manifest_of(run: &Run, seal: &Seal, blake3: Identity, crc32c: u32) -> Manifes
         incarnation: run.incarnation,
         step,
         created_ms: seal.created_ms,
-        world_size: 1,
+        world_size,
         parents: Vec::new(),
         shards: vec![shard],
         tensors: seal.tensors.clone(),

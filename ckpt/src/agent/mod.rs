@@ -5,5 +5,5 @@ mod inspect;
 mod flush;
 mod serve;
 
-pub use protocol::{Hello, Reply, Request, Seal};
+pub use protocol::{Hello, Member, Reply, Request, Seal};
 pub use serve::serve;

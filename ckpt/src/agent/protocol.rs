@@ -6,7 +6,7 @@
 use forebay_core::{Error, ErrorKind};
 use serde::{Deserialize, Serialize};
 
-use crate::catalog::Start;
+use crate::catalog::{Run, Start, StepKey};
 use crate::manifest::{Extra, Tensor};
 
 /// What the agent is told first.
@@ -18,6 +18,26 @@ pub struct Hello {
     pub start: Start,
     /// Steps to keep; `None` keeps all that were not saved again by a later incarnation.
     pub keep: Option<usize>,
+    /// The job that this trainer is one rank of; none where it saves alone.
+    pub member: Option<Member>,
+}
+
+/// One rank of a job that saves together.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Member {
+    /// The job's start, which rank 0 took for all.
+    pub run: Run,
+    /// This rank, from 0.
+    pub rank: u32,
+    /// Ranks in all.
+    pub world_size: u32,
+}
+
+impl Member {
+    /// What the job's save of a step is called.
+    pub fn save(&self, step: u64) -> StepKey {
+        StepKey { incarnation: self.run.incarnation, step, attempt: self.run.attempt().to_owned() }
+    }
 }
 
 /// A snapshot that is whole in its slot.
@@ -57,6 +77,13 @@ pub enum Request {
     },
     /// Bring this to the bucket.
     Seal(Box<Seal>),
+    /// This rank will not save a step that others save: they are to be told.
+    GiveUp {
+        /// The step.
+        step: u64,
+        /// Why.
+        reason: String,
+    },
 }
 
 /// From the agent.

@@ -22,7 +22,7 @@ use tokio::sync::mpsc;
 use super::flush::flush;
 use super::{Hello, Reply, Request, Seal};
 use crate::arena::SLOTS;
-use crate::catalog::{Run, begin_run, retain, superseded_by};
+use crate::catalog::{Run, begin_run, put_failed, retain, superseded_by};
 
 /// Saves under way at most: two slots of the present arena, two of the one before.
 const MAX_SAVES: usize = 2 * SLOTS;
@@ -35,6 +35,12 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(20);
 struct Save {
     seal: Box<Seal>,
     slot: Bytes,
+}
+
+/// What the flusher is to do, in order.
+enum Work {
+    Save(Save),
+    GiveUp { step: u64, reason: String },
 }
 
 /// The way back to the trainer, shared by the reader and the flusher.
@@ -86,10 +92,18 @@ fn parse(frame: &[u8]) -> Result<Request> {
 }
 
 /// Takes requests until the trainer is gone.
-fn read_requests(stream: &mut FdStream, trainer: &Trainer, saves: &mpsc::Sender<Save>) -> Result<()> {
+fn read_requests(stream: &mut FdStream, trainer: &Trainer, saves: &mpsc::Sender<Work>) -> Result<()> {
     // The present arena and the one before it, by number: older ones have no save under way.
     let mut arenas: HashMap<u64, Vec<Bytes>> = HashMap::new();
-    while let Some((frame, fd)) = stream.receive()? {
+    let pass_on = |work| saves.blocking_send(work).map_err(|_| Error::bug("the flusher is gone"));
+    loop {
+        let (frame, fd) = match stream.receive() {
+            Ok(Some(request)) => request,
+            Ok(None) => return Ok(()),
+            // It ended without having heard everything that it was told.
+            Err(error) if error.kind() == ErrorKind::Unavailable => return Ok(()),
+            Err(error) => return Err(error),
+        };
         match parse(&frame)? {
             Request::Hello(_) => return Err(Error::invalid("an agent is greeted once")),
             Request::Arena { arena, slot_bytes } => {
@@ -107,31 +121,56 @@ fn read_requests(stream: &mut FdStream, trainer: &Trainer, saves: &mpsc::Sender<
                 let slot =
                     slot.ok_or_else(|| Error::invalid("a seal of a slot that does not exist"))?.clone();
                 let save = seal.save;
-                saves.blocking_send(Save { seal, slot }).map_err(|_| Error::bug("the flusher is gone"))?;
+                pass_on(Work::Save(Save { seal, slot }))?;
                 trainer.tell(&Reply::Sealed { save });
             }
+            Request::GiveUp { step, reason } => pass_on(Work::GiveUp { step, reason })?,
         }
     }
-    Ok(())
 }
 
 /// Settles every save that arrives, in order.
-async fn flush_all(hello: Hello, trainer: Trainer, mut queue: mpsc::Receiver<Save>) {
+async fn flush_all(hello: Hello, trainer: Trainer, mut queue: mpsc::Receiver<Work>) {
     // The incarnation is taken at once, so that starts are ordered as they happened; what fails here fails again,
     // and is told, at the first save.
     let mut target = open(&hello, &trainer).await.ok();
     let clock = Clock::system();
-    while let Some(sealed) = queue.recv().await {
-        let settled = flush_until_settled(&clock, &hello, &trainer, &mut target, &sealed).await;
-        let save = sealed.seal.save;
-        drop(sealed);
-        trainer.tell(&match settled {
-            Ok(()) => Reply::Durable { save },
-            Err(error) => Reply::Failed { save, error: (&error).into() },
-        });
-        if let Some((bucket, run)) = &target {
+    while let Some(work) = queue.recv().await {
+        match work {
+            Work::GiveUp { step, reason } => give_up(&hello, &mut target, &trainer, step, &reason).await,
+            Work::Save(sealed) => {
+                let settled = flush_until_settled(&clock, &hello, &trainer, &mut target, &sealed).await;
+                let (save, step) = (sealed.seal.save, sealed.seal.step);
+                drop(sealed);
+                if let Err(error) = &settled {
+                    give_up(&hello, &mut target, &trainer, step, &error.to_string()).await;
+                }
+                trainer.tell(&match settled {
+                    Ok(()) => Reply::Durable { save },
+                    Err(error) => Reply::Failed { save, error: (&error).into() },
+                });
+            }
+        }
+        // Of a job's agents one is enough.
+        let is_first = hello.member.as_ref().is_none_or(|member| member.rank == 0);
+        if let Some((bucket, run)) = target.as_ref().filter(|_| is_first) {
             clean_up(bucket, run, hello.keep, &trainer).await;
         }
+    }
+}
+
+/// Tells the job's other ranks that this one's part of a step will never be there. Where that fails, they find out by
+/// themselves, later.
+async fn give_up(
+    hello: &Hello,
+    target: &mut Option<(Bucket, Run)>,
+    trainer: &Trainer,
+    step: u64,
+    reason: &str,
+) {
+    let (Some(member), Some((bucket, _))) = (&hello.member, target) else { return };
+    if let Err(error) = put_failed(bucket, member.save(step), member.rank, reason).await {
+        trainer.tell(&Reply::Warning { message: format!("the other ranks were not told: {error}") });
     }
 }
 
@@ -146,9 +185,10 @@ async fn flush_until_settled(
     let deadline = clock.now() + GIVE_UP_AFTER;
     let mut pause = Duration::from_millis(500);
     loop {
-        let error = match try_flush(hello, trainer, target, save).await {
+        let error = match try_flush(clock, hello, trainer, target, save).await {
             Err(error) if error.kind() == ErrorKind::Unavailable => error,
-            settled => return settled,
+            Err(error) => return Err(error),
+            Ok(settled) => return settled,
         };
         if clock.now() + pause > deadline {
             return Err(error);
@@ -160,11 +200,12 @@ async fn flush_until_settled(
 }
 
 async fn try_flush(
+    clock: &Clock,
     hello: &Hello,
     trainer: &Trainer,
     target: &mut Option<(Bucket, Run)>,
     save: &Save,
-) -> Result<()> {
+) -> Result<Result<()>> {
     let (bucket, run) = match target {
         Some(target) => target,
         None => target.insert(open(hello, trainer).await?),
@@ -172,14 +213,17 @@ async fn try_flush(
     if !trainer.is_gone() {
         refuse_if_superseded(bucket, run).await?;
     }
-    flush(bucket, run, &save.seal, &save.slot).await
+    flush(clock, bucket, run, hello.member.as_ref(), (&save.seal, &save.slot)).await
 }
 
 /// Opens the bucket and takes an incarnation.
 async fn open(hello: &Hello, trainer: &Trainer) -> Result<(Bucket, Run)> {
     let url: BucketUrl = hello.url.parse()?;
     let bucket = Bucket::open(&url, &StoreSettings::default()).await?;
-    let run = begin_run(&bucket, hello.start.clone()).await?;
+    let run = match &hello.member {
+        Some(member) => member.run.clone(),
+        None => begin_run(&bucket, hello.start.clone()).await?,
+    };
     if !run.conditional {
         let message = format!("{url} ignores conditional puts: make sure that only one job saves there");
         trainer.tell(&Reply::Warning { message });

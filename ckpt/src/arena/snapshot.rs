@@ -3,7 +3,8 @@
 use forebay_core::{Error, Result};
 
 use super::{Job, Slot, copy};
-use crate::manifest::{Checksum, Slice, SliceKind, Tensor};
+use crate::manifest::{Checksum, Slice, Tensor};
+use crate::region::Region;
 use crate::shard::{ShardLayout, TensorSpec};
 
 /// A slot with a shard's header and place for its tensors.
@@ -12,15 +13,31 @@ pub struct Snapshot {
     slot: Slot,
     tensors: Vec<TensorSpec>,
     layout: ShardLayout,
-    checksums: Vec<Option<u32>>,
+    /// Of each tensor the pieces that get a checksum each, in the order of their bytes.
+    pieces: Vec<Vec<Piece>>,
+}
+
+/// A part of a tensor with a checksum of its own.
+#[derive(Debug)]
+struct Piece {
+    region: Region,
+    bytes: u64,
+    crc32c: Option<u32>,
 }
 
 impl Snapshot {
     /// Writes the header into `slot`, which must be large enough.
     pub(crate) fn new(mut slot: Slot, tensors: Vec<TensorSpec>, layout: ShardLayout) -> Self {
         slot.bytes_mut()[..layout.header.len()].copy_from_slice(&layout.header);
-        let checksums = vec![None; tensors.len()];
-        Self { slot, tensors, layout, checksums }
+        let pieces = tensors.iter().map(|tensor| {
+            let piece = |region: Region| {
+                let bytes = region.elements() * tensor.dtype.size;
+                Piece { region, bytes, crc32c: None }
+            };
+            tensor.region.pieces(&tensor.shape, tensor.dtype.size).into_iter().map(piece).collect()
+        });
+        let pieces = pieces.collect();
+        Self { slot, tensors, layout, pieces }
     }
 
     /// Bytes in the shard.
@@ -31,7 +48,7 @@ impl Snapshot {
     /// The place of tensor `index`, for a caller that fills it itself and then calls [`Snapshot::checksum`].
     pub fn tensor_mut(&mut self, index: usize) -> &mut [u8] {
         let range = &self.layout.ranges[index];
-        self.checksums[index] = None;
+        self.pieces[index].iter_mut().for_each(|piece| piece.crc32c = None);
         &mut self.slot.bytes_mut()[range.start as usize..range.end as usize]
     }
 
@@ -63,13 +80,19 @@ impl Snapshot {
                     "tensor `{name}` has {length} bytes, its source has not"
                 )));
             }
-            let (_, after) = rest.split_at_mut((range.start - at) as usize);
-            let (target, after) = after.split_at_mut(length);
-            jobs.push(Job { source: *source, target });
+            let (_, mut after) = rest.split_at_mut((range.start - at) as usize);
+            let mut from = *source;
+            for piece in &self.pieces[*index] {
+                let (target, behind) = after.split_at_mut(piece.bytes as usize);
+                let (source, left) = from.map(|from| from.split_at(piece.bytes as usize)).unzip();
+                jobs.push(Job { source, target });
+                (after, from) = (behind, left);
+            }
             (rest, at) = (after, range.end);
         }
-        for ((index, _), crc32c) in wanted.iter().zip(copy(jobs, threads)) {
-            self.checksums[*index] = Some(crc32c);
+        let mut checksums = copy(jobs, threads).into_iter();
+        for (index, _) in &wanted {
+            self.pieces[*index].iter_mut().for_each(|piece| piece.crc32c = checksums.next());
         }
         Ok(())
     }
@@ -80,19 +103,17 @@ impl Snapshot {
     /// `Bug` when a tensor was never filled.
     pub(crate) fn finish(self) -> Result<(Slot, SealedShard)> {
         let mut tensors = Vec::with_capacity(self.tensors.len());
-        for ((spec, range), crc32c) in self.tensors.into_iter().zip(&self.layout.ranges).zip(self.checksums) {
+        for ((spec, range), pieces) in self.tensors.into_iter().zip(&self.layout.ranges).zip(self.pieces) {
             let unfilled = || Error::bug(format!("tensor `{}` was never copied", spec.name));
-            let slice = Slice {
-                kind: SliceKind::Box,
-                offsets: vec![0; spec.shape.len()],
-                lengths: spec.shape.clone(),
-                shard: 0,
-                start: range.start,
-                end: range.end,
-                crc32c: Checksum(crc32c.ok_or_else(unfilled)?),
-            };
+            let mut slices = Vec::with_capacity(pieces.len());
+            let mut start = range.start;
+            for Piece { region: Region { kind, offsets, lengths }, bytes, crc32c } in pieces {
+                let (end, crc32c) = (start + bytes, Checksum(crc32c.ok_or_else(unfilled)?));
+                slices.push(Slice { kind, offsets, lengths, shard: 0, start, end, crc32c });
+                start = end;
+            }
             let dtype = spec.dtype.name.to_owned();
-            tensors.push(Tensor { name: spec.name, dtype, shape: spec.shape, slices: vec![slice] });
+            tensors.push(Tensor { name: spec.name, dtype, shape: spec.shape, slices });
         }
         let header = self.layout.header.len() as u64;
         Ok((self.slot, SealedShard { tensors, header, size: self.layout.size }))

@@ -3,6 +3,7 @@
 //! ```text
 //! {"format":"forebay-checkpoint","version":1,"blake3":"<64 hex>","body":{...}}\n
 //! ```
+//! A rank's index is the same with the format `forebay-checkpoint-rank`.
 //! The head is fixed to the byte, and the hash covers the body from its `{` to its `}` as written: whatever byte is
 //! changed, added or lost, the manifest is refused.
 
@@ -12,6 +13,7 @@ use forebay_core::{Error, Result};
 use super::{Fault, Identity, Manifest};
 
 const HEAD: &str = r#"{"format":"forebay-checkpoint","version":"#;
+const INDEX_HEAD: &str = r#"{"format":"forebay-checkpoint-rank","version":"#;
 const VERSION: &str = "1";
 const HASH: &str = r#","blake3":""#;
 const BODY: &str = r#"","body":"#;
@@ -29,12 +31,20 @@ impl Manifest {
     /// # Errors
     /// `Bug` when it does not: nothing wrong is ever written.
     pub fn encode(&self) -> Result<Bytes> {
-        let wrong =
-            |fault: &dyn std::fmt::Display| Error::bug(format!("refuse to write a manifest: {fault}"));
-        self.check().map_err(|fault| wrong(&fault))?;
-        let body = serde_json::to_string(self).map_err(|error| wrong(&error))?;
+        self.check().map_err(|fault| refused(&fault))?;
+        self.write(HEAD)
+    }
+
+    /// As [`Manifest::encode`], of what one rank stored: others hold the rest of its tensors.
+    pub fn encode_index(&self) -> Result<Bytes> {
+        self.check_part().map_err(|fault| refused(&fault))?;
+        self.write(INDEX_HEAD)
+    }
+
+    fn write(&self, head: &str) -> Result<Bytes> {
+        let body = serde_json::to_string(self).map_err(|error| refused(&error))?;
         let hash = blake3::hash(body.as_bytes()).to_hex();
-        Ok(Bytes::from([HEAD, VERSION, HASH, &hash, BODY, &body, TAIL].concat()))
+        Ok(Bytes::from([head, VERSION, HASH, &hash, BODY, &body, TAIL].concat()))
     }
 
     /// Reads and checks a manifest.
@@ -42,11 +52,24 @@ impl Manifest {
     /// # Errors
     /// The first thing found wrong.
     pub fn decode(data: &[u8]) -> Result<Self, Fault> {
+        let manifest = Self::read(data, HEAD)?;
+        manifest.check()?;
+        Ok(manifest)
+    }
+
+    /// Reads and checks what one rank stored.
+    pub fn decode_index(data: &[u8]) -> Result<Self, Fault> {
+        let index = Self::read(data, INDEX_HEAD)?;
+        index.check_part()?;
+        Ok(index)
+    }
+
+    fn read(data: &[u8], head: &str) -> Result<Self, Fault> {
         if data.len() > MAX_MANIFEST {
             return Err(Fault::TooLong { bytes: data.len() });
         }
         let text = std::str::from_utf8(data).map_err(|_| Fault::Framing)?;
-        let rest = text.strip_prefix(HEAD).ok_or(Fault::Framing)?;
+        let rest = text.strip_prefix(head).ok_or(Fault::Framing)?;
         let (version, rest) = rest.split_once(',').ok_or(Fault::Framing)?;
         if version != VERSION {
             return Err(Fault::Version(version.chars().take(20).collect()));
@@ -58,8 +81,10 @@ impl Manifest {
         if got.to_string() != expected {
             return Err(Fault::Hash { expected: expected.to_owned(), got });
         }
-        let manifest: Self = serde_json::from_str(body).map_err(Fault::Body)?;
-        manifest.check()?;
-        Ok(manifest)
+        serde_json::from_str(body).map_err(Fault::Body)
     }
+}
+
+fn refused(fault: &dyn std::fmt::Display) -> Error {
+    Error::bug(format!("refuse to write a manifest: {fault}"))
 }

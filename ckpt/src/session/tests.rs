@@ -5,8 +5,8 @@ use std::thread::JoinHandle;
 use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
 
 use super::*;
-use crate::agent::serve;
-use crate::catalog::{Start, StepKey, list_steps, load_manifest};
+use crate::agent::{Member, serve};
+use crate::catalog::{Start, StepKey, begin_run, list_steps, load_manifest};
 use crate::dtype::Dtype;
 use crate::region::Region;
 use crate::restore::{Target, read_tensors};
@@ -40,7 +40,7 @@ impl Fixture {
         self.starts += 1;
         let nonce = format!("{:08x}{:024}", self.starts, 0);
         let start = Start { nonce, host: "host".into(), pid: 7, started_ms: 0 };
-        let mut session = Session::new(Hello { url: self.url(), start, keep });
+        let mut session = Session::new(Hello { url: self.url(), start, keep, member: None });
         let agent = attach(&mut session);
         (session, agent)
     }
@@ -78,13 +78,9 @@ fn attach(session: &mut Session) -> JoinHandle<Result<()>> {
 
 /// Fills a snapshot with one tensor of `length` bytes of `fill`.
 fn snapshot(session: &mut Session, length: usize, fill: u8) -> Snapshot {
-    let tensor = TensorSpec {
-        name: "t".into(),
-        dtype: Dtype::named("uint8").expect("u8"),
-        shape: vec![length as u64],
-    };
+    let tensor = TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![length as u64]);
     let mut snapshot = loop {
-        if let Some(snapshot) = session.begin(vec![tensor.clone()], 2, PATIENCE).expect("begin") {
+        if let Some(snapshot) = session.begin(vec![tensor.clone()], "", 2, PATIENCE).expect("begin") {
             break snapshot;
         }
     };
@@ -260,8 +256,9 @@ fn without_a_free_slot_a_save_waits_or_is_skipped() {
     let (mut session, _agent) = fixture.session(None);
     let first = snapshot(&mut session, 10, 1);
     let second = snapshot(&mut session, 10, 2);
-    let tensor = TensorSpec { name: "t".into(), dtype: Dtype::named("uint8").expect("u8"), shape: vec![10] };
-    assert!(session.begin(vec![tensor], 1, Duration::ZERO).expect("begin").is_none());
+    let tensor = TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![10]);
+    assert!(!session.has_room(Duration::ZERO).expect("room"));
+    assert!(session.begin(vec![tensor], "", 1, Duration::ZERO).expect("begin").is_none());
     session.abandon(first);
     session.abandon(second);
     let third = save(&mut session, 3, 10);
@@ -286,4 +283,106 @@ fn a_damaged_manifest_under_retention_deletes_nothing_it_may_need() {
         assert_eq!(error.kind(), ErrorKind::Corrupt);
     });
     assert_eq!((fixture.steps().len(), fixture.shards()), (3, 3));
+}
+
+/// Two ranks that save together: replicated bytes in two shares, and one tensor of rank 1's own.
+struct Pair {
+    sessions: [Session; 2],
+    agents: Vec<JoinHandle<Result<()>>>,
+}
+
+impl Pair {
+    fn new(fixture: &mut Fixture) -> Self {
+        fixture.starts += 1;
+        let nonce = format!("{:08x}{:024}", fixture.starts, 0);
+        let start = Start { nonce, host: "host".into(), pid: 7, started_ms: 0 };
+        let run = fixture.runtime.block_on(begin_run(&fixture.bucket(), start.clone())).expect("run");
+        let session = |rank| {
+            let member = Member { run: run.clone(), rank, world_size: 2 };
+            let mut session =
+                Session::new(Hello { url: fixture.url(), start: start.clone(), keep: Some(1), member: None });
+            session.join(member);
+            let agent = attach(&mut session);
+            (session, agent)
+        };
+        let ((first, one), (second, other)) = (session(0), session(1));
+        Self { sessions: [first, second], agents: vec![one, other] }
+    }
+
+    /// Seals a rank's part of a step: elements `share` of tensor `w`, all of the step's number.
+    fn save(&mut self, rank: usize, step: u64, share: std::ops::Range<u64>) -> Arc<Save> {
+        let dtype = Dtype::named("uint8").expect("u8");
+        let mut tensors = vec![TensorSpec::whole("w", dtype, vec![1 << 20])];
+        tensors[0].region = Region::flat(share.clone());
+        if rank == 1 {
+            tensors.push(TensorSpec::whole("own@1", dtype, vec![3]));
+        }
+        let session = &mut self.sessions[rank];
+        let owner = format!("{step} {rank}");
+        let mut snapshot = loop {
+            if let Some(snapshot) = session.begin(tensors.clone(), &owner, 2, PATIENCE).expect("begin") {
+                break snapshot;
+            }
+        };
+        let bytes = vec![step as u8; (share.end - share.start) as usize];
+        let own = [rank as u8; 3];
+        let sources = [(0, &bytes[..]), (1, &own[..])];
+        snapshot.copy(sources[..tensors.len()].to_vec(), 2).expect("copy");
+        session.seal(snapshot, step, 0, Vec::new()).expect("seal")
+    }
+}
+
+#[test]
+fn a_step_of_two_ranks_is_there_once_both_stored_their_parts() {
+    let mut fixture = Fixture::new();
+    let mut pair = Pair::new(&mut fixture);
+    let mut shards = 0;
+    for step in 1..=3 {
+        let first = pair.save(0, step, 0..500_000);
+        pair.sessions[0].take_replies(Duration::from_millis(50)).expect("replies");
+        assert_eq!(fixture.steps().iter().filter(|entry| entry.1 == step).count(), 0, "one part is no step");
+        let second = pair.save(1, step, 500_000..1 << 20);
+        assert!(matches!(settle(&mut pair.sessions[0], &first), Progress::Durable));
+        assert!(matches!(settle(&mut pair.sessions[1], &second), Progress::Durable));
+        assert_eq!(fixture.load(1, step), vec![step as u8; 1 << 20]);
+        shards = fixture.shards();
+    }
+    // Killed between seal and commit: both agents go on.
+    let _ = (pair.save(0, 4, 0..1000), pair.save(1, 4, 1000..1 << 20));
+    for (session, agent) in pair.sessions.iter_mut().zip(pair.agents) {
+        session.disconnect();
+        agent.join().expect("agent").expect("served");
+    }
+    assert_eq!(fixture.steps(), [(1, 4, false)], "the others were not to be kept");
+    assert_eq!(fixture.load(1, 4), vec![4; 1 << 20]);
+    assert!(shards <= 4 && fixture.shards() == 2, "{shards}");
+    let left = fixture.directory.path().join("ranks");
+    assert!(!left.exists() || std::fs::read_dir(left).expect("list").count() == 0, "no index is left");
+    let findings = fixture.runtime.block_on(verify(&fixture.bucket(), None, &|_| {})).expect("verify");
+    assert_eq!(findings, []);
+}
+
+#[test]
+fn what_keeps_one_rank_from_saving_is_told_to_the_other() {
+    let mut fixture = Fixture::new();
+    let mut pair = Pair::new(&mut fixture);
+    let first = pair.save(0, 1, 0..10);
+    pair.sessions[1].give_up(1, "tensor `w` changed".into());
+    let Progress::Failed(error) = settle(&mut pair.sessions[0], &first) else { panic!("it cannot be saved") };
+    assert!(error.message().contains("rank 1: tensor `w` changed"), "{error}");
+    // Two ranks that both think that an element is theirs, or that it is the other's.
+    for (step, split) in [(2, 400_000), (3, 600_000)] {
+        let saves = [pair.save(0, step, 0..500_000), pair.save(1, step, split..1 << 20)];
+        for (rank, save) in saves.into_iter().enumerate() {
+            let Progress::Failed(error) = settle(&mut pair.sessions[rank], &save) else {
+                panic!("step {step} does not cover its tensor once")
+            };
+            assert!(error.message().contains("tensor `w`"), "{error}");
+        }
+    }
+    let saves = [pair.save(0, 5, 0..500_000), pair.save(1, 5, 500_000..1 << 20)];
+    for (rank, save) in saves.into_iter().enumerate() {
+        assert!(matches!(settle(&mut pair.sessions[rank], &save), Progress::Durable), "and then it goes on");
+    }
+    assert_eq!(fixture.steps().len(), 1);
 }

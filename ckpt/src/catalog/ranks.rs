@@ -1,0 +1,178 @@
+//! What each rank stored of a step that several save together, until all are there and the manifest is made of it.
+//!
+//! ```text
+//! ranks/<step>/<incarnation>-<attempt>/<rank>.json
+//! ranks/<step>/<incarnation>-<attempt>/<rank>.failed
+//! ```
+//! The second, of a rank that will not store its part, says why: the step is never committed. A rank's index is a manifest of its own shard, which need not cover its tensors. It is written after the shard.
+//! Whoever finds all of them puts them together: the outcome is the same bytes, whoever does it.
+
+use std::collections::HashMap;
+
+use forebay_core::{Error, ObjectKey, Result};
+use forebay_io::object::{Bucket, Condition};
+use futures::stream::{self, StreamExt, TryStreamExt};
+
+use super::{Run, StepKey};
+use crate::manifest::{Manifest, Tensor};
+
+/// The prefix of all indexes.
+const RANKS: &str = "ranks";
+/// Indexes read at once.
+const PARALLEL: usize = 16;
+
+/// Which rank's index of which save.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankKey {
+    /// The save.
+    pub save: StepKey,
+    /// The rank.
+    pub rank: u32,
+    /// Whether it tells that the rank's part will never be there.
+    pub failed: bool,
+}
+
+impl RankKey {
+    fn object(&self) -> ObjectKey {
+        let StepKey { step, incarnation, attempt } = &self.save;
+        let suffix = if self.failed { "failed" } else { "json" };
+        ObjectKey::new(format!("{RANKS}/{step:020}/{incarnation:010}-{attempt}/{:06}.{suffix}", self.rank))
+    }
+
+    fn parse(key: &ObjectKey) -> Option<Self> {
+        let mut parts = key.as_str().split('/').skip(1);
+        let (step, name, rank) = (parts.next()?, parts.next()?, parts.next()?);
+        let (incarnation, attempt) = name.split_once('-')?;
+        let (step, incarnation) = (step.parse().ok()?, incarnation.parse().ok()?);
+        let save = StepKey { step, incarnation, attempt: attempt.to_owned() };
+        let (rank, suffix) = rank.split_once('.')?;
+        let parsed = Self { save, rank: rank.parse().ok()?, failed: suffix == "failed" };
+        (parsed.object() == *key).then_some(parsed)
+    }
+}
+
+/// Which ranks' indexes there are, of all saves that were not put together yet.
+pub async fn list_ranks(bucket: &Bucket) -> Result<Vec<RankKey>> {
+    let objects: Vec<_> = bucket.list(RANKS).try_collect().await?;
+    Ok(objects.iter().filter_map(|object| RankKey::parse(&object.key)).collect())
+}
+
+/// Tells that a rank stored its shard.
+pub async fn put_rank(bucket: &Bucket, run: &Run, rank: u32, index: &Manifest) -> Result<()> {
+    let attempt = run.attempt().to_owned();
+    let save = StepKey { step: index.step, incarnation: index.incarnation, attempt };
+    // The name is this rank's alone, and what it says there is always the same.
+    let key = RankKey { save, rank, failed: false }.object();
+    bucket.put(&key, index.encode_index()?, Condition::Always).await.map(drop)
+}
+
+/// Tells that a rank will not store its part of `save`, and why.
+pub async fn put_failed(bucket: &Bucket, save: StepKey, rank: u32, reason: &str) -> Result<()> {
+    let key = RankKey { save, rank, failed: true }.object();
+    bucket.put(&key, reason.to_owned().into(), Condition::Always).await.map(drop)
+}
+
+/// Why a rank did not store its part.
+pub async fn failure_of(bucket: &Bucket, key: &RankKey) -> Result<String> {
+    let (data, _) = bucket.get_whole(&key.object()).await?;
+    Ok(String::from_utf8_lossy(&data).into_owned())
+}
+
+/// Reads all indexes of a save and puts them together.
+///
+/// # Errors
+/// `Corrupt` when one is damaged, `Invalid` when together they are no checkpoint: a tensor that is not covered exactly
+/// once is named.
+pub async fn merge_ranks(bucket: &Bucket, save: &StepKey, world_size: u32) -> Result<Manifest> {
+    let indexes: Vec<Manifest> = stream::iter(0..world_size)
+        .map(|rank| async move {
+            let key = RankKey { save: save.clone(), rank, failed: false }.object();
+            let (data, _) = bucket.get_whole(&key).await?;
+            let index = Manifest::decode_index(&data).map_err(|fault| {
+                Error::from(fault).context(format!("the index of rank {rank} of step {}", save.step))
+            })?;
+            let is_ranks = index.shards.iter().all(|shard| shard.rank == rank);
+            let told = (index.step, index.incarnation, index.world_size);
+            if !is_ranks || told != (save.step, save.incarnation, world_size) {
+                return Err(Error::corrupt(format!("`{key}` is another rank's index or another save's")));
+            }
+            Ok(index)
+        })
+        .buffered(PARALLEL)
+        .try_collect()
+        .await?;
+    merge(indexes)
+}
+
+/// Deletes the indexes of a save that is committed, and of this start's earlier ones, which never will be.
+pub async fn forget_ranks(bucket: &Bucket, save: &StepKey) -> Result<()> {
+    let of_start = |key: &RankKey| {
+        (key.save.incarnation, &key.save.attempt) == (save.incarnation, &save.attempt)
+            && key.save.step <= save.step
+    };
+    let keys = list_ranks(bucket).await?;
+    let keys: Vec<_> = keys.iter().filter(|key| of_start(key)).map(RankKey::object).collect();
+    bucket.delete_many(&keys).await
+}
+
+/// The indexes and failures of one save.
+pub(crate) fn of_save<'a>(keys: &'a [RankKey], save: &StepKey) -> impl Iterator<Item = &'a RankKey> {
+    keys.iter().filter(move |key| key.save == *save)
+}
+
+/// Puts indexes together, in the order of ranks.
+fn merge(indexes: Vec<Manifest>) -> Result<Manifest> {
+    let mut indexes = indexes.into_iter();
+    let mut whole = indexes.next().ok_or_else(|| Error::bug("a save of no rank"))?;
+    let mut places: HashMap<String, usize> =
+        whole.tensors.iter().enumerate().map(|(place, tensor)| (tensor.name.clone(), place)).collect();
+    for index in indexes {
+        let first_shard = whole.shards.len() as u32;
+        whole.created_ms = whole.created_ms.max(index.created_ms);
+        whole.shards.extend(index.shards);
+        whole.extras.extend(index.extras);
+        for mut tensor in index.tensors {
+            tensor.slices.iter_mut().for_each(|slice| slice.shard += first_shard);
+            match places.get(&tensor.name) {
+                Some(place) => join(&mut whole.tensors[*place], tensor)?,
+                None => {
+                    places.insert(tensor.name.clone(), whole.tensors.len());
+                    whole.tensors.push(tensor);
+                }
+            }
+        }
+    }
+    whole.check().map_err(|fault| {
+        Error::invalid(format!("step {}: what the ranks stored is no checkpoint: {fault}", whole.step))
+    })?;
+    Ok(whole)
+}
+
+fn join(tensor: &mut Tensor, other: Tensor) -> Result<()> {
+    if (&tensor.dtype, &tensor.shape) != (&other.dtype, &other.shape) {
+        let name = &tensor.name;
+        return Err(Error::invalid(format!("tensor `{name}` has two types or shapes on two ranks")));
+    }
+    tensor.slices.extend(other.slices);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_round_trip() {
+        let save = StepKey { step: 500, incarnation: 3, attempt: "0a1b2c3d".into() };
+        let key = RankKey { save: save.clone(), rank: 12, failed: false };
+        let failed = RankKey { save, rank: 12, failed: true };
+        assert_eq!(RankKey::parse(&failed.object()), Some(failed));
+        let object = key.object();
+        assert_eq!(object.as_str(), "ranks/00000000000000000500/0000000003-0a1b2c3d/000012.json");
+        assert_eq!(RankKey::parse(&object), Some(key));
+        assert_eq!(StepKey::parse(&object), None, "no index is taken for a manifest");
+        for other in ["ranks/x", "ranks/5/3-a/1.json", "ranks", "ranks/a/b/c/d"] {
+            assert_eq!(RankKey::parse(&ObjectKey::new(other)), None, "{other}");
+        }
+    }
+}

@@ -1,0 +1,313 @@
+//! The ranks of a job, talking to each other: one operation, in which each says something and all hear everything.
+//!
+//! Rank 0's process holds a meeting place (see `forebay_io::net`) and a thread that collects and hands out; it needs
+//! neither torch's process groups nor a port. A rank that ends, or says nothing in time, is named to all others, and
+//! the group is over. All ranks are on one host.
+
+use std::time::Duration;
+
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::clock::{Clock, Moment};
+use forebay_io::net::{FdStream, Meeting, meet};
+use serde::{Deserialize, Serialize};
+
+/// How much longer a rank waits than the collecting thread does, which then names those it waits for.
+const GRACE: Duration = Duration::from_secs(5);
+/// The longest that nobody says anything before the thread looks whether its own process let it go.
+const TICK: Duration = Duration::from_secs(3600);
+
+/// A rank's way to the others.
+#[derive(Debug)]
+pub struct Group {
+    rank: usize,
+    world_size: usize,
+    stream: Option<FdStream>,
+}
+
+/// A rank's first words.
+#[derive(Debug, Serialize, Deserialize)]
+struct Joining {
+    rank: usize,
+    world_size: usize,
+}
+
+/// What a rank says in a round.
+#[derive(Debug, Serialize, Deserialize)]
+struct Word {
+    text: String,
+    patience_ms: u64,
+}
+
+/// What all hear at the end of a round.
+#[derive(Debug, Serialize, Deserialize)]
+enum Answer {
+    All(Vec<String>),
+    Over(String),
+}
+
+impl Group {
+    /// Joins the group that meets at `name`, and waits until all `world_size` ranks did, up to `patience`.
+    ///
+    /// # Errors
+    /// `Unavailable`, naming the ranks that are missing; `Invalid` when two ranks have one number or the ranks
+    /// disagree about how many they are; `Exists` when another group meets there.
+    pub fn join(name: &str, rank: usize, world_size: usize, patience: Duration) -> Result<Self> {
+        if rank >= world_size {
+            return Err(Error::invalid(format!("rank {rank} of {world_size}")));
+        }
+        if rank == 0 {
+            let meeting = Meeting::hold(name)?;
+            let serve = move || serve(&meeting, world_size, patience);
+            std::thread::Builder::new().name("forebay-group".into()).spawn(serve)?;
+        }
+        let waited = patience + GRACE;
+        let Some(mut stream) = meet(name, waited)? else {
+            return Err(missing(&[0], "join the job's group", patience));
+        };
+        stream.send(&text_of(&Joining { rank, world_size })?, None).ok();
+        let mut group = Self { rank, world_size, stream: Some(stream) };
+        group.gather("", patience).map(|_| group)
+    }
+
+    /// This rank, from 0.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Ranks in all.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// Says `text`, and hears what each rank said, in the order of ranks. Every rank takes part in every round.
+    ///
+    /// # Errors
+    /// `Unavailable`, naming the ranks, when one is gone or says nothing within `patience` of the first one; the
+    /// group is over then.
+    pub fn gather(&mut self, text: &str, patience: Duration) -> Result<Vec<String>> {
+        let over = || Error::new(ErrorKind::Unavailable, "the job's group is over");
+        let stream = self.stream.as_mut().ok_or_else(over)?;
+        let patience_ms = patience.as_millis().min(u128::from(u64::MAX)) as u64;
+        let word = text_of(&Word { text: text.to_owned(), patience_ms })?;
+        // Where the group was over already, why can still be heard.
+        stream.send(&word, None).ok();
+        let heard = match is_readable(stream, patience + GRACE) {
+            Ok(true) => stream.receive(),
+            Ok(false) => Err(missing(&[0], "answer", patience)),
+            Err(error) => Err(error),
+        };
+        let gone = || Error::new(ErrorKind::Unavailable, "rank 0 is gone, and the job's group with it");
+        let answer = match heard {
+            Ok(Some((frame, _))) => parse(&frame)?,
+            Ok(None) => Answer::Over(gone().to_string()),
+            Err(error) => Answer::Over(error.to_string()),
+        };
+        match answer {
+            Answer::All(texts) => Ok(texts),
+            Answer::Over(message) => {
+                self.stream = None;
+                Err(Error::new(ErrorKind::Unavailable, message)
+                    .with_hint("all ranks must save and restore together; start the job again"))
+            }
+        }
+    }
+
+    /// Forgets the connection without ending it, in a forked child that must not speak for its parent. A child of rank 0
+    /// still keeps the other ends open: others then find a dead rank 0 silent, not gone.
+    pub fn forget(&mut self) {
+        self.stream = None;
+    }
+}
+
+/// Waits for the next words; a signal does not end the wait.
+fn is_readable(stream: &FdStream, patience: Duration) -> Result<bool> {
+    let clock = Clock::system();
+    let deadline = clock.now() + patience;
+    loop {
+        let left = deadline.since(clock.now());
+        if stream.readable(left)? {
+            return Ok(true);
+        }
+        if left.is_zero() {
+            return Ok(false);
+        }
+    }
+}
+
+fn text_of(value: &impl Serialize) -> Result<Vec<u8>> {
+    serde_json::to_vec(value).map_err(|error| Error::bug(format!("encode a group's words: {error}")))
+}
+
+fn parse<T: for<'a> Deserialize<'a>>(frame: &[u8]) -> Result<T> {
+    serde_json::from_slice(frame)
+        .map_err(|error| Error::invalid(format!("a group's words do not parse: {error}")))
+}
+
+fn missing(ranks: &[usize], doing: &str, patience: Duration) -> Error {
+    let (ranks, seconds) = (list(ranks), patience.as_secs_f64());
+    Error::new(ErrorKind::Unavailable, format!("{ranks} did not {doing} within {seconds} s"))
+}
+
+fn list(ranks: &[usize]) -> String {
+    let numbers: Vec<_> = ranks.iter().map(usize::to_string).collect();
+    format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, numbers.join(", "))
+}
+
+/// The life of rank 0's thread: until a rank is gone or silent, and all others were told.
+fn serve(meeting: &Meeting, world_size: usize, patience: Duration) {
+    // Those who came to a group that did not come about were told already.
+    let Ok(mut ranks) = welcome_all(meeting, world_size, patience) else { return };
+    let over = loop {
+        match collect(&mut ranks) {
+            Ok(texts) => tell_all(&mut ranks, &Answer::All(texts)),
+            Err(error) => break error,
+        }
+    };
+    tell_all(&mut ranks, &Answer::Over(over.message().to_owned()));
+}
+
+/// The connections of all ranks, in order. Where some are missing, those that came are told.
+fn welcome_all(meeting: &Meeting, world_size: usize, patience: Duration) -> Result<Vec<FdStream>> {
+    let clock = Clock::system();
+    let deadline = clock.now() + patience;
+    let mut places: Vec<Option<FdStream>> = (0..world_size).map(|_| None).collect();
+    let refused = loop {
+        let absent: Vec<_> = (0..world_size).filter(|rank| places[*rank].is_none()).collect();
+        if absent.is_empty() {
+            return Ok(places.into_iter().flatten().collect());
+        }
+        let Some(mut visitor) = meeting.welcome(deadline.since(clock.now()))? else {
+            break missing(&absent, "join the job's group", patience);
+        };
+        let Some((frame, _)) = visitor.receive()? else { continue };
+        let joining: Joining = parse(&frame)?;
+        if joining.world_size != world_size {
+            let Joining { rank, world_size: other } = joining;
+            let fact = format!("rank 0 has {world_size} ranks in its job, rank {rank} has {other}");
+            places.push(Some(visitor));
+            break Error::invalid(fact);
+        }
+        let rank = joining.rank;
+        let is_new = places.get(rank).is_some_and(Option::is_none);
+        if !is_new {
+            places.push(Some(visitor));
+            break Error::invalid(format!("two processes say that they are rank {rank}"));
+        }
+        places[rank] = Some(visitor);
+    };
+    let mut came: Vec<FdStream> = places.into_iter().flatten().collect();
+    tell_all(&mut came, &Answer::Over(refused.message().to_owned()));
+    Err(refused)
+}
+
+/// One word of each rank.
+fn collect(ranks: &mut [FdStream]) -> Result<Vec<String>> {
+    let clock = Clock::system();
+    let mut texts: Vec<Option<String>> = ranks.iter().map(|_| None).collect();
+    // From the first word on.
+    let mut waiting: Option<(Moment, Duration)> = None;
+    loop {
+        let silent: Vec<usize> = (0..texts.len()).filter(|rank| texts[*rank].is_none()).collect();
+        if silent.is_empty() {
+            return Ok(texts.into_iter().flatten().collect());
+        }
+        let left = waiting.map_or(TICK, |(deadline, _)| deadline.since(clock.now()));
+        if let Some((_, patience)) = waiting.filter(|_| left.is_zero()) {
+            return Err(missing(&silent, "take part", patience));
+        }
+        let streams: Vec<&FdStream> = silent.iter().map(|rank| &ranks[*rank]).collect();
+        for index in FdStream::readable_among(&streams, left)? {
+            let rank = silent[index];
+            let received = ranks[rank].receive();
+            let Ok(Some((frame, _))) = received else {
+                return Err(Error::new(ErrorKind::Unavailable, format!("rank {rank} of the job is gone")));
+            };
+            let Word { text, patience_ms } = parse(&frame)?;
+            let patience = Duration::from_millis(patience_ms);
+            waiting.get_or_insert((clock.now() + patience, patience));
+            texts[rank] = Some(text);
+        }
+    }
+}
+
+/// A rank that cannot be told is found gone in the next round. Rank 0 is told last: this thread may end with it.
+fn tell_all(ranks: &mut [FdStream], answer: &Answer) {
+    let Ok(frame) = text_of(answer) else { return };
+    for stream in ranks.iter_mut().rev() {
+        stream.send(&frame, None).ok();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    fn name(test: &str) -> String {
+        format!("forebay-test-{test}-{}", std::process::id())
+    }
+
+    /// Runs `work` on each rank of a group, each on a thread of its own.
+    fn on_ranks<T: Send>(test: &str, count: usize, work: impl Fn(Group) -> T + Sync) -> Vec<T> {
+        let run = |rank| work(Group::join(&name(test), rank, count, PATIENCE).expect("join"));
+        let run = &run;
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..count).map(|rank| scope.spawn(move || run(rank))).collect();
+            ranks.into_iter().map(|rank| rank.join().expect("rank")).collect()
+        })
+    }
+
+    #[test]
+    fn all_hear_all_in_order() {
+        let heard = on_ranks("all", 4, |mut group| {
+            let say = |group: &mut Group, round| {
+                let text = format!("{} in {round}", group.rank());
+                group.gather(&text, PATIENCE).expect("gather")
+            };
+            (say(&mut group, 1), say(&mut group, 2))
+        });
+        for (first, second) in heard {
+            assert_eq!(first, ["0 in 1", "1 in 1", "2 in 1", "3 in 1"]);
+            assert_eq!(second, ["0 in 2", "1 in 2", "2 in 2", "3 in 2"]);
+        }
+    }
+
+    #[test]
+    fn a_rank_that_is_gone_or_silent_is_named() {
+        let errors = on_ranks("gone", 3, |mut group| match group.rank() {
+            2 => None,
+            _ => Some(group.gather("", PATIENCE).expect_err("rank 2 is gone")),
+        });
+        for error in errors.into_iter().flatten() {
+            assert!(error.message().contains("rank 2 of the job is gone"), "{error}");
+        }
+        let told = std::sync::Barrier::new(3);
+        let errors = on_ranks("silent", 3, |mut group| {
+            if group.rank() == 0 {
+                let error = group.gather("", Duration::from_millis(50)).expect_err("others are silent");
+                assert!(error.message().contains("ranks 1, 2 did not take part within 0.05 s"), "{error}");
+            }
+            told.wait();
+            group.gather("", PATIENCE).expect_err("it is over")
+        });
+        assert!(errors.iter().all(|error| error.kind() == ErrorKind::Unavailable));
+    }
+
+    #[test]
+    fn ranks_that_do_not_come_are_named_and_twins_are_refused() {
+        let patience = Duration::from_millis(50);
+        let error = Group::join(&name("alone"), 0, 3, patience).expect_err("alone");
+        assert!(error.message().contains("ranks 1, 2 did not join"), "{error}");
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let error = Group::join(&name("twins"), 1, 3, PATIENCE).expect_err("twins");
+                    assert!(error.message().contains("two processes say that they are rank 1"), "{error}");
+                });
+            }
+            let error = Group::join(&name("twins"), 0, 3, PATIENCE).expect_err("twins");
+            assert!(error.message().contains("rank 1"), "{error}");
+        });
+    }
+}
