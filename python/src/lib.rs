@@ -7,6 +7,7 @@ mod errors;
 mod buffer;
 mod saving;
 mod loading;
+mod ranks;
 
 use pyo3::prelude::*;
 
@@ -14,6 +15,8 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use super::loading::{Step, list_steps, open_step, verify};
+    #[pymodule_export]
+    use super::ranks::{Group, begin_job, hash_bytes, join_job, plan_shares};
     #[pymodule_export]
     use super::saving::{Save, Session, Snapshot, dtypes, run_agent};
 }

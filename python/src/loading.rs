@@ -22,7 +22,11 @@ type Listed = (u64, u64, String, f64, bool);
 type Place = (usize, Option<(Vec<u64>, Vec<u64>)>, usize, usize);
 
 /// Runs `work` on the bucket `url` on threads that end with it: nothing of ours survives into a forked child.
-fn with_bucket<T: Send, F>(py: Python<'_>, url: &str, work: impl FnOnce(Bucket) -> F + Send) -> PyResult<T>
+pub(crate) fn with_bucket<T: Send, F>(
+    py: Python<'_>,
+    url: &str,
+    work: impl FnOnce(Bucket) -> F + Send,
+) -> PyResult<T>
 where
     F: Future<Output = Result<T>>,
 {
@@ -94,6 +98,11 @@ impl Step {
     #[getter]
     fn step(&self) -> u64 {
         self.manifest.step
+    }
+
+    #[getter]
+    fn world_size(&self) -> u32 {
+        self.manifest.world_size
     }
 
     /// Name, element type, shape and bytes of each tensor.

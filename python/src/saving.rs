@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use forebay_ckpt::agent::{Hello, serve};
+use forebay_ckpt::agent::{Hello, Member, serve};
 use forebay_ckpt::arena;
 use forebay_ckpt::catalog::Start;
 use forebay_ckpt::dtype::{DTYPES, Dtype};
-use forebay_ckpt::manifest::{Encoding, Extra};
+use forebay_ckpt::manifest::{Encoding, Extra, SliceKind};
+use forebay_ckpt::region::Region;
 use forebay_ckpt::session::{self, Progress};
 use forebay_ckpt::shard::TensorSpec;
 use forebay_core::{Error, Result};
@@ -30,16 +31,40 @@ pub(crate) fn run_agent(py: Python<'_>, fd: i32) -> PyResult<()> {
     py.detach(|| serve(buffer::stream(fd))).or_raise()
 }
 
+/// A part of a tensor: whether it is a flat range, offsets, lengths.
+#[derive(FromPyObject, IntoPyObject)]
+pub(crate) struct Part(bool, Vec<u64>, Vec<u64>);
+
+impl From<Part> for Region {
+    fn from(Part(is_flat, offsets, lengths): Part) -> Self {
+        let kind = if is_flat { SliceKind::Flat } else { SliceKind::Box };
+        Self { kind, offsets, lengths }
+    }
+}
+
+impl From<Region> for Part {
+    fn from(Region { kind, offsets, lengths }: Region) -> Self {
+        Self(kind == SliceKind::Flat, offsets, lengths)
+    }
+}
+
 /// A trainer's connection to its agent.
 #[pyclass(frozen, module = "forebay._native")]
 pub(crate) struct Session(Mutex<session::Session>);
+
+impl Session {
+    /// Makes it the session of one rank of a job.
+    pub(crate) fn join(&self, member: Member) {
+        self.0.lock().join(member);
+    }
+}
 
 #[pymethods]
 impl Session {
     #[new]
     fn new(url: String, nonce: String, host: String, pid: u32, started_ms: u64, keep: Option<usize>) -> Self {
         let start = Start { nonce, host, pid, started_ms };
-        Self(Mutex::new(session::Session::new(Hello { url, start, keep })))
+        Self(Mutex::new(session::Session::new(Hello { url, start, keep, member: None })))
     }
 
     /// Greets the agent behind the socket `fd`, which this call takes over.
@@ -71,20 +96,31 @@ impl Session {
         py.detach(|| self.0.lock().prepare(size, threads)).or_raise()
     }
 
-    /// A snapshot with place for tensors of these names, types and shapes; `None` when no slot is free.
+    /// Whether a snapshot can be begun, if need be after waiting for that long.
+    fn has_room(&self, py: Python<'_>, patience_s: f64) -> PyResult<bool> {
+        py.detach(|| self.0.lock().has_room(patience(patience_s))).or_raise()
+    }
+
+    /// A snapshot with place for tensors of these names, types, shapes and parts (none for all of it); `None` when no
+    /// slot is free. `owner` makes its file differ from every other owner's.
     fn begin(
         &self,
         py: Python<'_>,
-        tensors: Vec<(String, String, Vec<u64>)>,
+        tensors: Vec<(String, String, Vec<u64>, Option<Part>)>,
+        owner: &str,
         threads: usize,
         patience_s: f64,
     ) -> PyResult<Option<Snapshot>> {
         let begun = py.detach(|| {
-            let spec = |(name, dtype, shape): (String, String, Vec<u64>)| {
-                Ok(TensorSpec { name, dtype: Dtype::named(&dtype)?, shape })
+            let spec = |(name, dtype, shape, part): (String, String, Vec<u64>, Option<Part>)| {
+                let region = part.map_or_else(|| Region::whole(&shape), Region::from);
+                if !region.fits(&shape) {
+                    return Err(Error::invalid(format!("a part of tensor `{name}` lies outside of it")));
+                }
+                Ok(TensorSpec { name, dtype: Dtype::named(&dtype)?, shape, region })
             };
             let specs = tensors.into_iter().map(spec).collect::<Result<_>>()?;
-            self.0.lock().begin(specs, threads, patience(patience_s))
+            self.0.lock().begin(specs, owner, threads, patience(patience_s))
         });
         Ok(begun.or_raise()?.map(|snapshot| Snapshot(Mutex::new(Stage::Idle(Box::new(snapshot))))))
     }
@@ -113,6 +149,11 @@ impl Session {
                 self.0.lock().abandon(*snapshot);
             }
         });
+    }
+
+    /// Tells the job's other ranks that this one will not save a step.
+    fn give_up(&self, py: Python<'_>, step: u64, reason: String) {
+        py.detach(|| self.0.lock().give_up(step, reason));
     }
 
     /// Takes what the agent said, waiting for a first word for that long.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
 import socket
@@ -10,6 +12,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any, Literal, Optional, Union
 
 from . import _native
@@ -22,10 +25,12 @@ from ._errors import (
     CheckpointWarning,
 )
 from ._flatten import Flattener
-from ._leaf import Leaf, fill, has_changed, torch_module
-from ._loading import default_threads, load_step, newest_steps, with_step
+from ._leaf import Leaf, densify, fill, has_changed
+from ._loading import default_threads, extra_name, load_step, newest_steps, with_step
 from ._process import start_agent
+from ._ranks import Ranks
 from ._rng import rng_state, set_rng_state
+from ._shares import Planner, Share, share_size, source_offset
 from ._url import bucket_url, make_directory
 
 _TICK_S = 0.2
@@ -144,8 +149,17 @@ class Checkpointer:
         allow_pickle: Whether objects of any other type may be pickled. Loading a pickle can run any code.
         copy_threads: Threads that copy; by default up to four, as the processors allow.
         agent_log: A file for whatever the agent process prints; by default it is dropped.
+        replicated: Patterns (as of `fnmatch`) of names of plain tensors that all ranks have alike, such as `ema.*`.
+        ranks: This rank and how many there are; by default those of torch.distributed, or RANK and WORLD_SIZE of the
+            environment. `(0, 1)` saves alone.
+        patience: Seconds that ranks wait for each other before they name those that are missing.
 
-    Host memory: two copies of the state.
+    A job of several ranks saves and restores together: each rank has a checkpointer and calls `restore`, `step`,
+    `save_now` and `close` alike. DTensors (FSDP2, tensor parallelism) are saved as the parts that they are, tensors of
+    DDP once, split over the ranks; any other tensor is its rank's own. A step exists once every rank's part is
+    stored. Ranks are all on one host.
+
+    Host memory: two copies of what this rank saves.
     """
 
     def __init__(
@@ -159,6 +173,9 @@ class Checkpointer:
         allow_pickle: bool = False,
         copy_threads: Optional[int] = None,
         agent_log: Optional[Union[str, "os.PathLike[str]"]] = None,
+        replicated: Sequence[str] = (),
+        ranks: Optional[tuple[int, int]] = None,
+        patience: float = 600.0,
     ) -> None:
         for name, value in (("every", every), ("keep", keep), ("copy_threads", copy_threads)):
             if value is not None and value < 1:
@@ -173,9 +190,12 @@ class Checkpointer:
         self._threads = copy_threads or default_threads()
         self._agent_log = None if agent_log is None else os.path.abspath(agent_log)
         self._lock = threading.RLock()
-        nonce, started_ms = secrets.token_hex(16), time.time_ns() // 1_000_000
-        host, pid = socket.gethostname(), os.getpid()
-        self._session = _native.Session(self._url, nonce, host, pid, started_ms, keep)
+        self._start = (secrets.token_hex(16), socket.gethostname(), os.getpid(), time.time_ns() // 1_000_000)
+        self._session = _native.Session(self._url, *self._start, keep)
+        self._replicated = tuple(replicated)
+        self._ranks = Ranks(self._url, ranks, patience)
+        self._planner = Planner(self._ranks)
+        self._job: Optional[str] = None
         self._agent: Any = None
         self._staging: Optional[_Staging] = None
         self._saves: list[Save] = []
@@ -208,22 +228,22 @@ class Checkpointer:
         """
         with self._lock:
             self._check_open()
-            _refuse_many_ranks()
-
             self._finish_staging()
 
-            def use(found: _native.Step) -> int:
-                _, generators = load_step(found, state, self._allow_pickle, self._threads, self._rng)
-                if generators is not None:
-                    set_rng_state(generators)
-                return found.step
+            def use(found: _native.Step) -> tuple[int, Optional[dict[str, Any]]]:
+                threads, allow_pickle = self._threads, self._allow_pickle
+                _, generators = load_step(found, state, allow_pickle, threads, self._ranks, self._rng)
+                return found.step, generators
 
             try:
-                return with_step(self._url, step, use)
+                restored, generators = with_step(self._url, step, self._ranks, use)
             except CheckpointNotFound:
                 if step is None:
                     return None
                 raise
+            if generators is not None:
+                set_rng_state(generators)
+            return restored
 
     def step(self, step: int, state: Any) -> Optional[Save]:
         """To be called once a step is done; saves if `every` says so. Raises what went wrong with earlier saves."""
@@ -261,7 +281,7 @@ class Checkpointer:
         with self._lock:
             self._check_open()
             self._ensure_agent()
-            flattener = Flattener(self._allow_pickle)
+            flattener = Flattener(self._allow_pickle, self._replicated)
             flattener.tree("state", state)
             size = sum(leaf.size for leaf in flattener.leaves)
             header = 4096 + 512 * len(flattener.leaves)
@@ -331,53 +351,95 @@ class Checkpointer:
     def _save(self, step: int, state: Any) -> Optional[Save]:
         if self._last is not None and self._last.step == step:
             raise CheckpointConflict(f"step {step} was saved already in this run")
-        flattener = Flattener(self._allow_pickle)
-        extras = [("state", flattener.tree("state", state))]
-        if self._rng:
-            extras.append(("rng", flattener.tree("rng", rng_state(), "rng")))
-        leaves = flattener.leaves
-        snapshot = self._snapshot([(leaf.name, leaf.dtype, leaf.shape) for leaf in leaves])
-        if snapshot is None:
+        flattener = Flattener(self._allow_pickle, self._replicated)
+        extras: list[tuple[str, str]] = []
+
+        def take() -> dict[str, Any]:
+            extras.append(("state", flattener.tree("state", state)))
+            if self._rng:
+                extras.append(("rng", flattener.tree("rng", rng_state(), "rng")))
+            tree = hashlib.sha256(extras[0][1].encode()).hexdigest()
+            structure = "" if self._ranks.alone else self._planner.structure(flattener.leaves)
+            return {"step": step, "tree": tree, "structure": structure, "room": self._has_room()}
+
+        words = self._ranks.gather("save", take)
+        steps = [word["step"] for word in words]
+        if steps != [step] * len(steps):
+            raise CheckpointInvalid(f"the ranks are at different steps: {steps}")
+        if not all(word["room"] for word in words):
             self.skipped += 1
             return None
-        late = self._copy(step, snapshot, leaves)
+        leaves = flattener.leaves
+        shares = self._planner.plan(leaves, [word["structure"] for word in words])
+        rank = self._ranks.rank
+        if rank > 0 and words[rank]["tree"] == words[0]["tree"]:
+            # Rank 0's says the same.
+            del extras[0]
+        snapshot = self._begin(step, leaves, shares)
+        try:
+            late = self._copy(step, snapshot, leaves, shares)
+        except BaseException as error:
+            self._session.abandon(snapshot)
+            self._give_up(step, error)
+            raise
         save = Save(self, step)
-        self._staging = _Staging(save, snapshot, late, extras)
+        named = [(extra_name(name, rank), data) for name, data in extras]
+        self._staging = _Staging(save, snapshot, late, named)
         self._last = save
         if not self._hook_is_used:
             self._finish_staging()
         return save
 
-    def _snapshot(self, tensors: list[tuple[str, str, list[int]]]) -> Optional[_native.Snapshot]:
-        snapshot = self._session.begin(tensors, self._threads, 0.0)
-        while snapshot is None and self._on_busy == "wait":
+    def _has_room(self) -> bool:
+        has_room = self._session.has_room(0.0)
+        while not has_room and self._on_busy == "wait":
             self._listen(_TICK_S)
-            snapshot = self._session.begin(tensors, self._threads, _TICK_S)
+            has_room = self._session.has_room(0.0)
+        return has_room
+
+    def _begin(self, step: int, leaves: list[Leaf], shares: list[Share]) -> _native.Snapshot:
+        tensors = []
+        for share in shares:
+            leaf = leaves[share.leaf]
+            tensors.append((share.name, leaf.dtype, leaf.shape, share.part))
+        # Of a job's shards each is one save's alone, so that deleting an old step never takes a new one's.
+        owner = "" if self._ranks.alone else f"step {step}, rank {self._ranks.rank}, start {self._job_nonce}"
+        snapshot = self._session.begin(tensors, owner, self._threads, 0.0)
+        while snapshot is None:
+            self._listen(_TICK_S)
+            snapshot = self._session.begin(tensors, owner, self._threads, _TICK_S)
         return snapshot
 
-    def _copy(self, step: int, snapshot: _native.Snapshot, leaves: list[Leaf]) -> list[Leaf]:
+    def _copy(
+        self, step: int, snapshot: _native.Snapshot, leaves: list[Leaf], shares: list[Share]
+    ) -> list[Leaf]:
         """Copies what must be copied before the training goes on, and starts copying the rest, which it gives."""
         now: list[tuple[int, int, int]] = []
         later: list[tuple[int, int, int]] = []
         filled: list[int] = []
-        try:
-            for index, leaf in enumerate(leaves):
-                if leaf.address is None:
-                    fill(snapshot.place(index)[0], leaf)
-                    filled.append(index)
-                else:
-                    may_wait = leaf.is_late and self._hook_is_used
-                    (later if may_wait else now).append((index, leaf.address, leaf.size))
-            snapshot.checksum(filled, self._threads)
-            snapshot.copy(now, self._threads)
-            waiting = {index for index, _, _ in later}
-            _check_unchanged(step, [leaf for index, leaf in enumerate(leaves) if index not in waiting])
-            if later:
-                snapshot.copy_in_background(later, self._threads)
-            return [leaves[index] for index in waiting]
-        except BaseException:
-            self._session.abandon(snapshot)
-            raise
+        kept: list[Any] = []
+        for index, share in enumerate(shares):
+            leaf, size = leaves[share.leaf], share_size(leaves[share.leaf], share.part)
+            if leaf.address is None and size == leaf.size:
+                fill(snapshot.place(index)[0], leaf)
+                filled.append(index)
+                continue
+            address, keep = densify(leaf)
+            kept.append(keep)
+            may_wait = leaf.is_late and self._hook_is_used
+            (later if may_wait else now).append((index, address + source_offset(leaf, share.part), size))
+        snapshot.checksum(filled, self._threads)
+        snapshot.copy(now, self._threads)
+        waiting = {shares[index].leaf for index, _, _ in later}
+        _check_unchanged(step, [leaf for index, leaf in enumerate(leaves) if index not in waiting])
+        if later:
+            snapshot.copy_in_background(later, self._threads)
+        return [leaves[index] for index in waiting]
+
+    def _give_up(self, step: int, error: BaseException) -> None:
+        """Tells the other ranks that the step, which they may have sealed, will not be."""
+        if not self._ranks.alone:
+            self._session.give_up(step, str(error))
 
     def _stage(self, deadline: Optional[float]) -> bool:
         """As `_finish_staging`, unless the copy takes longer than until `deadline`."""
@@ -403,6 +465,7 @@ class Checkpointer:
                 _check_unchanged(save.step, staging.late)
             except CheckpointMutated as error:
                 self._session.abandon(staging.snapshot)
+                self._give_up(save.step, error)
                 save._failure = error
                 raise
             save._native = self._session.seal(staging.snapshot, save.step, staging.created_ms, staging.extras)
@@ -414,7 +477,7 @@ class Checkpointer:
         self._session.take_replies(0.0)
         if self._session.is_connected:
             return
-        _refuse_many_ranks()
+        self._begin_job()
         lost = self._session.lost()
         if self._agent is not None:
             self._agent.poll()
@@ -424,6 +487,19 @@ class Checkpointer:
         make_directory(self._url)
         fd, self._agent = start_agent(self._agent_log)
         self._session.connect(fd)
+
+    def _begin_job(self) -> None:
+        """Has rank 0 take one incarnation for all ranks, once."""
+        if self._ranks.alone or self._job is not None:
+            return
+
+        def begin() -> str:
+            make_directory(self._url)
+            return _native.begin_job(self._url, *self._start)
+
+        self._job = self._ranks.first("begin the job", begin)
+        self._job_nonce: str = json.loads(self._job)["start"]["nonce"]
+        _native.join_job(self._session, self._job, self._ranks.rank, self._ranks.world_size)
 
     def _listen(self, patience_s: float) -> None:
         """Takes what the agent said; replaces it if it died."""
@@ -457,14 +533,6 @@ def _check_unchanged(step: int, leaves: list[Leaf]) -> None:
         raise CheckpointMutated(f"{text} (hint: {hint})")
 
 
-def _refuse_many_ranks() -> None:
-    torch = torch_module()
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size()
-        if ranks > 1:
-            raise CheckpointInvalid(f"the job has {ranks} ranks, and this version saves jobs of one rank only")
-
-
 def _forget_in_children(checkpointer: Checkpointer) -> None:
     """A forked child (a data loader's worker) neither saves nor keeps the parent's agent waiting."""
     reference = weakref.ref(checkpointer)
@@ -474,5 +542,6 @@ def _forget_in_children(checkpointer: Checkpointer) -> None:
         if parent is not None:
             parent._is_closed = True
             parent._session.forget()
+            parent._ranks.forget()
 
     os.register_at_fork(after_in_child=forget)

@@ -20,7 +20,7 @@ def save(state: Any, url: Place, *, step: int = 0, allow_pickle: bool = False) -
 
     Raises `TypeError`, naming the place in the state, for what cannot be saved; nothing is written then.
     """
-    with Checkpointer(url, rng=False, allow_pickle=allow_pickle) as checkpointer:
+    with Checkpointer(url, rng=False, allow_pickle=allow_pickle, ranks=(0, 1)) as checkpointer:
         checkpointer.save_now(step, state)
 
 
@@ -34,4 +34,4 @@ def load(url: Place, into: Any = None, *, step: Optional[int] = None, allow_pick
     Raises `CheckpointNotFound`, `CheckpointCorrupt`, or `CheckpointMismatch` when `into` is shaped otherwise.
     """
     threads = default_threads()
-    return with_step(bucket_url(url), step, lambda found: load_step(found, into, allow_pickle, threads)[0])
+    return with_step(bucket_url(url), step, None, lambda found: load_step(found, into, allow_pickle, threads)[0])

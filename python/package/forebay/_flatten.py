@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import base64
 import collections
+import fnmatch
 import json
 import math
 import pickle
 import struct
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from ._leaf import (
@@ -20,12 +22,14 @@ from ._leaf import (
     array_dtype,
     array_leaf,
     bytes_leaf,
+    dtensor_class,
     numpy_module,
+    part_leaf,
     tensor_dtype,
     tensor_leaf,
     torch_module,
 )
-from ._objects import Pairs, is_stateful, state_of
+from ._objects import Pairs, buffer_addresses, is_stateful, state_of
 
 INLINE_BYTES = 256
 """Byte strings up to this length lie in the tree; longer ones are tensors of bytes."""
@@ -40,9 +44,12 @@ Node = Any
 class Flattener:
     """Takes one state apart."""
 
-    def __init__(self, allow_pickle: bool) -> None:
+    def __init__(self, allow_pickle: bool, replicated: Sequence[str] = ()) -> None:
         self.leaves: list[Leaf] = []
         self._allow_pickle = allow_pickle
+        self._replicated = replicated
+        self._is_replicated = False
+        self._buffers: frozenset[int] = frozenset()
         self._names: set[str] = set()
         self._tensors: dict[Any, str] = {}
         self._nodes: dict[str, list[Node]] = {}
@@ -142,6 +149,9 @@ class Flattener:
 
     def _tensor(self, value: Any, path: str, name: str) -> Node:
         torch = torch_module()
+        dtensor = dtensor_class()
+        if dtensor is not None and isinstance(value, dtensor):
+            return self._dtensor(value, path, name)
         plain = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
         dtype = tensor_dtype(value) if type(value) in plain else None
         if dtype is None:
@@ -151,12 +161,35 @@ class Flattener:
         if value.numel() > 0 and identity in self._tensors:
             return self._reference(self._tensors[identity])
         leaf = tensor_leaf(self._unique(name), path, value, dtype)
+        self._place(leaf)
         is_parameter = self._is_late or (value.device.type == "cpu" and value.data_ptr() in self._late)
         is_worth_it = leaf.size >= LATE_BYTES and leaf.version is not None and leaf.address is not None
         leaf.is_late = is_parameter and is_worth_it
         self.leaves.append(leaf)
         self._tensors[identity] = leaf.name
         return self._reference(leaf.name)
+
+    def _dtensor(self, value: Any, path: str, name: str) -> Node:
+        local = value._local_tensor
+        dtype = tensor_dtype(local)
+        if dtype is None:
+            raise TypeError(f"{path}: a DTensor of {local.layout} {local.dtype} cannot be saved")
+        identity = ("dtensor", local.data_ptr(), dtype, value.shape, tuple(value.placements))
+        if local.numel() > 0 and identity in self._tensors:
+            return {"t": "tensor", "n": self._tensors[identity]}
+        leaf = part_leaf(self._unique(name), path, value, dtype)
+        self.leaves.append(leaf)
+        self._tensors[identity] = leaf.name
+        return {"t": "tensor", "n": leaf.name}
+
+    def _place(self, leaf: Leaf) -> None:
+        """Whether other ranks have a plain tensor as well: those of DDP, and those that the user named."""
+        if any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in self._replicated):
+            leaf.placement = "replicated"
+        elif self._is_replicated:
+            # DDP keeps parameters equal; of buffers it takes rank 0's.
+            leaf.placement = "lead" if leaf.source.data_ptr() in self._buffers else "replicated"
+        leaf.is_shared = leaf.placement == "replicated"
 
     def _reference(self, name: str) -> Node:
         node = {"t": "tensor", "n": name}
@@ -169,7 +202,8 @@ class Flattener:
         for leaf in self.leaves:
             if leaf.name in self._nodes and leaf.size > 0 and not (leaf.source.is_conj() or leaf.source.is_neg()):
                 storage = leaf.source.untyped_storage()
-                groups.setdefault((leaf.source.device, storage.data_ptr(), leaf.dtype), []).append(leaf)
+                where = (leaf.source.device, storage.data_ptr(), leaf.dtype, leaf.placement)
+                groups.setdefault(where, []).append(leaf)
         for group in groups.values():
             whole = [leaf for leaf in group if leaf.source.is_contiguous()]
             if len(group) < 2 or not whole:
@@ -210,11 +244,15 @@ class Flattener:
             raise TypeError(f"{path.replace(_OBJECT, '')}: it contains itself")
         self._open.add(id(value))
         kind, state = state_of(value, self._pairs)
-        was_late, self._is_late = self._is_late, self._is_late or kind in ("optimizer", "optimizer-own")
+        was = self._is_late, self._is_replicated, self._buffers
+        self._is_late = self._is_late or kind in ("optimizer", "optimizer-own")
+        if self._pairs.is_replicated(value):
+            self._is_replicated = True
+            self._buffers = buffer_addresses(value)
         try:
             return {"t": "object", "k": kind, "v": self._node(state, path + _OBJECT, name)}
         finally:
-            self._is_late = was_late
+            self._is_late, self._is_replicated, self._buffers = was
             self._open.discard(id(value))
 
     def _pickle(self, value: Any, path: str, name: str) -> Node:
@@ -228,14 +266,17 @@ class Flattener:
         return {"t": "pickle", "n": leaf.name}
 
     def _unique(self, name: str) -> str:
-        """`name`, or with a number where another tensor has it; `#` is kept for slices."""
-        base = (name or "state").replace("#", "_").encode("utf-8", "replace").decode()
+        """`name`, or with a number where another tensor has it."""
+        base = (name or "state").translate(_KEPT).encode("utf-8", "replace").decode()
         unique, number = base, 2
         while unique in self._names or unique == "__metadata__":
             unique, number = f"{base}~{number}", number + 1
         self._names.add(unique)
         return unique
 
+
+_KEPT = {ord("#"): "_", ord("@"): "_"}
+"""Characters that the engine keeps for itself: for parts, and for tensors of one rank."""
 
 _OBJECT = "\0"
 """Ends the path of an object whose state follows: its first keys are shown as attributes."""

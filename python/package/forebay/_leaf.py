@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Literal, Optional
 
 from . import _native
 
@@ -20,8 +20,9 @@ class Leaf:
     name: str
     dtype: str
     shape: list[int]
+    """Over all ranks."""
     size: int
-    """Bytes."""
+    """Bytes here."""
     source: Any
     """The object that holds the bytes; kept alive until they are copied."""
     address: Optional[int]
@@ -32,6 +33,12 @@ class Leaf:
     """Where it is in the state, for people."""
     is_late: bool = False
     """Whether it may be copied after `step()` returned."""
+    placement: Literal["local", "lead", "replicated"] = "local"
+    """Who else has it: nobody; others, of whom the lowest rank counts; others, all alike."""
+    part: Optional[tuple[list[int], list[int]]] = None
+    """Offsets and lengths of the box that is here, of a tensor that several ranks hold together."""
+    is_shared: bool = False
+    """Whether another rank should have the same bytes."""
 
 
 def torch_module() -> Any:
@@ -68,6 +75,41 @@ def tensor_leaf(name: str, path: str, tensor: Any, dtype: str) -> Leaf:
     address = tensor.data_ptr() if is_dense else None
     version = None if tensor.is_inference() else tensor._version
     return Leaf(name, dtype, list(tensor.shape), size, tensor, address, version, path)
+
+
+def dtensor_class() -> Any:
+    """torch's DTensor, if the program uses it already; else None."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return getattr(module, "DTensor", None)
+
+
+def local_part(tensor: Any) -> tuple[Any, list[int], list[int]]:
+    """This rank's part of a DTensor: the local tensor, and offsets and lengths of the box that it is."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return tensor._local_tensor, list(chunk.offsets), list(chunk.sizes)
+
+
+def part_leaf(name: str, path: str, tensor: Any, dtype: str) -> Leaf:
+    """A DTensor: what this rank has of it."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise TypeError(f"{path}: a DTensor with pending sums ({tensor.placements}) cannot be saved")
+    local, offsets, lengths = local_part(tensor)
+    if list(local.shape) != lengths:
+        raise TypeError(f"{path}: a DTensor placed as {tensor.placements} is no box on this rank")
+    leaf = tensor_leaf(name, path, local, dtype)
+    leaf.shape, leaf.part = list(tensor.shape), (offsets, lengths)
+    sizes = zip(tensor.placements, tensor.device_mesh.shape)
+    leaf.is_shared = any(placement.is_replicate() and size > 1 for placement, size in sizes)
+    return leaf
+
+
+def densify(leaf: Leaf) -> tuple[int, Any]:
+    """Where the leaf's bytes are, dense in this process's memory, and what keeps them there."""
+    if leaf.address is not None:
+        return leaf.address, leaf.source
+    memory = (ctypes.c_char * max(leaf.size, 1))()
+    fill(ctypes.addressof(memory), leaf)
+    return ctypes.addressof(memory), memory
 
 
 def array_leaf(name: str, path: str, array: Any, dtype: str) -> Leaf:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from functools import partial
 from typing import Any, Callable, Optional, TypeVar
 
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointNotFound, CheckpointWarning
+from ._ranks import Ranks
 from ._unflatten import Builder, Node, Placer, Tensors
 
 T = TypeVar("T")
@@ -25,13 +27,14 @@ def newest_steps(url: str) -> list[tuple[int, int, str]]:
     return [(step, number, attempt) for step, number, attempt, _, superseded in reversed(listed) if not superseded]
 
 
-def with_step(url: str, step: Optional[int], use: Callable[[_native.Step], T]) -> T:
-    """Calls `use` with the step asked for, or with the newest one that is whole.
+def with_step(url: str, step: Optional[int], ranks: Optional[Ranks], use: Callable[[_native.Step], T]) -> T:
+    """Calls `use` with the step asked for, or with the newest one that is whole on every rank.
 
     Raises `CheckpointCorrupt` when the step asked for is damaged, or all of them are, and `CheckpointNotFound` when
     there is none. An older step than the newest is used with a warning only.
     """
-    found = newest_steps(url)
+    list_all = partial(newest_steps, url)
+    found = list_all() if ranks is None else ranks.first("list the steps", list_all)
     if step is not None:
         found = [entry for entry in found if entry[0] == step]
     if not found:
@@ -39,7 +42,7 @@ def with_step(url: str, step: Optional[int], use: Callable[[_native.Step], T]) -
     damaged: list[str] = []
     for number, incarnation, attempt in found:
         try:
-            used = use(_native.open_step(url, number, incarnation, attempt))
+            used = _use_together(ranks, lambda: use(_native.open_step(url, number, incarnation, attempt)))
         except CheckpointCorrupt as error:
             if step is not None:
                 raise
@@ -52,17 +55,52 @@ def with_step(url: str, step: Optional[int], use: Callable[[_native.Step], T]) -
     raise CheckpointCorrupt(f"{url} holds no step that is whole: {'; '.join(damaged)}")
 
 
+def _use_together(ranks: Optional[Ranks], use: Callable[[], T]) -> T:
+    """What `use` gives here. Raises `CheckpointCorrupt` on all ranks when it does so on one."""
+    if ranks is None or ranks.alone:
+        return use()
+    used: list[T] = []
+    damage: list[CheckpointCorrupt] = []
+
+    def try_here() -> dict[str, Any]:
+        try:
+            used.append(use())
+        except CheckpointCorrupt as error:
+            damage.append(error)
+        return {"damage": str(damage[0]) if damage else None}
+
+    words = ranks.gather("read a step", try_here)
+    if damage:
+        raise damage[0]
+    for rank, word in enumerate(words):
+        if word["damage"] is not None:
+            raise CheckpointCorrupt(f"rank {rank}: {word['damage']}")
+    return used[0]
+
+
 def load_step(
-    step: _native.Step, into: Any, allow_pickle: bool, threads: int, with_rng: bool = False
+    step: _native.Step,
+    into: Any,
+    allow_pickle: bool,
+    threads: int,
+    ranks: Optional[Ranks] = None,
+    with_rng: bool = False,
 ) -> tuple[Any, Optional[dict[str, Any]]]:
     """The state of a step, put in place into `into` if that is given, and its random number generators.
 
-    Those are None where the step has none or they are not asked for.
+    Those are None where the step has none of this rank's or they are not asked for. What each rank has of its own is
+    taken from the rank of the same number, modulo how many saved.
     """
-    tree, generators = _extra(step, "state"), _extra(step, "rng") if with_rng else None
-    if step.extra("state") is None:
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    source = rank % step.world_size
+    text = _extra(step, "state", source) or _extra(step, "state", 0)
+    if text is None:
         raise CheckpointCorrupt(f"step {step.step} has no state")
-    tensors = Tensors(step, threads)
+    tree = parse(step, text)
+    # A generator's state is one rank's; a job of another size has other ranks.
+    with_rng = with_rng and step.world_size == world_size
+    generators = parse(step, (with_rng and _extra(step, "rng", source)) or "null")
+    tensors = Tensors(step, threads, source)
     builder = Builder(tensors, allow_pickle)
     placer = None
     if into is not None:
@@ -76,9 +114,13 @@ def load_step(
     return builder.build(tree) if placer is None else into, builder.build(generators)
 
 
-def _extra(step: _native.Step, name: str) -> Node:
-    text = step.extra(name)
-    return None if text is None else parse(step, text)
+def extra_name(name: str, rank: int) -> str:
+    """What an extra of a rank is called in the step."""
+    return f"{name}@{rank}" if rank else name
+
+
+def _extra(step: _native.Step, name: str, rank: int) -> Optional[str]:
+    return step.extra(extra_name(name, rank))
 
 
 def parse(step: _native.Step, text: str) -> Node:

@@ -50,6 +50,15 @@ class Pairs:
                 return module
         return None
 
+    def is_replicated(self, value: Any) -> bool:
+        """Whether other ranks have the same state: DDP's modules, and the optimizers of their parameters."""
+        torch = torch_module()
+        if torch is None:
+            return False
+        if isinstance(value, torch.optim.Optimizer):
+            value = self.module_of(value)
+        return isinstance(value, torch.nn.parallel.DistributedDataParallel)
+
     def parameter_addresses(self) -> frozenset[int]:
         """Where the bytes of the modules' parameters are: only an optimizer's step writes there."""
         return frozenset(
@@ -60,14 +69,20 @@ class Pairs:
         )
 
 
-def state_of(value: Any, pairs: Pairs) -> tuple[str, Any]:
-    """How the state was taken, and the state."""
+def buffer_addresses(value: Any) -> frozenset[int]:
+    """Where the bytes of a module's buffers are; none for anything else."""
+    buffers = value.buffers() if hasattr(value, "buffers") else ()
+    return frozenset(buffer.data_ptr() for buffer in buffers if buffer.numel() > 0)
+
+
+def state_of(value: Any, pairs: Pairs, with_state: bool = False) -> tuple[str, Any]:
+    """How the state was taken, and the state. `with_state` has torch make that of an optimizer that never stepped."""
     torch = torch_module()
     if torch is not None and isinstance(value, torch.nn.Module):
         return "module", _api().get_model_state_dict(value)
     if torch is not None and isinstance(value, torch.optim.Optimizer):
         module = pairs.module_of(value)
-        if module is not None and value.state:
+        if module is not None and (value.state or with_state):
             return "optimizer", _api().get_optimizer_state_dict(module, value)
         return "optimizer-own", value.state_dict()
     return "own", value.state_dict()

@@ -18,43 +18,57 @@ from typing import Any, Callable, Iterator, Optional
 
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointInvalid, CheckpointMismatch
-from ._leaf import array_dtype, numpy_module, tensor_dtype, torch_module
+from ._leaf import array_dtype, dtensor_class, local_part, numpy_module, tensor_dtype, torch_module
 from ._objects import Pairs, give_state, is_stateful, state_of
 
 Node = Any
 
 
 class Tensors:
-    """The tensors of a step, on `read` read into live ones that were bound, and into fresh memory."""
+    """The tensors of a step, on `read` read into live ones that were bound, and into fresh memory.
 
-    def __init__(self, step: _native.Step, threads: int) -> None:
+    `rank` is the one of the saving job whose own tensors are meant.
+    """
+
+    def __init__(self, step: _native.Step, threads: int, rank: int = 0) -> None:
         self._step = step
         self._threads = threads
+        self._rank = rank
         self._entries = {name: (index, dtype, shape) for index, (name, dtype, shape, _) in enumerate(step.tensors())}
         self._loaded: dict[tuple[str, str], Any] = {}
+        self._targets: list[tuple[int, Optional[tuple[list[int], list[int]]], int, int]] = []
         self._bound: list[Any] = []
+        self._staged: list[tuple[Any, Any]] = []
         self._spans: list[tuple[int, int]] = []
 
     def entry(self, name: str) -> tuple[int, str, list[int]]:
         """Index, element type and shape. Raises `CheckpointCorrupt` when the step holds no such tensor."""
-        if name not in self._entries:
+        found = self._entries.get(f"{name}@{self._rank}") or self._entries.get(name)
+        if found is None:
             raise CheckpointCorrupt(f"step {self._step.step}: its state names tensor `{name}`, which it does not hold")
-        return self._entries[name]
+        return found
 
     def bind(self, node: Node, live: Any) -> bool:
-        """Has the tensor that a tree names read into a live one; False where its memory is not laid out for that."""
+        """Has the tensor that a tree names read into a live one; of a DTensor, the part that is here.
+
+        False where another place was bound already, where the tree names a view, and where types or shapes differ.
+        """
         kind, name = node["t"], node["n"]
-        _, dtype, shape = self.entry(name)
-        if (kind, name) in self._loaded or "view" in node or not _is_place(kind, live, dtype, shape):
+        index, dtype, shape = self.entry(name)
+        if (kind, name) in self._loaded or "view" in node or not _is_like(kind, live, dtype, shape):
             return False
-        start, size = _span(kind, live)
-        at = bisect.bisect(self._spans, (start, size))
-        for other, length in self._spans[max(at - 1, 0) : at + 1]:
-            if size > 0 and start < other + length and other < start + size:
-                return False
-        self._spans.insert(at, (start, size))
+        place, part = live, None
+        dtensor = dtensor_class()
+        if dtensor is not None and isinstance(live, dtensor):
+            place, *part = local_part(live)
+        self._bound.append(place)
+        if not self._take_span(kind, place):
+            # Read aside, and copied once all is found right: a device's memory, a strided or a shared one.
+            staged = _new_like(kind, place)
+            self._staged.append((place, staged))
+            place = staged
+        self._targets.append((index, None if part is None else (part[0], part[1]), *_span(kind, place)))
         self._loaded[kind, name] = live
-        self._bound.append(live)
         return True
 
     def want(self, node: Node) -> None:
@@ -70,24 +84,30 @@ class Tensors:
 
     def read(self) -> None:
         """Reads what was noted. Raises `CheckpointCorrupt` when any of it is not what was saved."""
-        targets = []
-        for (kind, name), value in self._loaded.items():
-            targets.append((self._entries[name][0], None, *_span(kind, value)))
+        torch = torch_module()
         try:
-            self._step.read(targets, self._threads)
+            self._step.read(self._targets, self._threads)
         finally:
-            torch = torch_module()
-            written = [value for value in self._bound if torch is not None and isinstance(value, torch.Tensor)]
-            for value in written:
-                if not value.is_inference():
+            for value in self._bound:
+                if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():
                     torch.autograd.graph.increment_version(value)
+
+    def place(self) -> None:
+        """Copies what was read aside into its live tensors."""
+        torch = torch_module()
+        for place, staged in self._staged:
+            if torch is not None and isinstance(place, torch.Tensor):
+                with torch.no_grad():
+                    place.detach().copy_(staged)
+            else:
+                place[...] = staged
 
     def get(self, kind: str, name: str) -> Any:
         """A tensor, array or byte string that was read."""
         return self._loaded[kind, name]
 
     def _allocate(self, kind: str, name: str) -> None:
-        _, dtype, shape = self.entry(name)
+        index, dtype, shape = self.entry(name)
         if (kind, name) in self._loaded:
             return
         if kind == "tensor":
@@ -102,6 +122,35 @@ class Tensors:
             import numpy
 
             self._loaded[kind, name] = numpy.empty(shape, dtype=dtype)
+        self._targets.append((index, None, *_span(kind, self._loaded[kind, name])))
+
+    def _take_span(self, kind: str, place: Any) -> bool:
+        """Whether a tensor's or array's memory can be read into: dense, the processor's, and nobody else's."""
+        if kind == "tensor":
+            is_dense = place.device.type == "cpu" and place.is_contiguous() and place.data_ptr() != 0
+            is_dense = is_dense and not (place.is_conj() or place.is_neg())
+        else:
+            is_dense = place.flags.c_contiguous
+        if not is_dense:
+            return False
+        start, size = _span(kind, place)
+        at = bisect.bisect(self._spans, (start, size))
+        for other, length in self._spans[max(at - 1, 0) : at + 1]:
+            if start < other + length and other < start + size:
+                return False
+        self._spans.insert(at, (start, size))
+        return True
+
+
+def _new_like(kind: str, place: Any) -> Any:
+    """Dense memory for what a tensor or array holds."""
+    if kind == "tensor":
+        import torch
+
+        return torch.empty(place.shape, dtype=place.dtype)
+    import numpy
+
+    return numpy.empty(place.shape, dtype=place.dtype)
 
 
 def _span(kind: str, value: Any) -> tuple[int, int]:
@@ -113,15 +162,16 @@ def _span(kind: str, value: Any) -> tuple[int, int]:
     return value.ctypes.data, value.nbytes
 
 
-def _is_place(kind: str, live: Any, dtype: str, shape: list[int]) -> bool:
-    """Whether a live tensor or array can be read into as it is."""
+def _is_like(kind: str, live: Any, dtype: str, shape: list[int]) -> bool:
+    """Whether a live value is a tensor or array of that element type and shape that can be written."""
     torch, numpy = torch_module(), numpy_module()
     if kind == "tensor":
-        is_like = torch is not None and isinstance(live, torch.Tensor) and tensor_dtype(live) == dtype
-        is_dense = is_like and live.device.type == "cpu" and live.is_contiguous() and live.data_ptr() != 0
-        return is_dense and list(live.shape) == shape and not (live.is_conj() or live.is_neg())
+        if torch is None or not isinstance(live, torch.Tensor) or list(live.shape) != shape:
+            return False
+        dtensor = dtensor_class()
+        return tensor_dtype(live._local_tensor if dtensor and isinstance(live, dtensor) else live) == dtype
     is_like = numpy is not None and isinstance(live, numpy.ndarray) and array_dtype(live) == dtype
-    return is_like and live.flags.c_contiguous and live.flags.writeable and list(live.shape) == shape
+    return is_like and live.flags.writeable and list(live.shape) == shape
 
 
 class Builder:
@@ -238,6 +288,7 @@ class Placer:
         """Puts everything into place that was not read there; objects after what lies outside of them."""
         states = [(path, value, kind, self._builder.build(node)) for path, value, kind, node in self._objects]
         states.sort(key=lambda entry: not entry[2].startswith("optimizer"))
+        self._tensors.place()
         for copy in self._copies:
             copy()
         for path, value, kind, state in states:
@@ -269,8 +320,8 @@ class Placer:
         if kind == "module":
             if self._place_module(tree, live, path):
                 return
-        elif kind in ("optimizer", "optimizer-own") and getattr(live, "state", None):
-            has_kind, has = state_of(live, self._pairs)
+        elif kind in ("optimizer", "optimizer-own"):
+            has_kind, has = state_of(live, self._pairs, kind == "optimizer")
             if has_kind == kind:
                 self._bind_all(tree, has)
         self._objects.append((path, live, kind, tree))
@@ -352,11 +403,14 @@ class Placer:
         if torch is None or not isinstance(live, torch.Tensor):
             raise _mismatch(path, "a torch tensor", live)
         dtype, shape = self._tensors.entry(node["n"])[1], self._shape(node)
-        if shape != list(live.shape) or f"torch.{dtype}" != str(live.dtype) or tensor_dtype(live) is None:
+        if shape != list(live.shape) or f"torch.{dtype}" != str(live.dtype):
             saved = f"torch.{dtype} {shape}"
             raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {list(live.shape)}")
         if self._tensors.bind(node, live):
             return
+        dtensor = dtensor_class()
+        if dtensor is not None and isinstance(live, dtensor):
+            raise CheckpointMismatch(f"{path}: a DTensor that was saved as part of another tensor")
 
         def copy() -> None:
             with torch.no_grad():

@@ -1,0 +1,119 @@
+"""The ranks of a job: who they are, and how they agree.
+
+Everything that ranks do together is one kind of round, in which each says a few facts and all hear everything. What
+went wrong on one rank is raised on all, with its number.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import os
+from typing import Any, Callable, Optional, TypeVar
+
+from . import _native
+from ._errors import CheckpointError, CheckpointInvalid
+from ._leaf import torch_module
+
+T = TypeVar("T")
+
+_groups: collections.Counter[str] = collections.Counter()
+"""How often this process joined a group for a place: ranks that do the same things meet under the same number."""
+
+
+class Ranks:
+    """This process among the ranks that save to one place together."""
+
+    def __init__(self, url: str, ranks: Optional[tuple[int, int]], patience_s: float) -> None:
+        self._url = url
+        self._given = ranks
+        self._patience_s = patience_s
+        self._found: Optional[tuple[int, int]] = None
+        self._group: Optional[_native.Group] = None
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        return self._find()[0]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self._find()[1]
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self.world_size == 1
+
+    def gather(self, act: str, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Does `work`, and gives what it gave on each rank, in their order. All ranks must be at the same `act`.
+
+        Raises what `work` raised here; else, with the rank's number, what it raised elsewhere.
+        """
+        if self.alone:
+            return [work()]
+        failure: Optional[BaseException] = None
+        try:
+            facts = work()
+        except BaseException as error:
+            failure, facts = error, {"failed": f"{type(error).__name__}: {error}"}
+        try:
+            texts = self._join().gather(json.dumps({"act": act, "facts": facts}), self._patience_s)
+        except CheckpointError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        words = [json.loads(text) for text in texts]
+        for rank, word in enumerate(words):
+            if word["act"] != act:
+                raise CheckpointInvalid(f"rank {self.rank} is at `{act}` while rank {rank} is at `{word['act']}`")
+        for rank, word in enumerate(words):
+            if "failed" in word["facts"]:
+                raise CheckpointError(f"rank {rank} failed to {act}: {word['facts']['failed']}")
+        return [word["facts"] for word in words]
+
+    def first(self, act: str, work: Callable[[], T]) -> T:
+        """What `work` gives on rank 0, to all; it must be what JSON can say."""
+        given: T = self.gather(act, lambda: {"given": work() if self.rank == 0 else None})[0]["given"]
+        return given
+
+    def forget(self) -> None:
+        """For a forked child: lets go of the others without a word."""
+        if self._group is not None:
+            self._group.forget()
+
+    def _find(self) -> tuple[int, int]:
+        if self._found is None:
+            self._found = self._given or _surroundings()
+            rank, world_size = self._found
+            if not 0 <= rank < world_size:
+                raise CheckpointInvalid(f"rank {rank} of {world_size}")
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+            if self._given is None and here < world_size:
+                text = f"the job has {world_size} ranks, of which {here} are on this host"
+                raise CheckpointInvalid(f"{text}; this version saves jobs whose ranks are all on one host")
+        return self._found
+
+    def _join(self) -> _native.Group:
+        if self._group is None:
+            _groups[self._url] += 1
+            names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+            place = [os.environ.get(name, "") for name in names]
+            text = json.dumps([os.getuid(), *place, self._url, _groups[self._url]])
+            name = "forebay-" + hashlib.sha256(text.encode()).hexdigest()[:32]
+            self._group = _native.Group(name, self.rank, self.world_size, self._patience_s)
+        return self._group
+
+
+def _surroundings() -> tuple[int, int]:
+    """Rank and number of ranks, by torch.distributed where it is in use, else by the environment as torchrun sets it."""
+    torch = torch_module()
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError as error:
+        raise CheckpointInvalid(f"RANK and WORLD_SIZE of the environment are no numbers: {error}") from error

@@ -1,0 +1,391 @@
+"""Jobs of several ranks: real processes, real torch.distributed, saved at one size and restored at others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._composable.fsdp  # noqa: F401  (slow: before any fork)
+import torch.distributed.checkpoint  # noqa: F401
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import forebay
+from forebay import _native
+
+from .conftest import Child, rounds
+
+Report = Callable[[str], None]
+
+
+def start_ranks(world_size: int, work: Callable[[int, Report], None], with_gloo: bool = True) -> list[Child]:
+    """Forks a job; in each rank `work` gets its number and a way to report a line."""
+    start_ranks.jobs += 1  # type: ignore[attr-defined]
+    number = start_ranks.jobs  # type: ignore[attr-defined]
+    meeting = f"/tmp/forebay-test-gloo-{os.getpid()}-{number}"
+
+    def rank_of(rank: int) -> Callable[[Report], None]:
+        def run(report: Report) -> None:
+            port = str(20000 + number)
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            os.environ["TORCHELASTIC_RUN_ID"] = f"{os.getppid()}-{number}"
+            if with_gloo:
+                dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
+            work(rank, report)
+
+        return run
+
+    return [Child(rank_of(rank)) for rank in range(world_size)]
+
+
+start_ranks.jobs = 0  # type: ignore[attr-defined]
+
+
+def run_ranks(world_size: int, work: Callable[[int], Any], with_gloo: bool = True) -> list[Any]:
+    """What `work` gives on each rank, through JSON."""
+
+    def run(rank: int, report: Report) -> None:
+        report(json.dumps(work(rank)))
+
+    children = start_ranks(world_size, run, with_gloo)
+    lines = [child.line() for child in children]
+    assert [child.join() for child in children] == [0] * world_size
+    return [json.loads(line) for line in lines]
+
+
+def weights(kind: str) -> dict[str, torch.Tensor]:
+    """The same values in every process."""
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {"w": random(64, 48), "odd": random(7, 5), "one": random(1), "b": random(48).to(torch.bfloat16)}
+
+
+def sharded(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The tensors spread over the present ranks."""
+    size = dist.get_world_size()
+    if kind == "hybrid" and size > 2:
+        mesh, places = init_device_mesh("cpu", (2, size // 2)), [Replicate(), Shard(0)]
+    else:
+        mesh, places = init_device_mesh("cpu", (size,)), [Shard(1) if kind == "columns" else Shard(0)]
+    spread = {}
+    for name, tensor in tensors.items():
+        fits = [Shard(0) if isinstance(place, Shard) and place.dim >= tensor.ndim else place for place in places]
+        spread[name] = distribute_tensor(tensor.clone(), mesh, fits)
+    return spread
+
+
+def body_of(place: Path, step: int) -> dict[str, Any]:
+    (manifest,) = place.glob(f"steps/{step:020}/*.json")
+    body: dict[str, Any] = json.loads(manifest.read_text())["body"]
+    return body
+
+
+def restored_at(world_size: int, place: Path, kind: str) -> None:
+    """Restores the tensors, spread in that way over so many ranks, and compares."""
+    expected = weights(kind)
+
+    def restore(rank: int) -> Any:
+        state = sharded(kind, {name: torch.zeros_like(tensor) for name, tensor in expected.items()})
+        with forebay.Checkpointer(place) as checkpointer:
+            assert checkpointer.restore(state) == 3
+        return [name for name in expected if not torch.equal(state[name].full_tensor(), expected[name])]
+
+    assert run_ranks(world_size, restore) == [[]] * world_size
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "hybrid"])
+def test_sharded_tensors_at_other_sizes_and_alone(tmp_path: Path, kind: str) -> None:
+    def save(rank: int) -> Any:
+        state = sharded(kind, weights(kind))
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save_now(3, state)
+        return None
+
+    run_ranks(4, save)
+    assert _native.verify(f"file://{tmp_path}", None) == []
+    body = body_of(tmp_path, 3)
+    assert body["world_size"] == 4 and [shard["rank"] for shard in body["shards"]] == [0, 1, 2, 3]
+    stored = sum(part["end"] - part["start"] for tensor in body["tensors"] for part in tensor["slices"])
+    rng = sum(
+        part["end"] - part["start"]
+        for tensor in body["tensors"]
+        if tensor["name"].startswith("rng")
+        for part in tensor["slices"]
+    )
+    expected = weights(kind)
+    assert stored - rng == sum(tensor.nbytes for tensor in expected.values()), "each element is stored once"
+    assert not (tmp_path / "ranks").exists() or not list((tmp_path / "ranks").rglob("*.json"))
+    for other in ("rows", "columns"):
+        restored_at(2, tmp_path, other)
+    alone = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    forebay.load(tmp_path, alone)
+    assert all(torch.equal(alone[name], expected[name]) for name in expected)
+
+
+def test_a_rank_reads_little_more_than_its_part(tmp_path: Path) -> None:
+    whole = torch.arange(1 << 22, dtype=torch.int32).view(256, -1)
+    forebay.save({"w": whole}, tmp_path, step=3)
+
+    def restore(rank: int) -> Any:
+        state = {"w": distribute_tensor(torch.zeros_like(whole), init_device_mesh("cpu", (4,)), [Shard(0)])}
+        before = read_bytes()
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.restore(state)
+        assert torch.equal(state["w"].to_local(), whole[64 * rank : 64 * rank + 64])
+        return read_bytes() - before
+
+    for read in run_ranks(4, restore):
+        assert whole.nbytes / 4 <= read <= whole.nbytes / 4 * 1.02 + 65536
+
+
+def read_bytes() -> int:
+    """Bytes that this process has read so far."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def ddp_parts(seed: int) -> dict[str, Any]:
+    """A model under DDP, with a buffer, and an optimizer with some steps behind it."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8))
+    ddp = DistributedDataParallel(model)
+    return {"model": ddp, "optim": torch.optim.AdamW(ddp.parameters(), lr=1e-2), "losses": []}
+
+
+def train(state: dict[str, Any], first: int, last: int, checkpointer: forebay.Checkpointer, rank: int) -> None:
+    for step in range(first, last + 1):
+        torch.manual_seed(1000 * step + rank)
+        loss = state["model"](torch.randn(16, 32)).square().mean()
+        loss.backward()
+        checkpointer.before_optimizer_step()
+        state["optim"].step()
+        state["optim"].zero_grad()
+        state["losses"].append(loss.item())
+        checkpointer.step(step, state)
+
+
+def test_ddp_is_stored_once_and_goes_on_bit_equal(tmp_path: Path) -> None:
+    def uninterrupted(rank: int) -> Any:
+        state = ddp_parts(1)
+        with forebay.Checkpointer(tmp_path / "whole", every=4) as checkpointer:
+            train(state, 1, 8, checkpointer, rank)
+        return state["losses"]
+
+    def resumed(rank: int) -> Any:
+        state = ddp_parts(2)
+        with forebay.Checkpointer(tmp_path / "whole") as checkpointer:
+            assert checkpointer.restore(state, step=4) == 4
+            train(state, 5, 8, checkpointer, rank)
+        return state["losses"]
+
+    expected = run_ranks(2, uninterrupted)
+    body = body_of(tmp_path / "whole", 4)
+    (weight,) = [tensor for tensor in body["tensors"] if tensor["name"] == "model.0.weight"]
+    assert sum(part["end"] - part["start"] for part in weight["slices"]) == 32 * 64 * 4
+    written = [shard["size"] - shard["header"] for shard in body["shards"]]
+    own = [sum_of(body, f"@{rank}") for rank in range(2)]
+    shared = [total - local for total, local in zip(written, own)]
+    buffers = (64 + 64) * 4 + 8
+    assert max(shared) <= 1.01 * sum(shared) / 2 + buffers, "the ranks share the writing, but for rank 0's buffers"
+    assert run_ranks(2, resumed) == expected
+
+
+def sum_of(body: dict[str, Any], suffix: str) -> int:
+    named = [tensor for tensor in body["tensors"] if tensor["name"].endswith(suffix)]
+    return sum(part["end"] - part["start"] for tensor in named for part in tensor["slices"])
+
+
+def fsdp_parts(seed: int) -> dict[str, Any]:
+    """A model under FSDP2 and its optimizer."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 64), torch.nn.GELU(), torch.nn.Linear(64, 6))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=1e-2), "n": 0}
+
+
+def fsdp_values(state: dict[str, Any]) -> list[list[float]]:
+    """Everything that an FSDP job's state holds, whole."""
+    values = [parameter.full_tensor() for parameter in state["model"].parameters()]
+    for entry in state["optim"].state.values():
+        values += [value.full_tensor() if isinstance(value, DTensor) else value for value in entry.values()]
+    return [value.double().flatten().tolist() for value in values]
+
+
+def test_fsdp_is_restored_at_other_sizes(tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        state = fsdp_parts(1)
+        for _ in range(2):
+            state["model"](torch.randn(4, 30)).square().mean().backward()
+            state["optim"].step()
+            state["optim"].zero_grad()
+        state["n"] = 7
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save_now(2, state)
+        return fsdp_values(state)
+
+    def restore(rank: int) -> Any:
+        state = fsdp_parts(5)
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            assert checkpointer.restore(state) == 2
+        assert state["n"] == 7
+        return fsdp_values(state)
+
+    expected = run_ranks(4, save)[0]
+    for world_size in (2, 4):
+        assert run_ranks(world_size, restore) == [expected] * world_size
+
+
+def test_without_torch_distributed_each_rank_has_its_own(tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        state = {"own": torch.full((5,), rank), "ema.w": torch.arange(1000.0), "rank": rank}
+        with forebay.Checkpointer(tmp_path, every=1, replicated=["ema.*"]) as checkpointer:
+            for step in (1, 2):
+                state["own"] += 10
+                if rank == 1 and step == 2:
+                    state["late"] = torch.ones(3)
+                checkpointer.step(step, state)
+        return None
+
+    def restore(rank: int) -> Any:
+        state = {"own": torch.zeros(5, dtype=torch.int64), "ema.w": torch.zeros(1000), "rank": -1}
+        if rank == 1:
+            state["late"] = torch.zeros(3)
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            assert checkpointer.restore(state) == 2
+        assert torch.equal(state["ema.w"], torch.arange(1000.0)) and rank != 1 or bool(state["late"].all())
+        return [state["own"].tolist(), state["rank"]]
+
+    run_ranks(3, save, with_gloo=False)
+    assert run_ranks(3, restore, with_gloo=False) == [[[20 + rank] * 5, rank] for rank in range(3)]
+
+
+def test_replicas_that_differ_are_refused_and_named(tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        checkpointer = forebay.Checkpointer(tmp_path, replicated=["w"])
+        with pytest.raises(forebay.CheckpointError, match="`w` should be the same on ranks 0 and 1"):
+            checkpointer.save_now(1, {"w": torch.full((4,), rank)})
+        return None
+
+    run_ranks(2, save, with_gloo=False)
+    assert not list(tmp_path.glob("steps/*/*"))
+
+
+def test_what_goes_wrong_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        checkpointer = forebay.Checkpointer(tmp_path)
+        told = []
+        for step, bad in ((1, object()), (2, None)):
+            try:
+                checkpointer.save_now(step, {"x": bad if rank == 1 else None})
+            except (TypeError, forebay.CheckpointError) as error:
+                told.append(str(error))
+        checkpointer.close()
+        return told
+
+    first, second = run_ranks(2, save, with_gloo=False)
+    assert "rank 1 failed to save: TypeError: state['x']: object of type object cannot be saved" in first[0]
+    assert second[0].startswith("state['x']") and len(first) == len(second) == 1
+    assert [path.name for path in (tmp_path / "steps").iterdir()] == [f"{2:020}"]
+
+
+def test_a_rank_that_dies_is_named_and_the_step_is_not_there(tmp_path: Path) -> None:
+    def work(rank: int, report: Report) -> None:
+        checkpointer = forebay.Checkpointer(tmp_path, every=1)
+        checkpointer.step(1, {"own": torch.zeros(1000)})
+        checkpointer.wait()
+        report("saved")
+        if rank == 2:
+            signal.pause()
+        try:
+            checkpointer.step(2, {"own": torch.ones(1000)})
+        except forebay.CheckpointUnavailable as error:
+            report(str(error))
+
+    children = start_ranks(3, work, with_gloo=False)
+    assert [child.line() for child in children] == ["saved"] * 3
+    children[2].kill()
+    for child in children[:2]:
+        assert "rank 2 of the job is gone" in child.line()
+        child.kill()
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps() == [1]
+    assert _native.verify(f"file://{tmp_path}", None) == []
+
+
+def stored(place: Path) -> set[str]:
+    """Every object there."""
+    return {str(path) for path in place.rglob("*.*") if ".forebay" not in path.parts}
+
+
+def test_the_death_of_all_ranks_at_any_moment_leaves_only_common_steps(tmp_path: Path) -> None:
+    for seed in rounds(3):
+        place = tmp_path / str(seed)
+
+        def work(rank: int, report: Report) -> None:
+            state = {"own": torch.zeros(100_000), "all": torch.zeros(200_000), "n": 0}
+            with forebay.Checkpointer(place, every=1, keep=2, replicated=["all"]) as checkpointer:
+                report("started")
+                for step in range(1, 1000):
+                    state["own"] += 1 + rank
+                    state["all"] += 1
+                    state["n"] = step
+                    checkpointer.step(step, state)
+
+        children = start_ranks(2, work, with_gloo=False)
+        assert [child.line() for child in children] == ["started"] * 2
+        time.sleep(0.2 + 0.2 * seed)
+        for child in children:
+            child.kill()
+        settled = [{"nothing"}, stored(place)]
+        while settled[-1] != settled[-2]:
+            time.sleep(0.5)
+            settled.append(stored(place))
+
+        def restore(rank: int) -> Any:
+            state = {"own": torch.zeros(100_000), "all": torch.zeros(200_000), "n": 0}
+            with forebay.Checkpointer(place) as checkpointer:
+                step = checkpointer.restore(state) or 0
+            own, shared = state["own"] / (1 + rank), state["all"]
+            return [step, bool((own == step).all() and (shared == step).all() and state["n"] == step)]
+
+        steps = run_ranks(2, restore, with_gloo=False)
+        assert steps[0] == steps[1] and steps[0][1], f"seed {seed}: {steps}"
+        assert _native.verify(f"file://{place}", None) == [] if place.exists() else True, f"seed {seed}"
+
+
+def test_a_damaged_step_is_left_by_all_ranks_together(tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, every=1) as checkpointer:
+            for step in (1, 2):
+                checkpointer.step(step, {"own": torch.full((1000,), step * (rank + 1))})
+        return None
+
+    run_ranks(2, save, with_gloo=False)
+    body = body_of(tmp_path, 2)
+    (own,) = [tensor for tensor in body["tensors"] if tensor["name"] == "own@1"]
+    shard = tmp_path / body["shards"][own["slices"][0]["shard"]]["key"]
+    data = bytearray(shard.read_bytes())
+    data[own["slices"][0]["start"]] ^= 1
+    shard.write_bytes(data)
+
+    def restore(rank: int) -> Any:
+        state = {"own": torch.zeros(1000, dtype=torch.int64)}
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            with pytest.warns(forebay.CheckpointWarning, match="step 1 is used instead"):
+                assert checkpointer.restore(state) == 1
+        return state["own"].tolist() == [rank + 1] * 1000
+
+    assert run_ranks(2, restore, with_gloo=False) == [True, True]
