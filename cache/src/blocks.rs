@@ -39,6 +39,10 @@ pub trait Blocks: Send + Sync + std::fmt::Debug {
     /// Puts bytes that the caller already has (of a freshly written blob) into the cache; `bytes` is the whole block.
     fn insert(&self, key: &BlockKey, bytes: Bytes);
 
+    /// Says that whoever read this block has read all of it and keeps a copy, so that its memory may soon serve others.
+    /// A copy on disk stays.
+    fn spend(&self, key: &BlockKey);
+
     /// What happened since the cache was opened, and what it holds now.
     fn counters(&self) -> Counters;
 }

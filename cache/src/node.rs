@@ -174,6 +174,10 @@ impl Blocks for Node {
         }
     }
 
+    fn spend(&self, key: &BlockKey) {
+        self.sources.memory.spend(BlockId::of(key), key.len());
+    }
+
     fn counters(&self) -> Counters {
         let (memory_hits, joined) = (self.memory_hits.load(Relaxed), self.joined.load(Relaxed));
         let mut counters = Counters { memory_hits, joined, ..Counters::default() };

@@ -1,9 +1,10 @@
 //! A handle on an open file.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, InodeId, Result};
+use forebay_core::{BlockKey, Error, ErrorKind, InodeId, Result};
 use parking_lot::Mutex;
 
 use crate::inode::{OpenInode, Position};
@@ -68,7 +69,7 @@ impl File {
     /// The bytes at `offset`, short at the end of the file, if all of them are in memory; never waits.
     pub fn read_now(&self, offset: u64, length: u32) -> Option<Bytes> {
         let bytes = self.inode.read_now(offset, u64::from(length))?;
-        self.look_ahead(offset, u64::from(length));
+        self.spend(self.look_around(offset, u64::from(length)));
         Some(bytes)
     }
 
@@ -77,25 +78,38 @@ impl File {
     /// # Errors
     /// `Stale` when an outsider replaced the object and no cached copy is left; `Unavailable` past the deadline.
     pub async fn read(&self, offset: u64, length: u32) -> Result<Bytes> {
-        self.look_ahead(offset, u64::from(length));
-        self.inode.read(offset, u64::from(length)).await
+        let passed = self.look_around(offset, u64::from(length));
+        let bytes = self.inode.read(offset, u64::from(length)).await?;
+        self.spend(passed);
+        Ok(bytes)
     }
 
-    /// Brings in what the read pattern calls for, in the background.
-    fn look_ahead(&self, offset: u64, length: u64) {
+    /// Brings in what the read pattern calls for, in the background; returns the blocks that this read is the last of.
+    fn look_around(&self, offset: u64, length: u64) -> Vec<BlockKey> {
         let fetch = &self.inode.store().fetch;
-        let keys = self.inode.look(|content| {
+        let (ahead, passed) = self.inode.look(|content| {
             let size = content.size();
             let end = offset.saturating_add(length).min(size);
-            let ahead = self.prefetch.lock().observe(offset.min(end)..end, size);
-            if ahead.is_empty() || !content.readable() {
-                Vec::new()
-            } else {
-                fetch.keys(content.layout(), ahead)
-            }
+            let mut prefetch = self.prefetch.lock();
+            let ahead = prefetch.observe(offset.min(end)..end, size);
+            let passed = prefetch.passed(size);
+            drop(prefetch);
+            let keys = |range: Range<u64>| match range.is_empty() || !content.readable() {
+                true => Vec::new(),
+                false => fetch.keys(content.layout(), range),
+            };
+            (keys(ahead), keys(passed))
         });
-        for key in keys {
+        for key in ahead {
             self.volume.fill_ahead(key);
+        }
+        passed
+    }
+
+    /// Who reads keeps what it was given, in the kernel's pages or its own.
+    fn spend(&self, passed: Vec<BlockKey>) {
+        for key in passed {
+            self.volume.blocks().spend(&key);
         }
     }
 

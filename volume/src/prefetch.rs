@@ -36,6 +36,8 @@ pub struct Prefetch {
     reached: u64,
     /// End of what was already asked for.
     requested: u64,
+    /// Start of what was read and is not yet told by [`Self::passed`].
+    untold: u64,
 }
 
 impl Prefetch {
@@ -50,6 +52,7 @@ impl Prefetch {
         let near = self.reached > 0 && read.start.abs_diff(self.reached) <= REORDER_BYTES;
         if !near || self.max_window == 0 {
             (self.window, self.reached, self.requested) = (0, read.end, read.end);
+            self.untold = read.start.next_multiple_of(BLOCK_SIZE);
             return read.end..read.end;
         }
         self.reached = self.reached.max(read.end);
@@ -61,6 +64,15 @@ impl Prefetch {
         let start = self.requested.max(self.reached);
         let end = (self.reached + self.window).min(size).max(start);
         self.requested = end;
+        start..end
+    }
+
+    /// The whole blocks that the run has come past since the last call, with the end of the file in place of the
+    /// last block's.
+    pub fn passed(&mut self, size: u64) -> Range<u64> {
+        let end = if self.reached >= size { size } else { self.reached / BLOCK_SIZE * BLOCK_SIZE };
+        let start = self.untold.min(end);
+        self.untold = self.untold.max(end);
         start..end
     }
 }
@@ -99,6 +111,27 @@ mod tests {
         let places = [700, 10, 500, 90, 300, 900];
         let asked = run(places.iter().map(|at| at * MIB..at * MIB + 4096), 1000 * MIB);
         assert_eq!(asked, []);
+    }
+
+    /// What a run of `reads` is told to have passed.
+    fn passed(reads: &[Range<u64>], size: u64) -> Vec<Range<u64>> {
+        let mut prefetch = Prefetch::new(&PrefetchSettings::default());
+        let told = reads.iter().map(|read| {
+            prefetch.observe(read.clone(), size);
+            prefetch.passed(size)
+        });
+        told.filter(|range| !range.is_empty()).collect()
+    }
+
+    #[test]
+    fn whole_blocks_are_passed_once_and_only_by_who_read_all_of_them() {
+        let size = 9 * MIB;
+        let reads: Vec<_> = (0..9).map(|at| at * MIB..(at + 1) * MIB).collect();
+        assert_eq!(passed(&reads, size), [0..4 * MIB, 4 * MIB..8 * MIB, 8 * MIB..size]);
+        assert_eq!(passed(&reads[2..], size), [4 * MIB..8 * MIB, 8 * MIB..size]);
+        assert_eq!(passed(&[0..100, 99..100], 100), [0..100]);
+        let random = [5 * MIB - 1..5 * MIB, 0..4096, 8 * MIB - 4096..8 * MIB];
+        assert_eq!(passed(&random, size), []);
     }
 
     #[test]

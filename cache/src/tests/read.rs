@@ -244,3 +244,39 @@ fn settings_that_cannot_work_are_refused() {
         assert!(error.kind() == ErrorKind::Invalid && error.hint().is_some(), "{settings:?}: {error}");
     }
 }
+
+/// What readers have come past gives its memory to what is fetched next: a stream of any length runs through 32 MiB.
+#[tokio::test]
+async fn a_stream_runs_through_little_memory_and_fetches_each_block_once() {
+    let world = World::new();
+    let blob = world.put("large", 20 * BLOCK_SIZE).await;
+    let node = world.open_memory(256 * MIB).await;
+    for key in blob.keys() {
+        blob.check(&*node, key.offset()..key.offset() + key.len()).await.expect("read");
+        node.spend(&key);
+        assert!(node.counters().memory_bytes <= 33 * MIB, "after {key}");
+    }
+    assert_eq!(world.gets(), 20);
+    blob.check(&*node, 13 * BLOCK_SIZE..20 * BLOCK_SIZE).await.expect("a reader that comes a little late");
+    assert_eq!(world.gets(), 20);
+    assert_eq!(node.counters().memory_evictions, 0);
+}
+
+/// A second pass shows that the first reader kept nothing; its blocks stay.
+#[tokio::test]
+async fn what_is_read_again_stays_in_memory() {
+    let world = World::new();
+    let blob = world.put("large", 16 * BLOCK_SIZE).await;
+    let node = world.open_memory(256 * MIB).await;
+    for pass in 0..4 {
+        for key in blob.keys() {
+            blob.check(&*node, key.offset()..key.offset() + key.len()).await.expect("read");
+            node.spend(&key);
+        }
+        // 7 of 16 blocks are still there when the second pass begins, and it wants the others first.
+        assert!(world.gets() <= 32 && (pass > 0 || world.gets() == 16), "pass {pass}: {}", world.gets());
+    }
+    let gets = world.gets();
+    blob.check_all(&*node).await;
+    assert_eq!(world.gets(), gets, "everything is in memory");
+}

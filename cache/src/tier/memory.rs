@@ -6,9 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use foyer::{Cache, CacheBuilder, Event, EventListener, S3FifoConfig};
+use parking_lot::Mutex;
 
 use crate::Counters;
 use crate::block::{Block, BlockId, BuildUniform};
+use crate::tier::spent::Spent;
 
 /// What the bookkeeping of one block takes besides its bytes: record, index slot, queue links and shared-bytes
 /// header, rounded up. Counted, so that a million tiny blocks stay under the ceiling too.
@@ -26,6 +28,7 @@ pub(crate) struct MemoryTier {
     cache: Cache<BlockId, Block, BuildUniform>,
     /// The largest weight that fits a shard.
     largest: usize,
+    spent: Mutex<Spent>,
     evictions: Arc<Evictions>,
 }
 
@@ -50,6 +53,7 @@ fn weight(block: &Block) -> usize {
 impl MemoryTier {
     pub(crate) fn new(ceiling: u64) -> Self {
         let shards = (ceiling / SHARD_BYTES).clamp(1, MAX_SHARDS) as usize;
+        let spent = Mutex::new(Spent::new(ceiling));
         let ceiling = usize::try_from(ceiling).unwrap_or(usize::MAX);
         let evictions = Arc::new(Evictions::default());
         let cache = CacheBuilder::new(ceiling)
@@ -59,7 +63,7 @@ impl MemoryTier {
             .with_weighter(|_: &BlockId, block: &Block| weight(block))
             .with_event_listener(evictions.clone())
             .build();
-        Self { cache, largest: ceiling / shards, evictions }
+        Self { cache, largest: ceiling / shards, spent, evictions }
     }
 
     pub(crate) fn get(&self, id: &BlockId) -> Option<Block> {
@@ -79,6 +83,14 @@ impl MemoryTier {
     pub(crate) fn insert(&self, id: BlockId, block: Block) {
         if weight(&block) <= self.largest {
             self.cache.insert(id, block);
+        }
+    }
+
+    /// Gives up the block of `bytes` bytes soon, unless it is spent again: see [`Spent`].
+    pub(crate) fn spend(&self, id: BlockId, bytes: u64) {
+        let leave = self.spent.lock().add(id, bytes + OVERHEAD as u64);
+        for id in leave {
+            self.cache.remove(&id);
         }
     }
 

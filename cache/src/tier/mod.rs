@@ -1,5 +1,6 @@
 //! Where copies of blocks are kept.
 
+pub(crate) mod spent;
 pub(crate) mod memory;
 pub(crate) mod file;
 pub(crate) mod index;

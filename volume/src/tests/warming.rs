@@ -72,3 +72,24 @@ fn a_dry_run_fetches_nothing() {
         assert_eq!(volume.blocks().counters().origin_requests, 0);
     });
 }
+
+/// A file of any length is read front to back with one GET a block and 32 MiB of memory.
+#[test]
+fn a_long_file_is_read_once_through_little_memory() {
+    run(async {
+        let mut fixture = Fixture::new(Bucket::in_memory());
+        fixture.cache.memory_bytes = 256 * MIB;
+        let key = ObjectKey::new("long");
+        let data = bytes::Bytes::from(vec![7; 80 << 20]);
+        fixture.bucket.put(&key, data, Condition::Always).await.expect("put");
+        let volume = fixture.open().await;
+        let file = open(&volume, "long", READ).await;
+        for at in 0..80 {
+            assert_eq!(file.read(at * MIB, MIB as u32).await.expect("read").len() as u64, MIB);
+        }
+        let counters = volume.blocks().counters();
+        assert_eq!((counters.origin_requests, counters.memory_evictions), (20, 0));
+        assert!(counters.memory_bytes <= 33 * MIB, "{counters:?}");
+        file.release().await.expect("release");
+    });
+}
