@@ -95,7 +95,8 @@ impl ShardLayout {
         json.push('}');
         for index in order {
             let tensor = &tensors[index];
-            let length = tensor.dtype.bytes_of(&tensor.region.lengths).ok_or_else(|| too_large(&tensor.name))?;
+            let length =
+                tensor.dtype.bytes_of(&tensor.region.lengths).ok_or_else(|| too_large(&tensor.name))?;
             let start = end;
             end = start.checked_add(length).ok_or_else(|| too_large("the state"))?;
             let bytes_shape = [length];

@@ -5,6 +5,7 @@
 //! | `XDG_CONFIG_HOME` | `forebay/forebay.toml` there is read before `/etc/forebay/forebay.toml` |
 //! | `XDG_STATE_HOME` | state: logs, control sockets, local trees; else `/var/lib/forebay` for root, `~/.local/state` |
 //! | `HOME` | as above |
+//! | `NOTIFY_SOCKET` | a mount in the foreground tells systemd there when it serves and when it ends; read by `sd_notify` |
 //!
 //! Credentials and endpoints come from the stores' own variables, read by `io::object`.
 

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use forebay_ckpt::agent::Member;
 use forebay_ckpt::catalog::{Run, Start, begin_run};
-use forebay_ckpt::plan::{Descriptor, Share, plan};
 use forebay_ckpt::group;
+use forebay_ckpt::plan::{Descriptor, Share, plan};
 use forebay_core::{Error, Result};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -96,5 +96,6 @@ pub(crate) fn hash_bytes(py: Python<'_>, address: usize, length: usize) -> Strin
 }
 
 fn parse<T: DeserializeOwned>(text: &str) -> Result<T> {
-    serde_json::from_str(text).map_err(|error| Error::invalid(format!("what a rank said does not parse: {error}")))
+    serde_json::from_str(text)
+        .map_err(|error| Error::invalid(format!("what a rank said does not parse: {error}")))
 }

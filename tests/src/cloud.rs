@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
 
-use crate::server::{Program, run, tool, venv};
+use crate::server::{Program, run, venv};
+use crate::settings::tool;
 
 /// The account that Azurite comes with, and its key: both are in its documentation.
 const ACCOUNT: &str = "devstoreaccount1";

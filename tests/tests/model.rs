@@ -1,4 +1,5 @@
 //! A mount against a plain folder: the same random operations give the same results and leave the same tree.
+#![allow(clippy::print_stderr, reason = "a failing test tells people what it saw")]
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -190,7 +191,6 @@ fn within_deadline<T>(mount: &Mount, work: impl FnOnce() -> T) -> T {
     std::thread::scope(|threads| {
         threads.spawn(move || {
             if watched.recv_timeout(DEADLINE) == Err(mpsc::RecvTimeoutError::Timeout) {
-                #[allow(clippy::print_stderr, reason = "a failing test tells people what it saw")]
                 eprintln!("a call took longer than {DEADLINE:?}: the mount is killed");
                 shell(Path::new("/"), &format!("kill -KILL {}", mount.pid()));
             }

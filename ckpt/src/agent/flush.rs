@@ -86,13 +86,7 @@ async fn commit_together(clock: &Clock, bucket: &Bucket, member: &Member, step: 
     }
 }
 
-fn manifest_of(
-    run: &Run,
-    member: Option<&Member>,
-    seal: &Seal,
-    blake3: Identity,
-    crc32c: u32,
-) -> Manifest {
+fn manifest_of(run: &Run, member: Option<&Member>, seal: &Seal, blake3: Identity, crc32c: u32) -> Manifest {
     let (rank, world_size) = member.map_or((0, 1), |member| (member.rank, member.world_size));
     let key = Shard::key_of(&blake3).as_str().to_owned();
     let (size, header, step) = (seal.size, seal.header, seal.step);

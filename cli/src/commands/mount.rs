@@ -13,6 +13,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use forebay_core::Result;
+use sd_notify::NotifyState;
 
 use crate::arguments::Global;
 use crate::settings::Settings;
@@ -88,7 +89,17 @@ pub(crate) fn run(global: &Global, arguments: &MountArguments) -> Result<ExitCod
     plan.target.check_device()?;
     if arguments.foreground {
         crate::log::start(plan.log.as_deref().or(global.log.as_deref()), global.json)?;
-        return serve::serve(plan, |_| Ok(()));
+        return serve::serve(plan, |_| {
+            tell_supervisor(NotifyState::Ready);
+            Ok(())
+        });
     }
     background::start(&plan, global.json)
+}
+
+/// Tells systemd, where it started this process and asked to be told (`Type=notify`).
+fn tell_supervisor(state: NotifyState<'_>) {
+    if let Err(error) = sd_notify::notify(false, &[state]) {
+        tracing::warn!(%error, "the supervisor could not be told how the mount is doing");
+    }
 }

@@ -48,11 +48,8 @@ impl FdStream {
 
     /// Waits until one of `streams` at least can be received from, and tells which; none when `timeout` passed first.
     pub fn readable_among(streams: &[&Self], timeout: Duration) -> Result<Vec<usize>> {
-        let entry = |stream: &&Self| libc::pollfd {
-            fd: stream.stream.as_raw_fd(),
-            events: libc::POLLIN,
-            revents: 0,
-        };
+        let entry =
+            |stream: &&Self| libc::pollfd { fd: stream.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         let mut polls: Vec<libc::pollfd> = streams.iter().map(entry).collect();
         let timeout_ms = timeout.as_millis().min(i32::MAX as u128) as libc::c_int;
         // SAFETY: as many live entries as the count says.

@@ -1,0 +1,104 @@
+//! The files of `deploy/` say what the program understands.
+
+use std::collections::HashMap;
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use forebay_tests::{Forebay, Scratch, require_fuse, shell};
+
+/// Longest that a mount may take to say that it serves.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+fn read(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(name);
+    std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// Runs `forebay WORDS` with everything checked and nothing mounted, the mount point being one that exists.
+fn accepted(scratch: &Scratch, words: &[String]) {
+    let (last, others) = words.split_last().expect("a command line");
+    assert!(last.starts_with("/mnt/"), "the mount point comes last: {words:?}");
+    let folder = scratch.folder("mnt").display().to_string();
+    let line = others.iter().map(String::as_str).chain([folder.as_str(), "-o", "fake"]);
+    Forebay::new(&scratch.folder("home"), line).run().succeeded();
+}
+
+#[test]
+fn the_unit_runs_a_command_line_that_is_understood() {
+    let scratch = Scratch::new();
+    let (unit, settings) = (read("systemd/forebay@.service"), read("systemd/datasets.env"));
+    let values: HashMap<&str, &str> = settings
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .filter_map(|line| line.split_once('='))
+        .collect();
+    let start = unit.lines().find_map(|line| line.strip_prefix("ExecStart=")).expect("it starts something");
+    let words: Vec<String> = start
+        .split(' ')
+        .skip(1)
+        .flat_map(|word| match word.strip_prefix('$') {
+            Some(name) => values[name.trim_matches(['{', '}'])].split(' ').map(str::to_owned).collect(),
+            None => vec![word.to_owned()],
+        })
+        .collect();
+    accepted(&scratch, &words);
+}
+
+#[test]
+fn systemd_finds_no_fault_in_the_unit() {
+    if Command::new("systemd-analyze").arg("--version").output().is_err() {
+        return forebay_tests::settings::skip("systemd_finds_no_fault_in_the_unit", "no systemd-analyze");
+    }
+    let scratch = Scratch::new();
+    let program = Forebay::binary().display().to_string();
+    let unit = read("systemd/forebay@.service").replace("/usr/bin/forebay", &program);
+    std::fs::write(scratch.join("forebay@datasets.service"), unit).expect("the scratch folder is writable");
+    let outcome = shell(scratch.path(), "systemd-analyze verify --man=no ./forebay@datasets.service");
+    let told = outcome.stderr.lines().filter(|line| line.contains("forebay@")).collect::<Vec<_>>();
+    assert!(outcome.code == Some(0) && told.is_empty(), "{outcome}");
+}
+
+#[test]
+fn the_pods_run_command_lines_that_are_understood() {
+    let scratch = Scratch::new();
+    let manifest = read("kubernetes/mount.yaml");
+    let words: Vec<String> = manifest
+        .lines()
+        .skip_while(|line| line.trim() != "args:")
+        .skip(1)
+        .map_while(|line| line.trim().strip_prefix("- "))
+        .map(str::to_owned)
+        .collect();
+    assert!(manifest.contains(words.last().expect("a command line").as_str()));
+    accepted(&scratch, &words);
+    let probe =
+        manifest.lines().find_map(|line| line.trim().strip_prefix("command: [forebay, ")).expect("a probe");
+    let words = probe.trim_end_matches(']').split(", ");
+    let outcome = Forebay::new(&scratch.folder("home"), words).run();
+    outcome.failed_with("no mount", "");
+}
+
+/// `Type=notify`: the unit counts as started when the mount serves.
+#[test]
+fn a_supervisor_is_told_when_the_mount_serves() {
+    if !require_fuse("a_supervisor_is_told_when_the_mount_serves") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let socket = UnixDatagram::bind(scratch.join("notify")).expect("a socket");
+    socket.set_read_timeout(Some(DEADLINE)).expect("a deadline");
+    let (bucket, mnt) = (scratch.folder("bucket"), scratch.folder("mnt"));
+    std::fs::write(bucket.join("object"), "bytes").expect("the bucket is writable");
+    let (source, folder) = (format!("file://{}", bucket.display()), mnt.display().to_string());
+    let variable = ("NOTIFY_SOCKET".to_owned(), scratch.join("notify").display().to_string());
+    let command = Forebay::new(&scratch.folder("home"), ["mount", "-f", &source, &folder]).envs(&[variable]);
+    let mut process = command.spawn(&scratch.join("log"));
+    let mut told = [0; 64];
+    let length = socket.recv(&mut told).expect("the mount says that it serves");
+    assert_eq!(&told[..length], b"READY=1\n");
+    assert_eq!(std::fs::read(mnt.join("object")).expect("it serves"), b"bytes");
+    shell(scratch.path(), "umount mnt").succeeded();
+    assert!(process.wait().expect("it ends").success());
+}
