@@ -5,19 +5,27 @@ Holds a state of many tensors, and answers each line of stdin with one line of J
     save     {"memcpy_s", "blocking_s", "durable_s", "bytes"}: a warm memcpy of the same bytes by the same number of
              threads, the time that a save holds the training up, and the time until it is committed
     restore  {"memcpy_s", "restore_s", "bytes"}: into the existing tensors
+    disk     {"write_s", "read_s", "bytes"}: the same bytes written to a plain file and synced, and read back into the
+             memory that they came from, by the same number of threads
+    others   {"torch_save_s", "safetensors_s", "dcp_save_s", "dcp_async_s", "bytes"}: the same state on the same disk by
+             other programs, not synced; of the last the time until it returns
     end      waits for everything and ends
 
-Started by the benchmark as `checkpoint.py URL MIB`; the store is in the environment.
+Started by the benchmark as `checkpoint.py URL MIB FOLDER`; the store is in the environment.
 """
 
 import ctypes
 import json
 import os
+import shutil
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 
 import forebay
 
@@ -54,16 +62,60 @@ class Memcpy:
         list(self._pool.map(_copy, self._shares))
         return time.perf_counter() - start
 
+    def write(self, path: str) -> float:
+        """Writes the bytes to a file, one after another, and syncs it."""
+        start = time.perf_counter()
+        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        places = self._places()
+        list(self._pool.map(lambda share: _each(os.pwrite, fd, places, share), self._shares))
+        os.fsync(fd)
+        os.close(fd)
+        return time.perf_counter() - start
+
+    def read(self, path: str) -> float:
+        """Reads them back."""
+        start = time.perf_counter()
+        fd = os.open(path, os.O_RDONLY)
+        places = self._places()
+        list(self._pool.map(lambda share: _each(_pread, fd, places, share), self._shares))
+        os.close(fd)
+        return time.perf_counter() - start
+
+    def _places(self) -> dict[int, int]:
+        """Where in the file each piece is."""
+        places, at = {}, 0
+        for share in self._shares:
+            for _, source, size in share:
+                places[source] = at
+                at += size
+        return places
+
 
 def _copy(pieces: list[tuple[int, int, int]]) -> None:
     for target, source, size in pieces:
         ctypes.memmove(target, source, size)
 
 
+def _each(act: Callable[..., object], fd: int, places: dict[int, int], pieces: list[tuple[int, int, int]]) -> None:
+    for target, source, size in pieces:
+        act(fd, memoryview((ctypes.c_char * size).from_address(target)).cast("B"), places[source])
+
+
+def _pread(fd: int, memory: memoryview, offset: int) -> None:
+    os.preadv(fd, [memory], offset)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 class Trainer:
     """A training loop that does nothing but save and restore."""
 
-    def __init__(self, url: str, mib: int) -> None:
+    def __init__(self, url: str, mib: int, folder: str) -> None:
+        self._folder = folder
         self._threads = min(4, len(os.sched_getaffinity(0)))
         self._tensors = make_state(mib)
         self._bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
@@ -92,6 +144,28 @@ class Trainer:
         assert restored == self._step, f"restored step {restored}, not {self._step}"
         return {"memcpy_s": memcpy, "restore_s": time.perf_counter() - start, "bytes": self._bytes}
 
+    def disk(self) -> dict[str, float]:
+        path = os.path.join(self._folder, "raw")
+        write = self._memcpy.write(path)
+        read = self._memcpy.read(path)
+        os.unlink(path)
+        return {"write_s": write, "read_s": read, "bytes": self._bytes}
+
+    def others(self) -> dict[str, float]:
+        path = os.path.join(self._folder, "other")
+        told = {
+            "torch_save_s": _timed(lambda: torch.save(self._tensors, path)),
+            "safetensors_s": _timed(lambda: safetensors.torch.save_file(self._tensors, path)),
+        }
+        os.unlink(path)
+        told["dcp_save_s"] = _timed(lambda: dcp.save(self._tensors, checkpoint_id=path, no_dist=True))
+        shutil.rmtree(path)
+        pending = []
+        told["dcp_async_s"] = _timed(lambda: pending.append(dcp.async_save(self._tensors, checkpoint_id=path, no_dist=True)))
+        pending[0].result()
+        shutil.rmtree(path)
+        return {**told, "bytes": self._bytes}
+
     def end(self) -> dict[str, float]:
         self._checkpointer.close()
         return {}
@@ -101,8 +175,14 @@ class Trainer:
 
 
 def main() -> None:
-    trainer = Trainer(sys.argv[1], int(sys.argv[2]))
-    commands = {"save": trainer.save, "restore": trainer.restore, "end": trainer.end}
+    trainer = Trainer(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    commands = {
+        "save": trainer.save,
+        "restore": trainer.restore,
+        "disk": trainer.disk,
+        "others": trainer.others,
+        "end": trainer.end,
+    }
     for line in sys.stdin:
         print(json.dumps(commands[line.strip()]()), flush=True)
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use forebay_ckpt::agent::{Hello, Member, serve};
 use forebay_ckpt::arena;
-use forebay_ckpt::catalog::Start;
+use forebay_ckpt::catalog::{Keep, Start};
 use forebay_ckpt::dtype::{DTYPES, Dtype};
 use forebay_ckpt::manifest::{Encoding, Extra, SliceKind};
 use forebay_ckpt::region::Region;
@@ -62,8 +62,17 @@ impl Session {
 #[pymethods]
 impl Session {
     #[new]
-    fn new(url: String, nonce: String, host: String, pid: u32, started_ms: u64, keep: Option<usize>) -> Self {
+    fn new(
+        url: String,
+        nonce: String,
+        host: String,
+        pid: u32,
+        started_ms: u64,
+        keep: Option<usize>,
+        keep_every: Option<u64>,
+    ) -> Self {
         let start = Start { nonce, host, pid, started_ms };
+        let keep = Keep { newest: keep, every: keep_every };
         Self(Mutex::new(session::Session::new(Hello { url, start, keep, member: None })))
     }
 

@@ -389,3 +389,29 @@ def test_a_damaged_step_is_left_by_all_ranks_together(tmp_path: Path) -> None:
         return state["own"].tolist() == [rank + 1] * 1000
 
     assert run_ranks(2, restore, with_gloo=False) == [True, True]
+
+
+def test_the_clock_of_rank_0_counts(tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, every_minutes=60) as checkpointer:
+            first = checkpointer.step(1, {"n": 1})
+            if rank == 0:
+                checkpointer._saved_at -= 3601
+            second, third = checkpointer.step(2, {"n": 2}), checkpointer.step(3, {"n": 3})
+        return [save is not None for save in (first, second, third)]
+
+    assert run_ranks(2, save, with_gloo=False) == [[False, True, False]] * 2
+
+
+def test_every_so_many_steps_stay(tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, every=1, keep=1, keep_every=3) as checkpointer:
+            for step in range(1, 8):
+                checkpointer.step(step, {"n": step, "own": torch.full((100,), rank)})
+        return None
+
+    run_ranks(2, save, with_gloo=False)
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps() == [3, 6, 7]
+    assert len(list((tmp_path / "shards").iterdir())) == 6
+    assert _native.verify(f"file://{tmp_path}", None) == []

@@ -150,9 +150,9 @@ async fn checkpoints(scratch: &Scratch) -> PathBuf {
     let run = begin_run(&bucket, start).await.expect("a run");
     for step in [10, 20] {
         let dtype = Dtype::named("float32").expect("a type");
-        let spec = |name: &str, shape: &[u64]| TensorSpec { name: name.into(), dtype, shape: shape.to_vec() };
+        let spec = |name: &str, shape: &[u64]| TensorSpec::whole(name, dtype, shape.to_vec());
         let specs = [spec("embed", &[16, 64]), spec("head.weight", &[100])];
-        let layout = ShardLayout::of(&specs).expect("a layout");
+        let layout = ShardLayout::of(&specs, "").expect("a layout");
         let mut file = layout.header.clone();
         file.resize(layout.size as usize, step as u8);
         let tensors = specs.iter().zip(&layout.ranges).map(|(spec, range)| {
@@ -219,6 +219,40 @@ async fn checkpoints_are_listed_shown_and_verified() {
         .iter()
         .sum();
     assert_eq!(report["read_bytes"], json!(sizes), "every byte is read");
+}
+
+#[tokio::test]
+async fn steps_are_pinned_and_deleted_and_garbage_goes() {
+    let scratch = Scratch::new();
+    let folder = checkpoints(&scratch).await;
+    let source = url(&folder);
+    let run = |args: &[&str]| forebay(&scratch, &[&["ckpt"], args].concat());
+    run(&["pin", &source, "30"]).failed_with("no step 30", "the last 20");
+    assert_eq!(
+        parse(&run(&["pin", &source, "10", "--json"]).succeeded()),
+        json!({"step": 10, "pinned": true})
+    );
+    run(&["rm", &source, "20", "10"]).failed_with("step 10 is pinned", "unpin");
+    run(&["unpin", &source, "10"]).succeeded();
+    let removed = parse(&run(&["rm", &source, "10", "--json"]).succeeded());
+    assert_eq!(removed, json!({"manifests": 1, "shards": 1}));
+    run(&["verify", &source]).succeeded();
+
+    let orphan = format!("shards/{}.safetensors", "0".repeat(64));
+    fs::write(folder.join(&orphan), [1; 500]).expect("write");
+    let gc = |args: &[&str]| parse(&run(&[&["gc", &source, "--json"], args].concat()).succeeded());
+    assert_eq!(gc(&[])["shards"], json!([]), "it may belong to a save under way");
+    let past = std::time::SystemTime::now() - std::time::Duration::from_secs(7200);
+    fs::File::open(folder.join(&orphan)).and_then(|file| file.set_modified(past)).expect("age");
+    assert_eq!(gc(&["--older-than", "1", "--dry-run"])["shards"], json!([orphan]));
+    let done = gc(&["--older-than", "1"]);
+    assert_eq!(
+        (&done["shards"], &done["bytes"], &done["deleted"]),
+        (&json!([orphan]), &json!(500), &json!(true))
+    );
+    assert!(!folder.join(&orphan).exists());
+    run(&["gc", &source, "--older-than", "0"]).failed_with("may belong to a save under way", "larger age");
+    run(&["verify", &source]).succeeded();
 }
 
 #[tokio::test]

@@ -22,9 +22,17 @@ struct Round {
 }
 
 pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
+    let mut rows = in_store(context)?;
+    rows.extend(on_disk(context)?);
+    Ok(rows)
+}
+
+/// Against a store of which the limit is a client of its own.
+fn in_store(context: &Context) -> Result<Vec<Row>> {
     let store = StoreProcess::start(PaceSettings::default())?;
     let client = ObjectStoreClient::new(&store)?;
-    let mut trainer = Trainer::start(context, &store)?;
+    let url = format!("s3://{}/checkpoints", StoreProcess::BUCKET);
+    let mut trainer = Trainer::start(context, &url, &store.environment())?;
     let parts = (context.settings.large / 2).div_ceil(PART) as usize;
     let part = noise(PART as usize);
     let put = || {
@@ -45,35 +53,75 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
         restores.push(Round { told: trainer.ask("restore")?, raw: get()? });
     }
     trainer.ask("end")?;
-    rows(&first, &saves, &restores)
-}
-
-fn rows(first: &Round, saves: &[Round], restores: &[Round]) -> Result<Vec<Row>> {
     let gib = first.of("bytes")? / GIB;
-    let blocking = pairs(saves, |round| Ok((round.ms("blocking_s")?, round.ms("memcpy_s")?)))?;
-    let at_first = [(first.ms("blocking_s")?, first.ms("memcpy_s")?)];
-    let durable = pairs(saves, |round| Ok((round.ms("durable_s")?, round.raw_ms()?)))?;
-    let restored = pairs(restores, |round| Ok((round.ms("restore_s")?, round.raw_ms()?)))?;
-    let in_place = pairs(restores, |round| Ok((round.ms("restore_s")?, round.ms("memcpy_s")?)))?;
     let row = |what: &str, pairs: &[(f64, f64)], baseline: &str| {
         Row::of_pairs(NAME, &format!("{what}, {gib:.2} GiB"), "ms", pairs, baseline)
     };
+    let blocking = pairs(&saves, |round| Ok((round.ms("blocking_s")?, round.ms("memcpy_s")?)))?;
+    let at_first = [(first.ms("blocking_s")?, first.ms("memcpy_s")?)];
+    let durable = pairs(&saves, |round| Ok((round.ms("durable_s")?, round.raw_ms()?)))?;
+    let restored = pairs(&restores, |round| Ok((round.ms("restore_s")?, round.raw_ms()?)))?;
     Ok(vec![
         row("blocking time of the first save", &at_first, "warm memcpy").aim(Aim::RatioAtMost(1.05)),
         row("blocking time of a save", &blocking, "warm memcpy").aim(Aim::RatioAtMost(1.05)),
-        row("save until durable", &durable, "multipart PUT").aim(Aim::RatioAtMost(1.1)),
-        row("restore from the store, in place", &restored, "ranged GETs"),
-        row("restore from the store, in place", &in_place, "warm memcpy"),
+        row("save to a store until durable", &durable, "multipart PUT").aim(Aim::RatioAtMost(1.1)),
+        row("restore from a store, in place", &restored, "ranged GETs").aim(Aim::RatioAtMost(1.1)),
     ])
+}
+
+/// On the disk that the scratch folder is on, beside what else saves there.
+fn on_disk(context: &Context) -> Result<Vec<Row>> {
+    let place = context.place("checkpoints")?;
+    let mut trainer = Trainer::start(context, &format!("file://{}", place.display()), &[])?;
+    trainer.ask("save")?;
+    let (mut saves, mut restores, mut others) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..context.settings.pairs {
+        saves.push((trainer.ask("save")?, trainer.ask("disk")?));
+        others.push(trainer.ask("others")?);
+    }
+    for _ in 0..context.settings.pairs {
+        restores.push((trainer.ask("restore")?, trainer.ask("disk")?));
+    }
+    trainer.ask("end")?;
+    let told = |round: &HashMap<String, f64>, name: &str| of(round, name).map(|seconds| seconds * 1e3);
+    let both = |rounds: &[(HashMap<String, f64>, HashMap<String, f64>)], ours: &str, theirs: &str| {
+        let pair = |(one, other): &_| Ok((told(one, ours)?, told(other, theirs)?));
+        rounds.iter().map(pair).collect::<Result<Vec<_>>>()
+    };
+    let gib = of(&saves[0].0, "bytes")? / GIB;
+    let row = |what: &str, pairs: &[(f64, f64)], baseline: &str| {
+        Row::of_pairs(NAME, &format!("{what}, {gib:.2} GiB"), "ms", pairs, baseline)
+    };
+    let durable = both(&saves, "durable_s", "write_s")?;
+    let restored = both(&restores, "restore_s", "read_s")?;
+    let mut rows = vec![
+        row("save to a disk until durable", &durable, "write, fsync").aim(Aim::RatioAtMost(1.1)),
+        row("restore from a disk, in place", &restored, "read into place").aim(Aim::RatioAtMost(1.1)),
+    ];
+    for (what, name) in [
+        ("torch.save, not synced", "torch_save_s"),
+        ("safetensors, not synced", "safetensors_s"),
+        ("DCP save, not synced", "dcp_save_s"),
+        ("DCP async_save until it returns", "dcp_async_s"),
+    ] {
+        let pair = |(other, (save, _)): (&_, &(_, _))| Ok((told(other, name)?, told(save, "blocking_s")?));
+        let pairs = others.iter().zip(&saves).map(pair).collect::<Result<Vec<_>>>()?;
+        rows.push(row(what, &pairs, "our blocking time"));
+    }
+    Ok(rows)
 }
 
 fn pairs(rounds: &[Round], figure: impl Fn(&Round) -> Result<(f64, f64)>) -> Result<Vec<(f64, f64)>> {
     rounds.iter().map(figure).collect()
 }
 
+fn of(told: &HashMap<String, f64>, name: &str) -> Result<f64> {
+    told.get(name).copied().with_context(|| format!("the trainer told no {name}"))
+}
+
 impl Round {
     fn of(&self, name: &str) -> Result<f64> {
-        self.told.get(name).copied().with_context(|| format!("the trainer told no {name}"))
+        of(&self.told, name)
     }
 
     fn ms(&self, name: &str) -> Result<f64> {
@@ -94,11 +142,11 @@ struct Trainer {
 }
 
 impl Trainer {
-    fn start(context: &Context, store: &StoreProcess) -> Result<Self> {
+    fn start(context: &Context, url: &str, environment: &[(String, String)]) -> Result<Self> {
         let mib = (context.settings.large / 2) >> 20;
-        let url = format!("s3://{}/checkpoints", StoreProcess::BUCKET);
         let mut command = Command::new(&context.settings.python);
-        command.arg("bench/checkpoint.py").arg(url).arg(mib.to_string()).envs(store.environment());
+        command.arg("bench/checkpoint.py").arg(url).arg(mib.to_string()).arg(context.place("scratch")?);
+        command.envs(environment.iter().cloned());
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().with_context(|| format!("starting {command:?}"))?;
         let stdin = child.stdin.take().context("the trainer's input")?;

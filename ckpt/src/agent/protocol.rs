@@ -6,7 +6,7 @@
 use forebay_core::{Error, ErrorKind};
 use serde::{Deserialize, Serialize};
 
-use crate::catalog::{Run, Start, StepKey};
+use crate::catalog::{Keep, Run, Start, StepKey};
 use crate::manifest::{Extra, Tensor};
 
 /// What the agent is told first.
@@ -16,8 +16,8 @@ pub struct Hello {
     pub url: String,
     /// Who starts.
     pub start: Start,
-    /// Steps to keep; `None` keeps all that were not saved again by a later incarnation.
-    pub keep: Option<usize>,
+    /// Steps to keep, of those that were not saved again by a later incarnation.
+    pub keep: Keep,
     /// The job that this trainer is one rank of; none where it saves alone.
     pub member: Option<Member>,
 }

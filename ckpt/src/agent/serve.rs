@@ -22,7 +22,7 @@ use tokio::sync::mpsc;
 use super::flush::flush;
 use super::{Hello, Reply, Request, Seal};
 use crate::arena::SLOTS;
-use crate::catalog::{Run, begin_run, put_failed, retain, superseded_by};
+use crate::catalog::{Keep, Run, begin_run, put_failed, retain, superseded_by};
 
 /// Saves under way at most: two slots of the present arena, two of the one before.
 const MAX_SAVES: usize = 2 * SLOTS;
@@ -242,11 +242,11 @@ async fn refuse_if_superseded(bucket: &Bucket, run: &Run) -> Result<()> {
 
 /// Deletes old steps, and steps that a later incarnation saved again. A failure costs space, not data: it is told,
 /// and the next save tries again.
-async fn clean_up(bucket: &Bucket, run: &Run, keep: Option<usize>, trainer: &Trainer) {
+async fn clean_up(bucket: &Bucket, run: &Run, keep: Keep, trainer: &Trainer) {
     let cleaned = async {
         match superseded_by(bucket, run).await? {
             Some(_) => Ok(()),
-            None => retain(bucket, keep.unwrap_or(usize::MAX)).await.map(drop),
+            None => retain(bucket, keep).await.map(drop),
         }
     };
     if let Err(error) = cleaned.await {

@@ -3,7 +3,7 @@
 use forebay_core::ObjectKey;
 
 /// Names one manifest.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StepKey {
     /// Which start of the run wrote it.
     pub incarnation: u64,

@@ -4,6 +4,7 @@
 //! runs/<incarnation>.json                      one for each start of the run
 //! steps/<step>/<incarnation>-<attempt>.json    a manifest: its existence is the commit
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.json  what a rank stored, until the manifest is made of it
+//! pins/<step>                                  steps that retention keeps
 //! shards/<blake3>.safetensors                  bytes, never changed
 //! ```
 //! Numbers are decimal with leading zeros, so that listings are in order. `attempt` is the first eight digits of
@@ -16,11 +17,13 @@ mod run;
 mod commit;
 mod ranks;
 mod retain;
+mod gc;
 
 pub use commit::commit;
+pub use gc::{Garbage, LEAST_AGE, collect_garbage};
 pub use keys::{StepKey, incarnation_key};
 pub(crate) use ranks::of_save;
 pub use ranks::{RankKey, failure_of, forget_ranks, list_ranks, merge_ranks, put_failed, put_rank};
-pub use retain::{Removed, retain};
+pub use retain::{Keep, Removed, list_pins, pin, remove_steps, retain, unpin};
 pub use run::{Run, Start, begin_run, superseded_by};
 pub use steps::{StepInfo, find_step, list_steps, load_manifest};

@@ -9,7 +9,7 @@
 
 use std::collections::HashMap;
 
-use forebay_core::{Error, ObjectKey, Result};
+use forebay_core::{Error, ErrorKind, ObjectKey, Result};
 use forebay_io::object::{Bucket, Condition};
 use futures::stream::{self, StreamExt, TryStreamExt};
 
@@ -17,7 +17,7 @@ use super::{Run, StepKey};
 use crate::manifest::{Manifest, Tensor};
 
 /// The prefix of all indexes.
-const RANKS: &str = "ranks";
+pub(super) const RANKS: &str = "ranks";
 /// Indexes read at once.
 const PARALLEL: usize = 16;
 
@@ -118,6 +118,22 @@ pub async fn forget_ranks(bucket: &Bucket, save: &StepKey) -> Result<()> {
 /// The indexes and failures of one save.
 pub(crate) fn of_save<'a>(keys: &'a [RankKey], save: &StepKey) -> impl Iterator<Item = &'a RankKey> {
     keys.iter().filter(move |key| key.save == *save)
+}
+
+/// The shards that an index names; none of an object that is no index, or is gone by now.
+pub(super) async fn shards_of_rank(bucket: &Bucket, key: &ObjectKey) -> Result<Vec<String>> {
+    if !RankKey::parse(key).is_some_and(|key| !key.failed) {
+        return Ok(Vec::new());
+    }
+    match bucket.get_whole(key).await {
+        Ok((data, _)) => {
+            let index = Manifest::decode_index(&data)
+                .map_err(|fault| Error::from(fault).context(format!("`{key}`")))?;
+            Ok(index.shards.into_iter().map(|shard| shard.key).collect())
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(error),
+    }
 }
 
 /// Puts indexes together, in the order of ranks.

@@ -1,16 +1,22 @@
-//! Retention: the newest steps are kept, older ones go.
+//! Retention: the newest steps, pinned ones and every so many-th are kept, others go.
 //!
 //! Manifests go first, then the shards that only they named: a crash in between leaves bytes without a name, never
-//! a step without its bytes.
+//! a step without its bytes. What a save under way is about to name is never touched: with several ranks each shard
+//! is one save's alone, and with one rank the same agent saves and deletes, one after the other.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
-use forebay_core::{ErrorKind, ObjectKey, Result};
-use forebay_io::object::Bucket;
+use forebay_core::{Error, ErrorKind, ObjectKey, Result};
+use forebay_io::object::{Bucket, Condition};
+use futures::TryStreamExt;
+use serde::{Deserialize, Serialize};
 
-use super::{StepInfo, list_steps, load_manifest};
+use super::{StepInfo, find_step, list_steps, load_manifest};
 
-/// What retention took away.
+/// The prefix of pins: `pins/<step>`, 20 digits, an empty object for each step that is kept whatever the schedule.
+const PINS: &str = "pins";
+
+/// What retention takes away, and what it took.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Removed {
     /// Manifests.
@@ -19,19 +25,56 @@ pub struct Removed {
     pub shards: usize,
 }
 
-/// Keeps the newest `keep` steps and deletes the others.
+/// Which steps stay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Keep {
+    /// So many of the newest; `None` keeps all.
+    pub newest: Option<usize>,
+    /// And those whose number is a multiple of this.
+    pub every: Option<u64>,
+}
+
+/// Keeps what `keep` says and what is pinned, and deletes the other steps.
 ///
 /// # Errors
 /// `Corrupt` when a step to be kept cannot be read: then nothing is deleted, for it is unknown what it needs.
-pub async fn retain(bucket: &Bucket, keep: usize) -> Result<Removed> {
+pub async fn retain(bucket: &Bucket, keep: Keep) -> Result<Removed> {
     let steps = list_steps(bucket).await?;
     let alive = steps.iter().filter(|info| !info.superseded).count();
-    let mut surplus = alive.saturating_sub(keep.max(1));
-    let goes = |info: &StepInfo| {
+    let mut surplus = keep.newest.map_or(0, |newest| alive.saturating_sub(newest.max(1)));
+    let pins = if surplus > 0 { list_pins(bucket).await? } else { BTreeSet::new() };
+    let mut going = HashSet::new();
+    for info in &steps {
+        let step = info.key.step;
         let old = !info.superseded && surplus > 0;
         surplus -= usize::from(old);
-        info.superseded || old
-    };
+        let stays = pins.contains(&step) || keep.every.is_some_and(|every| step.is_multiple_of(every));
+        if info.superseded || (old && !stays) {
+            going.insert(info.key.clone());
+        }
+    }
+    remove(bucket, steps, |info| going.contains(&info.key)).await
+}
+
+/// Deletes steps, given by number.
+///
+/// # Errors
+/// `NotFound` for one that is not there, `Denied` for one that is pinned; nothing is deleted then. `Corrupt` as in
+/// [`retain`].
+pub async fn remove_steps(bucket: &Bucket, numbers: &[u64]) -> Result<Removed> {
+    let pins = list_pins(bucket).await?;
+    for step in numbers {
+        find_step(bucket, *step).await?;
+        if pins.contains(step) {
+            return Err(Error::new(ErrorKind::Denied, format!("step {step} is pinned"))
+                .with_hint("`forebay ckpt unpin` leaves it to deletion again"));
+        }
+    }
+    let steps = list_steps(bucket).await?;
+    remove(bucket, steps, |info| numbers.contains(&info.key.step)).await
+}
+
+async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, goes: impl Fn(&StepInfo) -> bool) -> Result<Removed> {
     let (goes, stays): (Vec<_>, Vec<_>) = steps.into_iter().partition(goes);
     if goes.is_empty() {
         return Ok(Removed::default());
@@ -54,4 +97,32 @@ pub async fn retain(bucket: &Bucket, keep: usize) -> Result<Removed> {
     bucket.delete_many(&goes.iter().map(|info| info.key.object()).collect::<Vec<_>>()).await?;
     bucket.delete_many(&shards).await?;
     Ok(removed)
+}
+
+/// Keeps a step until it is unpinned.
+///
+/// # Errors
+/// `NotFound` when it is not there.
+pub async fn pin(bucket: &Bucket, step: u64) -> Result<()> {
+    find_step(bucket, step).await?;
+    bucket.put(&pin_key(step), Default::default(), Condition::Always).await.map(drop)
+}
+
+/// Leaves a step to retention again; one that is not pinned is no error.
+pub async fn unpin(bucket: &Bucket, step: u64) -> Result<()> {
+    bucket.delete(&pin_key(step)).await
+}
+
+/// The steps that are pinned.
+pub async fn list_pins(bucket: &Bucket) -> Result<BTreeSet<u64>> {
+    let objects: Vec<_> = bucket.list(PINS).try_collect().await?;
+    let step = |key: &ObjectKey| {
+        let step = key.as_str().strip_prefix(PINS)?.strip_prefix('/')?.parse().ok()?;
+        (pin_key(step) == *key).then_some(step)
+    };
+    Ok(objects.iter().filter_map(|object| step(&object.key)).collect())
+}
+
+fn pin_key(step: u64) -> ObjectKey {
+    ObjectKey::new(format!("{PINS}/{step:020}"))
 }

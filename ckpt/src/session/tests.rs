@@ -6,7 +6,10 @@ use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
 
 use super::*;
 use crate::agent::{Member, serve};
-use crate::catalog::{Start, StepKey, begin_run, list_steps, load_manifest};
+use crate::catalog::{
+    Keep, LEAST_AGE, Start, StepKey, begin_run, collect_garbage, list_steps, load_manifest, pin, put_failed,
+    remove_steps, retain, unpin,
+};
 use crate::dtype::Dtype;
 use crate::region::Region;
 use crate::restore::{Target, read_tensors};
@@ -40,6 +43,7 @@ impl Fixture {
         self.starts += 1;
         let nonce = format!("{:08x}{:024}", self.starts, 0);
         let start = Start { nonce, host: "host".into(), pid: 7, started_ms: 0 };
+        let keep = Keep { newest: keep, every: None };
         let mut session = Session::new(Hello { url: self.url(), start, keep, member: None });
         let agent = attach(&mut session);
         (session, agent)
@@ -279,7 +283,9 @@ fn a_damaged_manifest_under_retention_deletes_nothing_it_may_need() {
     fixture.runtime.block_on(async {
         let steps = list_steps(&bucket).await.expect("list");
         bucket.put(&steps[2].key.object(), "{}".into(), Condition::Always).await.expect("put");
-        let error = crate::catalog::retain(&bucket, 1).await.expect_err("unreadable");
+        let error = crate::catalog::retain(&bucket, Keep { newest: Some(1), every: None })
+            .await
+            .expect_err("unreadable");
         assert_eq!(error.kind(), ErrorKind::Corrupt);
     });
     assert_eq!((fixture.steps().len(), fixture.shards()), (3, 3));
@@ -287,6 +293,7 @@ fn a_damaged_manifest_under_retention_deletes_nothing_it_may_need() {
 
 /// Two ranks that save together: replicated bytes in two shares, and one tensor of rank 1's own.
 struct Pair {
+    start: Start,
     sessions: [Session; 2],
     agents: Vec<JoinHandle<Result<()>>>,
 }
@@ -299,14 +306,15 @@ impl Pair {
         let run = fixture.runtime.block_on(begin_run(&fixture.bucket(), start.clone())).expect("run");
         let session = |rank| {
             let member = Member { run: run.clone(), rank, world_size: 2 };
-            let mut session =
-                Session::new(Hello { url: fixture.url(), start: start.clone(), keep: Some(1), member: None });
+            let keep = Keep { newest: Some(1), every: None };
+            let hello = Hello { url: fixture.url(), start: start.clone(), keep, member: None };
+            let mut session = Session::new(hello);
             session.join(member);
             let agent = attach(&mut session);
             (session, agent)
         };
         let ((first, one), (second, other)) = (session(0), session(1));
-        Self { sessions: [first, second], agents: vec![one, other] }
+        Self { start: start.clone(), sessions: [first, second], agents: vec![one, other] }
     }
 
     /// Seals a rank's part of a step: elements `share` of tensor `w`, all of the step's number.
@@ -385,4 +393,82 @@ fn what_keeps_one_rank_from_saving_is_told_to_the_other() {
         assert!(matches!(settle(&mut pair.sessions[rank], &save), Progress::Durable), "and then it goes on");
     }
     assert_eq!(fixture.steps().len(), 1);
+}
+
+#[test]
+fn pinned_steps_and_every_so_many_stay() {
+    let mut fixture = Fixture::new();
+    let (mut session, agent) = fixture.session(None);
+    for step in 1..=7 {
+        let save = save(&mut session, step, 10);
+        assert!(matches!(settle(&mut session, &save), Progress::Durable));
+    }
+    drop(session);
+    agent.join().expect("agent").expect("served");
+    let bucket = fixture.bucket();
+    let numbers = |fixture: &Fixture| fixture.steps().iter().map(|entry| entry.1).collect::<Vec<_>>();
+    fixture.runtime.block_on(async {
+        assert_eq!(pin(&bucket, 99).await.expect_err("no such step").kind(), ErrorKind::NotFound);
+        pin(&bucket, 2).await.expect("pin");
+        retain(&bucket, Keep { newest: Some(2), every: Some(4) }).await.expect("retain");
+    });
+    assert_eq!((numbers(&fixture), fixture.shards()), (vec![2, 4, 6, 7], 4));
+    fixture.runtime.block_on(async {
+        let error = remove_steps(&bucket, &[4, 2]).await.expect_err("pinned");
+        assert!(error.message().contains("step 2 is pinned"), "{error}");
+        unpin(&bucket, 2).await.expect("unpin");
+        remove_steps(&bucket, &[4, 2]).await.expect("remove");
+        assert_eq!(remove_steps(&bucket, &[4]).await.expect_err("gone").kind(), ErrorKind::NotFound);
+    });
+    assert_eq!((numbers(&fixture), fixture.shards()), (vec![6, 7], 2));
+    let findings = fixture.runtime.block_on(verify(&bucket, None, &|_| {})).expect("verify");
+    assert_eq!(findings, []);
+}
+
+#[test]
+fn what_dead_agents_left_goes_and_nothing_that_a_save_may_need() {
+    let mut fixture = Fixture::new();
+    let mut pair = Pair::new(&mut fixture);
+    let saves = [pair.save(0, 1, 0..10), pair.save(1, 1, 10..1 << 20)];
+    for (rank, save) in saves.iter().enumerate() {
+        assert!(matches!(settle(&mut pair.sessions[rank], save), Progress::Durable));
+    }
+    // Rank 1 never stores its part of step 2.
+    pair.save(0, 2, 0..10);
+    let index = fixture.directory.path().join(format!("ranks/{:020}", 2));
+    while !index.exists() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let bucket = fixture.bucket();
+    let run = fixture.runtime.block_on(begin_run(&bucket, pair.start.clone())).expect("the same");
+    let failed = StepKey { incarnation: run.incarnation, step: 2, attempt: run.attempt().to_owned() };
+    let gc =
+        |only_look| fixture.runtime.block_on(collect_garbage(&bucket, LEAST_AGE, only_look)).expect("gc");
+    assert_eq!(gc(false), Default::default(), "all of it is young");
+    let too_young = fixture.runtime.block_on(collect_garbage(&bucket, Duration::ZERO, true));
+    assert_eq!(too_young.expect_err("refused").kind(), ErrorKind::Invalid);
+    // Two hours later.
+    let age = |path: &std::path::Path| {
+        let past = std::time::SystemTime::now() - Duration::from_secs(7200);
+        std::fs::File::open(path).and_then(|file| file.set_modified(past)).expect("age");
+    };
+    let shards = fixture.directory.path().join("shards");
+    std::fs::read_dir(&shards).expect("list").for_each(|entry| age(&entry.expect("entry").path()));
+    assert_eq!(gc(true).shards.len(), 0, "an index that is young names the third");
+    for start in std::fs::read_dir(&index).expect("list") {
+        let files = std::fs::read_dir(start.expect("entry").path()).expect("list");
+        files.for_each(|entry| age(&entry.expect("entry").path()));
+    }
+    let found = gc(true);
+    assert_eq!((found.shards.len(), found.indexes.len(), fixture.shards()), (1, 1, 3), "only looked for");
+    assert_eq!(gc(false), found);
+    assert_eq!(fixture.shards(), 2);
+    assert_eq!(fixture.load(1, 1), vec![1; 1 << 20]);
+    fixture.runtime.block_on(put_failed(&bucket, failed, 1, "the test ends")).expect("put");
+    for (session, agent) in pair.sessions.iter_mut().zip(pair.agents) {
+        session.disconnect();
+        agent.join().expect("agent").expect("served");
+    }
+    let findings = fixture.runtime.block_on(verify(&bucket, None, &|_| {})).expect("verify");
+    assert_eq!(findings, []);
 }

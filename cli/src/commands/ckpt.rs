@@ -1,4 +1,4 @@
-//! `forebay ckpt`: what a bucket of checkpoints holds, and whether it is whole. Reads only.
+//! `forebay ckpt`: what a bucket of checkpoints holds, and whether it is whole. What changes it is in `ckpt_keep`.
 
 use std::process::ExitCode;
 
@@ -12,6 +12,7 @@ use forebay_io::object::Bucket;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
+use super::ckpt_keep::{self, GcArguments, PinArguments, RmArguments};
 use crate::arguments::Global;
 use crate::settings::Settings;
 use crate::{print, report, run};
@@ -25,6 +26,14 @@ pub(crate) enum CkptCommand {
     Verify(VerifyArguments),
     /// Show what a step holds.
     Show(ShowArguments),
+    /// Delete steps.
+    Rm(RmArguments),
+    /// Keep a step, whatever retention says.
+    Pin(PinArguments),
+    /// Leave a pinned step to retention again.
+    Unpin(PinArguments),
+    /// Delete what saves that died left behind.
+    Gc(GcArguments),
 }
 
 /// The arguments of `forebay ckpt ls`.
@@ -71,12 +80,30 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
             CkptCommand::Verify(arguments) => {
                 check(&open(&arguments.url, &settings).await?, arguments.step, global.json).await
             }
+            CkptCommand::Rm(arguments) => {
+                ckpt_keep::rm(&open_to_change(&arguments.url, &settings).await?, arguments, global.json).await
+            }
+            CkptCommand::Pin(arguments) => {
+                let bucket = open_to_change(&arguments.url, &settings).await?;
+                ckpt_keep::set_pin(&bucket, arguments, true, global.json).await
+            }
+            CkptCommand::Unpin(arguments) => {
+                let bucket = open_to_change(&arguments.url, &settings).await?;
+                ckpt_keep::set_pin(&bucket, arguments, false, global.json).await
+            }
+            CkptCommand::Gc(arguments) => {
+                ckpt_keep::gc(&open_to_change(&arguments.url, &settings).await?, arguments, global.json).await
+            }
         }
     })
 }
 
 async fn open(url: &str, settings: &Settings) -> Result<Bucket> {
-    Ok(Bucket::open(&url.parse()?, &settings.volume.store).await?.read_only())
+    Ok(open_to_change(url, settings).await?.read_only())
+}
+
+async fn open_to_change(url: &str, settings: &Settings) -> Result<Bucket> {
+    Bucket::open(&url.parse()?, &settings.volume.store).await
 }
 
 fn list(steps: &[StepInfo], json: bool) -> Result<ExitCode> {

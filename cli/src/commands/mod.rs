@@ -7,5 +7,6 @@ pub(crate) mod refresh;
 pub(crate) mod gc;
 pub(crate) mod fsck;
 pub(crate) mod doctor;
+pub(crate) mod ckpt_keep;
 pub(crate) mod ckpt;
 pub(crate) mod version;

@@ -142,7 +142,9 @@ class Checkpointer:
     Args:
         url: Where the steps lie: `s3://bucket/prefix`, `gs://`, `az://`, `file:///directory`, or a directory.
         every: `step` saves when the step is a multiple of it; None leaves saving to `save_now`.
+        every_minutes: `step` also saves when so many minutes passed since it last did; rank 0's clock counts.
         keep: Steps to keep, the newest ones; None keeps all.
+        keep_every: Of the others, those stay that are multiples of it. Pinned ones (`forebay ckpt pin`) stay as well.
         rng: Whether to save and restore the random number generators of Python, numpy and torch as well.
         on_busy: What `step` does while both snapshots are still on their way to the store: `wait`, or `skip` the
             save and count it in `skipped`.
@@ -168,6 +170,8 @@ class Checkpointer:
         every: Optional[int] = None,
         keep: Optional[int] = None,
         *,
+        every_minutes: Optional[float] = None,
+        keep_every: Optional[int] = None,
         rng: bool = True,
         on_busy: Literal["wait", "skip"] = "wait",
         allow_pickle: bool = False,
@@ -177,13 +181,18 @@ class Checkpointer:
         ranks: Optional[tuple[int, int]] = None,
         patience: float = 600.0,
     ) -> None:
-        for name, value in (("every", every), ("keep", keep), ("copy_threads", copy_threads)):
+        counts = {"every": every, "keep": keep, "keep_every": keep_every, "copy_threads": copy_threads}
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it is at least 1, or None")
+        if every_minutes is not None and not every_minutes > 0:
+            raise ValueError(f"every_minutes is {every_minutes}; it is more than 0, or None")
         if on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy is {on_busy!r}; it is 'wait' or 'skip'")
         self._url = bucket_url(url)
         self._every = every
+        self._every_s = None if every_minutes is None else 60 * every_minutes
+        self._saved_at = time.monotonic()
         self._rng = rng
         self._on_busy = on_busy
         self._allow_pickle = allow_pickle
@@ -191,7 +200,7 @@ class Checkpointer:
         self._agent_log = None if agent_log is None else os.path.abspath(agent_log)
         self._lock = threading.RLock()
         self._start = (secrets.token_hex(16), socket.gethostname(), os.getpid(), time.time_ns() // 1_000_000)
-        self._session = _native.Session(self._url, *self._start, keep)
+        self._session = _native.Session(self._url, *self._start, keep, keep_every)
         self._replicated = tuple(replicated)
         self._ranks = Ranks(self._url, ranks, patience)
         self._planner = Planner(self._ranks)
@@ -252,9 +261,7 @@ class Checkpointer:
             self._finish_staging()
             self._ensure_agent()
             self._raise_failures()
-            if self._every is None or step % self._every != 0:
-                return None
-            return self._save(step, state)
+            return self._save(step, state) if self._is_due(step) else None
 
     def save_now(self, step: int, state: Any) -> Optional[Save]:
         """Saves whatever the schedule; None when `on_busy` is `skip` and both snapshots are busy."""
@@ -348,6 +355,15 @@ class Checkpointer:
         if self._is_closed:
             raise CheckpointInvalid("the checkpointer is closed (or this is a forked child, which may not save)")
 
+    def _is_due(self, step: int) -> bool:
+        if self._every is not None and step % self._every == 0:
+            return True
+        if self._every_s is None:
+            return False
+        # Clocks differ, and all ranks save or none.
+        elapsed = time.monotonic() - self._saved_at
+        return self._ranks.first("look at the clock", lambda: elapsed >= self._every_s)
+
     def _save(self, step: int, state: Any) -> Optional[Save]:
         if self._last is not None and self._last.step == step:
             raise CheckpointConflict(f"step {step} was saved already in this run")
@@ -382,6 +398,7 @@ class Checkpointer:
             self._session.abandon(snapshot)
             self._give_up(step, error)
             raise
+        self._saved_at = time.monotonic()
         save = Save(self, step)
         named = [(extra_name(name, rank), data) for name, data in extras]
         self._staging = _Staging(save, snapshot, late, named)

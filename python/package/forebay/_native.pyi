@@ -34,7 +34,16 @@ class Step:
     ) -> None: ...
 
 class Session:
-    def __init__(self, url: str, nonce: str, host: str, pid: int, started_ms: int, keep: Optional[int]) -> None: ...
+    def __init__(
+        self,
+        url: str,
+        nonce: str,
+        host: str,
+        pid: int,
+        started_ms: int,
+        keep: Optional[int],
+        keep_every: Optional[int],
+    ) -> None: ...
     def connect(self, fd: int) -> None: ...
     @property
     def is_connected(self) -> bool: ...

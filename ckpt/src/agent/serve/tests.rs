@@ -15,7 +15,7 @@ fn start() -> Start {
 }
 
 fn hello() -> Hello {
-    Hello { url: "s3://unused".into(), start: start(), keep: None, member: None }
+    Hello { url: "s3://unused".into(), start: start(), keep: Keep::default(), member: None }
 }
 
 /// A trainer who listens at the other end of the stream.

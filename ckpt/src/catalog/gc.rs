@@ -1,0 +1,98 @@
+//! Garbage: what agents that died left behind. Shards that no step names, parts of steps that never came about, and
+//! uploads that nobody will finish.
+//!
+//! A save under way has bytes in the bucket that no manifest names yet. Only what is older than any save can be is
+//! taken, by the store's own clock on both sides of the comparison; and what is named is looked up after the shards
+//! were listed, indexes before manifests, the order in which a save makes them.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp};
+use forebay_io::object::{Bucket, Condition};
+use forebay_io::rng::Rng;
+use futures::TryStreamExt;
+
+use super::ranks::{RANKS, shards_of_rank};
+use super::{list_steps, load_manifest};
+
+/// The least age of garbage: an agent tries for ten minutes to store its part, and waits as long for the others'.
+pub const LEAST_AGE: Duration = Duration::from_secs(3600);
+
+/// Where shards lie.
+const SHARDS: &str = "shards";
+
+/// What was found, and deleted unless it was only looked for.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Garbage {
+    /// Shards that nothing names.
+    pub shards: Vec<ObjectKey>,
+    /// Indexes and failures of saves that never were committed.
+    pub indexes: Vec<ObjectKey>,
+    /// Unfinished uploads: key and id.
+    pub uploads: Vec<(ObjectKey, String)>,
+    /// Bytes of those shards.
+    pub bytes: u64,
+}
+
+/// Finds what is older than `age` and belongs to nothing, and deletes it unless `only_look`.
+///
+/// # Errors
+/// `Invalid` for an age below [`LEAST_AGE`]. `Corrupt` when a step cannot be read: then nothing is deleted, for it is
+/// unknown what it needs.
+pub async fn collect_garbage(bucket: &Bucket, age: Duration, only_look: bool) -> Result<Garbage> {
+    if age < LEAST_AGE {
+        let least = LEAST_AGE.as_secs();
+        return Err(Error::invalid(format!("what is younger than {least} s may belong to a save under way"))
+            .with_hint("give a larger age, or delete single steps"));
+    }
+    let before = stores_time(bucket).await?.seconds.saturating_sub(age.as_secs() as i64);
+    let is_old = |time: &Timestamp| time.seconds < before;
+    let shards: Vec<_> = bucket.list(SHARDS).try_collect().await?;
+    let indexes: Vec<_> = bucket.list(RANKS).try_collect().await?;
+    let (old, live): (Vec<_>, Vec<_>) = indexes.into_iter().partition(|object| is_old(&object.modified));
+    let mut needed = HashSet::new();
+    for object in live {
+        needed.extend(shards_of_rank(bucket, &object.key).await?);
+    }
+    for info in list_steps(bucket).await? {
+        needed.extend(load_manifest(bucket, &info.key).await?.shards.into_iter().map(|shard| shard.key));
+    }
+    let mut garbage =
+        Garbage { indexes: old.into_iter().map(|object| object.key).collect(), ..Garbage::default() };
+    for object in shards {
+        if is_old(&object.modified) && !needed.contains(object.key.as_str()) {
+            garbage.bytes += object.size;
+            garbage.shards.push(object.key);
+        }
+    }
+    match bucket.list_uploads(SHARDS).await {
+        Ok(uploads) => garbage.uploads.extend(
+            uploads
+                .into_iter()
+                .filter(|upload| is_old(&upload.started))
+                .map(|upload| (upload.key, upload.id)),
+        ),
+        // A store that cannot tell frees them by rules of its own.
+        Err(error) if error.kind() == ErrorKind::Unsupported => {}
+        Err(error) => return Err(error),
+    }
+    if !only_look {
+        bucket.delete_many(&garbage.indexes).await?;
+        bucket.delete_many(&garbage.shards).await?;
+        for (key, id) in &garbage.uploads {
+            bucket.abort_upload(key, id).await?;
+        }
+    }
+    Ok(garbage)
+}
+
+/// What time the store has: that of an object that was just written.
+async fn stores_time(bucket: &Bucket) -> Result<Timestamp> {
+    let key = ObjectKey::new(format!("{RANKS}/clock-{}", Rng::system().name()));
+    bucket.put(&key, Default::default(), Condition::Always).await?;
+    let found = bucket.head(&key).await;
+    bucket.delete(&key).await?;
+    let gone = || Error::new(ErrorKind::Unavailable, format!("`{key}` is gone right after it was written"));
+    Ok(found?.ok_or_else(gone)?.modified)
+}

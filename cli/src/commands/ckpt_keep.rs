@@ -1,0 +1,102 @@
+//! `forebay ckpt rm`, `pin`, `unpin` and `gc`: what stays in a bucket of checkpoints and what goes.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use forebay_ckpt::catalog::{Garbage, collect_garbage, pin, remove_steps, unpin};
+use forebay_core::Result;
+use forebay_core::units::format_bytes;
+use forebay_io::object::Bucket;
+use serde_json::json;
+
+use crate::print;
+
+/// The arguments of `forebay ckpt rm`.
+#[derive(Debug, Args)]
+pub(crate) struct RmArguments {
+    /// The URL that was saved to.
+    pub(crate) url: String,
+    /// The steps.
+    #[arg(required = true)]
+    pub(crate) steps: Vec<u64>,
+}
+
+/// The arguments of `forebay ckpt pin` and `unpin`.
+#[derive(Debug, Args)]
+pub(crate) struct PinArguments {
+    /// The URL that was saved to.
+    pub(crate) url: String,
+    /// The step.
+    pub(crate) step: u64,
+}
+
+/// The arguments of `forebay ckpt gc`.
+#[derive(Debug, Args)]
+pub(crate) struct GcArguments {
+    /// The URL that was saved to.
+    pub(crate) url: String,
+    /// Leave what is younger: it may belong to a save under way. At least 1.
+    #[arg(long, value_name = "HOURS", default_value_t = 24)]
+    pub(crate) older_than: u64,
+    /// Only tell what would be deleted.
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+}
+
+/// Deletes steps and the shards that only they need.
+pub(crate) async fn rm(bucket: &Bucket, arguments: &RmArguments, json: bool) -> Result<ExitCode> {
+    let removed = remove_steps(bucket, &arguments.steps).await?;
+    if json {
+        print::json(&json!({ "manifests": removed.manifests, "shards": removed.shards }))?;
+    } else {
+        let (manifests, shards) = (removed.manifests.to_string(), removed.shards.to_string());
+        print::table(&[
+            print::row(["manifests deleted", &manifests]),
+            print::row(["shards deleted", &shards]),
+        ]);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Keeps a step from retention and `rm`, or leaves it to them again.
+pub(crate) async fn set_pin(
+    bucket: &Bucket,
+    arguments: &PinArguments,
+    pinned: bool,
+    json: bool,
+) -> Result<ExitCode> {
+    match pinned {
+        true => pin(bucket, arguments.step).await?,
+        false => unpin(bucket, arguments.step).await?,
+    }
+    if json {
+        print::json(&json!({ "step": arguments.step, "pinned": pinned }))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Deletes what agents that died left behind.
+pub(crate) async fn gc(bucket: &Bucket, arguments: &GcArguments, json: bool) -> Result<ExitCode> {
+    let age = Duration::from_secs(arguments.older_than.saturating_mul(3600));
+    let found = collect_garbage(bucket, age, arguments.dry_run).await?;
+    let Garbage { shards, indexes, uploads, bytes } = &found;
+    if json {
+        let name = |key: &forebay_core::ObjectKey| key.as_str().to_owned();
+        print::json(&json!({
+            "deleted": !arguments.dry_run,
+            "shards": shards.iter().map(name).collect::<Vec<_>>(),
+            "indexes": indexes.iter().map(name).collect::<Vec<_>>(),
+            "uploads": uploads.iter().map(|(key, _)| name(key)).collect::<Vec<_>>(),
+            "bytes": bytes,
+        }))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let what = if arguments.dry_run { "to delete" } else { "deleted" };
+    print::table(&[
+        print::row([&format!("shards {what}"), &format!("{}, {}", shards.len(), format_bytes(*bytes))]),
+        print::row([&format!("parts of steps {what}"), &indexes.len().to_string()]),
+        print::row([&format!("uploads {what}"), &uploads.len().to_string()]),
+    ]);
+    Ok(ExitCode::SUCCESS)
+}
