@@ -275,3 +275,31 @@ fn a_file_that_has_not_changed_is_read_once() {
     assert_eq!(content(), b"other");
     mount.unmount();
 }
+
+/// A new file costs what the kernel cannot do without, and its bytes go in requests as large as it allows.
+#[test]
+fn writing_a_file_takes_few_requests() {
+    if !require_fuse("writing_a_file_takes_few_requests") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let options = ["--log", "info,forebay_fuse=debug"];
+    let source = url(&scratch.folder("bucket"));
+    let mut mount = Mount::new(&scratch.join("home"), &source, &scratch.join("mnt"), &options, &[]);
+    for number in 0..20 {
+        std::fs::write(mount.path().join(format!("{number}")), vec![number; 4096]).expect("a small file");
+    }
+    let small = requests(&mount.log());
+    std::fs::write(mount.path().join("large"), vec![7; 16 << 20]).expect("a large file");
+    mount.unmount();
+    let mut all = requests(&mount.log());
+    for kind in ["lookup", "create", "write", "flush"] {
+        assert_eq!(small.get(kind), Some(&20), "one {kind} a file: {small:?}");
+    }
+    assert_eq!(all.remove("release"), Some(21));
+    let writes = all["write"] - small["write"];
+    assert!(writes <= 17, "{writes} writes for 16 MiB, in memory that need not begin with a page");
+    for kind in ["getxattr", "getattr", "setattr", "open"] {
+        assert_eq!(all.get(kind), None, "{all:?}");
+    }
+}

@@ -61,6 +61,11 @@ impl File {
         self.inode.ino()
     }
 
+    /// What the handle was opened for.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
     /// Generation of the last commit seen: the kernel's cached pages of an older one are of no use.
     pub fn generation(&self) -> u64 {
         self.inode.look(|content| content.generation())

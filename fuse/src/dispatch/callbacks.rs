@@ -36,8 +36,9 @@ pub(crate) struct Dispatch {
     end: watch::Sender<bool>,
 }
 
-/// Buffers of large WRITEs that stay unused between two parts of an upload: 16 MiB.
-const UNUSED_BUFFERS: usize = 16;
+/// Buffers of large WRITEs that stay unused: those of the 8 parts that an upload has in flight and of the one that
+/// forms. What is kept was charged to the memory budget a moment ago, so that its ceiling bounds this too.
+const UNUSED_BUFFERS: usize = 72;
 
 impl Dispatch {
     /// `end` becomes true when the session has ended.
@@ -89,9 +90,15 @@ fn capabilities(dataset: bool) -> InitFlags {
         | InitFlags::FUSE_AUTO_INVAL_DATA;
     match dataset {
         true => common | InitFlags::FUSE_NO_OPEN_SUPPORT | InitFlags::FUSE_NO_OPENDIR_SUPPORT,
-        // KILLPRIV_V2: without it every write is preceded by a question for `security.capability`. ATOMIC_O_TRUNC is
+// KILLPRIV_V2: without it every write is preceded by a question for `security.capability`. ATOMIC_O_TRUNC is
         // left out: with it a program that runs is emptied before the kernel refuses the open with ETXTBSY.
-        false => common | InitFlags::FUSE_READDIRPLUS_AUTO | InitFlags::FUSE_HANDLE_KILLPRIV_V2,
+        // DIRECT_IO_ALLOW_MMAP: what a mapping has changed is written back before a direct write beside it.
+        false => {
+            common
+                | InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP
+                | InitFlags::FUSE_READDIRPLUS_AUTO
+                | InitFlags::FUSE_HANDLE_KILLPRIV_V2
+        }
     }
 }
 

@@ -99,6 +99,7 @@ fn open_flags(opened: Opened) -> FopenFlags {
     let mut flags = FopenFlags::empty();
     flags.set(FopenFlags::FOPEN_KEEP_CACHE, opened.keep_cache);
     flags.set(FopenFlags::FOPEN_NOFLUSH, !opened.flushes);
+    flags.set(FopenFlags::FOPEN_DIRECT_IO, opened.direct);
     flags
 }
 

@@ -21,7 +21,8 @@ impl FileSystem {
         }
     }
 
-    /// Writes `data`. `clears_setid` asks that set-id bits go, as the kernel does for callers without CAP_FSETID.
+    /// Writes `data`. `clears_setid` asks that set-id bits go, as the kernel does for callers without CAP_FSETID. File
+    /// capabilities go with any write; what passes through the page cache has been seen to by the kernel.
     pub async fn write(
         &self,
         ino: InodeId,
@@ -33,6 +34,9 @@ impl FileSystem {
         let file = self.file(ino, handle).await?;
         if clears_setid {
             self.clear_setid(ino).await?;
+        }
+        if !file.access().read {
+            self.clear_capability(ino).await?;
         }
         Ok(file.write(offset, data).await?)
     }

@@ -40,6 +40,9 @@ pub struct Opened {
     pub keep_cache: bool,
     /// Whether close(2) has anything to flush through this handle.
     pub flushes: bool,
+    /// Whether writes come without a stop in the kernel's page cache. So it is for handles that cannot read: nobody
+    /// would look at those pages before the next open drops them, and filling them costs as much as all the rest.
+    pub direct: bool,
 }
 
 impl FileSystem {
@@ -81,8 +84,9 @@ impl FileSystem {
 
     async fn register(&self, file: Arc<File>, write: bool) -> FsResult<Opened> {
         let keep_cache = self.inodes.keeps_cache(file.ino(), file.generation());
+        let direct = !file.access().read;
         match self.files.insert(file) {
-            Ok(handle) => Ok(Opened { handle, keep_cache, flushes: write }),
+            Ok(handle) => Ok(Opened { handle, keep_cache, flushes: write, direct }),
             Err(file) => {
                 file.release().await?;
                 Err(Errno(libc::ENFILE))

@@ -13,6 +13,8 @@ use crate::errno::{Errno, FsResult};
 
 /// Longest name in bytes: XATTR_NAME_MAX.
 const NAME_MAX: usize = 255;
+/// What holds file capabilities.
+const CAPABILITY: &[u8] = b"security.capability";
 /// Longest value in bytes: XATTR_SIZE_MAX.
 const VALUE_MAX: usize = 65_536;
 
@@ -82,6 +84,19 @@ impl FileSystem {
     pub async fn remove_xattr(&self, ino: InodeId, name: &[u8]) -> FsResult<()> {
         check_name(name)?;
         Ok(self.volume.tree().remove_xattr(ino, name).await?)
+    }
+
+    /// Removes file capabilities, if there are any.
+    pub(super) async fn clear_capability(&self, ino: InodeId) -> FsResult<()> {
+        let tree = self.volume.tree();
+        let cleared = match tree.xattr(ino, CAPABILITY).await {
+            Ok(_) => tree.remove_xattr(ino, CAPABILITY).await,
+            Err(error) => Err(error),
+        };
+        match cleared {
+            Err(error) if error.kind() != ErrorKind::NoAttribute => Err(error.into()),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -35,9 +35,13 @@ pub struct Buffer(Memory);
 enum Memory {
     Heap(Vec<u8>),
     Mapped(MmapMut),
-    /// Always `Some` until drop.
-    Pooled(Option<MmapMut>, Arc<Inner>),
+    /// A mapping of the pool's size, always `Some` until drop, and how much of it is used.
+    Pooled(Option<MmapMut>, usize, Arc<Inner>),
 }
+
+/// From this share of the pool's size on a buffer is worth one of its mappings: writes from memory that is not
+/// aligned to pages come a few bytes short.
+const POOLED_SHARE: usize = 16;
 
 impl Pool {
     /// A pool of buffers of `bytes` each; at most `keep` unused ones stay.
@@ -45,12 +49,13 @@ impl Pool {
         Self(Arc::new(Inner { bytes, keep, free: Mutex::default() }))
     }
 
-    /// A buffer of `length` bytes, from the pool when that is the pool's size.
+    /// A buffer of `length` bytes, from the pool when that is the pool's size or a sixteenth less.
     pub fn take(&self, length: usize) -> Buffer {
-        let pooled = length == self.0.bytes;
+        let bytes = self.0.bytes;
+        let pooled = length <= bytes && bytes - length <= bytes / POOLED_SHARE;
         let kept = if pooled { self.0.free.lock().pop() } else { None };
-        let memory = match kept.or_else(|| map(length)) {
-            Some(map) if pooled => Memory::Pooled(Some(map), self.0.clone()),
+        let memory = match kept.or_else(|| map(if pooled { bytes } else { length })) {
+            Some(map) if pooled => Memory::Pooled(Some(map), length, self.0.clone()),
             Some(map) => Memory::Mapped(map),
             None => Memory::Heap(vec![0; length]),
         };
@@ -101,7 +106,7 @@ impl Deref for Buffer {
         match &self.0 {
             Memory::Heap(heap) => heap.as_slice(),
             Memory::Mapped(map) => map,
-            Memory::Pooled(map, _) => map.as_deref().unwrap_or_default(),
+            Memory::Pooled(map, length, _) => map.as_deref().map_or(&[], |map| &map[..*length]),
         }
     }
 }
@@ -111,7 +116,7 @@ impl DerefMut for Buffer {
         match &mut self.0 {
             Memory::Heap(heap) => heap.as_mut_slice(),
             Memory::Mapped(map) => map,
-            Memory::Pooled(map, _) => map.as_deref_mut().unwrap_or_default(),
+            Memory::Pooled(map, length, _) => map.as_deref_mut().map_or(&mut [], |map| &mut map[..*length]),
         }
     }
 }
@@ -124,7 +129,7 @@ impl AsRef<[u8]> for Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if let Memory::Pooled(map, pool) = &mut self.0
+        if let Memory::Pooled(map, _, pool) = &mut self.0
             && let Some(map) = map.take()
         {
             let mut free = pool.free.lock();
@@ -155,12 +160,20 @@ mod tests {
         let many: Vec<Buffer> = (0..5).map(|_| pool.take(1 << 20)).collect();
         drop(many);
         assert_eq!(pool.unused(), 2, "no more than it may keep");
+        let shorter = pool.take((1 << 20) - 16);
+        assert_eq!(
+            (shorter.len(), pool.unused()),
+            ((1 << 20) - 16, 1),
+            "a little less is served from it too"
+        );
     }
 
     #[test]
     fn every_length_is_served_exactly() {
         let pool = Pool::new(1 << 20, 2);
-        for length in [0, 1, LARGE - 1, LARGE, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 5 << 20] {
+        for length in
+            [0, 1, 15 << 16, (15 << 16) - 1, LARGE - 1, LARGE, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 5 << 20]
+        {
             let data = vec![3; length];
             assert_eq!(pool.copy(&data), data, "{length}");
             let mut buffer = pool.take(length);

@@ -52,6 +52,27 @@ async fn open_flags_mean_what_open_says() {
     fails(fs.create(CALLER, ROOT, b"f/g", 0o600, OpenFlags(libc::O_CREAT)).await, libc::EINVAL);
 }
 
+/// What is only written does not fill the kernel's page cache; what it would have done there is done here.
+#[tokio::test]
+async fn handles_that_only_write_are_direct_and_clear_capabilities() {
+    let fs = writable().await;
+    let create = OpenFlags(libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL);
+    let (made, opened) = fs.create(CALLER, ROOT, b"f", 0o755, create).await.expect("create");
+    assert!(opened.direct);
+    fs.release(opened.handle).await.expect("release");
+    for (access, direct) in [(libc::O_RDONLY, false), (libc::O_RDWR, false), (libc::O_WRONLY, true)] {
+        fs.set_xattr(made.ino, b"security.capability", "all".into(), 0).await.expect("setcap");
+        let opened = fs.open(made.ino, OpenFlags(access), true).await.expect("open");
+        assert_eq!(opened.direct, direct);
+        if direct {
+            fs.write(made.ino, opened.handle, 0, "x".into(), false).await.expect("write");
+            fails(fs.xattr(made.ino, b"security.capability", 0).await, libc::ENODATA);
+            fs.write(made.ino, opened.handle, 1, "y".into(), false).await.expect("write again");
+        }
+        fs.release(opened.handle).await.expect("release");
+    }
+}
+
 async fn put_content(fs: &FileSystem, ino: InodeId, content: &str) {
     let handle = open(fs, ino, libc::O_WRONLY).await.expect("open");
     fs.write(ino, handle, 0, Bytes::copy_from_slice(content.as_bytes()), false).await.expect("write");
