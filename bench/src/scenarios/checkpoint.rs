@@ -13,11 +13,14 @@ use crate::report::{Aim, Row};
 use crate::sample::{Sample, measure};
 use crate::store::{PaceSettings, StoreProcess};
 
+/// What one round of the Python side measured, by name.
+type Values = HashMap<String, f64>;
+
 const NAME: &str = "checkpoint";
 
 /// One exchange with the trainer, and the store's own client moving the same bytes after it.
 struct Round {
-    told: HashMap<String, f64>,
+    told: Values,
     raw: Sample,
 }
 
@@ -83,8 +86,8 @@ fn on_disk(context: &Context) -> Result<Vec<Row>> {
         restores.push((trainer.ask("restore")?, trainer.ask("disk")?));
     }
     trainer.ask("end")?;
-    let told = |round: &HashMap<String, f64>, name: &str| of(round, name).map(|seconds| seconds * 1e3);
-    let both = |rounds: &[(HashMap<String, f64>, HashMap<String, f64>)], ours: &str, theirs: &str| {
+    let told = |round: &Values, name: &str| of(round, name).map(|seconds| seconds * 1e3);
+    let both = |rounds: &[(Values, Values)], ours: &str, theirs: &str| {
         let pair = |(one, other): &_| Ok((told(one, ours)?, told(other, theirs)?));
         rounds.iter().map(pair).collect::<Result<Vec<_>>>()
     };
@@ -115,7 +118,7 @@ fn pairs(rounds: &[Round], figure: impl Fn(&Round) -> Result<(f64, f64)>) -> Res
     rounds.iter().map(figure).collect()
 }
 
-fn of(told: &HashMap<String, f64>, name: &str) -> Result<f64> {
+fn of(told: &Values, name: &str) -> Result<f64> {
     told.get(name).copied().with_context(|| format!("the trainer told no {name}"))
 }
 
@@ -154,7 +157,7 @@ impl Trainer {
         Ok(Self { child, stdin, stdout: BufReader::new(stdout) })
     }
 
-    fn ask(&mut self, what: &str) -> Result<HashMap<String, f64>> {
+    fn ask(&mut self, what: &str) -> Result<Values> {
         writeln!(self.stdin, "{what}")?;
         let mut line = String::new();
         if self.stdout.read_line(&mut line)? == 0 {

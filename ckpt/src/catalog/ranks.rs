@@ -122,7 +122,7 @@ pub(crate) fn of_save<'a>(keys: &'a [RankKey], save: &StepKey) -> impl Iterator<
 
 /// The shards that an index names; none of an object that is no index, or is gone by now.
 pub(super) async fn shards_of_rank(bucket: &Bucket, key: &ObjectKey) -> Result<Vec<String>> {
-    if !RankKey::parse(key).is_some_and(|key| !key.failed) {
+    if RankKey::parse(key).is_none_or(|key| key.failed) {
         return Ok(Vec::new());
     }
     match bucket.get_whole(key).await {

@@ -90,7 +90,7 @@ fn capabilities(dataset: bool) -> InitFlags {
         | InitFlags::FUSE_AUTO_INVAL_DATA;
     match dataset {
         true => common | InitFlags::FUSE_NO_OPEN_SUPPORT | InitFlags::FUSE_NO_OPENDIR_SUPPORT,
-// KILLPRIV_V2: without it every write is preceded by a question for `security.capability`. ATOMIC_O_TRUNC is
+        // KILLPRIV_V2: without it every write is preceded by a question for `security.capability`. ATOMIC_O_TRUNC is
         // left out: with it a program that runs is emptied before the kernel refuses the open with ETXTBSY.
         // DIRECT_IO_ALLOW_MMAP: what a mapping has changed is written back before a direct write beside it.
         false => {
