@@ -75,9 +75,10 @@ fn the_pods_run_command_lines_that_are_understood() {
     accepted(&scratch, &words);
     let probe =
         manifest.lines().find_map(|line| line.trim().strip_prefix("command: [forebay, ")).expect("a probe");
-    let words = probe.trim_end_matches(']').split(", ");
-    let outcome = Forebay::new(&scratch.folder("home"), words).run();
-    outcome.failed_with("no mount", "");
+    let folder = scratch.folder("mnt").display().to_string();
+    let words = probe.trim_end_matches(']').replace("/mnt/forebay/datasets", &folder);
+    let outcome = Forebay::new(&scratch.folder("home"), words.split(", ")).run();
+    outcome.failed_with("no forebay mount", "--state-dir");
 }
 
 /// `Type=notify`: the unit counts as started when the mount serves.

@@ -299,7 +299,10 @@ fn writing_a_file_takes_few_requests() {
     assert_eq!(all.remove("release"), Some(21));
     let writes = all["write"] - small["write"];
     assert!(writes <= 17, "{writes} writes for 16 MiB, in memory that need not begin with a page");
-    for kind in ["getxattr", "getattr", "setattr", "open"] {
+    for kind in ["getxattr", "setattr", "open"] {
         assert_eq!(all.get(kind), None, "{all:?}");
     }
+    // The kernel forgets a directory's attributes when a name is made in it, and asks before the next.
+    let directory = all.get("getattr").copied().unwrap_or_default();
+    assert!(directory <= 22, "{all:?}");
 }
