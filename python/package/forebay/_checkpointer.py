@@ -361,8 +361,8 @@ class Checkpointer:
         if self._every_s is None:
             return False
         # Clocks differ, and all ranks save or none.
-        elapsed = time.monotonic() - self._saved_at
-        return self._ranks.first("look at the clock", lambda: elapsed >= self._every_s)
+        is_time = time.monotonic() - self._saved_at >= self._every_s
+        return self._ranks.first("look at the clock", lambda: is_time)
 
     def _save(self, step: int, state: Any) -> Optional[Save]:
         if self._last is not None and self._last.step == step:
