@@ -40,8 +40,8 @@ def as_user(uid, gid, call):
 
 /// A mounted empty folder.
 struct Walk {
-    scratch: Scratch,
     mount: Mount,
+    scratch: Scratch,
 }
 
 impl Walk {

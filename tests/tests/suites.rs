@@ -11,10 +11,10 @@ use forebay_tests::settings::{skip, tool};
 use forebay_tests::{Mount, Outcome, Scratch, Seeded, require_fuse, scale, shell};
 use rand::RngExt;
 
-/// A mounted bucket.
+/// A mounted bucket; unmounted before what is below it goes.
 struct Mounted {
-    scratch: Scratch,
     mount: Mount,
+    scratch: Scratch,
     _server: Option<Server>,
 }
 

@@ -7,11 +7,11 @@ use forebay_io::object::{Bucket, StoreSettings};
 use forebay_tests::s3::Server;
 use forebay_tests::{Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, scale, shell};
 
-/// A mounted empty bucket.
+/// A mounted empty bucket; unmounted before what is below it goes.
 struct Walk {
+    mount: Mount,
     scratch: Scratch,
     bucket: Bucket,
-    mount: Mount,
     server: Option<Server>,
 }
 
@@ -24,9 +24,8 @@ impl Walk {
         Self::mount(scratch, bucket, None, &[])
     }
 
-    /// Over an S3 server of its own.
-    async fn s3(options: &[&str]) -> Self {
-        let server = Server::start();
+    /// Over an S3 server.
+    async fn s3(server: Server, options: &[&str]) -> Self {
         let bucket = server.bucket("some/prefix").await;
         Self::mount(Scratch::new(), bucket, Some(server), options)
     }
@@ -97,7 +96,7 @@ async fn cp_and_tar_write_plain_objects_that_another_machine_mounts() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn cp_and_tar_write_to_s3_and_another_machine_mounts() {
     if require_fuse("cp_and_tar_write_to_s3_and_another_machine_mounts") {
-        copy_and_move(Walk::s3(&[]).await).await;
+        copy_and_move(Walk::s3(Server::start(), &[]).await).await;
     }
 }
 
@@ -283,7 +282,7 @@ async fn what_was_synced_survives_kill_and_loss_of_the_disk() {
 async fn what_was_synced_to_s3_survives_kill_and_loss_of_the_disk() {
     if require_fuse("what_was_synced_to_s3_survives_kill_and_loss_of_the_disk") {
         // The killed mount's lease would be waited for.
-        sync_and_kill(Walk::s3(&["--take-over"]).await, 2 * scale()).await;
+        sync_and_kill(Walk::s3(Server::start(), &["--take-over"]).await, 2 * scale()).await;
     }
 }
 
