@@ -22,6 +22,10 @@ pub trait Blocks: Send + Sync + std::fmt::Debug {
     /// The same, only if the block is in memory right now; never waits, and needs no async runtime.
     fn get_now(&self, key: &BlockKey, within: Range<u64>) -> Option<Bytes>;
 
+    /// The same, and also if it is a small block on disk: may wait for the disk, so only for threads that may. `None`
+    /// also when enough of them wait already.
+    fn get_near(&self, key: &BlockKey, within: Range<u64>) -> Option<Bytes>;
+
     /// Brings a block in, to the disk tier where there is one, and says where it came from.
     ///
     /// With `pin`, the block stays on disk until it is unpinned, also over restarts; without, a disk tier that

@@ -128,6 +128,15 @@ impl Blocks for Node {
         Some(bytes)
     }
 
+    fn get_near(&self, key: &BlockKey, within: Range<u64>) -> Option<Bytes> {
+        if let Some(bytes) = self.get_now(key, within.clone()) {
+            return Some(bytes);
+        }
+        let block = self.sources.disk.as_ref()?.read_near(key)?;
+        self.sources.memory.insert(BlockId::of(key), block.clone());
+        block.slice(key, within).ok()
+    }
+
     async fn fill(&self, key: &BlockKey, pin: bool) -> Result<Filled> {
         if key.is_empty() {
             return Err(Error::invalid(format!("{key} lies past its end")));

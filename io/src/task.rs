@@ -189,6 +189,11 @@ impl<T> Future for Task<T> {
     }
 }
 
+/// Whether the calling thread may wait for a disk: it runs no task, so that it is a thread of its owner's own.
+pub fn may_block() -> bool {
+    tokio::task::try_id().is_none()
+}
+
 /// Runs blocking code off the async workers and waits for it. Not cancel-safe: dropping the future leaves the work
 /// running to its end.
 pub async fn blocking<T, F>(work: F) -> Result<T>

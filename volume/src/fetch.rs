@@ -26,12 +26,13 @@ enum Step {
 }
 
 impl Fetch {
-    /// The bytes of `range`, if they are all in memory.
-    pub(crate) fn now(&self, pieces: Vec<Piece>) -> Option<Bytes> {
+    /// The bytes of `range`, if they are all in memory, or also on disk where the caller may wait for that.
+    pub(crate) fn now(&self, pieces: Vec<Piece>, may_block: bool) -> Option<Bytes> {
         let parts: Option<Vec<Bytes>> = self
             .steps(pieces)
             .into_iter()
             .map(|step| match step {
+                Step::Block(key, within) if may_block => self.blocks.get_near(&key, within),
                 Step::Block(key, within) => self.blocks.get_now(&key, within),
                 Step::Bytes(bytes) => Some(bytes),
                 Step::Zeros(length) => Some(zeros(length)),

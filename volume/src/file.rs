@@ -71,9 +71,10 @@ impl File {
         self.inode.look(|content| content.generation())
     }
 
-    /// The bytes at `offset`, short at the end of the file, if all of them are in memory; never waits.
-    pub fn read_now(&self, offset: u64, length: u32) -> Option<Bytes> {
-        let bytes = self.inode.read_now(offset, u64::from(length))?;
+    /// The bytes at `offset`, short at the end of the file, if all of them are in memory, or small and on disk where
+    /// the caller may wait for a disk.
+    pub fn read_now(&self, offset: u64, length: u32, may_block: bool) -> Option<Bytes> {
+        let bytes = self.inode.read_now(offset, u64::from(length), may_block)?;
         self.spend(self.look_around(offset, u64::from(length)));
         Some(bytes)
     }

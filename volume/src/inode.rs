@@ -94,12 +94,14 @@ impl OpenInode {
         look(&self.content.read())
     }
 
-    /// The bytes at `offset`, short at the end of the file, if all are in memory.
-    pub(crate) fn read_now(&self, offset: u64, length: u64) -> Option<Bytes> {
+    /// The bytes at `offset`, short at the end of the file, if all are at hand: see [`Fetch::now`].
+    ///
+    /// [`Fetch::now`]: crate::fetch::Fetch::now
+    pub(crate) fn read_now(&self, offset: u64, length: u64, may_block: bool) -> Option<Bytes> {
         let pieces = self.look(|content| {
             content.readable().then(|| content.layout().pieces(offset..offset.saturating_add(length)))
         })?;
-        self.store.fetch.now(pieces)
+        self.store.fetch.now(pieces, may_block)
     }
 
     /// The bytes at `offset`, short at the end of the file.

@@ -82,6 +82,40 @@ async fn a_restart_finds_what_was_read_and_inserted() {
     assert_eq!((world.gets(), again.counters().disk_hits), (2, 3));
 }
 
+/// Threads that may wait for a disk read small blocks without any task; damage is told there, too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_small_block_is_read_from_disk_on_the_calling_thread() {
+    let (world, directory) = (World::new(), temporary());
+    let (small, large) = (world.put("small", 100 * KIB).await, world.put("large", BLOCK_SIZE).await);
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    for blob in [&small, &large] {
+        fill_all(&node, blob, false).await;
+    }
+    node.close().await;
+    drop(node);
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    let key = small.name.block(0);
+    assert_eq!(node.get_now(&key, 5..9), None, "it is not in memory");
+    assert_eq!(node.get_near(&key, 5..9), Some(small.bytes.slice(5..9)));
+    assert_eq!(node.get_now(&key, 0..9), Some(small.bytes.slice(0..9)), "now it is");
+    assert_eq!(node.get_near(&large.name.block(0), 5..9), None, "a large one is read elsewhere");
+    assert_eq!((world.gets(), node.counters().disk_hits), (2, 1));
+    node.close().await;
+    drop(node);
+
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    let flipped = files(directory.path()).into_iter().find(|file| {
+        let mut bytes = std::fs::read(file).expect("read");
+        bytes[7] ^= 1;
+        bytes.len() < BLOCK_SIZE as usize && std::fs::write(file, bytes).is_ok()
+    });
+    assert!(flipped.is_some());
+    assert_eq!(node.get_near(&key, 0..9), None);
+    assert_eq!(node.counters().corruptions, 1);
+    small.check_all(&*node).await;
+    assert_eq!(world.gets(), 3, "it was fetched again");
+}
+
 async fn blob_reads_go_on_after_closing(node: &Node, blob: &TestBlob) {
     blob.check_all(node).await;
     assert_eq!(node.counters().disk_bytes, 0);

@@ -12,6 +12,7 @@ use forebay_core::{BlockKey, Error, ErrorKind, Result};
 use forebay_io::task::{TaskGroup, blocking};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
 
 use crate::block::{Block, BlockId};
 use crate::flight::{Flights, Role, Ticket};
@@ -23,6 +24,11 @@ use crate::{CacheSettings, Counters};
 
 /// Files read at once, and written at once: threads that wait for the disk.
 const CARRIERS: u32 = 32;
+
+/// Largest block that a caller's own thread reads, in bytes: a switch to another thread and back costs as much.
+const NEAR_BYTES: u64 = 256 << 10;
+/// Callers that read on their own threads at once. Fewer than a mount has, so that one which hangs leaves some.
+const NEAR_AT_ONCE: usize = 4;
 
 /// After n failed writes in a row the next 2^n are not tried, up to 2^10.
 const MAX_BACKOFF: u32 = 10;
@@ -40,6 +46,7 @@ pub(crate) struct DiskTier {
     /// Blocks are also offered from threads outside the runtime.
     runtime: Handle,
     reads: Room,
+    near: Semaphore,
     writes: Room,
     counts: Counts,
 }
@@ -100,6 +107,7 @@ impl DiskTier {
             tasks: tasks.clone(),
             runtime: Handle::current(),
             reads: Room::new(settings.disk_read_bytes(), CARRIERS),
+            near: Semaphore::new(NEAR_AT_ONCE),
             writes: Room::new(settings.store_bytes, CARRIERS),
             counts: Counts::default(),
         })))
@@ -125,6 +133,18 @@ impl DiskTier {
     pub(crate) async fn read(self: &Arc<Self>, key: &BlockKey) -> Option<Block> {
         self.index.lock().find(&BlockId::of(key))?;
         let block = self.load(key).await?;
+        self.counts.hits.fetch_add(1, Relaxed);
+        Some(block)
+    }
+
+    /// A checked copy of a small block, read on the calling thread; `None` when there is no good one, or no turn.
+    pub(crate) fn read_near(&self, key: &BlockKey) -> Option<Block> {
+        if key.len() > NEAR_BYTES {
+            return None;
+        }
+        let _turn = self.near.try_acquire().ok()?;
+        self.index.lock().find(&BlockId::of(key))?;
+        let block = self.load_blocking(key)?;
         self.counts.hits.fetch_add(1, Relaxed);
         Some(block)
     }

@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 use forebay_core::InodeId;
+use forebay_io::task::may_block;
 use forebay_volume::Seek;
 
 use super::FileSystem;
@@ -15,10 +16,16 @@ impl FileSystem {
             Some(file) => file,
             None => self.file(ino, handle).await?,
         };
-        match file.read_now(offset, length) {
-            Some(bytes) => Ok(bytes),
-            None => Ok(file.read(offset, length).await?),
+        let may_block = may_block();
+        if let Some(bytes) = file.read_now(offset, length, may_block) {
+            return Ok(bytes);
         }
+        if may_block {
+            // Ends what the worker thread does: the fetch then starts inside the runtime, in the task that waits for it,
+            // and wakes no second thread.
+            tokio::task::yield_now().await;
+        }
+        Ok(file.read(offset, length).await?)
     }
 
     /// Writes `data`. `clears_setid` asks that set-id bits go, as the kernel does for callers without CAP_FSETID. File
