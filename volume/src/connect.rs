@@ -36,13 +36,13 @@ pub async fn connect(source: &str, settings: VolumeSettings) -> Result<Arc<Volum
     let bucket = Bucket::open(&url, &settings.store).await?;
     bucket.check().await?;
     let read_only = settings.read_only || settings.dataset;
-    let (bucket, home) = match read_only {
-        true => (bucket.read_only(), Home::local(&settings.state_directory, &url)),
+    let (bucket, home, part_copy) = match read_only {
+        true => (bucket.read_only(), Home::local(&settings.state_directory, &url), false),
         false => choose_home(bucket, &settings.state_directory).await?,
     };
     let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
     let claim = home.claim(&bucket, access, settings.take_over).await?.map(Arc::new);
-    let opened = open(url, bucket, home, claim.clone(), settings).await;
+    let opened = open(url, bucket, home, claim.clone(), part_copy, settings).await;
     // The next mount would wait for the lease of one that never was.
     if let Some(claim) = claim.filter(|_| opened.is_err()).and_then(Arc::into_inner)
         && let Err(error) = claim.release().await
@@ -92,11 +92,11 @@ impl Home {
     }
 }
 
-/// Where a tree that takes changes lives.
-async fn choose_home(bucket: Bucket, state: &Path) -> Result<(Bucket, Home)> {
+/// Where a tree that takes changes lives, and whether the store copies ranges of a known version.
+async fn choose_home(bucket: Bucket, state: &Path) -> Result<(Bucket, Home, bool)> {
     if let Some(directory) = bucket.url().directory() {
         let path = directory.join(".forebay/tree.lmdb");
-        return Ok((bucket, Home::Directory { path, inside_bucket: true }));
+        return Ok((bucket, Home::Directory { path, inside_bucket: true }, true));
     }
     let capabilities = bucket.probe().await?;
     if !capabilities.writable {
@@ -106,8 +106,9 @@ async fn choose_home(bucket: Bucket, state: &Path) -> Result<(Bucket, Home)> {
         )
         .with_hint("mount it with --read-only, or give credentials that may put and delete objects"));
     }
+    let part_copy = capabilities.part_copy && capabilities.conditional_part_copy;
     if capabilities.safe_for_many_writers() {
-        return Ok((bucket, Home::Bucket));
+        return Ok((bucket, Home::Bucket, part_copy));
     }
     tracing::warn!(
         url = %bucket.url(),
@@ -115,7 +116,7 @@ async fn choose_home(bucket: Bucket, state: &Path) -> Result<(Bucket, Home)> {
          may mount this bucket for writing"
     );
     let home = Home::local(state, bucket.url());
-    Ok((bucket, home))
+    Ok((bucket, home, part_copy))
 }
 
 /// A data set is listed once: what it holds is taken as fixed.
@@ -153,6 +154,7 @@ async fn open(
     bucket: Bucket,
     home: Home,
     claim: Option<Arc<Claim>>,
+    part_copy: bool,
     settings: VolumeSettings,
 ) -> Result<Arc<Volume>> {
     let read_only = settings.read_only || settings.dataset;
@@ -180,6 +182,7 @@ async fn open(
         read_only,
         claim,
         write: settings.write.clone(),
+        part_copy,
         prefetch: settings.prefetch.clone(),
         budget: Budget::new(settings.budget_bytes()),
         tasks,

@@ -190,8 +190,8 @@ impl OpenInode {
         settings.seal == SealPolicy::OnClose
             && self.look(|content| {
                 content.modified().is_none()
-                    && content.size() <= settings.seal_max_bytes
                     && content.layout().single_blob().is_none_or(Blob::is_owned)
+                    && self.store.carried_bytes(content.layout()) <= settings.seal_max_bytes
             })
     }
 
@@ -326,8 +326,8 @@ impl OpenInode {
         error
     }
 
-    /// Rewrites a file that lies in owned blobs as a plain object at its own path, if policy and path allow it; false
-    /// where they do not.
+    /// Brings a file that lies in owned blobs together as a plain object at its own path, if policy and path allow it;
+    /// false where they do not.
     pub(crate) async fn seal(&self) -> Result<bool> {
         let _turn = self.writer.lock().await;
         if !self.needs_seal() {
@@ -338,13 +338,7 @@ impl OpenInode {
         if matches!(placement, Placement::Owned { .. }) {
             return upload.abort().await.map(|()| false);
         }
-        let step = self.store.write.buffer_bytes.max(1);
-        let mut at = 0;
-        while at < layout.size() {
-            let pieces = layout.pieces(at..at + step);
-            upload.write(self.store.fetch.bytes(pieces).await?).await?;
-            at += step;
-        }
+        self.store.copy_content(&layout, &mut upload).await?;
         let blob = self.store.complete(upload, &placement).await?.blob();
         let sealed = FileLayout::of_blob(blob);
         self.store.tree.relocate(self.ino, generation, sealed.clone()).await?;

@@ -33,7 +33,8 @@ pub struct WriteSettings {
     /// Milliseconds that fsync and sync wait for the tree to be durable before they fail. Default 30,000, as the
     /// store's own deadline.
     pub deadline_ms: u64,
-    /// Largest file in bytes that is sealed. Default 1 GiB: sealing without part copy moves every byte once more.
+    /// Most bytes that sealing one file may move through this host. Default 1 GiB: what the store cannot copy by itself
+    /// is read and written once more.
     pub seal_max_bytes: u64,
 }
 

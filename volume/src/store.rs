@@ -1,12 +1,13 @@
 //! The places an open file works with: tree, cache and bucket of its volume, and how dirty bytes become blobs.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Blob, Error, ErrorKind, InodeId, Result, Timestamp};
+use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Result, Source, Timestamp};
 use forebay_io::clock::Clock;
-use forebay_io::object::{Bucket, Condition, ObjectInfo, Upload};
+use forebay_io::object::{Bucket, Condition, MIN_PART_BYTES, ObjectInfo, Upload};
 use forebay_metadata::tree::{Placement, Tree};
 
 use crate::fetch::Fetch;
@@ -16,6 +17,10 @@ use crate::settings::WriteSettings;
 /// Times a whole object is placed again after an outsider took its key in between.
 const PLACE_ATTEMPTS: usize = 3;
 
+/// The least run of one blob that the store is asked to copy. Up to a part's least bytes at its start may have to be
+/// read to fill up the part before; with twice as much, most of the run stays in the store.
+const COPIED_BYTES_MIN: u64 = 2 * MIN_PART_BYTES;
+
 /// What every open inode of a volume shares.
 #[derive(Debug)]
 pub(crate) struct Store {
@@ -23,6 +28,8 @@ pub(crate) struct Store {
     pub(crate) bucket: Bucket,
     pub(crate) fetch: Fetch,
     pub(crate) write: WriteSettings,
+    /// Whether the store copies ranges of objects into new ones, and only of the version meant.
+    pub(crate) part_copy: bool,
     pub(crate) prefetch: PrefetchSettings,
     pub(crate) clock: Clock,
 }
@@ -88,6 +95,34 @@ impl Store {
         Ok((upload, placement))
     }
 
+    /// How many bytes of a file [`Self::copy_content`] moves through this host.
+    pub(crate) fn carried_bytes(&self, layout: &FileLayout) -> u64 {
+        let carried = runs(layout, self.part_copy).into_iter().map(|run| match run {
+            Run::Carried(range) => range.end - range.start,
+            Run::Copied(..) => 0,
+        });
+        carried.sum()
+    }
+
+    /// Appends a whole file to an upload: long runs of one blob inside the store, where it can, the rest through here.
+    pub(crate) async fn copy_content(&self, layout: &FileLayout, upload: &mut Upload) -> Result<()> {
+        for run in runs(layout, self.part_copy) {
+            match run {
+                Run::Copied(blob, range) => upload.copy_from(&blob.key, &blob.version, range).await?,
+                Run::Carried(range) => {
+                    let step = self.write.buffer_bytes.max(1);
+                    let mut at = range.start;
+                    while at < range.end {
+                        let end = range.end.min(at + step);
+                        upload.write(self.fetch.bytes(layout.pieces(at..end)).await?).await?;
+                        at = end;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Makes a streamed object visible.
     pub(crate) async fn complete(&self, upload: Upload, placement: &Placement) -> Result<ObjectInfo> {
         upload.complete(condition(placement)).await.map_err(|error| match error.kind() {
@@ -108,6 +143,38 @@ impl Store {
             self.fetch.blocks.insert(&key, content.slice(start..end));
         }
     }
+}
+
+/// A stretch of a file as it gets into a new object.
+#[derive(Debug, PartialEq, Eq)]
+enum Run {
+    /// Bytes of a blob that the store copies by itself.
+    Copied(Blob, Range<u64>),
+    /// Bytes of the file that pass through this host.
+    Carried(Range<u64>),
+}
+
+/// Cuts a file into runs: what one blob holds in a row, and is long enough for a part of its own, may be `copied`.
+fn runs(layout: &FileLayout, copied: bool) -> Vec<Run> {
+    let mut runs = Vec::new();
+    let mut carried = 0;
+    for piece in layout.pieces(0..layout.size()) {
+        let length = piece.range.end - piece.range.start;
+        match piece.source {
+            Some(Source::Blob { blob, offset }) if copied && length >= COPIED_BYTES_MIN => {
+                if carried < piece.range.start {
+                    runs.push(Run::Carried(carried..piece.range.start));
+                }
+                carried = piece.range.end;
+                runs.push(Run::Copied(blob, offset..offset + length));
+            }
+            _ => {}
+        }
+    }
+    if carried < layout.size() {
+        runs.push(Run::Carried(carried..layout.size()));
+    }
+    runs
 }
 
 /// What the store must still hold at a placement's key for a write to be ours to make.

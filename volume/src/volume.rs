@@ -51,6 +51,8 @@ pub struct Parts {
     pub claim: Option<Arc<Claim>>,
     /// How files are written.
     pub write: WriteSettings,
+    /// Whether the store copies ranges of objects into new ones, and only of the version meant.
+    pub part_copy: bool,
     /// How far readers are served ahead.
     pub prefetch: PrefetchSettings,
     /// The ceiling on bytes in flight.
@@ -90,6 +92,7 @@ impl Volume {
             bucket: parts.bucket,
             fetch,
             write: parts.write,
+            part_copy: parts.part_copy,
             prefetch: parts.prefetch,
             clock: parts.clock,
         };

@@ -1,6 +1,7 @@
-//! Volumes over a bucket in memory: contents against a plain array, faults, ceilings, warmup.
+//! Volumes over a bucket in memory: contents against a plain array, costs, faults, ceilings, warmup.
 
 mod support;
 mod model;
 mod writing;
+mod costs;
 mod warming;

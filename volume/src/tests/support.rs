@@ -13,7 +13,7 @@ use forebay_io::object::Bucket;
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::commit::{Committer, CommitterSettings};
-use forebay_metadata::kv::{MemEngine, MemStore};
+use forebay_metadata::kv::{Engine, MemEngine, MemStore, SlateEngine, SlateSettings};
 use forebay_metadata::tree::{Existing, LocalTree, NewInode, TreeParts, TreeSettings};
 
 use crate::prefetch::PrefetchSettings;
@@ -38,7 +38,10 @@ pub(crate) fn pattern(number: u64, range: std::ops::Range<u64>) -> Bytes {
 pub(crate) struct Fixture {
     pub(crate) bucket: Bucket,
     pub(crate) store: MemStore,
+    /// The tree lies in the bucket, as it does on a store, and what it uploads counts.
+    pub(crate) tree_in_bucket: bool,
     pub(crate) write: WriteSettings,
+    pub(crate) part_copy: bool,
     pub(crate) budget: Budget,
     pub(crate) cache: CacheSettings,
 }
@@ -47,12 +50,20 @@ impl Fixture {
     pub(crate) fn new(bucket: Bucket) -> Self {
         let write = WriteSettings { buffer_bytes: MIB, ..WriteSettings::default() };
         let cache = CacheSettings { memory_bytes: 64 * MIB, ..CacheSettings::default() };
-        Self { bucket, store: MemStore::default(), write, budget: Budget::new(64 * MIB), cache }
+        let (store, budget) = (MemStore::default(), Budget::new(64 * MIB));
+        Self { bucket, store, tree_in_bucket: false, write, part_copy: true, budget, cache }
     }
 
     /// Opens the volume; a second call finds what the first one closed.
     pub(crate) async fn open(&self) -> Arc<Volume> {
-        let engine = Arc::new(MemEngine::open(&self.store));
+        let engine: Arc<dyn Engine> = match self.tree_in_bucket {
+            true => Arc::new(
+                SlateEngine::open(&self.bucket, &SlateSettings::default())
+                    .await
+                    .expect("a tree in the bucket"),
+            ),
+            false => Arc::new(MemEngine::open(&self.store)),
+        };
         let (clock, rng, tasks) = (Clock::system(), Rng::seeded(1), TaskGroup::new("test"));
         let parts = TreeParts {
             volume: VOLUME,
@@ -74,6 +85,7 @@ impl Fixture {
             read_only: false,
             claim: None,
             write: self.write.clone(),
+            part_copy: self.part_copy,
             prefetch: PrefetchSettings::default(),
             budget: self.budget.clone(),
             tasks,

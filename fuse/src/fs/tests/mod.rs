@@ -55,6 +55,7 @@ async fn volume(bucket: &Bucket, read_only: bool) -> Arc<Volume> {
         read_only,
         claim: None,
         write: WriteSettings::default(),
+        part_copy: true,
         prefetch: PrefetchSettings::default(),
         budget: Budget::new(64 * MIB),
         tasks: TaskGroup::new("test"),
