@@ -6,6 +6,7 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 
@@ -21,6 +22,9 @@ const NAME: &str = "write";
 /// Small files of one run.
 const SMALL_FILES: usize = 10_000;
 const SMALL_BYTES: usize = 4096;
+/// How late a far store answers, and how many small files go there.
+const FAR: Duration = Duration::from_millis(20);
+const FAR_FILES: usize = 2000;
 /// Writers of small files, and puts in flight of the baseline.
 const SMALL_IN_FLIGHT: usize = 8;
 /// Random writes into a large file, each of so many bytes, and how many lie between two fsyncs.
@@ -34,8 +38,21 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
     let how = Mounting { name: "written", prefix: "written", options: &[], footprint: None };
     let mounted = Mounted::new(context, &store, how)?;
     let mut rows = large(context, &client, &mounted)?;
-    rows.extend(small(context, &client, &mounted)?);
+    rows.extend(small(context, &client, &mounted, SMALL_FILES, "")?);
     rows.push(random(context, &store, &mounted)?);
+    mounted.unmount()?;
+    rows.extend(far(context)?);
+    Ok(rows)
+}
+
+/// Small files once more, into a store that answers as late as a real one: what then counts is how often a close waits
+/// for it, not what a request costs.
+fn far(context: &Context) -> Result<Vec<Row>> {
+    let store = StoreProcess::start(PaceSettings { delay: FAR, rate: None })?;
+    let client = ObjectStoreClient::new(&store)?;
+    let how = Mounting { name: "written-far", prefix: "written-far", options: &[], footprint: None };
+    let mounted = Mounted::new(context, &store, how)?;
+    let rows = small(context, &client, &mounted, FAR_FILES, &format!(", {} ms away", FAR.as_millis()))?;
     mounted.unmount()?;
     Ok(rows)
 }
@@ -72,30 +89,34 @@ fn large(context: &Context, client: &ObjectStoreClient, mounted: &Mounted) -> Re
 }
 
 /// Many small files, by several writers at once, then one fsync for all their names.
-fn small(context: &Context, client: &ObjectStoreClient, mounted: &Mounted) -> Result<Vec<Row>> {
+fn small(
+    context: &Context,
+    client: &ObjectStoreClient,
+    mounted: &Mounted,
+    files: usize,
+    place: &str,
+) -> Result<Vec<Row>> {
     let data = noise(SMALL_BYTES);
     let mut round = 0;
     let ours = || {
         round += 1;
         let folder = mounted.path().join(format!("small-{round}"));
         let sample = measure(Some(mounted.pid()), || {
-            write_small(&folder, &data)?;
-            Ok(SMALL_FILES as f64)
+            write_small(&folder, files, &data)?;
+            Ok(files as f64)
         });
         std::fs::remove_dir_all(&folder)?;
         sample
     };
-    let keys: Vec<String> = names(SMALL_FILES).map(|name| format!("bare/{name}")).collect();
+    let keys: Vec<String> = names(files).map(|name| format!("bare/{name}")).collect();
     let bare = || {
         let put = client.put_many(&keys, data.clone(), SMALL_IN_FLIGHT);
-        measure(None, || context.wait(put).map(|()| SMALL_FILES as f64))
+        measure(None, || context.wait(put).map(|()| files as f64))
     };
     let pairs = Pairs::run(context.settings.pairs, ours, bare)?;
     let baseline = format!("PUTs, {SMALL_IN_FLIGHT} in flight");
-    let title = format!(
-        "{SMALL_FILES} files of {} KiB by {SMALL_IN_FLIGHT} writers and one fsync",
-        SMALL_BYTES >> 10
-    );
+    let kib = SMALL_BYTES >> 10;
+    let title = format!("{files} files of {kib} KiB by {SMALL_IN_FLIGHT} writers and one fsync{place}");
     let asked: Vec<f64> = pairs.ours.iter().map(|sample| sample.requests / sample.amount).collect();
     let rate = pairs.figures(|sample| sample.amount / sample.seconds);
     let cpu = pairs.figures(|sample| (sample.client_cpu + sample.daemon_cpu) / sample.amount * 1e6);
@@ -131,8 +152,8 @@ fn random(context: &Context, store: &StoreProcess, mounted: &Mounted) -> Result<
     Ok(Row::of_values(NAME, &title, "bytes uploaded per byte written", &[ratio]).aim(Aim::AtMost(1.25)))
 }
 
-fn write_small(folder: &Path, data: &[u8]) -> Result<()> {
-    let paths: Vec<PathBuf> = names(SMALL_FILES).map(|name| folder.join(name)).collect();
+fn write_small(folder: &Path, files: usize, data: &[u8]) -> Result<()> {
+    let paths: Vec<PathBuf> = names(files).map(|name| folder.join(name)).collect();
     for parent in paths.iter().filter_map(|path| path.parent()).collect::<BTreeSet<_>>() {
         std::fs::create_dir_all(parent)?;
     }
