@@ -11,6 +11,7 @@ use crate::commands::gc::GcArguments;
 use crate::commands::mount::MountArguments;
 use crate::commands::refresh::RefreshArguments;
 use crate::commands::status::StatusArguments;
+use crate::commands::volume::VolumeCommand;
 use crate::commands::warmup::WarmupArguments;
 
 /// Holds checkpoints and datasets just above the GPUs: object storage as fast, safe files.
@@ -51,6 +52,9 @@ pub(crate) enum Command {
     Gc(GcArguments),
     /// Check a volume against its bucket, and mend it.
     Fsck(FsckArguments),
+    /// Back a volume's tree up, and bring it back.
+    #[command(subcommand)]
+    Volume(VolumeCommand),
     /// Check this host, and a bucket, for all that Forebay needs.
     Doctor(DoctorArguments),
     /// Look at checkpoints.
@@ -85,6 +89,8 @@ mod tests {
             "forebay refresh /mnt/a",
             "forebay gc s3://b/p --dry-run --json",
             "forebay fsck file:///b --repair --json",
+            "forebay volume dump s3://b/p tree.dump",
+            "forebay volume load - s3://b/p --force",
             "forebay doctor",
             "forebay doctor s3://b --read-only --json",
             "forebay ckpt ls s3://b/run",
@@ -100,6 +106,7 @@ mod tests {
             "forebay warmup /mnt --jobs many",
             "forebay refresh",
             "forebay gc",
+            "forebay volume dump s3://b/p",
             "forebay ckpt",
             "forebay ckpt show s3://b/run",
             "forebay ckpt verify s3://b/run --step last",

@@ -5,5 +5,6 @@ pub mod clock;
 pub mod rng;
 pub mod task;
 pub mod mem;
+pub mod codec;
 pub mod net;
 pub mod object;

@@ -9,6 +9,7 @@ pub mod commit;
 pub mod volume_file;
 pub mod schema;
 mod records;
+pub mod dump;
 mod import;
 mod mover;
 pub mod gc;

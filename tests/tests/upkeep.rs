@@ -116,3 +116,46 @@ fn a_volume_is_checked_mounted_or_not_and_repaired_unmounted() {
     mount.unmount();
     assert!(fsck(&[]).succeeded().starts_with("clean"));
 }
+
+#[test]
+fn a_tree_that_was_lost_is_loaded_from_its_dump() {
+    if !require_fuse("a_tree_that_was_lost_is_loaded_from_its_dump") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (home, bucket, folder) = (scratch.folder("home"), scratch.folder("bucket"), scratch.join("mnt"));
+    let source = format!("file://{}", bucket.display());
+    let path = |name: &str| scratch.join(name).display().to_string();
+    let volume = |args: &[&str]| forebay(&home, &[&["volume"][..], args].concat());
+    let mut mount = Mount::new(&home, &source, &folder, &[], &[]);
+    let shell = |script: &str| forebay_tests::shell(&folder, script).succeeded();
+    shell(
+        "mkdir d && echo bytes > d/f && chmod 741 d/f && ln d/f g && ln -s d/f l && touch -d @1000000000 d/f",
+    );
+    let before = shell("sync && find . -printf '%p %y %m %n %s %T@ %l\\n' | sort");
+    let online = parse(&volume(&["dump", &source, &path("online"), "--json"]).succeeded());
+    assert!(online["records"].as_u64().is_some_and(|records| records > 8), "{online}");
+    volume(&["dump", &source, &path("online")]).failed_with("online", "a new file only");
+    volume(&["dump", &source, "-"]).failed_with("by its mount", "name a file");
+    volume(&["load", &path("online"), &source]).failed_with("while it is mounted", "unmount it");
+    mount.unmount();
+    volume(&["dump", &source, &path("offline")]).succeeded();
+    volume(&["load", &path("online"), &source]).failed_with("has a tree already", "--force");
+
+    fs::remove_dir_all(bucket.join(".forebay/tree.lmdb")).expect("the tree is lost");
+    let mut damaged = fs::read(path("offline")).expect("the dump");
+    damaged.truncate(damaged.len() - 9);
+    fs::write(path("damaged"), damaged).expect("written");
+    volume(&["load", &path("damaged"), &source]).failed_with("damaged at byte", "nothing was changed");
+    let loaded = parse(&volume(&["load", &path("offline"), &source, "--json"]).succeeded());
+    assert!(loaded["records"].as_u64().is_some_and(|records| records > 8), "{loaded}");
+    mount.remount(&home);
+    assert_eq!(shell("find . -printf '%p %y %m %n %s %T@ %l\\n' | sort"), before);
+    assert_eq!(shell("cat g l"), "bytes\nbytes\n");
+    mount.unmount();
+    let piped =
+        format!("{} volume load - {source} --force < {}", Forebay::binary().display(), path("online"));
+    let home_state = format!("HOME={0} XDG_STATE_HOME={0}/state {piped}", home.display());
+    forebay_tests::shell(&scratch.join("home"), &home_state).succeeded();
+    assert!(forebay(&home, &["fsck", &source]).succeeded().starts_with("clean"));
+}

@@ -31,25 +31,71 @@ const CENTURY_MS: u64 = 100 * 365 * 24 * 60 * 60 * 1000;
 /// `Invalid` for a malformed URL or settings; `NotFound` when the bucket does not exist; `Denied` for refused
 /// credentials; `Unavailable` when the store cannot be reached; `Conflict` when another mount writes to it.
 pub async fn connect(source: &str, settings: VolumeSettings) -> Result<Arc<Volume>> {
-    settings.validate()?;
-    let url: BucketUrl = source.parse()?;
-    let bucket = Bucket::open(&url, &settings.store).await?;
-    bucket.check().await?;
-    let read_only = settings.read_only || settings.dataset;
-    let (bucket, home, part_copy) = match read_only {
-        true => (bucket.read_only(), Home::local(&settings.state_directory, &url), false),
-        false => choose_home(bucket, &settings.state_directory).await?,
-    };
-    let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
-    let claim = home.claim(&bucket, access, settings.take_over).await?.map(Arc::new);
-    let opened = open(url, bucket, home, claim.clone(), part_copy, settings).await;
-    // The next mount would wait for the lease of one that never was.
-    if let Some(claim) = claim.filter(|_| opened.is_err()).and_then(Arc::into_inner)
+    let records = Records::open(source, &settings).await?;
+    let claim = records.claim.clone();
+    let opened = open(records, settings).await;
+    if opened.is_err() {
+        give_up(claim).await;
+    }
+    opened
+}
+
+/// Gives a volume back that could not be opened: the next mount would wait for the lease of one that never was.
+async fn give_up(claim: Option<Arc<Claim>>) {
+    if let Some(claim) = claim.and_then(Arc::into_inner)
         && let Err(error) = claim.release().await
     {
         tracing::warn!(%error, "the volume's lease stays until it runs out");
     }
-    opened
+}
+
+/// The records of a volume, claimed, with what they lie in and what they are about.
+pub(crate) struct Records {
+    bucket: Bucket,
+    home: Home,
+    claim: Option<Arc<Claim>>,
+    /// Whether the store copies ranges of objects into uploads, and holds to conditions on them.
+    part_copy: bool,
+    pub(crate) volume: VolumeId,
+    pub(crate) committer: Committer,
+}
+
+impl Records {
+    pub(crate) async fn open(source: &str, settings: &VolumeSettings) -> Result<Self> {
+        settings.validate()?;
+        let url: BucketUrl = source.parse()?;
+        let bucket = Bucket::open(&url, &settings.store).await?;
+        bucket.check().await?;
+        let read_only = settings.read_only || settings.dataset;
+        let (bucket, home, part_copy) = match read_only {
+            true => (bucket.read_only(), Home::local(&settings.state_directory, &url), false),
+            false => choose_home(bucket, &settings.state_directory).await?,
+        };
+        let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
+        let claim = home.claim(&bucket, access, settings.take_over).await?.map(Arc::new);
+        let recorded = claim.as_ref().and_then(|claim| claim.record()).map(|record| record.volume);
+        let volume = recorded.unwrap_or_else(|| VolumeId::of_url(&url.to_string()));
+        match home.engine(&bucket).await {
+            Ok(engine) => {
+                let committer = start_committer(engine, claim.as_ref());
+                Ok(Self { bucket, home, claim, part_copy, volume, committer })
+            }
+            Err(error) => {
+                give_up(claim).await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes everything durable and gives the volume back.
+    pub(crate) async fn close(self) -> Result<()> {
+        self.committer.sync().await?;
+        self.committer.close().await?;
+        match self.claim.and_then(Arc::into_inner) {
+            Some(claim) => claim.release().await,
+            None => Ok(()),
+        }
+    }
 }
 
 /// Where the records of a tree lie.
@@ -149,20 +195,9 @@ fn start_committer(engine: Arc<dyn Engine>, claim: Option<&Arc<Claim>>) -> Commi
     }
 }
 
-async fn open(
-    url: BucketUrl,
-    bucket: Bucket,
-    home: Home,
-    claim: Option<Arc<Claim>>,
-    part_copy: bool,
-    settings: VolumeSettings,
-) -> Result<Arc<Volume>> {
-    let read_only = settings.read_only || settings.dataset;
+async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>> {
+    let Records { bucket, home, claim, part_copy, volume, committer } = records;
     let (clock, rng, tasks) = (Clock::system(), Rng::system(), TaskGroup::new("volume"));
-    let recorded = claim.as_ref().and_then(|claim| claim.record()).map(|record| record.volume);
-    let volume = recorded.unwrap_or_else(|| VolumeId::of_url(&url.to_string()));
-    let engine = home.engine(&bucket).await?;
-    let committer = start_committer(engine, claim.as_ref());
     let parts = TreeParts {
         volume,
         committer,
@@ -179,7 +214,7 @@ async fn open(
         blocks: blocks.clone(),
         bucket,
         volume,
-        read_only,
+        read_only: settings.read_only || settings.dataset,
         claim,
         write: settings.write.clone(),
         part_copy,

@@ -16,6 +16,7 @@ pub mod warmup;
 pub mod upkeep;
 pub mod control;
 mod connect;
+pub mod backup;
 #[cfg(test)]
 mod tests;
 

@@ -1,10 +1,15 @@
 //! What is done to a volume as a whole, by the process that has it open: freeing what was left over, checking
-//! and mending.
+//! and mending, backup.
 //!
 //! A request and its report are plain data, so that a mount does for a command what the command does by itself where
 //! nothing is mounted.
 
+use std::fs::File;
+use std::path::PathBuf;
+
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::task::blocking;
+use forebay_metadata::dump::DumpReport;
 use forebay_metadata::fsck::FsckReport;
 use forebay_metadata::gc::GcReport;
 use serde::{Deserialize, Serialize};
@@ -25,6 +30,11 @@ pub enum Request {
         /// Mend what can be mended. Not while it is mounted.
         repair: bool,
     },
+    /// Write the tree to a new file.
+    Dump {
+        /// Its absolute path.
+        file: PathBuf,
+    },
 }
 
 /// What came of it.
@@ -35,6 +45,8 @@ pub enum Report {
     Gc(GcReport),
     /// What is wrong, and was mended.
     Fsck(FsckReport),
+    /// What was written.
+    Dump(DumpReport),
 }
 
 /// Does it.
@@ -46,6 +58,14 @@ pub async fn upkeep(volume: &Volume, request: &Request) -> Result<Report> {
     let tree = volume.tree().local().ok_or_else(elsewhere)?;
     match request {
         Request::Gc { dry_run } => tree.collect_garbage(*dry_run).await.map(Report::Gc),
+        Request::Dump { file } => {
+            let path = file.clone();
+            let made = blocking(move || File::create_new(path)).await?;
+            let made = made.map_err(|error| {
+                Error::from(error).context(file.display()).with_hint("a dump is written to a new file only")
+            })?;
+            tree.dump(made).await.map(Report::Dump)
+        }
         Request::Fsck { repair } => tree.fsck(*repair).await.map(Report::Fsck),
     }
 }

@@ -27,10 +27,9 @@ pub(crate) struct FsckArguments {
 /// Checks and shows what is wrong. The exit code is 0 when nothing is, or nothing any more.
 pub(crate) fn run(global: &Global, arguments: &FsckArguments) -> Result<ExitCode> {
     let settings = Settings::load(global)?;
-    let report = run::block_on(async {
-        let open = upkeep::open(&arguments.source, arguments.state_dir.as_deref(), &settings).await?;
-        upkeep::perform(open, &Request::Fsck { repair: arguments.repair }).await
-    })?;
+    let (source, state) = (&arguments.source, arguments.state_dir.as_deref());
+    let request = Request::Fsck { repair: arguments.repair };
+    let report = run::block_on(upkeep::perform(source, state, &settings, &request))?;
     let Report::Fsck(report) = report else {
         return Err(Error::corrupt("fsck was answered with something else"));
     };

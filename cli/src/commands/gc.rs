@@ -30,10 +30,9 @@ const HEAD: [&str; 3] = ["WHAT", "NUMBER", "BYTES"];
 /// Has it done by the mount, if there is one on this host, and shows what was freed.
 pub(crate) fn run(global: &Global, arguments: &GcArguments) -> Result<ExitCode> {
     let settings = Settings::load(global)?;
-    let report = run::block_on(async {
-        let open = upkeep::open(&arguments.source, arguments.state_dir.as_deref(), &settings).await?;
-        upkeep::perform(open, &Request::Gc { dry_run: arguments.dry_run }).await
-    })?;
+    let (source, state) = (&arguments.source, arguments.state_dir.as_deref());
+    let request = Request::Gc { dry_run: arguments.dry_run };
+    let report = run::block_on(upkeep::perform(source, state, &settings, &request))?;
     let Report::Gc(report) = report else {
         return Err(Error::corrupt("gc was answered with something else"));
     };

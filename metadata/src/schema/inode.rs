@@ -2,11 +2,13 @@
 
 use bytes::Bytes;
 use forebay_core::{Attributes, Blob, Extent, FileKind, InodeId, Result, Source, Timestamp};
+use serde::{Deserialize, Serialize};
 
 use super::codec::{Decoder, Encoder, kind_byte};
 
 /// Inode numbers that a directory may still give to what is made in it, so that its files lie side by side.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct NumberRun {
     /// The next number.
     pub next: u64,
@@ -15,7 +17,8 @@ pub struct NumberRun {
 }
 
 /// All that is kept of an inode, but for the rest of long layouts and for extended attributes.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Inode {
     /// Its type.
     pub kind: FileKind,
@@ -42,6 +45,7 @@ pub struct Inode {
     /// The directory that holds the first name; itself for the root.
     pub parent: InodeId,
     /// The first name; `P` records hold the others.
+    #[serde(with = "super::text")]
     pub name: Bytes,
     /// Of a file: the plain object that is this file's, whether or not its bytes still come from there.
     pub home: Option<Blob>,
@@ -50,6 +54,7 @@ pub struct Inode {
     /// Of a file: how many `E` records follow, numbered from 0.
     pub further: u32,
     /// Of a symlink: where it points.
+    #[serde(with = "super::text")]
     pub target: Bytes,
     /// Of a directory: inode numbers set aside for it.
     pub run: NumberRun,

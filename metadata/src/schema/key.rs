@@ -4,7 +4,7 @@
 //! because they may be longer than an engine's keys; the value repeats them in full.
 
 use bytes::{BufMut, Bytes, BytesMut};
-use forebay_core::{Error, InodeId, Result, VolumeId};
+use forebay_core::{Error, ErrorKind, InodeId, Result, VolumeId};
 
 /// The byte that tells record families apart. `K`, `Q`, `T`, `U` and `V` are reserved (locks, quotas, trash,
 /// sharded directory deltas, invalidation log).
@@ -39,6 +39,32 @@ pub enum Tag {
     Import = b'M',
     /// `N`: the volume's counters.
     Counters = b'N',
+    /// `Z`: the tree is being loaded, and is not whole.
+    Loading = b'Z',
+}
+
+impl Tag {
+    /// The family of a tag byte.
+    fn of(byte: u8) -> Option<Self> {
+        Some(match byte {
+            b'D' => Self::Dentry,
+            b'I' => Self::Inode,
+            b'E' => Self::Extents,
+            b'P' => Self::Link,
+            b'X' => Self::Xattr,
+            b'W' => Self::Intent,
+            b'C' => Self::Claim,
+            b'B' => Self::References,
+            b'O' => Self::Orphan,
+            b'S' => Self::Session,
+            b'G' => Self::Deletion,
+            b'J' => Self::Move,
+            b'M' => Self::Import,
+            b'N' => Self::Counters,
+            b'Z' => Self::Loading,
+            _ => return None,
+        })
+    }
 }
 
 /// The first 128 bits of the BLAKE3 of an object key or, with a slash at its end, of a key prefix.
@@ -165,6 +191,31 @@ impl Keys {
         self.start(Tag::Counters, 0).freeze()
     }
 
+    /// `Z`.
+    pub fn loading(self) -> Bytes {
+        self.start(Tag::Loading, 0).freeze()
+    }
+
+    /// The range of all keys of the volume: start and excluded end.
+    pub fn all(self) -> (Bytes, Bytes) {
+        let start = Bytes::copy_from_slice(&self.0.0.to_be_bytes());
+        let end = after_prefix(&start);
+        (start, end)
+    }
+
+    /// The family of a key.
+    ///
+    /// # Errors
+    /// `Unsupported` for one that this program does not know.
+    pub fn tag_in(self, key: &Bytes) -> Result<Tag> {
+        let byte = key.get(HEAD - 1).copied();
+        byte.and_then(Tag::of).ok_or_else(|| {
+            let shown = byte.map_or("nothing".to_owned(), |byte| format!("`{}`", byte.escape_ascii()));
+            Error::new(ErrorKind::Unsupported, format!("the tree has records with the tag {shown}"))
+                .with_hint("use a newer Forebay")
+        })
+    }
+
     /// The range of all keys of a family: start and excluded end.
     pub fn family(self, tag: Tag) -> (Bytes, Bytes) {
         let start = self.start(tag, 0).freeze();
@@ -194,13 +245,20 @@ impl Keys {
         number_at(key, HEAD)
     }
 
+    /// Inode and number of an `E` key.
+    pub fn extents_in(self, key: &Bytes) -> Result<(InodeId, u32)> {
+        let n = key.get(HEAD + 8..).and_then(|bytes| bytes.try_into().ok()).map(u32::from_be_bytes);
+        let cut = || Error::corrupt(format!("a key of {} bytes has no number of extents", key.len()));
+        Ok((InodeId(number_at(key, HEAD)?), n.ok_or_else(cut)?))
+    }
+
     /// Session and inode of an `O` key.
     pub fn orphan_in(self, key: &Bytes) -> Result<(u64, InodeId)> {
         Ok((number_at(key, HEAD)?, InodeId(number_at(key, HEAD + 8)?)))
     }
 }
 
-/// The first key after all that start with `prefix`. Never all ones: a tag is ASCII.
+/// The first key after all that start with `prefix`; empty, which is no bound, after a volume id of all ones.
 fn after_prefix(prefix: &[u8]) -> Bytes {
     let mut end = BytesMut::from(prefix);
     while let Some(last) = end.last_mut() {

@@ -5,6 +5,7 @@
 //! together: that is the tree's.
 
 mod codec;
+pub(crate) mod text;
 mod key;
 mod inode;
 mod record;

@@ -2,11 +2,13 @@
 
 use bytes::Bytes;
 use forebay_core::{Blob, FileKind, InodeId, ObjectKey, Result, Timestamp, Version};
+use serde::{Deserialize, Serialize};
 
 use super::codec::{Decoder, Encoder, kind_byte};
 
 /// `D parent name`: what a name leads to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Dentry {
     /// The inode.
     pub ino: InodeId,
@@ -34,7 +36,8 @@ impl Dentry {
 }
 
 /// Why a key is not simply the file at that path.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum HolderState {
     /// It holds bytes of an inode whose path is another one.
     Held(InodeId),
@@ -50,7 +53,8 @@ pub enum HolderState {
 }
 
 /// `C hash`: the claim on a key or prefix. Listings pass over it, and no other file is placed there.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Claim {
     /// The key or prefix in full.
     pub key: ObjectKey,
@@ -91,7 +95,8 @@ impl Claim {
 }
 
 /// `B hash`: how many inodes refer to an owned blob.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct References {
     /// The blob's key.
     pub key: ObjectKey,
@@ -118,7 +123,8 @@ impl References {
 }
 
 /// `W ino`: a plain object is about to be written for an inode.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Intent {
     /// Where.
     pub key: ObjectKey,
@@ -149,7 +155,8 @@ impl Intent {
 }
 
 /// `G time hash`: an object that nothing refers to any more.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Deletion {
     /// The object; a plain key is deleted only while it holds this version.
     pub blob: Blob,
@@ -181,7 +188,8 @@ impl Deletion {
 }
 
 /// `J ino`: bytes to be brought to the key that the path spells.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Move {
     /// Those of one file.
     File,
@@ -224,7 +232,8 @@ impl Move {
 }
 
 /// `M ino`: where a directory's objects are.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ImportState {
     /// The prefix that is listed for it, without a slash at the end (the root's is empty). `None` while that key
     /// space belongs to something else, or cannot be spelled.
@@ -252,7 +261,8 @@ impl ImportState {
 }
 
 /// `S session`: a mount that may hold files open.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct SessionRecord {
     /// When it began, by its own clock.
     pub started: Timestamp,
@@ -276,7 +286,8 @@ impl SessionRecord {
 }
 
 /// `N`: what a whole volume counts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Counters {
     /// The next inode number that no directory has been given.
     pub next_ino: u64,

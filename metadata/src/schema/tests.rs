@@ -36,6 +36,7 @@ fn golden_keys() {
     check(KEYS.movement(ino), "4a0000000000000a0b");
     check(KEYS.import(ino), "4d0000000000000a0b");
     check(KEYS.counters(), "4e");
+    check(KEYS.loading(), "5a");
 }
 
 #[test]
@@ -46,6 +47,10 @@ fn keys_are_taken_apart_and_ranges_hold_just_their_own() {
     assert_eq!(link, (directory, Bytes::from_static(b"n")));
     assert_eq!(KEYS.orphan_in(&KEYS.orphan(9, next)).expect("orphan"), (9, next));
     assert_eq!(KEYS.number_in(&KEYS.intent(next)).expect("number"), 0x100);
+    assert_eq!(KEYS.extents_in(&KEYS.extents(next, 9)).expect("extents"), (next, 9));
+    assert_eq!(KEYS.tag_in(&KEYS.loading()).expect("a tag"), Tag::Loading);
+    let unknown = KEYS.tag_in(&[&KEYS.loading()[..8], b"?"].concat().into()).expect_err("no tag");
+    assert_eq!(unknown.kind(), ErrorKind::Unsupported);
     let (start, end) = KEYS.below(Tag::Dentry, directory.0);
     let within = |key: Bytes| key >= start && key < end;
     assert!(within(KEYS.dentry(directory, b"\xff\xff")) && within(KEYS.dentry(directory, b"\0")));

@@ -1,6 +1,7 @@
 //! The tree that is served in this process: its parts, its start and its end.
 
 use std::fmt;
+use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use forebay_io::task::TaskGroup;
 use tracing::{debug, warn};
 
 use crate::commit::{Committer, Txn};
+use crate::dump::{self, DumpReport};
 use crate::fsck::{self, FsckReport};
 use crate::gc::{self, Collector, GcReport};
 use crate::import::Importer;
@@ -112,6 +114,10 @@ impl LocalTree {
     /// Makes the root of a new volume, and notes this session.
     async fn begin(&self) -> Result<()> {
         self.transact(Durability::Buffered, |change| {
+            if change.reads().get(&change.keys().loading())?.is_some() {
+                return Err(Error::corrupt("the tree is not whole: loading it was cut off")
+                    .with_hint("load it again with `forebay volume load --force`"));
+            }
             let session = SessionRecord { started: change.now };
             change.put(change.keys().session(change.shared.session), session.encode())?;
             if change.find(InodeId::ROOT)?.is_some() {
@@ -180,6 +186,14 @@ impl LocalTree {
         self.check_writable()?;
         let Some(mover) = &self.mover else { return Ok(GcReport { dry_run, ..GcReport::default() }) };
         Collector { mover, pause: Duration::ZERO, dry_run }.collect().await
+    }
+
+    /// Writes the tree as it is at this moment to `out`, for backup or for another engine.
+    ///
+    /// # Errors
+    /// As [`dump::dump`].
+    pub async fn dump(&self, out: impl Write + Send + 'static) -> Result<DumpReport> {
+        dump::dump(&self.committer, self.shared.keys, self.shared.now(), out).await
     }
 
     /// Checks the tree against itself and its bucket; with `repair`, mends what can be mended without destroying bytes.

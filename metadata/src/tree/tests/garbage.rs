@@ -1,10 +1,12 @@
 //! What dead sessions leave in the bucket goes, to the byte, and nothing else does.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{Extent, FileLayout, InodeId, Source};
 use forebay_io::object::Condition;
+use forebay_io::task::TaskGroup;
 
 use super::world::*;
 use crate::gc::GcReport;
@@ -109,6 +111,33 @@ async fn nothing_is_freed_when_a_record_cannot_be_read_or_the_tree_is_not_the_on
     let tree = world.open().await;
     assert_eq!(kind_of(tree.collect_garbage(false).await), forebay_core::ErrorKind::Unsupported);
     world.check_objects(&[("*", "leaked")]).await;
+}
+
+#[tokio::test]
+async fn a_tree_looks_by_itself_now_and_then() {
+    let mut world = World::memory().await;
+    world.settings.gc.pause_ms = 0;
+    let tree = world.open().await;
+    pack(&world, &tree, b"leaked").await;
+    world.crash(tree, true).await;
+    let tree = world.open().await;
+    let tasks = TaskGroup::new("gc");
+    crate::gc::start(tree.mover.as_ref().expect("a mover"), &tasks);
+    // Until the task counts from here on.
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    world.clock.advance(Duration::from_millis(world.settings.gc.first_ms - 1));
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert_eq!(world.objects().await.len(), 1, "mounting and reading come first");
+    for _ in 0..400 {
+        world.clock.advance(Duration::from_millis(1));
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        if world.objects().await.is_empty() {
+            break;
+        }
+    }
+    world.check_objects(&[]).await;
+    tasks.shutdown(Duration::ZERO).await;
+    tree.close().await.expect("closed");
 }
 
 /// A volume and what its files must hold.

@@ -7,4 +7,5 @@ mod import;
 mod ownership;
 mod garbage;
 mod fsck;
+mod dump;
 mod crash;

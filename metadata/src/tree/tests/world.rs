@@ -205,8 +205,9 @@ impl World {
         self.try_open(bucket).await.expect("the tree opens")
     }
 
-    pub(super) async fn try_open(&self, bucket: Option<Bucket>) -> Result<LocalTree> {
-        let engine: Arc<dyn Engine> = match self.kind {
+    /// The engine alone.
+    pub(super) async fn engine(&self) -> Result<Arc<dyn Engine>> {
+        Ok(match self.kind {
             Kind::Alone | Kind::Memory => Arc::new(self.disk.open()),
             Kind::Lmdb => {
                 let path = self.directory.path().join("tree");
@@ -214,7 +215,11 @@ impl World {
                 Arc::new(LmdbEngine::open(&path, &LmdbSettings::default()).await?)
             }
             Kind::Slate => Arc::new(SlateEngine::open(self.bucket(), &SlateSettings::default()).await?),
-        };
+        })
+    }
+
+    pub(super) async fn try_open(&self, bucket: Option<Bucket>) -> Result<LocalTree> {
+        let engine = self.engine().await?;
         let tasks = TaskGroup::new("session");
         *self.tasks.lock() = tasks.clone();
         let parts = TreeParts {

@@ -1,0 +1,144 @@
+//! `forebay volume dump|load`: back a volume's tree up, and bring it back.
+
+use std::fs::File;
+use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand};
+use forebay_core::{Error, Result};
+use forebay_volume::upkeep::{Report, Request};
+use forebay_volume::{VolumeSettings, backup};
+
+use crate::arguments::Global;
+use crate::settings::Settings;
+use crate::upkeep::{self, Place};
+use crate::{print, run};
+
+/// What can be done.
+#[derive(Debug, Subcommand)]
+pub(crate) enum VolumeCommand {
+    /// Write names, attributes and layouts to a file. The bytes of files stay in the bucket.
+    Dump(DumpArguments),
+    /// Replace the tree of a volume that is not mounted by a dump.
+    Load(LoadArguments),
+}
+
+/// The arguments of `forebay volume dump`.
+#[derive(Debug, Args)]
+pub(crate) struct DumpArguments {
+    /// The URL of the bucket, as it is mounted.
+    pub(crate) source: String,
+    /// A new file, or `-` for stdout.
+    pub(crate) file: PathBuf,
+    /// The state directory that it is mounted with.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub(crate) state_dir: Option<PathBuf>,
+}
+
+/// The arguments of `forebay volume load`.
+#[derive(Debug, Args)]
+pub(crate) struct LoadArguments {
+    /// A dump, or `-` for stdin.
+    pub(crate) file: PathBuf,
+    /// The URL of the bucket, as it will be mounted.
+    pub(crate) source: String,
+    /// Replace the tree that the volume has.
+    #[arg(long)]
+    pub(crate) force: bool,
+    /// The state directory that it is mounted with.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub(crate) state_dir: Option<PathBuf>,
+}
+
+/// Runs one of them.
+pub(crate) fn run(global: &Global, command: &VolumeCommand) -> Result<ExitCode> {
+    let settings = Settings::load(global)?;
+    match command {
+        VolumeCommand::Dump(arguments) => dump(global, arguments, &settings),
+        VolumeCommand::Load(arguments) => load(global, arguments, &settings),
+    }
+}
+
+fn is_standard(file: &Path) -> bool {
+    file.as_os_str() == "-"
+}
+
+fn dump(global: &Global, arguments: &DumpArguments, settings: &Settings) -> Result<ExitCode> {
+    let file = &arguments.file;
+    if is_standard(file) && (io::stdout().is_terminal() || global.json) {
+        return Err(Error::invalid("a dump is not text, and nothing else fits beside it")
+            .with_hint("name a file, or send stdout into one, without --json"));
+    }
+    let report = run::block_on(async {
+        match upkeep::find(&arguments.source, arguments.state_dir.as_deref(), settings).await? {
+            Place::Mount(_) if is_standard(file) => {
+                Err(Error::invalid("a mounted volume is dumped by its mount, into a file")
+                    .with_hint("name a file"))
+            }
+            Place::Mount(socket) => {
+                let request = Request::Dump { file: std::path::absolute(file)? };
+                match upkeep::ask(&socket, &request).await? {
+                    Report::Dump(report) => Ok(report),
+                    _ => Err(Error::corrupt("the dump was answered with something else")),
+                }
+            }
+            Place::Nowhere(volume) => backup::dump(&arguments.source, &volume, out(file)?).await,
+        }
+    })?;
+    match (is_standard(file), global.json) {
+        (true, _) => {}
+        (false, true) => print::json(&report)?,
+        (false, false) => {
+            print::table(&[print::row([&format!("{} records", report.records), &report.blake3])])
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn out(file: &Path) -> Result<Box<dyn Write + Send>> {
+    if is_standard(file) {
+        return Ok(Box::new(io::stdout()));
+    }
+    let made = File::create_new(file).map_err(|error| {
+        Error::from(error).context(file.display()).with_hint("a dump is written to a new file only")
+    })?;
+    Ok(Box::new(made))
+}
+
+fn load(global: &Global, arguments: &LoadArguments, settings: &Settings) -> Result<ExitCode> {
+    let report = run::block_on(async {
+        match upkeep::find(&arguments.source, arguments.state_dir.as_deref(), settings).await? {
+            Place::Mount(_) => Err(Error::invalid("a volume cannot be loaded while it is mounted")
+                .with_hint("unmount it, then load again")),
+            Place::Nowhere(volume) => {
+                let from = source(&arguments.file, &volume)?;
+                backup::load(&arguments.source, &volume, from, arguments.force).await
+            }
+        }
+    })?;
+    match global.json {
+        true => print::json(&report)?,
+        false => {
+            let taken = format!("taken {}", print::utc(report.header.taken));
+            print::table(&[print::row([&format!("{} records", report.records), &taken])]);
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The dump as a file that can be read twice; what comes from stdin is kept in the state directory meanwhile.
+fn source(file: &Path, volume: &VolumeSettings) -> Result<File> {
+    if !is_standard(file) {
+        return File::open(file).map_err(|error| Error::from(error).context(file.display()));
+    }
+    std::fs::create_dir_all(&volume.state_directory)?;
+    let path = volume.state_directory.join(format!("load-{}", std::process::id()));
+    let spooled = File::options().read(true).write(true).create_new(true).open(&path);
+    let mut spooled = spooled.map_err(|error| Error::from(error).context(path.display()))?;
+    // Without a name it goes with this process.
+    std::fs::remove_file(&path)?;
+    io::copy(&mut io::stdin(), &mut spooled)?;
+    io::Seek::rewind(&mut spooled)?;
+    Ok(spooled)
+}

@@ -1,0 +1,128 @@
+//! Loading a dump: checked whole, then written behind a mark that stays until the last record is durable.
+
+use std::io::{Read, Seek};
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::task::blocking;
+use futures::future::join;
+use serde::{Deserialize, Serialize};
+use tokio::sync::mpsc;
+
+use super::line::Header;
+use super::verify::Lines;
+use crate::commit::{Committer, Reads};
+use crate::kv::{Durability, Pair};
+use crate::schema::{Keys, Tag, encode_plain};
+
+/// Records written or deleted in one transaction.
+const STEP: usize = 256;
+/// Steps between the reader and the one that writes.
+const STEPS_AHEAD: usize = 8;
+
+/// What was loaded.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LoadReport {
+    /// What the dump is of.
+    pub header: Header,
+    /// Records.
+    pub records: u64,
+}
+
+/// Replaces the tree that `committer` serves by the dump `from`, which is read twice. Nobody else may use the tree
+/// meanwhile, and no `LocalTree` may be open over it.
+///
+/// # Errors
+/// `Corrupt` or `Unsupported` for a dump that cannot be read, before anything is changed; `Exists` when the tree is not
+/// empty and `force` does not say that it may go. When it is cut off later, the tree is refused until it is loaded
+/// again.
+pub async fn load(
+    committer: &Committer,
+    keys: Keys,
+    mut from: impl Read + Seek + Send + 'static,
+    force: bool,
+) -> Result<LoadReport> {
+    if !force && !is_empty(committer, keys).await? {
+        return Err(Error::new(ErrorKind::Exists, "the volume has a tree already")
+            .with_hint("--force replaces it, all its names, attributes and layouts; dump it first"));
+    }
+    let checked = blocking(move || {
+        let report = check(&mut from)?;
+        from.rewind()?;
+        Ok::<_, Error>((report, from))
+    });
+    let (report, from) = checked.await??;
+    let mark = keys.loading();
+    committer.transact(Durability::Durable, move |txn| txn.put(mark.clone(), encode_plain(b""))).await?;
+    clear(committer, keys).await?;
+    let (steps, mut read) = mpsc::channel::<Vec<Pair>>(STEPS_AHEAD);
+    let reader = blocking(move || send(keys, from, &steps));
+    let writer = async {
+        while let Some(step) = read.recv().await {
+            let put = move |txn: &mut crate::commit::Txn<'_>| {
+                step.iter().try_for_each(|(key, value)| txn.put(key.clone(), value.clone()))
+            };
+            committer.transact(Durability::Buffered, put).await?;
+        }
+        Ok(())
+    };
+    let (sent, written): (_, Result<()>) = join(reader, writer).await;
+    written?;
+    sent??;
+    committer.sync().await?;
+    let mark = keys.loading();
+    committer.transact(Durability::Durable, move |txn| txn.delete(mark.clone())).await?;
+    Ok(report)
+}
+
+/// Whether nothing but a root is there.
+async fn is_empty(committer: &Committer, keys: Keys) -> Result<bool> {
+    let (entries, inodes) = (keys.family(Tag::Dentry), keys.family(Tag::Inode));
+    let look = move |view: &crate::commit::View<'_>| {
+        let is_loading = view.get(&keys.loading())?.is_some();
+        let entries = view.scan(&entries.0, &entries.1, 1)?.len();
+        let inodes = view.scan(&inodes.0, &inodes.1, 2)?.len();
+        Ok(!is_loading && entries == 0 && inodes < 2)
+    };
+    committer.read(look).await
+}
+
+/// Reads a dump to its end.
+fn check(from: &mut (impl Read + Seek)) -> Result<LoadReport> {
+    let (header, mut lines) = Lines::begin(from)?;
+    let mut records = 0;
+    while lines.next()?.is_some() {
+        records += 1;
+    }
+    Ok(LoadReport { header, records })
+}
+
+/// Deletes every record but the mark.
+async fn clear(committer: &Committer, keys: Keys) -> Result<()> {
+    let (start, end) = keys.all();
+    loop {
+        let (start, end, mark) = (start.clone(), end.clone(), keys.loading());
+        let step = move |txn: &mut crate::commit::Txn<'_>| {
+            let some: Vec<Bytes> = txn.scan(&start, &end, STEP)?.into_iter().map(|(key, _)| key).collect();
+            let found = some.len();
+            some.into_iter().filter(|key| *key != mark).try_for_each(|key| txn.delete(key))?;
+            Ok(found)
+        };
+        if committer.transact(Durability::Buffered, step).await? <= 1 {
+            return Ok(());
+        }
+    }
+}
+
+fn send(keys: Keys, from: impl Read, steps: &mpsc::Sender<Vec<Pair>>) -> Result<()> {
+    let gone = |_| Error::bug("what is loaded is not written any more");
+    let (_, mut lines) = Lines::begin(from)?;
+    let mut step = Vec::with_capacity(STEP);
+    while let Some(line) = lines.next()? {
+        step.push(line.record(keys)?);
+        if step.len() == STEP {
+            steps.blocking_send(std::mem::take(&mut step)).map_err(gone)?;
+        }
+    }
+    steps.blocking_send(step).map_err(gone)
+}

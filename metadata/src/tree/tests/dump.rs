@@ -1,0 +1,198 @@
+//! A tree goes through a dump to another engine and back unchanged; what is damaged is refused and changes nothing.
+
+use std::io::{Cursor, Read, Write};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use forebay_core::{ErrorKind, FileKind, InodeId, Result, Timestamp, VolumeId};
+use forebay_io::codec::{Compressor, Decompressor};
+use parking_lot::Mutex;
+
+use super::world::*;
+use crate::commit::{Committer, CommitterSettings};
+use crate::dump::{LoadReport, dump, load};
+use crate::kv::Durability;
+use crate::schema::{Keys, encode_plain};
+use crate::testing::Chance;
+use crate::tree::{Existing, LocalTree, RenameMode, Tree, XattrMode, resolve};
+
+const KEYS: Keys = Keys(VolumeId(7));
+
+/// A place to write to that can be looked at afterwards.
+#[derive(Clone, Default)]
+struct Shared(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Shared {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+async fn sample(world: &World) -> LocalTree {
+    for key in ["listed/a", "listed/deep/b", "top"] {
+        world.put(key, key.as_bytes()).await;
+    }
+    let tree = world.open().await;
+    paths(&tree).await;
+    make_directory(&tree, "d").await.expect("made");
+    world.write_path(&tree, "d/f", "bytes").await.expect("written");
+    let ino = resolve(&tree, "d/f").await.expect("found").ino;
+    tree.link(ino, InodeId::ROOT, b"\xff\xfe").await.expect("linked");
+    tree.set_xattr(ino, b"user.x", Bytes::from_static(b"\0\xff"), XattrMode::Set).await.expect("set");
+    tree.create(InodeId::ROOT, b"\xfd", new_inode(FileKind::Fifo), Existing::Refuse).await.expect("made");
+    let (owned, _) = tree.create(InodeId::ROOT, b"\xfc", new_file(), Existing::Refuse).await.expect("made");
+    world.write(&tree, owned.ino, b"owned").await.expect("written");
+    rename(&tree, "listed/deep", "moved", RenameMode::Replace).await.expect("renamed");
+    tree.drain().await.expect("drained");
+    tree
+}
+
+async fn dumped(tree: &LocalTree) -> Vec<u8> {
+    let out = Shared::default();
+    tree.dump(out.clone()).await.expect("dumped");
+    let stream = out.0.lock().clone();
+    stream
+}
+
+/// The records of a world without a tree over them.
+async fn records(world: &World) -> Committer {
+    Committer::start(world.engine().await.expect("an engine"), CommitterSettings::default())
+}
+
+async fn records_dumped(world: &World, taken: Timestamp) -> Vec<u8> {
+    let (committer, out) = (records(world).await, Shared::default());
+    dump(&committer, KEYS, taken, out.clone()).await.expect("dumped");
+    committer.close().await.expect("closed");
+    let stream = out.0.lock().clone();
+    stream
+}
+
+async fn load_into(world: &World, stream: &[u8], force: bool) -> Result<LoadReport> {
+    let committer = records(world).await;
+    let loaded = load(&committer, KEYS, Cursor::new(stream.to_vec()), force).await;
+    committer.close().await.expect("closed");
+    loaded
+}
+
+fn text(stream: &[u8]) -> String {
+    let mut text = String::new();
+    Decompressor::new(stream).expect("a stream").read_to_string(&mut text).expect("text");
+    text
+}
+
+fn compressed(text: &str) -> Vec<u8> {
+    let mut out = Compressor::new(Vec::new()).expect("a stream");
+    out.write_all(text.as_bytes()).expect("written");
+    out.finish().expect("finished")
+}
+
+#[tokio::test]
+async fn a_tree_goes_to_another_engine_and_back_unchanged() {
+    for (from, to) in [(Kind::Lmdb, Kind::Slate), (Kind::Slate, Kind::Lmdb)] {
+        let world = World::new(from).await;
+        let tree = sample(&world).await;
+        let (stream, expected) = (dumped(&tree).await, paths(&tree).await);
+        tree.close().await.expect("closed");
+
+        let (other, back) = (World::new(to).await, World::new(from).await);
+        let report = load_into(&other, &stream, false).await.expect("loaded");
+        assert_eq!(report.records, text(&stream).lines().count() as u64 - 2);
+        for (at, next) in [(&other, Some(&back)), (&back, None)] {
+            let again = records_dumped(at, report.header.taken).await;
+            assert_eq!(text(&again), text(&stream), "{from:?} {to:?}");
+            if let Some(next) = next {
+                load_into(next, &again, false).await.expect("loaded");
+            }
+        }
+        // Over the same objects it is the same volume.
+        let tree = other.open_over(world.bucket.clone()).await;
+        assert_eq!(paths(&tree).await, expected);
+        assert_eq!(world.read_path(&tree, "d/f").await.expect("bytes"), "bytes");
+        assert_eq!(world.read_path(&tree, "moved/b").await.expect("bytes"), "listed/deep/b");
+        let ino = resolve(&tree, "d/f").await.expect("found").ino;
+        assert_eq!(tree.xattr(ino, b"user.x").await.expect("value"), &b"\0\xff"[..]);
+        let checked = tree.fsck(false).await.expect("checked");
+        assert!(checked.is_clean(), "{:?}", checked.findings);
+        tree.close().await.expect("closed");
+    }
+}
+
+#[tokio::test]
+async fn a_tree_is_replaced_only_by_force() {
+    let (world, other) = (World::new(Kind::Lmdb).await, World::new(Kind::Lmdb).await);
+    let tree = sample(&world).await;
+    let stream = dumped(&tree).await;
+    tree.close().await.expect("closed");
+    let tree = other.open().await;
+    tree.close().await.expect("closed");
+    load_into(&other, &stream, false).await.expect("a tree that nobody used is empty");
+    let refused = load_into(&other, &stream, false).await.expect_err("refused");
+    assert_eq!(refused.kind(), ErrorKind::Exists);
+    assert!(refused.hint().is_some_and(|hint| hint.contains("--force")), "{refused:?}");
+    let tree = other.open_over(world.bucket.clone()).await;
+    make_directory(&tree, "later").await.expect("made");
+    tree.close().await.expect("closed");
+    load_into(&other, &stream, true).await.expect("replaced");
+    let tree = other.open_over(world.bucket.clone()).await;
+    assert_eq!(kind_of(resolve(&tree, "later").await), ErrorKind::NotFound);
+    tree.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_tree_whose_loading_was_cut_off_is_refused_until_it_is_loaded_again() {
+    let (world, other) = (World::new(Kind::Lmdb).await, World::memory().await);
+    let tree = sample(&world).await;
+    let stream = dumped(&tree).await;
+    tree.close().await.expect("closed");
+    let committer = records(&other).await;
+    let mark = move |txn: &mut crate::commit::Txn<'_>| txn.put(KEYS.loading(), encode_plain(b""));
+    committer.transact(Durability::Durable, mark).await.expect("marked");
+    committer.close().await.expect("closed");
+    let refused = other.try_open(None).await.expect_err("refused");
+    assert_eq!(refused.kind(), ErrorKind::Corrupt);
+    assert!(refused.hint().is_some_and(|hint| hint.contains("--force")), "{refused:?}");
+    assert_eq!(kind_of(load_into(&other, &stream, false).await), ErrorKind::Exists);
+    load_into(&other, &stream, true).await.expect("loaded");
+    other.open_over(world.bucket.clone()).await.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn damaged_dumps_are_refused_where_they_are_damaged_and_change_nothing() {
+    let world = World::new(Kind::Lmdb).await;
+    let tree = sample(&world).await;
+    tree.close().await.expect("closed");
+    let stream = records_dumped(&world, Timestamp::default()).await;
+    let before = text(&stream);
+    let mut chance = Chance::fresh();
+    let refuse = async |damaged: &[u8], at: Option<usize>| {
+        let refused = load_into(&world, damaged, true).await.expect_err("refused");
+        assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
+        let place = at.map_or("at byte ".to_owned(), |at| format!("at byte {at}:"));
+        assert!(refused.message().contains(&place), "{refused}, expected {place}");
+    };
+    for _ in 0..20 {
+        let at = chance.below(stream.len() as u64) as usize;
+        refuse(&stream[..at], None).await;
+    }
+    let lines: Vec<&str> = before.lines().collect();
+    let offset = |line: usize| lines[..line].iter().map(|line| line.len() + 1).sum::<usize>();
+    let last = lines.len() - 1;
+    let inode = lines.iter().position(|line| line.starts_with("{\"inode\"")).expect("an inode");
+    // Well-formed, and another number: only the checksum tells.
+    refuse(&compressed(&before.replacen("\"mode\":420", "\"mode\":511", 1)), Some(offset(last))).await;
+    let cut = format!("{}\n", lines[..last].join("\n"));
+    refuse(&compressed(&cut), Some(offset(last))).await;
+    refuse(&compressed(&before.replacen("\"nlink\"", "\"nlonk\"", 1)), Some(offset(inode))).await;
+    let swapped = [&lines[1..2], &lines[..1], &lines[2..]].concat().join("\n");
+    refuse(&compressed(&swapped), Some(0)).await;
+    refuse(&compressed(&format!("{before}more\n")), Some(before.len())).await;
+    refuse(b"not a dump at all", None).await;
+    let newer = compressed(&before.replacen("\"forebay_dump\":1", "\"forebay_dump\":2", 1));
+    assert_eq!(kind_of(load_into(&world, &newer, true).await), ErrorKind::Unsupported);
+
+    assert_eq!(text(&records_dumped(&world, Timestamp::default()).await), before, "nothing was changed");
+}

@@ -1,0 +1,43 @@
+//! Dumping and loading the tree of a volume that nobody has open.
+
+use std::io::{Read, Seek, Write};
+
+use forebay_core::Result;
+use forebay_io::clock::Clock;
+use forebay_metadata::dump::{self, DumpReport, LoadReport};
+use forebay_metadata::schema::Keys;
+
+use crate::connect::Records;
+use crate::settings::VolumeSettings;
+
+/// Writes the tree of the volume that `source` names to `out`.
+///
+/// # Errors
+/// As [`crate::connect`] and [`dump::dump`].
+pub async fn dump(
+    source: &str,
+    settings: &VolumeSettings,
+    out: impl Write + Send + 'static,
+) -> Result<DumpReport> {
+    let records = Records::open(source, settings).await?;
+    let taken = Clock::system().wall();
+    let dumped = dump::dump(&records.committer, Keys(records.volume), taken, out).await;
+    let closed = records.close().await;
+    dumped.and_then(|report| closed.map(|()| report))
+}
+
+/// Replaces the tree of the volume that `source` names by a dump, which is read twice.
+///
+/// # Errors
+/// As [`crate::connect`] and [`dump::load`].
+pub async fn load(
+    source: &str,
+    settings: &VolumeSettings,
+    from: impl Read + Seek + Send + 'static,
+    force: bool,
+) -> Result<LoadReport> {
+    let records = Records::open(source, settings).await?;
+    let loaded = dump::load(&records.committer, Keys(records.volume), from, force).await;
+    let closed = records.close().await;
+    loaded.and_then(|report| closed.map(|()| report))
+}
