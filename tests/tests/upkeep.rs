@@ -1,8 +1,9 @@
 //! Upkeep of a bucket: what crashed mounts left is freed, what is wrong is found and mended.
 
 use std::fs;
-use std::os::unix::fs::FileExt;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
+use std::process::{Child, Command, Stdio};
 
 use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse};
 use serde_json::Value;
@@ -14,6 +15,37 @@ fn forebay(home: &Path, args: &[&str]) -> Outcome {
 #[track_caller]
 fn parse(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+/// A process that runs Python in `folder` up to its last line, and then holds its files open. One of its own, because
+/// any fork of this one would flush what it has open.
+struct Writer(Child);
+
+impl Writer {
+    fn run(folder: &Path, script: &str) -> Self {
+        let script = format!("import os, time\n{script}\nprint('done', flush=True)\ntime.sleep(600)");
+        let mut command = Command::new("python3");
+        command.args(["-c", &script]).current_dir(folder).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("python starts");
+        let mut line = String::new();
+        let printed = BufReader::new(child.stdout.take().expect("it is piped")).read_line(&mut line);
+        assert!(printed.is_ok() && line == "done\n", "the writer failed: {line}");
+        Self(child)
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Writes 23 MiB into the file `name` back to front, which is more than is held in memory, and commits none of it.
+fn scatter(folder: &Path, name: &str) -> Writer {
+    let script = "file = os.open('NAME', os.O_RDWR)\n\
+                  for at in range(23, 0, -1): os.pwrite(file, bytes([at]) * (1 << 20), at << 21)";
+    Writer::run(folder, &script.replace("NAME", name))
 }
 
 /// Files and bytes below a folder.
@@ -39,19 +71,17 @@ fn what_a_killed_mount_packed_and_did_not_commit_is_freed() {
     let mut mount = Mount::new(&home, &source, &folder, &[], &[]);
     let kept: Vec<u8> = (0..100_000u32).map(|at| (at % 251) as u8).collect();
     fs::write(folder.join("kept"), &kept).expect("written");
-    let file = fs::File::options().read(true).write(true).open(folder.join("kept")).expect("open");
-    file.sync_all().expect("synced");
-    // Not front to back, hence packed into owned blobs once there is too much to hold; never committed.
-    for at in (1..24u64).rev() {
-        file.write_all_at(&vec![at as u8; 1 << 20], at << 21).expect("written");
-    }
+    let synced = fs::File::open(folder.join("kept")).expect("open");
+    synced.sync_all().expect("synced");
+    drop(synced);
+    let writer = scatter(&folder, "kept");
     let gc = |home: &Path, more: &[&str]| forebay(home, &[&["gc", &source, "--json"][..], more].concat());
     let alive = parse(&gc(&home, &[]).succeeded());
     assert_eq!(alive["blobs"], 0, "the mount is asked, and what it writes is on its way: {alive}");
     let elsewhere = forebay(&scratch.folder("elsewhere"), &["gc", &source]);
     elsewhere.failed_with("mounted read-write by", "unmount it there");
     mount.kill();
-    drop(file);
+    drop(writer);
 
     let blobs = bucket.join(".forebay/blobs");
     let (files, bytes) = count(&blobs);
@@ -78,6 +108,30 @@ fn what_a_killed_mount_packed_and_did_not_commit_is_freed() {
 }
 
 #[test]
+fn an_upload_that_a_killed_mount_had_begun_ends_with_the_next_mount() {
+    if !require_fuse("an_upload_that_a_killed_mount_had_begun_ends_with_the_next_mount") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (home, bucket, folder) = (scratch.folder("home"), scratch.folder("bucket"), scratch.join("mnt"));
+    let source = format!("file://{}", bucket.display());
+    let mut mount = Mount::new(&home, &source, &folder, &[], &[]);
+    // What is synced is synced with all that came before.
+    let script = "file = open('streamed', 'wb', buffering=0)\n\
+                  file.write(bytes(40 << 20))\n\
+                  other = open('other', 'wb')\n\
+                  os.fsync(other.fileno())";
+    let writer = Writer::run(&folder, script);
+    mount.kill();
+    drop(writer);
+    let uploads = bucket.join(".forebay/staging/uploads");
+    assert!(count(&uploads).1 >= 16 << 20, "{:?}", count(&uploads));
+    mount.remount(&home);
+    assert_eq!(count(&uploads), (0, 0));
+    mount.unmount();
+}
+
+#[test]
 fn a_volume_is_checked_mounted_or_not_and_repaired_unmounted() {
     if !require_fuse("a_volume_is_checked_mounted_or_not_and_repaired_unmounted") {
         return;
@@ -98,12 +152,9 @@ fn a_volume_is_checked_mounted_or_not_and_repaired_unmounted() {
         "{checked}"
     );
     fsck(&["--repair"]).failed_with("cannot be repaired while it is mounted", "unmount it");
-    let file = fs::File::options().write(true).open(folder.join("d/f")).expect("open");
-    for at in (1..24u64).rev() {
-        file.write_all_at(&vec![at as u8; 1 << 20], at << 21).expect("written");
-    }
+    let writer = scatter(&folder, "d/f");
     mount.kill();
-    drop(file);
+    drop(writer);
     fsck(&[]).failed_with("things are wrong", "forebay gc");
     let shown = fsck(&[]);
     assert!(shown.stdout.contains("leaked-blob") && shown.stdout.contains("damaged"), "{shown:?}");

@@ -4,10 +4,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use bytes::Bytes;
-use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Result, Source, Timestamp};
+use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, ObjectKey, Result, Source, Timestamp};
 use forebay_io::clock::Clock;
-use forebay_io::object::{Bucket, Condition, MIN_PART_BYTES, ObjectInfo, Upload};
+use forebay_io::object::{
+    Bucket, Condition, MIN_PART_BYTES, ObjectInfo, Upload, UploadNotes, UploadOptions,
+};
 use forebay_metadata::tree::{Placement, Tree};
 
 use crate::fetch::Fetch;
@@ -91,7 +94,9 @@ impl Store {
     /// Starts an object that is written front to back.
     pub(crate) async fn start_upload(&self, ino: InodeId) -> Result<(Upload, Placement)> {
         let placement = self.place(ino).await?;
-        let upload = self.bucket.upload(placement.key()).await?;
+        let notes = Arc::new(Notes(self.tree.clone()));
+        let options = UploadOptions { notes: Some(notes), ..UploadOptions::default() };
+        let upload = self.bucket.upload_with(placement.key(), options)?;
         Ok((upload, placement))
     }
 
@@ -175,6 +180,25 @@ fn runs(layout: &FileLayout, copied: bool) -> Vec<Run> {
         runs.push(Run::Carried(carried..layout.size()));
     }
     runs
+}
+
+/// Notes uploads in the tree, which ends them when this process dies.
+#[derive(Debug)]
+struct Notes(Arc<dyn Tree>);
+
+#[async_trait]
+impl UploadNotes for Notes {
+    async fn started(&self, key: &ObjectKey, id: &str) {
+        if let Err(error) = self.0.upload_started(key, id).await {
+            tracing::warn!(%key, %error, "an upload is not noted: it stays in the store if this process dies");
+        }
+    }
+
+    async fn ended(&self, id: &str) {
+        if let Err(error) = self.0.upload_ended(id).await {
+            tracing::debug!(%error, "an upload that ended stays noted; the next mount forgets it");
+        }
+    }
 }
 
 /// What the store must still hold at a placement's key for a write to be ours to make.

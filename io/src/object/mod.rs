@@ -20,7 +20,7 @@ pub use counters::{Count, Counters, OperationKind};
 pub use layer::{Delay, FaultMode, Faults};
 pub use probe::Capabilities;
 pub use types::{Condition, Leftover, Listing, ObjectInfo, StoreSettings, Unfinished};
-pub use upload::{MAX_PARTS, MIN_PART_BYTES, Upload, UploadOptions, part_size};
+pub use upload::{MAX_PARTS, MIN_PART_BYTES, Upload, UploadNotes, UploadOptions, part_size};
 pub use url::{BucketUrl, Scheme};
 
 #[cfg(test)]

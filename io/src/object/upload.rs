@@ -4,6 +4,9 @@
 //! sent as a single PUT. Completion, and the abort of an upload that is dropped, run as tasks of the bucket: they go
 //! on when the caller's future is dropped.
 
+use std::sync::Arc;
+
+use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version};
 use futures::stream::{FuturesUnordered, StreamExt};
@@ -35,6 +38,16 @@ pub fn part_size(index: usize) -> u64 {
     (FIRST_PART_BYTES << (index / PARTS_OF_A_SIZE).min(20)).min(LARGEST_PART_BYTES)
 }
 
+/// Told of uploads in parts, so that those of a process that died are found.
+#[async_trait]
+pub trait UploadNotes: Send + Sync + std::fmt::Debug {
+    /// The store has begun an upload and calls it `id`; no part of it was sent yet.
+    async fn started(&self, key: &ObjectKey, id: &str);
+
+    /// It was completed or aborted.
+    async fn ended(&self, id: &str);
+}
+
 /// How an upload is carried out.
 #[derive(Debug, Clone)]
 pub struct UploadOptions {
@@ -44,11 +57,13 @@ pub struct UploadOptions {
     pub bytes_in_flight: u64,
     /// A fixed part size instead of [`part_size`], for stores that want all parts alike and for tests.
     pub part_bytes: Option<u64>,
+    /// Who is told where it begins and ends. Default nobody.
+    pub notes: Option<Arc<dyn UploadNotes>>,
 }
 
 impl Default for UploadOptions {
     fn default() -> Self {
-        Self { parts_in_flight: 8, bytes_in_flight: 256 * MIB, part_bytes: None }
+        Self { parts_in_flight: 8, bytes_in_flight: 256 * MIB, part_bytes: None, notes: None }
     }
 }
 
@@ -279,8 +294,14 @@ impl State {
             let (bucket, key) = (self.bucket.clone(), self.bucket.path(&self.key)?);
             let request =
                 Request::Create { key, options: PutMultipartOptions::default(), token: bucket.token() };
-            let create =
-                async move { bucket.call(request).await?.upload().map_err(|error| bucket.error(error)) };
+            let (notes, named) = (self.options.notes.clone(), self.key.clone());
+            let create = async move {
+                let upload = bucket.call(request).await?.upload().map_err(|error| bucket.error(error))?;
+                if let Some(notes) = notes {
+                    notes.started(&named, &upload.id).await;
+                }
+                Ok(upload)
+            };
             self.creating = Some(self.bucket.tasks().spawn(format!("start upload {}", self.key), create));
         }
         let creating = self.creating.as_mut().expect("it was just set");
@@ -421,7 +442,9 @@ impl State {
         self.check()?;
         let parts: Option<Vec<PartId>> = self.parts.drain(..).collect();
         let parts = parts.ok_or_else(|| Error::bug(format!("{} lacks a part", self.key)))?;
+        let id = upload.id.clone();
         let reply = self.bucket.call(Request::Complete { upload, parts, condition }).await?;
+        self.note_end(&id).await;
         let put = reply.put().map_err(|error| self.bucket.error(error))?;
         let mut info = self.bucket.written(&self.key, put.e_tag, self.offset);
         if info.version.as_str().is_empty() {
@@ -439,7 +462,16 @@ impl State {
         }
         let upload = self.begin().await?;
         while self.running.next().await.is_some() {}
-        self.bucket.call(Request::Abort { upload }).await.map(drop)
+        let id = upload.id.clone();
+        self.bucket.call(Request::Abort { upload }).await?;
+        self.note_end(&id).await;
+        Ok(())
+    }
+
+    async fn note_end(&self, id: &str) {
+        if let Some(notes) = &self.options.notes {
+            notes.ended(id).await;
+        }
     }
 }
 

@@ -208,7 +208,9 @@ impl Gather<'_> {
         })
         .await?;
         self.each(facts, Tag::Session, |facts, keys, key, _| {
-            facts.sessions.insert(keys.number_in(&key)?);
+            if !keys.is_upload(&key) {
+                facts.sessions.insert(keys.number_in(&key)?);
+            }
             Ok(())
         })
         .await?;

@@ -106,7 +106,10 @@ impl Collector<'_> {
         let pages = self.mover.pages(self.pause);
         pages
             .each(Tag::Session, |key, _| {
-                living.insert(keys.number_in(&key)?);
+                // Uploads of a dead one may still be noted.
+                if !keys.is_upload(&key) {
+                    living.insert(keys.number_in(&key)?);
+                }
                 Ok(())
             })
             .await?;

@@ -189,6 +189,11 @@ impl<'a, 't> Change<'a, 't> {
         }
     }
 
+    /// The key of the record of an upload of this session.
+    pub(crate) fn upload_key(&self, id: &str) -> Bytes {
+        self.keys().upload(self.shared.session, id)
+    }
+
     pub(crate) fn put(&mut self, key: Bytes, value: Bytes) -> Result<()> {
         self.txn.put(key, value)
     }

@@ -29,7 +29,7 @@ pub enum Tag {
     References = b'B',
     /// `O session ino`: an inode without names that the session has open.
     Orphan = b'O',
-    /// `S session`: a session.
+    /// `S session`: a session, and `S session hash`: an upload that it has begun.
     Session = b'S',
     /// `G time hash`: an object to delete, not before the time.
     Deletion = b'G',
@@ -166,6 +166,19 @@ impl Keys {
     /// `S session`.
     pub fn session(self, session: u64) -> Bytes {
         self.with_number(Tag::Session, session)
+    }
+
+    /// `S session hash` of an upload's id.
+    pub fn upload(self, session: u64, id: &str) -> Bytes {
+        let mut key = self.start(Tag::Session, 24);
+        key.put_u64(session);
+        key.put_slice(&hash_of(id));
+        key.freeze()
+    }
+
+    /// Whether an `S` key is one of an upload.
+    pub fn is_upload(self, key: &Bytes) -> bool {
+        key.len() > HEAD + 8
     }
 
     /// `G time hash`; the time in milliseconds since 1970.

@@ -15,6 +15,7 @@ pub use inode::{Inode, NumberRun, decode_extents, encode_extents, split};
 pub use key::{Keys, Tag, hash_of};
 pub use record::{
     Claim, Counters, Deletion, Dentry, HolderState, ImportState, Intent, Move, References, SessionRecord,
+    UploadRecord,
 };
 
 #[cfg(test)]

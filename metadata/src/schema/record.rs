@@ -285,6 +285,33 @@ impl SessionRecord {
     }
 }
 
+/// `S session hash`: an upload in parts that a session has begun and not ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UploadRecord {
+    /// The key that the object will have.
+    pub key: ObjectKey,
+    /// What the store calls it.
+    pub id: String,
+}
+
+impl UploadRecord {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.bytes(self.key.as_str().as_bytes());
+        out.bytes(self.id.as_bytes());
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "upload")?;
+        let record = Self { key: from.object_key()?, id: from.text()? };
+        from.finish()?;
+        Ok(record)
+    }
+}
+
 /// `N`: what a whole volume counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -32,6 +32,8 @@ fn golden_keys() {
     check(KEYS.references("a/b"), "420da3cfa5f8b7fae9def4d324da969d3a");
     check(KEYS.orphan(3, ino), "4f00000000000000030000000000000a0b");
     check(KEYS.session(3), "530000000000000003");
+    check(KEYS.upload(3, "a/b"), "5300000000000000030da3cfa5f8b7fae9def4d324da969d3a");
+    assert!(KEYS.is_upload(&KEYS.upload(3, "id")) && !KEYS.is_upload(&KEYS.session(3)));
     check(KEYS.deletion(5, "a/b"), "4700000000000000050da3cfa5f8b7fae9def4d324da969d3a");
     check(KEYS.movement(ino), "4a0000000000000a0b");
     check(KEYS.import(ino), "4d0000000000000a0b");
@@ -113,6 +115,7 @@ fn golden_values() {
     let state = ImportState { prefix: Some("a".into()), listed: Some(Timestamp { seconds: 1, nanos: 0 }) };
     check(state.encode(), "0101016101 0200");
     check(SessionRecord { started: Timestamp { seconds: 1, nanos: 3 } }.encode(), "010203");
+    check(UploadRecord { key: key.clone(), id: "u".into() }.encode(), "01016b0175");
     check(Counters { next_ino: 2, inodes: 1, bytes: 128 }.encode(), "010201 8001");
     check(encode_plain(b"v"), "0176");
 }

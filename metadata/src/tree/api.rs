@@ -212,6 +212,12 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// layout refers to goes after the session ended.
     fn fresh_blob(&self) -> ObjectKey;
 
+    /// Notes that this session has begun an upload in parts, so that the next one ends it if this one dies.
+    async fn upload_started(&self, key: &ObjectKey, id: &str) -> Result<()>;
+
+    /// Notes that it was completed or aborted.
+    async fn upload_ended(&self, id: &str) -> Result<()>;
+
     /// Gives a file new content: layout and size, mtime, ctime and the next generation, in one commit.
     ///
     /// Blobs of the old layout that nothing refers to any more are queued for deletion (a blob replaced in place at

@@ -21,7 +21,7 @@ use crate::import::Importer;
 use crate::kv::Durability;
 use crate::mover::Mover;
 use crate::records::{Change, Look, Records, Shared, Spelling, TreeSettings, names_of};
-use crate::schema::{Counters, ImportState, Inode, Keys, SessionRecord, Tag};
+use crate::schema::{Counters, ImportState, Inode, Keys, SessionRecord, Tag, UploadRecord};
 
 /// How long `close` goes on moving and deleting objects.
 const CLOSE_DRAIN: Duration = Duration::from_secs(5);
@@ -150,14 +150,32 @@ impl LocalTree {
                 self.transact(Durability::Buffered, move |change| change.free_orphan(session, ino)).await?;
             }
         }
-        let (start, end) = keys.family(Tag::Session);
-        let sessions = self.look(move |look| look.reads().scan(&start, &end, PAGE)).await?;
-        let own = keys.session(self.shared.session);
-        self.transact(Durability::Buffered, move |change| {
-            let dead = sessions.iter().map(|(key, _)| key.clone()).filter(|key| *key != own);
-            dead.into_iter().try_for_each(|key| change.delete(key))
-        })
-        .await
+        let (mut start, end) = keys.family(Tag::Session);
+        loop {
+            let (from, to) = (start.clone(), end.clone());
+            let found = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
+            let Some((last, _)) = found.last() else { return Ok(()) };
+            start = [&last[..], &[0]].concat().into();
+            for (key, value) in found {
+                self.end_dead_session(key, value).await?;
+            }
+        }
+    }
+
+    /// Forgets a session that is not this one, or an upload of such a one, which is aborted first.
+    async fn end_dead_session(&self, key: Bytes, value: Bytes) -> Result<()> {
+        let keys = self.shared.keys;
+        if keys.number_in(&key)? == self.shared.session {
+            return Ok(());
+        }
+        if let (true, Some(mover)) = (keys.is_upload(&key), &self.mover) {
+            let upload = UploadRecord::decode(value)?;
+            if let Err(error) = mover.bucket().abort_upload(&upload.key, &upload.id).await {
+                warn!(key = %upload.key, %error, "an upload of a dead session is left for the next start");
+                return Ok(());
+            }
+        }
+        self.transact(Durability::Buffered, move |change| change.delete(key.clone())).await
     }
 
     /// The names from the root to an inode's first name; empty for the root.

@@ -14,6 +14,7 @@ use super::{
     Statistics, Tree, XattrMode, create, link, remove_directory, rename, set_attributes, unlink, xattr,
 };
 use crate::records::{Look, Records, check_name, owned_key};
+use crate::schema::UploadRecord;
 
 /// Most entries in one page.
 const MOST_ENTRIES: usize = 4096;
@@ -219,6 +220,16 @@ impl Tree for LocalTree {
 
     fn fresh_blob(&self) -> ObjectKey {
         owned_key(self.shared.session, &self.fresh_name())
+    }
+
+    async fn upload_started(&self, key: &ObjectKey, id: &str) -> Result<()> {
+        let record = UploadRecord { key: key.clone(), id: id.to_owned() };
+        self.change(move |change| change.put(change.upload_key(&record.id), record.encode())).await
+    }
+
+    async fn upload_ended(&self, id: &str) -> Result<()> {
+        let id = id.to_owned();
+        self.change(move |change| change.delete(change.upload_key(&id))).await
     }
 
     async fn commit_layout(

@@ -95,6 +95,36 @@ async fn uploads_of_dead_sessions_are_aborted_and_those_of_others_go_on() {
 }
 
 #[tokio::test]
+async fn noted_uploads_of_a_dead_session_are_ended_by_the_next() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    let begin = async |key: &str, noted: bool| {
+        let key = forebay_core::ObjectKey::new(key);
+        let mut upload = world.bucket().upload(&key).await.expect("upload");
+        upload.write(Bytes::from(vec![1; 9 << 20])).await.expect("a part");
+        std::mem::forget(upload);
+        let found = world.bucket().list_uploads("").await.expect("uploads");
+        let id = &found.iter().find(|found| found.key == key).expect("the upload").id;
+        if noted {
+            tree.upload_started(&key, id).await.expect("noted");
+        }
+        id.clone()
+    };
+    begin("ours", true).await;
+    let ended = begin("ended", true).await;
+    begin("theirs", false).await;
+    tree.upload_ended(&ended).await.expect("noted");
+    tree.sync().await.expect("durable");
+    world.crash(tree, false).await;
+    let tree = world.open().await;
+    let left = world.bucket().list_uploads("").await.expect("uploads");
+    let mut left: Vec<_> = left.iter().map(|left| left.key.as_str()).collect();
+    left.sort_unstable();
+    assert_eq!(left, ["ended", "theirs"]);
+    tree.close().await.expect("closed");
+}
+
+#[tokio::test]
 async fn nothing_is_freed_when_a_record_cannot_be_read_or_the_tree_is_not_the_only_one() {
     let mut world = World::memory().await;
     let tree = world.open().await;
