@@ -17,7 +17,7 @@ pub(crate) enum Place {
     /// In a mount, behind its control socket.
     Mount(PathBuf),
     /// Nowhere. It can be opened with these settings.
-    Nowhere(VolumeSettings),
+    Nowhere(Box<VolumeSettings>),
 }
 
 /// Finds the mount of `source` that writes.
@@ -34,7 +34,7 @@ pub(crate) async fn find(source: &str, state: Option<&Path>, settings: &Settings
     // This process reads no file: nothing is cached, and nothing is looked for behind its back.
     volume.cache.directory = None;
     volume.gc.interval_ms = 0;
-    Ok(Place::Nowhere(volume))
+    Ok(Place::Nowhere(Box::new(volume)))
 }
 
 /// Has `request` carried out, by the mount of `source` or here.
@@ -49,7 +49,7 @@ pub(crate) async fn perform(
 ) -> Result<Report> {
     let volume = match find(source, state, settings).await? {
         Place::Mount(socket) => return ask(&socket, request).await,
-        Place::Nowhere(volume) => forebay_volume::connect(source, volume).await?,
+        Place::Nowhere(volume) => forebay_volume::connect(source, *volume).await?,
     };
     let report = upkeep(&volume, request).await;
     let closed = volume.close().await;

@@ -8,9 +8,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, ObjectKey, Result, Source, Timestamp};
 use forebay_io::clock::Clock;
-use forebay_io::object::{
-    Bucket, Condition, MIN_PART_BYTES, ObjectInfo, Upload, UploadNotes, UploadOptions,
-};
+use forebay_io::object::{Bucket, Condition, MIN_PART_BYTES, ObjectInfo, Upload, UploadNotes, UploadOptions};
 use forebay_metadata::tree::{Placement, Tree};
 
 use crate::fetch::Fetch;

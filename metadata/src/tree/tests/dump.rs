@@ -22,6 +22,12 @@ const KEYS: Keys = Keys(VolumeId(7));
 #[derive(Clone, Default)]
 struct Shared(Arc<Mutex<Vec<u8>>>);
 
+impl Shared {
+    fn taken(&self) -> Vec<u8> {
+        std::mem::take(&mut self.0.lock())
+    }
+}
+
 impl Write for Shared {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.0.lock().write(bytes)
@@ -54,8 +60,7 @@ async fn sample(world: &World) -> LocalTree {
 async fn dumped(tree: &LocalTree) -> Vec<u8> {
     let out = Shared::default();
     tree.dump(out.clone()).await.expect("dumped");
-    let stream = out.0.lock().clone();
-    stream
+    out.taken()
 }
 
 /// The records of a world without a tree over them.
@@ -67,8 +72,7 @@ async fn records_dumped(world: &World, taken: Timestamp) -> Vec<u8> {
     let (committer, out) = (records(world).await, Shared::default());
     dump(&committer, KEYS, taken, out.clone()).await.expect("dumped");
     committer.close().await.expect("closed");
-    let stream = out.0.lock().clone();
-    stream
+    out.taken()
 }
 
 async fn load_into(world: &World, stream: &[u8], force: bool) -> Result<LoadReport> {
