@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,12 +28,15 @@ from .conftest import Child, rounds
 
 Report = Callable[[str], None]
 
+_meetings = tempfile.TemporaryDirectory()
+"""Where the ranks of torch.distributed find each other; removed at the end."""
+
 
 def start_ranks(world_size: int, work: Callable[[int, Report], None], with_gloo: bool = True) -> list[Child]:
     """Forks a job; in each rank `work` gets its number and a way to report a line."""
     start_ranks.jobs += 1  # type: ignore[attr-defined]
     number = start_ranks.jobs  # type: ignore[attr-defined]
-    meeting = f"/tmp/forebay-test-gloo-{os.getpid()}-{number}"
+    meeting = os.path.join(_meetings.name, str(number))
 
     def rank_of(rank: int) -> Callable[[Report], None]:
         def run(report: Report) -> None:
