@@ -4,14 +4,14 @@ use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use forebay_io::object::{Bucket, StoreSettings};
 use forebay_tests::s3::Server;
-use forebay_tests::{Mount, Scratch, Seeded, require_fuse, scale};
+use forebay_tests::{Forebay, Mount, Scratch, Seeded, require_fuse, scale};
 use futures::StreamExt;
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
@@ -286,7 +286,7 @@ async fn load_and_kill(bucket: &Bucket, options: &[&str], variables: &[(String, 
             std::thread::sleep(more);
             mount.kill();
         });
-        assert!(!idle(), "a writer had no fsync returned in round {round}: {synced:?}");
+        assert!(!idle(), "a writer had no fsync returned in round {round}: {synced:?}\n{}", mount.log());
         check_objects(bucket, &writers).await;
         if rng.random_bool(0.5) {
             fs::remove_dir_all(&home).expect("the state and the cache go");
@@ -295,8 +295,24 @@ async fn load_and_kill(bucket: &Bucket, options: &[&str], variables: &[(String, 
         mount.remount(&home);
         writers.iter_mut().for_each(|writer| writer.check(round));
     }
+    check_volume(&home, &url, variables);
     mount.unmount();
     check_objects(bucket, &writers).await;
+}
+
+/// Nothing is wrong with the volume but that it holds what the dead left, and nothing at all once that is freed.
+#[track_caller]
+fn check_volume(home: &Path, url: &str, variables: &[(String, String)]) {
+    let forebay = |args: &[&str]| Forebay::new(home, args).envs(variables).run();
+    let checked = forebay(&["fsck", url, "--json"]);
+    let report: serde_json::Value =
+        serde_json::from_str(&checked.stdout).unwrap_or_else(|error| panic!("{error}: {checked}"));
+    for finding in report["findings"].as_array().expect("a list") {
+        assert!(finding["kind"].as_str().is_some_and(|kind| kind.starts_with("leaked-")), "{finding}");
+    }
+    forebay(&["gc", url]).succeeded();
+    let clean = forebay(&["fsck", url]).succeeded();
+    assert!(clean.starts_with("clean"), "{clean}");
 }
 
 /// Every plain object holds what some file held at some time, the whole of it.
