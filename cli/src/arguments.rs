@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 
 use crate::commands::ckpt::CkptCommand;
+use crate::commands::clone::CloneArguments;
 use crate::commands::doctor::DoctorArguments;
 use crate::commands::fsck::FsckArguments;
 use crate::commands::gc::GcArguments;
@@ -55,6 +56,8 @@ pub(crate) enum Command {
     /// Back a volume's tree up, and bring it back.
     #[command(subcommand)]
     Volume(VolumeCommand),
+    /// Copy a file or a tree of a mount without moving a byte.
+    Clone(CloneArguments),
     /// Check this host, and a bucket, for all that Forebay needs.
     Doctor(DoctorArguments),
     /// Look at checkpoints.
@@ -91,6 +94,7 @@ mod tests {
             "forebay fsck file:///b --repair --json",
             "forebay volume dump s3://b/p tree.dump",
             "forebay volume load - s3://b/p --force",
+            "forebay clone /mnt/a /mnt/b",
             "forebay doctor",
             "forebay doctor s3://b --read-only --json",
             "forebay ckpt ls s3://b/run",
@@ -107,6 +111,7 @@ mod tests {
             "forebay refresh",
             "forebay gc",
             "forebay volume dump s3://b/p",
+            "forebay clone /mnt/a",
             "forebay ckpt",
             "forebay ckpt show s3://b/run",
             "forebay ckpt verify s3://b/run --step last",

@@ -52,6 +52,7 @@ fn dispatch(arguments: Arguments) -> forebay_core::Result<ExitCode> {
         Command::Gc(arguments) => commands::gc::run(&global, &arguments),
         Command::Fsck(arguments) => commands::fsck::run(&global, &arguments),
         Command::Volume(command) => commands::volume::run(&global, &command),
+        Command::Clone(arguments) => commands::clone::run(&global, &arguments),
         Command::Doctor(arguments) => commands::doctor::run(&global, &arguments),
         Command::Ckpt(command) => commands::ckpt::run(&global, &command),
         Command::Version => commands::version::run(&global),

@@ -163,6 +163,39 @@ impl FileLayout {
         })
     }
 
+    /// The same bytes from other blobs: each blob for which `other` names one, of the same size, is replaced.
+    #[must_use]
+    pub fn with_blobs(mut self, other: impl Fn(&Blob) -> Option<Blob>) -> Self {
+        for extent in &mut self.extents {
+            if let Source::Blob { blob, .. } = &mut extent.source
+                && let Some(new) = other(blob)
+            {
+                debug_assert_eq!(blob.size, new.size, "a copy has the size of what was copied");
+                *blob = new;
+            }
+        }
+        self
+    }
+
+    /// Puts `range` of `from` over what is at `to`, holes included, growing the file if it reaches past the end.
+    pub fn copy(&mut self, from: &Self, range: Range<u64>, to: u64) {
+        let length = range.end.min(from.size).saturating_sub(range.start);
+        if length == 0 {
+            return;
+        }
+        let end = to + length;
+        self.punch(to..end.min(self.size));
+        for piece in from.pieces(range.clone()) {
+            if let Some(source) = piece.source {
+                let length = piece.range.end - piece.range.start;
+                self.write(Extent { offset: piece.range.start - range.start + to, length, source });
+            }
+        }
+        if end > self.size {
+            self.truncate(end);
+        }
+    }
+
     /// Cuts `range`, shortened to the file's end, into pieces without gaps.
     pub fn pieces(&self, range: Range<u64>) -> Vec<Piece> {
         let end = range.end.min(self.size);

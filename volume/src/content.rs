@@ -8,6 +8,8 @@ use forebay_core::{Blob, Extent, FileLayout, Source, Timestamp};
 pub(crate) struct Content {
     /// Committed extents; bytes written since lie inline over them.
     layout: FileLayout,
+    /// The one object that was the whole file at the last commit.
+    base: Option<Blob>,
     /// Generation of the last commit.
     generation: u64,
     /// Inline bytes that no blob holds yet.
@@ -23,11 +25,24 @@ pub(crate) struct Content {
 impl Content {
     /// A file as committed.
     pub(crate) fn committed(layout: FileLayout, generation: u64) -> Self {
-        Self { layout, generation, dirty: 0, streamed: 0, modified: None, changed: Timestamp::default() }
+        let base = layout.single_blob().cloned();
+        Self {
+            layout,
+            base,
+            generation,
+            dirty: 0,
+            streamed: 0,
+            modified: None,
+            changed: Timestamp::default(),
+        }
     }
 
     pub(crate) fn layout(&self) -> &FileLayout {
         &self.layout
+    }
+
+    pub(crate) fn base(&self) -> Option<&Blob> {
+        self.base.as_ref()
     }
 
     pub(crate) fn generation(&self) -> u64 {

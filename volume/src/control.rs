@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::Volume;
 use crate::upkeep;
+use crate::clone::{Cloned, clone};
 use crate::warmup::{Outcome, Progress, Request as WarmupRequest, warmup};
 
 /// A request is one line; the longest names many paths.
@@ -38,6 +39,13 @@ pub enum Request {
     },
     /// Do something to the volume as a whole.
     Upkeep(upkeep::Request),
+    /// Make a copy of a file or directory that shares its bytes.
+    Clone {
+        /// Its path in the volume.
+        from: String,
+        /// The path of the copy.
+        to: String,
+    },
 }
 
 /// What a mount answers, one a line.
@@ -52,6 +60,8 @@ pub enum Reply {
     Warmed(Box<Outcome>),
     /// What was asked of the volume as a whole was done; the last line.
     Upkept(Box<upkeep::Report>),
+    /// A clone was made; the last line.
+    Cloned(Cloned),
     /// It was done; the last line.
     Done,
     /// It failed; the last line.
@@ -141,6 +151,9 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
             Ok(report) => Reply::Upkept(Box::new(report)),
             Err(error) => failed(&error),
         },
+        Ok(Request::Clone { from, to }) => {
+            clone(&volume, &from, &to).await.map_or_else(|error| failed(&error), Reply::Cloned)
+        }
         Ok(Request::Warmup(request)) => serve_warmup(&volume, &request, read, &mut write).await?,
     };
     send(&mut write, &last).await

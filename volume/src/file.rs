@@ -126,6 +126,15 @@ impl File {
         self.inode.write(position, data, permit).await
     }
 
+    /// copy_file_range(2) without moving a byte: `range` of `source` is shared, over what was at `to`. Returns the bytes
+    /// shared: fewer at the end of `source`.
+    ///
+    /// # Errors
+    /// `Conflict` when the bytes of `source` are about to be replaced: they have to be copied.
+    pub async fn share(&self, source: &Self, range: std::ops::Range<u64>, to: u64) -> Result<u64> {
+        self.inode.share(&source.inode, range, to).await
+    }
+
     /// close(2): commits what was written. The bytes are in the bucket on return, the name within 5 s.
     pub async fn flush(&self) -> Result<()> {
         if self.access.write { self.inode.flush().await } else { Ok(()) }

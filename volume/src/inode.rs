@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Piece, Result};
@@ -19,6 +20,8 @@ use crate::fetch::join;
 use crate::settings::SealPolicy;
 use crate::store::Store;
 
+mod share;
+
 /// A file of one mount while at least one handle is open on it.
 #[derive(Debug)]
 pub(crate) struct OpenInode {
@@ -28,6 +31,9 @@ pub(crate) struct OpenInode {
     writer: AsyncMutex<Writer>,
     /// Handles for writing whose release has not begun.
     writers: AtomicUsize,
+    /// Whether bytes were shared with another file since the last write: such a file becomes an object of its own by a
+    /// copy inside the store.
+    shares: AtomicBool,
     /// The last failure that lost bytes, until fsync or close has told about it.
     failure: Mutex<Option<Error>>,
 }
@@ -62,6 +68,7 @@ impl OpenInode {
             content: RwLock::new(Content::committed(layout, generation)),
             writer: AsyncMutex::default(),
             writers: AtomicUsize::default(),
+            shares: AtomicBool::new(false),
             failure: Mutex::default(),
         }
     }
@@ -190,7 +197,8 @@ impl OpenInode {
         settings.seal == SealPolicy::OnClose
             && self.look(|content| {
                 content.modified().is_none()
-                    && content.layout().single_blob().is_none_or(Blob::is_owned)
+                    && (content.layout().single_blob().is_none_or(Blob::is_owned)
+                        || self.shares.load(Ordering::Relaxed))
                     && self.store.carried_bytes(content.layout()) <= settings.seal_max_bytes
             })
     }
@@ -265,9 +273,33 @@ impl OpenInode {
     async fn replace_layout(&self, layout: FileLayout) -> Result<()> {
         let (generation, modified) = self.look(|content| (content.generation(), content.modified()));
         let mtime = modified.unwrap_or_else(|| self.store.now());
-        let committed = self.store.tree.commit_layout(self.ino, generation, layout.clone(), mtime).await?;
+        let tree = &self.store.tree;
+        let (layout, committed) = match tree.commit_layout(self.ino, generation, layout.clone(), mtime).await
+        {
+            Err(error) if error.kind() == ErrorKind::Conflict => {
+                let layout = self.rebase(layout, generation, error).await?;
+                (layout.clone(), tree.commit_layout(self.ino, generation, layout, mtime).await?)
+            }
+            committed => (layout, committed?),
+        };
         *self.content.write() = Content::committed(layout, committed.generation);
+        self.shares.store(false, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// A layout whose object was moved to another key while the file was open, from where it lies now. `error` is what
+    /// is wrong if that is not all.
+    async fn rebase(&self, layout: FileLayout, generation: u64, error: Error) -> Result<FileLayout> {
+        let (now, current) = self.store.tree.layout(self.ino).await?;
+        let base = self.look(|content| content.base().cloned());
+        match (base, now.single_blob()) {
+            (Some(base), Some(moved))
+                if current == generation && base != *moved && base.size == moved.size =>
+            {
+                Ok(layout.with_blobs(|blob| (*blob == base).then(|| moved.clone())))
+            }
+            _ => Err(error),
+        }
     }
 
     /// Moves inline bytes out of memory: into a running upload if they are the whole file, else into an owned blob.
@@ -343,6 +375,7 @@ impl OpenInode {
         let sealed = FileLayout::of_blob(blob);
         self.store.tree.relocate(self.ino, generation, sealed.clone()).await?;
         *self.content.write() = Content::committed(sealed, generation);
+        self.shares.store(false, Ordering::Relaxed);
         Ok(true)
     }
 }

@@ -14,6 +14,7 @@ mod file;
 mod volume;
 pub mod warmup;
 pub mod upkeep;
+pub mod clone;
 pub mod control;
 mod connect;
 pub mod backup;

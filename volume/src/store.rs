@@ -164,7 +164,9 @@ fn runs(layout: &FileLayout, copied: bool) -> Vec<Run> {
     for piece in layout.pieces(0..layout.size()) {
         let length = piece.range.end - piece.range.start;
         match piece.source {
-            Some(Source::Blob { blob, offset }) if copied && length >= COPIED_BYTES_MIN => {
+            Some(Source::Blob { blob, offset })
+                if copied && (length >= COPIED_BYTES_MIN || length == layout.size()) =>
+            {
                 if carried < piece.range.start {
                     runs.push(Run::Carried(carried..piece.range.start));
                 }

@@ -271,6 +271,23 @@ impl Volume {
         self.store.sync_tree().await
     }
 
+    /// Commits what was written to a file so far, if it is open here.
+    pub(crate) async fn commit(&self, ino: InodeId) -> Result<()> {
+        match self.find_open(ino) {
+            Some(inode) => inode.commit_now().await,
+            None => Ok(()),
+        }
+    }
+
+    /// Returns when every name and attribute answered so far is in the bucket.
+    pub(crate) async fn sync_names(&self) -> Result<()> {
+        self.store.sync_tree().await
+    }
+
+    pub(crate) fn clock(&self) -> &Clock {
+        &self.store.clock
+    }
+
     /// Commits everything, waits for what runs in the background, and closes the tree.
     pub async fn close(&self) -> Result<()> {
         self.sync().await?;

@@ -7,6 +7,7 @@ pub(crate) mod refresh;
 pub(crate) mod gc;
 pub(crate) mod fsck;
 pub(crate) mod volume;
+pub(crate) mod clone;
 pub(crate) mod doctor;
 pub(crate) mod ckpt_keep;
 pub(crate) mod ckpt;

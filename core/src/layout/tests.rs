@@ -47,7 +47,7 @@ fn check_seed(seed: u64) {
     for step in 0..200 {
         let start = next(&mut state, SPACE);
         let end = start + 1 + next(&mut state, SPACE - start);
-        match next(&mut state, 5) {
+        match next(&mut state, 6) {
             0 | 1 => {
                 let number = next(&mut state, 3);
                 // Sometimes at the same place in the blob as in the file, so that neighbours merge.
@@ -69,6 +69,17 @@ fn check_seed(seed: u64) {
                 }
             }
             3 => {
+                let to = next(&mut state, SPACE);
+                let source = layout.clone();
+                layout.copy(&source, start..end, to);
+                let cells: Vec<Cell> =
+                    model.iter().copied().skip(start as usize).take((end - start) as usize).collect();
+                if !cells.is_empty() {
+                    model.resize(model.len().max(to as usize + cells.len()), None);
+                    model[to as usize..][..cells.len()].copy_from_slice(&cells);
+                }
+            }
+            4 => {
                 layout.punch(start..end);
                 for at in start..end.min(model.len() as u64) {
                     model[at as usize] = None;

@@ -458,21 +458,25 @@ impl Filesystem for Dispatch {
         });
     }
 
-    /// ENOSYS, so that the kernel copies through its page cache from then on.
     fn copy_file_range(
         &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        _: u64,
-        _: INodeNo,
-        _: FileHandle,
-        _: u64,
-        _: u64,
+        request: &Request,
+        from: INodeNo,
+        from_handle: FileHandle,
+        from_offset: u64,
+        to: INodeNo,
+        to_handle: FileHandle,
+        to_offset: u64,
+        length: u64,
         _: fuser::CopyFileRangeFlags,
         reply: ReplyWrite,
     ) {
-        reply.error(Errno::ENOSYS);
+        let source = (convert::inode(from), convert::handle(from_handle), from_offset);
+        let target = (convert::inode(to), convert::handle(to_handle), to_offset);
+        let clears_setid = !privileged(request);
+        self.run("copy_file_range", to, |fs| async move {
+            replies::written(reply, fs.copy_range(source, target, length, clears_setid).await);
+        });
     }
 
     fn ioctl(

@@ -1,7 +1,7 @@
 //! Reading, writing, seeking and allocating.
 
 use bytes::Bytes;
-use forebay_core::InodeId;
+use forebay_core::{ErrorKind, InodeId};
 use forebay_io::task::may_block;
 use forebay_volume::Seek;
 
@@ -58,6 +58,28 @@ impl FileSystem {
         length: u64,
     ) -> FsResult<()> {
         Ok(self.file(ino, handle).await?.allocate(mode, offset, length).await?)
+    }
+
+    /// Puts `length` bytes of one file over those of another, by sharing them. Returns how many: fewer at the end of the
+    /// source, none past it. EOPNOTSUPP where they have to be copied, which the kernel then does.
+    pub async fn copy_range(
+        &self,
+        source: (InodeId, Handle, u64),
+        target: (InodeId, Handle, u64),
+        length: u64,
+        clears_setid: bool,
+    ) -> FsResult<u32> {
+        let (from, to) = (self.file(source.0, source.1).await?, self.file(target.0, target.1).await?);
+        if clears_setid {
+            self.clear_setid(target.0).await?;
+        }
+        // What fits the reply, and 4 KiB pages whole.
+        let length = length.min(u64::from(u32::MAX) & !0xfff);
+        let end = source.2.checked_add(length).ok_or(Errno(libc::EINVAL))?;
+        match to.share(&from, source.2..end, target.2).await {
+            Err(error) if error.kind() == ErrorKind::Conflict => Err(Errno(libc::EOPNOTSUPP)),
+            shared => Ok(u32::try_from(shared?).unwrap_or(u32::MAX)),
+        }
     }
 
     /// The next data or hole at or after `offset`; `whence` is SEEK_DATA or SEEK_HOLE. ENXIO past the end, and where

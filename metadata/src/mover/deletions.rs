@@ -117,8 +117,11 @@ impl Mover {
         let session = self.shared().session;
         let recorded = self.look(|look| recorded(look, key, deletion, session)).await?;
         let is_plain = recorded == Verdict::Delete && !deletion.blob.is_owned();
-        if is_plain && !self.is_unchanged(deletion).await? {
-            return Ok(Verdict::Forget);
+        if is_plain {
+            if !self.is_unchanged(deletion).await? {
+                return Ok(Verdict::Forget);
+            }
+            self.save_lent(&deletion.blob).await?;
         }
         Ok(recorded)
     }

@@ -94,8 +94,8 @@ fn settle(
 }
 
 fn adopt(change: &mut Change<'_, '_>, ino: InodeId, mut inode: Inode, found: &ObjectInfo) -> Result<()> {
-    change.replace_layout(ino, &mut inode, &FileLayout::of_blob(found.blob()))?;
-    let before = inode.home.replace(found.blob());
+    let layout = FileLayout::of_blob(found.blob());
+    let before = change.replace_layout((ino, &mut inode), &layout, Some(found.blob()))?;
     if let Some(before) = before.filter(|before| before.key != found.key) {
         change.doom_plain(&before)?;
     }

@@ -122,16 +122,29 @@ impl Mover {
             return Ok(Copied::SourceLost);
         }
         let target = self.bucket().head(&plan.to).await?;
-        if target.map(|target| target.version) != plan.replaces {
+        if target.as_ref().map(|target| &target.version) != plan.replaces.as_ref() {
             return Ok(Copied::TargetTaken);
         }
-        if plan.from.size <= LARGEST_COPY {
-            return self.bucket().copy(&plan.from.key, &plan.to).await.map(Copied::To);
+        if let Some(target) = target {
+            self.save_lent(&target.blob()).await?;
         }
         let condition = plan.replaces.clone().map_or(Condition::IfAbsent, Condition::IfVersion);
-        let mut upload = self.bucket().upload(&plan.to).await?;
-        upload.copy_from(&plan.from.key, &plan.from.version, 0..plan.from.size).await?;
-        upload.complete(condition).await.map(Copied::To)
+        self.copy_inside(&plan.from, &plan.to, condition).await.map(Copied::To)
+    }
+
+    /// Copies an object inside the store. The caller knows that it is still the version meant.
+    pub(super) async fn copy_inside(
+        &self,
+        from: &Blob,
+        to: &ObjectKey,
+        condition: Condition,
+    ) -> Result<ObjectInfo> {
+        if from.size <= LARGEST_COPY {
+            return self.bucket().copy(&from.key, to).await;
+        }
+        let mut upload = self.bucket().upload(to).await?;
+        upload.copy_from(&from.key, &from.version, 0..from.size).await?;
+        upload.complete(condition).await
     }
 }
 
@@ -230,9 +243,9 @@ fn commit(change: &mut Change<'_, '_>, ino: InodeId, plan: &Plan, copied: &Objec
         debug!(%ino, key = %plan.to, "the file changed while it was moved");
         return discard(change, ino, inode, &copy).map(|()| false);
     };
-    change.replace_layout(ino, &mut inode, &FileLayout::of_blob(copy.clone()))?;
     let is_owned = copy.is_owned();
-    let before = std::mem::replace(&mut inode.home, Some(copy).filter(|_| !is_owned));
+    let home = Some(copy.clone()).filter(|_| !is_owned);
+    let before = change.replace_layout((ino, &mut inode), &FileLayout::of_blob(copy), home)?;
     change.put_inode(ino, &inode)?;
     if let Some(before) = before.filter(|before| before.key != copied.key) {
         change.doom_plain(&before)?;

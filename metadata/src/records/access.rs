@@ -1,14 +1,25 @@
 //! Reading and writing records by type.
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, FileKind, FileLayout, InodeId, Result, Timestamp};
+use forebay_core::{Blob, Error, ErrorKind, FileKind, FileLayout, InodeId, Result, Timestamp};
 
 use super::Shared;
 use crate::commit::{Reads, Txn, View};
 use crate::kv::Pair;
 use crate::schema::{
-    Claim, Counters, Dentry, ImportState, Inode, Intent, Keys, Move, References, Tag, decode_extents,
+    Claim, Counters, Dentry, ImportState, Inode, Intent, Keys, Loan, Move, References, Tag, decode_extents,
 };
+
+/// The plain objects in a layout that are not the file's own, each once.
+pub(crate) fn borrowed<'a>(layout: &'a FileLayout, home: Option<&Blob>) -> Vec<&'a Blob> {
+    let mut found: Vec<&Blob> = Vec::new();
+    for blob in layout.blobs().filter(|blob| !blob.is_owned() && Some(*blob) != home) {
+        if !found.contains(&blob) {
+            found.push(blob);
+        }
+    }
+    found
+}
 
 /// Typed reads, the same in a transaction and outside.
 pub(crate) trait Records {
@@ -85,6 +96,32 @@ pub(crate) trait Records {
 
     /// Where the inode's bytes are.
     fn layout(&self, ino: InodeId, inode: &Inode) -> Result<FileLayout> {
+        self.resolve(self.stored_layout(ino, inode)?, inode.home.as_ref())
+    }
+
+    /// The layout with plain objects that were moved away replaced by their owned copies. `home` is the file's own
+    /// object, which is none of them.
+    fn resolve(&self, layout: FileLayout, home: Option<&Blob>) -> Result<FileLayout> {
+        let mut moved = Vec::new();
+        for blob in borrowed(&layout, home) {
+            if let Some(copy) = self.loan(blob)?.and_then(|loan| loan.moved) {
+                moved.push((blob.clone(), copy));
+            }
+        }
+        if moved.is_empty() {
+            return Ok(layout);
+        }
+        let other = |blob: &Blob| moved.iter().find(|(from, _)| from == blob).map(|(_, to)| to.clone());
+        Ok(layout.with_blobs(other))
+    }
+
+    /// What files other than its own make of a plain object.
+    fn loan(&self, blob: &Blob) -> Result<Option<Loan>> {
+        self.reads().get(&self.keys().loan(blob))?.map(Loan::decode).transpose()
+    }
+
+    /// The layout as the records have it.
+    fn stored_layout(&self, ino: InodeId, inode: &Inode) -> Result<FileLayout> {
         let mut extents = inode.extents.clone();
         if inode.further > 0 {
             let keys: Vec<Bytes> = (0..inode.further).map(|n| self.keys().extents(ino, n)).collect();

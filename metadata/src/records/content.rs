@@ -4,19 +4,25 @@ use std::collections::BTreeMap;
 
 use forebay_core::{Blob, FileLayout, InodeId, ObjectKey, Result, Version};
 
+use super::access::borrowed;
 use super::{Change, Records};
-use crate::schema::{Deletion, Inode, References, encode_extents, split};
+use crate::schema::{Deletion, Inode, Loan, References, encode_extents, split};
 
 impl Change<'_, '_> {
-    /// Replaces a file's layout and size; references, further extents and counts follow. The caller puts the inode.
+    /// Replaces a file's layout, size and plain object; references, loans, further extents and counts follow. Returns
+    /// the plain object that was the file's. The caller puts the inode.
     pub(crate) fn replace_layout(
         &mut self,
-        ino: InodeId,
-        inode: &mut Inode,
+        (ino, inode): (InodeId, &mut Inode),
         layout: &FileLayout,
-    ) -> Result<()> {
-        let old = self.layout(ino, inode)?;
+        home: Option<Blob>,
+    ) -> Result<Option<Blob>> {
+        let stored = self.stored_layout(ino, inode)?;
+        let old = self.resolve(stored.clone(), inode.home.as_ref())?;
+        let layout = &self.resolve(layout.clone(), home.as_ref())?;
+        self.change_loans((&stored, inode.home.as_ref()), (layout, home.as_ref()))?;
         self.change_references(&old, layout)?;
+        let before = std::mem::replace(&mut inode.home, home);
         let (head, further) = split(layout.extents());
         for (n, chunk) in (0u32..).zip(&further) {
             self.put(self.keys().extents(ino, n), encode_extents(chunk))?;
@@ -29,7 +35,41 @@ impl Change<'_, '_> {
         inode.size = layout.size();
         inode.extents = head.to_vec();
         inode.further = further;
+        Ok(before)
+    }
+
+    /// Counts the inode in at the plain objects of others that only `new` names, and out at those that only `old` does.
+    /// Both come with the file's own object.
+    fn change_loans(
+        &mut self,
+        old: (&FileLayout, Option<&Blob>),
+        new: (&FileLayout, Option<&Blob>),
+    ) -> Result<()> {
+        let (old, new) = (borrowed(old.0, old.1), borrowed(new.0, new.1));
+        for blob in new.iter().filter(|blob| !old.contains(blob)) {
+            let loan = self.loan(blob)?.unwrap_or(Loan { blob: (*blob).clone(), count: 0, moved: None });
+            self.put_loan(&Loan { count: loan.count + 1, ..loan })?;
+        }
+        for blob in old.iter().filter(|blob| !new.contains(blob)) {
+            match self.loan(blob)? {
+                Some(loan) if loan.count > 1 => self.put_loan(&Loan { count: loan.count - 1, ..loan })?,
+                _ => self.delete(self.keys().loan(blob))?,
+            }
+        }
         Ok(())
+    }
+
+    /// Says that an owned copy is meant wherever layouts name a plain object that is lent. From here on the copy is
+    /// what they hold.
+    pub(crate) fn move_loan(&mut self, blob: &Blob, copy: &Blob) -> Result<()> {
+        let Some(loan) = self.loan(blob)?.filter(|loan| loan.moved.is_none()) else { return Ok(()) };
+        self.put_references(copy, loan.count)?;
+        self.delete(self.keys().deletion(Deletion::UNCOMMITTED_MS, copy.key.as_str()))?;
+        self.put_loan(&Loan { moved: Some(copy.clone()), ..loan })
+    }
+
+    fn put_loan(&mut self, loan: &Loan) -> Result<()> {
+        self.put(self.keys().loan(&loan.blob), loan.encode())
     }
 
     /// Counts the inode in at the owned blobs that only `new` has, and out at those that only `old` has. A blob that

@@ -56,8 +56,7 @@ impl Change<'_, '_> {
         if inode.kind == FileKind::File {
             // An intent outlives the inode: what it announced may still arrive, and until that is known no other
             // file may be placed there. The mover ends it.
-            self.replace_layout(ino, &mut inode, &FileLayout::empty())?;
-            if let Some(home) = inode.home.take() {
+            if let Some(home) = self.replace_layout((ino, &mut inode), &FileLayout::empty(), None)? {
                 self.doom_plain(&home)?;
             }
             // A directory's moves outlive it: the mover takes its claims back.

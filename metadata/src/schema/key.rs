@@ -4,7 +4,7 @@
 //! because they may be longer than an engine's keys; the value repeats them in full.
 
 use bytes::{BufMut, Bytes, BytesMut};
-use forebay_core::{Error, ErrorKind, InodeId, Result, VolumeId};
+use forebay_core::{Blob, Error, ErrorKind, InodeId, Result, VolumeId};
 
 /// The byte that tells record families apart. `K`, `Q`, `T`, `U` and `V` are reserved (locks, quotas, trash,
 /// sharded directory deltas, invalidation log).
@@ -27,6 +27,8 @@ pub enum Tag {
     Claim = b'C',
     /// `B hash`: how many inodes refer to an owned blob.
     References = b'B',
+    /// `L hash`: a plain object that files other than its own refer to.
+    Loan = b'L',
     /// `O session ino`: an inode without names that the session has open.
     Orphan = b'O',
     /// `S session`: a session, and `S session hash`: an upload that it has begun.
@@ -153,6 +155,12 @@ impl Keys {
     /// `B hash` of an owned blob's key.
     pub fn references(self, object_key: &str) -> Bytes {
         self.with_hash(Tag::References, object_key)
+    }
+
+    /// `L hash` of a plain object's key and version.
+    pub fn loan(self, blob: &Blob) -> Bytes {
+        // Object keys hold no NUL, so that no two objects have the same text.
+        self.with_hash(Tag::Loan, &format!("{}\0{}", blob.key, blob.version))
     }
 
     /// `O session ino`.

@@ -122,6 +122,36 @@ impl References {
     }
 }
 
+/// `L hash`: a plain object that files other than its own refer to. It is not destroyed before it was moved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Loan {
+    /// The object, as layouts name it.
+    pub blob: Blob,
+    /// Inodes other than the object's own whose layouts name it.
+    pub count: u64,
+    /// The owned copy that is meant instead, once there is one.
+    pub moved: Option<Blob>,
+}
+
+impl Loan {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.blob(&self.blob);
+        out.number(self.count);
+        out.optional(self.moved.as_ref(), Encoder::blob);
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "loan")?;
+        let record = Self { blob: from.blob()?, count: from.number()?, moved: from.optional(Decoder::blob)? };
+        from.finish()?;
+        Ok(record)
+    }
+}
+
 /// `W ino`: a plain object is about to be written for an inode.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -30,6 +30,7 @@ fn golden_keys() {
     check(KEYS.intent(ino), "570000000000000a0b");
     check(KEYS.claim("a/b"), "430da3cfa5f8b7fae9def4d324da969d3a");
     check(KEYS.references("a/b"), "420da3cfa5f8b7fae9def4d324da969d3a");
+    check(KEYS.loan(&blob("a/b", 1)), "4ce64cdf0aab62e14e803cc903168c042a");
     check(KEYS.orphan(3, ino), "4f00000000000000030000000000000a0b");
     check(KEYS.session(3), "530000000000000003");
     check(KEYS.upload(3, "a/b"), "5300000000000000030da3cfa5f8b7fae9def4d324da969d3a");
@@ -109,6 +110,8 @@ fn golden_values() {
     check(References { key: key.clone(), count: 3 }.encode(), "01016b03");
     let intent = Intent { key: key.clone(), replaces: Some(Version::new("v")), copies: Some(blob("b", 1)) };
     check(intent.encode(), "01016b010176010162027631 01");
+    let loan = Loan { blob: blob("b", 1), count: 2, moved: Some(blob("c", 1)) };
+    check(loan.encode(), "01016202763101 02 01016302763101");
     check(Deletion { blob: blob("b", 1), session: Some(9) }.encode(), "010162027631010109");
     check(Move::File.encode(), "0100");
     check(Move::Subtree { prefixes: vec!["a/".into()] }.encode(), "01010102612f");
@@ -153,6 +156,8 @@ fn only_whole_values_are_read() {
     check_decoding(claim.clone(), claim.encode(), Claim::decode);
     let move_ = Move::Subtree { prefixes: vec!["a/".into(), String::new()] };
     check_decoding(move_.clone(), move_.encode(), Move::decode);
+    let loan = Loan { blob: blob("b", 1), count: 2, moved: None };
+    check_decoding(loan.clone(), loan.encode(), Loan::decode);
     let deletion = Deletion { blob: blob("b", 1), session: None };
     check_decoding(deletion.clone(), deletion.encode(), Deletion::decode);
     let counters = Counters { next_ino: u64::MAX, inodes: 0, bytes: 1 };

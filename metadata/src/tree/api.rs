@@ -233,6 +233,20 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
         mtime: Timestamp,
     ) -> Result<Attributes>;
 
+    /// As `commit_layout`, of a layout that shares bytes with the file `lender`. A plain object that is shared is moved
+    /// to an owned blob before Forebay replaces or deletes it.
+    ///
+    /// # Errors
+    /// `Conflict` also when the bytes are about to go, or are not where the layout says any more.
+    async fn commit_shared(
+        &self,
+        ino: InodeId,
+        expected: u64,
+        layout: FileLayout,
+        mtime: Timestamp,
+        lender: InodeId,
+    ) -> Result<Attributes>;
+
     /// Says that the same bytes now lie elsewhere (sealed, moved, packed): the layout changes, the generation and the
     /// times do not. Blobs no longer referred to are queued for deletion and intents settled, as in `commit_layout`.
     ///

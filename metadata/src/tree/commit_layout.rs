@@ -3,7 +3,7 @@
 use forebay_core::{Attributes, Blob, Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
 
 use crate::records::{Change, Records};
-use crate::schema::{Inode, Intent};
+use crate::schema::{HolderState, Inode, Intent};
 
 /// What [`super::Tree::commit_layout`] and [`super::Tree::relocate`] are told.
 #[derive(Debug, Clone)]
@@ -13,6 +13,8 @@ pub(super) struct Content {
     pub(super) layout: FileLayout,
     /// When the content changed; `None` when only its place did.
     pub(super) mtime: Option<Timestamp>,
+    /// The file whose bytes the layout shares.
+    pub(super) lender: Option<InodeId>,
 }
 
 /// As [`super::Tree::commit_layout`].
@@ -29,16 +31,19 @@ pub(super) fn commit_layout(
     // The mover's own intents are its to end: its copy may be on the way.
     let intent = change.intent(ino)?.filter(|intent| intent.copies.is_none());
     let old = change.layout(ino, &inode)?;
-    let Some(home) = new_home(&inode, &old, intent.as_ref(), content) else {
+    // What the caller started from may name objects that were moved since.
+    let layout = change.resolve(content.layout.clone(), inode.home.as_ref())?;
+    let lent = lent(change, content.lender)?;
+    let known = |blob: &Blob| old.blobs().chain(&lent).any(|known| known == blob);
+    let Some(home) = new_home(&inode, known, intent.as_ref(), &layout) else {
         return conflict("was moved: its layout is based on an object that is not its own any more");
     };
-    change.replace_layout(ino, &mut inode, &content.layout)?;
+    let before = change.replace_layout((ino, &mut inode), &layout, home)?;
     if let Some(intent) = &intent {
         change.end_intent(ino, intent)?;
     }
-    let before = std::mem::replace(&mut inode.home, home);
     if let Some(before) = before {
-        give_up(change, (ino, &mut inode), &before, &content.layout)?;
+        give_up(change, (ino, &mut inode), &before, &layout)?;
     }
     if let Some(mtime) = content.mtime {
         inode.generation += 1;
@@ -51,17 +56,32 @@ pub(super) fn commit_layout(
     Ok(inode.attributes(ino))
 }
 
+/// The plain objects that `lender` may lend: those in its layout that stay. One that is about to be replaced or deleted
+/// may go before it is known to be lent.
+fn lent(change: &Change<'_, '_>, lender: Option<InodeId>) -> Result<Vec<Blob>> {
+    let Some(lender) = lender else { return Ok(Vec::new()) };
+    let inode = change.file(lender)?;
+    let mut lent = Vec::new();
+    for blob in change.layout(lender, &inode)?.blobs().filter(|blob| !blob.is_owned()) {
+        let claim = change.claim(blob.key.as_str())?.map(|claim| claim.state);
+        let stays = matches!(claim, None | Some(HolderState::Held(_)));
+        if stays && !lent.contains(blob) {
+            lent.push(blob.clone());
+        }
+    }
+    Ok(lent)
+}
+
 /// The plain object that is the file's after the commit; `None` when the layout uses one that it may not use.
 fn new_home(
     inode: &Inode,
-    old: &FileLayout,
+    is_known: impl Fn(&Blob) -> bool,
     intent: Option<&Intent>,
-    content: &Content,
+    layout: &FileLayout,
 ) -> Option<Option<Blob>> {
     let mut written = None;
-    for blob in content.layout.blobs().filter(|blob| !blob.is_owned()) {
-        let is_known = inode.home.as_ref() == Some(blob) || old.blobs().any(|known| known == blob);
-        if !is_known {
+    for blob in layout.blobs().filter(|blob| !blob.is_owned()) {
+        if inode.home.as_ref() != Some(blob) && !is_known(blob) {
             let is_placed = intent.is_some_and(|intent| intent.key == blob.key);
             if !is_placed || written.is_some_and(|other| other != blob) {
                 return None;

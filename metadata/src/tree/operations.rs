@@ -212,6 +212,7 @@ impl Tree for LocalTree {
                 }
                 (Step::Unsettled, Some(mover)) => mover.settle(ino).await?,
                 (Step::Doomed(key), Some(mover)) => mover.delete_doomed(&key).await?,
+                (Step::Lent(blob), Some(mover)) => mover.move_lent(&blob).await?,
                 (_, None) => return Err(Error::bug("a tree without a bucket has an intent")),
             }
         }
@@ -240,12 +241,25 @@ impl Tree for LocalTree {
         mtime: Timestamp,
     ) -> Result<Attributes> {
         self.check_writable()?;
-        let content = Content { expected, layout, mtime: Some(mtime) };
+        let content = Content { expected, layout, mtime: Some(mtime), lender: None };
+        self.change(move |change| commit_layout(change, ino, &content)).await
+    }
+
+    async fn commit_shared(
+        &self,
+        ino: InodeId,
+        expected: u64,
+        layout: FileLayout,
+        mtime: Timestamp,
+        lender: InodeId,
+    ) -> Result<Attributes> {
+        self.check_writable()?;
+        let content = Content { expected, layout, mtime: Some(mtime), lender: Some(lender) };
         self.change(move |change| commit_layout(change, ino, &content)).await
     }
 
     async fn relocate(&self, ino: InodeId, expected: u64, layout: FileLayout) -> Result<()> {
-        let content = Content { expected, layout, mtime: None };
+        let content = Content { expected, layout, mtime: None, lender: None };
         self.change(move |change| commit_layout(change, ino, &content)).await.map(|_| ())
     }
 

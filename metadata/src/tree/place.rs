@@ -1,6 +1,6 @@
 //! Where the next whole content of a file goes.
 
-use forebay_core::{InodeId, ObjectKey, Result};
+use forebay_core::{Blob, InodeId, ObjectKey, Result};
 
 use super::Placement;
 use crate::records::{Change, Occupancy, Records};
@@ -15,6 +15,8 @@ pub(super) enum Step {
     Unsettled,
     /// The file's own key holds an object that is queued for deletion; it has to go first.
     Doomed(ObjectKey),
+    /// Other files hold bytes of the object that would be replaced: those have to be copied away first.
+    Lent(Blob),
 }
 
 /// One attempt of [`super::Tree::place`]. `fresh` is used if the content goes to an owned blob, as it does when
@@ -33,6 +35,11 @@ pub(super) fn place(
     let Some(key) = spelled else { return place_owned(change, fresh) };
     match change.occupancy(ino, &key)? {
         Occupancy::Free => {
+            if let Some(home) = inode.home.as_ref().filter(|home| home.key.as_str() == key)
+                && change.loan(home)?.is_some_and(|loan| loan.moved.is_none())
+            {
+                return if is_last { place_owned(change, fresh) } else { Ok(Step::Lent(home.clone())) };
+            }
             let key = ObjectKey::new(key);
             let replaces = inode.home.filter(|home| home.key == key).map(|home| home.version);
             let intent = Intent { key: key.clone(), replaces: replaces.clone(), copies: None };

@@ -8,4 +8,5 @@ mod ownership;
 mod garbage;
 mod fsck;
 mod dump;
+mod sharing;
 mod crash;

@@ -1,0 +1,55 @@
+//! Plain objects that files other than their own refer to: copied to owned blobs before they are replaced or deleted.
+//!
+//! The copy is noted as uncommitted, comes, and one commit says that it is meant wherever layouts name the object. That
+//! commit is durable before the object goes. No new loan is made of an object that is about to go, so that none is
+//! missed in between.
+
+use forebay_core::{Blob, Error, ErrorKind, Result};
+use forebay_io::object::Condition;
+
+use super::Mover;
+use crate::kv::Durability;
+use crate::records::{Change, Records};
+
+impl Mover {
+    /// Copies the bytes of `blob` away if others hold them. The caller holds the turn, and has made sure that nobody
+    /// borrows them from now on.
+    ///
+    /// # Errors
+    /// `Stale` when somebody else replaced or deleted the object meanwhile.
+    pub(super) async fn save_lent(&self, blob: &Blob) -> Result<()> {
+        let wanted = blob.clone();
+        let loan = self.look(move |look| look.loan(&wanted)).await?;
+        if loan.is_none_or(|loan| loan.moved.is_some()) {
+            return Ok(());
+        }
+        let fresh = self.fresh_key();
+        let noted = fresh.clone();
+        let note = move |change: &mut Change<'_, '_>| change.note_uncommitted(&noted);
+        self.transact(Durability::Durable, note).await?;
+        let copy = self.copy_inside(blob, &fresh, Condition::IfAbsent).await?.blob();
+        let found = self.bucket().head(&blob.key).await?;
+        if copy.size != blob.size || found.is_none_or(|found| found.version != blob.version) {
+            return Err(Error::new(
+                ErrorKind::Stale,
+                format!("`{}` was replaced by somebody else", blob.key),
+            ));
+        }
+        let from = blob.clone();
+        let commit = move |change: &mut Change<'_, '_>| change.move_loan(&from, &copy);
+        self.transact(Durability::Durable, commit).await
+    }
+
+    /// As `save_lent`, for a writer that is about to replace the object.
+    pub(crate) async fn move_lent(&self, blob: &Blob) -> Result<()> {
+        let _turn = self.turn().await;
+        let found = self.bucket().head(&blob.key).await?;
+        if found.is_none_or(|found| found.version != blob.version) {
+            // Somebody else's change: the bytes are gone already, and whoever holds them learns it when reading.
+            let gone = blob.clone();
+            let forget = move |change: &mut Change<'_, '_>| change.delete(change.keys().loan(&gone));
+            return self.transact(Durability::Buffered, forget).await;
+        }
+        self.save_lent(blob).await
+    }
+}

@@ -1,0 +1,81 @@
+//! Giving one file bytes of another without moving them.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use forebay_core::{ErrorKind, Result};
+
+use super::{OpenInode, Writer};
+use crate::content::Content;
+
+impl OpenInode {
+    /// Puts `range` of `source`, which may be this very file, over what is at `to`. Returns the bytes shared: fewer at
+    /// the end of `source`.
+    ///
+    /// # Errors
+    /// `Conflict` when the bytes of `source` are about to be replaced: they have to be copied.
+    pub(crate) async fn share(&self, source: &Self, range: Range<u64>, to: u64) -> Result<u64> {
+        if self.ino == source.ino {
+            let mut turn = self.writer.lock().await;
+            self.commit_all(&mut turn).await?;
+            return self.share_committed(source, range, to).await;
+        }
+        // Always the lower number first: two files may be shared both ways at once.
+        let (mut of_source, mut own);
+        if source.ino < self.ino {
+            of_source = source.writer.lock().await;
+            own = self.writer.lock().await;
+        } else {
+            own = self.writer.lock().await;
+            of_source = source.writer.lock().await;
+        }
+        source.commit_all(&mut of_source).await?;
+        self.finish_stream(&mut own).await?;
+        if self.look(Content::dirty) > 0 {
+            self.pack(&mut own).await?;
+        }
+        self.share_committed(source, range, to).await
+    }
+
+    /// Commits everything written so far, and leaves failures to those who wrote.
+    pub(crate) async fn commit_now(&self) -> Result<()> {
+        let mut turn = self.writer.lock().await;
+        self.commit_all(&mut turn).await
+    }
+
+    async fn commit_all(&self, turn: &mut Writer) -> Result<()> {
+        self.finish_stream(turn).await?;
+        self.commit(turn).await
+    }
+
+    /// The same when all bytes of both files lie in blobs; the caller has both turns.
+    async fn share_committed(&self, source: &Self, range: Range<u64>, to: u64) -> Result<u64> {
+        match self.share_once(source, range.clone(), to).await {
+            Err(error) if error.kind() == ErrorKind::Conflict => {
+                // The object of the source was moved since it was opened.
+                let (layout, current) = source.store.tree.layout(source.ino).await?;
+                if source.look(Content::generation) != current || source.ino == self.ino {
+                    return Err(error);
+                }
+                *source.content.write() = Content::committed(layout, current);
+                self.share_once(source, range, to).await
+            }
+            shared => shared,
+        }
+    }
+
+    async fn share_once(&self, source: &Self, range: Range<u64>, to: u64) -> Result<u64> {
+        let from = source.look(|content| content.layout().clone());
+        let length = range.end.min(from.size()).saturating_sub(range.start);
+        if length == 0 {
+            return Ok(0);
+        }
+        let (mut layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
+        layout.copy(&from, range, to);
+        let (tree, now) = (&self.store.tree, self.store.now());
+        let committed = tree.commit_shared(self.ino, generation, layout.clone(), now, source.ino).await?;
+        *self.content.write() = Content::committed(layout, committed.generation);
+        self.shares.store(true, Ordering::Relaxed);
+        Ok(length)
+    }
+}
