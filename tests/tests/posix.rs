@@ -305,3 +305,70 @@ assert os.readlink("copy/link") == "file"
     clone("tree", "copy", &[]).failed_with("exists", "does not exist yet");
     clone("missing", "x", &[]).failed_with("missing", "a path in a mount");
 }
+
+/// Promise S34: POSIX access control lists are kept and enforced: the mode and the list follow each other, and what is
+/// made in a directory with a default list takes its list from there instead of the umask.
+#[test]
+fn access_control_lists_are_enforced_and_inherited() {
+    if !require_fuse("access_control_lists_are_enforced_and_inherited") {
+        return;
+    }
+    let mut walk = Walk::new();
+    let lists = r#"
+ACCESS, DEFAULT, NONE = "system.posix_acl_access", "system.posix_acl_default", 0xffffffff
+USER_OBJ, USER, GROUP_OBJ, GROUP, MASK, OTHER = 1, 2, 4, 8, 16, 32
+def acl(*entries):
+    packed = [struct.pack("<HHI", tag, bits, *(named or [NONE])) for tag, bits, *named in entries]
+    return struct.pack("<I", 2) + b"".join(packed)
+def mode(path):
+    return os.stat(path).st_mode & 0o7777
+"#;
+    walk.python(&format!(
+        r#"{lists}
+put("file", b"secret")
+os.chmod("file", 0o640)
+read = lambda: get("file")
+assert as_user(1234, 4321, read) == errno.EACCES
+os.setxattr("file", ACCESS, acl((USER_OBJ, 6), (USER, 7, 1234), (GROUP_OBJ, 4), (MASK, 6), (OTHER, 0)))
+assert mode("file") == 0o660 and as_user(1234, 4321, read) == 0 and as_user(1235, 4321, read) == errno.EACCES
+os.chmod("file", 0o600)
+masked = acl((USER_OBJ, 6), (USER, 7, 1234), (GROUP_OBJ, 4), (MASK, 0), (OTHER, 0))
+assert os.getxattr("file", ACCESS) == masked and as_user(1234, 4321, read) == errno.EACCES
+os.chmod("file", 0o640)
+assert as_user(1234, 4321, read) == 0 and ACCESS in os.listxattr("file")
+os.removexattr("file", ACCESS)
+fails(errno.ENODATA, os.getxattr, "file", ACCESS)
+os.setxattr("file", ACCESS, acl((USER_OBJ, 6), (GROUP_OBJ, 4), (OTHER, 4)))
+assert mode("file") == 0o644
+fails(errno.ENODATA, os.getxattr, "file", ACCESS)
+fails(errno.EACCES, os.setxattr, "file", DEFAULT, masked)
+fails(errno.EINVAL, os.setxattr, "file", ACCESS, acl((USER_OBJ, 6), (USER, 7, 1234), (OTHER, 4)))
+
+os.mkdir("shared")
+default = acl((USER_OBJ, 7), (USER, 5, 1234), (GROUP_OBJ, 5), (MASK, 7), (OTHER, 0))
+os.setxattr("shared", DEFAULT, default)
+os.umask(0o077)
+put("shared/file", b"text")
+os.mkdir("shared/below", 0o755)
+os.mkfifo("shared/pipe", 0o666)
+os.symlink("file", "shared/link")
+put("plain", b"")
+os.mkdir("private")
+assert mode("plain") == 0o600 and mode("private") == 0o700, "the umask holds without a default list"
+inherited = acl((USER_OBJ, 6), (USER, 5, 1234), (GROUP_OBJ, 5), (MASK, 6), (OTHER, 0))
+assert mode("shared/file") == 0o660 and os.getxattr("shared/file", ACCESS) == inherited
+assert mode("shared/pipe") == 0o660 and mode("shared/below") == 0o750
+assert os.getxattr("shared/below", DEFAULT) == default
+os.makedirs("shared/below/deep")
+assert os.getxattr("shared/below/deep", DEFAULT) == default
+"#
+    ));
+    walk.mount.unmount();
+    walk.mount.remount(&walk.scratch.join("other-home"));
+    walk.python(&format!(
+        r#"{lists}
+assert as_user(1234, 4321, lambda: get("shared/file")) == 0
+assert as_user(1235, 4321, lambda: get("shared/file")) == errno.EACCES
+"#
+    ));
+}

@@ -108,12 +108,16 @@ async fn copy(
         _ => Bytes::new(),
     };
     let (mode, uid, gid, rdev) = (from.mode, from.uid, from.gid, from.rdev);
-    let new = NewInode { kind: from.kind, mode, uid, gid, rdev, target };
+    let new = NewInode { kind: from.kind, mode, umask: 0, uid, gid, rdev, target };
     let (copy, _) = tree.create(to.0, to.1, new, Existing::Refuse).await?;
     if from.kind == FileKind::Directory {
         made.directories += 1;
     } else {
         made.files += 1;
+    }
+    // What it inherited from its directory is not the source's.
+    for name in tree.xattrs(copy.ino).await? {
+        tree.remove_xattr(copy.ino, &name).await?;
     }
     for name in tree.xattrs(from.ino).await? {
         let value = tree.xattr(from.ino, &name).await?;

@@ -66,9 +66,9 @@ impl Dispatch {
     }
 }
 
-/// The owner of what a request makes.
-fn caller(request: &Request) -> Caller {
-    Caller { uid: request.uid(), gid: request.gid() }
+/// The owner of what a request makes, with the umask that the kernel leaves to us.
+fn caller(request: &Request, umask: u32) -> Caller {
+    Caller { uid: request.uid(), gid: request.gid(), umask: (umask & 0o777) as u16 }
 }
 
 /// Whether the caller keeps set-id bits when it changes content. The library hides the kernel's own answer
@@ -98,6 +98,8 @@ fn capabilities(dataset: bool) -> InitFlags {
                 | InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP
                 | InitFlags::FUSE_READDIRPLUS_AUTO
                 | InitFlags::FUSE_HANDLE_KILLPRIV_V2
+                | InitFlags::FUSE_POSIX_ACL
+                | InitFlags::FUSE_DONT_MASK
         }
     }
 }
@@ -178,7 +180,7 @@ impl Filesystem for Dispatch {
         reply: ReplyEntry,
     ) {
         let Some(kind) = convert::kind_of_mode(mode) else { return reply.error(Errno::EINVAL) };
-        let (ttl, name, caller, mode) = (self.ttl(), bytes(name), caller(request), (mode & !umask) as u16);
+        let (ttl, name, caller, mode) = (self.ttl(), bytes(name), caller(request, umask), mode as u16);
         self.run("mknod", parent, |fs| async move {
             let made = fs.make_node(caller, convert::inode(parent), &name, kind, mode, rdev).await;
             replies::entry(reply, ttl, made);
@@ -194,14 +196,14 @@ impl Filesystem for Dispatch {
         umask: u32,
         reply: ReplyEntry,
     ) {
-        let (ttl, name, caller, mode) = (self.ttl(), bytes(name), caller(request), (mode & !umask) as u16);
+        let (ttl, name, caller, mode) = (self.ttl(), bytes(name), caller(request, umask), mode as u16);
         self.run("mkdir", parent, |fs| async move {
             replies::entry(reply, ttl, fs.make_directory(caller, convert::inode(parent), &name, mode).await);
         });
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
-        let (ttl, name, caller) = (self.ttl(), bytes(name), caller(request));
+        let (ttl, name, caller) = (self.ttl(), bytes(name), caller(request, 0));
         let target = Bytes::copy_from_slice(target.as_os_str().as_bytes());
         self.run("symlink", parent, |fs| async move {
             replies::entry(reply, ttl, fs.make_symlink(caller, convert::inode(parent), &name, target).await);
@@ -263,7 +265,7 @@ impl Filesystem for Dispatch {
         flags: i32,
         reply: ReplyCreate,
     ) {
-        let (ttl, name, caller, mode) = (self.ttl(), bytes(name), caller(request), (mode & !umask) as u16);
+        let (ttl, name, caller, mode) = (self.ttl(), bytes(name), caller(request, umask), mode as u16);
         self.run("create", parent, |fs| async move {
             let made = fs.create(caller, convert::inode(parent), &name, mode, OpenFlags(flags)).await;
             replies::created(reply, ttl, made);
@@ -393,7 +395,7 @@ impl Filesystem for Dispatch {
 
     fn setxattr(
         &self,
-        _: &Request,
+        request: &Request,
         ino: INodeNo,
         name: &OsStr,
         value: &[u8],
@@ -402,8 +404,9 @@ impl Filesystem for Dispatch {
         reply: ReplyEmpty,
     ) {
         let (name, value) = (bytes(name), Bytes::copy_from_slice(value));
+        let group = (!privileged(request)).then(|| request.gid());
         self.run("setxattr", ino, |fs| async move {
-            replies::empty(reply, fs.set_xattr(convert::inode(ino), &name, value, flags).await);
+            replies::empty(reply, fs.set_xattr(convert::inode(ino), &name, value, flags, group).await);
         });
     }
 

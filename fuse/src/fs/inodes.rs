@@ -121,6 +121,16 @@ impl FileSystem {
         Ok(())
     }
 
+    /// Clears the set-gid bit of what does not belong to `group`.
+    pub(super) async fn clear_setgid_of_others(&self, ino: InodeId, group: u32) -> FsResult<()> {
+        let attributes = self.attributes(ino).await?;
+        if attributes.gid != group && attributes.mode & 0o2000 != 0 {
+            let changes = SetAttributes { mode: Some(attributes.mode & !0o2000), ..SetAttributes::default() };
+            self.volume.set_attributes(ino, changes, None).await?;
+        }
+        Ok(())
+    }
+
     /// The mode that is left when set-id bits are cleared, if that changes it.
     async fn mode_without_setid(&self, ino: InodeId) -> FsResult<Option<u16>> {
         let attributes = self.attributes(ino).await?;

@@ -14,17 +14,20 @@ pub struct Caller {
     pub uid: u32,
     /// Group.
     pub gid: u32,
+    /// Permission bits that the caller leaves out of what it makes; 0 where the kernel has done so.
+    pub umask: u16,
 }
 
 impl Caller {
     /// An inode of this caller's.
     pub(super) fn new_inode(self, kind: FileKind, mode: u16) -> NewInode {
-        NewInode { kind, mode: mode & 0o7777, uid: self.uid, gid: self.gid, rdev: 0, target: Bytes::new() }
+        let Self { uid, gid, umask } = self;
+        NewInode { kind, mode: mode & 0o7777, umask, uid, gid, rdev: 0, target: Bytes::new() }
     }
 }
 
 impl FileSystem {
-    /// Makes a directory. `mode` has the umask applied.
+    /// Makes a directory.
     pub async fn make_directory(
         &self,
         caller: Caller,
@@ -35,7 +38,7 @@ impl FileSystem {
         self.make(parent, name, caller.new_inode(FileKind::Directory, mode)).await
     }
 
-    /// Makes a file, pipe, socket or device node. `mode` has the umask applied.
+    /// Makes a file, pipe, socket or device node.
     pub async fn make_node(
         &self,
         caller: Caller,

@@ -58,7 +58,7 @@ impl FileSystem {
         self.register(file, access.write).await
     }
 
-    /// Opens `parent/name`, making it if need be. `mode` has the umask applied.
+    /// Opens `parent/name`, making it if need be.
     pub async fn create(
         &self,
         caller: Caller,

@@ -1,7 +1,7 @@
 //! Extended attributes.
 //!
-//! `user.`, `trusted.` and `security.` names are kept as they come. `system.` names (POSIX ACLs) are refused:
-//! they would be stored and then not enforced. A dataset mount has none: it answers ENOSYS, and the kernel, which
+//! `user.`, `trusted.` and `security.` names are kept as they come. Of `system.` there are POSIX access control lists,
+//! which the kernel enforces; other names are refused. A dataset mount has none: it answers ENOSYS, and the kernel, which
 //! otherwise asks for each file of every `ls -l`, never asks again.
 
 use bytes::{BufMut, Bytes, BytesMut};
@@ -17,6 +17,11 @@ const NAME_MAX: usize = 255;
 const CAPABILITY: &[u8] = b"security.capability";
 /// Longest value in bytes: XATTR_SIZE_MAX.
 const VALUE_MAX: usize = 65_536;
+
+/// Who may do what with an inode.
+const ACCESS_LIST: &[u8] = b"system.posix_acl_access";
+/// What is made in a directory starts with this list.
+const DEFAULT_LIST: &[u8] = b"system.posix_acl_default";
 
 /// Answer to a request that may only ask for the size.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,9 +66,23 @@ impl FileSystem {
         XattrReply::fit(list.freeze(), room)
     }
 
-    /// Sets an attribute; `flags` are setxattr(2)'s.
-    pub async fn set_xattr(&self, ino: InodeId, name: &[u8], value: Bytes, flags: i32) -> FsResult<()> {
+    /// Sets an attribute; `flags` are setxattr(2)'s. `group` is that of a caller without privileges, for whom a new
+    /// access list takes the set-gid bit away from what belongs to another group. The library does not pass the
+    /// kernel's own answer on (FUSE_SETXATTR_EXT), so that supplementary groups do not count here.
+    pub async fn set_xattr(
+        &self,
+        ino: InodeId,
+        name: &[u8],
+        value: Bytes,
+        flags: i32,
+        group: Option<u32>,
+    ) -> FsResult<()> {
         check_name(name)?;
+        if name == ACCESS_LIST
+            && let Some(group) = group
+        {
+            self.clear_setgid_of_others(ino, group).await?;
+        }
         if value.len() > VALUE_MAX {
             return Err(Errno(libc::E2BIG));
         }
@@ -103,6 +122,7 @@ impl FileSystem {
 fn check_name(name: &[u8]) -> FsResult<()> {
     match name {
         name if name.is_empty() || name.len() > NAME_MAX => Err(Errno(libc::ERANGE)),
+        name if [ACCESS_LIST, DEFAULT_LIST].contains(&name) => Ok(()),
         name if name.starts_with(b"system.") => Err(Errno(libc::EOPNOTSUPP)),
         _ => Ok(()),
     }

@@ -36,8 +36,10 @@ pub struct DirectoryPage {
 pub struct NewInode {
     /// Its type.
     pub kind: FileKind,
-    /// Permission bits, umask applied.
+    /// Permission, set-id and sticky bits.
     pub mode: u16,
+    /// Permission bits that are left out, unless the directory has a default access control list.
+    pub umask: u16,
     /// Owner.
     pub uid: u32,
     /// Group; a set-gid parent overrides it.
@@ -184,7 +186,7 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// Moves or exchanges names. A directory moves with all below it in one commit.
     async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()>;
 
-    /// Changes attributes; a change of owner clears set-id bits as POSIX says.
+    /// Changes attributes; an access control list follows the mode, and a change of owner clears set-id bits as POSIX says.
     async fn set_attributes(&self, ino: InodeId, changes: SetAttributes) -> Result<Attributes>;
 
     /// The value of an extended attribute, or `NoAttribute`.
@@ -193,7 +195,8 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// The names of all extended attributes.
     async fn xattrs(&self, ino: InodeId) -> Result<Vec<Bytes>>;
 
-    /// Sets an extended attribute; the value may have up to 64 KiB.
+    /// Sets an extended attribute; the value may have up to 64 KiB. Access control lists (`system.posix_acl_access`,
+    /// `system.posix_acl_default`) are checked, and permission bits follow them.
     async fn set_xattr(&self, ino: InodeId, name: &[u8], value: Bytes, mode: XattrMode) -> Result<()>;
 
     /// Removes an extended attribute, or fails with `NoAttribute`.

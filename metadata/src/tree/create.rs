@@ -2,7 +2,7 @@
 
 use forebay_core::{Attributes, Error, ErrorKind, FileKind, InodeId, Result};
 
-use super::{Existing, NewInode};
+use super::{Existing, NewInode, acl};
 use crate::records::{Change, Records, Spelling, check_new_name, child_prefix, prefix_with_slash};
 use crate::schema::{Dentry, ImportState, Inode};
 
@@ -26,7 +26,8 @@ pub(super) fn create(
         return Err(Error::new(ErrorKind::Exists, format!("`{name}` is in directory {parent} already")));
     }
     let ino = change.next_ino(&mut directory)?;
-    let inode = fresh(change, (parent, &directory), name, new);
+    let mut inode = fresh(change, (parent, &directory), name, new);
+    acl::inherit(change, parent, (ino, &mut inode), new.umask)?;
     if new.kind == FileKind::Directory {
         directory.nlink += 1;
         let state = import_state(change, parent, name)?;

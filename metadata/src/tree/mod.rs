@@ -4,6 +4,7 @@
 //! the bucket. Knows nothing of caches or mounts.
 
 mod api;
+mod acl;
 mod create;
 mod link;
 mod unlink;

@@ -2,7 +2,7 @@
 
 use forebay_core::{Attributes, FileKind, InodeId, Result};
 
-use super::SetAttributes;
+use super::{SetAttributes, acl};
 use crate::records::{Change, Records};
 
 const SET_UID: u16 = 0o4000;
@@ -26,6 +26,7 @@ pub(super) fn set_attributes(
     }
     if let Some(mode) = wanted.mode {
         inode.mode = mode & 0o7777;
+        acl::follow_mode(change, ino, mode)?;
     }
     inode.uid = wanted.uid.unwrap_or(inode.uid);
     inode.gid = wanted.gid.unwrap_or(inode.gid);

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result};
 
-use super::XattrMode;
+use super::{XattrMode, acl};
 use crate::records::{Change, Records};
 use crate::schema::{Tag, decode_plain, encode_plain};
 
@@ -47,6 +47,9 @@ pub(super) fn set(
     }
     if value.len() > MOST_VALUE_BYTES {
         return Err(Error::new(ErrorKind::TooLarge, "an attribute's value has more than 64 KiB"));
+    }
+    if name == acl::ACCESS || name == acl::DEFAULT {
+        return acl::set(change, ino, name, value);
     }
     let key = change.keys().xattr(ino, name);
     let exists = change.reads().get(&key)?.is_some();

@@ -96,7 +96,15 @@ impl Fixture {
 
 /// Makes `name` in the root and opens it.
 pub(crate) async fn create(volume: &Arc<Volume>, name: &str) -> Arc<File> {
-    let new = NewInode { kind: FileKind::File, mode: 0o644, uid: 0, gid: 0, rdev: 0, target: Bytes::new() };
+    let new = NewInode {
+        kind: FileKind::File,
+        mode: 0o644,
+        umask: 0,
+        uid: 0,
+        gid: 0,
+        rdev: 0,
+        target: Bytes::new(),
+    };
     let made = volume.create(InodeId::ROOT, name.as_bytes(), new, Existing::Accept, READ_WRITE).await;
     made.expect("a new file").1
 }

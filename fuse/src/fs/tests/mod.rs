@@ -29,7 +29,7 @@ use crate::errno::{Errno, FsResult};
 use crate::handle::Handle;
 
 const ROOT: InodeId = InodeId::ROOT;
-const CALLER: Caller = Caller { uid: 1000, gid: 100 };
+const CALLER: Caller = Caller { uid: 1000, gid: 100, umask: 0 };
 const VOLUME: VolumeId = VolumeId(7);
 
 /// A volume over `bucket` with a fresh tree.

@@ -132,20 +132,20 @@ async fn extended_attributes_probe_sizes_and_keep_limits() {
     let fs = writable().await;
     let ino = put(&fs, ROOT, "f", "x").await;
     fails(fs.xattr(ino, b"user.a", 0).await, libc::ENODATA);
-    fails(fs.set_xattr(ino, b"user.a", "1".into(), libc::XATTR_REPLACE).await, libc::ENODATA);
-    fs.set_xattr(ino, b"user.a", "12345".into(), libc::XATTR_CREATE).await.expect("set");
-    fails(fs.set_xattr(ino, b"user.a", "1".into(), libc::XATTR_CREATE).await, libc::EEXIST);
-    fs.set_xattr(ino, b"user.b", Bytes::new(), 0).await.expect("an empty value is one");
+    fails(fs.set_xattr(ino, b"user.a", "1".into(), libc::XATTR_REPLACE, None).await, libc::ENODATA);
+    fs.set_xattr(ino, b"user.a", "12345".into(), libc::XATTR_CREATE, None).await.expect("set");
+    fails(fs.set_xattr(ino, b"user.a", "1".into(), libc::XATTR_CREATE, None).await, libc::EEXIST);
+    fs.set_xattr(ino, b"user.b", Bytes::new(), 0, None).await.expect("an empty value is one");
     assert_eq!(fs.xattr(ino, b"user.a", 0).await, Ok(XattrReply::Size(5)));
     fails(fs.xattr(ino, b"user.a", 4).await, libc::ERANGE);
     assert_eq!(fs.xattr(ino, b"user.a", 5).await, Ok(XattrReply::Value("12345".into())));
     assert_eq!(fs.xattrs(ino, 0).await, Ok(XattrReply::Size(14)));
     fails(fs.xattrs(ino, 13).await, libc::ERANGE);
     assert_eq!(fs.xattrs(ino, 14).await, Ok(XattrReply::Value("user.a\0user.b\0".into())));
-    fails(fs.set_xattr(ino, b"user.c", vec![0; 65_537].into(), 0).await, libc::E2BIG);
-    fails(fs.set_xattr(ino, b"user.c", "1".into(), 3).await, libc::EINVAL);
-    fails(fs.set_xattr(ino, &[b'x'; 256], "1".into(), 0).await, libc::ERANGE);
-    fails(fs.set_xattr(ino, b"system.posix_acl_access", "1".into(), 0).await, libc::EOPNOTSUPP);
+    fails(fs.set_xattr(ino, b"user.c", vec![0; 65_537].into(), 0, None).await, libc::E2BIG);
+    fails(fs.set_xattr(ino, b"user.c", "1".into(), 3, None).await, libc::EINVAL);
+    fails(fs.set_xattr(ino, &[b'x'; 256], "1".into(), 0, None).await, libc::ERANGE);
+    fails(fs.set_xattr(ino, b"system.posix_acl_access", "1".into(), 0, None).await, libc::EOPNOTSUPP);
     fs.remove_xattr(ino, b"user.a").await.expect("remove");
     fails(fs.remove_xattr(ino, b"user.a").await, libc::ENODATA);
 }

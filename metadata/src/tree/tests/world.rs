@@ -350,7 +350,7 @@ pub(super) fn new_file() -> NewInode {
 }
 
 pub(super) fn new_inode(kind: FileKind) -> NewInode {
-    NewInode { kind, mode: 0o644, uid: 1, gid: 2, rdev: 0, target: Bytes::new() }
+    NewInode { kind, mode: 0o644, umask: 0, uid: 1, gid: 2, rdev: 0, target: Bytes::new() }
 }
 
 /// The directory of a path, and its last name.
