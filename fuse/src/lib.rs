@@ -8,6 +8,7 @@ pub mod fs;
 mod dispatch;
 mod mountpoint;
 mod transport;
+mod notify;
 mod session;
 
 pub use errno::{Errno, FsResult};

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
+use forebay_io::task::TaskGroup;
 use forebay_volume::Volume;
 use fuser::{Config, MountOption, SessionACL};
 use tokio::runtime::Handle as Runtime;
@@ -18,6 +19,7 @@ use tracing::{info, warn};
 use crate::dispatch::{Answerer, Dispatch};
 use crate::fs::{FileSystem, Policy};
 use crate::mountpoint::{self, MountPoint};
+use crate::notify;
 use crate::transport::{self, Running};
 
 /// Largest READ in bytes, as the kernel's page limit has it by default.
@@ -27,6 +29,9 @@ const READ_BYTES_MAX: u32 = 1 << 20;
 const READ_AHEAD_KIB: u32 = 4096;
 /// How long requests in progress may take when the mount has ended.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(60);
+
+/// How long a notification under way may take then: the kernel has let go, and refuses it.
+const NOTICES_DEADLINE: Duration = Duration::from_secs(5);
 
 /// What a mount is told besides its volume.
 #[derive(Debug, Clone)]
@@ -115,6 +120,7 @@ pub struct Mounted {
     answers: Answerer,
     ended: watch::Receiver<bool>,
     place: Option<Place>,
+    notices: TaskGroup,
     _session: Running,
 }
 
@@ -152,9 +158,10 @@ pub fn mount(
         transport::clear(directory)?;
     }
     let fs = Arc::new(FileSystem::new(volume, options.policy(), Clock::system()));
-    let answers = Answerer::new(runtime);
+    let answers = Answerer::new(runtime.clone());
     let (end, ended) = watch::channel(false);
     let dispatch = Dispatch::new(fs.clone(), answers.clone(), end);
+    let notices = TaskGroup::new("notices");
     let session = transport::start(dispatch, target, options.config(target))?;
     let place = match target {
         MountPoint::Directory(directory) => Some(find_place(directory)?),
@@ -163,8 +170,9 @@ pub fn mount(
     if let Some(place) = &place {
         raise_read_ahead(&place.device);
     }
+    notify::start(fs.clone(), session.notifier(), &runtime, &notices);
     info!(source = %options.source, ?target, dataset = options.dataset, "mounted");
-    Ok(Mounted { fs, answers, ended, place, _session: session })
+    Ok(Mounted { fs, answers, ended, place, notices, _session: session })
 }
 
 fn find_place(directory: &std::path::Path) -> Result<Place> {
@@ -222,6 +230,7 @@ impl Mounted {
             }
         }
         self.answers.drain(DRAIN_DEADLINE).await;
+        self.notices.shutdown(NOTICES_DEADLINE).await;
         self.fs.release_all().await;
     }
 }

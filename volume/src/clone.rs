@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{Attributes, Error, ErrorKind, FileKind, InodeId, Result};
-use forebay_metadata::tree::{Existing, Lookup, NewInode, SetAttributes, XattrMode, resolve, walk};
+use forebay_metadata::tree::{
+    Existing, Lookup, NewInode, OutsideChange, SetAttributes, XattrMode, resolve, walk,
+};
 use futures::StreamExt;
 use serde::{Deserialize, Serialize};
 
@@ -53,6 +55,9 @@ pub async fn clone(volume: &Volume, from: &str, to: &str) -> Result<Cloned> {
         clone_below(volume, source.ino, top, &mut made).await?;
         finish(volume, &source, top).await?;
     }
+    // The kernel may know that there was no such name.
+    let name = Bytes::copy_from_slice(name.as_bytes());
+    tree.outside().tell(OutsideChange { directory: parent.ino, name });
     volume.sync_names().await?;
     Ok(made)
 }

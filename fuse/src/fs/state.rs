@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use forebay_core::{Attributes, InodeId};
 use forebay_io::clock::Clock;
+use forebay_metadata::tree::OutsideChange;
 use forebay_volume::{File, Volume};
+use tokio::sync::broadcast::Receiver;
 
 use super::listing::Cursor;
 use crate::errno::{Errno, FsResult};
@@ -77,6 +79,16 @@ impl FileSystem {
     /// References to `ino` that the kernel holds.
     pub fn lookups(&self, ino: InodeId) -> u64 {
         self.inodes.lookups(ino)
+    }
+
+    /// Whether the kernel may keep entries of a directory.
+    pub(crate) fn holds(&self, directory: InodeId) -> bool {
+        directory == InodeId::ROOT || self.inodes.lookups(directory) > 0
+    }
+
+    /// Names that change without the kernel having asked for it, from now on.
+    pub(crate) fn outside_changes(&self) -> Receiver<OutsideChange> {
+        self.volume.tree().outside().listen()
     }
 
     /// Handles open now, files and directories.

@@ -17,7 +17,7 @@ use super::items::Items;
 use super::reconcile::{Cursor, Work, reconcile, remove_emptied};
 use crate::commit::Committer;
 use crate::kv::Durability;
-use crate::records::{Change, Look, Records, Shared, Spelling, prefix_with_slash};
+use crate::records::{Change, Look, OutsideChange, Records, Shared, Spelling, prefix_with_slash};
 
 /// Directories whose freshness is remembered. Past it the expired ones are forgotten, then all: they are listed again.
 const MOST_REMEMBERED: usize = 200_000;
@@ -62,6 +62,9 @@ enum Freshness {
     Stale,
     Unknown,
 }
+
+/// What a listing left to be done: directories to look at, and names to tell of.
+type Taken = (Vec<(Bytes, InodeId)>, Vec<OutsideChange>);
 
 impl Importer {
     pub(crate) fn new(bucket: Bucket, committer: Committer, shared: Arc<Shared>, tasks: TaskGroup) -> Self {
@@ -153,22 +156,26 @@ impl Importer {
 
     async fn list_once(&self, directory: InodeId) -> Result<()> {
         let began = self.0.shared.clock.now();
-        let Some(prefix) = self.prefix_of(directory).await? else {
+        let (prefix, is_known) = self.prefix_of(directory).await?;
+        let Some(prefix) = prefix else {
             self.remember(directory, began);
             return Ok(());
         };
         self.0.shared.touched.begin(directory, prefix_with_slash(&prefix));
-        let taken = self.take_over(directory, prefix).await;
+        let taken = self.take_over(directory, prefix, is_known).await;
         self.0.shared.touched.end(directory);
-        for (name, child) in taken? {
+        let (emptied, changes) = taken?;
+        changes.into_iter().for_each(|change| self.0.shared.outside.tell(change));
+        for (name, child) in emptied {
             self.empty(directory, name, child).await?;
         }
         self.remember(directory, began);
         Ok(())
     }
 
-    /// Lists and reconciles. Returns directories that have to be looked at because their prefix is gone.
-    async fn take_over(&self, directory: InodeId, prefix: String) -> Result<Vec<(Bytes, InodeId)>> {
+    /// Lists and reconciles. Returns directories that have to be looked at because their prefix is gone, and the names
+    /// that changed, if somebody may know older ones.
+    async fn take_over(&self, directory: InodeId, prefix: String, is_known: bool) -> Result<Taken> {
         let listing = self.0.bucket.list_directory(&prefix).await?;
         let items = Items::of(directory, &prefix, listing);
         debug!(%directory, prefix, names = items.items.len(), skipped = items.skipped, "listed");
@@ -176,11 +183,18 @@ impl Importer {
             warn!(prefix, skipped = items.skipped, "some objects have names that no file can have");
         }
         let work = Arc::new(Work { directory, prefix, items });
-        let mut cursor = Cursor::default();
+        let (mut cursor, mut changes) = (Cursor::default(), Vec::new());
         while !cursor.done {
             let (work, at) = (work.clone(), cursor);
-            let window = move |change: &mut Change<'_, '_>| reconcile(change, &work, &at);
-            cursor = self.transact(window).await?;
+            let window = move |change: &mut Change<'_, '_>| {
+                let cursor = reconcile(change, &work, &at)?;
+                Ok((cursor, std::mem::take(&mut change.outside)))
+            };
+            let done = self.transact(window).await?;
+            cursor = done.0;
+            if is_known {
+                changes.extend(done.1);
+            }
         }
         let stamp = move |change: &mut Change<'_, '_>| {
             let mut state = change.import_state(directory)?;
@@ -188,11 +202,12 @@ impl Importer {
             change.put_import_state(directory, &state)
         };
         self.transact(stamp).await?;
-        Ok(cursor.emptied)
+        Ok((cursor.emptied, changes))
     }
 
     /// Where the directory is listed from; tries to attach one that had no key space of its own.
-    async fn prefix_of(&self, directory: InodeId) -> Result<Option<String>> {
+    /// The bool tells whether it was listed before.
+    async fn prefix_of(&self, directory: InodeId) -> Result<(Option<String>, bool)> {
         let keys = self.0.shared.keys;
         let state = self.0.committer.read(|view| {
             let look = Look { view, keys };
@@ -201,9 +216,10 @@ impl Importer {
         });
         let state = state.await?;
         if state.prefix.is_some() || self.0.shared.spelling == Spelling::Nothing {
-            return Ok(state.prefix);
+            return Ok((state.prefix, state.listed.is_some()));
         }
-        self.transact(move |change| change.attach(directory)).await
+        let prefix = self.transact(move |change| change.attach(directory)).await?;
+        Ok((prefix, state.listed.is_some()))
     }
 
     /// A known directory's prefix is not there any more: lists it, which takes its objects away, and removes it if
@@ -220,7 +236,13 @@ impl Importer {
                 return Err(error.duplicate());
             }
         }
-        self.transact(move |change| remove_emptied(change, parent, &name, child)).await
+        let remove = move |change: &mut Change<'_, '_>| {
+            remove_emptied(change, parent, &name, child)?;
+            Ok(std::mem::take(&mut change.outside))
+        };
+        let changes = self.transact(remove).await?;
+        changes.into_iter().for_each(|change| self.0.shared.outside.tell(change));
+        Ok(())
     }
 
     async fn transact<T: Send + 'static>(

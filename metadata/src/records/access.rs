@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, FileKind, FileLayout, InodeId, Result, Timestamp};
 
-use super::Shared;
+use super::{OutsideChange, Shared};
 use crate::commit::{Reads, Txn, View};
 use crate::kv::Pair;
 use crate::schema::{
@@ -196,6 +196,8 @@ pub(crate) struct Change<'a, 't> {
     pub(crate) now: Timestamp,
     /// Whether listings in flight need not learn of it, because a listing is what it comes from.
     pub(crate) is_import: bool,
+    /// Names that a listing changed so far.
+    pub(crate) outside: Vec<OutsideChange>,
 }
 
 impl Records for Change<'_, '_> {
@@ -210,12 +212,16 @@ impl Records for Change<'_, '_> {
 
 impl<'a, 't> Change<'a, 't> {
     pub(crate) fn new(txn: &'a mut Txn<'t>, shared: &'a Shared) -> Self {
-        Self { txn, shared, now: shared.now(), is_import: false }
+        Self { txn, shared, now: shared.now(), is_import: false, outside: Vec::new() }
     }
 
-    fn touch_name(&self, parent: InodeId, name: &[u8]) {
-        if !self.is_import {
-            self.shared.touched.name(parent, name);
+    fn touch_name(&mut self, parent: InodeId, name: &[u8]) {
+        match self.is_import {
+            true => {
+                let name = Bytes::copy_from_slice(name);
+                self.outside.push(OutsideChange { directory: parent, name });
+            }
+            false => self.shared.touched.name(parent, name),
         }
     }
 

@@ -7,6 +7,7 @@
 mod settings;
 mod owned;
 mod pages;
+mod outside;
 mod shared;
 mod access;
 mod path;
@@ -20,6 +21,7 @@ pub(crate) use claims::Occupancy;
 pub(crate) use name::{check_name, check_new_name, is_reserved};
 pub(crate) use owned::{owned_key, session_of};
 pub(crate) use pages::Pages;
+pub use outside::{OutsideChange, OutsideChanges};
 pub(crate) use path::{Spelling, child_prefix, names_of, prefix_with_slash};
 pub use settings::{GcSettings, ImportSettings, TreeSettings};
 pub(crate) use shared::Shared;

@@ -10,8 +10,8 @@ use forebay_io::clock::Clock;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use super::TreeSettings;
 use super::path::Spelling;
+use super::{OutsideChanges, TreeSettings};
 use crate::schema::Keys;
 
 /// One per tree; closures hold it by `Arc`.
@@ -30,6 +30,8 @@ pub(crate) struct Shared {
     pub(crate) subtree_moves: AtomicU64,
     /// Wakes the mover.
     pub(crate) work: Notify,
+    /// Who hears of what listings change.
+    pub(crate) outside: OutsideChanges,
 }
 
 impl Shared {
@@ -50,6 +52,7 @@ impl Shared {
             touched: Touched::default(),
             subtree_moves: AtomicU64::new(0),
             work: Notify::new(),
+            outside: OutsideChanges::default(),
         }
     }
 

@@ -4,6 +4,8 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Attributes, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, Version};
 
+use super::OutsideChanges;
+
 /// Outcome of looking a name up; a miss is expected and no error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Lookup {
@@ -263,8 +265,11 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// Counts for statfs.
     async fn statistics(&self) -> Result<Statistics>;
 
-    /// Forgets what was listed from the bucket under `ino`, so that the next look lists again (`volume refresh`).
+    /// Lists a directory of the bucket again, now, and every other one at its next look.
     async fn refresh(&self, ino: InodeId) -> Result<()>;
+
+    /// Who tells of names that changed without anybody having asked for it here.
+    fn outside(&self) -> &OutsideChanges;
 
     /// Syncs and releases what the tree holds; nothing may be called afterwards.
     async fn close(&self) -> Result<()>;

@@ -25,7 +25,7 @@ pub use api::{
 pub use local::{LocalTree, TreeParts};
 pub use paths::{Walked, resolve, walk};
 
-pub use crate::records::{GcSettings, ImportSettings, TreeSettings};
+pub use crate::records::{GcSettings, ImportSettings, OutsideChange, OutsideChanges, TreeSettings};
 
 #[cfg(test)]
 mod tests;

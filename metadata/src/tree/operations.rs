@@ -10,8 +10,9 @@ use super::commit_layout::{Content, commit_layout};
 use super::local::LocalTree;
 use super::place::{Step, place};
 use super::{
-    DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, Placement, RenameMode, SetAttributes,
-    Statistics, Tree, XattrMode, create, link, remove_directory, rename, set_attributes, unlink, xattr,
+    DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement, RenameMode,
+    SetAttributes, Statistics, Tree, XattrMode, create, link, remove_directory, rename, set_attributes,
+    unlink, xattr,
 };
 use crate::records::{Look, Records, check_name, owned_key};
 use crate::schema::UploadRecord;
@@ -277,7 +278,11 @@ impl Tree for LocalTree {
         if let Some(importer) = &self.importer {
             importer.forget_all();
         }
-        Ok(())
+        self.ensure_listed(ino).await
+    }
+
+    fn outside(&self) -> &OutsideChanges {
+        &self.shared.outside
     }
 
     async fn close(&self) -> Result<()> {

@@ -1,0 +1,61 @@
+//! Telling the kernel of changes that it did not ask for.
+//!
+//! One thread of its own writes all notifications: the kernel may hold one up until a request is answered that has the
+//! same directory locked, so no request's thread may ever write one, and no request waits for this thread. Changes come
+//! committed, and no lock is held while the kernel is told. What is lost when there are too many is seen when the time
+//! to live has run out.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+
+use forebay_io::task::TaskGroup;
+use forebay_metadata::tree::OutsideChange;
+use fuser::{INodeNo, Notifier};
+use tokio::runtime::Handle as Runtime;
+use tokio::sync::broadcast::Receiver;
+use tokio::sync::broadcast::error::RecvError;
+use tracing::{debug, warn};
+
+use crate::fs::FileSystem;
+
+/// For attributes only, no pages.
+const NO_PAGES: i64 = -1;
+
+/// Starts the thread; it ends with `tasks`.
+pub(crate) fn start(fs: Arc<FileSystem>, notifier: Notifier, runtime: &Runtime, tasks: &TaskGroup) {
+    let mut changes = fs.outside_changes();
+    let (stop, runtime_of_thread) = (tasks.stop(), runtime.clone());
+    let _entered = runtime.enter();
+    tasks.blocking("notify", move || {
+        while let Some(Some(change)) =
+            runtime_of_thread.block_on(stop.run_until_cancelled(next(&mut changes)))
+        {
+            if fs.holds(change.directory) {
+                tell(&notifier, &change);
+            }
+        }
+    });
+}
+
+/// The next change; `None` when there will be none.
+async fn next(changes: &mut Receiver<OutsideChange>) -> Option<OutsideChange> {
+    loop {
+        match changes.recv().await {
+            Ok(change) => return Some(change),
+            Err(RecvError::Lagged(lost)) => {
+                warn!(lost, "too many changes at once: some names stay in the kernel for their time to live");
+            }
+            Err(RecvError::Closed) => return None,
+        }
+    }
+}
+
+fn tell(notifier: &Notifier, change: &OutsideChange) {
+    let (directory, name) = (INodeNo(change.directory.0), OsStr::from_bytes(&change.name));
+    let told =
+        notifier.inval_entry(directory, name).and_then(|()| notifier.inval_inode(directory, NO_PAGES, 0));
+    if let Err(error) = told {
+        debug!(directory = %change.directory, ?name, %error, "the kernel did not take a notification");
+    }
+}
