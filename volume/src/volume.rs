@@ -198,8 +198,9 @@ impl Volume {
     async fn truncate(self: &Arc<Self>, ino: InodeId, size: u64) -> Result<()> {
         let inode = self.acquire(ino).await?;
         let truncated = inode.truncate(size).await;
-        // A writer that is seen here commits it: it is counted off before it flushes for the last time.
-        let flushed = if inode.has_writers() { Ok(()) } else { inode.flush().await };
+        // A writer that is seen here commits it: it is counted off before it flushes for the last time. What failed
+        // earlier is for those who wrote.
+        let flushed = if inode.has_writers() { Ok(()) } else { inode.commit_now().await };
         let released = self.release(&inode, true).await;
         truncated.and(flushed).and(released)
     }
@@ -265,10 +266,12 @@ impl Volume {
     /// syncfs(2): everything written and changed so far is in the bucket on return.
     pub async fn sync(&self) -> Result<()> {
         let open: Vec<_> = self.open.lock().values().map(|opened| opened.inode.clone()).collect();
+        let mut outcome = Ok(());
         for inode in open {
-            inode.flush().await?;
+            // One file that fails keeps no other from the bucket.
+            outcome = outcome.and(inode.commit_now().await);
         }
-        self.store.sync_tree().await
+        outcome.and(self.store.sync_tree().await)
     }
 
     /// Commits what was written to a file so far, if it is open here.
@@ -343,10 +346,18 @@ impl Volume {
         let open: Vec<_> = self.open.lock().values().map(|opened| opened.inode.clone()).collect();
         let uploads = open.iter().filter(|inode| !inode.look(Content::readable)).count() as u64;
         let finish = uploads * MIN_PART_BYTES + bytes > self.budget.largest();
+        let mut failure = None;
         for inode in open {
-            inode.relieve(finish).await?;
+            // It sticks to its own file; here it matters only if there is no room without it.
+            if let Err(error) = inode.relieve(finish).await {
+                failure = Some(error);
+            }
         }
-        Ok(self.budget.acquire(Class::Write, bytes).await)
+        match (self.budget.try_acquire(Class::Write, bytes), failure) {
+            (Some(permit), _) => Ok(permit),
+            (None, Some(error)) => Err(error),
+            (None, None) => Ok(self.budget.acquire(Class::Write, bytes).await),
+        }
     }
 
     /// Takes back one handle. The last one of a rewritten file goes to the background, which seals and then returns

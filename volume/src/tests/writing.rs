@@ -195,3 +195,37 @@ fn a_lost_reply_is_settled() {
         assert_eq!(object(&fixture.bucket, "f").await, "once");
     });
 }
+
+/// A failure is told to those who wrote, once, whatever others do with the file meanwhile.
+#[test]
+fn a_failure_stays_for_its_writer() {
+    run(async {
+        let bucket = Bucket::in_memory();
+        let fixture = Fixture::new(bucket.clone());
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"old")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        file.write(0, pattern(1, 0..2 * MIB)).await.expect("write");
+        let other = create(&volume, "other").await;
+        other.write(0, Bytes::from_static(b"fine")).await.expect("write");
+        // A second whole content streams to the key that somebody else writes to at the same time.
+        let stream = open(&volume, "f", Access { truncate: true, ..READ_WRITE }).await;
+        for at in 0..10 {
+            stream.write(at * MIB, pattern(2, at * MIB..(at + 1) * MIB)).await.expect("write");
+        }
+        bucket.put(&ObjectKey::new("f"), "theirs".into(), Condition::Always).await.expect("put");
+        let size = forebay_metadata::tree::SetAttributes::default();
+        let truncated =
+            volume.set_attributes(file.ino(), size, Some(1)).await.expect_err("the upload is refused");
+        assert_eq!(truncated.kind(), ErrorKind::Stale);
+        volume.sync().await.expect("a sync of all leaves it to its writer");
+        assert_eq!(object(&bucket, "other").await, "fine");
+        assert_eq!(file.fsync().await.expect_err("the loss is told").kind(), ErrorKind::Stale);
+        file.fsync().await.expect("once");
+        for handle in [file, stream, other] {
+            handle.release().await.expect("release");
+        }
+        assert_eq!(object(&bucket, "f").await, "theirs");
+    });
+}
