@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use forebay_tests::settings::skip;
 use forebay_tests::{Forebay, Mount, Scratch, require_fuse, scale, shell};
 
 /// What every program starts with.
@@ -472,4 +473,240 @@ fn a_storm_of_notifications_stops_no_request() {
         }
     });
     walk.mount.unmount();
+}
+
+/// Promise S36: Bytes that cannot be brought into the bucket are told once by fsync or close, as EIO, ENOSPC or ESTALE; the
+/// file then has the content that was committed before.
+#[test]
+fn a_full_bucket_is_told_once() {
+    if !require_fuse("a_full_bucket_is_told_once") {
+        return;
+    }
+    let mut is_small = false;
+    let mut walk = Walk::over(|bucket| {
+        is_small = shell(bucket, "mount -t tmpfs -o size=40m forebay-test .").code == Some(0);
+    });
+    if !is_small {
+        return skip("a_full_bucket_is_told_once", "mounting a tmpfs needs root");
+    }
+    let bucket = walk.scratch.join("bucket");
+    walk.python(
+        r#"
+put("small", b"small")
+file = os.open("big", os.O_RDWR | os.O_CREAT)
+os.pwrite(file, b"before", 0)
+os.fsync(file)
+writer = os.open("big", os.O_WRONLY | os.O_TRUNC)
+for at in range(64):
+    try:
+        os.pwrite(writer, b"x" * (1 << 20), at << 20)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+        break
+fails(errno.ENOSPC, os.fsync, writer)
+os.fsync(writer)
+os.close(writer)
+assert os.pread(file, 100, 0) == b"before" and get("small") == b"small"
+os.unlink("big")
+os.close(file)
+put("after", b"y" * 1000000)
+assert len(get("after")) == 1000000
+"#,
+    );
+    walk.mount.unmount();
+    shell(Path::new("/"), &format!("umount -l {}", bucket.display())).succeeded();
+}
+
+/// Promise S37: Appending writers of one file never mix: each write of up to 128 KiB with O_APPEND stays whole and loses
+/// no other, from any number of processes.
+#[test]
+fn appending_writers_do_not_mix() {
+    if !require_fuse("appending_writers_do_not_mix") {
+        return;
+    }
+    let walk = Walk::new();
+    walk.python(
+        r#"
+def append(writer):
+    file = os.open("log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for number in range(100):
+        size = [50, 5000, 128 << 10][number % 3]
+        os.write(file, (b"%d %d " % (writer, number)).ljust(size - 1, b"%d" % writer) + b"\n")
+    os.close(file)
+    os._exit(0)
+children = []
+for writer in range(4):
+    child = os.fork()
+    if child == 0:
+        append(writer)
+    children.append(child)
+for child in children:
+    assert os.waitpid(child, 0)[1] == 0
+lines = get("log").split(b"\n")
+assert lines.pop() == b"" and len(lines) == 400
+for writer in range(4):
+    own = [line.split(b" ") for line in lines if line.startswith(b"%d " % writer)]
+    assert [int(number) for _, number, _ in own] == list(range(100))
+    assert all(set(rest) == {ord("0") + writer} for _, _, rest in own)
+"#,
+    );
+}
+
+/// Promise S38: Within one mount flock, fcntl and open-file-description locks hold between processes; shared writable
+/// mappings are written back by msync, and after the last close; O_DIRECT reads and writes what others see.
+#[test]
+fn locks_mappings_and_direct_io_work() {
+    if !require_fuse("locks_mappings_and_direct_io_work") {
+        return;
+    }
+    let mut walk = Walk::new();
+    walk.python(
+        r#"
+file = os.open("locked", os.O_RDWR | os.O_CREAT)
+def child(call):
+    return as_user(0, 0, call)
+NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
+fcntl.flock(file, fcntl.LOCK_EX)
+assert child(lambda: fcntl.flock(os.open("locked", os.O_RDWR), NOW)) == errno.EAGAIN
+fcntl.flock(file, fcntl.LOCK_UN)
+assert child(lambda: fcntl.flock(os.open("locked", os.O_RDWR), NOW)) == 0
+fcntl.lockf(file, fcntl.LOCK_EX, 10, 0)
+assert child(lambda: fcntl.lockf(os.open("locked", os.O_RDWR), NOW, 5, 5)) == errno.EAGAIN
+assert child(lambda: fcntl.lockf(os.open("locked", os.O_RDWR), NOW, 5, 10)) == 0
+fcntl.lockf(file, fcntl.LOCK_UN)
+F_OFD_SETLK = 37
+fcntl.fcntl(file, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 10, 0))
+other = os.open("locked", os.O_RDWR)
+fails(errno.EAGAIN, fcntl.fcntl, other, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 5, 10, 0))
+
+put("mapped", bytes(3 * 4096))
+file = os.open("mapped", os.O_RDWR)
+memory = mmap.mmap(file, 3 * 4096)
+memory[:5] = b"first"
+memory.flush()
+assert get("mapped")[:5] == b"first"
+os.close(file)
+memory[8192:8196] = b"last"
+memory.close()
+
+page = mmap.mmap(-1, 8192)
+page[:] = b"d" * 8192
+file = os.open("direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+assert os.writev(file, [page]) == 8192 and get("direct") == b"d" * 8192
+put("direct", b"e" * 8192)
+assert os.preadv(file, [page], 0) == 8192 and page[:] == b"e" * 8192
+"#,
+    );
+    walk.mount.unmount();
+    walk.mount.remount(&walk.scratch.join("other-home"));
+    walk.python("mapped = get('mapped'); assert mapped[:5] == b'first' and mapped[8192:8196] == b'last'");
+}
+
+/// Promise S39: Times have nanoseconds and may lie before 1970, UTIME_NOW and UTIME_OMIT are honoured, reading changes no
+/// access time, and writing or changing the owner takes set-id bits away as POSIX says.
+#[test]
+fn times_and_modes_follow_posix() {
+    if !require_fuse("times_and_modes_follow_posix") {
+        return;
+    }
+    let mut walk = Walk::new();
+    let times = r#"
+at = os.stat("times")
+assert (at.st_atime_ns, at.st_mtime_ns) == (-1_500_000_000, 1_234_567_890_123_456_789)
+"#;
+    walk.python(&format!(
+        r#"
+put("times", b"text")
+os.utime("times", ns=(-1_500_000_000, 1_234_567_890_123_456_789))
+get("times")
+{times}
+put("omit", b"")
+os.utime("omit", ns=(7, 8))
+class Time(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanos", ctypes.c_long)]
+NOW, OMIT = (1 << 30) - 1, (1 << 30) - 2
+assert libc.utimensat(-100, b"omit", (Time * 2)(Time(0, OMIT), Time(5, 6)), 0) == 0
+assert (os.stat("omit").st_atime_ns, os.stat("omit").st_mtime_ns) == (7, 5_000_000_006)
+assert libc.utimensat(-100, b"omit", (Time * 2)(Time(0, NOW), Time(0, OMIT)), 0) == 0
+assert abs(os.stat("omit").st_atime - time.time()) < 60 and os.stat("omit").st_mtime_ns == 5_000_000_006
+
+mode = lambda path: os.stat(path).st_mode & 0o7777
+put("set", b"x")
+os.chmod("set", 0o6755)
+os.chown("set", 1000, 1000)
+assert mode("set") == 0o755
+os.chmod("set", 0o6777)
+def write():
+    with open("set", "r+b") as file:
+        file.write(b"y")
+assert as_user(1234, 4321, write) == 0 and mode("set") == 0o777
+os.mkdir("sticky")
+os.chmod("sticky", 0o1777)
+put("sticky/of-root", b"")
+assert as_user(1234, 4321, lambda: os.unlink("sticky/of-root")) == errno.EPERM
+assert as_user(1234, 4321, lambda: os.rename("sticky/of-root", "sticky/other")) == errno.EPERM
+assert as_user(1234, 4321, lambda: put("sticky/own", b"")) == 0 and os.stat("sticky/own").st_uid == 1234
+os.mkdir("group")
+os.chown("group", 0, 777)
+os.chmod("group", 0o2775)
+os.mkdir("group/below")
+assert os.stat("group/below").st_gid == 777 and mode("group/below") & 0o2000
+"#
+    ));
+    walk.mount.unmount();
+    walk.mount.remount(&walk.scratch.join("other-home"));
+    walk.python(times);
+}
+
+/// Promise S40: A directory may have a million entries: listing it takes memory in proportion to a few bytes a name, and
+/// renaming it is one change however many it has.
+#[test]
+fn large_directories_are_listed_and_renamed_whole() {
+    if !require_fuse("large_directories_are_listed_and_renamed_whole") {
+        return;
+    }
+    let mut walk = Walk::new();
+    let count = 4000 * scale();
+    let resident = |walk: &Walk| {
+        let status =
+            std::fs::read_to_string(format!("/proc/{}/status", walk.mount.pid())).expect("a process");
+        let line = status.lines().find(|line| line.starts_with("VmRSS")).expect("a size").to_owned();
+        line.split_whitespace().nth(1).and_then(|kib| kib.parse::<usize>().ok()).expect("KiB") << 10
+    };
+    walk.python(&format!(
+        r#"
+os.mkdir("large")
+for number in range({count}):
+    os.mkfifo(f"large/entry-{{number:08}}")
+"#
+    ));
+    let before = resident(&walk);
+    walk.python(&format!(
+        r#"
+seen, extra = [], 0
+with os.scandir("large") as entries:
+    for entry in entries:
+        seen.append(entry.name)
+        if len(seen) % 5 == 0:
+            os.mkfifo(f"large/added-{{extra}}")
+            extra += 1
+        if len(seen) % 3 == 0:
+            os.unlink(f"large/{{entry.name}}")
+old = [name for name in seen if name.startswith("entry-")]
+assert len(old) == len(set(old)) == {count}, (len(old), len(set(old)))
+left = sorted(os.listdir("large"))
+os.rename("large", "renamed")
+assert sorted(os.listdir("renamed")) == left and not os.path.exists("large")
+os.fsync(os.open(".", os.O_RDONLY))
+put("../left", "\n".join(left).encode())
+"#
+    ));
+    // A few bytes a name in the cursors, and the map of hot entries.
+    let grown = resident(&walk).saturating_sub(before);
+    assert!(grown < (64 << 20) + 200 * count, "{grown} bytes for {count} names");
+    walk.mount.kill();
+    walk.mount.remount(&walk.scratch.join("home"));
+    walk.python(
+        r#"assert sorted(os.listdir("renamed")) == get("../left").decode().split("\n") and not os.path.exists("large")"#,
+    );
 }

@@ -230,7 +230,11 @@ impl OpenInode {
         if let Some(failure) = self.failure.lock().take() {
             return Err(failure);
         }
-        self.finish_stream(&mut writer).await?;
+        if let Err(failure) = self.finish_stream(&mut writer).await {
+            // Told here and now.
+            self.failure.lock().take();
+            return Err(failure);
+        }
         self.commit(&mut writer).await
     }
 
