@@ -17,8 +17,8 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::Volume;
-use crate::upkeep;
 use crate::clone::{Cloned, clone};
+use crate::upkeep;
 use crate::warmup::{Outcome, Progress, Request as WarmupRequest, warmup};
 
 /// A request is one line; the longest names many paths.

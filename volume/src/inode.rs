@@ -4,8 +4,8 @@
 //! and fetch it without a lock. Methods that write are not cancel-safe: callers run them in tasks of their own.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Piece, Result};
@@ -198,7 +198,7 @@ impl OpenInode {
             && self.look(|content| {
                 content.modified().is_none()
                     && (content.layout().single_blob().is_none_or(Blob::is_owned)
-                        || self.shares.load(Ordering::Relaxed))
+                        || self.shares.load(Relaxed) && content.size() <= settings.seal_max_bytes)
                     && self.store.carried_bytes(content.layout()) <= settings.seal_max_bytes
             })
     }
@@ -287,7 +287,7 @@ impl OpenInode {
             committed => (layout, committed?),
         };
         *self.content.write() = Content::committed(layout, committed.generation);
-        self.shares.store(false, Ordering::Relaxed);
+        self.shares.store(false, Relaxed);
         Ok(())
     }
 
@@ -379,7 +379,7 @@ impl OpenInode {
         let sealed = FileLayout::of_blob(blob);
         self.store.tree.relocate(self.ino, generation, sealed.clone()).await?;
         *self.content.write() = Content::committed(sealed, generation);
-        self.shares.store(false, Ordering::Relaxed);
+        self.shares.store(false, Relaxed);
         Ok(true)
     }
 }

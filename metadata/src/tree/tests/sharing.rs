@@ -261,3 +261,16 @@ async fn random_step(
         }
     }
 }
+
+/// A volume whose lent objects were copied away is whole: a check finds nothing.
+#[tokio::test]
+async fn fsck_knows_what_was_lent() {
+    let world = World::new(Kind::Lmdb).await;
+    let tree = pair(&world).await;
+    world.write_path(&tree, "a", "new").await.expect("written");
+    tree.drain().await.expect("drained");
+    tree.sync().await.expect("synced");
+    let report = tree.fsck(true).await.expect("checked");
+    assert!(report.findings.is_empty(), "{report:?}");
+    check(&world, &tree, &[("a", "new"), ("b", "shared")]).await;
+}
