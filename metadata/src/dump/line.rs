@@ -5,7 +5,7 @@ use forebay_core::{Error, Extent, InodeId, Result, Timestamp, VolumeId};
 use serde::{Deserialize, Serialize};
 
 use crate::schema::{
-    Claim, Counters, Deletion, Dentry, ImportState, Inode, Intent, Keys, Move, References, Tag,
+    Claim, Counters, Deletion, Dentry, ImportState, Inode, Intent, Keys, Loan, Move, References, Tag,
     decode_extents, decode_plain, encode_extents, encode_plain, text,
 };
 
@@ -72,6 +72,7 @@ pub(super) enum Line {
     },
     Claim(Claim),
     References(References),
+    Loan(Loan),
     Orphan {
         session: u64,
         ino: InodeId,
@@ -116,6 +117,7 @@ impl Line {
             Tag::Intent => Self::Intent { ino: ino()?, intent: Intent::decode(value)? },
             Tag::Claim => Self::Claim(Claim::decode(value)?),
             Tag::References => Self::References(References::decode(value)?),
+            Tag::Loan => Self::Loan(Loan::decode(value)?),
             Tag::Orphan => {
                 let (session, ino) = keys.orphan_in(key)?;
                 Self::Orphan { session, ino }
@@ -144,6 +146,7 @@ impl Line {
             Self::Intent { ino, intent } => (keys.intent(*ino), intent.encode()),
             Self::Claim(claim) => (keys.claim(claim.key.as_str()), claim.encode()),
             Self::References(references) => (keys.references(references.key.as_str()), references.encode()),
+            Self::Loan(loan) => (keys.loan(&loan.blob), loan.encode()),
             Self::Orphan { session, ino } => (keys.orphan(*session, *ino), encode_plain(b"")),
             Self::Deletion { due_ms, deletion } => {
                 (keys.deletion(*due_ms, deletion.blob.key.as_str()), deletion.encode())

@@ -27,6 +27,8 @@ pub(super) enum Damage {
     DanglingExtent { ino: InodeId, key: ObjectKey, why: &'static str },
     /// A blob that more or fewer inodes refer to than is counted.
     WrongReferences { blob: forebay_core::Blob, recorded: u64, found: u64 },
+    /// A plain object that more or fewer other files borrow than is counted.
+    WrongLoan { blob: forebay_core::Blob, recorded: u64, found: u64 },
     /// A directory without a place to be listed from, or with one that is not its own.
     WrongImportState { ino: InodeId, why: &'static str },
     /// A claim on a key that nothing makes.
@@ -86,7 +88,9 @@ impl Damage {
     /// Whether mending takes something away because nothing was found that needs it.
     pub(super) fn takes_away(&self) -> bool {
         match self {
-            Self::WrongReferences { recorded, found, .. } => found < recorded,
+            Self::WrongReferences { recorded, found, .. } | Self::WrongLoan { recorded, found, .. } => {
+                found < recorded
+            }
             Self::DanglingEntry { .. } | Self::EmptyClaim { .. } | Self::WrongCounters { .. } => true,
             _ => false,
         }
@@ -124,6 +128,9 @@ impl Damage {
             }
             Self::WrongReferences { blob, recorded, found } => {
                 ("wrong-references", blob.key.to_string(), format!("recorded {recorded}, found {found}"))
+            }
+            Self::WrongLoan { blob, recorded, found } => {
+                ("wrong-loan", blob.key.to_string(), format!("recorded {recorded}, found {found}"))
             }
             Self::WrongImportState { ino, why } => ("wrong-import-state", inode(ino), (*why).to_owned()),
             Self::EmptyClaim { key } => {

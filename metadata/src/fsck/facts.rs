@@ -49,6 +49,9 @@ pub(super) struct Facts {
     pub(super) entries: u64,
     pub(super) bytes: u64,
     pub(super) blobs: HashMap<Blob, Use>,
+    /// Plain objects in layouts of files that they are not the own object of, and how many of those there are.
+    pub(super) lent: HashMap<Blob, u64>,
+    pub(super) loans: HashMap<Blob, Loan>,
     pub(super) references: HashMap<ObjectKey, u64>,
     pub(super) claims: HashMap<ObjectKey, HolderState>,
     pub(super) intents: HashMap<InodeId, ObjectKey>,
@@ -82,6 +85,7 @@ impl Gather<'_> {
         .await?;
         self.links(&mut facts).await?;
         self.rest(&mut facts).await?;
+        facts.follow_loans();
         Ok(facts)
     }
 
@@ -189,6 +193,12 @@ impl Gather<'_> {
             Ok(())
         })
         .await?;
+        self.each(facts, Tag::Loan, |facts, _, _, value| {
+            let loan = Loan::decode(value)?;
+            facts.loans.insert(loan.blob.clone(), loan);
+            Ok(())
+        })
+        .await?;
         self.each(facts, Tag::Claim, |facts, _, _, value| {
             let claim = Claim::decode(value)?;
             facts.claims.insert(claim.key, claim.state);
@@ -264,11 +274,28 @@ impl Facts {
         });
         for blob in named.collect::<BTreeMap<_, _>>().into_values() {
             self.blobs.entry(blob.clone()).or_insert(Use { ino, inodes: 0 }).inodes += 1;
+            if !blob.is_owned() && inode.home.as_ref() != Some(blob) {
+                *self.lent.entry(blob.clone()).or_default() += 1;
+            }
         }
         let size = if inode.kind == FileKind::File { inode.size } else { 0 };
         let bad =
             missing.or_else(|| FileLayout::from_parts(size, extents).err().map(|error| error.to_string()));
         self.damage.extend(bad.map(|why| Damage::BadLayout { ino, why }));
+    }
+
+    /// What borrowers of an object that was moved mean is its copy.
+    fn follow_loans(&mut self) {
+        for (blob, loan) in &self.loans {
+            let (Some(copy), Some(lent)) = (&loan.moved, self.lent.get(blob)) else { continue };
+            let Some(used) = self.blobs.get_mut(blob) else { continue };
+            let ino = used.ino;
+            used.inodes -= lent;
+            if used.inodes == 0 {
+                self.blobs.remove(blob);
+            }
+            self.blobs.entry(copy.clone()).or_insert(Use { ino, inodes: 0 }).inodes += lent;
+        }
     }
 
     fn entry(&mut self, parent: InodeId, name: Bytes, entry: Dentry) {

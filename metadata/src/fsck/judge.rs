@@ -16,6 +16,7 @@ pub(super) fn judge(facts: &mut Facts) -> Vec<Damage> {
     }
     damage.extend(judge_imports(facts));
     damage.extend(judge_references(facts));
+    damage.extend(judge_loans(facts));
     let is_empty = |(key, state): &(&ObjectKey, &HolderState)| !is_made(facts, key, state);
     damage
         .extend(facts.claims.iter().filter(is_empty).map(|(key, _)| Damage::EmptyClaim { key: key.clone() }));
@@ -83,6 +84,16 @@ fn judge_references(facts: &Facts) -> Vec<Damage> {
         damage.push(Damage::WrongReferences { blob, recorded: *recorded, found: 0 });
     }
     damage
+}
+
+fn judge_loans(facts: &Facts) -> Vec<Damage> {
+    let all = facts.lent.keys().chain(facts.loans.keys().filter(|blob| !facts.lent.contains_key(blob)));
+    let wrong = all.filter_map(|blob| {
+        let recorded = facts.loans.get(blob).map_or(0, |loan| loan.count);
+        let found = facts.lent.get(blob).copied().unwrap_or(0);
+        (recorded != found).then(|| Damage::WrongLoan { blob: blob.clone(), recorded, found })
+    });
+    wrong.collect()
 }
 
 /// Whether a file, a write, a deletion or a renamed directory makes the claim.

@@ -7,7 +7,7 @@ use forebay_core::{FileKind, InodeId, Result};
 
 use super::damage::Damage;
 use crate::records::{Change, Records};
-use crate::schema::{Deletion, Dentry, ImportState, Inode, Tag, encode_plain};
+use crate::schema::{Deletion, Dentry, ImportState, Inode, Loan, Tag, encode_plain};
 
 /// Where inodes go that nothing leads to.
 const LOST_AND_FOUND: &[u8] = b"lost+found";
@@ -35,6 +35,13 @@ pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool>
             if *found == 0 {
                 let due_ms = change.shared.now_ms().saturating_add(change.shared.settings.delete_delay_ms);
                 change.queue_deletion(due_ms, Deletion { blob: blob.clone(), session: None })?;
+            }
+        }
+        Damage::WrongLoan { blob, found, .. } => {
+            let moved = change.loan(blob)?.and_then(|loan| loan.moved);
+            match found {
+                0 => change.delete(change.keys().loan(blob))?,
+                _ => change.put_loan(&Loan { blob: blob.clone(), count: *found, moved })?,
             }
         }
         Damage::WrongImportState { ino, .. } => match change.find(*ino)? {

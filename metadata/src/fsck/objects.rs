@@ -70,7 +70,7 @@ impl Compared {
     /// bytes that only the tree knows of.
     fn lacking(&mut self, facts: &Facts, blob: &Blob, used: &Use, why: &'static str) {
         let is_held = matches!(facts.claims.get(&blob.key), Some(HolderState::Held(_)));
-        if blob.is_owned() || is_held || used.inodes > 1 {
+        if blob.is_owned() || is_held || facts.lent.contains_key(blob) {
             self.damage.push(Damage::DanglingExtent { ino: used.ino, key: blob.key.clone(), why });
         } else {
             self.changed_outside += 1;

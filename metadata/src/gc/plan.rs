@@ -7,11 +7,11 @@ use forebay_core::{Extent, ObjectKey, Result, Source};
 use forebay_io::object::ObjectInfo;
 
 use crate::records::session_of;
-use crate::schema::{Claim, Deletion, Inode, Intent, References, Tag, decode_extents};
+use crate::schema::{Claim, Deletion, Inode, Intent, Loan, References, Tag, decode_extents};
 
 /// The families whose records name owned blobs.
-pub(super) const NAMING: [Tag; 6] =
-    [Tag::References, Tag::Deletion, Tag::Inode, Tag::Extents, Tag::Intent, Tag::Claim];
+pub(super) const NAMING: [Tag; 7] =
+    [Tag::References, Tag::Deletion, Tag::Inode, Tag::Extents, Tag::Intent, Tag::Claim, Tag::Loan];
 
 /// Owned blobs that may be garbage: those of dead sessions that no record seen so far names.
 #[derive(Debug, Default)]
@@ -64,6 +64,10 @@ pub(crate) fn names_in(tag: Tag, value: Bytes) -> Result<Vec<ObjectKey>> {
             intent.copies.map(|blob| blob.key).into_iter().chain([intent.key]).collect()
         }
         Tag::Claim => vec![Claim::decode(value)?.key],
+        Tag::Loan => {
+            let loan = Loan::decode(value)?;
+            loan.moved.map(|blob| blob.key).into_iter().chain([loan.blob.key]).collect()
+        }
         Tag::Deletion => vec![Deletion::decode(value)?.blob.key],
         Tag::References => {
             let references = References::decode(value)?;

@@ -68,7 +68,8 @@ impl Change<'_, '_> {
         self.put_loan(&Loan { moved: Some(copy.clone()), ..loan })
     }
 
-    fn put_loan(&mut self, loan: &Loan) -> Result<()> {
+    /// Notes what other files make of a plain object.
+    pub(crate) fn put_loan(&mut self, loan: &Loan) -> Result<()> {
         self.put(self.keys().loan(&loan.blob), loan.encode())
     }
 

@@ -63,6 +63,7 @@ impl Tag {
             b'J' => Self::Move,
             b'M' => Self::Import,
             b'N' => Self::Counters,
+            b'L' => Self::Loan,
             b'Z' => Self::Loading,
             _ => return None,
         })

@@ -123,7 +123,8 @@ impl References {
 }
 
 /// `L hash`: a plain object that files other than its own refer to. It is not destroyed before it was moved.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Loan {
     /// The object, as layouts name it.
     pub blob: Blob,

@@ -53,6 +53,10 @@ async fn sample(world: &World) -> LocalTree {
     let (owned, _) = tree.create(InodeId::ROOT, b"\xfc", new_file(), Existing::Refuse).await.expect("made");
     world.write(&tree, owned.ino, b"owned").await.expect("written");
     rename(&tree, "listed/deep", "moved", RenameMode::Replace).await.expect("renamed");
+    for (from, to) in [("top", "lent"), ("listed/a", "moved/lent")] {
+        super::sharing::share(world, &tree, from, to).await.expect("shared");
+    }
+    world.write_path(&tree, "top", "another").await.expect("written");
     tree.drain().await.expect("drained");
     tree
 }
@@ -117,6 +121,7 @@ async fn a_tree_goes_to_another_engine_and_back_unchanged() {
         assert_eq!(paths(&tree).await, expected);
         assert_eq!(world.read_path(&tree, "d/f").await.expect("bytes"), "bytes");
         assert_eq!(world.read_path(&tree, "moved/b").await.expect("bytes"), "listed/deep/b");
+        assert_eq!(world.read_path(&tree, "lent").await.expect("bytes"), "top");
         let ino = resolve(&tree, "d/f").await.expect("found").ino;
         assert_eq!(tree.xattr(ino, b"user.x").await.expect("value"), &b"\0\xff"[..]);
         let checked = tree.fsck(false).await.expect("checked");

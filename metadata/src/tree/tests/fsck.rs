@@ -4,10 +4,11 @@ use bytes::Bytes;
 use forebay_core::{Extent, FileKind, InodeId, ObjectKey, Result, Source};
 use forebay_io::object::Condition;
 
+use super::sharing::share;
 use super::world::*;
 use crate::fsck::FsckReport;
 use crate::records::{Change, Records};
-use crate::schema::{Claim, Dentry, HolderState, ImportState, Inode};
+use crate::schema::{Claim, Dentry, HolderState, ImportState, Inode, Loan};
 use crate::testing::{Chance, rounds};
 use crate::tree::{Existing, LocalTree, RenameMode, Tree, resolve};
 
@@ -269,4 +270,44 @@ async fn random_operations_leave_a_clean_tree_at_every_moment() {
         assert!(found.is_clean(), "{:?}", found.findings);
         tree.close().await.expect("closed");
     }
+}
+
+#[tokio::test]
+async fn files_that_share_bytes_are_sound_whatever_becomes_of_the_lender() {
+    for kind in [Kind::Lmdb, Kind::Slate] {
+        let world = World::new(kind).await;
+        let tree = sample(&world).await;
+        let sound = async |tree: &LocalTree| {
+            for drained in [false, true] {
+                if drained {
+                    tree.drain().await.expect("drained");
+                }
+                let found = fsck(tree, false).await;
+                assert!(found.is_clean(), "{kind:?}: {:?}", found.findings);
+                assert_eq!(tree.collect_garbage(false).await.expect("collected").blobs, 0);
+            }
+        };
+        for (from, to) in [("top", "one"), ("packed", "two"), ("top", "d/three")] {
+            share(&world, &tree, from, to).await.expect("shared");
+            sound(&tree).await;
+        }
+        world.write_path(&tree, "top", "replaced").await.expect("written");
+        sound(&tree).await;
+        unlink(&tree, "one").await.expect("unlinked");
+        unlink(&tree, "packed").await.expect("unlinked");
+        sound(&tree).await;
+        tree.close().await.expect("closed");
+        // The copy of a lent object is named by its loan alone, and its session is dead.
+        let tree = world.open().await;
+        sound(&tree).await;
+        for (path, text) in [("d/three", "top"), ("two", "head\0\0tail"), ("top", "replaced")] {
+            assert_eq!(world.read_path(&tree, path).await.expect("bytes"), text);
+        }
+        tree.close().await.expect("closed");
+    }
+    check(&["wrong-loan"], true, |change| {
+        let home = change.inode(at(change, "top")?)?.home.expect("a plain object");
+        change.put_loan(&Loan { blob: home, count: 3, moved: None })
+    })
+    .await;
 }

@@ -13,7 +13,7 @@ use crate::testing::{Chance, rounds};
 use crate::tree::{Existing, LocalTree, Placement, RenameMode, Tree, resolve};
 
 /// Makes `to` a file of the same bytes as `from`.
-async fn share(world: &World, tree: &LocalTree, from: &str, to: &str) -> Result<()> {
+pub(super) async fn share(world: &World, tree: &LocalTree, from: &str, to: &str) -> Result<()> {
     let lender = resolve(tree, from).await?.ino;
     let (directory, name) = split(tree, to).await?;
     let (file, _) = tree.create(directory, name.as_bytes(), new_file(), Existing::Accept).await?;
