@@ -121,8 +121,7 @@ impl Gather<'_> {
                 match decoded {
                     Err(error) => facts.damage.push(Damage::UnreadableRecord { key, why: error.to_string() }),
                     Ok((ino, inode)) => {
-                        let (mut extents, missing) = self.extents(ino, &inode).await?;
-                        self.follow_loans(&mut extents, inode.home.as_ref()).await?;
+                        let (extents, missing) = self.extents(ino, &inode).await?;
                         facts.layout(ino, &inode, extents, missing);
                         facts.node(ino, inode);
                     }
@@ -145,21 +144,6 @@ impl Gather<'_> {
             }
         }
         Ok((extents, None))
-    }
-
-    /// Names the owned copies where lent objects were moved, as layouts do when they are read.
-    async fn follow_loans(&self, extents: &mut [Extent], home: Option<&Blob>) -> Result<()> {
-        for extent in extents {
-            if let Source::Blob { blob, .. } = &mut extent.source
-                && !blob.is_owned()
-                && Some(&*blob) != home
-                && let Some(value) = self.snapshot.get(&self.keys.loan(blob)).await?
-                && let Ok(Loan { moved: Some(copy), .. }) = Loan::decode(value)
-            {
-                *blob = copy;
-            }
-        }
-        Ok(())
     }
 
     /// Further names: each must be an entry that leads to the inode.

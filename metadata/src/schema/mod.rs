@@ -14,8 +14,8 @@ pub use codec::{FORMAT, decode_plain, encode_plain};
 pub use inode::{Inode, NumberRun, decode_extents, encode_extents, split};
 pub use key::{Keys, Tag, hash_of};
 pub use record::{
-    Claim, Counters, Deletion, Dentry, HolderState, ImportState, Intent, Loan, Move, References, SessionRecord,
-    UploadRecord,
+    Claim, Counters, Deletion, Dentry, HolderState, ImportState, Intent, Loan, Move, References,
+    SessionRecord, UploadRecord,
 };
 
 #[cfg(test)]

@@ -61,7 +61,7 @@ async fn handles_that_only_write_are_direct_and_clear_capabilities() {
     assert!(opened.direct);
     fs.release(opened.handle).await.expect("release");
     for (access, direct) in [(libc::O_RDONLY, false), (libc::O_RDWR, false), (libc::O_WRONLY, true)] {
-        fs.set_xattr(made.ino, b"security.capability", "all".into(), 0).await.expect("setcap");
+        fs.set_xattr(made.ino, b"security.capability", "all".into(), 0, None).await.expect("setcap");
         let opened = fs.open(made.ino, OpenFlags(access)).await.expect("open");
         assert_eq!(opened.direct, direct);
         if direct {
