@@ -177,6 +177,28 @@ impl FileLayout {
         self
     }
 
+    /// This layout with every byte that it takes from where `base` has it taken from `whole` instead, an object that
+    /// holds all of the file that `base` describes.
+    #[must_use]
+    pub fn moved_into(&self, base: &Self, whole: &Blob) -> Self {
+        let mut moved = self.clone();
+        for extent in &self.extents {
+            let Source::Blob { blob, offset } = &extent.source else { continue };
+            let (start, end) = (*offset, *offset + extent.length);
+            let place = base.extents.iter().find_map(|held| match &held.source {
+                Source::Blob { blob: same, offset } if same == blob && *offset <= start => {
+                    (end <= *offset + held.length).then(|| held.offset + (start - *offset))
+                }
+                _ => None,
+            });
+            if let Some(offset) = place {
+                let source = Source::Blob { blob: whole.clone(), offset };
+                moved.write(Extent { offset: extent.offset, length: extent.length, source });
+            }
+        }
+        moved
+    }
+
     /// Puts `range` of `from` over what is at `to`, holes included, growing the file if it reaches past the end.
     pub fn copy(&mut self, from: &Self, range: Range<u64>, to: u64) {
         let length = range.end.min(from.size).saturating_sub(range.start);

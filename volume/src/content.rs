@@ -8,8 +8,8 @@ use forebay_core::{Blob, Extent, FileLayout, Source, Timestamp};
 pub(crate) struct Content {
     /// Committed extents; bytes written since lie inline over them.
     layout: FileLayout,
-    /// The one object that was the whole file at the last commit.
-    base: Option<Blob>,
+    /// The layout of the last commit.
+    base: FileLayout,
     /// Generation of the last commit.
     generation: u64,
     /// Inline bytes that no blob holds yet.
@@ -25,10 +25,9 @@ pub(crate) struct Content {
 impl Content {
     /// A file as committed.
     pub(crate) fn committed(layout: FileLayout, generation: u64) -> Self {
-        let base = layout.single_blob().cloned();
         Self {
+            base: layout.clone(),
             layout,
-            base,
             generation,
             dirty: 0,
             streamed: 0,
@@ -41,8 +40,9 @@ impl Content {
         &self.layout
     }
 
-    pub(crate) fn base(&self) -> Option<&Blob> {
-        self.base.as_ref()
+    /// What was committed last.
+    pub(crate) fn base(&self) -> &FileLayout {
+        &self.base
     }
 
     pub(crate) fn generation(&self) -> u64 {

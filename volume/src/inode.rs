@@ -291,17 +291,14 @@ impl OpenInode {
         Ok(())
     }
 
-    /// A layout whose object was moved to another key while the file was open, from where it lies now. `error` is what
-    /// is wrong if that is not all.
+    /// `layout`, whose committed part was moved or sealed while the file was open, over where those bytes lie now.
+    /// `error` is what is wrong if that is not all.
     async fn rebase(&self, layout: FileLayout, generation: u64, error: Error) -> Result<FileLayout> {
         let (now, current) = self.store.tree.layout(self.ino).await?;
-        let base = self.look(|content| content.base().cloned());
-        match (base, now.single_blob()) {
-            (Some(base), Some(moved))
-                if current == generation && base != *moved && base.size == moved.size =>
-            {
-                Ok(layout.with_blobs(|blob| (*blob == base).then(|| moved.clone())))
-            }
+        let base = self.look(|content| content.base().clone());
+        // Of one generation, `base` and `now` hold the same bytes at the same places.
+        match now.single_blob() {
+            Some(moved) if current == generation && base != now => Ok(layout.moved_into(&base, moved)),
             _ => Err(error),
         }
     }

@@ -162,3 +162,28 @@ fn an_empty_object_is_remembered_until_bytes_come() {
     layout.truncate(4);
     assert_eq!(layout.extents(), []);
 }
+
+#[test]
+fn what_was_sealed_meanwhile_is_taken_from_where_it_lies_now() {
+    let extent = |offset: u64, length: u64, number: u64, at: u64| Extent {
+        offset,
+        length,
+        source: Source::Blob { blob: blob(number), offset: at },
+    };
+    let mut base = FileLayout::empty();
+    base.write(extent(0, 10, 1, 0));
+    base.write(extent(10, 10, 2, 5));
+    let mut edited = base.clone();
+    edited.write(extent(5, 7, 3, 0));
+    // The file's own bytes, brought to another place of it.
+    edited.write(extent(30, 4, 2, 7));
+    let moved = edited.moved_into(&base, &blob(9));
+    let expected = |at: u64| match at {
+        5..12 => Some((3, at - 5)),
+        0..20 => Some((9, at)),
+        30..34 => Some((9, at - 30 + 12)),
+        _ => None,
+    };
+    assert_eq!(cells(&moved), (0..34).map(expected).collect::<Vec<_>>());
+    assert_eq!(base.moved_into(&base, &blob(9)).extents().len(), 1);
+}
