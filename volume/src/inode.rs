@@ -22,6 +22,9 @@ use crate::store::Store;
 
 mod share;
 
+/// Times a new content is laid over what the tree went over to meanwhile.
+const COMMIT_ATTEMPTS: usize = 4;
+
 /// A file of one mount while at least one handle is open on it.
 #[derive(Debug)]
 pub(crate) struct OpenInode {
@@ -268,39 +271,41 @@ impl OpenInode {
             }
             None => {
                 self.pack(writer).await?;
-                self.replace_layout(self.look(|content| content.layout().clone())).await
+                match self.replace_layout(self.look(|content| content.layout().clone())).await {
+                    // What was written lies over bytes that are gone: trying again would never do.
+                    Err(error) if error.kind() == ErrorKind::Stale => {
+                        tracing::error!(ino = %self.ino, %error, "lost written bytes: what they were written over was replaced");
+                        self.fall_back().await;
+                        Err(error)
+                    }
+                    committed => committed,
+                }
             }
         }
     }
 
-    /// Commits `layout` as the file's next content.
-    async fn replace_layout(&self, layout: FileLayout) -> Result<()> {
-        let (generation, modified) = self.look(|content| (content.generation(), content.modified()));
+    /// Commits `layout` as the file's next content, over whatever the tree holds by now.
+    async fn replace_layout(&self, mut layout: FileLayout) -> Result<()> {
+        let (mut base, mut generation, modified) =
+            self.look(|content| (content.base().clone(), content.generation(), content.modified()));
         let mtime = modified.unwrap_or_else(|| self.store.now());
         let tree = &self.store.tree;
-        let (layout, committed) = match tree.commit_layout(self.ino, generation, layout.clone(), mtime).await
-        {
-            Err(error) if error.kind() == ErrorKind::Conflict => {
-                let layout = self.rebase(layout, generation, error).await?;
-                (layout.clone(), tree.commit_layout(self.ino, generation, layout, mtime).await?)
+        let mut attempt = 1;
+        let committed = loop {
+            match tree.commit_layout(self.ino, generation, layout.clone(), mtime).await {
+                Err(error) if error.kind() == ErrorKind::Conflict && attempt < COMMIT_ATTEMPTS => {
+                    let (now, current) = tree.layout(self.ino).await?;
+                    let same_bytes = current == generation;
+                    layout = rebase(layout, &base, &now, same_bytes).ok_or_else(|| stale(error))?;
+                    (base, generation) = (now, current);
+                    attempt += 1;
+                }
+                committed => break committed?,
             }
-            committed => (layout, committed?),
         };
         *self.content.write() = Content::committed(layout, committed.generation);
         self.shares.store(false, Relaxed);
         Ok(())
-    }
-
-    /// `layout`, whose committed part was moved or sealed while the file was open, over where those bytes lie now.
-    /// `error` is what is wrong if that is not all.
-    async fn rebase(&self, layout: FileLayout, generation: u64, error: Error) -> Result<FileLayout> {
-        let (now, current) = self.store.tree.layout(self.ino).await?;
-        let base = self.look(|content| content.base().clone());
-        // Of one generation, `base` and `now` hold the same bytes at the same places.
-        match now.single_blob() {
-            Some(moved) if current == generation && base != now => Ok(layout.moved_into(&base, moved)),
-            _ => Err(error),
-        }
     }
 
     /// Moves inline bytes out of memory: into a running upload if they are the whole file, else into an owned blob.
@@ -334,9 +339,13 @@ impl OpenInode {
     /// Completes a running upload and commits it as the whole file.
     async fn finish_stream(&self, writer: &mut Writer) -> Result<()> {
         let Some(Stream { upload, placement }) = writer.stream.take() else { return Ok(()) };
-        match self.store.complete(upload, &placement).await {
+        let committed = match self.store.complete(upload, &placement).await {
             Ok(info) => self.replace_layout(FileLayout::of_blob(info.blob())).await,
+            Err(error) => Err(error),
+        };
+        match committed {
             Err(error) => Err(self.lose_stream(writer, error).await),
+            Ok(()) => Ok(()),
         }
     }
 
@@ -350,13 +359,16 @@ impl OpenInode {
         {
             tracing::warn!(ino = %self.ino, error = %abort, "could not abort the failed upload");
         }
+        self.fall_back().await;
+        error
+    }
+
+    /// Shows what was committed last instead of bytes that are lost.
+    async fn fall_back(&self) {
         match self.store.tree.layout(self.ino).await {
             Ok((layout, generation)) => *self.content.write() = Content::committed(layout, generation),
-            Err(read) => {
-                tracing::error!(ino = %self.ino, error = %read, "could not read the last content back")
-            }
+            Err(error) => tracing::error!(ino = %self.ino, %error, "could not read the last content back"),
         }
-        error
     }
 
     /// Brings a file that lies in owned blobs together as a plain object at its own path, if policy and path allow it;
@@ -379,6 +391,24 @@ impl OpenInode {
         self.shares.store(false, Relaxed);
         Ok(true)
     }
+}
+
+/// `layout`, which was made of new bytes and of `base`, after the tree went over to `now`: another place of the same
+/// bytes, or an outsider's object. Where nothing of `base` is left the last writer wins; `None` where an outsider took
+/// away what is needed.
+fn rebase(layout: FileLayout, base: &FileLayout, now: &FileLayout, same_bytes: bool) -> Option<FileLayout> {
+    if !layout.blobs().any(|blob| base.blobs().any(|old| old == blob)) {
+        return (!same_bytes).then_some(layout);
+    }
+    match now.single_blob() {
+        Some(moved) if same_bytes && base != now => Some(layout.moved_into(base, moved)),
+        _ => None,
+    }
+}
+
+fn stale(conflict: Error) -> Error {
+    Error::new(ErrorKind::Stale, "the file was replaced in the bucket while it was being written")
+        .with_source(conflict)
 }
 
 /// Whether an error means that the bytes may merely lie elsewhere by now.

@@ -71,6 +71,10 @@ impl Store {
             let placement = self.place(ino).await?;
             match self.bucket.put(placement.key(), content.clone(), condition(&placement)).await {
                 Err(error) if error.kind() == ErrorKind::Conflict && attempt < PLACE_ATTEMPTS => attempt += 1,
+                Err(error) if error.kind() == ErrorKind::Conflict => {
+                    let message = format!("`{}` is changed in the bucket again and again", placement.key());
+                    return Err(Error::new(ErrorKind::Unavailable, message).with_source(error));
+                }
                 Err(error) => return Err(error),
                 Ok(info) => {
                     let blob = info.blob();

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use forebay_core::units::MIB;
-use forebay_core::{ErrorKind, ObjectKey};
+use forebay_core::{ErrorKind, FileLayout, ObjectKey, Timestamp};
 use forebay_io::mem::Class;
 use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
 
@@ -227,5 +227,43 @@ fn a_failure_stays_for_its_writer() {
             handle.release().await.expect("release");
         }
         assert_eq!(object(&bucket, "f").await, "theirs");
+    });
+}
+
+/// A whole new content replaces what an outsider put under the file's name meanwhile; new bytes over old ones that an
+/// outsider took away are lost, which is told once.
+#[test]
+fn the_last_writer_of_a_whole_file_wins_and_parts_of_a_replaced_one_are_lost() {
+    run(async {
+        let bucket = Bucket::in_memory();
+        let put = |key: &'static str, content: &'static str| {
+            let bucket = bucket.clone();
+            async move { bucket.put(&ObjectKey::new(key), content.into(), Condition::Always).await.expect("put") }
+        };
+        put("whole", "old").await;
+        put("part", "old bytes").await;
+        let fixture = Fixture::new(bucket.clone());
+        let volume = fixture.open().await;
+
+        let whole = open(&volume, "whole", Access { truncate: true, ..READ_WRITE }).await;
+        whole.write(0, Bytes::from_static(b"new bytes")).await.expect("write");
+        put("whole", "theirs").await;
+        whole.fsync().await.expect("the new content is put over theirs");
+        whole.fsync().await.expect("nothing is left to do");
+        assert_eq!(object(&bucket, "whole").await, "new bytes");
+
+        let part = open(&volume, "part", READ_WRITE).await;
+        part.write(4, Bytes::from_static(b"BYTES")).await.expect("write");
+        let tree = volume.tree();
+        let (_, generation) = tree.layout(part.ino()).await.expect("a layout");
+        let theirs = bucket.put(&tree.fresh_blob(), "theirs".into(), Condition::IfAbsent).await.expect("put");
+        let layout = FileLayout::of_blob(theirs.blob());
+        tree.commit_layout(part.ino(), generation, layout, Timestamp::default()).await.expect("a commit");
+        assert_eq!(part.fsync().await.expect_err("`old ` is gone").kind(), ErrorKind::Stale);
+        part.fsync().await.expect("told once");
+        assert_eq!(part.read(0, 20).await.expect("read"), "theirs");
+        for handle in [part, whole] {
+            handle.release().await.expect("release");
+        }
     });
 }
