@@ -10,7 +10,7 @@ pub(crate) fn rounds(base: u64) -> u64 {
     base * scale.unwrap_or(1u64)
 }
 
-/// A seeded generator that prints its seed when the test that holds it panics.
+/// A seeded generator that prints its seed when the test that holds it panics; `FOREBAY_TEST_SEED` repeats a run.
 pub(crate) struct Chance {
     seed: u64,
     rng: Rng,
@@ -22,9 +22,10 @@ impl Chance {
         Self { seed, rng: Rng::seeded(seed) }
     }
 
-    /// A seed of its own: a failing run prints it.
+    /// Seeded by `FOREBAY_TEST_SEED`, else by chance: a failing run prints it.
     pub(crate) fn fresh() -> Self {
-        Self::seeded(Rng::system().u64())
+        let given = std::env::var("FOREBAY_TEST_SEED").ok().and_then(|seed| seed.parse().ok());
+        Self::seeded(given.unwrap_or_else(|| Rng::system().u64()))
     }
 
     pub(crate) fn next(&mut self) -> u64 {
@@ -53,7 +54,7 @@ impl Drop for Chance {
     fn drop(&mut self) {
         if std::thread::panicking() {
             use std::io::Write;
-            let _ = writeln!(std::io::stderr(), "the random test failed with seed {}", self.seed);
+            let _ = writeln!(std::io::stderr(), "repeat with FOREBAY_TEST_SEED={}", self.seed);
         }
     }
 }

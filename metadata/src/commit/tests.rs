@@ -241,7 +241,7 @@ async fn what_is_in_memory_is_answered_at_once() {
         assert_eq!(fetches(), before);
         // What a transaction says is absent is not looked for, and what comes there later is seen.
         let made = |txn: &mut Txn<'_>| {
-            txn.is_absent("new");
+            txn.know_absent("new");
             txn.put("made", "1")
         };
         committer.transact(Durability::Buffered, made).await.expect("transaction");
@@ -264,7 +264,7 @@ async fn what_comes_and_goes_within_a_batch_is_not_written() {
         committer.transact(Durability::Buffered, work).await.expect("transaction");
     };
     change(|txn| {
-        txn.is_absent("passing");
+        txn.know_absent("passing");
         txn.put("passing", "1")
     })
     .await;

@@ -144,7 +144,7 @@ impl<'a> Txn<'a> {
 
     /// Says that neither the engine nor any transaction before holds `key`, as for a number that nothing ever had: it
     /// need not be looked for there.
-    pub fn is_absent(&mut self, key: impl Into<Bytes>) {
+    pub fn know_absent(&mut self, key: impl Into<Bytes>) {
         self.absent.push(key.into());
     }
 

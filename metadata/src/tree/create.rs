@@ -36,8 +36,8 @@ pub(super) fn create(
     if new.kind == FileKind::File {
         // What the first write of the file looks for.
         let keys = change.keys();
-        change.txn.is_absent(keys.intent(ino));
-        change.txn.is_absent(keys.xattr(ino, b"security.capability"));
+        change.txn.know_absent(keys.intent(ino));
+        change.txn.know_absent(keys.xattr(ino, b"security.capability"));
     }
     change.put_inode(ino, &inode)?;
     change.put_dentry(parent, name, Dentry { ino, kind: new.kind })?;

@@ -1,0 +1,180 @@
+//! The bytes of files: holes, appending, mappings, direct I/O, locks, a full bucket.
+
+use super::*;
+
+/// Promise S30: A file may have holes up to 16 TiB: they read as zeros, take no room in the bucket and do not count in
+/// `st_blocks`; SEEK_HOLE and SEEK_DATA find them, and fallocate makes them.
+#[test]
+fn holes_take_no_room() {
+    if !require_fuse("holes_take_no_room") {
+        return;
+    }
+    let mut walk = Walk::new();
+    walk.python(
+        r#"
+libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
+def fallocate(file, mode, offset, length):
+    if libc.fallocate(file, mode, offset, length):
+        raise OSError(ctypes.get_errno(), "fallocate")
+
+end = 16 << 40
+file = os.open("sparse", os.O_RDWR | os.O_CREAT)
+os.pwrite(file, b"a", 1 << 20)
+os.pwrite(file, b"z", end - 1)
+for _ in range(2):
+    at = os.fstat(file)
+    assert at.st_size == end and at.st_blocks * 512 < 1 << 20, at
+    assert os.lseek(file, 0, os.SEEK_DATA) == 1 << 20
+    assert os.lseek(file, 1 << 20, os.SEEK_HOLE) == (1 << 20) + 1
+    assert os.lseek(file, (1 << 20) + 1, os.SEEK_DATA) == end - 1
+    fails(errno.ENXIO, os.lseek, file, end, os.SEEK_DATA)
+    assert os.pread(file, 3, (1 << 20) - 1) == b"\0a\0" and os.pread(file, 3, end - 2) == b"\0z"
+    os.fsync(file)
+os.close(file)
+
+KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 1, 2, 16
+file = os.open("allocated", os.O_RDWR | os.O_CREAT)
+fallocate(file, 0, 0, 8192)
+fallocate(file, KEEP_SIZE, 0, 16384)
+assert os.fstat(file).st_size == 8192
+os.pwrite(file, b"x" * 8192, 0)
+fallocate(file, 0, 0, 8192)
+fallocate(file, PUNCH_HOLE | KEEP_SIZE, 4096, 2048)
+fallocate(file, ZERO_RANGE, 8000, 1000)
+fallocate(file, ZERO_RANGE | KEEP_SIZE, 8500, 9000)
+assert os.pread(file, 1 << 20, 0) == b"x" * 4096 + bytes(2048) + b"x" * 1856 + bytes(1000)
+for mode in [PUNCH_HOLE, 0x08, 0x20, 0x40]:
+    fails(errno.EOPNOTSUPP, fallocate, file, mode, 0, 4096)
+"#,
+    );
+    walk.mount.unmount();
+    walk.mount.remount(&walk.scratch.join("other-home"));
+    walk.python("assert os.stat('sparse').st_size == 16 << 40 and os.stat('sparse').st_blocks < 4096");
+}
+
+/// Promise S37: Appending writers of one file never mix: each write of up to 128 KiB with O_APPEND stays whole and loses
+/// no other, from any number of processes.
+#[test]
+fn appending_writers_do_not_mix() {
+    if !require_fuse("appending_writers_do_not_mix") {
+        return;
+    }
+    let walk = Walk::new();
+    walk.python(
+        r#"
+def append(writer):
+    file = os.open("log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for number in range(100):
+        size = [50, 5000, 128 << 10][number % 3]
+        os.write(file, (b"%d %d " % (writer, number)).ljust(size - 1, b"%d" % writer) + b"\n")
+    os.close(file)
+    os._exit(0)
+children = []
+for writer in range(4):
+    child = os.fork()
+    if child == 0:
+        append(writer)
+    children.append(child)
+for child in children:
+    assert os.waitpid(child, 0)[1] == 0
+lines = get("log").split(b"\n")
+assert lines.pop() == b"" and len(lines) == 400
+for writer in range(4):
+    own = [line.split(b" ") for line in lines if line.startswith(b"%d " % writer)]
+    assert [int(number) for _, number, _ in own] == list(range(100))
+    assert all(set(rest) == {ord("0") + writer} for _, _, rest in own)
+"#,
+    );
+}
+
+/// Promise S38: Within one mount flock, fcntl and open-file-description locks hold between processes; shared writable
+/// mappings are written back by msync, and after the last close; O_DIRECT reads and writes what others see.
+#[test]
+fn locks_mappings_and_direct_io_work() {
+    if !require_fuse("locks_mappings_and_direct_io_work") {
+        return;
+    }
+    let mut walk = Walk::new();
+    walk.python(
+        r#"
+file = os.open("locked", os.O_RDWR | os.O_CREAT)
+def child(call):
+    return as_user(0, 0, call)
+NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
+fcntl.flock(file, fcntl.LOCK_EX)
+assert child(lambda: fcntl.flock(os.open("locked", os.O_RDWR), NOW)) == errno.EAGAIN
+fcntl.flock(file, fcntl.LOCK_UN)
+assert child(lambda: fcntl.flock(os.open("locked", os.O_RDWR), NOW)) == 0
+fcntl.lockf(file, fcntl.LOCK_EX, 10, 0)
+assert child(lambda: fcntl.lockf(os.open("locked", os.O_RDWR), NOW, 5, 5)) == errno.EAGAIN
+assert child(lambda: fcntl.lockf(os.open("locked", os.O_RDWR), NOW, 5, 10)) == 0
+fcntl.lockf(file, fcntl.LOCK_UN)
+F_OFD_SETLK = 37
+fcntl.fcntl(file, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 10, 0))
+other = os.open("locked", os.O_RDWR)
+fails(errno.EAGAIN, fcntl.fcntl, other, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 5, 10, 0))
+
+put("mapped", bytes(3 * 4096))
+file = os.open("mapped", os.O_RDWR)
+memory = mmap.mmap(file, 3 * 4096)
+memory[:5] = b"first"
+memory.flush()
+assert get("mapped")[:5] == b"first"
+os.close(file)
+memory[8192:8196] = b"last"
+memory.close()
+
+page = mmap.mmap(-1, 8192)
+page[:] = b"d" * 8192
+file = os.open("direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+assert os.writev(file, [page]) == 8192 and get("direct") == b"d" * 8192
+put("direct", b"e" * 8192)
+assert os.preadv(file, [page], 0) == 8192 and page[:] == b"e" * 8192
+"#,
+    );
+    walk.mount.unmount();
+    walk.mount.remount(&walk.scratch.join("other-home"));
+    walk.python("mapped = get('mapped'); assert mapped[:5] == b'first' and mapped[8192:8196] == b'last'");
+}
+
+/// Promise S36: Bytes that cannot be brought into the bucket are told once by fsync or close, as EIO, ENOSPC or ESTALE; the
+/// file then has the content that was committed before.
+#[test]
+fn a_full_bucket_is_told_once() {
+    if !require_fuse("a_full_bucket_is_told_once") {
+        return;
+    }
+    let mut is_small = false;
+    let mut walk = Walk::over(|bucket| {
+        is_small = shell(bucket, "mount -t tmpfs -o size=40m forebay-test .").code == Some(0);
+    });
+    if !is_small {
+        return skip("a_full_bucket_is_told_once", "mounting a tmpfs needs root");
+    }
+    let bucket = walk.scratch.join("bucket");
+    walk.python(
+        r#"
+put("small", b"small")
+file = os.open("big", os.O_RDWR | os.O_CREAT)
+os.pwrite(file, b"before", 0)
+os.fsync(file)
+writer = os.open("big", os.O_WRONLY | os.O_TRUNC)
+for at in range(64):
+    try:
+        os.pwrite(writer, b"x" * (1 << 20), at << 20)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+        break
+fails(errno.ENOSPC, os.fsync, writer)
+os.fsync(writer)
+os.close(writer)
+assert os.pread(file, 100, 0) == b"before" and get("small") == b"small"
+os.unlink("big")
+os.close(file)
+put("after", b"y" * 1000000)
+assert len(get("after")) == 1000000
+"#,
+    );
+    walk.mount.unmount();
+    shell(Path::new("/"), &format!("umount -l {}", bucket.display())).succeeded();
+}
