@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 
 use forebay_io::object::{Bucket, StoreSettings};
 use forebay_tests::s3::Server;
-use forebay_tests::settings::skip;
 use forebay_tests::{Forebay, Mount, Scratch, Seeded, require_fuse, scale};
 use futures::StreamExt;
 use rand::rngs::StdRng;
@@ -285,12 +284,7 @@ async fn a_load_that_is_killed_keeps_what_was_synced() {
 /// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_load_on_s3_that_is_killed_keeps_what_was_synced() {
-    const NAME: &str = "a_load_on_s3_that_is_killed_keeps_what_was_synced";
-    if scale() == 1 {
-        // A failure that is known must not hide others; long runs meet it.
-        return skip(NAME, "an fsync says EBUSY about once in a hundred rounds, see docs/promises.md");
-    }
-    if require_fuse(NAME) {
+    if require_fuse("a_load_on_s3_that_is_killed_keeps_what_was_synced") {
         let server = Server::for_volume();
         let bucket = server.bucket("a/prefix").await;
         // The killed mount's lease would be waited for.
