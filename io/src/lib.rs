@@ -3,6 +3,7 @@
 
 pub mod clock;
 pub mod rng;
+pub mod lock_file;
 pub mod task;
 pub mod mem;
 pub mod codec;

@@ -3,7 +3,6 @@
 
 #[cfg(test)]
 mod testing;
-mod lock_file;
 pub mod kv;
 pub mod commit;
 pub mod volume_file;

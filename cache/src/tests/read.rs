@@ -133,6 +133,7 @@ async fn what_is_not_in_the_block_is_refused() {
 
 #[tokio::test]
 async fn memory_stays_under_its_ceiling() {
+    let mut evictions = 0;
     for seed in 0..rounds(3) {
         let random = Rng::seeded(seed);
         let world = World::new();
@@ -149,8 +150,9 @@ async fn memory_stays_under_its_ceiling() {
             let held = node.counters().memory_bytes;
             assert!(held <= ceiling, "seed {seed}: {held} bytes over {ceiling}");
         }
-        assert!(node.counters().memory_evictions > 0, "seed {seed}");
+        evictions += node.counters().memory_evictions;
     }
+    assert!(evictions > 0, "no ceiling was reached");
 }
 
 #[tokio::test]

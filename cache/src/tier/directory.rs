@@ -7,11 +7,11 @@
 //! All numbers are hexadecimal. The name says everything the index needs, so opening reads names only. Whatever
 //! else lies below `v1` is removed: the directory holds only copies.
 
-use std::fs::File;
 use std::io::ErrorKind as Io;
 use std::path::{Path, PathBuf};
 
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::lock_file::{LockFile, Locked};
 use parking_lot::Mutex;
 
 use crate::block::BlockId;
@@ -25,7 +25,7 @@ pub(crate) struct Directory {
     root: PathBuf,
     blocks: PathBuf,
     /// `None` after closing.
-    lock: Mutex<Option<File>>,
+    lock: Mutex<Option<LockFile>>,
 }
 
 impl Directory {
@@ -41,17 +41,15 @@ impl Directory {
             )
         };
         std::fs::create_dir_all(root).map_err(failed)?;
-        let lock = File::options().create(true).truncate(false).write(true).open(root.join("lock"));
-        let lock = lock.map_err(failed)?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(std::fs::TryLockError::WouldBlock) => {
-                let message = format!("cache directory {shown} is in use by another process");
+        let own = std::process::id().to_string();
+        let lock = match LockFile::lock(&root.join("lock"), &own).map_err(failed)? {
+            Locked::Mine(lock) => lock,
+            Locked::By(process) => {
+                let message = format!("cache directory {shown} is in use by process {process}");
                 let hint = "give every mount or node a cache directory of its own";
                 return Err(Error::new(ErrorKind::Conflict, message).with_hint(hint));
             }
-            Err(std::fs::TryLockError::Error(error)) => return Err(failed(error)),
-        }
+        };
         let blocks = root.join("v1");
         if blocks.symlink_metadata().is_ok_and(|found| !found.is_dir()) {
             std::fs::remove_file(&blocks).map_err(failed)?;

@@ -7,7 +7,7 @@
 // LMDB maps a file into memory, and its binding marks the opening unsafe for that.
 #![allow(unsafe_code)]
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::ops::Bound;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,13 +15,13 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::lock_file::{LockFile, Locked};
 use forebay_io::task::blocking;
 use heed::types::Bytes as Raw;
 use heed::{CommitOrAbort, EnvOpenOptions, MdbError, RoTxn, WithoutTls};
 use parking_lot::{Mutex, RwLock};
 
 use super::{Batch, Durability, Engine, Limits, Pair, Snapshot};
-use crate::lock_file::{Locked, lock};
 
 type Env = heed::Env<WithoutTls>;
 type Table = heed::Database<'static, Raw, Raw>;
@@ -52,7 +52,7 @@ pub struct LmdbEngine {
 struct Tree {
     env: Env,
     table: Table,
-    _lock: File,
+    _lock: LockFile,
 }
 
 impl LmdbEngine {
@@ -97,8 +97,8 @@ impl LmdbEngine {
 }
 
 /// Takes the directory's lock, or says which process has it.
-fn take(directory: &Path) -> Result<File> {
-    match lock(&directory.join("forebay.lock"), &std::process::id().to_string())? {
+fn take(directory: &Path) -> Result<LockFile> {
+    match LockFile::lock(&directory.join("forebay.lock"), &std::process::id().to_string())? {
         Locked::Mine(file) => Ok(file),
         Locked::By(process) => {
             let message = format!("it is in use by process {process}");

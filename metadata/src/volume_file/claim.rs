@@ -1,11 +1,11 @@
 //! Opening a volume: reading or creating its file, and claiming its lease.
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version, VolumeId};
 use forebay_io::clock::Clock;
+use forebay_io::lock_file::LockFile;
 use forebay_io::object::{Bucket, Condition};
 use forebay_io::rng::Rng;
 use forebay_io::task::blocking;
@@ -193,7 +193,7 @@ pub struct Claim {
 enum Right {
     Read,
     Leased(Lease),
-    Locked { bucket: Bucket, state: watch::Sender<LeaseState>, _lock: File },
+    Locked { bucket: Bucket, state: watch::Sender<LeaseState>, _lock: LockFile },
 }
 
 impl Claim {

@@ -1,17 +1,16 @@
 //! The lease of a directory: a locked file, held for as long as its process lives.
 
-use std::fs::File;
 use std::path::Path;
 
 use forebay_core::{Error, ErrorKind, Result};
 
-use crate::lock_file::{self, Locked};
+use forebay_io::lock_file::{LockFile, Locked};
 
 /// Takes the lock for `holder`, or says who has it. Blocks on the disk.
-pub(super) fn lock(bucket: &Path, holder: &str) -> Result<File> {
+pub(super) fn lock(bucket: &Path, holder: &str) -> Result<LockFile> {
     let directory = bucket.join(".forebay");
     std::fs::create_dir_all(&directory)?;
-    match lock_file::lock(&directory.join("volume.lock"), holder)? {
+    match LockFile::lock(&directory.join("volume.lock"), holder)? {
         Locked::Mine(file) => Ok(file),
         Locked::By(other) => {
             let message = format!("the volume is mounted read-write by {other}");
