@@ -6,7 +6,7 @@ Holds a state of many tensors, and answers each line of stdin with one line of J
              threads, the time that a save holds the training up, and the time until it is committed
     restore  {"memcpy_s", "restore_s", "bytes"}: into the existing tensors
     disk     {"write_s", "read_s", "bytes"}: the same bytes written to a plain file and synced, and read back into the
-             memory that they came from, by the same number of threads
+             memory that they came from, by the same number of threads; as many files stay as steps do
     others   {"torch_save_s", "safetensors_s", "dcp_save_s", "dcp_async_s", "bytes"}: the same state on the same disk by
              other programs, not synced; of the last the time until it returns
     end      waits for everything and ends
@@ -31,6 +31,8 @@ import forebay
 
 TENSORS = 333
 """As many as in the model that the design was measured with."""
+KEPT = 2
+"""Steps that stay."""
 PIECE = 16 << 20
 """Longest copy of one thread at a time, so that threads share one large tensor."""
 
@@ -122,7 +124,8 @@ class Trainer:
         self._memcpy = Memcpy(list(self._tensors.values()), self._threads)
         self._url = url
         self._step = 0
-        self._checkpointer = forebay.Checkpointer(url, keep=2, copy_threads=self._threads)
+        self._files = 0
+        self._checkpointer = forebay.Checkpointer(url, keep=KEPT, copy_threads=self._threads)
         self._checkpointer.prepare(self._state())
 
     def save(self) -> dict[str, float]:
@@ -145,10 +148,12 @@ class Trainer:
         return {"memcpy_s": memcpy, "restore_s": time.perf_counter() - start, "bytes": self._bytes}
 
     def disk(self) -> dict[str, float]:
-        path = os.path.join(self._folder, "raw")
+        path = os.path.join(self._folder, f"raw{self._files}")
         write = self._memcpy.write(path)
         read = self._memcpy.read(path)
-        os.unlink(path)
+        self._files += 1
+        if self._files > KEPT:
+            os.unlink(os.path.join(self._folder, f"raw{self._files - 1 - KEPT}"))
         return {"write_s": write, "read_s": read, "bytes": self._bytes}
 
     def others(self) -> dict[str, float]:
