@@ -38,6 +38,9 @@ const KEEP_SIZE: i32 = 0x01;
 const PUNCH_HOLE: i32 = 0x02;
 const ZERO_RANGE: i32 = 0x10;
 
+/// Processes that are told apart as writers of one handle.
+const MAX_WRITERS: usize = 32;
+
 /// An open file. Methods that write are not cancel-safe: callers run them in tasks of their own.
 #[derive(Debug)]
 pub struct File {
@@ -45,6 +48,15 @@ pub struct File {
     volume: Arc<Volume>,
     access: Access,
     prefetch: Mutex<Prefetch>,
+    writers: Mutex<Writers>,
+}
+
+/// Who wrote through a handle and has not closed it since. Forked processes share a handle.
+#[derive(Debug, Default)]
+struct Writers {
+    named: Vec<u64>,
+    /// Some write did not say who made it, or too many did.
+    is_incomplete: bool,
 }
 
 impl File {
@@ -53,7 +65,7 @@ impl File {
         if access.write {
             inode.enter_writer();
         }
-        Self { inode, volume, access, prefetch }
+        Self { inode, volume, access, prefetch, writers: Mutex::default() }
     }
 
     /// The inode.
@@ -138,6 +150,29 @@ impl File {
     /// close(2): commits what was written. The bytes are in the bucket on return, the name within 5 s.
     pub async fn flush(&self) -> Result<()> {
         if self.access.write { self.inode.flush().await } else { Ok(()) }
+    }
+
+    /// Notes that the next write is made by the process whose descriptors are `writer`.
+    pub fn note_writer(&self, writer: Option<u64>) {
+        let mut writers = self.writers.lock();
+        match writer {
+            Some(writer) if writers.named.contains(&writer) => {}
+            Some(writer) if writers.named.len() < MAX_WRITERS => writers.named.push(writer),
+            _ => writers.is_incomplete = true,
+        }
+    }
+
+    /// close(2) by the process whose descriptors are `closer`: as [`Self::flush`], unless only others wrote. A child
+    /// that is forked while its parent writes closes copies of the parent's descriptors: what is half-written stays so.
+    pub async fn close(&self, closer: u64) -> Result<()> {
+        let leaves_it_to_others = {
+            let mut writers = self.writers.lock();
+            let others =
+                !writers.is_incomplete && !writers.named.is_empty() && !writers.named.contains(&closer);
+            writers.named.retain(|writer| *writer != closer);
+            others
+        };
+        if leaves_it_to_others { Ok(()) } else { self.flush().await }
     }
 
     /// fsync(2): bytes and metadata are in the bucket on return.

@@ -297,20 +297,22 @@ impl Filesystem for Dispatch {
         data: &[u8],
         write_flags: WriteFlags,
         _flags: Flags,
-        _lock_owner: Option<LockOwner>,
+        lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
         let data = self.buffers.copy(data);
         let clears_setid = write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         let (file, handle) = (convert::inode(ino), convert::handle(handle));
+        let writer = lock_owner.map(|owner| owner.0);
         self.run("write", ino, |fs| async move {
+            fs.note_writer(handle, writer);
             replies::written(reply, fs.write(file, handle, offset, data, clears_setid).await);
         });
     }
 
-    fn flush(&self, _: &Request, ino: INodeNo, handle: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+    fn flush(&self, _: &Request, ino: INodeNo, handle: FileHandle, owner: LockOwner, reply: ReplyEmpty) {
         self.run("flush", ino, |fs| async move {
-            replies::empty(reply, fs.flush(convert::handle(handle)).await);
+            replies::empty(reply, fs.close(convert::handle(handle), owner.0).await);
         });
     }
 

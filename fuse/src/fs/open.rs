@@ -111,6 +111,22 @@ impl FileSystem {
         Ok(self.files.get(handle)?.flush().await?)
     }
 
+    /// The same by the process whose descriptors are `closer`: one that wrote nothing, while others did, commits
+    /// nothing either.
+    pub async fn close(&self, handle: Handle, closer: u64) -> FsResult<()> {
+        if self.policy.dataset {
+            return Err(Errno(libc::ENOSYS));
+        }
+        Ok(self.files.get(handle)?.close(closer).await?)
+    }
+
+    /// Notes who makes the next write to a handle: the process whose descriptors are `writer`, where the kernel says.
+    pub fn note_writer(&self, handle: Handle, writer: Option<u64>) {
+        if let Ok(file) = self.files.get(handle) {
+            file.note_writer(writer);
+        }
+    }
+
     /// fsync(2) and fdatasync(2): durable in the bucket on return.
     pub async fn sync_file(&self, handle: Handle) -> FsResult<()> {
         if self.volume.read_only() {

@@ -178,3 +178,53 @@ assert len(get("after")) == 1000000
     walk.mount.unmount();
     shell(Path::new("/"), &format!("umount -l {}", bucket.display())).succeeded();
 }
+
+/// Promise S44: A file that is being written through a write-only descriptor is published by its writers' close or fsync,
+/// not by a child that was forked meanwhile and closes its copy of the descriptor
+#[test]
+fn a_forked_child_publishes_nothing_of_its_parent() {
+    if !require_fuse("a_forked_child_publishes_nothing_of_its_parent") {
+        return;
+    }
+    let walk = Walk::new();
+    let bucket = walk.scratch.join("bucket");
+    walk.python(&format!(
+        r#"
+bucket = {:?}
+file = os.open("file", os.O_WRONLY | os.O_CREAT, 0o644)
+def child(work):
+    if os.fork() == 0:
+        work()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+
+os.write(file, b"half")
+child(lambda: os.close(file))
+assert not os.path.exists(bucket + "/file"), "half a file was published"
+child(lambda: os.execv("/bin/true", ["true"]))
+assert not os.path.exists(bucket + "/file"), "half a file was published"
+# One that writes is a writer like its parent.
+child(lambda: (os.write(file, b" and half"), os.close(file)))
+assert get(bucket + "/file") == b"half and half"
+os.write(file, b", whole")
+os.close(file)
+assert get("file") == b"half and half, whole"
+
+# Whoever opens a file and leaves the writing to a child, as a shell does, has nothing to publish.
+file = os.open("redirected", os.O_WRONLY | os.O_CREAT, 0o644)
+ready, done = os.pipe(), os.pipe()
+if os.fork() == 0:
+    os.write(file, b"from the child")
+    os.write(ready[1], b"!")
+    os.read(done[0], 1)
+    os._exit(0)
+os.read(ready[0], 1)
+os.close(file)
+assert not os.path.exists(bucket + "/redirected")
+os.write(done[1], b"!")
+os.wait()
+assert get(bucket + "/redirected") == b"from the child"
+"#,
+        bucket.display().to_string()
+    ));
+}
