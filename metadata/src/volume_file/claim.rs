@@ -15,6 +15,9 @@ use super::lease::{Held, Lease, LeaseSettings, LeaseState};
 use super::lock::lock;
 use super::record::{EngineKind, LeaseRecord, VolumeRecord};
 
+/// How long requests of a mount that was taken over may still be on their way.
+const LATE_REQUESTS: Duration = Duration::from_secs(1);
+
 /// What a volume is opened for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
@@ -59,8 +62,10 @@ impl VolumeFile {
     /// Opens the volume, and creates its record when there is none and `access` allows.
     ///
     /// For `ReadWrite` this waits, when another's lease is recorded, until that one is seen renewing or its
-    /// counter has stood still for a whole lease. `take_over` does not wait: the one before is then stopped by
-    /// the engine's fence at its next write, and by its next renewal.
+    /// counter has stood still for a whole lease. `take_over` does not wait for that: the one before is then stopped
+    /// by the engine's fence at its next write, and by its next renewal. It waits a second for requests of the one
+    /// before that the store has yet to carry out: copies and deletions have no condition that would keep them from
+    /// what is written from now on.
     ///
     /// # Errors
     /// `Conflict`, naming the holder, when another writes to the volume; `Corrupt` or `Unsupported` when the
@@ -83,9 +88,10 @@ impl VolumeFile {
         let bucket = self.bucket.with_deadline_ms(patience_ms);
         for _ in 0..MOST_TRIES {
             let found = read(&bucket).await?;
-            if let Some((record, version)) = &found
-                && let Some(lease) = &record.lease
-                && lease.holder != holder
+            let other = found.as_ref().and_then(|(record, version)| Some((record.lease.as_ref()?, version)));
+            let other = other.filter(|(lease, _)| lease.holder != holder);
+            let took_over = take_over && other.is_some();
+            if let Some((lease, version)) = other
                 && !take_over
             {
                 self.wait_until_stale(lease, version).await?;
@@ -98,6 +104,12 @@ impl VolumeFile {
             let sent = self.clock.now();
             match bucket.put(&ObjectKey::new(VolumeRecord::KEY), record.encode(), condition).await {
                 Ok(put) => {
+                    if took_over {
+                        tracing::info!(
+                            "took the volume over: waiting for requests that the one before had sent"
+                        );
+                        self.clock.sleep(LATE_REQUESTS).await;
+                    }
                     let held = Held { bucket, record: record.clone(), version: put.version };
                     let lease = Lease::keep(held, self.settings.duration, &self.clock, sent);
                     return Ok(Claim { record: Some(record), right: Right::Leased(lease) });
