@@ -16,6 +16,11 @@ use futures::StreamExt;
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
 
+#[path = "crash/power.rs"]
+mod power;
+
+use power::PowerDisk;
+
 /// Threads that write at once, each in a directory of its own.
 const WRITERS: usize = 3;
 /// Longest that the first fsync of a round may take.
@@ -277,7 +282,7 @@ async fn a_load_that_is_killed_keeps_what_was_synced() {
         let scratch = Scratch::new();
         let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
         let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
-        load_and_kill(&bucket, &[], &[], 10 * scale()).await;
+        load_and_kill(&bucket, None, &[], &[], 10 * scale()).await;
     }
 }
 
@@ -288,11 +293,32 @@ async fn a_load_on_s3_that_is_killed_keeps_what_was_synced() {
         let server = Server::for_volume();
         let bucket = server.bucket("a/prefix").await;
         // The killed mount's lease would be waited for.
-        load_and_kill(&bucket, &["--take-over"], &server.envs(), 10 * scale()).await;
+        load_and_kill(&bucket, None, &["--take-over"], &server.envs(), 10 * scale()).await;
     }
 }
 
-async fn load_and_kill(bucket: &Bucket, options: &[&str], variables: &[(String, String)], rounds: usize) {
+/// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_on_a_disk_whose_power_fails_keeps_what_was_synced() {
+    if require_fuse("a_load_on_a_disk_whose_power_fails_keeps_what_was_synced") {
+        let scratch = Scratch::new();
+        let disk = PowerDisk::mount(scratch.folder("disk"));
+        let folder = disk.path().join("bucket");
+        fs::create_dir(&folder).and_then(|()| File::open(disk.path())?.sync_all()).expect("a folder");
+        let url = format!("file://{}", folder.display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        load_and_kill(&bucket, Some(disk), &[], &[], 10 * scale()).await;
+    }
+}
+
+/// Kills the mount under a load, `rounds` times; where the bucket lies on a `disk`, its power goes at the same time.
+async fn load_and_kill(
+    bucket: &Bucket,
+    mut disk: Option<PowerDisk>,
+    options: &[&str],
+    variables: &[(String, String)],
+    rounds: usize,
+) {
     let (mut rng, scratch) = (Seeded::new(), Scratch::new());
     let (url, folder) = (bucket.url().to_string(), scratch.join("mnt"));
     let mut home = scratch.join("home");
@@ -319,6 +345,9 @@ async fn load_and_kill(bucket: &Bucket, options: &[&str], variables: &[(String, 
             mount.kill();
         });
         assert!(!idle(), "a writer had no fsync returned in round {round}: {synced:?}\n{}", mount.log());
+        if let Some(disk) = &mut disk {
+            disk.fail();
+        }
         check_objects(bucket, &writers).await;
         if rng.random_bool(0.5) {
             fs::remove_dir_all(&home).expect("the state and the cache go");

@@ -7,7 +7,7 @@
 // LMDB maps a file into memory, and its binding marks the opening unsafe for that.
 #![allow(unsafe_code)]
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::ops::Bound;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -76,6 +76,7 @@ impl LmdbEngine {
         let env = unsafe { options.open(&directory) }.map_err(|error| at(convert(error)))?;
         cover_missing_tail(&env, &directory).map_err(at)?;
         let (table, epoch) = begin_epoch(&env).map_err(|error| at(convert(error)))?;
+        keep_names(&directory).map_err(|error| at(error.into()))?;
         let limits = Limits { max_key_bytes: env.max_key_size(), max_value_bytes: 64 << 20 };
         let tree = RwLock::new(Some(Arc::new(Tree { env, table, _lock: lock })));
         Ok(Self { tree, directory, epoch, limits })
@@ -106,6 +107,12 @@ fn take(directory: &Path) -> Result<LockFile> {
                 .with_hint("unmount it there first; one process at a time may open it"))
         }
     }
+}
+
+/// Syncs the directories above the tree's file, which LMDB does not: what it commits to a file without a name is lost
+/// when the power fails. Two of them may have been made for the tree.
+fn keep_names(directory: &Path) -> std::io::Result<()> {
+    directory.ancestors().take(3).try_for_each(|directory| File::open(directory)?.sync_all())
 }
 
 /// Fills a file that was cut short with zeros, so that reading a lost page is an error and not a bus error.

@@ -1,8 +1,8 @@
 //! A directory as a store.
 //!
 //! Each object is a file at its key. Writes go to a staging file first, are synced, and appear under their key in one
-//! step, after which the directories on the way are synced: an answered write survives a power cut, and readers see
-//! the old bytes or the new ones.
+//! step, after which the directories on the way are synced: an answered write or deletion survives a power cut, and
+//! readers see the old bytes or the new ones.
 //!
 //! - *Create* is a hard link: of any number of racing writers, on any number of hosts, exactly one succeeds.
 //! - *Replace if version* and every other change of a key take a lock file (`flock`) around check and rename: atomic
@@ -11,9 +11,8 @@
 //! - A version is inode, modification time in nanoseconds, and size. A program that rewrites a file in place within
 //!   one tick of the file system's clock and to the same size is not noticed.
 //!
-//! Staging files, unfinished uploads and the lock lie in `.forebay/staging/`, which listings leave out. Deletes are
-//! not synced: after a power cut a deleted object may be back. What dead processes left in the staging folder goes
-//! when it is swept.
+//! Staging files, unfinished uploads and the lock lie in `.forebay/staging/`, which listings leave out. What dead
+//! processes left in the staging folder goes when it is swept.
 
 mod list;
 mod upload;
@@ -118,7 +117,7 @@ impl Service for Directory {
                 self.run(move |inner| inner.put(&key, &payload, &options.mode, token)).await.map(Reply::Put)
             }
             Request::Delete { keys } => {
-                self.run(move |inner| keys.iter().try_for_each(|key| inner.delete(key))).await?;
+                self.run(move |inner| inner.delete_all(&keys)).await?;
                 Ok(Reply::Done)
             }
             Request::List(list) => self.run(move |inner| inner.list(&list)).await.map(Reply::Page),

@@ -1,5 +1,6 @@
 //! Making files appear under their keys in one step, and disappear.
 
+use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path as FilePath, PathBuf};
@@ -114,14 +115,31 @@ impl Inner {
         Err(failed(io::Error::new(io::ErrorKind::NotFound, "its directory is being deleted over and over")))
     }
 
-    pub(super) fn delete(&self, key: &Path) -> Result<()> {
+    /// Deletes objects and syncs the directories that they were in.
+    pub(super) fn delete_all(&self, keys: &[Path]) -> Result<()> {
+        let mut changed = BTreeSet::new();
+        for key in keys {
+            changed.extend(self.delete(key)?.map(|directory| (directory, key)));
+        }
+        for (directory, key) in changed {
+            match sync_directories(&directory, &directory) {
+                // Whoever deleted what was left in it syncs the one above.
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(io_error(key, error)),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the directory that the name is gone from; `None` where it was not there.
+    fn delete(&self, key: &Path) -> Result<Option<PathBuf>> {
         let target = self.file_of(key);
-        self.locked(|| match std::fs::remove_file(&target) {
-            Ok(()) => Ok(()),
+        let was_there = self.locked(|| match std::fs::remove_file(&target) {
+            Ok(()) => Ok(true),
             // A directory is no object.
-            Err(error) if error.kind() == io::ErrorKind::IsADirectory => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => Ok(false),
             Err(error) => match io_error(key, error) {
-                object_store::Error::NotFound { .. } => Ok(()),
+                object_store::Error::NotFound { .. } => Ok(false),
                 other => Err(other),
             },
         })?;
@@ -133,7 +151,7 @@ impl Inner {
             }
             directory = path.parent();
         }
-        Ok(())
+        Ok(directory.filter(|_| was_there).map(FilePath::to_owned))
     }
 
     /// Runs `change` alone among all threads and processes that use this directory through Forebay.
