@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use forebay_core::{ErrorKind, FileLayout};
-use forebay_io::object::{FaultMode, Faults, OperationKind};
+use forebay_io::object::OperationKind;
 
 use super::world::*;
 use crate::records::Records;
@@ -43,26 +43,17 @@ fn files(files: &[(&str, &str)]) -> BTreeMap<String, String> {
 
 #[tokio::test]
 async fn the_mover_can_be_cut_off_at_any_request() {
-    for kind in [OperationKind::Head, OperationKind::Copy, OperationKind::Delete] {
-        for nth in 1..=6 {
-            for (mode, keeps_cache) in
-                [(FaultMode::Before, false), (FaultMode::LoseReply, false), (FaultMode::LoseReply, true)]
-            {
-                println!("{kind:?} {nth} {mode:?} {keeps_cache}");
-                cut_off(kind, nth, mode, keeps_cache).await;
-            }
-        }
+    for cut in Cut::each(&[OperationKind::Head, OperationKind::Copy, OperationKind::Delete], 6) {
+        cut_off(cut).await;
     }
 }
 
-async fn cut_off(kind: OperationKind, nth: u64, mode: FaultMode, keeps_cache: bool) {
+async fn cut_off(cut: Cut) {
     let world = World::memory().await;
     for key in ["a", "b", "d/e", "gone", "x", "y"] {
         world.put(key, key.as_bytes()).await;
     }
-    let faults = Faults::new();
-    let bucket = world.bucket().with_faults(&faults).with_deadline_ms(30);
-    let tree = world.open_over(Some(bucket)).await;
+    let (tree, faults) = cut.open(&world).await;
     rename(&tree, "a", "moved", RenameMode::Replace).await.expect("renamed");
     rename(&tree, "b", "y", RenameMode::Replace).await.expect("renamed");
     rename(&tree, "d", "f", RenameMode::Replace).await.expect("renamed");
@@ -70,14 +61,8 @@ async fn cut_off(kind: OperationKind, nth: u64, mode: FaultMode, keeps_cache: bo
     unlink(&tree, "gone").await.expect("unlinked");
     paths(&tree).await;
     tree.sync().await.expect("synced");
-    faults.script(kind, nth, mode);
-    (nth + 1..nth + 40).for_each(|later| {
-        faults.script(kind, later, FaultMode::Before);
-    });
-    // It fails, or comes to its end because there were fewer requests.
-    let _ = tree.drain().await;
-    world.crash(tree, keeps_cache).await;
-    let tree = world.open().await;
+    cut.strike(&faults);
+    let tree = cut.reopen(&world, tree).await;
     check_files(&world, &tree, &files(&[("f/e", "d/e"), ("moved", "a"), ("x", "b"), ("y", "x")])).await;
 }
 

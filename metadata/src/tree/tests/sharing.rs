@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use forebay_core::{ErrorKind, Result};
-use forebay_io::object::{FaultMode, Faults, OperationKind};
+use forebay_io::object::OperationKind;
 
 use super::world::*;
 use crate::records::Records;
@@ -111,7 +111,7 @@ async fn an_outsider_who_replaces_what_is_lent_leaves_no_wrong_bytes() {
 }
 
 /// No record of a loan is left.
-async fn no_loans(tree: &LocalTree) {
+pub(super) async fn no_loans(tree: &LocalTree) {
     let (start, end) = tree.shared.keys.family(Tag::Loan);
     let left = tree.look(|look| look.reads().scan(&start, &end, 8)).await.expect("records");
     assert!(left.is_empty(), "{left:?}");
@@ -119,42 +119,28 @@ async fn no_loans(tree: &LocalTree) {
 
 #[tokio::test]
 async fn copying_lent_bytes_away_can_be_cut_off_at_any_request() {
-    for kind in [OperationKind::Head, OperationKind::Copy, OperationKind::Put, OperationKind::Delete] {
-        for nth in 1..=4 {
-            for (mode, keeps_cache) in
-                [(FaultMode::Before, false), (FaultMode::LoseReply, false), (FaultMode::LoseReply, true)]
-            {
-                println!("{kind:?} {nth} {mode:?} {keeps_cache}");
-                cut_off(kind, nth, mode, keeps_cache).await;
-            }
-        }
+    let kinds = [OperationKind::Head, OperationKind::Copy, OperationKind::Put, OperationKind::Delete];
+    for cut in Cut::each(&kinds, 4) {
+        cut_off(cut).await;
     }
 }
 
-async fn cut_off(kind: OperationKind, nth: u64, mode: FaultMode, keeps_cache: bool) {
+async fn cut_off(cut: Cut) {
     let world = World::memory().await;
     for key in ["over", "gone", "moved"] {
         world.put(key, key.as_bytes()).await;
     }
-    let faults = Faults::new();
-    let bucket = world.bucket().with_faults(&faults).with_deadline_ms(30);
-    let tree = world.open_over(Some(bucket)).await;
+    let (tree, faults) = cut.open(&world).await;
     for key in ["over", "gone", "moved"] {
         share(&world, &tree, key, &format!("{key}.copy")).await.expect("shared");
     }
     tree.sync().await.expect("synced");
-    faults.script(kind, nth, mode);
-    (nth + 1..nth + 40).for_each(|later| {
-        faults.script(kind, later, FaultMode::Before);
-    });
-    // Each fails, or comes to its end because there were fewer requests.
+    cut.strike(&faults);
     let written = world.write_path(&tree, "over", "new").await.is_ok();
     unlink(&tree, "gone").await.expect("unlinked");
     rename(&tree, "moved", "there", RenameMode::Replace).await.expect("renamed");
     tree.sync().await.expect("synced");
-    let _ = tree.drain().await;
-    world.crash(tree, keeps_cache).await;
-    let tree = world.open().await;
+    let tree = cut.reopen(&world, tree).await;
     for _ in 0..2 {
         check(&world, &tree, &[("over.copy", "over"), ("gone.copy", "gone"), ("moved.copy", "moved")]).await;
         check(&world, &tree, &[("there", "moved")]).await;

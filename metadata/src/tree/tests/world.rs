@@ -12,7 +12,7 @@ use forebay_core::{
     Attributes, Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, VolumeId,
 };
 use forebay_io::clock::Clock;
-use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
+use forebay_io::object::{Bucket, BucketUrl, Condition, FaultMode, Faults, OperationKind, StoreSettings};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use futures::stream::{StreamExt, TryStreamExt};
@@ -80,11 +80,7 @@ impl Engine for DiskEngine {
     }
 
     async fn scan(&self, start: &[u8], end: &[u8], limit: usize) -> Result<Vec<Pair>> {
-        let end = if end.is_empty() { Bound::Unbounded } else { Bound::Excluded(end) };
-        self.with(|power| {
-            let range = power.cached.range::<[u8], _>((Bound::Included(start), end));
-            range.take(limit).map(|(key, value)| (key.clone(), value.clone())).collect()
-        })
+        self.with(|power| pairs(&power.cached, start, end, limit))
     }
 
     fn get_now(&self, key: &[u8]) -> Option<Result<Option<Bytes>>> {
@@ -92,11 +88,11 @@ impl Engine for DiskEngine {
     }
 
     fn scan_now(&self, start: &[u8], end: &[u8], limit: usize) -> Option<Result<Vec<Pair>>> {
-        futures::executor::block_on(async { Some(self.scan(start, end, limit).await) })
+        Some(self.with(|power| pairs(&power.cached, start, end, limit)))
     }
 
     fn snapshot(&self) -> Result<Box<dyn Snapshot>> {
-        Err(Error::new(ErrorKind::Unsupported, "no snapshots of this disk"))
+        self.with(|power| Box::new(Moment(power.cached.clone())) as Box<dyn Snapshot>)
     }
 
     async fn write(&self, batch: Batch, durability: Durability) -> Result<()> {
@@ -128,6 +124,26 @@ impl Engine for DiskEngine {
     async fn close(&self) -> Result<()> {
         self.sync().await
     }
+}
+
+/// What such a disk held at one moment.
+struct Moment(Map);
+
+#[async_trait]
+impl Snapshot for Moment {
+    async fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
+        Ok(self.0.get(key).cloned())
+    }
+
+    async fn scan(&self, start: &[u8], end: &[u8], limit: usize) -> Result<Vec<Pair>> {
+        Ok(pairs(&self.0, start, end, limit))
+    }
+}
+
+fn pairs(map: &Map, start: &[u8], end: &[u8], limit: usize) -> Vec<Pair> {
+    let end = if end.is_empty() { Bound::Unbounded } else { Bound::Excluded(end) };
+    let range = map.range::<[u8], _>((Bound::Included(start), end));
+    range.take(limit).map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
 /// What a world runs on.
@@ -334,6 +350,51 @@ impl World {
         let (directory, name) = split(tree, path).await?;
         let (file, _) = tree.create(directory, name.as_bytes(), new_file(), Existing::Accept).await?;
         self.write(tree, file.ino, text.as_bytes()).await
+    }
+}
+
+/// A way to be cut off: the store fails from the `nth` request of a kind on, and then the power goes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cut {
+    kind: OperationKind,
+    nth: u64,
+    mode: FaultMode,
+    keeps_cache: bool,
+}
+
+impl Cut {
+    /// Every way, up to the request number `most` of each kind.
+    pub(super) fn each(kinds: &[OperationKind], most: u64) -> impl Iterator<Item = Self> {
+        let modes = [(FaultMode::Before, false), (FaultMode::LoseReply, false), (FaultMode::LoseReply, true)];
+        let each = move |kind: OperationKind| {
+            (1..=most)
+                .flat_map(move |nth| modes.map(|(mode, keeps_cache)| Self { kind, nth, mode, keeps_cache }))
+        };
+        kinds.iter().copied().flat_map(each)
+    }
+
+    /// Opens the tree over a store that works until it is told to fail.
+    pub(super) async fn open(&self, world: &World) -> (LocalTree, Faults) {
+        println!("{self:?}");
+        let faults = Faults::new();
+        let bucket = world.bucket().with_faults(&faults).with_deadline_ms(30);
+        (world.open_over(Some(bucket)).await, faults)
+    }
+
+    /// From here on the store fails so.
+    pub(super) fn strike(&self, faults: &Faults) {
+        faults.script(self.kind, self.nth, self.mode);
+        for later in self.nth + 1..self.nth + 40 {
+            faults.script(self.kind, later, FaultMode::Before);
+        }
+    }
+
+    /// Lets the mover come as far as it can, cuts the power, and opens the tree again over a store that works.
+    pub(super) async fn reopen(&self, world: &World, tree: LocalTree) -> LocalTree {
+        // It fails, or comes to its end because there were fewer requests.
+        let _ = tree.drain().await;
+        world.crash(tree, self.keeps_cache).await;
+        world.open().await
     }
 }
 
