@@ -77,6 +77,10 @@ pub(super) enum Line {
         session: u64,
         ino: InodeId,
     },
+    Trash {
+        due_ms: u64,
+        ino: InodeId,
+    },
     Deletion {
         due_ms: u64,
         deletion: Deletion,
@@ -119,8 +123,12 @@ impl Line {
             Tag::References => Self::References(References::decode(value)?),
             Tag::Loan => Self::Loan(Loan::decode(value)?),
             Tag::Orphan => {
-                let (session, ino) = keys.orphan_in(key)?;
+                let (session, ino) = keys.number_and_ino_in(key)?;
                 Self::Orphan { session, ino }
+            }
+            Tag::Trash => {
+                let (due_ms, ino) = keys.number_and_ino_in(key)?;
+                Self::Trash { due_ms, ino }
             }
             Tag::Deletion => {
                 Self::Deletion { due_ms: keys.number_in(key)?, deletion: Deletion::decode(value)? }
@@ -148,6 +156,7 @@ impl Line {
             Self::References(references) => (keys.references(references.key.as_str()), references.encode()),
             Self::Loan(loan) => (keys.loan(&loan.blob), loan.encode()),
             Self::Orphan { session, ino } => (keys.orphan(*session, *ino), encode_plain(b"")),
+            Self::Trash { due_ms, ino } => (keys.trash(*due_ms, *ino), encode_plain(b"")),
             Self::Deletion { due_ms, deletion } => {
                 (keys.deletion(*due_ms, deletion.blob.key.as_str()), deletion.encode())
             }
@@ -214,6 +223,7 @@ mod tests {
             Line::Move { ino: InodeId(2), what },
             r#"{"move":{"ino":2,"what":{"subtree":{"prefixes":["a/"]}}}}"#,
         );
+        check(Line::Trash { due_ms: 4, ino: InodeId(2) }, r#"{"trash":{"due_ms":4,"ino":2}}"#);
         let end = End { records: 1, blake3: "00".into() };
         check(Line::End(end), r#"{"end":{"records":1,"blake3":"00"}}"#);
     }

@@ -31,6 +31,8 @@ pub(super) enum Damage {
     WrongLoan { blob: forebay_core::Blob, recorded: u64, found: u64 },
     /// A directory without a place to be listed from, or with one that is not its own.
     WrongImportState { ino: InodeId, why: &'static str },
+    /// Something in the trash that is missing, or that was not deleted.
+    StrayTrash { ino: InodeId, due_ms: u64 },
     /// A claim on a key that nothing makes.
     EmptyClaim { key: ObjectKey },
     /// The counts of the volume.
@@ -91,7 +93,10 @@ impl Damage {
             Self::WrongReferences { recorded, found, .. } | Self::WrongLoan { recorded, found, .. } => {
                 found < recorded
             }
-            Self::DanglingEntry { .. } | Self::EmptyClaim { .. } | Self::WrongCounters { .. } => true,
+            Self::DanglingEntry { .. }
+            | Self::StrayTrash { .. }
+            | Self::EmptyClaim { .. }
+            | Self::WrongCounters { .. } => true,
             _ => false,
         }
     }
@@ -133,6 +138,9 @@ impl Damage {
                 ("wrong-loan", blob.key.to_string(), format!("recorded {recorded}, found {found}"))
             }
             Self::WrongImportState { ino, why } => ("wrong-import-state", inode(ino), (*why).to_owned()),
+            Self::StrayTrash { ino, .. } => {
+                ("stray-trash", inode(ino), "it is in the trash and missing, or not deleted".to_owned())
+            }
             Self::EmptyClaim { key } => {
                 ("empty-claim", key.to_string(), "no file, write or deletion makes it".to_owned())
             }

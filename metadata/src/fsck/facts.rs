@@ -58,6 +58,8 @@ pub(super) struct Facts {
     pub(super) imports: HashMap<InodeId, ImportState>,
     pub(super) moving: HashSet<InodeId>,
     pub(super) open: HashSet<InodeId>,
+    /// Deleted inodes that can be brought back, and until when.
+    pub(super) trashed: HashMap<InodeId, u64>,
     pub(super) sessions: HashSet<u64>,
     /// Keys of objects that are to be deleted, with the times.
     pub(super) deletions: HashSet<(ObjectKey, u64)>,
@@ -213,7 +215,13 @@ impl Gather<'_> {
         })
         .await?;
         self.each(facts, Tag::Orphan, |facts, keys, key, _| {
-            facts.open.insert(keys.orphan_in(&key)?.1);
+            facts.open.insert(keys.number_and_ino_in(&key)?.1);
+            Ok(())
+        })
+        .await?;
+        self.each(facts, Tag::Trash, |facts, keys, key, _| {
+            let (due_ms, ino) = keys.number_and_ino_in(&key)?;
+            facts.trashed.insert(ino, due_ms);
             Ok(())
         })
         .await?;

@@ -15,6 +15,7 @@ pub(super) fn judge(facts: &mut Facts) -> Vec<Damage> {
         damage.extend(judge_node(facts, *ino, node));
     }
     damage.extend(judge_imports(facts));
+    damage.extend(judge_trash(facts));
     damage.extend(judge_references(facts));
     damage.extend(judge_loans(facts));
     let is_empty = |(key, state): &(&ObjectKey, &HolderState)| !is_made(facts, key, state);
@@ -29,8 +30,12 @@ fn judge_node(facts: &Facts, ino: InodeId, node: &Node) -> Option<Damage> {
     let subdirectories = node.subdirectories;
     let is_root = ino == InodeId::ROOT;
     if node.names == 0 && !is_root {
-        let is_open = node.nlink == 0 && facts.open.contains(&ino);
-        return (!is_open).then_some(Damage::LostInode { ino, kind: node.kind, subdirectories });
+        let is_kept = facts.open.contains(&ino) || facts.trashed.contains_key(&ino);
+        return (node.nlink > 0 || !is_kept).then_some(Damage::LostInode {
+            ino,
+            kind: node.kind,
+            subdirectories,
+        });
     }
     let further = node.names.saturating_sub(1);
     let is_known = node.is_first_there && node.links == further && node.bad_links == 0;
@@ -57,11 +62,18 @@ fn judge_imports(facts: &Facts) -> Vec<Damage> {
         damage.push(Damage::WrongImportState { ino: *ino, why });
     }
     for (ino, _) in facts.nodes.iter().filter(|(ino, _)| is_directory(ino)) {
-        if !facts.imports.contains_key(ino) {
+        if !facts.imports.contains_key(ino) && !facts.trashed.contains_key(ino) {
             damage.push(Damage::WrongImportState { ino: *ino, why: "it has no place to be listed from" });
         }
     }
     damage
+}
+
+/// What is in the trash has no name.
+fn judge_trash(facts: &Facts) -> Vec<Damage> {
+    let is_deleted = |ino: &InodeId| facts.nodes.get(ino).is_some_and(|node| node.names == 0);
+    let stray = facts.trashed.iter().filter(|(ino, _)| !is_deleted(ino));
+    stray.map(|(ino, due_ms)| Damage::StrayTrash { ino: *ino, due_ms: *due_ms }).collect()
 }
 
 /// Counts are of inodes, by key; versions of one owned key do not differ.

@@ -48,6 +48,7 @@ pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool>
             Some(inode) if inode.kind == FileKind::Directory => drop(change.attach(*ino)?),
             _ => change.delete(change.keys().import(*ino))?,
         },
+        Damage::StrayTrash { ino, due_ms } => change.delete(change.keys().trash(*due_ms, *ino))?,
         Damage::EmptyClaim { key } => change.delete_claim(key.as_str())?,
         Damage::WrongCounters { found, .. } => change.put(change.keys().counters(), found.encode())?,
         // Leaks are gc's.

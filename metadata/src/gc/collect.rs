@@ -41,6 +41,10 @@ pub struct GcReport {
     pub waiting: u64,
     /// Their bytes.
     pub waiting_bytes: u64,
+    /// Deleted files and directories whose time in the trash is over.
+    pub trash: u64,
+    /// Those that can still be brought back.
+    pub trash_waiting: u64,
     /// Whether nothing was freed.
     pub dry_run: bool,
 }
@@ -69,6 +73,7 @@ impl Collector<'_> {
     pub(crate) async fn collect(&self) -> Result<GcReport> {
         self.check_is_only_tree()?;
         let mut report = GcReport { dry_run: self.dry_run, ..GcReport::default() };
+        self.sweep_trash(&mut report).await?;
         let living = self.living().await?;
         self.sweep_blobs(&living, &mut report).await?;
         self.sweep_uploads(&living, &mut report).await?;
@@ -114,6 +119,22 @@ impl Collector<'_> {
             })
             .await?;
         Ok(living)
+    }
+
+    async fn sweep_trash(&self, report: &mut GcReport) -> Result<()> {
+        let (keys, now_ms) = (self.mover.shared().keys, self.mover.shared().now_ms());
+        let count = |key, _| {
+            match keys.number_in(&key)? <= now_ms {
+                true => report.trash += 1,
+                false => report.trash_waiting += 1,
+            }
+            Ok(())
+        };
+        self.mover.pages(self.pause).each(Tag::Trash, count).await?;
+        if report.trash > 0 && !self.dry_run {
+            self.mover.purge_trash().await?;
+        }
+        Ok(())
     }
 
     async fn sweep_blobs(&self, living: &HashSet<u64>, report: &mut GcReport) -> Result<()> {

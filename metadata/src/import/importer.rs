@@ -253,6 +253,7 @@ impl Importer {
         let closure = move |txn: &mut crate::commit::Txn<'_>| {
             let mut change = Change::new(txn, &shared);
             change.is_import = true;
+            change.keeps_deleted = false;
             work(&mut change)
         };
         self.0.committer.transact(Durability::Buffered, closure).await

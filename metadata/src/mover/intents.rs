@@ -102,6 +102,10 @@ fn adopt(change: &mut Change<'_, '_>, ino: InodeId, mut inode: Inode, found: &Ob
     inode.generation += 1;
     inode.mtime = found.modified;
     inode.ctime = change.now;
+    if inode.nlink == 0 && change.shared.openers(ino) == 0 {
+        // In the trash, or on its way there: the path is not its own any more.
+        change.part_with_home(ino, &mut inode)?;
+    }
     change.put_inode(ino, &inode)?;
     change.settle_home(ino, &inode)
 }

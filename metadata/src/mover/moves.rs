@@ -14,7 +14,7 @@ use super::deletions::after;
 use super::run::{AT_ONCE, PAGE, Tally};
 use crate::kv::Durability;
 use crate::records::{Change, Occupancy, Records};
-use crate::schema::{HolderState, Inode, Intent, Move, Tag};
+use crate::schema::{Claim, HolderState, Inode, Intent, Move, Tag};
 
 /// The largest object that stores copy in one request, as S3 has it; a larger one is copied in parts.
 const LARGEST_COPY: u64 = 5 << 30;
@@ -166,7 +166,9 @@ fn plan(change: &mut Change<'_, '_>, ino: InodeId, fresh: &ObjectKey) -> Result<
         return Ok(Next::Done);
     };
     if from.key.as_str() == to {
-        if change.lies_below_claim(&to)? {
+        // Brought back from the trash before its object went: the copy that the deletion makes comes back instead.
+        let is_doomed = matches!(change.claim(&to)?, Some(Claim { state: HolderState::Doomed { .. }, .. }));
+        if is_doomed || change.lies_below_claim(&to)? {
             return Ok(Next::Wait);
         }
         change.settle_home(ino, &inode)?;

@@ -107,10 +107,11 @@ impl Mover {
     /// Looks at everything once.
     async fn pass(&self) -> Result<Tally> {
         let settled = self.settle_abandoned().await?;
+        let purged = self.purge_trash().await?;
         let deleted = self.delete_due().await?;
         let walked = self.walk_subtrees().await?;
         let moved = self.move_files().await?;
-        let parts = [settled, deleted, walked, moved];
+        let parts = [settled, purged, deleted, walked, moved];
         Ok(Tally {
             done: parts.iter().map(|tally| tally.done).sum(),
             failed: parts.iter().map(|tally| tally.failed).sum(),

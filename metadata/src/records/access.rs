@@ -196,6 +196,8 @@ pub(crate) struct Change<'a, 't> {
     pub(crate) now: Timestamp,
     /// Whether listings in flight need not learn of it, because a listing is what it comes from.
     pub(crate) is_import: bool,
+    /// Whether what it takes away goes to the trash, if there is one: not so when its bytes are gone already.
+    pub(crate) keeps_deleted: bool,
     /// Names that a listing changed so far.
     pub(crate) outside: Vec<OutsideChange>,
 }
@@ -212,7 +214,8 @@ impl Records for Change<'_, '_> {
 
 impl<'a, 't> Change<'a, 't> {
     pub(crate) fn new(txn: &'a mut Txn<'t>, shared: &'a Shared) -> Self {
-        Self { txn, shared, now: shared.now(), is_import: false, outside: Vec::new() }
+        let now = shared.now();
+        Self { txn, shared, now, is_import: false, keeps_deleted: true, outside: Vec::new() }
     }
 
     fn touch_name(&mut self, parent: InodeId, name: &[u8]) {

@@ -1,4 +1,4 @@
-//! The end of inodes: without a name they live while somebody has them open.
+//! The end of inodes: without a name they live while somebody has them open, or in the trash.
 
 use forebay_core::{FileKind, FileLayout, InodeId, Result};
 
@@ -9,7 +9,7 @@ use crate::schema::{HolderState, Inode, Tag, encode_plain};
 const STEP: usize = 256;
 
 impl Change<'_, '_> {
-    /// Goes on without names: frees the inode, or keeps it for those who have it open.
+    /// Goes on without names: keeps the inode for those who have it open, or ends it.
     pub(crate) fn lose(&mut self, ino: InodeId, mut inode: Inode) -> Result<()> {
         inode.nlink = 0;
         inode.ctime = self.now;
@@ -17,7 +17,7 @@ impl Change<'_, '_> {
             self.doom_prefix(ino)?;
         }
         if self.shared.openers(ino) == 0 {
-            return self.free(ino, inode);
+            return self.discard(ino, inode);
         }
         self.put(self.keys().orphan(self.shared.session, ino), encode_plain(b""))?;
         self.put_inode(ino, &inode)?;
@@ -28,6 +28,7 @@ impl Change<'_, '_> {
     /// anything, and takes the file away under all its names if it needs those bytes.
     pub(crate) fn vanish(&mut self, ino: InodeId, mut inode: Inode) -> Result<()> {
         let Some(home) = inode.home.clone() else { return Ok(()) };
+        self.keeps_deleted = false;
         let needs_it = self.layout(ino, &inode)?.blobs().any(|blob| *blob == home);
         self.give_up_home(ino, &mut inode)?;
         if !needs_it {
@@ -80,7 +81,7 @@ impl Change<'_, '_> {
         self.count(-1, 0)
     }
 
-    /// Frees an inode without names that nobody has open any more; anything else is left alone.
+    /// Ends an inode without names that nobody has open any more; anything else is left alone.
     pub(crate) fn free_orphan(&mut self, session: u64, ino: InodeId) -> Result<()> {
         if self.shared.openers(ino) > 0 {
             return Ok(());
@@ -91,7 +92,7 @@ impl Change<'_, '_> {
         }
         self.delete(key)?;
         match self.find(ino)? {
-            Some(inode) if inode.nlink == 0 => self.free(ino, inode),
+            Some(inode) if inode.nlink == 0 => self.discard(ino, inode),
             _ => Ok(()),
         }
     }

@@ -15,6 +15,7 @@ mod name;
 mod claims;
 mod content;
 mod lifetime;
+mod trash;
 
 pub(crate) use access::{Change, Look, Records};
 pub(crate) use claims::Occupancy;
@@ -25,3 +26,4 @@ pub(crate) use pages::Pages;
 pub(crate) use path::{Spelling, child_prefix, names_of, prefix_with_slash};
 pub use settings::{GcSettings, ImportSettings, TreeSettings};
 pub(crate) use shared::Shared;
+pub use trash::TrashId;

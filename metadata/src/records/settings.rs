@@ -13,6 +13,8 @@ pub struct TreeSettings {
     /// Milliseconds between the last reference to an owned blob and its deletion. Default 24 h: readers on other
     /// hosts may still use an older layout.
     pub delete_delay_ms: u64,
+    /// Milliseconds for which what is deleted can be brought back. Default 0: there is no trash.
+    pub trash_ms: u64,
     /// How blobs and uploads of dead sessions are looked for.
     pub gc: GcSettings,
 }
@@ -57,7 +59,7 @@ const DAY_MS: u64 = 24 * HOUR_MS;
 impl Default for TreeSettings {
     fn default() -> Self {
         let (import, gc) = (ImportSettings::default(), GcSettings::default());
-        Self { read_only: false, import, delete_delay_ms: DAY_MS, gc }
+        Self { read_only: false, import, delete_delay_ms: DAY_MS, trash_ms: 0, gc }
     }
 }
 

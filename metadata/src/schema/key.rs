@@ -6,8 +6,8 @@
 use bytes::{BufMut, Bytes, BytesMut};
 use forebay_core::{Blob, Error, ErrorKind, InodeId, Result, VolumeId};
 
-/// The byte that tells record families apart. `K`, `Q`, `T`, `U` and `V` are reserved (locks, quotas, trash,
-/// sharded directory deltas, invalidation log).
+/// The byte that tells record families apart. `K`, `Q`, `U` and `V` are reserved (locks, quotas, sharded
+/// directory deltas, invalidation log).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Tag {
@@ -33,6 +33,8 @@ pub enum Tag {
     Orphan = b'O',
     /// `S session`: a session, and `S session hash`: an upload that it has begun.
     Session = b'S',
+    /// `T time ino`: a deleted inode that can be brought back until the time.
+    Trash = b'T',
     /// `G time hash`: an object to delete, not before the time.
     Deletion = b'G',
     /// `J ino`: bytes that lie at another key than the path spells.
@@ -59,6 +61,7 @@ impl Tag {
             b'B' => Self::References,
             b'O' => Self::Orphan,
             b'S' => Self::Session,
+            b'T' => Self::Trash,
             b'G' => Self::Deletion,
             b'J' => Self::Move,
             b'M' => Self::Import,
@@ -164,12 +167,21 @@ impl Keys {
         self.with_hash(Tag::Loan, &format!("{}\0{}", blob.key, blob.version))
     }
 
-    /// `O session ino`.
-    pub fn orphan(self, session: u64, ino: InodeId) -> Bytes {
-        let mut key = self.start(Tag::Orphan, 16);
-        key.put_u64(session);
+    fn with_number_and_ino(self, tag: Tag, number: u64, ino: InodeId) -> Bytes {
+        let mut key = self.start(tag, 16);
+        key.put_u64(number);
         key.put_u64(ino.0);
         key.freeze()
+    }
+
+    /// `O session ino`.
+    pub fn orphan(self, session: u64, ino: InodeId) -> Bytes {
+        self.with_number_and_ino(Tag::Orphan, session, ino)
+    }
+
+    /// `T time ino`; the time in milliseconds since 1970.
+    pub fn trash(self, due_ms: u64, ino: InodeId) -> Bytes {
+        self.with_number_and_ino(Tag::Trash, due_ms, ino)
     }
 
     /// `S session`.
@@ -274,8 +286,8 @@ impl Keys {
         Ok((InodeId(number_at(key, HEAD)?), n.ok_or_else(cut)?))
     }
 
-    /// Session and inode of an `O` key.
-    pub fn orphan_in(self, key: &Bytes) -> Result<(u64, InodeId)> {
+    /// Session and inode of an `O` key, time and inode of a `T` key.
+    pub fn number_and_ino_in(self, key: &Bytes) -> Result<(u64, InodeId)> {
         Ok((number_at(key, HEAD)?, InodeId(number_at(key, HEAD + 8)?)))
     }
 }

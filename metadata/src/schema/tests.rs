@@ -32,6 +32,7 @@ fn golden_keys() {
     check(KEYS.references("a/b"), "420da3cfa5f8b7fae9def4d324da969d3a");
     check(KEYS.loan(&blob("a/b", 1)), "4ce64cdf0aab62e14e803cc903168c042a");
     check(KEYS.orphan(3, ino), "4f00000000000000030000000000000a0b");
+    check(KEYS.trash(3, ino), "5400000000000000030000000000000a0b");
     check(KEYS.session(3), "530000000000000003");
     check(KEYS.upload(3, "a/b"), "5300000000000000030da3cfa5f8b7fae9def4d324da969d3a");
     assert!(KEYS.is_upload(&KEYS.upload(3, "id")) && !KEYS.is_upload(&KEYS.session(3)));
@@ -48,7 +49,7 @@ fn keys_are_taken_apart_and_ranges_hold_just_their_own() {
     assert_eq!(KEYS.name_in(&KEYS.dentry(directory, b"n")).expect("name"), "n");
     let link = KEYS.link_in(&KEYS.link(next, directory, b"n")).expect("link");
     assert_eq!(link, (directory, Bytes::from_static(b"n")));
-    assert_eq!(KEYS.orphan_in(&KEYS.orphan(9, next)).expect("orphan"), (9, next));
+    assert_eq!(KEYS.number_and_ino_in(&KEYS.orphan(9, next)).expect("orphan"), (9, next));
     assert_eq!(KEYS.number_in(&KEYS.intent(next)).expect("number"), 0x100);
     assert_eq!(KEYS.extents_in(&KEYS.extents(next, 9)).expect("extents"), (next, 9));
     assert_eq!(KEYS.tag_in(&KEYS.loading()).expect("a tag"), Tag::Loading);

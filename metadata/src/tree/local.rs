@@ -146,7 +146,7 @@ impl LocalTree {
                 break;
             }
             for (key, _) in found {
-                let (session, ino) = keys.orphan_in(&key)?;
+                let (session, ino) = keys.number_and_ino_in(&key)?;
                 self.transact(Durability::Buffered, move |change| change.free_orphan(session, ino)).await?;
             }
         }

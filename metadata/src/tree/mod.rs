@@ -16,6 +16,7 @@ mod commit_layout;
 mod place;
 mod local;
 mod operations;
+mod trash;
 mod paths;
 
 pub use api::{
@@ -25,7 +26,9 @@ pub use api::{
 pub use local::{LocalTree, TreeParts};
 pub use paths::{Walked, resolve, walk};
 
-pub use crate::records::{GcSettings, ImportSettings, OutsideChange, OutsideChanges, TreeSettings};
+pub use trash::Trashed;
+
+pub use crate::records::{GcSettings, ImportSettings, OutsideChange, OutsideChanges, TrashId, TreeSettings};
 
 #[cfg(test)]
 mod tests;

@@ -57,6 +57,8 @@ async fn sample(world: &World) -> LocalTree {
         super::sharing::share(world, &tree, from, to).await.expect("shared");
     }
     world.write_path(&tree, "top", "another").await.expect("written");
+    world.write_path(&tree, "deleted", "deleted").await.expect("written");
+    unlink(&tree, "deleted").await.expect("unlinked");
     tree.drain().await.expect("drained");
     tree
 }
@@ -101,7 +103,8 @@ fn compressed(text: &str) -> Vec<u8> {
 #[tokio::test]
 async fn a_tree_goes_to_another_engine_and_back_unchanged() {
     for (from, to) in [(Kind::Lmdb, Kind::Slate), (Kind::Slate, Kind::Lmdb)] {
-        let world = World::new(from).await;
+        let mut world = World::new(from).await;
+        world.settings.trash_ms = 1000;
         let tree = sample(&world).await;
         let (stream, expected) = (dumped(&tree).await, paths(&tree).await);
         tree.close().await.expect("closed");
@@ -124,6 +127,9 @@ async fn a_tree_goes_to_another_engine_and_back_unchanged() {
         assert_eq!(world.read_path(&tree, "lent").await.expect("bytes"), "top");
         let ino = resolve(&tree, "d/f").await.expect("found").ino;
         assert_eq!(tree.xattr(ino, b"user.x").await.expect("value"), &b"\0\xff"[..]);
+        let deleted = tree.trash(None, 8).await.expect("the trash");
+        tree.restore(deleted[0].id, InodeId::ROOT, b"back").await.expect("restored");
+        assert_eq!(world.read_path(&tree, "back").await.expect("bytes"), "deleted");
         let checked = tree.fsck(false).await.expect("checked");
         assert!(checked.is_clean(), "{:?}", checked.findings);
         tree.close().await.expect("closed");

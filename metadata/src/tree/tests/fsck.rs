@@ -8,7 +8,7 @@ use super::sharing::share;
 use super::world::*;
 use crate::fsck::FsckReport;
 use crate::records::{Change, Records};
-use crate::schema::{Claim, Dentry, HolderState, ImportState, Inode, Loan};
+use crate::schema::{Claim, Dentry, HolderState, ImportState, Inode, Loan, encode_plain};
 use crate::testing::{Chance, rounds};
 use crate::tree::{Existing, LocalTree, RenameMode, Tree, resolve};
 
@@ -167,6 +167,11 @@ async fn counts_claims_and_places_that_are_wrong() {
     })
     .await;
     check(&["wrong-counters"], true, |change| change.count(5, 1000)).await;
+    check(&["stray-trash"], true, |change| {
+        let ino = at(change, "d/plain")?;
+        change.put(change.shared.keys.trash(7, ino), encode_plain(b""))
+    })
+    .await;
     check(&["empty-claim"], true, |change| {
         let state = HolderState::Held(InodeId(1 << 40));
         change.put_claim(&Claim { key: ObjectKey::new("listed/a"), state })
@@ -242,7 +247,8 @@ async fn what_leaked_is_found_and_freed() {
 #[tokio::test]
 async fn random_operations_leave_a_clean_tree_at_every_moment() {
     for _ in 0..rounds(4) {
-        let (world, mut chance) = (World::new(Kind::Lmdb).await, Chance::fresh());
+        let (mut world, mut chance) = (World::new(Kind::Lmdb).await, Chance::fresh());
+        world.settings.trash_ms = chance.below(2) * 1000;
         let tree = sample(&world).await;
         for _ in 0..60 {
             let places = ["a", "b", "d/a", "d/b", "d/e/a", "moved/a", "listed/b"];
@@ -258,7 +264,10 @@ async fn random_operations_leave_a_clean_tree_at_every_moment() {
                 7 if resolve(&tree, one).await.is_ok_and(|found| found.kind == FileKind::File) => {
                     write_over(&world, &tree, one, chance.below(9), b"over").await;
                 }
-                _ => tree.drain().await.expect("drained"),
+                _ => {
+                    world.clock.advance(std::time::Duration::from_millis(700));
+                    tree.drain().await.expect("drained");
+                }
             }
             if chance.below(6) == 0 {
                 let found = fsck(&tree, false).await;

@@ -9,4 +9,5 @@ mod garbage;
 mod fsck;
 mod dump;
 mod sharing;
+mod trash;
 mod crash;
