@@ -12,6 +12,7 @@ use crate::commands::gc::GcArguments;
 use crate::commands::mount::MountArguments;
 use crate::commands::refresh::RefreshArguments;
 use crate::commands::status::StatusArguments;
+use crate::commands::trash::TrashCommand;
 use crate::commands::volume::VolumeCommand;
 use crate::commands::warmup::WarmupArguments;
 
@@ -58,6 +59,9 @@ pub(crate) enum Command {
     Volume(VolumeCommand),
     /// Copy a file or a tree of a mount without moving a byte.
     Clone(CloneArguments),
+    /// Bring deleted files back.
+    #[command(subcommand)]
+    Trash(TrashCommand),
     /// Check this host, and a bucket, for all that Forebay needs.
     Doctor(DoctorArguments),
     /// Look at checkpoints.
@@ -95,6 +99,9 @@ mod tests {
             "forebay volume dump s3://b/p tree.dump",
             "forebay volume load - s3://b/p --force",
             "forebay clone /mnt/a /mnt/b",
+            "forebay trash ls /mnt --json",
+            "forebay trash restore /mnt/a --id 1790000000000-42 --to /mnt/b",
+            "forebay trash empty /mnt/a",
             "forebay doctor",
             "forebay doctor s3://b --read-only --json",
             "forebay ckpt ls s3://b/run",
@@ -112,6 +119,8 @@ mod tests {
             "forebay gc",
             "forebay volume dump s3://b/p",
             "forebay clone /mnt/a",
+            "forebay trash",
+            "forebay trash restore",
             "forebay ckpt",
             "forebay ckpt show s3://b/run",
             "forebay ckpt verify s3://b/run --step last",

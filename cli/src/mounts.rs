@@ -132,6 +132,22 @@ pub(crate) async fn holding(path: &Path, state: &Path) -> Result<Place> {
     ))
 }
 
+/// The same for a path whose last names need not exist.
+pub(crate) async fn once_holding(path: &Path, state: &Path) -> Result<Place> {
+    let path = std::path::absolute(path)?;
+    let above = path.ancestors().find(|above| above.symlink_metadata().is_ok()).unwrap_or(&path);
+    let rest = path.strip_prefix(above).ok().and_then(Path::to_str);
+    let rest = rest.ok_or_else(|| {
+        Error::invalid(format!("{} is not UTF-8", path.display()))
+            .with_hint("name the directory that it was in, and use --id")
+    })?;
+    let mut place = holding(above, state).await?;
+    if !rest.is_empty() {
+        place.path = if place.path.is_empty() { rest.to_owned() } else { format!("{}/{rest}", place.path) };
+    }
+    Ok(place)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,4 +1,6 @@
-//! Byte sizes as people write and read them.
+//! Byte sizes and durations as people write and read them.
+
+use std::time::Duration;
 
 use crate::{Error, Result};
 
@@ -30,6 +32,28 @@ pub fn parse_bytes(text: &str) -> Result<u64> {
     };
     let bytes = number * unit as f64;
     if bytes.is_finite() && bytes < u64::MAX as f64 { Ok(bytes as u64) } else { Err(bad()) }
+}
+
+/// Reads `30s`, `10m`, `12h`, `7d` or `2w`, or a plain number of seconds.
+pub fn parse_duration(text: &str) -> Result<Duration> {
+    let bad = || {
+        Error::invalid(format!("`{text}` is not a duration"))
+            .with_hint("write a number and a unit: 30s, 10m, 12h, 7d, 2w")
+    };
+    let trimmed = text.trim();
+    let digits = trimmed.find(|c: char| !c.is_ascii_digit()).unwrap_or(trimmed.len());
+    let number: u64 = trimmed[..digits].parse().map_err(|_| bad())?;
+    let unit = match &trimmed[digits..] {
+        "" | "s" => 1,
+        "m" => 60,
+        "h" => 3_600,
+        "d" => 86_400,
+        "w" => 7 * 86_400,
+        _ => return Err(bad()),
+    };
+    // More than the age of the universe is a slip of the keyboard.
+    let seconds = number.checked_mul(unit).filter(|seconds| *seconds < 1 << 58);
+    seconds.map(Duration::from_secs).ok_or_else(bad)
 }
 
 /// Shows bytes with three significant digits: `0 B`, `1.50 KiB`, `12.0 GiB`.
@@ -64,6 +88,14 @@ mod tests {
         }
         for text in ["", "MiB", "1XiB", "-1", "1e99", "nan"] {
             assert!(parse_bytes(text).is_err(), "{text}");
+        }
+        for (text, seconds) in
+            [("0", 0), ("90", 90), ("30s", 30), ("10m", 600), ("12h", 43_200), ("2w", 1_209_600)]
+        {
+            assert_eq!(parse_duration(text).expect(text).as_secs(), seconds, "{text}");
+        }
+        for text in ["", "d", "1.5h", "-1d", "1y", "99999999999999999999d", "9999999999999999w"] {
+            assert!(parse_duration(text).is_err(), "{text}");
         }
         assert_eq!(format_bytes(1536), "1.50 KiB");
         assert_eq!(format_bytes(12 * GIB), "12.0 GiB");

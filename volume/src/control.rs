@@ -18,8 +18,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::Volume;
 use crate::clone::{Cloned, clone};
-use crate::upkeep;
 use crate::warmup::{Outcome, Progress, Request as WarmupRequest, warmup};
+use crate::{trash, upkeep};
 
 /// A request is one line; the longest names many paths.
 const MAX_LINE_BYTES: u64 = 16 << 20;
@@ -39,6 +39,8 @@ pub enum Request {
     },
     /// Do something to the volume as a whole.
     Upkeep(upkeep::Request),
+    /// Look into the trash, bring back, empty it.
+    Trash(trash::Request),
     /// Make a copy of a file or directory that shares its bytes.
     Clone {
         /// Its path in the volume.
@@ -60,6 +62,8 @@ pub enum Reply {
     Warmed(Box<Outcome>),
     /// What was asked of the volume as a whole was done; the last line.
     Upkept(Box<upkeep::Report>),
+    /// What was asked of the trash; the last line.
+    Trash(trash::Report),
     /// A clone was made; the last line.
     Cloned(Cloned),
     /// It was done; the last line.
@@ -151,6 +155,9 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
             Ok(report) => Reply::Upkept(Box::new(report)),
             Err(error) => failed(&error),
         },
+        Ok(Request::Trash(request)) => {
+            trash::trash(&volume, &request).await.map_or_else(|error| failed(&error), Reply::Trash)
+        }
         Ok(Request::Clone { from, to }) => {
             clone(&volume, &from, &to).await.map_or_else(|error| failed(&error), Reply::Cloned)
         }

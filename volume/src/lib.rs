@@ -15,6 +15,7 @@ mod volume;
 pub mod warmup;
 pub mod upkeep;
 pub mod clone;
+pub mod trash;
 pub mod control;
 mod connect;
 pub mod backup;

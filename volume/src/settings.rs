@@ -95,6 +95,9 @@ pub struct VolumeSettings {
     pub prefetch: PrefetchSettings,
     /// When what nothing refers to any more is deleted.
     pub gc: GcSettings,
+    /// Milliseconds for which what is deleted can be brought back. Default 0: there is no trash, and deleted files cost
+    /// no copy in the store.
+    pub trash_ms: u64,
 }
 
 impl Default for VolumeSettings {
@@ -111,6 +114,7 @@ impl Default for VolumeSettings {
             write: WriteSettings::default(),
             prefetch: PrefetchSettings::default(),
             gc: GcSettings::default(),
+            trash_ms: 0,
         }
     }
 }

@@ -12,6 +12,7 @@ use forebay_io::task::blocking;
 use forebay_metadata::dump::DumpReport;
 use forebay_metadata::fsck::FsckReport;
 use forebay_metadata::gc::GcReport;
+use forebay_metadata::tree::LocalTree;
 use serde::{Deserialize, Serialize};
 
 use crate::Volume;
@@ -49,13 +50,21 @@ pub enum Report {
     Dump(DumpReport),
 }
 
+/// The tree where it is served in this process.
+///
+/// # Errors
+/// `Unsupported` when it is served elsewhere.
+pub(crate) fn local(volume: &Volume) -> Result<&LocalTree> {
+    let elsewhere = || Error::new(ErrorKind::Unsupported, "the tree of this volume is served elsewhere");
+    volume.tree().local().ok_or_else(elsewhere)
+}
+
 /// Does it.
 ///
 /// # Errors
 /// `Unsupported` when the tree is served elsewhere; what the work itself says.
 pub async fn upkeep(volume: &Volume, request: &Request) -> Result<Report> {
-    let elsewhere = || Error::new(ErrorKind::Unsupported, "the tree of this volume is served elsewhere");
-    let tree = volume.tree().local().ok_or_else(elsewhere)?;
+    let tree = local(volume)?;
     match request {
         Request::Gc { dry_run } => tree.collect_garbage(*dry_run).await.map(Report::Gc),
         Request::Dump { file } => {

@@ -46,6 +46,8 @@ pub(crate) fn run(global: &Global, arguments: &GcArguments) -> Result<ExitCode> 
     rows.push(row(format!("blobs {freed}"), report.blobs, report.blob_bytes));
     rows.push(row(format!("staged files {freed}"), report.leftovers, report.leftover_bytes));
     rows.push(vec![format!("uploads {freed}"), report.uploads.to_string(), "-".into()]);
+    rows.push(vec![format!("deleted files {freed}"), report.trash.to_string(), "-".into()]);
+    rows.push(vec!["deleted files in the trash".into(), report.trash_waiting.to_string(), "-".into()]);
     rows.push(row("blobs waiting for their time".into(), report.waiting, report.waiting_bytes));
     print::table(&rows);
     Ok(ExitCode::SUCCESS)

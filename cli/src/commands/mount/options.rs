@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use forebay_core::units::parse_bytes;
+use forebay_core::units::{parse_bytes, parse_duration};
 use forebay_core::{Error, Result};
 use forebay_fuse::{MountOptions, MountPoint};
 use forebay_io::object::BucketUrl;
@@ -128,6 +128,7 @@ impl Plan {
             "state_dir" => self.volume.state_directory = absolute(given()?)?,
             "cache_dir" => self.volume.cache.directory = Some(absolute(given()?)?),
             "cache_size" => self.volume.cache.disk_bytes = parse_bytes(given()?)?,
+            "trash" => self.volume.trash_ms = parse_duration(given()?)?.as_millis() as u64,
             "memory" => self.volume.memory_bytes = parse_bytes(given()?)?,
             "uid" => self.volume.import.uid = number(name, given()?)?,
             "gid" => self.volume.import.gid = number(name, given()?)?,
@@ -155,6 +156,7 @@ fn long_options(arguments: &MountArguments) -> impl Iterator<Item = (&'static st
         ("cache_dir", &arguments.cache_dir),
         ("cache_size", &arguments.cache_size),
         ("memory", &arguments.memory),
+        ("trash", &arguments.trash),
         ("state_dir", &arguments.state_dir),
         ("uid", &arguments.uid),
         ("gid", &arguments.gid),
