@@ -22,8 +22,10 @@ pub enum ErrorKind {
     Stale,
     /// Bytes failed their checksum or do not parse, and no other copy is left.
     Corrupt,
-    /// A disk, quota or memory ceiling is exhausted.
+    /// A disk or memory ceiling is exhausted.
     NoSpace,
+    /// What a directory or the volume may hold is reached.
+    OverQuota,
     /// The credentials or permissions do not allow it.
     Denied,
     /// This store, kernel or configuration cannot do it.
@@ -58,6 +60,7 @@ impl ErrorKind {
             Self::Stale => "stale",
             Self::Corrupt => "corrupt",
             Self::NoSpace => "no space",
+            Self::OverQuota => "quota exceeded",
             Self::Denied => "denied",
             Self::Unsupported => "unsupported",
             Self::Bug => "internal error",

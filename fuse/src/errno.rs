@@ -27,6 +27,7 @@ impl From<ErrorKind> for Errno {
             // EBADMSG is more precise and hardly any program knows it; the log has the block's name.
             ErrorKind::Corrupt => libc::EIO,
             ErrorKind::NoSpace => libc::ENOSPC,
+            ErrorKind::OverQuota => libc::EDQUOT,
             // The store's refusal, not a matter of ownership, which EPERM would say.
             ErrorKind::Denied => libc::EACCES,
             // Never ENOSYS: the kernel takes that as "never ask again" for the whole mount.
@@ -78,6 +79,7 @@ mod tests {
             (ErrorKind::Stale, libc::ESTALE),
             (ErrorKind::Corrupt, libc::EIO),
             (ErrorKind::NoSpace, libc::ENOSPC),
+            (ErrorKind::OverQuota, libc::EDQUOT),
             (ErrorKind::Denied, libc::EACCES),
             (ErrorKind::Unsupported, libc::EOPNOTSUPP),
             (ErrorKind::Bug, libc::EIO),

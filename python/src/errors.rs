@@ -13,7 +13,7 @@ pub(crate) fn exception(error: &Error) -> PyErr {
         ErrorKind::Stale => "CheckpointSuperseded",
         ErrorKind::Exists | ErrorKind::Conflict => "CheckpointConflict",
         ErrorKind::Denied | ErrorKind::ReadOnly => "CheckpointDenied",
-        ErrorKind::NoSpace => "CheckpointNoSpace",
+        ErrorKind::NoSpace | ErrorKind::OverQuota => "CheckpointNoSpace",
         ErrorKind::Invalid | ErrorKind::Unsupported | ErrorKind::TooLarge => "CheckpointInvalid",
         ErrorKind::NotDirectory | ErrorKind::IsDirectory | ErrorKind::NameTooLong => "CheckpointInvalid",
         ErrorKind::NotEmpty | ErrorKind::NoAttribute | ErrorKind::Bug => "CheckpointError",

@@ -5,7 +5,7 @@ use forebay_core::{Error, Extent, InodeId, Result, Timestamp, VolumeId};
 use serde::{Deserialize, Serialize};
 
 use crate::schema::{
-    Claim, Counters, Deletion, Dentry, ImportState, Inode, Intent, Keys, Loan, Move, References, Tag,
+    Claim, Counters, Deletion, Dentry, ImportState, Inode, Intent, Keys, Loan, Move, Quota, References, Tag,
     decode_extents, decode_plain, encode_extents, encode_plain, text,
 };
 
@@ -93,6 +93,10 @@ pub(super) enum Line {
         ino: InodeId,
         state: ImportState,
     },
+    Quota {
+        ino: InodeId,
+        quota: Quota,
+    },
     Counters(Counters),
     End(End),
 }
@@ -135,6 +139,7 @@ impl Line {
             }
             Tag::Move => Self::Move { ino: ino()?, what: Move::decode(value)? },
             Tag::Import => Self::Import { ino: ino()?, state: ImportState::decode(value)? },
+            Tag::Quota => Self::Quota { ino: ino()?, quota: Quota::decode(value)? },
             Tag::Counters => Self::Counters(Counters::decode(value)?),
             Tag::Session | Tag::Loading => return Ok(None),
         }))
@@ -162,6 +167,7 @@ impl Line {
             }
             Self::Move { ino, what } => (keys.movement(*ino), what.encode()),
             Self::Import { ino, state } => (keys.import(*ino), state.encode()),
+            Self::Quota { ino, quota } => (keys.quota(*ino), quota.encode()),
             Self::Counters(counters) => (keys.counters(), counters.encode()),
             Self::Header(_) | Self::End(_) => {
                 return Err(Error::corrupt("a header or an end among the records"));

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use forebay_core::{FileKind, InodeId, ObjectKey};
 use serde::{Deserialize, Serialize};
 
-use crate::schema::Counters;
+use crate::schema::{Counters, Usage};
 
 /// Something that is wrong.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,6 +33,8 @@ pub(super) enum Damage {
     WrongImportState { ino: InodeId, why: &'static str },
     /// Something in the trash that is missing, or that was not deleted.
     StrayTrash { ino: InodeId, due_ms: u64 },
+    /// A quota that counts other than what lies below its directory; nothing is found where there is no directory.
+    WrongQuota { ino: InodeId, recorded: Usage, found: Option<Usage> },
     /// A claim on a key that nothing makes.
     EmptyClaim { key: ObjectKey },
     /// The counts of the volume.
@@ -95,6 +97,7 @@ impl Damage {
             }
             Self::DanglingEntry { .. }
             | Self::StrayTrash { .. }
+            | Self::WrongQuota { .. }
             | Self::EmptyClaim { .. }
             | Self::WrongCounters { .. } => true,
             _ => false,
@@ -140,6 +143,12 @@ impl Damage {
             Self::WrongImportState { ino, why } => ("wrong-import-state", inode(ino), (*why).to_owned()),
             Self::StrayTrash { ino, .. } => {
                 ("stray-trash", inode(ino), "it is in the trash and missing, or not deleted".to_owned())
+            }
+            Self::WrongQuota { ino, recorded, found: Some(found) } => {
+                ("wrong-quota", inode(ino), format!("recorded {recorded:?}, found {found:?}"))
+            }
+            Self::WrongQuota { ino, found: None, .. } => {
+                ("wrong-quota", inode(ino), "it is no directory".to_owned())
             }
             Self::EmptyClaim { key } => {
                 ("empty-claim", key.to_string(), "no file, write or deletion makes it".to_owned())

@@ -8,8 +8,8 @@ use forebay_core::{Blob, Extent, FileKind, FileLayout, InodeId, ObjectKey, Resul
 use super::damage::Damage;
 use crate::kv::Snapshot;
 use crate::schema::{
-    Claim, Counters, Dentry, HolderState, ImportState, Inode, Intent, Keys, Loan, Move, References, Tag,
-    decode_extents,
+    Claim, Counters, Dentry, HolderState, ImportState, Inode, Intent, Keys, Loan, Move, Quota, References,
+    Tag, decode_extents,
 };
 
 /// Records read at once.
@@ -23,6 +23,8 @@ pub(super) struct Node {
     pub(super) parent: InodeId,
     pub(super) name: Bytes,
     pub(super) home: Option<Blob>,
+    /// Bytes of a file.
+    pub(super) size: u64,
     /// Entries that lead to it.
     pub(super) names: u32,
     /// Whether the first name that it remembers is one of them.
@@ -60,6 +62,7 @@ pub(super) struct Facts {
     pub(super) open: HashSet<InodeId>,
     /// Deleted inodes that can be brought back, and until when.
     pub(super) trashed: HashMap<InodeId, u64>,
+    pub(super) quotas: HashMap<InodeId, Quota>,
     pub(super) sessions: HashSet<u64>,
     /// Keys of objects that are to be deleted, with the times.
     pub(super) deletions: HashSet<(ObjectKey, u64)>,
@@ -225,6 +228,11 @@ impl Gather<'_> {
             Ok(())
         })
         .await?;
+        self.each(facts, Tag::Quota, |facts, keys, key, value| {
+            facts.quotas.insert(InodeId(keys.number_in(&key)?), Quota::decode(value)?);
+            Ok(())
+        })
+        .await?;
         self.each(facts, Tag::Session, |facts, keys, key, _| {
             if !keys.is_upload(&key) {
                 facts.sessions.insert(keys.number_in(&key)?);
@@ -249,6 +257,7 @@ impl Facts {
             parent: inode.parent,
             name: inode.name,
             home: inode.home,
+            size: if inode.kind == FileKind::File { inode.size } else { 0 },
             names: 0,
             is_first_there: false,
             links: 0,

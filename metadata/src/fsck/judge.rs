@@ -6,7 +6,7 @@ use forebay_core::{Blob, FileKind, InodeId, ObjectKey, Version};
 
 use super::damage::Damage;
 use super::facts::{Facts, Node};
-use crate::schema::{Counters, HolderState};
+use crate::schema::{Counters, HolderState, Usage};
 
 /// Everything that the records alone show to be wrong, but for the names that are to be put right.
 pub(super) fn judge(facts: &mut Facts) -> Vec<Damage> {
@@ -16,6 +16,7 @@ pub(super) fn judge(facts: &mut Facts) -> Vec<Damage> {
     }
     damage.extend(judge_imports(facts));
     damage.extend(judge_trash(facts));
+    damage.extend(judge_quotas(facts));
     damage.extend(judge_references(facts));
     damage.extend(judge_loans(facts));
     let is_empty = |(key, state): &(&ObjectKey, &HolderState)| !is_made(facts, key, state);
@@ -74,6 +75,36 @@ fn judge_trash(facts: &Facts) -> Vec<Damage> {
     let is_deleted = |ino: &InodeId| facts.nodes.get(ino).is_some_and(|node| node.names == 0);
     let stray = facts.trashed.iter().filter(|(ino, _)| !is_deleted(ino));
     stray.map(|(ino, due_ms)| Damage::StrayTrash { ino: *ino, due_ms: *due_ms }).collect()
+}
+
+/// An inode counts in every directory above its first name.
+fn judge_quotas(facts: &Facts) -> Vec<Damage> {
+    /// Deeper than any path that a program can open.
+    const MOST_DEPTH: usize = 4096;
+    let mut found: HashMap<InodeId, Usage> = HashMap::new();
+    let named = facts.nodes.iter().filter(|(ino, node)| node.names > 0 && **ino != InodeId::ROOT);
+    for (_, node) in named.take_while(|_| !facts.quotas.is_empty()) {
+        let mut at = node.parent;
+        for _ in 0..MOST_DEPTH {
+            if facts.quotas.contains_key(&at) {
+                let counted = found.entry(at).or_default();
+                *counted = *counted + Usage { inodes: 1, bytes: node.size as i64 };
+            }
+            match facts.nodes.get(&at) {
+                Some(above) if at != InodeId::ROOT => at = above.parent,
+                _ => break,
+            }
+        }
+    }
+    let is_directory =
+        |ino: &InodeId| facts.nodes.get(ino).is_some_and(|node| node.kind == FileKind::Directory);
+    let wrong = facts.quotas.iter().filter_map(|(ino, quota)| {
+        let found = is_directory(ino).then(|| found.get(ino).copied().unwrap_or_default());
+        // One that is still being counted is right when that is done.
+        let is_right = found.is_some_and(|found| !quota.is_counted || found == quota.usage);
+        (!is_right).then_some(Damage::WrongQuota { ino: *ino, recorded: quota.usage, found })
+    });
+    wrong.collect()
 }
 
 /// Counts are of inodes, by key; versions of one owned key do not differ.

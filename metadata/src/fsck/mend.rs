@@ -49,6 +49,10 @@ pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool>
             _ => change.delete(change.keys().import(*ino))?,
         },
         Damage::StrayTrash { ino, due_ms } => change.delete(change.keys().trash(*due_ms, *ino))?,
+        Damage::WrongQuota { ino, recorded, found: Some(found) } => {
+            change.correct_quota(*ino, *found - *recorded)?;
+        }
+        Damage::WrongQuota { ino, found: None, .. } => change.delete(change.keys().quota(*ino))?,
         Damage::EmptyClaim { key } => change.delete_claim(key.as_str())?,
         Damage::WrongCounters { found, .. } => change.put(change.keys().counters(), found.encode())?,
         // Leaks are gc's.

@@ -12,7 +12,7 @@ use forebay_io::object::ObjectInfo;
 use tracing::warn;
 
 use super::items::{Item, Items, OBJECT_SUFFIX, beside};
-use crate::records::{Change, Records, check_name, child_prefix, prefix_with_slash};
+use crate::records::{Change, Charge, Records, check_name, child_prefix, prefix_with_slash, usage_of};
 use crate::schema::{Claim, Dentry, HolderState, ImportState, Inode};
 
 /// Names in one window. A closure runs again for reads that depend on one another, on engines whose reads wait: this
@@ -357,6 +357,7 @@ impl Window<'_, '_, '_> {
         self.change.put_inode(ino, &inode)?;
         self.change.put_dentry(self.work.directory, name, Dentry { ino, kind: inode.kind })?;
         self.change.count(1, 0)?;
+        self.change.charge(self.work.directory, usage_of(&inode), Charge::Forced)?;
         Ok(ino)
     }
 

@@ -31,6 +31,7 @@ impl Change<'_, '_> {
         for n in further..inode.further {
             self.delete(self.keys().extents(ino, n))?;
         }
+        self.charge_size(inode, layout.size())?;
         self.count(0, layout.size() as i64 - inode.size as i64)?;
         inode.size = layout.size();
         inode.extents = head.to_vec();

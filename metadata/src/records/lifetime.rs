@@ -2,7 +2,7 @@
 
 use forebay_core::{FileKind, FileLayout, InodeId, Result};
 
-use super::{Change, Records};
+use super::{Change, Charge, Records, usage_of};
 use crate::schema::{HolderState, Inode, Tag, encode_plain};
 
 /// Extended attributes deleted in one step; what is left goes in the next.
@@ -11,6 +11,7 @@ const STEP: usize = 256;
 impl Change<'_, '_> {
     /// Goes on without names: keeps the inode for those who have it open, or ends it.
     pub(crate) fn lose(&mut self, ino: InodeId, mut inode: Inode) -> Result<()> {
+        self.charge(inode.parent, -usage_of(&inode), Charge::Forced)?;
         inode.nlink = 0;
         inode.ctime = self.now;
         if inode.kind == FileKind::Directory && !self.is_import {
@@ -65,6 +66,7 @@ impl Change<'_, '_> {
         }
         if inode.kind == FileKind::Directory {
             self.delete(self.keys().import(ino))?;
+            self.delete_quota(ino)?;
         }
         let (start, end) = self.keys().below(Tag::Xattr, ino.0);
         loop {

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, InodeId, Result};
 
-use super::{Change, Records};
+use super::{Change, Charge, Records, usage_of};
 use crate::schema::{Dentry, Inode, Tag, encode_plain};
 
 /// Longest name in bytes, as Linux has it.
@@ -70,6 +70,7 @@ impl Change<'_, '_> {
         let first = self.reads().scan(&start, &end, 1)?;
         let (key, _) = first.first().ok_or_else(|| Error::corrupt(format!("inode {ino} misses a name")))?;
         (inode.parent, inode.name) = self.keys().link_in(key)?;
+        self.recharge(parent, inode.parent, usage_of(&inode), Charge::Forced)?;
         self.delete(key.clone())?;
         self.put_inode(ino, &inode)?;
         self.settle_home(ino, &inode)

@@ -10,6 +10,7 @@ use forebay_io::clock::Clock;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
+use super::counted::Quotas;
 use super::path::Spelling;
 use super::{OutsideChanges, TreeSettings};
 use crate::schema::Keys;
@@ -26,6 +27,7 @@ pub(crate) struct Shared {
     /// How often each inode is open in this session.
     pub(crate) openers: Mutex<HashMap<InodeId, u32>>,
     pub(crate) touched: Touched,
+    pub(crate) quotas: Quotas,
     /// Counts directory renames, so that the mover can tell that none came while it walked.
     pub(crate) subtree_moves: AtomicU64,
     /// Wakes the mover.
@@ -50,6 +52,7 @@ impl Shared {
             spelling,
             openers: Mutex::default(),
             touched: Touched::default(),
+            quotas: Quotas::default(),
             subtree_moves: AtomicU64::new(0),
             work: Notify::new(),
             outside: OutsideChanges::default(),

@@ -10,7 +10,7 @@ use std::str::FromStr;
 use bytes::Bytes;
 use forebay_core::{Attributes, Error, ErrorKind, FileKind, InodeId, Result};
 
-use super::{Change, Records, check_new_name};
+use super::{Change, Charge, Records, check_new_name, usage_of};
 use crate::schema::{Dentry, ImportState, Inode, encode_plain};
 
 /// Names something in the trash. As text `DUE-INODE`.
@@ -92,7 +92,7 @@ impl Change<'_, '_> {
     /// Gives something in the trash the name `name` in `parent`.
     ///
     /// # Errors
-    /// `NotFound` when it is not there any more; `Exists` when the name is taken.
+    /// `NotFound` when it is not there any more; `Exists` when the name is taken; `OverQuota`.
     pub(crate) fn restore(&mut self, id: TrashId, parent: InodeId, name: &[u8]) -> Result<Attributes> {
         check_new_name(parent, name)?;
         let mut directory = self.directory(parent)?;
@@ -110,6 +110,7 @@ impl Change<'_, '_> {
         inode.nlink = if is_directory { 2 } else { 1 };
         (inode.parent, inode.name) = (parent, Bytes::copy_from_slice(name));
         inode.ctime = self.now;
+        self.charge(parent, usage_of(&inode), Charge::Checked)?;
         self.put_inode(id.ino, &inode)?;
         self.put_dentry(parent, name, Dentry { ino: id.ino, kind: inode.kind })?;
         directory.nlink += u32::from(is_directory);

@@ -6,8 +6,8 @@
 use bytes::{BufMut, Bytes, BytesMut};
 use forebay_core::{Blob, Error, ErrorKind, InodeId, Result, VolumeId};
 
-/// The byte that tells record families apart. `K`, `Q`, `U` and `V` are reserved (locks, quotas, sharded
-/// directory deltas, invalidation log).
+/// The byte that tells record families apart. `K`, `U` and `V` are reserved (locks, sharded directory
+/// deltas, invalidation log).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Tag {
@@ -33,6 +33,8 @@ pub enum Tag {
     Orphan = b'O',
     /// `S session`: a session, and `S session hash`: an upload that it has begun.
     Session = b'S',
+    /// `Q ino`: what may lie below a directory, and what does.
+    Quota = b'Q',
     /// `T time ino`: a deleted inode that can be brought back until the time.
     Trash = b'T',
     /// `G time hash`: an object to delete, not before the time.
@@ -61,6 +63,7 @@ impl Tag {
             b'B' => Self::References,
             b'O' => Self::Orphan,
             b'S' => Self::Session,
+            b'Q' => Self::Quota,
             b'T' => Self::Trash,
             b'G' => Self::Deletion,
             b'J' => Self::Move,
@@ -220,6 +223,11 @@ impl Keys {
         self.with_number(Tag::Import, directory.0)
     }
 
+    /// `Q ino`.
+    pub fn quota(self, directory: InodeId) -> Bytes {
+        self.with_number(Tag::Quota, directory.0)
+    }
+
     /// `N`.
     pub fn counters(self) -> Bytes {
         self.start(Tag::Counters, 0).freeze()
@@ -274,7 +282,7 @@ impl Keys {
         Ok((InodeId(number_at(key, HEAD + 8)?), tail(key, HEAD + 16)?))
     }
 
-    /// The number right after the tag: the inode of `I`, `W`, `J` and `M`, the time of `G`.
+    /// The number right after the tag: the inode of `I`, `W`, `J`, `M` and `Q`, the time of `G`.
     pub fn number_in(self, key: &Bytes) -> Result<u64> {
         number_at(key, HEAD)
     }

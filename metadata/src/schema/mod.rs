@@ -9,10 +9,12 @@ pub(crate) mod text;
 mod key;
 mod inode;
 mod record;
+mod quota;
 
 pub use codec::{FORMAT, decode_plain, encode_plain};
 pub use inode::{Inode, NumberRun, decode_extents, encode_extents, split};
 pub use key::{Keys, Tag, hash_of};
+pub use quota::{Quota, QuotaLimits, Usage};
 pub use record::{
     Claim, Counters, Deletion, Dentry, HolderState, ImportState, Intent, Loan, Move, References,
     SessionRecord, UploadRecord,

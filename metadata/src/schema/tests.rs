@@ -39,6 +39,7 @@ fn golden_keys() {
     check(KEYS.deletion(5, "a/b"), "4700000000000000050da3cfa5f8b7fae9def4d324da969d3a");
     check(KEYS.movement(ino), "4a0000000000000a0b");
     check(KEYS.import(ino), "4d0000000000000a0b");
+    check(KEYS.quota(ino), "510000000000000a0b");
     check(KEYS.counters(), "4e");
     check(KEYS.loading(), "5a");
 }
@@ -121,7 +122,13 @@ fn golden_values() {
     check(SessionRecord { started: Timestamp { seconds: 1, nanos: 3 } }.encode(), "010203");
     check(UploadRecord { key: key.clone(), id: "u".into() }.encode(), "01016b0175");
     check(Counters { next_ino: 2, inodes: 1, bytes: 128 }.encode(), "010201 8001");
+    check(quota().encode(), "01 01 8002 00 01 04 01");
     check(encode_plain(b"v"), "0176");
+}
+
+fn quota() -> Quota {
+    let limits = QuotaLimits { bytes: Some(256), inodes: None };
+    Quota { limits, is_counted: true, usage: Usage { inodes: -1, bytes: 2 } }
 }
 
 /// What is read back is what was written; cut short anywhere, with a byte too many or with another version it is
@@ -161,6 +168,7 @@ fn only_whole_values_are_read() {
     check_decoding(loan.clone(), loan.encode(), Loan::decode);
     let deletion = Deletion { blob: blob("b", 1), session: None };
     check_decoding(deletion.clone(), deletion.encode(), Deletion::decode);
+    check_decoding(quota(), quota().encode(), Quota::decode);
     let counters = Counters { next_ino: u64::MAX, inodes: 0, bytes: 1 };
     check_decoding(counters, counters.encode(), Counters::decode);
 }

@@ -5,6 +5,7 @@ use bytes::Bytes;
 use forebay_core::{Attributes, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, Version};
 
 use super::OutsideChanges;
+use crate::schema::Quota;
 
 /// Outcome of looking a name up; a miss is expected and no error.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -132,6 +133,8 @@ pub struct Statistics {
     pub bytes: u64,
     /// Inodes known to the tree.
     pub inodes: u64,
+    /// The quota of the root, which is the volume's.
+    pub quota: Option<Quota>,
 }
 
 /// A directory tree. Every change is atomic; changes are answered at once and durable after `sync` or within 5 s,
@@ -167,7 +170,7 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// Target of a symlink.
     async fn read_link(&self, ino: InodeId) -> Result<Bytes>;
 
-    /// Makes an inode under a name. The bool tells whether it is new.
+    /// Makes an inode under a name, or fails with `OverQuota`. The bool tells whether it is new.
     async fn create(
         &self,
         parent: InodeId,
@@ -185,7 +188,8 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// Removes an empty directory.
     async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<()>;
 
-    /// Moves or exchanges names. A directory moves with all below it in one commit.
+    /// Moves or exchanges names. A directory moves with all below it in one commit; if that moves it between quotas, it is
+    /// counted before. Fails with `OverQuota` when it does not fit.
     async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()>;
 
     /// Changes attributes; an access control list follows the mode, and a change of owner clears set-id bits as POSIX says.
@@ -209,6 +213,13 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
 
     /// Takes one `opened` back; the last one of an unlinked inode frees it.
     async fn closed(&self, ino: InodeId) -> Result<()>;
+
+    /// Says that an open file is about to be `size` bytes long, before any of them leave: they count against quotas from
+    /// here on, until the file is committed or closed.
+    ///
+    /// # Errors
+    /// `OverQuota` when they do not fit.
+    async fn reserve(&self, ino: InodeId, size: u64) -> Result<()>;
 
     /// Asks where the next whole content of a file goes and records the intent, durably, where one is needed.
     async fn place(&self, ino: InodeId) -> Result<Placement>;
@@ -242,7 +253,7 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// to an owned blob before Forebay replaces or deletes it.
     ///
     /// # Errors
-    /// `Conflict` also when the bytes are about to go, or are not where the layout says any more.
+    /// `Conflict` also when the bytes are about to go, or are not where the layout says any more; `OverQuota`.
     async fn commit_shared(
         &self,
         ino: InodeId,

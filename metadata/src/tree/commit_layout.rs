@@ -34,6 +34,9 @@ pub(super) fn commit_layout(
     // What the caller started from may name objects that were moved since.
     let layout = change.resolve(content.layout.clone(), inode.home.as_ref())?;
     let lent = lent(change, content.lender)?;
+    if content.lender.is_some() {
+        change.reserve(ino, layout.size())?;
+    }
     let known = |blob: &Blob| old.blobs().chain(&lent).any(|known| known == blob);
     let Some(home) = new_home(&inode, known, intent.as_ref(), &layout) else {
         return conflict("was moved: its layout is based on an object that is not its own any more");
@@ -50,6 +53,7 @@ pub(super) fn commit_layout(
         inode.mtime = mtime;
         // The change was made when the content was, not now; utimes may have set an mtime that is still to come.
         inode.ctime = inode.ctime.max(mtime.min(change.now));
+        change.shared.quotas.release(ino);
     }
     change.put_inode(ino, &inode)?;
     change.settle_home(ino, &inode)?;

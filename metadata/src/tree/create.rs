@@ -3,8 +3,8 @@
 use forebay_core::{Attributes, Error, ErrorKind, FileKind, InodeId, Result};
 
 use super::{Existing, NewInode, acl};
-use crate::records::{Change, Records, Spelling, check_new_name, child_prefix, prefix_with_slash};
-use crate::schema::{Dentry, ImportState, Inode};
+use crate::records::{Change, Charge, Records, Spelling, check_new_name, child_prefix, prefix_with_slash};
+use crate::schema::{Dentry, ImportState, Inode, Usage};
 
 const SET_GID: u16 = 0o2000;
 
@@ -25,6 +25,7 @@ pub(super) fn create(
         let name = String::from_utf8_lossy(name);
         return Err(Error::new(ErrorKind::Exists, format!("`{name}` is in directory {parent} already")));
     }
+    change.charge(parent, Usage { inodes: 1, bytes: 0 }, Charge::Checked)?;
     let ino = change.next_ino(&mut directory)?;
     let mut inode = fresh(change, (parent, &directory), name, new);
     acl::inherit(change, parent, (ino, &mut inode), new.umask)?;

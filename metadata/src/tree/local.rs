@@ -57,6 +57,8 @@ pub struct LocalTree {
     pub(super) shared: Arc<Shared>,
     pub(super) importer: Option<Importer>,
     pub(super) mover: Option<Mover>,
+    /// Whoever begins or ends the counting of a directory holds this meanwhile.
+    pub(super) counting: tokio::sync::Mutex<()>,
     rng: Rng,
     tasks: TaskGroup,
 }
@@ -81,6 +83,7 @@ impl LocalTree {
         if tree.shared.settings.read_only {
             return Ok(tree);
         }
+        tree.load_quotas().await?;
         if let Some(mover) = &tree.mover {
             mover.settle_all().await?;
         }
@@ -108,7 +111,7 @@ impl LocalTree {
             }
             _ => None,
         };
-        Self { committer, shared, importer, mover, rng, tasks }
+        Self { committer, shared, importer, mover, counting: tokio::sync::Mutex::default(), rng, tasks }
     }
 
     /// Makes the root of a new volume, and notes this session.

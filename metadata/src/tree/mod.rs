@@ -16,6 +16,7 @@ mod commit_layout;
 mod place;
 mod local;
 mod operations;
+mod quota;
 mod trash;
 mod paths;
 
@@ -26,9 +27,11 @@ pub use api::{
 pub use local::{LocalTree, TreeParts};
 pub use paths::{Walked, resolve, walk};
 
+pub use quota::DirectoryQuota;
 pub use trash::Trashed;
 
 pub use crate::records::{GcSettings, ImportSettings, OutsideChange, OutsideChanges, TrashId, TreeSettings};
+pub use crate::schema::{Quota, QuotaLimits, Usage};
 
 #[cfg(test)]
 mod tests;

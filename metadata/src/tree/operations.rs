@@ -11,10 +11,10 @@ use super::local::LocalTree;
 use super::place::{Step, place};
 use super::{
     DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement, RenameMode,
-    SetAttributes, Statistics, Tree, XattrMode, create, link, remove_directory, rename, set_attributes,
-    unlink, xattr,
+    SetAttributes, Statistics, Tree, XattrMode, create, link, quota, remove_directory, rename,
+    set_attributes, unlink, xattr,
 };
-use crate::records::{Look, Records, check_name, owned_key};
+use crate::records::{Change, Look, Records, check_name, owned_key};
 use crate::schema::UploadRecord;
 
 /// Most entries in one page.
@@ -149,7 +149,28 @@ impl Tree for LocalTree {
         self.ensure_listed(from.0).await?;
         self.ensure_below(to.0, to.1).await?;
         let (from, to) = ((from.0, Bytes::copy_from_slice(from.1)), (to.0, Bytes::copy_from_slice(to.1)));
-        self.change(move |change| rename::rename(change, (from.0, &from.1), (to.0, &to.1), mode)).await
+        let mut counted = Vec::new();
+        for _ in 0..MOST_STEPS {
+            let (from, to) = (from.clone(), to.clone());
+            let rename = move |change: &mut Change<'_, '_>| {
+                rename::rename(change, (from.0, &from.1), (to.0, &to.1), mode)
+            };
+            let renamed = self.change(rename).await;
+            let Some(uncounted) = renamed.as_ref().ok().filter(|uncounted| !uncounted.is_empty()) else {
+                for directory in counted {
+                    self.end_count(directory).await?;
+                }
+                return renamed.map(|_| ());
+            };
+            for directory in uncounted {
+                self.count_below(*directory).await?;
+                counted.push(*directory);
+            }
+        }
+        Err(Error::new(
+            ErrorKind::Unavailable,
+            format!("what moves from directory {} cannot be counted", from.0),
+        ))
     }
 
     async fn set_attributes(&self, ino: InodeId, changes: SetAttributes) -> Result<Attributes> {
@@ -190,12 +211,20 @@ impl Tree for LocalTree {
         if !self.shared.forget_opener(ino) || self.shared.settings.read_only {
             return Ok(());
         }
+        self.shared.quotas.release(ino);
         let gone = self.look(|look| Ok(look.find(ino)?.is_none_or(|inode| inode.nlink > 0))).await?;
         if gone {
             return Ok(());
         }
         let session = self.shared.session;
         self.change(move |change| change.free_orphan(session, ino)).await
+    }
+
+    async fn reserve(&self, ino: InodeId, size: u64) -> Result<()> {
+        if self.shared.quotas.is_empty() {
+            return Ok(());
+        }
+        self.change(move |change| change.reserve(ino, size)).await
     }
 
     async fn place(&self, ino: InodeId) -> Result<Placement> {
@@ -269,8 +298,9 @@ impl Tree for LocalTree {
     }
 
     async fn statistics(&self) -> Result<Statistics> {
-        let counters = self.look(|look| look.counters()).await?;
-        Ok(Statistics { bytes: counters.bytes, inodes: counters.inodes })
+        let (counters, quota) =
+            self.look(|look| Ok((look.counters()?, quota::read(look, InodeId::ROOT)?))).await?;
+        Ok(Statistics { bytes: counters.bytes, inodes: counters.inodes, quota })
     }
 
     async fn refresh(&self, ino: InodeId) -> Result<()> {

@@ -4,19 +4,20 @@ use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result};
 
 use super::RenameMode;
 use super::remove_directory::check_empty;
-use crate::records::{Change, Records, check_name, check_new_name};
-use crate::schema::{Dentry, Inode};
+use crate::records::{Change, Charge, Records, check_name, check_new_name, usage_of};
+use crate::schema::{Dentry, Inode, Usage};
 
 /// A directory and a name in it.
 type Place<'n> = (InodeId, &'n [u8]);
 
-/// As [`super::Tree::rename`].
+/// As [`super::Tree::rename`]. Returns directories that have to be counted first, since quotas part from them what they
+/// hold; nothing has changed then.
 pub(super) fn rename(
     change: &mut Change<'_, '_>,
     from: Place<'_>,
     to: Place<'_>,
     mode: RenameMode,
-) -> Result<()> {
+) -> Result<Vec<InodeId>> {
     check_name(from.1)?;
     check_new_name(to.0, to.1)?;
     change.directory(from.0)?;
@@ -24,7 +25,12 @@ pub(super) fn rename(
     let source = change.entry(from.0, from.1)?;
     check_not_below(change, source, to.0)?;
     let target = change.dentry(to.0, to.1)?;
-    match (mode, target) {
+    let uncounted =
+        uncounted(change, (from.0, to.0), source, target.filter(|_| mode == RenameMode::Exchange))?;
+    if !uncounted.is_empty() {
+        return Ok(uncounted);
+    }
+    let done = match (mode, target) {
         (RenameMode::NoReplace, Some(_)) => {
             let name = String::from_utf8_lossy(to.1);
             Err(Error::new(ErrorKind::Exists, format!("`{name}` is in directory {} already", to.0)))
@@ -36,7 +42,40 @@ pub(super) fn rename(
             exchange(change, (from, source), (to, target))
         }
         (RenameMode::Replace | RenameMode::NoReplace, target) => replace(change, (from, source), to, target),
+    };
+    done.map(|()| Vec::new())
+}
+
+/// The moved directories whose content other quotas are going to count, and which are not counted themselves.
+fn uncounted(
+    change: &Change<'_, '_>,
+    (from, to): (InodeId, InodeId),
+    source: Dentry,
+    target: Option<Dentry>,
+) -> Result<Vec<InodeId>> {
+    let (left, entered) = change.parted(from, to)?;
+    let mut uncounted = Vec::new();
+    if left.is_empty() && entered.is_empty() {
+        return Ok(uncounted);
     }
+    for moved in [Some(source), target].into_iter().flatten() {
+        if moved.kind == FileKind::Directory
+            && !change.quota(moved.ino)?.is_some_and(|quota| quota.is_counted)
+        {
+            uncounted.push(moved.ino);
+        }
+    }
+    Ok(uncounted)
+}
+
+/// What counts elsewhere when a name moves: an inode counts where its first name is, with all below it.
+fn weight(change: &Change<'_, '_>, moved: Dentry, place: Place<'_>) -> Result<Usage> {
+    let inode = change.inode(moved.ino)?;
+    if inode.parent != place.0 || inode.name != place.1 {
+        return Ok(Usage::default());
+    }
+    let below = change.quota(moved.ino)?.map(|quota| quota.usage);
+    Ok(usage_of(&inode) + below.unwrap_or_default())
 }
 
 /// Refuses to put a directory below itself.
@@ -64,6 +103,8 @@ fn replace(
         }
         take_away(change, to, target)?;
     }
+    let weight = weight(change, source, from)?;
+    change.recharge(from.0, to.0, weight, Charge::Checked)?;
     // Claims are made by the path before the move.
     claim_if_directory(change, source)?;
     change.delete_dentry(from.0, from.1)?;
@@ -89,6 +130,8 @@ fn exchange(
     (from, source): (Place<'_>, Dentry),
     (to, target): (Place<'_>, Dentry),
 ) -> Result<()> {
+    let weight = weight(change, source, from)? - weight(change, target, to)?;
+    change.recharge(from.0, to.0, weight, Charge::Checked)?;
     claim_if_directory(change, source)?;
     claim_if_directory(change, target)?;
     change.put_dentry(from.0, from.1, target)?;

@@ -14,7 +14,7 @@ use crate::dump::{LoadReport, dump, load};
 use crate::kv::Durability;
 use crate::schema::{Keys, encode_plain};
 use crate::testing::Chance;
-use crate::tree::{Existing, LocalTree, RenameMode, Tree, XattrMode, resolve};
+use crate::tree::{Existing, LocalTree, QuotaLimits, RenameMode, Tree, XattrMode, resolve};
 
 const KEYS: Keys = Keys(VolumeId(7));
 
@@ -59,6 +59,8 @@ async fn sample(world: &World) -> LocalTree {
     world.write_path(&tree, "top", "another").await.expect("written");
     world.write_path(&tree, "deleted", "deleted").await.expect("written");
     unlink(&tree, "deleted").await.expect("unlinked");
+    let limits = QuotaLimits { bytes: Some(1 << 40), inodes: None };
+    tree.set_quota(InodeId::ROOT, limits).await.expect("set");
     tree.drain().await.expect("drained");
     tree
 }

@@ -8,7 +8,9 @@ use super::sharing::share;
 use super::world::*;
 use crate::fsck::FsckReport;
 use crate::records::{Change, Records};
-use crate::schema::{Claim, Dentry, HolderState, ImportState, Inode, Loan, encode_plain};
+use crate::schema::{
+    Claim, Dentry, HolderState, ImportState, Inode, Loan, Quota, QuotaLimits, Usage, encode_plain,
+};
 use crate::testing::{Chance, rounds};
 use crate::tree::{Existing, LocalTree, RenameMode, Tree, resolve};
 
@@ -167,6 +169,13 @@ async fn counts_claims_and_places_that_are_wrong() {
     })
     .await;
     check(&["wrong-counters"], true, |change| change.count(5, 1000)).await;
+    check(&["wrong-quota"], true, |change| {
+        let (directory, usage) = (at(change, "d")?, Usage { inodes: 7, bytes: -7 });
+        let limits = QuotaLimits { bytes: Some(1), inodes: None };
+        change.put_quota(directory, &Quota { limits, is_counted: true, usage })
+    })
+    .await;
+    check(&["wrong-quota"], true, |change| change.put_quota(at(change, "d/plain")?, &Quota::default())).await;
     check(&["stray-trash"], true, |change| {
         let ino = at(change, "d/plain")?;
         change.put(change.shared.keys.trash(7, ino), encode_plain(b""))

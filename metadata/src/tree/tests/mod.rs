@@ -10,4 +10,5 @@ mod fsck;
 mod dump;
 mod sharing;
 mod trash;
+mod quota;
 mod crash;

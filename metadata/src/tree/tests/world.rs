@@ -37,6 +37,8 @@ struct Power {
     cached: Map,
     durable: Map,
     epoch: u64,
+    /// Values and ranges asked for.
+    reads: u64,
 }
 
 impl Disk {
@@ -48,6 +50,11 @@ impl Disk {
             true => power.durable = power.cached.clone(),
             false => power.cached = power.durable.clone(),
         }
+    }
+
+    /// How often it was asked for anything, so far.
+    pub(super) fn reads(&self) -> u64 {
+        self.0.lock().reads
     }
 
     fn open(&self) -> DiskEngine {
@@ -67,7 +74,10 @@ impl DiskEngine {
     fn with<T>(&self, work: impl FnOnce(&mut Power) -> T) -> Result<T> {
         let mut power = self.disk.0.lock();
         match power.epoch == self.epoch {
-            true => Ok(work(&mut power)),
+            true => {
+                power.reads += 1;
+                Ok(work(&mut power))
+            }
             false => Err(Error::new(ErrorKind::Conflict, "the power went")),
         }
     }
