@@ -10,6 +10,7 @@ use crate::commands::doctor::DoctorArguments;
 use crate::commands::fsck::FsckArguments;
 use crate::commands::gc::GcArguments;
 use crate::commands::mount::MountArguments;
+use crate::commands::quota::QuotaCommand;
 use crate::commands::refresh::RefreshArguments;
 use crate::commands::status::StatusArguments;
 use crate::commands::trash::TrashCommand;
@@ -62,6 +63,9 @@ pub(crate) enum Command {
     /// Bring deleted files back.
     #[command(subcommand)]
     Trash(TrashCommand),
+    /// Limit what may lie below a directory, or in the volume.
+    #[command(subcommand)]
+    Quota(QuotaCommand),
     /// Check this host, and a bucket, for all that Forebay needs.
     Doctor(DoctorArguments),
     /// Look at checkpoints.
@@ -99,6 +103,9 @@ mod tests {
             "forebay volume dump s3://b/p tree.dump",
             "forebay volume load - s3://b/p --force",
             "forebay clone /mnt/a /mnt/b",
+            "forebay quota set /mnt/a --bytes 10TiB --inodes none",
+            "forebay quota get /mnt/a --json",
+            "forebay quota ls /mnt",
             "forebay trash ls /mnt --json",
             "forebay trash restore /mnt/a --id 1790000000000-42 --to /mnt/b",
             "forebay trash empty /mnt/a",
@@ -119,6 +126,7 @@ mod tests {
             "forebay gc",
             "forebay volume dump s3://b/p",
             "forebay clone /mnt/a",
+            "forebay quota set /mnt/a",
             "forebay trash",
             "forebay trash restore",
             "forebay ckpt",

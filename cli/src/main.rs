@@ -53,6 +53,7 @@ fn dispatch(arguments: Arguments) -> forebay_core::Result<ExitCode> {
         Command::Fsck(arguments) => commands::fsck::run(&global, &arguments),
         Command::Volume(command) => commands::volume::run(&global, &command),
         Command::Clone(arguments) => commands::clone::run(&global, &arguments),
+        Command::Quota(command) => commands::quota::run(&global, &command),
         Command::Trash(command) => commands::trash::run(&global, &command),
         Command::Doctor(arguments) => commands::doctor::run(&global, &arguments),
         Command::Ckpt(command) => commands::ckpt::run(&global, &command),

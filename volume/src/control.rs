@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use crate::Volume;
 use crate::clone::{Cloned, clone};
 use crate::warmup::{Outcome, Progress, Request as WarmupRequest, warmup};
-use crate::{trash, upkeep};
+use crate::{quota, trash, upkeep};
 
 /// A request is one line; the longest names many paths.
 const MAX_LINE_BYTES: u64 = 16 << 20;
@@ -41,6 +41,8 @@ pub enum Request {
     Upkeep(upkeep::Request),
     /// Look into the trash, bring back, empty it.
     Trash(trash::Request),
+    /// Limit what may lie below directories, or tell.
+    Quota(quota::Request),
     /// Make a copy of a file or directory that shares its bytes.
     Clone {
         /// Its path in the volume.
@@ -64,6 +66,11 @@ pub enum Reply {
     Upkept(Box<upkeep::Report>),
     /// What was asked of the trash; the last line.
     Trash(trash::Report),
+    /// The quotas that were asked about; the last line.
+    Quotas {
+        /// Those.
+        quotas: Vec<quota::Entry>,
+    },
     /// A clone was made; the last line.
     Cloned(Cloned),
     /// It was done; the last line.
@@ -158,6 +165,10 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
         Ok(Request::Trash(request)) => {
             trash::trash(&volume, &request).await.map_or_else(|error| failed(&error), Reply::Trash)
         }
+        Ok(Request::Quota(request)) => match quota::quota(&volume, &request).await {
+            Ok(quotas) => Reply::Quotas { quotas },
+            Err(error) => failed(&error),
+        },
         Ok(Request::Clone { from, to }) => {
             clone(&volume, &from, &to).await.map_or_else(|error| failed(&error), Reply::Cloned)
         }

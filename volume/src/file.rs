@@ -209,6 +209,9 @@ impl File {
             _ => return Err(Error::new(ErrorKind::Unsupported, format!("fallocate mode {mode:#x}"))),
         }
         let zero = mode & (PUNCH_HOLE | ZERO_RANGE) != 0;
+        if !keep_size {
+            self.inode.let_in(end).await?;
+        }
         let store = self.inode.store();
         self.inode
             .edit(|content| {

@@ -165,6 +165,7 @@ impl OpenInode {
             Position::At(offset) => offset,
             Position::End => self.look(Content::size),
         };
+        self.let_in(offset.saturating_add(length as u64)).await?;
         if let Some(stream) = &mut writer.stream {
             if offset == self.look(Content::size) {
                 if let Err(error) = stream.upload.write_charged(data, permit).await {
@@ -183,8 +184,20 @@ impl OpenInode {
         Ok(length as u32)
     }
 
+    /// Asks whether the file may grow to `end`, before it does.
+    ///
+    /// # Errors
+    /// `OverQuota`.
+    pub(crate) async fn let_in(&self, end: u64) -> Result<()> {
+        match end > self.look(Content::size) {
+            true => self.store.tree.reserve(self.ino, end).await,
+            false => Ok(()),
+        }
+    }
+
     /// Sets the size; what lay past it is gone, what is new reads as zeros.
     pub(crate) async fn truncate(&self, size: u64) -> Result<()> {
+        self.let_in(size).await?;
         self.edit(|content| content.truncate(size, self.store.now())).await
     }
 

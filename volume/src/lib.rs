@@ -16,6 +16,7 @@ pub mod warmup;
 pub mod upkeep;
 pub mod clone;
 pub mod trash;
+pub mod quota;
 pub mod control;
 mod connect;
 pub mod backup;

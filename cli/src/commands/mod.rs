@@ -9,6 +9,7 @@ pub(crate) mod fsck;
 pub(crate) mod volume;
 pub(crate) mod clone;
 pub(crate) mod trash;
+pub(crate) mod quota;
 pub(crate) mod doctor;
 pub(crate) mod ckpt_keep;
 pub(crate) mod ckpt;

@@ -150,12 +150,20 @@ impl FileSystem {
             Err(failure) if failure.kind() == ErrorKind::Unavailable => Default::default(),
             Err(failure) => return Err(failure.into()),
         };
-        let writable = !self.volume.read_only();
-        Ok(Space {
-            used_bytes: statistics.bytes,
-            free_bytes: if writable { FREE_BYTES } else { 0 },
-            used_inodes: statistics.inodes,
-            free_inodes: if writable { FREE_INODES } else { 0 },
-        })
+        let quota = statistics.quota.unwrap_or_default();
+        let (used_bytes, free_bytes) =
+            room(quota.limits.bytes, quota.usage.bytes, (statistics.bytes, FREE_BYTES));
+        let (used_inodes, free_inodes) =
+            room(quota.limits.inodes, quota.usage.inodes, (statistics.inodes, FREE_INODES));
+        let writable = |free| if self.volume.read_only() { 0 } else { free };
+        let (free_bytes, free_inodes) = (writable(free_bytes), writable(free_inodes));
+        Ok(Space { used_bytes, free_bytes, used_inodes, free_inodes })
     }
+}
+
+/// What is used and what is free: of the volume's quota, if it has one, else what is there and more than anybody needs.
+fn room(limit: Option<u64>, used: i64, without: (u64, u64)) -> (u64, u64) {
+    let Some(limit) = limit else { return without };
+    let used = used.max(0) as u64;
+    (used, limit.saturating_sub(used))
 }
