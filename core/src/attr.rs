@@ -62,3 +62,48 @@ pub struct Attributes {
     /// Counts changes of content: two reads under one generation saw the same bytes.
     pub generation: u64,
 }
+
+impl Attributes {
+    /// Whether an access at `now` is to be noted, as relatime has it: the last one was before a change, or a day ago.
+    pub fn access_is_due(&self, now: Timestamp) -> bool {
+        const DAY_SECONDS: i64 = 86_400;
+        let is_old = now.seconds.saturating_sub(self.atime.seconds) >= DAY_SECONDS;
+        now > self.atime && (self.atime <= self.mtime || self.atime <= self.ctime || is_old)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_access_is_noted_after_a_change_and_once_a_day() {
+        let time = |seconds| Timestamp { seconds, nanos: 0 };
+        let check = |(atime, mtime, ctime), now, expected| {
+            let attributes = Attributes {
+                ino: InodeId::ROOT,
+                kind: FileKind::File,
+                mode: 0,
+                uid: 0,
+                gid: 0,
+                nlink: 1,
+                rdev: 0,
+                size: 0,
+                allocated: 0,
+                atime: time(atime),
+                mtime: time(mtime),
+                ctime: time(ctime),
+                generation: 0,
+            };
+            assert_eq!(attributes.access_is_due(time(now)), expected, "{attributes:?} {now}");
+        };
+        check((5, 5, 5), 6, true);
+        check((6, 5, 5), 7, false);
+        check((6, 5, 8), 9, true);
+        check((6, 8, 5), 9, true);
+        check((6, 5, 5), 86_405, false);
+        check((6, 5, 5), 86_406, true);
+        check((6, 8, 8), 6, false);
+        check((-5, -9, -9), 86_395, true);
+    }
+}

@@ -56,6 +56,8 @@ pub struct MountOptions {
     pub set_id: bool,
     /// Programs can be executed.
     pub executables: bool,
+    /// Files remember when they were read, see [`Policy::relatime`].
+    pub relatime: bool,
 }
 
 impl Default for MountOptions {
@@ -71,6 +73,7 @@ impl Default for MountOptions {
             devices: false,
             set_id: false,
             executables: true,
+            relatime: false,
         }
     }
 }
@@ -78,7 +81,8 @@ impl Default for MountOptions {
 impl MountOptions {
     fn policy(&self) -> Policy {
         let ttl = if self.dataset { Policy::DATASET_TTL } else { Policy::LIVE_TTL };
-        Policy { dataset: self.dataset, ttl: self.ttl.unwrap_or(ttl) }
+        let relatime = self.relatime && !self.read_only && !self.dataset;
+        Policy { dataset: self.dataset, ttl: self.ttl.unwrap_or(ttl), relatime }
     }
 
     fn threads(&self) -> usize {

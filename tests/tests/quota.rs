@@ -82,13 +82,19 @@ fn what_goes_past_a_quota_is_told_at_once() {
     fs::write(&program, PROGRAM).expect("written");
     let run = format!("python3 {}", program.display());
     shell(&folder, &run).succeeded();
-    let get = |path: &str| parse(&forebay(&home, &["quota", "get", &at(path), "--json"]).succeeded())[0].clone();
+    let get =
+        |path: &str| parse(&forebay(&home, &["quota", "get", &at(path), "--json"]).succeeded())[0].clone();
     let quota = get("d");
-    assert_eq!((quota["bytes"].as_u64(), quota["inodes"].as_u64()), (Some((3 << 20) + 7), Some(2)), "{quota}");
+    assert_eq!(
+        (quota["bytes"].as_u64(), quota["inodes"].as_u64()),
+        (Some((3 << 20) + 7), Some(2)),
+        "{quota}"
+    );
 
     // The volume's own is what `df` shows, and counts what was there before.
     forebay(&home, &["quota", "set", &at(""), "--bytes", "1GiB", "--inodes", "1000"]).succeeded();
-    let df = shell(&folder, "df -B1 --output=size,used . | tail -1; df --output=itotal,iused . | tail -1").succeeded();
+    let df = shell(&folder, "df -B1 --output=size,used . | tail -1; df --output=itotal,iused . | tail -1")
+        .succeeded();
     let numbers: Vec<u64> = df.split_whitespace().map(|word| word.parse().expect("a number")).collect();
     let used = (4 << 20) + 7;
     assert!(numbers[0] == 1 << 30 && numbers[1].abs_diff(used) < 1 << 17, "{df}");

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use forebay_core::{BlockKey, Error, ErrorKind, InodeId, Result};
+use forebay_core::{BlockKey, Error, ErrorKind, InodeId, Result, Timestamp};
 use parking_lot::Mutex;
 
 use crate::inode::{OpenInode, Position};
@@ -129,6 +129,11 @@ impl File {
         for key in passed {
             self.volume.blocks().spend(&key);
         }
+    }
+
+    /// Notes that the file was read. The tree learns of it when a handle is closed, if relatime asks for it.
+    pub fn note_access(&self, now: Timestamp) {
+        self.inode.note_access(now);
     }
 
     /// Writes `data` at `offset`, or at the end with O_APPEND. Returns the bytes taken: all of them.

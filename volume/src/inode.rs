@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use bytes::Bytes;
-use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Piece, Result};
+use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Piece, Result, Timestamp};
 use forebay_io::mem::Permit;
 use forebay_io::object::Upload;
 use forebay_metadata::tree::Placement;
@@ -37,6 +37,8 @@ pub(crate) struct OpenInode {
     /// Whether bytes were shared with another file since the last write: such a file becomes an object of its own by a
     /// copy inside the store.
     shares: AtomicBool,
+    /// When it was last read, if that is kept and the tree was not told yet.
+    accessed: Mutex<Option<Timestamp>>,
     /// The last failure that lost bytes, until fsync or close has told about it.
     failure: Mutex<Option<Error>>,
 }
@@ -72,6 +74,7 @@ impl OpenInode {
             writer: AsyncMutex::default(),
             writers: AtomicUsize::default(),
             shares: AtomicBool::new(false),
+            accessed: Mutex::default(),
             failure: Mutex::default(),
         }
     }
@@ -225,11 +228,26 @@ impl OpenInode {
     }
 
     /// Sets the mtime that a pending commit would otherwise set to the time of the last write.
-    pub(crate) fn set_pending_mtime(&self, mtime: forebay_core::Timestamp) {
+    pub(crate) fn set_pending_mtime(&self, mtime: Timestamp) {
         let mut content = self.content.write();
         if content.modified().is_some() {
             content.set_mtime(mtime);
         }
+    }
+
+    /// Notes when the file was read.
+    pub(crate) fn note_access(&self, now: Timestamp) {
+        *self.accessed.lock() = Some(now);
+    }
+
+    /// When the file was read, if the tree was not told yet.
+    pub(crate) fn accessed(&self) -> Option<Timestamp> {
+        *self.accessed.lock()
+    }
+
+    /// The tree knows of all accesses up to `told`.
+    pub(crate) fn forget_access(&self, told: Timestamp) {
+        self.accessed.lock().take_if(|accessed| *accessed <= told);
     }
 
     /// Edits the content in the writers' turn.

@@ -185,6 +185,9 @@ impl Volume {
         if let (Some(mtime), Some(inode)) = (changes.mtime, self.find_open(ino)) {
             inode.set_pending_mtime(mtime);
         }
+        if let (Some(_), Some(inode)) = (changes.atime, self.find_open(ino)) {
+            inode.forget_access(self.store.now());
+        }
         let attributes = match changes == SetAttributes::default() {
             true => self.store.tree.attributes(ino).await?,
             false => self.store.tree.set_attributes(ino, changes).await?,
@@ -364,6 +367,10 @@ impl Volume {
     /// it: the inode stays open meanwhile, so that all who come share its one state.
     pub(crate) async fn release(self: &Arc<Self>, inode: &Arc<OpenInode>, written: bool) -> Result<()> {
         let ino = inode.ino();
+        if let Some(accessed) = inode.accessed() {
+            self.store.tree.accessed(ino, accessed).await?;
+            inode.forget_access(accessed);
+        }
         let seals = {
             let mut open = self.open.lock();
             let Some(opened) = open.get_mut(&ino) else { return Ok(()) };
@@ -451,6 +458,11 @@ impl Volume {
         if attributes.kind == FileKind::File
             && let Some(inode) = self.find_open(attributes.ino)
         {
+            if let Some(accessed) = inode.accessed()
+                && attributes.access_is_due(accessed)
+            {
+                attributes.atime = accessed;
+            }
             inode.look(|content| {
                 if let Some(mtime) = content.modified() {
                     attributes.size = content.size();

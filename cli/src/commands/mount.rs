@@ -53,6 +53,9 @@ pub(crate) struct MountArguments {
     /// The ceiling for all memory that holds file data, such as 512MiB.
     #[arg(long, value_name = "SIZE")]
     pub(crate) memory: Option<String>,
+    /// Keep track of when files are read: once after each change, and once a day.
+    #[arg(long)]
+    pub(crate) relatime: bool,
     /// Keep what is deleted for so long, such as 7d: `forebay trash` brings it back.
     #[arg(long, value_name = "TIME")]
     pub(crate) trash: Option<String>,

@@ -16,6 +16,9 @@ impl FileSystem {
             Some(file) => file,
             None => self.file(ino, handle).await?,
         };
+        if self.policy.relatime {
+            file.note_access(self.clock.wall());
+        }
         let may_block = may_block();
         if let Some(bytes) = file.read_now(offset, length, may_block) {
             return Ok(bytes);

@@ -2,7 +2,7 @@
 //!
 //! Knows no type of the FUSE library and no kernel: every operation takes plain values and answers with plain values
 //! or an [`crate::Errno`], so that all of it runs in tests without a mount. Permission checks are left to the kernel
-//! (`default_permissions`). Access times are never updated by reading (noatime); utimes sets them.
+//! (`default_permissions`). Reading updates access times where the policy says so (relatime); utimes sets them anyway.
 
 mod state;
 mod listing;

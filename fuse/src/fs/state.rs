@@ -32,6 +32,8 @@ pub struct Policy {
     pub dataset: bool,
     /// How long the kernel may use names and attributes without asking, misses included.
     pub ttl: Duration,
+    /// Note when files are read, as relatime says.
+    pub relatime: bool,
 }
 
 impl Policy {

@@ -195,6 +195,9 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// Changes attributes; an access control list follows the mode, and a change of owner clears set-id bits as POSIX says.
     async fn set_attributes(&self, ino: InodeId, changes: SetAttributes) -> Result<Attributes>;
 
+    /// Says that a file was read. Its access time follows where relatime asks for it; nothing else changes.
+    async fn accessed(&self, ino: InodeId, atime: Timestamp) -> Result<()>;
+
     /// The value of an extended attribute, or `NoAttribute`.
     async fn xattr(&self, ino: InodeId, name: &[u8]) -> Result<Bytes>;
 

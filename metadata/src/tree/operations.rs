@@ -177,6 +177,16 @@ impl Tree for LocalTree {
         self.change(move |change| set_attributes::set_attributes(change, ino, &changes)).await
     }
 
+    async fn accessed(&self, ino: InodeId, atime: Timestamp) -> Result<()> {
+        let is_due = |look: &Look<'_, '_>| {
+            Ok(look.find(ino)?.is_some_and(|inode| inode.attributes(ino).access_is_due(atime)))
+        };
+        match self.look(is_due).await? {
+            true => self.change(move |change| set_attributes::accessed(change, ino, atime)).await,
+            false => Ok(()),
+        }
+    }
+
     async fn xattr(&self, ino: InodeId, name: &[u8]) -> Result<Bytes> {
         self.look(|look| xattr::get(look, ino, name)).await
     }

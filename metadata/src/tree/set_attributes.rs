@@ -1,6 +1,6 @@
 //! Owners, modes and times.
 
-use forebay_core::{Attributes, FileKind, InodeId, Result};
+use forebay_core::{Attributes, FileKind, InodeId, Result, Timestamp};
 
 use super::{SetAttributes, acl};
 use crate::records::{Change, Records};
@@ -37,4 +37,14 @@ pub(super) fn set_attributes(
     inode.kept |= inode.kind == FileKind::Directory;
     change.put_inode(ino, &inode)?;
     Ok(inode.attributes(ino))
+}
+
+/// As [`super::Tree::accessed`].
+pub(super) fn accessed(change: &mut Change<'_, '_>, ino: InodeId, atime: Timestamp) -> Result<()> {
+    let Some(mut inode) = change.find(ino)? else { return Ok(()) };
+    if !inode.attributes(ino).access_is_due(atime) {
+        return Ok(());
+    }
+    inode.atime = atime;
+    change.put_inode(ino, &inode)
 }

@@ -124,3 +124,42 @@ assert os.stat("group/below").st_gid == 777 and mode("group/below") & 0o2000
     walk.mount.remount(&walk.scratch.join("other-home"));
     walk.python(times);
 }
+
+/// Promise S46: With the mount option `relatime` a file remembers when it was read: the first time after a change of it,
+/// and then once a day.
+#[test]
+fn relatime_notes_the_first_read_after_a_change() {
+    if !require_fuse("relatime_notes_the_first_read_after_a_change") {
+        return;
+    }
+    let mut walk =
+        Walk::with(&["--relatime"], |bucket| std::fs::write(bucket.join("old"), "old").expect("written"));
+    walk.python(
+        r#"
+def read(path):
+    file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    assert os.readv(file, [mmap.mmap(-1, 4096)]) > 0
+    os.close(file)
+    return os.stat(path)
+
+put("file", b"x")
+first = read("file")
+assert first.st_atime_ns > first.st_mtime_ns, first
+assert read("file") == first, "it was read since the last change"
+put("file", b"y")
+second = read("file")
+assert second.st_atime_ns > second.st_mtime_ns > first.st_atime_ns
+os.utime("file", ns=(7, 8))
+assert os.stat("file").st_atime_ns == 7
+assert read("file").st_atime_ns > second.st_atime_ns
+os.utime("old", (time.time() - 86_500, time.time() - 86_600))
+assert abs(read("old").st_atime - time.time()) < 60
+file = os.open("file", os.O_RDONLY)
+os.fsync(file)
+put("atime", str(os.stat("file").st_atime_ns).encode())
+"#,
+    );
+    walk.mount.unmount();
+    walk.mount.remount(&walk.scratch.join("other-home"));
+    walk.python("assert os.stat('file').st_atime_ns == int(get('atime'))");
+}

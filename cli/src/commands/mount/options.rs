@@ -30,11 +30,8 @@ const IGNORED: &[&str] = &[
     "_netdev",
     "nofail",
     "atime",
-    "noatime",
     "diratime",
     "nodiratime",
-    "relatime",
-    "norelatime",
     "strictatime",
     "nostrictatime",
     "lazytime",
@@ -120,6 +117,8 @@ impl Plan {
             "dev" => self.mount.devices = true,
             "suid" => self.mount.set_id = true,
             "noexec" => self.mount.executables = false,
+            "relatime" => self.mount.relatime = true,
+            "noatime" | "norelatime" => self.mount.relatime = false,
             "fake" => self.fake = true,
             "fsname" => self.mount.source = given()?.to_owned(),
             "threads" => self.mount.threads = Some(number(name, given()?)?),
@@ -151,6 +150,7 @@ fn long_options(arguments: &MountArguments) -> impl Iterator<Item = (&'static st
         ("dataset", arguments.dataset),
         ("allow_other", arguments.allow_other),
         ("take_over", arguments.take_over),
+        ("relatime", arguments.relatime),
     ];
     let values = [
         ("cache_dir", &arguments.cache_dir),

@@ -2,6 +2,7 @@
 
 mod directories;
 mod files;
+mod access;
 mod names;
 mod sharing;
 
@@ -64,7 +65,7 @@ async fn volume(bucket: &Bucket, read_only: bool) -> Arc<Volume> {
 }
 
 fn policy(dataset: bool) -> Policy {
-    Policy { dataset, ttl: Duration::from_secs(1) }
+    Policy { dataset, ttl: Duration::from_secs(1), relatime: false }
 }
 
 /// A read-write file system over an empty bucket.
