@@ -97,12 +97,12 @@ impl Snapshot {
         Ok(())
     }
 
-    /// The slot, and what the manifest will say about the tensors.
+    /// The slot, and what the manifest will say about the tensors. Parts of one tensor that follow each other are one.
     ///
     /// # Errors
     /// `Bug` when a tensor was never filled.
     pub(crate) fn finish(self) -> Result<(Slot, SealedShard)> {
-        let mut tensors = Vec::with_capacity(self.tensors.len());
+        let mut tensors: Vec<Tensor> = Vec::with_capacity(self.tensors.len());
         for ((spec, range), pieces) in self.tensors.into_iter().zip(&self.layout.ranges).zip(self.pieces) {
             let unfilled = || Error::bug(format!("tensor `{}` was never copied", spec.name));
             let mut slices = Vec::with_capacity(pieces.len());
@@ -112,8 +112,13 @@ impl Snapshot {
                 slices.push(Slice { kind, offsets, lengths, shard: 0, start, end, crc32c });
                 start = end;
             }
-            let dtype = spec.dtype.name.to_owned();
-            tensors.push(Tensor { name: spec.name, dtype, shape: spec.shape, slices });
+            match tensors.last_mut().filter(|last| last.name == spec.name) {
+                Some(last) => last.slices.append(&mut slices),
+                None => {
+                    let dtype = spec.dtype.name.to_owned();
+                    tensors.push(Tensor { name: spec.name, dtype, shape: spec.shape, slices });
+                }
+            }
         }
         let header = self.layout.header.len() as u64;
         Ok((self.slot, SealedShard { tensors, header, size: self.layout.size }))

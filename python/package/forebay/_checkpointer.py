@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
-import socket
 import subprocess
 import threading
 import time
@@ -28,7 +26,7 @@ from ._flatten import Flattener
 from ._leaf import Leaf, densify, fill, has_changed
 from ._loading import default_threads, extra_name, load_step, newest_steps, with_step
 from ._process import start_agent
-from ._ranks import Ranks
+from ._ranks import Ranks, new_start
 from ._rng import rng_state, set_rng_state
 from ._shares import Planner, Share, share_size, source_offset
 from ._url import bucket_url, make_directory
@@ -199,7 +197,7 @@ class Checkpointer:
         self._threads = copy_threads or default_threads()
         self._agent_log = None if agent_log is None else os.path.abspath(agent_log)
         self._lock = threading.RLock()
-        self._start = (secrets.token_hex(16), socket.gethostname(), os.getpid(), time.time_ns() // 1_000_000)
+        self._start = new_start()
         self._session = _native.Session(self._url, *self._start, keep, keep_every)
         self._replicated = tuple(replicated)
         self._ranks = Ranks(self._url, ranks, patience)
@@ -514,9 +512,13 @@ class Checkpointer:
             make_directory(self._url)
             return _native.begin_job(self._url, *self._start)
 
-        self._job = self._ranks.first("begin the job", begin)
-        self._job_nonce: str = json.loads(self._job)["start"]["nonce"]
-        _native.join_job(self._session, self._job, self._ranks.rank, self._ranks.world_size)
+        self._join(self._ranks.first("begin the job", begin))
+
+    def _join(self, job: str) -> None:
+        """Makes this the checkpointer of one rank of a job that was begun."""
+        self._job = job
+        self._job_nonce: str = json.loads(job)["start"]["nonce"]
+        _native.join_job(self._session, job, self._ranks.rank, self._ranks.world_size)
 
     def _listen(self, patience_s: float) -> None:
         """Takes what the agent said; replaces it if it died."""

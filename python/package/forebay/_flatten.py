@@ -267,7 +267,7 @@ class Flattener:
 
     def _unique(self, name: str) -> str:
         """`name`, or with a number where another tensor has it."""
-        base = (name or "state").translate(_KEPT).encode("utf-8", "replace").decode()
+        base = (name or "state").translate(KEPT).encode("utf-8", "replace").decode()
         unique, number = base, 2
         while unique in self._names or unique == "__metadata__":
             unique, number = f"{base}~{number}", number + 1
@@ -275,7 +275,7 @@ class Flattener:
         return unique
 
 
-_KEPT = {ord("#"): "_", ord("@"): "_"}
+KEPT = {ord("#"): "_", ord("@"): "_"}
 """Characters that the engine keeps for itself: for parts, and for tensors of one rank."""
 
 _OBJECT = "\0"

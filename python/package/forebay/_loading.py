@@ -93,10 +93,7 @@ def load_step(
     """
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     source = rank % step.world_size
-    text = _extra(step, "state", source) or _extra(step, "state", 0)
-    if text is None:
-        raise CheckpointCorrupt(f"step {step.step} has no state")
-    tree = parse(step, text)
+    tree = state_tree(step, source)
     # A generator's state is one rank's; a job of another size has other ranks.
     with_rng = with_rng and step.world_size == world_size
     generators = parse(step, (with_rng and _extra(step, "rng", source)) or "null")
@@ -112,6 +109,14 @@ def load_step(
     if placer is not None:
         placer.apply()
     return builder.build(tree) if placer is None else into, builder.build(generators)
+
+
+def state_tree(step: _native.Step, rank: int) -> Node:
+    """The state as a rank of the saving job had it."""
+    text = _extra(step, "state", rank) or _extra(step, "state", 0)
+    if text is None:
+        raise CheckpointCorrupt(f"step {step.step} has no state")
+    return parse(step, text)
 
 
 def extra_name(name: str, rank: int) -> str:

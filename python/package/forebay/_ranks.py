@@ -10,6 +10,9 @@ import collections
 import hashlib
 import json
 import os
+import secrets
+import socket
+import time
 from typing import Any, Callable, Optional, TypeVar
 
 from . import _native
@@ -87,7 +90,7 @@ class Ranks:
 
     def _find(self) -> tuple[int, int]:
         if self._found is None:
-            self._found = self._given or _surroundings()
+            self._found = self._given or surroundings()
             rank, world_size = self._found
             if not 0 <= rank < world_size:
                 raise CheckpointInvalid(f"rank {rank} of {world_size}")
@@ -108,7 +111,12 @@ class Ranks:
         return self._group
 
 
-def _surroundings() -> tuple[int, int]:
+def new_start() -> tuple[str, str, int, int]:
+    """Who starts a job: a nonce, and for people the host, the process and the time in milliseconds."""
+    return secrets.token_hex(16), socket.gethostname(), os.getpid(), time.time_ns() // 1_000_000
+
+
+def surroundings() -> tuple[int, int]:
     """Rank and number of ranks, by torch.distributed where it is in use, else by the environment as torchrun sets it."""
     torch = torch_module()
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():

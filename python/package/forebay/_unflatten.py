@@ -61,15 +61,14 @@ class Tensors:
         dtensor = dtensor_class()
         if dtensor is not None and isinstance(live, dtensor):
             place, *part = local_part(live)
-        self._bound.append(place)
-        if not self._take_span(kind, place):
-            # Read aside, and copied once all is found right: a device's memory, a strided or a shared one.
-            staged = _new_like(kind, place)
-            self._staged.append((place, staged))
-            place = staged
-        self._targets.append((index, None if part is None else (part[0], part[1]), *_span(kind, place)))
+        self._aim(kind, index, None if part is None else (part[0], part[1]), place, dtype)
         self._loaded[kind, name] = live
         return True
+
+    def bind_part(self, name: str, part: tuple[list[int], list[int]], place: Any) -> None:
+        """Has a box of a tensor, given as offsets and lengths, read into a plain tensor of its shape and any type."""
+        index, dtype, _ = self.entry(name)
+        self._aim("tensor", index, part, place, dtype)
 
     def want(self, node: Node) -> None:
         """Notes every tensor that a tree names; what is not bound gets memory of its own."""
@@ -124,6 +123,18 @@ class Tensors:
             self._loaded[kind, name] = numpy.empty(shape, dtype=dtype)
         self._targets.append((index, None, *_span(kind, self._loaded[kind, name])))
 
+    def _aim(
+        self, kind: str, index: int, part: Optional[tuple[list[int], list[int]]], place: Any, dtype: str
+    ) -> None:
+        self._bound.append(place)
+        has = tensor_dtype(place) if kind == "tensor" else array_dtype(place)
+        if has != dtype or not self._take_span(kind, place):
+            # Read aside, and copied once all is found right: a device's memory, a strided, a shared or another one.
+            staged = _new_like(kind, place, dtype)
+            self._staged.append((place, staged))
+            place = staged
+        self._targets.append((index, part, *_span(kind, place)))
+
     def _take_span(self, kind: str, place: Any) -> bool:
         """Whether a tensor's or array's memory can be read into: dense, the processor's, and nobody else's."""
         if kind == "tensor":
@@ -142,15 +153,15 @@ class Tensors:
         return True
 
 
-def _new_like(kind: str, place: Any) -> Any:
-    """Dense memory for what a tensor or array holds."""
+def _new_like(kind: str, place: Any, dtype: str) -> Any:
+    """Dense memory of a tensor's or array's shape."""
     if kind == "tensor":
         import torch
 
-        return torch.empty(place.shape, dtype=place.dtype)
+        return torch.empty(place.shape, dtype=getattr(torch, dtype))
     import numpy
 
-    return numpy.empty(place.shape, dtype=place.dtype)
+    return numpy.empty(place.shape, dtype=dtype)
 
 
 def _span(kind: str, value: Any) -> tuple[int, int]:
@@ -305,6 +316,9 @@ class Placer:
                 raise _mismatch(path, "an object with a state", live)
             self._place_object(node, live, path)
             return None
+        if tag in ("dict", "odict") and is_stateful(live) and not isinstance(live, dict):
+            self._place_object(self._as_object(node, live), live, path)
+            return None
         in_place = self._in_place.get(tag or "")
         if in_place is not None:
             in_place(node, live, path)
@@ -325,6 +339,23 @@ class Placer:
             if has_kind == kind:
                 self._bind_all(tree, has)
         self._objects.append((path, live, kind, tree))
+
+    def _as_object(self, node: Node, live: Any) -> Node:
+        """A dict that was saved as such, for one through torch.distributed.checkpoint, as the state of an object."""
+        items = {self._builder.build(key): value for key, value in node["v"]}
+        kind, torch = "own", torch_module()
+        if torch is not None and isinstance(live, torch.nn.Module):
+            # Names that are not torch's canonical ones are the object's own: a wrapper's.
+            kind = "module" if items.keys() == state_of(live, self._pairs)[1].keys() else "own"
+        elif torch is not None and isinstance(live, torch.optim.Optimizer):
+            groups = self._builder.build(items.get("param_groups", []))
+            by_name = any(isinstance(name, str) for group in groups for name in group["params"])
+            kind = "optimizer" if by_name else "optimizer-own"
+            # DCP loses that parameters' numbers are numbers, and a state that is empty.
+            state = items.get("state", {"v": []})["v"]
+            numbered = state if by_name else [[int(number), value] for number, value in state]
+            node = {"t": "dict", "v": [["state", {"t": "dict", "v": numbered}], ["param_groups", items["param_groups"]]]}
+        return {"t": "object", "k": kind, "v": node}
 
     def _place_module(self, node: Node, live: Any, path: str) -> bool:
         """Binds a module's tensors; whether that is all of it.
@@ -435,11 +466,17 @@ class Placer:
 def _differences(saved: dict[Any, Any], live: dict[Any, Any]) -> Iterator[tuple[str, str]]:
     """Which keys only one side has, the first few."""
     for what, keys in (
-        ("the checkpoint lacks", live.keys() - saved.keys()),
+        # An empty dict is nothing that can be lacking.
+        ("the checkpoint lacks", {key for key in live.keys() - saved.keys() if not is_empty(live[key])}),
         ("the state lacks", saved.keys() - live.keys()),
     ):
         if keys:
             yield what, ", ".join(sorted(map(repr, keys))[:5])
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value is an empty dict."""
+    return isinstance(value, dict) and not value
 
 
 def torch_like(value: Any) -> bool:

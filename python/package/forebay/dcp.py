@@ -1,0 +1,440 @@
+"""Plug-ins for `torch.distributed.checkpoint`: its `save`, `async_save` and `load`, to and from Forebay's own steps.
+
+    writer = forebay.dcp.Writer("s3://bucket/run7", keep=3)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=500, storage_writer=writer)
+    dcp.load(state, storage_reader=forebay.dcp.Reader("s3://bucket/run7"))
+
+A step that is written here is like any other: `Checkpointer.restore`, `forebay.load` and `forebay ckpt` read it, and
+the `Reader` reads what a `Checkpointer` saved. torch decides who writes which part of which tensor; this module gives
+each rank's parts to an agent and lets the step be committed once all of them are stored. What the ranks must agree on
+goes through torch's own collectives, so that they may be on any number of hosts.
+
+Values that are no tensors are stored as such, never as pickles, unless `allow_pickle` says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+import time
+from typing import Any, Optional, Union
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from . import _native
+from ._checkpointer import Checkpointer, Save
+from ._errors import CheckpointConflict, CheckpointInvalid, CheckpointNotFound
+from ._flatten import KEPT, Flattener
+from ._leaf import Leaf, tensor_dtype, tensor_leaf
+from ._loading import default_threads, newest_steps, state_tree, with_step
+from ._paths import Node, Path, flatten, nest
+from ._ranks import new_start, surroundings
+from ._shares import Share
+from ._unflatten import Builder, Tensors
+from ._url import bucket_url, make_directory
+
+__all__ = ["Reader", "Writer"]
+
+CheckpointId = Union[int, str, "os.PathLike[str]", None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What the coordinator tells a rank about a save."""
+
+    rank: int
+    world_size: int
+    step: int
+    job: Optional[str]
+    """The record of the job that the ranks save as; None for a rank alone."""
+
+
+@dataclasses.dataclass
+class _Held:
+    """The coordinator's part of a save, until all other ranks have sealed theirs."""
+
+    checkpointer: Checkpointer
+    step: int
+    snapshot: _native.Snapshot
+
+
+class Writer(StorageWriter):  # type: ignore[misc]
+    """Writes steps for `dcp.save` and `dcp.async_save`; they return, or complete, once the step is durable.
+
+    Keep one writer for all saves of a job: its agent and its memory stay with it. A second one supersedes it.
+
+    Args:
+        url: Where the steps lie, as for `Checkpointer`.
+        step: The number of the next step. Later ones count on from it; without it, from the newest step there is.
+            `checkpoint_id` of `dcp.save` sets it as well: a number, or a text that ends in one, such as `step-500`.
+        keep: As for `Checkpointer`.
+        keep_every: As for `Checkpointer`.
+        allow_pickle: As for `Checkpointer`.
+        agent_log: As for `Checkpointer`.
+
+    Host memory: two copies of what this rank writes.
+    """
+
+    def __init__(
+        self,
+        url: Union[str, "os.PathLike[str]"],
+        step: Optional[int] = None,
+        *,
+        keep: Optional[int] = None,
+        keep_every: Optional[int] = None,
+        allow_pickle: bool = False,
+        agent_log: Optional[Union[str, "os.PathLike[str]"]] = None,
+    ) -> None:
+        self._url = bucket_url(url)
+        self._options = {"keep": keep, "keep_every": keep_every, "agent_log": agent_log}
+        self._allow_pickle = allow_pickle
+        self._next = step
+        self._is_coordinator = True
+        self._planned: Optional[_Part] = None
+        self._seen: Optional[_Part] = None
+        self._checkpointer: Optional[Checkpointer] = None
+        self._held: Optional[_Held] = None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._give_up()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # `async_save` may save from a process of its own, which begins a job of its own.
+        return {**self.__dict__, "_planned": None, "_seen": None, "_checkpointer": None, "_held": None}
+
+    def close(self) -> None:
+        """Waits until the agent has ended. Nothing is lost without it: what was saved is durable."""
+        self._give_up()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        self._give_up()
+        if checkpoint_id is not None:
+            self._next = _step_of(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("use_collectives") is False:
+            raise CheckpointInvalid("a step is committed by all ranks together, which use_collectives=False rules out")
+        self._is_coordinator = is_coordinator
+        self._give_up()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        make_directory(self._url)
+        if self._next is None:
+            steps = newest_steps(self._url)
+            self._next = max(step for step, _, _ in steps) + 1 if steps else 1
+        size = len(plans)
+        job = None if size == 1 else self._job(size)
+        parts = [_Part(rank, size, self._next, job) for rank in range(size)]
+        self._planned = parts[0]
+        return [dataclasses.replace(plan, storage_data=part) for plan, part in zip(plans, parts)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        part = self._part_of(plan)
+        checkpointer = self._checkpointer_for(part)
+        leaves, results = _take(plan, planner, self._allow_pickle)
+        shares = [Share(index, leaf.name, _box_of(leaf)) for index, leaf in enumerate(leaves)]
+        checkpointer._ensure_agent()
+        snapshot = checkpointer._begin(part.step, leaves, shares)
+        held = _Held(checkpointer, part.step, snapshot)
+        try:
+            checkpointer._copy(part.step, snapshot, leaves, shares)
+        except BaseException:
+            self._held = held
+            self._give_up()
+            raise
+        self._next = part.step + 1
+        if self._is_coordinator:
+            # Until the others have sealed theirs: the state's tree, which is sealed here, tells of all of them.
+            self._held = held
+        else:
+            _seal(held, []).wait_sealed()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        held, self._held = self._held, None
+        if held is None:
+            raise CheckpointInvalid("finish() without write_data()")
+        nodes: dict[str, Node] = {result.index.fqn: result.storage_data for part in results for result in part}
+        paths: dict[str, Path] = metadata.planner_data or {}
+        ordered = [name for name in paths if name in nodes] + [name for name in nodes if name not in paths]
+        tree = nest([(paths.get(name, (name,)), nodes[name]) for name in ordered])
+        _seal(held, [("state", json.dumps(tree, separators=(",", ":"), allow_nan=False))]).wait_durable()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Union[str, "os.PathLike[str]"]) -> bool:
+        return re.search(r"\d+$", os.fspath(checkpoint_id)) is not None
+
+    def _part_of(self, plan: SavePlan) -> _Part:
+        """This rank's part in the save at hand."""
+        part: _Part = plan.storage_data
+        if part == self._seen and self._next is not None:
+            # The planner kept the plan of an earlier save. All ranks count alike.
+            part = dataclasses.replace(part, step=self._next)
+        else:
+            self._seen = part
+        planned = self._planned
+        if self._is_coordinator and planned is not None and (part.step, part.job) != (planned.step, planned.job):
+            text = "the planner kept a plan that was made for another writer"
+            raise CheckpointInvalid(f"{text} (hint: keep one Writer for all saves, or do without enable_plan_caching)")
+        return part
+
+    def _job(self, size: int) -> str:
+        """The record of the job of all ranks, begun where it has not been."""
+        last = self._planned
+        if last is not None and last.job is not None and last.world_size == size:
+            return last.job
+        return _native.begin_job(self._url, *new_start())
+
+    def _checkpointer_for(self, part: _Part) -> Checkpointer:
+        """What saves as that rank of that job."""
+        present = self._checkpointer
+        ranks = (part.rank, part.world_size)
+        if present is None or present._job != part.job or (present._ranks.rank, present._ranks.world_size) != ranks:
+            present = Checkpointer(self._url, rng=False, ranks=ranks, **self._options)  # type: ignore[arg-type]
+            if part.job is not None:
+                present._join(part.job)
+            self._checkpointer = present
+        return present
+
+    def _give_up(self) -> None:
+        """Lets go of a part whose save came to nothing on another rank."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.checkpointer._session.abandon(held.snapshot)
+            if held.checkpointer._job is not None:
+                held.checkpointer._session.give_up(held.step, "another rank failed to write its part")
+
+
+class Reader(StorageReader):  # type: ignore[misc]
+    """Reads a step for `dcp.load`, whoever saved it, at any number of ranks; each reads only what it needs.
+
+    Args:
+        url: Where the steps lie, as for `Checkpointer`.
+        step: Which one; by default the newest. `checkpoint_id` of `dcp.load` sets it as well.
+        allow_pickle: Whether pickled objects are loaded, which can run any code.
+        threads: Threads that copy; by default up to four, as the processors allow.
+
+    A step whose manifest is damaged is passed over with a warning; damaged bytes of a tensor are an error.
+    """
+
+    def __init__(
+        self,
+        url: Union[str, "os.PathLike[str]"],
+        step: Optional[int] = None,
+        *,
+        allow_pickle: bool = False,
+        threads: Optional[int] = None,
+    ) -> None:
+        self._url = bucket_url(url)
+        self._step = step
+        self._allow_pickle = allow_pickle
+        self._threads = threads or default_threads()
+        self._opened: Optional[_Opened] = None
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        self._opened = None
+        if checkpoint_id is not None:
+            self._step = _step_of(checkpoint_id)
+
+    def read_metadata(self) -> Metadata:
+        self._opened = self._open(self._step)
+        return self._opened.metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return dataclasses.replace(plan, storage_data=self._present().step.step)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        # A step that was committed meanwhile may have been seen by some ranks and not by others.
+        return [dataclasses.replace(plan, storage_data=plans[0].storage_data) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        opened = self._present()
+        if opened.step.step != plan.storage_data:
+            planned, opened = opened, self._open(plan.storage_data)
+            if opened.metadata() != planned.metadata():
+                steps = f"{planned.step.step} and {opened.step.step}"
+                raise CheckpointConflict(f"the ranks saw steps {steps} as the newest, which differ; give one of them")
+        opened.read(plan.items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Union[str, "os.PathLike[str]"]) -> bool:
+        return re.search(r"\d+$", os.fspath(checkpoint_id)) is not None
+
+    def _present(self) -> _Opened:
+        if self._opened is None:
+            raise CheckpointNotFound("read_metadata() comes first")
+        return self._opened
+
+    def _open(self, step: Optional[int]) -> _Opened:
+        return with_step(self._url, step, None, lambda found: _Opened(found, self._allow_pickle, self._threads))
+
+
+class _Opened:
+    """A step and its entries, as this rank has them."""
+
+    def __init__(self, step: _native.Step, allow_pickle: bool, threads: int) -> None:
+        self.step = step
+        self._allow_pickle = allow_pickle
+        self._threads = threads
+        self._source = surroundings()[0] % step.world_size
+        self._entries = flatten(state_tree(step, self._source), self._builder().build)
+
+    def _builder(self) -> Builder:
+        return Builder(Tensors(self.step, self._threads, self._source), self._allow_pickle)
+
+    def metadata(self) -> Metadata:
+        """What torch plans a load by. Of each tensor it is one part, since any part of it can be read."""
+        tensors = self._builder().tensors
+        described: dict[str, Any] = {}
+        for name, (_, node) in self._entries.items():
+            if not _is_tensor(node):
+                described[name] = BytesStorageMetadata()
+                continue
+            _, dtype, shape = tensors.entry(node["n"])
+            size = torch.Size(node["view"][0] if "view" in node else shape)
+            chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+            properties = TensorProperties(dtype=getattr(torch, dtype))
+            described[name] = TensorStorageMetadata(properties, size, [chunk])
+        return Metadata(described, planner_data={name: path for name, (path, _) in self._entries.items()})
+
+    def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """Fills what the planner names."""
+        builder = self._builder()
+        tensors = builder.tensors
+        aside: list[tuple[ReadItem, Any, Node]] = []
+        places: list[tuple[ReadItem, Any]] = []
+        for item in items:
+            _, node = self._entries[item.storage_index.fqn]
+            if item.type == LoadItemType.BYTE_IO:
+                aside.append((item, None, node))
+                tensors.want(node)
+                continue
+            place = planner.resolve_tensor(item).detach()
+            places.append((item, place))
+            if "view" in node:
+                aside.append((item, place, node))
+                tensors.want(node)
+            else:
+                tensors.bind_part(node["n"], (list(item.storage_offsets), list(item.lengths)), place)
+        tensors.read()
+        tensors.place()
+        for item, place, node in aside:
+            value = builder.build(node)
+            if place is None:
+                planner.load_bytes(item, _saved(value))
+                continue
+            for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+                value = value.narrow(dimension, offset, length)
+            place.copy_(value)
+        for item, place in places:
+            planner.commit_tensor(item, place)
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node, dict) and node.get("t") == "tensor"
+
+
+def _saved(value: Any) -> io.BytesIO:
+    """A value as planners take it."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data
+
+
+def _step_of(checkpoint_id: Union[int, str, "os.PathLike[str]"]) -> int:
+    """The step that a `checkpoint_id` means."""
+    if isinstance(checkpoint_id, int):
+        return checkpoint_id
+    found = re.search(r"\d+$", os.fspath(checkpoint_id))
+    if found is None:
+        raise CheckpointInvalid(f"checkpoint_id {checkpoint_id!r} names no step: it is a number, or ends in one")
+    return int(found.group())
+
+
+def _take(plan: SavePlan, planner: SavePlanner, allow_pickle: bool) -> tuple[list[Leaf], list[WriteResult]]:
+    """What this rank is to write: the tensors, and of each item what the state's tree says of it."""
+    flattener = Flattener(allow_pickle)
+    leaves: list[Leaf] = []
+    results: list[WriteResult] = []
+    for item in plan.items:
+        name = item.index.fqn
+        data = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            data.seek(0)
+            # This process wrote these bytes just now.
+            value = torch.load(data, weights_only=False)
+            size, node = data.tell(), json.loads(flattener.tree(name, value, name))
+        else:
+            leaf = _tensor_leaf(item, data.detach())
+            size, node = leaf.size, {"t": "tensor", "n": leaf.name}
+            if size > 0 or 0 in leaf.shape:
+                leaves.append(leaf)
+        results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=node))
+    return leaves + flattener.leaves, results
+
+
+def _tensor_leaf(item: WriteItem, tensor: Any) -> Leaf:
+    """The part of a tensor that an item is."""
+    name, data = item.index.fqn, item.tensor_data
+    dtype = tensor_dtype(tensor)
+    if dtype is None:
+        raise TypeError(f"{name}: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be saved")
+    leaf = tensor_leaf(name.translate(KEPT), name, tensor, dtype)
+    leaf.shape, leaf.part = list(data.size), (list(data.chunk.offsets), list(data.chunk.sizes))
+    return leaf
+
+
+def _box_of(leaf: Leaf) -> Optional[_native.Part]:
+    return None if leaf.part is None else (False, *leaf.part)
+
+
+def _seal(held: _Held, extras: list[tuple[str, str]]) -> Save:
+    """Gives a part to the agent."""
+    save = Save(held.checkpointer, held.step)
+    created_ms = time.time_ns() // 1_000_000
+    save._native = held.checkpointer._session.seal(held.snapshot, held.step, created_ms, extras)
+    save._is_staged = True
+    return save
