@@ -109,7 +109,11 @@ impl Inner {
                 // The object is there; a second name left in the staging folder is seen by no reader.
                 let _ = std::fs::remove_file(staged);
             }
-            sync_directories(&parent, &top).map_err(failed)?;
+            match sync_directories(&parent, &top) {
+                // The object was deleted as soon as it was there, and its directory with it.
+                Err(error) if error.kind() == io::ErrorKind::NotFound && self.root.exists() => {}
+                synced => synced.map_err(failed)?,
+            }
             return Ok(put_result(version));
         }
         Err(failed(io::Error::new(io::ErrorKind::NotFound, "its directory is being deleted over and over")))
@@ -207,4 +211,37 @@ fn sync_directories(directory: &FilePath, top: &FilePath) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use forebay_core::ObjectKey;
+
+    use crate::object::{Bucket, BucketUrl, Condition, StoreSettings};
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn an_object_that_is_deleted_at_once_was_put() {
+        // Two agents of one job: one was still syncing the directory of its index when the other, having put both
+        // indexes together, deleted them with their directory.
+        let folder = tempfile::tempdir().expect("scratch");
+        let url: BucketUrl = format!("file://{}", folder.path().display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let key = ObjectKey::new("ranks/5/a/0.json");
+        let puts = async {
+            for _ in 0..200 {
+                bucket.put(&key, Bytes::from_static(b"index"), Condition::Always).await.expect("put");
+            }
+        };
+        let deletes = async {
+            loop {
+                bucket.delete(&key).await.expect("delete");
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            () = puts => {}
+            () = deletes => {}
+        }
+    }
 }
