@@ -15,6 +15,7 @@ pub mod agent;
 pub mod session;
 pub mod restore;
 pub mod verify;
+pub mod diff;
 
 pub use catalog::{StepInfo, list_steps};
 pub use verify::{Finding, show, verify};

@@ -256,6 +256,43 @@ async fn steps_are_pinned_and_deleted_and_garbage_goes() {
 }
 
 #[tokio::test]
+async fn steps_are_compared_and_waited_for() {
+    let scratch = Scratch::new();
+    let folder = checkpoints(&scratch).await;
+    let source = url(&folder);
+    let run = |args: &[&str]| forebay(&scratch, &[&["ckpt"], args].concat());
+    let before = format!("{source}@10");
+    let found = parse(&run(&["diff", &before, &source, "--json"]).succeeded());
+    let names: Vec<_> =
+        found["tensors"].as_array().expect("tensors").iter().map(|tensor| &tensor["name"]).collect();
+    assert_eq!(names, ["embed", "head.weight"], "{found}");
+    assert_eq!((&found["before"], &found["after"], &found["equal"]), (&json!(10), &json!(20), &json!(false)));
+    let side = json!({"dtype": "float32", "shape": [16, 64], "bytes": 4096});
+    assert_eq!((&found["tensors"][0]["before"], &found["tensors"][0]["change"]), (&side, &json!("changed")));
+    let shown = run(&["diff", &before, "@20"]).succeeded();
+    assert!(shown.contains("changed  embed") && shown.contains("step 10 to 20"), "{shown}");
+    let same = parse(&run(&["diff", &before, "@10", "--json"]).succeeded());
+    assert_eq!((&same["equal"], &same["same"], &same["same_bytes"]), (&json!(true), &json!(2), &json!(4496)));
+    run(&["diff", &before, "@30"]).failed_with("no step 30", "the last 20");
+
+    let watched = run(&["watch", &source, "--after", "10", "--once", "--json"]).succeeded();
+    assert_eq!(parse(&watched)["step"], json!(20), "{watched}");
+    run(&["watch", &source, "--timeout", "0"]).failed_with("no step was committed", "--timeout");
+    // A step that comes while it waits.
+    let parked = scratch.join("parked");
+    fs::rename(folder.join("steps").join(format!("{:020}", 20)), &parked).expect("move");
+    let back = folder.join("steps").join(format!("{:020}", 20));
+    let mover = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(700));
+        fs::rename(parked, back).expect("move");
+    });
+    let watched =
+        run(&["watch", &source, "--once", "--timeout", "60", "--interval", "1", "--json"]).succeeded();
+    mover.join().expect("the mover");
+    assert_eq!(watched.lines().map(|line| parse(line)["step"].clone()).collect::<Vec<_>>(), [json!(20)]);
+}
+
+#[tokio::test]
 async fn what_is_damaged_in_a_checkpoint_is_named() {
     let scratch = Scratch::new();
     let folder = checkpoints(&scratch).await;

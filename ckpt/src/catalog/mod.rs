@@ -13,6 +13,7 @@
 
 mod keys;
 mod steps;
+mod watch;
 mod run;
 mod commit;
 mod ranks;
@@ -27,3 +28,4 @@ pub use ranks::{RankKey, failure_of, forget_ranks, list_ranks, merge_ranks, put_
 pub use retain::{Keep, Removed, list_pins, pin, remove_steps, retain, unpin};
 pub use run::{Run, Start, begin_run, superseded_by};
 pub use steps::{StepInfo, find_step, list_steps, load_manifest};
+pub use watch::Watch;

@@ -1,4 +1,5 @@
-//! `forebay ckpt`: what a bucket of checkpoints holds, and whether it is whole. What changes it is in `ckpt_keep`.
+//! `forebay ckpt`: what a bucket of checkpoints holds, and whether it is whole. What changes it is in `ckpt_keep`,
+//! what compares and waits in `ckpt_compare`.
 
 use std::process::ExitCode;
 
@@ -12,6 +13,7 @@ use forebay_io::object::Bucket;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
+use super::ckpt_compare::{self, DiffArguments, WatchArguments};
 use super::ckpt_keep::{self, GcArguments, PinArguments, RmArguments};
 use crate::arguments::Global;
 use crate::settings::Settings;
@@ -26,6 +28,10 @@ pub(crate) enum CkptCommand {
     Verify(VerifyArguments),
     /// Show what a step holds.
     Show(ShowArguments),
+    /// Tell what a step holds differently from another.
+    Diff(DiffArguments),
+    /// Print each step as it is committed.
+    Watch(WatchArguments),
     /// Delete steps.
     Rm(RmArguments),
     /// Keep a step, whatever retention says.
@@ -79,6 +85,15 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
             }
             CkptCommand::Verify(arguments) => {
                 check(&open(&arguments.url, &settings).await?, arguments.step, global.json).await
+            }
+            CkptCommand::Diff(arguments) => {
+                let [(before, old), (after, new)] = arguments.sides();
+                let before = open(before, &settings).await?;
+                let after = open(after, &settings).await?;
+                ckpt_compare::compare([(&before, old), (&after, new)], global.json).await
+            }
+            CkptCommand::Watch(arguments) => {
+                ckpt_compare::watch(&open(&arguments.url, &settings).await?, arguments, global.json).await
             }
             CkptCommand::Rm(arguments) => {
                 ckpt_keep::rm(&open_to_change(&arguments.url, &settings).await?, arguments, global.json).await

@@ -12,5 +12,6 @@ pub(crate) mod trash;
 pub(crate) mod quota;
 pub(crate) mod doctor;
 pub(crate) mod ckpt_keep;
+pub(crate) mod ckpt_compare;
 pub(crate) mod ckpt;
 pub(crate) mod version;

@@ -1,0 +1,168 @@
+//! `forebay ckpt diff` and `watch`: what changes from step to step, and when there is a new one.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use forebay_ckpt::catalog::{StepInfo, Watch, list_steps, load_manifest};
+use forebay_ckpt::diff::{Change, Diff, ExtraChange, Side, TensorChange, diff};
+use forebay_ckpt::manifest::Manifest;
+use forebay_ckpt::show;
+use forebay_core::units::format_bytes;
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::clock::Clock;
+use forebay_io::object::Bucket;
+use serde_json::{Value, json};
+
+use crate::print;
+
+/// The arguments of `forebay ckpt diff`.
+#[derive(Debug, Args)]
+pub(crate) struct DiffArguments {
+    /// URL@STEP, or a URL for its newest step.
+    pub(crate) before: String,
+    /// The same, or @STEP for another step of the first URL.
+    pub(crate) after: String,
+}
+
+/// The arguments of `forebay ckpt watch`.
+#[derive(Debug, Args)]
+pub(crate) struct WatchArguments {
+    /// The URL that is saved to.
+    pub(crate) url: String,
+    /// End after the first time that new steps were found.
+    #[arg(long)]
+    pub(crate) once: bool,
+    /// Fail once no step was committed for so long.
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) timeout: Option<u64>,
+    /// Tell steps above this one even if they are there already.
+    #[arg(long, value_name = "STEP")]
+    pub(crate) after: Option<u64>,
+    /// Seconds between two looks at the bucket.
+    #[arg(long, value_name = "SECONDS", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub(crate) interval: u64,
+}
+
+impl DiffArguments {
+    /// URLs and steps of both sides.
+    pub(crate) fn sides(&self) -> [(&str, Option<u64>); 2] {
+        let before = split(&self.before);
+        let (url, step) = split(&self.after);
+        [before, (if url.is_empty() { before.0 } else { url }, step)]
+    }
+}
+
+fn split(text: &str) -> (&str, Option<u64>) {
+    let parsed = text.rsplit_once('@').and_then(|(url, step)| Some((url, step.parse().ok()?)));
+    parsed.map_or((text, None), |(url, step)| (url, Some(step)))
+}
+
+/// Tells what the second step holds differently.
+pub(crate) async fn compare(sides: [(&Bucket, Option<u64>); 2], json: bool) -> Result<ExitCode> {
+    let (before, after) = (manifest(sides[0]).await?, manifest(sides[1]).await?);
+    let found = diff(&before, &after);
+    let steps = [&before, &after].map(|manifest| manifest.step);
+    match json {
+        true => print::json(&as_json(steps, &found))?,
+        false => as_tables(steps, &found),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn manifest((bucket, step): (&Bucket, Option<u64>)) -> Result<Manifest> {
+    if let Some(step) = step {
+        return show(bucket, step).await;
+    }
+    let newest = list_steps(bucket).await?.pop();
+    let none = || Error::new(ErrorKind::NotFound, format!("{} holds no committed step", bucket.url()));
+    load_manifest(bucket, &newest.ok_or_else(none)?.key).await
+}
+
+fn as_json(steps: [u64; 2], found: &Diff) -> Value {
+    let equal = found.tensors.is_empty() && found.extras.is_empty();
+    json!({
+        "before": steps[0],
+        "after": steps[1],
+        "equal": equal,
+        "tensors": found.tensors,
+        "extras": found.extras,
+        "same": found.same,
+        "same_bytes": found.same_bytes,
+    })
+}
+
+fn as_tables(steps: [u64; 2], found: &Diff) {
+    let bytes = |side: &Option<Side>| side.as_ref().map_or(0, |side| side.bytes);
+    let summary = |name: &str, change: Change| {
+        let changes = || found.tensors.iter().filter(move |tensor| tensor.change == change);
+        let total = changes().map(|tensor| bytes(&tensor.before).max(bytes(&tensor.after))).sum();
+        print::row([name, &changes().count().to_string(), &format_bytes(total)])
+    };
+    print::table(&[
+        print::row([&format!("step {} to {}", steps[0], steps[1]), "TENSORS", "SIZE"]),
+        summary("added", Change::Added),
+        summary("removed", Change::Removed),
+        summary("of another type or shape", Change::Reshaped),
+        summary("changed", Change::Changed),
+        summary("sliced otherwise, not compared", Change::Unknown),
+        print::row(["same", &found.same.to_string(), &format_bytes(found.same_bytes)]),
+        Vec::new(),
+    ]);
+    let what = |side: &Option<Side>| match side {
+        Some(Side { dtype, shape, bytes }) => format!("{dtype} {shape:?}, {}", format_bytes(*bytes)),
+        None => "-".to_owned(),
+    };
+    let mut rows = Vec::new();
+    for TensorChange { name, change, before, after } in &found.tensors {
+        let after = if before == after { String::new() } else { what(after) };
+        rows.push(print::row([word(*change), name, &what(before), &after]));
+    }
+    for ExtraChange { name, change } in &found.extras {
+        rows.push(print::row([word(*change), name, "extra", ""]));
+    }
+    print::table(&rows);
+}
+
+fn word(change: Change) -> &'static str {
+    match change {
+        Change::Added => "added",
+        Change::Removed => "removed",
+        Change::Reshaped => "reshaped",
+        Change::Changed => "changed",
+        Change::Unknown => "unknown",
+    }
+}
+
+/// Prints each step as it is committed.
+pub(crate) async fn watch(bucket: &Bucket, arguments: &WatchArguments, json: bool) -> Result<ExitCode> {
+    let interval = Duration::from_secs(arguments.interval);
+    let mut watch = Watch::begin(bucket, Clock::system(), interval, arguments.after).await?;
+    loop {
+        let steps = watch.next(bucket, arguments.timeout.map(Duration::from_secs)).await?;
+        if let (true, Some(seconds)) = (steps.is_empty(), arguments.timeout) {
+            let message = format!("no step was committed to {} for {seconds} s", bucket.url());
+            return Err(Error::new(ErrorKind::NotFound, message).with_hint("wait longer: --timeout"));
+        }
+        for step in &steps {
+            tell(step, json)?;
+        }
+        if arguments.once {
+            return Ok(ExitCode::SUCCESS);
+        }
+    }
+}
+
+fn tell(info: &StepInfo, json: bool) -> Result<()> {
+    let committed = print::utc(info.committed);
+    if json {
+        return print::json(&json!({
+            "step": info.key.step,
+            "incarnation": info.key.incarnation,
+            "committed": committed,
+            "manifest": info.key.object().as_str(),
+        }));
+    }
+    print::table(&[print::row([&info.key.step.to_string(), &committed])]);
+    Ok(())
+}
