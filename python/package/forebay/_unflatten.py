@@ -348,13 +348,13 @@ class Placer:
             # Names that are not torch's canonical ones are the object's own: a wrapper's.
             kind = "module" if items.keys() == state_of(live, self._pairs)[1].keys() else "own"
         elif torch is not None and isinstance(live, torch.optim.Optimizer):
-            groups = self._builder.build(items.get("param_groups", []))
-            by_name = any(isinstance(name, str) for group in groups for name in group["params"])
+            groups = items.get("param_groups", [])
+            by_name = any(isinstance(name, str) for group in self._builder.build(groups) for name in group["params"])
             kind = "optimizer" if by_name else "optimizer-own"
             # DCP loses that parameters' numbers are numbers, and a state that is empty.
             state = items.get("state", {"v": []})["v"]
             numbered = state if by_name else [[int(number), value] for number, value in state]
-            node = {"t": "dict", "v": [["state", {"t": "dict", "v": numbered}], ["param_groups", items["param_groups"]]]}
+            node = {"t": "dict", "v": [["state", {"t": "dict", "v": numbered}], ["param_groups", groups]]}
         return {"t": "object", "k": kind, "v": node}
 
     def _place_module(self, node: Node, live: Any, path: str) -> bool:

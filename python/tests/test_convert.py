@@ -1,0 +1,130 @@
+"""Steps from and to Hugging Face directories and torch's own checkpoint files, checked by the real libraries."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import forebay
+from forebay.convert import TYPES, main
+
+
+@pytest.fixture(autouse=True)
+def silence() -> Any:
+    """torch warns of what it is told here: that there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """One of each type that safetensors has, and awkward ones."""
+    base = torch.arange(24).view(4, 6)
+    every = {name: (base % 2 if name == "bool" else base).to(getattr(torch, name)) for name in TYPES}
+    return {**every, "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 7), "turned": base.float().t()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    def content(tensor: torch.Tensor) -> Any:
+        return tensor.dtype, tensor.shape, bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist() or [])
+
+    return {name: content(value) for name, value in left.items() if value.numel()} == {
+        name: content(value) for name, value in right.items() if value.numel()
+    } and left.keys() == right.keys()
+
+
+def fails(capsys: pytest.CaptureFixture[str], words: list[str], why: str) -> None:
+    assert main(words) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and why in told, told
+
+
+def test_one_file_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tensors()
+    tied = {**model, "tied": model["float32"], "rows": model["float32"][1:3]}
+    forebay.save({"model": tied, "optim": {"lr": 0.5, "m": torch.ones(3)}}, tmp_path / "run", step=4)
+    assert main([f"{tmp_path / 'run'}@4", f"hf:{tmp_path / 'out'}"]) == 0
+    assert capsys.readouterr().out == "model.safetensors\n"
+    assert same(load_file(tmp_path / "out/model.safetensors"), {k: v.contiguous() for k, v in tied.items()})
+    assert main([f"hf:{tmp_path / 'out'}", f"{tmp_path / 'back'}@9"]) == 0
+    loaded = forebay.load(tmp_path / "back", step=9)
+    assert list(loaded) == ["model"] and same(loaded["model"], tied)
+    fails(capsys, [f"{tmp_path / 'run'}", f"hf:{tmp_path / 'out'}"], "holds a model already")
+    fails(capsys, [f"{tmp_path / 'run'}", f"hf:{tmp_path / 'x'}", "--part", "net"], "is not among `model`, `optim`")
+    fails(capsys, [f"{tmp_path / 'run'}@5", f"hf:{tmp_path / 'x'}"], "holds no step 5")
+    fails(capsys, [str(tmp_path / "run"), str(tmp_path / "x")], "one of SOURCE and TARGET is Forebay's")
+    assert main([str(tmp_path / "run"), f"hf:{tmp_path / 'optim'}", "--part", "optim"]) == 0
+    assert list(load_file(tmp_path / "optim/model.safetensors")) == ["m"]
+    forebay.save({"model": {"c": torch.zeros(2, dtype=torch.complex64)}}, tmp_path / "complex")
+    fails(capsys, [str(tmp_path / "complex"), f"hf:{tmp_path / 'x'}"], "complex64, which safetensors has not")
+    assert not (tmp_path / "x").exists()
+
+
+def test_large_models_are_cut_into_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {f"layers.{index}.w": torch.full((1000,), float(index)) for index in range(7)}
+    model["large"] = torch.arange(3000.0)
+    forebay.save({"model": model}, tmp_path / "run")
+    assert main([str(tmp_path / "run"), f"hf:{tmp_path / 'out'}", "--shard-size", "9KB"]) == 0
+    names = [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]
+    assert capsys.readouterr().out.split() == names
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 40_000 and set(index["weight_map"].values()) == set(names)
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        part = load_file(tmp_path / "out" / name)
+        assert all(index["weight_map"][tensor] == name for tensor in part)
+        found.update(part)
+    assert same(found, model)
+    assert main([f"hf:{tmp_path / 'out'}", str(tmp_path / "back"), "--part", ""]) == 0
+    assert same(forebay.load(tmp_path / "back"), model)
+    path = tmp_path / "out/model.safetensors.index.json"
+    path.write_text(path.read_text().replace(names[0], "../" + names[0]))
+    fails(capsys, [f"hf:{tmp_path / 'out'}", str(tmp_path / "x")], "is no file of this directory")
+
+
+def test_damage_is_never_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        forebay.save({"model": {"w": torch.full((1000,), float(step))}}, tmp_path / "run", step=step)
+    (manifest,) = (tmp_path / "run").glob(f"steps/{2:020}/*.json")
+    shard = tmp_path / "run" / json.loads(manifest.read_text())["body"]["shards"][0]["key"]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    fails(capsys, [str(tmp_path / "run"), f"hf:{tmp_path / 'out'}"], "are damaged")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_others_wrote_comes_in(tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    model = {name: tensor.contiguous() for name, tensor in tensors().items()}
+    save_file(model, tmp_path / "hub/model.safetensors", metadata={"format": "pt"})
+    assert main([f"hf:{tmp_path / 'hub'}", str(tmp_path / "run"), "--part", "nets.actor"]) == 0
+    assert same(forebay.load(tmp_path / "run")["nets"]["actor"], model)
+
+
+def test_torchs_own_directories_go_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"model": tensors(), "optim": {"lr": 0.5, "betas": (0.9, 0.99)}, "list": [torch.ones(2), {"n": 5}], "n": 3}
+    forebay.save(state, tmp_path / "run", step=6)
+    assert main([str(tmp_path / "run"), f"dcp:{tmp_path / 'files'}"]) == 0
+    into = {
+        "model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()},
+        "optim": {"lr": 0, "betas": None},
+        "list": [torch.zeros(2), {"n": 0}],
+        "n": 0,
+    }
+    dcp.load(into, storage_reader=dcp.FileSystemReader(tmp_path / "files"))
+    assert same(into.pop("model"), state["model"])
+    assert into["optim"] == state["optim"] and into["n"] == 3 and torch.equal(into["list"][0], torch.ones(2))
+    fails(capsys, [f"dcp:{tmp_path / 'files'}", f"{tmp_path / 'back'}@7"], "--allow-pickle")
+    assert main([f"dcp:{tmp_path / 'files'}", f"{tmp_path / 'back'}@7", "--allow-pickle"]) == 0
+    loaded = forebay.load(tmp_path / "back", step=7)
+    assert same(loaded.pop("model"), state["model"])
+    assert loaded["optim"] == state["optim"] and loaded["n"] == 3 and loaded["list"][1] == {"n": 5}
+    fails(capsys, [str(tmp_path / "run"), f"dcp:{tmp_path / 'files'}"], "holds a checkpoint already")
