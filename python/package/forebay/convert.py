@@ -73,7 +73,7 @@ def to_hugging_face(
     if step is None:
         # A damaged step is an error here: what was written of it would be mixed with an older one.
         step = next((newest for newest, _, _ in newest_steps(place)), None)
-    return with_step(place, step, None, lambda found: _export(found, folder, part, shard_bytes))
+    return with_step(place, step, None, lambda found: export(found, folder, part, shard_bytes))
 
 
 def from_hugging_face(folder: Path, url: str, step: int = 0, part: str = "model") -> None:
@@ -138,7 +138,8 @@ def _files_of(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _export(step: _native.Step, folder: Path, part: str, shard_bytes: int) -> list[str]:
+def export(step: _native.Step, folder: Path, part: str, shard_bytes: int = SHARD_BYTES) -> list[str]:
+    """As `to_hugging_face`, of a step that was opened."""
     tree = state_tree(step, 0)
     builder = Builder(Tensors(step, default_threads()), allow_pickle=False)
     for key in part.split(".") if part else []:

@@ -1,0 +1,145 @@
+"""A callback for Hugging Face's `Trainer`, and the way back.
+
+    place = "s3://bucket/run7"
+    trainer = Trainer(..., args=TrainingArguments(..., save_strategy="no"),
+                      callbacks=[forebay.huggingface.Callback(place, every=500)])
+    trainer.train(resume_from_checkpoint=forebay.huggingface.checkpoint(place, "out"))
+
+The callback saves model, optimizer, scheduler, the Trainer's own state and its random number generators, while the
+training goes on. `checkpoint` writes a step as the directory that the Trainer resumes from, which is also one that
+`from_pretrained` reads. So far for Trainers of one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import numpy
+import torch
+from transformers import TrainerCallback
+
+from . import _native
+from ._checkpointer import Checkpointer
+from ._errors import CheckpointInvalid, CheckpointNotFound
+from ._loading import default_threads, state_tree, with_step
+from ._unflatten import Builder, Tensors
+from ._url import bucket_url
+from .convert import export
+
+__all__ = ["Callback", "checkpoint"]
+
+Place = Union[str, "os.PathLike[str]"]
+
+
+class Callback(TrainerCallback):  # type: ignore[misc]
+    """Saves while a Trainer trains, and once more at the end.
+
+    Args:
+        url: Where the steps lie, as for `Checkpointer`.
+        every: Steps from one save to the next; by default the Trainer's `save_steps`.
+        keep: As for `Checkpointer`.
+        keep_every: As for `Checkpointer`.
+    """
+
+    def __init__(
+        self, url: Place, every: Optional[int] = None, *, keep: Optional[int] = None, keep_every: Optional[int] = None
+    ) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"every is {every}; it is at least 1, or None")
+        self._url = bucket_url(url)
+        self._every = every
+        self._keep = (keep, keep_every)
+        self._checkpointer: Optional[Checkpointer] = None
+        self._saved: Optional[int] = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.world_size > 1:
+            raise CheckpointInvalid("this version saves Trainers of one process; forebay.dcp saves those of several")
+        self._every = self._every or max(int(state.save_steps), 1)
+        keep, keep_every = self._keep
+        self._checkpointer = Checkpointer(self._url, keep=keep, keep_every=keep_every, rng=False)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.before_optimizer_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._checkpointer is None:
+            return
+        if self._every and state.global_step % self._every == 0:
+            self._checkpointer.save_now(state.global_step, _state(state, **kwargs))
+            self._saved = state.global_step
+        else:
+            # Saves nothing, having no schedule; raises what went wrong with earlier saves.
+            self._checkpointer.step(state.global_step, None)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            with checkpointer:
+                if self._saved != state.global_step:
+                    checkpointer.save_now(state.global_step, _state(state, **kwargs))
+
+
+def checkpoint(url: Place, folder: Place, step: Optional[int] = None) -> Optional[str]:
+    """Writes a step of `Callback`'s, by default the newest, as `folder/checkpoint-STEP`, and gives that path.
+
+    None if there is no step. One that was written already is given as it is. Every byte read is checked.
+    """
+    try:
+        return with_step(bucket_url(url), step, None, lambda found: _write(found, Path(folder)))
+    except CheckpointNotFound:
+        if step is None:
+            return None
+        raise
+
+
+def _state(state: Any, model: Any, optimizer: Any, lr_scheduler: Any, **others: Any) -> dict[str, Any]:
+    """What a Trainer resumes from."""
+    config = getattr(model, "config", None)
+    generators: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        generators["cuda"] = torch.cuda.random.get_rng_state()
+    return {
+        "model": model,
+        "optimizer": optimizer.state_dict(),
+        "scheduler": lr_scheduler.state_dict(),
+        "rng": generators,
+        # As the Trainer writes them.
+        "trainer": json.dumps(dataclasses.asdict(state)),
+        "config": None if config is None else config.to_json_string(use_diff=False),
+    }
+
+
+def _write(step: _native.Step, folder: Path) -> str:
+    place = folder / f"checkpoint-{step.step}"
+    if place.exists():
+        return str(place)
+    part = folder / f"checkpoint-{step.step}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    export(step, part, "model")
+    tensors = Tensors(step, default_threads())
+    builder = Builder(tensors, allow_pickle=False)
+    tree = state_tree(step, 0)
+    rest = {"t": "dict", "v": [pair for pair in tree["v"] if pair[0] != "model"]}
+    tensors.want(rest)
+    tensors.read()
+    state = builder.build(rest)
+    for name, key in (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler"), ("rng_state.pth", "rng")):
+        torch.save(state[key], part / name)
+    if state["config"] is not None:
+        (part / "config.json").write_text(state["config"])
+    (part / "trainer_state.json").write_text(state["trainer"])
+    # A directory of that name is whole.
+    part.rename(place)
+    return str(place)

@@ -1,0 +1,147 @@
+"""Lightning and Hugging Face's Trainer with the real libraries: training that goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forebay
+from forebay import _native
+
+pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="LIGHTNING is not installed")
+transformers = pytest.importorskip("transformers", reason="TRANSFORMERS is not installed")
+
+import forebay.huggingface  # noqa: E402
+import forebay.lightning  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Neither library may look for others' services, nor draw bars."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", forebay.CheckpointWarning)
+        yield
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+class Model(pytorch_lightning.LightningModule):  # type: ignore[misc]
+    """Something to train, with randomness of its own."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Dropout(0.3), torch.nn.Linear(width, 1))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optim = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optim], [torch.optim.lr_scheduler.StepLR(optim, 1)]
+
+
+def fit(folder: Path, epochs: int, source: Any = None) -> Model:
+    callback = pytorch_lightning.callbacks.ModelCheckpoint(
+        dirpath=folder, filename="{epoch}", monitor="loss", save_top_k=2, save_last=True
+    )
+    trainer = pytorch_lightning.Trainer(
+        default_root_dir=folder,
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+        plugins=[forebay.lightning.CheckpointIO()],
+    )
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.arange(48.0).view(12, 4) / 48)
+    model = Model()
+    torch.manual_seed(epochs)
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=source)
+    return model
+
+
+def test_lightning_saves_rotates_and_resumes(tmp_path: Path) -> None:
+    first = fit(tmp_path, 4)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert len(kept) == 3 and "last.ckpt" in kept, kept
+    loaded = forebay.load(tmp_path / "last.ckpt")
+    assert loaded["global_step"] == 12 and loaded["epoch"] == 3 and same(loaded["state_dict"], first.state_dict())
+    assert loaded["hyper_parameters"] == {"width": 8}
+    assert _native.verify(f"file://{tmp_path / 'last.ckpt'}", None) == []
+    # Nothing is left to do: the state is what was saved, not what a new model has.
+    again = fit(tmp_path / "again", 4, tmp_path / "last.ckpt")
+    assert same(again.state_dict(), first.state_dict())
+    further = fit(tmp_path / "further", 6, tmp_path / "last.ckpt")
+    assert not same(further.state_dict(), first.state_dict())
+    assert forebay.load(tmp_path / "further/last.ckpt")["global_step"] == 18
+
+
+class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
+    """The weights after each step."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = kwargs["model"]
+        self.weights[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def train(place: Path, folder: Path, source: Any, seed: int) -> Recorder:
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=40, n_positions=8)
+    numbers = torch.Generator().manual_seed(5)
+    rows = [torch.randint(40, (8,), generator=numbers).tolist() for _ in range(20)]
+    recorder = Recorder()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        max_steps=8,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        logging_steps=1,
+    )
+    trainer = transformers.Trainer(
+        model=transformers.GPT2LMHeadModel(config),
+        args=arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        callbacks=[forebay.huggingface.Callback(place, every=3, keep=9), recorder],
+    )
+    trainer.train(resume_from_checkpoint=source)
+    return recorder
+
+
+def test_the_trainer_of_hugging_face_resumes_bit_equal(tmp_path: Path) -> None:
+    place, folder = tmp_path / "run", tmp_path / "out"
+    assert forebay.huggingface.checkpoint(place, folder) is None
+    whole = train(place, folder, None, seed=1)
+    with forebay.Checkpointer(place) as checkpointer:
+        assert checkpointer.steps() == [3, 6, 8]
+    source = forebay.huggingface.checkpoint(place, folder, step=3)
+    assert source == str(folder / "checkpoint-3") == forebay.huggingface.checkpoint(place, folder, step=3)
+    resumed = train(tmp_path / "other", folder, source, seed=2)
+    assert list(resumed.weights) == [4, 5, 6, 7, 8]
+    assert all(same(resumed.weights[step], whole.weights[step]) for step in resumed.weights)
+    # The real library reads the directory as a model of its own, tied weights and all.
+    model, told = transformers.GPT2LMHeadModel.from_pretrained(source, output_loading_info=True)
+    assert same(model.state_dict(), whole.weights[3]) and not any(told.values()), told
+    with pytest.raises(forebay.CheckpointNotFound):
+        forebay.huggingface.checkpoint(place, folder, step=4)
+    assert sorted(os.listdir(folder)) == ["checkpoint-3"]
