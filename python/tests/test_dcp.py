@@ -209,20 +209,26 @@ def test_objects_that_dcp_saved_are_restored(tmp_path: Path) -> None:
 
 
 def test_asynchronous_saves_hold_what_was_when_they_were_begun(tmp_path: Path) -> None:
-    kinds = ["thread", "process"] if SCALE > 1 else ["thread"]
+    kinds = ["thread", "stager", "process"] if SCALE > 1 else ["thread", "stager"]
 
     def save(rank: int) -> Any:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+        # torch's own, kept over saves, so that it copies into the same memory.
+        stager = DefaultStager(StagingOptions(False, False, False, False))
         for kind in kinds:
             state = {"w": distribute_tensor(torch.zeros(8, 4), init_device_mesh("cpu", (2,)), [Shard(0)]), "n": 0}
             with forebay.dcp.Writer(tmp_path / kind, keep=2) as writer:
                 for step in (10, 20, 30):
                     state["w"] += 1
                     state["n"] = step
-                    how = AsyncCheckpointerType(kind)
                     saved = dcp.async_save(
-                        state, checkpoint_id=f"step-{step}", storage_writer=writer, async_checkpointer_type=how
+                        state,
+                        checkpoint_id=f"step-{step}",
+                        storage_writer=writer,
+                        async_checkpointer_type=AsyncCheckpointerType("process" if kind == "process" else "thread"),
+                        async_stager=stager if kind == "stager" else None,
                     )
                     state["w"] *= 10
                     saved.result()
@@ -243,16 +249,25 @@ class Unsavable:
 
 def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path) -> None:
     def save(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,))
         with forebay.dcp.Writer(tmp_path) as writer:
-            for bad in (0, 1):
+            for attempt, bad in enumerate([0, 1, None, 1, None]):
                 own = Unsavable() if rank == bad else rank
+                value = float(10 + attempt)
+                state = {f"own{rank}": own, "w": distribute_tensor(torch.full((100, 2), value), mesh, [Shard(0)])}
+                if bad is None:
+                    dcp.save(state, checkpoint_id=attempt, storage_writer=writer)
+                    continue
                 with pytest.raises(CheckpointException, match=f"own{bad}: object of type .*Unsavable cannot be saved"):
-                    dcp.save({f"own{rank}": own, "w": torch.ones(100)}, storage_writer=writer)
-            dcp.save({"w": torch.ones(100)}, storage_writer=writer)
+                    # The number of the next that succeeds: what others had written of this one must not get into it.
+                    dcp.save(state, checkpoint_id=4 if attempt == 3 else 2, storage_writer=writer)
 
     run_ranks(2, save)
-    assert len(_native.list_steps(f"file://{tmp_path}")) == 1
-    assert torch.equal(forebay.load(tmp_path)["w"], torch.ones(100))
+    assert [step for step, *_ in _native.list_steps(f"file://{tmp_path}")] == [2, 4]
+    for step in (2, 4):
+        loaded = forebay.load(tmp_path, step=step)
+        assert torch.equal(loaded["w"], torch.full((100, 2), 10.0 + step)), step
+        assert (loaded["own0"], loaded["own1"]) == (0, 1)
     assert _native.verify(f"file://{tmp_path}", None) == []
 
 

@@ -9,7 +9,8 @@ the `Reader` reads what a `Checkpointer` saved. torch decides who writes which p
 each rank's parts to an agent and lets the step be committed once all of them are stored. What the ranks must agree on
 goes through torch's own collectives, so that they may be on any number of hosts.
 
-Values that are no tensors are stored as such, never as pickles, unless `allow_pickle` says so.
+`async_save` stages with torch's own stagers: a `DefaultStager` that is kept over saves copies into the same memory each
+time. Values that are no tensors are stored as such, never as pickles, unless `allow_pickle` says so.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from torch.futures import Future
 
 from . import _native
 from ._checkpointer import Checkpointer, Save
-from ._errors import CheckpointConflict, CheckpointInvalid, CheckpointNotFound
+from ._errors import CheckpointConflict, CheckpointError, CheckpointInvalid, CheckpointNotFound
 from ._flatten import KEPT, Flattener
 from ._leaf import Leaf, tensor_dtype, tensor_leaf
 from ._loading import default_threads, newest_steps, state_tree, with_step
@@ -113,6 +114,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._next = step
         self._is_coordinator = True
         self._planned: Optional[_Part] = None
+        self._is_sound = True
         self._seen: Optional[_Part] = None
         self._checkpointer: Optional[Checkpointer] = None
         self._held: Optional[_Held] = None
@@ -160,21 +162,19 @@ class Writer(StorageWriter):  # type: ignore[misc]
         job = None if size == 1 else self._job(size)
         parts = [_Part(rank, size, self._next, job) for rank in range(size)]
         self._planned = parts[0]
+        self._is_sound = False
         return [dataclasses.replace(plan, storage_data=part) for plan, part in zip(plans, parts)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         part = self._part_of(plan)
         checkpointer = self._checkpointer_for(part)
-        leaves, results = _take(plan, planner, self._allow_pickle)
-        shares = [Share(index, leaf.name, _box_of(leaf)) for index, leaf in enumerate(leaves)]
         checkpointer._ensure_agent()
-        snapshot = checkpointer._begin(part.step, leaves, shares)
-        held = _Held(checkpointer, part.step, snapshot)
         try:
-            checkpointer._copy(part.step, snapshot, leaves, shares)
-        except BaseException:
-            self._held = held
-            self._give_up()
+            leaves, results = _take(plan, planner, self._allow_pickle)
+            held = _Held(checkpointer, part.step, _copy(checkpointer, part.step, leaves))
+        except BaseException as error:
+            # Those who sealed theirs need not wait for this one.
+            checkpointer._give_up(part.step, error)
             raise
         self._next = part.step + 1
         if self._is_coordinator:
@@ -195,6 +195,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         ordered = [name for name in paths if name in nodes] + [name for name in nodes if name not in paths]
         tree = nest([(paths.get(name, (name,)), nodes[name]) for name in ordered])
         _seal(held, [("state", json.dumps(tree, separators=(",", ":"), allow_nan=False))]).wait_durable()
+        self._is_sound = True
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Union[str, "os.PathLike[str]"]) -> bool:
@@ -210,14 +211,17 @@ class Writer(StorageWriter):  # type: ignore[misc]
             self._seen = part
         planned = self._planned
         if self._is_coordinator and planned is not None and (part.step, part.job) != (planned.step, planned.job):
-            text = "the planner kept a plan that was made for another writer"
+            text = "the planner kept a plan that was made for another writer, or before a save failed"
             raise CheckpointInvalid(f"{text} (hint: keep one Writer for all saves, or do without enable_plan_caching)")
         return part
 
     def _job(self, size: int) -> str:
-        """The record of the job of all ranks, begun where it has not been."""
+        """The record of the job of all ranks, begun where it has not been.
+
+        A save that failed ends it: what some ranks stored of a step must not meet what others store of its next try.
+        """
         last = self._planned
-        if last is not None and last.job is not None and last.world_size == size:
+        if self._is_sound and last is not None and last.job is not None and last.world_size == size:
             return last.job
         return _native.begin_job(self._url, *new_start())
 
@@ -226,6 +230,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
         present = self._checkpointer
         ranks = (part.rank, part.world_size)
         if present is None or present._job != part.job or (present._ranks.rank, present._ranks.world_size) != ranks:
+            if present is not None:
+                present._let_go()
             present = Checkpointer(self._url, rng=False, ranks=ranks, **self._options)  # type: ignore[arg-type]
             if part.job is not None:
                 present._join(part.job)
@@ -237,8 +243,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         held, self._held = self._held, None
         if held is not None:
             held.checkpointer._session.abandon(held.snapshot)
-            if held.checkpointer._job is not None:
-                held.checkpointer._session.give_up(held.step, "another rank failed to write its part")
+            held.checkpointer._give_up(held.step, CheckpointError("another rank failed to write its part"))
 
 
 class Reader(StorageReader):  # type: ignore[misc]
@@ -425,6 +430,18 @@ def _tensor_leaf(item: WriteItem, tensor: Any) -> Leaf:
     leaf = tensor_leaf(name.translate(KEPT), name, tensor, dtype)
     leaf.shape, leaf.part = list(data.size), (list(data.chunk.offsets), list(data.chunk.sizes))
     return leaf
+
+
+def _copy(checkpointer: Checkpointer, step: int, leaves: list[Leaf]) -> _native.Snapshot:
+    """Copies what this rank is to write."""
+    shares = [Share(index, leaf.name, _box_of(leaf)) for index, leaf in enumerate(leaves)]
+    snapshot = checkpointer._begin(step, leaves, shares)
+    try:
+        checkpointer._copy(step, snapshot, leaves, shares)
+    except BaseException:
+        checkpointer._session.abandon(snapshot)
+        raise
+    return snapshot
 
 
 def _box_of(leaf: Leaf) -> Optional[_native.Part]:
