@@ -2,22 +2,28 @@
 //!
 //! A slice that is one run of its target is read straight into place, its checksum taken on the way; one that is
 //! scattered there, or only partly wanted, is read aside, checked and copied. Several threads take requests in order.
+//! The shards lie in the store, or in memory that the agents of killed trainers hold.
 //! Slices are read whole, since that is what their checksums are of. After an error the targets hold anything.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
 
+use bytes::Bytes;
 use forebay_core::checksum::combine;
-use forebay_core::{Error, ErrorKind, Result};
-use forebay_io::mem::copy_with_crc32c;
+use forebay_core::{Error, Result};
 use forebay_io::object::Bucket;
-use futures::stream::{self, StreamExt, TryStreamExt};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 
 use crate::dtype::Dtype;
-use crate::manifest::{Manifest, Shard, Slice, Tensor};
+use crate::manifest::{Manifest, Slice, Tensor};
 use crate::region::Region;
+
+mod held;
+mod source;
+
+pub use held::assemble;
+use source::Source;
 
 /// Bytes of one request at most.
 const READ: u64 = 8 << 20;
@@ -87,6 +93,25 @@ pub fn read_tensors(
     runtime: &Handle,
     bucket: &Bucket,
     manifest: &Manifest,
+    targets: Vec<Target<'_>>,
+    threads: usize,
+) -> Result<()> {
+    read_from(&Source::Store(runtime, bucket), manifest, targets, threads)
+}
+
+/// As [`read_tensors`], out of memory: `shards` holds the bytes of the manifest's, in their order.
+pub fn read_held(
+    shards: &[Bytes],
+    manifest: &Manifest,
+    targets: Vec<Target<'_>>,
+    threads: usize,
+) -> Result<()> {
+    read_from(&Source::Held(shards), manifest, targets, threads)
+}
+
+fn read_from(
+    source: &Source<'_>,
+    manifest: &Manifest,
     mut targets: Vec<Target<'_>>,
     threads: usize,
 ) -> Result<()> {
@@ -96,12 +121,12 @@ pub fn read_tensors(
         wants.iter().map(|want| &manifest.tensors[target.tensor].slices[want.slice])
     });
     let shards: BTreeSet<u32> = slices.filter(|slice| !slice.is_empty()).map(|slice| slice.shard).collect();
-    runtime.block_on(check_shards(bucket, manifest, shards))?;
+    source.check(manifest, shards)?;
     let (mut targets, mut wants) = (targets.as_mut_slice(), wants.as_slice());
     while !targets.is_empty() {
         let count = batch(manifest, targets, wants);
         let (now, later) = targets.split_at_mut(count);
-        fill(runtime, bucket, manifest, (now, &wants[..count]), threads)?;
+        fill(source, manifest, (now, &wants[..count]), threads)?;
         (targets, wants) = (later, &wants[count..]);
     }
     Ok(())
@@ -145,8 +170,7 @@ fn batch(manifest: &Manifest, targets: &[Target<'_>], wants: &[Vec<Want>]) -> us
 }
 
 fn fill(
-    runtime: &Handle,
-    bucket: &Bucket,
+    source: &Source<'_>,
     manifest: &Manifest,
     (targets, wants): (&mut [Target<'_>], &[Vec<Want>]),
     threads: usize,
@@ -164,8 +188,8 @@ fn fill(
         segments.extend(segments_of(tensors[index], index, target.bytes, wants, asides));
     }
     let named: BTreeSet<SliceId> = segments.iter().map(|segment| segment.slice).collect();
-    let parts = read_all(runtime, bucket, manifest, plan(segments), threads)?;
-    check_slices(manifest, &tensors, named, parts)?;
+    let parts = read_all(source, manifest, plan(segments), threads)?;
+    check_slices(source, manifest, &tensors, named, parts)?;
     for ((target, tensor), (wants, asides)) in targets.iter_mut().zip(tensors).zip(wants.iter().zip(asides)) {
         let through = wants.iter().filter(|want| matches!(want.way, Way::Aside));
         for (want, bytes) in through.zip(asides) {
@@ -239,29 +263,9 @@ fn plan(mut segments: Vec<Segment<'_>>) -> Vec<Read<'_>> {
     reads
 }
 
-/// A missing or cut shard is told as such before any byte is read.
-async fn check_shards(bucket: &Bucket, manifest: &Manifest, wanted: BTreeSet<u32>) -> Result<()> {
-    let shards = wanted.iter().map(|index| &manifest.shards[*index as usize]);
-    stream::iter(shards)
-        .map(|shard| async move {
-            let fact = match bucket.head(&Shard::key_of(&shard.blake3)).await? {
-                None => "is missing".to_owned(),
-                Some(found) if found.size != shard.size => {
-                    format!("has {} bytes, not {}", found.size, shard.size)
-                }
-                Some(_) => return Ok(()),
-            };
-            Err(Error::corrupt(format!("step {}: shard `{}` {fact}", manifest.step, shard.key)))
-        })
-        .buffer_unordered(PARALLEL)
-        .try_collect()
-        .await
-}
-
 /// Carries all `reads` out: each thread takes the next one, and copies and checksums what it took.
 fn read_all(
-    runtime: &Handle,
-    bucket: &Bucket,
+    source: &Source<'_>,
     manifest: &Manifest,
     reads: Vec<Read<'_>>,
     threads: usize,
@@ -270,9 +274,7 @@ fn read_all(
     let in_flight = PARALLEL.div_ceil(threads);
     let queue = Mutex::new(reads.into_iter());
     let work = || {
-        let next = || queue.lock().next();
-        let reads = stream::iter(std::iter::from_fn(next)).map(|read| fetch(bucket, manifest, read));
-        let parts: Result<Vec<Vec<Part>>> = runtime.block_on(reads.buffer_unordered(in_flight).try_collect());
+        let parts = source.read(manifest, || queue.lock().next(), in_flight);
         if parts.is_err() {
             // What is left would be read for nothing.
             queue.lock().by_ref().for_each(drop);
@@ -287,55 +289,12 @@ fn read_all(
         std::iter::once(own).chain(others.collect::<Vec<_>>()).collect()
     });
     let parts: Vec<_> = outcomes.into_iter().collect::<Result<_>>()?;
-    Ok(parts.into_iter().flatten().flatten().collect())
-}
-
-/// Reads one range into its segments as it arrives.
-async fn fetch(bucket: &Bucket, manifest: &Manifest, read: Read<'_>) -> Result<Vec<Part>> {
-    let Read { shard, range, segments } = read;
-    let shard = &manifest.shards[shard as usize];
-    let lost = |fact: &str| Error::corrupt(format!("step {}: shard `{}` {fact}", manifest.step, shard.key));
-    let mut body =
-        bucket.get_stream(&Shard::key_of(&shard.blake3), None, range.clone()).await.map_err(|error| {
-            match error.kind() {
-                ErrorKind::NotFound => lost("is missing"),
-                _ => error,
-            }
-        })?;
-    let none = forebay_core::crc32c(&[]);
-    let part = |segment: &Segment<'_>| Part {
-        slice: segment.slice,
-        start: segment.start,
-        length: segment.target.len() as u64,
-        crc32c: none,
-    };
-    let mut parts: Vec<Part> = segments.iter().map(part).collect();
-    let mut segments = segments.into_iter().zip(&mut parts).peekable();
-    let mut at = range.start;
-    while let Some(data) = body.try_next().await? {
-        let mut data = &data[..];
-        while let Some((segment, part)) = segments.peek_mut() {
-            // What lies between two segments is not wanted.
-            let gap = (segment.start - at).min(data.len() as u64);
-            (at, data) = (at + gap, &data[gap as usize..]);
-            let length = segment.target.len().min(data.len());
-            let (now, later) = std::mem::take(&mut segment.target).split_at_mut(length);
-            let crc32c = copy_with_crc32c(&data[..length], now);
-            part.crc32c = combine(part.crc32c, crc32c, length as u64);
-            (segment.target, data) = (later, &data[length..]);
-            at += length as u64;
-            segment.start = at.max(segment.start);
-            if !segment.target.is_empty() {
-                break;
-            }
-            segments.next();
-        }
-    }
-    if segments.next().is_some() { Err(lost("ends too early")) } else { Ok(parts) }
+    Ok(parts.into_iter().flatten().collect())
 }
 
 /// Puts the parts' checksums together and compares them with the manifest's.
 fn check_slices(
+    source: &Source<'_>,
     manifest: &Manifest,
     tensors: &[&Tensor],
     wanted: BTreeSet<SliceId>,
@@ -351,8 +310,8 @@ fn check_slices(
         }
         if crc32c != slice.crc32c.0 {
             let (step, name, Slice { start, end, .. }) = (manifest.step, &tensor.name, slice);
-            let shard = &manifest.shards[slice.shard as usize].key;
-            let fact = format!("bytes {start}..{end} of `{shard}` are damaged");
+            let shard = source.name_of(&manifest.shards[slice.shard as usize]);
+            let fact = format!("bytes {start}..{end} of {shard} are damaged");
             return Err(Error::corrupt(format!("step {step}: tensor `{name}`: {fact}")));
         }
     }

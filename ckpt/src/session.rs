@@ -2,7 +2,8 @@
 //!
 //! Calls block, and only as long as they were given patience for. An agent
 //! that died is told as [`Lost`]; a new connection takes the unsettled saves over, once each: whatever killed two
-//! agents over the same save is not tried a third time.
+//! agents over the same save is not tried a third time. What the agent of a killed trainer holds is adopted: its memory
+//! becomes this session's, its sealed steps stay until newer ones took their place.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -14,10 +15,15 @@ use forebay_io::mem::SharedMemory;
 use forebay_io::net::FdStream;
 use parking_lot::Mutex;
 
-use crate::agent::{Hello, Member, Reply, Request, Seal};
-use crate::arena::{Arena, SLOTS, Slot, Snapshot};
+use crate::agent::{Hello, Linger, Member, Reply, Request};
+use crate::arena::{Arena, Held, HeldStep, SLOTS, Seal, Slot, Snapshot};
 use crate::manifest::Extra;
 use crate::shard::{ShardLayout, TensorSpec};
+
+mod adopt;
+mod predecessor;
+
+pub use predecessor::{Part, Predecessor};
 
 /// Warnings kept for the caller at most; later ones are dropped.
 const MAX_WARNINGS: usize = 16;
@@ -66,8 +72,8 @@ impl Save {
 #[derive(Debug)]
 struct Pending {
     save: Arc<Save>,
+    /// Holds the step.
     slot: Slot,
-    seal: Seal,
     was_resent: bool,
 }
 
@@ -84,17 +90,40 @@ pub struct Session {
     hello: Hello,
     stream: Option<FdStream>,
     arena: Option<Arena>,
+    /// The memory that the agent was told of last.
+    announced: Option<Arc<SharedMemory>>,
     arenas_sent: u64,
-    next_save: u64,
+    last_save: u64,
     pending: VecDeque<Pending>,
+    /// The newest step that all ranks hold, which no save takes the slot of.
+    kept: Option<HeldStep>,
+    /// Slots of former arenas that hold a step.
+    former: Vec<Slot>,
+    /// Slots that a predecessor may still be reading.
+    inherited: Vec<Slot>,
+    predecessor: Option<FdStream>,
+    has_succeeded: bool,
     warnings: Vec<String>,
 }
 
 impl Session {
     /// A session without an agent yet.
     pub fn new(hello: Hello) -> Self {
-        let (pending, warnings) = (VecDeque::new(), Vec::new());
-        Self { hello, stream: None, arena: None, arenas_sent: 0, next_save: 0, pending, warnings }
+        Self {
+            hello,
+            stream: None,
+            arena: None,
+            announced: None,
+            arenas_sent: 0,
+            last_save: 0,
+            pending: VecDeque::new(),
+            kept: None,
+            former: Vec::new(),
+            inherited: Vec::new(),
+            predecessor: None,
+            has_succeeded: false,
+            warnings: Vec::new(),
+        }
     }
 
     /// Whether an agent is connected, as far as is known.
@@ -102,12 +131,18 @@ impl Session {
         self.stream.is_some()
     }
 
-    /// Greets an agent and hands it the memory and the saves that an earlier one left unsettled.
+    /// Has the agent hold sealed steps for so long after this process was killed; said before it is greeted.
+    pub fn set_linger(&mut self, linger: Option<Linger>) {
+        self.hello.linger = linger;
+    }
+
+    /// Greets an agent and hands it the saves that an earlier one left unsettled, and what it is to hold.
     ///
     /// # Errors
     /// `Unavailable` when that agent died as well.
     pub fn connect(&mut self, stream: FdStream) -> Result<()> {
         self.stream = Some(stream);
+        self.announced = None;
         self.send(&Request::Hello(self.hello.clone()), None)?;
         for pending in std::mem::take(&mut self.pending) {
             if !pending.was_resent {
@@ -118,19 +153,18 @@ impl Session {
             let hint = "the host may be short of memory; see the agent's log (agent_log=)";
             self.settle(pending, Err(Error::new(ErrorKind::Unavailable, message).with_hint(hint)));
         }
+        for (held, memory) in self.settled_steps() {
+            self.send_held(held, &memory, Request::Hold)?;
+        }
         for index in 0..self.pending.len() {
-            let memory = self.pending[index].slot.memory().clone();
-            let arena = self.send_memory(&memory)?;
             let pending = &mut self.pending[index];
             pending.was_resent = true;
-            pending.seal.arena = arena;
-            let request = Request::Seal(Box::new(pending.seal.clone()));
-            self.send(&request, None)?;
+            let (held, memory) = (pending.slot.held().cloned(), pending.slot.memory().clone());
+            if let Some(held) = held {
+                self.send_held(held, &memory, Request::Seal)?;
+            }
         }
-        if let Some(memory) = self.arena.as_ref().map(|arena| arena.memory().clone()) {
-            self.send_memory(&memory)?;
-        }
-        Ok(())
+        self.succeed()
     }
 
     /// Makes sure that a state of `bytes` bytes can be copied without a page fault, on `threads` threads.
@@ -172,11 +206,12 @@ impl Session {
     ) -> Result<Option<Snapshot>> {
         let layout = ShardLayout::of(&tensors, owner)?;
         self.make_room(layout.size)?;
+        self.drop_former();
         self.take_replies(Duration::ZERO)?;
-        let mut slot = self.arena.as_mut().and_then(Arena::take);
+        let mut slot = self.take_slot();
         if slot.is_none() {
             self.take_replies(patience)?;
-            slot = self.arena.as_mut().and_then(Arena::take);
+            slot = self.take_slot();
         }
         let Some(mut slot) = slot else { return Ok(None) };
         slot.populate(layout.size as usize, threads)?;
@@ -191,12 +226,12 @@ impl Session {
         created_ms: u64,
         extras: Vec<Extra>,
     ) -> Result<Arc<Save>> {
-        let (slot, shard) = snapshot.finish()?;
-        self.next_save += 1;
-        let number = self.next_save;
+        let (mut slot, shard) = snapshot.finish()?;
+        self.last_save += 1;
+        let number = self.last_save;
         let seal = Seal {
             save: number,
-            arena: self.arenas_sent,
+            arena: 0,
             slot: slot.index(),
             size: shard.size,
             header: shard.header,
@@ -205,19 +240,21 @@ impl Session {
             tensors: shard.tensors,
             extras,
         };
+        let member = self.hello.member.as_ref();
+        let (rank, world_size) = member.map_or((0, 1), |member| (member.rank, member.world_size));
+        let held = Held { start: self.hello.start.nonce.clone(), rank, world_size, seal };
+        *slot.held_mut() = Some(Box::new(held.clone()));
         let save = Arc::new(Save { step, number, progress: Mutex::new(Progress::Sent) });
-        let request = Request::Seal(Box::new(seal.clone()));
-        self.pending.push_back(Pending { save: save.clone(), slot, seal, was_resent: false });
+        let memory = slot.memory().clone();
+        self.pending.push_back(Pending { save: save.clone(), slot, was_resent: false });
         // A failure here is the agent's death: the next connection sends the save again.
-        self.send(&request, None).ok();
+        self.send_held(held, &memory, Request::Seal).ok();
         Ok(save)
     }
 
     /// Gives a snapshot up.
     pub fn abandon(&mut self, snapshot: Snapshot) {
-        if let Some(arena) = &mut self.arena {
-            arena.give_back(snapshot.into_slot());
-        }
+        self.give_back(snapshot.into_slot());
     }
 
     /// Tells the other ranks of the job that this one will not save `step`. An agent that is gone cannot: then they find
@@ -228,6 +265,7 @@ impl Session {
 
     /// Takes what the agent said, waiting for a first word up to `patience`.
     pub fn take_replies(&mut self, patience: Duration) -> Result<()> {
+        self.hear_predecessor();
         let mut patience = patience;
         while let Some(stream) = &mut self.stream {
             if !stream.readable(patience)? {
@@ -258,7 +296,13 @@ impl Session {
         std::mem::take(&mut self.warnings)
     }
 
-    /// Lets the agent go; it finishes what is sealed.
+    /// Tells the agent that nobody will come for what it holds, and lets it go; it finishes what is sealed.
+    pub fn dismiss(&mut self) {
+        self.send(&Request::Bye, None).ok();
+        self.disconnect();
+    }
+
+    /// Lets the agent go; it finishes what is sealed, and holds it for a successor.
     pub fn disconnect(&mut self) {
         if let Some(stream) = self.stream.take() {
             stream.shutdown();
@@ -267,9 +311,7 @@ impl Session {
 
     /// Forgets the connection without ending it, in a forked child that must not speak for its parent.
     pub fn forget(&mut self) {
-        self.stream = None;
-        self.pending.clear();
-        self.arena = None;
+        *self = Self::new(self.hello.clone());
     }
 
     fn apply(&mut self, frame: &[u8]) -> Result<()> {
@@ -283,6 +325,8 @@ impl Session {
             }
             Reply::Durable { save } => self.settle_number(save, Ok(())),
             Reply::Failed { save, error } => self.settle_number(save, Err(error.into())),
+            // The slot stays with the agent, for one that comes after it. The other only a predecessor says.
+            Reply::Stored { .. } | Reply::Unsettled { .. } => {}
             Reply::Warning { message } => {
                 if self.warnings.len() < MAX_WARNINGS {
                     self.warnings.push(message);
@@ -300,9 +344,7 @@ impl Session {
     }
 
     fn settle(&mut self, pending: Pending, outcome: Result<()>) {
-        if let Some(arena) = &mut self.arena {
-            arena.give_back(pending.slot);
-        }
+        self.give_back(pending.slot);
         pending.save.set(match outcome {
             Ok(()) => Progress::Durable,
             Err(error) => Progress::Failed(Arc::new(error)),
@@ -315,21 +357,60 @@ impl Session {
         if self.arena.as_ref().is_some_and(|arena| arena.slot_bytes() >= bytes) {
             return Ok(());
         }
-        let arena = Arena::create(bytes)?;
-        let memory = arena.memory().clone();
-        self.arena = Some(arena);
-        if self.stream.is_some() {
-            // A failure here is the agent's death: the next connection sends the memory again.
-            self.send_memory(&memory).ok();
+        let old = self.arena.replace(Arena::create(bytes)?);
+        if let Some(old) = old {
+            old.into_slots().for_each(|slot| self.give_back(slot));
         }
         Ok(())
     }
 
-    fn send_memory(&mut self, memory: &SharedMemory) -> Result<u64> {
-        self.arenas_sent += 1;
-        let (arena, slot_bytes) = (self.arenas_sent, memory.len() / SLOTS);
-        self.send(&Request::Arena { arena, slot_bytes }, Some(memory))?;
-        Ok(arena)
+    /// A free slot that may be written; the agent holds it no longer.
+    fn take_slot(&mut self) -> Option<Slot> {
+        let mut slot = self.arena.as_mut()?.take(self.kept.as_ref())?;
+        self.release(&mut slot);
+        Some(slot)
+    }
+
+    /// Has the agent forget what a slot holds.
+    fn release(&mut self, slot: &mut Slot) {
+        if let Some(held) = slot.held_mut().take() {
+            // A failure here is the agent's death, and it holds nothing then.
+            self.send(&Request::Forget(held.name()), None).ok();
+        }
+    }
+
+    /// Puts a slot that is no longer used to where it belongs; one of a former arena stays while it holds a step.
+    fn give_back(&mut self, slot: Slot) {
+        let foreign = match &mut self.arena {
+            Some(arena) => arena.give_back(slot),
+            None => Some(slot),
+        };
+        self.former.extend(foreign.filter(|slot| slot.held().is_some()));
+    }
+
+    /// Lets go of former arenas, but for the step that is kept.
+    fn drop_former(&mut self) {
+        let is_kept = |slot: &Slot| slot.held().map(Held::name) == self.kept && self.kept.is_some();
+        let (stays, goes): (Vec<_>, Vec<_>) = std::mem::take(&mut self.former).into_iter().partition(is_kept);
+        self.former = stays;
+        goes.into_iter().for_each(|mut slot| self.release(&mut slot));
+    }
+
+    /// Tells the agent of a sealed step, and of its memory first.
+    fn send_held(
+        &mut self,
+        mut held: Held,
+        memory: &Arc<SharedMemory>,
+        what: fn(Box<Held>) -> Request,
+    ) -> Result<()> {
+        if !self.announced.as_ref().is_some_and(|announced| Arc::ptr_eq(announced, memory)) {
+            self.arenas_sent += 1;
+            let (arena, slot_bytes) = (self.arenas_sent, memory.len() / SLOTS);
+            self.send(&Request::Arena { arena, slot_bytes }, Some(memory))?;
+            self.announced = Some(memory.clone());
+        }
+        held.seal.arena = self.arenas_sent;
+        self.send(&what(Box::new(held)), None)
     }
 
     fn send(&mut self, request: &Request, memory: Option<&SharedMemory>) -> Result<()> {
@@ -345,5 +426,7 @@ impl Session {
     }
 }
 
+#[cfg(test)]
+mod adopt_tests;
 #[cfg(test)]
 mod tests;

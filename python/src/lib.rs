@@ -5,14 +5,17 @@
 
 mod errors;
 mod buffer;
-mod saving;
 mod loading;
+mod held;
+mod saving;
 mod ranks;
 
 use pyo3::prelude::*;
 
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::held::{Predecessor, newest_start, open_held};
     #[pymodule_export]
     use super::loading::{Step, list_steps, open_step, verify};
     #[pymodule_export]

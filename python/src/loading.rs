@@ -1,12 +1,14 @@
 //! Loading: listing steps, reading a manifest, filling memory with tensors.
 
 use std::future::Future;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use bytes::Bytes;
 use forebay_ckpt::catalog::{StepKey, load_manifest};
 use forebay_ckpt::dtype::Dtype;
 use forebay_ckpt::manifest::{Manifest, SliceKind};
 use forebay_ckpt::region::Region;
-use forebay_ckpt::restore::{Target, read_tensors};
+use forebay_ckpt::restore::{Target, read_held, read_tensors};
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
 use pyo3::prelude::*;
@@ -19,7 +21,7 @@ use crate::errors::OrRaise;
 type Listed = (u64, u64, String, f64, bool);
 
 /// A tensor wanted: index, box, address, length.
-type Place = (usize, Option<(Vec<u64>, Vec<u64>)>, usize, usize);
+type Wanted = (usize, Option<(Vec<u64>, Vec<u64>)>, usize, usize);
 
 /// Runs `work` on the bucket `url` on threads that end with it: nothing of ours survives into a forked child.
 pub(crate) fn with_bucket<T: Send, F>(
@@ -83,14 +85,29 @@ pub(crate) fn open_step(
             _ => error,
         })
     })?;
-    Ok(Step { url, manifest })
+    Ok(Step { place: Place::Store(url), manifest, bytes_read: AtomicU64::new(0) })
 }
 
-/// A committed step whose manifest was read and found right.
+/// Where a step's bytes are.
+enum Place {
+    Store(String),
+    /// In memory that agents hold: the shards, in the manifest's order.
+    Held(Vec<Bytes>),
+}
+
+/// A step whose manifest was read and found right.
 #[pyclass(frozen, module = "forebay._native")]
 pub(crate) struct Step {
-    url: String,
+    place: Place,
     manifest: Manifest,
+    bytes_read: AtomicU64,
+}
+
+impl Step {
+    /// A step in memory.
+    pub(crate) fn held(manifest: Manifest, shards: Vec<Bytes>) -> Self {
+        Self { place: Place::Held(shards), manifest, bytes_read: AtomicU64::new(0) }
+    }
 }
 
 #[pymethods]
@@ -98,6 +115,21 @@ impl Step {
     #[getter]
     fn step(&self) -> u64 {
         self.manifest.step
+    }
+
+    /// Where its bytes are: `store` or `arena`.
+    #[getter]
+    fn tier(&self) -> &'static str {
+        match self.place {
+            Place::Store(_) => "store",
+            Place::Held(_) => "arena",
+        }
+    }
+
+    /// Bytes that were read into place so far.
+    #[getter]
+    fn bytes_read(&self) -> u64 {
+        self.bytes_read.load(Ordering::Relaxed)
     }
 
     #[getter]
@@ -122,8 +154,8 @@ impl Step {
 
     /// Fills memory, given as tensor index, box (offsets and lengths; none for all of it), address and length, with
     /// tensors that passed their checks.
-    fn read(&self, py: Python<'_>, targets: Vec<Place>, threads: usize) -> PyResult<()> {
-        let target = |(tensor, part, address, length): Place| {
+    fn read(&self, py: Python<'_>, targets: Vec<Wanted>, threads: usize) -> PyResult<()> {
+        let target = |(tensor, part, address, length): Wanted| {
             let shape = self.manifest.tensors.get(tensor).map_or(&[][..], |tensor| &tensor.shape);
             let whole = || Region::whole(shape);
             let region = part.map_or_else(whole, |(offsets, lengths)| Region {
@@ -133,10 +165,17 @@ impl Step {
             });
             Target { tensor, region, bytes: buffer::bytes_mut((address, length)) }
         };
+        let size: usize = targets.iter().map(|(_, _, _, length)| length).sum();
+        self.bytes_read.fetch_add(size as u64, Ordering::Relaxed);
         let read = || {
-            let (runtime, bucket) = open(&self.url)?;
             let targets = targets.into_iter().map(target).collect();
-            read_tensors(runtime.handle(), &bucket, &self.manifest, targets, threads)
+            match &self.place {
+                Place::Held(shards) => read_held(shards, &self.manifest, targets, threads),
+                Place::Store(url) => {
+                    let (runtime, bucket) = open(url)?;
+                    read_tensors(runtime.handle(), &bucket, &self.manifest, targets, threads)
+                }
+            }
         };
         py.detach(read).or_raise()
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use forebay_ckpt::agent::{Hello, Member, serve};
+use forebay_ckpt::agent::{Hello, Linger, Member, serve};
 use forebay_ckpt::arena;
 use forebay_ckpt::catalog::{Keep, Start};
 use forebay_ckpt::dtype::{DTYPES, Dtype};
@@ -18,6 +18,7 @@ use pyo3::prelude::*;
 
 use crate::buffer::{self, Span};
 use crate::errors::{OrRaise, exception};
+use crate::held::{Named, Predecessor, named, step_named};
 
 /// Every element type: name and bytes of one element.
 #[pyfunction]
@@ -73,7 +74,28 @@ impl Session {
     ) -> Self {
         let start = Start { nonce, host, pid, started_ms };
         let keep = Keep { newest: keep, every: keep_every };
-        Self(Mutex::new(session::Session::new(Hello { url, start, keep, member: None })))
+        Self(Mutex::new(session::Session::new(Hello { url, start, keep, member: None, linger: None })))
+    }
+
+    /// Has the agent hold sealed steps for so many seconds after this process was killed, to be found at `place`.
+    fn set_linger(&self, py: Python<'_>, place: String, seconds: f64) {
+        let for_ms = patience(seconds).as_millis().min(u128::from(u64::MAX)) as u64;
+        py.detach(|| self.0.lock().set_linger(Some(Linger { place, for_ms })));
+    }
+
+    /// Takes over what an agent holds that lost its trainer, before one of this session's own is greeted.
+    fn adopt(&self, py: Python<'_>, predecessor: &Predecessor) -> PyResult<()> {
+        py.detach(|| self.0.lock().adopt(predecessor.take()?)).or_raise()
+    }
+
+    /// The sealed steps that are in memory, newest first.
+    fn held(&self, py: Python<'_>) -> Vec<Named> {
+        py.detach(|| self.0.lock().held().into_iter().map(named).collect())
+    }
+
+    /// From now on no save takes the slot of that step.
+    fn keep(&self, py: Python<'_>, step: Option<Named>) {
+        py.detach(|| self.0.lock().keep(step.map(step_named)));
     }
 
     /// Greets the agent behind the socket `fd`, which this call takes over.
@@ -170,6 +192,12 @@ impl Session {
         py.detach(|| self.0.lock().take_replies(patience(patience_s))).or_raise()
     }
 
+    /// Lets the agent go for good: nobody will come for what is in memory.
+    fn dismiss(&self, py: Python<'_>) {
+        py.detach(|| self.0.lock().dismiss());
+    }
+
+    /// Lets the agent go, which then waits for a successor.
     fn disconnect(&self, py: Python<'_>) {
         py.detach(|| self.0.lock().disconnect());
     }

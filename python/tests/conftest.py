@@ -47,6 +47,12 @@ def warnings_are_errors() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def agents_do_not_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that wants agents to wait for successors says so."""
+    monkeypatch.setattr("forebay._checkpointer.LINGER_S", 0.0)
+
+
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """A real S3 server on loopback."""

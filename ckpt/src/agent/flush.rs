@@ -18,18 +18,16 @@ const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)
 /// How long the other ranks are waited for.
 const RANKS_PATIENCE: Duration = Duration::from_secs(600);
 
-/// Brings the shard in `slot` to the bucket and commits the step, or waits until the job's other ranks allow that; gives
-/// an error where they never will.
+/// Brings the shard in `slot` to the bucket; gives what the manifest will say of it. Afterwards the slot is not needed.
 ///
 /// # Errors
 /// `Unavailable` when it is to be tried again; `Corrupt` when the slot no longer holds what was sealed: then nothing was uploaded.
-pub(super) async fn flush(
-    clock: &Clock,
+pub(super) async fn store(
     bucket: &Bucket,
     run: &Run,
     member: Option<&Member>,
     (seal, slot): (&Seal, &Bytes),
-) -> Result<Result<()>> {
+) -> Result<Manifest> {
     let shard = slot.slice(..seal.size as usize);
     let (checked, copy) = (shard.clone(), seal.clone());
     let inspected = forebay_io::task::blocking(move || inspect(&copy, &checked)).await;
@@ -37,12 +35,27 @@ pub(super) async fn flush(
     let manifest = manifest_of(run, member, seal, identity, crc32c);
     manifest.check_part()?;
     upload(bucket, &manifest.shards[0], shard).await?;
+    if let Some(member) = member {
+        put_rank(bucket, run, member.rank, &manifest).await?;
+    }
+    Ok(manifest)
+}
+
+/// Commits the step whose part was stored, or waits until the job's other ranks allow that; gives an error where they
+/// never will.
+///
+/// # Errors
+/// `Unavailable` when it is to be tried again.
+pub(super) async fn settle(
+    clock: &Clock,
+    bucket: &Bucket,
+    run: &Run,
+    member: Option<&Member>,
+    stored: &Manifest,
+) -> Result<Result<()>> {
     match member {
-        None => commit(bucket, run, &manifest).await.map(|_| Ok(())),
-        Some(member) => {
-            put_rank(bucket, run, member.rank, &manifest).await?;
-            commit_together(clock, bucket, member, seal.step).await
-        }
+        None => commit(bucket, run, stored).await.map(|_| Ok(())),
+        Some(member) => commit_together(clock, bucket, member, stored.step).await,
     }
 }
 

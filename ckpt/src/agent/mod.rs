@@ -3,7 +3,12 @@
 mod protocol;
 mod inspect;
 mod flush;
+mod trainer;
+mod holdings;
+mod door;
 mod serve;
 
-pub use protocol::{Hello, Member, Reply, Request, Seal};
+pub use protocol::{Answer, Hello, Linger, Member, Reply, Request, VISIT_VERSION, Visit};
 pub use serve::serve;
+
+pub use crate::arena::Seal;

@@ -1,13 +1,14 @@
 //! What trainer and agent say to each other: JSON frames over one unix socket.
 //!
-//! Both ends come from one build, so that the frames carry no version. A slot belongs to the agent from `Seal` to
-//! the `Durable` or `Failed` of that save, and to the trainer otherwise.
+//! Both ends come from one build, so that the frames carry no version; only a visitor may be of another. A slot belongs
+//! to the agent from `Seal` to the `Durable` or `Failed` of that save, and to the trainer otherwise; before the trainer
+//! writes into it again, it has the agent forget what it held.
 
 use forebay_core::{Error, ErrorKind};
 use serde::{Deserialize, Serialize};
 
+use crate::arena::{Held, HeldStep};
 use crate::catalog::{Keep, Run, Start, StepKey};
-use crate::manifest::{Extra, Tensor};
 
 /// What the agent is told first.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -20,6 +21,17 @@ pub struct Hello {
     pub keep: Keep,
     /// The job that this trainer is one rank of; none where it saves alone.
     pub member: Option<Member>,
+    /// What becomes of the sealed steps in memory when the trainer is killed; none lets them go.
+    pub linger: Option<Linger>,
+}
+
+/// How an agent whose trainer was killed waits for another one.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Linger {
+    /// The meeting place where it is found.
+    pub place: String,
+    /// How long it waits, in milliseconds.
+    pub for_ms: u64,
 }
 
 /// One rank of a job that saves together.
@@ -40,43 +52,24 @@ impl Member {
     }
 }
 
-/// A snapshot that is whole in its slot.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Seal {
-    /// The trainer's number for it, ascending.
-    pub save: u64,
-    /// Which arena, as announced.
-    pub arena: u64,
-    /// Which slot of it.
-    pub slot: usize,
-    /// Bytes of the shard.
-    pub size: u64,
-    /// Bytes of it before the first tensor.
-    pub header: u64,
-    /// The step.
-    pub step: u64,
-    /// Milliseconds since 1970 by the trainer's clock.
-    pub created_ms: u64,
-    /// The tensors, all in shard 0.
-    pub tensors: Vec<Tensor>,
-    /// Everything else.
-    pub extras: Vec<Extra>,
-}
-
 /// From the trainer.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Request {
     /// The first frame.
     Hello(Hello),
-    /// New memory; its descriptor comes with the frame. The former arena gets no more seals.
+    /// The memory that following seals mean; its descriptor comes with the frame.
     Arena {
         /// Its number.
         arena: u64,
         /// Bytes of each slot.
         slot_bytes: usize,
     },
-    /// Bring this to the bucket.
-    Seal(Box<Seal>),
+    /// Bring this to the bucket, and hold it for a successor.
+    Seal(Box<Held>),
+    /// Hold this for a successor; it needs no flush.
+    Hold(Box<Held>),
+    /// The trainer will write where this lies.
+    Forget(HeldStep),
     /// This rank will not save a step that others save: they are to be told.
     GiveUp {
         /// The step.
@@ -84,6 +77,32 @@ pub enum Request {
         /// Why.
         reason: String,
     },
+    /// The trainer ends because it is done: nobody will come for what is held.
+    Bye,
+}
+
+/// The version of [`Visit`] and [`Answer`], and of what they carry.
+pub const VISIT_VERSION: u32 = 1;
+
+/// From whoever comes to an agent whose trainer was killed. An agent that has nothing to say closes the connection.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Visit {
+    /// Show what you hold.
+    Look {
+        /// [`VISIT_VERSION`]; another one gets no answer.
+        version: u32,
+    },
+    /// I hold it now: tell me, as replies, what becomes of the saves under way, and end.
+    Succeed,
+}
+
+/// What an agent shows: this, and then so many `Held` frames, oldest first, each with its memory's descriptor.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Answer {
+    /// The nonce of the start that it served.
+    pub start: String,
+    /// Frames that follow.
+    pub held: usize,
 }
 
 /// From the agent.
@@ -91,6 +110,11 @@ pub enum Request {
 pub enum Reply {
     /// The agent has everything that it needs to bring the save to the bucket by itself.
     Sealed {
+        /// Which save.
+        save: u64,
+    },
+    /// This rank's part of the save is in the bucket, not committed yet. A successor may have the slot.
+    Stored {
         /// Which save.
         save: u64,
     },
@@ -105,6 +129,11 @@ pub enum Reply {
         save: u64,
         /// Why.
         error: WireError,
+    },
+    /// To a successor, first: the saves whose slots are still being flushed.
+    Unsettled {
+        /// Their numbers.
+        saves: Vec<u64>,
     },
     /// Something that a person should know.
     Warning {

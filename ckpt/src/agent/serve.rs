@@ -1,28 +1,29 @@
-//! The agent's life: it serves one trainer, and ends when the trainer is gone and nothing is left to bring home.
+//! The agent's life: it serves one trainer, and ends when that is done, or when it was killed, nothing is left to bring
+//! home, and another one took over what is in memory, or did not come in time.
 //!
-//! One thread reads requests; one task flushes, a save at a time, in the order of sealing. A trainer that was
-//! superseded commits nothing more. Once the trainer is dead, no step can follow the sealed ones, and they are
-//! finished even so: they were promised.
+//! One thread reads requests, and afterwards receives successors; one task flushes, a save at a time, in the order of
+//! sealing. A trainer that was superseded commits nothing more. Once the trainer is dead, no step can follow the
+//! sealed ones, and they are finished even so: they were promised.
 
-use std::collections::HashMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
-use forebay_io::mem::SharedMemory;
 use forebay_io::net::FdStream;
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
 use forebay_io::task::TaskGroup;
-use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
-use super::flush::flush;
-use super::{Hello, Reply, Request, Seal};
+use super::door::Door;
+use super::flush::{settle, store};
+use super::holdings::Holdings;
+use super::trainer::Trainer;
+use super::{Hello, Reply, Request, Seal, VISIT_VERSION, Visit};
 use crate::arena::SLOTS;
 use crate::catalog::{Keep, Run, begin_run, put_failed, retain, superseded_by};
+use crate::manifest::Manifest;
 
 /// Saves under way at most: two slots of the present arena, two of the one before.
 const MAX_SAVES: usize = 2 * SLOTS;
@@ -43,47 +44,26 @@ enum Work {
     GiveUp { step: u64, reason: String },
 }
 
-/// The way back to the trainer, shared by the reader and the flusher.
-#[derive(Clone)]
-struct Trainer {
-    stream: Arc<Mutex<FdStream>>,
-    gone: Arc<AtomicBool>,
-}
-
-impl Trainer {
-    /// Tells the trainer, if it still listens.
-    fn tell(&self, reply: &Reply) {
-        let sent = serde_json::to_vec(reply).map(|frame| self.stream.lock().send(&frame, None));
-        if !matches!(sent, Ok(Ok(()))) {
-            self.gone.store(true, Ordering::Release);
-        }
-    }
-
-    fn is_gone(&self) -> bool {
-        self.gone.load(Ordering::Acquire)
-    }
-}
-
-/// Serves the trainer at the other end of `stream` until it is gone and every sealed save is settled.
+/// Serves the trainer at the other end of `stream` until it is gone, every sealed save is settled, and nobody is to come
+/// for what is in memory.
 pub fn serve(mut stream: FdStream) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let trainer =
-        Trainer { stream: Arc::new(Mutex::new(stream.try_clone()?)), gone: Arc::new(AtomicBool::new(false)) };
+    let trainer = Trainer::new(stream.try_clone()?);
     let Some((frame, _)) = stream.receive()? else { return Ok(()) };
     let Request::Hello(hello) = parse(&frame)? else {
         return Err(Error::invalid("an agent is greeted first"));
     };
     let (saves, queue) = mpsc::channel(MAX_SAVES);
     let tasks = TaskGroup::new("agent");
+    let mut desk = Desk::new(&hello, trainer.clone(), saves);
     let flusher = {
         let _context = runtime.enter();
-        tasks.spawn("flush", flush_all(hello, trainer.clone(), queue))
+        tasks.spawn("flush", flush_all(hello, trainer, queue))
     };
-    let read = read_requests(&mut stream, &trainer, &saves);
-    trainer.gone.store(true, Ordering::Release);
-    drop(saves);
+    let served = desk.serve(&mut stream);
+    drop(desk);
     runtime.block_on(flusher)?;
-    read
+    served
 }
 
 fn parse(frame: &[u8]) -> Result<Request> {
@@ -91,40 +71,96 @@ fn parse(frame: &[u8]) -> Result<Request> {
         .map_err(|error| Error::invalid(format!("a request does not parse: {error}")))
 }
 
-/// Takes requests until the trainer is gone.
-fn read_requests(stream: &mut FdStream, trainer: &Trainer, saves: &mpsc::Sender<Work>) -> Result<()> {
-    // The present arena and the one before it, by number: older ones have no save under way.
-    let mut arenas: HashMap<u64, Vec<Bytes>> = HashMap::new();
-    let pass_on = |work| saves.blocking_send(work).map_err(|_| Error::bug("the flusher is gone"));
-    loop {
-        let (frame, fd) = match stream.receive() {
-            Ok(Some(request)) => request,
-            Ok(None) => return Ok(()),
-            // It ended without having heard everything that it was told.
-            Err(error) if error.kind() == ErrorKind::Unavailable => return Ok(()),
-            Err(error) => return Err(error),
-        };
-        match parse(&frame)? {
+/// The thread that hears the trainer, and those that come after it.
+struct Desk {
+    start: String,
+    linger: Duration,
+    trainer: Trainer,
+    saves: mpsc::Sender<Work>,
+    holdings: Holdings,
+    door: Door,
+}
+
+impl Desk {
+    fn new(hello: &Hello, trainer: Trainer, saves: mpsc::Sender<Work>) -> Self {
+        let linger = hello.linger.as_ref();
+        let door = Door::new(linger.map(|linger| linger.place.clone()));
+        let linger = Duration::from_millis(linger.map_or(0, |linger| linger.for_ms));
+        let start = hello.start.nonce.clone();
+        Self { start, linger, trainer, saves, holdings: Holdings::default(), door }
+    }
+
+    fn serve(&mut self, stream: &mut FdStream) -> Result<()> {
+        let heard = self.hear(stream);
+        self.trainer.set_gone();
+        heard?;
+        self.await_successor()
+    }
+
+    /// Takes requests until the trainer is gone.
+    fn hear(&mut self, stream: &mut FdStream) -> Result<()> {
+        loop {
+            self.door.wait_for(stream)?;
+            let (frame, fd) = match stream.receive() {
+                Ok(Some(request)) => request,
+                Ok(None) => return Ok(()),
+                // It ended without having heard everything that it was told.
+                Err(error) if error.kind() == ErrorKind::Unavailable => return Ok(()),
+                Err(error) => return Err(error),
+            };
+            self.take(parse(&frame)?, fd)?;
+        }
+    }
+
+    fn take(&mut self, request: Request, fd: Option<OwnedFd>) -> Result<()> {
+        match request {
             Request::Hello(_) => return Err(Error::invalid("an agent is greeted once")),
-            Request::Arena { arena, slot_bytes } => {
-                let fd = fd.ok_or_else(|| Error::invalid("an arena came without its descriptor"))?;
-                let memory = SharedMemory::from_fd(fd)?;
-                let slot = |slot| -> Result<Bytes> {
-                    Ok(Bytes::from_owner(memory.map_read(slot * slot_bytes..(slot + 1) * slot_bytes)?))
-                };
-                arenas.retain(|number, _| number + 1 == arena);
-                arenas.insert(arena, (0..SLOTS).map(slot).collect::<Result<_>>()?);
+            Request::Arena { arena, slot_bytes } => self.holdings.announce(arena, slot_bytes, fd)?,
+            Request::Seal(held) => {
+                let seal = Box::new(held.seal.clone());
+                let (save, slot) = (seal.save, self.holdings.hold(*held)?);
+                self.trainer.begin(save);
+                self.pass_on(Work::Save(Save { seal, slot }))?;
+                self.trainer.tell(&Reply::Sealed { save });
             }
-            Request::Seal(seal) => {
-                let slot = arenas.get(&seal.arena).and_then(|slots| slots.get(seal.slot));
-                let slot = slot.filter(|slot| seal.header <= seal.size && seal.size <= slot.len() as u64);
-                let slot =
-                    slot.ok_or_else(|| Error::invalid("a seal of a slot that does not exist"))?.clone();
-                let save = seal.save;
-                pass_on(Work::Save(Save { seal, slot }))?;
-                trainer.tell(&Reply::Sealed { save });
+            Request::Hold(held) => drop(self.holdings.hold(*held)?),
+            Request::Forget(step) => self.holdings.forget(&step),
+            Request::GiveUp { step, reason } => self.pass_on(Work::GiveUp { step, reason })?,
+            Request::Bye => self.holdings.clear(),
+        }
+        Ok(())
+    }
+
+    fn pass_on(&self, work: Work) -> Result<()> {
+        self.saves.blocking_send(work).map_err(|_| Error::bug("the flusher is gone"))
+    }
+
+    /// Holds what there is until another trainer has it, or none came for long enough.
+    fn await_successor(&mut self) -> Result<()> {
+        if self.holdings.is_empty() || self.linger.is_zero() || !self.door.open() {
+            return Ok(());
+        }
+        let clock = Clock::system();
+        let mut deadline = clock.now() + self.linger;
+        loop {
+            let left = deadline.since(clock.now());
+            if left.is_zero() {
+                return Ok(());
             }
-            Request::GiveUp { step, reason } => pass_on(Work::GiveUp { step, reason })?,
+            match self.door.next(left)? {
+                Some((Visit::Look { version }, mut visitor)) if version == VISIT_VERSION => {
+                    if self.holdings.show(&self.start, &mut visitor).is_ok() {
+                        self.door.keep(visitor);
+                        deadline = clock.now() + self.linger;
+                    }
+                }
+                Some((Visit::Succeed, visitor)) => {
+                    // The successor's own agent has the place from now on.
+                    self.door.close();
+                    return self.trainer.hand_over(visitor);
+                }
+                Some((Visit::Look { .. }, _)) | None => {}
+            }
         }
     }
 }
@@ -184,8 +220,9 @@ async fn flush_until_settled(
 ) -> Result<()> {
     let deadline = clock.now() + GIVE_UP_AFTER;
     let mut pause = Duration::from_millis(500);
+    let mut stored = None;
     loop {
-        let error = match try_flush(clock, hello, trainer, target, save).await {
+        let error = match try_flush(clock, hello, trainer, target, save, &mut stored).await {
             Err(error) if error.kind() == ErrorKind::Unavailable => error,
             Err(error) => return Err(error),
             Ok(settled) => return settled,
@@ -205,6 +242,7 @@ async fn try_flush(
     trainer: &Trainer,
     target: &mut Option<(Bucket, Run)>,
     save: &Save,
+    stored: &mut Option<Manifest>,
 ) -> Result<Result<()>> {
     let (bucket, run) = match target {
         Some(target) => target,
@@ -213,7 +251,16 @@ async fn try_flush(
     if !trainer.is_gone() {
         refuse_if_superseded(bucket, run).await?;
     }
-    flush(clock, bucket, run, hello.member.as_ref(), (&save.seal, &save.slot)).await
+    let member = hello.member.as_ref();
+    let part = match stored {
+        Some(part) => part,
+        None => {
+            let part = store(bucket, run, member, (&save.seal, &save.slot)).await?;
+            trainer.tell(&Reply::Stored { save: save.seal.save });
+            stored.insert(part)
+        }
+    };
+    settle(clock, bucket, run, member, part).await
 }
 
 /// Opens the bucket and takes an incarnation.

@@ -1,10 +1,12 @@
 //! Where snapshots are taken: memory that outlives the trainer, filled by Forebay's own threads.
 
 mod copy;
+mod held;
 mod slots;
 mod snapshot;
 
 pub use copy::{Job, copy};
+pub use held::{Held, HeldStep, Seal};
 pub(crate) use slots::SLOTS;
 pub use slots::{Arena, Slot};
 pub use snapshot::Snapshot;

@@ -1,12 +1,14 @@
 //! The arena: one piece of shared memory with two slots, reused from save to save.
 //!
-//! Two, so that the newest sealed step stays whole while the next one is filled. Pages are faulted in once, before
+//! Two, so that the newest step that all ranks sealed stays whole while the next one is filled. Pages are faulted in once, before
 //! the first copy, and kept: copying into fresh pages costs several times as much.
 
 use std::sync::Arc;
 
 use forebay_core::{ErrorKind, Result};
 use forebay_io::mem::{SharedMemory, WriteMapping, populate};
+
+use super::{Held, HeldStep};
 
 /// Slots are a multiple of this: a huge page.
 const SLOT_ALIGNMENT: usize = 2 << 20;
@@ -28,6 +30,7 @@ pub struct Slot {
     memory: Arc<SharedMemory>,
     mapping: WriteMapping,
     populated: usize,
+    held: Option<Box<Held>>,
 }
 
 impl Arena {
@@ -36,12 +39,16 @@ impl Arena {
     pub fn create(bytes: usize) -> Result<Self> {
         let slot_bytes = (bytes + bytes / 4).next_multiple_of(SLOT_ALIGNMENT).max(SLOT_ALIGNMENT);
         let memory = Arc::new(SharedMemory::create("forebay-checkpoint", SLOTS * slot_bytes)?);
-        let slot = |index: usize| -> Result<Option<Slot>> {
-            let mapping = memory.map_write(index * slot_bytes..(index + 1) * slot_bytes)?;
-            Ok(Some(Slot { index, memory: memory.clone(), mapping, populated: 0 }))
-        };
-        let free = [slot(0)?, slot(1)?];
-        Ok(Self { memory, slot_bytes, free })
+        let (mut arena, slots) = Self::adopt(memory)?;
+        slots.into_iter().for_each(|slot| drop(arena.give_back(slot)));
+        Ok(arena)
+    }
+
+    /// The arena that another process made, and its slots, which that one may still be using.
+    pub fn adopt(memory: Arc<SharedMemory>) -> Result<(Self, Vec<Slot>)> {
+        let slots = (0..SLOTS).map(|index| Slot::map(&memory, index)).collect::<Result<_>>()?;
+        let slot_bytes = memory.len() / SLOTS;
+        Ok((Self { memory, slot_bytes, free: [None, None] }, slots))
     }
 
     /// The memory, to be sent to another process.
@@ -54,28 +61,60 @@ impl Arena {
         self.slot_bytes
     }
 
-    /// Slots that nobody holds.
+    /// As [`Arena::free_slots`], to be looked at.
+    pub fn slots(&self) -> impl Iterator<Item = &Slot> {
+        self.free.iter().flatten()
+    }
+
+    /// Slots that nobody uses.
     pub fn free_slots(&mut self) -> impl Iterator<Item = &mut Slot> {
         self.free.iter_mut().flatten()
     }
 
-    /// A free slot, if there is one.
-    pub fn take(&mut self) -> Option<Slot> {
-        self.free.iter_mut().find_map(Option::take)
+    /// Its free slots, which may outlive it.
+    pub fn into_slots(self) -> impl Iterator<Item = Slot> {
+        self.free.into_iter().flatten()
     }
 
-    /// Gives a slot back; one of a former arena ends here, and its memory with it.
-    pub fn give_back(&mut self, slot: Slot) {
+    /// A free slot, if there is one other than that which holds `kept`: one that holds nothing, else the older step.
+    pub fn take(&mut self, kept: Option<&HeldStep>) -> Option<Slot> {
+        let may_go = |slot: &&mut Option<Slot>| {
+            slot.as_ref().is_some_and(|slot| kept.is_none() || slot.held().map(Held::name).as_ref() != kept)
+        };
+        let age = |slot: &&mut Option<Slot>| slot.as_ref().and_then(Slot::held).map(|held| held.seal.save);
+        self.free.iter_mut().filter(may_go).min_by_key(age)?.take()
+    }
+
+    /// Gives a slot back; one of another arena is returned.
+    pub fn give_back(&mut self, slot: Slot) -> Option<Slot> {
         if !Arc::ptr_eq(&slot.memory, &self.memory) {
-            return;
+            return Some(slot);
         }
         let place = &mut self.free[slot.index];
         debug_assert!(place.is_none(), "a slot has one holder");
         *place = Some(slot);
+        None
     }
 }
 
 impl Slot {
+    /// Slot `index` of an arena's memory.
+    pub fn map(memory: &Arc<SharedMemory>, index: usize) -> Result<Self> {
+        let bytes = memory.len() / SLOTS;
+        let mapping = memory.map_write(index * bytes..(index + 1) * bytes)?;
+        Ok(Self { index, memory: memory.clone(), mapping, populated: 0, held: None })
+    }
+
+    /// The sealed step in it, if it holds one whole.
+    pub fn held(&self) -> Option<&Held> {
+        self.held.as_deref()
+    }
+
+    /// As [`Slot::held`], to be changed.
+    pub fn held_mut(&mut self) -> &mut Option<Box<Held>> {
+        &mut self.held
+    }
+
     /// Which slot of its arena.
     pub fn index(&self) -> usize {
         self.index

@@ -137,7 +137,7 @@ pub(super) async fn shards_of_rank(bucket: &Bucket, key: &ObjectKey) -> Result<V
 }
 
 /// Puts indexes together, in the order of ranks.
-fn merge(indexes: Vec<Manifest>) -> Result<Manifest> {
+pub(crate) fn merge(indexes: Vec<Manifest>) -> Result<Manifest> {
     let mut indexes = indexes.into_iter();
     let mut whole = indexes.next().ok_or_else(|| Error::bug("a save of no rank"))?;
     let mut places: HashMap<String, usize> =

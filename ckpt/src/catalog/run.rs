@@ -56,7 +56,7 @@ pub async fn begin_run(bucket: &Bucket, start: Start) -> Result<Run> {
         return Err(Error::invalid("a start's nonce is 32 hex digits"));
     }
     for _ in 0..MAX_ATTEMPTS {
-        let last = newest(bucket).await?;
+        let last = newest_run(bucket).await?;
         // Our own record: the answer to an earlier try was lost, or another agent of the same start took it.
         if let Some(own) = last.as_ref().filter(|last| last.start.nonce == start.nonce) {
             return Ok(own.clone());
@@ -88,7 +88,7 @@ pub async fn begin_run(bucket: &Bucket, start: Start) -> Result<Run> {
 
 /// The start that superseded `run`, if there is one.
 pub async fn superseded_by(bucket: &Bucket, run: &Run) -> Result<Option<Run>> {
-    let newest = newest(bucket).await?;
+    let newest = newest_run(bucket).await?;
     Ok(newest.filter(|newest| newest.incarnation >= run.incarnation && newest.start.nonce != run.start.nonce))
 }
 
@@ -103,7 +103,8 @@ async fn create(bucket: &Bucket, record: &Run) -> Result<()> {
     }
 }
 
-async fn newest(bucket: &Bucket) -> Result<Option<Run>> {
+/// The latest start of the run, if there was one.
+pub async fn newest_run(bucket: &Bucket) -> Result<Option<Run>> {
     let objects: Vec<_> = bucket.list(RUNS).try_collect().await?;
     let Some(last) = objects.iter().filter_map(|object| parse_incarnation(&object.key)).max() else {
         return Ok(None);

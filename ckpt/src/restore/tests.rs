@@ -3,8 +3,10 @@
 use bytes::Bytes;
 use forebay_io::object::{Condition, OperationKind};
 
+use forebay_core::ErrorKind;
+
 use super::*;
-use crate::manifest::{Checksum, Identity, SliceKind};
+use crate::manifest::{Checksum, Identity, Shard, SliceKind};
 
 /// Bytes no two of which at a short distance are equal.
 fn pattern(length: usize) -> Vec<u8> {

@@ -16,16 +16,16 @@ use crate::restore::{Target, read_tensors};
 use crate::verify::verify;
 
 /// Long enough for any answer that comes at all.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
-struct Fixture {
+pub(super) struct Fixture {
     directory: tempfile::TempDir,
     runtime: tokio::runtime::Runtime,
     starts: u32,
 }
 
 impl Fixture {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let runtime = tokio::runtime::Runtime::new().expect("runtime");
         Self { directory: tempfile::tempdir().expect("directory"), runtime, starts: 0 }
     }
@@ -39,14 +39,18 @@ impl Fixture {
         self.runtime.block_on(Bucket::open(&url, &StoreSettings::default())).expect("bucket")
     }
 
-    fn session(&mut self, keep: Option<usize>) -> (Session, JoinHandle<Result<()>>) {
+    pub(super) fn session(&mut self, keep: Option<usize>) -> (Session, JoinHandle<Result<()>>) {
+        let mut session = self.unattached(keep);
+        let agent = attach(&mut session);
+        (session, agent)
+    }
+
+    pub(super) fn unattached(&mut self, keep: Option<usize>) -> Session {
         self.starts += 1;
         let nonce = format!("{:08x}{:024}", self.starts, 0);
         let start = Start { nonce, host: "host".into(), pid: 7, started_ms: 0 };
         let keep = Keep { newest: keep, every: None };
-        let mut session = Session::new(Hello { url: self.url(), start, keep, member: None });
-        let agent = attach(&mut session);
-        (session, agent)
+        Session::new(Hello { url: self.url(), start, keep, member: None, linger: None })
     }
 
     fn steps(&self) -> Vec<(u64, u64, bool)> {
@@ -73,7 +77,7 @@ impl Fixture {
     }
 }
 
-fn attach(session: &mut Session) -> JoinHandle<Result<()>> {
+pub(super) fn attach(session: &mut Session) -> JoinHandle<Result<()>> {
     let (near, far) = FdStream::pair().expect("pair");
     let agent = std::thread::spawn(move || serve(far));
     session.connect(near).expect("connect");
@@ -81,7 +85,7 @@ fn attach(session: &mut Session) -> JoinHandle<Result<()>> {
 }
 
 /// Fills a snapshot with one tensor of `length` bytes of `fill`.
-fn snapshot(session: &mut Session, length: usize, fill: u8) -> Snapshot {
+pub(super) fn snapshot(session: &mut Session, length: usize, fill: u8) -> Snapshot {
     let tensor = TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![length as u64]);
     let mut snapshot = loop {
         if let Some(snapshot) = session.begin(vec![tensor.clone()], "", 2, PATIENCE).expect("begin") {
@@ -92,12 +96,12 @@ fn snapshot(session: &mut Session, length: usize, fill: u8) -> Snapshot {
     snapshot
 }
 
-fn save(session: &mut Session, step: u64, length: usize) -> Arc<Save> {
+pub(super) fn save(session: &mut Session, step: u64, length: usize) -> Arc<Save> {
     let snapshot = snapshot(session, length, step as u8);
     session.seal(snapshot, step, 0, Vec::new()).expect("seal")
 }
 
-fn settle(session: &mut Session, save: &Save) -> Progress {
+pub(super) fn settle(session: &mut Session, save: &Save) -> Progress {
     while !save.progress().is_settled() && session.is_connected() {
         session.take_replies(PATIENCE).expect("replies");
     }
@@ -232,22 +236,15 @@ fn bytes_that_changed_after_the_seal_are_never_uploaded() {
     let mut fixture = Fixture::new();
     let (mut session, _agent) = fixture.session(None);
     let filled = snapshot(&mut session, 100, 1);
-    let (mut slot, mut shard) = filled.finish().expect("finish");
+    let (mut slot, shard) = filled.finish().expect("finish");
     slot.bytes_mut()[shard.size as usize - 1] ^= 1;
-    let seal = Seal {
-        save: 1,
-        arena: 1,
-        slot: slot.index(),
-        size: shard.size,
-        header: shard.header,
-        step: 1,
-        created_ms: 0,
-        tensors: std::mem::take(&mut shard.tensors),
-        extras: Vec::new(),
-    };
+    let (index, memory) = (slot.index(), slot.memory().clone());
+    let (size, header, tensors, extras) = (shard.size, shard.header, shard.tensors, Vec::new());
+    let seal = Seal { save: 1, arena: 1, slot: index, size, header, step: 1, created_ms: 0, tensors, extras };
+    let held = Held { start: "x".into(), rank: 0, world_size: 1, seal };
     let save = Arc::new(Save { step: 1, number: 1, progress: Mutex::new(Progress::Sent) });
-    session.pending.push_back(Pending { save: save.clone(), slot, seal: seal.clone(), was_resent: false });
-    session.send(&Request::Seal(Box::new(seal)), None).expect("send");
+    session.pending.push_back(Pending { save: save.clone(), slot, was_resent: false });
+    session.send_held(held, &memory, Request::Seal).expect("send");
     let Progress::Failed(error) = settle(&mut session, &save) else { panic!("damage was uploaded") };
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert!(error.message().contains("tensor `t`"), "{error}");
@@ -307,7 +304,7 @@ impl Pair {
         let session = |rank| {
             let member = Member { run: run.clone(), rank, world_size: 2 };
             let keep = Keep { newest: Some(1), every: None };
-            let hello = Hello { url: fixture.url(), start: start.clone(), keep, member: None };
+            let hello = Hello { url: fixture.url(), start: start.clone(), keep, member: None, linger: None };
             let mut session = Session::new(hello);
             session.join(member);
             let agent = attach(&mut session);

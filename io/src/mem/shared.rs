@@ -8,6 +8,7 @@
 use std::fs::File;
 use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
 
 use forebay_core::{Error, Result};
@@ -20,6 +21,7 @@ const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEA
 pub struct SharedMemory {
     file: File,
     length: usize,
+    id: u64,
 }
 
 impl SharedMemory {
@@ -38,7 +40,8 @@ impl SharedMemory {
         if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, SEALS) } < 0 {
             return Err(last_error("seal shared memory"));
         }
-        Ok(Self { file, length })
+        let id = file.metadata()?.ino();
+        Ok(Self { file, length, id })
     }
 
     /// Takes over a descriptor that another process sent.
@@ -52,8 +55,13 @@ impl SharedMemory {
             return Err(Error::invalid("the descriptor is no memory sealed against resizing"));
         }
         let file = File::from(fd);
-        let length = file.metadata()?.len() as usize;
-        Ok(Self { file, length })
+        let metadata = file.metadata()?;
+        Ok(Self { file, length: metadata.len() as usize, id: metadata.ino() })
+    }
+
+    /// The kernel's number for it: the same memory has the same one, whatever descriptor it came by.
+    pub fn id(&self) -> u64 {
+        self.id
     }
 
     /// Bytes in all.
@@ -198,6 +206,8 @@ mod tests {
         writer[..5].copy_from_slice(b"hello");
         let twin =
             SharedMemory::from_fd(memory.as_fd().try_clone_to_owned().expect("dup")).expect("take over");
+        let other = SharedMemory::create("test", 4096).expect("create");
+        assert!(twin.id() == memory.id() && other.id() != memory.id());
         let reader = twin.map_read(0..8192).expect("map");
         assert_eq!(&reader.as_ref()[4096..4101], b"hello");
         assert!(reader.as_ref()[..4096].iter().all(|byte| *byte == 0));

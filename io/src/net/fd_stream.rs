@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use std::io::{Read, Write};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -48,18 +48,13 @@ impl FdStream {
 
     /// Waits until one of `streams` at least can be received from, and tells which; none when `timeout` passed first.
     pub fn readable_among(streams: &[&Self], timeout: Duration) -> Result<Vec<usize>> {
-        let entry =
-            |stream: &&Self| libc::pollfd { fd: stream.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        let mut polls: Vec<libc::pollfd> = streams.iter().map(entry).collect();
-        let timeout_ms = timeout.as_millis().min(i32::MAX as u128) as libc::c_int;
-        // SAFETY: as many live entries as the count says.
-        let count = unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, timeout_ms) };
-        if count < 0 {
-            // A signal ends the wait early, so that the caller can look at it.
-            retry_if_interrupted()?;
-            return Ok(Vec::new());
-        }
-        Ok(polls.iter().enumerate().filter(|(_, poll)| poll.revents != 0).map(|(index, _)| index).collect())
+        wait_readable(&streams.iter().map(AsFd::as_fd).collect::<Vec<_>>(), timeout)
+    }
+
+    /// Lets sending and receiving fail with `Unavailable` once the other side held them up for so long.
+    pub fn set_patience(&self, patience: Duration) -> Result<()> {
+        self.stream.set_read_timeout(Some(patience))?;
+        Ok(self.stream.set_write_timeout(Some(patience))?)
     }
 
     /// The user at the other end of a unix socket, as the kernel knows it.
@@ -174,6 +169,27 @@ impl FdStream {
         };
         Ok((read, fd))
     }
+}
+
+impl AsFd for FdStream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+/// Waits until one of `fds` at least can be read or accepted from, and tells which; none when `timeout` passed first, or
+/// a signal ended the wait.
+pub fn wait_readable(fds: &[BorrowedFd<'_>], timeout: Duration) -> Result<Vec<usize>> {
+    let entry = |fd: &BorrowedFd<'_>| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let mut polls: Vec<libc::pollfd> = fds.iter().map(entry).collect();
+    let timeout_ms = timeout.as_millis().min(i32::MAX as u128) as libc::c_int;
+    // SAFETY: as many live entries as the count says.
+    let count = unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, timeout_ms) };
+    if count < 0 {
+        retry_if_interrupted()?;
+        return Ok(Vec::new());
+    }
+    Ok(polls.iter().enumerate().filter(|(_, poll)| poll.revents != 0).map(|(index, _)| index).collect())
 }
 
 /// A buffer aligned as control message headers must be.

@@ -3,6 +3,7 @@
 //! A name is an abstract unix socket: it is gone with the process that holds it, and leaves no file behind. Whoever
 //! connects from another user is turned away.
 
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::Duration;
@@ -61,6 +62,13 @@ impl Meeting {
                 Err(error) => return Err(error.into()),
             }
         }
+    }
+}
+
+impl AsFd for Meeting {
+    /// Readable when somebody came.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
     }
 }
 

@@ -3,5 +3,5 @@
 mod fd_stream;
 mod meeting;
 
-pub use fd_stream::FdStream;
+pub use fd_stream::{FdStream, wait_readable};
 pub use meeting::{Meeting, meet};

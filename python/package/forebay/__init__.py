@@ -13,7 +13,7 @@
 torch and numpy are used where they are installed; importing this package imports neither.
 """
 
-from ._checkpointer import Checkpointer, Save
+from ._checkpointer import Checkpointer
 from ._errors import (
     CheckpointConflict,
     CheckpointCorrupt,
@@ -29,6 +29,8 @@ from ._errors import (
     CheckpointWarning,
 )
 from ._files import load, save
+from ._held import Restored
+from ._save import Save
 
 __all__ = [
     "Checkpointer",
@@ -44,6 +46,7 @@ __all__ = [
     "CheckpointSuperseded",
     "CheckpointUnavailable",
     "CheckpointWarning",
+    "Restored",
     "Save",
     "load",
     "save",

@@ -16,6 +16,7 @@ from typing import Any, Literal, Optional, Union
 from . import _native
 from ._errors import (
     CheckpointConflict,
+    CheckpointCorrupt,
     CheckpointError,
     CheckpointInvalid,
     CheckpointMutated,
@@ -23,112 +24,22 @@ from ._errors import (
     CheckpointWarning,
 )
 from ._flatten import Flattener
+from ._held import Inheritance, Restored, newest_common
 from ._leaf import Leaf, densify, fill, has_changed
 from ._loading import default_threads, extra_name, load_step, newest_steps, with_step
 from ._process import start_agent
 from ._ranks import Ranks, new_start
 from ._rng import rng_state, set_rng_state
+from ._save import TICK_S, Save, Staging
 from ._shares import Planner, Share, share_size, source_offset
 from ._url import bucket_url, make_directory
-
-_TICK_S = 0.2
-"""How long the engine waits before Python may look at signals, in seconds."""
-
 
 _FAREWELL_S = 30.0
 """How long `close()` waits for the agent to end once every save is committed, in seconds."""
 
-
-class Save:
-    """One save, from `step` or `save_now`: how far it is."""
-
-    def __init__(self, owner: Checkpointer, step: int) -> None:
-        self._owner = owner
-        self._step = step
-        self._native: Optional[_native.Save] = None
-        self._failure: Optional[CheckpointError] = None
-        self._is_staged = False
-
-    def __repr__(self) -> str:
-        return f"<forebay.Save step={self._step} {self._progress()}>"
-
-    @property
-    def step(self) -> int:
-        """The step."""
-        return self._step
-
-    @property
-    def staged(self) -> bool:
-        """Whether everything is copied: the state may change."""
-        return self._is_staged
-
-    @property
-    def sealed(self) -> bool:
-        """Whether the agent has it: it will be committed even if this process is killed now."""
-        return self._progress() in ("sealed", "durable")
-
-    @property
-    def durable(self) -> bool:
-        """Whether it is committed in the store."""
-        return self._progress() == "durable"
-
-    def wait_staged(self, timeout: Optional[float] = None) -> bool:
-        """Waits until everything is copied; False when `timeout` seconds passed first.
-
-        Raises what went wrong with this save; so do the next two.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._owner._stage(deadline):
-            return False
-        self._raise_if_failed()
-        return self._is_staged
-
-    def wait_sealed(self, timeout: Optional[float] = None) -> bool:
-        """Waits until the agent has it; False when `timeout` seconds passed first."""
-        return self._wait(("sealed", "durable"), timeout)
-
-    def wait_durable(self, timeout: Optional[float] = None) -> bool:
-        """Waits until it is committed in the store; False when `timeout` seconds passed first."""
-        return self._wait(("durable",), timeout)
-
-    def _wait(self, until: tuple[str, ...], timeout: Optional[float]) -> bool:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._owner._stage(deadline):
-            return False
-        while True:
-            self._raise_if_failed()
-            if self._progress() in until:
-                return True
-            left = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
-            if left < 0:
-                return False
-            self._owner._listen(left)
-
-    def _progress(self) -> str:
-        if self._failure is not None:
-            return "failed"
-        return "staging" if self._native is None else self._native.progress
-
-    def _raise_if_failed(self) -> None:
-        if self._native is not None:
-            try:
-                self._native.raise_if_failed()
-            except CheckpointError as error:
-                self._failure = error
-        if self._failure is not None:
-            self._owner._was_told(self)
-            raise self._failure
-
-
-class _Staging:
-    """A snapshot whose last tensors are copied in the background."""
-
-    def __init__(self, save: Save, snapshot: _native.Snapshot, late: list[Leaf], extras: list[tuple[str, str]]):
-        self.save = save
-        self.snapshot = snapshot
-        self.late = late
-        self.extras = extras
-        self.created_ms = time.time_ns() // 1_000_000
+LINGER_S = 600.0
+"""How long an agent holds the newest steps for the successor of a killed trainer, in seconds: a restart on the same host
+takes a minute or few, imports and all; a job that went elsewhere should give its memory back."""
 
 
 class Checkpointer:
@@ -152,6 +63,8 @@ class Checkpointer:
         replicated: Patterns (as of `fnmatch`) of names of plain tensors that all ranks have alike, such as `ema.*`.
         ranks: This rank and how many there are; by default those of torch.distributed, or RANK and WORLD_SIZE of the
             environment. `(0, 1)` saves alone.
+        linger: Seconds that the newest steps stay in memory after this process was killed; 0 lets them go at once. By
+            default ten minutes.
         patience: Seconds that ranks wait for each other before they name those that are missing.
 
     A job of several ranks saves and restores together: each rank has a checkpointer and calls `restore`, `step`,
@@ -177,6 +90,7 @@ class Checkpointer:
         agent_log: Optional[Union[str, "os.PathLike[str]"]] = None,
         replicated: Sequence[str] = (),
         ranks: Optional[tuple[int, int]] = None,
+        linger: Optional[float] = None,
         patience: float = 600.0,
     ) -> None:
         counts = {"every": every, "keep": keep, "keep_every": keep_every, "copy_threads": copy_threads}
@@ -202,15 +116,19 @@ class Checkpointer:
         self._replicated = tuple(replicated)
         self._ranks = Ranks(self._url, ranks, patience)
         self._planner = Planner(self._ranks)
+        self._linger_s = LINGER_S if linger is None else linger
+        self._inheritance = Inheritance(self._url, self._ranks)
         self._job: Optional[str] = None
         self._agent: Any = None
-        self._staging: Optional[_Staging] = None
+        self._staging: Optional[Staging] = None
         self._saves: list[Save] = []
         self._last: Optional[Save] = None
         self._hook_is_used = False
         self._is_closed = False
         self.skipped = 0
         """Saves that were skipped because both snapshots were busy."""
+        self.restored: Optional[Restored] = None
+        """What the last `restore` did: which step, from which tier."""
         _forget_in_children(self)
 
     def __enter__(self) -> Checkpointer:
@@ -230,6 +148,10 @@ class Checkpointer:
         changed unless the state is shaped like the one that was saved. When a newer step is damaged, that is a
         warning; when all are, tensors may hold anything, and all else is as it was.
 
+        Where the agents of this job's killed processes still hold a step that all ranks had sealed, that is the newest:
+        it is copied out of their memory, every byte checked, and the store is only asked whether the job was started
+        elsewhere meanwhile. `restored` tells where the step came from.
+
         Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
         `CheckpointMismatch` when the state is not shaped like the one that was saved.
         """
@@ -237,20 +159,30 @@ class Checkpointer:
             self._check_open()
             self._finish_staging()
 
-            def use(found: _native.Step) -> tuple[int, Optional[dict[str, Any]]]:
+            begun = time.monotonic()
+
+            def use(found: _native.Step) -> tuple[_native.Step, Optional[dict[str, Any]]]:
                 threads, allow_pickle = self._threads, self._allow_pickle
                 _, generators = load_step(found, state, allow_pickle, threads, self._ranks, self._rng)
-                return found.step, generators
+                return found, generators
 
+            used = self._inheritance.use(step, use)
+            passed_over = self._inheritance.passed_over
             try:
-                restored, generators = with_step(self._url, step, self._ranks, use)
+                found, generators = used or with_step(self._url, step, self._ranks, use)
             except CheckpointNotFound:
+                if self._inheritance.has_touched:
+                    text = f"{self._url} holds no step, and the one in memory is damaged: the state may hold anything"
+                    raise CheckpointCorrupt(text) from None
                 if step is None:
                     return None
                 raise
             if generators is not None:
                 set_rng_state(generators)
-            return restored
+            seconds = time.monotonic() - begun
+            rank, size = self._ranks.rank, found.bytes_read
+            self.restored = Restored(found.step, found.tier, rank, size, seconds, tuple(passed_over))
+            return found.step
 
     def step(self, step: int, state: Any) -> Optional[Save]:
         """To be called once a step is done; saves if `every` says so. Raises what went wrong with earlier saves."""
@@ -285,6 +217,7 @@ class Checkpointer:
         """Takes the memory for saves of a state like this one, so that the first save is as fast as the next."""
         with self._lock:
             self._check_open()
+            self._finish_staging()
             self._ensure_agent()
             flattener = Flattener(self._allow_pickle, self._replicated)
             flattener.tree("state", state)
@@ -299,7 +232,7 @@ class Checkpointer:
             self._finish_staging()
             deadline = None if timeout is None else time.monotonic() + timeout
             while self._session.is_busy:
-                left = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
+                left = TICK_S if deadline is None else min(TICK_S, deadline - time.monotonic())
                 if left < 0:
                     return False
                 self._listen(left)
@@ -322,20 +255,25 @@ class Checkpointer:
                 return
             try:
                 self.wait()
-                self._let_go()
+                self._let_go(is_done=True)
                 self._await_agent()
             finally:
-                self._let_go()
+                self._let_go(is_done=True)
 
     def _exists(self) -> bool:
         return not self._url.startswith("file://") or os.path.isdir(self._url[len("file://") :])
 
-    def _let_go(self) -> None:
+    def _let_go(self, is_done: bool = False) -> None:
+        """Ends the session. Unless the job is done, the agent keeps what it holds for a while."""
         self._is_closed = True
+        self._inheritance.leave()
         if self._staging is not None:
             staging, self._staging = self._staging, None
             staging.snapshot.join()
-        self._session.disconnect()
+        if is_done:
+            self._session.dismiss()
+        else:
+            self._session.disconnect()
 
     def _await_agent(self) -> None:
         """Nothing is changed in the bucket after `close()`: the agent may still be deleting old steps."""
@@ -374,7 +312,8 @@ class Checkpointer:
                 extras.append(("rng", flattener.tree("rng", rng_state(), "rng")))
             tree = hashlib.sha256(extras[0][1].encode()).hexdigest()
             structure = "" if self._ranks.alone else self._planner.structure(flattener.leaves)
-            return {"step": step, "tree": tree, "structure": structure, "room": self._has_room()}
+            room = self._has_room()
+            return {"step": step, "tree": tree, "structure": structure, "room": room, "held": self._session.held()}
 
         words = self._ranks.gather("save", take)
         steps = [word["step"] for word in words]
@@ -383,6 +322,8 @@ class Checkpointer:
         if not all(word["room"] for word in words):
             self.skipped += 1
             return None
+        # What all ranks have is kept until they all have something newer.
+        self._session.keep(newest_common([word["held"] for word in words]))
         leaves = flattener.leaves
         shares = self._planner.plan(leaves, [word["structure"] for word in words])
         rank = self._ranks.rank
@@ -399,7 +340,7 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         save = Save(self, step)
         named = [(extra_name(name, rank), data) for name, data in extras]
-        self._staging = _Staging(save, snapshot, late, named)
+        self._staging = Staging(save, snapshot, late, named)
         self._last = save
         if not self._hook_is_used:
             self._finish_staging()
@@ -408,7 +349,7 @@ class Checkpointer:
     def _has_room(self) -> bool:
         has_room = self._session.has_room(0.0)
         while not has_room and self._on_busy == "wait":
-            self._listen(_TICK_S)
+            self._listen(TICK_S)
             has_room = self._session.has_room(0.0)
         return has_room
 
@@ -421,8 +362,8 @@ class Checkpointer:
         owner = "" if self._ranks.alone else f"step {step}, rank {self._ranks.rank}, start {self._job_nonce}"
         snapshot = self._session.begin(tensors, owner, self._threads, 0.0)
         while snapshot is None:
-            self._listen(_TICK_S)
-            snapshot = self._session.begin(tensors, owner, self._threads, _TICK_S)
+            self._listen(TICK_S)
+            snapshot = self._session.begin(tensors, owner, self._threads, TICK_S)
         return snapshot
 
     def _copy(
@@ -500,6 +441,11 @@ class Checkpointer:
             steps = f" and saves steps {lost}" if lost else ""
             warnings.warn(text + steps, CheckpointWarning, stacklevel=4)
         make_directory(self._url)
+        predecessor = self._inheritance.take()
+        if predecessor is not None:
+            self._session.adopt(predecessor)
+        if self._linger_s > 0:
+            self._session.set_linger(self._inheritance.place(self._ranks.rank), self._linger_s)
         fd, self._agent = start_agent(self._agent_log)
         self._session.connect(fd)
 

@@ -42,7 +42,7 @@ def with_step(url: str, step: Optional[int], ranks: Optional[Ranks], use: Callab
     damaged: list[str] = []
     for number, incarnation, attempt in found:
         try:
-            used = _use_together(ranks, lambda: use(_native.open_step(url, number, incarnation, attempt)))
+            used = use_together(ranks, lambda: use(_native.open_step(url, number, incarnation, attempt)))
         except CheckpointCorrupt as error:
             if step is not None:
                 raise
@@ -55,7 +55,7 @@ def with_step(url: str, step: Optional[int], ranks: Optional[Ranks], use: Callab
     raise CheckpointCorrupt(f"{url} holds no step that is whole: {'; '.join(damaged)}")
 
 
-def _use_together(ranks: Optional[Ranks], use: Callable[[], T]) -> T:
+def use_together(ranks: Optional[Ranks], use: Callable[[], T]) -> T:
     """What `use` gives here. Raises `CheckpointCorrupt` on all ranks when it does so on one."""
     if ranks is None or ranks.alone:
         return use()

@@ -15,13 +15,13 @@ fn start() -> Start {
 }
 
 fn hello() -> Hello {
-    Hello { url: "s3://unused".into(), start: start(), keep: Keep::default(), member: None }
+    Hello { url: "s3://unused".into(), start: start(), keep: Keep::default(), member: None, linger: None }
 }
 
 /// A trainer who listens at the other end of the stream.
 fn trainer() -> (Trainer, FdStream) {
     let (near, far) = FdStream::pair().expect("pair");
-    (Trainer { stream: Arc::new(Mutex::new(near)), gone: Arc::default() }, far)
+    (Trainer::new(near), far)
 }
 
 /// A sealed save of one tensor.

@@ -1,0 +1,90 @@
+//! Where an agent is found once its trainer was killed, and who came there.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
+
+use forebay_core::Result;
+use forebay_io::net::{FdStream, Meeting, wait_readable};
+
+use super::Visit;
+
+/// Visitors at once at most: the ranks of one host, several times over. More are turned away.
+const MAX_VISITORS: usize = 256;
+/// How long a visitor may hold the agent up.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The longest that nothing happens before the agent looks around.
+const TICK: Duration = Duration::from_secs(3600);
+
+/// A meeting place and those who came.
+pub(super) struct Door {
+    place: Option<String>,
+    meeting: Option<Meeting>,
+    visitors: Vec<FdStream>,
+}
+
+impl Door {
+    /// A door at `place`, not opened yet; none is never opened.
+    pub(super) fn new(place: Option<String>) -> Self {
+        Self { place, meeting: None, visitors: Vec::new() }
+    }
+
+    /// Opens it, unless another agent still has the place; whether it is open.
+    pub(super) fn open(&mut self) -> bool {
+        if let (None, Some(place)) = (&self.meeting, &self.place) {
+            self.meeting = Meeting::hold(place).ok();
+        }
+        self.meeting.is_some()
+    }
+
+    /// Closes it for ever, so that another agent can have the place.
+    pub(super) fn close(&mut self) {
+        *self = Self::new(None);
+    }
+
+    /// Waits until the trainer says something, or has ended; whoever comes meanwhile is turned away.
+    pub(super) fn wait_for(&mut self, trainer: &FdStream) -> Result<()> {
+        loop {
+            self.open();
+            let fds: Vec<BorrowedFd<'_>> =
+                std::iter::once(trainer.as_fd()).chain(self.meeting.as_ref().map(AsFd::as_fd)).collect();
+            let ready = wait_readable(&fds, TICK)?;
+            // What the trainer said, even its end, comes before any visitor.
+            if ready.contains(&0) {
+                return Ok(());
+            }
+            if let Some(meeting) = self.meeting.as_ref().filter(|_| !ready.is_empty()) {
+                drop(meeting.welcome(Duration::ZERO)?);
+            }
+        }
+    }
+
+    /// The next visitor and what it wants; `None` when `patience` passed first, or for no reason.
+    pub(super) fn next(&mut self, patience: Duration) -> Result<Option<(Visit, FdStream)>> {
+        let Some(meeting) = &self.meeting else { return Ok(None) };
+        let fds: Vec<BorrowedFd<'_>> =
+            std::iter::once(meeting.as_fd()).chain(self.visitors.iter().map(AsFd::as_fd)).collect();
+        let ready = wait_readable(&fds, patience)?;
+        match ready.first() {
+            None => Ok(None),
+            Some(0) => {
+                let visitor = meeting.welcome(Duration::ZERO)?;
+                if let Some(visitor) = visitor.filter(|_| self.visitors.len() < MAX_VISITORS) {
+                    visitor.set_patience(PATIENCE)?;
+                    self.visitors.push(visitor);
+                }
+                Ok(None)
+            }
+            Some(index) => {
+                let mut visitor = self.visitors.swap_remove(index - 1);
+                // One that left, or says what this build does not know, is let go.
+                let Ok(Some((frame, _))) = visitor.receive() else { return Ok(None) };
+                Ok(serde_json::from_slice(&frame).ok().map(|visit| (visit, visitor)))
+            }
+        }
+    }
+
+    /// Has a visitor stay, for what it may want later.
+    pub(super) fn keep(&mut self, visitor: FdStream) {
+        self.visitors.push(visitor);
+    }
+}

@@ -1,0 +1,96 @@
+//! What an agent holds: the trainer's memory, and the sealed steps in it that a successor may ask for.
+//!
+//! As many steps as the trainer has slots: it has each forgotten before it writes there again.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use forebay_core::{Error, Result};
+use forebay_io::mem::SharedMemory;
+use forebay_io::net::FdStream;
+use serde::Serialize;
+
+use super::Answer;
+use crate::arena::{Held, HeldStep, SLOTS, Seal};
+
+/// Memory and its slots, as this process sees them.
+struct Arena {
+    number: u64,
+    memory: Arc<SharedMemory>,
+    slots: Vec<Bytes>,
+}
+
+/// A sealed step and what keeps its bytes.
+struct Holding {
+    held: Held,
+    memory: Arc<SharedMemory>,
+}
+
+/// All of it.
+#[derive(Default)]
+pub(super) struct Holdings {
+    /// The one that was announced last.
+    arena: Option<Arena>,
+    held: Vec<Holding>,
+}
+
+impl Holdings {
+    /// Takes the memory that following seals mean.
+    pub(super) fn announce(&mut self, number: u64, slot_bytes: usize, fd: Option<OwnedFd>) -> Result<()> {
+        let fd = fd.ok_or_else(|| Error::invalid("an arena came without its descriptor"))?;
+        let memory = SharedMemory::from_fd(fd)?;
+        let slot = |slot| -> Result<Bytes> {
+            Ok(Bytes::from_owner(memory.map_read(slot * slot_bytes..(slot + 1) * slot_bytes)?))
+        };
+        let slots = (0..SLOTS).map(slot).collect::<Result<_>>()?;
+        self.arena = Some(Arena { number, memory: Arc::new(memory), slots });
+        Ok(())
+    }
+
+    /// Holds a sealed step; gives its slot.
+    ///
+    /// # Errors
+    /// `Invalid` for a slot that does not exist or is too small.
+    pub(super) fn hold(&mut self, held: Held) -> Result<Bytes> {
+        let Seal { arena, slot, header, size, .. } = held.seal;
+        let arena = self.arena.as_ref().filter(|known| known.number == arena);
+        let found = arena.and_then(|arena| Some((arena.memory.clone(), arena.slots.get(slot)?.clone())));
+        let fits = |(_, slot): &(_, Bytes)| header <= size && size <= slot.len() as u64;
+        let (memory, bytes) =
+            found.filter(fits).ok_or_else(|| Error::invalid("a seal of a slot that does not exist"))?;
+        self.held.retain(|other| (other.memory.id(), other.held.seal.slot) != (memory.id(), slot));
+        self.held.push(Holding { held, memory });
+        Ok(bytes)
+    }
+
+    /// Lets a step go.
+    pub(super) fn forget(&mut self, step: &HeldStep) {
+        self.held.retain(|holding| holding.held.name() != *step);
+    }
+
+    /// Lets everything go.
+    pub(super) fn clear(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Whether there is nothing that a successor could ask for.
+    pub(super) fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    /// Shows a visitor everything.
+    pub(super) fn show(&mut self, start: &str, visitor: &mut FdStream) -> Result<()> {
+        self.held.sort_by_key(|holding| holding.held.seal.save);
+        let answer = Answer { start: start.to_owned(), held: self.held.len() };
+        visitor.send(&frame(&answer)?, None)?;
+        for Holding { held, memory } in &self.held {
+            visitor.send(&frame(held)?, Some(memory.as_fd()))?;
+        }
+        Ok(())
+    }
+}
+
+fn frame(value: &impl Serialize) -> Result<Vec<u8>> {
+    serde_json::to_vec(value).map_err(|error| Error::bug(format!("encode an answer: {error}")))
+}

@@ -1,0 +1,68 @@
+//! The way back to whoever is to hear what becomes of the saves: the trainer, or the one that came after it.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use forebay_core::Result;
+use forebay_io::net::FdStream;
+use parking_lot::Mutex;
+
+use super::Reply;
+
+/// Shared by the thread that reads requests and the task that flushes.
+#[derive(Clone)]
+pub(super) struct Trainer {
+    link: Arc<Mutex<Link>>,
+    gone: Arc<AtomicBool>,
+}
+
+struct Link {
+    stream: FdStream,
+    /// Saves whose slots are still needed.
+    unsettled: BTreeSet<u64>,
+}
+
+impl Trainer {
+    pub(super) fn new(stream: FdStream) -> Self {
+        let link = Link { stream, unsettled: BTreeSet::new() };
+        Self { link: Arc::new(Mutex::new(link)), gone: Arc::new(AtomicBool::new(false)) }
+    }
+
+    /// Notes a save that is to be flushed.
+    pub(super) fn begin(&self, save: u64) {
+        self.link.lock().unsettled.insert(save);
+    }
+
+    /// Tells whoever listens, if anybody still does.
+    pub(super) fn tell(&self, reply: &Reply) {
+        let mut link = self.link.lock();
+        if let Reply::Stored { save } | Reply::Failed { save, .. } = reply {
+            link.unsettled.remove(save);
+        }
+        let sent = serde_json::to_vec(reply).map(|frame| link.stream.send(&frame, None));
+        if !matches!(sent, Ok(Ok(()))) {
+            self.set_gone();
+        }
+    }
+
+    /// Whether the trainer whose saves these are has ended.
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_gone(&self) {
+        self.gone.store(true, Ordering::Release);
+    }
+
+    /// From now on `successor` hears what becomes of the saves under way, and first which these are.
+    pub(super) fn hand_over(&self, mut successor: FdStream) -> Result<()> {
+        let mut link = self.link.lock();
+        let reply = Reply::Unsettled { saves: link.unsettled.iter().copied().collect() };
+        let frame = serde_json::to_vec(&reply)
+            .map_err(|error| forebay_core::Error::bug(format!("encode a reply: {error}")))?;
+        successor.send(&frame, None)?;
+        link.stream = successor;
+        Ok(())
+    }
+}

@@ -1,0 +1,142 @@
+//! Where a step's shards are read from.
+
+use std::collections::BTreeSet;
+
+use bytes::Bytes;
+use forebay_core::checksum::combine;
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::mem::copy_with_crc32c;
+use forebay_io::object::Bucket;
+use futures::stream::{self, StreamExt, TryStreamExt};
+use tokio::runtime::Handle;
+
+use super::{PARALLEL, Part, Read, Segment};
+use crate::manifest::{Manifest, Shard};
+
+/// The store, or memory.
+pub(super) enum Source<'a> {
+    Store(&'a Handle, &'a Bucket),
+    /// The shards, in the manifest's order.
+    Held(&'a [Bytes]),
+}
+
+impl Source<'_> {
+    /// A missing or cut shard is told as such before any byte is read.
+    pub(super) fn check(&self, manifest: &Manifest, wanted: BTreeSet<u32>) -> Result<()> {
+        match self {
+            Self::Store(runtime, bucket) => runtime.block_on(check_shards(bucket, manifest, wanted)),
+            Self::Held(shards) => {
+                let fits = |index: &u32| {
+                    let size = manifest.shards[*index as usize].size;
+                    shards.get(*index as usize).is_some_and(|bytes| bytes.len() as u64 == size)
+                };
+                if wanted.iter().all(fits) {
+                    return Ok(());
+                }
+                Err(Error::bug("shards in memory that are not the manifest's"))
+            }
+        }
+    }
+
+    /// What people know a shard by.
+    pub(super) fn name_of(&self, shard: &Shard) -> String {
+        match self {
+            Self::Store(..) => format!("`{}`", shard.key),
+            Self::Held(_) => format!("what the agent of rank {} holds", shard.rank),
+        }
+    }
+
+    /// Carries out what `next` gives, `in_flight` at once where that helps.
+    pub(super) fn read<'r>(
+        &self,
+        manifest: &Manifest,
+        next: impl Fn() -> Option<Read<'r>>,
+        in_flight: usize,
+    ) -> Result<Vec<Part>> {
+        match self {
+            Self::Store(runtime, bucket) => {
+                let reads = stream::iter(std::iter::from_fn(next)).map(|read| fetch(bucket, manifest, read));
+                let parts: Vec<Vec<Part>> =
+                    runtime.block_on(reads.buffer_unordered(in_flight).try_collect())?;
+                Ok(parts.into_iter().flatten().collect())
+            }
+            Self::Held(shards) => {
+                let reads = std::iter::from_fn(next);
+                Ok(reads.flat_map(|read| copy_out(&shards[read.shard as usize], read)).collect())
+            }
+        }
+    }
+}
+
+/// Copies one range of a shard in memory into its segments.
+fn copy_out(shard: &Bytes, read: Read<'_>) -> Vec<Part> {
+    let copy = |segment: Segment<'_>| {
+        let Segment { slice, start, target, .. } = segment;
+        let length = target.len() as u64;
+        let crc32c = copy_with_crc32c(&shard[start as usize..][..target.len()], target);
+        Part { slice, start, length, crc32c }
+    };
+    read.segments.into_iter().map(copy).collect()
+}
+
+async fn check_shards(bucket: &Bucket, manifest: &Manifest, wanted: BTreeSet<u32>) -> Result<()> {
+    let shards = wanted.iter().map(|index| &manifest.shards[*index as usize]);
+    stream::iter(shards)
+        .map(|shard| async move {
+            let fact = match bucket.head(&Shard::key_of(&shard.blake3)).await? {
+                None => "is missing".to_owned(),
+                Some(found) if found.size != shard.size => {
+                    format!("has {} bytes, not {}", found.size, shard.size)
+                }
+                Some(_) => return Ok(()),
+            };
+            Err(Error::corrupt(format!("step {}: shard `{}` {fact}", manifest.step, shard.key)))
+        })
+        .buffer_unordered(PARALLEL)
+        .try_collect()
+        .await
+}
+
+/// Reads one range into its segments as it arrives.
+async fn fetch(bucket: &Bucket, manifest: &Manifest, read: Read<'_>) -> Result<Vec<Part>> {
+    let Read { shard, range, segments } = read;
+    let shard = &manifest.shards[shard as usize];
+    let lost = |fact: &str| Error::corrupt(format!("step {}: shard `{}` {fact}", manifest.step, shard.key));
+    let mut body =
+        bucket.get_stream(&Shard::key_of(&shard.blake3), None, range.clone()).await.map_err(|error| {
+            match error.kind() {
+                ErrorKind::NotFound => lost("is missing"),
+                _ => error,
+            }
+        })?;
+    let none = forebay_core::crc32c(&[]);
+    let part = |segment: &Segment<'_>| Part {
+        slice: segment.slice,
+        start: segment.start,
+        length: segment.target.len() as u64,
+        crc32c: none,
+    };
+    let mut parts: Vec<Part> = segments.iter().map(part).collect();
+    let mut segments = segments.into_iter().zip(&mut parts).peekable();
+    let mut at = range.start;
+    while let Some(data) = body.try_next().await? {
+        let mut data = &data[..];
+        while let Some((segment, part)) = segments.peek_mut() {
+            // What lies between two segments is not wanted.
+            let gap = (segment.start - at).min(data.len() as u64);
+            (at, data) = (at + gap, &data[gap as usize..]);
+            let length = segment.target.len().min(data.len());
+            let (now, later) = std::mem::take(&mut segment.target).split_at_mut(length);
+            let crc32c = copy_with_crc32c(&data[..length], now);
+            part.crc32c = combine(part.crc32c, crc32c, length as u64);
+            (segment.target, data) = (later, &data[length..]);
+            at += length as u64;
+            segment.start = at.max(segment.start);
+            if !segment.target.is_empty() {
+                break;
+            }
+            segments.next();
+        }
+    }
+    if segments.next().is_some() { Err(lost("ends too early")) } else { Ok(parts) }
+}

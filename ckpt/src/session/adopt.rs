@@ -1,0 +1,125 @@
+//! Taking over what the agent of a killed trainer holds: its memory, and in the end its place.
+//!
+//! In this order, so that a kill at any moment leaves one agent that holds the steps: the new agent is told of all that
+//! is held, then the old one is told that it may go, then slots are written. Slots whose flush the old one has not
+//! finished wait for it.
+
+use super::predecessor::{PATIENCE, parse, say};
+use super::*;
+use crate::agent::Visit;
+
+impl Session {
+    /// Takes over what `predecessor` holds, before an agent is greeted: its newest arena becomes this session's. A
+    /// session that has memory of its own already leaves it.
+    pub fn adopt(&mut self, predecessor: Predecessor) -> Result<()> {
+        let Predecessor { stream, held, .. } = predecessor;
+        let Some((_, newest)) = held.last().filter(|_| self.arena.is_none()) else { return Ok(()) };
+        let (arena, slots) = Arena::adopt(newest.clone())?;
+        self.arena = Some(arena);
+        self.inherited = slots;
+        for (held, memory) in held {
+            let is_at =
+                |slot: &&mut Slot| slot.index() == held.seal.slot && Arc::ptr_eq(slot.memory(), &memory);
+            self.last_save = self.last_save.max(held.seal.save);
+            match self.inherited.iter_mut().find(is_at) {
+                Some(slot) => *slot.held_mut() = Some(Box::new(held)),
+                None => {
+                    let mut slot = Slot::map(&memory, held.seal.slot)?;
+                    *slot.held_mut() = Some(Box::new(held));
+                    self.inherited.push(slot);
+                }
+            }
+        }
+        self.predecessor = Some(stream);
+        Ok(())
+    }
+
+    /// The sealed steps that this session's memory holds, newest first.
+    pub fn held(&self) -> Vec<HeldStep> {
+        let pending = self.pending.iter().filter_map(|pending| pending.slot.held());
+        let mut held: Vec<&Held> = self.idle_slots().filter_map(Slot::held).chain(pending).collect();
+        held.sort_by_key(|held| std::cmp::Reverse(held.seal.save));
+        held.into_iter().map(Held::name).collect()
+    }
+
+    /// From now on no save takes the slot of `step`, the newest that all ranks hold.
+    pub fn keep(&mut self, step: Option<HeldStep>) {
+        self.kept = step;
+    }
+
+    /// Steps that need no flush, and where they lie, those of former arenas first.
+    pub(super) fn settled_steps(&self) -> Vec<(Held, Arc<SharedMemory>)> {
+        let step = |slot: &Slot| Some((slot.held()?.clone(), slot.memory().clone()));
+        let mut steps: Vec<_> = self.idle_slots().filter_map(step).collect();
+        steps.sort_by_key(|(held, _)| held.seal.save);
+        steps
+    }
+
+    /// Slots that hold what need not be flushed by this session's agent.
+    fn idle_slots(&self) -> impl Iterator<Item = &Slot> {
+        let free = self.arena.iter().flat_map(Arena::slots);
+        self.former.iter().chain(&self.inherited).chain(free)
+    }
+
+    /// Lets the predecessor go, now that this session's agent holds what it held.
+    pub(super) fn succeed(&mut self) -> Result<()> {
+        let Some(mut stream) = self.predecessor.take_if(|_| !self.has_succeeded) else { return Ok(()) };
+        let answer = match say(&mut stream, &Visit::Succeed).and_then(|()| stream.receive()) {
+            Ok(Some((frame, _))) => parse(&frame)?,
+            // It ended by itself.
+            Ok(None) => Reply::Unsettled { saves: Vec::new() },
+            Err(_) if stream.readable(Duration::ZERO)? => Reply::Unsettled { saves: Vec::new() },
+            Err(_) => {
+                // It may still be reading: the memory is left to it.
+                (self.arena, self.announced) = (None, None);
+                for mut slot in std::mem::take(&mut self.inherited) {
+                    self.release(&mut slot);
+                }
+                let message = format!("the agent of a killed trainer did not answer within {PATIENCE:?}");
+                self.warnings.push(message);
+                return Ok(());
+            }
+        };
+        if let Reply::Unsettled { saves } = answer {
+            self.free_inherited(|save| !saves.contains(&save));
+        }
+        (self.predecessor, self.has_succeeded) = (Some(stream), true);
+        Ok(())
+    }
+
+    /// Takes what the predecessor says, without waiting.
+    pub(super) fn hear_predecessor(&mut self) {
+        while let Some(stream) = &mut self.predecessor {
+            // Before it was let go it has nothing to say, and its end is noticed then.
+            if !self.has_succeeded || !stream.readable(Duration::ZERO).unwrap_or(true) {
+                return;
+            }
+            let reply = match stream.receive() {
+                Ok(Some((frame, _))) => parse(&frame).ok(),
+                Ok(None) | Err(_) => None,
+            };
+            match reply {
+                Some(Reply::Stored { save } | Reply::Failed { save, .. }) => {
+                    self.free_inherited(|other| other == save);
+                }
+                Some(Reply::Warning { message }) if self.warnings.len() < MAX_WARNINGS => {
+                    self.warnings.push(message);
+                }
+                Some(_) => {}
+                None => {
+                    self.predecessor = None;
+                    self.free_inherited(|_| true);
+                }
+            }
+        }
+    }
+
+    /// Gives back the inherited slots that hold nothing or a step that was saved under such a number.
+    fn free_inherited(&mut self, is_free: impl Fn(u64) -> bool) {
+        let is_free = |slot: &Slot| slot.held().is_none_or(|held| is_free(held.seal.save));
+        let (free, stays): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.inherited).into_iter().partition(is_free);
+        self.inherited = stays;
+        free.into_iter().for_each(|slot| self.give_back(slot));
+    }
+}

@@ -1,0 +1,153 @@
+//! A trainer that comes after a killed one: it finds, reads and takes over what the agent holds.
+
+use std::thread::JoinHandle;
+
+use super::tests::{Fixture, PATIENCE, attach, save, settle, snapshot};
+use super::*;
+use crate::region::Region;
+use crate::restore::{Target, assemble, read_held};
+
+/// A session whose agent will wait at `place`.
+fn unattached(fixture: &mut Fixture, place: &str) -> Session {
+    let mut session = fixture.unattached(None);
+    session.set_linger(Some(Linger { place: place.to_owned(), for_ms: 60_000 }));
+    session
+}
+
+fn lingering(fixture: &mut Fixture, place: &str) -> (Session, JoinHandle<Result<()>>) {
+    let mut session = unattached(fixture, place);
+    let agent = attach(&mut session);
+    (session, agent)
+}
+
+fn place(test: &str) -> String {
+    format!("forebay-test-{test}-{}", std::process::id())
+}
+
+fn numbers(steps: &[HeldStep]) -> Vec<u64> {
+    steps.iter().map(|step| step.step).collect()
+}
+
+/// The bytes of a held step's first tensor, through everything that a reader does.
+fn read(agent: &Predecessor, step: &HeldStep) -> Result<Vec<u8>> {
+    let (manifest, shards) = assemble(vec![agent.part(step)?])?;
+    let shape = &manifest.tensors[0].shape;
+    let mut bytes = vec![0; shape[0] as usize];
+    let targets = vec![Target { tensor: 0, region: Region::whole(shape), bytes: &mut bytes }];
+    read_held(&shards, &manifest, targets, 2).map(|()| bytes)
+}
+
+fn visit(place: &str) -> Option<Predecessor> {
+    Predecessor::visit(place).expect("visit")
+}
+
+#[test]
+fn a_killed_trainers_steps_are_read_and_taken_over() {
+    let (mut fixture, place) = (Fixture::new(), place("taken-over"));
+    let (mut first, agent) = lingering(&mut fixture, &place);
+    for (step, length) in [(1, 3 << 20), (2, 5000)] {
+        let save = save(&mut first, step, length);
+        assert!(matches!(settle(&mut first, &save), Progress::Durable));
+    }
+    assert!(visit(&place).is_none(), "its trainer lives");
+    let memory = first.arena.as_ref().expect("arena").memory().id();
+    first.disconnect();
+    let onlooker = visit(&place).expect("it waits");
+    assert_eq!(numbers(&onlooker.held()), [2, 1]);
+    assert_eq!(read(&onlooker, &onlooker.held()[1]).expect("step 1"), vec![1; 3 << 20]);
+    drop(onlooker);
+    let found = visit(&place).expect("one that only looked changed nothing");
+    let newest = found.held()[0].clone();
+    let mut second = unattached(&mut fixture, &place);
+    second.adopt(found).expect("adopt");
+    let own = attach(&mut second);
+    agent.join().expect("agent").expect("served");
+    assert_eq!(second.arena.as_ref().expect("arena").memory().id(), memory);
+    assert_eq!(numbers(&second.held()), [2, 1]);
+    second.keep(Some(newest));
+    let filled = snapshot(&mut second, 100, 3);
+    assert_eq!(numbers(&second.held()), [2], "the older one's slot is taken");
+    assert!(!second.begin_again(), "the newer one's is not");
+    let third = second.seal(filled, 3, 0, Vec::new()).expect("seal");
+    assert!(matches!(settle(&mut second, &third), Progress::Durable));
+    second.disconnect();
+    let found = visit(&place).expect("the second agent has the place now");
+    assert_eq!(numbers(&found.held()), [3, 2]);
+    assert_eq!(read(&found, &found.held()[0]).expect("step 3"), vec![3; 100]);
+    assert_eq!(read(&found, &found.held()[1]).expect("step 2"), vec![2; 5000]);
+    let mut last = unattached(&mut fixture, &place);
+    last.adopt(found).expect("adopt");
+    let end = attach(&mut last);
+    own.join().expect("agent").expect("served");
+    last.dismiss();
+    end.join().expect("agent").expect("served");
+    assert!(visit(&place).is_none(), "a trainer that is done leaves nothing");
+}
+
+#[test]
+fn a_replaced_arena_stays_until_the_new_one_holds_the_step() {
+    let (mut fixture, place) = (Fixture::new(), place("replaced"));
+    let (mut session, agent) = lingering(&mut fixture, &place);
+    let first = save(&mut session, 1, 1000);
+    assert!(matches!(settle(&mut session, &first), Progress::Durable));
+    session.keep(session.held().into_iter().next());
+    let large = snapshot(&mut session, 20 << 20, 2);
+    assert_eq!(numbers(&session.held()), [1]);
+    let second = session.seal(large, 2, 0, Vec::new()).expect("seal");
+    assert!(matches!(settle(&mut session, &second), Progress::Durable));
+    assert_eq!(numbers(&session.held()), [2, 1]);
+    session.keep(session.held().into_iter().next());
+    let third = save(&mut session, 3, 10);
+    assert!(matches!(settle(&mut session, &third), Progress::Durable));
+    assert_eq!((numbers(&session.held()), session.former.len()), (vec![3, 2], 0));
+    session.disconnect();
+    let found = visit(&place).expect("it waits");
+    assert_eq!(numbers(&found.held()), [3, 2]);
+    assert_eq!(read(&found, &found.held()[1]).expect("step 2"), vec![2; 20 << 20]);
+    let mut last = unattached(&mut fixture, &place);
+    last.adopt(found).expect("adopt");
+    let end = attach(&mut last);
+    agent.join().expect("agent").expect("served");
+    last.dismiss();
+    end.join().expect("agent").expect("served");
+}
+
+#[test]
+fn what_is_damaged_or_of_two_saves_is_refused() {
+    let (mut fixture, place) = (Fixture::new(), place("refused"));
+    let (mut session, agent) = lingering(&mut fixture, &place);
+    let save = save(&mut session, 1, 5000);
+    assert!(matches!(settle(&mut session, &save), Progress::Durable));
+    session.disconnect();
+    let mut found = visit(&place).expect("it waits");
+    let step = found.held()[0].clone();
+    let changes: [fn(&mut Held); 6] = [
+        |held| held.seal.slot = 7,
+        |held| held.seal.size = 1 << 40,
+        |held| held.seal.tensors[0].slices[0].crc32c.0 ^= 1,
+        |held| held.seal.tensors[0].slices[0].end += 1,
+        |held| held.world_size = 2,
+        |held| held.rank = 1,
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        let sound = found.held[0].0.clone();
+        change(&mut found.held[0].0);
+        let error = read(&found, &step).expect_err("damaged");
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{number}: {error}");
+        found.held[0].0 = sound;
+    }
+    assert_eq!(read(&found, &step).expect("sound"), vec![1; 5000]);
+    let mut last = unattached(&mut fixture, &place);
+    last.adopt(found).expect("adopt");
+    let end = attach(&mut last);
+    agent.join().expect("agent").expect("served");
+    last.dismiss();
+    end.join().expect("agent").expect("served");
+}
+
+impl Session {
+    /// Whether another snapshot could be begun.
+    fn begin_again(&mut self) -> bool {
+        self.begin(Vec::new(), "", 1, PATIENCE.min(Duration::from_millis(50))).expect("begin").is_some()
+    }
+}

@@ -1,0 +1,113 @@
+//! What the agent of a killed trainer holds, as its successor sees it, and the other ranks of the job.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::mem::SharedMemory;
+use forebay_io::net::{FdStream, meet};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::agent::{Answer, VISIT_VERSION, Visit};
+use crate::arena::{Held, HeldStep, SLOTS};
+
+/// How long an agent may take to answer: it does nothing else.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+/// Steps that an agent can hold at most: two slots of the present arena, two of each of two former ones.
+const MAX_HELD: usize = 3 * SLOTS;
+
+/// An agent that lost its trainer. It goes on holding until [`super::Session::adopt`], whoever else looks.
+#[derive(Debug)]
+pub struct Predecessor {
+    pub(super) stream: FdStream,
+    start: String,
+    /// Oldest first.
+    pub(super) held: Vec<(Held, Arc<SharedMemory>)>,
+}
+
+/// One rank's part of a held step.
+#[derive(Debug)]
+pub struct Part {
+    /// What it is.
+    pub held: Held,
+    /// The shard.
+    pub bytes: Bytes,
+}
+
+impl Predecessor {
+    /// Visits the agent that is found at `place`; `None` when there is none, or its trainer lives.
+    pub fn visit(place: &str) -> Result<Option<Self>> {
+        let stream = match meet(place, Duration::ZERO) {
+            Ok(Some(stream)) => stream,
+            Ok(None) => return Ok(None),
+            // Another user's: not ours to ask.
+            Err(error) if error.kind() == ErrorKind::Denied => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        stream.set_patience(PATIENCE)?;
+        match Self::look(stream) {
+            Ok(found) => Ok(found),
+            // It turned us away, or ends just now.
+            Err(error) if error.kind() == ErrorKind::Unavailable => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn look(mut stream: FdStream) -> Result<Option<Self>> {
+        say(&mut stream, &Visit::Look { version: VISIT_VERSION })?;
+        let Some((frame, _)) = stream.receive()? else { return Ok(None) };
+        let Answer { start, held: count } = parse(&frame)?;
+        if count > MAX_HELD {
+            return Err(Error::invalid(format!("an agent that holds {count} steps")));
+        }
+        let mut held: Vec<(Held, Arc<SharedMemory>)> = Vec::with_capacity(count);
+        for _ in 0..count {
+            let Some((frame, Some(fd))) = stream.receive()? else { return Ok(None) };
+            let memory = SharedMemory::from_fd(fd)?;
+            let known =
+                held.iter().find(|(_, known)| known.id() == memory.id()).map(|(_, known)| known.clone());
+            held.push((parse(&frame)?, known.unwrap_or_else(|| Arc::new(memory))));
+        }
+        Ok(Some(Self { stream, start, held }))
+    }
+
+    /// The nonce of the start that the agent served.
+    pub fn start(&self) -> &str {
+        &self.start
+    }
+
+    /// The steps that it holds, newest first.
+    pub fn held(&self) -> Vec<HeldStep> {
+        self.held.iter().rev().map(|(held, _)| held.name()).collect()
+    }
+
+    /// The part of `step` that it holds.
+    ///
+    /// # Errors
+    /// `Corrupt` when it holds none, or one that does not fit its memory.
+    pub fn part(&self, step: &HeldStep) -> Result<Part> {
+        let absent = || Error::corrupt(format!("step {} is not held", step.step));
+        let (held, memory) = self.held.iter().find(|(held, _)| held.name() == *step).ok_or_else(absent)?;
+        let (slot_bytes, slot) = (memory.len() / SLOTS, held.seal.slot);
+        let size = usize::try_from(held.seal.size).unwrap_or(usize::MAX);
+        if slot >= SLOTS || size > slot_bytes || size == 0 {
+            return Err(Error::corrupt(format!("step {} lies outside of its memory", step.step)));
+        }
+        let mapping = memory.map_read(slot * slot_bytes..slot * slot_bytes + size)?;
+        Ok(Part { held: held.clone(), bytes: Bytes::from_owner(mapping) })
+    }
+}
+
+/// Sends a visitor's words.
+pub(super) fn say(stream: &mut FdStream, visit: &impl Serialize) -> Result<()> {
+    let frame = serde_json::to_vec(visit).map_err(|error| Error::bug(format!("encode a visit: {error}")))?;
+    stream.send(&frame, None)
+}
+
+/// Reads an agent's words.
+pub(super) fn parse<T: DeserializeOwned>(frame: &[u8]) -> Result<T> {
+    serde_json::from_slice(frame)
+        .map_err(|error| Error::invalid(format!("an agent's answer does not parse: {error}")))
+}

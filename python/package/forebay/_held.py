@@ -1,0 +1,139 @@
+"""What the agents of this job's killed processes still hold in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Callable, Literal, Optional, TypeVar
+
+from . import _native
+from ._errors import CheckpointCorrupt, CheckpointError, CheckpointWarning
+from ._loading import use_together
+from ._ranks import Ranks
+
+T = TypeVar("T")
+
+_PATIENCE_S = 5.0
+"""How long the store may take to say whether the job was started elsewhere; it may be what is out of reach."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restore did."""
+
+    step: int
+    """The step."""
+    tier: Literal["arena", "store"]
+    """Where it was read: `arena`, the memory that a killed process left with its agent, or `store`."""
+    rank: int
+    """Whose restore it was."""
+    bytes: int
+    """Bytes read into this rank's state."""
+    seconds: float
+    """How long it took."""
+    passed_over: tuple[str, ...]
+    """Why a nearer tier was not used, where it had something."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same, as plain data."""
+        return dataclasses.asdict(self)
+
+
+def newest_common(held: Sequence[Sequence[Any]]) -> Optional[_native.Named]:
+    """The newest step that all ranks hold, from what each of them does, newest first."""
+    for entry in held[0]:
+        if all(entry in other for other in held[1:]):
+            start, step = entry
+            return start, step
+    return None
+
+
+class Inheritance:
+    """The agents whose trainers were killed, one for each rank of this job, as far as there are any."""
+
+    def __init__(self, url: str, ranks: Ranks) -> None:
+        self._url = url
+        self._ranks = ranks
+        self._own: Optional[_native.Predecessor] = None
+        self._has_looked = False
+        self.passed_over: list[str] = []
+        """Why the last `use` used nothing."""
+        self.has_touched = False
+        """Whether the last `use` may have left something in the state."""
+
+    def place(self, rank: int) -> str:
+        """Where the agent of a rank is found."""
+        endpoints = [os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")]
+        text = json.dumps([os.getuid(), self._url, endpoints, rank, self._ranks.world_size])
+        return "forebay-arena-" + hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def use(self, step: Optional[int], use: Callable[[_native.Step], T]) -> Optional[T]:
+        """Calls `use` with the newest step that all ranks' agents hold, or with `step`; all ranks do, or none.
+
+        None where they hold none, the job was started elsewhere since, or what they hold is damaged, which is a warning.
+        """
+        self.passed_over, self.has_touched = [], False
+        words = self._ranks.gather("look for what is in memory", self._say)
+        wanted = [[entry for entry in word["held"] if step is None or entry[1] == step] for word in words]
+        common = newest_common(wanted)
+        if common is None:
+            if any(word["held"] for word in words):
+                self.passed_over.append("arena: not all ranks hold the step")
+            return None
+        newest = self._ranks.first("look for later starts", lambda: _native.newest_start(self._url, _PATIENCE_S))
+        if newest is not None and newest not in [word["start"] for word in words]:
+            self.passed_over.append("arena: the job was started elsewhere since")
+            return None
+        try:
+            used = use_together(self._ranks, lambda: use(self._open(common)))
+        except CheckpointCorrupt as error:
+            self.has_touched = True
+            self.passed_over.append(f"arena: {error}")
+            text = f"{self._url}: step {common[1]} in memory is not used, the store is: {error}"
+            warnings.warn(text, CheckpointWarning, stacklevel=4)
+            return None
+        return used
+
+    def take(self) -> Optional[_native.Predecessor]:
+        """This rank's, for its session to adopt; once."""
+        taken, self._own = self._look(), None
+        return taken
+
+    def leave(self) -> None:
+        """Leaves it to whoever comes next."""
+        self._own, self._has_looked = None, True
+
+    def _say(self) -> dict[str, Any]:
+        own = self._look()
+        if own is None:
+            return {"start": None, "held": []}
+        return {"start": own.start, "held": [list(entry) for entry in own.held()]}
+
+    def _look(self) -> Optional[_native.Predecessor]:
+        if not self._has_looked:
+            self._has_looked = True
+            self._own = self._visit(self._ranks.rank)
+        return self._own
+
+    def _visit(self, rank: int) -> Optional[_native.Predecessor]:
+        try:
+            return _native.Predecessor.visit(self.place(rank))
+        except CheckpointError as error:
+            # It is of no use then, and no reason not to train.
+            text = f"what the agent of rank {rank} holds is not used: {error}"
+            warnings.warn(text, CheckpointWarning, stacklevel=6)
+            return None
+
+    def _open(self, step: _native.Named) -> _native.Step:
+        agents = []
+        for rank in range(self._ranks.world_size):
+            agent = self._own if rank == self._ranks.rank else self._visit(rank)
+            if agent is None:
+                raise CheckpointCorrupt(f"the agent of rank {rank} is gone")
+            agents.append(agent)
+        return _native.open_held(agents, step)

@@ -1,0 +1,108 @@
+"""One save on its way."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Optional
+
+from . import _native
+from ._errors import CheckpointError
+from ._leaf import Leaf
+
+if TYPE_CHECKING:
+    from ._checkpointer import Checkpointer
+
+TICK_S = 0.2
+"""How long the engine waits before Python may look at signals, in seconds."""
+
+
+class Save:
+    """One save, from `step` or `save_now`: how far it is."""
+
+    def __init__(self, owner: Checkpointer, step: int) -> None:
+        self._owner = owner
+        self._step = step
+        self._native: Optional[_native.Save] = None
+        self._failure: Optional[CheckpointError] = None
+        self._is_staged = False
+
+    def __repr__(self) -> str:
+        return f"<forebay.Save step={self._step} {self._progress()}>"
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self._step
+
+    @property
+    def staged(self) -> bool:
+        """Whether everything is copied: the state may change."""
+        return self._is_staged
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the agent has it: it will be committed even if this process is killed now."""
+        return self._progress() in ("sealed", "durable")
+
+    @property
+    def durable(self) -> bool:
+        """Whether it is committed in the store."""
+        return self._progress() == "durable"
+
+    def wait_staged(self, timeout: Optional[float] = None) -> bool:
+        """Waits until everything is copied; False when `timeout` seconds passed first.
+
+        Raises what went wrong with this save; so do the next two.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._owner._stage(deadline):
+            return False
+        self._raise_if_failed()
+        return self._is_staged
+
+    def wait_sealed(self, timeout: Optional[float] = None) -> bool:
+        """Waits until the agent has it; False when `timeout` seconds passed first."""
+        return self._wait(("sealed", "durable"), timeout)
+
+    def wait_durable(self, timeout: Optional[float] = None) -> bool:
+        """Waits until it is committed in the store; False when `timeout` seconds passed first."""
+        return self._wait(("durable",), timeout)
+
+    def _wait(self, until: tuple[str, ...], timeout: Optional[float]) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._owner._stage(deadline):
+            return False
+        while True:
+            self._raise_if_failed()
+            if self._progress() in until:
+                return True
+            left = TICK_S if deadline is None else min(TICK_S, deadline - time.monotonic())
+            if left < 0:
+                return False
+            self._owner._listen(left)
+
+    def _progress(self) -> str:
+        if self._failure is not None:
+            return "failed"
+        return "staging" if self._native is None else self._native.progress
+
+    def _raise_if_failed(self) -> None:
+        if self._native is not None:
+            try:
+                self._native.raise_if_failed()
+            except CheckpointError as error:
+                self._failure = error
+        if self._failure is not None:
+            self._owner._was_told(self)
+            raise self._failure
+
+
+class Staging:
+    """A snapshot whose last tensors are copied in the background."""
+
+    def __init__(self, save: Save, snapshot: _native.Snapshot, late: list[Leaf], extras: list[tuple[str, str]]):
+        self.save = save
+        self.snapshot = snapshot
+        self.late = late
+        self.extras = extras
+        self.created_ms = time.time_ns() // 1_000_000

@@ -1,0 +1,388 @@
+"""A trainer that was killed goes on from what its agent still holds in memory; what cannot be used is not."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forebay
+from forebay import _native
+
+from .conftest import Child, rounds, wait_until
+from .test_crash import is_running
+from .test_ranks import start_ranks
+
+Report = Callable[[str], None]
+
+LINGER_S = 120.0
+"""Longer than any test takes."""
+
+
+def parts(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 8))
+    return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=1e-2), "losses": []}
+
+
+def train(state: dict[str, Any], checkpointer: forebay.Checkpointer, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        loss = state["model"](torch.randn(8, 32)).square().mean()
+        loss.backward()
+        checkpointer.before_optimizer_step()
+        state["optim"].step()
+        state["optim"].zero_grad()
+        state["losses"].append(loss.item())
+        checkpointer.step(step, state)
+
+
+def held_until(place: Path, last: int, first: int = 1) -> Child:
+    """A trainer that saves steps and waits to be killed; gives the process, which sealed the last one."""
+
+    def work(report: Report) -> None:
+        checkpointer = forebay.Checkpointer(place, every=1, linger=LINGER_S)
+        state = {"t": torch.zeros(300_000), "n": 0}
+        for step in range(first, last + 1):
+            state["t"] += 1
+            state["n"] = step
+            save = checkpointer.step(step, state)
+        assert save is not None and save.wait_sealed(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    return Child(work)
+
+
+def kill(child: Child) -> int:
+    """Kills a trainer; gives its agent."""
+    agent = int(child.line())
+    child.kill()
+    return agent
+
+
+def end(agent: int) -> None:
+    """Ends an agent that nobody will come to."""
+    os.kill(agent, signal.SIGKILL)
+    wait_until(lambda: not is_running(agent))
+
+
+def restored(place: Path, **arguments: Any) -> tuple[dict[str, Any], forebay.Restored, forebay.Checkpointer]:
+    checkpointer = forebay.Checkpointer(place, every=1, linger=LINGER_S, **arguments)
+    state = {"t": torch.full((300_000,), -1.0), "n": -1}
+    address = state["t"].data_ptr()
+    step = checkpointer.restore(state)
+    assert checkpointer.restored is not None and checkpointer.restored.step == step == state["n"]
+    assert state["t"].data_ptr() == address and bool((state["t"] == step).all()), "in place, and whole"
+    return state, checkpointer.restored, checkpointer
+
+
+def memory_of(agent: int) -> set[int]:
+    """The arenas that a process has mapped, by inode."""
+    lines = Path(f"/proc/{agent}/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if "memfd:forebay-checkpoint" in line}
+
+
+def test_a_killed_trainer_goes_on_without_the_store(tmp_path: Path) -> None:
+    run, away = tmp_path / "run", tmp_path / "away"
+    agent = kill(held_until(run, 3))
+    wait_until(lambda: (run / "steps" / f"{3:020}").exists())
+    arenas = memory_of(agent)
+    run.rename(away)
+    state, report, checkpointer = restored(run)
+    assert (report.step, report.tier, report.passed_over) == (3, "arena", ())
+    assert report.bytes >= state["t"].nbytes and json.dumps(report.as_dict())
+    assert not run.exists(), "nothing was looked for there"
+    away.rename(run)
+    state["n"], state["t"] = 4, state["t"] + 1
+    save = checkpointer.step(4, state)
+    assert save is not None and save.wait_durable(60)
+    wait_until(lambda: not is_running(agent))
+    assert memory_of(os.getpid()) == memory_of(checkpointer._agent.pid) == arenas, "the memory is the same"
+    own = checkpointer._agent.pid
+    checkpointer.close()
+    assert checkpointer.steps() == [1, 2, 3, 4] and not is_running(own)
+    assert _native.verify(f"file://{run}", None) == []
+    with forebay.Checkpointer(run) as after:
+        assert after.restore(state) == 4 and after.restored is not None
+        assert after.restored.tier == "store", "a trainer that is done leaves nothing"
+
+
+def test_a_step_that_never_reached_the_store_is_restored(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    child = held_until(run, 2)
+    agent = int(child.line())
+    wait_until(lambda: (run / "steps" / f"{2:020}").exists())
+    child.kill()
+
+    def work(report: Report) -> None:
+        _, told, checkpointer = restored(run)
+        assert told.tier == "arena"
+        (run / "shards").rename(run / "elsewhere")
+        (run / "shards").write_text("in the way")
+        state = {"t": torch.full((300_000,), 3.0), "n": 3}
+        save = checkpointer.step(3, state)
+        assert save is not None
+        while save._progress() != "failed":
+            checkpointer._listen(0.1)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    second = kill(Child(work))
+    wait_until(lambda: not is_running(agent))
+    (run / "shards").unlink()
+    (run / "elsewhere").rename(run / "shards")
+    _, report, checkpointer = restored(run)
+    assert (report.step, report.tier) == (3, "arena")
+    checkpointer._let_go()
+    assert checkpointer.steps() == [1, 2]
+    end(second)
+
+
+def flip(agent: int, step: int) -> None:
+    """Flips one bit of a step in an agent's memory."""
+    for entry in Path(f"/proc/{agent}/fd").iterdir():
+        if "memfd:forebay-checkpoint" not in os.readlink(entry):
+            continue
+        with open(entry, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            value = torch.full((1,), float(step)).numpy().tobytes() * 1000
+            at = memory.find(value)
+            assert at > 0
+            memory[at + 1234] ^= 1
+            return
+    raise AssertionError("the agent holds no arena")
+
+
+def test_a_flipped_bit_is_caught_and_the_store_is_used(tmp_path: Path) -> None:
+    agent = kill(held_until(tmp_path, 2))
+    wait_until(lambda: (tmp_path / "steps" / f"{2:020}").exists())
+    flip(agent, 2)
+    with pytest.warns(forebay.CheckpointWarning, match="step 2 in memory is not used.*`t`.*agent of rank 0 holds"):
+        _, report, checkpointer = restored(tmp_path)
+    assert (report.step, report.tier) == (2, "store") and "`t`" in report.passed_over[0]
+    save = checkpointer.step(3, {"t": torch.zeros(300_000), "n": 3})
+    assert save is not None and save.wait_durable(60)
+    checkpointer.close()
+    wait_until(lambda: not is_running(agent))
+
+
+def test_nothing_is_left_of_a_damaged_step_without_a_store(tmp_path: Path) -> None:
+    agent = kill(held_until(tmp_path / "run", 1))
+    wait_until(lambda: (tmp_path / "run" / "steps").exists())
+    flip(agent, 1)
+    (tmp_path / "run").rename(tmp_path / "away")
+    with forebay.Checkpointer(tmp_path / "run") as checkpointer:
+        with pytest.warns(forebay.CheckpointWarning), pytest.raises(forebay.CheckpointCorrupt, match="may hold anything"):
+            checkpointer.restore({"t": torch.zeros(300_000), "n": 0})
+    end(agent)
+
+
+def test_a_killed_agent_leaves_the_store(tmp_path: Path) -> None:
+    child = held_until(tmp_path, 2)
+    agent = int(child.line())
+    wait_until(lambda: (tmp_path / "steps" / f"{2:020}").exists())
+    end(agent)
+    child.kill()
+    _, report, checkpointer = restored(tmp_path)
+    assert (report.step, report.tier, report.passed_over) == (2, "store", ())
+    checkpointer.close()
+
+
+def test_a_later_start_elsewhere_makes_memory_stale(tmp_path: Path) -> None:
+    agent = kill(held_until(tmp_path, 2))
+    wait_until(lambda: (tmp_path / "steps" / f"{2:020}").exists())
+    # On another host the agent would not be found.
+    elsewhere = forebay.Checkpointer(tmp_path, every=1)
+    elsewhere._inheritance.leave()
+    elsewhere.restore({"t": torch.zeros(300_000), "n": 0})
+    elsewhere.step(3, {"t": torch.full((300_000,), 3.0), "n": 3})
+    elsewhere.close()
+    _, report, checkpointer = restored(tmp_path)
+    assert (report.step, report.tier) == (3, "store") and "started elsewhere" in report.passed_over[0]
+    checkpointer._let_go()
+    end(agent)
+
+
+def test_a_living_trainer_is_left_alone(tmp_path: Path) -> None:
+    child = held_until(tmp_path, 2)
+    agent = int(child.line())
+    wait_until(lambda: (tmp_path / "steps" / f"{2:020}").exists())
+    _, report, checkpointer = restored(tmp_path)
+    assert (report.step, report.tier) == (2, "store")
+    checkpointer.close()
+    child.kill()
+    _, report, checkpointer = restored(tmp_path)
+    assert (report.step, report.tier) == (2, "arena"), "an onlooker changes nothing"
+    checkpointer.close()
+    assert is_running(agent), "one that only looks takes nothing over"
+    end(agent)
+
+
+def test_an_agent_waits_no_longer_than_it_was_told(tmp_path: Path) -> None:
+    def work(report: Report) -> None:
+        checkpointer = forebay.Checkpointer(tmp_path, every=1, linger=0.2)
+        checkpointer.step(1, {"n": 1})
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    agent = kill(Child(work))
+    wait_until(lambda: not is_running(agent))
+
+
+def test_losses_are_bit_equal_after_kills_at_any_moment(tmp_path: Path) -> None:
+    last = 12
+    expected = parts(1)
+    with forebay.Checkpointer(tmp_path / "whole", every=1, keep=2) as checkpointer:
+        train(expected, checkpointer, 1, last)
+    tiers = []
+    for seed in rounds(3):
+        place, moment = tmp_path / str(seed), random.Random(seed)
+        while True:
+
+            def work(report: Report) -> None:
+                state = parts(1)
+                checkpointer = forebay.Checkpointer(place, every=1, keep=2, linger=LINGER_S)
+                start = checkpointer.restore(state) or 0
+                report(json.dumps([start, checkpointer.restored and checkpointer.restored.tier]))
+                train(state, checkpointer, start + 1, last)
+                checkpointer.close()
+                report(json.dumps(state["losses"]))
+
+            child = Child(work)
+            start, tier = json.loads(child.line())
+            tiers.append(tier)
+            if moment.random() < 0.35:
+                losses = json.loads(child.line())
+                assert child.join() == 0
+                break
+            time.sleep(moment.uniform(0, 0.15))
+            child.kill()
+        assert losses == expected["losses"], f"seed {seed}"
+        assert _native.verify(f"file://{place}", None) == [], f"seed {seed}"
+    assert "arena" in tiers
+
+
+def rank_state() -> dict[str, Any]:
+    return {"own": torch.zeros(50_000), "all": torch.zeros(200_000), "n": 0}
+
+
+def advance(state: dict[str, Any], rank: int) -> None:
+    state["own"] += 1 + rank
+    state["all"] += 1
+    state["n"] += 1
+
+
+def rank_restores(place: Path) -> list[list[Any]]:
+    """Step, tier and whether all is right, of two ranks that restore and then save a step more."""
+
+    def work(rank: int, report: Report) -> None:
+        state = rank_state()
+        with forebay.Checkpointer(place, every=1, replicated=["all"], linger=LINGER_S) as checkpointer:
+            step = checkpointer.restore(state) or 0
+            assert checkpointer.restored is not None
+            same = bool((state["own"] == step * (1 + rank)).all() and (state["all"] == step).all())
+            report(json.dumps([step, checkpointer.restored.tier, same and state["n"] == step]))
+            advance(state, rank)
+            save = checkpointer.step(step + 1, state)
+            assert save is not None and save.wait_durable(60)
+
+    children = start_ranks(2, work, with_gloo=False)
+    lines = [json.loads(child.line()) for child in children]
+    assert [child.join() for child in children] == [0, 0]
+    return lines
+
+
+def test_ranks_restore_each_others_parts_from_memory(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def work(rank: int, report: Report) -> None:
+        state = rank_state()
+        checkpointer = forebay.Checkpointer(run, every=1, replicated=["all"], linger=LINGER_S)
+        for step in (1, 2, 3):
+            advance(state, rank)
+            save = checkpointer.step(step, state)
+        assert save is not None and save.wait_durable(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    agents = [kill(child) for child in start_ranks(2, work, with_gloo=False)]
+    # Manifests and shards are out of reach; the runs' records may be looked at.
+    for folder in ("steps", "shards"):
+        (run / folder).rename(tmp_path / folder)
+    assert rank_restores(run) == [[3, "arena", True]] * 2
+    for agent in agents:
+        wait_until(lambda: not is_running(agent))
+
+
+def test_a_step_that_one_rank_did_not_seal_is_left_by_all(tmp_path: Path) -> None:
+    def work(rank: int, report: Report) -> None:
+        state = rank_state()
+        checkpointer = forebay.Checkpointer(tmp_path, every=1, replicated=["all"], linger=LINGER_S)
+        for step in (1, 2):
+            advance(state, rank)
+            save = checkpointer.step(step, state)
+        assert save is not None and save.wait_durable(60)
+        if rank == 1:
+            checkpointer._finish_staging = lambda: None  # type: ignore[method-assign]
+        advance(state, rank)
+        save = checkpointer.step(3, state)
+        assert save is not None and (rank == 1 or save.wait_sealed(60))
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    agents = [kill(child) for child in start_ranks(2, work, with_gloo=False)]
+    assert rank_restores(tmp_path) == [[2, "arena", True]] * 2
+    for agent in agents:
+        end(agent) if is_running(agent) else None
+
+
+def test_a_rank_whose_agent_is_gone_sends_all_to_the_store(tmp_path: Path) -> None:
+    def work(rank: int, report: Report) -> None:
+        state = rank_state()
+        checkpointer = forebay.Checkpointer(tmp_path, every=1, replicated=["all"], linger=LINGER_S)
+        advance(state, rank)
+        save = checkpointer.step(1, state)
+        assert save is not None and save.wait_durable(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    agents = [kill(child) for child in start_ranks(2, work, with_gloo=False)]
+    end(agents[1])
+    assert rank_restores(tmp_path) == [[1, "store", True]] * 2
+    wait_until(lambda: not is_running(agents[0]))
+
+
+def test_the_death_of_all_ranks_at_any_moment_loses_no_common_seal(tmp_path: Path) -> None:
+    for seed in rounds(2):
+        place = tmp_path / str(seed)
+
+        def work(rank: int, report: Report) -> None:
+            state = rank_state()
+            checkpointer = forebay.Checkpointer(place, every=1, keep=2, replicated=["all"], linger=LINGER_S)
+            for step in range(1, 1000):
+                advance(state, rank)
+                save = checkpointer.step(step, state)
+                assert save is not None and save.wait_sealed(60)
+                report(str(step))
+
+        children = start_ranks(2, work, with_gloo=False)
+        assert [child.line() for child in children] == ["1", "1"]
+        time.sleep(random.Random(seed).uniform(0, 0.3))
+        for child in children:
+            os.killpg(child.pid, signal.SIGKILL)
+        sealed = []
+        for child in children:
+            lines = child._lines.read().split()
+            child.join()
+            sealed.append(max([1, *map(int, lines)]))
+        (step, tier, right), other = rank_restores(place)
+        assert other == [step, tier, right] and right and tier == "arena", f"seed {seed}: {step} {tier} {other}"
+        assert step >= min(sealed), f"seed {seed}: {step}, sealed were {sealed}"
