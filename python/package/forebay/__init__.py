@@ -28,7 +28,7 @@ from ._errors import (
     CheckpointUnavailable,
     CheckpointWarning,
 )
-from ._files import load, save
+from ._files import load, load_model, save
 from ._held import Restored
 from ._save import Save
 
@@ -49,5 +49,6 @@ __all__ = [
     "Restored",
     "Save",
     "load",
+    "load_model",
     "save",
 ]

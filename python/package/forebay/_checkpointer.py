@@ -11,7 +11,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, Optional, Union
+from typing import Any, Callable, Literal, Optional, Union
 
 from . import _native
 from ._errors import (
@@ -26,7 +26,7 @@ from ._errors import (
 from ._flatten import Flattener
 from ._held import Inheritance, Restored, newest_common
 from ._leaf import Leaf, densify, fill, has_changed
-from ._loading import default_threads, extra_name, load_step, newest_steps, with_step
+from ._loading import default_threads, extra_name, load_step, load_weights, newest_steps, with_step
 from ._process import start_agent
 from ._ranks import Ranks, new_start
 from ._rng import rng_state, set_rng_state
@@ -141,7 +141,9 @@ class Checkpointer:
         # The error under way is the one to be seen; what is sealed gets committed by the agent.
         self._let_go()
 
-    def restore(self, state: Any, step: Optional[int] = None) -> Optional[int]:
+    def restore(
+        self, state: Any, step: Optional[int] = None, *, only: Optional[Sequence[str]] = None
+    ) -> Optional[int]:
         """Brings `state` back to the newest step that is whole, or to `step`; gives the step, or None if there is none.
 
         Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Nothing is
@@ -152,6 +154,10 @@ class Checkpointer:
         it is copied out of their memory, every byte checked, and the store is only asked whether the job was started
         elsewhere meanwhile. `restored` tells where the step came from.
 
+        With `only`, patterns (as of `fnmatch`) of names such as `model.encoder.*`, nothing else is read or changed, and
+        may be missing on either side. Tensors go by their own names, values by theirs, and objects other than modules
+        (`optim.*`) whole or not at all. Random number generators stay as they are.
+
         Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
         `CheckpointMismatch` when the state is not shaped like the one that was saved.
         """
@@ -159,30 +165,64 @@ class Checkpointer:
             self._check_open()
             self._finish_staging()
 
-            begun = time.monotonic()
+            def use(found: _native.Step) -> Optional[dict[str, Any]]:
+                with_rng = self._rng and only is None
+                return load_step(found, state, self._allow_pickle, self._threads, self._ranks, with_rng, only)[1]
 
-            def use(found: _native.Step) -> tuple[_native.Step, Optional[dict[str, Any]]]:
-                threads, allow_pickle = self._threads, self._allow_pickle
-                _, generators = load_step(found, state, allow_pickle, threads, self._ranks, self._rng)
-                return found, generators
+            return self._bring(step, use)
 
-            used = self._inheritance.use(step, use)
-            passed_over = self._inheritance.passed_over
-            try:
-                found, generators = used or with_step(self._url, step, self._ranks, use)
-            except CheckpointNotFound:
-                if self._inheritance.has_touched:
-                    text = f"{self._url} holds no step, and the one in memory is damaged: the state may hold anything"
-                    raise CheckpointCorrupt(text) from None
-                if step is None:
-                    return None
-                raise
-            if generators is not None:
-                set_rng_state(generators)
-            seconds = time.monotonic() - begun
-            rank, size = self._ranks.rank, found.bytes_read
-            self.restored = Restored(found.step, found.tier, rank, size, seconds, tuple(passed_over))
-            return found.step
+    def load_model(
+        self,
+        model: Any,
+        step: Optional[int] = None,
+        *,
+        name: Optional[str] = None,
+        only: Optional[Sequence[str]] = None,
+    ) -> int:
+        """Brings the weights of `model` back, in place, and reads nothing else; gives the step.
+
+        `name` says which module (or dict of tensors) of the saved state is meant where it holds several, such as
+        `model` or `models.ema`; `only` takes patterns of names inside of it, as in `restore`.
+
+        Raises `CheckpointNotFound`, `CheckpointCorrupt` or `CheckpointMismatch`, as `restore` does.
+        """
+        with self._lock:
+            self._check_open()
+            self._finish_staging()
+
+            def use(found: _native.Step) -> None:
+                load_weights(found, model, name, only, self._threads, self._ranks)
+
+            loaded = self._bring(step, use)
+            if loaded is None:
+                raise CheckpointNotFound(f"{self._url} holds no step")
+            return loaded
+
+    def _bring(
+        self, step: Optional[int], use: Callable[[_native.Step], Optional[dict[str, Any]]]
+    ) -> Optional[int]:
+        """Calls `use` with the newest step that is whole, or `step`, and sets the generators that it gives."""
+        begun = time.monotonic()
+
+        def note(found: _native.Step) -> tuple[_native.Step, Optional[dict[str, Any]]]:
+            return found, use(found)
+
+        used = self._inheritance.use(step, note)
+        try:
+            found, generators = used or with_step(self._url, step, self._ranks, note)
+        except CheckpointNotFound:
+            if self._inheritance.has_touched:
+                text = f"{self._url} holds no step, and the one in memory is damaged: the state may hold anything"
+                raise CheckpointCorrupt(text) from None
+            if step is None:
+                return None
+            raise
+        if generators is not None:
+            set_rng_state(generators)
+        seconds, passed_over = time.monotonic() - begun, tuple(self._inheritance.passed_over)
+        rank, size = self._ranks.rank, found.bytes_read
+        self.restored = Restored(found.step, found.tier, rank, size, seconds, passed_over)
+        return found.step
 
     def step(self, step: int, state: Any) -> Optional[Save]:
         """To be called once a step is done; saves if `every` says so. Raises what went wrong with earlier saves."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, Optional, Union
 
+from . import _native
 from ._checkpointer import Checkpointer
-from ._loading import default_threads, load_step, with_step
+from ._loading import default_threads, load_step, load_weights, with_step
 from ._url import bucket_url
 
 Place = Union[str, "os.PathLike[str]"]
@@ -35,3 +37,23 @@ def load(url: Place, into: Any = None, *, step: Optional[int] = None, allow_pick
     """
     threads = default_threads()
     return with_step(bucket_url(url), step, None, lambda found: load_step(found, into, allow_pickle, threads)[0])
+
+
+def load_model(
+    url: Place,
+    model: Any,
+    *,
+    step: Optional[int] = None,
+    name: Optional[str] = None,
+    only: Optional[Sequence[str]] = None,
+) -> int:
+    """Loads the weights of `model` alone, in place, and reads nothing else; gives the step.
+
+    As `Checkpointer.load_model`, in this process alone, whatever saved.
+    """
+
+    def use(found: _native.Step) -> int:
+        load_weights(found, model, name, only, default_threads())
+        return found.step
+
+    return with_step(bucket_url(url), step, None, use)

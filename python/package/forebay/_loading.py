@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Callable, Iterator, Optional, TypeVar
 
 from . import _native
-from ._errors import CheckpointCorrupt, CheckpointNotFound, CheckpointWarning
+from ._errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, CheckpointWarning
 from ._ranks import Ranks
-from ._unflatten import Builder, Node, Placer, Tensors
+from ._unflatten import Builder, Node, Placer, Tensors, named_parts
 
 T = TypeVar("T")
 
@@ -85,15 +86,14 @@ def load_step(
     threads: int,
     ranks: Optional[Ranks] = None,
     with_rng: bool = False,
+    only: Optional[Sequence[str]] = None,
 ) -> tuple[Any, Optional[dict[str, Any]]]:
     """The state of a step, put in place into `into` if that is given, and its random number generators.
 
     Those are None where the step has none of this rank's or they are not asked for. What each rank has of its own is
-    taken from the rank of the same number, modulo how many saved.
+    taken from the rank of the same number, modulo how many saved. With `only`, of `into` what has such names.
     """
-    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-    source = rank % step.world_size
-    tree = state_tree(step, source)
+    source, world_size, tree = _tree(step, ranks)
     # A generator's state is one rank's; a job of another size has other ranks.
     with_rng = with_rng and step.world_size == world_size
     generators = parse(step, (with_rng and _extra(step, "rng", source)) or "null")
@@ -101,14 +101,68 @@ def load_step(
     builder = Builder(tensors, allow_pickle)
     placer = None
     if into is not None:
-        placer = Placer(builder, into)
+        placer = Placer(builder, into, only)
         placer.plan(tree)
-    tensors.want(tree)
+    tensors.want(tree if placer is None else placer.needed)
     tensors.want(generators)
     tensors.read()
     if placer is not None:
         placer.apply()
     return builder.build(tree) if placer is None else into, builder.build(generators)
+
+
+def load_weights(
+    step: _native.Step,
+    model: Any,
+    name: Optional[str],
+    only: Optional[Sequence[str]],
+    threads: int,
+    ranks: Optional[Ranks] = None,
+) -> None:
+    """Puts the weights of one module of a step into `model`, in place, and reads nothing else."""
+    source, _, tree = _tree(step, ranks)
+    modules = dict(_modules(tree, ""))
+    node = _find(tree, name) if name is not None else None
+    if name is None and len(modules) == 1:
+        (node,) = modules.values()
+    if node is None:
+        known = ", ".join(repr(found) for found in modules) or "none"
+        what = f"no module or dict {name!r}" if name is not None else "not one module alone"
+        raise CheckpointMismatch(f"step {step.step} holds {what} (hint: name= says which; its modules: {known})")
+    tensors = Tensors(step, threads, source)
+    placer = Placer(Builder(tensors, allow_pickle=False), model, only)
+    placer.plan_model(node)
+    tensors.want(placer.needed)
+    tensors.read()
+    placer.apply()
+
+
+def _modules(node: Node, name: str) -> Iterator[tuple[str, Node]]:
+    if isinstance(node, dict) and node.get("t") == "object":
+        if node["k"] == "module":
+            yield name, node
+        return
+    for below, part in named_parts(node, name):
+        yield from _modules(part, below)
+
+
+def _find(node: Node, name: str) -> Optional[Node]:
+    """The module or dict of that name."""
+    todo = [("", node)]
+    while todo:
+        found, node = todo.pop()
+        tag = node.get("t") if isinstance(node, dict) else None
+        if found == name and (tag in ("dict", "odict") or (tag == "object" and node["k"] == "module")):
+            return node
+        todo += named_parts(node, found)
+    return None
+
+
+def _tree(step: _native.Step, ranks: Optional[Ranks]) -> tuple[int, int, Node]:
+    """Whose of the saving ranks' trees is this one's, ranks here, and that tree."""
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    source = rank % step.world_size
+    return source, world_size, state_tree(step, source)
 
 
 def state_tree(step: _native.Step, rank: int) -> Node:
