@@ -32,6 +32,7 @@ from ._ranks import Ranks, new_start
 from ._rng import rng_state, set_rng_state
 from ._save import TICK_S, Save, Staging
 from ._shares import Planner, Share, share_size, source_offset
+from ._signals import Names, Notice
 from ._url import bucket_url, make_directory
 
 _FAREWELL_S = 30.0
@@ -57,6 +58,8 @@ class Checkpointer:
         rng: Whether to save and restore the random number generators of Python, numpy and torch as well.
         on_busy: What `step` does while both snapshots are still on their way to the store: `wait`, or `skip` the
             save and count it in `skipped`.
+        on_signal: Signals, such as `SIGTERM`, upon which the next `step` saves, waits until that is committed, and then
+            lets the signal do what it did before; a second one does so at once. Wherever it arrives, all ranks save.
         allow_pickle: Whether objects of any other type may be pickled. Loading a pickle can run any code.
         copy_threads: Threads that copy; by default up to four, as the processors allow.
         agent_log: A file for whatever the agent process prints; by default it is dropped.
@@ -85,6 +88,7 @@ class Checkpointer:
         keep_every: Optional[int] = None,
         rng: bool = True,
         on_busy: Literal["wait", "skip"] = "wait",
+        on_signal: Names = None,
         allow_pickle: bool = False,
         copy_threads: Optional[int] = None,
         agent_log: Optional[Union[str, "os.PathLike[str]"]] = None,
@@ -129,6 +133,7 @@ class Checkpointer:
         """Saves that were skipped because both snapshots were busy."""
         self.restored: Optional[Restored] = None
         """What the last `restore` did: which step, from which tier."""
+        self._notice = Notice(on_signal)
         _forget_in_children(self)
 
     def __enter__(self) -> Checkpointer:
@@ -140,6 +145,7 @@ class Checkpointer:
             return
         # The error under way is the one to be seen; what is sealed gets committed by the agent.
         self._let_go()
+        self._notice.pass_on()
 
     def restore(
         self, state: Any, step: Optional[int] = None, *, only: Optional[Sequence[str]] = None
@@ -231,7 +237,12 @@ class Checkpointer:
             self._finish_staging()
             self._ensure_agent()
             self._raise_failures()
-            return self._save(step, state) if self._is_due(step) else None
+            is_told = self._is_told()
+            save = self._save(step, state, is_told) if is_told or self._is_due(step) else None
+            if is_told:
+                self.wait()
+                self._notice.pass_on()
+            return save
 
     def save_now(self, step: int, state: Any) -> Optional[Save]:
         """Saves whatever the schedule; None when `on_busy` is `skip` and both snapshots are busy."""
@@ -299,6 +310,7 @@ class Checkpointer:
                 self._await_agent()
             finally:
                 self._let_go(is_done=True)
+                self._notice.pass_on()
 
     def _exists(self) -> bool:
         return not self._url.startswith("file://") or os.path.isdir(self._url[len("file://") :])
@@ -306,6 +318,7 @@ class Checkpointer:
     def _let_go(self, is_done: bool = False) -> None:
         """Ends the session. Unless the job is done, the agent keeps what it holds for a while."""
         self._is_closed = True
+        self._notice.release()
         self._inheritance.leave()
         if self._staging is not None:
             staging, self._staging = self._staging, None
@@ -340,7 +353,20 @@ class Checkpointer:
         is_time = time.monotonic() - self._saved_at >= self._every_s
         return self._ranks.first("look at the clock", lambda: is_time)
 
-    def _save(self, step: int, state: Any) -> Optional[Save]:
+    def _is_told(self) -> bool:
+        """Whether a signal asks this job to end; one that came to any rank is from now on every rank's."""
+        if not self._notice.is_used:
+            return False
+        words = self._ranks.gather("look for signals", lambda: {"signal": self._notice.received})
+        told = [word["signal"] for word in words if word["signal"] is not None]
+        if told and self._notice.received is None:
+            self._notice.received = told[0]
+        return bool(told)
+
+    def _save(self, step: int, state: Any, must: bool = False) -> Optional[Save]:
+        """Saves; None where there is no room, unless it `must`."""
+        if must and self._last is not None and self._last.step == step:
+            return self._last
         if self._last is not None and self._last.step == step:
             raise CheckpointConflict(f"step {step} was saved already in this run")
         flattener = Flattener(self._allow_pickle, self._replicated)
@@ -352,7 +378,7 @@ class Checkpointer:
                 extras.append(("rng", flattener.tree("rng", rng_state(), "rng")))
             tree = hashlib.sha256(extras[0][1].encode()).hexdigest()
             structure = "" if self._ranks.alone else self._planner.structure(flattener.leaves)
-            room = self._has_room()
+            room = self._has_room(must or self._on_busy == "wait")
             return {"step": step, "tree": tree, "structure": structure, "room": room, "held": self._session.held()}
 
         words = self._ranks.gather("save", take)
@@ -386,9 +412,9 @@ class Checkpointer:
             self._finish_staging()
         return save
 
-    def _has_room(self) -> bool:
+    def _has_room(self, waits: bool) -> bool:
         has_room = self._session.has_room(0.0)
-        while not has_room and self._on_busy == "wait":
+        while not has_room and waits:
             self._listen(TICK_S)
             has_room = self._session.has_room(0.0)
         return has_room

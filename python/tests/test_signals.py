@@ -1,0 +1,105 @@
+"""A signal that asks a job to end: one more step is saved, and then it ends as it would have."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forebay
+
+from .conftest import Child
+from .test_ranks import start_ranks
+
+Report = Callable[[str], None]
+
+
+def loop(place: Path, report: Report, **arguments: Any) -> None:
+    """Trains until the process is ended; only a signal makes it save."""
+    state = {"t": torch.zeros(100_000), "n": 0}
+    checkpointer = forebay.Checkpointer(place, every=1_000_000, on_signal="SIGTERM", **arguments)
+    for step in range(1, 1_000_000):
+        state["t"] += 1
+        state["n"] = step
+        checkpointer.step(step, state)
+        report(str(step))
+        time.sleep(0.001)
+
+
+def saved(place: Path) -> int:
+    """The one step that is there, and whole."""
+    state = {"t": torch.zeros(100_000), "n": 0}
+    with forebay.Checkpointer(place, ranks=(0, 1)) as checkpointer:
+        assert len(checkpointer.steps()) == 1
+        step = checkpointer.restore(state)
+    assert step == state["n"] and bool((state["t"] == step).all())
+    return step
+
+
+def test_a_signal_saves_the_step_and_ends_the_process(tmp_path: Path) -> None:
+    child = Child(lambda report: loop(tmp_path, report))
+    assert child.line() == "1"
+    os.kill(child.pid, signal.SIGTERM)
+    last = max([1, *map(int, child._lines.read().split())])
+    assert child.join() == -signal.SIGTERM
+    assert saved(tmp_path) == last + 1, "the step during which it came, or the next"
+
+
+def test_a_signal_to_one_rank_saves_on_all(tmp_path: Path) -> None:
+    children = start_ranks(2, lambda rank, report: loop(tmp_path, report, replicated=["t"]), with_gloo=False)
+    assert [child.line() for child in children] == ["1", "1"]
+    os.kill(children[1].pid, signal.SIGTERM)
+    last = [max([1, *map(int, child._lines.read().split())]) for child in children]
+    assert [child.join() for child in children] == [-signal.SIGTERM] * 2
+    assert [saved(tmp_path)] * 2 == [step + 1 for step in last]
+
+
+def test_the_handler_before_is_called_after_the_commit(tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(checkpointer.steps()))
+    handler = signal.getsignal(signal.SIGUSR1)
+    try:
+        checkpointer = forebay.Checkpointer(tmp_path, every=3, on_busy="skip", on_signal=["SIGUSR1"])
+        assert checkpointer.step(1, {"n": 1}) is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert seen == [] and checkpointer.steps() == []
+        save = checkpointer.step(2, {"n": 2})
+        assert save is not None and save.durable and seen == [[2]]
+        assert checkpointer.step(4, {"n": 4}) is None, "and the training goes on"
+        checkpointer.save_now(5, {"n": 5})
+        os.kill(os.getpid(), signal.SIGUSR1)
+        save = checkpointer.step(5, {"n": 5})
+        assert save is not None and save.durable and seen == [[2], [2, 5]]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert len(seen) == 3, "who is asked twice does not wait"
+        checkpointer.close()
+        assert len(seen) == 4 and signal.getsignal(signal.SIGUSR1) is handler, "nothing is swallowed"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_signals_that_cannot_be_waited_for(tmp_path: Path) -> None:
+    for name in ("SIGNONE", "SIGKILL", 4711):
+        with pytest.raises(forebay.CheckpointInvalid, match=str(name)):
+            forebay.Checkpointer(tmp_path, on_signal=name)
+    told = []
+
+    def elsewhere() -> None:
+        try:
+            forebay.Checkpointer(tmp_path, on_signal="SIGUSR1")
+        except forebay.CheckpointInvalid as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert len(told) == 1 and "main thread" in told[0]
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
