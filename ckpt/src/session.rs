@@ -143,7 +143,7 @@ impl Session {
     pub fn connect(&mut self, stream: FdStream) -> Result<()> {
         self.stream = Some(stream);
         self.announced = None;
-        self.send(&Request::Hello(self.hello.clone()), None)?;
+        self.send(&Request::Hello(Box::new(self.hello.clone())), None)?;
         for pending in std::mem::take(&mut self.pending) {
             if !pending.was_resent {
                 self.pending.push_back(pending);

@@ -80,6 +80,18 @@ impl Server {
         Self { program, kind, buckets: AtomicU32::new(0), accounts: AtomicU32::new(0) }
     }
 
+    /// Kills the server and starts it again with all its objects: requests that it was carrying out end. Those of a
+    /// client that died would otherwise go on. The fast server only: moto keeps objects in memory.
+    pub fn restart(&self) {
+        assert!(self.kind == Kind::Fast, "moto would forget everything");
+        self.program.restart();
+    }
+
+    /// Whether it keeps its objects when it is restarted.
+    pub fn keeps_objects(&self) -> bool {
+        self.kind == Kind::Fast
+    }
+
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.program.address()

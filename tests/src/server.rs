@@ -12,9 +12,11 @@ use crate::Scratch;
 
 /// Longest that a server may take to answer its first request. moto imports for seconds on a busy machine.
 const START_DEADLINE: Duration = Duration::from_secs(60);
-/// Runs a server until stdin closes, then removes its folder: nobody drops what a whole test program shares.
-const GUARD: &str =
-    r#"folder=$1; shift; "$@" & server=$!; read -r _; kill -KILL $server; wait; rm -rf "$folder""#;
+/// Runs a server until stdin closes, then removes its folder: nobody drops what a whole test program shares. A line on
+/// stdin starts it anew.
+const GUARD: &str = r#"folder=$1; shift
+while echo "guard: starting"; "$@" & server=$!; read -r _; do kill -KILL $server; wait; done
+kill -KILL $server; wait; rm -rf "$folder""#;
 
 /// A running server.
 #[derive(Debug)]
@@ -98,6 +100,19 @@ impl Program {
     /// The same as a URL.
     pub(crate) fn endpoint(&self) -> String {
         format!("http://{}", self.address())
+    }
+
+    /// Kills the server and starts it again, with its folder and port: whatever it was doing ends.
+    pub(crate) fn restart(&self) {
+        let starts = || self.log().matches("guard: starting").count();
+        let (before, started) = (starts(), Instant::now());
+        let mut stdin = self.guard.stdin.as_ref().expect("it runs");
+        stdin.write_all(b"again\n").expect("the guard reads");
+        while starts() == before {
+            assert!(started.elapsed() < START_DEADLINE, "the server was not started again");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        assert!(self.answers(), "another program has the port:\n{}", self.log());
     }
 
     /// Ends the server, as a crash would.

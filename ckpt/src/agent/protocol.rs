@@ -56,7 +56,7 @@ impl Member {
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Request {
     /// The first frame.
-    Hello(Hello),
+    Hello(Box<Hello>),
     /// The memory that following seals mean; its descriptor comes with the frame.
     Arena {
         /// Its number.

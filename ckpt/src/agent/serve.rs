@@ -58,7 +58,7 @@ pub fn serve(mut stream: FdStream) -> Result<()> {
     let mut desk = Desk::new(&hello, trainer.clone(), saves);
     let flusher = {
         let _context = runtime.enter();
-        tasks.spawn("flush", flush_all(hello, trainer, queue))
+        tasks.spawn("flush", flush_all(*hello, trainer, queue))
     };
     let served = desk.serve(&mut stream);
     drop(desk);
