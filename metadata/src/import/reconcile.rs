@@ -259,6 +259,9 @@ impl Window<'_, '_, '_> {
             Some(home) if *home == info.blob() => Ok(()),
             // It is about to be uploaded, and will learn of the outsider's object then.
             None if self.change.shared.openers(entry.ino) > 0 => Ok(()),
+            None if self.change.outlives(entry.ino, &inode, info)? => {
+                self.change.stand(entry.ino, inode, info.blob())
+            }
             _ => {
                 self.forget_if_at(name, info.key.as_str(), entry.ino, inode)?;
                 self.make_file(name, info)

@@ -64,7 +64,8 @@ impl Mover {
 }
 
 /// The version from before means that nothing happened. Another one is, after a writer's intent, the file's content
-/// now, whoever wrote it; after the mover's, the copy if it has the size of one.
+/// now, whoever wrote it, unless the file has newer content elsewhere; after the mover's, the copy if it has the size of
+/// one.
 fn settle(
     change: &mut Change<'_, '_>,
     ino: InodeId,
@@ -78,6 +79,9 @@ fn settle(
     let found = found.filter(|found| Some(&found.version) != intent.replaces.as_ref());
     let inode = change.find(ino)?;
     match (found, inode, &intent.copies) {
+        (Some(found), Some(inode), None) if change.outlives(ino, &inode, found)? => {
+            change.stand(ino, inode, found.blob())
+        }
         (Some(found), Some(inode), None) => adopt(change, ino, inode, found),
         // An owned copy that nothing refers to is queued for deletion already.
         (Some(found), inode, Some(source)) if !found.blob().is_owned() && found.size == source.size => {

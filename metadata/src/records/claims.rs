@@ -7,9 +7,13 @@
 use std::sync::atomic::Ordering;
 
 use forebay_core::{Blob, InodeId, ObjectKey, Result, Version};
+use forebay_io::object::ObjectInfo;
 
 use super::{Change, Records, prefix_with_slash};
 use crate::schema::{Claim, Deletion, HolderState, Inode, Intent, Move};
+
+/// Seconds that a store's clock may be behind this host's, with the second that it rounds to.
+const CLOCKS_APART: i64 = 2;
 
 /// Whether a file may be written at a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,6 +71,21 @@ impl Change<'_, '_> {
             self.put_claim(&Claim { key: home.key.clone(), state: HolderState::Held(ino) })?;
         }
         if inode.nlink > 0 { self.queue_move(ino) } else { Ok(()) }
+    }
+
+    /// Whether a file whose bytes lie elsewhere was written after the object that was found at its own path: what is
+    /// there is older content of the path, which a mount that died had not recorded, and not the file's.
+    pub(crate) fn outlives(&self, ino: InodeId, inode: &Inode, found: &ObjectInfo) -> Result<bool> {
+        let layout = self.layout(ino, inode)?;
+        let is_elsewhere = layout.blobs().next().is_some() && layout.blobs().all(Blob::is_owned);
+        Ok(is_elsewhere && found.modified.seconds + CLOCKS_APART < inode.mtime.seconds)
+    }
+
+    /// Takes an older object at a file's own path for the one that the file's next whole content replaces.
+    pub(crate) fn stand(&mut self, ino: InodeId, mut inode: Inode, found: Blob) -> Result<()> {
+        inode.home = Some(found);
+        self.put_inode(ino, &inode)?;
+        self.settle_home(ino, &inode)
     }
 
     /// Asks the mover to bring a file's bytes to the key that its path spells.
