@@ -30,6 +30,8 @@ pub(crate) struct MountSettings {
     pub(crate) allow_other: bool,
     /// Seconds for which the kernel may use names and attributes. Default 1, and a day for `--dataset`.
     pub(crate) ttl_seconds: Option<f64>,
+    /// Keep track of when files are read. Default false.
+    pub(crate) relatime: bool,
     /// Threads that take requests from the kernel. Default one a core, at least 8 and at most 16:
     /// some may wait for a disk.
     pub(crate) threads: Option<usize>,

@@ -4,7 +4,7 @@ use forebay_core::{Blob, InodeId, ObjectKey, Result};
 
 use super::Placement;
 use crate::records::{Change, Occupancy, Records};
-use crate::schema::Intent;
+use crate::schema::{Deletion, HolderState, Intent};
 
 /// What a look at the records came to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,12 +46,26 @@ pub(super) fn place(
             change.put_intent(ino, &intent)?;
             Ok(Step::Placed(Placement::Own { key, replaces }))
         }
-        Occupancy::Doomed if !is_last => Ok(Step::Doomed(ObjectKey::new(key))),
+        Occupancy::Doomed if !is_last && !takes_long(change, &key)? => Ok(Step::Doomed(ObjectKey::new(key))),
         Occupancy::Doomed | Occupancy::Taken => {
             change.queue_move(ino)?;
             place_owned(change, fresh)
         }
     }
+}
+
+/// Whether the object that is to go has to be copied away first, and is too large to be waited for.
+fn takes_long(change: &Change<'_, '_>, key: &str) -> Result<bool> {
+    /// What stores copy in about a second.
+    const MOST_BYTES: u64 = 64 << 20;
+    let claim = change.claim(key)?.map(|claim| claim.state);
+    let Some(HolderState::Doomed { due_ms }) = claim else { return Ok(false) };
+    let queued =
+        change.reads().get(&change.keys().deletion(due_ms, key))?.map(Deletion::decode).transpose()?;
+    let Some(blob) = queued.map(|queued| queued.blob).filter(|blob| blob.size > MOST_BYTES) else {
+        return Ok(false);
+    };
+    Ok(change.loan(&blob)?.is_some_and(|loan| loan.moved.is_none()))
 }
 
 fn place_owned(change: &mut Change<'_, '_>, fresh: &ObjectKey) -> Result<Step> {

@@ -78,6 +78,7 @@ impl Plan {
         let mut mount = MountOptions {
             source: arguments.source.clone(),
             allow_other: defaults.allow_other,
+            relatime: defaults.relatime,
             threads: defaults.threads,
             ..MountOptions::default()
         };

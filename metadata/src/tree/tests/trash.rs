@@ -113,6 +113,28 @@ async fn what_comes_back_at_once_is_an_object_again() {
     no_loans(&tree).await;
 }
 
+/// A writer does not wait for the copy of something large: its bytes come to the path afterwards.
+#[tokio::test]
+async fn a_new_file_does_not_wait_for_a_large_one_to_be_copied_away() {
+    let world = world(Kind::Memory).await;
+    let large = vec![7; (64 << 20) + 1];
+    world.put("a", &large).await;
+    let tree = world.open().await;
+    unlink(&tree, "a").await.expect("unlinked");
+    let placed = world.write_path(&tree, "a", "small").await.expect("written");
+    assert!(matches!(placed, Placement::Owned { .. }), "{placed:?}");
+    let deleted = newest(&tree, "a").await;
+    for drained in [false, true] {
+        if drained {
+            tree.drain().await.expect("drained");
+            assert_eq!(world.objects().await["a"], b"small");
+        }
+        assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "small");
+        assert!(world.read(&tree, deleted.ino).await.expect("bytes") == large);
+        sound(&tree).await;
+    }
+}
+
 /// A whole tree is deleted, as `rm -r` does, and what a rename replaces is deleted, too.
 #[tokio::test]
 async fn directories_remember_the_way() {
