@@ -27,7 +27,7 @@ impl Mover {
         }
     }
 
-    /// Settles the intents of inodes that are gone.
+    /// Settles the intents of inodes that are gone or in the trash, which nobody is writing.
     pub(super) async fn settle_abandoned(&self) -> Result<Tally> {
         let keys = self.shared().keys;
         let (mut start, end) = keys.family(Tag::Intent);
@@ -40,7 +40,8 @@ impl Mover {
             start = after(last);
             for (key, _) in page {
                 let ino = InodeId(keys.number_in(&key)?);
-                if self.look(move |look| look.find(ino)).await?.is_none() {
+                let inode = self.look(move |look| look.find(ino)).await?;
+                if inode.is_none_or(|inode| inode.nlink == 0) && self.shared().openers(ino) == 0 {
                     tally.add(self.settle_intent(ino).await.map(|()| 1));
                 }
             }

@@ -113,6 +113,31 @@ async fn what_comes_back_at_once_is_an_object_again() {
     no_loans(&tree).await;
 }
 
+/// A write that was begun and not committed holds no path after its file was deleted; what it brought is kept.
+#[tokio::test]
+async fn an_uncommitted_write_of_a_deleted_file_leaves_the_path() {
+    for is_put in [false, true] {
+        let world = world(Kind::Memory).await;
+        let tree = world.open().await;
+        let (file, _) = tree.create(ROOT, b"a", new_file(), Existing::Refuse).await.expect("made");
+        let placement = tree.place(file.ino).await.expect("placed");
+        if is_put {
+            world.bucket().put(placement.key(), "late".into(), condition(&placement)).await.expect("put");
+        }
+        unlink(&tree, "a").await.expect("unlinked");
+        for _ in 0..2 {
+            tree.drain().await.expect("drained");
+        }
+        let placed = world.write_path(&tree, "a", "new").await.expect("written");
+        assert!(matches!(placed, Placement::Own { .. }), "{placed:?}");
+        let kept = world.read(&tree, newest(&tree, "a").await.ino).await.expect("bytes");
+        assert_eq!(kept, if is_put { &b"late"[..] } else { b"" });
+        pass_time(&world, &tree).await;
+        world.check_objects(&[("a", "new")]).await;
+        sound(&tree).await;
+    }
+}
+
 /// A writer does not wait for the copy of something large: its bytes come to the path afterwards.
 #[tokio::test]
 async fn a_new_file_does_not_wait_for_a_large_one_to_be_copied_away() {
