@@ -309,6 +309,49 @@ def test_steps_are_numbered_and_kept(tmp_path: Path) -> None:
         dcp.load(state, storage_reader=forebay.dcp.Reader(tmp_path, step=3))
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_is_saved_again_counts(tmp_path: Path, size: int) -> None:
+    def save(rank: int) -> Any:
+        with forebay.dcp.Writer(tmp_path) as writer:
+            for step, value in ((5, 1), (5, 2), (9, 3), (4, 4)):
+                state = {"a": torch.full((9,), value), "b": torch.full((9,), value), "n": value}
+                dcp.save(state, checkpoint_id=step, storage_writer=writer)
+
+    def save_twice(rank: int) -> Any:
+        first, second = forebay.dcp.Writer(tmp_path), forebay.dcp.Writer(tmp_path)
+        for writer in (first, second):
+            dcp.save({"n": 5}, storage_writer=writer)
+        for _ in range(2):
+            with pytest.raises(CheckpointException, match="took over"):
+                dcp.save({"n": 6}, storage_writer=first)
+        dcp.save({"n": 7}, storage_writer=second)
+        second.close()
+
+    run_at(size, save)
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps() == [4, 5, 9] and checkpointer.latest() == 4
+    for step, value in ((5, 2), (9, 3), (4, 4)):
+        loaded = forebay.load(tmp_path, step=step)
+        assert [loaded["n"], *loaded["a"].tolist(), *loaded["b"].tolist()] == [value] * 19, step
+    run_at(size, save_twice)
+    assert forebay.load(tmp_path)["n"] == 7
+    assert _native.verify(f"file://{tmp_path}", None) == []
+
+
+def test_ranks_meet_in_a_bucket(url: str) -> None:
+    def save(rank: int) -> Any:
+        with forebay.dcp.Writer(url, keep=1) as writer:
+            for step in (1, 2):
+                spread = distribute_tensor(torch.full((6, 4), float(step)), init_device_mesh("cpu", (2,)), [Shard(0)])
+                dcp.save({"w": spread, "n": step}, storage_writer=writer)
+
+    run_ranks(2, save)
+    state = {"w": torch.zeros(6, 4), "n": 0}
+    dcp.load(state, storage_reader=forebay.dcp.Reader(url))
+    assert torch.equal(state["w"], torch.full((6, 4), 2.0)) and state["n"] == 2
+    assert [step for step, *_ in _native.list_steps(url)] == [2] and _native.verify(url, None) == []
+
+
 def test_plans_that_torch_keeps_are_used_by_one_writer_only(tmp_path: Path) -> None:
     def save(rank: int) -> Any:
         state = {"w": distribute_tensor(torch.zeros(8), init_device_mesh("cpu", (2,)), [Shard(0)]), "n": 0}

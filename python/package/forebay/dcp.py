@@ -46,7 +46,13 @@ from torch.futures import Future
 
 from . import _native
 from ._checkpointer import Checkpointer, Save
-from ._errors import CheckpointConflict, CheckpointError, CheckpointInvalid, CheckpointNotFound
+from ._errors import (
+    CheckpointConflict,
+    CheckpointError,
+    CheckpointInvalid,
+    CheckpointNotFound,
+    CheckpointSuperseded,
+)
 from ._flatten import KEPT, Flattener
 from ._leaf import Leaf, tensor_dtype, tensor_leaf
 from ._loading import default_threads, newest_steps, state_tree, with_step
@@ -90,6 +96,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         url: Where the steps lie, as for `Checkpointer`.
         step: The number of the next step. Later ones count on from it; without it, from the newest step there is.
             `checkpoint_id` of `dcp.save` sets it as well: a number, or a text that ends in one, such as `step-500`.
+            A step that is saved again replaces the earlier one.
         keep: As for `Checkpointer`.
         keep_every: As for `Checkpointer`.
         allow_pickle: As for `Checkpointer`.
@@ -115,6 +122,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._is_coordinator = True
         self._planned: Optional[_Part] = None
         self._is_sound = True
+        self._superseded: Optional[CheckpointSuperseded] = None
         self._seen: Optional[_Part] = None
         self._checkpointer: Optional[Checkpointer] = None
         self._held: Optional[_Held] = None
@@ -159,7 +167,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             steps = newest_steps(self._url)
             self._next = max(step for step, _, _ in steps) + 1 if steps else 1
         size = len(plans)
-        job = None if size == 1 else self._job(size)
+        job = self._job_for(self._next, size)
         parts = [_Part(rank, size, self._next, job) for rank in range(size)]
         self._planned = parts[0]
         self._is_sound = False
@@ -194,7 +202,11 @@ class Writer(StorageWriter):  # type: ignore[misc]
         paths: dict[str, Path] = metadata.planner_data or {}
         ordered = [name for name in paths if name in nodes] + [name for name in nodes if name not in paths]
         tree = nest([(paths.get(name, (name,)), nodes[name]) for name in ordered])
-        _seal(held, [("state", json.dumps(tree, separators=(",", ":"), allow_nan=False))]).wait_durable()
+        try:
+            _seal(held, [("state", json.dumps(tree, separators=(",", ":"), allow_nan=False))]).wait_durable()
+        except CheckpointSuperseded as error:
+            self._superseded = error
+            raise
         self._is_sound = True
 
     @classmethod
@@ -215,28 +227,37 @@ class Writer(StorageWriter):  # type: ignore[misc]
             raise CheckpointInvalid(f"{text} (hint: keep one Writer for all saves, or do without enable_plan_caching)")
         return part
 
-    def _job(self, size: int) -> str:
-        """The record of the job of all ranks, begun where it has not been.
+    def _job_for(self, step: int, size: int) -> Optional[str]:
+        """The record of the job that all ranks save `step` as; None for one rank, which has an agent's own.
 
-        A save that failed ends it: what some ranks stored of a step must not meet what others store of its next try.
+        It is a new one after a save that failed: what some ranks stored of a step must not meet what others store of
+        its next try. And it is one for a step that does not follow the last: a later start's steps count.
         """
+        if self._superseded is not None:
+            raise self._superseded
         last = self._planned
-        if self._is_sound and last is not None and last.job is not None and last.world_size == size:
+        if self._is_sound and last is not None and last.world_size == size and last.step < step:
             return last.job
-        return _native.begin_job(self._url, *new_start())
+        self._let_go()
+        return None if size == 1 else _native.begin_job(self._url, *new_start())
 
     def _checkpointer_for(self, part: _Part) -> Checkpointer:
         """What saves as that rank of that job."""
         present = self._checkpointer
         ranks = (part.rank, part.world_size)
         if present is None or present._job != part.job or (present._ranks.rank, present._ranks.world_size) != ranks:
-            if present is not None:
-                present._let_go()
+            self._let_go()
             present = Checkpointer(self._url, rng=False, ranks=ranks, **self._options)  # type: ignore[arg-type]
             if part.job is not None:
                 present._join(part.job)
             self._checkpointer = present
         return present
+
+    def _let_go(self) -> None:
+        """Ends what saved so far, without a wait."""
+        present, self._checkpointer = self._checkpointer, None
+        if present is not None:
+            present._let_go()
 
     def _give_up(self) -> None:
         """Lets go of a part whose save came to nothing on another rank."""
