@@ -397,6 +397,22 @@ def test_a_damaged_step_is_left_by_all_ranks_together(tmp_path: Path) -> None:
     assert run_ranks(2, restore, with_gloo=False) == [True, True]
 
 
+def test_a_step_is_saved_once_in_a_start(tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        checkpointer = forebay.Checkpointer(tmp_path)
+        for step, value in ((5, 1), (6, 2)):
+            checkpointer.save_now(step, {"n": value, "own": torch.full((9,), value)})
+            checkpointer.wait()
+        again = checkpointer.save_now(5, {"n": 3, "own": torch.full((9,), 3)})
+        with pytest.raises(forebay.CheckpointConflict, match="step 5 was saved already"):
+            again.wait_durable()
+        return None
+
+    run_ranks(2, save, with_gloo=False)
+    assert forebay.load(tmp_path, step=5)["n"] == 1
+    assert _native.verify(f"file://{tmp_path}", None) == []
+
+
 def test_the_clock_of_rank_0_counts(tmp_path: Path) -> None:
     def save(rank: int) -> Any:
         with forebay.Checkpointer(tmp_path, every_minutes=60) as checkpointer:

@@ -10,7 +10,9 @@ use forebay_io::object::{Bucket, Condition};
 
 use super::inspect::inspect;
 use super::{Member, Seal};
-use crate::catalog::{Run, commit, failure_of, forget_ranks, list_ranks, merge_ranks, of_save, put_rank};
+use crate::catalog::{
+    Run, commit, failure_of, forget_ranks, list_ranks, load_manifest, merge_ranks, of_save, put_rank,
+};
 use crate::manifest::{Checksum, Identity, Manifest, Shard};
 
 /// The first pause between two looks for the other ranks, and the longest.
@@ -21,7 +23,8 @@ const RANKS_PATIENCE: Duration = Duration::from_secs(600);
 /// Brings the shard in `slot` to the bucket; gives what the manifest will say of it. Afterwards the slot is not needed.
 ///
 /// # Errors
-/// `Unavailable` when it is to be tried again; `Corrupt` when the slot no longer holds what was sealed: then nothing was uploaded.
+/// `Unavailable` when it is to be tried again; `Corrupt` when the slot no longer holds what was sealed: then nothing was
+/// uploaded; `Conflict` when this start committed the step already, with other content.
 pub(super) async fn store(
     bucket: &Bucket,
     run: &Run,
@@ -36,9 +39,23 @@ pub(super) async fn store(
     manifest.check_part()?;
     upload(bucket, &manifest.shards[0], shard).await?;
     if let Some(member) = member {
-        put_rank(bucket, run, member.rank, &manifest).await?;
+        match bucket.head(&member.save(seal.step).object()).await? {
+            None => put_rank(bucket, run, member.rank, &manifest).await?,
+            Some(_) => expect_part(bucket, member, &manifest).await?,
+        }
     }
     Ok(manifest)
+}
+
+/// A step that is there already holds this rank's part: an agent that died brought it there. Else it is another save of
+/// this start under the same number.
+async fn expect_part(bucket: &Bucket, member: &Member, part: &Manifest) -> Result<()> {
+    let there = load_manifest(bucket, &member.save(part.step)).await?;
+    if there.shards.contains(&part.shards[0]) {
+        return Ok(());
+    }
+    let message = format!("step {} was saved already in this run", part.step);
+    Err(Error::new(ErrorKind::Conflict, message).with_hint("a step is saved once"))
 }
 
 /// Commits the step whose part was stored, or waits until the job's other ranks allow that; gives an error where they
