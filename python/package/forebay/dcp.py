@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from . import _native
-from ._checkpointer import Checkpointer, Save
+from ._checkpointer import Checkpointer
 from ._errors import (
     CheckpointConflict,
     CheckpointError,
@@ -58,6 +58,7 @@ from ._leaf import Leaf, tensor_dtype, tensor_leaf
 from ._loading import default_threads, newest_steps, state_tree, with_step
 from ._paths import Node, Path, flatten, nest
 from ._ranks import new_start, surroundings
+from ._save import Save
 from ._shares import Share
 from ._unflatten import Builder, Tensors
 from ._url import bucket_url, make_directory
@@ -116,7 +117,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         agent_log: Optional[Union[str, "os.PathLike[str]"]] = None,
     ) -> None:
         self._url = bucket_url(url)
-        self._options = {"keep": keep, "keep_every": keep_every, "agent_log": agent_log}
+        self._options: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "agent_log": agent_log}
         self._allow_pickle = allow_pickle
         self._next = step
         self._is_coordinator = True
@@ -247,7 +248,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
         ranks = (part.rank, part.world_size)
         if present is None or present._job != part.job or (present._ranks.rank, present._ranks.world_size) != ranks:
             self._let_go()
-            present = Checkpointer(self._url, rng=False, ranks=ranks, **self._options)  # type: ignore[arg-type]
+            # What lingers in memory is for a Checkpointer: the Reader reads from the store.
+            present = Checkpointer(self._url, rng=False, ranks=ranks, linger=0, **self._options)
             if part.job is not None:
                 present._join(part.job)
             self._checkpointer = present

@@ -63,7 +63,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
             raise CheckpointInvalid("this version saves Trainers of one process; forebay.dcp saves those of several")
         self._every = self._every or max(int(state.save_steps), 1)
         keep, keep_every = self._keep
-        self._checkpointer = Checkpointer(self._url, keep=keep, keep_every=keep_every, rng=False)
+        self._checkpointer = Checkpointer(self._url, keep=keep, keep_every=keep_every, rng=False, linger=0)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._checkpointer is not None:

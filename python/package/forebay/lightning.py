@@ -45,7 +45,8 @@ class CheckpointIO:
         """Saves what Lightning gathered; returns once it is durable. An earlier one at `path` is replaced."""
         if storage_options is not None:
             raise TypeError("storage_options are for fsspec; Forebay takes credentials from the environment")
-        with Checkpointer(path, keep=1, rng=False, allow_pickle=self._allow_pickle, ranks=(0, 1)) as checkpointer:
+        alone: dict[str, Any] = {"keep": 1, "rng": False, "ranks": (0, 1), "linger": 0}
+        with Checkpointer(path, allow_pickle=self._allow_pickle, **alone) as checkpointer:
             checkpointer.save_now(int(checkpoint.get("global_step", 0)), checkpoint)
 
     def load_checkpoint(
