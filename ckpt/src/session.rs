@@ -55,12 +55,29 @@ pub struct Save {
     pub step: u64,
     number: u64,
     progress: Mutex<Progress>,
+    times: Mutex<Times>,
+}
+
+/// When the agent got somewhere with a save, in microseconds since this machine started.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Times {
+    /// It was sealed.
+    pub sealed: Option<u64>,
+    /// This rank's part was in the bucket.
+    pub stored: Option<u64>,
+    /// It was committed.
+    pub durable: Option<u64>,
 }
 
 impl Save {
     /// What became of it so far.
     pub fn progress(&self) -> Progress {
         self.progress.lock().clone()
+    }
+
+    /// When it got how far.
+    pub fn times(&self) -> Times {
+        *self.times.lock()
     }
 
     fn set(&self, progress: Progress) {
@@ -103,6 +120,8 @@ pub struct Session {
     inherited: Vec<Slot>,
     predecessor: Option<FdStream>,
     has_succeeded: bool,
+    /// Whether the predecessor's steps are this start's as well.
+    goes_on: bool,
     warnings: Vec<String>,
 }
 
@@ -122,6 +141,7 @@ impl Session {
             inherited: Vec::new(),
             predecessor: None,
             has_succeeded: false,
+            goes_on: false,
             warnings: Vec::new(),
         }
     }
@@ -244,7 +264,8 @@ impl Session {
         let (rank, world_size) = member.map_or((0, 1), |member| (member.rank, member.world_size));
         let held = Held { start: self.hello.start.nonce.clone(), rank, world_size, seal };
         *slot.held_mut() = Some(Box::new(held.clone()));
-        let save = Arc::new(Save { step, number, progress: Mutex::new(Progress::Sent) });
+        let save =
+            Arc::new(Save { step, number, progress: Mutex::new(Progress::Sent), times: Mutex::default() });
         let memory = slot.memory().clone();
         self.pending.push_back(Pending { save: save.clone(), slot, was_resent: false });
         // A failure here is the agent's death: the next connection sends the save again.
@@ -318,15 +339,27 @@ impl Session {
         let reply: Reply = serde_json::from_slice(frame)
             .map_err(|error| Error::bug(format!("the agent's words do not parse: {error}")))?;
         match reply {
-            Reply::Sealed { save } => {
-                if let Some(pending) = self.pending.iter().find(|pending| pending.save.number == save) {
-                    pending.save.set(Progress::Sealed);
+            Reply::Sealed { save, at_us } => {
+                if let Some(save) = self.pending_save(save) {
+                    save.times.lock().sealed = Some(at_us);
+                    save.set(Progress::Sealed);
                 }
             }
-            Reply::Durable { save } => self.settle_number(save, Ok(())),
+            // The slot stays with the agent, for one that comes after it.
+            Reply::Stored { save, at_us } => {
+                if let Some(save) = self.pending_save(save) {
+                    save.times.lock().stored = Some(at_us);
+                }
+            }
+            Reply::Durable { save, at_us } => {
+                if let Some(save) = self.pending_save(save) {
+                    save.times.lock().durable = Some(at_us);
+                }
+                self.settle_number(save, Ok(()));
+            }
             Reply::Failed { save, error } => self.settle_number(save, Err(error.into())),
-            // The slot stays with the agent, for one that comes after it. The other only a predecessor says.
-            Reply::Stored { .. } | Reply::Unsettled { .. } => {}
+            // Only a predecessor says it, and that is heard elsewhere.
+            Reply::Unsettled { .. } => {}
             Reply::Warning { message } => {
                 if self.warnings.len() < MAX_WARNINGS {
                     self.warnings.push(message);
@@ -334,6 +367,10 @@ impl Session {
             }
         }
         Ok(())
+    }
+
+    fn pending_save(&self, number: u64) -> Option<&Save> {
+        self.pending.iter().map(|pending| &*pending.save).find(|save| save.number == number)
     }
 
     fn settle_number(&mut self, number: u64, outcome: Result<()>) {

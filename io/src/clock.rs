@@ -17,6 +17,11 @@ use tokio::sync::watch;
 pub struct Moment(Duration);
 
 impl Moment {
+    /// Time since this machine started: the same in all its processes.
+    pub fn since_boot(self) -> Duration {
+        self.0
+    }
+
     /// Time from `earlier` to here, zero if `earlier` is later.
     pub fn since(self, earlier: Self) -> Duration {
         self.0.saturating_sub(earlier.0)

@@ -29,6 +29,8 @@ pub(crate) fn dtypes() -> Vec<(&'static str, u64)> {
 /// The whole life of an agent, at the other end of the socket `fd`.
 #[pyfunction]
 pub(crate) fn run_agent(py: Python<'_>, fd: i32) -> PyResult<()> {
+    // One line of JSON for each event, to wherever standard error goes.
+    tracing_subscriber::fmt().json().with_writer(std::io::stderr).try_init().ok();
     py.detach(|| serve(buffer::stream(fd))).or_raise()
 }
 
@@ -83,9 +85,10 @@ impl Session {
         py.detach(|| self.0.lock().set_linger(Some(Linger { place, for_ms })));
     }
 
-    /// Takes over what an agent holds that lost its trainer, before one of this session's own is greeted.
-    fn adopt(&self, py: Python<'_>, predecessor: &Predecessor) -> PyResult<()> {
-        py.detach(|| self.0.lock().adopt(predecessor.take()?)).or_raise()
+    /// Takes over what an agent holds that lost its trainer, before one of this session's own is greeted; its steps only
+    /// where this start goes on from one of them.
+    fn adopt(&self, py: Python<'_>, predecessor: &Predecessor, goes_on: bool) -> PyResult<()> {
+        py.detach(|| self.0.lock().adopt(predecessor.take()?, goes_on)).or_raise()
     }
 
     /// The sealed steps that are in memory, newest first.
@@ -327,6 +330,14 @@ impl Save {
             Progress::Durable => "durable",
             Progress::Failed(_) => "failed",
         }
+    }
+
+    /// When the agent had it sealed, stored and committed, in seconds since this machine started, as far as it has.
+    #[getter]
+    fn times(&self) -> (Option<f64>, Option<f64>, Option<f64>) {
+        let times = self.0.times();
+        let seconds = |at_us: Option<u64>| at_us.map(|at_us| at_us as f64 / 1e6);
+        (seconds(times.sealed), seconds(times.stored), seconds(times.durable))
     }
 
     /// Raises what made the save fail, if it failed.

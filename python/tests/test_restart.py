@@ -208,7 +208,19 @@ def test_a_later_start_elsewhere_makes_memory_stale(tmp_path: Path) -> None:
     _, report, checkpointer = restored(tmp_path)
     assert (report.step, report.tier) == (3, "store") and "started elsewhere" in report.passed_over[0]
     checkpointer._let_go()
-    end(agent)
+
+    def work(report: Report) -> None:
+        state, told, checkpointer = restored(tmp_path)
+        assert told.tier == "store"
+        checkpointer.prepare(state)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    own = kill(Child(work))
+    wait_until(lambda: not is_running(agent) and not is_running(own))
+    _, report, checkpointer = restored(tmp_path)
+    assert (report.step, report.tier) == (3, "store"), "nor is it passed on to a third start"
+    checkpointer.close()
 
 
 def test_a_living_trainer_is_left_alone(tmp_path: Path) -> None:

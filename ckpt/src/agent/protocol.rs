@@ -112,16 +112,22 @@ pub enum Reply {
     Sealed {
         /// Which save.
         save: u64,
+        /// When, in microseconds since this machine started.
+        at_us: u64,
     },
     /// This rank's part of the save is in the bucket, not committed yet. A successor may have the slot.
     Stored {
         /// Which save.
         save: u64,
+        /// When, as in `Sealed`.
+        at_us: u64,
     },
     /// The save is committed.
     Durable {
         /// Which save.
         save: u64,
+        /// When, as in `Sealed`.
+        at_us: u64,
     },
     /// The save will not be committed.
     Failed {

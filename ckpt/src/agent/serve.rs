@@ -66,6 +66,11 @@ pub fn serve(mut stream: FdStream) -> Result<()> {
     served
 }
 
+/// As replies have it.
+fn now_us(clock: &Clock) -> u64 {
+    clock.now().since_boot().as_micros().min(u128::from(u64::MAX)) as u64
+}
+
 fn parse(frame: &[u8]) -> Result<Request> {
     serde_json::from_slice(frame)
         .map_err(|error| Error::invalid(format!("a request does not parse: {error}")))
@@ -121,7 +126,7 @@ impl Desk {
                 let (save, slot) = (seal.save, self.holdings.hold(*held)?);
                 self.trainer.begin(save);
                 self.pass_on(Work::Save(Save { seal, slot }))?;
-                self.trainer.tell(&Reply::Sealed { save });
+                self.trainer.tell(&Reply::Sealed { save, at_us: now_us(&Clock::system()) });
             }
             Request::Hold(held) => drop(self.holdings.hold(*held)?),
             Request::Forget(step) => self.holdings.forget(&step),
@@ -175,14 +180,16 @@ async fn flush_all(hello: Hello, trainer: Trainer, mut queue: mpsc::Receiver<Wor
         match work {
             Work::GiveUp { step, reason } => give_up(&hello, &mut target, &trainer, step, &reason).await,
             Work::Save(sealed) => {
+                let begun = clock.now();
                 let settled = flush_until_settled(&clock, &hello, &trainer, &mut target, &sealed).await;
-                let (save, step) = (sealed.seal.save, sealed.seal.step);
+                let (save, step, size) = (sealed.seal.save, sealed.seal.step, sealed.seal.size);
                 drop(sealed);
+                log_flush(&hello, step, size, clock.now().since(begun), &settled);
                 if let Err(error) = &settled {
                     give_up(&hello, &mut target, &trainer, step, &error.to_string()).await;
                 }
                 trainer.tell(&match settled {
-                    Ok(()) => Reply::Durable { save },
+                    Ok(()) => Reply::Durable { save, at_us: now_us(&clock) },
                     Err(error) => Reply::Failed { save, error: (&error).into() },
                 });
             }
@@ -192,6 +199,16 @@ async fn flush_all(hello: Hello, trainer: Trainer, mut queue: mpsc::Receiver<Wor
         if let Some((bucket, run)) = target.as_ref().filter(|_| is_first) {
             clean_up(bucket, run, hello.keep, &trainer).await;
         }
+    }
+}
+
+/// The agent's log has a line for each save.
+fn log_flush(hello: &Hello, step: u64, bytes: u64, took: Duration, settled: &Result<()>) {
+    let rank = hello.member.as_ref().map_or(0, |member| member.rank);
+    let seconds = took.as_secs_f64();
+    match settled {
+        Ok(()) => tracing::info!(step, rank, bytes, seconds, "durable"),
+        Err(error) => tracing::error!(step, rank, bytes, seconds, %error, "not saved"),
     }
 }
 
@@ -256,7 +273,7 @@ async fn try_flush(
         Some(part) => part,
         None => {
             let part = store(bucket, run, member, (&save.seal, &save.slot)).await?;
-            trainer.tell(&Reply::Stored { save: save.seal.save });
+            trainer.tell(&Reply::Stored { save: save.seal.save, at_us: now_us(clock) });
             stored.insert(part)
         }
     };

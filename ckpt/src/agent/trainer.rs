@@ -37,7 +37,7 @@ impl Trainer {
     /// Tells whoever listens, if anybody still does.
     pub(super) fn tell(&self, reply: &Reply) {
         let mut link = self.link.lock();
-        if let Reply::Stored { save } | Reply::Failed { save, .. } = reply {
+        if let Reply::Stored { save, .. } | Reply::Failed { save, .. } = reply {
             link.unsettled.remove(save);
         }
         let sent = serde_json::to_vec(reply).map(|frame| link.stream.send(&frame, None));

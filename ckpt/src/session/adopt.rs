@@ -9,9 +9,10 @@ use super::*;
 use crate::agent::Visit;
 
 impl Session {
-    /// Takes over what `predecessor` holds, before an agent is greeted: its newest arena becomes this session's. A
-    /// session that has memory of its own already leaves it.
-    pub fn adopt(&mut self, predecessor: Predecessor) -> Result<()> {
+    /// Takes over what `predecessor` holds, before an agent is greeted: its newest arena becomes this session's. Its
+    /// steps stay held only where this start `goes_on` from one of them; else the store may have a newer one. A session
+    /// that has memory of its own already leaves it.
+    pub fn adopt(&mut self, predecessor: Predecessor, goes_on: bool) -> Result<()> {
         let Predecessor { stream, held, .. } = predecessor;
         let Some((_, newest)) = held.last().filter(|_| self.arena.is_none()) else { return Ok(()) };
         let (arena, slots) = Arena::adopt(newest.clone())?;
@@ -30,7 +31,7 @@ impl Session {
                 }
             }
         }
-        self.predecessor = Some(stream);
+        (self.predecessor, self.goes_on) = (Some(stream), goes_on);
         Ok(())
     }
 
@@ -58,7 +59,8 @@ impl Session {
     /// Slots that hold what need not be flushed by this session's agent.
     fn idle_slots(&self) -> impl Iterator<Item = &Slot> {
         let free = self.arena.iter().flat_map(Arena::slots);
-        self.former.iter().chain(&self.inherited).chain(free)
+        let inherited = self.inherited.iter().filter(|_| self.goes_on);
+        self.former.iter().chain(inherited).chain(free)
     }
 
     /// Lets the predecessor go, now that this session's agent holds what it held.
@@ -99,7 +101,7 @@ impl Session {
                 Ok(None) | Err(_) => None,
             };
             match reply {
-                Some(Reply::Stored { save } | Reply::Failed { save, .. }) => {
+                Some(Reply::Stored { save, .. } | Reply::Failed { save, .. }) => {
                     self.free_inherited(|other| other == save);
                 }
                 Some(Reply::Warning { message }) if self.warnings.len() < MAX_WARNINGS => {
@@ -120,6 +122,11 @@ impl Session {
         let (free, stays): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.inherited).into_iter().partition(is_free);
         self.inherited = stays;
-        free.into_iter().for_each(|slot| self.give_back(slot));
+        for mut slot in free {
+            if !self.goes_on {
+                *slot.held_mut() = None;
+            }
+            self.give_back(slot);
+        }
     }
 }

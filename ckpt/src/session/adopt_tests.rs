@@ -59,7 +59,7 @@ fn a_killed_trainers_steps_are_read_and_taken_over() {
     let found = visit(&place).expect("one that only looked changed nothing");
     let newest = found.held()[0].clone();
     let mut second = unattached(&mut fixture, &place);
-    second.adopt(found).expect("adopt");
+    second.adopt(found, true).expect("adopt");
     let own = attach(&mut second);
     agent.join().expect("agent").expect("served");
     assert_eq!(second.arena.as_ref().expect("arena").memory().id(), memory);
@@ -76,7 +76,7 @@ fn a_killed_trainers_steps_are_read_and_taken_over() {
     assert_eq!(read(&found, &found.held()[0]).expect("step 3"), vec![3; 100]);
     assert_eq!(read(&found, &found.held()[1]).expect("step 2"), vec![2; 5000]);
     let mut last = unattached(&mut fixture, &place);
-    last.adopt(found).expect("adopt");
+    last.adopt(found, true).expect("adopt");
     let end = attach(&mut last);
     own.join().expect("agent").expect("served");
     last.dismiss();
@@ -105,11 +105,29 @@ fn a_replaced_arena_stays_until_the_new_one_holds_the_step() {
     assert_eq!(numbers(&found.held()), [3, 2]);
     assert_eq!(read(&found, &found.held()[1]).expect("step 2"), vec![2; 20 << 20]);
     let mut last = unattached(&mut fixture, &place);
-    last.adopt(found).expect("adopt");
+    last.adopt(found, true).expect("adopt");
     let end = attach(&mut last);
     agent.join().expect("agent").expect("served");
     last.dismiss();
     end.join().expect("agent").expect("served");
+}
+
+#[test]
+fn a_start_that_goes_on_from_elsewhere_takes_the_memory_alone() {
+    let (mut fixture, place) = (Fixture::new(), place("elsewhere"));
+    let (mut first, agent) = lingering(&mut fixture, &place);
+    let save = save(&mut first, 1, 1000);
+    assert!(matches!(settle(&mut first, &save), Progress::Durable));
+    first.disconnect();
+    let mut second = unattached(&mut fixture, &place);
+    second.adopt(visit(&place).expect("it waits"), false).expect("adopt");
+    assert_eq!(second.held(), []);
+    let own = attach(&mut second);
+    agent.join().expect("agent").expect("served");
+    assert_eq!((second.held(), second.arena.as_mut().expect("arena").free_slots().count()), (vec![], 2));
+    second.disconnect();
+    own.join().expect("agent").expect("nothing to wait for");
+    assert!(visit(&place).is_none());
 }
 
 #[test]
@@ -138,7 +156,7 @@ fn what_is_damaged_or_of_two_saves_is_refused() {
     }
     assert_eq!(read(&found, &step).expect("sound"), vec![1; 5000]);
     let mut last = unattached(&mut fixture, &place);
-    last.adopt(found).expect("adopt");
+    last.adopt(found, true).expect("adopt");
     let end = attach(&mut last);
     agent.join().expect("agent").expect("served");
     last.dismiss();

@@ -242,7 +242,8 @@ fn bytes_that_changed_after_the_seal_are_never_uploaded() {
     let (size, header, tensors, extras) = (shard.size, shard.header, shard.tensors, Vec::new());
     let seal = Seal { save: 1, arena: 1, slot: index, size, header, step: 1, created_ms: 0, tensors, extras };
     let held = Held { start: "x".into(), rank: 0, world_size: 1, seal };
-    let save = Arc::new(Save { step: 1, number: 1, progress: Mutex::new(Progress::Sent) });
+    let save =
+        Arc::new(Save { step: 1, number: 1, progress: Mutex::new(Progress::Sent), times: Mutex::default() });
     session.pending.push_back(Pending { save: save.clone(), slot, was_resent: false });
     session.send_held(held, &memory, Request::Seal).expect("send");
     let Progress::Failed(error) = settle(&mut session, &save) else { panic!("damage was uploaded") };

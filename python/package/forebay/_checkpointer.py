@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 import os
@@ -25,18 +26,21 @@ from ._errors import (
 )
 from ._flatten import Flattener
 from ._held import Inheritance, Restored, newest_common
-from ._leaf import Leaf, densify, fill, has_changed
+from ._leaf import Leaf, densify, fill
 from ._loading import default_threads, extra_name, load_step, load_weights, newest_steps, with_step
 from ._process import start_agent
 from ._ranks import Ranks, new_start
 from ._rng import rng_state, set_rng_state
-from ._save import TICK_S, Save, Staging
+from ._save import TICK_S, Save, Staging, check_unchanged, now
 from ._shares import Planner, Share, share_size, source_offset
 from ._signals import Names, Notice
 from ._url import bucket_url, make_directory
 
 _FAREWELL_S = 30.0
 """How long `close()` waits for the agent to end once every save is committed, in seconds."""
+
+_MAX_PAST = 100
+"""Saves and restores that `timeline` tells of."""
 
 LINGER_S = 600.0
 """How long an agent holds the newest steps for the successor of a killed trainer, in seconds: a restart on the same host
@@ -133,6 +137,7 @@ class Checkpointer:
         """Saves that were skipped because both snapshots were busy."""
         self.restored: Optional[Restored] = None
         """What the last `restore` did: which step, from which tier."""
+        self._past: collections.deque[Union[Save, Restored]] = collections.deque(maxlen=_MAX_PAST)
         self._notice = Notice(on_signal)
         _forget_in_children(self)
 
@@ -228,6 +233,7 @@ class Checkpointer:
         seconds, passed_over = time.monotonic() - begun, tuple(self._inheritance.passed_over)
         rank, size = self._ranks.rank, found.bytes_read
         self.restored = Restored(found.step, found.tier, rank, size, seconds, passed_over)
+        self._past.append(self.restored)
         return found.step
 
     def step(self, step: int, state: Any) -> Optional[Save]:
@@ -289,6 +295,10 @@ class Checkpointer:
                 self._listen(left)
             self._raise_failures()
             return True
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """What this rank's last hundred saves and restores did, oldest first: `Save.timeline`, `Restored.as_dict`."""
+        return [{"act": "save", **act.timeline()} if isinstance(act, Save) else act.as_dict() for act in self._past]
 
     def latest(self) -> Optional[int]:
         """The newest committed step, or None. Whether it is whole is seen when it is read."""
@@ -369,6 +379,7 @@ class Checkpointer:
             return self._last
         if self._last is not None and self._last.step == step:
             raise CheckpointConflict(f"step {step} was saved already in this run")
+        begun = now()
         flattener = Flattener(self._allow_pickle, self._replicated)
         extras: list[tuple[str, str]] = []
 
@@ -404,12 +415,14 @@ class Checkpointer:
             self._give_up(step, error)
             raise
         self._saved_at = time.monotonic()
-        save = Save(self, step)
+        save = Save(self, step, rank, sum(share_size(leaves[share.leaf], share.part) for share in shares), begun)
+        self._past.append(save)
         named = [(extra_name(name, rank), data) for name, data in extras]
         self._staging = Staging(save, snapshot, late, named)
         self._last = save
         if not self._hook_is_used:
             self._finish_staging()
+        save._returned_at = now()
         return save
 
     def _has_room(self, waits: bool) -> bool:
@@ -453,7 +466,7 @@ class Checkpointer:
         snapshot.checksum(filled, self._threads)
         snapshot.copy(now, self._threads)
         waiting = {shares[index].leaf for index, _, _ in later}
-        _check_unchanged(step, [leaf for index, leaf in enumerate(leaves) if index not in waiting])
+        check_unchanged(step, [leaf for index, leaf in enumerate(leaves) if index not in waiting])
         if later:
             snapshot.copy_in_background(later, self._threads)
         return [leaves[index] for index in waiting]
@@ -484,14 +497,14 @@ class Checkpointer:
             save = staging.save
             staging.snapshot.join()
             try:
-                _check_unchanged(save.step, staging.late)
+                check_unchanged(save.step, staging.late)
             except CheckpointMutated as error:
                 self._session.abandon(staging.snapshot)
                 self._give_up(save.step, error)
                 save._failure = error
                 raise
             save._native = self._session.seal(staging.snapshot, save.step, staging.created_ms, staging.extras)
-            save._is_staged = True
+            save._is_staged, save._staged_at = True, now()
             self._saves.append(save)
 
     def _ensure_agent(self) -> None:
@@ -509,7 +522,7 @@ class Checkpointer:
         make_directory(self._url)
         predecessor = self._inheritance.take()
         if predecessor is not None:
-            self._session.adopt(predecessor)
+            self._session.adopt(predecessor, self._inheritance.is_used)
         if self._linger_s > 0:
             self._session.set_linger(self._inheritance.place(self._ranks.rank), self._linger_s)
         fd, self._agent = start_agent(self._agent_log)
@@ -554,14 +567,6 @@ class Checkpointer:
     def _was_told(self, save: Save) -> None:
         if save in self._saves:
             self._saves.remove(save)
-
-
-def _check_unchanged(step: int, leaves: list[Leaf]) -> None:
-    changed = [leaf.path for leaf in leaves if has_changed(leaf)]
-    if changed:
-        text = f"step {step} was not saved: {', '.join(changed[:5])} changed while it was copied"
-        hint = "call before_optimizer_step() before each change of parameters"
-        raise CheckpointMutated(f"{text} (hint: {hint})")
 
 
 def _forget_in_children(checkpointer: Checkpointer) -> None:

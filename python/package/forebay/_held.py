@@ -41,7 +41,7 @@ class Restored:
 
     def as_dict(self) -> dict[str, Any]:
         """The same, as plain data."""
-        return dataclasses.asdict(self)
+        return {"act": "restore", **dataclasses.asdict(self)}
 
 
 def newest_common(held: Sequence[Sequence[Any]]) -> Optional[_native.Named]:
@@ -63,6 +63,8 @@ class Inheritance:
         self._has_looked = False
         self.passed_over: list[str] = []
         """Why the last `use` used nothing."""
+        self.is_used = False
+        """Whether the last `use` used what is held."""
         self.has_touched = False
         """Whether the last `use` may have left something in the state."""
 
@@ -77,7 +79,7 @@ class Inheritance:
 
         None where they hold none, the job was started elsewhere since, or what they hold is damaged, which is a warning.
         """
-        self.passed_over, self.has_touched = [], False
+        self.passed_over, self.has_touched, self.is_used = [], False, False
         words = self._ranks.gather("look for what is in memory", self._say)
         wanted = [[entry for entry in word["held"] if step is None or entry[1] == step] for word in words]
         common = newest_common(wanted)
@@ -97,6 +99,7 @@ class Inheritance:
             text = f"{self._url}: step {common[1]} in memory is not used, the store is: {error}"
             warnings.warn(text, CheckpointWarning, stacklevel=4)
             return None
+        self.is_used = True
         return used
 
     def take(self) -> Optional[_native.Predecessor]:

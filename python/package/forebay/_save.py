@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from . import _native
-from ._errors import CheckpointError
-from ._leaf import Leaf
+from ._errors import CheckpointError, CheckpointMutated
+from ._leaf import Leaf, has_changed
 
 if TYPE_CHECKING:
     from ._checkpointer import Checkpointer
@@ -19,9 +19,15 @@ TICK_S = 0.2
 class Save:
     """One save, from `step` or `save_now`: how far it is."""
 
-    def __init__(self, owner: Checkpointer, step: int) -> None:
+    def __init__(self, owner: Checkpointer, step: int, rank: int, size: int, begun: float) -> None:
         self._owner = owner
         self._step = step
+        self._rank = rank
+        self._size = size
+        self._begun = begun
+        self._started = time.time()
+        self._returned_at: Optional[float] = None
+        self._staged_at: Optional[float] = None
         self._native: Optional[_native.Save] = None
         self._failure: Optional[CheckpointError] = None
         self._is_staged = False
@@ -48,6 +54,20 @@ class Save:
     def durable(self) -> bool:
         """Whether it is committed in the store."""
         return self._progress() == "durable"
+
+    def timeline(self) -> dict[str, Any]:
+        """What it took so far, as plain data: bytes of this rank's part, and seconds since it was begun until `step`
+        returned, and until it was staged, sealed, stored (this rank's part is in the store) and durable.
+
+        None for what did not happen yet, as far as this process heard; `wait_durable` hears all.
+        """
+        times = (None, None, None) if self._native is None else self._native.times
+        names = ("returned_s", "staged_s", "sealed_s", "stored_s", "durable_s")
+        moments = zip(names, (self._returned_at, self._staged_at, *times))
+        seconds = {name: None if moment is None else round(moment - self._begun, 6) for name, moment in moments}
+        failed = None if self._failure is None else str(self._failure)
+        facts = {"step": self._step, "rank": self._rank, "bytes": self._size, "started": self._started}
+        return {**facts, **seconds, "failed": failed}
 
     def wait_staged(self, timeout: Optional[float] = None) -> bool:
         """Waits until everything is copied; False when `timeout` seconds passed first.
@@ -106,3 +126,17 @@ class Staging:
         self.late = late
         self.extras = extras
         self.created_ms = time.time_ns() // 1_000_000
+
+
+def now() -> float:
+    """Seconds since this machine started: the agent's clock as well."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def check_unchanged(step: int, leaves: list[Leaf]) -> None:
+    """Raises `CheckpointMutated` when a tensor was written since it was taken."""
+    changed = [leaf.path for leaf in leaves if has_changed(leaf)]
+    if changed:
+        text = f"step {step} was not saved: {', '.join(changed[:5])} changed while it was copied"
+        hint = "call before_optimizer_step() before each change of parameters"
+        raise CheckpointMutated(f"{text} (hint: {hint})")

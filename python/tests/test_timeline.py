@@ -1,0 +1,68 @@
+"""What saves and restores took, as plain data and in the agent's log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import forebay
+
+from .test_ranks import run_ranks
+
+MOMENTS = ("staged_s", "sealed_s", "stored_s", "durable_s")
+
+
+def check_save(entry: dict[str, Any], step: int, rank: int, size: int) -> None:
+    assert (entry["act"], entry["step"], entry["rank"], entry["bytes"]) == ("save", step, rank, size)
+    moments = [entry[name] for name in MOMENTS]
+    assert 0 < moments[0] and moments == sorted(moments) and entry["returned_s"] > 0 and entry["failed"] is None
+
+
+def test_saves_and_restores_tell_what_they_took(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    state = {"t": torch.zeros(300_000)}
+    with forebay.Checkpointer(tmp_path / "run", every=1, rng=False, agent_log=log) as checkpointer:
+        saves = [checkpointer.step(step, state) for step in (1, 2)]
+        first = saves[0].timeline() if saves[0] is not None else {}
+        assert first["step"] == 1 and first["staged_s"] is not None
+        checkpointer.wait()
+        checkpointer.restore(state)
+    entries = json.loads(json.dumps(checkpointer.timeline()))
+    check_save(entries[0], 1, 0, 1_200_000)
+    check_save(entries[1], 2, 0, 1_200_000)
+    assert entries[2]["act"] == "restore" and entries[2]["seconds"] > 0
+    assert [entries[2][name] for name in ("step", "tier", "rank", "bytes")] == [2, "store", 0, 1_200_000]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    told = [line["fields"] for line in lines if line["fields"].get("message") == "durable"]
+    assert [(fields["step"], fields["rank"]) for fields in told] == [(1, 0), (2, 0)]
+    assert all(fields["bytes"] > 1_200_000 and fields["seconds"] > 0 for fields in told)
+
+
+def test_a_failed_save_says_so(tmp_path: Path) -> None:
+    state = {"model": torch.nn.Linear(64, 64)}
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.before_optimizer_step()
+        checkpointer.save_now(1, state)
+        with torch.no_grad():
+            state["model"].weight.add_(1)
+        try:
+            checkpointer.wait()
+        except forebay.CheckpointMutated:
+            pass
+        (entry,) = checkpointer.timeline()
+    assert entry["staged_s"] is None and "weight changed" in entry["failed"]
+
+
+def test_each_rank_tells_its_own(tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        state = {"own": torch.zeros(1000 * (rank + 1))}
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.save_now(1, state)
+            checkpointer.wait()
+        return checkpointer.timeline()
+
+    for rank, entries in enumerate(run_ranks(2, work, with_gloo=False)):
+        check_save(entries[0], 1, rank, 4000 * (rank + 1))
