@@ -415,7 +415,7 @@ class Checkpointer:
             self._give_up(step, error)
             raise
         self._saved_at = time.monotonic()
-        save = Save(self, step, rank, sum(share_size(leaves[share.leaf], share.part) for share in shares), begun)
+        save = Save(self, step, sum(share_size(leaves[share.leaf], share.part) for share in shares), begun)
         self._past.append(save)
         named = [(extra_name(name, rank), data) for name, data in extras]
         self._staging = Staging(save, snapshot, late, named)

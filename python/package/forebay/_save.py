@@ -19,12 +19,14 @@ TICK_S = 0.2
 class Save:
     """One save, from `step` or `save_now`: how far it is."""
 
-    def __init__(self, owner: Checkpointer, step: int, rank: int, size: int, begun: float) -> None:
+    def __init__(
+        self, owner: Checkpointer, step: int, size: Optional[int] = None, begun: Optional[float] = None
+    ) -> None:
         self._owner = owner
         self._step = step
-        self._rank = rank
+        self._rank = owner._ranks.rank
         self._size = size
-        self._begun = begun
+        self._begun = now() if begun is None else begun
         self._started = time.time()
         self._returned_at: Optional[float] = None
         self._staged_at: Optional[float] = None
@@ -59,7 +61,7 @@ class Save:
         """What it took so far, as plain data: bytes of this rank's part, and seconds since it was begun until `step`
         returned, and until it was staged, sealed, stored (this rank's part is in the store) and durable.
 
-        None for what did not happen yet, as far as this process heard; `wait_durable` hears all.
+        None for what did not happen yet, as far as this process heard (`wait_durable` hears all), or is not known.
         """
         times = (None, None, None) if self._native is None else self._native.times
         names = ("returned_s", "staged_s", "sealed_s", "stored_s", "durable_s")

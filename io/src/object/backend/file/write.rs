@@ -101,7 +101,8 @@ impl Inner {
                 }
             });
             match moved {
-                Err(object_store::Error::NotFound { .. }) if !parent.exists() => continue,
+                // Even where another writer has made it again by now.
+                Err(object_store::Error::NotFound { .. }) if staged.exists() => continue,
                 Err(error) => return Err(error),
                 Ok(()) => {}
             }
