@@ -5,6 +5,7 @@
 //! in a task is logged and given to whoever awaits the handle, never lost.
 #![allow(clippy::disallowed_methods, reason = "the one place that spawns")]
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::Pin;
@@ -38,7 +39,8 @@ struct Inner {
 #[derive(Debug, Default)]
 struct Live {
     next: u64,
-    tasks: BTreeMap<u64, (String, AbortHandle)>,
+    /// Without a handle while it is being spawned.
+    tasks: BTreeMap<u64, (Cow<'static, str>, Option<AbortHandle>)>,
     children: Vec<TaskGroup>,
 }
 
@@ -72,27 +74,34 @@ impl TaskGroup {
     ///
     /// # Panics
     /// Outside a tokio runtime.
-    pub fn spawn<F>(&self, name: impl Into<String>, future: F) -> Task<F::Output>
+    pub fn spawn<F>(&self, name: impl Into<Cow<'static, str>>, future: F) -> Task<F::Output>
     where
         F: Future + Send + 'static,
         F::Output: Send + 'static,
     {
         let name = name.into();
-        // The lock is held over the spawn, so that the task cannot leave the list before it is in it.
-        let mut live = self.inner.live.lock();
-        let id = live.next;
-        live.next += 1;
+        // Listed before it runs, so that it cannot leave the list before it is in it. No lock is held over the spawn: a
+        // runtime that ends drops the future right there.
+        let id = {
+            let mut live = self.inner.live.lock();
+            let id = live.next;
+            live.next += 1;
+            live.tasks.insert(id, (name.clone(), None));
+            id
+        };
         let leave = Leave { inner: self.inner.clone(), id };
         let handle = self.inner.tracker.spawn(async move {
             let _leave = leave;
             future.await
         });
-        live.tasks.insert(id, (name.clone(), handle.abort_handle()));
+        if let Some((_, abort)) = self.inner.live.lock().tasks.get_mut(&id) {
+            *abort = Some(handle.abort_handle());
+        }
         Task { name, handle }
     }
 
     /// Runs blocking code on a thread of its own, as a task of this group that shutdown waits for but cannot cancel.
-    pub fn blocking<T, F>(&self, name: impl Into<String>, work: F) -> Task<T>
+    pub fn blocking<T, F>(&self, name: impl Into<Cow<'static, str>>, work: F) -> Task<T>
     where
         T: Send + 'static,
         F: FnOnce() -> T + Send + 'static,
@@ -135,7 +144,7 @@ impl TaskGroup {
 
     fn abort(&self) {
         let live = self.inner.live.lock();
-        live.tasks.values().for_each(|(_, handle)| handle.abort());
+        live.tasks.values().filter_map(|(_, handle)| handle.as_ref()).for_each(AbortHandle::abort);
         live.children.iter().for_each(Self::abort);
     }
 }
@@ -155,7 +164,7 @@ impl Drop for Leave {
 /// A handle on a running task; awaiting it gives its result, dropping it lets it run on.
 #[derive(Debug)]
 pub struct Task<T> {
-    name: String,
+    name: Cow<'static, str>,
     handle: tokio::task::JoinHandle<T>,
 }
 
@@ -220,6 +229,29 @@ mod tests {
         assert_eq!(root.running(), ["root/waiter", "root/child/waiter"]);
         assert!(root.shutdown(Duration::from_secs(5)).await.is_empty());
         assert!(root.running().is_empty());
+    }
+
+    /// Spawning from the drop of a future that a runtime drops at its end hung that runtime.
+    #[test]
+    fn a_runtime_that_ends_may_be_spawned_on() {
+        struct Spawns(TaskGroup);
+        impl Drop for Spawns {
+            fn drop(&mut self) {
+                self.0.spawn("late", async {});
+            }
+        }
+        let group = TaskGroup::new("root");
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("runtime");
+        let spawns = Spawns(group.clone());
+        runtime.block_on(async {
+            tokio::spawn(async move {
+                let _spawns = spawns;
+                std::future::pending::<()>().await;
+            });
+            tokio::task::yield_now().await;
+        });
+        drop(runtime);
+        assert!(group.running().is_empty());
     }
 
     #[tokio::test]
