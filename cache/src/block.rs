@@ -85,6 +85,14 @@ impl Block {
         Self::new(if bytes.len() <= COPY_UP_TO { Bytes::copy_from_slice(&bytes) } else { bytes })
     }
 
+    /// The same block for keeping: small bytes in an allocation of their own, as in [`Self::foreign`].
+    pub(crate) fn compact(self) -> Self {
+        match self.bytes.len() <= COPY_UP_TO {
+            true => Self { bytes: Bytes::copy_from_slice(&self.bytes), ..self },
+            false => self,
+        }
+    }
+
     /// Bytes `within`, sharing the block's memory; `key` is for the error.
     pub(crate) fn slice(&self, key: &BlockKey, within: Range<u64>) -> Result<Bytes> {
         check_within(key, &within)?;

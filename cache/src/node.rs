@@ -133,7 +133,10 @@ impl Blocks for Node {
             return Some(bytes);
         }
         let block = self.sources.disk.as_ref()?.read_near(key)?;
-        self.sources.memory.insert(BlockId::of(key), block.clone());
+        // Who reads all of it keeps it, and the disk has it, too.
+        if within != (0..key.len()) {
+            self.sources.memory.insert(BlockId::of(key), block.clone().compact());
+        }
         block.slice(key, within).ok()
     }
 

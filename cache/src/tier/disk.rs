@@ -8,7 +8,8 @@ use std::io::ErrorKind as Io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use forebay_core::{BlockKey, Error, ErrorKind, Result};
+use forebay_core::{BLOCK_SIZE, BlockKey, Error, ErrorKind, Result};
+use forebay_io::mem::{Buffer, Pool};
 use forebay_io::task::{TaskGroup, blocking};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
@@ -27,8 +28,12 @@ const CARRIERS: u32 = 32;
 
 /// Largest block that a caller's own thread reads, in bytes: a switch to another thread and back costs as much.
 const NEAR_BYTES: u64 = 256 << 10;
-/// Callers that read on their own threads at once. Fewer than a mount has, so that one which hangs leaves some.
-const NEAR_AT_ONCE: usize = 4;
+/// Callers that read on their own threads at once. Fewer than a mount has, so that disks which hang leave some.
+const NEAR_AT_ONCE: usize = 12;
+/// What the names beside a block take at most, with room to spare: a key is 1 KiB at most.
+const NAMES_BYTES: u64 = 4 << 10;
+/// Buffers of whole blocks that stay unused, as the origin has them.
+const UNUSED_BUFFERS: usize = 8;
 
 /// After n failed writes in a row the next 2^n are not tried, up to 2^10.
 const MAX_BACKOFF: u32 = 10;
@@ -47,6 +52,9 @@ pub(crate) struct DiskTier {
     runtime: Handle,
     reads: Room,
     near: Semaphore,
+    /// For small blocks, lent for as long as one is looked at; and for large ones, which stay in them.
+    small: Pool,
+    large: Pool,
     writes: Room,
     counts: Counts,
 }
@@ -108,6 +116,8 @@ impl DiskTier {
             runtime: Handle::current(),
             reads: Room::new(settings.disk_read_bytes(), CARRIERS),
             near: Semaphore::new(NEAR_AT_ONCE),
+            small: Pool::new((NEAR_BYTES + NAMES_BYTES) as usize, NEAR_AT_ONCE),
+            large: Pool::new((BLOCK_SIZE + NAMES_BYTES) as usize, UNUSED_BUFFERS),
             writes: Room::new(settings.store_bytes, CARRIERS),
             counts: Counts::default(),
         })))
@@ -129,15 +139,16 @@ impl DiskTier {
         self.reads.enter(key.len()).await
     }
 
-    /// A checked copy, or `None` when there is no good one. A bad one is dropped.
+    /// A checked copy in memory of its own, or `None` when there is no good one. A bad one is dropped.
     pub(crate) async fn read(self: &Arc<Self>, key: &BlockKey) -> Option<Block> {
         self.index.lock().find(&BlockId::of(key))?;
         let block = self.load(key).await?;
         self.counts.hits.fetch_add(1, Relaxed);
-        Some(block)
+        Some(block.compact())
     }
 
-    /// A checked copy of a small block, read on the calling thread; `None` when there is no good one, or no turn.
+    /// A checked copy of a small block, read on the calling thread into a buffer that is only lent; `None` when there
+    /// is no good one, or no turn.
     pub(crate) fn read_near(&self, key: &BlockKey) -> Option<Block> {
         if key.len() > NEAR_BYTES {
             return None;
@@ -164,7 +175,8 @@ impl DiskTier {
     fn load_blocking(&self, key: &BlockKey) -> Option<Block> {
         let mut slot = self.peek(key)?;
         loop {
-            let error = match file::read(&self.directory.path(&slot), key, slot.size) {
+            let buffer = self.buffer(key, slot.size);
+            let error = match file::read(&self.directory.path(&slot), key, slot.size, buffer) {
                 Ok(block) => return Some(block),
                 Err(error) => error,
             };
@@ -184,6 +196,13 @@ impl DiskTier {
                 self.directory.remove(&slot);
             }
             return None;
+        }
+    }
+
+    fn buffer(&self, key: &BlockKey, size: u32) -> Buffer {
+        match key.len() <= NEAR_BYTES {
+            true => self.small.lend(file::room(size)),
+            false => self.large.take(file::room(size)),
         }
     }
 

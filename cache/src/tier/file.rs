@@ -17,8 +17,8 @@ use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
 use std::path::Path;
 
-use bytes::Bytes;
 use forebay_core::{BlockKey, crc32c};
+use forebay_io::mem::Buffer;
 
 use crate::block::Block;
 
@@ -55,14 +55,17 @@ pub(crate) fn write(path: &Path, key: &BlockKey, block: &Block) -> std::io::Resu
     file.write_all(&tail(key, block.crc))
 }
 
-/// Reads and checks the file of `key`, which is `size` bytes long.
-pub(crate) fn read(path: &Path, key: &BlockKey, size: u32) -> Result<Block, ReadError> {
-    let file = File::open(path)?;
-    let mut bytes = Vec::with_capacity(size as usize + 1);
-    // One byte more than expected shows a file that is too long.
-    file.take(u64::from(size) + 1).read_to_end(&mut bytes)?;
-    let length = key.len() as usize;
-    if bytes.len() != size as usize || bytes.len() < length + FOOTER {
+/// Bytes to be read into for a file of `size` bytes: one more shows a file that is too long.
+pub(crate) fn room(size: u32) -> usize {
+    size as usize + 1
+}
+
+/// Reads and checks the file of `key`, which is `size` bytes long, into a buffer of [`room`] for it. What is returned
+/// keeps the whole buffer.
+pub(crate) fn read(path: &Path, key: &BlockKey, size: u32, mut buffer: Buffer) -> Result<Block, ReadError> {
+    let got = fill(&mut File::open(path)?, &mut buffer)?;
+    let (bytes, length) = (&buffer[..got], key.len() as usize);
+    if got != size as usize || got < length + FOOTER {
         return Err(ReadError::Damaged("it has another length than it was written with"));
     }
     let crc = crc32c(&bytes[..length]);
@@ -77,10 +80,21 @@ pub(crate) fn read(path: &Path, key: &BlockKey, size: u32) -> Result<Block, Read
     if bytes[length..] != tail(key, crc) {
         return Err(ReadError::Damaged("it holds another block"));
     }
-    bytes.truncate(length);
-    // So that the block holds no more memory than it is charged for.
-    bytes.shrink_to_fit();
-    Ok(Block { bytes: Bytes::from(bytes), crc })
+    Ok(Block { bytes: buffer.freeze().slice(..length), crc })
+}
+
+/// Reads until the file ends or nothing more than the extra byte is left: nearly always in one call.
+fn fill(file: &mut File, buffer: &mut [u8]) -> std::io::Result<usize> {
+    let mut got = 0;
+    while got + 1 < buffer.len() {
+        match file.read(&mut buffer[got..]) {
+            Ok(0) => break,
+            Ok(count) => got += count,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(got)
 }
 
 fn tail(key: &BlockKey, crc: u32) -> Vec<u8> {
@@ -98,9 +112,15 @@ fn tail(key: &BlockKey, crc: u32) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
     use forebay_core::{Blob, ObjectKey, Version, VolumeBlob, VolumeId};
+    use forebay_io::mem::Pool;
 
     use super::*;
+
+    fn read(path: &Path, key: &BlockKey, size: u32) -> Result<Block, ReadError> {
+        super::read(path, key, size, Pool::new(4096, 1).lend(room(size)))
+    }
 
     fn key(name: &str) -> BlockKey {
         let blob = Blob { key: ObjectKey::new(name), version: Version::new("\"v\""), size: 5 };

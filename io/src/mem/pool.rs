@@ -52,14 +52,25 @@ impl Pool {
     /// A buffer of `length` bytes, from the pool when that is the pool's size or a sixteenth less.
     pub fn take(&self, length: usize) -> Buffer {
         let bytes = self.0.bytes;
-        let pooled = length <= bytes && bytes - length <= bytes / POOLED_SHARE;
+        self.take_mapped(length, length <= bytes && bytes - length <= bytes / POOLED_SHARE)
+    }
+
+    fn take_mapped(&self, length: usize, pooled: bool) -> Buffer {
         let kept = if pooled { self.0.free.lock().pop() } else { None };
-        let memory = match kept.or_else(|| map(if pooled { bytes } else { length })) {
+        let memory = match kept.or_else(|| map(if pooled { self.0.bytes } else { length })) {
             Some(map) if pooled => Memory::Pooled(Some(map), length, self.0.clone()),
             Some(map) => Memory::Mapped(map),
             None => Memory::Heap(vec![0; length]),
         };
         Buffer(memory)
+    }
+
+    /// As [`Pool::take`], from the pool whatever the length, up to its size: for bytes that are soon let go of again.
+    pub fn lend(&self, length: usize) -> Buffer {
+        match length <= self.0.bytes {
+            true => self.take_mapped(length, true),
+            false => self.take(length),
+        }
     }
 
     /// A buffer with a copy of `data`.
@@ -166,6 +177,10 @@ mod tests {
             ((1 << 20) - 16, 1),
             "a little less is served from it too"
         );
+        let lent = pool.lend(5);
+        assert_eq!((lent.len(), pool.unused()), (5, 0), "for a moment, any length is");
+        drop((shorter, lent));
+        assert_eq!(pool.unused(), 2);
     }
 
     #[test]
