@@ -17,6 +17,9 @@ use crate::{CacheSettings, Counters};
 /// are ever unused.
 const UNUSED_BUFFERS: usize = 8;
 
+/// Blocks up to this size go into an allocation of their own, which need not be cleared first.
+const SMALL_BYTES: u64 = 128 << 10;
+
 /// The bucket that blobs come from.
 #[derive(Debug)]
 pub(crate) struct Origin {
@@ -66,15 +69,20 @@ impl Origin {
         let range = key.offset()..key.offset() + key.len();
         // A store without ETags gives empty versions; the length is then all that can be checked.
         let version = Some(&blob.version).filter(|version| !version.as_str().is_empty());
-        let mut buffer = self.buffers.take(key.len() as usize);
-        match self.bucket.get_into(&blob.key, version, range, &mut buffer).await {
-            Ok(()) => Ok(buffer.freeze()),
-            // The range is right for the blob, so an object that has no such range is another one.
-            Err(error) if error.kind() == ErrorKind::Invalid => {
-                Err(Error::new(ErrorKind::Stale, "the object has another length").with_source(error))
+        let got = if key.len() <= SMALL_BYTES {
+            self.bucket.get_own(&blob.key, version, range).await
+        } else {
+            let mut buffer = self.buffers.take(key.len() as usize);
+            let got = self.bucket.get_into(&blob.key, version, range, &mut buffer).await;
+            got.map(|()| buffer.freeze())
+        };
+        // The range is right for the blob, so an object that has no such range is another one.
+        got.map_err(|error| match error.kind() {
+            ErrorKind::Invalid => {
+                Error::new(ErrorKind::Stale, "the object has another length").with_source(error)
             }
-            Err(error) => Err(error),
-        }
+            _ => error,
+        })
     }
 
     /// Fills in what an origin knows.

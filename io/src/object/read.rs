@@ -99,6 +99,27 @@ impl Bucket {
         futures::stream::iter(filled).buffer_unordered(PARTS_IN_FLIGHT).try_collect().await
     }
 
+    /// As [`Bucket::get_into`] for a small range, into memory that holds nothing else.
+    ///
+    /// # Errors
+    /// As [`Bucket::get_into`].
+    pub async fn get_own(
+        &self,
+        key: &ObjectKey,
+        version: Option<&Version>,
+        range: Range<u64>,
+    ) -> Result<Bytes> {
+        let length = range.end.saturating_sub(range.start) as usize;
+        let mut own = Vec::with_capacity(length);
+        let mut body = self.get_stream(key, version, range.clone()).await?;
+        while let Some(bytes) = body.try_next().await?
+            && own.len() + bytes.len() <= length
+        {
+            own.extend_from_slice(&bytes);
+        }
+        if own.len() == length { Ok(own.into()) } else { Err(short(key, own.len(), &range)) }
+    }
+
     /// The version that several requests for one object must agree on.
     async fn pin(&self, key: &ObjectKey, version: Option<Version>) -> Result<Option<Version>> {
         if version.is_some() {
@@ -120,15 +141,14 @@ impl Bucket {
             return Ok(());
         }
         let object = self.open_range(key, version, Some(range.clone())).await?;
-        let short = |at: usize| Error::invalid(format!("{key} ends {at} bytes into range {range:?}"));
         let mut body = object.into_stream();
         let mut at = 0;
         while let Some(bytes) = body.try_next().await.map_err(|error| self.read_error(error))? {
-            let target = buffer.get_mut(at..at + bytes.len()).ok_or_else(|| short(at))?;
+            let target = buffer.get_mut(at..at + bytes.len()).ok_or_else(|| short(key, at, &range))?;
             target.copy_from_slice(&bytes);
             at += bytes.len();
         }
-        if at == buffer.len() { Ok(()) } else { Err(short(at)) }
+        if at == buffer.len() { Ok(()) } else { Err(short(key, at, &range)) }
     }
 
     async fn open_range(
@@ -171,6 +191,10 @@ impl Bucket {
             other => self.error(other),
         }
     }
+}
+
+fn short(key: &ObjectKey, at: usize, range: &Range<u64>) -> Error {
+    Error::invalid(format!("{key} ends {at} bytes into range {range:?}"))
 }
 
 /// Cuts `range` into parts of `part_bytes`, the last one shorter.
