@@ -58,10 +58,19 @@ pub(super) fn reconcile(change: &mut Change<'_, '_>, work: &Work, at: &Cursor) -
     let listed = &listed[..listed.partition_point(|(name, _)| within(name))];
     let entries = &entries[..entries.partition_point(|(name, _)| within(name))];
 
-    prefetch(change, work, listed, entries)?;
-    let room = listed.len() as u64;
-    let mut window =
-        Window { change, work, directory, room, numbers: 0..0, changed: false, emptied: Vec::new() };
+    let claims = change.any_claims()?;
+    prefetch(change, work, claims, listed, entries)?;
+    let mut window = Window {
+        change,
+        work,
+        directory,
+        room: listed.len() as u64,
+        numbers: 0..0,
+        claims,
+        made: (0, 0),
+        changed: false,
+        emptied: Vec::new(),
+    };
     let mut known = entries.iter().peekable();
     for (name, item) in listed {
         while let Some((unlisted, entry)) = known.next_if(|(known, _)| known < name) {
@@ -93,12 +102,13 @@ fn window_end(entries: &[(Bytes, Dentry)], listed: &[(Bytes, Item)], rest: usize
 fn prefetch(
     change: &Change<'_, '_>,
     work: &Work,
+    claims: bool,
     listed: &[(Bytes, Item)],
     entries: &[(Bytes, Dentry)],
 ) -> Result<()> {
     let keys = change.keys();
     let mut wanted: Vec<Bytes> = Vec::with_capacity(listed.len() + 2 * entries.len());
-    for (name, item) in listed {
+    for (name, item) in listed.iter().filter(|_| claims) {
         wanted.push(match item {
             Item::File(info) => keys.claim(info.key.as_str()),
             Item::Directory => keys.claim(&prefix_with_slash(&work.key_of(name))),
@@ -130,6 +140,10 @@ struct Window<'a, 'c, 't> {
     numbers: Range<u64>,
     /// The most that it can need.
     room: u64,
+    /// Whether there were claims on keys when it began: most buckets have none, and then none is looked for.
+    claims: bool,
+    /// Inodes and bytes that came, counted once for the window.
+    made: (i64, i64),
     changed: bool,
     emptied: Vec<(Bytes, InodeId)>,
 }
@@ -146,9 +160,13 @@ impl Window<'_, '_, '_> {
         self.change.shared.touched.is(self.work.directory, name, key)
     }
 
+    fn claim(&self, key: &str) -> Result<Option<Claim>> {
+        if self.claims || self.change.has_claimed { self.change.claim(key) } else { Ok(None) }
+    }
+
     fn prefix_listed(&mut self, name: &Bytes, entry: Option<Dentry>) -> Result<()> {
         let key = self.work.key_of(name);
-        if self.is_touched(name, &key) || self.change.claim(&prefix_with_slash(&key))?.is_some() {
+        if self.is_touched(name, &key) || self.claim(&prefix_with_slash(&key))?.is_some() {
             return Ok(());
         }
         match entry {
@@ -228,7 +246,7 @@ impl Window<'_, '_, '_> {
         if let Some(entry) = entry.filter(|entry| entry.kind == FileKind::Directory) {
             return self.object_at_directory(name, info, entry);
         }
-        match self.change.claim(key)?.map(|claim| claim.state) {
+        match self.claim(key)?.map(|claim| claim.state) {
             None => {}
             Some(HolderState::Held(holder)) if entry.is_some_and(|entry| entry.ino == holder) => {}
             Some(HolderState::Held(holder)) if self.is_lost(holder, info)? => {}
@@ -297,7 +315,7 @@ impl Window<'_, '_, '_> {
         let stays = self.change.inode(entry.ino)?.kept
             || self.change.import_state(entry.ino)?.prefix.as_ref() != Some(&key)
             || self.is_touched(name, &key)
-            || self.change.claim(&prefix_with_slash(&key))?.is_some();
+            || self.claim(&prefix_with_slash(&key))?.is_some();
         if !stays {
             self.emptied.push((name.clone(), entry.ino));
         }
@@ -313,7 +331,7 @@ impl Window<'_, '_, '_> {
         if self.work.items.has_object(last.as_bytes()) || self.is_touched(name, key) {
             return Ok(());
         }
-        match self.change.claim(key)?.map(|claim| claim.state) {
+        match self.claim(key)?.map(|claim| claim.state) {
             None => {}
             Some(HolderState::Held(holder)) if holder == entry.ino => {}
             Some(_) => return Ok(()),
@@ -330,7 +348,7 @@ impl Window<'_, '_, '_> {
         inode.extents = FileLayout::of_blob(info.blob()).extents().to_vec();
         inode.home = Some(info.blob());
         let ino = self.make(name, inode)?;
-        self.change.count(0, info.size as i64)?;
+        self.made.1 = self.made.1.saturating_add_unsigned(info.size);
         if self.work.key_of(name) != info.key.as_str() {
             let claim = Claim { key: info.key.clone(), state: HolderState::Held(ino) };
             self.change.put_claim(&claim)?;
@@ -359,12 +377,13 @@ impl Window<'_, '_, '_> {
         inode.name = name.clone();
         self.change.put_inode(ino, &inode)?;
         self.change.put_dentry(self.work.directory, name, Dentry { ino, kind: inode.kind })?;
-        self.change.count(1, 0)?;
         self.change.charge(self.work.directory, usage_of(&inode), Charge::Forced)?;
+        self.made.0 += 1;
         Ok(ino)
     }
 
     fn finish(self) -> Result<()> {
+        self.change.count(self.made.0, self.made.1)?;
         if !self.changed {
             return Ok(());
         }

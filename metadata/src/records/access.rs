@@ -136,6 +136,12 @@ pub(crate) trait Records {
         FileLayout::from_parts(inode.size, extents)
     }
 
+    /// Whether there is a claim on any key at all.
+    fn any_claims(&self) -> Result<bool> {
+        let (start, end) = self.keys().family(Tag::Claim);
+        Ok(!self.reads().scan(&start, &end, 1)?.is_empty())
+    }
+
     fn claim(&self, key: &str) -> Result<Option<Claim>> {
         let claim = self.reads().get(&self.keys().claim(key))?.map(Claim::decode).transpose()?;
         match claim {
@@ -198,6 +204,8 @@ pub(crate) struct Change<'a, 't> {
     pub(crate) is_import: bool,
     /// Whether what it takes away goes to the trash, if there is one: not so when its bytes are gone already.
     pub(crate) keeps_deleted: bool,
+    /// Whether it put a claim.
+    pub(crate) has_claimed: bool,
     /// Names that a listing changed so far.
     pub(crate) outside: Vec<OutsideChange>,
 }
@@ -214,8 +222,8 @@ impl Records for Change<'_, '_> {
 
 impl<'a, 't> Change<'a, 't> {
     pub(crate) fn new(txn: &'a mut Txn<'t>, shared: &'a Shared) -> Self {
-        let now = shared.now();
-        Self { txn, shared, now, is_import: false, keeps_deleted: true, outside: Vec::new() }
+        let (now, outside) = (shared.now(), Vec::new());
+        Self { txn, shared, now, is_import: false, keeps_deleted: true, has_claimed: false, outside }
     }
 
     fn touch_name(&mut self, parent: InodeId, name: &[u8]) {
@@ -263,6 +271,7 @@ impl<'a, 't> Change<'a, 't> {
     }
 
     pub(crate) fn put_claim(&mut self, claim: &Claim) -> Result<()> {
+        self.has_claimed = true;
         self.touch_key(claim.key.as_str());
         self.put(self.keys().claim(claim.key.as_str()), claim.encode())
     }
