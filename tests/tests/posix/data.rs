@@ -179,7 +179,7 @@ assert len(get("after")) == 1000000
     shell(Path::new("/"), &format!("umount -l {}", bucket.display())).succeeded();
 }
 
-/// Promise S44: A file that is being written through a write-only descriptor is published by its writers' close or fsync,
+/// Promise S47: A file that is being written through a write-only descriptor is published by its writers' close or fsync,
 /// not by a child that was forked meanwhile and closes its copy of the descriptor
 #[test]
 fn a_forked_child_publishes_nothing_of_its_parent() {
