@@ -83,7 +83,10 @@ impl Change<'_, '_> {
 
     /// Takes an older object at a file's own path for the one that the file's next whole content replaces.
     pub(crate) fn stand(&mut self, ino: InodeId, mut inode: Inode, found: Blob) -> Result<()> {
-        inode.home = Some(found);
+        let key = found.key.clone();
+        if let Some(before) = inode.home.replace(found).filter(|before| before.key != key) {
+            self.doom_plain(&before)?;
+        }
         self.put_inode(ino, &inode)?;
         self.settle_home(ino, &inode)
     }

@@ -320,3 +320,33 @@ async fn check_queue(tree: &LocalTree) {
         assert!(!homes.contains(&blob), "{blob:?}");
     }
 }
+
+/// Content that was synced to an owned blob stays the file's when an older object turns up at its path, by the intent to
+/// replace it or in a listing; the next whole content replaces that object.
+#[tokio::test]
+async fn an_older_object_at_the_path_does_not_replace_newer_content() {
+    for is_intended in [true, false] {
+        let world = World::memory().await;
+        let tree = world.open().await;
+        let root = forebay_core::InodeId::ROOT;
+        let (file, _) =
+            tree.create(root, b"a", new_file(), crate::tree::Existing::Refuse).await.expect("made");
+        let key = tree.fresh_blob();
+        let blob = world.bucket().put(&key, "newer".into(), forebay_io::object::Condition::IfAbsent).await;
+        let layout = FileLayout::of_blob(blob.expect("put").blob());
+        let later = forebay_io::clock::Clock::system().wall().seconds + 60;
+        tree.commit_layout(file.ino, file.generation, layout, time(later)).await.expect("committed");
+        if is_intended {
+            tree.place(file.ino).await.expect("placed");
+        }
+        tree.sync().await.expect("synced");
+        world.put("a", b"older").await;
+        world.crash(tree, true).await;
+        let tree = world.open().await;
+        paths(&tree).await;
+        assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "newer");
+        world.write_path(&tree, "a", "newest").await.expect("written");
+        tree.drain().await.expect("drained");
+        world.check_objects(&[("a", "newest")]).await;
+    }
+}
