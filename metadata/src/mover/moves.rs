@@ -283,6 +283,10 @@ pub(super) fn discard(
 fn give_up(change: &mut Change<'_, '_>, ino: InodeId, from: &Blob, is_lost: bool) -> Result<()> {
     if let Some(intent) = change.intent(ino)? {
         change.end_intent(ino, &intent)?;
+        // The intent may have stood for the claim on an object that the file left behind meanwhile.
+        if let Some(inode) = change.find(ino)? {
+            change.settle_home(ino, &inode)?;
+        }
     }
     if !is_lost {
         return Ok(());
