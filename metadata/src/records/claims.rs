@@ -73,20 +73,23 @@ impl Change<'_, '_> {
         if inode.nlink > 0 { self.queue_move(ino) } else { Ok(()) }
     }
 
-    /// Whether a file whose bytes lie elsewhere was written after the object that was found at its own path: what is
+    /// Whether a file whose bytes all lie elsewhere was written after the object that was found at its own path: what is
     /// there is older content of the path, which a mount that died had not recorded, and not the file's.
     pub(crate) fn outlives(&self, ino: InodeId, inode: &Inode, found: &ObjectInfo) -> Result<bool> {
         let layout = self.layout(ino, inode)?;
-        let is_elsewhere = layout.blobs().next().is_some() && layout.blobs().all(Blob::is_owned);
+        let is_elsewhere =
+            layout.blobs().next().is_some() && layout.blobs().all(|blob| blob.key != found.key);
         Ok(is_elsewhere && found.modified.seconds + CLOCKS_APART < inode.mtime.seconds)
     }
 
-    /// Takes an older object at a file's own path for the one that the file's next whole content replaces.
+    /// Takes an older object at a file's own path for the one that the file's next whole content replaces; where the
+    /// file has a plain object already, it goes.
     pub(crate) fn stand(&mut self, ino: InodeId, mut inode: Inode, found: Blob) -> Result<()> {
-        let key = found.key.clone();
-        if let Some(before) = inode.home.replace(found).filter(|before| before.key != key) {
-            self.doom_plain(&before)?;
+        if inode.home.as_ref().is_some_and(|home| home.key != found.key) {
+            self.doom_plain(&found)?;
+            return self.settle_home(ino, &inode);
         }
+        inode.home = Some(found);
         self.put_inode(ino, &inode)?;
         self.settle_home(ino, &inode)
     }

@@ -325,9 +325,13 @@ async fn check_queue(tree: &LocalTree) {
 /// replace it or in a listing; the next whole content replaces that object.
 #[tokio::test]
 async fn an_older_object_at_the_path_does_not_replace_newer_content() {
-    for is_intended in [true, false] {
+    for (is_intended, is_renamed) in [(true, false), (false, false), (true, true)] {
         let world = World::memory().await;
         let tree = world.open().await;
+        if is_renamed {
+            older_object_below_a_renamed_file(&world, tree).await;
+            continue;
+        }
         let root = forebay_core::InodeId::ROOT;
         let (file, _) =
             tree.create(root, b"a", new_file(), crate::tree::Existing::Refuse).await.expect("made");
@@ -349,4 +353,25 @@ async fn an_older_object_at_the_path_does_not_replace_newer_content() {
         tree.drain().await.expect("drained");
         world.check_objects(&[("a", "newest")]).await;
     }
+}
+
+/// The same where the file's bytes are an object at the path that it had before.
+async fn older_object_below_a_renamed_file(world: &World, tree: LocalTree) {
+    world.write_path(&tree, "b", "newer").await.expect("written");
+    let file = resolve(&tree, "b").await.expect("found");
+    let later = time(forebay_io::clock::Clock::system().wall().seconds + 60);
+    let times = crate::tree::SetAttributes { mtime: Some(later), ..Default::default() };
+    tree.set_attributes(file.ino, times).await.expect("set");
+    rename(&tree, "b", "a", RenameMode::Replace).await.expect("renamed");
+    tree.place(file.ino).await.expect("placed");
+    tree.sync().await.expect("synced");
+    world.put("a", b"older").await;
+    world.crash(tree, true).await;
+    let tree = world.open().await;
+    paths(&tree).await;
+    assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "newer");
+    for _ in 0..3 {
+        tree.drain().await.expect("drained");
+    }
+    world.check_objects(&[("a", "newer")]).await;
 }
