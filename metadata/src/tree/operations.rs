@@ -243,9 +243,11 @@ impl Tree for LocalTree {
             let is_last = step == MOST_STEPS;
             let step = self.change(move |change| place(change, ino, &key, is_last)).await?;
             match (step, &self.mover) {
-                (Step::Placed(placement), _) => {
-                    // On disk before anything is written: what is overwritten, and what nobody else would ever find.
-                    if !matches!(&placement, Placement::Own { replaces: None, .. }) {
+                (Step::Placed { placement, is_first }, _) => {
+                    // On disk before anything is written: what is overwritten, what nobody else would ever find, and
+                    // that the key is free. Else what is written there would be somebody else's after a crash, and stay
+                    // when the file goes on. A file's first content may be: it is found again at the file's path.
+                    if !is_first {
                         self.committer.sync().await?;
                     }
                     return Ok(placement);

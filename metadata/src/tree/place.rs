@@ -9,8 +9,8 @@ use crate::schema::{Deletion, HolderState, Intent};
 /// What a look at the records came to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Step {
-    /// The answer; it is recorded.
-    Placed(Placement),
+    /// The answer; it is recorded. `is_first` of a file that never had content.
+    Placed { placement: Placement, is_first: bool },
     /// An earlier write may or may not have happened: that has to be found out first.
     Unsettled,
     /// The file's own key holds an object that is queued for deletion; it has to go first.
@@ -44,7 +44,8 @@ pub(super) fn place(
             let replaces = inode.home.filter(|home| home.key == key).map(|home| home.version);
             let intent = Intent { key: key.clone(), replaces: replaces.clone(), copies: None };
             change.put_intent(ino, &intent)?;
-            Ok(Step::Placed(Placement::Own { key, replaces }))
+            let is_first = replaces.is_none() && inode.generation == 0;
+            Ok(Step::Placed { placement: Placement::Own { key, replaces }, is_first })
         }
         Occupancy::Doomed if !is_last && !takes_long(change, &key)? => Ok(Step::Doomed(ObjectKey::new(key))),
         Occupancy::Doomed | Occupancy::Taken => {
@@ -70,5 +71,5 @@ fn takes_long(change: &Change<'_, '_>, key: &str) -> Result<bool> {
 
 fn place_owned(change: &mut Change<'_, '_>, fresh: &ObjectKey) -> Result<Step> {
     change.note_uncommitted(fresh)?;
-    Ok(Step::Placed(Placement::Owned { key: fresh.clone() }))
+    Ok(Step::Placed { placement: Placement::Owned { key: fresh.clone() }, is_first: false })
 }

@@ -9,7 +9,7 @@ use super::world::*;
 use crate::records::Records;
 use crate::schema::{Deletion, Inode, Tag};
 use crate::testing::{Chance, rounds};
-use crate::tree::{LocalTree, RenameMode, Tree, resolve};
+use crate::tree::{LocalTree, Placement, RenameMode, Tree, resolve};
 
 /// Asserts that the tree holds just these files with these bytes, and, once the mover is through, the bucket too.
 async fn check_files(world: &World, tree: &LocalTree, expected: &BTreeMap<String, String>) {
@@ -374,4 +374,33 @@ async fn older_object_below_a_renamed_file(world: &World, tree: LocalTree) {
         tree.drain().await.expect("drained");
     }
     world.check_objects(&[("a", "newer")]).await;
+}
+
+/// A file that takes the place of a deleted one, cut off after its bytes came to the path: they are its own, and go with it.
+#[tokio::test]
+async fn a_write_to_a_key_that_was_just_freed_can_be_cut_off() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    world.write_path(&tree, "a", "old").await.expect("written");
+    let root = forebay_core::InodeId::ROOT;
+    let (file, _) = tree.create(root, b"b", new_file(), crate::tree::Existing::Refuse).await.expect("made");
+    let key = tree.fresh_blob();
+    let put = world.bucket().put(&key, "new".into(), forebay_io::object::Condition::IfAbsent).await;
+    let layout = FileLayout::of_blob(put.expect("put").blob());
+    tree.commit_layout(file.ino, file.generation, layout, time(1)).await.expect("committed");
+    rename(&tree, "b", "a", RenameMode::Replace).await.expect("renamed");
+    tree.sync().await.expect("synced");
+    let placement = tree.place(file.ino).await.expect("placed");
+    assert!(matches!(&placement, Placement::Own { replaces: None, .. }), "{placement:?}");
+    world.bucket().put(placement.key(), "new".into(), condition(&placement)).await.expect("put");
+    world.crash(tree, false).await;
+    let tree = world.open().await;
+    paths(&tree).await;
+    tree.drain().await.expect("drained");
+    assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "new");
+    unlink(&tree, "a").await.expect("unlinked");
+    tree.drain().await.expect("drained");
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, Vec::<String>::new());
+    world.check_objects(&[]).await;
 }
