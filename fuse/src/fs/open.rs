@@ -103,16 +103,8 @@ impl FileSystem {
         Ok(file)
     }
 
-    /// close(2) of one descriptor: what was written through this inode is committed, and failures surface here.
-    pub async fn flush(&self, handle: Handle) -> FsResult<()> {
-        if self.policy.dataset {
-            return Err(Errno(libc::ENOSYS));
-        }
-        Ok(self.files.get(handle)?.flush().await?)
-    }
-
-    /// The same by the process whose descriptors are `closer`: one that wrote nothing, while others did, commits
-    /// nothing either.
+    /// close(2) of one descriptor by the process whose descriptors are `closer`: what was written through this inode is
+    /// committed, and failures surface here. One that wrote nothing, while others did, commits nothing either.
     pub async fn close(&self, handle: Handle, closer: u64) -> FsResult<()> {
         if self.policy.dataset {
             return Err(Errno(libc::ENOSYS));

@@ -76,7 +76,7 @@ async fn handles_that_only_write_are_direct_and_clear_capabilities() {
 async fn put_content(fs: &FileSystem, ino: InodeId, content: &str) {
     let handle = open(fs, ino, libc::O_WRONLY).await.expect("open");
     fs.write(ino, handle, 0, Bytes::copy_from_slice(content.as_bytes()), false).await.expect("write");
-    fs.flush(handle).await.expect("flush");
+    fs.close(handle, 0).await.expect("flush");
     fs.release(handle).await.expect("release");
 }
 
@@ -110,7 +110,7 @@ async fn a_removed_file_lives_until_its_last_close() {
     fs.write(ino, handle, 4, " on".into(), false).await.expect("write");
     assert_eq!(fs.read(ino, handle, 0, 100).await, Ok(Bytes::from("kept on")));
     assert_eq!(fs.attributes(ino).await.expect("fstat").nlink, 0);
-    fs.flush(handle).await.expect("flush");
+    fs.close(handle, 0).await.expect("flush");
     fs.release(handle).await.expect("release");
     // A file that was rewritten is settled behind its last close.
     for _ in 0..1000 {
@@ -131,7 +131,7 @@ async fn a_file_made_for_reading_is_made_and_keeps_its_times() {
     let (attributes, opened) = fs.create(CALLER, ROOT, b"f", 0o644, flags).await.expect("create");
     assert!(opened.flushes, "the kernel must say when it is closed");
     let before = fs.attributes(attributes.ino).await.expect("stat").mtime;
-    fs.flush(opened.handle).await.expect("flush");
+    fs.close(opened.handle, 0).await.expect("flush");
     fs.release(opened.handle).await.expect("release");
     assert_eq!(fs.attributes(attributes.ino).await.expect("stat").mtime, before);
     let object = bucket.head(&forebay_core::ObjectKey::new("f")).await.expect("head");
@@ -202,7 +202,7 @@ async fn stale_handles_are_refused() {
     fs.release(handle).await.expect("release");
     fails(fs.read(ino, handle, 0, 1).await, libc::EBADF);
     fails(fs.read(ino, Handle::NONE, 0, 1).await, libc::EBADF);
-    fails(fs.flush(handle).await, libc::EBADF);
+    fails(fs.close(handle, 0).await, libc::EBADF);
     fails(fs.release(handle).await, libc::EBADF);
 }
 

@@ -9,7 +9,7 @@ async fn a_dataset_mount_answers_no_open_and_reads_by_inode() {
     let file = find(&fs, directory, "two").await.ino;
     fails(fs.open(file, OpenFlags(libc::O_RDONLY)).await, libc::ENOSYS);
     fails(fs.open_directory(), libc::ENOSYS);
-    fails(fs.flush(Handle::NONE).await, libc::ENOSYS);
+    fails(fs.close(Handle::NONE, 0).await, libc::ENOSYS);
     fails(fs.xattr(file, b"user.a", 0).await, libc::ENOSYS);
     for _ in 0..2 {
         assert_eq!(fs.read(file, Handle::NONE, 0, 100).await, Ok("22".into()));
