@@ -89,35 +89,29 @@ impl Inner {
         let parent = target.parent().unwrap_or(&self.root).to_owned();
         // Before the rename, so that whoever sees the new version can settle a lost reply by it.
         self.remember(&version, token);
-        // A delete of the last neighbour may take the directory away in between; each turn needs one such delete.
-        for _ in 0..16 {
+        // Within the lock, or a delete of the last neighbour could take the directory away in between.
+        let top = self.locked(|| {
             let top = create_directories(&parent).map_err(failed)?;
-            let moved = self.locked(|| match mode {
-                PutMode::Overwrite => std::fs::rename(staged, &target).map_err(failed),
-                PutMode::Create => std::fs::hard_link(staged, &target).map_err(failed),
+            match mode {
+                PutMode::Overwrite => std::fs::rename(staged, &target).map_err(failed)?,
+                PutMode::Create => std::fs::hard_link(staged, &target).map_err(failed)?,
                 PutMode::Update(update) => {
                     expect_version(&target, key, update.e_tag.as_deref())?;
-                    std::fs::rename(staged, &target).map_err(failed)
+                    std::fs::rename(staged, &target).map_err(failed)?;
                 }
-            });
-            match moved {
-                // Even where another writer has made it again by now.
-                Err(object_store::Error::NotFound { .. }) if staged.exists() => continue,
-                Err(error) => return Err(error),
-                Ok(()) => {}
             }
-            if *mode == PutMode::Create {
-                // The object is there; a second name left in the staging folder is seen by no reader.
-                let _ = std::fs::remove_file(staged);
-            }
-            match sync_directories(&parent, &top) {
-                // The object was deleted as soon as it was there, and its directory with it.
-                Err(error) if error.kind() == io::ErrorKind::NotFound && self.root.exists() => {}
-                synced => synced.map_err(failed)?,
-            }
-            return Ok(put_result(version));
+            Ok(top)
+        })?;
+        if *mode == PutMode::Create {
+            // The object is there; a second name left in the staging folder is seen by no reader.
+            let _ = std::fs::remove_file(staged);
         }
-        Err(failed(io::Error::new(io::ErrorKind::NotFound, "its directory is being deleted over and over")))
+        match sync_directories(&parent, &top) {
+            // The object was deleted as soon as it was there, and its directory with it.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && self.root.exists() => {}
+            synced => synced.map_err(failed)?,
+        }
+        Ok(put_result(version))
     }
 
     /// Deletes objects and syncs the directories that they were in.
@@ -139,24 +133,26 @@ impl Inner {
     /// Returns the directory that the name is gone from; `None` where it was not there.
     fn delete(&self, key: &Path) -> Result<Option<PathBuf>> {
         let target = self.file_of(key);
-        let was_there = self.locked(|| match std::fs::remove_file(&target) {
-            Ok(()) => Ok(true),
-            // A directory is no object.
-            Err(error) if error.kind() == io::ErrorKind::IsADirectory => Ok(false),
-            Err(error) => match io_error(key, error) {
-                object_store::Error::NotFound { .. } => Ok(false),
-                other => Err(other),
-            },
-        })?;
-        // A bucket has no empty directories: those that a key leaves behind go with it.
-        let mut directory = target.parent();
-        while let Some(path) = directory.filter(|path| *path != self.root && path.starts_with(&self.root)) {
-            if std::fs::remove_dir(path).is_err() {
-                break;
+        self.locked(|| {
+            let was_there = match std::fs::remove_file(&target) {
+                Ok(()) => true,
+                // A directory is no object.
+                Err(error) if error.kind() == io::ErrorKind::IsADirectory => false,
+                Err(error) => match io_error(key, error) {
+                    object_store::Error::NotFound { .. } => false,
+                    other => return Err(other),
+                },
+            };
+            // A bucket has no empty directories: those that a key leaves behind go with it.
+            let mut directory = target.parent();
+            while let Some(path) = directory.filter(|path| *path != self.root && path.starts_with(&self.root)) {
+                if std::fs::remove_dir(path).is_err() {
+                    break;
+                }
+                directory = path.parent();
             }
-            directory = path.parent();
-        }
-        Ok(directory.filter(|_| was_there).map(FilePath::to_owned))
+            Ok(directory.filter(|_| was_there).map(FilePath::to_owned))
+        })
     }
 
     /// Runs `change` alone among all threads and processes that use this directory through Forebay.
