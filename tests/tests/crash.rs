@@ -298,7 +298,7 @@ async fn a_load_on_s3_that_is_killed_keeps_what_was_synced() {
                 server.restart();
             }
         };
-        load_and_kill(&bucket, end_requests, &["--take-over"], &server.envs(), 3 * scale()).await;
+        load_and_kill(&bucket, end_requests, &["--take-over"], &server.envs(), 10 * scale()).await;
     }
 }
 
