@@ -145,7 +145,8 @@ impl Inner {
             };
             // A bucket has no empty directories: those that a key leaves behind go with it.
             let mut directory = target.parent();
-            while let Some(path) = directory.filter(|path| *path != self.root && path.starts_with(&self.root)) {
+            while let Some(path) = directory.filter(|path| *path != self.root && path.starts_with(&self.root))
+            {
                 if std::fs::remove_dir(path).is_err() {
                     break;
                 }
