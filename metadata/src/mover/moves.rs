@@ -47,6 +47,8 @@ enum Next {
     Done,
     /// Nothing now.
     Wait,
+    /// Nothing now, but others can go on.
+    WayMade,
     /// The intent is recorded; copy.
     Copy(Plan),
 }
@@ -80,7 +82,7 @@ impl Mover {
             let fresh = self.fresh_key();
             let plan = move |change: &mut Change<'_, '_>| plan(change, ino, &fresh);
             match self.transact(Durability::Buffered, plan).await? {
-                Next::Done => tally.done += 1,
+                Next::Done | Next::WayMade => tally.done += 1,
                 Next::Wait => {}
                 Next::Copy(plan) => plans.push((ino, plan)),
             }
@@ -177,7 +179,14 @@ fn plan(change: &mut Change<'_, '_>, ino: InodeId, fresh: &ObjectKey) -> Result<
     }
     let to = match change.occupancy(ino, &to)? {
         Occupancy::Free => ObjectKey::new(to),
-        Occupancy::Taken if !from.is_owned() && is_in_ring(change, ino, to)? => {
+        Occupancy::Taken if is_in_ring(change, ino, to)? => {
+            if from.is_owned() {
+                // The file has stepped aside already: it was written since. The object of before is in the way of others.
+                let mut inode = inode;
+                change.part_with_home(ino, &mut inode)?;
+                change.put_inode(ino, &inode)?;
+                return Ok(Next::WayMade);
+            }
             change.note_uncommitted(fresh)?;
             fresh.clone()
         }

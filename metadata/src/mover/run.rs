@@ -42,7 +42,7 @@ struct Inner {
 /// What a pass came to.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
-    /// Records that are gone.
+    /// Records that are gone, or make way for others.
     pub(crate) done: usize,
     /// Records whose work failed.
     pub(crate) failed: usize,

@@ -1,6 +1,7 @@
 //! Who holds which key: each scenario asserts the bucket's keys and bytes after the mover is through.
 
 use forebay_core::{ErrorKind, FileLayout, InodeId};
+use forebay_io::object::Condition;
 
 use super::world::*;
 use crate::tree::{Placement, RenameMode, Tree, resolve};
@@ -120,6 +121,26 @@ async fn exchanged_files_change_keys() {
     world.check_objects(&[("a", "b"), ("b", "c"), ("c", "a")]).await;
     assert_eq!(paths(&tree).await, ["a", "b", "c"]);
     assert_eq!(world.read_path(&tree, "c").await.expect("bytes"), "a");
+}
+
+#[tokio::test]
+async fn exchanged_files_whose_bytes_are_in_owned_blobs_change_keys() {
+    let world = World::memory().await;
+    for name in ["a", "b"] {
+        world.put(name, name.as_bytes()).await;
+    }
+    let tree = world.open().await;
+    for (path, text) in [("a", "new a"), ("b", "new b")] {
+        let file = resolve(&tree, path).await.expect("found");
+        let put = world.bucket().put(&tree.fresh_blob(), text.into(), Condition::IfAbsent).await;
+        let layout = FileLayout::of_blob(put.expect("put").blob());
+        tree.commit_layout(file.ino, file.generation, layout, time(1)).await.expect("committed");
+    }
+    rename(&tree, "a", "b", Exchange).await.expect("exchanged");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a", "new b"), ("b", "new a")]).await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["a", "b"]);
 }
 
 #[tokio::test]
