@@ -1,11 +1,13 @@
 //! Writing through a mount with the programs people use, and finding it again in the bucket.
 
 use std::path::Path;
+use std::time::Duration;
 
 use forebay_core::ObjectKey;
 use forebay_io::object::{Bucket, StoreSettings};
 use forebay_tests::s3::Server;
 use forebay_tests::{Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, scale, shell};
+use futures::TryStreamExt;
 
 /// A mounted empty bucket; unmounted before what is below it goes.
 struct Walk {
@@ -160,6 +162,42 @@ assert rename('x', 'absent/x', 0) == errno.ENOENT
     let before = walk.sh(listing);
     walk.move_to_another_machine();
     assert_eq!(before, walk.sh(listing));
+    walk.mount.unmount();
+}
+
+/// Promise S5: A file written front to back is, once closed, an object at the file's own path with the same bytes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn files_take_the_names_of_directories_and_back() {
+    if require_fuse("files_take_the_names_of_directories_and_back") {
+        // In both stores no name is a file and a directory, so that each waits for the other to go.
+        exchange_kinds(Walk::new().await).await;
+        exchange_kinds(Walk::s3(Server::for_volume(), &[]).await).await;
+    }
+}
+
+async fn exchange_kinds(mut walk: Walk) {
+    let large = format!("head -c {} /dev/urandom", 9 << 20);
+    walk.sh("mkdir w && cd w && echo file > a && mkdir b && for i in {1..40}; do echo $i > b/$i; done && sync b/1 a");
+    walk.sh(&format!(
+        "cd w && mv a t && mv b a && mv t b && echo new > b && {large} > a/large && echo new > a/1"
+    ));
+    walk.sh(&format!("cd w && mkdir c && {large} > c/x && mv c/x y && rmdir c && {large} > c"));
+    walk.sh("cd w && echo d > d && mv d e && mkdir d && mv e d/d && mkdir f && echo f > f/f && mv f/f g && rmdir f && mv g f");
+    walk.sh("cd w && echo h > h && rm h && mkdir h && echo h > h/h && rm -r h && echo again > h");
+    let plain = walk.scratch.folder("plain");
+    walk.sh(&format!("cp -a w/. {}/", plain.display()));
+    walk.move_to_another_machine();
+    assert_same_trees(&plain, &walk.mount.path().join("w"), true);
+    // Moves go on behind everybody's back.
+    let files = shell(&plain, "find . -type f").succeeded().lines().count();
+    for _ in 0..300 {
+        let objects = walk.bucket.list("w").try_collect::<Vec<_>>().await.expect("a listing");
+        if objects.len() == files {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    walk.check_objects(&plain, "w").await;
     walk.mount.unmount();
 }
 

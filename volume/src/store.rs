@@ -64,17 +64,13 @@ impl Store {
     }
 
     /// Writes the whole content of a file, which is at hand, as one object: at its own path when nothing else is
-    /// there, else as an owned blob.
+    /// there, else as an owned blob. So that nothing is lost, that is also where it goes when the store refuses the path
+    /// again and again: an outsider may write there, or the path of a file lead through another, which is not yet moved.
     pub(crate) async fn put_whole(&self, ino: InodeId, content: Bytes) -> Result<Blob> {
-        let mut attempt = 1;
-        loop {
+        for _ in 0..PLACE_ATTEMPTS {
             let placement = self.place(ino).await?;
             match self.bucket.put(placement.key(), content.clone(), condition(&placement)).await {
-                Err(error) if error.kind() == ErrorKind::Conflict && attempt < PLACE_ATTEMPTS => attempt += 1,
-                Err(error) if error.kind() == ErrorKind::Conflict => {
-                    let message = format!("`{}` is changed in the bucket again and again", placement.key());
-                    return Err(Error::new(ErrorKind::Unavailable, message).with_source(error));
-                }
+                Err(error) if error.kind() == ErrorKind::Conflict => {}
                 Err(error) => return Err(error),
                 Ok(info) => {
                     let blob = info.blob();
@@ -83,9 +79,10 @@ impl Store {
                 }
             }
         }
+        self.put_owned(content).await
     }
 
-    /// Writes bytes of several extents as one owned blob.
+    /// Writes bytes as one owned blob.
     pub(crate) async fn put_owned(&self, packed: Bytes) -> Result<Blob> {
         let key = self.tree.fresh_blob();
         let blob = self.bucket.put(&key, packed.clone(), Condition::IfAbsent).await?.blob();

@@ -4,7 +4,7 @@
 //! object for deletion. A file that is being written, or whose key is held by another, waits.
 
 use bytes::Bytes;
-use forebay_core::{Blob, Error, FileKind, FileLayout, InodeId, ObjectKey, Result, Version};
+use forebay_core::{Blob, Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, Version};
 use forebay_io::object::{Condition, ObjectInfo};
 use futures::stream::{self, StreamExt};
 use tracing::{debug, warn};
@@ -113,9 +113,25 @@ impl Mover {
             Err(error) => {
                 // Whether the copy was made is not known: the intent says what to look for.
                 self.settle_intent(ino).await?;
-                Err(error)
+                match self.aside(ino, &plan, &error).await? {
+                    Some(aside) => Box::pin(self.copy(ino, aside)).await,
+                    None => Err(error),
+                }
             }
         }
+    }
+
+    /// The copy of a file to where it is in nobody's way, if `error` says that the store does not take it where it should go:
+    /// in a folder, for one, the path may lead through a file that waits for just this one.
+    async fn aside(&self, ino: InodeId, plan: &Plan, error: &Error) -> Result<Option<Plan>> {
+        if error.kind() != ErrorKind::Conflict || plan.from.is_owned() {
+            return Ok(None);
+        }
+        let (from, fresh) = (plan.from.clone(), self.fresh_key());
+        let plan = move |change: &mut Change<'_, '_>| plan_aside(change, ino, &from, &fresh);
+        let aside = self.transact(Durability::Buffered, plan).await?;
+        self.committer().sync().await?;
+        Ok(aside)
     }
 
     async fn copy_object(&self, plan: &Plan) -> Result<Copied> {
@@ -196,6 +212,22 @@ fn plan(change: &mut Change<'_, '_>, ino: InodeId, fresh: &ObjectKey) -> Result<
     let intent = Intent { key: to.clone(), replaces: replaces.clone(), copies: Some(from.clone()) };
     change.put_intent(ino, &intent)?;
     Ok(Next::Copy(Plan { from, to, replaces }))
+}
+
+/// Records the intent to bring a file's bytes to `fresh`, unless it changed meanwhile.
+fn plan_aside(
+    change: &mut Change<'_, '_>,
+    ino: InodeId,
+    from: &Blob,
+    fresh: &ObjectKey,
+) -> Result<Option<Plan>> {
+    let Some(inode) = change.find(ino)? else { return Ok(None) };
+    if change.intent(ino)?.is_some() || whole(change, ino, &inode)?.as_ref() != Some(from) {
+        return Ok(None);
+    }
+    change.note_uncommitted(fresh)?;
+    change.put_intent(ino, &Intent { key: fresh.clone(), replaces: None, copies: Some(from.clone()) })?;
+    Ok(Some(Plan { from: from.clone(), to: fresh.clone(), replaces: None }))
 }
 
 /// Whether the key is held by a file whose own key is held, and so on, round to `ino`: exchanged files wait for one

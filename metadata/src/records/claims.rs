@@ -42,6 +42,18 @@ impl Change<'_, '_> {
         })
     }
 
+    /// What keeps `key` from being written where no name is both an object and a directory, as in folders: the key of a
+    /// file that the path leads through, or the prefix of a directory at the path, which are still to be moved or deleted.
+    pub(crate) fn in_the_way(&self, key: &str) -> Result<Option<String>> {
+        for (slash, _) in key.match_indices('/') {
+            if self.claim(&key[..slash])?.is_some() {
+                return Ok(Some(key[..slash].to_owned()));
+            }
+        }
+        let below = prefix_with_slash(key);
+        Ok(self.claim(&below)?.map(|_| below))
+    }
+
     /// Whether `key` lies under a directory that was renamed. It may be a prefix itself, with its slash.
     pub(crate) fn lies_below_claim(&self, key: &str) -> Result<bool> {
         for (slash, _) in key.match_indices('/') {

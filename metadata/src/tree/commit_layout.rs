@@ -44,6 +44,10 @@ pub(super) fn commit_layout(
     let before = change.replace_layout((ino, &mut inode), &layout, home)?;
     if let Some(intent) = &intent {
         change.end_intent(ino, intent)?;
+        if layout.blobs().all(|blob| blob.key != intent.key) {
+            // The store did not take the content there: the mover tries again.
+            change.queue_move(ino)?;
+        }
     }
     if let Some(before) = before {
         give_up(change, (ino, &mut inode), &before, &layout)?;

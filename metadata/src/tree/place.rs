@@ -13,7 +13,7 @@ pub(super) enum Step {
     Placed { placement: Placement, is_first: bool },
     /// An earlier write may or may not have happened: that has to be found out first.
     Unsettled,
-    /// The file's own key holds an object that is queued for deletion; it has to go first.
+    /// The file's own key, or one in its way, holds an object that is queued for deletion; it has to go first.
     Doomed(ObjectKey),
     /// Other files hold bytes of the object that would be replaced: those have to be copied away first.
     Lent(Blob),
@@ -33,6 +33,16 @@ pub(super) fn place(
     }
     let spelled = if inode.nlink > 0 { change.key_of(ino, &inode)? } else { None };
     let Some(key) = spelled else { return place_owned(change, fresh) };
+    match change.in_the_way(&key)? {
+        None => {}
+        Some(file) if !is_last && matches!(change.occupancy(ino, &file)?, Occupancy::Doomed) => {
+            return Ok(Step::Doomed(ObjectKey::new(file)));
+        }
+        Some(_) => {
+            change.queue_move(ino)?;
+            return place_owned(change, fresh);
+        }
+    }
     match change.occupancy(ino, &key)? {
         Occupancy::Free => {
             if let Some(home) = inode.home.as_ref().filter(|home| home.key.as_str() == key)

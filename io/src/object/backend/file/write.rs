@@ -89,17 +89,17 @@ impl Inner {
         let parent = target.parent().unwrap_or(&self.root).to_owned();
         // Before the rename, so that whoever sees the new version can settle a lost reply by it.
         self.remember(&version, token);
+        let place = || match mode {
+            PutMode::Create => std::fs::hard_link(staged, &target),
+            PutMode::Overwrite | PutMode::Update(_) => std::fs::rename(staged, &target),
+        };
         // Within the lock, or a delete of the last neighbour could take the directory away in between.
         let top = self.locked(|| {
-            let top = create_directories(&parent).map_err(failed)?;
-            match mode {
-                PutMode::Overwrite => std::fs::rename(staged, &target).map_err(failed)?,
-                PutMode::Create => std::fs::hard_link(staged, &target).map_err(failed)?,
-                PutMode::Update(update) => {
-                    expect_version(&target, key, update.e_tag.as_deref())?;
-                    std::fs::rename(staged, &target).map_err(failed)?;
-                }
+            let top = create_directories(&parent).map_err(|error| taken_error(key, error))?;
+            if let PutMode::Update(update) = mode {
+                expect_version(&target, key, update.e_tag.as_deref())?;
             }
+            place().map_err(|error| taken_error(key, error))?;
             Ok(top)
         })?;
         if *mode == PutMode::Create {
@@ -185,6 +185,17 @@ fn expect_version(target: &FilePath, key: &Path, wanted: Option<&str>) -> Result
     }
     let source = format!("expected {wanted:?}, found {found:?}").into();
     Err(object_store::Error::Precondition { path: key.to_string(), source })
+}
+
+/// An I/O error on making the name of `key`: where a directory of that name is, or a file in place of a directory above, an
+/// object is in the way.
+fn taken_error(key: &Path, error: io::Error) -> object_store::Error {
+    match error.kind() {
+        io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory | io::ErrorKind::DirectoryNotEmpty => {
+            object_store::Error::AlreadyExists { path: key.to_string(), source: error.into() }
+        }
+        _ => io_error(key, error),
+    }
 }
 
 /// Creates `directory` and returns the deepest one above it (or itself) that was there before.
