@@ -60,6 +60,8 @@ pub struct Proof {
     pub memory_only: u64,
     /// Blocks that are not.
     pub missing: Vec<BlockKey>,
+    /// Blocks whose copies on disk were damaged and are gone now, as a crash may cut one short.
+    pub damaged: Vec<BlockKey>,
 }
 
 /// Brings every block of `keys` in; `progress` hears after each. A block that fails does not end the rest; `cancel`
@@ -112,14 +114,16 @@ pub async fn prove(
     let mut proof = Proof::default();
     let mut windows = std::pin::pin!(keys.chunks(PROOF_WINDOW));
     while let Some(window) = windows.next().await {
+        let known = blocks.stat(&window, false).await?;
         let found = blocks.stat(&window, true).await?;
-        for (key, residency) in window.into_iter().zip(found) {
+        for ((key, known), residency) in window.into_iter().zip(known).zip(found) {
             match residency {
                 Residency::Disk => proof.present += 1,
                 Residency::Memory => {
                     proof.present += 1;
                     proof.memory_only += 1;
                 }
+                Residency::Absent if known == Residency::Disk => proof.damaged.push(key),
                 Residency::Absent => proof.missing.push(key),
             }
         }

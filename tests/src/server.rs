@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rand::RngExt;
+
 use crate::Scratch;
 
 /// Longest that a server may take to answer its first request. moto imports for seconds on a busy machine.
@@ -143,6 +145,8 @@ pub(crate) fn run(command: &mut Command) {
 }
 
 fn free_port() -> u16 {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("loopback has free ports");
-    listener.local_addr().expect("a bound socket has an address").port()
+    let mut rng = rand::rng();
+    let candidates = std::iter::repeat_with(|| rng.random_range(10_000..30_000));
+    let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    candidates.take(1000).find(is_free).expect("loopback has free ports")
 }

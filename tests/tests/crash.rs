@@ -242,15 +242,17 @@ impl Writer {
         let mut found = State::default();
         for (name, file) in &state.names {
             let bytes = *seen.get(name)?;
-            if bytes != &state.files[file][..] && !came(name, bytes) {
-                return None;
+            let mut names = state.names.iter().filter(|(_, other)| *other == file).map(|(name, _)| name);
+            let is_whole = names.all(|name| seen.get(name) == Some(&bytes));
+            if bytes == &state.files[file][..] || is_whole && came(name, bytes) {
+                found.names.insert(*name, *file);
+                found.files.insert(*file, Arc::new(bytes.to_vec()));
+                continue;
             }
-            // All names of a file show the same bytes.
-            let held = found.files.entry(*file).or_insert_with(|| Arc::new(bytes.to_vec()));
-            if held[..] != *bytes {
-                return None;
-            }
-            found.names.insert(*name, *file);
+            // One of the names became another file's before.
+            self.files += 1;
+            came(name, bytes).then(|| found.names.insert(*name, self.files))?;
+            found.files.insert(self.files, Arc::new(bytes.to_vec()));
         }
         for (name, bytes) in seen.iter().filter(|(name, _)| !state.names.contains_key(**name)) {
             let name = NAMES.iter().find(|known| *known == name).filter(|_| came(name, bytes))?;

@@ -241,6 +241,29 @@ fn a_cache_that_is_too_small_is_told() {
     assert_eq!(outcome["complete"], Value::Bool(false));
 }
 
+/// As a power cut leaves a copy that was being written.
+#[test]
+fn a_copy_on_disk_that_was_cut_short_is_fetched_again() {
+    let machine = Machine::new(Vec::new());
+    let bucket = machine.scratch.folder("bucket");
+    fill_folder(&bucket);
+    let cache = machine.cache();
+    let options = ["--cache-dir", cache.as_str()];
+    let first = machine.warm(&url(&bucket), &options, true);
+    assert_eq!(count(&first, "fetched"), BLOCKS, "{first}");
+
+    let find = format!("find {cache} -type f -size +3M | head -n 1");
+    let copy = forebay_tests::shell(machine.scratch.path(), &find).succeeded();
+    fs::OpenOptions::new()
+        .write(true)
+        .open(copy.trim())
+        .and_then(|file| file.set_len(10_000))
+        .expect("a copy");
+    let again = machine.warm(&url(&bucket), &options, true);
+    assert_eq!((count(&again, "fetched"), count(&again, "already")), (1, BLOCKS - 1), "{again}");
+    assert_eq!(count(&again, "proved"), BLOCKS, "{again}");
+}
+
 /// Objects of one block each, enough for a warmup to be in the middle of.
 const OBJECTS: usize = 200;
 

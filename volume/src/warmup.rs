@@ -3,7 +3,7 @@
 //! Nothing is kept between runs: what is in the cache already is counted as such and not fetched again, so a warmup
 //! that was killed goes on where it was by being started again.
 
-use forebay_cache::{Fill, Residency};
+use forebay_cache::{Fill, Proof, Residency};
 use forebay_core::{Attributes, BlockKey, ErrorKind, FileKind, Result};
 use futures::stream::{self, BoxStream, Stream, StreamExt, TryStreamExt};
 use serde::{Deserialize, Serialize};
@@ -118,12 +118,36 @@ pub async fn warmup(
     }
     let mut walked: Result<()> = Ok(());
     let keys = until_error(blocks(volume, &request.paths), &mut walked);
-    let proof = forebay_cache::prove(&**volume.blocks(), keys).await?;
+    let mut proof = forebay_cache::prove(&**volume.blocks(), keys).await?;
     walked?;
+    replace_damaged(volume, fill, (&mut proof, &mut outcome), cancel).await?;
     (outcome.proved, outcome.memory_only) = (proof.present, proof.memory_only);
     outcome.missing_blocks = proof.missing.len() as u64;
     outcome.missing = proof.missing.iter().take(NAMED).map(name).collect();
     Ok(outcome)
+}
+
+/// Fetches again what the proof found damaged on disk, and proves that.
+async fn replace_damaged(
+    volume: &Volume,
+    fill: Fill,
+    (proof, outcome): (&mut Proof, &mut Outcome),
+    cancel: &CancellationToken,
+) -> Result<()> {
+    let damaged = std::mem::take(&mut proof.damaged);
+    if damaged.is_empty() {
+        return Ok(());
+    }
+    let keys = || stream::iter(damaged.clone());
+    let report = forebay_cache::fill_many(&**volume.blocks(), keys(), fill, |_| {}, cancel).await;
+    let fetched = report.total.from_origin;
+    (outcome.fetched, outcome.already) = (outcome.fetched + fetched, outcome.already.saturating_sub(fetched));
+    outcome.progress.origin_bytes += report.total.origin_bytes;
+    let second = forebay_cache::prove(&**volume.blocks(), keys()).await?;
+    proof.present += second.present;
+    proof.memory_only += second.memory_only;
+    proof.missing.extend(second.missing.into_iter().chain(second.damaged));
+    Ok(())
 }
 
 /// Counts what is in the cache already; everything else is reported as missing.

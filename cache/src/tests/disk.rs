@@ -211,7 +211,8 @@ async fn a_proof_reads_every_copy_back() {
     std::fs::write(&damaged, bytes).expect("write");
     assert_eq!(node.stat(&blob.keys(), false).await.expect("stat"), [Residency::Disk; 6]);
     let proof = prove(&*node, keys()).await.expect("prove");
-    assert_eq!((proof.present, proof.missing.len(), node.counters().corruptions), (5, 1, 1));
+    assert_eq!((proof.present, proof.damaged.len(), node.counters().corruptions), (5, 1, 1));
+    assert_eq!(proof.missing, []);
     let again = fill_many(&*node, keys(), fill, |_| (), &Stop::new()).await;
     assert_eq!((again.total.already, again.total.from_origin), (5, 1));
     assert_eq!(prove(&*node, keys()).await.expect("prove").missing, []);

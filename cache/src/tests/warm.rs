@@ -18,7 +18,7 @@ async fn a_fill_reports_what_it_did_and_the_proof_finds_it() {
     large.check(&*node, 0..1).await.expect("read");
     let keys = [large.keys(), small.keys()].concat();
     let proof = prove(&*node, stream::iter(keys.clone())).await.expect("prove");
-    assert_eq!(proof, Proof { present: 1, memory_only: 1, missing: keys[1..].to_vec() });
+    assert_eq!(proof, Proof { present: 1, memory_only: 1, missing: keys[1..].to_vec(), damaged: Vec::new() });
 
     let mut heard = Vec::new();
     let cancel = Stop::new();
@@ -33,7 +33,7 @@ async fn a_fill_reports_what_it_did_and_the_proof_finds_it() {
     let again = fill_many(&*node, stream::iter(keys.clone()), FILL, |_| (), &cancel).await;
     assert_eq!((again.total.already, again.total.origin_bytes), (4, 0));
     let proof = prove(&*node, stream::iter(keys)).await.expect("prove");
-    assert_eq!(proof, Proof { present: 4, memory_only: 4, missing: Vec::new() });
+    assert_eq!(proof, Proof { present: 4, memory_only: 4, ..Proof::default() });
     assert_eq!(world.gets(), 4);
 }
 
