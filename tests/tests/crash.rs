@@ -1,6 +1,6 @@
 //! A mount that is killed in the middle of a load, again and again: what was synced is there, nothing is half there.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -89,15 +89,19 @@ struct Writer {
     /// leaves one of them, perhaps with objects that came after it. The steps of a call that was never answered are
     /// among them.
     history: Vec<State>,
-    /// Hashes of all contents that any file ever had.
-    contents: HashSet<blake3::Hash>,
+    /// All contents that any file ever had, by hash, and when.
+    contents: HashMap<blake3::Hash, String>,
+    /// How often something was written.
+    written: usize,
+    round: usize,
     files: usize,
 }
 
 impl Writer {
     fn new(folder: PathBuf, seed: u64) -> Self {
-        let contents = HashSet::from([blake3::hash(b"")]);
-        Self { folder, rng: StdRng::seed_from_u64(seed), history: vec![State::default()], contents, files: 0 }
+        let contents = HashMap::from([(blake3::hash(b""), "empty".to_owned())]);
+        let (rng, history) = (StdRng::seed_from_u64(seed), vec![State::default()]);
+        Self { folder, rng, history, contents, written: 0, round: 0, files: 0 }
     }
 
     fn state(&self) -> &State {
@@ -117,7 +121,9 @@ impl Writer {
             self.files += 1;
             self.files
         });
-        self.contents.insert(blake3::hash(&bytes));
+        self.written += 1;
+        let when = format!("write {} of round {}, to {name}", self.written, self.round);
+        self.contents.entry(blake3::hash(&bytes)).or_insert(when);
         state.files.insert(file, Arc::new(bytes));
         self.history.push(state);
     }
@@ -216,6 +222,7 @@ impl Writer {
     /// Holds what is there now to what may be there, and goes on from it.
     #[track_caller]
     fn check(&mut self, round: usize) {
+        self.round = round + 1;
         let mut found = BTreeMap::new();
         for entry in fs::read_dir(&self.folder).expect("the directory was synced") {
             let path = entry.expect("an entry").path();
@@ -272,7 +279,13 @@ impl Writer {
             state.iter().map(file).collect::<Vec<_>>().join(", ")
         };
         let states: Vec<_> = self.history.iter().map(|state| short(&state.seen())).collect();
-        format!("{} holds\n{}\nnone of\n{}", self.folder.display(), short(seen), states.join("\n"))
+        let origin = |(name, bytes): (&&str, &&[u8])| {
+            let when = self.contents.get(&blake3::hash(bytes)).map_or("nobody wrote that", |when| when);
+            format!("{name}: {when}")
+        };
+        let origins: Vec<_> = seen.iter().map(origin).collect();
+        let (folder, seen) = (self.folder.display(), short(seen));
+        format!("{folder} holds\n{seen}\nnone of\n{}\n{}", states.join("\n"), origins.join("\n"))
     }
 }
 
@@ -391,7 +404,7 @@ async fn check_objects(bucket: &Bucket, writers: &[Writer]) {
         }
         let (bytes, _) = bucket.get_whole(&key).await.unwrap_or_else(|error| panic!("{key}: {error}"));
         let hash = blake3::hash(&bytes);
-        let known = writers.iter().any(|writer| writer.contents.contains(&hash));
+        let known = writers.iter().any(|writer| writer.contents.contains_key(&hash));
         assert!(known, "object {key} of {} bytes is no whole file", bytes.len());
     }
 }
