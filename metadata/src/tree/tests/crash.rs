@@ -151,6 +151,22 @@ async fn an_owned_blob_that_was_never_committed_goes_with_its_session() {
     world.check_objects(&[("b", "old")]).await;
 }
 
+/// A key was freed and written again, and only the first half of that was noted: what is there now is the file's, and at once.
+#[tokio::test]
+async fn first_content_at_a_freed_key_is_found_after_a_crash() {
+    let world = World::memory().await;
+    world.put("a", b"old").await;
+    let tree = world.open().await;
+    unlink(&tree, "a").await.expect("unlinked");
+    tree.create(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made");
+    tree.sync().await.expect("synced");
+    let placed = world.write_path(&tree, "a", "new").await.expect("written");
+    assert!(matches!(placed, Placement::Own { .. }), "{placed:?}");
+    world.crash(tree, false).await;
+    let tree = world.open().await;
+    check_files(&world, &tree, &files(&[("a", "new")])).await;
+}
+
 /// The same with outsiders writing and deleting, and with what was not synced lost. Whatever is there in the end can be
 /// read, and is what the bucket shows.
 #[tokio::test]
