@@ -2,6 +2,7 @@
 //!
 //! `make setup` installs them where Go and npm are; without them, tests over these stores say that they are skipped.
 
+use std::net::SocketAddr;
 use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
@@ -86,9 +87,13 @@ impl Cloud {
         Self { program, kind, buckets: AtomicU32::new(0) }
     }
 
+    /// Where it listens, for a door in front of it.
+    pub fn address(&self) -> SocketAddr {
+        self.program.address()
+    }
+
     /// Options by their object_store names.
-    fn options(&self) -> Vec<(String, String)> {
-        let endpoint = self.program.endpoint();
+    fn options(&self, endpoint: String) -> Vec<(String, String)> {
         let options = match self.kind {
             Kind::Google => {
                 let account =
@@ -104,14 +109,14 @@ impl Cloud {
         options.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
     }
 
-    /// The settings with which `Bucket::open` reaches it.
-    pub fn settings(&self) -> StoreSettings {
-        StoreSettings { options: self.options().into_iter().collect(), ..StoreSettings::default() }
-    }
-
     /// The environment with which a `forebay` process reaches it.
     pub fn envs(&self) -> Vec<(String, String)> {
-        self.options().into_iter().map(|(name, value)| (name.to_ascii_uppercase(), value)).collect()
+        self.envs_at(self.program.endpoint())
+    }
+
+    /// The same through `endpoint`, which leads to it.
+    pub fn envs_at(&self, endpoint: String) -> Vec<(String, String)> {
+        self.options(endpoint).into_iter().map(|(name, value)| (name.to_ascii_uppercase(), value)).collect()
     }
 
     /// Puts an object as a program that speaks Google's JSON protocol does, which is how fake-gcs-server is written to.
@@ -124,6 +129,18 @@ impl Cloud {
 
     /// Creates a bucket of its own for a test and returns a handle on it, below `prefix`.
     pub async fn bucket(&self, prefix: &str) -> Bucket {
+        self.open(&self.create_bucket(prefix), self.program.endpoint()).await
+    }
+
+    /// A handle on a bucket, through an endpoint that leads here.
+    pub async fn open(&self, url: &BucketUrl, endpoint: String) -> Bucket {
+        let options = self.options(endpoint).into_iter().collect();
+        let opened = Bucket::open(url, &StoreSettings { options, ..StoreSettings::default() }).await;
+        opened.unwrap_or_else(|error| panic!("{error}\n{}", self.program.log()))
+    }
+
+    /// Creates a bucket of its own for a test. Returns the URL of its `prefix`.
+    pub fn create_bucket(&self, prefix: &str) -> BucketUrl {
         let name = format!("test-{}", self.buckets.fetch_add(1, Ordering::Relaxed));
         let scheme = match self.kind {
             Kind::Google => {
@@ -139,8 +156,6 @@ impl Cloud {
                 "az"
             }
         };
-        let url: BucketUrl = format!("{scheme}://{name}/{prefix}").parse().expect("a valid URL");
-        let opened = Bucket::open(&url, &self.settings()).await;
-        opened.unwrap_or_else(|error| panic!("{error}\n{}", self.program.log()))
+        format!("{scheme}://{name}/{prefix}").parse().expect("a valid URL")
     }
 }

@@ -16,12 +16,15 @@ use rand::{RngExt, SeedableRng};
 /// Longest head of a request, in bytes.
 const HEAD_MAX: usize = 64 << 10;
 
+/// The headers by which clouds are told what must hold.
+const CONDITIONS: [&str; 3] = ["if-match", "if-none-match", "x-goog-if-generation-match"];
+
 /// What happens to a request at the door.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Manner {
     /// It goes through.
     Pass,
-    /// It goes through without its conditions (`If-Match`, `If-None-Match`), as if the store ignored them.
+    /// It goes through without its [`CONDITIONS`], as if the store ignored them.
     IgnoreConditions,
     /// It is answered as a store answers unknown credentials.
     Refuse,
@@ -78,6 +81,7 @@ pub struct Door {
 struct State {
     manner: Manner,
     requests: Vec<String>,
+    conditions: Vec<String>,
     chance: StdRng,
     troubles: BTreeMap<Trouble, usize>,
 }
@@ -87,8 +91,9 @@ impl Door {
     pub fn new(server: SocketAddr) -> io::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let address = listener.local_addr()?;
-        let (requests, chance, troubles) = (Vec::new(), StdRng::seed_from_u64(0), BTreeMap::new());
-        let state = State { manner: Manner::Pass, requests, chance, troubles };
+        let (chance, troubles) = (StdRng::seed_from_u64(0), BTreeMap::new());
+        let (requests, conditions) = Default::default();
+        let state = State { manner: Manner::Pass, requests, conditions, chance, troubles };
         let state = Arc::new(Mutex::new(state));
         let shared = state.clone();
         thread::spawn(move || {
@@ -125,15 +130,29 @@ impl Door {
     /// Takes the requests seen since the last call, each as `METHOD /path?query`, with `bytes=FIRST-LAST` behind it
     /// if it names a range.
     pub fn take_requests(&self) -> Vec<String> {
-        std::mem::take(&mut lock(&self.state).requests)
+        let mut state = lock(&self.state);
+        state.conditions.clear();
+        std::mem::take(&mut state.requests)
+    }
+
+    /// Takes the conditions of writes since the last call, in their order, each as `name: value`.
+    pub fn take_conditions(&self) -> Vec<String> {
+        std::mem::take(&mut lock(&self.state).conditions)
     }
 }
 
 impl State {
     /// Notes a request, and says what happens to it.
-    fn meet(&mut self, request: &str, range: Option<&str>, conditional: bool) -> (Manner, Option<Trouble>) {
+    fn meet(
+        &mut self,
+        request: &str,
+        range: Option<&str>,
+        conditions: Vec<&str>,
+    ) -> (Manner, Option<Trouble>) {
         let range = range.map(|range| format!(" {range}")).unwrap_or_default();
         self.requests.push(format!("{}{range}", request.trim_end_matches(" HTTP/1.1")));
+        let conditional = !conditions.is_empty();
+        self.conditions.extend(conditions.into_iter().map(str::to_owned));
         let trouble = match self.manner {
             Manner::Troubled(percent) if self.chance.random_range(0..100) < percent => {
                 let trouble = Trouble::ALL[self.chance.random_range(0..Trouble::ALL.len())];
@@ -164,10 +183,10 @@ fn serve(mut client: TcpStream, server: SocketAddr, state: &Mutex<State>) -> io:
     let mut lines = head.split("\r\n");
     let request = lines.next().unwrap_or_default();
     let name = |line: &str| line.split(':').next().unwrap_or_default().to_ascii_lowercase();
-    let is_condition = |line: &str| ["if-match", "if-none-match"].contains(&name(line).as_str());
+    let is_condition = |line: &str| CONDITIONS.contains(&name(line).as_str());
     let range = lines.clone().find(|line| name(line) == "range").map(|line| line[6..].trim());
-    let conditional = !request.starts_with("GET") && lines.clone().any(is_condition);
-    let (manner, trouble) = lock(state).meet(request, range, conditional);
+    let conditions = lines.clone().filter(|line| is_condition(line) && !request.starts_with("GET")).collect();
+    let (manner, trouble) = lock(state).meet(request, range, conditions);
     match (manner, trouble) {
         (Manner::Shut, _) | (_, Some(Trouble::Closed)) => return client.shutdown(Shutdown::Both),
         (Manner::Refuse, _) => return refuse(client, "403 Forbidden", "InvalidAccessKeyId"),
@@ -278,6 +297,7 @@ mod tests {
         door.set(Manner::Few(1));
         assert!(ask(&door).starts_with("HTTP/1.1 200"));
         assert_eq!(ask(&door), "");
+        assert_eq!(door.take_conditions(), ["If-None-Match: *"; 6]);
         assert_eq!(door.take_requests(), ["PUT /b/k bytes=3-9"; 6]);
         assert!(door.take_requests().is_empty());
     }

@@ -33,8 +33,7 @@ mod uploads;
 // | memory, file | everything |
 // | moto | ignores the version that a completion or a part copy is conditional on |
 // | versitygw | decodes keys twice; a key cannot lie below another key |
-// | azurite | as Azure: `\` in keys becomes `/`, no part copy, no list of unfinished uploads, and a completion keeps no |
-// | | token, so that its lost reply is an error; its condition is looked up before it |
+// | azurite | as Azure: `\` in keys becomes `/`, no part copy, no list of unfinished uploads |
 //
 // fake-gcs-server knows only the JSON protocol for writing, and object_store writes by the XML one: `clouds.rs` reads
 // from it.

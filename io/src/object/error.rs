@@ -79,7 +79,7 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
         return matches!(io.kind(), std::io::ErrorKind::Interrupted | std::io::ErrorKind::TimedOut);
     }
     // Bulk deletes and copies report these inside a reply of status 200.
-    let named = |code| service_code(&text) == Some(code) || text.contains(&format!("(code: {code})"));
+    let named = |code| code_in(&text) == Some(code) || text.contains(&format!("(code: {code})"));
     ["InternalError", "SlowDown", "ServiceUnavailable"].into_iter().any(named)
 }
 
@@ -101,8 +101,16 @@ pub(super) fn is_refusal(error: &object_store::Error) -> bool {
     matches!(error, Store::AlreadyExists { .. } | Store::Precondition { .. } | Store::NotFound { .. })
 }
 
+/// What a service calls its error, where it was asked from here.
+pub(super) fn service_code(error: &object_store::Error) -> Option<&str> {
+    find::<Fault>(error).and_then(|fault| match fault {
+        Fault::Service { code, .. } => Some(code.as_str()),
+        _ => None,
+    })
+}
+
 /// The text between `<Code>` and its end tag in a service's XML answer.
-fn service_code(text: &str) -> Option<&str> {
+fn code_in(text: &str) -> Option<&str> {
     between(text, "Code")
 }
 
@@ -126,7 +134,7 @@ pub(super) fn convert(bucket: &str, error: object_store::Error) -> Error {
         }),
         _ => None,
     });
-    let code = service.as_ref().map(|(code, _)| code.as_str()).or_else(|| service_code(&text)).unwrap_or("");
+    let code = service.as_ref().map(|(code, _)| code.as_str()).or_else(|| code_in(&text)).unwrap_or("");
     let said = service.as_ref().map(|(_, message)| message.as_str()).or_else(|| between(&text, "Message"));
     let known = match code {
         "" => None,

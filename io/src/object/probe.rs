@@ -108,7 +108,7 @@ impl Probe<'_> {
 
     async fn run(&self) -> Result<Capabilities> {
         // There, conditions of a completion are looked up before it: that shows nothing about the store.
-        let one_request = !matches!(self.bucket.url().scheme, Scheme::Gcs | Scheme::Azure);
+        let one_request = self.bucket.url().scheme != Scheme::Gcs;
         Ok(Capabilities {
             writable: true,
             conditional_create: self.conditional_create().await?,

@@ -12,11 +12,13 @@ use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::ClientConfigKey;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 
+use super::azure::{Azure, Place};
 use super::credentials::Renewed;
 use super::file::Directory;
 use super::plain::Plain;
 use super::profile;
-use super::s3::{S3, Sender, Transport};
+use super::s3::{S3, Signed};
+use super::send::{Sender, Transport};
 use crate::object::error::convert;
 use crate::object::layer::Prefix;
 use crate::object::request::Shared;
@@ -129,12 +131,12 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     let builder = builder.with_retry(no_retries()).with_http_connector(transport.clone());
     let mut signer = builder.clone();
     if anonymous {
-        signer = signer.with_skip_signature(false).with_credentials(Sender::no_credentials());
+        signer = signer.with_skip_signature(false).with_credentials(Signed::no_credentials());
     }
     let store = builder.build().map_err(failed)?;
     let signer = if anonymous { signer.build().map_err(failed)? } else { store.clone() };
-    let sender = Sender::new(&transport, signer, anonymous).map_err(failed)?;
-    Ok(S3 { store, sender, bucket: url.bucket.clone() })
+    let sender = Sender::new(&transport).map_err(failed)?;
+    Ok(S3 { store, signed: Signed::new(sender, signer, anonymous), bucket: url.bucket.clone() })
 }
 
 fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Plain> {
@@ -152,17 +154,22 @@ fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Plain> {
     builder.build().map(Plain::by_generation).map_err(|error| convert(&url.to_string(), error))
 }
 
-fn azure(url: &BucketUrl, settings: &StoreSettings) -> Result<Plain> {
+fn azure(url: &BucketUrl, settings: &StoreSettings) -> Result<Azure> {
+    let transport = Transport::default();
     let mut builder = MicrosoftAzureBuilder::from_env()
         .with_container_name(&url.bucket)
         .with_config(AzureConfigKey::Client(ClientConfigKey::Timeout), NO_TIMEOUT)
         .with_retry(no_retries())
-        .with_http_connector(Transport::default());
+        .with_http_connector(transport.clone());
     for (name, value) in &settings.options {
         builder = builder.with_config(name.parse().map_err(|_| unknown_option(name, url))?, value);
     }
     if is_plain(builder.get_config_value(&AzureConfigKey::Endpoint)) {
         builder = builder.with_config(AzureConfigKey::Client(ClientConfigKey::AllowHttp), "true");
     }
-    builder.build().map(Plain::cloud).map_err(|error| convert(&url.to_string(), error))
+    let failed = |error| convert(&url.to_string(), error);
+    let place = Place::of(&builder, &url.bucket).map_err(failed)?;
+    let store = builder.build().map_err(failed)?;
+    let sender = Sender::new(&transport).map_err(failed)?;
+    Ok(Azure::new(store, sender, place))
 }

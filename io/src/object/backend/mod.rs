@@ -1,8 +1,10 @@
 //! The stores themselves: any object_store store, a directory, and S3 with what object_store lacks.
 
+mod send;
 mod plain;
 mod file;
 mod s3;
+mod azure;
 mod credentials;
 mod profile;
 mod connect;

@@ -5,12 +5,12 @@
 //! signed by object_store's own signer (in the query, with an unsigned payload: none of them carries data), so
 //! credentials, region, endpoint style and session tokens are its business alone.
 
-mod send;
 mod xml;
+mod sign;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use http::{HeaderName, HeaderValue, Method};
+use http::Method;
 use object_store::aws::AmazonS3;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
@@ -18,13 +18,14 @@ use object_store::{Attribute, ObjectStore, PutResult, Result};
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 
 use super::plain::delete_all;
+use super::send::header;
 use crate::object::error::STORE;
 use crate::object::key::address;
 use crate::object::layer::TOKEN_ATTRIBUTE;
 use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadId, UploadsPage};
 use crate::object::types::Condition;
 
-pub(super) use send::{Sender, Transport};
+pub(super) use sign::Signed;
 
 /// Keys of one page, the most that S3 gives.
 const PAGE_KEYS: usize = 1000;
@@ -33,7 +34,7 @@ const PAGE_KEYS: usize = 1000;
 #[derive(Debug)]
 pub(super) struct S3 {
     pub(super) store: AmazonS3,
-    pub(super) sender: Sender,
+    pub(super) signed: Signed,
     pub(super) bucket: String,
 }
 
@@ -104,12 +105,12 @@ impl S3 {
         read: impl Fn(&[u8]) -> Result<T>,
     ) -> Result<T> {
         let plain = query.clone();
-        let body = self.sender.send(Method::GET, &Path::ROOT, plain, Vec::new(), Bytes::new()).await?;
+        let body = self.signed.send(Method::GET, &Path::ROOT, plain, Vec::new(), Bytes::new()).await?;
         if let Ok(answer) = read(&body) {
             return Ok(answer);
         }
         query.push(("encoding-type", "url".to_owned()));
-        let body = self.sender.send(Method::GET, &Path::ROOT, query, Vec::new(), Bytes::new()).await?;
+        let body = self.signed.send(Method::GET, &Path::ROOT, query, Vec::new(), Bytes::new()).await?;
         read(&body)
     }
 
@@ -129,7 +130,7 @@ impl S3 {
         if let Some(version) = &version {
             headers.push(header("x-amz-copy-source-if-match", version.as_str())?);
         }
-        let body = self.sender.send(Method::PUT, &upload.key, query, headers, Bytes::new()).await?;
+        let body = self.signed.send(Method::PUT, &upload.key, query, headers, Bytes::new()).await?;
         let content_id = xml::read_copied_part(&body)?;
         Ok(PartId { content_id })
     }
@@ -148,7 +149,7 @@ impl S3 {
             Condition::IfVersion(version) => headers.push(header("if-match", version.as_str())?),
         }
         let body = Bytes::from(xml::write_parts(parts));
-        let body = self.sender.send(Method::POST, &upload.key, query, headers, body).await?;
+        let body = self.signed.send(Method::POST, &upload.key, query, headers, body).await?;
         let e_tag = Some(xml::read_completed(&body)?);
         Ok(PutResult { e_tag, version: None, extensions: Default::default() })
     }
@@ -165,10 +166,4 @@ impl S3 {
         let next = listed.next.map(|(key, id)| format!("{key}\n{id}"));
         Ok(UploadsPage { uploads: listed.uploads.into_iter().filter_map(address_of).collect(), next })
     }
-}
-
-fn header(name: &'static str, value: &str) -> Result<(HeaderName, HeaderValue)> {
-    let value = HeaderValue::from_str(value)
-        .map_err(|error| object_store::Error::Generic { store: STORE, source: Box::new(error) })?;
-    Ok((HeaderName::from_static(name), value))
 }

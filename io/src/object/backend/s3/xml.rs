@@ -75,13 +75,6 @@ struct Tagged {
     e_tag: String,
 }
 
-#[derive(Debug, Default, Deserialize)]
-#[serde(rename_all = "PascalCase", default)]
-struct ErrorAnswer {
-    code: String,
-    message: String,
-}
-
 /// Unfinished uploads as the store names them, and the marker of the next page.
 pub(super) struct ListedUploads {
     pub(super) uploads: Vec<(String, String, Timestamp)>,
@@ -158,19 +151,6 @@ pub(super) fn write_parts(parts: &[PartId]) -> String {
     text
 }
 
-/// Code and message of an error answer; both empty when `body` is none.
-pub(super) fn read_error(body: &[u8]) -> (String, String) {
-    let text = String::from_utf8_lossy(&body[..body.len().min(64 << 10)]);
-    if !text.contains("<Error>") && !text.contains("<Error ") {
-        return Default::default();
-    }
-    let answer: ErrorAnswer = quick_xml::de::from_str(text.trim_start()).unwrap_or_default();
-    match answer.code.as_str() {
-        "" => ("Error".to_owned(), text.chars().take(200).collect()),
-        _ => (answer.code, answer.message),
-    }
-}
-
 fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     let bad = |source: Box<dyn std::error::Error + Send + Sync>| object_store::Error::Generic {
         store: STORE,
@@ -212,15 +192,6 @@ mod tests {
         assert_eq!(page.objects[0].e_tag.as_deref(), Some("\"x\""));
         assert_eq!(page.directories, ["sub dir"]);
         assert_eq!((page.skipped, page.next.as_deref()), (3, Some("more")));
-    }
-
-    #[test]
-    fn errors_are_found_in_answers_of_any_status() {
-        let text = b"\n <?xml version=\"1.0\"?><Error><Code>SlowDown</Code><Message>later</Message></Error>";
-        assert_eq!(read_error(text), ("SlowDown".into(), "later".into()));
-        assert_eq!(read_error(PAGE.as_bytes()), (String::new(), String::new()));
-        assert_eq!(read_error(b""), (String::new(), String::new()));
-        assert_eq!(read_error(b"<Error>?").0, "Error");
     }
 
     #[test]
