@@ -1,6 +1,8 @@
-//! Servers that speak the protocols of Google Cloud Storage and Azure Blob Storage: fake-gcs-server and Azurite.
+//! Servers that speak the protocols of Google Cloud Storage and Azure Blob Storage: fake-gcs-server, which takes no
+//! writes in the protocol that Forebay writes with, moto behind an interpreter of ours, which does, and Azurite.
 //!
-//! `make setup` installs them where Go and npm are; without them, tests over these stores say that they are skipped.
+//! `make setup` installs fake-gcs-server and Azurite where Go and npm are; without them, tests over these stores say
+//! that they are skipped.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -10,6 +12,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
 
+use crate::dialect::Dialect;
+use crate::s3::Server;
 use crate::server::{Program, run, venv};
 use crate::settings::tool;
 
@@ -35,9 +39,17 @@ urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers
 /// A running server of a cloud other than Amazon's.
 #[derive(Debug)]
 pub struct Cloud {
-    program: Program,
+    server: Behind,
+    address: SocketAddr,
     kind: Kind,
     buckets: AtomicU32,
+}
+
+/// What keeps the objects.
+#[derive(Debug)]
+enum Behind {
+    Own(Program),
+    Moto(&'static Server),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,6 +63,16 @@ impl Cloud {
     pub fn google() -> Option<&'static Self> {
         static SHARED: OnceLock<Option<Cloud>> = OnceLock::new();
         SHARED.get_or_init(Self::start_google).as_ref()
+    }
+
+    /// The moto of this test program as Google would answer for it.
+    pub fn google_in_dialect() -> &'static Self {
+        static SHARED: OnceLock<Cloud> = OnceLock::new();
+        SHARED.get_or_init(|| {
+            let server = Server::shared();
+            let dialect = Dialect::new(server.address()).expect("loopback has free ports");
+            Self::over(Behind::Moto(server), dialect.address, Kind::Google)
+        })
     }
 
     /// The Azurite of this test program, started on first use.
@@ -67,7 +89,7 @@ impl Cloud {
             let server = ["-scheme", "http", "-host", "127.0.0.1", "-port", &port, "-public-host", &public];
             server.into_iter().chain(["-backend", "memory"]).map(str::to_owned).collect()
         };
-        Some(Self::over(Program::start(&program, &[], arguments), Kind::Google))
+        Some(Self::own(Program::start(&program, &[], arguments), Kind::Google))
     }
 
     fn start_azure() -> Option<Self> {
@@ -80,16 +102,32 @@ impl Cloud {
         };
         // No statistics leave the machine.
         let variables = [("AZURITE_TELEMETRY_DISABLED", "1"), ("AZURE_CORE_COLLECT_TELEMETRY", "0")];
-        Some(Self::over(Program::start(&program, &variables, arguments), Kind::Azure))
+        Some(Self::own(Program::start(&program, &variables, arguments), Kind::Azure))
     }
 
-    fn over(program: Program, kind: Kind) -> Self {
-        Self { program, kind, buckets: AtomicU32::new(0) }
+    fn own(program: Program, kind: Kind) -> Self {
+        let address = program.address();
+        Self::over(Behind::Own(program), address, kind)
+    }
+
+    fn over(server: Behind, address: SocketAddr, kind: Kind) -> Self {
+        Self { server, address, kind, buckets: AtomicU32::new(0) }
     }
 
     /// Where it listens, for a door in front of it.
     pub fn address(&self) -> SocketAddr {
-        self.program.address()
+        self.address
+    }
+
+    fn endpoint(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    fn log(&self) -> String {
+        match &self.server {
+            Behind::Own(program) => program.log(),
+            Behind::Moto(_) => String::new(),
+        }
     }
 
     /// Options by their object_store names.
@@ -111,7 +149,7 @@ impl Cloud {
 
     /// The environment with which a `forebay` process reaches it.
     pub fn envs(&self) -> Vec<(String, String)> {
-        self.envs_at(self.program.endpoint())
+        self.envs_at(self.endpoint())
     }
 
     /// The same through `endpoint`, which leads to it.
@@ -123,35 +161,45 @@ impl Cloud {
     pub fn put_json(&self, bucket: &Bucket, key: &str, body: &str) {
         let (bucket, prefix) = (&bucket.url().bucket, &bucket.url().prefix);
         let line = format!("POST /upload/storage/v1/b/{bucket}/o?uploadType=media&name={prefix}/{key}");
-        let answer = self.program.request(&line, body).expect("the server answers");
+        let Behind::Own(program) = &self.server else { panic!("moto speaks no JSON") };
+        let answer = program.request(&line, body).expect("the server answers");
         assert!(answer.starts_with("HTTP/1.1 200"), "{key}: {answer}");
     }
 
     /// Creates a bucket of its own for a test and returns a handle on it, below `prefix`.
     pub async fn bucket(&self, prefix: &str) -> Bucket {
-        self.open(&self.create_bucket(prefix), self.program.endpoint()).await
+        self.bucket_at(&self.create_bucket(prefix)).await
+    }
+
+    /// A handle on a bucket that was created.
+    pub async fn bucket_at(&self, url: &BucketUrl) -> Bucket {
+        self.open(url, self.endpoint()).await
     }
 
     /// A handle on a bucket, through an endpoint that leads here.
     pub async fn open(&self, url: &BucketUrl, endpoint: String) -> Bucket {
         let options = self.options(endpoint).into_iter().collect();
         let opened = Bucket::open(url, &StoreSettings { options, ..StoreSettings::default() }).await;
-        opened.unwrap_or_else(|error| panic!("{error}\n{}", self.program.log()))
+        opened.unwrap_or_else(|error| panic!("{error}\n{}", self.log()))
     }
 
     /// Creates a bucket of its own for a test. Returns the URL of its `prefix`.
     pub fn create_bucket(&self, prefix: &str) -> BucketUrl {
-        let name = format!("test-{}", self.buckets.fetch_add(1, Ordering::Relaxed));
-        let scheme = match self.kind {
-            Kind::Google => {
+        let mut name = format!("test-{}", self.buckets.fetch_add(1, Ordering::Relaxed));
+        let scheme = match (self.kind, &self.server) {
+            (Kind::Google, Behind::Own(program)) => {
                 let body = format!(r#"{{"name":"{name}"}}"#);
-                let made = self.program.request("POST /storage/v1/b?project=test", &body);
+                let made = program.request("POST /storage/v1/b?project=test", &body);
                 let answer = made.expect("the server answers");
                 assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
                 "gs"
             }
-            Kind::Azure => {
-                let line = ["-c", CREATE_CONTAINER, &self.program.endpoint(), ACCOUNT, ACCOUNT_KEY, &name];
+            (Kind::Google, Behind::Moto(server)) => {
+                name = server.create_bucket();
+                "gs"
+            }
+            (Kind::Azure, _) => {
+                let line = ["-c", CREATE_CONTAINER, &self.endpoint(), ACCOUNT, ACCOUNT_KEY, &name];
                 run(Command::new(venv().join("bin/python")).args(line));
                 "az"
             }

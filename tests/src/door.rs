@@ -227,7 +227,7 @@ fn answer(upstream: &mut TcpStream, client: &mut TcpStream, trouble: Option<Trou
 }
 
 /// The head of a request, and what came with it of the body.
-fn read_head(client: &mut TcpStream) -> io::Result<(String, Vec<u8>)> {
+pub(crate) fn read_head(client: &mut TcpStream) -> io::Result<(String, Vec<u8>)> {
     let mut bytes = Vec::new();
     let mut part = [0; 4096];
     loop {

@@ -6,12 +6,13 @@ pub mod settings;
 pub mod scratch;
 mod server;
 pub mod s3;
+pub mod door;
+mod dialect;
 pub mod cloud;
 pub mod sample;
 pub mod compare;
 pub mod process;
 pub mod mount;
-pub mod door;
 
 pub use compare::assert_same_trees;
 pub use door::{Door, Manner, Trouble};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
-use forebay_io::object::{Bucket, Condition};
+use forebay_io::object::{Bucket, Condition, UploadOptions};
 
 use super::inspect::inspect;
 use super::{Member, Seal};
@@ -143,7 +143,8 @@ fn manifest_of(run: &Run, member: Option<&Member>, seal: &Seal, blake3: Identity
 async fn upload(bucket: &Bucket, shard: &Shard, data: Bytes) -> Result<()> {
     let key = Shard::key_of(&shard.blake3);
     // One PUT where that is enough, else parts side by side; an upload that fails aborts itself.
-    let mut upload = bucket.upload(&key).await?;
+    let options = UploadOptions { conditional: false, ..UploadOptions::default() };
+    let mut upload = bucket.upload_with(&key, options)?;
     upload.write(data).await?;
     let stored = upload.complete(Condition::Always).await?;
     if stored.size != shard.size {

@@ -9,7 +9,7 @@ use futures::stream::{BoxStream, StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{CopyOptions, ObjectMeta, ObjectStore, PutOptions};
 
-use super::backend::{Plain, connect, sweep_directory};
+use super::backend::{Plain, STAGED, connect, sweep_directory};
 use super::error::convert;
 use super::front::{Front, pages};
 use super::key::{address, directory_prefix};
@@ -283,9 +283,12 @@ impl Bucket {
         self.call(Request::Abort { upload }).await.map(drop)
     }
 
-    /// What dead processes left beside the key space of a directory, untouched for at least `min_age`: removed unless
-    /// `keep`. Stores keep such things to themselves, as unfinished uploads.
+    /// What dead processes left beside the key space of a directory, or under Google's keys for uploads, untouched for
+    /// at least `min_age`: removed unless `keep`. Other stores keep such things to themselves, as unfinished uploads.
     pub async fn sweep_staging(&self, min_age: Duration, keep: bool) -> Result<Vec<Leftover>> {
+        if self.0.url.scheme == Scheme::Gcs {
+            return self.sweep_uploads(min_age, keep).await;
+        }
         let Some(root) = self.0.url.directory() else { return Ok(Vec::new()) };
         if self.is_read_only() && !keep {
             return Err(Error::new(ErrorKind::ReadOnly, "this handle on the bucket may not write"));
@@ -293,6 +296,18 @@ impl Bucket {
         let shown = self.0.name.clone();
         let swept = blocking(move || sweep_directory(&root, min_age, keep)).await?;
         swept.map_err(|error| Error::from(error).context(format!("staging folder of {shown}")))
+    }
+
+    async fn sweep_uploads(&self, min_age: Duration, keep: bool) -> Result<Vec<Leftover>> {
+        let before = self.0.clock.wall().seconds.saturating_sub_unsigned(min_age.as_secs());
+        let found: Vec<ObjectInfo> = self.list(STAGED).try_collect().await?;
+        let old: Vec<ObjectInfo> = found.into_iter().filter(|info| info.modified.seconds <= before).collect();
+        if !keep {
+            let keys: Vec<ObjectKey> = old.iter().map(|info| info.key.clone()).collect();
+            self.delete_many(&keys).await?;
+        }
+        let left = |info: ObjectInfo| Leftover { name: info.key.as_str().to_owned(), bytes: info.size };
+        Ok(old.into_iter().map(left).collect())
     }
 
     /// Copies an object inside the bucket without moving its bytes through this host. On S3 up to 5 GiB; larger

@@ -70,7 +70,8 @@ impl ObjectStore for Front {
         location: &Path,
         options: PutMultipartOptions,
     ) -> Result<Box<dyn MultipartUpload>> {
-        let create = Request::Create { key: location.clone(), options, token: self.rng.name() };
+        let (key, token) = (location.clone(), self.rng.name());
+        let create = Request::Create { key, options, token, conditional: false };
         let upload = self.service.call(create).await?.upload()?;
         let parts = Arc::default();
         Ok(Box::new(FrontUpload { service: self.service.clone(), upload, parts, index: 0, offset: 0 }))

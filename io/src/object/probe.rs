@@ -11,7 +11,7 @@ use object_store::PutMultipartOptions;
 use serde::{Deserialize, Serialize};
 
 use super::request::{Request, UploadId};
-use super::{Bucket, Condition, Scheme};
+use super::{Bucket, Condition};
 
 /// Writers that race for one key: enough to catch stores that check and write in two steps.
 const RACERS: usize = 8;
@@ -107,14 +107,12 @@ impl Probe<'_> {
     }
 
     async fn run(&self) -> Result<Capabilities> {
-        // There, conditions of a completion are looked up before it: that shows nothing about the store.
-        let one_request = self.bucket.url().scheme != Scheme::Gcs;
         Ok(Capabilities {
             writable: true,
             conditional_create: self.conditional_create().await?,
             conditional_update: self.conditional_update().await?,
-            conditional_complete: one_request && self.conditional_complete().await?,
-            conditional_complete_update: one_request && self.conditional_complete_update().await?,
+            conditional_complete: self.conditional_complete().await?,
+            conditional_complete_update: self.conditional_complete_update().await?,
             part_copy: self.part_copy().await?,
             conditional_part_copy: self.conditional_part_copy().await?,
             list_uploads: self.list_uploads().await?,
@@ -159,6 +157,7 @@ impl Probe<'_> {
             key: self.bucket.path(key)?,
             options: PutMultipartOptions::default(),
             token: self.bucket.token(),
+            conditional: true,
         };
         let wrong = |error| self.bucket.error(error);
         let upload = self.bucket.call(create).await?.upload().map_err(wrong)?;
@@ -229,6 +228,7 @@ impl Probe<'_> {
             key: self.bucket.path(&key)?,
             options: PutMultipartOptions::default(),
             token: self.bucket.token(),
+            conditional: true,
         };
         let upload = self.bucket.call(create).await?.upload().map_err(|error| self.bucket.error(error))?;
         let listed = self.bucket.list_uploads(&self.folder).await;

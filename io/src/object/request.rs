@@ -43,8 +43,9 @@ pub(super) enum Request {
     List(ListRequest),
     /// Copies inside the store.
     Copy { from: Path, to: Path, options: CopyOptions },
-    /// Starts an upload. A store that keeps user metadata keeps `token` with the object.
-    Create { key: Path, options: PutMultipartOptions, token: String },
+    /// Starts an upload. A store that keeps user metadata keeps `token` with the object. Only a `conditional` one can be
+    /// completed on a condition.
+    Create { key: Path, options: PutMultipartOptions, token: String, conditional: bool },
     /// Part `index`, whose first byte is byte `offset` of the object.
     Part { upload: UploadId, index: usize, offset: u64, payload: PutPayload },
     /// Part `index` from bytes `range` of another object, if it still has `version`.

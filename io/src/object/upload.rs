@@ -59,11 +59,19 @@ pub struct UploadOptions {
     pub part_bytes: Option<u64>,
     /// Who is told where it begins and ends. Default nobody.
     pub notes: Option<Arc<dyn UploadNotes>>,
+    /// Whether it may be completed on a condition. Default true; without, Google's store spares a copy.
+    pub conditional: bool,
 }
 
 impl Default for UploadOptions {
     fn default() -> Self {
-        Self { parts_in_flight: 8, bytes_in_flight: 256 * MIB, part_bytes: None, notes: None }
+        Self {
+            parts_in_flight: 8,
+            bytes_in_flight: 256 * MIB,
+            part_bytes: None,
+            notes: None,
+            conditional: true,
+        }
     }
 }
 
@@ -197,6 +205,9 @@ impl Upload {
     /// `Conflict` when the condition does not hold; `Unsupported` where the store cannot check it for uploads in
     /// parts.
     pub async fn complete(mut self, condition: Condition) -> Result<ObjectInfo> {
+        if !self.state().options.conditional && condition != Condition::Always {
+            return Err(Error::bug("an upload that was started for no condition is completed on one"));
+        }
         let state = self.state.take().expect("an upload is completed once");
         let tasks = state.bucket.tasks().clone();
         tasks.spawn(format!("complete {}", state.key), state.complete(condition)).await?
@@ -292,8 +303,8 @@ impl State {
         }
         if self.creating.is_none() {
             let (bucket, key) = (self.bucket.clone(), self.bucket.path(&self.key)?);
-            let request =
-                Request::Create { key, options: PutMultipartOptions::default(), token: bucket.token() };
+            let (options, conditional) = (PutMultipartOptions::default(), self.options.conditional);
+            let request = Request::Create { key, options, token: bucket.token(), conditional };
             let (notes, named) = (self.options.notes.clone(), self.key.clone());
             let create = async move {
                 let upload = bucket.call(request).await?.upload().map_err(|error| bucket.error(error))?;

@@ -187,12 +187,12 @@ impl Collector<'_> {
     /// Uploads to owned blobs, whose keys say whose they are; in a directory, all that is staged.
     async fn sweep_uploads(&self, living: &HashSet<u64>, report: &mut GcReport) -> Result<()> {
         let bucket = self.mover.bucket();
+        let min_age = Duration::from_millis(self.mover.shared().settings.gc.staging_ms);
+        for left in bucket.sweep_staging(min_age, self.dry_run).await? {
+            report.leftovers += 1;
+            report.leftover_bytes += left.bytes;
+        }
         if bucket.url().scheme == Scheme::File {
-            let min_age = Duration::from_millis(self.mover.shared().settings.gc.staging_ms);
-            for left in bucket.sweep_staging(min_age, self.dry_run).await? {
-                report.leftovers += 1;
-                report.leftover_bytes += left.bytes;
-            }
             return Ok(());
         }
         let found = match bucket.list_uploads(Blob::OWNED_PREFIX.trim_end_matches('/')).await {

@@ -142,16 +142,16 @@ fn the_probe_finds_everything_and_leaves_nothing() {
     over_every_store(|Subject { store, bucket, directory }| async move {
         let found = bucket.probe().await.expect("probe");
         // moto does not look at these two conditions; the probe must see that.
-        let (is_azure, checks_all) = (store == "azurite", store != "moto");
+        let (is_cloud, checks_all) = (is_cloud(store), store != "moto");
         let all = Capabilities {
             writable: true,
             conditional_create: true,
             conditional_update: true,
             conditional_complete: true,
             conditional_complete_update: checks_all,
-            part_copy: !is_azure,
-            conditional_part_copy: checks_all && !is_azure,
-            list_uploads: !is_azure,
+            part_copy: !is_cloud,
+            conditional_part_copy: checks_all && !is_cloud,
+            list_uploads: !is_cloud,
             range_get: true,
             conditional_get: true,
             etag_stable: true,

@@ -19,13 +19,13 @@ use object_store::azure::{
 use object_store::client::HttpRequestBody;
 use object_store::multipart::PartId;
 use object_store::path::Path;
-use object_store::{PutResult, Result};
+use object_store::{PutMultipartOptions, PutResult, Result};
 use sha2::{Digest, Sha256};
 use url::Url;
 
 use super::plain::Plain;
 use super::send::{Sender, generic, header};
-use crate::object::error::service_code;
+use crate::object::error::{service_code, unsupported};
 use crate::object::layer::TOKEN_ATTRIBUTE;
 use crate::object::request::{Reply, Request, Service, UploadId};
 use crate::object::types::Condition;
@@ -134,6 +134,9 @@ impl Azure {
 impl Service for Azure {
     async fn call(&self, request: Request) -> Result<Reply> {
         match request {
+            Request::Create { options, .. } if options != PutMultipartOptions::default() => {
+                Err(unsupported("tags and attributes of uploads in parts"))
+            }
             // The store knows uploads by their blocks alone. A name tells those of one key apart in the notes.
             Request::Create { key, token, .. } => {
                 Ok(Reply::Upload(UploadId { key, id: token.clone(), token }))

@@ -12,10 +12,10 @@ use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::ClientConfigKey;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 
-use super::azure::{Azure, Place};
+use super::azure::{self, Azure};
 use super::credentials::Renewed;
 use super::file::Directory;
-use super::plain::Plain;
+use super::google::{self, Google};
 use super::profile;
 use super::s3::{S3, Signed};
 use super::send::{Sender, Transport};
@@ -139,19 +139,24 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     Ok(S3 { store, signed: Signed::new(sender, signer, anonymous), bucket: url.bucket.clone() })
 }
 
-fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Plain> {
+fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Google> {
+    let transport = Transport::default();
     let mut builder = GoogleCloudStorageBuilder::from_env()
         .with_bucket_name(&url.bucket)
         .with_config(GoogleConfigKey::Client(ClientConfigKey::Timeout), NO_TIMEOUT)
         .with_retry(no_retries())
-        .with_http_connector(Transport::default());
+        .with_http_connector(transport.clone());
     for (name, value) in &settings.options {
         builder = builder.with_config(name.parse().map_err(|_| unknown_option(name, url))?, value);
     }
     if is_plain(builder.get_config_value(&GoogleConfigKey::BaseUrl)) {
         builder = builder.with_config(GoogleConfigKey::Client(ClientConfigKey::AllowHttp), "true");
     }
-    builder.build().map(Plain::by_generation).map_err(|error| convert(&url.to_string(), error))
+    let failed = |error| convert(&url.to_string(), error);
+    let place = google::Place::of(&builder, &url.bucket, &url.prefix);
+    let store = builder.build().map_err(failed)?;
+    let sender = Sender::new(&transport).map_err(failed)?;
+    Ok(Google::new(store, sender, place))
 }
 
 fn azure(url: &BucketUrl, settings: &StoreSettings) -> Result<Azure> {
@@ -168,7 +173,7 @@ fn azure(url: &BucketUrl, settings: &StoreSettings) -> Result<Azure> {
         builder = builder.with_config(AzureConfigKey::Client(ClientConfigKey::AllowHttp), "true");
     }
     let failed = |error| convert(&url.to_string(), error);
-    let place = Place::of(&builder, &url.bucket).map_err(failed)?;
+    let place = azure::Place::of(&builder, &url.bucket).map_err(failed)?;
     let store = builder.build().map_err(failed)?;
     let sender = Sender::new(&transport).map_err(failed)?;
     Ok(Azure::new(store, sender, place))

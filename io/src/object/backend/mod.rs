@@ -5,10 +5,12 @@ mod plain;
 mod file;
 mod s3;
 mod azure;
+mod google;
 mod credentials;
 mod profile;
 mod connect;
 
 pub(super) use connect::connect;
 pub(super) use file::sweep as sweep_directory;
+pub(super) use google::STAGED;
 pub(super) use plain::Plain;

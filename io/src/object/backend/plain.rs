@@ -1,9 +1,9 @@
 //! Any store that object_store knows.
 //!
 //! Google Cloud Storage and Azure use their own multipart uploads and listings; conditions on the completion of an
-//! upload are looked up before it, which is not the same as one request. A store without them (in memory, or
-//! one that a test brings) stages parts in memory until completion, and then also has conditional completion, part
-//! copy and a list of unfinished uploads, so that tests meet the whole interface.
+//! upload are their own affair. A store without them (in memory, or one that a test brings) stages parts in memory
+//! until completion, and then also has conditional completion, part copy and a list of unfinished uploads, so that
+//! tests meet the whole interface.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
-    Attribute, Attributes, GetOptions, ListResult, ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions,
-    PutOptions, PutPayload, Result, UpdateVersion,
+    Attribute, Attributes, GetOptions, ListResult, ObjectStore, ObjectStoreExt, PutMultipartOptions,
+    PutOptions, PutPayload, Result,
 };
 use parking_lot::Mutex;
 
@@ -35,8 +35,6 @@ pub(in crate::object) struct Plain {
     store: Arc<dyn ObjectStore>,
     native: Option<Native>,
     keeps_metadata: bool,
-    /// Conditional writes name a generation, not an ETag (Google Cloud Storage).
-    by_generation: bool,
     staged: Mutex<BTreeMap<String, Staged>>,
     rng: Rng,
 }
@@ -73,42 +71,15 @@ impl Plain {
         Self { native: Some(native), ..Self::staged(store, true) }
     }
 
-    /// Google Cloud Storage: as [`Plain::cloud`], and an ETag to be replaced is first looked up as a generation.
-    pub(in crate::object) fn by_generation<S>(store: S) -> Self
-    where
-        S: ObjectStore + MultipartStore + PaginatedListStore,
-    {
-        Self { by_generation: true, ..Self::cloud(store) }
-    }
-
     /// Any store; `keeps_metadata` says whether it keeps user metadata with objects.
     pub(in crate::object) fn staged(store: Arc<dyn ObjectStore>, keeps_metadata: bool) -> Self {
         let (staged, rng) = (Mutex::default(), Rng::system());
-        Self { store, native: None, keeps_metadata, by_generation: false, staged, rng }
+        Self { store, native: None, keeps_metadata, staged, rng }
     }
 
     fn mark(&self, attributes: &mut Attributes, token: String) {
         if self.keeps_metadata && !token.is_empty() {
             attributes.insert(Attribute::Metadata(TOKEN_ATTRIBUTE.into()), token.into());
-        }
-    }
-
-    /// The generation that has the ETag to be replaced. The write names it, so nothing can come in between.
-    async fn generation(&self, key: &Path, wanted: UpdateVersion) -> Result<UpdateVersion> {
-        if !self.by_generation || wanted.version.is_some() {
-            return Ok(wanted);
-        }
-        let gone = |source: &str| object_store::Error::Precondition {
-            path: key.to_string(),
-            source: source.to_owned().into(),
-        };
-        match self.store.head(key).await {
-            Ok(found) if found.e_tag == wanted.e_tag => {
-                Ok(UpdateVersion { e_tag: found.e_tag, version: found.version })
-            }
-            Ok(_) => Err(gone("it holds another version")),
-            Err(object_store::Error::NotFound { .. }) => Err(gone("it does not exist")),
-            Err(error) => Err(error),
         }
     }
 
@@ -150,10 +121,7 @@ impl Plain {
     }
 
     async fn create(&self, key: Path, mut options: PutMultipartOptions, token: String) -> Result<UploadId> {
-        // object_store's Azure client takes no metadata for an upload in parts.
-        if self.native.is_none() || self.by_generation {
-            self.mark(&mut options.attributes, token.clone());
-        }
+        self.mark(&mut options.attributes, token.clone());
         if let Some(native) = &self.native {
             let id = native.multipart.create_multipart_opts(&key, options).await?;
             return Ok(UploadId { key, id, token });
@@ -173,10 +141,8 @@ impl Plain {
     }
 
     async fn complete(&self, upload: UploadId, parts: Vec<PartId>, condition: Condition) -> Result<Reply> {
-        if let Some(native) = &self.native {
-            self.check(&upload.key, &condition).await?;
-            let put = native.multipart.complete_multipart(&upload.key, &upload.id, parts).await?;
-            return Ok(Reply::Put(put));
+        if self.native.is_some() {
+            return Err(unsupported("the completion of an upload is each cloud's own"));
         }
         let (payload, options) = {
             let uploads = self.staged.lock();
@@ -198,27 +164,6 @@ impl Plain {
         let put = self.store.put_opts(&upload.key, payload, options).await?;
         self.staged.lock().remove(&upload.id);
         Ok(Reply::Put(put))
-    }
-
-    /// Google's and Azure's stores complete uploads without conditions in object_store: it is looked up before. What
-    /// somebody else puts there between the two requests is replaced, as the probe tells.
-    async fn check(&self, key: &Path, condition: &Condition) -> Result<()> {
-        if *condition == Condition::Always {
-            return Ok(());
-        }
-        let found = match self.store.head(key).await {
-            Ok(found) => Some(found.e_tag.unwrap_or_default()),
-            Err(object_store::Error::NotFound { .. }) => None,
-            Err(error) => return Err(error),
-        };
-        let holds = match condition {
-            Condition::Always => true,
-            Condition::IfAbsent => found.is_none(),
-            Condition::IfVersion(version) => found.is_some_and(|found| found == version.as_str()),
-        };
-        let source = || "it was changed before the upload was complete".into();
-        let refused = || object_store::Error::Precondition { path: key.to_string(), source: source() };
-        holds.then_some(()).ok_or_else(refused)
     }
 
     async fn copy_part(&self, request: Request) -> Result<Reply> {
@@ -263,9 +208,6 @@ impl Service for Plain {
             Request::Get { key, options } => self.store.get_opts(&key, options).await.map(Reply::Object),
             Request::Put { key, payload, mut options, token } => {
                 self.mark(&mut options.attributes, token);
-                if let PutMode::Update(wanted) = options.mode {
-                    options.mode = PutMode::Update(self.generation(&key, wanted).await?);
-                }
                 self.store.put_opts(&key, payload, options).await.map(Reply::Put)
             }
             Request::Delete { keys } => delete_all(self.store.as_ref(), keys).await,
@@ -274,7 +216,7 @@ impl Service for Plain {
                 self.store.copy_opts(&from, &to, options).await?;
                 Ok(Reply::Done)
             }
-            Request::Create { key, options, token } => {
+            Request::Create { key, options, token, .. } => {
                 self.create(key, options, token).await.map(Reply::Upload)
             }
             Request::Part { upload, index, payload, .. } => match &self.native {

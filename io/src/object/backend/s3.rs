@@ -26,6 +26,7 @@ use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadI
 use crate::object::types::Condition;
 
 pub(super) use sign::Signed;
+pub(super) use xml::{read_completed as read_e_tag, write_parts};
 
 /// Keys of one page, the most that S3 gives.
 const PAGE_KEYS: usize = 1000;
@@ -55,7 +56,7 @@ impl Service for S3 {
                 self.store.copy_opts(&from, &to, options).await?;
                 Ok(Reply::Done)
             }
-            Request::Create { key, mut options, token } => {
+            Request::Create { key, mut options, token, .. } => {
                 options.attributes.insert(Attribute::Metadata(TOKEN_ATTRIBUTE.into()), token.clone().into());
                 let id = self.store.create_multipart_opts(&key, options).await?;
                 Ok(Reply::Upload(UploadId { key, id, token }))

@@ -60,8 +60,8 @@ impl Prefix {
             Request::Copy { from, to, options } => {
                 Request::Copy { from: self.outer(&from)?, to: self.outer(&to)?, options }
             }
-            Request::Create { key, options, token } => {
-                Request::Create { key: self.outer(&key)?, options, token }
+            Request::Create { key, options, token, conditional } => {
+                Request::Create { key: self.outer(&key)?, options, token, conditional }
             }
             Request::Part { upload, index, offset, payload } => {
                 Request::Part { upload: self.outer_upload(upload)?, index, offset, payload }

@@ -134,13 +134,13 @@ pub(super) fn read_copied_part(body: &[u8]) -> Result<String> {
     parse::<Tagged>(body).map(|part| part.e_tag)
 }
 
-/// Reads the ETag of a completed upload.
-pub(super) fn read_completed(body: &[u8]) -> Result<String> {
+/// Reads the ETag of a completed upload, or of a copy.
+pub(in crate::object::backend) fn read_completed(body: &[u8]) -> Result<String> {
     parse::<Tagged>(body).map(|object| object.e_tag)
 }
 
 /// Writes the list of parts that an upload is completed with.
-pub(super) fn write_parts(parts: &[PartId]) -> String {
+pub(in crate::object::backend) fn write_parts(parts: &[PartId]) -> String {
     let mut text =
         String::from("<CompleteMultipartUpload xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\">");
     for (index, part) in parts.iter().enumerate() {
