@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use forebay_tests::cloud::Cloud;
 use forebay_tests::s3::Server;
 use forebay_tests::{Door, Mount, Scratch, Seeded, assert_same_trees, require_fuse, scale, shell};
 use rand::{Rng, RngExt};
@@ -158,6 +159,33 @@ fn random_operations_on_a_troubled_store_do_what_a_plain_folder_does() {
     let mut rng = Seeded::new();
     door.trouble(rng.random(), 10);
     compare_with_plain(&url, &server.envs_at(door.endpoint()), scale());
+    assert!(door.troubles().values().sum::<usize>() >= 20, "{:?}", door.troubles());
+}
+
+/// The same troubles on the way to Azure's protocol.
+#[test]
+fn random_operations_on_a_troubled_azure_do_what_a_plain_folder_does() {
+    if let Some(cloud) = Cloud::azure() {
+        compare_a_troubled_cloud(cloud, "random_operations_on_a_troubled_azure_do_what_a_plain_folder_does");
+    }
+}
+
+/// And to Google's.
+#[test]
+fn random_operations_on_a_troubled_google_do_what_a_plain_folder_does() {
+    let cloud = Cloud::google_in_dialect();
+    compare_a_troubled_cloud(cloud, "random_operations_on_a_troubled_google_do_what_a_plain_folder_does");
+}
+
+fn compare_a_troubled_cloud(cloud: &Cloud, test: &str) {
+    if !require_fuse(test) {
+        return;
+    }
+    let door = Door::new(cloud.address()).expect("loopback has free ports");
+    let url = cloud.create_bucket("a/prefix").to_string();
+    let mut rng = Seeded::new();
+    door.trouble(rng.random(), 10);
+    compare_with_plain(&url, &cloud.envs_at(door.endpoint()), scale());
     assert!(door.troubles().values().sum::<usize>() >= 20, "{:?}", door.troubles());
 }
 
