@@ -48,7 +48,7 @@ fn what_was_deleted_is_gone_for_others_and_comes_back() {
     let at = |path: &str| folder.join(path).display().to_string();
     shell(
         &folder,
-        "mkdir -p d/e && echo deep > d/e/f && chmod 750 d/e && chmod 600 d/e/f && setfattr -n user.x -v y d/e/f \
+        "mkdir -p d/e && echo deep > d/e/f && chmod 750 d/e && chmod 600 d/e/f && python3 -c \"import os; os.setxattr('d/e/f', 'user.x', b'y')\" \
          && echo replaced > d/x && echo new > y && mv y d/x && rm -r d && rm plain",
     )
     .succeeded();
@@ -81,7 +81,8 @@ fn what_was_deleted_is_gone_for_others_and_comes_back() {
     assert_eq!(fs::read_to_string(folder.join("d/e/f")).expect("bytes"), "deep\n");
     let mode = |path: &str| fs::metadata(folder.join(path)).expect("metadata").permissions().mode() & 0o777;
     assert_eq!((mode("d/e"), mode("d/e/f")), (0o750, 0o600));
-    assert_eq!(shell(&folder, "getfattr --only-values -n user.x d/e/f").succeeded(), "y");
+    let attribute = "python3 -c \"import os; print(os.getxattr('d/e/f', 'user.x').decode(), end='')\"";
+    assert_eq!(shell(&folder, attribute).succeeded(), "y");
     assert!(!folder.join("d/x").exists());
 
     let replaced = lines(&forebay(&home, &["trash", "ls", &at("d/x"), "--json"]).succeeded());
