@@ -19,7 +19,7 @@ mod _native {
     #[pymodule_export]
     use super::loading::{Step, list_steps, open_step, verify};
     #[pymodule_export]
-    use super::ranks::{Group, begin_job, hash_bytes, join_job, plan_shares};
+    use super::ranks::{Group, begin_job, hash_bytes, join_job, plan_shares, refuse_if_superseded};
     #[pymodule_export]
     use super::saving::{Save, Session, Snapshot, dtypes, run_agent};
 }

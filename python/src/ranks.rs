@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use forebay_ckpt::agent::Member;
-use forebay_ckpt::catalog::{Run, Start, begin_run};
+use forebay_ckpt::catalog::{self, Run, Start, begin_run, find_run};
 use forebay_ckpt::group;
 use forebay_ckpt::plan::{Descriptor, Share, plan};
 use forebay_core::{Error, Result};
@@ -59,6 +59,18 @@ pub(crate) fn begin_job(
     let start = Start { nonce, host, pid, started_ms };
     let run = with_bucket(py, url, |bucket| async move { begin_run(&bucket, start).await })?;
     serde_json::to_string(&run).map_err(|error| Error::bug(format!("encode a run: {error}"))).or_raise()
+}
+
+/// Raises where a later start than the one with that nonce took over.
+#[pyfunction]
+pub(crate) fn refuse_if_superseded(py: Python<'_>, url: &str, nonce: String) -> PyResult<()> {
+    with_bucket(py, url, |bucket| async move {
+        match find_run(&bucket, &nonce).await? {
+            Some(run) => catalog::refuse_if_superseded(&bucket, &run).await,
+            // It came to nothing before it was recorded.
+            None => Ok(()),
+        }
+    })
 }
 
 /// Makes `session` that of one rank of the job that `begin_job` began.

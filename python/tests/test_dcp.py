@@ -338,6 +338,24 @@ def test_a_step_that_is_saved_again_counts(tmp_path: Path, size: int) -> None:
     assert _native.verify(f"file://{tmp_path}", None) == []
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_writer_that_was_superseded_stays_so_whatever_its_saves_fail_of(tmp_path: Path, size: int) -> None:
+    def save(rank: int) -> Any:
+        first, second = forebay.dcp.Writer(tmp_path), forebay.dcp.Writer(tmp_path)
+        for writer in (first, second):
+            dcp.save({"n": 5}, storage_writer=writer)
+        with pytest.raises(CheckpointException, match="Unsavable cannot be saved"):
+            dcp.save({"n": Unsavable()}, storage_writer=first)
+        for _ in range(2):
+            with pytest.raises(CheckpointException, match="took over"):
+                dcp.save({"n": 6}, storage_writer=first)
+        dcp.save({"n": 7}, storage_writer=second)
+        second.close()
+
+    run_at(size, save)
+    assert forebay.load(tmp_path)["n"] == 7
+
+
 def test_ranks_meet_in_a_bucket(url: str) -> None:
     def save(rank: int) -> Any:
         with forebay.dcp.Writer(url, keep=1) as writer:

@@ -22,7 +22,7 @@ use super::holdings::Holdings;
 use super::trainer::Trainer;
 use super::{Hello, Reply, Request, Seal, VISIT_VERSION, Visit};
 use crate::arena::SLOTS;
-use crate::catalog::{Keep, Run, begin_run, put_failed, retain, superseded_by};
+use crate::catalog::{Keep, Run, begin_run, put_failed, refuse_if_superseded, retain, superseded_by};
 use crate::manifest::Manifest;
 
 /// Saves under way at most: two slots of the present arena, two of the one before.
@@ -293,15 +293,6 @@ async fn open(hello: &Hello, trainer: &Trainer) -> Result<(Bucket, Run)> {
         trainer.tell(&Reply::Warning { message });
     }
     Ok((bucket, run))
-}
-
-async fn refuse_if_superseded(bucket: &Bucket, run: &Run) -> Result<()> {
-    let Some(newer) = superseded_by(bucket, run).await? else { return Ok(()) };
-    let (number, host, pid) = (newer.incarnation, newer.start.host, newer.start.pid);
-    let message =
-        format!("a later start of this run (incarnation {number}, process {pid} on {host}) took over");
-    Err(Error::new(ErrorKind::Stale, message)
-        .with_hint("end this trainer, or give it a bucket prefix of its own"))
 }
 
 /// Deletes old steps, and steps that a later incarnation saved again. A failure costs space, not data: it is told,

@@ -26,6 +26,6 @@ pub use keys::{StepKey, incarnation_key};
 pub use ranks::{RankKey, failure_of, forget_ranks, list_ranks, merge_ranks, put_failed, put_rank};
 pub(crate) use ranks::{merge, of_save};
 pub use retain::{Keep, Removed, list_pins, pin, remove_steps, retain, unpin};
-pub use run::{Run, Start, begin_run, newest_run, superseded_by};
+pub use run::{Run, Start, begin_run, find_run, newest_run, refuse_if_superseded, superseded_by};
 pub use steps::{StepInfo, find_step, list_steps, load_manifest};
 pub use watch::Watch;

@@ -92,6 +92,19 @@ pub async fn superseded_by(bucket: &Bucket, run: &Run) -> Result<Option<Run>> {
     Ok(newest.filter(|newest| newest.incarnation >= run.incarnation && newest.start.nonce != run.start.nonce))
 }
 
+/// Tells a start that a later one took over.
+///
+/// # Errors
+/// `Stale` when one did.
+pub async fn refuse_if_superseded(bucket: &Bucket, run: &Run) -> Result<()> {
+    let Some(newer) = superseded_by(bucket, run).await? else { return Ok(()) };
+    let (number, host, pid) = (newer.incarnation, newer.start.host, newer.start.pid);
+    let message =
+        format!("a later start of this run (incarnation {number}, process {pid} on {host}) took over");
+    Err(Error::new(ErrorKind::Stale, message)
+        .with_hint("end this trainer, or give it a bucket prefix of its own"))
+}
+
 async fn create(bucket: &Bucket, record: &Run) -> Result<()> {
     let data = serde_json::to_vec(record).map_err(|error| Error::bug(format!("encode a run: {error}")))?;
     let key = incarnation_key(record.incarnation);
@@ -105,17 +118,39 @@ async fn create(bucket: &Bucket, record: &Run) -> Result<()> {
 
 /// The latest start of the run, if there was one.
 pub async fn newest_run(bucket: &Bucket) -> Result<Option<Run>> {
+    match incarnations(bucket).await?.last() {
+        Some(last) => load(bucket, *last).await.map(Some),
+        None => Ok(None),
+    }
+}
+
+/// What the start with that nonce recorded, if it came so far.
+pub async fn find_run(bucket: &Bucket, nonce: &str) -> Result<Option<Run>> {
+    for number in incarnations(bucket).await?.into_iter().rev() {
+        let run = load(bucket, number).await?;
+        if run.start.nonce == nonce {
+            return Ok(Some(run));
+        }
+    }
+    Ok(None)
+}
+
+/// The numbers taken so far, ascending.
+async fn incarnations(bucket: &Bucket) -> Result<Vec<u64>> {
     let objects: Vec<_> = bucket.list(RUNS).try_collect().await?;
-    let Some(last) = objects.iter().filter_map(|object| parse_incarnation(&object.key)).max() else {
-        return Ok(None);
-    };
-    let key = incarnation_key(last);
+    let mut numbers: Vec<_> = objects.iter().filter_map(|object| parse_incarnation(&object.key)).collect();
+    numbers.sort_unstable();
+    Ok(numbers)
+}
+
+async fn load(bucket: &Bucket, incarnation: u64) -> Result<Run> {
+    let key = incarnation_key(incarnation);
     let (data, _) = bucket.get_whole(&key).await?;
     let run: Run = serde_json::from_slice(&data).map_err(|error| {
         Error::corrupt(format!("`{key}` of {} is no run's record: {error}", bucket.url()))
     })?;
-    if run.incarnation != last || run.version != 1 {
+    if run.incarnation != incarnation || run.version != 1 {
         return Err(Error::corrupt(format!("`{key}` of {} records another start", bucket.url())));
     }
-    Ok(Some(run))
+    Ok(run)
 }

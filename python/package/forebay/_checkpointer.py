@@ -120,6 +120,7 @@ class Checkpointer:
         self._agent_log = None if agent_log is None else os.path.abspath(agent_log)
         self._lock = threading.RLock()
         self._start = new_start()
+        self._nonce: str = self._start[0]
         self._session = _native.Session(self._url, *self._start, keep, keep_every)
         self._replicated = tuple(replicated)
         self._ranks = Ranks(self._url, ranks, patience)
@@ -438,7 +439,7 @@ class Checkpointer:
             leaf = leaves[share.leaf]
             tensors.append((share.name, leaf.dtype, leaf.shape, share.part))
         # Of a job's shards each is one save's alone, so that deleting an old step never takes a new one's.
-        owner = "" if self._ranks.alone else f"step {step}, rank {self._ranks.rank}, start {self._job_nonce}"
+        owner = "" if self._ranks.alone else f"step {step}, rank {self._ranks.rank}, start {self._nonce}"
         snapshot = self._session.begin(tensors, owner, self._threads, 0.0)
         while snapshot is None:
             self._listen(TICK_S)
@@ -542,7 +543,7 @@ class Checkpointer:
     def _join(self, job: str) -> None:
         """Makes this the checkpointer of one rank of a job that was begun."""
         self._job = job
-        self._job_nonce: str = json.loads(job)["start"]["nonce"]
+        self._nonce = json.loads(job)["start"]["nonce"]
         _native.join_job(self._session, job, self._ranks.rank, self._ranks.world_size)
 
     def _listen(self, patience_s: float) -> None:

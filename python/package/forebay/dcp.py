@@ -239,6 +239,9 @@ class Writer(StorageWriter):  # type: ignore[misc]
         last = self._planned
         if self._is_sound and last is not None and last.world_size == size and last.step < step:
             return last.job
+        if self._checkpointer is not None:
+            # Another start would supersede in turn what superseded this one.
+            _native.refuse_if_superseded(self._url, self._checkpointer._nonce)
         self._let_go()
         return None if size == 1 else _native.begin_job(self._url, *new_start())
 
