@@ -20,8 +20,17 @@ pub(crate) struct Sources {
     pub(crate) flights: Flights<(Block, Filled)>,
 }
 
+/// Who writes what the origin gave to disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Keep {
+    /// A task behind the caller's back, if there is room on the way.
+    Behind,
+    /// The caller, which waits for it. A task beside it may come late, and write again what was evicted meanwhile.
+    Caller,
+}
+
 /// A whole block from the nearest source, and whether this call led the way there.
-pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey) -> Result<(Block, Filled, Role)> {
+pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey, keep: Keep) -> Result<(Block, Filled, Role)> {
     let id = BlockId::of(key);
     if let Some(block) = sources.memory.get(&id) {
         return Ok((block, Filled::Memory, Role::Led));
@@ -42,7 +51,7 @@ pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey) -> Result<(Block
         let permit = ticket.wait(own.origin.admit(&key)).await?;
         let block = own.origin.fetch(&key, permit).await?;
         own.memory.insert(id, block.clone());
-        if let Some(disk) = &own.disk {
+        if let Some(disk) = own.disk.as_ref().filter(|_| keep == Keep::Behind) {
             disk.offer(&key, &block);
         }
         Ok((block, Filled::Origin { bytes: key.len() }))

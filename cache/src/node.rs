@@ -14,7 +14,7 @@ use futures::stream::{self, StreamExt};
 
 use crate::block::{Block, BlockId, check_within};
 use crate::flight::{Flights, Role};
-use crate::get::{Sources, get};
+use crate::get::{Keep, Sources, get};
 use crate::origin::Origin;
 use crate::tier::disk::DiskTier;
 use crate::tier::memory::MemoryTier;
@@ -99,8 +99,8 @@ impl Node {
     }
 
     /// A block and where it came from, counted.
-    async fn block(&self, key: &BlockKey) -> Result<(Block, Filled)> {
-        let (block, filled, role) = get(&self.sources, key).await?;
+    async fn block(&self, key: &BlockKey, keep: Keep) -> Result<(Block, Filled)> {
+        let (block, filled, role) = get(&self.sources, key, keep).await?;
         match (filled, role) {
             (_, Role::Joined) => self.joined.fetch_add(1, Relaxed),
             (Filled::Memory, Role::Led) => self.memory_hits.fetch_add(1, Relaxed),
@@ -117,7 +117,7 @@ impl Blocks for Node {
         if within.is_empty() {
             return Ok(Bytes::new());
         }
-        let (block, _) = self.block(key).await?;
+        let (block, _) = self.block(key, Keep::Behind).await?;
         block.slice(key, within)
     }
 
@@ -149,7 +149,7 @@ impl Blocks for Node {
                 let error = Error::new(ErrorKind::Unsupported, "a cache in memory only cannot pin");
                 return Err(error.with_hint("give the cache a directory"));
             }
-            return self.block(key).await.map(|(_, filled)| filled);
+            return self.block(key, Keep::Behind).await.map(|(_, filled)| filled);
         };
         if let Some(slot) = disk.peek(key)
             && (!pin || slot.pinned || disk.set_pinned(slot, true).await?)
@@ -160,7 +160,7 @@ impl Blocks for Node {
             // Before the fetch, so that a full share of pins costs no egress.
             disk.check_pin(key).map_err(|error| error.context(format_args!("pin of {key}")))?;
         }
-        let (block, filled) = self.block(key).await?;
+        let (block, filled) = self.block(key, Keep::Caller).await?;
         match disk.ensure(key, &block, pin).await {
             Err(error) if pin => Err(error.context(format_args!("pin of {key}"))),
             // Counted and logged by the tier; a proof will miss the block when memory lets go of it.

@@ -48,7 +48,7 @@ pub struct MountOptions {
     pub dataset: bool,
     /// How long the kernel may use names and attributes; by default as [`Policy`] says for the kind of mount.
     pub ttl: Option<Duration>,
-    /// Worker threads; by default one a core, at least 16 and at most 32: a dozen of them may wait for a disk.
+    /// Worker threads; by default one a core, at least 8 and at most 32: some of them may wait for a disk.
     pub threads: Option<usize>,
     /// Device nodes work.
     pub devices: bool,
@@ -87,7 +87,7 @@ impl MountOptions {
 
     fn threads(&self) -> usize {
         let cores = std::thread::available_parallelism().map_or(2, usize::from);
-        self.threads.unwrap_or(cores.clamp(16, 32)).max(1)
+        self.threads.unwrap_or(cores.clamp(8, 32)).max(1)
     }
 
     /// The library's form of these. Type and largest read go as plain text: the library keeps the first to itself
