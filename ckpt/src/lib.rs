@@ -1,6 +1,6 @@
 //! Checkpoints: what a step is made of, how it gets from a trainer's memory into a bucket, and how it comes back.
 //!
-//! Knows neither torch nor Python nor CUDA: it sees names, shapes and bytes.
+//! Knows neither torch nor Python nor CUDA: it sees names, shapes and bytes, some of them in a device's memory.
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests spawn, sleep and time as they need"))]
 
 pub mod dtype;

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::device::Device;
 use forebay_io::mem::SharedMemory;
 use forebay_io::net::FdStream;
 use parking_lot::Mutex;
@@ -122,6 +123,8 @@ pub struct Session {
     has_succeeded: bool,
     /// Whether the predecessor's steps are this start's as well.
     goes_on: bool,
+    /// The device that slots are locked for.
+    device: Option<Arc<Device>>,
     warnings: Vec<String>,
 }
 
@@ -142,6 +145,7 @@ impl Session {
             predecessor: None,
             has_succeeded: false,
             goes_on: false,
+            device: None,
             warnings: Vec::new(),
         }
     }
@@ -154,6 +158,11 @@ impl Session {
     /// Has the agent hold sealed steps for so long after this process was killed; said before it is greeted.
     pub fn set_linger(&mut self, linger: Option<Linger>) {
         self.hello.linger = linger;
+    }
+
+    /// From now on slots are locked in memory before they are filled, for `device` to copy into.
+    pub fn pin_for(&mut self, device: Arc<Device>) {
+        self.device.get_or_insert(device);
     }
 
     /// Greets an agent and hands it the saves that an earlier one left unsettled, and what it is to hold.
@@ -190,10 +199,20 @@ impl Session {
     /// Makes sure that a state of `bytes` bytes can be copied without a page fault, on `threads` threads.
     pub fn prepare(&mut self, bytes: u64, threads: usize) -> Result<()> {
         self.make_room(bytes)?;
-        if let Some(arena) = &mut self.arena {
-            for slot in arena.free_slots() {
-                slot.populate(bytes as usize, threads)?;
-            }
+        let Some(mut arena) = self.arena.take() else { return Ok(()) };
+        let outcome = arena.free_slots().try_for_each(|slot| self.make_ready(slot, bytes, threads));
+        self.arena = Some(arena);
+        outcome
+    }
+
+    /// Faults a slot in, and locks it where a device is to copy into it.
+    fn make_ready(&mut self, slot: &mut Slot, bytes: u64, threads: usize) -> Result<()> {
+        slot.populate(bytes as usize, threads)?;
+        let Some(device) = &self.device else { return Ok(()) };
+        if let Err(error) = slot.pin(device) {
+            self.warnings.push(format!("snapshots of device memory are slow: it cannot be locked: {error}"));
+            // Told once, not tried again.
+            self.device = None;
         }
         Ok(())
     }
@@ -234,7 +253,7 @@ impl Session {
             slot = self.take_slot();
         }
         let Some(mut slot) = slot else { return Ok(None) };
-        slot.populate(layout.size as usize, threads)?;
+        self.make_ready(&mut slot, layout.size, threads)?;
         Ok(Some(Snapshot::new(slot, tensors, layout)))
     }
 

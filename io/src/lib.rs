@@ -6,6 +6,7 @@ pub mod rng;
 pub mod lock_file;
 pub mod task;
 pub mod mem;
+pub mod device;
 pub mod codec;
 pub mod net;
 pub mod object;

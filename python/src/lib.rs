@@ -5,6 +5,7 @@
 
 mod errors;
 mod buffer;
+mod device;
 mod loading;
 mod held;
 mod saving;
@@ -14,6 +15,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::device::Device;
     #[pymodule_export]
     use super::held::{Predecessor, newest_start, open_held};
     #[pymodule_export]

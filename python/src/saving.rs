@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use forebay_ckpt::agent::{Hello, Linger, Member, serve};
-use forebay_ckpt::arena;
+use forebay_ckpt::arena::{self, Source};
 use forebay_ckpt::catalog::{Keep, Start};
 use forebay_ckpt::dtype::{DTYPES, Dtype};
 use forebay_ckpt::manifest::{Encoding, Extra, SliceKind};
@@ -13,10 +13,12 @@ use forebay_ckpt::region::Region;
 use forebay_ckpt::session::{self, Progress};
 use forebay_ckpt::shard::TensorSpec;
 use forebay_core::{Error, Result};
+use forebay_io::device::DeviceBytes;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
 use crate::buffer::{self, Span};
+use crate::device::Device;
 use crate::errors::{OrRaise, exception};
 use crate::held::{Named, Predecessor, named, step_named};
 
@@ -89,6 +91,11 @@ impl Session {
     /// where this start goes on from one of them.
     fn adopt(&self, py: Python<'_>, predecessor: &Predecessor, goes_on: bool) -> PyResult<()> {
         py.detach(|| self.0.lock().adopt(predecessor.take()?, goes_on)).or_raise()
+    }
+
+    /// From now on slots are locked in memory, for `device` to copy into.
+    fn pin_for(&self, py: Python<'_>, device: &Device) {
+        py.detach(|| self.0.lock().pin_for(device.inner()));
     }
 
     /// The sealed steps that are in memory, newest first.
@@ -267,26 +274,37 @@ impl Snapshot {
         py.detach(|| self.with(place)).or_raise()
     }
 
-    /// Copies tensors, given as index, address and length.
-    fn copy(&self, py: Python<'_>, sources: Vec<(usize, usize, usize)>, threads: usize) -> PyResult<()> {
-        py.detach(|| self.with(|snapshot| snapshot.copy(spans(&sources), threads))).or_raise()
+    /// Copies tensors, given as index, address and length, and those in a device's memory, given with the device before
+    /// their address.
+    fn copy(
+        &self,
+        py: Python<'_>,
+        sources: Vec<(usize, usize, usize)>,
+        fetches: Vec<Fetch<'_>>,
+        threads: usize,
+    ) -> PyResult<()> {
+        let fetches = away(fetches);
+        py.detach(|| self.with(|snapshot| snapshot.copy(all(&sources, &fetches), threads))).or_raise()
     }
 
     /// Checksums tensors that were filled at their places.
     fn checksum(&self, py: Python<'_>, indexes: Vec<usize>, threads: usize) -> PyResult<()> {
-        py.detach(|| self.with(|snapshot| snapshot.checksum(indexes, threads))).or_raise()
+        let in_place = indexes.into_iter().map(|index| (index, Source::InPlace)).collect();
+        py.detach(|| self.with(|snapshot| snapshot.copy(in_place, threads))).or_raise()
     }
 
-    /// Starts copying on threads of our own; the sources stay as they are until `join` returned.
+    /// As `copy`, on threads of our own; the sources stay as they are until `join` returned.
     fn copy_in_background(
         &self,
         py: Python<'_>,
         sources: Vec<(usize, usize, usize)>,
+        fetches: Vec<Fetch<'_>>,
         threads: usize,
     ) -> PyResult<()> {
+        let fetches = away(fetches);
         let started = py.detach(|| {
             let mut snapshot = self.take()?;
-            let copy = move || snapshot.copy(spans(&sources), threads).map(|()| snapshot);
+            let copy = move || snapshot.copy(all(&sources, &fetches), threads).map(|()| snapshot);
             let worker = std::thread::Builder::new().name("forebay-stage".into()).spawn(copy)?;
             *self.0.lock() = Stage::Copying(worker);
             Ok(())
@@ -306,8 +324,20 @@ impl Snapshot {
     }
 }
 
-fn spans<'a>(sources: &[(usize, usize, usize)]) -> Vec<(usize, &'a [u8])> {
-    sources.iter().map(|(index, address, length)| (*index, buffer::bytes((*address, *length)))).collect()
+/// A tensor in a device's memory: index, device, address and length.
+type Fetch<'py> = (usize, PyRef<'py, Device>, u64, usize);
+
+/// Those tensors, apart from what Python owns.
+fn away(fetches: Vec<Fetch<'_>>) -> Vec<(usize, DeviceBytes)> {
+    let bytes = |(index, device, address, length): Fetch<'_>| (index, device.bytes(address, length));
+    fetches.into_iter().map(bytes).collect()
+}
+
+fn all<'a>(sources: &[(usize, usize, usize)], fetches: &[(usize, DeviceBytes)]) -> Vec<(usize, Source<'a>)> {
+    let near = sources
+        .iter()
+        .map(|(index, address, length)| (*index, Source::Host(buffer::bytes((*address, *length)))));
+    near.chain(fetches.iter().map(|(index, bytes)| (*index, Source::Device(bytes.clone())))).collect()
 }
 
 /// One save and what became of it.

@@ -5,7 +5,7 @@ mod held;
 mod slots;
 mod snapshot;
 
-pub use copy::{Job, copy};
+pub use copy::{Job, Source, copy};
 pub use held::{Held, HeldStep, Seal};
 pub(crate) use slots::SLOTS;
 pub use slots::{Arena, Slot};

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use forebay_core::{ErrorKind, Result};
+use forebay_io::device::{Device, Pinned};
 use forebay_io::mem::{SharedMemory, WriteMapping, populate};
 
 use super::{Held, HeldStep};
@@ -28,6 +29,8 @@ pub struct Arena {
 pub struct Slot {
     index: usize,
     memory: Arc<SharedMemory>,
+    /// The bytes that a device's driver holds in place; let go of before they are unmapped.
+    pinned: Option<(usize, Pinned)>,
     mapping: WriteMapping,
     populated: usize,
     held: Option<Box<Held>>,
@@ -102,7 +105,7 @@ impl Slot {
     pub fn map(memory: &Arc<SharedMemory>, index: usize) -> Result<Self> {
         let bytes = memory.len() / SLOTS;
         let mapping = memory.map_write(index * bytes..(index + 1) * bytes)?;
-        Ok(Self { index, memory: memory.clone(), mapping, populated: 0, held: None })
+        Ok(Self { index, memory: memory.clone(), pinned: None, mapping, populated: 0, held: None })
     }
 
     /// The sealed step in it, if it holds one whole.
@@ -148,6 +151,20 @@ impl Slot {
                 .with_hint("a checkpointer keeps two copies of the state in host memory")
         })?;
         self.populated = bytes;
+        Ok(())
+    }
+
+    /// Locks what is populated so far, so that a device copies into it by itself.
+    ///
+    /// # Errors
+    /// What the device's driver says: copies go on without, slower.
+    pub fn pin(&mut self, device: &Arc<Device>) -> Result<()> {
+        let bytes = self.populated.next_multiple_of(SLOT_ALIGNMENT).min(self.mapping.len());
+        if bytes == 0 || self.pinned.as_ref().is_some_and(|(pinned, _)| *pinned == bytes) {
+            return Ok(());
+        }
+        self.pinned = None;
+        self.pinned = Some((bytes, device.pin(&mut self.mapping[..bytes])?));
         Ok(())
     }
 

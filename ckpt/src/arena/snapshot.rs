@@ -2,7 +2,7 @@
 
 use forebay_core::{Error, Result};
 
-use super::{Job, Slot, copy};
+use super::{Job, Slot, Source, copy};
 use crate::manifest::{Checksum, Slice, Tensor};
 use crate::region::Region;
 use crate::shard::{ShardLayout, TensorSpec};
@@ -45,27 +45,19 @@ impl Snapshot {
         self.layout.size
     }
 
-    /// The place of tensor `index`, for a caller that fills it itself and then calls [`Snapshot::checksum`].
+    /// The place of tensor `index`, for a caller that fills it itself and then copies it [in place](Source::InPlace).
     pub fn tensor_mut(&mut self, index: usize) -> &mut [u8] {
         let range = &self.layout.ranges[index];
         self.pieces[index].iter_mut().for_each(|piece| piece.crc32c = None);
         &mut self.slot.bytes_mut()[range.start as usize..range.end as usize]
     }
 
-    /// Copies tensors, given by index, each once and each from bytes of its own length, on `threads` threads.
+    /// Copies tensors, given by index, each once and each from bytes of its own length, on `threads` threads. Those
+    /// [in place](Source::InPlace) are only checksummed.
     ///
     /// # Errors
-    /// `Invalid` when a source has another length than its tensor.
-    pub fn copy(&mut self, sources: Vec<(usize, &[u8])>, threads: usize) -> Result<()> {
-        self.process(sources.into_iter().map(|(index, source)| (index, Some(source))).collect(), threads)
-    }
-
-    /// Checksums tensors that the caller filled, given by index.
-    pub fn checksum(&mut self, indexes: Vec<usize>, threads: usize) -> Result<()> {
-        self.process(indexes.into_iter().map(|index| (index, None)).collect(), threads)
-    }
-
-    fn process(&mut self, mut wanted: Vec<(usize, Option<&[u8]>)>, threads: usize) -> Result<()> {
+    /// `Invalid` when a source has another length than its tensor; what a device's driver says.
+    pub fn copy(&mut self, mut wanted: Vec<(usize, Source<'_>)>, threads: usize) -> Result<()> {
         // By the end as well: an empty tensor lies before the one that starts where it does.
         wanted.sort_by_key(|(index, _)| (self.layout.ranges[*index].start, self.layout.ranges[*index].end));
         let mut jobs = Vec::with_capacity(wanted.len());
@@ -74,23 +66,23 @@ impl Snapshot {
         for (index, source) in &wanted {
             let range = &self.layout.ranges[*index];
             let length = (range.end - range.start) as usize;
-            if source.is_some_and(|source| source.len() != length) {
+            if source.known_len().is_some_and(|given| given != length) {
                 let name = &self.tensors[*index].name;
                 return Err(Error::invalid(format!(
                     "tensor `{name}` has {length} bytes, its source has not"
                 )));
             }
             let (_, mut after) = rest.split_at_mut((range.start - at) as usize);
-            let mut from = *source;
+            let mut from = source.clone();
             for piece in &self.pieces[*index] {
                 let (target, behind) = after.split_at_mut(piece.bytes as usize);
-                let (source, left) = from.map(|from| from.split_at(piece.bytes as usize)).unzip();
+                let (source, left) = from.split_at(piece.bytes as usize);
                 jobs.push(Job { source, target });
                 (after, from) = (behind, left);
             }
             (rest, at) = (after, range.end);
         }
-        let mut checksums = copy(jobs, threads).into_iter();
+        let mut checksums = copy(jobs, threads)?.into_iter();
         for (index, _) in &wanted {
             self.pieces[*index].iter_mut().for_each(|piece| piece.crc32c = checksums.next());
         }

@@ -6,6 +6,7 @@ use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
 
 use super::*;
 use crate::agent::{Member, serve};
+use crate::arena::Source;
 use crate::catalog::{
     Keep, LEAST_AGE, Start, StepKey, begin_run, collect_garbage, list_steps, load_manifest, pin, put_failed,
     remove_steps, retain, unpin,
@@ -92,7 +93,7 @@ pub(super) fn snapshot(session: &mut Session, length: usize, fill: u8) -> Snapsh
             break snapshot;
         }
     };
-    snapshot.copy(vec![(0, &vec![fill; length])], 2).expect("copy");
+    snapshot.copy(vec![(0, Source::Host(&vec![fill; length]))], 2).expect("copy");
     snapshot
 }
 
@@ -332,7 +333,7 @@ impl Pair {
         };
         let bytes = vec![step as u8; (share.end - share.start) as usize];
         let own = [rank as u8; 3];
-        let sources = [(0, &bytes[..]), (1, &own[..])];
+        let sources = [(0, Source::Host(&bytes)), (1, Source::Host(&own))];
         snapshot.copy(sources[..tensors.len()].to_vec(), 2).expect("copy");
         session.seal(snapshot, step, 0, Vec::new()).expect("seal")
     }

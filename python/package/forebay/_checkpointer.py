@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Callable, Literal, Optional, Union
 
 from . import _native
+from ._devices import Devices, Sources
 from ._errors import (
     CheckpointConflict,
     CheckpointCorrupt,
@@ -122,6 +123,7 @@ class Checkpointer:
         self._start = new_start()
         self._nonce: str = self._start[0]
         self._session = _native.Session(self._url, *self._start, keep, keep_every)
+        self._devices = Devices(self._session)
         self._replicated = tuple(replicated)
         self._ranks = Ranks(self._url, ranks, patience)
         self._planner = Planner(self._ranks)
@@ -279,6 +281,7 @@ class Checkpointer:
             self._ensure_agent()
             flattener = Flattener(self._allow_pickle, self._replicated)
             flattener.tree("state", state)
+            self._devices.open(flattener.leaves)
             size = sum(leaf.size for leaf in flattener.leaves)
             header = 4096 + 512 * len(flattener.leaves)
             self._session.prepare(size + header, self._threads)
@@ -434,6 +437,7 @@ class Checkpointer:
         return has_room
 
     def _begin(self, step: int, leaves: list[Leaf], shares: list[Share]) -> _native.Snapshot:
+        self._devices.open(leaves)
         tensors = []
         for share in shares:
             leaf = leaves[share.leaf]
@@ -450,26 +454,31 @@ class Checkpointer:
         self, step: int, snapshot: _native.Snapshot, leaves: list[Leaf], shares: list[Share]
     ) -> list[Leaf]:
         """Copies what must be copied before the training goes on, and starts copying the rest, which it gives."""
-        now: list[tuple[int, int, int]] = []
-        later: list[tuple[int, int, int]] = []
+        now, later = Sources(), Sources()
         filled: list[int] = []
         kept: list[Any] = []
         for index, share in enumerate(shares):
             leaf, size = leaves[share.leaf], share_size(leaves[share.leaf], share.part)
-            if leaf.address is None and size == leaf.size:
+            device = self._devices.find(leaf)
+            can_wait = leaf.address is not None or device is not None
+            sources = later if can_wait and leaf.is_late and self._hook_is_used else now
+            if device is not None and leaf.device_address is not None:
+                sources.fetches.append((index, device, leaf.device_address + source_offset(leaf, share.part), size))
+            elif leaf.address is None and size == leaf.size:
                 fill(snapshot.place(index)[0], leaf)
                 filled.append(index)
-                continue
-            address, keep = densify(leaf)
-            kept.append(keep)
-            may_wait = leaf.is_late and self._hook_is_used
-            (later if may_wait else now).append((index, address + source_offset(leaf, share.part), size))
+            else:
+                address, keep = densify(leaf)
+                kept.append(keep)
+                sources.near.append((index, address + source_offset(leaf, share.part), size))
+        if now.fetches or later.fetches:
+            self._devices.follow()
         snapshot.checksum(filled, self._threads)
-        snapshot.copy(now, self._threads)
-        waiting = {shares[index].leaf for index, _, _ in later}
+        snapshot.copy(now.near, now.fetches, self._threads)
+        waiting = {shares[index].leaf for index in later.indexes()}
         check_unchanged(step, [leaf for index, leaf in enumerate(leaves) if index not in waiting])
-        if later:
-            snapshot.copy_in_background(later, self._threads)
+        if waiting:
+            snapshot.copy_in_background(later.near, later.fetches, self._threads)
         return [leaves[index] for index in waiting]
 
     def _give_up(self, step: int, error: BaseException) -> None:

@@ -162,9 +162,7 @@ class Flattener:
             return self._reference(self._tensors[identity])
         leaf = tensor_leaf(self._unique(name), path, value, dtype)
         self._place(leaf)
-        is_parameter = self._is_late or (value.device.type == "cpu" and value.data_ptr() in self._late)
-        is_worth_it = leaf.size >= LATE_BYTES and leaf.version is not None and leaf.address is not None
-        leaf.is_late = is_parameter and is_worth_it
+        leaf.is_late = self._may_wait(leaf)
         self.leaves.append(leaf)
         self._tensors[identity] = leaf.name
         return self._reference(leaf.name)
@@ -178,9 +176,16 @@ class Flattener:
         if local.numel() > 0 and identity in self._tensors:
             return {"t": "tensor", "n": self._tensors[identity]}
         leaf = part_leaf(self._unique(name), path, value, dtype)
+        leaf.is_late = self._may_wait(leaf)
         self.leaves.append(leaf)
         self._tensors[identity] = leaf.name
         return {"t": "tensor", "n": leaf.name}
+
+    def _may_wait(self, leaf: Leaf) -> bool:
+        """Whether only an optimizer's step changes it, and it can be copied behind the training's back."""
+        is_dense = leaf.address is not None or leaf.device_address is not None
+        is_worth_it = leaf.size >= LATE_BYTES and leaf.version is not None and is_dense
+        return is_worth_it and (self._is_late or leaf.source.data_ptr() in self._late)
 
     def _place(self, leaf: Leaf) -> None:
         """Whether other ranks have a plain tensor as well: those of DDP, and those that the user named."""

@@ -27,6 +27,8 @@ class Leaf:
     """The object that holds the bytes; kept alive until they are copied."""
     address: Optional[int]
     """Where the bytes are, if they are dense in this process's memory."""
+    device_address: Optional[int] = None
+    """Where the bytes are, if they are dense in a CUDA device's memory."""
     version: Optional[int] = None
     """The tensor's version counter when it was taken, where it has one."""
     path: str = ""
@@ -69,12 +71,16 @@ def array_dtype(array: Any) -> Optional[str]:
 def tensor_leaf(name: str, path: str, tensor: Any, dtype: str) -> Leaf:
     """A torch tensor, wherever it is and however it is strided."""
     size = tensor.numel() * SIZES[dtype]
-    is_dense = tensor.device.type == "cpu" and tensor.is_contiguous()
-    if is_dense and (tensor.is_conj() or tensor.is_neg()):
-        is_dense = False
-    address = tensor.data_ptr() if is_dense else None
+    is_dense = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    address = tensor.data_ptr() if is_dense and tensor.device.type == "cpu" else None
+    device_address = tensor.data_ptr() if is_dense and is_on_device(tensor) and size > 0 else None
     version = None if tensor.is_inference() else tensor._version
-    return Leaf(name, dtype, list(tensor.shape), size, tensor, address, version, path)
+    return Leaf(name, dtype, list(tensor.shape), size, tensor, address, device_address, version, path)
+
+
+def is_on_device(tensor: Any) -> bool:
+    """Whether a tensor's bytes are in a CUDA device's memory."""
+    return bool(tensor.device.type == "cuda")
 
 
 def dtensor_class() -> Any:
@@ -115,14 +121,14 @@ def densify(leaf: Leaf) -> tuple[int, Any]:
 def array_leaf(name: str, path: str, array: Any, dtype: str) -> Leaf:
     """A numpy array, however it is strided."""
     address = array.ctypes.data if array.flags.c_contiguous else None
-    return Leaf(name, dtype, list(array.shape), array.nbytes, array, address, None, path)
+    return Leaf(name, dtype, list(array.shape), array.nbytes, array, address, path=path)
 
 
 def bytes_leaf(name: str, path: str, data: bytes) -> Leaf:
     """A byte string."""
     # The array shares the bytes object's memory and keeps it alive.
     address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
-    return Leaf(name, "uint8", [len(data)], len(data), data, address, None, path)
+    return Leaf(name, "uint8", [len(data)], len(data), data, address, path=path)
 
 
 def fill(address: int, leaf: Leaf) -> None:

@@ -62,10 +62,10 @@ class Pairs:
     def parameter_addresses(self) -> frozenset[int]:
         """Where the bytes of the modules' parameters are: only an optimizer's step writes there."""
         return frozenset(
-            parameter.data_ptr()
+            getattr(parameter, "_local_tensor", parameter).data_ptr()
             for module in self._modules
             for parameter in module.parameters()
-            if parameter.device.type == "cpu"
+            if parameter.device.type in ("cpu", "cuda")
         )
 
 

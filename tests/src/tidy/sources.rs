@@ -13,9 +13,11 @@ const UNSAFE_PATHS: &[&str] = &[
     "io/src/mem",
     "io/src/disk",
     "io/src/net",
+    "io/src/device",
     "fuse/src/transport",
     "metadata/src/kv/lmdb", // opening a memory map is unsafe in heed: see docs/decisions/0002
     "python/src/buffer",
+    "python/src/device",
 ];
 
 /// Files longer than a reader takes in.

@@ -1,0 +1,189 @@
+"""Device memory: copied by the engine through a stand-in for the CUDA driver, and for real where there is a device.
+
+The stand-in (io/src/device/fake_driver.c) takes host memory for a device's, and does what is submitted only when
+somebody waits for it. So these tests show the order of calls and the bytes, and nothing of speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forebay
+
+FAKE = Path(__file__).resolve().parents[2] / "io/src/device/fake_driver.c"
+
+PRELUDE = """
+import ctypes, os, sys, warnings
+import torch, forebay
+from forebay import _leaf
+
+# Tensors of 4 KiB and more stand for those of a device; the stand-in's memory is the host's.
+warnings.simplefilter("error", forebay.CheckpointWarning)
+
+def stand_in(tensor):
+    return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() >= 4096
+
+def tensor_leaf(name, path, tensor, dtype, plain=_leaf.tensor_leaf):
+    leaf = plain(name, path, tensor, dtype)
+    if leaf.address is not None and stand_in(tensor):
+        leaf.address, leaf.device_address = None, leaf.address
+    return leaf
+
+class Stream:
+    cuda_stream = 0
+
+import forebay._flatten, forebay._devices
+forebay._flatten.tensor_leaf = tensor_leaf
+forebay._devices.ordinal_of = lambda leaf: 0
+torch.cuda.current_stream = lambda ordinal: Stream
+fake = ctypes.CDLL("libcuda.so.1")
+
+def log():
+    text = ctypes.create_string_buffer(1 << 16)
+    length = fake.fake_take_log(text, ctypes.c_size_t(1 << 16))
+    return text.raw[:length].decode().splitlines()
+
+def fill(tensor, value):
+    "What the trainer submits: done once somebody waits for it."
+    fake.fake_fill(None, ctypes.c_void_p(tensor.data_ptr()), value, ctypes.c_size_t(tensor.numel() * tensor.element_size()))
+
+url = sys.argv[1]
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the stand-in."""
+    folder = tmp_path_factory.mktemp("driver")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", FAKE], check=True)
+    return folder
+
+
+def run(driver: Path, url: Path, program: str) -> str:
+    """What a program prints that finds the stand-in for its driver."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver)}
+    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(program), str(url)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_snapshot_holds_what_was_submitted_before_it(driver: Path, tmp_path: Path) -> None:
+    run(
+        driver,
+        tmp_path,
+        """
+        state = {"big": torch.zeros(5000), "odd": torch.zeros(70, 70).t(), "small": torch.zeros(3)}
+        with forebay.Checkpointer(url, rng=False) as checkpointer:
+            fill(state["big"], 1)
+            save = checkpointer.save_now(1, state)
+            fill(state["big"], 2)
+            assert save.wait_durable()
+            calls = log()
+            # Locked before the copy; the copy behind what was submitted; waited for before the end.
+            order = [line.split()[0] for line in calls]
+            assert order == ["register", "record", "wait", "copy", "record", "arrive", "settle"], calls
+            assert calls[3] == "copy 20000", calls
+            checkpointer.save_now(2, state).wait_durable()
+            assert [line.split()[0] for line in log()][:1] == ["register"], "the other slot"
+            checkpointer.save_now(3, state).wait_durable()
+            assert "register" not in " ".join(log()), "once a slot"
+        """,
+    )
+    ones = int.from_bytes(b"\x01" * 4, "little")
+    for step, value in ((1, ones), (2, 2 * ones), (3, 2 * ones)):
+        loaded = forebay.load(tmp_path, step=step)
+        assert loaded["big"].view(torch.int32).unique().tolist() == [value], step
+        assert loaded["odd"].shape == (70, 70) and loaded["small"].tolist() == [0, 0, 0]
+
+
+def test_parameters_are_copied_behind_the_training(driver: Path, tmp_path: Path) -> None:
+    run(
+        driver,
+        tmp_path,
+        """
+        torch.manual_seed(1)
+        model = torch.nn.Linear(100, 50)
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = {"model": model, "optimizer": optimizer}
+        with forebay.Checkpointer(url, every=1) as checkpointer:
+            for step in range(1, 4):
+                model(torch.ones(2, 100)).sum().backward()
+                checkpointer.before_optimizer_step()
+                optimizer.step()
+                optimizer.zero_grad()
+                torch.save(model.state_dict(), f"{url}/../{step}.pt")
+                log()
+                checkpointer.step(step, state)
+                early = [line.split()[0] for line in log()]
+                # Both weights of the model and of each moment are on their way, of which none is waited for here.
+                assert early.count("record") >= 1, early
+        """,
+    )
+    for step in (1, 2, 3):
+        model = torch.nn.Linear(100, 50)
+        forebay.Checkpointer(tmp_path).load_model(model, step=step)
+        for name, tensor in torch.load(tmp_path.parent / f"{step}.pt").items():
+            assert torch.equal(model.state_dict()[name], tensor), (step, name)
+
+
+@pytest.mark.parametrize("call", ["cuMemHostRegister", "cuMemcpyDtoHAsync", "cuEventSynchronize", "cuEventRecord"])
+def test_what_the_driver_refuses_is_told(driver: Path, tmp_path: Path, call: str) -> None:
+    run(
+        driver,
+        tmp_path,
+        f"""
+        warnings.simplefilter("default")
+        state = {{"big": torch.ones(5000)}}
+        with forebay.Checkpointer(url) as checkpointer:
+            fake.fake_fail({call.encode()!r}, 999)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    checkpointer.save_now(1, state).wait_durable()
+                    told = " ".join(str(warning.message) for warning in caught)
+                    assert {call!r} == "cuMemHostRegister", "only what can go on without"
+                except forebay.CheckpointError as error:
+                    told = str(error)
+            assert {call!r} + " failed" in told and "(999)" in told, told
+            checkpointer.save_now(2, state).wait_durable()
+        """,
+    )
+    assert forebay.load(tmp_path, step=2)["big"].tolist() == [1.0] * 5000
+
+
+def test_a_missing_driver_leaves_the_copying_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forebay import _devices, _flatten, _leaf
+
+    def tensor_leaf(name: str, path: str, tensor: Any, dtype: str) -> Any:
+        leaf = _leaf.tensor_leaf(name, path, tensor, dtype)
+        leaf.address, leaf.device_address = None, leaf.address
+        return leaf
+
+    monkeypatch.setattr(_flatten, "tensor_leaf", tensor_leaf)
+    monkeypatch.setattr(_devices, "ordinal_of", lambda leaf: 0)
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        with pytest.warns(forebay.CheckpointWarning, match="no CUDA driver is at hand"):
+            forebay.save({"w": torch.ones(2000)}, tmp_path)
+        assert forebay.load(tmp_path)["w"].tolist() == [1.0] * 2000
+
+
+def test_tensors_of_a_real_device(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("gpu: SKIPPED, this machine has none")
+    state = {"w": torch.arange(1 << 22, device="cuda"), "t": torch.ones(64, 32, device="cuda").t()}
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_now(1, state).wait_durable()
+    loaded = forebay.load(tmp_path)
+    assert torch.equal(loaded["w"].cpu(), state["w"].cpu()) and torch.equal(loaded["t"].cpu(), state["t"].cpu())
