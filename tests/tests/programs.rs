@@ -1,6 +1,10 @@
-//! Programs that write out of order, lock and sync: version control and a database.
+//! Programs that write out of order, lock, sync and compare times: version control, a database, a compiler, a copier.
 
-use forebay_tests::{Mount, Scratch, require_fuse, shell};
+use std::fs;
+use std::path::Path;
+
+use forebay_tests::settings::tool;
+use forebay_tests::{Mount, Scratch, assert_same_trees, require_fuse, shell};
 
 fn mounted(scratch: &Scratch) -> Mount {
     let url = format!("file://{}", scratch.folder("bucket").display());
@@ -74,5 +78,191 @@ for journal in ('delete', 'truncate', 'wal'):
     let check = "import sqlite3; print(*(sqlite3.connect(f'{j}.db').execute('pragma integrity_check').fetchone()[0] \
                  for j in ('delete', 'truncate', 'wal')))";
     assert_eq!(shell(mount.path(), &format!("python3 -c \"{check}\"")).succeeded(), "ok ok ok\n");
+    mount.unmount();
+}
+
+/// What four processes do at once to one database; each inserts its rows one commit at a time.
+const WRITER: &str = r#"
+import sqlite3, sys
+journal, writer, rows = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+db = sqlite3.connect(f"{journal}.db", timeout=120, isolation_level=None)
+for row in range(rows):
+    db.execute("begin immediate")
+    total = db.execute("select total from sums").fetchone()[0]
+    db.execute("insert into rows values (?, ?, ?)", (writer, row, "x" * (row * 37 % 3000)))
+    db.execute("update sums set total = ?", (total + row,))
+    db.execute("commit")
+"#;
+
+/// Locks keep four writers apart in each journal mode: no row and no update of the sum that all change is lost, and
+/// the index that shares memory with the others in WAL mode holds.
+#[test]
+fn sqlite_takes_four_writers() {
+    if !require_fuse("sqlite_takes_four_writers") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let mut mount = mounted(&scratch);
+    let writer = scratch.join("writer.py");
+    fs::write(&writer, WRITER).expect("the scratch folder is writable");
+    const ROWS: u32 = 40;
+    for journal in ["delete", "truncate", "wal"] {
+        let prepare = format!(
+            "import sqlite3; db = sqlite3.connect('{journal}.db'); db.execute('pragma journal_mode={journal}'); \
+             db.executescript('create table rows (writer, row, text, primary key (writer, row)); \
+             create table sums (total); insert into sums values (0)')"
+        );
+        let run = format!("python3 {} {journal} $writer {ROWS}", writer.display());
+        let writers = format!("for writer in 1 2 3 4; do {run} & pids+=($!); done");
+        shell(
+            mount.path(),
+            &format!(
+                "python3 -c \"{prepare}\"; pids=(); {writers}; for pid in ${{pids[@]}}; do wait $pid; done"
+            ),
+        )
+        .succeeded();
+    }
+    let check = "import sqlite3
+for journal in ('delete', 'truncate', 'wal'):
+    db = sqlite3.connect(f'{journal}.db')
+    print(*(db.execute(q).fetchone()[0] for q in ('pragma journal_mode', 'pragma integrity_check', \
+     'select count(*) from rows', 'select sum(row) from rows', 'select total from sums')))";
+    let sum = 4 * (0..ROWS).sum::<u32>();
+    let expected = |stored| format!("{stored} ok {} {sum} {sum}\n", 4 * ROWS);
+    // How a journal is ended is the connection's affair; only WAL is written down in the database.
+    let expected = [expected("delete"), expected("delete"), expected("wal")].concat();
+    assert_eq!(shell(mount.path(), &format!("python3 -c \"{check}\"")).succeeded(), expected);
+    mount.unmount();
+    mount.remount(&scratch.join("other-home"));
+    assert_eq!(shell(mount.path(), &format!("python3 -c \"{check}\"")).succeeded(), expected);
+    mount.unmount();
+}
+
+/// A workspace without dependencies: a library with a build script and tests of three kinds, and a program over it.
+fn workspace(folder: &Path) {
+    let files = [
+        ("Cargo.toml", "[workspace]\nresolver = \"3\"\nmembers = [\"app\", \"sum\"]\n"),
+        ("sum/Cargo.toml", "[package]\nname = \"sum\"\nversion = \"0.1.0\"\nedition = \"2024\"\n"),
+        (
+            "sum/build.rs",
+            "fn main() {
+    println!(\"cargo::rerun-if-changed=build.rs\");
+    let folder = std::env::var_os(\"OUT_DIR\").unwrap();
+    std::fs::write(std::path::Path::new(&folder).join(\"first.rs\"), \"40\").unwrap();
+}
+",
+        ),
+        (
+            "sum/src/lib.rs",
+            "//! Sums.
+/// Adds to what the build script wrote.
+///
+/// ```
+/// assert_eq!(sum::sum(2), 42);
+/// ```
+pub fn sum(more: u32) -> u32 {
+    include!(concat!(env!(\"OUT_DIR\"), \"/first.rs\")) + more
+}
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn it_adds() {
+        assert_eq!(super::sum(1), 41);
+    }
+}
+",
+        ),
+        ("sum/tests/outer.rs", "#[test]\nfn from_outside() {\n    assert_eq!(sum::sum(3), 43);\n}\n"),
+        (
+            "app/Cargo.toml",
+            "[package]\nname = \"app\"\nversion = \"0.1.0\"\nedition = \"2024\"\n
+[dependencies]\nsum = { path = \"../sum\" }\n",
+        ),
+        ("app/src/main.rs", "fn main() {\n    println!(\"{}\", sum::sum(2));\n}\n"),
+    ];
+    for (path, text) in files {
+        let path = folder.join(path);
+        fs::create_dir_all(path.parent().expect("in a folder")).expect("a folder can be made");
+        fs::write(path, text).expect("a file can be written");
+    }
+}
+
+/// A compiler maps, locks and links files there, and times tell it what is up to date, also after another mount.
+#[test]
+fn cargo_builds_and_tests() {
+    if !require_fuse("cargo_builds_and_tests") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let mut mount = mounted(&scratch);
+    workspace(&mount.path().join("workspace"));
+    let cargo = |mount: &Mount, words: &str| {
+        let environment =
+            "env -u RUSTFLAGS -u CARGO_ENCODED_RUSTFLAGS CARGO_TARGET_DIR=target CARGO_TERM_COLOR=never";
+        shell(&mount.path().join("workspace"), &format!("{environment} cargo {words} --offline -j 2 2>&1"))
+            .succeeded()
+    };
+    let count = |text: &str, words: &str| text.lines().filter(|line| line.contains(words)).count();
+    let built = cargo(&mount, "build");
+    assert_eq!(count(&built, "Compiling"), 2, "{built}");
+    assert_eq!(shell(mount.path(), "workspace/target/debug/app").succeeded(), "42\n");
+    let tested = cargo(&mount, "test");
+    assert_eq!(count(&tested, "test result: ok. 1 passed"), 3, "{tested}");
+    let main = mount.path().join("workspace/app/src/main.rs");
+    fs::write(main, "fn main() {\n    println!(\"{}\", sum::sum(4));\n}\n").expect("a file can be written");
+    let built = cargo(&mount, "build");
+    assert_eq!((count(&built, "Compiling"), count(&built, "Compiling app")), (1, 1), "{built}");
+    mount.unmount();
+    mount.remount(&scratch.join("other-home"));
+    let built = cargo(&mount, "build");
+    assert_eq!(count(&built, "Compiling"), 0, "{built}");
+    assert_eq!(shell(mount.path(), "workspace/target/debug/app").succeeded(), "44\n");
+    mount.unmount();
+}
+
+/// Files transferred and bytes of them, by `rsync --stats`.
+fn transferred(stats: &str) -> (u64, u64) {
+    let number = |words: &str| {
+        let line = stats.lines().find(|line| line.starts_with(words)).expect("a line of counts");
+        let digits: String = line.chars().filter(char::is_ascii_digit).collect();
+        digits.parse().expect("a number")
+    };
+    (number("Number of regular files transferred"), number("Total transferred file size"))
+}
+
+/// A copy with all that it keeps is up to date for the second run, onto the mount and from it.
+#[test]
+fn rsync_transfers_nothing_twice() {
+    let Some(rsync) = tool("rsync", "rsync_transfers_nothing_twice") else { return };
+    if !require_fuse("rsync_transfers_nothing_twice") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let mut mount = mounted(&scratch);
+    let source = scratch.folder("source");
+    let fill = "mkdir -p a/b/empty; for i in $(seq 200); do head -c $((i * 97)) /dev/urandom > a/$i; done
+        head -c 9000000 /dev/urandom > a/b/large; ln -s ../large a/b/link; ln a/1 a/b/hard; mkfifo a/b/pipe
+        chmod 640 a/2; touch -d '2001-02-03 04:05:06.789012345' a/3 a/b; : > a/none";
+    shell(&source, fill).succeeded();
+    let size = (1..=200).map(|i| i * 97).sum::<u64>() + 9_000_000;
+    let run = |from: &Path, to: &Path, more: &str| {
+        let command = format!("{} -aH --stats {more} {}/ {}/", rsync.display(), from.display(), to.display());
+        transferred(&shell(Path::new("/"), &command).succeeded())
+    };
+    let (copy, back) = (mount.path().join("copy"), scratch.folder("back"));
+    assert_eq!(run(&source, &copy, ""), (202, size));
+    assert_eq!(run(&source, &copy, ""), (0, 0));
+    assert_same_trees(&source, &copy, true);
+    mount.unmount();
+    mount.remount(&scratch.join("other-home"));
+    assert_eq!(run(&source, &copy, ""), (0, 0));
+    assert_eq!(run(&source, &copy, "--checksum"), (0, 0));
+    // What changed goes, alone; what went, goes.
+    shell(&source, "echo more >> a/7; rm a/8; mv a/9 a/nine").succeeded();
+    assert_eq!(run(&source, &copy, "--delete --inplace").0, 2);
+    assert_same_trees(&source, &copy, true);
+    assert_eq!(run(&copy, &back, ""), (201, size + 5 - 8 * 97));
+    assert_eq!(run(&copy, &back, ""), (0, 0));
+    assert_same_trees(&source, &back, true);
     mount.unmount();
 }
