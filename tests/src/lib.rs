@@ -9,11 +9,13 @@ pub mod s3;
 pub mod door;
 mod dialect;
 pub mod cloud;
+mod bucket;
 pub mod sample;
 pub mod compare;
 pub mod process;
 pub mod mount;
 
+pub use bucket::TestBucket;
 pub use compare::assert_same_trees;
 pub use door::{Door, Manner, Trouble};
 pub use mount::Mount;

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse, shell};
+use forebay_tests::{Forebay, Mount, Outcome, Scratch, TestBucket, require_fuse, shell};
 use serde_json::Value;
 
 fn forebay(home: &Path, words: &[&str]) -> Outcome {
@@ -63,15 +63,25 @@ os.truncate("d/outside", 7)
 
 /// Promise S44: A directory's quota limits the inodes below it and the sum of the sizes of files below it; the quota of
 /// the root is the volume's. What would go past it fails with EDQUOT: making a name at once, growing a file at the write.
-#[test]
-fn what_goes_past_a_quota_is_told_at_once() {
-    if !require_fuse("what_goes_past_a_quota_is_told_at_once") {
-        return;
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_goes_past_a_quota_is_told_at_once() {
+    if require_fuse("what_goes_past_a_quota_is_told_at_once") {
+        let folder = Scratch::new();
+        go_past_quotas(&TestBucket::folder(folder.path()).await);
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_goes_past_a_quota_on_s3_is_told_at_once() {
+    if require_fuse("what_goes_past_a_quota_on_s3_is_told_at_once") {
+        go_past_quotas(&TestBucket::s3().await);
+    }
+}
+
+fn go_past_quotas(bucket: &TestBucket) {
     let scratch = Scratch::new();
-    let (home, bucket, folder) = (scratch.folder("home"), scratch.folder("bucket"), scratch.join("mnt"));
-    let source = format!("file://{}", bucket.display());
-    let mut mount = Mount::new(&home, &source, &folder, &[], &[]);
+    let (home, folder, source) = (scratch.folder("home"), scratch.join("mnt"), bucket.source());
+    let mut mount = Mount::new(&home, &source, &folder, &["--take-over"], &bucket.envs());
     let at = |path: &str| folder.join(path).display().to_string();
     fs::create_dir(folder.join("d")).expect("made");
     forebay(&home, &["quota", "get", &at("d")]).failed_with("has no quota", "quota ls");
@@ -124,5 +134,5 @@ fn what_goes_past_a_quota_is_told_at_once() {
     assert_eq!(parse(&forebay(&home, &ended).succeeded()).as_array().map(Vec::len), Some(0));
     shell(&folder, "truncate -s 2GiB huge && rm huge").succeeded();
     mount.unmount();
-    forebay(&home, &["fsck", &source]).succeeded();
+    Forebay::new(&home, ["fsck", &source]).envs(&bucket.envs()).run().succeeded();
 }

@@ -8,14 +8,15 @@ use std::path::Path;
 
 use forebay_tests::s3::Server;
 use forebay_tests::settings::{skip, tool};
-use forebay_tests::{Mount, Outcome, Scratch, Seeded, require_fuse, scale, shell};
+use forebay_tests::{Forebay, Mount, Outcome, Scratch, Seeded, require_fuse, scale, shell};
 use rand::RngExt;
 
 /// A mounted bucket; unmounted before what is below it goes.
 struct Mounted {
     mount: Mount,
     scratch: Scratch,
-    _server: Option<Server>,
+    url: String,
+    server: Option<Server>,
 }
 
 impl Mounted {
@@ -34,7 +35,7 @@ impl Mounted {
     fn new(scratch: Scratch, url: &str, options: &[&str], server: Option<Server>) -> Self {
         let variables = server.as_ref().map(Server::envs).unwrap_or_default();
         let mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), options, &variables);
-        Self { scratch, mount, _server: server }
+        Self { scratch, mount, url: url.to_owned(), server }
     }
 
     /// Runs `command` in a folder of the mount.
@@ -42,6 +43,17 @@ impl Mounted {
         let folder = self.mount.path().join("work");
         fs::create_dir_all(&folder).expect("the mount takes a directory");
         shell(&folder, command)
+    }
+
+    /// Unmounts, and finds the volume sound. Returns how much its trash held.
+    fn end_with_trash(mut self) -> usize {
+        let home = self.scratch.join("home");
+        let top = self.mount.path().display().to_string();
+        let listed = Forebay::new(&home, ["trash", "ls", &top, "--json"]).run().succeeded();
+        self.mount.unmount();
+        let variables = self.server.as_ref().map(Server::envs).unwrap_or_default();
+        Forebay::new(&home, ["fsck", &self.url]).envs(&variables).run().succeeded();
+        listed.lines().count()
     }
 
     /// Writes a file beside the mount and gives its path.
@@ -95,7 +107,7 @@ const PJDFSTEST_SKIPS: [&str; 14] = [
     "unlink::erofs_named",
 ];
 
-fn run_pjdfstest(program: &str, mounted: &mut Mounted) {
+fn run_pjdfstest(program: &str, mounted: &Mounted) {
     let config = mounted.file("pjdfstest.toml", PJDFSTEST);
     let other = mounted.scratch.folder("another-file-system");
     let outcome = mounted.run(&format!("NO_COLOR=1 {program} -c {config} -s {} -p .", other.display()));
@@ -108,20 +120,33 @@ fn run_pjdfstest(program: &str, mounted: &mut Mounted) {
     assert_eq!(outcome.code, Some(0), "{outcome}");
     assert_eq!(ended("skipped"), BTreeSet::from(PJDFSTEST_SKIPS.map(str::to_owned)), "{outcome}");
     assert_eq!((ended("FAILED").len(), ended("ok").len()), (0, 384), "{outcome}");
-    mounted.mount.unmount();
 }
 
 #[test]
 fn pjdfstest_finds_no_failure() {
     if let Some(program) = ready("pjdfstest_finds_no_failure", "pjdfstest", true) {
-        run_pjdfstest(&program, &mut Mounted::folder(&["--allow-other"]));
+        let mut mounted = Mounted::folder(&["--allow-other"]);
+        run_pjdfstest(&program, &mounted);
+        mounted.mount.unmount();
     }
 }
 
 #[test]
 fn pjdfstest_finds_no_failure_on_s3() {
     if let Some(program) = ready("pjdfstest_finds_no_failure_on_s3", "pjdfstest", true) {
-        run_pjdfstest(&program, &mut Mounted::s3(&["--allow-other"]));
+        let mut mounted = Mounted::s3(&["--allow-other"]);
+        run_pjdfstest(&program, &mounted);
+        mounted.mount.unmount();
+    }
+}
+
+/// What the suite removes and replaces is kept, and nothing of that shows.
+#[test]
+fn pjdfstest_finds_no_failure_with_a_trash() {
+    if let Some(program) = ready("pjdfstest_finds_no_failure_with_a_trash", "pjdfstest", true) {
+        let mounted = Mounted::folder(&["--allow-other", "--trash", "1d"]);
+        run_pjdfstest(&program, &mounted);
+        assert!(mounted.end_with_trash() > 1000);
     }
 }
 
@@ -150,7 +175,7 @@ copy_file_range = 2
     )
 }
 
-fn run_fsx(program: &str, mounted: &mut Mounted, runs: usize) {
+fn run_fsx(program: &str, mounted: &Mounted, runs: usize) {
     let mut rng = Seeded::new();
     let small = mounted.file("small.toml", &fsx_config(256 << 10, 64 << 10));
     // Larger than two blocks of the cache.
@@ -159,26 +184,41 @@ fn run_fsx(program: &str, mounted: &mut Mounted, runs: usize) {
         for (config, operations) in [(&small, 600), (&large, 60)] {
             let seed: u32 = rng.random();
             let artifacts = mounted.scratch.folder("artifacts");
-            let command =
-                format!("{program} -f {config} -S {seed} -N {operations} -P {} file", artifacts.display());
+            let command = format!(
+                "rm -f file; {program} -f {config} -S {seed} -N {operations} -P {} file",
+                artifacts.display()
+            );
             let outcome = mounted.run(&command);
             assert_eq!(outcome.code, Some(0), "run {run}, seed {seed}: {outcome}");
         }
     }
-    mounted.mount.unmount();
 }
 
 #[test]
 fn fsx_finds_no_wrong_byte() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte", "fsx", false) {
-        run_fsx(&program, &mut Mounted::folder(&[]), 3 * scale());
+        let mut mounted = Mounted::folder(&[]);
+        run_fsx(&program, &mounted, 3 * scale());
+        mounted.mount.unmount();
     }
 }
 
 #[test]
 fn fsx_finds_no_wrong_byte_on_s3() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte_on_s3", "fsx", false) {
-        run_fsx(&program, &mut Mounted::s3(&[]), scale());
+        let mut mounted = Mounted::s3(&[]);
+        run_fsx(&program, &mounted, scale());
+        mounted.mount.unmount();
+    }
+}
+
+/// Each run removes the file of the one before, which goes to the trash.
+#[test]
+fn fsx_finds_no_wrong_byte_with_a_trash() {
+    if let Some(program) = ready("fsx_finds_no_wrong_byte_with_a_trash", "fsx", false) {
+        let mounted = Mounted::s3(&["--trash", "1d"]);
+        run_fsx(&program, &mounted, scale());
+        assert_eq!(mounted.end_with_trash(), 2 * scale() - 1);
     }
 }
 

@@ -5,7 +5,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse, shell};
+use forebay_core::ObjectKey;
+use forebay_io::object::Condition;
+use forebay_tests::{Forebay, Mount, Outcome, Scratch, TestBucket, require_fuse, shell};
 use serde_json::Value;
 
 /// Longest that the mover may take to bring the bucket up to date: it is woken at once.
@@ -15,12 +17,12 @@ fn forebay(home: &Path, words: &[&str]) -> Outcome {
     Forebay::new(home, words).run()
 }
 
-#[track_caller]
-fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+/// Waits until there is an object at `key`, or none.
+async fn wait_for(bucket: &TestBucket, key: &str, is_there: bool) {
     let started = Instant::now();
-    while !is_so() {
-        assert!(started.elapsed() < DEADLINE, "not in time: {what}");
-        std::thread::sleep(Duration::from_millis(20));
+    while bucket.has(key).await != is_there {
+        assert!(started.elapsed() < DEADLINE, "not in time: {key} is there: {is_there}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
@@ -35,16 +37,27 @@ fn lines(text: &str) -> Vec<Value> {
 /// bytes in the trash lie under `.forebay/blobs/`, where the store copied them.
 /// Promise S42: `forebay trash restore` brings back a file, or all that was deleted below a directory with the directory
 /// itself; where a name is taken by now it changes nothing and says so.
-#[test]
-fn what_was_deleted_is_gone_for_others_and_comes_back() {
-    if !require_fuse("what_was_deleted_is_gone_for_others_and_comes_back") {
-        return;
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_deleted_is_gone_for_others_and_comes_back() {
+    if require_fuse("what_was_deleted_is_gone_for_others_and_comes_back") {
+        let folder = Scratch::new();
+        delete_and_bring_back(&TestBucket::folder(folder.path()).await).await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_deleted_on_s3_is_gone_for_others_and_comes_back() {
+    if require_fuse("what_was_deleted_on_s3_is_gone_for_others_and_comes_back") {
+        delete_and_bring_back(&TestBucket::s3().await).await;
+    }
+}
+
+async fn delete_and_bring_back(bucket: &TestBucket) {
     let scratch = Scratch::new();
-    let (home, bucket, folder) = (scratch.folder("home"), scratch.folder("bucket"), scratch.join("mnt"));
-    fs::write(bucket.join("plain"), "of another tool").expect("written");
-    let source = format!("file://{}", bucket.display());
-    let mut mount = Mount::new(&home, &source, &folder, &["--trash", "1d"], &[]);
+    let (home, folder, source) = (scratch.folder("home"), scratch.join("mnt"), bucket.source());
+    let plain = ObjectKey::new("plain");
+    bucket.put(&plain, "of another tool".into(), Condition::Always).await.expect("written");
+    let mut mount = Mount::new(&home, &source, &folder, &["--trash", "1d", "--take-over"], &bucket.envs());
     let at = |path: &str| folder.join(path).display().to_string();
     shell(
         &folder,
@@ -52,9 +65,10 @@ fn what_was_deleted_is_gone_for_others_and_comes_back() {
          && echo replaced > d/x && echo new > y && mv y d/x && rm -r d && rm plain",
     )
     .succeeded();
-    wait_until("the objects are gone", || !bucket.join("plain").exists() && !bucket.join("d/x").exists());
+    wait_for(bucket, "plain", false).await;
+    wait_for(bucket, "d/x", false).await;
     fs::write(folder.join("plain"), "another").expect("written");
-    assert_eq!(fs::read_to_string(bucket.join("plain")).expect("a plain object"), "another");
+    assert_eq!(bucket.text("plain").await, "another");
 
     let listed = lines(&forebay(&home, &["trash", "ls", &at(""), "--json"]).succeeded());
     let mut paths: Vec<&str> = listed.iter().map(|one| one["path"].as_str().expect("a path")).collect();
@@ -68,7 +82,7 @@ fn what_was_deleted_is_gone_for_others_and_comes_back() {
     assert_eq!(fs::read_to_string(folder.join("plain")).expect("bytes"), "another");
     forebay(&home, &["trash", "restore", &at("plain"), "--to", &at("old")]).succeeded();
     assert_eq!(fs::read_to_string(folder.join("old")).expect("bytes"), "of another tool");
-    wait_until("it is an object again", || bucket.join("old").exists());
+    wait_for(bucket, "old", true).await;
     forebay(&home, &["trash", "restore", &at("nothing")]).failed_with("nothing that was deleted", "trash ls");
 
     // A killed mount and the loss of its host take nothing out of the trash.
@@ -99,5 +113,5 @@ fn what_was_deleted_is_gone_for_others_and_comes_back() {
     );
     assert_eq!(forebay(&home, &["trash", "ls", &at(""), "--json"]).succeeded(), "");
     mount.unmount();
-    forebay(&home, &["fsck", &source]).succeeded();
+    Forebay::new(&home, ["fsck", &source]).envs(&bucket.envs()).run().succeeded();
 }
