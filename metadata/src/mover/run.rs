@@ -79,7 +79,9 @@ impl Mover {
         tasks.spawn("mover", async move {
             loop {
                 // Stops between pages; a page ends by itself, at the store's deadline.
-                if let Err(error) = mover.pass().await {
+                // It is woken from within a transaction, and the next one runs once that is applied.
+                let applied = mover.transact(Durability::Buffered, |_| Ok(())).await;
+                if let Err(error) = applied.and(mover.pass().await) {
                     warn!(%error, "the mover rests");
                 }
                 let shared = mover.shared();

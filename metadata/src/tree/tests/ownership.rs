@@ -1,10 +1,14 @@
 //! Who holds which key: each scenario asserts the bucket's keys and bytes after the mover is through.
 
+use std::time::Duration;
+
 use forebay_core::{ErrorKind, FileLayout, InodeId};
 use forebay_io::object::Condition;
+use forebay_io::task::TaskGroup;
 
 use super::world::*;
-use crate::tree::{Placement, RenameMode, Tree, resolve};
+use crate::records::Change;
+use crate::tree::{Placement, RenameMode, Tree, resolve, unlink as unlink_entry};
 
 use RenameMode::{Exchange, Replace};
 
@@ -288,4 +292,31 @@ async fn an_outsiders_object_where_a_file_is_written_is_replaced_knowingly() {
     world.check_objects(&[("a", "theirs again")]).await;
     world.pass_ttl();
     assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "theirs again", "what was not ours stays");
+}
+
+/// Nothing wakes the mover a second time: what it is woken for must be there when it looks, however long the change that
+/// woke it takes to end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_mover_misses_nothing_that_it_was_woken_for() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    let tasks = TaskGroup::new("mover");
+    tree.mover.as_ref().expect("a mover").start(&tasks);
+    for round in 0..20 {
+        world.write_path(&tree, "file", "bytes").await.expect("written");
+        let remove = |change: &mut Change<'_, '_>| {
+            unlink_entry::unlink(change, InodeId::ROOT, b"file")?;
+            (0..2000).for_each(|_| std::thread::yield_now());
+            Ok(())
+        };
+        tree.change(remove).await.expect("removed");
+        let gone = async {
+            while !world.objects().await.is_empty() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(30), gone).await.unwrap_or_else(|_| panic!("round {round}"));
+    }
+    tasks.shutdown(Duration::ZERO).await;
+    tree.close().await.expect("closed");
 }
