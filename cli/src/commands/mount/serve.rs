@@ -50,20 +50,26 @@ async fn serve_mount(plan: &Plan, ready: impl FnOnce(&Plan) -> Result<()>) -> Re
         connected = forebay_volume::connect(&plan.source, plan.volume.clone()) => connected?,
         _ = signals.next() => return Ok(()),
     };
-    let mounted = match mount(volume.clone(), plan).await {
-        Ok(mounted) => mounted,
-        Err(failure) => {
-            close(&volume).await.unwrap_or_else(|error| warn!(%error, "closing the volume"));
-            return Err(failure);
-        }
-    };
+    // Before the mount can be seen: who sees it may ask it something at once.
     let tasks = TaskGroup::new("mount");
     serve_control(plan, &volume, &tasks);
-    ready(plan)?;
-    until_the_end(mounted, &mut signals).await;
+    let mounted = mount(volume.clone(), plan).await;
+    let failure = match mounted {
+        Ok(mounted) => {
+            ready(plan)?;
+            until_the_end(mounted, &mut signals).await;
+            None
+        }
+        Err(failure) => Some(failure),
+    };
     tasks.shutdown(CONTROL_DEADLINE).await;
     let _ = std::fs::remove_file(places::mount_socket(&plan.volume.state_directory, std::process::id()));
-    close(&volume).await?;
+    let closed = close(&volume).await;
+    if let Some(failure) = failure {
+        closed.unwrap_or_else(|error| warn!(%error, "closing the volume"));
+        return Err(failure);
+    }
+    closed?;
     info!("everything is written");
     Ok(())
 }
