@@ -1,19 +1,18 @@
 //! Telling the kernel of changes that it did not ask for.
 //!
 //! One thread of its own writes all notifications: the kernel may hold one up until a request is answered that has the
-//! same directory locked, so no request's thread may ever write one, and no request waits for this thread. Changes come
-//! committed, and no lock is held while the kernel is told. What is lost when there are too many is seen when the time
-//! to live has run out.
+//! same directory locked, so no request's thread may ever write one, and no request of the kernel waits for this thread
+//! (commands do, once their work is done). Changes come committed, and no lock is held while the kernel is told. What is
+//! lost when there are too many is seen when the time to live has run out.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
 use forebay_io::task::TaskGroup;
-use forebay_metadata::tree::OutsideChange;
+use forebay_metadata::tree::{OutsideChange, OutsideListener};
 use fuser::{INodeNo, Notifier};
 use tokio::runtime::Handle as Runtime;
-use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::RecvError;
 use tracing::{debug, warn};
 
@@ -39,9 +38,9 @@ pub(crate) fn start(fs: Arc<FileSystem>, notifier: Notifier, runtime: &Runtime, 
 }
 
 /// The next change; `None` when there will be none.
-async fn next(changes: &mut Receiver<OutsideChange>) -> Option<OutsideChange> {
+async fn next(changes: &mut OutsideListener) -> Option<OutsideChange> {
     loop {
-        match changes.recv().await {
+        match changes.next().await {
             Ok(change) => return Some(change),
             Err(RecvError::Lagged(lost)) => {
                 warn!(lost, "too many changes at once: some names stay in the kernel for their time to live");

@@ -58,6 +58,7 @@ pub async fn clone(volume: &Volume, from: &str, to: &str) -> Result<Cloned> {
     // The kernel may know that there was no such name.
     let name = Bytes::copy_from_slice(name.as_bytes());
     tree.outside().tell(OutsideChange { directory: parent.ino, name });
+    tree.outside().heard().await;
     volume.sync_names().await?;
     Ok(made)
 }

@@ -179,7 +179,9 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
 
 async fn refresh(volume: &Volume, path: &str) -> Result<()> {
     let directory = resolve(&**volume.tree(), path).await?;
-    volume.tree().refresh(directory.ino).await
+    volume.tree().refresh(directory.ino).await?;
+    volume.tree().outside().heard().await;
+    Ok(())
 }
 
 /// Runs a warmup, telling its progress as fast as the other side reads; its hanging up cancels.

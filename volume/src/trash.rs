@@ -114,6 +114,7 @@ pub async fn trash(volume: &Volume, request: &Request) -> Result<Report> {
         Request::Empty { path } => empty(tree, path).await,
         Request::Restore { path, id, to } => {
             let restored = restore(tree, path, id.as_deref(), to.as_deref()).await?;
+            tree.outside().heard().await;
             volume.sync_names().await?;
             Ok(Report::Restored(restored))
         }

@@ -5,9 +5,8 @@ use std::time::Duration;
 
 use forebay_core::{Attributes, InodeId};
 use forebay_io::clock::Clock;
-use forebay_metadata::tree::OutsideChange;
+use forebay_metadata::tree::OutsideListener;
 use forebay_volume::{File, Volume};
-use tokio::sync::broadcast::Receiver;
 
 use super::listing::Cursor;
 use crate::errno::{Errno, FsResult};
@@ -89,7 +88,7 @@ impl FileSystem {
     }
 
     /// Names that change without the kernel having asked for it, from now on.
-    pub(crate) fn outside_changes(&self) -> Receiver<OutsideChange> {
+    pub(crate) fn outside_changes(&self) -> OutsideListener {
         self.volume.tree().outside().listen()
     }
 

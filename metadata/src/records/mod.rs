@@ -22,7 +22,7 @@ mod trash;
 pub(crate) use access::{Change, Look, Records};
 pub(crate) use claims::Occupancy;
 pub(crate) use name::{check_name, check_new_name, is_reserved};
-pub use outside::{OutsideChange, OutsideChanges};
+pub use outside::{OutsideChange, OutsideChanges, OutsideListener};
 pub(crate) use owned::{owned_key, session_of};
 pub(crate) use pages::Pages;
 pub(crate) use path::{Spelling, child_prefix, names_of, prefix_with_slash};

@@ -30,7 +30,9 @@ pub use paths::{Walked, resolve, walk};
 pub use quota::DirectoryQuota;
 pub use trash::Trashed;
 
-pub use crate::records::{GcSettings, ImportSettings, OutsideChange, OutsideChanges, TrashId, TreeSettings};
+pub use crate::records::{
+    GcSettings, ImportSettings, OutsideChange, OutsideChanges, OutsideListener, TrashId, TreeSettings,
+};
 pub use crate::schema::{Quota, QuotaLimits, Usage};
 
 #[cfg(test)]
