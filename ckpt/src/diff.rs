@@ -164,12 +164,12 @@ fn whole_checksum(tensor: &Tensor) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::manifest::{Checksum, Encoding, Extra, SliceKind};
+    use crate::manifest::{Checksum, Encoding, Extra, Identity, SliceKind};
 
     fn slice(kind: SliceKind, offsets: &[u64], lengths: &[u64], bytes: &[u8]) -> Slice {
-        let crc32c = Checksum(forebay_core::crc32c(bytes));
+        let (crc32c, blake3) = (Checksum(forebay_core::crc32c(bytes)), Identity::of(bytes));
         let (offsets, lengths) = (offsets.into(), lengths.into());
-        Slice { kind, offsets, lengths, shard: 0, start: 0, end: bytes.len() as u64, crc32c }
+        Slice { kind, offsets, lengths, shard: 0, start: 0, end: bytes.len() as u64, crc32c, blake3 }
     }
 
     fn tensor(name: &str, shape: &[u64], slices: Vec<Slice>) -> Tensor {

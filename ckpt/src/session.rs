@@ -235,15 +235,14 @@ impl Session {
         Ok(has_room(&mut self.arena))
     }
 
-    /// A snapshot to be filled, `owner`'s alone (see [`ShardLayout::of`]); `None` when no slot is free, even after the agent was heard or `patience` passed.
+    /// A snapshot to be filled; `None` when no slot is free, even after the agent was heard or `patience` passed.
     pub fn begin(
         &mut self,
         tensors: Vec<TensorSpec>,
-        owner: &str,
         threads: usize,
         patience: Duration,
     ) -> Result<Option<Snapshot>> {
-        let layout = ShardLayout::of(&tensors, owner)?;
+        let layout = ShardLayout::of(&tensors)?;
         self.make_room(layout.size)?;
         self.drop_former();
         self.take_replies(Duration::ZERO)?;

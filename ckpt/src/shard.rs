@@ -8,7 +8,7 @@
 //! ```
 //! The first field is the length of JSON and spaces; it is chosen so that `header` is a multiple of 4,096. Tensors
 //! are sorted by element size, largest first, then by name, so that each lies aligned to its elements. The layout
-//! is a pure function of the tensors: equal states give equal files, hence equal identities.
+//! is a pure function of the tensors.
 
 use std::ops::Range;
 
@@ -72,11 +72,11 @@ struct HeaderEntry<'a> {
 }
 
 impl ShardLayout {
-    /// Lays `tensors` out. `owner`, where it is not empty, makes the file differ from every other owner's.
+    /// Lays `tensors` out.
     ///
     /// # Errors
     /// `TooLarge` when their sizes do not fit 64 bits or the header passes what safetensors reads.
-    pub fn of(tensors: &[TensorSpec], owner: &str) -> Result<Self> {
+    pub fn of(tensors: &[TensorSpec]) -> Result<Self> {
         let too_large = |what: &str| Error::new(ErrorKind::TooLarge, format!("{what} is too large"));
         let mut order: Vec<usize> = (0..tensors.len()).collect();
         order.sort_by(|a, b| {
@@ -87,12 +87,7 @@ impl ShardLayout {
         let mut ranges = vec![0..0; tensors.len()];
         let mut end = 0u64;
         let text = |error: serde_json::Error| Error::bug(format!("encode a shard header: {error}"));
-        let mut json = String::from(r#"{"__metadata__":{"format":"pt""#);
-        if !owner.is_empty() {
-            json += r#","owner":"#;
-            json += &serde_json::to_string(owner).map_err(text)?;
-        }
-        json.push('}');
+        let mut json = String::from(r#"{"__metadata__":{"format":"pt"}"#);
         for index in order {
             let tensor = &tensors[index];
             let length =
@@ -149,7 +144,7 @@ mod tests {
             spec("a \"quoted\"", "float32", &[2, 2]),
             spec("c", "complex128", &[]),
         ];
-        let layout = ShardLayout::of(&tensors, "").expect("layout");
+        let layout = ShardLayout::of(&tensors).expect("layout");
         let json = concat!(
             r#"{"__metadata__":{"format":"pt"},"c":{"dtype":"U8","shape":[16],"data_offsets":[0,16]},"#,
             r#""a \"quoted\"":{"dtype":"F32","shape":[2,2],"data_offsets":[16,32]},"#,
@@ -163,14 +158,14 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_named_by_where_they_begin_and_owners_differ() {
+    fn parts_are_named_by_where_they_begin() {
         let mut part = spec("w", "float32", &[4, 6]);
         part.region = Region { kind: SliceKind::Box, offsets: vec![2, 3], lengths: vec![2, 3] };
         let mut range = spec("v", "int8", &[100]);
         range.region = Region::flat(40..50);
-        let layout = ShardLayout::of(&[range, part], "rank 1").expect("layout");
+        let layout = ShardLayout::of(&[range, part]).expect("layout");
         let json = concat!(
-            r#"{"__metadata__":{"format":"pt","owner":"rank 1"},"#,
+            r#"{"__metadata__":{"format":"pt"},"#,
             r#""w#2,3":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},"#,
             r##""v#40":{"dtype":"I8","shape":[10],"data_offsets":[24,34]}}"##
         );
@@ -180,8 +175,8 @@ mod tests {
 
     #[test]
     fn nothing_and_too_much() {
-        assert_eq!(ShardLayout::of(&[], "").expect("empty").size, 4096);
+        assert_eq!(ShardLayout::of(&[]).expect("empty").size, 4096);
         let huge = [spec("x", "float32", &[u64::MAX / 8]), spec("y", "float32", &[u64::MAX / 8])];
-        assert_eq!(ShardLayout::of(&huge, "").expect_err("overflow").kind(), ErrorKind::TooLarge);
+        assert_eq!(ShardLayout::of(&huge).expect_err("overflow").kind(), ErrorKind::TooLarge);
     }
 }

@@ -8,7 +8,7 @@ use forebay_io::object::Bucket;
 use futures::stream::{self, StreamExt};
 
 use crate::catalog::{StepInfo, find_step, list_steps, load_manifest};
-use crate::manifest::{Identity, Manifest, Shard};
+use crate::manifest::{Identity, Manifest, Shard, Slice, Tensor};
 
 /// Bytes of one request.
 const READ: u64 = 8 << 20;
@@ -45,7 +45,7 @@ pub async fn verify(bucket: &Bucket, step: Option<u64>, progress: &dyn Fn(u64)) 
         None => list_steps(bucket).await?.into_iter().filter(|info| !info.superseded).collect(),
     };
     let mut findings = Vec::new();
-    let mut sound = HashSet::new();
+    let mut sound: HashMap<String, Sound> = HashMap::new();
     for info in steps {
         let step = info.key.step;
         let manifest = match load_manifest(bucket, &info.key).await {
@@ -58,13 +58,16 @@ pub async fn verify(bucket: &Bucket, step: Option<u64>, progress: &dyn Fn(u64)) 
             Err(error) => return Err(error),
         };
         for (index, shard) in (0u32..).zip(&manifest.shards) {
-            // A shard that two steps share has the same slices in both, or the manifest's checks would differ.
-            if sound.contains(&(shard.key.clone(), slices_of(&manifest, index))) {
+            let slices = slices_of(&manifest, index);
+            // The first of the steps that share a shard has most of its slices.
+            let known = sound.get(&shard.key).filter(|known| known.shard == *shard);
+            if known.is_some_and(|known| slices.iter().all(|slice| known.slices.contains(slice))) {
                 continue;
             }
             let facts = inspect(bucket, &manifest, index, shard, progress).await?;
             if facts.is_empty() {
-                sound.insert((shard.key.clone(), slices_of(&manifest, index)));
+                let slices = slices.into_iter().collect();
+                sound.insert(shard.key.clone(), Sound { shard: shard.clone(), slices });
             }
             let object = &shard.key;
             findings.extend(facts.into_iter().map(|fact| Finding { step, object: object.clone(), fact }));
@@ -73,13 +76,20 @@ pub async fn verify(bucket: &Bucket, step: Option<u64>, progress: &dyn Fn(u64)) 
     Ok(findings)
 }
 
+/// What was found whole.
+struct Sound {
+    shard: Shard,
+    slices: HashSet<Place>,
+}
+
+/// A slice in a shard: start, end, checksum and identity.
+type Place = (u64, u64, u32, [u8; 32]);
+
 /// What the manifest says of a shard's slices, to be compared between steps.
-fn slices_of(manifest: &Manifest, shard: u32) -> Vec<(u64, u64, u32)> {
+fn slices_of(manifest: &Manifest, shard: u32) -> Vec<Place> {
     let slices = manifest.tensors.iter().flat_map(|tensor| &tensor.slices);
     let of_shard = slices.filter(|slice| slice.shard == shard);
-    let mut ranges: Vec<_> = of_shard.map(|slice| (slice.start, slice.end, slice.crc32c.0)).collect();
-    ranges.sort_unstable();
-    ranges
+    of_shard.map(|slice| (slice.start, slice.end, slice.crc32c.0, slice.blake3.0)).collect()
 }
 
 /// Reads a whole shard; gives what is wrong with it.
@@ -90,7 +100,7 @@ async fn inspect(
     shard: &Shard,
     progress: &dyn Fn(u64),
 ) -> Result<Vec<String>> {
-    let key = Shard::key_of(&shard.blake3);
+    let key = shard.object();
     match bucket.head(&key).await? {
         None => return Ok(vec!["is missing".into()]),
         Some(found) if found.size != shard.size => {
@@ -101,12 +111,11 @@ async fn inspect(
     let starts = (0..shard.size).step_by(READ as usize);
     let reads = starts.map(|start| bucket.get(&key, None, start..shard.size.min(start + READ)));
     let mut reads = stream::iter(reads).buffered(PARALLEL);
-    let (mut hasher, mut crc) = (blake3::Hasher::new(), Crc32c::default());
+    let mut crc = Crc32c::default();
     let mut slices = Slices::of(manifest, index);
     let mut at = 0;
     while let Some(data) = reads.next().await {
         let data = data?;
-        hasher.update(&data);
         crc.update(&data);
         slices.take(at, &data);
         at += data.len() as u64;
@@ -116,55 +125,55 @@ async fn inspect(
     if crc.value() != shard.crc32c.0 && facts.is_empty() {
         facts.push(format!("has the checksum {:08x}, not {}", crc.value(), shard.crc32c));
     }
-    let identity = Identity(*hasher.finalize().as_bytes());
-    if identity != shard.blake3 && facts.is_empty() {
-        facts.push(format!("hashes to {identity}"));
-    }
     Ok(facts)
 }
 
-/// The checksums of a shard's slices, from its bytes in order.
+/// A shard's slices, looked at as its bytes come in order.
 struct Slices<'a> {
-    /// Start, end, expected checksum and tensor of each slice that holds bytes, by start.
-    slices: Vec<(u64, u64, u32, &'a str)>,
-    checksums: HashMap<usize, Crc32c>,
-    first_open: usize,
+    /// Those that hold bytes, with their tensors' names, the next one last.
+    left: Vec<(&'a Slice, &'a str)>,
+    crc: Crc32c,
+    hasher: blake3::Hasher,
+    facts: Vec<String>,
 }
 
 impl<'a> Slices<'a> {
     fn of(manifest: &'a Manifest, shard: u32) -> Self {
-        let named = |tensor: &'a crate::manifest::Tensor| {
-            tensor.slices.iter().map(move |slice| (slice, tensor.name.as_str()))
-        };
+        let named = |tensor: &'a Tensor| tensor.slices.iter().map(|slice| (slice, tensor.name.as_str()));
         let all = manifest.tensors.iter().flat_map(named);
-        let of_shard = all.filter(|(slice, _)| slice.shard == shard && !slice.is_empty());
-        let mut slices: Vec<_> =
-            of_shard.map(|(slice, name)| (slice.start, slice.end, slice.crc32c.0, name)).collect();
-        slices.sort_unstable();
-        Self { slices, checksums: HashMap::new(), first_open: 0 }
+        let mut left: Vec<_> = all.filter(|(slice, _)| slice.shard == shard && !slice.is_empty()).collect();
+        left.sort_unstable_by_key(|(slice, _)| std::cmp::Reverse(slice.start));
+        Self { left, crc: Crc32c::default(), hasher: blake3::Hasher::new(), facts: Vec::new() }
     }
 
+    /// Takes the bytes from `at` on; no two slices share one.
     fn take(&mut self, at: u64, data: &[u8]) {
         let end = at + data.len() as u64;
-        for (index, slice) in self.slices.iter().enumerate().skip(self.first_open) {
-            if slice.0 >= end {
-                break;
+        while let Some((slice, name)) = self.left.pop_if(|(slice, _)| slice.start < end) {
+            let (from, to) = (slice.start.max(at) - at, slice.end.min(end) - at);
+            self.crc.update(&data[from as usize..to as usize]);
+            self.hasher.update(&data[from as usize..to as usize]);
+            if slice.end > end {
+                return self.left.push((slice, name));
             }
-            let (from, to) = (slice.0.max(at) - at, slice.1.min(end) - at);
-            self.checksums.entry(index).or_default().update(&data[from as usize..to as usize]);
-            if slice.1 <= end {
-                self.first_open = index + 1;
+            let crc32c = std::mem::take(&mut self.crc).value();
+            let identity = Identity(*self.hasher.finalize().as_bytes());
+            self.hasher.reset();
+            if (crc32c, identity) != (slice.crc32c.0, slice.blake3) {
+                self.facts.push(damaged(slice, name));
             }
         }
     }
 
-    fn damaged(self) -> Vec<String> {
-        let value = |index| self.checksums.get(&index).cloned().unwrap_or_default().value();
-        let wrong = self.slices.iter().enumerate().filter(|(index, slice)| value(*index) != slice.2);
-        wrong
-            .map(|(_, (start, end, _, name))| format!("bytes {start}..{end} of tensor `{name}` are damaged"))
-            .collect()
+    /// What is wrong, once all bytes were taken.
+    fn damaged(mut self) -> Vec<String> {
+        self.facts.extend(self.left.iter().map(|(slice, name)| damaged(slice, name)));
+        self.facts
     }
+}
+
+fn damaged(Slice { start, end, .. }: &Slice, name: &str) -> String {
+    format!("bytes {start}..{end} of tensor `{name}` are damaged")
 }
 
 impl From<&Finding> for Error {

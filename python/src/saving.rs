@@ -143,12 +143,11 @@ impl Session {
     }
 
     /// A snapshot with place for tensors of these names, types, shapes and parts (none for all of it); `None` when no
-    /// slot is free. `owner` makes its file differ from every other owner's.
+    /// slot is free.
     fn begin(
         &self,
         py: Python<'_>,
         tensors: Vec<(String, String, Vec<u64>, Option<Part>)>,
-        owner: &str,
         threads: usize,
         patience_s: f64,
     ) -> PyResult<Option<Snapshot>> {
@@ -161,7 +160,7 @@ impl Session {
                 Ok(TensorSpec { name, dtype: Dtype::named(&dtype)?, shape, region })
             };
             let specs = tensors.into_iter().map(spec).collect::<Result<_>>()?;
-            self.0.lock().begin(specs, owner, threads, patience(patience_s))
+            self.0.lock().begin(specs, threads, patience(patience_s))
         });
         Ok(begun.or_raise()?.map(|snapshot| Snapshot(Mutex::new(Stage::Idle(Box::new(snapshot))))))
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use bytes::Bytes;
 use forebay_ckpt::catalog::{Start, begin_run, commit};
 use forebay_ckpt::dtype::Dtype;
-use forebay_ckpt::manifest::{Checksum, Identity, Manifest, Shard, Slice, SliceKind, Tensor};
+use forebay_ckpt::manifest::{Checksum, Identity, Manifest, Shard, ShardKey, Slice, SliceKind, Tensor};
 use forebay_ckpt::shard::{ShardLayout, TensorSpec};
 use forebay_core::crc32c;
 use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
@@ -152,24 +152,26 @@ async fn checkpoints(scratch: &Scratch) -> PathBuf {
         let dtype = Dtype::named("float32").expect("a type");
         let spec = |name: &str, shape: &[u64]| TensorSpec::whole(name, dtype, shape.to_vec());
         let specs = [spec("embed", &[16, 64]), spec("head.weight", &[100])];
-        let layout = ShardLayout::of(&specs, "").expect("a layout");
+        let layout = ShardLayout::of(&specs).expect("a layout");
         let mut file = layout.header.clone();
         file.resize(layout.size as usize, step as u8);
         let tensors = specs.iter().zip(&layout.ranges).map(|(spec, range)| {
             let bytes = &file[range.start as usize..range.end as usize];
             let (offsets, lengths) = (vec![0; spec.shape.len()], spec.shape.clone());
-            let crc32c = Checksum(crc32c(bytes));
+            let (crc32c, blake3) = (Checksum(crc32c(bytes)), Identity::of(bytes));
             let (start, end) = (range.start, range.end);
-            let slice = Slice { kind: SliceKind::Box, offsets, lengths, shard: 0, start, end, crc32c };
+            let slice =
+                Slice { kind: SliceKind::Box, offsets, lengths, shard: 0, start, end, crc32c, blake3 };
             let shape = spec.shape.clone();
             Tensor { name: spec.name.clone(), dtype: "float32".into(), shape, slices: vec![slice] }
         });
-        let blake3 = Identity(*blake3::hash(&file).as_bytes());
+        let (attempt, name) = (run.attempt().to_owned(), ShardKey::layout_of(&layout.header));
+        let key =
+            ShardKey { step, incarnation: run.incarnation, attempt, rank: 0, save: 1, layout: name }.object();
         let shard = Shard {
-            key: Shard::key_of(&blake3).as_str().into(),
+            key: key.as_str().into(),
             size: layout.size,
             header: layout.header.len() as u64,
-            blake3,
             crc32c: Checksum(crc32c(&file)),
             rank: 0,
             step,
@@ -186,7 +188,6 @@ async fn checkpoints(scratch: &Scratch) -> PathBuf {
             tensors: tensors.collect(),
             extras: Vec::new(),
         };
-        let key = Shard::key_of(&blake3);
         bucket.put(&key, Bytes::from(file.clone()), Condition::Always).await.expect("put");
         commit(&bucket, &run, &manifest).await.expect("commit");
     }
@@ -238,8 +239,11 @@ async fn steps_are_pinned_and_deleted_and_garbage_goes() {
     assert_eq!(removed, json!({"manifests": 1, "shards": 1}));
     run(&["verify", &source]).succeeded();
 
-    let orphan = format!("shards/{}.safetensors", "0".repeat(64));
-    fs::write(folder.join(&orphan), [1; 500]).expect("write");
+    let orphan = format!("shards/{:020}/0000000001-00000000/000000-000009-00000000.safetensors", 30);
+    let path = folder.join(&orphan);
+    fs::create_dir_all(path.parent().expect("a folder"))
+        .and_then(|()| fs::write(path, [1; 500]))
+        .expect("write");
     let gc = |args: &[&str]| parse(&run(&[&["gc", &source, "--json"], args].concat()).succeeded());
     assert_eq!(gc(&[])["shards"], json!([]), "it may belong to a save under way");
     let past = std::time::SystemTime::now() - std::time::Duration::from_secs(7200);

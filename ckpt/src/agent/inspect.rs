@@ -1,10 +1,12 @@
-//! Looking at a sealed shard before it leaves: its checksums must still hold, and its identity is taken.
+//! Looking at sealed slices before a step refers to them: their checksums must still hold, and their identities are
+//! taken.
 //!
 //! The bytes go through the processor once, in chunks that threads take in order. BLAKE3 is a tree, so that chunks
-//! of a power of two are hashed apart and joined: the hash is that of the whole file.
+//! of a power of two are hashed apart and joined: the identity is that of the whole slice.
+
+use std::ops::Range;
 
 use blake3::hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
-use bytes::Bytes;
 use forebay_core::checksum::{Crc32c, combine};
 use forebay_core::{Error, Result};
 use parking_lot::Mutex;
@@ -19,79 +21,94 @@ const PIECE: usize = 128 << 10;
 /// Threads at most: from there on memory is the limit.
 const MAX_THREADS: usize = 8;
 
-/// What one chunk says of itself.
+/// A part of a slice, small enough for one thread.
 struct Chunk {
-    index: usize,
-    /// Has taken its bytes, at their place in the hash's tree.
-    hasher: blake3::Hasher,
-    /// Checksum and length of each run of it that belongs to one slice, or to the header.
-    runs: Vec<(u32, u64)>,
+    /// Which of the slices that are looked at.
+    slice: usize,
+    bytes: Range<usize>,
+    /// Where it begins in its slice.
+    at: usize,
+    is_whole: bool,
 }
 
-/// Identity and CRC-32C of the shard in `slot`.
+/// What one chunk says of itself.
+struct Seen {
+    slice: usize,
+    at: usize,
+    length: u64,
+    crc32c: u32,
+    /// The hash of a whole slice, or the place of a part in its tree.
+    hash: ChainingValue,
+}
+
+/// All slices of a seal, in the order of its tensors, each with its tensor's name.
+pub(super) fn slices_of(seal: &Seal) -> impl Iterator<Item = (&str, &Slice)> {
+    seal.tensors.iter().flat_map(|tensor| tensor.slices.iter().map(|slice| (tensor.name.as_str(), slice)))
+}
+
+/// That the slices lie in their shard one after another, and nothing else does.
 ///
 /// # Errors
-/// `Corrupt` when a slice no longer has the checksum that it was sealed with.
-pub(super) fn inspect(seal: &Seal, slot: &Bytes) -> Result<(Identity, u32)> {
-    let shard = &slot[..seal.size as usize];
-    let slices = in_order(seal)?;
-    // Where the header and each slice end.
-    let ends: Vec<u64> =
-        std::iter::once(seal.header).chain(slices.iter().map(|(_, slice)| slice.end)).collect();
-    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
-    let chunks = chunks_of(shard, &ends, threads);
-    let mut runs = chunks.iter().flat_map(|chunk| chunk.runs.iter().copied());
-    let empty = forebay_core::crc32c(&[]);
-    let mut whole = empty;
-    let (mut at, mut run) = (0, runs.next());
-    for (index, end) in ends.iter().enumerate() {
-        let mut crc32c = empty;
-        while at < *end {
-            let Some((value, length)) = run else { break };
-            crc32c = combine(crc32c, value, length);
-            at += length;
-            run = runs.next();
-        }
-        let length = *end - if index == 0 { 0 } else { ends[index - 1] };
-        whole = combine(whole, crc32c, length);
-        let Some((name, slice)) = index.checked_sub(1).map(|index| slices[index]) else { continue };
-        if crc32c != slice.crc32c.0 {
-            let fact = format!("step {}: tensor `{name}` changed in memory after it was sealed", seal.step);
-            return Err(Error::corrupt(fact).with_hint("nothing was uploaded; check the host's memory"));
-        }
-    }
-    Ok((identity(&chunks), whole))
-}
-
-/// The slices as they lie in the shard, one after another.
-fn in_order(seal: &Seal) -> Result<Vec<(&str, &Slice)>> {
-    let named = seal
-        .tensors
-        .iter()
-        .flat_map(|tensor| tensor.slices.iter().map(move |slice| (tensor.name.as_str(), slice)));
-    let mut slices: Vec<_> = named.collect();
+/// `Bug` when they do not.
+pub(super) fn expect_no_gaps(seal: &Seal) -> Result<()> {
+    let mut slices: Vec<_> = slices_of(seal).collect();
     slices.sort_by_key(|(_, slice)| (slice.start, slice.end));
     let mut at = seal.header;
-    for (name, slice) in &slices {
-        if slice.start != at || slice.end > seal.size {
+    for (name, slice) in slices {
+        if slice.start != at || slice.end < at {
             return Err(Error::bug(format!("tensor `{name}` does not follow the one before it")));
         }
         at = slice.end;
     }
-    Ok(slices)
+    if at == seal.size { Ok(()) } else { Err(Error::bug("a shard that ends before its file does")) }
 }
 
-fn chunks_of(shard: &[u8], ends: &[u64], threads: usize) -> Vec<Chunk> {
-    let count = shard.len().div_ceil(CHUNK);
-    let next = Mutex::new(0..count);
+/// The identities of slices of the shard in `slot`, given as [`slices_of`] counts them.
+///
+/// # Errors
+/// `Corrupt` when one no longer has the checksum that it was sealed with.
+pub(super) fn inspect(seal: &Seal, slot: &[u8], wanted: &[usize]) -> Result<Vec<Identity>> {
+    let all: Vec<_> = slices_of(seal).collect();
+    let slices: Vec<_> = wanted.iter().map(|index| all[*index]).collect();
+    let seen =
+        look(slot, slices.iter().enumerate().flat_map(|(slice, (_, place))| cut(slice, place)).collect());
+    let mut seen = seen.as_slice();
+    let mut identities = Vec::with_capacity(slices.len());
+    for (index, (name, slice)) in slices.into_iter().enumerate() {
+        let (own, rest) = seen.split_at(seen.partition_point(|chunk| chunk.slice == index));
+        seen = rest;
+        let join = |crc32c, chunk: &Seen| combine(crc32c, chunk.crc32c, chunk.length);
+        if own.iter().fold(forebay_core::crc32c(&[]), join) != slice.crc32c.0 {
+            let fact = format!("step {}: tensor `{name}` changed in memory after it was sealed", seal.step);
+            return Err(Error::corrupt(fact).with_hint("nothing was saved; check the host's memory"));
+        }
+        identities.push(identity(own));
+    }
+    Ok(identities)
+}
+
+fn cut(slice: usize, place: &Slice) -> impl Iterator<Item = Chunk> {
+    let (start, length) = (place.start as usize, place.len() as usize);
+    (0..length).step_by(CHUNK).map(move |at| {
+        let bytes = start + at..start + length.min(at + CHUNK);
+        Chunk { slice, bytes, at, is_whole: length <= CHUNK }
+    })
+}
+
+/// Looks at all `chunks`; gives what they say, in their order.
+fn look(slot: &[u8], chunks: Vec<Chunk>) -> Vec<Seen> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
+    let count = chunks.len();
+    let queue = Mutex::new(chunks.into_iter());
     let found = Mutex::new(Vec::with_capacity(count));
     let work = || {
+        let mut seen = Vec::new();
         loop {
-            let taken = next.lock().next();
-            let Some(index) = taken else { break };
-            let chunk = look_at(shard, ends, index);
-            found.lock().push(chunk);
+            let next = queue.lock().next();
+            let Some(chunk) = next else { break };
+            seen.push(look_at(slot, chunk));
         }
+        found.lock().append(&mut seen);
     };
     std::thread::scope(|scope| {
         for _ in 1..threads.min(count) {
@@ -99,59 +116,39 @@ fn chunks_of(shard: &[u8], ends: &[u64], threads: usize) -> Vec<Chunk> {
         }
         work();
     });
-    let mut chunks = found.into_inner();
-    chunks.sort_unstable_by_key(|chunk| chunk.index);
-    chunks
+    let mut seen = found.into_inner();
+    seen.sort_unstable_by_key(|chunk| (chunk.slice, chunk.at));
+    seen
 }
 
-fn look_at(shard: &[u8], ends: &[u64], index: usize) -> Chunk {
-    let start = index * CHUNK;
-    let bytes = &shard[start..shard.len().min(start + CHUNK)];
+fn look_at(slot: &[u8], Chunk { slice, bytes, at, is_whole }: Chunk) -> Seen {
     let mut hasher = blake3::Hasher::new();
-    hasher.set_input_offset(start as u64);
-    let mut owner = ends.partition_point(|end| *end <= start as u64);
-    let (mut runs, mut crc, mut length) = (Vec::new(), Crc32c::default(), 0);
-    let mut at = 0;
-    while at < bytes.len() {
-        let mut piece = &bytes[at..bytes.len().min(at + PIECE)];
+    hasher.set_input_offset(at as u64);
+    let mut crc32c = Crc32c::default();
+    let length = bytes.len() as u64;
+    for piece in slot[bytes].chunks(PIECE) {
         hasher.update(piece);
-        at += piece.len();
-        while !piece.is_empty() {
-            let position = (start + at - piece.len()) as u64;
-            let left = ends.get(owner).map_or(u64::MAX, |end| *end - position);
-            let taken = piece.len().min(usize::try_from(left).unwrap_or(usize::MAX));
-            crc.update(&piece[..taken]);
-            length += taken as u64;
-            piece = &piece[taken..];
-            if taken as u64 == left {
-                runs.push((std::mem::take(&mut crc).value(), std::mem::take(&mut length)));
-                // Empty slices end where the one before them does.
-                owner = ends.partition_point(|end| *end <= position + left);
-            }
-        }
+        crc32c.update(piece);
     }
-    if length > 0 {
-        runs.push((crc.value(), length));
-    }
-    Chunk { index, hasher, runs }
+    let hash = if is_whole { *hasher.finalize().as_bytes() } else { hasher.finalize_non_root() };
+    Seen { slice, at, length, crc32c: crc32c.value(), hash }
 }
 
-/// Joins the chunks' places in the tree.
-fn identity(chunks: &[Chunk]) -> Identity {
-    let hash = match chunks {
-        [] => blake3::hash(&[]),
-        [whole] => whole.hasher.finalize(),
+/// Joins the places of a slice's chunks in its tree.
+fn identity(chunks: &[Seen]) -> Identity {
+    match chunks {
+        [] => Identity::of(&[]),
+        [whole] => Identity(whole.hash),
         _ => {
             let (left, right) = chunks.split_at(left_of(chunks.len()));
-            merge_subtrees_root(&subtree(left), &subtree(right), Mode::Hash)
+            Identity(*merge_subtrees_root(&subtree(left), &subtree(right), Mode::Hash).as_bytes())
         }
-    };
-    Identity(*hash.as_bytes())
+    }
 }
 
-fn subtree(chunks: &[Chunk]) -> ChainingValue {
+fn subtree(chunks: &[Seen]) -> ChainingValue {
     if let [chunk] = chunks {
-        return chunk.hasher.finalize_non_root();
+        return chunk.hash;
     }
     let (left, right) = chunks.split_at(left_of(chunks.len()));
     merge_subtrees_non_root(&subtree(left), &subtree(right), Mode::Hash)
@@ -174,8 +171,9 @@ mod tests {
             let (start, end) = (at as u64, (at + length) as u64);
             at += length;
             let crc32c = Checksum(forebay_core::crc32c(bytes));
-            let (offsets, lengths) = (vec![0], vec![*length as u64]);
-            let slice = Slice { kind: SliceKind::Box, offsets, lengths, shard: 0, start, end, crc32c };
+            let (offsets, lengths, blake3) = (vec![0], vec![*length as u64], Identity::UNKNOWN);
+            let slice =
+                Slice { kind: SliceKind::Box, offsets, lengths, shard: 0, start, end, crc32c, blake3 };
             let (name, dtype) = (format!("t{index}"), "uint8".to_owned());
             Tensor { name, dtype, shape: vec![*length as u64], slices: vec![slice] }
         });
@@ -185,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn identities_and_checksums_are_those_of_the_whole_file() {
+    fn identities_are_those_of_the_slices_and_damage_is_found() {
         let cases: [&[usize]; 5] = [
             &[],
             &[1, 0, 5000],
@@ -197,15 +195,33 @@ mod tests {
             let size = 4096 + lengths.iter().sum::<usize>();
             let shard: Vec<u8> = (0..size).map(|i| (i * 31 + i / 4096) as u8).collect();
             let seal = seal_of(&shard, 4096, lengths);
-            let (identity, crc32c) = inspect(&seal, &Bytes::from(shard.clone())).expect("sound");
-            assert_eq!(identity.0, *blake3::hash(&shard).as_bytes(), "{lengths:?}");
-            assert_eq!(crc32c, forebay_core::crc32c(&shard), "{lengths:?}");
+            expect_no_gaps(&seal).expect("one after another");
+            let all: Vec<usize> = (0..lengths.len()).collect();
+            let place = |index: &usize| &seal.tensors[*index].slices[0];
+            let whole =
+                |index: &usize| Identity::of(&shard[place(index).start as usize..place(index).end as usize]);
+            let expected: Vec<_> = all.iter().map(whole).collect();
+            assert_eq!(inspect(&seal, &shard, &all).expect("sound"), expected, "{lengths:?}");
+            let some: Vec<usize> = all.iter().copied().filter(|index| index % 2 == 1).collect();
+            let expected: Vec<_> = some.iter().map(whole).collect();
+            assert_eq!(inspect(&seal, &shard, &some).expect("sound"), expected, "{lengths:?}");
             for position in [4096, size / 2, size - 1].into_iter().filter(|at| (4096..size).contains(at)) {
                 let mut damaged = shard.clone();
                 damaged[position] ^= 1;
-                let error = inspect(&seal, &Bytes::from(damaged)).expect_err("a flipped bit");
+                let error = inspect(&seal, &damaged, &all).expect_err("a flipped bit");
                 assert!(error.message().contains("changed in memory"), "{error}");
             }
+        }
+    }
+
+    #[test]
+    fn gaps_and_overlaps_are_refused() {
+        let shard = [0; 5000];
+        let mut seal = seal_of(&shard, 4096, &[100, 804]);
+        expect_no_gaps(&seal).expect("one after another");
+        for (start, end) in [(4195, 5000), (4197, 5000), (4196, 4999), (4196, 100)] {
+            (seal.tensors[1].slices[0].start, seal.tensors[1].slices[0].end) = (start, end);
+            expect_no_gaps(&seal).expect_err("a gap or an overlap");
         }
     }
 }

@@ -6,6 +6,7 @@
 //! sealed ones, and they are finished even so: they were promised.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -17,7 +18,7 @@ use forebay_io::task::TaskGroup;
 use tokio::sync::mpsc;
 
 use super::door::Door;
-use super::flush::{settle, store};
+use super::flush::{discard, publish, settle, store};
 use super::holdings::Holdings;
 use super::trainer::Trainer;
 use super::{Hello, Reply, Request, Seal, VISIT_VERSION, Visit};
@@ -34,8 +35,16 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(20);
 
 /// A sealed snapshot and the memory that holds it.
 struct Save {
-    seal: Box<Seal>,
+    seal: Arc<Seal>,
     slot: Bytes,
+}
+
+/// How far a save has come.
+#[derive(Default)]
+struct Progress {
+    /// What was stored, once it is.
+    part: Option<Manifest>,
+    is_published: bool,
 }
 
 /// What the flusher is to do, in order.
@@ -122,7 +131,7 @@ impl Desk {
             Request::Hello(_) => return Err(Error::invalid("an agent is greeted once")),
             Request::Arena { arena, slot_bytes } => self.holdings.announce(arena, slot_bytes, fd)?,
             Request::Seal(held) => {
-                let seal = Box::new(held.seal.clone());
+                let seal = Arc::new(held.seal.clone());
                 let (save, slot) = (seal.save, self.holdings.hold(*held)?);
                 self.trainer.begin(save);
                 self.pass_on(Work::Save(Save { seal, slot }))?;
@@ -237,11 +246,17 @@ async fn flush_until_settled(
 ) -> Result<()> {
     let deadline = clock.now() + GIVE_UP_AFTER;
     let mut pause = Duration::from_millis(500);
-    let mut stored = None;
+    let mut progress = Progress::default();
     loop {
-        let error = match try_flush(clock, hello, trainer, target, save, &mut stored).await {
+        let error = match try_flush(clock, hello, trainer, target, save, &mut progress).await {
             Err(error) if error.kind() == ErrorKind::Unavailable => error,
-            Err(error) => return Err(error),
+            Err(error) => {
+                let found = (target.as_ref(), &progress.part);
+                if let (ErrorKind::Conflict, (Some((bucket, _)), Some(part))) = (error.kind(), found) {
+                    discard(bucket, part).await;
+                }
+                return Err(error);
+            }
             Ok(settled) => return settled,
         };
         if clock.now() + pause > deadline {
@@ -259,7 +274,7 @@ async fn try_flush(
     trainer: &Trainer,
     target: &mut Option<(Bucket, Run)>,
     save: &Save,
-    stored: &mut Option<Manifest>,
+    progress: &mut Progress,
 ) -> Result<Result<()>> {
     let (bucket, run) = match target {
         Some(target) => target,
@@ -269,14 +284,15 @@ async fn try_flush(
         refuse_if_superseded(bucket, run).await?;
     }
     let member = hello.member.as_ref();
-    let part = match stored {
+    let part = match &mut progress.part {
         Some(part) => part,
-        None => {
-            let part = store(bucket, run, member, (&save.seal, &save.slot)).await?;
-            trainer.tell(&Reply::Stored { save: save.seal.save, at_us: now_us(clock) });
-            stored.insert(part)
-        }
+        part => part.insert(store(bucket, run, member, (&save.seal, &save.slot)).await?),
     };
+    if !progress.is_published {
+        publish(bucket, run, member, part).await?;
+        progress.is_published = true;
+        trainer.tell(&Reply::Stored { save: save.seal.save, at_us: now_us(clock) });
+    }
     settle(clock, bucket, run, member, part).await
 }
 

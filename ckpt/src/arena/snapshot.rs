@@ -3,7 +3,7 @@
 use forebay_core::{Error, Result};
 
 use super::{Job, Slot, Source, copy};
-use crate::manifest::{Checksum, Slice, Tensor};
+use crate::manifest::{Checksum, Identity, Slice, Tensor};
 use crate::region::Region;
 use crate::shard::{ShardLayout, TensorSpec};
 
@@ -101,7 +101,8 @@ impl Snapshot {
             let mut start = range.start;
             for Piece { region: Region { kind, offsets, lengths }, bytes, crc32c } in pieces {
                 let (end, crc32c) = (start + bytes, Checksum(crc32c.ok_or_else(unfilled)?));
-                slices.push(Slice { kind, offsets, lengths, shard: 0, start, end, crc32c });
+                let blake3 = Identity::UNKNOWN;
+                slices.push(Slice { kind, offsets, lengths, shard: 0, start, end, crc32c, blake3 });
                 start = end;
             }
             match tensors.last_mut().filter(|last| last.name == spec.name) {

@@ -6,7 +6,8 @@ use forebay_io::object::{Bucket, Condition};
 use super::{Run, StepKey};
 use crate::manifest::Manifest;
 
-/// Makes the step exist. Whether an answer was lost or another writer came first is settled by reading back.
+/// Makes the step exist. Whether an answer was lost or another writer came first is settled by reading back: an agent of
+/// the same save that died may have committed it, even with its bytes in other shards.
 ///
 /// # Errors
 /// `Conflict` when this start of the run saved the step already, with other content.
@@ -24,11 +25,15 @@ pub async fn commit(bucket: &Bucket, run: &Run, manifest: &Manifest) -> Result<O
         Err(error) => error,
     };
     match bucket.get_whole(&key).await {
-        Ok((found, _)) if found == data => Ok(key),
+        Ok((found, _)) if found == data || is_commit(&found, &manifest.commit) => Ok(key),
         Ok(_) => {
             let message = format!("step {} was saved already in this run", manifest.step);
             Err(Error::new(ErrorKind::Conflict, message).with_hint("a step is saved once"))
         }
         Err(_) => Err(error),
     }
+}
+
+fn is_commit(data: &[u8], commit: &str) -> bool {
+    Manifest::decode(data).is_ok_and(|found| found.commit == commit)
 }

@@ -5,7 +5,7 @@
 //! steps/<step>/<incarnation>-<attempt>.json    a manifest: its existence is the commit
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.json  what a rank stored, until the manifest is made of it
 //! pins/<step>                                  steps that retention keeps
-//! shards/<blake3>.safetensors                  bytes, never changed
+//! shards/<step>/<incarnation>-<attempt>/<rank>-<save>-<layout>.safetensors  bytes, never changed
 //! ```
 //! Numbers are decimal with leading zeros, so that listings are in order. `attempt` is the first eight digits of
 //! the incarnation's random nonce: even where a store lets two starts take one incarnation, neither overwrites the

@@ -1,6 +1,6 @@
 //! What must hold of every manifest, checked before one is written and after one is read.
 //!
-//! Shards are where their identity says and nowhere else; slices lie inside their shard and do not share bytes; the
+//! Shards are named as their step, start and rank have it and in no other way; slices lie inside their shard and do not share bytes; the
 //! shards that a step wrote have no byte that belongs to nothing; every element of every tensor lies in exactly one
 //! slice. A reader that passed these checks needs none of its own.
 
@@ -9,7 +9,7 @@ use std::collections::HashSet;
 use forebay_core::Error;
 
 use super::model::is_lower_hex;
-use super::{Identity, Manifest, Shard, Slice, SliceKind, Tensor};
+use super::{Identity, Manifest, Shard, ShardKey, Slice, SliceKind, Tensor};
 use crate::dtype::{Dtype, elements};
 
 /// Dimensions of a tensor at most, as in torch.
@@ -83,6 +83,17 @@ impl Manifest {
         self.check_all(true)
     }
 
+    /// Checks that every slice was hashed, as it is in all that lies in a bucket.
+    pub(super) fn check_identities(&self) -> Result<(), Fault> {
+        let unknown = |tensor: &&Tensor| tensor.slices.iter().any(|slice| slice.blake3 == Identity::UNKNOWN);
+        match self.tensors.iter().find(unknown) {
+            None => Ok(()),
+            Some(Tensor { name, .. }) => {
+                Err(Fault::Tensor { name: name.clone(), fact: "a slice without an identity".into() })
+            }
+        }
+    }
+
     /// Checks all but that every element is there: of one rank's part of a step.
     pub fn check_part(&self) -> Result<(), Fault> {
         self.check_all(false)
@@ -116,8 +127,9 @@ impl Manifest {
     }
 
     fn check_shard(&self, shard: &Shard) -> Checked {
-        let key = Shard::key_of(&shard.blake3);
-        require(shard.key == key.as_str(), || format!("a shard of its identity has the key `{key}`"))?;
+        let key = ShardKey::parse(&shard.key).ok_or("no shard has such a key")?;
+        let named = (key.step, key.rank) == (shard.step, shard.rank) && key.incarnation == self.incarnation;
+        require(named, || "its key is another step's, start's or rank's".into())?;
         let (rank, world) = (shard.rank, self.world_size);
         require(rank < world, || format!("written by rank {rank} of {world}"))?;
         let (header, size) = (shard.header, shard.size);

@@ -1,8 +1,10 @@
 //! The manifest: what a step holds and where each byte of it lies. Drawn in docs/formats-checkpoint.md.
 
+mod name;
 mod model;
 mod check;
 mod text;
 
 pub use check::Fault;
 pub use model::{Checksum, Encoding, Extra, Identity, Manifest, Shard, Slice, SliceKind, Tensor};
+pub use name::ShardKey;

@@ -35,14 +35,12 @@ pub struct Manifest {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shard {
-    /// Its key; always [`Shard::key_of`] its identity.
+    /// Its key, as [`super::ShardKey`] spells it.
     pub key: String,
     /// Bytes.
     pub size: u64,
     /// Bytes before the first tensor.
     pub header: u64,
-    /// BLAKE3 of the whole file.
-    pub blake3: Identity,
     /// CRC-32C of the whole file.
     pub crc32c: Checksum,
     /// The rank that wrote it.
@@ -93,6 +91,8 @@ pub struct Slice {
     pub end: u64,
     /// CRC-32C of the slice's bytes.
     pub crc32c: Checksum,
+    /// BLAKE3 of the slice's bytes; [`Identity::UNKNOWN`] until they were hashed, and in no manifest.
+    pub blake3: Identity,
 }
 
 /// How an extra is written down.
@@ -128,15 +128,25 @@ impl Slice {
 }
 
 impl Shard {
-    /// The key of the shard with that identity.
-    pub fn key_of(identity: &Identity) -> ObjectKey {
-        ObjectKey::new(format!("shards/{identity}.safetensors"))
+    /// Its key.
+    pub fn object(&self) -> ObjectKey {
+        ObjectKey::new(&self.key)
     }
 }
 
 /// A BLAKE3 hash, written as 64 lowercase hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Identity(pub [u8; 32]);
+
+impl Identity {
+    /// Stands for that of bytes that nobody hashed yet.
+    pub const UNKNOWN: Self = Self([0; 32]);
+
+    /// That of `bytes`.
+    pub fn of(bytes: &[u8]) -> Self {
+        Self(*blake3::hash(bytes).as_bytes())
+    }
+}
 
 /// A CRC-32C, written as 8 lowercase hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]

@@ -42,6 +42,7 @@ impl Manifest {
     }
 
     fn write(&self, head: &str) -> Result<Bytes> {
+        self.check_identities().map_err(|fault| refused(&fault))?;
         let body = serde_json::to_string(self).map_err(|error| refused(&error))?;
         let hash = blake3::hash(body.as_bytes()).to_hex();
         Ok(Bytes::from([head, VERSION, HASH, &hash, BODY, &body, TAIL].concat()))
@@ -81,7 +82,9 @@ impl Manifest {
         if got.to_string() != expected {
             return Err(Fault::Hash { expected: expected.to_owned(), got });
         }
-        serde_json::from_str(body).map_err(Fault::Body)
+        let manifest: Self = serde_json::from_str(body).map_err(Fault::Body)?;
+        manifest.check_identities()?;
+        Ok(manifest)
     }
 }
 

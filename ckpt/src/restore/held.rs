@@ -5,11 +5,11 @@ use forebay_core::{Error, Result};
 
 use crate::arena::{Held, Seal};
 use crate::catalog::merge;
-use crate::manifest::{Checksum, Identity, Manifest, Shard};
+use crate::manifest::{Checksum, Manifest, Shard, ShardKey};
 use crate::session::Part;
 
 /// What a manifest of the step would say, and the bytes of its shards. `parts` are those of all ranks, in their order.
-/// Identities are stand-ins: only the slices' checksums are known, and every byte that is read has one.
+/// Of slices only the checksums are known, and every byte that is read has one.
 ///
 /// # Errors
 /// `Corrupt` when the parts are not those of one save, or together are no checkpoint.
@@ -34,10 +34,10 @@ pub fn assemble(parts: Vec<Part>) -> Result<(Manifest, Vec<Bytes>)> {
 /// A rank's part as its index in the store would be.
 fn index_of(held: Held) -> Manifest {
     let Held { start, rank, world_size, seal } = held;
-    let Seal { step, size, header, created_ms, tensors, extras, .. } = seal;
-    let blake3 = Identity(*blake3::hash(format!("{start}/{step}/{rank}").as_bytes()).as_bytes());
-    let (key, crc32c) = (Shard::key_of(&blake3).as_str().to_owned(), Checksum(0));
-    let shard = Shard { key, size, header, blake3, crc32c, rank, step };
+    let Seal { save, step, size, header, created_ms, tensors, extras, .. } = seal;
+    let (attempt, layout) = (start.get(..8).unwrap_or_default().to_owned(), "0".repeat(8));
+    let key = ShardKey { step, incarnation: 1, attempt, rank, save, layout }.object().as_str().to_owned();
+    let shard = Shard { key, size, header, crc32c: Checksum(0), rank, step };
     Manifest {
         commit: start.clone(),
         run: start,

@@ -83,7 +83,7 @@ async fn check_shards(bucket: &Bucket, manifest: &Manifest, wanted: BTreeSet<u32
     let shards = wanted.iter().map(|index| &manifest.shards[*index as usize]);
     stream::iter(shards)
         .map(|shard| async move {
-            let fact = match bucket.head(&Shard::key_of(&shard.blake3)).await? {
+            let fact = match bucket.head(&shard.object()).await? {
                 None => "is missing".to_owned(),
                 Some(found) if found.size != shard.size => {
                     format!("has {} bytes, not {}", found.size, shard.size)
@@ -103,7 +103,7 @@ async fn fetch(bucket: &Bucket, manifest: &Manifest, read: Read<'_>) -> Result<V
     let shard = &manifest.shards[shard as usize];
     let lost = |fact: &str| Error::corrupt(format!("step {}: shard `{}` {fact}", manifest.step, shard.key));
     let mut body =
-        bucket.get_stream(&Shard::key_of(&shard.blake3), None, range.clone()).await.map_err(|error| {
+        bucket.get_stream(&shard.object(), None, range.clone()).await.map_err(|error| {
             match error.kind() {
                 ErrorKind::NotFound => lost("is missing"),
                 _ => error,

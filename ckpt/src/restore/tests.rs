@@ -6,7 +6,7 @@ use forebay_io::object::{Condition, OperationKind};
 use forebay_core::ErrorKind;
 
 use super::*;
-use crate::manifest::{Checksum, Identity, Shard, SliceKind};
+use crate::manifest::{Checksum, Identity, Shard, ShardKey, SliceKind};
 
 /// Bytes no two of which at a short distance are equal.
 fn pattern(length: usize) -> Vec<u8> {
@@ -48,7 +48,8 @@ async fn store(bucket: &Bucket, tensors: &[(&str, &[u64], &[Cut<'_>])]) -> (Mani
             file.extend_from_slice(&bytes);
             let (offsets, lengths) = (offsets.to_vec(), lengths.to_vec());
             let (end, crc32c) = (file.len() as u64, Checksum(forebay_core::crc32c(&bytes)));
-            Slice { kind: *kind, offsets, lengths, shard: *shard, start, end, crc32c }
+            let blake3 = Identity::of(&bytes);
+            Slice { kind: *kind, offsets, lengths, shard: *shard, start, end, crc32c, blake3 }
         });
         let slices = slices.collect();
         described.push(Tensor {
@@ -61,10 +62,10 @@ async fn store(bucket: &Bucket, tensors: &[(&str, &[u64], &[Cut<'_>])]) -> (Mani
     }
     let mut shards = Vec::new();
     for (rank, file) in (0u32..).zip(files) {
-        let blake3 = Identity(*blake3::hash(&file).as_bytes());
         let (size, crc32c) = (file.len() as u64, Checksum(forebay_core::crc32c(&file)));
-        let key = Shard::key_of(&blake3);
-        shards.push(Shard { key: key.as_str().into(), size, header: 4096, blake3, crc32c, rank, step: 1 });
+        let (attempt, layout) = ("0a1b2c3d".to_owned(), ShardKey::layout_of(&file[..4096]));
+        let key = ShardKey { step: 1, incarnation: 1, attempt, rank, save: 1, layout }.object();
+        shards.push(Shard { key: key.as_str().into(), size, header: 4096, crc32c, rank, step: 1 });
         bucket.put(&key, Bytes::from(file), Condition::Always).await.expect("put");
     }
     let id = "0123456789abcdef".repeat(2);
@@ -177,7 +178,7 @@ async fn damage_is_named_and_never_returned() {
         ],
     )
     .await;
-    let key = Shard::key_of(&manifest.shards[1].blake3);
+    let key = manifest.shards[1].object();
     let (whole, _) = bucket.get_whole(&key).await.expect("get");
     for position in [4096, whole.len() - 1] {
         let mut damaged = whole.to_vec();

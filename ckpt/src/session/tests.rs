@@ -3,6 +3,7 @@
 use std::thread::JoinHandle;
 
 use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
+use futures::TryStreamExt;
 
 use super::*;
 use crate::agent::{Member, serve};
@@ -60,7 +61,13 @@ impl Fixture {
     }
 
     fn shards(&self) -> usize {
-        std::fs::read_dir(self.directory.path().join("shards")).map_or(0, Iterator::count)
+        self.shard_files().len()
+    }
+
+    fn shard_files(&self) -> Vec<std::path::PathBuf> {
+        let listed = self.bucket().list("shards").try_collect::<Vec<_>>();
+        let objects = self.runtime.block_on(listed).expect("list");
+        objects.iter().map(|object| self.directory.path().join(object.key.as_str())).collect()
     }
 
     /// The first tensor of a step, through everything that a reader does.
@@ -89,7 +96,7 @@ pub(super) fn attach(session: &mut Session) -> JoinHandle<Result<()>> {
 pub(super) fn snapshot(session: &mut Session, length: usize, fill: u8) -> Snapshot {
     let tensor = TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![length as u64]);
     let mut snapshot = loop {
-        if let Some(snapshot) = session.begin(vec![tensor.clone()], "", 2, PATIENCE).expect("begin") {
+        if let Some(snapshot) = session.begin(vec![tensor.clone()], 2, PATIENCE).expect("begin") {
             break snapshot;
         }
     };
@@ -150,9 +157,7 @@ fn retention_keeps_the_newest_and_what_they_need() {
     let mut fixture = Fixture::new();
     let (mut session, agent) = fixture.session(Some(2));
     for step in 1..=5 {
-        // Odd steps have equal bytes, hence one shard between them.
-        let fill = if step % 2 == 1 { 1 } else { step as u8 };
-        let filled = snapshot(&mut session, 100, fill);
+        let filled = snapshot(&mut session, 100, step as u8);
         let save = session.seal(filled, step, 0, Vec::new()).expect("seal");
         assert!(matches!(settle(&mut session, &save), Progress::Durable));
     }
@@ -160,7 +165,7 @@ fn retention_keeps_the_newest_and_what_they_need() {
     agent.join().expect("agent").expect("served");
     assert_eq!(fixture.steps(), [(1, 4, false), (1, 5, false)]);
     assert_eq!(fixture.shards(), 2);
-    assert_eq!(fixture.load(1, 5), vec![1; 100]);
+    assert_eq!(fixture.load(1, 5), vec![5; 100]);
 }
 
 #[test]
@@ -192,6 +197,7 @@ fn a_step_is_saved_once_in_a_run() {
     let other = save(&mut session, 3, 11);
     let Progress::Failed(error) = settle(&mut session, &other) else { panic!("saved twice") };
     assert_eq!(error.kind(), ErrorKind::Conflict);
+    assert_eq!(fixture.shards(), 1, "what was uploaded for it is deleted");
     assert_eq!(fixture.load(1, 3).len(), 10);
 }
 
@@ -233,10 +239,17 @@ fn a_save_that_kills_two_agents_is_given_up() {
 }
 
 #[test]
-fn bytes_that_changed_after_the_seal_are_never_uploaded() {
+fn bytes_that_changed_after_the_seal_are_in_no_shard() {
+    // In one PUT, and in parts, some of which were sent when it was found.
+    for length in [100, 20 << 20] {
+        save_what_changed(length);
+    }
+}
+
+fn save_what_changed(length: usize) {
     let mut fixture = Fixture::new();
     let (mut session, _agent) = fixture.session(None);
-    let filled = snapshot(&mut session, 100, 1);
+    let filled = snapshot(&mut session, length, 1);
     let (mut slot, shard) = filled.finish().expect("finish");
     slot.bytes_mut()[shard.size as usize - 1] ^= 1;
     let (index, memory) = (slot.index(), slot.memory().clone());
@@ -251,6 +264,8 @@ fn bytes_that_changed_after_the_seal_are_never_uploaded() {
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert!(error.message().contains("tensor `t`"), "{error}");
     assert_eq!((fixture.shards(), fixture.steps().len()), (0, 0));
+    let left = fixture.runtime.block_on(fixture.bucket().list_uploads("shards")).expect("list");
+    assert_eq!(left, [], "no part stays");
 }
 
 #[test]
@@ -261,7 +276,7 @@ fn without_a_free_slot_a_save_waits_or_is_skipped() {
     let second = snapshot(&mut session, 10, 2);
     let tensor = TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![10]);
     assert!(!session.has_room(Duration::ZERO).expect("room"));
-    assert!(session.begin(vec![tensor], "", 1, Duration::ZERO).expect("begin").is_none());
+    assert!(session.begin(vec![tensor], 1, Duration::ZERO).expect("begin").is_none());
     session.abandon(first);
     session.abandon(second);
     let third = save(&mut session, 3, 10);
@@ -325,9 +340,8 @@ impl Pair {
             tensors.push(TensorSpec::whole("own@1", dtype, vec![3]));
         }
         let session = &mut self.sessions[rank];
-        let owner = format!("{step} {rank}");
         let mut snapshot = loop {
-            if let Some(snapshot) = session.begin(tensors.clone(), &owner, 2, PATIENCE).expect("begin") {
+            if let Some(snapshot) = session.begin(tensors.clone(), 2, PATIENCE).expect("begin") {
                 break snapshot;
             }
         };
@@ -451,8 +465,7 @@ fn what_dead_agents_left_goes_and_nothing_that_a_save_may_need() {
         let past = std::time::SystemTime::now() - Duration::from_secs(7200);
         std::fs::File::open(path).and_then(|file| file.set_modified(past)).expect("age");
     };
-    let shards = fixture.directory.path().join("shards");
-    std::fs::read_dir(&shards).expect("list").for_each(|entry| age(&entry.expect("entry").path()));
+    fixture.shard_files().iter().for_each(|file| age(file));
     assert_eq!(gc(true).shards.len(), 0, "an index that is young names the third");
     for start in std::fs::read_dir(&index).expect("list") {
         let files = std::fs::read_dir(start.expect("entry").path()).expect("list");

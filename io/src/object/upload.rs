@@ -193,6 +193,11 @@ impl Upload {
         self.state().copy_from(from, version, range).await
     }
 
+    /// Whether any of it was sent: then it is not one PUT.
+    pub fn is_in_parts(&self) -> bool {
+        self.state.as_ref().is_some_and(|state| state.offset > 0)
+    }
+
     /// Bytes written so far.
     pub fn written(&self) -> u64 {
         self.state.as_ref().map_or(0, |state| state.offset + state.pending_bytes)

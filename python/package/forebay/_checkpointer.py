@@ -411,7 +411,7 @@ class Checkpointer:
         if rank > 0 and words[rank]["tree"] == words[0]["tree"]:
             # Rank 0's says the same.
             del extras[0]
-        snapshot = self._begin(step, leaves, shares)
+        snapshot = self._begin(leaves, shares)
         try:
             late = self._copy(step, snapshot, leaves, shares)
         except BaseException as error:
@@ -436,18 +436,16 @@ class Checkpointer:
             has_room = self._session.has_room(0.0)
         return has_room
 
-    def _begin(self, step: int, leaves: list[Leaf], shares: list[Share]) -> _native.Snapshot:
+    def _begin(self, leaves: list[Leaf], shares: list[Share]) -> _native.Snapshot:
         self._devices.open(leaves)
         tensors = []
         for share in shares:
             leaf = leaves[share.leaf]
             tensors.append((share.name, leaf.dtype, leaf.shape, share.part))
-        # Of a job's shards each is one save's alone, so that deleting an old step never takes a new one's.
-        owner = "" if self._ranks.alone else f"step {step}, rank {self._ranks.rank}, start {self._nonce}"
-        snapshot = self._session.begin(tensors, owner, self._threads, 0.0)
+        snapshot = self._session.begin(tensors, self._threads, 0.0)
         while snapshot is None:
             self._listen(TICK_S)
-            snapshot = self._session.begin(tensors, owner, self._threads, TICK_S)
+            snapshot = self._session.begin(tensors, self._threads, TICK_S)
         return snapshot
 
     def _copy(

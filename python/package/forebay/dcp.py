@@ -461,7 +461,7 @@ def _tensor_leaf(item: WriteItem, tensor: Any) -> Leaf:
 def _copy(checkpointer: Checkpointer, step: int, leaves: list[Leaf]) -> _native.Snapshot:
     """Copies what this rank is to write."""
     shares = [Share(index, leaf.name, _box_of(leaf)) for index, leaf in enumerate(leaves)]
-    snapshot = checkpointer._begin(step, leaves, shares)
+    snapshot = checkpointer._begin(leaves, shares)
     try:
         checkpointer._copy(step, snapshot, leaves, shares)
     except BaseException:

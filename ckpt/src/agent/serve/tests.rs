@@ -1,10 +1,11 @@
 //! A store that fails: what is told as durable is, what is committed is whole, and nothing else is listed.
 
 use forebay_io::object::{FaultMode, Faults, OperationKind};
+use futures::TryStreamExt;
 
 use super::*;
 use crate::catalog::{Start, list_steps};
-use crate::manifest::{Checksum, Slice, SliceKind, Tensor};
+use crate::manifest::{Checksum, Identity, Slice, SliceKind, Tensor};
 use crate::verify::verify;
 
 /// Milliseconds until the store's own retries give a request up.
@@ -37,13 +38,14 @@ fn sealed(step: u64, length: usize) -> Save {
         start: header as u64,
         end: slot.len() as u64,
         crc32c: Checksum(forebay_core::crc32c(&slot[header..])),
+        blake3: Identity::UNKNOWN,
     };
     let (dtype, shape) = ("uint8".to_owned(), vec![length as u64]);
     let tensors = vec![Tensor { name: "t".into(), dtype, shape, slices: vec![slice] }];
     let (size, header) = (slot.len() as u64, header as u64);
     let extras = Vec::new();
     let seal = Seal { save: step, arena: 1, slot: 0, size, header, step, created_ms: 0, tensors, extras };
-    Save { seal: Box::new(seal), slot: slot.into() }
+    Save { seal: Arc::new(seal), slot: slot.into() }
 }
 
 async fn settle(target: &mut Option<(Bucket, Run)>, save: &Save) -> Result<()> {
@@ -66,6 +68,24 @@ async fn lost_replies_and_broken_requests_are_made_up_for() {
             assert_eq!(verify(&plain, None, &|_| {}).await.expect("verify"), []);
         }
     }
+}
+
+#[tokio::test]
+async fn a_second_agent_of_a_save_writes_the_same_objects() {
+    let bucket = Bucket::in_memory();
+    let mut target = Some((bucket.clone(), begin_run(&bucket, start()).await.expect("run")));
+    settle(&mut target, &sealed(1, 1000)).await.expect("durable");
+    let objects = async || bucket.list("").try_collect::<Vec<_>>().await.expect("list");
+    let before: Vec<_> = objects().await.into_iter().map(|object| (object.key, object.size)).collect();
+    settle(&mut target, &sealed(1, 1000)).await.expect("durable");
+    let after: Vec<_> = objects().await.into_iter().map(|object| (object.key, object.size)).collect();
+    assert_eq!(before, after);
+    // Another save of that step is told, and leaves nothing behind.
+    let mut other = sealed(1, 999);
+    Arc::get_mut(&mut other.seal).expect("its own").save = 2;
+    assert_eq!(settle(&mut target, &other).await.expect_err("refused").kind(), ErrorKind::Conflict);
+    assert_eq!(objects().await.len(), before.len());
+    assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
 }
 
 #[tokio::test]

@@ -5,14 +5,16 @@ use crate::manifest::{Checksum, Encoding, Extra};
 
 /// One float32 matrix in two boxes, one flat tensor, one scalar, over two shards.
 fn sample() -> Manifest {
-    let shard = |fill: u8, size: u64, rank: u32| {
-        let blake3 = Identity([fill; 32]);
-        let key = Shard::key_of(&blake3).as_str().to_owned();
-        Shard { key, size, header: 4096, blake3, crc32c: Checksum(7), rank, step: 500 }
+    let shard = |layout: &str, size: u64, rank: u32| {
+        let (attempt, layout) = ("01234567".to_owned(), layout.to_owned());
+        let key = ShardKey { step: 500, incarnation: 3, attempt, rank, save: 4, layout };
+        let key = key.object().as_str().to_owned();
+        Shard { key, size, header: 4096, crc32c: Checksum(7), rank, step: 500 }
     };
     let slice = |kind, offsets: &[u64], lengths: &[u64], shard, start, end| {
         let (offsets, lengths) = (offsets.to_vec(), lengths.to_vec());
-        Slice { kind, offsets, lengths, shard, start, end, crc32c: Checksum(0x8a91_36aa) }
+        let (crc32c, blake3) = (Checksum(0x8a91_36aa), Identity([0xcc; 32]));
+        Slice { kind, offsets, lengths, shard, start, end, crc32c, blake3 }
     };
     let tensor = |name: &str, dtype: &str, shape: &[u64], slices: Vec<Slice>| Tensor {
         name: name.into(),
@@ -28,7 +30,7 @@ fn sample() -> Manifest {
         created_ms: 1_700_000_000_000,
         world_size: 2,
         parents: vec![400],
-        shards: vec![shard(0xaa, 4096 + 16, 0), shard(0xbb, 4096 + 16 + 4 + 2, 1)],
+        shards: vec![shard("aaaaaaaa", 4096 + 16, 0), shard("bbbbbbbb", 4096 + 16 + 4 + 2, 1)],
         tensors: vec![
             tensor(
                 "w",
@@ -44,6 +46,12 @@ fn sample() -> Manifest {
         ],
         extras: vec![Extra { name: "state".into(), encoding: Encoding::Json, data: "{\"t\":1}".into() }],
     }
+}
+
+/// Says that another step wrote a shard.
+fn rewrite_step(shard: &mut Shard, step: u64) {
+    shard.key = shard.key.replace("500/", &format!("{step}/"));
+    shard.step = step;
 }
 
 /// Applies `change` to the sample and expects it to be refused with `fact` in the message.
@@ -63,13 +71,23 @@ fn every_lie_is_named() {
     refused("world size is 0", |m| m.world_size = 0);
     refused("not ascending", |m| m.parents = vec![400, 300]);
     refused("not ascending", |m| m.parents = vec![500]);
-    refused("shard `shards/aaaa", |m| m.shards[1] = m.shards[0].clone());
+    refused("shard `shards/000000", |m| m.shards[1] = m.shards[0].clone());
     refused("tensor `w` twice", |m| m.tensors[1].name = "w".into());
-    refused("has the key `shards/", |m| m.shards[0].key = "../../etc/passwd".into());
-    refused("rank 2 of 2", |m| m.shards[0].rank = 2);
+    refused("no shard has such a key", |m| m.shards[0].key = "../../etc/passwd".into());
+    refused("another step's, start's or rank's", |m| {
+        m.shards[0].key = m.shards[0].key.replace("500/", "400/")
+    });
+    refused("another step's, start's or rank's", |m| m.shards[0].key = m.shards[0].key.replace("03-", "02-"));
+    refused("another step's, start's or rank's", |m| {
+        m.shards[0].key = m.shards[0].key.replace("/000000-", "/000001-")
+    });
+    refused("rank 2 of 2", |m| {
+        m.shards[0].key = m.shards[0].key.replace("/000000-", "/000002-");
+        m.shards[0].rank = 2;
+    });
     refused("a header of 9999", |m| m.shards[0].header = 9999);
     refused("a header of 0", |m| m.shards[0].header = 0);
-    refused("no parent", |m| m.shards[0].step = 3);
+    refused("no parent", |m| rewrite_step(&mut m.shards[0], 300));
     refused("belong to nothing", |m| m.shards[0].size += 1);
     refused("`float31` is not supported", |m| m.tensors[0].dtype = "float31".into());
     refused("65 dimensions", |m| m.tensors[0].shape = vec![1; 65]);
@@ -115,7 +133,7 @@ fn a_scalar_in_two_slices_is_refused() {
 #[test]
 fn shards_of_parents_may_hold_more_than_is_used() {
     let mut manifest = sample();
-    manifest.shards[0].step = 400;
+    rewrite_step(&mut manifest.shards[0], 400);
     manifest.shards[0].size += 1000;
     manifest.check().expect("a delta refers to part of an earlier shard");
 }
@@ -126,21 +144,23 @@ fn manifest_bytes_are_pinned() {
     let body = concat!(
         r#"{"commit":"0123456789abcdef0123456789abcdef","run":"00112233445566778899aabbccddeeff","#,
         r#""incarnation":3,"step":500,"created_ms":1700000000000,"world_size":2,"parents":[400],"shards":["#,
-        r#"{"key":"shards/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa.safetensors","#,
+        r#"{"key":"shards/00000000000000000500/0000000003-01234567/000000-000004-aaaaaaaa.safetensors","#,
         r#""size":4112,"header":4096,"#,
-        r#""blake3":"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa","#,
         r#""crc32c":"00000007","rank":0,"step":500},"#,
-        r#"{"key":"shards/bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb.safetensors","#,
+        r#"{"key":"shards/00000000000000000500/0000000003-01234567/000001-000004-bbbbbbbb.safetensors","#,
         r#""size":4118,"header":4096,"#,
-        r#""blake3":"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb","#,
         r#""crc32c":"00000007","rank":1,"step":500}],"tensors":["#,
         r#"{"name":"w","dtype":"float32","shape":[2,4],"slices":["#,
-        r#"{"kind":"box","offsets":[0,0],"lengths":[2,2],"shard":0,"start":4096,"end":4112,"crc32c":"8a9136aa"},"#,
-        r#"{"kind":"box","offsets":[0,2],"lengths":[2,2],"shard":1,"start":4096,"end":4112,"crc32c":"8a9136aa"}]},"#,
+        r#"{"kind":"box","offsets":[0,0],"lengths":[2,2],"shard":0,"start":4096,"end":4112,"crc32c":"8a9136aa","#,
+        r#""blake3":"cccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccc"},"#,
+        r#"{"kind":"box","offsets":[0,2],"lengths":[2,2],"shard":1,"start":4096,"end":4112,"crc32c":"8a9136aa","#,
+        r#""blake3":"cccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccc"}]},"#,
         r#"{"name":"lr","dtype":"float32","shape":[],"slices":["#,
-        r#"{"kind":"box","offsets":[],"lengths":[],"shard":1,"start":4112,"end":4116,"crc32c":"8a9136aa"}]},"#,
+        r#"{"kind":"box","offsets":[],"lengths":[],"shard":1,"start":4112,"end":4116,"crc32c":"8a9136aa","#,
+        r#""blake3":"cccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccc"}]},"#,
         r#"{"name":"f","dtype":"uint8","shape":[1,2],"slices":["#,
-        r#"{"kind":"flat","offsets":[0],"lengths":[2],"shard":1,"start":4116,"end":4118,"crc32c":"8a9136aa"}]}],"#,
+        r#"{"kind":"flat","offsets":[0],"lengths":[2],"shard":1,"start":4116,"end":4118,"crc32c":"8a9136aa","#,
+        r#""blake3":"cccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccccc"}]}],"#,
         r#""extras":[{"name":"state","encoding":"json","data":"{\"t\":1}"}]}"#
     );
     let head = format!(
