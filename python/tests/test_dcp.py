@@ -457,7 +457,7 @@ def test_damage_is_an_error_and_a_damaged_manifest_is_passed_over(tmp_path: Path
 
 
 PROGRAM = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 import forebay.dcp
@@ -472,6 +472,8 @@ else:
     dcp.load(state, storage_reader=forebay.dcp.Reader(sys.argv[1]))
     assert torch.equal(state["w"].full_tensor(), expected) and state["n"] == 7
 dist.destroy_process_group()
+# torch 2.15 aborts now and then where a process ends that used gloo, with nothing of Forebay's in it.
+os._exit(0)
 """
 
 

@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use tracing::{debug, warn};
 
 use super::items::Items;
+use super::phantoms::Phantoms;
 use super::reconcile::{Cursor, Work, reconcile, remove_emptied};
 use crate::commit::Committer;
 use crate::kv::Durability;
@@ -176,7 +177,9 @@ impl Importer {
     /// Lists and reconciles. Returns directories that have to be looked at because their prefix is gone, and the names
     /// that changed, if somebody may know older ones.
     async fn take_over(&self, directory: InodeId, prefix: String, is_known: bool) -> Result<Taken> {
-        let listing = self.0.bucket.list_directory(&prefix).await?;
+        let mut listing = self.0.bucket.list_directory(&prefix).await?;
+        let (bucket, committer, keys) = (&self.0.bucket, &self.0.committer, self.0.shared.keys);
+        Phantoms { bucket, committer, keys }.drop(directory, &prefix, &mut listing).await?;
         let items = Items::of(directory, &prefix, listing);
         debug!(%directory, prefix, names = items.items.len(), skipped = items.skipped, "listed");
         if items.skipped > 0 {

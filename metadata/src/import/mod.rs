@@ -7,6 +7,7 @@
 //! later looks do not wait for the next listing longer than `relist_wait_ms`.
 
 mod items;
+mod phantoms;
 mod reconcile;
 mod importer;
 

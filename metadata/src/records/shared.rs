@@ -118,18 +118,18 @@ impl Touched {
         }
     }
 
-    /// Notes that what lies at `key`, or who holds it, changed.
+    /// Notes that what lies at `key`, or who holds it, changed: of a listing, the key itself or the one that leads there.
     pub(crate) fn key(&self, key: &str) {
         for watch in self.0.lock().values_mut() {
-            if let Some(rest) = key.strip_prefix(watch.prefix.as_str())
-                && !rest.trim_end_matches('/').contains('/')
-            {
-                watch.keys.insert(key.trim_end_matches('/').to_owned());
+            let Some(rest) = key.strip_prefix(watch.prefix.as_str()) else { continue };
+            let listed = watch.prefix.len() + rest.find('/').unwrap_or(rest.len());
+            if !watch.keys.contains(&key[..listed]) {
+                watch.keys.insert(key[..listed].to_owned());
             }
         }
     }
 
-    /// Whether the entry or the key changed since the listing began.
+    /// Whether the entry, the key or anything below it changed since the listing began.
     pub(crate) fn is(&self, directory: InodeId, name: &[u8], key: &str) -> bool {
         let watches = self.0.lock();
         let watch = watches.get(&directory);

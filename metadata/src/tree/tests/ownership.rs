@@ -320,3 +320,37 @@ async fn the_mover_misses_nothing_that_it_was_woken_for() {
     tasks.shutdown(Duration::ZERO).await;
     tree.close().await.expect("closed");
 }
+
+/// Objects that wait to be moved or deleted lie where a directory was: a listing shows their prefix, and no directory is
+/// made of it, least of all in the place of a file.
+#[tokio::test]
+async fn a_prefix_of_claimed_keys_is_no_directory() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    make_directory(&tree, "a").await.expect("made");
+    make_directory(&tree, "c").await.expect("made");
+    world.write_path(&tree, "a/x", "moves").await.expect("written");
+    world.write_path(&tree, "c/x", "moves, too").await.expect("written");
+    rename(&tree, "a/x", "b", Replace).await.expect("renamed");
+    rename(&tree, "c/x", "d", Replace).await.expect("renamed");
+    for gone in [b"a", b"c"] {
+        tree.remove_directory(InodeId::ROOT, gone).await.expect("removed");
+    }
+    // The removed directories are done with before what lay below is moved.
+    tree.mover.as_ref().expect("a mover").delete_due().await.expect("deleted");
+    world.write_path(&tree, "a", "a file").await.expect("written");
+    world.check_objects(&[("a", "a file"), ("a/x", "moves"), ("c/x", "moves, too")]).await;
+    let seen = ["a", "b", "d"];
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, seen);
+    tree.close().await.expect("closed");
+    let tree = world.open().await;
+    assert_eq!(paths(&tree).await, seen, "nor on the next mount");
+    world.put("c/new", b"an outsider's").await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["a", "b", "c/", "c/new", "d"], "a key of nobody's is one");
+    tree.drain().await.expect("drained");
+    world
+        .check_objects(&[("a", "a file"), ("b", "moves"), ("c/new", "an outsider's"), ("d", "moves, too")])
+        .await;
+}
