@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use forebay_tests::settings::skip;
-use forebay_tests::{Forebay, Mount, Scratch, require_fuse, scale, shell};
+use forebay_tests::{Forebay, Mount, Scratch, Seeded, require_fuse, scale, shell};
+use rand::RngExt;
 
 #[path = "posix/data.rs"]
 mod data;

@@ -25,7 +25,9 @@ struct Walk<'a> {
 /// Something found in a directory, with a slash at the end of its sort name if it is one, so that names sort as keys.
 struct Found {
     sort_name: String,
-    metadata: Metadata,
+    /// That of a link's target. A file's own is looked up when the page takes it: of a large directory, most pages take
+    /// few of the names that they read.
+    metadata: Option<Metadata>,
 }
 
 impl Inner {
@@ -69,22 +71,20 @@ impl Walk<'_> {
             self.page.skipped += 1;
             return Ok(None);
         };
-        let is_link = entry.file_type()?.is_symlink();
-        let metadata = match if is_link { std::fs::metadata(entry.path()) } else { entry.metadata() } {
-            Ok(metadata) => metadata,
-            Err(error) if is_absent(&error) => return Ok(None),
-            Err(error) => return Err(error),
+        let kind = entry.file_type()?;
+        if kind.is_file() || kind.is_dir() {
+            let sort_name = if kind.is_dir() { format!("{name}/") } else { name.to_owned() };
+            return Ok(Some(Found { sort_name, metadata: None }));
+        }
+        // Pipes, devices, and links to directories, which may loop, are no objects.
+        let target = match kind.is_symlink().then(|| std::fs::metadata(entry.path())) {
+            Some(Err(error)) if is_absent(&error) => return Ok(None),
+            target => target.transpose()?.filter(Metadata::is_file),
         };
-        let sort_name = match (metadata.is_file(), metadata.is_dir() && !is_link) {
-            (true, _) => name.to_owned(),
-            (_, true) => format!("{name}/"),
-            // Pipes, devices, and links to directories, which may loop.
-            _ => {
-                self.page.skipped += 1;
-                return Ok(None);
-            }
-        };
-        Ok(Some(Found { sort_name, metadata }))
+        if target.is_none() {
+            self.page.skipped += 1;
+        }
+        Ok(target.map(|target| Found { sort_name: name.to_owned(), metadata: Some(target) }))
     }
 
     fn take(&mut self, directory: &std::path::Path, prefix: &str, entry: Found) -> io::Result<()> {
@@ -92,8 +92,11 @@ impl Walk<'_> {
         let Some(name) = entry.sort_name.strip_suffix('/') else {
             if key.as_str() > self.after
                 && let Some(location) = address(&key)
+                && let Some(metadata) = entry
+                    .metadata
+                    .map_or_else(|| look_up(&directory.join(&entry.sort_name)), |known| Ok(Some(known)))?
             {
-                self.page.objects.push(object_meta(location, &entry.metadata));
+                self.page.objects.push(object_meta(location, &metadata));
                 self.end_page(key);
             }
             return Ok(());
@@ -119,6 +122,14 @@ impl Walk<'_> {
         if self.page.objects.len() + self.page.directories.len() >= self.limit {
             self.page.next = Some(last);
         }
+    }
+}
+
+/// What a file is; `None` when it is gone, or none any more.
+fn look_up(path: &std::path::Path) -> io::Result<Option<Metadata>> {
+    match std::fs::symlink_metadata(path) {
+        Err(error) if is_absent(&error) => Ok(None),
+        found => found.map(|found| Some(found).filter(Metadata::is_file)),
     }
 }
 
