@@ -12,10 +12,17 @@ use std::path::Path;
 /// Modes are compared when `modes` is set: objects that nobody wrote through a mount have none of their own.
 #[track_caller]
 pub fn assert_same_trees(expected: &Path, got: &Path, modes: bool) {
+    if let Some(shown) = differences(expected, got, modes) {
+        panic!("{shown}");
+    }
+}
+
+/// What tells both trees apart, in words.
+pub fn differences(expected: &Path, got: &Path, modes: bool) -> Option<String> {
     let mut differences = Vec::new();
     compare(expected, got, modes, &mut differences);
     let shown = differences.iter().take(20).cloned().collect::<Vec<_>>().join("\n");
-    assert!(differences.is_empty(), "{} differences:\n{shown}", differences.len());
+    (!differences.is_empty()).then(|| format!("{} differences:\n{shown}", differences.len()))
 }
 
 fn compare(expected: &Path, got: &Path, modes: bool, differences: &mut Vec<String>) {

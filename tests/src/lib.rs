@@ -11,15 +11,17 @@ mod dialect;
 pub mod cloud;
 mod bucket;
 pub mod sample;
+mod shrink;
 pub mod compare;
 pub mod process;
 pub mod mount;
 
 pub use bucket::TestBucket;
-pub use compare::assert_same_trees;
+pub use compare::{assert_same_trees, differences};
 pub use door::{Door, Manner, Trouble};
 pub use mount::Mount;
 pub use process::{Forebay, Outcome, shell};
 pub use sample::{Names, sample_tree};
 pub use scratch::Scratch;
 pub use settings::{Seeded, require_fuse, scale};
+pub use shrink::shrink;

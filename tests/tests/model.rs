@@ -1,34 +1,87 @@
-//! A mount against a plain folder: the same random operations give the same results and leave the same tree.
+//! A mount against a plain folder: the same random operations give the same results and leave the same tree. Where they
+//! do not, the sequence is played again with parts left out, and the shortest that still fails is shown.
 #![allow(clippy::print_stderr, reason = "a failing test tells people what it saw")]
 
+use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::Duration;
 
 use forebay_tests::cloud::Cloud;
 use forebay_tests::s3::Server;
-use forebay_tests::{Door, Mount, Scratch, Seeded, assert_same_trees, require_fuse, scale, shell};
+use forebay_tests::{Door, Mount, Scratch, Seeded, differences, require_fuse, scale, shell, shrink};
 use rand::{Rng, RngExt};
+
+/// Bytes to be written, which are not shown.
+#[derive(Clone)]
+struct Content(Vec<u8>);
+
+impl fmt::Debug for Content {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} random bytes", self.0.len())
+    }
+}
 
 /// One operation, on paths relative to either root.
 #[derive(Debug, Clone)]
 enum Operation {
-    Write { path: PathBuf, offset: u64, bytes: Vec<u8>, sync: bool },
-    Append { path: PathBuf, bytes: Vec<u8> },
-    Truncate { path: PathBuf, size: u64 },
-    Replace { path: PathBuf, bytes: Vec<u8> },
-    Read { path: PathBuf, offset: u64, length: usize },
-    MakeFolder { path: PathBuf },
-    Remove { path: PathBuf },
-    RemoveFolder { path: PathBuf },
-    Rename { from: PathBuf, to: PathBuf },
-    Link { from: PathBuf, to: PathBuf },
-    Symlink { path: PathBuf, target: PathBuf },
-    Mode { path: PathBuf, mode: u32 },
-    List { path: PathBuf },
+    Write {
+        path: PathBuf,
+        offset: u64,
+        bytes: Content,
+        sync: bool,
+    },
+    Append {
+        path: PathBuf,
+        bytes: Content,
+    },
+    Truncate {
+        path: PathBuf,
+        size: u64,
+    },
+    Replace {
+        path: PathBuf,
+        bytes: Content,
+    },
+    Read {
+        path: PathBuf,
+        offset: u64,
+        length: usize,
+    },
+    MakeFolder {
+        path: PathBuf,
+    },
+    Remove {
+        path: PathBuf,
+    },
+    RemoveFolder {
+        path: PathBuf,
+    },
+    Rename {
+        from: PathBuf,
+        to: PathBuf,
+    },
+    Link {
+        from: PathBuf,
+        to: PathBuf,
+    },
+    Symlink {
+        path: PathBuf,
+        target: PathBuf,
+    },
+    Mode {
+        path: PathBuf,
+        mode: u32,
+    },
+    List {
+        path: PathBuf,
+    },
+    /// Both trees are compared, before and after the volume is mounted on another machine.
+    Remount,
 }
 
 /// Few names, so that operations meet.
@@ -37,7 +90,7 @@ fn path(rng: &mut impl Rng) -> PathBuf {
     (0..depth).map(|_| ["a", "b", "c", "d e", "ü"][rng.random_range(0..5)]).collect()
 }
 
-fn bytes(rng: &mut impl Rng) -> Vec<u8> {
+fn bytes(rng: &mut impl Rng) -> Content {
     let length = match rng.random_range(0..10) {
         0 => 0,
         1..7 => rng.random_range(1..5000),
@@ -46,7 +99,7 @@ fn bytes(rng: &mut impl Rng) -> Vec<u8> {
     };
     let mut bytes = vec![0; length];
     rng.fill_bytes(&mut bytes);
-    bytes
+    Content(bytes)
 }
 
 fn operation(rng: &mut impl Rng) -> Operation {
@@ -73,19 +126,22 @@ fn operation(rng: &mut impl Rng) -> Operation {
     }
 }
 
-/// Does `operation` below `root`; the answer is what a program can see of it.
-fn apply(root: &Path, operation: &Operation) -> Result<Vec<u8>, Option<i32>> {
+/// What a program can see of an operation.
+type Answer = Result<Vec<u8>, Option<i32>>;
+
+/// Does `operation` below `root`.
+fn apply(root: &Path, operation: &Operation) -> Answer {
     let done = match operation {
-        Operation::Write { path, offset, bytes, sync } => write(&root.join(path), *offset, bytes, *sync),
+        Operation::Write { path, offset, bytes, sync } => write(&root.join(path), *offset, &bytes.0, *sync),
         Operation::Append { path, bytes } => {
             let file = OpenOptions::new().append(true).create(true).open(root.join(path));
-            file.and_then(|mut file| io::Write::write_all(&mut file, bytes)).map(|()| Vec::new())
+            file.and_then(|mut file| io::Write::write_all(&mut file, &bytes.0)).map(|()| Vec::new())
         }
         Operation::Truncate { path, size } => {
             let file = OpenOptions::new().write(true).open(root.join(path));
             file.and_then(|file| file.set_len(*size)).map(|()| Vec::new())
         }
-        Operation::Replace { path, bytes } => fs::write(root.join(path), bytes).map(|()| Vec::new()),
+        Operation::Replace { path, bytes } => fs::write(root.join(path), &bytes.0).map(|()| Vec::new()),
         Operation::Read { path, offset, length } => read(&root.join(path), *offset, *length),
         Operation::MakeFolder { path } => fs::create_dir(root.join(path)).map(|()| Vec::new()),
         Operation::Remove { path } => fs::remove_file(root.join(path)).map(|()| Vec::new()),
@@ -97,6 +153,7 @@ fn apply(root: &Path, operation: &Operation) -> Result<Vec<u8>, Option<i32>> {
             fs::set_permissions(root.join(path), fs::Permissions::from_mode(*mode)).map(|()| Vec::new())
         }
         Operation::List { path } => list(&root.join(path)),
+        Operation::Remount => Ok(Vec::new()),
     };
     done.map_err(|error| error.raw_os_error())
 }
@@ -189,25 +246,189 @@ fn compare_a_troubled_cloud(cloud: &Cloud, test: &str) {
     assert!(door.troubles().values().sum::<usize>() >= 20, "{:?}", door.troubles());
 }
 
-/// Applies the same operations to a mount of `url` and to a plain folder, and mounts again after each round.
+/// Runs that a failure may be played again to be made shorter.
+const MOST_REPLAYS: usize = 200;
+/// Operations between two mounts.
+const ROUND: usize = 150;
+
+/// What is compared with a plain folder.
+trait Subject {
+    fn apply(&mut self, operation: &Operation) -> Answer;
+    /// What tells its tree from `plain`.
+    fn differences(&mut self, plain: &Path) -> Option<String>;
+    /// Goes on elsewhere with what it stored.
+    fn move_on(&mut self);
+    fn end(&mut self);
+}
+
+/// A mount, of a bucket or prefix that was empty.
+struct Mounted {
+    mount: Mount,
+    scratch: Scratch,
+    moves: usize,
+}
+
+impl Mounted {
+    fn new(url: &str, variables: &[(String, String)]) -> Self {
+        let scratch = Scratch::new();
+        if let Some(folder) = url.strip_prefix("file://") {
+            fs::create_dir_all(folder).expect("a folder can be made");
+        }
+        let mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), &[], variables);
+        Self { mount, scratch, moves: 0 }
+    }
+}
+
+impl Subject for Mounted {
+    fn apply(&mut self, operation: &Operation) -> Answer {
+        within_deadline(&self.mount, || apply(self.mount.path(), operation))
+    }
+
+    fn differences(&mut self, plain: &Path) -> Option<String> {
+        within_deadline(&self.mount, || differences(plain, self.mount.path(), true))
+    }
+
+    fn move_on(&mut self) {
+        self.moves += 1;
+        self.mount.unmount();
+        self.mount.remount(&self.scratch.join(&format!("home-{}", self.moves)));
+    }
+
+    fn end(&mut self) {
+        self.mount.unmount();
+    }
+}
+
+/// Does the same to a plain folder and to `subject`. `step` is how many operations were begun when the first difference,
+/// which comes in words, was seen.
+fn play(subject: &mut dyn Subject, operations: &[Operation], step: &mut usize) -> Result<(), String> {
+    let plain = Scratch::new();
+    let differ = |when: &str, found: Option<String>| {
+        found.map_or(Ok(()), |found| Err(format!("{when} mounting again: {found}")))
+    };
+    for operation in operations {
+        *step += 1;
+        let (expected, got) = (apply(plain.path(), operation), subject.apply(operation));
+        if expected != got {
+            return Err(story(operation, &expected, &got));
+        }
+        if matches!(operation, Operation::Remount) {
+            differ("before", subject.differences(plain.path()))?;
+            subject.move_on();
+            differ("after", subject.differences(plain.path()))?;
+        }
+    }
+    subject.end();
+    Ok(())
+}
+
+/// Plays `operations` over subjects that `fresh` makes. Where they fail, finds a short part of them that fails, too,
+/// and says what it is and how it fails.
+fn check<S: Subject>(operations: &[Operation], mut fresh: impl FnMut() -> S) -> Result<(), String> {
+    let mut outcome = |operations: &[Operation], step: &mut usize| {
+        let played = catch_unwind(AssertUnwindSafe(|| play(&mut fresh(), operations, step)));
+        played.unwrap_or_else(|panic| Err(format!("it panicked: {:?}", panic.downcast_ref::<String>())))
+    };
+    let mut steps = 0;
+    let Err(failure) = outcome(operations, &mut steps) else { return Ok(()) };
+    eprintln!("step {steps}: {failure}\nis played again to be made shorter");
+    let mut last = None;
+    let short = shrink(&operations[..steps], MOST_REPLAYS, |part| {
+        let failed = outcome(part, &mut 0).err();
+        let fails = failed.is_some();
+        last = failed.or(last.take());
+        fails
+    });
+    let lines: Vec<_> = short.iter().map(|operation| format!("  {operation:?}")).collect();
+    let (count, of) = (short.len(), operations.len());
+    let how = last.unwrap_or_else(|| "never when it is played again".to_owned());
+    Err(format!(
+        "step {steps}: {failure}\n{count} of {of} operations fail, too:\n{}\n{how}",
+        lines.join("\n")
+    ))
+}
+
+/// `rounds` times random operations, and a remount after each.
+fn sequence(rng: &mut impl Rng, rounds: usize) -> Vec<Operation> {
+    let round = |_| (0..ROUND).map(|_| operation(rng)).chain([Operation::Remount]).collect::<Vec<_>>();
+    (0..rounds).flat_map(round).collect()
+}
+
+/// Compares mounts of prefixes below `url` with plain folders.
 fn compare_with_plain(url: &str, variables: &[(String, String)], rounds: usize) {
     let mut rng = Seeded::new();
-    let scratch = Scratch::new();
-    let plain = scratch.folder("plain");
-    let mut mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), &[], variables);
-    for round in 0..rounds {
-        for step in 0..150 {
-            let operation = operation(&mut *rng);
-            let expected = apply(&plain, &operation);
-            let got = within_deadline(&mount, || apply(mount.path(), &operation));
-            assert!(expected == got, "round {round} step {step}: {}", story(&operation, &expected, &got));
+    let operations = sequence(&mut *rng, rounds);
+    let mut plays = 0;
+    let checked = check(&operations, || {
+        plays += 1;
+        Mounted::new(&format!("{url}/{plays}"), variables)
+    });
+    checked.unwrap_or_else(|failure| panic!("{failure}"));
+}
+
+/// A folder that loses the last byte of what is appended to a file that was truncated since it was renamed.
+struct Faulty {
+    folder: Scratch,
+    renamed: Vec<PathBuf>,
+    cut: Vec<PathBuf>,
+}
+
+impl Subject for Faulty {
+    fn apply(&mut self, operation: &Operation) -> Answer {
+        let done = apply(self.folder.path(), operation);
+        match operation {
+            Operation::Rename { to, .. } if done.is_ok() => self.renamed.push(to.clone()),
+            Operation::Truncate { path, .. } if done.is_ok() && self.renamed.contains(path) => {
+                self.cut.push(path.clone());
+            }
+            Operation::Append { path, .. } if done.is_ok() && self.cut.contains(path) => {
+                let file = OpenOptions::new().write(true).open(self.folder.path().join(path));
+                let file = file.expect("it was appended to");
+                let size = file.metadata().expect("metadata").len();
+                file.set_len(size.saturating_sub(1)).expect("cut");
+            }
+            _ => {}
         }
-        within_deadline(&mount, || assert_same_trees(&plain, mount.path(), true));
-        mount.unmount();
-        mount.remount(&scratch.join(&format!("home-{round}")));
-        within_deadline(&mount, || assert_same_trees(&plain, mount.path(), true));
+        done
     }
-    mount.unmount();
+
+    fn differences(&mut self, plain: &Path) -> Option<String> {
+        differences(plain, self.folder.path(), true)
+    }
+
+    fn move_on(&mut self) {}
+
+    fn end(&mut self) {}
+}
+
+/// The model finds a fault that takes three operations on one file, and tells it by few more than those.
+#[test]
+fn a_failing_sequence_is_made_short() {
+    let mut rng = Seeded::new();
+    // No other operation knows these names.
+    let (path, first) = (PathBuf::from("y"), PathBuf::from("x"));
+    let bytes = Content(vec![7; 100]);
+    let fault = [
+        Operation::Replace { path: first.clone(), bytes: bytes.clone() },
+        Operation::Rename { from: first, to: path.clone() },
+        Operation::Truncate { path: path.clone(), size: 1000 },
+        Operation::Append { path, bytes },
+    ];
+    let mut operations = sequence(&mut *rng, 2);
+    for (number, operation) in fault.into_iter().enumerate() {
+        operations.insert(number * 40 + rng.random_range(0..40), operation);
+    }
+    let mut plays = 0;
+    let fresh = || {
+        plays += 1;
+        Faulty { folder: Scratch::new(), renamed: Vec::new(), cut: Vec::new() }
+    };
+    let failure = check(&operations, fresh).expect_err("the fault shows");
+    let shown: Vec<_> =
+        failure.lines().filter_map(|line| line.strip_prefix("  ")?.split(' ').next()).collect();
+    // As the fault was made, or as chance had made it before: always these, and what makes a file and looks at it.
+    assert!((4..=6).contains(&shown.len()) && plays <= MOST_REPLAYS + 1, "{plays} plays\n{failure}");
+    assert!(["Rename", "Truncate", "Append"].iter().all(|kind| shown.contains(kind)), "{failure}");
 }
 
 /// Longest that any call may take: a few deadlines of the store, of 30 s each, one after another.
