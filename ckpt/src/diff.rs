@@ -1,9 +1,9 @@
 //! What two steps hold differently, by their manifests alone.
 //!
-//! Data in, data out: no tensor is read. Two tensors are the same when their types and shapes are, and the same bytes
-//! of one shard or equal checksums say so of their content. Checksums of slices are put together to one of the whole
-//! tensor, so that steps of different numbers of ranks compare; slices that cut columns can only be compared one by
-//! one, and where those lie otherwise in the other step the content is told to be unknown.
+//! Data in, data out: no tensor is read. Two tensors are the same when their types and shapes are, and their slices have
+//! equal identities. Where they are cut otherwise, the checksums of slices are put together to one of the whole tensor,
+//! so that steps of different numbers of ranks compare; slices that cut columns can only be compared one by one, and
+//! where those lie otherwise in the other step the content is told to be unknown.
 
 use std::collections::HashMap;
 
@@ -132,14 +132,15 @@ fn change_of(one: (&Manifest, &Tensor), two: (&Manifest, &Tensor)) -> Option<Cha
     if (&left.dtype, &left.shape) != (&right.dtype, &right.shape) {
         return Some(Change::Reshaped);
     }
-    if let (Some(left), Some(right)) = (whole_checksum(left), whole_checksum(right)) {
-        return (left != right).then_some(Change::Changed);
+    let (ours, theirs) = (in_order(left), in_order(right));
+    if ours.iter().map(|slice| Region::of(slice)).eq(theirs.iter().map(|slice| Region::of(slice))) {
+        let differ = ours.iter().zip(&theirs).any(|(left, right)| left.blake3 != right.blake3);
+        return differ.then_some(Change::Changed);
     }
-    let (left, right) = (in_order(left), in_order(right));
-    if !left.iter().map(|slice| Region::of(slice)).eq(right.iter().map(|slice| Region::of(slice))) {
-        return Some(Change::Unknown);
+    match (whole_checksum(left), whole_checksum(right)) {
+        (Some(left), Some(right)) => (left != right).then_some(Change::Changed),
+        _ => Some(Change::Unknown),
     }
-    left.iter().zip(&right).any(|(left, right)| left.crc32c != right.crc32c).then_some(Change::Changed)
 }
 
 /// A tensor's slices that hold anything, by where they begin.

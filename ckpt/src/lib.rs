@@ -3,6 +3,9 @@
 //! Knows neither torch nor Python nor CUDA: it sees names, shapes and bytes, some of them in a device's memory.
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests spawn, sleep and time as they need"))]
 
+#[cfg(test)]
+mod testing;
+
 pub mod dtype;
 pub mod shard;
 pub mod manifest;

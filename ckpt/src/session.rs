@@ -190,7 +190,7 @@ impl Session {
             pending.was_resent = true;
             let (held, memory) = (pending.slot.held().cloned(), pending.slot.memory().clone());
             if let Some(held) = held {
-                self.send_held(held, &memory, Request::Seal)?;
+                self.send_held(held, &memory, Request::SealAgain)?;
             }
         }
         self.succeed()

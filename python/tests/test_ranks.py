@@ -429,7 +429,7 @@ def test_every_so_many_steps_stay(tmp_path: Path) -> None:
     def save(rank: int) -> Any:
         with forebay.Checkpointer(tmp_path, every=1, keep=1, keep_every=3) as checkpointer:
             for step in range(1, 8):
-                checkpointer.step(step, {"n": step, "own": torch.full((100,), rank)})
+                checkpointer.step(step, {"n": step, "own": torch.full((100,), 10 * rank + step)})
         return None
 
     run_ranks(2, save, with_gloo=False)

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
-use forebay_ckpt::catalog::{Start, begin_run, commit};
+use forebay_ckpt::catalog::{Start, begin_run, commit, newest_run};
 use forebay_ckpt::dtype::Dtype;
 use forebay_ckpt::manifest::{Checksum, Identity, Manifest, Shard, ShardKey, Slice, SliceKind, Tensor};
 use forebay_ckpt::shard::{ShardLayout, TensorSpec};
@@ -257,6 +257,41 @@ async fn steps_are_pinned_and_deleted_and_garbage_goes() {
     assert!(!folder.join(&orphan).exists());
     run(&["gc", &source, "--older-than", "0"]).failed_with("may belong to a save under way", "larger age");
     run(&["verify", &source]).succeeded();
+}
+
+#[tokio::test]
+async fn steps_that_refer_to_earlier_shards_are_shown_and_outlive_them() {
+    let scratch = Scratch::new();
+    let folder = checkpoints(&scratch).await;
+    let source = url(&folder);
+    let bucket = Bucket::open(&source.parse::<BucketUrl>().expect("a URL"), &StoreSettings::default())
+        .await
+        .expect("open");
+    let run = newest_run(&bucket).await.expect("runs").expect("a run");
+    let mut manifest = forebay_ckpt::show(&bucket, 20).await.expect("step 20");
+    let header = ShardLayout::of(&[]).expect("a layout").header;
+    let (attempt, layout) = (run.attempt().to_owned(), ShardKey::layout_of(&header));
+    let key = ShardKey { step: 30, incarnation: 1, attempt, rank: 0, save: 1, layout }.object();
+    let (size, crc32c) = (header.len() as u64, Checksum(crc32c(&header)));
+    bucket.put(&key, Bytes::from(header), Condition::Always).await.expect("put");
+    let own = Shard { key: key.as_str().into(), size, header: size, crc32c, rank: 0, step: 30 };
+    manifest.shards.push(own);
+    (manifest.step, manifest.parents) = (30, vec![20]);
+    commit(&bucket, &run, &manifest).await.expect("commit");
+
+    let run = |args: &[&str]| forebay(&scratch, &[&["ckpt"], args].concat());
+    let shown = run(&["show", &source, "30"]).succeeded();
+    assert!(shown.contains("shards of others  1, 8.39 KiB, of step 20"), "{shown}");
+    assert!(shown.contains("shards            1, 4.00 KiB"), "{shown}");
+    let same = parse(&run(&["diff", &format!("{source}@20"), "@30", "--json"]).succeeded());
+    assert_eq!(same["equal"], json!(true));
+    let read = parse(&run(&["verify", &source, "--json"]).succeeded());
+    assert_eq!(read["read_bytes"], json!(2 * 8592 + 4096), "what two steps need is read once: {read}");
+    let removed = parse(&run(&["rm", &source, "20", "--json"]).succeeded());
+    assert_eq!(removed, json!({"manifests": 1, "shards": 0}));
+    run(&["verify", &source]).succeeded();
+    let removed = parse(&run(&["rm", &source, "30", "--json"]).succeeded());
+    assert_eq!(removed, json!({"manifests": 1, "shards": 2}));
 }
 
 #[tokio::test]

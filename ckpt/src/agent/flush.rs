@@ -5,24 +5,40 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::checksum::combine;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
 
+use super::delta::{File, Lent, candidates, describe, named};
 use super::inspect::{expect_no_gaps, inspect, slices_of};
 use super::{Member, Seal};
 use crate::catalog::{
-    Run, commit, failure_of, forget_ranks, list_ranks, load_manifest, merge_ranks, of_save, put_rank,
+    Note, Run, commit, failure_of, forget_intent, forget_ranks, list_ranks, load_manifest, merge_ranks,
+    of_save, put_intent, put_rank,
 };
-use crate::manifest::{Checksum, Manifest, Shard, ShardKey, Slice};
+use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 
 /// The first pause between two looks for the other ranks, and the longest.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
 /// How long the other ranks are waited for.
 const RANKS_PATIENCE: Duration = Duration::from_secs(600);
 
-/// Brings the shard in `slot` to the bucket, and looks at it meanwhile; gives what the manifest will say of it.
+/// What a save brought to the bucket.
+pub(super) struct Stored {
+    /// What the manifest will say of it.
+    pub(super) part: Manifest,
+    /// Whether it was noted what the part refers to.
+    pub(super) has_intent: bool,
+}
+
+impl Stored {
+    /// Bytes that were uploaded.
+    pub(super) fn uploaded(&self) -> u64 {
+        self.part.shards[0].size
+    }
+}
+
+/// Brings the shard in `slot` to the bucket, or what of it is not there since `base`, and looks at it meanwhile.
 /// Afterwards the slot is not needed.
 ///
 /// # Errors
@@ -33,29 +49,75 @@ pub(super) async fn store(
     run: &Run,
     member: Option<&Member>,
     (seal, slot): (&Arc<Seal>, &Bytes),
-) -> Result<Manifest> {
+    base: Option<&Manifest>,
+) -> Result<Stored> {
     expect_no_gaps(seal)?;
-    let mut manifest = manifest_of(run, member, seal, &slot[..seal.header as usize]);
-    let mut upload = begin(bucket, &manifest.shards[0])?;
-    let (copy, bytes) = (seal.clone(), slot.clone());
-    let all: Vec<usize> = (0..slices_of(seal).count()).collect();
-    let look = forebay_io::task::blocking(move || inspect(&copy, &bytes, &all));
-    let (sent, seen) = tokio::join!(send(&mut upload, slot.slice(..seal.size as usize)), look);
-    let seen = seen.map_err(|error| error.context("hash a shard")).flatten();
-    // Nothing takes the shard's name before all of it was found sound.
-    let identities = match seen.and_then(|identities| sent.map(|()| identities)) {
-        Ok(identities) => identities,
-        Err(error) => {
-            give_up(upload).await;
-            return Err(error);
-        }
+    let mut identities = vec![None; slices_of(seal).count()];
+    let found = base.and_then(|base| Some(Lent { base, slices: candidates(base, seal)? }));
+    let has_intent = found.is_some();
+    let lent = match found {
+        Some(found) => borrow(bucket, run, member, (seal, slot), found, &mut identities).await?,
+        None => None,
     };
-    let slices = manifest.tensors.iter_mut().flat_map(|tensor| &mut tensor.slices);
-    slices.zip(identities).for_each(|(slice, identity)| slice.blake3 = identity);
-    manifest.shards[0].crc32c = Checksum(crc32c_of(seal, slot));
-    manifest.check_part()?;
-    finish(upload, &manifest.shards[0]).await?;
-    Ok(manifest)
+    let file = match &lent {
+        Some(lent) => File::of(seal, slot, &lent.slices.iter().map(Option::is_none).collect::<Vec<_>>())?,
+        None => File::whole(seal, slot),
+    };
+    let mut part = manifest_of(run, member, seal, &file.header);
+    let options = UploadOptions { conditional: false, ..UploadOptions::default() };
+    let mut upload = bucket.upload_with(&part.shards[0].object(), options)?;
+    let (sent, seen) = tokio::join!(send(&mut upload, &file), look(seal, slot, &mut identities));
+    // Nothing takes the shard's name before all of it was found sound.
+    if let Err(error) = seen.and(sent) {
+        give_up(upload).await;
+        return Err(error);
+    }
+    describe(&mut part, &file, identities.into_iter().flatten().collect(), lent);
+    part.check_part()?;
+    finish(upload, &part.shards[0]).await?;
+    Ok(Stored { part, has_intent })
+}
+
+/// Leaves of what seems to be in the bucket what is: first the save notes what it refers to, then it makes sure that the
+/// step which has it is still there, then the identities are compared.
+async fn borrow<'a>(
+    bucket: &Bucket,
+    run: &Run,
+    member: Option<&Member>,
+    (seal, slot): (&Arc<Seal>, &Bytes),
+    mut found: Lent<'a>,
+    identities: &mut [Option<Identity>],
+) -> Result<Option<Lent<'a>>> {
+    let shards = named(found.base, &found.slices).into_iter().map(|shard| shard.key.clone());
+    put_intent(bucket, run.save(seal.step), rank_of(member), shards.collect()).await?;
+    if bucket.head(&run.save(found.base.step).object()).await?.is_none() {
+        return Ok(None);
+    }
+    let wanted = (0..identities.len()).filter(|index| found.slices[*index].is_some()).collect();
+    look_at(seal, slot, wanted, identities).await?;
+    for (slice, identity) in found.slices.iter_mut().zip(identities) {
+        slice.take_if(|slice| *identity != Some(slice.blake3));
+    }
+    Ok(Some(found))
+}
+
+/// Looks at the slices whose identities are not known yet.
+async fn look(seal: &Arc<Seal>, slot: &Bytes, identities: &mut [Option<Identity>]) -> Result<()> {
+    let unknown = (0..identities.len()).filter(|index| identities[*index].is_none()).collect();
+    look_at(seal, slot, unknown, identities).await
+}
+
+async fn look_at(
+    seal: &Arc<Seal>,
+    slot: &Bytes,
+    wanted: Vec<usize>,
+    identities: &mut [Option<Identity>],
+) -> Result<()> {
+    let (seal, slot) = (seal.clone(), slot.clone());
+    let seen = forebay_io::task::blocking(move || inspect(&seal, &slot, &wanted).map(|seen| (wanted, seen)));
+    let (wanted, seen) = seen.await.map_err(|error| error.context("hash a shard")).flatten()?;
+    wanted.into_iter().zip(seen).for_each(|(index, identity)| identities[index] = Some(identity));
+    Ok(())
 }
 
 /// Tells the job's other ranks of a part that was stored.
@@ -98,12 +160,17 @@ pub(super) async fn settle(
     bucket: &Bucket,
     run: &Run,
     member: Option<&Member>,
-    stored: &Manifest,
+    stored: &Stored,
 ) -> Result<Result<()>> {
-    match member {
-        None => commit(bucket, run, stored).await.map(|_| Ok(())),
-        Some(member) => commit_together(clock, bucket, member, stored.step).await,
+    let part = &stored.part;
+    if let Some(member) = member {
+        return commit_together(clock, bucket, member, part.step).await;
     }
+    commit(bucket, run, part).await?;
+    if stored.has_intent {
+        forget_intent(bucket, run.save(part.step), rank_of(member)).await?;
+    }
+    Ok(Ok(()))
 }
 
 /// Waits until every rank stored its part, and commits the step unless another rank's agent was first.
@@ -120,16 +187,17 @@ async fn commit_together(clock: &Clock, bucket: &Bucket, member: &Member, step: 
         let refused = |why: String| {
             Ok(Err(Error::new(ErrorKind::Unavailable, format!("step {step} was not saved: {why}"))))
         };
-        if let Some(failed) = of_save(&keys, &save).find(|key| key.failed) {
+        if let Some(failed) = of_save(&keys, &save).find(|key| key.note == Note::Failed) {
             let rank = failed.rank;
             return refused(format!("rank {rank}: {}", failure_of(bucket, failed).await?));
         }
-        let there: BTreeSet<u32> = of_save(&keys, &save).map(|key| key.rank).collect();
+        let stored = of_save(&keys, &save).filter(|key| key.note == Note::Index);
+        let there: BTreeSet<u32> = stored.map(|key| key.rank).collect();
         if there.len() == *world_size as usize {
             match merge_ranks(bucket, &save, *world_size).await {
                 Ok(manifest) => {
                     commit(bucket, run, &manifest).await?;
-                    return forget_ranks(bucket, &save).await.map(Ok);
+                    return forget_ranks(bucket, &keys, &save).await.map(Ok);
                 }
                 // Another agent just committed the step and took the indexes away.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
@@ -148,7 +216,7 @@ async fn commit_together(clock: &Clock, bucket: &Bucket, member: &Member, step: 
 
 /// What a manifest says of a sealed shard that begins with `header`, but for what is known only once it was looked at.
 fn manifest_of(run: &Run, member: Option<&Member>, seal: &Seal, header: &[u8]) -> Manifest {
-    let (rank, world_size) = member.map_or((0, 1), |member| (member.rank, member.world_size));
+    let (rank, world_size) = (rank_of(member), member.map_or(1, |member| member.world_size));
     let &Seal { save, size, step, .. } = seal;
     let (attempt, layout) = (run.attempt().to_owned(), ShardKey::layout_of(header));
     let key = ShardKey { step, incarnation: run.incarnation, attempt, rank, save, layout };
@@ -172,23 +240,16 @@ fn manifest_of(run: &Run, member: Option<&Member>, seal: &Seal, header: &[u8]) -
     }
 }
 
-/// The CRC-32C of a whole shard, of which the slices were found sound.
-fn crc32c_of(seal: &Seal, slot: &[u8]) -> u32 {
-    let mut slices: Vec<&Slice> = slices_of(seal).map(|(_, slice)| slice).collect();
-    slices.sort_by_key(|slice| slice.start);
-    let header = forebay_core::crc32c(&slot[..seal.header as usize]);
-    slices.iter().fold(header, |crc32c, slice| combine(crc32c, slice.crc32c.0, slice.len()))
+fn rank_of(member: Option<&Member>) -> u32 {
+    member.map_or(0, |member| member.rank)
 }
 
-/// One PUT where that is enough, else parts side by side. The bytes of a key are always the same, so that writing twice
-/// is no harm.
-fn begin(bucket: &Bucket, shard: &Shard) -> Result<Upload> {
-    bucket.upload_with(&shard.object(), UploadOptions { conditional: false, ..UploadOptions::default() })
-}
-
-/// Sends what can be sent before it is known that all of it is to be there.
-async fn send(upload: &mut Upload, data: Bytes) -> Result<()> {
-    upload.write(data).await?;
+/// Sends what can be sent before it is known that all of it is to be there. What fits one PUT is sent later.
+async fn send(upload: &mut Upload, file: &File) -> Result<()> {
+    upload.write(file.header.clone()).await?;
+    for run in &file.runs {
+        upload.write(run.clone()).await?;
+    }
     if upload.is_in_parts() {
         upload.relieve().await?;
     }
@@ -210,9 +271,13 @@ async fn give_up(upload: Upload) {
     }
 }
 
-/// Deletes what was uploaded for a save that is none: another save has its step.
-pub(super) async fn discard(bucket: &Bucket, part: &Manifest) {
-    if let Err(error) = bucket.delete(&part.shards[0].object()).await {
-        tracing::warn!(%error, "a shard that no step names stays until garbage is collected");
+/// Deletes what was brought to the bucket for a save that is none: another save has its step.
+pub(super) async fn discard(bucket: &Bucket, run: &Run, member: Option<&Member>, stored: &Stored) {
+    let mut deleted = bucket.delete(&stored.part.shards[0].object()).await;
+    if stored.has_intent {
+        deleted = deleted.and(forget_intent(bucket, run.save(stored.part.step), rank_of(member)).await);
+    }
+    if let Err(error) = deleted {
+        tracing::warn!(%error, "what no step names stays until garbage is collected");
     }
 }

@@ -2,8 +2,10 @@
 
 mod protocol;
 mod inspect;
+mod delta;
 mod flush;
 mod trainer;
+mod flusher;
 mod holdings;
 mod door;
 mod serve;

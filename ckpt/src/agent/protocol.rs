@@ -1,7 +1,7 @@
 //! What trainer and agent say to each other: JSON frames over one unix socket.
 //!
 //! Both ends come from one build, so that the frames carry no version; only a visitor may be of another. A slot belongs
-//! to the agent from `Seal` to the `Durable` or `Failed` of that save, and to the trainer otherwise; before the trainer
+//! to the agent from `Seal` or `SealAgain` to the `Durable` or `Failed` of that save, and to the trainer otherwise; before the trainer
 //! writes into it again, it has the agent forget what it held.
 
 use forebay_core::{Error, ErrorKind};
@@ -48,7 +48,7 @@ pub struct Member {
 impl Member {
     /// What the job's save of a step is called.
     pub fn save(&self, step: u64) -> StepKey {
-        StepKey { incarnation: self.run.incarnation, step, attempt: self.run.attempt().to_owned() }
+        self.run.save(step)
     }
 }
 
@@ -66,6 +66,8 @@ pub enum Request {
     },
     /// Bring this to the bucket, and hold it for a successor.
     Seal(Box<Held>),
+    /// The same, of a save that an agent that died may have brought there, or begun to.
+    SealAgain(Box<Held>),
     /// Hold this for a successor; it needs no flush.
     Hold(Box<Held>),
     /// The trainer will write where this lies.

@@ -3,7 +3,7 @@
 use forebay_core::{Error, ErrorKind, ObjectKey, Result};
 use forebay_io::object::{Bucket, Condition};
 
-use super::{Run, StepKey};
+use super::Run;
 use crate::manifest::Manifest;
 
 /// Makes the step exist. Whether an answer was lost or another writer came first is settled by reading back: an agent of
@@ -12,8 +12,7 @@ use crate::manifest::Manifest;
 /// # Errors
 /// `Conflict` when this start of the run saved the step already, with other content.
 pub async fn commit(bucket: &Bucket, run: &Run, manifest: &Manifest) -> Result<ObjectKey> {
-    let attempt = run.attempt().to_owned();
-    let key = StepKey { incarnation: manifest.incarnation, step: manifest.step, attempt }.object();
+    let key = run.save(manifest.step).object();
     let data = manifest.encode()?;
     let error = match bucket.put(&key, data.clone(), Condition::IfAbsent).await {
         Ok(_) => return Ok(key),

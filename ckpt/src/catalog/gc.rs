@@ -13,8 +13,9 @@ use forebay_io::object::{Bucket, Condition};
 use forebay_io::rng::Rng;
 use futures::TryStreamExt;
 
-use super::ranks::{RANKS, shards_of_rank};
-use super::{list_steps, load_manifest};
+use super::list_ranks;
+use super::named::Named;
+use super::ranks::RANKS;
 
 /// The least age of garbage: an agent tries for ten minutes to store its part, and waits as long for the others'.
 pub const LEAST_AGE: Duration = Duration::from_secs(3600);
@@ -27,7 +28,7 @@ const SHARDS: &str = "shards";
 pub struct Garbage {
     /// Shards that nothing names.
     pub shards: Vec<ObjectKey>,
-    /// Indexes and failures of saves that never were committed.
+    /// Notes of saves that never were committed.
     pub indexes: Vec<ObjectKey>,
     /// Unfinished uploads: key and id.
     pub uploads: Vec<(ObjectKey, String)>,
@@ -50,18 +51,20 @@ pub async fn collect_garbage(bucket: &Bucket, age: Duration, only_look: bool) ->
     let is_old = |time: &Timestamp| time.seconds < before;
     let shards: Vec<_> = bucket.list(SHARDS).try_collect().await?;
     let indexes: Vec<_> = bucket.list(RANKS).try_collect().await?;
-    let (old, live): (Vec<_>, Vec<_>) = indexes.into_iter().partition(|object| is_old(&object.modified));
-    let mut needed = HashSet::new();
-    for object in live {
-        needed.extend(shards_of_rank(bucket, &object.key).await?);
+    let old = indexes.into_iter().filter(|object| is_old(&object.modified)).map(|object| object.key);
+    let old: HashSet<ObjectKey> = old.collect();
+    let mut named = Named::default();
+    // Twice, for a save that noted what it refers to after the first look at the notes, and a step that was deleted
+    // before the look at the steps.
+    for _ in 0..2 {
+        let live = list_ranks(bucket).await?.into_iter().filter(|key| !old.contains(&key.object()));
+        named.look_at_notes(bucket, live).await?;
+        named.look_at_steps(bucket, &HashSet::new()).await?;
     }
-    for info in list_steps(bucket).await? {
-        needed.extend(load_manifest(bucket, &info.key).await?.shards.into_iter().map(|shard| shard.key));
-    }
-    let mut garbage =
-        Garbage { indexes: old.into_iter().map(|object| object.key).collect(), ..Garbage::default() };
+    let mut garbage = Garbage { indexes: old.into_iter().collect(), ..Garbage::default() };
+    garbage.indexes.sort();
     for object in shards {
-        if is_old(&object.modified) && !needed.contains(object.key.as_str()) {
+        if is_old(&object.modified) && !named.contains(object.key.as_str()) {
             garbage.bytes += object.size;
             garbage.shards.push(object.key);
         }

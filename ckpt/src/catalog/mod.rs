@@ -3,7 +3,7 @@
 //! ```text
 //! runs/<incarnation>.json                      one for each start of the run
 //! steps/<step>/<incarnation>-<attempt>.json    a manifest: its existence is the commit
-//! ranks/<step>/<incarnation>-<attempt>/<rank>.json  what a rank stored, until the manifest is made of it
+//! ranks/<step>/<incarnation>-<attempt>/<rank>.*  what a rank notes of a save, until the manifest is there
 //! pins/<step>                                  steps that retention keeps
 //! shards/<step>/<incarnation>-<attempt>/<rank>-<save>-<layout>.safetensors  bytes, never changed
 //! ```
@@ -17,13 +17,17 @@ mod watch;
 mod run;
 mod commit;
 mod ranks;
+mod named;
 mod retain;
 mod gc;
 
 pub use commit::commit;
 pub use gc::{Garbage, LEAST_AGE, collect_garbage};
 pub use keys::{StepKey, incarnation_key};
-pub use ranks::{RankKey, failure_of, forget_ranks, list_ranks, merge_ranks, put_failed, put_rank};
+pub use ranks::{
+    Note, RankKey, failure_of, forget_intent, forget_ranks, list_ranks, merge_ranks, put_failed, put_intent,
+    put_rank,
+};
 pub(crate) use ranks::{merge, of_save};
 pub use retain::{Keep, Removed, list_pins, pin, remove_steps, retain, unpin};
 pub use run::{Run, Start, begin_run, find_run, newest_run, refuse_if_superseded, superseded_by};

@@ -1,11 +1,16 @@
-//! What each rank stored of a step that several save together, until all are there and the manifest is made of it.
+//! What each rank notes of a save under way: what it refers to, and what it stored of a step that several save together,
+//! until all are there and the manifest is made of it.
 //!
 //! ```text
+//! ranks/<step>/<incarnation>-<attempt>/<rank>.intent
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.json
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.failed
 //! ```
-//! The second, of a rank that will not store its part, says why: the step is never committed. A rank's index is a manifest of its own shard, which need not cover its tensors. It is written after the shard.
-//! Whoever finds all of them puts them together: the outcome is the same bytes, whoever does it.
+//! An intent names the shards of earlier steps that a save refers to; it is there before the save makes sure that they
+//! still are, and stays until the step is committed. A rank's index is a manifest of its own part, which need not cover
+//! its tensors; it is written after the shard. The third, of a rank that will not store its part, says why: the step is
+//! never committed.
+//! Whoever finds all indexes puts them together: the outcome is the same bytes, whoever does it.
 
 use std::collections::HashMap;
 
@@ -14,44 +19,69 @@ use forebay_io::object::{Bucket, Condition};
 use futures::stream::{self, StreamExt, TryStreamExt};
 
 use super::{Run, StepKey};
-use crate::manifest::{Manifest, Tensor};
+use crate::manifest::{Intent, Manifest, Tensor};
 
 /// The prefix of all indexes.
 pub(super) const RANKS: &str = "ranks";
 /// Indexes read at once.
 const PARALLEL: usize = 16;
 
-/// Which rank's index of which save.
+/// Which rank's note of which save.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankKey {
     /// The save.
     pub save: StepKey,
     /// The rank.
     pub rank: u32,
-    /// Whether it tells that the rank's part will never be there.
-    pub failed: bool,
+    /// What it tells.
+    pub note: Note,
+}
+
+/// What a rank notes of a save.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Note {
+    /// Shards that it refers to.
+    Intent,
+    /// What was stored.
+    Index,
+    /// Why nothing will be.
+    Failed,
+}
+
+impl Note {
+    const ALL: [Self; 3] = [Self::Intent, Self::Index, Self::Failed];
+
+    fn suffix(self) -> &'static str {
+        match self {
+            Self::Intent => "intent",
+            Self::Index => "json",
+            Self::Failed => "failed",
+        }
+    }
 }
 
 impl RankKey {
-    fn object(&self) -> ObjectKey {
+    pub(super) fn object(&self) -> ObjectKey {
         let StepKey { step, incarnation, attempt } = &self.save;
-        let suffix = if self.failed { "failed" } else { "json" };
+        let suffix = self.note.suffix();
         ObjectKey::new(format!("{RANKS}/{step:020}/{incarnation:010}-{attempt}/{:06}.{suffix}", self.rank))
     }
 
-    fn parse(key: &ObjectKey) -> Option<Self> {
+    /// Reads a key; `None` for one that is no note's.
+    pub(super) fn parse(key: &ObjectKey) -> Option<Self> {
         let mut parts = key.as_str().split('/').skip(1);
         let (step, name, rank) = (parts.next()?, parts.next()?, parts.next()?);
         let (incarnation, attempt) = name.split_once('-')?;
         let (step, incarnation) = (step.parse().ok()?, incarnation.parse().ok()?);
         let save = StepKey { step, incarnation, attempt: attempt.to_owned() };
         let (rank, suffix) = rank.split_once('.')?;
-        let parsed = Self { save, rank: rank.parse().ok()?, failed: suffix == "failed" };
+        let note = Note::ALL.into_iter().find(|note| note.suffix() == suffix)?;
+        let parsed = Self { save, rank: rank.parse().ok()?, note };
         (parsed.object() == *key).then_some(parsed)
     }
 }
 
-/// Which ranks' indexes there are, of all saves that were not put together yet.
+/// Which ranks' notes there are, of all saves under way.
 pub async fn list_ranks(bucket: &Bucket) -> Result<Vec<RankKey>> {
     let objects: Vec<_> = bucket.list(RANKS).try_collect().await?;
     Ok(objects.iter().filter_map(|object| RankKey::parse(&object.key)).collect())
@@ -59,16 +89,25 @@ pub async fn list_ranks(bucket: &Bucket) -> Result<Vec<RankKey>> {
 
 /// Tells that a rank stored its shard.
 pub async fn put_rank(bucket: &Bucket, run: &Run, rank: u32, index: &Manifest) -> Result<()> {
-    let attempt = run.attempt().to_owned();
-    let save = StepKey { step: index.step, incarnation: index.incarnation, attempt };
-    // The name is this rank's alone, and what it says there is always the same.
-    let key = RankKey { save, rank, failed: false }.object();
+    // The name is this rank's alone, and what an agent says there is always the same.
+    let key = RankKey { save: run.save(index.step), rank, note: Note::Index }.object();
     bucket.put(&key, index.encode_index()?, Condition::Always).await.map(drop)
+}
+
+/// Tells which shards a rank's part of `save` will refer to.
+pub async fn put_intent(bucket: &Bucket, save: StepKey, rank: u32, shards: Vec<String>) -> Result<()> {
+    let key = RankKey { save, rank, note: Note::Intent }.object();
+    bucket.put(&key, Intent { shards }.encode()?, Condition::Always).await.map(drop)
+}
+
+/// Takes that back, once the step is committed.
+pub async fn forget_intent(bucket: &Bucket, save: StepKey, rank: u32) -> Result<()> {
+    bucket.delete(&RankKey { save, rank, note: Note::Intent }.object()).await
 }
 
 /// Tells that a rank will not store its part of `save`, and why.
 pub async fn put_failed(bucket: &Bucket, save: StepKey, rank: u32, reason: &str) -> Result<()> {
-    let key = RankKey { save, rank, failed: true }.object();
+    let key = RankKey { save, rank, note: Note::Failed }.object();
     bucket.put(&key, reason.to_owned().into(), Condition::Always).await.map(drop)
 }
 
@@ -86,7 +125,7 @@ pub async fn failure_of(bucket: &Bucket, key: &RankKey) -> Result<String> {
 pub async fn merge_ranks(bucket: &Bucket, save: &StepKey, world_size: u32) -> Result<Manifest> {
     let indexes: Vec<Manifest> = stream::iter(0..world_size)
         .map(|rank| async move {
-            let key = RankKey { save: save.clone(), rank, failed: false }.object();
+            let key = RankKey { save: save.clone(), rank, note: Note::Index }.object();
             let (data, _) = bucket.get_whole(&key).await?;
             let index = Manifest::decode_index(&data).map_err(|fault| {
                 Error::from(fault).context(format!("the index of rank {rank} of step {}", save.step))
@@ -104,36 +143,39 @@ pub async fn merge_ranks(bucket: &Bucket, save: &StepKey, world_size: u32) -> Re
     merge(indexes)
 }
 
-/// Deletes the indexes of a save that is committed, and of this start's earlier ones, which never will be.
-pub async fn forget_ranks(bucket: &Bucket, save: &StepKey) -> Result<()> {
+/// Deletes the notes of a save that is committed, and of this start's earlier ones, which never will be. `keys` were
+/// listed before the commit: no agent of the start was at a later save then.
+pub async fn forget_ranks(bucket: &Bucket, keys: &[RankKey], save: &StepKey) -> Result<()> {
     let of_start = |key: &RankKey| {
         (key.save.incarnation, &key.save.attempt) == (save.incarnation, &save.attempt)
             && key.save.step <= save.step
     };
-    let keys = list_ranks(bucket).await?;
     let keys: Vec<_> = keys.iter().filter(|key| of_start(key)).map(RankKey::object).collect();
     bucket.delete_many(&keys).await
 }
 
-/// The indexes and failures of one save.
+/// The notes of one save.
 pub(crate) fn of_save<'a>(keys: &'a [RankKey], save: &StepKey) -> impl Iterator<Item = &'a RankKey> {
     keys.iter().filter(move |key| key.save == *save)
 }
 
-/// The shards that an index names; none of an object that is no index, or is gone by now.
-pub(super) async fn shards_of_rank(bucket: &Bucket, key: &ObjectKey) -> Result<Vec<String>> {
-    if RankKey::parse(key).is_none_or(|key| key.failed) {
+/// The shards that a note names; none of one that is gone by now.
+pub(super) async fn shards_of_note(bucket: &Bucket, key: &RankKey) -> Result<Vec<String>> {
+    if key.note == Note::Failed {
         return Ok(Vec::new());
     }
-    match bucket.get_whole(key).await {
-        Ok((data, _)) => {
-            let index = Manifest::decode_index(&data)
-                .map_err(|fault| Error::from(fault).context(format!("`{key}`")))?;
-            Ok(index.shards.into_iter().map(|shard| shard.key).collect())
-        }
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(error),
-    }
+    let object = key.object();
+    let data = match bucket.get_whole(&object).await {
+        Ok((data, _)) => data,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    };
+    let named = match key.note {
+        Note::Intent => Intent::decode(&data).map(|intent| intent.shards),
+        _ => Manifest::decode_index(&data)
+            .map(|index| index.shards.into_iter().map(|shard| shard.key).collect()),
+    };
+    named.map_err(|fault| Error::from(fault).context(format!("`{object}`")))
 }
 
 /// Puts indexes together, in the order of ranks.
@@ -147,6 +189,7 @@ pub(crate) fn merge(indexes: Vec<Manifest>) -> Result<Manifest> {
         whole.created_ms = whole.created_ms.max(index.created_ms);
         whole.shards.extend(index.shards);
         whole.extras.extend(index.extras);
+        whole.parents.extend(index.parents);
         for mut tensor in index.tensors {
             tensor.slices.iter_mut().for_each(|slice| slice.shard += first_shard);
             match places.get(&tensor.name) {
@@ -158,6 +201,8 @@ pub(crate) fn merge(indexes: Vec<Manifest>) -> Result<Manifest> {
             }
         }
     }
+    whole.parents.sort_unstable();
+    whole.parents.dedup();
     whole.check().map_err(|fault| {
         Error::invalid(format!("step {}: what the ranks stored is no checkpoint: {fault}", whole.step))
     })?;
@@ -180,14 +225,16 @@ mod tests {
     #[test]
     fn keys_round_trip() {
         let save = StepKey { step: 500, incarnation: 3, attempt: "0a1b2c3d".into() };
-        let key = RankKey { save: save.clone(), rank: 12, failed: false };
-        let failed = RankKey { save, rank: 12, failed: true };
-        assert_eq!(RankKey::parse(&failed.object()), Some(failed));
+        let key = RankKey { save: save.clone(), rank: 12, note: Note::Index };
+        for note in Note::ALL {
+            let other = RankKey { save: save.clone(), rank: 12, note };
+            assert_eq!(RankKey::parse(&other.object()), Some(other));
+        }
         let object = key.object();
         assert_eq!(object.as_str(), "ranks/00000000000000000500/0000000003-0a1b2c3d/000012.json");
         assert_eq!(RankKey::parse(&object), Some(key));
         assert_eq!(StepKey::parse(&object), None, "no index is taken for a manifest");
-        for other in ["ranks/x", "ranks/5/3-a/1.json", "ranks", "ranks/a/b/c/d"] {
+        for other in ["ranks/x", "ranks/5/3-a/1.json", "ranks/5/3-a/1.x", "ranks", "ranks/a/b/c/d"] {
             assert_eq!(RankKey::parse(&ObjectKey::new(other)), None, "{other}");
         }
     }

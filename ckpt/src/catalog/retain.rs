@@ -1,8 +1,7 @@
 //! Retention: the newest steps, pinned ones and every so many-th are kept, others go.
 //!
 //! Manifests go first, then the shards that only they named: a crash in between leaves bytes without a name, never
-//! a step without its bytes. What a save under way is about to name is never touched: with several ranks each shard
-//! is one save's alone, and with one rank the same agent saves and deletes, one after the other.
+//! a step without its bytes. What a save under way is about to name is never touched, see `named`.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -11,7 +10,8 @@ use forebay_io::object::{Bucket, Condition};
 use futures::TryStreamExt;
 use serde::{Deserialize, Serialize};
 
-use super::{StepInfo, find_step, list_steps, load_manifest};
+use super::named::Named;
+use super::{StepInfo, StepKey, find_step, list_steps, load_manifest};
 
 /// The prefix of pins: `pins/<step>`, 20 digits, an empty object for each step that is kept whatever the schedule.
 const PINS: &str = "pins";
@@ -75,28 +75,27 @@ pub async fn remove_steps(bucket: &Bucket, numbers: &[u64]) -> Result<Removed> {
 }
 
 async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, goes: impl Fn(&StepInfo) -> bool) -> Result<Removed> {
-    let (goes, stays): (Vec<_>, Vec<_>) = steps.into_iter().partition(goes);
-    if goes.is_empty() {
+    let going: HashSet<StepKey> = steps.into_iter().filter(goes).map(|info| info.key).collect();
+    if going.is_empty() {
         return Ok(Removed::default());
     }
-    let mut needed = HashSet::new();
-    for info in &stays {
-        needed.extend(load_manifest(bucket, &info.key).await?.shards.into_iter().map(|shard| shard.key));
-    }
+    let mut named = Named::default();
+    named.look_at_steps(bucket, &going).await?;
     let mut unnamed = HashSet::new();
-    for info in &goes {
-        match load_manifest(bucket, &info.key).await {
+    for key in &going {
+        match load_manifest(bucket, key).await {
             Ok(manifest) => unnamed.extend(manifest.shards.into_iter().map(|shard| shard.key)),
             // A damaged manifest names nothing that could be trusted; its shards stay.
             Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotFound) => {}
             Err(error) => return Err(error),
         }
     }
-    let shards: Vec<_> = unnamed.difference(&needed).map(ObjectKey::new).collect();
-    let removed = Removed { manifests: goes.len(), shards: shards.len() };
-    bucket.delete_many(&goes.iter().map(|info| info.key.object()).collect::<Vec<_>>()).await?;
+    bucket.delete_many(&going.iter().map(StepKey::object).collect::<Vec<_>>()).await?;
+    named.look(bucket, &going).await?;
+    let unnamed = unnamed.into_iter().filter(|shard| !named.contains(shard));
+    let shards: Vec<_> = unnamed.map(ObjectKey::new).collect();
     bucket.delete_many(&shards).await?;
-    Ok(removed)
+    Ok(Removed { manifests: going.len(), shards: shards.len() })
 }
 
 /// Keeps a step until it is unpinned.

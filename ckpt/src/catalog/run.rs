@@ -10,7 +10,7 @@ use forebay_io::object::{Bucket, Condition};
 use futures::TryStreamExt;
 use serde::{Deserialize, Serialize};
 
-use super::keys::{RUNS, incarnation_key, parse_incarnation};
+use super::keys::{RUNS, StepKey, incarnation_key, parse_incarnation};
 
 /// Starts of one run that race for a number at most; each loser takes the next.
 const MAX_ATTEMPTS: usize = 16;
@@ -47,6 +47,11 @@ impl Run {
     /// What keeps this start's manifests apart from those of another with the same number.
     pub fn attempt(&self) -> &str {
         self.start.nonce.get(..8).unwrap_or_default()
+    }
+
+    /// What this start's save of a step is called.
+    pub fn save(&self, step: u64) -> StepKey {
+        StepKey { incarnation: self.incarnation, step, attempt: self.attempt().to_owned() }
     }
 }
 

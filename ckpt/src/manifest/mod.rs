@@ -8,3 +8,4 @@ mod text;
 pub use check::Fault;
 pub use model::{Checksum, Encoding, Extra, Identity, Manifest, Shard, Slice, SliceKind, Tensor};
 pub use name::ShardKey;
+pub use text::Intent;

@@ -3,17 +3,20 @@
 //! ```text
 //! {"format":"forebay-checkpoint","version":1,"blake3":"<64 hex>","body":{...}}\n
 //! ```
-//! A rank's index is the same with the format `forebay-checkpoint-rank`.
+//! A rank's index is the same with the format `forebay-checkpoint-rank`, an intent with `forebay-checkpoint-intent`.
 //! The head is fixed to the byte, and the hash covers the body from its `{` to its `}` as written: whatever byte is
 //! changed, added or lost, the manifest is refused.
 
 use bytes::Bytes;
 use forebay_core::{Error, Result};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use super::{Fault, Identity, Manifest};
 
 const HEAD: &str = r#"{"format":"forebay-checkpoint","version":"#;
 const INDEX_HEAD: &str = r#"{"format":"forebay-checkpoint-rank","version":"#;
+const INTENT_HEAD: &str = r#"{"format":"forebay-checkpoint-intent","version":"#;
 const VERSION: &str = "1";
 const HASH: &str = r#","blake3":""#;
 const BODY: &str = r#"","body":"#;
@@ -31,21 +34,14 @@ impl Manifest {
     /// # Errors
     /// `Bug` when it does not: nothing wrong is ever written.
     pub fn encode(&self) -> Result<Bytes> {
-        self.check().map_err(|fault| refused(&fault))?;
-        self.write(HEAD)
+        self.check().and_then(|()| self.check_identities()).map_err(|fault| refused(&fault))?;
+        write(HEAD, self)
     }
 
     /// As [`Manifest::encode`], of what one rank stored: others hold the rest of its tensors.
     pub fn encode_index(&self) -> Result<Bytes> {
-        self.check_part().map_err(|fault| refused(&fault))?;
-        self.write(INDEX_HEAD)
-    }
-
-    fn write(&self, head: &str) -> Result<Bytes> {
-        self.check_identities().map_err(|fault| refused(&fault))?;
-        let body = serde_json::to_string(self).map_err(|error| refused(&error))?;
-        let hash = blake3::hash(body.as_bytes()).to_hex();
-        Ok(Bytes::from([head, VERSION, HASH, &hash, BODY, &body, TAIL].concat()))
+        self.check_part().and_then(|()| self.check_identities()).map_err(|fault| refused(&fault))?;
+        write(INDEX_HEAD, self)
     }
 
     /// Reads and checks a manifest.
@@ -53,39 +49,65 @@ impl Manifest {
     /// # Errors
     /// The first thing found wrong.
     pub fn decode(data: &[u8]) -> Result<Self, Fault> {
-        let manifest = Self::read(data, HEAD)?;
+        let manifest: Self = read(data, HEAD)?;
         manifest.check()?;
+        manifest.check_identities()?;
         Ok(manifest)
     }
 
     /// Reads and checks what one rank stored.
     pub fn decode_index(data: &[u8]) -> Result<Self, Fault> {
-        let index = Self::read(data, INDEX_HEAD)?;
+        let index: Self = read(data, INDEX_HEAD)?;
         index.check_part()?;
+        index.check_identities()?;
         Ok(index)
     }
+}
 
-    fn read(data: &[u8], head: &str) -> Result<Self, Fault> {
-        if data.len() > MAX_MANIFEST {
-            return Err(Fault::TooLong { bytes: data.len() });
-        }
-        let text = std::str::from_utf8(data).map_err(|_| Fault::Framing)?;
-        let rest = text.strip_prefix(head).ok_or(Fault::Framing)?;
-        let (version, rest) = rest.split_once(',').ok_or(Fault::Framing)?;
-        if version != VERSION {
-            return Err(Fault::Version(version.chars().take(20).collect()));
-        }
-        let rest = rest.strip_prefix(&HASH[1..]).ok_or(Fault::Framing)?;
-        let (expected, rest) = rest.split_at_checked(64).ok_or(Fault::Framing)?;
-        let body = rest.strip_prefix(BODY).and_then(|rest| rest.strip_suffix(TAIL)).ok_or(Fault::Framing)?;
-        let got = Identity(*blake3::hash(body.as_bytes()).as_bytes());
-        if got.to_string() != expected {
-            return Err(Fault::Hash { expected: expected.to_owned(), got });
-        }
-        let manifest: Self = serde_json::from_str(body).map_err(Fault::Body)?;
-        manifest.check_identities()?;
-        Ok(manifest)
+/// What a save under way refers to, told before it does.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Intent {
+    /// Keys of shards that earlier steps wrote.
+    pub shards: Vec<String>,
+}
+
+impl Intent {
+    /// Its bytes.
+    pub fn encode(&self) -> Result<Bytes> {
+        write(INTENT_HEAD, self)
     }
+
+    /// Reads one.
+    pub fn decode(data: &[u8]) -> Result<Self, Fault> {
+        read(data, INTENT_HEAD)
+    }
+}
+
+fn write(head: &str, body: &impl Serialize) -> Result<Bytes> {
+    let body = serde_json::to_string(body).map_err(|error| refused(&error))?;
+    let hash = blake3::hash(body.as_bytes()).to_hex();
+    Ok(Bytes::from([head, VERSION, HASH, &hash, BODY, &body, TAIL].concat()))
+}
+
+fn read<T: DeserializeOwned>(data: &[u8], head: &str) -> Result<T, Fault> {
+    if data.len() > MAX_MANIFEST {
+        return Err(Fault::TooLong { bytes: data.len() });
+    }
+    let text = std::str::from_utf8(data).map_err(|_| Fault::Framing)?;
+    let rest = text.strip_prefix(head).ok_or(Fault::Framing)?;
+    let (version, rest) = rest.split_once(',').ok_or(Fault::Framing)?;
+    if version != VERSION {
+        return Err(Fault::Version(version.chars().take(20).collect()));
+    }
+    let rest = rest.strip_prefix(&HASH[1..]).ok_or(Fault::Framing)?;
+    let (expected, rest) = rest.split_at_checked(64).ok_or(Fault::Framing)?;
+    let body = rest.strip_prefix(BODY).and_then(|rest| rest.strip_suffix(TAIL)).ok_or(Fault::Framing)?;
+    let got = Identity::of(body.as_bytes());
+    if got.to_string() != expected {
+        return Err(Fault::Hash { expected: expected.to_owned(), got });
+    }
+    serde_json::from_str(body).map_err(Fault::Body)
 }
 
 fn refused(fault: &dyn std::fmt::Display) -> Error {

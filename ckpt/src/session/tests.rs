@@ -2,6 +2,7 @@
 
 use std::thread::JoinHandle;
 
+use forebay_core::ObjectKey;
 use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
 use futures::TryStreamExt;
 
@@ -10,7 +11,7 @@ use crate::agent::{Member, serve};
 use crate::arena::Source;
 use crate::catalog::{
     Keep, LEAST_AGE, Start, StepKey, begin_run, collect_garbage, list_steps, load_manifest, pin, put_failed,
-    remove_steps, retain, unpin,
+    put_intent, remove_steps, retain, unpin,
 };
 use crate::dtype::Dtype;
 use crate::region::Region;
@@ -439,6 +440,36 @@ fn pinned_steps_and_every_so_many_stay() {
 }
 
 #[test]
+fn what_a_save_noted_that_it_refers_to_stays_until_the_note_is_old() {
+    let fixture = Fixture::new();
+    let bucket = fixture.bucket();
+    let key = format!("shards/{:020}/0000000001-00000001/000000-000001-00000000.safetensors", 1);
+    let save = StepKey { incarnation: 1, step: 2, attempt: "00000001".into() };
+    fixture.runtime.block_on(async {
+        bucket.put(&ObjectKey::new(&key), "bytes".into(), Condition::Always).await.expect("put");
+        put_intent(&bucket, save, 0, vec![key.clone()]).await.expect("put");
+    });
+    age(&fixture.directory.path().join(&key));
+    let gc = || fixture.runtime.block_on(collect_garbage(&bucket, LEAST_AGE, false)).expect("gc");
+    assert_eq!(gc(), Default::default());
+    age(&fixture.directory.path().join(format!("ranks/{:020}/0000000001-00000001/000000.intent", 2)));
+    let found = gc();
+    assert_eq!((found.shards, found.indexes.len()), (vec![ObjectKey::new(&key)], 1));
+    // A note that cannot be read: it is unknown what it needs.
+    let damaged = ObjectKey::new(format!("ranks/{:020}/0000000001-00000001/000000.intent", 3));
+    let put = bucket.put(&damaged, "{}".into(), Condition::Always);
+    fixture.runtime.block_on(put).expect("put");
+    let error = fixture.runtime.block_on(collect_garbage(&bucket, LEAST_AGE, false)).expect_err("damaged");
+    assert!(error.kind() == ErrorKind::Corrupt && error.message().contains("000000.intent"), "{error}");
+}
+
+/// Has a file be two hours old.
+fn age(path: &std::path::Path) {
+    let past = std::time::SystemTime::now() - Duration::from_secs(7200);
+    std::fs::File::open(path).and_then(|file| file.set_modified(past)).expect("age");
+}
+
+#[test]
 fn what_dead_agents_left_goes_and_nothing_that_a_save_may_need() {
     let mut fixture = Fixture::new();
     let mut pair = Pair::new(&mut fixture);
@@ -461,10 +492,6 @@ fn what_dead_agents_left_goes_and_nothing_that_a_save_may_need() {
     let too_young = fixture.runtime.block_on(collect_garbage(&bucket, Duration::ZERO, true));
     assert_eq!(too_young.expect_err("refused").kind(), ErrorKind::Invalid);
     // Two hours later.
-    let age = |path: &std::path::Path| {
-        let past = std::time::SystemTime::now() - Duration::from_secs(7200);
-        std::fs::File::open(path).and_then(|file| file.set_modified(past)).expect("age");
-    };
     fixture.shard_files().iter().for_each(|file| age(file));
     assert_eq!(gc(true).shards.len(), 0, "an index that is young names the third");
     for start in std::fs::read_dir(&index).expect("list") {

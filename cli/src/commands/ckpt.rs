@@ -153,18 +153,28 @@ fn describe(manifest: &Manifest, json: bool) -> Result<ExitCode> {
         print::json(manifest)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let bytes: u64 = manifest.shards.iter().map(|shard| shard.size).sum();
+    let files = |is_wanted: &dyn Fn(u64) -> bool| {
+        let sizes: Vec<u64> =
+            manifest.shards.iter().filter(|shard| is_wanted(shard.step)).map(|shard| shard.size).collect();
+        format!("{}, {}", sizes.len(), format_bytes(sizes.iter().sum()))
+    };
     let fact = |name: &str, value: String| vec![name.to_owned(), value];
-    print::table(&[
+    let mut facts = vec![
         fact("step", manifest.step.to_string()),
         fact("run", manifest.run.clone()),
         fact("incarnation", manifest.incarnation.to_string()),
         fact("world size", manifest.world_size.to_string()),
-        fact("shards", format!("{}, {}", manifest.shards.len(), format_bytes(bytes))),
+        fact("shards", files(&|step| step == manifest.step)),
         fact("tensors", manifest.tensors.len().to_string()),
         fact("extras", manifest.extras.len().to_string()),
         Vec::new(),
-    ]);
+    ];
+    if let (Some(first), Some(last)) = (manifest.parents.first(), manifest.parents.last()) {
+        let steps = if first == last { format!("step {first}") } else { format!("steps {first} to {last}") };
+        let files = files(&|step| step != manifest.step);
+        facts.insert(5, fact("shards of others", format!("{files}, of {steps}")));
+    }
+    print::table(&facts);
     let head = print::row(["TENSOR", "TYPE", "SHAPE", "SIZE"]);
     let rows = manifest.tensors.iter().map(|tensor| {
         let bytes: u64 = tensor.slices.iter().map(|slice| slice.len()).sum();

@@ -1,4 +1,4 @@
-//! Injects faults, for tests: scripted (the Nth request of a kind) or random from a seed.
+//! Injects faults, for tests: scripted (the Nth request of a kind) or random from a seed; holds a request back.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,6 +7,7 @@ use async_trait::async_trait;
 use futures::stream::StreamExt;
 use object_store::Result;
 use parking_lot::Mutex;
+use tokio::sync::Notify;
 
 use super::body::map_body;
 use crate::object::OperationKind;
@@ -38,6 +39,30 @@ struct Script {
     random: Option<(Rng, f64)>,
     down: bool,
     injected: u64,
+    /// How many requests are let through before one is held back.
+    gate: Option<(u64, Gate)>,
+}
+
+/// Holds one request back, so that a test can do something else at that moment; clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct Gate(Arc<Latch>);
+
+#[derive(Debug, Default)]
+struct Latch {
+    reached: Notify,
+    opened: Notify,
+}
+
+impl Gate {
+    /// Waits until the request is there.
+    pub async fn reached(&self) {
+        self.0.reached.notified().await;
+    }
+
+    /// Lets it through.
+    pub fn open(&self) {
+        self.0.opened.notify_one();
+    }
 }
 
 impl Faults {
@@ -60,6 +85,20 @@ impl Faults {
         entries.push((*seen + nth, mode));
         drop(script);
         self
+    }
+
+    /// The `nth` request of any kind from now (1 is the next one) waits until the gate is opened.
+    pub fn gate(&self, nth: u64) -> Gate {
+        let gate = Gate::default();
+        self.0.lock().gate = Some((nth, gate.clone()));
+        gate
+    }
+
+    fn due_gate(&self) -> Option<Gate> {
+        let mut script = self.0.lock();
+        let (left, _) = script.gate.as_mut()?;
+        *left = left.saturating_sub(1);
+        script.gate.take_if(|(left, _)| *left == 0).map(|(_, gate)| gate)
     }
 
     /// While down, every request fails before it reaches the store.
@@ -104,6 +143,10 @@ pub(in crate::object) struct Failing {
 impl Service for Failing {
     async fn call(&self, request: Request) -> Result<Reply> {
         let kind = request.kind();
+        if let Some(Gate(latch)) = self.faults.due_gate() {
+            latch.reached.notify_one();
+            latch.opened.notified().await;
+        }
         match self.faults.next(kind) {
             None => self.next.call(request).await,
             Some(FaultMode::Before) => Err(Fault::Injected("the store cannot be reached").into()),

@@ -11,7 +11,7 @@ mod read_only;
 mod prefix;
 
 pub use delay::Delay;
-pub use fail::{FaultMode, Faults};
+pub use fail::{FaultMode, Faults, Gate};
 
 #[cfg(test)]
 pub(super) use body::map_body;

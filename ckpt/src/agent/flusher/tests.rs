@@ -1,17 +1,18 @@
 //! A store that fails: what is told as durable is, what is committed is whole, and nothing else is listed.
 
+use forebay_io::net::FdStream;
 use forebay_io::object::{FaultMode, Faults, OperationKind};
 use futures::TryStreamExt;
 
 use super::*;
-use crate::catalog::{Start, list_steps};
+use crate::catalog::{Keep, Start, list_steps};
 use crate::manifest::{Checksum, Identity, Slice, SliceKind, Tensor};
 use crate::verify::verify;
 
 /// Milliseconds until the store's own retries give a request up.
 const DEADLINE_MS: u64 = 300;
 
-fn start() -> Start {
+pub(super) fn start() -> Start {
     Start { nonce: "0123456789abcdef".repeat(2), host: "host".into(), pid: 1, started_ms: 0 }
 }
 
@@ -20,7 +21,7 @@ fn hello() -> Hello {
 }
 
 /// A trainer who listens at the other end of the stream.
-fn trainer() -> (Trainer, FdStream) {
+pub(super) fn trainer() -> (Trainer, FdStream) {
     let (near, far) = FdStream::pair().expect("pair");
     (Trainer::new(near), far)
 }
@@ -45,12 +46,20 @@ fn sealed(step: u64, length: usize) -> Save {
     let (size, header) = (slot.len() as u64, header as u64);
     let extras = Vec::new();
     let seal = Seal { save: step, arena: 1, slot: 0, size, header, step, created_ms: 0, tensors, extras };
-    Save { seal: Arc::new(seal), slot: slot.into() }
+    Save { seal: Arc::new(seal), slot: slot.into(), is_first: true }
 }
 
-async fn settle(target: &mut Option<(Bucket, Run)>, save: &Save) -> Result<()> {
+/// What flushes into `bucket`, as the start that `run` records.
+pub(super) fn flusher(bucket: &Bucket, run: &Run, trainer: Trainer) -> Flusher {
+    let mut flusher = Flusher::new(hello(), trainer);
+    flusher.target = Some((bucket.clone(), run.clone()));
+    flusher
+}
+
+/// Has a new agent flush one save.
+async fn settle(bucket: &Bucket, run: &Run, save: &Save) -> Result<u64> {
     let (trainer, _listener) = trainer();
-    flush_until_settled(&Clock::system(), &hello(), &trainer, target, save).await
+    flusher(bucket, run, trainer).flush(save).await
 }
 
 #[tokio::test]
@@ -62,8 +71,7 @@ async fn lost_replies_and_broken_requests_are_made_up_for() {
             let bucket = plain.with_faults(&faults).with_deadline_ms(DEADLINE_MS);
             let run = begin_run(&bucket, start()).await.expect("run");
             faults.script(kind, nth, mode);
-            let mut target = Some((bucket, run));
-            settle(&mut target, &sealed(1, 1000)).await.expect("durable");
+            settle(&bucket, &run, &sealed(1, 1000)).await.expect("durable");
             assert_eq!(list_steps(&plain).await.expect("list").len(), 1, "{kind:?} {nth} {mode:?}");
             assert_eq!(verify(&plain, None, &|_| {}).await.expect("verify"), []);
         }
@@ -73,17 +81,17 @@ async fn lost_replies_and_broken_requests_are_made_up_for() {
 #[tokio::test]
 async fn a_second_agent_of_a_save_writes_the_same_objects() {
     let bucket = Bucket::in_memory();
-    let mut target = Some((bucket.clone(), begin_run(&bucket, start()).await.expect("run")));
-    settle(&mut target, &sealed(1, 1000)).await.expect("durable");
+    let run = begin_run(&bucket, start()).await.expect("run");
+    settle(&bucket, &run, &sealed(1, 1000)).await.expect("durable");
     let objects = async || bucket.list("").try_collect::<Vec<_>>().await.expect("list");
     let before: Vec<_> = objects().await.into_iter().map(|object| (object.key, object.size)).collect();
-    settle(&mut target, &sealed(1, 1000)).await.expect("durable");
+    settle(&bucket, &run, &sealed(1, 1000)).await.expect("durable");
     let after: Vec<_> = objects().await.into_iter().map(|object| (object.key, object.size)).collect();
     assert_eq!(before, after);
     // Another save of that step is told, and leaves nothing behind.
     let mut other = sealed(1, 999);
     Arc::get_mut(&mut other.seal).expect("its own").save = 2;
-    assert_eq!(settle(&mut target, &other).await.expect_err("refused").kind(), ErrorKind::Conflict);
+    assert_eq!(settle(&bucket, &run, &other).await.expect_err("refused").kind(), ErrorKind::Conflict);
     assert_eq!(objects().await.len(), before.len());
     assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
 }
@@ -94,13 +102,14 @@ async fn under_random_faults_every_listed_step_is_whole() {
     for seed in 0..3 * scale {
         let (plain, faults) = (Bucket::in_memory(), Faults::random(seed, 0.2));
         let bucket = plain.with_faults(&faults).with_deadline_ms(DEADLINE_MS);
-        let mut target = None;
-        while target.is_none() {
-            target = begin_run(&bucket, start()).await.ok().map(|run| (bucket.clone(), run));
-        }
+        let run = loop {
+            if let Ok(run) = begin_run(&bucket, start()).await {
+                break run;
+            }
+        };
         for step in 1..=3 {
             let save = sealed(step, if step == 1 { 9 << 20 } else { 100 });
-            settle(&mut target, &save).await.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+            settle(&bucket, &run, &save).await.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
             let steps = list_steps(&plain).await.expect("list");
             assert_eq!(steps.len() as u64, step, "seed {seed}");
         }
@@ -114,14 +123,14 @@ async fn a_store_that_stays_away_is_told_and_waited_for() {
     let (plain, faults) = (Bucket::in_memory(), Faults::new());
     let bucket = plain.with_faults(&faults).with_deadline_ms(50);
     let run = begin_run(&bucket, start()).await.expect("run");
-    let mut target = Some((bucket, run));
     let (trainer, mut listener) = trainer();
     faults.set_down(true);
     let clock = Clock::manual();
-    let (save, greeting) = (sealed(1, 10), hello());
-    let flush = flush_until_settled(&clock, &greeting, &trainer, &mut target, &save);
+    let save = sealed(1, 10);
+    let mut agent = flusher(&bucket, &run, trainer);
+    agent.clock = clock.clone();
     let error = tokio::select! {
-        settled = flush => settled.expect_err("the store never came back"),
+        settled = agent.flush(&save) => settled.expect_err("the store never came back"),
         () = async { loop { clock.advance(LONGEST_PAUSE); tokio::time::sleep(Duration::from_millis(5)).await; } } =>
             unreachable!("the clock runs for ever"),
     };
@@ -130,7 +139,7 @@ async fn a_store_that_stays_away_is_told_and_waited_for() {
     assert!(String::from_utf8_lossy(&frame).contains("trying again"));
     assert_eq!(list_steps(&plain).await.expect("list"), []);
     faults.set_down(false);
-    settle(&mut target, &save).await.expect("durable");
+    settle(&bucket, &run, &save).await.expect("durable");
 }
 
 #[tokio::test]

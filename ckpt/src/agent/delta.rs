@@ -1,0 +1,170 @@
+//! What of a save need not be stored again: slices that are in the bucket as they were in the last step that this agent
+//! committed.
+//!
+//! A slice whose checksum differs has changed. Where it is equal, the identity decides. Slices are named where they lie,
+//! in the shards that first had them, so that steps never hang on one another.
+
+use std::collections::{BTreeSet, HashMap};
+
+use bytes::Bytes;
+use forebay_core::Result;
+use forebay_core::checksum::combine;
+
+use super::Seal;
+use super::inspect::slices_of;
+use crate::dtype::Dtype;
+use crate::manifest::{Checksum, Identity, Manifest, Shard, Slice, SliceKind, Tensor};
+use crate::region::Region;
+use crate::shard::{ShardLayout, TensorSpec};
+
+/// A step of which less than this part of its bytes is spared is stored whole: a reader then has fewer files to open.
+const LEAST_SAVING: u64 = 20;
+/// Nor are fewer bytes than these worth another file: requests and headers cost as much.
+const LEAST_BYTES: u64 = 32 << 10;
+/// Files that a rank's part may lie in at most; then it is stored whole again.
+const MAX_FILES: usize = 64;
+
+/// Which part of a tensor: name, kind, offsets, lengths.
+type Place<'a> = (&'a str, SliceKind, &'a [u64], &'a [u64]);
+
+/// Of each slice of the seal where the base has one of the same place and checksum; nothing where too little would be
+/// saved.
+pub(super) fn candidates(base: &Manifest, seal: &Seal) -> Option<Vec<Option<Slice>>> {
+    let mut known: HashMap<Place<'_>, (&Tensor, &Slice)> = HashMap::new();
+    for tensor in &base.tensors {
+        // What this very step wrote is not earlier: it is being saved again.
+        let earlier =
+            tensor.slices.iter().filter(|slice| base.shards[slice.shard as usize].step != seal.step);
+        known.extend(earlier.map(|slice| (place(&tensor.name, slice), (tensor, slice))));
+    }
+    let same = |tensor: &Tensor, slice: &Slice| {
+        let (other, found) = known.get(&place(&tensor.name, slice))?;
+        let alike =
+            (&other.dtype, &other.shape, found.crc32c) == (&tensor.dtype, &tensor.shape, slice.crc32c);
+        (alike && !slice.is_empty()).then(|| (*found).clone())
+    };
+    let tensors = seal.tensors.iter();
+    let found: Vec<_> =
+        tensors.flat_map(|tensor| tensor.slices.iter().map(|slice| same(tensor, slice))).collect();
+    is_worth_it(base, seal, &found).then_some(found)
+}
+
+fn place<'a>(name: &'a str, slice: &'a Slice) -> Place<'a> {
+    (name, slice.kind, &slice.offsets, &slice.lengths)
+}
+
+/// Whether enough is saved, in few enough files, which together hold no more than twice what the step has.
+fn is_worth_it(base: &Manifest, seal: &Seal, found: &[Option<Slice>]) -> bool {
+    let all = seal.size - seal.header;
+    let saved: u64 = found.iter().flatten().map(Slice::len).sum();
+    let files = named(base, found);
+    let kept: u64 = files.iter().map(|shard| shard.size - shard.header).sum();
+    saved >= LEAST_BYTES
+        && saved.saturating_mul(LEAST_SAVING) >= all
+        && files.len() < MAX_FILES
+        && kept + (all - saved) <= all.saturating_mul(2)
+}
+
+/// Which of the base's shards lent slices lie in.
+fn files(found: &[Option<Slice>]) -> BTreeSet<u32> {
+    found.iter().flatten().map(|slice| slice.shard).collect()
+}
+
+/// The shards that lent slices lie in.
+pub(super) fn named<'a>(base: &'a Manifest, found: &[Option<Slice>]) -> Vec<&'a Shard> {
+    files(found).into_iter().map(|index| &base.shards[index as usize]).collect()
+}
+
+/// What a save refers to, and of each of its slices where it lies, if that is in an earlier shard.
+pub(super) struct Lent<'a> {
+    pub(super) base: &'a Manifest,
+    pub(super) slices: Vec<Option<Slice>>,
+}
+
+/// The file that a save writes: its header, and where the slices in it lie.
+pub(super) struct File {
+    pub(super) header: Bytes,
+    /// What follows, in order.
+    pub(super) runs: Vec<Bytes>,
+    pub(super) size: u64,
+    crc32c: u32,
+    /// Of each slice of the seal where it begins in the file, if it is in it.
+    starts: Vec<Option<u64>>,
+}
+
+impl File {
+    /// All of a shard, as it lies in its slot.
+    pub(super) fn whole(seal: &Seal, slot: &Bytes) -> Self {
+        let starts = slices_of(seal).map(|(_, slice)| Some(slice.start)).collect();
+        let header = slot.slice(..seal.header as usize);
+        let runs = vec![slot.slice(seal.header as usize..seal.size as usize)];
+        Self::new(seal, header, runs, starts, seal.size)
+    }
+
+    /// Only the slices that are `wanted`.
+    pub(super) fn of(seal: &Seal, slot: &Bytes, wanted: &[bool]) -> Result<Self> {
+        let mut specs = Vec::new();
+        for tensor in &seal.tensors {
+            let dtype = Dtype::named(&tensor.dtype)?;
+            let spec = |slice| {
+                let (name, shape) = (tensor.name.clone(), tensor.shape.clone());
+                TensorSpec { name, dtype, shape, region: Region::of(slice) }
+            };
+            specs.extend(tensor.slices.iter().map(spec));
+        }
+        let specs = specs.into_iter().zip(wanted).filter(|(_, wanted)| **wanted);
+        let specs: Vec<_> = specs.map(|(spec, _)| spec).collect();
+        let layout = ShardLayout::of(&specs)?;
+        let mut ranges = layout.ranges.into_iter();
+        let starts: Vec<_> = wanted
+            .iter()
+            .map(|wanted| wanted.then(|| ranges.next().map(|range| range.start)).flatten())
+            .collect();
+        let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
+        for (_, slice) in in_order(seal, &starts) {
+            let (start, end) = (slice.start as usize, slice.end as usize);
+            match runs.last_mut().filter(|last| last.end == start) {
+                Some(last) => last.end = end,
+                None => runs.push(start..end),
+            }
+        }
+        let runs = runs.into_iter().map(|run| slot.slice(run)).collect();
+        Ok(Self::new(seal, layout.header.into(), runs, starts, layout.size))
+    }
+
+    fn new(seal: &Seal, header: Bytes, runs: Vec<Bytes>, starts: Vec<Option<u64>>, size: u64) -> Self {
+        let join = |crc32c, (_, slice): &(u64, &Slice)| combine(crc32c, slice.crc32c.0, slice.len());
+        let crc32c = in_order(seal, &starts).iter().fold(forebay_core::crc32c(&header), join);
+        Self { header, runs, size, crc32c, starts }
+    }
+}
+
+/// The slices that are in a file, in the order of its bytes.
+fn in_order<'a>(seal: &'a Seal, starts: &[Option<u64>]) -> Vec<(u64, &'a Slice)> {
+    let placed = starts.iter().zip(slices_of(seal));
+    let mut order: Vec<_> = placed.filter_map(|(start, (_, slice))| Some(((*start)?, slice))).collect();
+    order.sort_by_key(|(start, slice)| (*start, slice.len()));
+    order
+}
+
+/// Has a part's manifest say where its slices lie: in the file that it wrote, or where they were lent from.
+pub(super) fn describe(part: &mut Manifest, file: &File, identities: Vec<Identity>, lent: Option<Lent<'_>>) {
+    let own = &mut part.shards[0];
+    (own.size, own.header, own.crc32c) = (file.size, file.header.len() as u64, Checksum(file.crc32c));
+    let slices = part.tensors.iter_mut().flat_map(|tensor| &mut tensor.slices);
+    let mut slices: Vec<&mut Slice> = slices.collect();
+    for ((slice, start), identity) in slices.iter_mut().zip(&file.starts).zip(identities) {
+        let start = start.unwrap_or(slice.start);
+        (slice.start, slice.end, slice.blake3) = (start, start + slice.len(), identity);
+    }
+    let Some(Lent { base, slices: lent }) = lent else { return };
+    let numbers: HashMap<u32, u32> = files(&lent).into_iter().zip(1..).collect();
+    for (slice, lent) in slices.into_iter().zip(&lent) {
+        if let Some(lent) = lent {
+            (slice.shard, slice.start, slice.end) = (numbers[&lent.shard], lent.start, lent.end);
+        }
+    }
+    let shards = named(base, &lent);
+    part.parents = shards.iter().map(|shard| shard.step).collect::<BTreeSet<u64>>().into_iter().collect();
+    part.shards.extend(shards.into_iter().cloned());
+}

@@ -1,0 +1,211 @@
+//! The task that flushes: a save at a time, in the order of sealing, each tried until it is settled.
+//!
+//! A trainer that was superseded commits nothing more. Once the trainer is dead, no step can follow the sealed ones, and
+//! they are finished even so: they were promised.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::clock::Clock;
+use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
+use tokio::sync::mpsc;
+
+use super::flush::{Stored, discard, publish, settle, store};
+use super::trainer::Trainer;
+use super::{Hello, Reply, Seal};
+use crate::catalog::{Run, begin_run, put_failed, refuse_if_superseded, retain, superseded_by};
+use crate::manifest::Manifest;
+
+/// How long a save is tried again while the store cannot be reached.
+const GIVE_UP_AFTER: Duration = Duration::from_secs(600);
+/// The longest pause between two tries.
+const LONGEST_PAUSE: Duration = Duration::from_secs(20);
+
+/// A sealed snapshot and the memory that holds it.
+pub(super) struct Save {
+    pub(super) seal: Arc<Seal>,
+    pub(super) slot: Bytes,
+    /// Whether no other agent had it before.
+    pub(super) is_first: bool,
+}
+
+/// What the flusher is to do, in order.
+pub(super) enum Work {
+    Save(Save),
+    GiveUp { step: u64, reason: String },
+}
+
+/// As replies have it.
+pub(super) fn now_us(clock: &Clock) -> u64 {
+    clock.now().since_boot().as_micros().min(u128::from(u64::MAX)) as u64
+}
+
+/// How far a save has come.
+#[derive(Default)]
+struct Progress {
+    stored: Option<Stored>,
+    is_published: bool,
+}
+
+/// What flushes.
+pub(super) struct Flusher {
+    clock: Clock,
+    hello: Hello,
+    trainer: Trainer,
+    /// The bucket and this start's place in it, once both are known.
+    target: Option<(Bucket, Run)>,
+    /// What this agent stored of the last step that was committed: the next one refers to what did not change.
+    base: Option<Manifest>,
+}
+
+impl Flusher {
+    pub(super) fn new(hello: Hello, trainer: Trainer) -> Self {
+        Self { clock: Clock::system(), hello, trainer, target: None, base: None }
+    }
+
+    /// Settles every save that arrives, in order.
+    pub(super) async fn settle_all(mut self, mut queue: mpsc::Receiver<Work>) {
+        // The incarnation is taken at once, so that starts are ordered as they happened; what fails here fails again,
+        // and is told, at the first save.
+        self.open().await.ok();
+        while let Some(work) = queue.recv().await {
+            match work {
+                Work::GiveUp { step, reason } => self.give_up(step, &reason).await,
+                Work::Save(save) => self.settle(save).await,
+            }
+            // Of a job's agents one is enough.
+            if self.hello.member.as_ref().is_none_or(|member| member.rank == 0) {
+                self.clean_up().await;
+            }
+        }
+    }
+
+    async fn settle(&mut self, sealed: Save) {
+        let begun = self.clock.now();
+        let settled = self.flush(&sealed).await;
+        let (save, step, size) = (sealed.seal.save, sealed.seal.step, sealed.seal.size);
+        drop(sealed);
+        self.log(step, size, self.clock.now().since(begun), &settled);
+        if let Err(error) = &settled {
+            self.give_up(step, &error.to_string()).await;
+        }
+        self.trainer.tell(&match settled {
+            Ok(_) => Reply::Durable { save, at_us: now_us(&self.clock) },
+            Err(error) => Reply::Failed { save, error: (&error).into() },
+        });
+    }
+
+    /// The agent's log has a line for each save.
+    fn log(&self, step: u64, bytes: u64, took: Duration, settled: &Result<u64>) {
+        let rank = self.hello.member.as_ref().map_or(0, |member| member.rank);
+        let seconds = took.as_secs_f64();
+        match settled {
+            Ok(uploaded) => tracing::info!(step, rank, bytes, uploaded, seconds, "durable"),
+            Err(error) => tracing::error!(step, rank, bytes, seconds, %error, "not saved"),
+        }
+    }
+
+    /// Tells the job's other ranks that this one's part of a step will never be there. Where that fails, they find out
+    /// by themselves, later.
+    async fn give_up(&self, step: u64, reason: &str) {
+        let (Some(member), Some((bucket, _))) = (&self.hello.member, &self.target) else { return };
+        if let Err(error) = put_failed(bucket, member.save(step), member.rank, reason).await {
+            self.trainer.tell(&Reply::Warning { message: format!("the other ranks were not told: {error}") });
+        }
+    }
+
+    /// Tries a save until it is committed, refused, or the store stayed away too long; gives the bytes uploaded.
+    pub(super) async fn flush(&mut self, save: &Save) -> Result<u64> {
+        let deadline = self.clock.now() + GIVE_UP_AFTER;
+        let mut pause = Duration::from_millis(500);
+        let mut progress = Progress::default();
+        let outcome = loop {
+            let error = match self.try_flush(save, &mut progress).await {
+                Err(error) if error.kind() == ErrorKind::Unavailable => error,
+                other => break other.flatten(),
+            };
+            if self.clock.now() + pause > deadline {
+                break Err(error);
+            }
+            let message = format!("step {}: {error}; trying again", save.seal.step);
+            self.trainer.tell(&Reply::Warning { message });
+            self.clock.sleep(pause).await;
+            pause = (2 * pause).min(LONGEST_PAUSE);
+        };
+        let is_refused = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Conflict);
+        let Some(stored) = progress.stored else { return outcome.map(|()| 0) };
+        if let (true, Some((bucket, run))) = (is_refused, &self.target) {
+            discard(bucket, run, self.hello.member.as_ref(), &stored).await;
+        }
+        outcome?;
+        let uploaded = stored.uploaded();
+        // Of a save that another agent had before it is not known which one's shards the step names.
+        self.base = save.is_first.then(|| Manifest { extras: Vec::new(), ..stored.part });
+        Ok(uploaded)
+    }
+
+    /// Tries it once; gives an error inside where it is refused for good.
+    ///
+    /// # Errors
+    /// `Unavailable` when it is to be tried again.
+    async fn try_flush(&mut self, save: &Save, progress: &mut Progress) -> Result<Result<()>> {
+        if self.target.is_none() {
+            self.open().await?;
+        }
+        let Some((bucket, run)) = &self.target else { return Err(Error::bug("a flush without a bucket")) };
+        if !self.trainer.is_gone() {
+            refuse_if_superseded(bucket, run).await?;
+        }
+        let member = self.hello.member.as_ref();
+        let stored = match &mut progress.stored {
+            Some(stored) => stored,
+            stored => {
+                stored.insert(store(bucket, run, member, (&save.seal, &save.slot), self.base.as_ref()).await?)
+            }
+        };
+        if !progress.is_published {
+            publish(bucket, run, member, &stored.part).await?;
+            progress.is_published = true;
+            self.trainer.tell(&Reply::Stored { save: save.seal.save, at_us: now_us(&self.clock) });
+        }
+        settle(&self.clock, bucket, run, member, stored).await
+    }
+
+    /// Opens the bucket and takes an incarnation.
+    async fn open(&mut self) -> Result<()> {
+        let url: BucketUrl = self.hello.url.parse()?;
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await?;
+        let run = match &self.hello.member {
+            Some(member) => member.run.clone(),
+            None => begin_run(&bucket, self.hello.start.clone()).await?,
+        };
+        if !run.conditional {
+            let message = format!("{url} ignores conditional puts: make sure that only one job saves there");
+            self.trainer.tell(&Reply::Warning { message });
+        }
+        self.target = Some((bucket, run));
+        Ok(())
+    }
+
+    /// Deletes old steps, and steps that a later incarnation saved again. A failure costs space, not data: it is told,
+    /// and the next save tries again.
+    async fn clean_up(&self) {
+        let Some((bucket, run)) = &self.target else { return };
+        let cleaned = async {
+            match superseded_by(bucket, run).await? {
+                Some(_) => Ok(()),
+                None => retain(bucket, self.hello.keep).await.map(drop),
+            }
+        };
+        if let Err(error) = cleaned.await {
+            self.trainer.tell(&Reply::Warning { message: format!("old steps were not deleted: {error}") });
+        }
+    }
+}
+
+#[cfg(test)]
+mod delta_tests;
+#[cfg(test)]
+mod tests;

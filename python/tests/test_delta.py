@@ -1,0 +1,143 @@
+"""Steps that store only what changed: few bytes, and a step like any other for whatever reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import forebay
+import forebay.dcp
+from forebay import _native
+from forebay.convert import main
+
+from .test_damage import body_of, flip
+from .test_ranks import run_ranks
+
+MIB = 1 << 20
+
+
+def fine_tuned(step: int) -> dict[str, torch.Tensor]:
+    """32 MiB that stay as they are, and 320 KiB that change with each step."""
+    frozen = torch.arange(8 * MIB, dtype=torch.float32)
+    return {"frozen": frozen, "adapter": torch.arange(80 << 10, dtype=torch.float32) * step}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def stored_by(run: Path, step: int) -> int:
+    """Bytes of the shards that a step wrote."""
+    return sum(file.stat().st_size for file in (run / f"shards/{step:020}").rglob("*.safetensors"))
+
+
+def test_a_state_of_which_one_hundredth_changes_uploads_that(tmp_path: Path) -> None:
+    with forebay.Checkpointer(tmp_path, keep=1, rng=False) as checkpointer:
+        for step in range(1, 5):
+            checkpointer.save_now(step, {"model": fine_tuned(step), "n": step}).wait_durable()
+            stored = stored_by(tmp_path, step)
+            whole = sum(tensor.nbytes for tensor in fine_tuned(step).values())
+            assert stored == whole + 4096 if step == 1 else 0.009 * whole < stored < 0.011 * whole
+        assert checkpointer.steps() == [4]
+    # What the last step needs of the first is there, and nothing of those between.
+    assert [stored_by(tmp_path, step) > 0 for step in range(1, 5)] == [True, False, False, True]
+    assert body_of(tmp_path, 4)["parents"] == [1]
+    assert same(forebay.load(tmp_path)["model"], fine_tuned(4))
+    assert _native.verify(f"file://{tmp_path}", None) == []
+    # Another start of the run begins with a whole step.
+    with forebay.Checkpointer(tmp_path, keep=1, rng=False) as checkpointer:
+        checkpointer.save_now(5, {"model": fine_tuned(5), "n": 5})
+    assert body_of(tmp_path, 5)["parents"] == [] and stored_by(tmp_path, 1) == 0
+
+
+def test_a_change_inside_of_a_tensor_uploads_its_slice(tmp_path: Path) -> None:
+    weight = torch.zeros(1024, 8192)
+    with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+        checkpointer.save_now(1, {"w": weight}).wait_durable()
+        weight[511, 3] = 7
+        checkpointer.save_now(2, {"w": weight}).wait_durable()
+    # One of the 64 that the tensor is cut into.
+    assert stored_by(tmp_path, 2) == 4096 + weight.nbytes // 64
+    assert torch.equal(forebay.load(tmp_path)["w"], weight)
+
+
+def test_deltas_of_two_ranks_are_restored_by_any_number(tmp_path: Path) -> None:
+    frozen = torch.arange(MIB, dtype=torch.float32)
+
+    def save(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, every=1, keep=1, rng=False, replicated=["frozen"]) as checkpointer:
+            for step in (1, 2, 3):
+                checkpointer.step(step, {"frozen": frozen, "own": torch.full((1000,), step + 10 * rank)})
+        return None
+
+    run_ranks(2, save, with_gloo=False)
+    body = body_of(tmp_path, 3)
+    assert body["parents"] == [1] and len(body["shards"]) == 4
+    assert stored_by(tmp_path, 3) < frozen.nbytes // 100
+
+    def restore(rank: int) -> Any:
+        state = {"frozen": torch.zeros(MIB), "own": torch.zeros(1000, dtype=torch.int64)}
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            assert checkpointer.restore(state) == 3
+        return [torch.equal(state["frozen"], frozen), state["own"].unique().tolist()]
+
+    assert run_ranks(2, restore, with_gloo=False) == [[True, [3]], [True, [13]]]
+    assert run_ranks(1, restore, with_gloo=False) == [[True, [3]]]
+
+    def frozen_alone(rank: int) -> Any:
+        state = {"frozen": torch.zeros(MIB)}
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.restore(state, only=["frozen"])
+        return torch.equal(state["frozen"], frozen)
+
+    assert run_ranks(3, frozen_alone, with_gloo=False) == [True] * 3
+    assert _native.verify(f"file://{tmp_path}", None) == []
+
+
+def test_damage_in_an_earlier_shard_is_told_of_each_step_that_needs_it(tmp_path: Path) -> None:
+    with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save_now(step, {"model": fine_tuned(step)}).wait_durable()
+    shard = tmp_path / body_of(tmp_path, 1)["shards"][0]["key"]
+    (frozen,) = [tensor for tensor in body_of(tmp_path, 3)["tensors"] if tensor["name"] == "model.frozen"]
+    flip(shard, frozen["slices"][5]["start"])
+    told = _native.verify(f"file://{tmp_path}", None)
+    key = str(shard.relative_to(tmp_path))
+    assert [(step, key) for step in (1, 2, 3)] == [(step, where) for step, where, _ in told]
+    assert all("tensor `model.frozen`" in fact for _, _, fact in told)
+    with pytest.raises(forebay.CheckpointCorrupt, match="tensor `model.frozen`: bytes .* are damaged"):
+        forebay.load(tmp_path, step=3)
+    shard.unlink()
+    with pytest.raises(forebay.CheckpointCorrupt, match="shards/.*is missing"):
+        forebay.load(tmp_path, step=3)
+
+
+def test_deltas_are_exported_and_read_as_any_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with forebay.Checkpointer(run, keep=1, rng=False) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_now(step, {"model": fine_tuned(step)}).wait_durable()
+    assert len(body_of(run, 2)["shards"]) == 2
+    assert main([str(run), f"hf:{tmp_path / 'out'}"]) == 0
+    assert same(load_file(tmp_path / "out/model.safetensors"), fine_tuned(2))
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in fine_tuned(2).items()}}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(state, storage_reader=forebay.dcp.Reader(run))
+    assert same(state["model"], fine_tuned(2))
+
+
+def test_what_dcp_saves_is_a_delta_too(tmp_path: Path) -> None:
+    with forebay.dcp.Writer(tmp_path) as writer:
+        for step in (1, 2):
+            with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+                dcp.save(fine_tuned(step), checkpoint_id=step, storage_writer=writer)
+    assert body_of(tmp_path, 2)["parents"] == [1]
+    assert stored_by(tmp_path, 2) < stored_by(tmp_path, 1) // 50
+    manifest = json.dumps(body_of(tmp_path, 2)["tensors"])
+    assert '"blake3": "' + "0" * 64 not in manifest
