@@ -135,6 +135,7 @@ impl Flusher {
             pause = (2 * pause).min(LONGEST_PAUSE);
         };
         let is_refused = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Conflict);
+        let outcome = outcome.map_err(|error| explain(error, save.seal.step));
         let Some(stored) = progress.stored else { return outcome.map(|()| 0) };
         if let (true, Some((bucket, run))) = (is_refused, &self.target) {
             discard(bucket, run, self.hello.member.as_ref(), &stored).await;
@@ -205,7 +206,19 @@ impl Flusher {
     }
 }
 
+/// What a person can do about a save that failed.
+fn explain(error: Error, step: u64) -> Error {
+    if error.kind() != ErrorKind::NoSpace {
+        return error;
+    }
+    error
+        .context(format!("step {step} was not saved"))
+        .with_hint("make room there, or keep fewer steps (keep=)")
+}
+
 #[cfg(test)]
 mod delta_tests;
+#[cfg(test)]
+mod race_tests;
 #[cfg(test)]
 mod tests;

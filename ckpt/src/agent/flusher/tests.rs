@@ -27,7 +27,7 @@ pub(super) fn trainer() -> (Trainer, FdStream) {
 }
 
 /// A sealed save of one tensor.
-fn sealed(step: u64, length: usize) -> Save {
+pub(super) fn sealed(step: u64, length: usize) -> Save {
     let header = 4096;
     let mut slot = vec![b' '; header];
     slot.extend((0..length).map(|i| (i as u64 * 7 + step) as u8));
