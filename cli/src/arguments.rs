@@ -13,6 +13,7 @@ use crate::commands::mount::MountArguments;
 use crate::commands::quota::QuotaCommand;
 use crate::commands::refresh::RefreshArguments;
 use crate::commands::status::StatusArguments;
+use crate::commands::sync::SyncArguments;
 use crate::commands::trash::TrashCommand;
 use crate::commands::volume::VolumeCommand;
 use crate::commands::warmup::WarmupArguments;
@@ -51,6 +52,8 @@ pub(crate) enum Command {
     Status(StatusArguments),
     /// List a directory of the bucket again.
     Refresh(RefreshArguments),
+    /// Wait until everything that was written through a mount is in the bucket.
+    Sync(SyncArguments),
     /// Free what crashed mounts left in a bucket.
     Gc(GcArguments),
     /// Check a volume against its bucket, and mend it.
@@ -98,6 +101,7 @@ mod tests {
             "forebay status",
             "forebay status /mnt --state-dir /s",
             "forebay refresh /mnt/a",
+            "forebay sync /mnt --json",
             "forebay gc s3://b/p --dry-run --json",
             "forebay fsck file:///b --repair --json",
             "forebay volume dump s3://b/p tree.dump",
@@ -123,6 +127,7 @@ mod tests {
             "forebay warmup",
             "forebay warmup /mnt --jobs many",
             "forebay refresh",
+            "forebay sync",
             "forebay gc",
             "forebay volume dump s3://b/p",
             "forebay clone /mnt/a",

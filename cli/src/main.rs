@@ -49,6 +49,7 @@ fn dispatch(arguments: Arguments) -> forebay_core::Result<ExitCode> {
         Command::Warmup(arguments) => commands::warmup::run(&global, &arguments),
         Command::Status(arguments) => commands::status::run(&global, &arguments),
         Command::Refresh(arguments) => commands::refresh::run(&global, &arguments),
+        Command::Sync(arguments) => commands::sync::run(&global, &arguments),
         Command::Gc(arguments) => commands::gc::run(&global, &arguments),
         Command::Fsck(arguments) => commands::fsck::run(&global, &arguments),
         Command::Volume(command) => commands::volume::run(&global, &command),

@@ -1,6 +1,9 @@
 //! Stores and disks in trouble, seen from a mount and from the command line.
 
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use forebay_core::ObjectKey;
 use forebay_io::object::{Bucket, Condition};
@@ -33,7 +36,13 @@ impl Store {
         let door = Door::new(server.address()).expect("loopback has free ports");
         let variables = server.envs_at(door.endpoint());
         let config = scratch.join("forebay.toml");
-        std::fs::write(&config, format!("[volume.store]\ndeadline_ms = {DEADLINE_MS}\n")).expect("writable");
+        std::fs::write(
+            &config,
+            format!(
+                "[volume.store]\ndeadline_ms = {DEADLINE_MS}\n[volume.write]\ndeadline_ms = {DEADLINE_MS}\n"
+            ),
+        )
+        .expect("writable");
         let config = config.display().to_string();
         Self { scratch, door, bucket, variables, config }
     }
@@ -56,6 +65,64 @@ impl Store {
         let args = ["mount", source, &folder, "--config", &self.config];
         Forebay::new(&self.scratch.folder("home"), args).envs(&self.variables).run().failed_with(cause, hint);
     }
+}
+
+/// Changes a page of a file through a mapping that it keeps, and says so.
+const MAP: &str = r#"
+import mmap, os, sys
+file = os.open("mapped", os.O_RDWR | os.O_CREAT)
+os.truncate("mapped", 10000)
+mapped = mmap.mmap(file, 10000)
+mapped[5000:5006] = b"mapped"
+print("mapped", flush=True)
+sys.stdin.read()
+"#;
+
+/// Promise S52: `forebay sync PATH` returns when everything that was written and changed through the mount before is in the
+/// bucket, files that are open and pages of mapped files included; else it says what is not, with an exit code.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sync_waits_until_everything_is_in_the_bucket() {
+    if !require_fuse("a_sync_waits_until_everything_is_in_the_bucket") {
+        return;
+    }
+    let store = Store::new().await;
+    let mut mount = store.mount(&["--take-over"]);
+    let (home, folder) = (store.scratch.join("home"), mount.path().to_owned());
+    let sync = || Forebay::new(&home, ["sync".as_ref(), folder.join("d").as_os_str()]).run();
+    shell(&folder, "mkdir -p d/e && ln -s e d/link && chmod 700 d/e && : > d/e/empty && mv a d/moved")
+        .succeeded();
+    let mut open = File::create(folder.join("d/open")).expect("created");
+    open.write_all(b"not closed").expect("written");
+    let mut mapping = Command::new("python3")
+        .args(["-c", MAP])
+        .current_dir(&folder)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("python starts");
+    let mut line = String::new();
+    let said = BufReader::new(mapping.stdout.as_mut().expect("a pipe")).read_line(&mut line);
+    assert_eq!((said.expect("it speaks"), line.as_str()), (7, "mapped\n"));
+    sync().succeeded();
+    assert_eq!(store.bucket.get_whole(&ObjectKey::new("d/open")).await.expect("an object").0, "not closed");
+
+    // What cannot be brought there is told, and tried again.
+    let mut later = File::create(folder.join("d/later")).expect("created");
+    later.write_all(b"written without a store").expect("written");
+    store.door.set(Manner::Shut);
+    let refused = sync();
+    assert!(refused.code.is_some_and(|code| code != 0) && refused.stderr.contains("error: "), "{refused}");
+    store.door.set(Manner::Pass);
+    sync().succeeded();
+    mount.kill();
+    drop((open, later, mapping.stdin.take()));
+    mapping.wait().expect("it ends");
+    mount.remount(&store.scratch.join("other-home"));
+    let shown = "cat d/open d/later && stat -c %a d/e && readlink d/link && wc -c < d/moved && stat -c %s d/e/empty mapped \
+        && dd if=mapped bs=1 skip=5000 count=6 status=none";
+    let expected = "not closedwritten without a store700\ne\n100000\n0\n10000\nmapped";
+    assert_eq!(shell(mount.path(), shown).succeeded(), expected);
+    mount.unmount();
 }
 
 /// Promise S10: While the store cannot be reached, cached bytes are read as ever; other reads fail with EIO once the

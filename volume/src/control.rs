@@ -37,6 +37,8 @@ pub enum Request {
         /// Its path in the volume.
         path: String,
     },
+    /// Bring everything that was written into the bucket.
+    Sync,
     /// Do something to the volume as a whole.
     Upkeep(upkeep::Request),
     /// Look into the trash, bring back, empty it.
@@ -150,10 +152,8 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
     let last = match serde_json::from_str(&line) {
         Err(error) => failed(&Error::invalid(format!("request does not parse: {error}"))),
         Ok(Request::Status) => Reply::Status(Box::new(volume.status(&identity))),
-        Ok(Request::Refresh { path }) => match refresh(&volume, &path).await {
-            Ok(()) => Reply::Done,
-            Err(error) => failed(&error),
-        },
+        Ok(Request::Refresh { path }) => done(refresh(&volume, &path).await),
+        Ok(Request::Sync) => done(sync(&volume).await),
         Ok(Request::Upkeep(upkeep::Request::Fsck { repair: true })) => failed(
             &Error::invalid("a volume cannot be repaired while it is mounted")
                 .with_hint("unmount it, then run `forebay fsck --repair` again"),
@@ -182,6 +182,13 @@ async fn refresh(volume: &Volume, path: &str) -> Result<()> {
     volume.tree().refresh(directory.ino).await?;
     volume.tree().outside().heard().await;
     Ok(())
+}
+
+async fn sync(volume: &Volume) -> Result<()> {
+    match volume.read_only() {
+        true => Ok(()),
+        false => volume.sync_all().await,
+    }
 }
 
 /// Runs a warmup, telling its progress as fast as the other side reads; its hanging up cancels.
@@ -213,6 +220,10 @@ async fn serve_warmup(
             }
         }
     }
+}
+
+fn done(outcome: Result<()>) -> Reply {
+    outcome.map_or_else(|error| failed(&error), |()| Reply::Done)
 }
 
 fn failed(error: &Error) -> Reply {

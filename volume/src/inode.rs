@@ -210,6 +210,11 @@ impl OpenInode {
         self.finish_stream(&mut writer).await
     }
 
+    /// The last failure that lost bytes, while nobody was told about it.
+    pub(crate) fn failure(&self) -> Option<Error> {
+        self.failure.lock().as_ref().map(Error::duplicate)
+    }
+
     /// Whether the file is committed and lies in something else than one plain object.
     pub(crate) fn needs_seal(&self) -> bool {
         let settings = &self.store.write;

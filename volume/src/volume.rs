@@ -266,15 +266,30 @@ impl Volume {
         Ok(())
     }
 
-    /// syncfs(2): everything written and changed so far is in the bucket on return.
+    /// Everything written and changed so far is in the bucket on return, but for what was lost before: that is for those
+    /// who wrote it.
     pub async fn sync(&self) -> Result<()> {
-        let open: Vec<_> = self.open.lock().values().map(|opened| opened.inode.clone()).collect();
         let mut outcome = Ok(());
-        for inode in open {
+        for inode in self.open_inodes() {
             // One file that fails keeps no other from the bucket.
             outcome = outcome.and(inode.commit_now().await);
         }
         outcome.and(self.store.sync_tree().await)
+    }
+
+    /// As [`Self::sync`], and fails, too, while bytes of an open file are lost and its writers do not know it yet. They are
+    /// told all the same.
+    pub(crate) async fn sync_all(&self) -> Result<()> {
+        self.sync().await?;
+        let lost = self.open_inodes().into_iter().find_map(|inode| Some((inode.ino(), inode.failure()?)));
+        match lost {
+            Some((ino, error)) => Err(error.context(format!("written bytes of inode {ino} are lost"))),
+            None => Ok(()),
+        }
+    }
+
+    fn open_inodes(&self) -> Vec<Arc<OpenInode>> {
+        self.open.lock().values().map(|opened| opened.inode.clone()).collect()
     }
 
     /// Commits what was written to a file so far, if it is open here.
@@ -308,7 +323,7 @@ impl Volume {
 
     /// How it is doing, for `forebay status`.
     pub(crate) fn status(&self, identity: &Identity) -> Status {
-        let open: Vec<_> = self.open.lock().values().map(|opened| opened.inode.clone()).collect();
+        let open = self.open_inodes();
         Status {
             source: identity.source.clone(),
             mount_point: identity.mount_point.clone(),
@@ -346,7 +361,7 @@ impl Volume {
         if let Some(permit) = self.budget.try_acquire(Class::Write, bytes) {
             return Ok(permit);
         }
-        let open: Vec<_> = self.open.lock().values().map(|opened| opened.inode.clone()).collect();
+        let open = self.open_inodes();
         let uploads = open.iter().filter(|inode| !inode.look(Content::readable)).count() as u64;
         let finish = uploads * MIN_PART_BYTES + bytes > self.budget.largest();
         let mut failure = None;

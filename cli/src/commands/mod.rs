@@ -4,6 +4,7 @@ pub(crate) mod mount;
 pub(crate) mod warmup;
 pub(crate) mod status;
 pub(crate) mod refresh;
+pub(crate) mod sync;
 pub(crate) mod gc;
 pub(crate) mod fsck;
 pub(crate) mod volume;
