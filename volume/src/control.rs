@@ -9,7 +9,7 @@ use std::sync::Arc;
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::task::TaskGroup;
-use forebay_metadata::tree::resolve;
+use forebay_metadata::tree::{Cloned, resolve};
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::Volume;
-use crate::clone::{Cloned, clone};
+use crate::clone::clone;
 use crate::warmup::{Outcome, Progress, Request as WarmupRequest, warmup};
 use crate::{quota, trash, upkeep};
 

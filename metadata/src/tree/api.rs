@@ -4,6 +4,8 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Attributes, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, Version};
 
+use serde::{Deserialize, Serialize};
+
 use super::OutsideChanges;
 use crate::schema::Quota;
 
@@ -124,6 +126,17 @@ impl Placement {
             Self::Own { key, .. } | Self::Owned { key } => key,
         }
     }
+}
+
+/// What a clone made.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cloned {
+    /// Directories.
+    pub directories: u64,
+    /// Everything else.
+    pub files: u64,
+    /// Bytes that the files share with those they were cloned from.
+    pub bytes: u64,
 }
 
 /// What statfs shows.
@@ -265,6 +278,14 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
         mtime: Timestamp,
         lender: InodeId,
     ) -> Result<Attributes>;
+
+    /// Makes a copy of a file, or of a directory with all below it, under a name that is free. It shares all bytes with
+    /// what it is a copy of, as with [`Self::commit_shared`], and shows it as it is at one moment.
+    ///
+    /// # Errors
+    /// `Exists`; `Invalid` for a directory into itself; `TooLarge` for too many entries; `OverQuota`; `Conflict` while
+    /// bytes are about to be replaced, or a directory was never listed: nothing is made then.
+    async fn clone_tree(&self, source: InodeId, to: (InodeId, &[u8])) -> Result<Cloned>;
 
     /// Says that the same bytes now lie elsewhere (sealed, moved, packed): the layout changes, the generation and the
     /// times do not. Blobs no longer referred to are queued for deletion and intents settled, as in `commit_layout`.

@@ -14,6 +14,7 @@ mod set_attributes;
 mod xattr;
 mod commit_layout;
 mod place;
+mod clone;
 mod local;
 mod operations;
 mod quota;
@@ -21,7 +22,7 @@ mod trash;
 mod paths;
 
 pub use api::{
-    DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, Placement, RenameMode, SetAttributes,
+    Cloned, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, Placement, RenameMode, SetAttributes,
     Statistics, Tree, XattrMode,
 };
 pub use local::{LocalTree, TreeParts};

@@ -10,8 +10,8 @@ use super::commit_layout::{Content, commit_layout};
 use super::local::LocalTree;
 use super::place::{Step, place};
 use super::{
-    DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement, RenameMode,
-    SetAttributes, Statistics, Tree, XattrMode, create, link, quota, remove_directory, rename,
+    Cloned, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement, RenameMode,
+    SetAttributes, Statistics, Tree, XattrMode, clone, create, link, quota, remove_directory, rename,
     set_attributes, unlink, xattr,
 };
 use crate::records::{Change, Look, Records, check_name, owned_key};
@@ -298,6 +298,13 @@ impl Tree for LocalTree {
         self.check_writable()?;
         let content = Content { expected, layout, mtime: Some(mtime), lender: Some(lender) };
         self.change(move |change| commit_layout(change, ino, &content)).await
+    }
+
+    async fn clone_tree(&self, source: InodeId, to: (InodeId, &[u8])) -> Result<Cloned> {
+        self.check_writable()?;
+        self.ensure_listed(to.0).await?;
+        let (parent, name) = (to.0, Bytes::copy_from_slice(to.1));
+        self.change(move |change| clone::clone_tree(change, source, (parent, &name))).await
     }
 
     async fn relocate(&self, ino: InodeId, expected: u64, layout: FileLayout) -> Result<()> {

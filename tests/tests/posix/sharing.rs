@@ -186,3 +186,76 @@ assert os.readlink("copy/link") == "file"
     clone("tree", "copy", &[]).failed_with("exists", "does not exist yet");
     clone("missing", "x", &[]).failed_with("missing", "a path in a mount");
 }
+
+/// Promise S53: `forebay clone` shows a tree as it is at one moment: no change that is made meanwhile is in the copy in part.
+/// What was written before is in it. Either all of the copy is made or nothing.
+#[test]
+fn a_clone_shows_one_moment() {
+    if !require_fuse("a_clone_shows_one_moment") {
+        return;
+    }
+    let mut walk = Walk::new();
+    let (files, clones, home) = (300, 5 * scale(), walk.scratch.join("home"));
+    // Files go from one directory to the other and back, and a file is always written before its twin.
+    walk.python(&format!(
+        r#"
+import subprocess
+for directory in ["tree/here", "tree/there/below"]:
+    os.makedirs(directory)
+for number in range({files}):
+    put(f"tree/here/{{number}}", b"%d" % number * 100)
+running, renames, rounds = True, 0, 0
+def rename(worker):
+    global renames
+    here, there = "tree/here", "tree/there/below"
+    while running:
+        for number in range(worker, {files}, 2):
+            os.rename(f"{{here}}/{{number}}", f"{{there}}/{{number}}")
+            renames += 1
+        here, there = there, here
+def write():
+    global rounds
+    while running:
+        for name in ["first", "second"]:
+            put(f"tree/{{name}}.new", b"%d" % rounds * 1000)
+            os.rename(f"tree/{{name}}.new", f"tree/{{name}}")
+        rounds += 1
+put("tree/first", b""), put("tree/second", b"")
+workers = [threading.Thread(target=rename, args=(worker,)) for worker in range(2)]
+workers.append(threading.Thread(target=write))
+for worker in workers: worker.start()
+environment = dict(os.environ, HOME={home:?}, XDG_STATE_HOME={home:?} + "/state")
+opened = open("tree/open", "wb")
+for clone in range({clones}):
+    before = renames
+    opened.write(b"%d" % clone)
+    opened.flush()
+    subprocess.run([{binary:?}, "clone", "tree", f"clone-{{clone}}"], env=environment, check=True, stdout=subprocess.DEVNULL)
+    while renames < before + {files} or rounds <= clone: time.sleep(0.001)
+running = False
+for worker in workers: worker.join()
+"#,
+        binary = Forebay::binary(),
+    ));
+    let check = format!(
+        r#"
+for clone in range({clones}):
+    top = f"clone-{{clone}}"
+    found = os.listdir(f"{{top}}/here") + os.listdir(f"{{top}}/there/below")
+    assert sorted(map(int, found)) == list(range({files})), (clone, len(found), len(set(found)))
+    for directory in ["here", "there/below"]:
+        for name in os.listdir(f"{{top}}/{{directory}}"):
+            assert get(f"{{top}}/{{directory}}/{{name}}") == name.encode() * 100, (clone, name)
+    first, second = get(f"{{top}}/first"), get(f"{{top}}/second")
+    assert first == second or int(first[:len(first) // 1000]) == int(second[:len(second) // 1000] or b"-1") + 1
+    assert get(f"{{top}}/open") == b"".join(b"%d" % number for number in range(clone + 1))
+"#
+    );
+    walk.python(&check);
+    walk.mount.unmount();
+    walk.mount.remount(&walk.scratch.join("other-home"));
+    walk.python(&check);
+    walk.mount.unmount();
+    let source = format!("file://{}", walk.scratch.join("bucket").display());
+    Forebay::new(&walk.scratch.join("home"), ["fsck", &source]).run().succeeded();
+}

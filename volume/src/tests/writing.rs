@@ -220,9 +220,12 @@ fn a_failure_stays_for_its_writer() {
             volume.set_attributes(file.ino(), size, Some(1)).await.expect_err("the upload is refused");
         assert_eq!(truncated.kind(), ErrorKind::Stale);
         volume.sync().await.expect("a sync of all leaves it to its writer");
+        let untold = volume.sync_all().await.expect_err("who asks for all is told that some is lost");
+        assert!(untold.kind() == ErrorKind::Stale && untold.to_string().contains("are lost"), "{untold}");
         assert_eq!(object(&bucket, "other").await, "fine");
         assert_eq!(file.fsync().await.expect_err("the loss is told").kind(), ErrorKind::Stale);
         file.fsync().await.expect("once");
+        volume.sync_all().await.expect("its writer knows");
         for handle in [file, stream, other] {
             handle.release().await.expect("release");
         }

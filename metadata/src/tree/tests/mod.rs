@@ -9,6 +9,7 @@ mod garbage;
 mod fsck;
 mod dump;
 mod sharing;
+mod clone;
 mod trash;
 mod quota;
 mod crash;

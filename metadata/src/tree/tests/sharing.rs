@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use forebay_core::{ErrorKind, Result};
+use forebay_core::{ErrorKind, InodeId, Result};
 use forebay_io::object::OperationKind;
 
 use super::world::*;
@@ -211,7 +211,7 @@ async fn random_step(
         format!("{}{}", ["", "d/", "e/"][chance.below(3) as usize], ["a", "b", "c"][chance.below(3) as usize])
     };
     let (from, to) = (path(), path());
-    match chance.below(9) {
+    match chance.below(10) {
         0..=2 => {
             let text = format!("step {step}");
             world.write_path(tree, &from, &text).await.expect("written");
@@ -228,6 +228,19 @@ async fn random_step(
                 }
             }
         }
+        9 => {
+            let source = resolve(tree, "d").await.expect("found").ino;
+            match tree.clone_tree(source, (InodeId::ROOT, format!("clone-{step}").as_bytes())).await {
+                Ok(_) => {
+                    let below = |(path, text): (&String, &String)| {
+                        Some((format!("clone-{step}/{}", path.strip_prefix("d/")?), text.clone()))
+                    };
+                    let cloned: Vec<_> = expected.iter().filter_map(below).collect();
+                    expected.extend(cloned);
+                }
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Conflict),
+            }
+        }
         6 => assert_eq!(unlink(tree, &from).await.is_ok(), expected.remove(&from).is_some()),
         7 => {
             let outcome = rename(tree, &from, &to, RenameMode::Replace).await;
@@ -240,8 +253,8 @@ async fn random_step(
             rename(tree, "d", "e", RenameMode::Exchange).await.expect("exchanged");
             let moved = |path: &String| match path.split_once('/') {
                 Some(("d", name)) => format!("e/{name}"),
-                Some((_, name)) => format!("d/{name}"),
-                None => path.clone(),
+                Some(("e", name)) => format!("d/{name}"),
+                _ => path.clone(),
             };
             *expected = expected.iter().map(|(path, text)| (moved(path), text.clone())).collect();
         }
