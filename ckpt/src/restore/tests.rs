@@ -7,6 +7,7 @@ use forebay_core::ErrorKind;
 
 use super::*;
 use crate::manifest::{Checksum, Identity, Shard, ShardKey, SliceKind};
+use crate::testing::{chance, rounds};
 
 /// Bytes no two of which at a short distance are equal.
 fn pattern(length: usize) -> Vec<u8> {
@@ -195,6 +196,58 @@ async fn damage_is_named_and_never_returned() {
     let error = read_all(&bucket, &manifest).await.expect_err("a missing shard");
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert!(error.message().contains("is missing"), "{error}");
+}
+
+/// What a bit flipped anywhere in a shard leads to: an error that names a tensor, or, in a header, nothing.
+fn expect_caught(at: usize, read: Result<Vec<Vec<u8>>>, contents: &[Vec<u8>]) {
+    match read {
+        Ok(found) => assert!(at < 4096 && found == contents, "bit of byte {at}: wrong bytes were returned"),
+        Err(error) => {
+            assert!(at >= 4096 && error.kind() == ErrorKind::Corrupt, "byte {at}: {error}");
+            assert!(error.message().contains("tensor `"), "byte {at}: {error}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn no_flipped_bit_is_returned_from_store_or_memory() {
+    use SliceKind::{Box, Flat};
+    let bucket = Bucket::in_memory();
+    let tensors: [(&str, &[u64], &[Cut<'_>]); 3] = [
+        ("rows", &[8, 100], &[(Box, &[0, 0], &[4, 100], 0), (Box, &[4, 0], &[4, 100], 1)]),
+        ("columns", &[40, 10], &[(Box, &[0, 0], &[40, 4], 0), (Box, &[0, 4], &[40, 6], 1)]),
+        ("range", &[500], &[(Flat, &[0], &[100], 0), (Flat, &[100], &[400], 1)]),
+    ];
+    let (manifest, contents) = store(&bucket, &tensors).await;
+    let mut held = Vec::new();
+    for shard in &manifest.shards {
+        held.push(bucket.get_whole(&shard.object()).await.expect("get").0);
+    }
+    for seed in rounds(1000) {
+        let rng = chance(seed);
+        let index = rng.below(2) as usize;
+        // Half of them where the tensors are.
+        let from = if rng.chance(0.5) { 4096 } else { 0 };
+        let at = from + rng.below((held[index].len() - from) as u64) as usize;
+        let mut damaged = held[index].to_vec();
+        damaged[at] ^= 1 << rng.below(8);
+        let (key, damaged) = (manifest.shards[index].object(), Bytes::from(damaged));
+        bucket.put(&key, damaged.clone(), Condition::Always).await.expect("put");
+        expect_caught(at, read_all(&bucket, &manifest).await, &contents);
+        let mut shards = held.clone();
+        shards[index] = damaged;
+        let mut buffers: Vec<Vec<u8>> = contents.iter().map(|content| vec![0xee; content.len()]).collect();
+        let targets = manifest.tensors.iter().zip(&mut buffers).enumerate();
+        let targets = targets.map(|(tensor, (described, bytes))| Target {
+            tensor,
+            region: Region::whole(&described.shape),
+            bytes,
+        });
+        let read = read_held(&shards, &manifest, targets.collect(), 1);
+        expect_caught(at, read.map(|()| buffers), &contents);
+        bucket.put(&key, held[index].clone(), Condition::Always).await.expect("put");
+    }
+    assert_eq!(read_all(&bucket, &manifest).await.expect("sound"), contents);
 }
 
 #[test]
