@@ -69,6 +69,7 @@ pub(super) fn reconcile(change: &mut Change<'_, '_>, work: &Work, at: &Cursor) -
         claims,
         made: (0, 0),
         changed: false,
+        has_lost: false,
         emptied: Vec::new(),
     };
     let mut known = entries.iter().peekable();
@@ -145,15 +146,32 @@ struct Window<'a, 'c, 't> {
     /// Inodes and bytes that came, counted once for the window.
     made: (i64, i64),
     changed: bool,
+    /// Whether a file was taken away, which may have had other names in this window.
+    has_lost: bool,
     emptied: Vec<(Bytes, InodeId)>,
 }
 
 impl Window<'_, '_, '_> {
     fn listed(&mut self, name: &Bytes, item: &Item, entry: Option<Dentry>) -> Result<()> {
+        let entry = match entry {
+            Some(entry) if self.is_still(name, entry)? => Some(entry),
+            _ => None,
+        };
         match item {
             Item::Directory => self.prefix_listed(name, entry),
             Item::File(info) => self.object_listed(name, info, entry),
         }
+    }
+
+    /// Whether an entry from before this window is there still.
+    fn is_still(&self, name: &[u8], entry: Dentry) -> Result<bool> {
+        Ok(!self.has_lost || self.change.dentry(self.work.directory, name)? == Some(entry))
+    }
+
+    /// Takes a file away whose object is gone or somebody else's now.
+    fn vanish(&mut self, ino: InodeId, inode: Inode) -> Result<()> {
+        (self.changed, self.has_lost) = (true, true);
+        self.change.vanish(ino, inode)
     }
 
     fn is_touched(&self, name: &[u8], key: &str) -> bool {
@@ -211,8 +229,7 @@ impl Window<'_, '_, '_> {
             Some(home) if home == info.blob() => Ok(false),
             Some(_) => {
                 warn!(key = %info.key, ino = %holder, "somebody replaced an object before its file was moved");
-                self.changed = true;
-                inode.map_or(Ok(()), |inode| self.change.vanish(holder, inode)).map(|()| true)
+                inode.map_or(Ok(()), |inode| self.vanish(holder, inode)).map(|()| true)
             }
             None => Ok(false),
         }
@@ -312,6 +329,9 @@ impl Window<'_, '_, '_> {
     }
 
     fn unlisted(&mut self, name: &Bytes, entry: Dentry) -> Result<()> {
+        if !self.is_still(name, entry)? {
+            return Ok(());
+        }
         match entry.kind {
             FileKind::Directory => self.prefix_unlisted(name, entry),
             FileKind::File => self.object_unlisted(name, entry),
@@ -345,8 +365,7 @@ impl Window<'_, '_, '_> {
             Some(HolderState::Held(holder)) if holder == entry.ino => {}
             Some(_) => return Ok(()),
         }
-        self.changed = true;
-        self.change.vanish(entry.ino, inode)
+        self.vanish(entry.ino, inode)
     }
 
     fn make_file(&mut self, name: &Bytes, info: &ObjectInfo) -> Result<()> {

@@ -59,13 +59,19 @@ impl Mover {
         }
     }
 
+    async fn is_gone(&self, directory: InodeId) -> Result<bool> {
+        Ok(self.look(move |look| look.find(directory)).await?.is_none_or(|inode| inode.nlink == 0))
+    }
+
     /// Goes through a directory and all below it, depth first. What leaves it meanwhile by a rename is walked on its
     /// own.
     async fn walk(&self, top: InodeId) -> Result<()> {
         let mut waiting = vec![top];
         while let Some(directory) = waiting.pop() {
             match self.importer().ensure(directory).await {
-                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                Err(error) if error.kind() == ErrorKind::NotFound && self.is_gone(directory).await? => {
+                    continue;
+                }
                 outcome => outcome?,
             }
             self.transact(Durability::Buffered, move |change| detach(change, directory)).await?;

@@ -217,3 +217,23 @@ async fn a_removed_directory_does_not_come_back() {
         assert_eq!(paths(&tree).await, ["b"], "and after");
     }
 }
+
+/// One look at a directory finds out, and comes upon the other names after that.
+#[tokio::test]
+async fn a_file_whose_object_went_goes_under_all_its_names() {
+    let world = World::memory().await;
+    for key in ["a", "k", "kept"] {
+        world.put(key, b"1").await;
+    }
+    let tree = world.open().await;
+    let ino = resolve(&tree, "a").await.expect("found").ino;
+    tree.link(ino, ROOT, b"c").await.expect("linked");
+    rename(&tree, "k", "z", RenameMode::Replace).await.expect("renamed");
+    world.delete("a").await;
+    world.put("k", b"theirs").await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["k", "kept"]);
+    assert_eq!(world.read_path(&tree, "k").await.expect("bytes"), "theirs");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("k", "theirs"), ("kept", "1")]).await;
+}
