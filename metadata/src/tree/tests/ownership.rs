@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use forebay_core::{ErrorKind, FileLayout, InodeId};
+use forebay_core::{ErrorKind, FileLayout, InodeId, ObjectKey};
 use forebay_io::object::Condition;
 use forebay_io::task::TaskGroup;
 
@@ -311,7 +311,7 @@ async fn the_mover_misses_nothing_that_it_was_woken_for() {
         };
         tree.change(remove).await.expect("removed");
         let gone = async {
-            while !world.objects().await.is_empty() {
+            while world.bucket().head(&ObjectKey::new("file")).await.expect("a look").is_some() {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
         };
