@@ -7,8 +7,10 @@ use bytes::Bytes;
 use forebay_core::{BlockKey, Error, ErrorKind, InodeId, Result, Timestamp};
 use parking_lot::Mutex;
 
+use crate::content::Content;
 use crate::inode::{OpenInode, Position};
 use crate::prefetch::Prefetch;
+use crate::prefetch::directory::SMALL_FILE;
 use crate::volume::Volume;
 
 /// What a handle was opened for.
@@ -88,6 +90,7 @@ impl File {
     pub fn read_now(&self, offset: u64, length: u32, may_block: bool) -> Option<Bytes> {
         let bytes = self.inode.read_now(offset, u64::from(length), may_block)?;
         self.spend(self.look_around(offset, u64::from(length)));
+        self.walk_on(offset);
         Some(bytes)
     }
 
@@ -97,6 +100,7 @@ impl File {
     /// `Stale` when an outsider replaced the object and no cached copy is left; `Unavailable` past the deadline.
     pub async fn read(&self, offset: u64, length: u32) -> Result<Bytes> {
         let passed = self.look_around(offset, u64::from(length));
+        self.walk_on(offset);
         let bytes = self.inode.read(offset, u64::from(length)).await?;
         self.spend(passed);
         Ok(bytes)
@@ -122,6 +126,13 @@ impl File {
             self.volume.fill_ahead(key);
         }
         passed
+    }
+
+    /// Whoever begins a small file may go through its directory.
+    fn walk_on(&self, offset: u64) {
+        if offset == 0 && self.inode.look(Content::size) <= SMALL_FILE {
+            self.volume.walk_on(self.inode.ino());
+        }
     }
 
     /// Who reads keeps what it was given, in the kernel's pages or its own.

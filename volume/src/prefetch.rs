@@ -1,4 +1,5 @@
-//! Which bytes to bring in ahead of a reader. Pure: it sees reads and answers ranges, and fetches nothing.
+//! Which bytes of a file to bring in ahead of a reader, and which files (`directory`). Pure: it sees reads and answers
+//! ranges, and fetches nothing.
 //!
 //! The first read fetches nothing extra: many programs look at a header only. A reader that goes forward gets a window that doubles with every window consumed, from one block to
 //! `PrefetchSettings::max_window_bytes`; a jump closes the window, so that random reads fetch nothing extra.
@@ -8,6 +9,8 @@ use std::ops::Range;
 use forebay_core::BLOCK_SIZE;
 use serde::{Deserialize, Serialize};
 
+pub(crate) mod directory;
+
 /// How far ahead sequential readers are served.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -15,11 +18,14 @@ pub struct PrefetchSettings {
     /// Largest window of one open file in bytes; 0 switches prefetch off.
     /// Default 32 MiB: eight blocks in flight hide 30 ms of store latency at 1 GiB/s.
     pub max_window_bytes: u64,
+    /// Most files that are brought in ahead of one who reads the small files of a directory in order; 0 switches that
+    /// off. Default 64: enough for 3,000 files a second from a store 20 ms away.
+    pub max_files: usize,
 }
 
 impl Default for PrefetchSettings {
     fn default() -> Self {
-        Self { max_window_bytes: 8 * BLOCK_SIZE }
+        Self { max_window_bytes: 8 * BLOCK_SIZE, max_files: 64 }
     }
 }
 

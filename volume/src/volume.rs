@@ -13,6 +13,7 @@ use forebay_io::object::{Bucket, MIN_PART_BYTES};
 use forebay_io::task::TaskGroup;
 use forebay_metadata::tree::{DirectoryPage, Existing, Lookup, NewInode, RenameMode, SetAttributes, Tree};
 use forebay_metadata::volume_file::Claim;
+use futures::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
@@ -22,6 +23,7 @@ use crate::fetch::Fetch;
 use crate::file::{Access, File};
 use crate::inode::OpenInode;
 use crate::prefetch::PrefetchSettings;
+use crate::prefetch::directory::{SMALL_FILE, Walks};
 use crate::settings::WriteSettings;
 use crate::store::Store;
 
@@ -70,6 +72,7 @@ pub struct Volume {
     read_only: bool,
     open: Mutex<HashMap<InodeId, Opened>>,
     fills: Arc<Semaphore>,
+    walks: Mutex<Walks>,
     seals: Arc<Semaphore>,
     claim: Mutex<Option<Arc<Claim>>>,
     budget: Budget,
@@ -97,6 +100,7 @@ impl Volume {
             clock: parts.clock,
         };
         Arc::new(Self {
+            walks: Mutex::new(Walks::new(store.prefetch.max_files)),
             store: Arc::new(store),
             read_only: parts.read_only,
             open: Mutex::default(),
@@ -346,6 +350,29 @@ impl Volume {
                 tracing::debug!(%error, "could not read ahead");
             }
             drop(permit);
+        });
+    }
+
+    /// Notes that a small file is being read, and brings in those that its reader comes to next.
+    pub(crate) fn walk_on(self: &Arc<Self>, ino: InodeId) {
+        let Some(ask) = self.walks.lock().observe(ino) else { return };
+        let volume = self.clone();
+        self.tasks.spawn("files-ahead", async move {
+            let files = volume.store.tree.files_after(ask.after, ask.files).await.unwrap_or_else(|error| {
+                tracing::debug!(%error, "could not look ahead");
+                Vec::new()
+            });
+            let files: Vec<_> = files.into_iter().filter(|(_, layout)| layout.size() <= SMALL_FILE).collect();
+            volume.walks.lock().answer(ask, files.iter().map(|(ino, _)| *ino));
+            let fetch = &volume.store.fetch;
+            let keys = files.iter().flat_map(|(_, layout)| fetch.keys(layout, 0..layout.size()));
+            let fill = async |key: BlockKey| {
+                // The reader that comes to this file asks again and gets the error.
+                if let Err(error) = fetch.blocks.fill(&key, false).await {
+                    tracing::debug!(%error, "could not read a file ahead");
+                }
+            };
+            stream::iter(keys).for_each_concurrent(FILLS_AT_ONCE, fill).await;
         });
     }
 

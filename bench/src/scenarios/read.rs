@@ -49,6 +49,13 @@ fn far(context: &Context) -> Result<Vec<Row>> {
     let few = context.with_files(FAR_FILES)?;
     let set = Set::new(&few, &client, 100 << 10)?;
     let mut rows = first(&few, &store, &client, &set)?;
+    // As `cp -a` and `tar` read: what the next files are can be told.
+    let ordered = Set { names: names(FAR_FILES).map(PathBuf::from).collect(), ..set };
+    let mut walk = epoch_of(&few, &store, &client, &ordered, 1)?;
+    for row in &mut walk {
+        row.name = format!("{}, in order by one reader", row.name);
+    }
+    rows.extend(walk);
     for row in &mut rows {
         row.name = format!("{}, {} ms away", row.name, FAR.as_millis());
     }
@@ -122,17 +129,28 @@ fn warm(context: &Context, store: &StoreProcess, set: &Set, aim: f64) -> Result<
 
 /// The first epoch of a mount that knows and holds nothing, straight from the store.
 fn first(context: &Context, store: &StoreProcess, client: &ObjectStoreClient, set: &Set) -> Result<Vec<Row>> {
+    epoch_of(context, store, client, set, COLD_READERS)
+}
+
+/// Beside the same objects fetched with [`COLD_READERS`] requests in flight.
+fn epoch_of(
+    context: &Context,
+    store: &StoreProcess,
+    client: &ObjectStoreClient,
+    set: &Set,
+    readers: usize,
+) -> Result<Vec<Row>> {
     let count = (set.names.len() / COLD_SHARE).max(1);
     let keys: Vec<String> =
         set.names.iter().take(count).map(|name| format!("{}/{}", set.prefix, name.display())).collect();
     let mut round = 0;
     let ours = || {
         round += 1;
-        let name = format!("first-{}-{round}", set.size);
+        let name = format!("first-{}-{readers}-{round}", set.size);
         let how = Mounting { name: &name, prefix: &set.prefix, options: &["--dataset"], footprint: None };
         let mounted = Mounted::new(context, store, how)?;
         let paths = set.below(mounted.path(), count);
-        let sample = set.epoch(&paths, COLD_READERS, Some(mounted.pid()))?;
+        let sample = set.epoch(&paths, readers, Some(mounted.pid()))?;
         mounted.unmount()?;
         Ok(sample)
     };

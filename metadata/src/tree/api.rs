@@ -180,6 +180,10 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// Where a file's bytes are, and the content generation they belong to.
     async fn layout(&self, ino: InodeId) -> Result<(FileLayout, u64)>;
 
+    /// Files that follow `ino` in its directory, in the order of inode numbers, which is that of a listing, among the next
+    /// `limit` numbers. For reading ahead: what is new, large or elsewhere may be missing.
+    async fn files_after(&self, ino: InodeId, limit: usize) -> Result<Vec<(InodeId, FileLayout)>>;
+
     /// Target of a symlink.
     async fn read_link(&self, ino: InodeId) -> Result<Bytes>;
 

@@ -15,6 +15,7 @@ mod xattr;
 mod commit_layout;
 mod place;
 mod clone;
+mod following;
 mod local;
 mod operations;
 mod quota;

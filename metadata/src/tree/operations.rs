@@ -11,8 +11,8 @@ use super::local::LocalTree;
 use super::place::{Step, place};
 use super::{
     Cloned, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement, RenameMode,
-    SetAttributes, Statistics, Tree, XattrMode, clone, create, link, quota, remove_directory, rename,
-    set_attributes, unlink, xattr,
+    SetAttributes, Statistics, Tree, XattrMode, clone, create, following, link, quota, remove_directory,
+    rename, set_attributes, unlink, xattr,
 };
 use crate::records::{Change, Look, Records, check_name, owned_key};
 use crate::schema::UploadRecord;
@@ -94,6 +94,11 @@ impl Tree for LocalTree {
             Ok((look.layout(ino, &inode)?, inode.generation))
         })
         .await
+    }
+
+    async fn files_after(&self, ino: InodeId, limit: usize) -> Result<Vec<(InodeId, FileLayout)>> {
+        let limit = limit.clamp(1, MOST_ENTRIES);
+        self.look(|look| following::files_after(look, ino, limit)).await
     }
 
     async fn read_link(&self, ino: InodeId) -> Result<Bytes> {

@@ -2,6 +2,7 @@
 
 mod support;
 mod model;
+mod reading;
 mod writing;
 mod costs;
 mod warming;

@@ -1,0 +1,199 @@
+//! Which files to bring in ahead of those who read small files one after another. Pure: it sees which files are read
+//! and answers which to fetch, and fetches nothing.
+//!
+//! Inode numbers are handed out in the order of a listing, so that whoever takes a directory in its order takes numbers
+//! that grow. Some such steps in a row make a *walk*, which is served a window of files that doubles up to
+//! `PrefetchSettings::max_files`. Several readers that share one walk come a little out of order; others have walks of
+//! their own. Random readers make no walk, so that they fetch nothing extra.
+
+use forebay_core::{BLOCK_SIZE, InodeId};
+
+/// Walks told apart, as many as data loaders have workers; the one that rested longest gives way.
+const WALKS: usize = 32;
+/// How far a file may lie from where a walk is and still belong to it.
+const NEAR: u64 = 16;
+/// Steps forward that make a walk.
+const STEPS: u32 = 3;
+/// The first window in files.
+const FIRST_FILES: usize = 8;
+/// Files above this are served by a window of their own, within the file.
+pub(crate) const SMALL_FILE: u64 = BLOCK_SIZE;
+
+/// Files that are wanted: the next `files` ones behind `after`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Ask {
+    pub(crate) after: InodeId,
+    pub(crate) files: usize,
+    walk: u64,
+}
+
+/// The walks of one volume's readers.
+#[derive(Debug)]
+pub(crate) struct Walks {
+    max_files: usize,
+    /// The one that went on last comes last.
+    walks: Vec<Walk>,
+    /// Names the next walk.
+    next: u64,
+}
+
+#[derive(Debug)]
+struct Walk {
+    name: u64,
+    /// The furthest file read.
+    reached: u64,
+    steps: u32,
+    window: usize,
+    /// Files that were asked for and are not reached yet, in their order.
+    ahead: std::collections::VecDeque<u64>,
+    /// Nothing is asked for before a file past this one is read: an answer is awaited, or nothing followed.
+    rests_to: Option<u64>,
+}
+
+impl Walks {
+    /// Nobody has read anything yet; `max_files` 0 switches walks off.
+    pub(crate) fn new(max_files: usize) -> Self {
+        Self { max_files, walks: Vec::new(), next: 0 }
+    }
+
+    /// Takes the first read of a small file, and answers what to bring in, mostly nothing.
+    pub(crate) fn observe(&mut self, ino: InodeId) -> Option<Ask> {
+        if self.max_files == 0 {
+            return None;
+        }
+        let found = self.walks.iter().rposition(|walk| walk.has(ino.0));
+        let mut walk = match found {
+            Some(at) => self.walks.remove(at),
+            None => {
+                if self.walks.len() == WALKS {
+                    self.walks.remove(0);
+                }
+                self.next += 1;
+                Walk::start(self.next, ino.0)
+            }
+        };
+        let ask = walk.step(ino.0, self.max_files);
+        self.walks.push(walk);
+        ask
+    }
+
+    /// `files` follow, and are being brought in; after none the walk rests until it goes on behind them.
+    pub(crate) fn answer(&mut self, ask: Ask, files: impl Iterator<Item = InodeId>) {
+        let Some(walk) = self.walks.iter_mut().find(|walk| walk.name == ask.walk) else { return };
+        let before = walk.ahead.len();
+        walk.ahead.extend(files.map(|ino| ino.0));
+        walk.rests_to = (walk.ahead.len() == before).then(|| walk.end());
+    }
+}
+
+impl Walk {
+    fn start(name: u64, ino: u64) -> Self {
+        let ahead = std::collections::VecDeque::new();
+        Self { name, reached: ino, steps: 0, window: 0, ahead, rests_to: None }
+    }
+
+    fn end(&self) -> u64 {
+        self.ahead.back().copied().unwrap_or(self.reached).max(self.reached)
+    }
+
+    fn has(&self, ino: u64) -> bool {
+        (self.reached.saturating_sub(NEAR)..=self.end().saturating_add(NEAR)).contains(&ino)
+    }
+
+    fn step(&mut self, ino: u64, max_files: usize) -> Option<Ask> {
+        if ino > self.reached {
+            self.steps = self.steps.saturating_add(1);
+            self.reached = ino;
+            while self.ahead.front().is_some_and(|next| *next <= ino) {
+                self.ahead.pop_front();
+            }
+        }
+        let rests = self.rests_to.is_some_and(|end| ino <= end);
+        if self.steps < STEPS || rests || self.ahead.len() > self.window / 2 {
+            return None;
+        }
+        self.window = (self.window * 2).max(FIRST_FILES).min(max_files);
+        let files = self.window.saturating_sub(self.ahead.len());
+        self.rests_to = Some(u64::MAX);
+        (files > 0).then(|| Ask { after: InodeId(self.end()), files, walk: self.name })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is asked for while `read` is read, in a directory of files 1..=`files`.
+    fn fetched(read: impl IntoIterator<Item = u64>, files: u64) -> Vec<u64> {
+        let (mut walks, mut all) = (Walks::new(64), Vec::new());
+        for ino in read {
+            if let Some(ask) = walks.observe(InodeId(ino)) {
+                let next: Vec<u64> = (ask.after.0 + 1..=files).take(ask.files).collect();
+                walks.answer(ask, next.iter().map(|ino| InodeId(*ino)));
+                all.extend(next);
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn a_reader_in_order_gets_every_file_once_ahead_of_it() {
+        assert_eq!(fetched(1..=1000, 1000), (5..=1000).collect::<Vec<_>>());
+        let ahead = fetched(1..=200, 1000);
+        assert_eq!(ahead, (5..=5 + ahead.len() as u64 - 1).collect::<Vec<_>>());
+        assert!((200..=264).contains(ahead.last().expect("some")), "{ahead:?}");
+    }
+
+    #[test]
+    fn readers_that_share_a_walk_may_come_out_of_order() {
+        let read = (0..100).flat_map(|at| [at * 4 + 3, at * 4 + 1, at * 4 + 4, at * 4 + 2]);
+        let mut files = fetched(read, 400);
+        assert!(files.windows(2).all(|pair| pair[0] < pair[1]), "{files:?}");
+        assert!(files.len() > 380, "{files:?}");
+        files.dedup();
+        assert_eq!(files.last(), Some(&400));
+    }
+
+    #[test]
+    fn each_worker_of_a_loader_has_a_walk_of_its_own() {
+        let read = (1..=100_u64).flat_map(|at| (0..8).map(move |worker| worker * 10_000 + at));
+        let files = fetched(read, 100_000);
+        for worker in 0..8 {
+            let own = files.iter().filter(|ino| **ino / 10_000 == worker).count();
+            assert!((96..=160).contains(&own), "{own} of worker {worker}");
+        }
+    }
+
+    #[test]
+    fn a_walk_goes_on_in_the_next_directory() {
+        let mut walks = Walks::new(64);
+        let mut asked = Vec::new();
+        for ino in 1..=60 {
+            let Some(ask) = walks.observe(InodeId(ino)) else { continue };
+            asked.push(ask.after.0);
+            let end = if ino <= 20 { 20 } else { 60 };
+            walks.answer(ask, (ask.after.0 + 1..=end).take(ask.files).map(InodeId));
+        }
+        assert!(asked.contains(&20) && asked.contains(&21), "{asked:?}");
+        assert!(asked.len() < 15, "{asked:?}");
+    }
+
+    #[test]
+    fn random_readers_fetch_next_to_nothing_extra() {
+        let mut at = 1_u64;
+        let read: Vec<u64> = (0..5000)
+            .map(|_| {
+                at = at.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (at >> 33) % 100_000
+            })
+            .collect();
+        let extra = fetched(read, 100_000).len();
+        assert!(extra <= 50, "{extra} files for 5000 reads");
+    }
+
+    #[test]
+    fn nobody_is_served_who_does_not_want_it() {
+        let mut walks = Walks::new(0);
+        assert!((1..100).all(|ino| walks.observe(InodeId(ino)).is_none()));
+    }
+}

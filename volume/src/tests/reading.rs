@@ -1,0 +1,95 @@
+//! Reading small files one after another.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use forebay_cache::Residency;
+use forebay_core::{InodeId, ObjectKey};
+use forebay_io::object::{Bucket, Condition, OperationKind};
+
+use super::support::{Fixture, READ, open, pattern, run};
+use crate::Volume;
+
+const FILES: u64 = 400;
+
+async fn filled() -> Fixture {
+    let fixture = Fixture::new(Bucket::in_memory());
+    for number in 0..FILES {
+        let key = ObjectKey::new(format!("d/{number:04}"));
+        fixture.bucket.put(&key, pattern(number, 0..5000), Condition::Always).await.expect("put");
+    }
+    fixture
+}
+
+async fn read(volume: &Arc<Volume>, number: u64) {
+    let file = open(volume, &format!("d/{number:04}"), READ).await;
+    let bytes = match file.read_now(0, 1 << 20, false) {
+        Some(bytes) => bytes,
+        None => file.read(0, 1 << 20).await.expect("read"),
+    };
+    assert!(bytes == pattern(number, 0..5000), "file {number}");
+    file.release().await.expect("release");
+}
+
+/// The files of which the cache holds bytes.
+async fn cached(volume: &Arc<Volume>) -> Vec<u64> {
+    let directory = forebay_metadata::tree::resolve(&**volume.tree(), "d").await.expect("the directory").ino;
+    let mut found = Vec::new();
+    for number in 0..FILES {
+        let name = format!("{number:04}");
+        let forebay_metadata::tree::Lookup::Found(file) =
+            volume.lookup(directory, name.as_bytes()).await.expect("a lookup")
+        else {
+            panic!("{name} is gone")
+        };
+        let keys = volume.block_keys(InodeId(file.ino.0)).await.expect("keys");
+        let residency = volume.blocks().stat(&keys, false).await.expect("stat");
+        if residency.iter().all(|residency| *residency != Residency::Absent) {
+            found.push(number);
+        }
+    }
+    found
+}
+
+async fn gets(fixture: &Fixture, expected: u64) {
+    // What is read ahead comes by itself.
+    while fixture.bucket.counters().of(OperationKind::Get).requests < expected {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(fixture.bucket.counters().of(OperationKind::Get).requests, expected);
+}
+
+/// Promise: who reads the files of a directory in order is served ahead, and each file is fetched once.
+#[test]
+fn files_in_order_are_served_ahead_and_fetched_once() {
+    run(async {
+        let fixture = filled().await;
+        let volume = fixture.open().await;
+        for number in 10..14 {
+            read(&volume, number).await;
+        }
+        gets(&fixture, 4 + 8).await;
+        assert_eq!(cached(&volume).await, (10..22).collect::<Vec<_>>());
+        for number in 14..FILES {
+            read(&volume, number).await;
+        }
+        gets(&fixture, FILES - 10).await;
+        assert_eq!(cached(&volume).await, (10..FILES).collect::<Vec<_>>());
+    });
+}
+
+/// Promise: files that are read in no order are fetched when they are read, and no others.
+#[test]
+fn files_in_no_order_bring_no_others() {
+    run(async {
+        let fixture = filled().await;
+        let volume = fixture.open().await;
+        let mut numbers: Vec<u64> = (0..20).map(|at| at * 173 % FILES).collect();
+        for number in &numbers {
+            read(&volume, *number).await;
+        }
+        numbers.sort_unstable();
+        assert_eq!(cached(&volume).await, numbers);
+        assert_eq!(fixture.bucket.counters().of(OperationKind::Get).requests, 20);
+    });
+}
