@@ -23,5 +23,5 @@ pub use mount::Mount;
 pub use process::{Forebay, Outcome, shell};
 pub use sample::{Names, sample_tree};
 pub use scratch::Scratch;
-pub use settings::{Seeded, require_fuse, scale};
+pub use settings::{Seeded, repository, require_fuse, scale};
 pub use shrink::shrink;

@@ -10,6 +10,8 @@ use forebay_core::BLOCK_SIZE;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
+use crate::settings::repository;
+
 /// Which names a sample may hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Names {
@@ -58,7 +60,7 @@ pub fn sample_tree(root: &Path, names: Names) {
     }
     write(&root.join("a/b/c/d/e/f/g/h/deep"), 1000);
     write(&root.join("names").join("n".repeat(255)), 3);
-    let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let text = repository().join("tests/src");
     fs::create_dir_all(root.join("text")).expect("folder");
     for entry in fs::read_dir(text).expect("sources").map(|entry| entry.expect("entry")) {
         if entry.file_type().expect("type").is_file() {

@@ -91,3 +91,9 @@ pub fn skip(test: &str, why: &str) {
     // A lost message is no reason to fail a test.
     let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {why}");
 }
+
+/// The checkout whose tests these are. Asked at run time: a build that is kept may come from one elsewhere.
+pub fn repository() -> PathBuf {
+    let package = std::env::var_os("CARGO_MANIFEST_DIR").expect("tests are run by cargo");
+    Path::new(&package).parent().expect("the package lies below the root").to_owned()
+}

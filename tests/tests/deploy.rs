@@ -2,17 +2,16 @@
 
 use std::collections::HashMap;
 use std::os::unix::net::UnixDatagram;
-use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use forebay_tests::{Forebay, Scratch, require_fuse, shell};
+use forebay_tests::{Forebay, Scratch, repository, require_fuse, shell};
 
 /// Longest that a mount may take to say that it serves.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 fn read(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(name);
+    let path = repository().join("deploy").join(name);
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 

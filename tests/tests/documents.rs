@@ -1,7 +1,6 @@
 //! Documents say all that there is to say.
 
-use std::path::Path;
-
+use forebay_tests::repository;
 use forebay_volume::VolumeSettings;
 
 /// The names of all settings, those of nested tables included.
@@ -12,7 +11,7 @@ fn names(table: &toml::Table) -> Vec<String> {
 
 #[test]
 fn every_setting_is_in_the_configuration_document() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package lies below the root");
+    let root = repository();
     let document = std::fs::read_to_string(root.join("docs/configuration.md")).expect("the document");
     let mut settings = VolumeSettings::default();
     // What has no default is left out of a table.

@@ -1,13 +1,12 @@
 //! The repository keeps its own rules, and each rule catches what breaks it.
 
-use std::path::Path;
-
+use forebay_tests::repository;
 use forebay_tests::tidy::{CHECKS, Repo};
 
 #[test]
 fn the_repository_is_tidy() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package lies below the root");
-    let repo = Repo::read(root).expect("the checkout can be read");
+    let root = repository();
+    let repo = Repo::read(&root).expect("the checkout can be read");
     let findings: Vec<String> = CHECKS
         .iter()
         .flat_map(|check| (check.find)(&repo).into_iter().map(|found| format!("{}: {found}", check.name)))
