@@ -13,6 +13,9 @@ use tokio::runtime::Handle;
 use super::{PARALLEL, Part, Read, Segment};
 use crate::manifest::{Manifest, Shard};
 
+/// Bytes that are read at once out of a file: what fits the cache of one core.
+const PIECE: usize = 256 << 10;
+
 /// The store, or memory.
 pub(super) enum Source<'a> {
     Store(&'a Handle, &'a Bucket),
@@ -54,6 +57,12 @@ impl Source<'_> {
         in_flight: usize,
     ) -> Result<Vec<Part>> {
         match self {
+            Self::Store(_, bucket) if bucket.reads_in_place() => {
+                let parts: Vec<Vec<Part>> = std::iter::from_fn(next)
+                    .map(|read| read_in_place(bucket, manifest, read))
+                    .collect::<Result<_>>()?;
+                Ok(parts.into_iter().flatten().collect())
+            }
             Self::Store(runtime, bucket) => {
                 let reads = stream::iter(std::iter::from_fn(next)).map(|read| fetch(bucket, manifest, read));
                 let parts: Vec<Vec<Part>> =
@@ -79,6 +88,36 @@ fn copy_out(shard: &Bytes, read: Read<'_>) -> Vec<Part> {
     read.segments.into_iter().map(copy).collect()
 }
 
+/// Reads one range of a shard that is a file into its segments, in pieces that are still in the processor's cache when
+/// their checksum is taken.
+fn read_in_place(bucket: &Bucket, manifest: &Manifest, read: Read<'_>) -> Result<Vec<Part>> {
+    let Read { shard, range, segments } = read;
+    let shard = &manifest.shards[shard as usize];
+    let lost = |error: Error| match error.kind() {
+        ErrorKind::NotFound => lost(manifest, shard, "is missing"),
+        ErrorKind::Invalid => lost(manifest, shard, "ends too early"),
+        _ => error,
+    };
+    let file = bucket.open_in_place(&shard.object()).map_err(lost)?;
+    file.expect(range);
+    let mut parts = Vec::with_capacity(segments.len());
+    for Segment { slice, start, target, .. } in segments {
+        let (mut at, mut crc32c) = (start, forebay_core::crc32c(&[]));
+        for piece in target.chunks_mut(PIECE) {
+            file.read_at(at, piece).map_err(lost)?;
+            crc32c = combine(crc32c, forebay_core::crc32c(piece), piece.len() as u64);
+            at += piece.len() as u64;
+        }
+        parts.push(Part { slice, start, length: at - start, crc32c });
+    }
+    Ok(parts)
+}
+
+/// What is wrong with a shard.
+fn lost(manifest: &Manifest, shard: &Shard, fact: &str) -> Error {
+    Error::corrupt(format!("step {}: shard `{}` {fact}", manifest.step, shard.key))
+}
+
 async fn check_shards(bucket: &Bucket, manifest: &Manifest, wanted: BTreeSet<u32>) -> Result<()> {
     let shards = wanted.iter().map(|index| &manifest.shards[*index as usize]);
     stream::iter(shards)
@@ -90,7 +129,7 @@ async fn check_shards(bucket: &Bucket, manifest: &Manifest, wanted: BTreeSet<u32
                 }
                 Some(_) => return Ok(()),
             };
-            Err(Error::corrupt(format!("step {}: shard `{}` {fact}", manifest.step, shard.key)))
+            Err(lost(manifest, shard, &fact))
         })
         .buffer_unordered(PARALLEL)
         .try_collect()
@@ -101,7 +140,7 @@ async fn check_shards(bucket: &Bucket, manifest: &Manifest, wanted: BTreeSet<u32
 async fn fetch(bucket: &Bucket, manifest: &Manifest, read: Read<'_>) -> Result<Vec<Part>> {
     let Read { shard, range, segments } = read;
     let shard = &manifest.shards[shard as usize];
-    let lost = |fact: &str| Error::corrupt(format!("step {}: shard `{}` {fact}", manifest.step, shard.key));
+    let lost = |fact| lost(manifest, shard, fact);
     let mut body =
         bucket.get_stream(&shard.object(), None, range.clone()).await.map_err(|error| {
             match error.kind() {

@@ -1,5 +1,6 @@
 //! A bucket prefix as the rest of Forebay sees it.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use object_store::path::Path;
 use object_store::{CopyOptions, ObjectMeta, ObjectStore, PutOptions};
 
 use super::backend::{Plain, STAGED, connect, sweep_directory};
+use super::counters::Meter;
 use super::error::convert;
 use super::front::{Front, pages};
 use super::key::{address, directory_prefix};
@@ -123,6 +125,16 @@ impl Bucket {
     /// Where this bucket is.
     pub fn url(&self) -> &BucketUrl {
         &self.0.url
+    }
+
+    /// The directory that holds the objects, where requests do nothing but read files.
+    pub(super) fn folder(&self) -> Option<PathBuf> {
+        let is_plain = self.0.stack.faults.is_none() && self.0.stack.delay.is_none();
+        self.0.url.directory().filter(|_| is_plain)
+    }
+
+    pub(super) fn meter(&self) -> &Arc<Meter> {
+        &self.0.stack.meter
     }
 
     /// The store itself, decorators included, for an engine that keeps its tree inside the bucket.

@@ -12,11 +12,13 @@ mod stack;
 mod front;
 mod bucket;
 mod read;
+mod in_place;
 mod upload;
 mod probe;
 
 pub use bucket::Bucket;
 pub use counters::{Count, Counters, OperationKind};
+pub use in_place::InPlace;
 pub use layer::{Delay, FaultMode, Faults, Gate};
 pub use probe::Capabilities;
 pub use types::{Condition, Leftover, Listing, ObjectInfo, StoreSettings, Unfinished};
