@@ -1,13 +1,16 @@
-//! The ranks of a job, talking to each other: one operation, in which each says something and all hear everything.
+//! The ranks of a job, talking to each other: one operation, in which each says something and all hear everything, and
+//! may lend memory to all.
 //!
 //! Rank 0's process holds a meeting place (see `forebay_io::net`) and a thread that collects and hands out; it needs
 //! neither torch's process groups nor a port. A rank that ends, or says nothing in time, is named to all others, and
 //! the group is over. All ranks are on one host.
 
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::{Clock, Moment};
+use forebay_io::mem::SharedMemory;
 use forebay_io::net::{FdStream, Meeting, meet};
 use serde::{Deserialize, Serialize};
 
@@ -41,7 +44,8 @@ struct Word {
 /// What all hear at the end of a round.
 #[derive(Debug, Serialize, Deserialize)]
 enum Answer {
-    All(Vec<String>),
+    /// What each rank said, and how many descriptors follow, an empty frame each.
+    All(Vec<String>, usize),
     Over(String),
 }
 
@@ -85,12 +89,33 @@ impl Group {
     /// `Unavailable`, naming the ranks, when one is gone or says nothing within `patience` of the first one; the
     /// group is over then.
     pub fn gather(&mut self, text: &str, patience: Duration) -> Result<Vec<String>> {
+        self.take_part(text, None, patience).map(|(texts, _)| texts)
+    }
+
+    /// Lends `memory` to all ranks, as each of them does; gives what each lends, in the order of ranks.
+    ///
+    /// # Errors
+    /// As [`Self::gather`].
+    pub fn exchange(&mut self, memory: &SharedMemory, patience: Duration) -> Result<Vec<SharedMemory>> {
+        let (texts, fds) = self.take_part("lend", Some(memory.as_fd()), patience)?;
+        if texts.iter().any(|text| text != "lend") || fds.len() != self.world_size {
+            return Err(Error::invalid("not all ranks lend memory"));
+        }
+        fds.into_iter().map(SharedMemory::from_fd).collect()
+    }
+
+    fn take_part(
+        &mut self,
+        text: &str,
+        fd: Option<BorrowedFd<'_>>,
+        patience: Duration,
+    ) -> Result<(Vec<String>, Vec<OwnedFd>)> {
         let over = || Error::new(ErrorKind::Unavailable, "the job's group is over");
         let stream = self.stream.as_mut().ok_or_else(over)?;
         let patience_ms = patience.as_millis().min(u128::from(u64::MAX)) as u64;
         let word = text_of(&Word { text: text.to_owned(), patience_ms })?;
         // Where the group was over already, why can still be heard.
-        stream.send(&word, None).ok();
+        stream.send(&word, fd).ok();
         let heard = match is_readable(stream, patience + GRACE) {
             Ok(true) => stream.receive(),
             Ok(false) => Err(missing(&[0], "answer", patience)),
@@ -103,7 +128,14 @@ impl Group {
             Err(error) => Answer::Over(error.to_string()),
         };
         match answer {
-            Answer::All(texts) => Ok(texts),
+            Answer::All(texts, count) => {
+                let fd = |_| match stream.receive() {
+                    Ok(Some((_, Some(fd)))) => Ok(fd),
+                    Ok(_) => Err(gone()),
+                    Err(error) => Err(error),
+                };
+                Ok((texts, (0..count).map(fd).collect::<Result<_>>()?))
+            }
             Answer::Over(message) => {
                 self.stream = None;
                 Err(Error::new(ErrorKind::Unavailable, message)
@@ -159,11 +191,14 @@ fn serve(meeting: &Meeting, world_size: usize, patience: Duration) {
     let Ok(mut ranks) = welcome_all(meeting, world_size, patience) else { return };
     let over = loop {
         match collect(&mut ranks) {
-            Ok(texts) => tell_all(&mut ranks, &Answer::All(texts)),
+            Ok((texts, fds)) => {
+                let fds: Vec<OwnedFd> = fds.into_iter().flatten().collect();
+                tell_all(&mut ranks, &Answer::All(texts, fds.len()), &fds);
+            }
             Err(error) => break error,
         }
     };
-    tell_all(&mut ranks, &Answer::Over(over.message().to_owned()));
+    tell_all(&mut ranks, &Answer::Over(over.message().to_owned()), &[]);
 }
 
 /// The connections of all ranks, in order. Where some are missing, those that came are told.
@@ -196,20 +231,21 @@ fn welcome_all(meeting: &Meeting, world_size: usize, patience: Duration) -> Resu
         places[rank] = Some(visitor);
     };
     let mut came: Vec<FdStream> = places.into_iter().flatten().collect();
-    tell_all(&mut came, &Answer::Over(refused.message().to_owned()));
+    tell_all(&mut came, &Answer::Over(refused.message().to_owned()), &[]);
     Err(refused)
 }
 
-/// One word of each rank.
-fn collect(ranks: &mut [FdStream]) -> Result<Vec<String>> {
+/// One word of each rank, and the descriptors that came with them.
+fn collect(ranks: &mut [FdStream]) -> Result<(Vec<String>, Vec<Option<OwnedFd>>)> {
     let clock = Clock::system();
+    let mut fds: Vec<Option<OwnedFd>> = ranks.iter().map(|_| None).collect();
     let mut texts: Vec<Option<String>> = ranks.iter().map(|_| None).collect();
     // From the first word on.
     let mut waiting: Option<(Moment, Duration)> = None;
     loop {
         let silent: Vec<usize> = (0..texts.len()).filter(|rank| texts[*rank].is_none()).collect();
         if silent.is_empty() {
-            return Ok(texts.into_iter().flatten().collect());
+            return Ok((texts.into_iter().flatten().collect(), fds));
         }
         let left = waiting.map_or(TICK, |(deadline, _)| deadline.since(clock.now()));
         if let Some((_, patience)) = waiting.filter(|_| left.is_zero()) {
@@ -219,9 +255,10 @@ fn collect(ranks: &mut [FdStream]) -> Result<Vec<String>> {
         for index in FdStream::readable_among(&streams, left)? {
             let rank = silent[index];
             let received = ranks[rank].receive();
-            let Ok(Some((frame, _))) = received else {
+            let Ok(Some((frame, fd))) = received else {
                 return Err(Error::new(ErrorKind::Unavailable, format!("rank {rank} of the job is gone")));
             };
+            fds[rank] = fd;
             let Word { text, patience_ms } = parse(&frame)?;
             let patience = Duration::from_millis(patience_ms);
             waiting.get_or_insert((clock.now() + patience, patience));
@@ -231,10 +268,11 @@ fn collect(ranks: &mut [FdStream]) -> Result<Vec<String>> {
 }
 
 /// A rank that cannot be told is found gone in the next round. Rank 0 is told last: this thread may end with it.
-fn tell_all(ranks: &mut [FdStream], answer: &Answer) {
+fn tell_all(ranks: &mut [FdStream], answer: &Answer, fds: &[OwnedFd]) {
     let Ok(frame) = text_of(answer) else { return };
     for stream in ranks.iter_mut().rev() {
         stream.send(&frame, None).ok();
+        fds.iter().for_each(|fd| drop(stream.send(&[], Some(fd.as_fd()))));
     }
 }
 
@@ -271,6 +309,24 @@ mod tests {
             assert_eq!(first, ["0 in 1", "1 in 1", "2 in 1", "3 in 1"]);
             assert_eq!(second, ["0 in 2", "1 in 2", "2 in 2", "3 in 2"]);
         }
+    }
+
+    #[test]
+    fn all_see_the_memory_of_all() {
+        let seen = on_ranks("memory", 3, |mut group| {
+            let memory = SharedMemory::create("test", 4096).expect("memory");
+            memory.map_write(0..4096).expect("map")[7] = 10 + group.rank() as u8;
+            let lent = group.exchange(&memory, PATIENCE).expect("exchange");
+            let seen: Vec<u8> =
+                lent.iter().map(|memory| memory.map_read(0..4096).expect("map").as_ref()[7]).collect();
+            (seen, group.gather("and on", PATIENCE).expect("gather").len())
+        });
+        assert_eq!(seen, vec![(vec![10, 11, 12], 3); 3]);
+        let refused = on_ranks("miser", 2, |mut group| match group.rank() {
+            0 => group.exchange(&SharedMemory::create("test", 4096).expect("memory"), PATIENCE).is_err(),
+            _ => group.gather("nothing to lend", PATIENCE).is_ok(),
+        });
+        assert_eq!(refused, [true, true]);
     }
 
     #[test]

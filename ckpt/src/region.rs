@@ -10,9 +10,13 @@ use serde::{Deserialize, Serialize};
 use crate::dtype::elements;
 use crate::manifest::{Slice, SliceKind};
 
-/// Pieces that a whole tensor is cut into at most: a multiple of the usual numbers of ranks, so that their bounds are
-/// bounds of pieces.
+/// Pieces that a whole tensor is cut into at most, unless they would be large: a multiple of the usual numbers of ranks,
+/// so that their bounds are bounds of pieces.
 const GRID: u64 = 64;
+/// Bytes above which pieces are large.
+const LARGE_PIECE: u64 = 16 << 20;
+/// Pieces of the largest tensors: each is an entry of the manifest.
+const MAX_GRID: u64 = 1024;
 /// Bytes below which a piece is not worth a checksum of its own.
 const LEAST_PIECE: u64 = 256 << 10;
 
@@ -66,76 +70,184 @@ impl Region {
     }
 
     /// The runs of a tensor of `shape` that it consists of, ascending.
-    pub fn runs(&self, shape: &[u64]) -> impl Iterator<Item = Range<u64>> + '_ {
-        let flat = [elements(shape).unwrap_or(0)];
-        let shape = if self.kind == SliceKind::Box { shape } else { &flat };
-        // What lies behind the last dimension that is not whole is one run with it.
-        let mut split = shape.len().saturating_sub(1);
-        while split > 0 && self.lengths[split] == shape[split] {
-            split -= 1;
+    pub fn runs(&self, shape: &[u64]) -> impl Iterator<Item = Range<u64>> + use<> {
+        let runs = Runs::of(self, shape);
+        (0..runs.count).map(move |number| runs.get(number))
+    }
+
+    /// Whether the two hold an element in common.
+    pub fn touches(&self, other: &Self, shape: &[u64]) -> bool {
+        if self.kind != SliceKind::Box || other.kind != SliceKind::Box {
+            return self.shared_with(other, shape).next().is_some();
         }
-        let below: u64 = shape.iter().skip(split + 1).product();
-        let length = self.lengths.get(split).map_or(1, |length| length * below);
-        let first = self.offsets.get(split).map_or(0, |offset| offset * below);
-        // Elements from one entry of each outer dimension to the next.
-        let mut strides = vec![0; split];
-        let mut stride = below * shape.get(split).copied().unwrap_or(1);
-        for dimension in (0..split).rev() {
-            strides[dimension] = stride;
-            stride *= shape[dimension];
-        }
-        let outer: u64 = self.lengths[..split].iter().product();
-        let count = if length == 0 { 0 } else { outer };
-        (0..count).map(move |number| {
-            let (mut rest, mut start) = (number, first);
-            for dimension in (0..split).rev() {
-                start += (self.offsets[dimension] + rest % self.lengths[dimension]) * strides[dimension];
-                rest /= self.lengths[dimension];
-            }
-            start..start + length
+        (0..self.offsets.len()).all(|i| {
+            let ends = (self.offsets[i] + self.lengths[i]).min(other.offsets[i] + other.lengths[i]);
+            self.offsets[i].max(other.offsets[i]) < ends
         })
     }
 
-    /// Calls `each` for every run that both regions hold: first element in this one, in the other, and elements.
-    pub fn shared_with(&self, other: &Self, shape: &[u64], mut each: impl FnMut(u64, u64, u64)) {
-        let (mut left, mut right) = (self.runs(shape), other.runs(shape));
-        let (mut a, mut b) = (left.next(), right.next());
-        // Where the present runs begin in their regions.
-        let (mut a_at, mut b_at) = (0, 0);
-        while let (Some(one), Some(two)) = (&a, &b) {
-            let (start, end) = (one.start.max(two.start), one.end.min(two.end));
-            if start < end {
-                each(a_at + start - one.start, b_at + start - two.start, end - start);
+    /// Every run that both regions hold, ascending: first element in this one, in the other, and elements.
+    pub fn shared_with(&self, other: &Self, shape: &[u64]) -> Box<dyn Iterator<Item = Shared>> {
+        match (self.kind, other.kind) {
+            (SliceKind::Box, SliceKind::Box) => Box::new(shared_box(self, other).into_iter().flatten()),
+            (SliceKind::Box, SliceKind::Flat) => Box::new(shared_range(self, other, shape)),
+            (SliceKind::Flat, SliceKind::Box) => {
+                Box::new(shared_range(other, self, shape).map(|(to, from, count)| (from, to, count)))
             }
-            if one.end <= two.end {
-                a_at += one.end - one.start;
-                a = left.next();
-            } else {
-                b_at += two.end - two.start;
-                b = right.next();
+            (SliceKind::Flat, SliceKind::Flat) => {
+                let (one, two) = (self.offsets[0], other.offsets[0]);
+                let (start, end) = (one.max(two), (one + self.lengths[0]).min(two + other.lengths[0]));
+                Box::new((start < end).then(|| (start - one, start - two, end - start)).into_iter())
             }
         }
     }
 
-    /// Cuts it where the grid of a tensor of `shape` has its lines, along the first dimension (for flat ranges:
-    /// along the elements), in its own order. A reader that wants a part then reads little more than that.
+    /// Cuts it where the grid of a tensor of `shape` has its lines, in its own order: along the first dimension (for
+    /// flat ranges: along the elements), and where that has fewer entries than the grid has lines, each of them along
+    /// the next. Every piece is one run of it. A reader that wants a part then reads little more than that.
     pub fn pieces(&self, shape: &[u64], element_bytes: u64) -> Vec<Self> {
-        let all = elements(shape).unwrap_or(0);
-        let extent = if self.kind == SliceKind::Box { shape.first().copied() } else { Some(all) };
-        let Some(extent) = extent.filter(|_| self.elements() > 0) else { return vec![self.clone()] };
-        let unit_bytes = (all / extent).max(1).saturating_mul(element_bytes);
-        let step = extent.div_ceil(GRID).max(LEAST_PIECE.div_ceil(unit_bytes));
-        let (mut at, end) = (self.offsets[0], self.offsets[0] + self.lengths[0]);
+        let flat = [elements(shape).unwrap_or(0)];
+        let shape = if self.kind == SliceKind::Box { shape } else { &flat };
+        if shape.is_empty() || self.elements() == 0 {
+            return vec![self.clone()];
+        }
         let mut pieces = Vec::new();
+        self.cut(shape, element_bytes, (0, lines(flat[0].saturating_mul(element_bytes))), &mut pieces);
+        pieces
+    }
+
+    /// Cuts it along one dimension, which has a part of the grid's lines.
+    fn cut(&self, shape: &[u64], element_bytes: u64, (axis, lines): (usize, u64), pieces: &mut Vec<Self>) {
+        let (extent, below) = (shape[axis], &shape[axis + 1..]);
+        let row_bytes = elements(below).unwrap_or(u64::MAX).saturating_mul(element_bytes);
+        let step = extent.div_ceil(lines).max(LEAST_PIECE.div_ceil(row_bytes));
+        // A power of two each, so that the usual numbers of ranks divide it.
+        let inner = (lines / extent + 1).next_power_of_two() / 2;
+        let is_cut_further = step == 1 && inner > 1 && !below.is_empty();
+        let (mut at, end) = (self.offsets[axis], self.offsets[axis] + self.lengths[axis]);
         while at < end {
             let until = end.min((at / step + 1) * step);
             let mut piece = self.clone();
-            (piece.offsets[0], piece.lengths[0]) = (at, until - at);
-            pieces.push(piece);
+            (piece.offsets[axis], piece.lengths[axis]) = (at, until - at);
+            match is_cut_further {
+                true => piece.cut(shape, element_bytes, (axis + 1, inner), pieces),
+                false => pieces.push(piece),
+            }
             at = until;
         }
-        pieces
     }
+}
+
+/// A run that two regions hold: first element in the one, in the other, and elements.
+pub type Shared = (u64, u64, u64);
+
+/// The runs of a region, all of one length, by their number.
+struct Runs {
+    /// Of each outer dimension: the first entry, how many, and elements from one to the next.
+    outer: Vec<(u64, u64, u64)>,
+    /// The first element of the run at entry 0 of each outer dimension.
+    first: u64,
+    length: u64,
+    count: u64,
+}
+
+impl Runs {
+    fn of(region: &Region, shape: &[u64]) -> Self {
+        let flat = [elements(shape).unwrap_or(0)];
+        let shape = if region.kind == SliceKind::Box { shape } else { &flat };
+        // What lies behind the last dimension that is not whole is one run with it.
+        let mut split = shape.len().saturating_sub(1);
+        while split > 0 && region.lengths[split] == shape[split] {
+            split -= 1;
+        }
+        let below: u64 = shape.iter().skip(split + 1).product();
+        let length = region.lengths.get(split).map_or(1, |length| length * below);
+        let first = region.offsets.get(split).map_or(0, |offset| offset * below);
+        let mut stride = below * shape.get(split).copied().unwrap_or(1);
+        let mut outer = Vec::with_capacity(split);
+        for dimension in (0..split).rev() {
+            outer.push((region.offsets[dimension], region.lengths[dimension], stride));
+            stride *= shape[dimension];
+        }
+        let count = if length == 0 { 0 } else { region.lengths[..split].iter().product() };
+        Self { outer, first, length, count }
+    }
+
+    fn get(&self, number: u64) -> Range<u64> {
+        let (mut rest, mut start) = (number, self.first);
+        for (offset, length, stride) in &self.outer {
+            start += (offset + rest % length) * stride;
+            rest /= length;
+        }
+        start..start + self.length
+    }
+
+    /// The number of the first run that ends behind an element.
+    fn behind(&self, element: u64) -> u64 {
+        let (mut low, mut high) = (0, self.count);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            match self.get(middle).end <= element {
+                true => low = middle + 1,
+                false => high = middle,
+            }
+        }
+        low
+    }
+}
+
+/// What a box and a flat range of a tensor of `shape` have in common.
+fn shared_range(part: &Region, range: &Region, shape: &[u64]) -> impl Iterator<Item = Shared> + use<> {
+    let (from, to) = (range.offsets[0], range.offsets[0] + range.lengths[0]);
+    let runs = Runs::of(part, shape);
+    let numbers = runs.behind(from)..if from < to { runs.count } else { 0 };
+    let found = numbers.map(move |number| (number * runs.length, runs.get(number)));
+    found.take_while(move |(_, run)| run.start < to).map(move |(at, run)| {
+        let (start, end) = (run.start.max(from), run.end.min(to));
+        (at + start - run.start, start - from, end - start)
+    })
+}
+
+/// What two boxes have in common: dimensions that are whole in both are one run with the next outer one.
+fn shared_box(one: &Region, two: &Region) -> Option<impl Iterator<Item = Shared> + use<>> {
+    let dimensions = one.offsets.len();
+    let start: Vec<u64> = (0..dimensions).map(|i| one.offsets[i].max(two.offsets[i])).collect();
+    let mut lengths = Vec::with_capacity(dimensions);
+    for (i, start) in start.iter().enumerate() {
+        let end = (one.offsets[i] + one.lengths[i]).min(two.offsets[i] + two.lengths[i]);
+        lengths.push(end.checked_sub(*start).filter(|length| *length > 0)?);
+    }
+    let mut split = dimensions.saturating_sub(1);
+    while split > 0 && lengths[split] == one.lengths[split] && lengths[split] == two.lengths[split] {
+        split -= 1;
+    }
+    let count: u64 = lengths[..split].iter().product();
+    let length: u64 = lengths[split..].iter().product();
+    let first = |region: &Region| {
+        let place = |at: u64, i: usize| at * region.lengths[i] + start[i] - region.offsets[i];
+        (0..dimensions).fold(0, place)
+    };
+    let (first_of_one, first_of_two) = (first(one), first(two));
+    // Of each outer dimension, the innermost first: entries, and elements of either box from one to the next.
+    let mut outer = Vec::with_capacity(split);
+    for i in (0..split).rev() {
+        let stride = |region: &Region| region.lengths[i + 1..].iter().product::<u64>();
+        outer.push((lengths[i], stride(one), stride(two)));
+    }
+    Some((0..count).map(move |number| {
+        let (mut rest, mut in_one, mut in_two) = (number, first_of_one, first_of_two);
+        for (length, stride_of_one, stride_of_two) in &outer {
+            in_one += rest % length * stride_of_one;
+            in_two += rest % length * stride_of_two;
+            rest /= length;
+        }
+        (in_one, in_two, length)
+    }))
+}
+
+/// How many lines the grid of a tensor of so many bytes has.
+fn lines(bytes: u64) -> u64 {
+    (bytes / LARGE_PIECE).clamp(GRID, MAX_GRID).next_power_of_two()
 }
 
 #[cfg(test)]
@@ -172,19 +284,23 @@ mod tests {
             boxed(&[0, 2, 0], &[4, 2, 3]),
             boxed(&[1, 1, 1], &[3, 3, 2]),
             boxed(&[3, 4, 2], &[1, 1, 1]),
+            boxed(&[0, 2, 0], &[4, 0, 3]),
+            Region::flat(59..60),
+            Region::flat(9..9),
         ];
         for one in &regions {
             for other in &regions {
                 let ours: Vec<u64> = one.runs(&shape).flatten().collect();
                 let theirs: Vec<u64> = other.runs(&shape).flatten().collect();
                 let mut found = 0;
-                one.shared_with(other, &shape, |from, to, count| {
+                for (from, to, count) in one.shared_with(other, &shape) {
                     let (from, to) = (from as usize, to as usize);
                     assert_eq!(ours[from..from + count as usize], theirs[to..to + count as usize]);
                     found += count;
-                });
+                }
                 let both = ours.iter().filter(|element| theirs.contains(element)).count();
                 assert_eq!(found, both as u64, "{one:?} and {other:?}");
+                assert_eq!(one.touches(other, &shape), both > 0, "{one:?} and {other:?}");
             }
         }
     }
@@ -202,5 +318,25 @@ mod tests {
         assert_eq!(Region::flat(0..1 << 20).pieces(&[1 << 20], 4).len(), 16);
         assert_eq!(Region::whole(&[]).pieces(&[], 8), [Region::whole(&[])]);
         assert_eq!(Region::whole(&[0, 7]).pieces(&[0, 7], 8), [Region::whole(&[0, 7])]);
+        assert_eq!(Region::flat(0..1 << 34).pieces(&[1 << 34], 4).len(), 1024, "no more, however large");
+    }
+
+    #[test]
+    fn few_large_rows_are_cut_along_the_next_dimension() {
+        // Eight experts of 32 MiB: eight pieces each.
+        let shape = [8, 1024, 8192];
+        let pieces = Region::whole(&shape).pieces(&shape, 4);
+        assert_eq!(pieces.len(), 64);
+        assert_eq!((&pieces[9].offsets[..], &pieces[9].lengths[..]), (&[1, 128, 0][..], &[1, 128, 8192][..]));
+        let columns = boxed(&[6, 100, 4096], &[2, 60, 4096]).pieces(&shape, 4);
+        let places: Vec<_> = columns.iter().map(|piece| (piece.offsets[0], piece.offsets[1])).collect();
+        assert_eq!(places, [(6, 100), (6, 128), (7, 100), (7, 128)]);
+        let all: Vec<u64> = columns.iter().flat_map(|piece| piece.runs(&shape).flatten()).collect();
+        let own: Vec<u64> = boxed(&[6, 100, 4096], &[2, 60, 4096]).runs(&shape).flatten().collect();
+        assert!(all == own, "each piece is one run of the part, in its order");
+        // 160 rows of 64 MiB and 1,024 lines: four pieces each.
+        let many = [160, 4096, 4096];
+        assert_eq!(Region::whole(&many).pieces(&many, 4).len(), 640);
+        assert_eq!(Region::whole(&[3, 100]).pieces(&[3, 100], 4).len(), 1);
     }
 }

@@ -2,10 +2,11 @@
 //!
 //! A slice that is one run of its target is read straight into place, its checksum taken on the way; one that is
 //! scattered there, or only partly wanted, is read aside, checked and copied. Several threads take requests in order.
-//! The shards lie in the store, or in memory that the agents of killed trainers hold.
+//! The shards lie in the store, or in memory that the agents of killed trainers hold. What several ranks of a job want
+//! of the store is read once between them (`together`).
 //! Slices are read whole, since that is what their checksums are of. After an error the targets hold anything.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
 
 use bytes::Bytes;
@@ -21,9 +22,11 @@ use crate::region::Region;
 
 mod held;
 mod source;
+mod together;
 
 pub use held::assemble;
 use source::Source;
+pub use together::{Together, Wish};
 
 /// Bytes of one request at most.
 const READ: u64 = 8 << 20;
@@ -53,7 +56,7 @@ struct Segment<'a> {
     target: &'a mut [u8],
 }
 
-/// Names one reading of a slice: target and slice of its tensor, from 0.
+/// Names a slice: target (or tensor) and slice of its tensor, from 0.
 type SliceId = (usize, usize);
 
 /// One ranged request and where its bytes go.
@@ -96,7 +99,7 @@ pub fn read_tensors(
     targets: Vec<Target<'_>>,
     threads: usize,
 ) -> Result<()> {
-    read_from(&Source::Store(runtime, bucket), manifest, targets, threads)
+    read_from(&Source::Store(runtime, bucket), manifest, targets, &HashSet::new(), threads)
 }
 
 /// As [`read_tensors`], out of memory: `shards` holds the bytes of the manifest's, in their order.
@@ -106,17 +109,18 @@ pub fn read_held(
     targets: Vec<Target<'_>>,
     threads: usize,
 ) -> Result<()> {
-    read_from(&Source::Held(shards), manifest, targets, threads)
+    read_from(&Source::Held(shards), manifest, targets, &HashSet::new(), threads)
 }
 
 fn read_from(
     source: &Source<'_>,
     manifest: &Manifest,
     mut targets: Vec<Target<'_>>,
+    skipped: &HashSet<SliceId>,
     threads: usize,
 ) -> Result<()> {
     let wants: Vec<Vec<Want>> =
-        targets.iter().map(|target| wanted(manifest, target)).collect::<Result<_>>()?;
+        targets.iter().map(|target| wanted(manifest, target, skipped)).collect::<Result<_>>()?;
     let slices = targets.iter().zip(&wants).flat_map(|(target, wants)| {
         wants.iter().map(|want| &manifest.tensors[target.tensor].slices[want.slice])
     });
@@ -132,8 +136,8 @@ fn read_from(
     Ok(())
 }
 
-/// The slices that a target needs, in the order of their elements.
-fn wanted(manifest: &Manifest, target: &Target<'_>) -> Result<Vec<Want>> {
+/// The slices that a target needs and that are not `skipped`, in the order of their elements.
+fn wanted(manifest: &Manifest, target: &Target<'_>, skipped: &HashSet<SliceId>) -> Result<Vec<Want>> {
     let tensor = manifest.tensors.get(target.tensor);
     let tensor = tensor.ok_or_else(|| Error::bug("a target for a tensor that the step has not"))?;
     let dtype = Dtype::named(&tensor.dtype)?;
@@ -145,11 +149,10 @@ fn wanted(manifest: &Manifest, target: &Target<'_>) -> Result<Vec<Want>> {
     let mut wants = Vec::new();
     for (index, slice) in tensor.slices.iter().enumerate() {
         let region = Region::of(slice);
-        let mut first = None;
-        region.shared_with(&target.region, &tensor.shape, |_, to, count| {
-            first.get_or_insert((to, count));
-        });
-        let Some((to, count)) = first else { continue };
+        if skipped.contains(&(target.tensor, index)) || !region.touches(&target.region, &tensor.shape) {
+            continue;
+        }
+        let Some((_, to, count)) = region.shared_with(&target.region, &tensor.shape).next() else { continue };
         let is_direct = count == region.elements();
         let way = if is_direct { Way::Direct(to * dtype.size) } else { Way::Aside };
         wants.push(Want { slice: index, way });
@@ -322,10 +325,10 @@ fn check_slices(
 fn scatter(tensor: &Tensor, slice: &Slice, bytes: &[u8], target: &mut Target<'_>) -> Result<()> {
     let size = Dtype::named(&tensor.dtype)?.size as usize;
     let Target { region, bytes: into, .. } = target;
-    Region::of(slice).shared_with(region, &tensor.shape, |from, to, count| {
+    for (from, to, count) in Region::of(slice).shared_with(region, &tensor.shape) {
         let (from, to, length) = (from as usize * size, to as usize * size, count as usize * size);
         into[to..to + length].copy_from_slice(&bytes[from..from + length]);
-    });
+    }
     Ok(())
 }
 

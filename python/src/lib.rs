@@ -10,6 +10,7 @@ mod loading;
 mod held;
 mod saving;
 mod ranks;
+mod together;
 
 use pyo3::prelude::*;
 
@@ -25,4 +26,6 @@ mod _native {
     use super::ranks::{Group, begin_job, hash_bytes, join_job, plan_shares, refuse_if_superseded};
     #[pymodule_export]
     use super::saving::{Save, Session, Snapshot, dtypes, run_agent};
+    #[pymodule_export]
+    use super::together::{Together, wishes};
 }

@@ -20,8 +20,11 @@ use crate::errors::OrRaise;
 /// A committed step: step, incarnation, attempt, when (seconds since 1970), superseded.
 type Listed = (u64, u64, String, f64, bool);
 
-/// A tensor wanted: index, box, address, length.
-type Wanted = (usize, Option<(Vec<u64>, Vec<u64>)>, usize, usize);
+/// A part of a tensor: offsets and lengths.
+pub(crate) type Boxed = (Vec<u64>, Vec<u64>);
+
+/// A tensor wanted: index, part (none for all of it), address, length.
+pub(crate) type Wanted = (usize, Option<Boxed>, usize, usize);
 
 /// Runs `work` on the bucket `url` on threads that end with it: nothing of ours survives into a forked child.
 pub(crate) fn with_bucket<T: Send, F>(
@@ -39,7 +42,7 @@ where
     py.detach(run).or_raise()
 }
 
-fn open(url: &str) -> Result<(Runtime, Bucket)> {
+pub(crate) fn open(url: &str) -> Result<(Runtime, Bucket)> {
     let url: BucketUrl = url.parse()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let bucket = runtime.block_on(Bucket::open(&url, &StoreSettings::default()))?;
@@ -89,7 +92,7 @@ pub(crate) fn open_step(
 }
 
 /// Where a step's bytes are.
-enum Place {
+pub(crate) enum Place {
     Store(String),
     /// In memory that agents hold: the shards, in the manifest's order.
     Held(Vec<Bytes>),
@@ -98,8 +101,8 @@ enum Place {
 /// A step whose manifest was read and found right.
 #[pyclass(frozen, module = "forebay._native")]
 pub(crate) struct Step {
-    place: Place,
-    manifest: Manifest,
+    pub(crate) place: Place,
+    pub(crate) manifest: Manifest,
     bytes_read: AtomicU64,
 }
 
@@ -107,6 +110,28 @@ impl Step {
     /// A step in memory.
     pub(crate) fn held(manifest: Manifest, shards: Vec<Bytes>) -> Self {
         Self { place: Place::Held(shards), manifest, bytes_read: AtomicU64::new(0) }
+    }
+
+    /// What Python wants, as the engine has it.
+    pub(crate) fn targets<'a>(&self, wanted: Vec<Wanted>) -> Vec<Target<'a>> {
+        let target = |(tensor, part, address, length): Wanted| Target {
+            tensor,
+            region: self.region(tensor, part),
+            bytes: buffer::bytes_mut((address, length)),
+        };
+        wanted.into_iter().map(target).collect()
+    }
+
+    /// A part of a tensor; none stands for all of it.
+    pub(crate) fn region(&self, tensor: usize, part: Option<Boxed>) -> Region {
+        let shape = self.manifest.tensors.get(tensor).map_or(&[][..], |tensor| &tensor.shape);
+        let boxed = |(offsets, lengths)| Region { kind: SliceKind::Box, offsets, lengths };
+        part.map_or_else(|| Region::whole(shape), boxed)
+    }
+
+    pub(crate) fn count(&self, wanted: &[Wanted]) {
+        let size: usize = wanted.iter().map(|(_, _, _, length)| length).sum();
+        self.bytes_read.fetch_add(size as u64, Ordering::Relaxed);
     }
 }
 
@@ -155,20 +180,9 @@ impl Step {
     /// Fills memory, given as tensor index, box (offsets and lengths; none for all of it), address and length, with
     /// tensors that passed their checks.
     fn read(&self, py: Python<'_>, targets: Vec<Wanted>, threads: usize) -> PyResult<()> {
-        let target = |(tensor, part, address, length): Wanted| {
-            let shape = self.manifest.tensors.get(tensor).map_or(&[][..], |tensor| &tensor.shape);
-            let whole = || Region::whole(shape);
-            let region = part.map_or_else(whole, |(offsets, lengths)| Region {
-                kind: SliceKind::Box,
-                offsets,
-                lengths,
-            });
-            Target { tensor, region, bytes: buffer::bytes_mut((address, length)) }
-        };
-        let size: usize = targets.iter().map(|(_, _, _, length)| length).sum();
-        self.bytes_read.fetch_add(size as u64, Ordering::Relaxed);
+        self.count(&targets);
         let read = || {
-            let targets = targets.into_iter().map(target).collect();
+            let targets = self.targets(targets);
             match &self.place {
                 Place::Held(shards) => read_held(shards, &self.manifest, targets, threads),
                 Place::Store(url) => {

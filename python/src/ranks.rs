@@ -18,22 +18,20 @@ use crate::saving::{Part, Session};
 
 /// A rank's way to the others.
 #[pyclass(frozen, module = "forebay._native")]
-pub(crate) struct Group(Mutex<group::Group>);
+pub(crate) struct Group(pub(crate) Mutex<group::Group>);
 
 #[pymethods]
 impl Group {
     /// Joins the ranks that meet at `name`.
     #[new]
     fn new(py: Python<'_>, name: String, rank: usize, world_size: usize, patience_s: f64) -> PyResult<Self> {
-        let patience = Duration::try_from_secs_f64(patience_s).unwrap_or_default();
-        let joined = py.detach(|| group::Group::join(&name, rank, world_size, patience));
+        let joined = py.detach(|| group::Group::join(&name, rank, world_size, patience(patience_s)));
         joined.map(|group| Self(Mutex::new(group))).or_raise()
     }
 
     /// What each rank says, in their order.
     fn gather(&self, py: Python<'_>, text: &str, patience_s: f64) -> PyResult<Vec<String>> {
-        let patience = Duration::try_from_secs_f64(patience_s).unwrap_or_default();
-        py.detach(|| self.0.lock().gather(text, patience)).or_raise()
+        py.detach(|| self.0.lock().gather(text, patience(patience_s))).or_raise()
     }
 
     /// For a forked child: lets go without a word.
@@ -107,7 +105,11 @@ pub(crate) fn hash_bytes(py: Python<'_>, address: usize, length: usize) -> Strin
     py.detach(|| forebay_ckpt::plan::hash(buffer::bytes((address, length))))
 }
 
-fn parse<T: DeserializeOwned>(text: &str) -> Result<T> {
+pub(crate) fn patience(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or_default()
+}
+
+pub(crate) fn parse<T: DeserializeOwned>(text: &str) -> Result<T> {
     serde_json::from_str(text)
         .map_err(|error| Error::invalid(format!("what a rank said does not parse: {error}")))
 }

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use forebay_ckpt::agent::{Hello, Linger, Member, serve};
 use forebay_ckpt::arena::{self, Source};
@@ -21,6 +20,7 @@ use crate::buffer::{self, Span};
 use crate::device::Device;
 use crate::errors::{OrRaise, exception};
 use crate::held::{Named, Predecessor, named, step_named};
+use crate::ranks::patience;
 
 /// Every element type: name and bytes of one element.
 #[pyfunction]
@@ -220,10 +220,6 @@ impl Session {
             }
         });
     }
-}
-
-fn patience(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds).unwrap_or_default()
 }
 
 type Filled = Result<Box<arena::Snapshot>>;

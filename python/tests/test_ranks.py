@@ -139,20 +139,122 @@ def test_sharded_tensors_at_other_sizes_and_alone(tmp_path: Path, kind: str) -> 
     assert all(torch.equal(alone[name], expected[name]) for name in expected)
 
 
-def test_a_rank_reads_little_more_than_its_part(tmp_path: Path) -> None:
-    whole = torch.arange(1 << 22, dtype=torch.int32).view(256, -1)
-    forebay.save({"w": whole}, tmp_path, step=3)
+def bytes_per_rank(world_size: int, place: Path, names: list[str], spread: Any) -> dict[str, list[float]]:
+    """For each tensor, how many times the bytes of its part each rank reads; the values are compared.
+
+    `spread` gives a mesh and placements for a tensor's name.
+    """
+    expected = reads(names)
 
     def restore(rank: int) -> Any:
-        state = {"w": distribute_tensor(torch.zeros_like(whole), init_device_mesh("cpu", (4,)), [Shard(0)])}
+        ratios = {}
+        for name in names:
+            mesh, placements = spread(name)
+            live = distribute_tensor(torch.zeros_like(expected[name]), mesh, placements)
+            wanted = distribute_tensor(expected[name].clone(), mesh, placements).to_local()
+            with forebay.Checkpointer(place, rng=False) as checkpointer:
+                before = read_bytes()
+                checkpointer.restore({name: live}, only=[name])
+                fetched = read_bytes() - before
+            assert torch.equal(live.to_local(), wanted), name
+            ratios[name] = fetched / max(wanted.nbytes, 1)
+        return ratios
+
+    found = run_ranks(world_size, restore)
+    return {name: [ratios[name] for ratios in found] for name in names}
+
+
+def reads(names: list[str]) -> dict[str, torch.Tensor]:
+    """Tensors of 16 MiB: a matrix with rows of 16 KiB, and few large ones in a stack."""
+    shapes = {"matrix": (1024, 4096), "experts": (4, 1024, 1024), "rows": (256, 16384)}
+    return {name: torch.arange(1 << 22, dtype=torch.int32).view(shapes[name]) for name in names}
+
+
+def save_spread(world_size: int, place: Path, names: list[str], placements: list[Any]) -> None:
+    def save(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (world_size,))
+        spread = {name: distribute_tensor(value, mesh, placements) for name, value in reads(names).items()}
+        with forebay.Checkpointer(place, rng=False) as checkpointer:
+            checkpointer.save_now(3, spread)
+        return None
+
+    run_ranks(world_size, save)
+
+
+def test_a_rank_reads_little_more_than_its_part(tmp_path: Path) -> None:
+    names = ["matrix", "experts", "rows"]
+    forebay.save(reads(names), tmp_path / "alone", step=3)
+    save_spread(4, tmp_path / "columns", names, [Shard(1)])
+    save_spread(2, tmp_path / "lines", names, [Shard(0)])
+
+    def by(dim: int) -> Any:
+        return lambda name: (init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(dim)])
+
+    def by_both(name: str) -> Any:
+        return init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)]
+
+    def by_groups(name: str) -> Any:
+        return init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(1)]
+
+    # What a rank reads besides: the list of steps, the manifest, its own descriptors.
+    besides = 0.03
+    for place, world_size, spread in [
+        ("alone", 4, by(0)),
+        ("alone", 4, by(1)),
+        ("alone", 4, by_both),
+        ("columns", 2, by(0)),
+        ("columns", 4, by(1)),
+        ("columns", 4, by_both),
+        ("lines", 4, by(1)),
+        ("lines", 4, by(0)),
+    ]:
+        for name, ratios in bytes_per_rank(world_size, tmp_path / place, names, spread).items():
+            assert all(1 <= ratio <= 1.02 + besides for ratio in ratios), (place, world_size, name, ratios)
+    # What two ranks want alike is read once for both.
+    for ratios in bytes_per_rank(4, tmp_path / "lines", names, by_groups).values():
+        assert all(0.5 <= ratio <= 0.51 + besides for ratio in ratios), ratios
+
+
+def test_a_process_alone_reads_few_large_rows_by_parts(tmp_path: Path) -> None:
+    """Without other ranks, what is cut by columns is read in runs of 256 KiB and more: so much may be read too much."""
+    (stack,) = reads(["experts"]).values()
+    forebay.save({"w": stack}, tmp_path, step=3)
+
+    def load(rank: int) -> Any:
+        state = {"w": distribute_tensor(torch.zeros_like(stack), init_device_mesh("cpu", (2,)), [Shard(1)])}
         before = read_bytes()
-        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
-            checkpointer.restore(state)
-        assert torch.equal(state["w"].to_local(), whole[64 * rank : 64 * rank + 64])
+        forebay.load(tmp_path, state)
+        assert torch.equal(state["w"].to_local(), stack[:, 512 * rank : 512 * rank + 512])
         return read_bytes() - before
 
-    for read in run_ranks(4, restore):
-        assert whole.nbytes / 4 <= read <= whole.nbytes / 4 * 1.02 + 65536
+    for read in run_ranks(2, load):
+        assert stack.nbytes / 2 <= read <= stack.nbytes / 2 * 1.02 + 65536
+
+
+def test_what_ranks_read_together_is_checked_and_left_together(tmp_path: Path) -> None:
+    for step in (1, 2):
+        forebay.save({"w": torch.full((64, 64), step), "n": step}, tmp_path, step=step)
+    body = body_of(tmp_path, 2)
+    shard = tmp_path / body["shards"][0]["key"]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+
+    def restore(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        state = {"w": distribute_tensor(torch.zeros(64, 64, dtype=torch.int64), mesh, [Shard(1)]), "n": 0}
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            with pytest.warns(forebay.CheckpointWarning, match="step 1 is used instead"):
+                assert checkpointer.restore(state) == 1
+            assert bool((state["w"].to_local() == 1).all()) and state["n"] == 1
+            # What does not fit on one rank is told on all, and the ranks go on together.
+            other = torch.zeros(64, 64 + rank, dtype=torch.int64)
+            with pytest.raises(forebay.CheckpointError, match="was saved, the state has"):
+                checkpointer.restore({"w": other, "n": 0}, step=1)
+            assert checkpointer.restore(state, step=1) == 1
+        return True
+
+    assert run_ranks(2, restore) == [True, True]
 
 
 def read_bytes() -> int:

@@ -168,6 +168,124 @@ async fn any_part_of_any_slicing_is_read() {
     assert_eq!(bucket.counters().of(OperationKind::Get).bytes - before, 48, "the other half was not read");
 }
 
+/// What each rank wants of the tensors, read together; the bytes that each fetched.
+async fn read_as_ranks(
+    bucket: &Bucket,
+    manifest: &Manifest,
+    wishes: Vec<Vec<Wish>>,
+) -> Result<(Vec<Vec<Vec<u8>>>, Vec<u64>)> {
+    let (runtime, bucket, manifest) = (Handle::current(), bucket.clone(), manifest.clone());
+    let work = move || {
+        let plan = |rank| Together::new(&manifest, &wishes, rank).expect("plan");
+        let ranks: Vec<Together> = (0..wishes.len()).map(plan).collect();
+        let size = |wish: &Wish| wish.region.elements() as usize * 4;
+        let mut buffers: Vec<Vec<Vec<u8>>> = Vec::new();
+        buffers
+            .extend(wishes.iter().map(|wishes| wishes.iter().map(|wish| vec![0xee; size(wish)]).collect()));
+        let mut halves = vec![vec![vec![0u8; ranks[0].half_bytes()]; wishes.len()]; 2];
+        let mut fetched = vec![0; wishes.len()];
+        let got = || bucket.counters().of(OperationKind::Get).bytes;
+        fn targets<'a>(wishes: &[Wish], buffers: &'a mut [Vec<u8>]) -> Vec<Target<'a>> {
+            let pairs = wishes.iter().zip(buffers);
+            let target = |(wish, bytes): (&Wish, &'a mut Vec<u8>)| Target {
+                tensor: wish.tensor,
+                region: wish.region.clone(),
+                bytes,
+            };
+            pairs.map(target).collect()
+        }
+        let place = (&runtime, &bucket, &manifest);
+        for (rank, together) in ranks.iter().enumerate() {
+            let before = got();
+            together.read_rest(place, targets(&wishes[rank], &mut buffers[rank]), 2)?;
+            fetched[rank] += got() - before;
+        }
+        for round in 0..ranks[0].rounds() {
+            let turn = &mut halves[round % 2];
+            for (rank, together) in ranks.iter().enumerate() {
+                let before = got();
+                together.read(place, round, &mut turn[rank], 2)?;
+                fetched[rank] += got() - before;
+            }
+            let lent: Vec<&[u8]> = turn.iter().map(Vec::as_slice).collect();
+            for (rank, together) in ranks.iter().enumerate() {
+                together.copy(&manifest, round, &lent, targets(&wishes[rank], &mut buffers[rank]), 2)?;
+            }
+        }
+        Ok((buffers, fetched))
+    };
+    tokio::task::spawn_blocking(work).await.expect("join")
+}
+
+/// Rows, columns, the same and overlapping parts: all bytes are right, and each slice is fetched by one rank.
+#[tokio::test]
+async fn ranks_read_each_slice_once_between_them() {
+    use SliceKind::{Box, Flat};
+    let bucket = Bucket::in_memory();
+    let shape: &[u64] = &[64, 96];
+    let rows: Vec<[[u64; 2]; 2]> = (0..16).map(|row| [[4 * row, 0], [4, 96]]).collect();
+    let by_rows: Vec<Cut<'_>> =
+        rows.iter().enumerate().map(|(row, [at, size])| (Box, &at[..], &size[..], row as u32 % 2)).collect();
+    let tensors: [(&str, &[u64], &[Cut<'_>]); 3] = [
+        ("rows", shape, &by_rows),
+        ("columns", shape, &[(Box, &[0, 0], &[64, 48], 0), (Box, &[0, 48], &[64, 48], 1)]),
+        ("flat", shape, &[(Flat, &[0], &[3000], 0), (Flat, &[3000], &[3144], 1)]),
+    ];
+    let (manifest, contents) = store(&bucket, &tensors).await;
+    let boxed = |tensor, offsets: [u64; 2], lengths: [u64; 2]| Wish {
+        tensor,
+        region: Region { kind: Box, offsets: offsets.into(), lengths: lengths.into() },
+    };
+    let quarter = |tensor, rank: u64| boxed(tensor, [0, 24 * rank], [64, 24]);
+    let cases: [Vec<Vec<Wish>>; 4] = [
+        (0..4).map(|rank| (0..3).map(|tensor| quarter(tensor, rank)).collect()).collect(),
+        (0..4).map(|_| (0..3).map(|tensor| boxed(tensor, [0, 0], [64, 96])).collect()).collect(),
+        // Two by two, and a rank that wants little.
+        (0..4).map(|rank| vec![boxed(0, [32 * (rank / 2), 48 * (rank % 2)], [32, 48])]).collect(),
+        vec![
+            vec![boxed(1, [1, 1], [50, 90])],
+            vec![],
+            vec![boxed(1, [3, 3], [1, 1]), boxed(2, [9, 0], [3, 96])],
+        ],
+    ];
+    for wishes in cases {
+        let tensors: BTreeSet<usize> = wishes.iter().flatten().map(|wish| wish.tensor).collect();
+        let (buffers, fetched) = read_as_ranks(&bucket, &manifest, wishes.clone()).await.expect("read");
+        for (wish, bytes) in wishes.iter().flatten().zip(buffers.iter().flatten()) {
+            let Region { offsets, lengths, .. } = &wish.region;
+            assert_eq!(*bytes, cut(&contents[wish.tensor], 4, shape, offsets, lengths), "{wish:?}");
+        }
+        let (all, whole) = (fetched.iter().sum::<u64>(), 64 * 96 * 4);
+        assert!(all <= tensors.len() as u64 * whole, "{all} bytes of {} tensors", tensors.len());
+        if wishes.len() == 4 && tensors.len() == 1 {
+            assert_eq!(fetched, [whole / 4; 4], "the ranks share the reading");
+        }
+    }
+    assert!(Together::new(&manifest, &[vec![boxed(3, [0, 0], [1, 1])]], 0).is_err(), "no such tensor");
+    assert!(Together::new(&manifest, &[vec![boxed(0, [0, 0], [1, 97])]], 0).is_err(), "outside of it");
+}
+
+#[tokio::test]
+async fn damage_that_ranks_share_is_named() {
+    let bucket = Bucket::in_memory();
+    let shape: &[u64] = &[8, 8];
+    let (manifest, _) = store(&bucket, &[("w", shape, &[(SliceKind::Box, &[0, 0], shape, 0)])]).await;
+    let key = manifest.shards[0].object();
+    let mut damaged = bucket.get_whole(&key).await.expect("get").0.to_vec();
+    damaged[5000 - 800] ^= 1;
+    bucket.put(&key, damaged.into(), Condition::Always).await.expect("put");
+    let columns = |at| {
+        vec![Wish {
+            tensor: 0,
+            region: Region { kind: SliceKind::Box, offsets: vec![0, at], lengths: vec![8, 4] },
+        }]
+    };
+    let error =
+        read_as_ranks(&bucket, &manifest, vec![columns(0), columns(4)]).await.expect_err("a flipped bit");
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+    assert!(error.message().contains("tensor `w`"), "{error}");
+}
+
 #[tokio::test]
 async fn damage_is_named_and_never_returned() {
     let bucket = Bucket::in_memory();

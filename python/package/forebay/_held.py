@@ -92,7 +92,7 @@ class Inheritance:
             self.passed_over.append("arena: the job was started elsewhere since")
             return None
         try:
-            used = use_together(self._ranks, lambda: use(self._open(common)))
+            used = use_together(self._ranks, "read a step", lambda: use(self._open(common)))
         except CheckpointCorrupt as error:
             self.has_touched = True
             self.passed_over.append(f"arena: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import warnings
@@ -43,7 +44,8 @@ def with_step(url: str, step: Optional[int], ranks: Optional[Ranks], use: Callab
     damaged: list[str] = []
     for number, incarnation, attempt in found:
         try:
-            used = use_together(ranks, lambda: use(_native.open_step(url, number, incarnation, attempt)))
+            opened = use_together(ranks, "open a step", partial(_native.open_step, url, number, incarnation, attempt))
+            used = use_together(ranks, "read a step", partial(use, opened))
         except CheckpointCorrupt as error:
             if step is not None:
                 raise
@@ -56,27 +58,71 @@ def with_step(url: str, step: Optional[int], ranks: Optional[Ranks], use: Callab
     raise CheckpointCorrupt(f"{url} holds no step that is whole: {'; '.join(damaged)}")
 
 
-def use_together(ranks: Optional[Ranks], use: Callable[[], T]) -> T:
+def use_together(ranks: Optional[Ranks], act: str, use: Callable[[], T]) -> T:
     """What `use` gives here. Raises `CheckpointCorrupt` on all ranks when it does so on one."""
     if ranks is None or ranks.alone:
         return use()
     used: list[T] = []
-    damage: list[CheckpointCorrupt] = []
 
     def try_here() -> dict[str, Any]:
-        try:
-            used.append(use())
-        except CheckpointCorrupt as error:
-            damage.append(error)
-        return {"damage": str(damage[0]) if damage else None}
+        used.append(use())
+        return {}
 
-    words = ranks.gather("read a step", try_here)
-    if damage:
-        raise damage[0]
-    for rank, word in enumerate(words):
-        if word["damage"] is not None:
-            raise CheckpointCorrupt(f"rank {rank}: {word['damage']}")
+    ranks.gather_whole(act, try_here)
     return used[0]
+
+
+@dataclasses.dataclass
+class _Plan:
+    """What is to be read of a step, and where it goes."""
+
+    tensors: Tensors
+    builder: Builder
+    placer: Optional[Placer]
+    tree: Node
+    generators: Node = None
+
+
+def _read(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], _Plan]) -> _Plan:
+    """Makes a plan and reads what it wants.
+
+    Several ranks read what more than one of them wants of the store once, and lend it to each other.
+    """
+    if ranks is None or ranks.alone or step.tier != "store":
+        planned = plan()
+        planned.tensors.read()
+        return planned
+    made: list[_Plan] = []
+
+    def wish() -> dict[str, Any]:
+        made.append(plan())
+        return {"wishes": made[0].tensors.wishes()}
+
+    wishes = [word["wishes"] for word in ranks.gather_whole("plan a restore", wish)]
+    made[0].tensors.read(partial(_read_together, step, ranks, wishes))
+    return made[0]
+
+
+def _read_together(
+    step: _native.Step, ranks: Ranks, wishes: list[str], targets: list[_native.Wanted], threads: int
+) -> None:
+    together = use_together(ranks, "share a restore", lambda: _native.Together(step, wishes, ranks.rank))
+    if together.rounds == 0:
+        together.read_rest(targets, threads)
+        return
+    ranks.lend(together)
+
+    def take_turn(number: int) -> dict[str, Any]:
+        if number == 0:
+            together.read_rest(targets, threads)
+        else:
+            together.copy(number - 1, targets, threads)
+        together.read(number, threads)
+        return {}
+
+    for number in range(together.rounds):
+        ranks.gather_whole("read together", partial(take_turn, number))
+    together.copy(together.rounds - 1, targets, threads)
 
 
 def load_step(
@@ -93,22 +139,26 @@ def load_step(
     Those are None where the step has none of this rank's or they are not asked for. What each rank has of its own is
     taken from the rank of the same number, modulo how many saved. With `only`, of `into` what has such names.
     """
-    source, world_size, tree = _tree(step, ranks)
-    # A generator's state is one rank's; a job of another size has other ranks.
-    with_rng = with_rng and step.world_size == world_size
-    generators = parse(step, (with_rng and _extra(step, "rng", source)) or "null")
-    tensors = Tensors(step, threads, source)
-    builder = Builder(tensors, allow_pickle)
-    placer = None
-    if into is not None:
-        placer = Placer(builder, into, only)
-        placer.plan(tree)
-    tensors.want(tree if placer is None else placer.needed)
-    tensors.want(generators)
-    tensors.read()
-    if placer is not None:
-        placer.apply()
-    return builder.build(tree) if placer is None else into, builder.build(generators)
+
+    def plan() -> _Plan:
+        source, world_size, tree = _tree(step, ranks)
+        # A generator's state is one rank's; a job of another size has other ranks.
+        has_rng = with_rng and step.world_size == world_size
+        generators = parse(step, (has_rng and _extra(step, "rng", source)) or "null")
+        tensors = Tensors(step, threads, source)
+        builder = Builder(tensors, allow_pickle)
+        placer = None if into is None else Placer(builder, into, only)
+        if placer is not None:
+            placer.plan(tree)
+        tensors.want(tree if placer is None else placer.needed)
+        tensors.want(generators)
+        return _Plan(tensors, builder, placer, tree, generators)
+
+    found = _read(step, ranks, plan)
+    if found.placer is not None:
+        found.placer.apply()
+    state = found.builder.build(found.tree) if found.placer is None else into
+    return state, found.builder.build(found.generators)
 
 
 def load_weights(
@@ -120,21 +170,27 @@ def load_weights(
     ranks: Optional[Ranks] = None,
 ) -> None:
     """Puts the weights of one module of a step into `model`, in place, and reads nothing else."""
-    source, _, tree = _tree(step, ranks)
-    modules = dict(_modules(tree, ""))
-    node = _find(tree, name) if name is not None else None
-    if name is None and len(modules) == 1:
-        (node,) = modules.values()
-    if node is None:
-        known = ", ".join(repr(found) for found in modules) or "none"
-        what = f"no module or dict {name!r}" if name is not None else "not one module alone"
-        raise CheckpointMismatch(f"step {step.step} holds {what} (hint: name= says which; its modules: {known})")
-    tensors = Tensors(step, threads, source)
-    placer = Placer(Builder(tensors, allow_pickle=False), model, only)
-    placer.plan_model(node)
-    tensors.want(placer.needed)
-    tensors.read()
-    placer.apply()
+
+    def plan() -> _Plan:
+        source, _, tree = _tree(step, ranks)
+        modules = dict(_modules(tree, ""))
+        node = _find(tree, name) if name is not None else None
+        if name is None and len(modules) == 1:
+            (node,) = modules.values()
+        if node is None:
+            known = ", ".join(repr(found) for found in modules) or "none"
+            what = f"no module or dict {name!r}" if name is not None else "not one module alone"
+            raise CheckpointMismatch(f"step {step.step} holds {what} (hint: name= says which; its modules: {known})")
+        tensors = Tensors(step, threads, source)
+        builder = Builder(tensors, allow_pickle=False)
+        placer = Placer(builder, model, only)
+        placer.plan_model(node)
+        tensors.want(placer.needed)
+        return _Plan(tensors, builder, placer, tree)
+
+    placer = _read(step, ranks, plan).placer
+    if placer is not None:
+        placer.apply()
 
 
 def _modules(node: Node, name: str) -> Iterator[tuple[str, Node]]:

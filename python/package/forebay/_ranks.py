@@ -16,7 +16,7 @@ import time
 from typing import Any, Callable, Optional, TypeVar
 
 from . import _native
-from ._errors import CheckpointError, CheckpointInvalid
+from ._errors import CheckpointCorrupt, CheckpointError, CheckpointInvalid
 from ._leaf import torch_module
 
 T = TypeVar("T")
@@ -82,6 +82,29 @@ class Ranks:
         """What `work` gives on rank 0, to all; it must be what JSON can say."""
         given: T = self.gather(act, lambda: {"given": work() if self.rank == 0 else None})[0]["given"]
         return given
+
+    def gather_whole(self, act: str, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """As `gather`. Raises `CheckpointCorrupt` on all ranks when `work` does so on one."""
+        damage: list[CheckpointCorrupt] = []
+
+        def try_here() -> dict[str, Any]:
+            try:
+                return {"facts": work(), "damage": None}
+            except CheckpointCorrupt as error:
+                damage.append(error)
+                return {"facts": {}, "damage": str(error)}
+
+        words = self.gather(act, try_here)
+        if damage:
+            raise damage[0]
+        for rank, word in enumerate(words):
+            if word["damage"] is not None:
+                raise CheckpointCorrupt(f"rank {rank}: {word['damage']}")
+        return [word["facts"] for word in words]
+
+    def lend(self, together: _native.Together) -> None:
+        """Has all ranks lend each other memory. Raises `CheckpointUnavailable` when one is gone."""
+        together.lend(self._join(), self._patience_s)
 
     def forget(self) -> None:
         """For a forked child: lets go of the others without a word."""

@@ -38,7 +38,7 @@ class Tensors:
         self._rank = rank
         self._entries = {name: (index, dtype, shape) for index, (name, dtype, shape, _) in enumerate(step.tensors())}
         self._loaded: dict[tuple[str, str], Any] = {}
-        self._targets: list[tuple[int, Optional[tuple[list[int], list[int]]], int, int]] = []
+        self._targets: list[_native.Wanted] = []
         self._bound: list[Any] = []
         self._staged: list[tuple[Any, Any]] = []
         self._spans: list[tuple[int, int]] = []
@@ -83,11 +83,15 @@ class Tensors:
                 self._allocate(tag if tag in ("tensor", "array") else "bytes", node["n"])
             self.want(node.get("v") if tag != "bytes" else None)
 
-    def read(self) -> None:
-        """Reads what was noted. Raises `CheckpointCorrupt` when any of it is not what was saved."""
+    def wishes(self) -> str:
+        """What was noted, for the other ranks."""
+        return _native.wishes(self._step, [(index, part) for index, part, _, _ in self._targets])
+
+    def read(self, read: Optional[Callable[[list[_native.Wanted], int], None]] = None) -> None:
+        """Reads what was noted, by `read` or alone. Raises `CheckpointCorrupt` when any of it is not what was saved."""
         torch = torch_module()
         try:
-            self._step.read(self._targets, self._threads)
+            (read or self._step.read)(self._targets, self._threads)
         finally:
             for value in self._bound:
                 if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():
