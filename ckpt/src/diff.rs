@@ -1,17 +1,27 @@
-//! What two steps hold differently, by their manifests alone.
+//! What two steps hold differently, by their manifests: data in, data out.
 //!
-//! Data in, data out: no tensor is read. Two tensors are the same when their types and shapes are, and their slices have
+//! Two tensors are the same when their types and shapes are, and their slices have
 //! equal identities. Where they are cut otherwise, the checksums of slices are put together to one of the whole tensor,
 //! so that steps of different numbers of ranks compare; slices that cut columns can only be compared one by one, and
-//! where those lie otherwise in the other step the content is told to be unknown.
+//! where those lie otherwise in the other step the content is unknown, until [`settle`] reads it.
 
 use std::collections::HashMap;
 
 use forebay_core::checksum::combine;
+use forebay_core::{Error, Result};
+use forebay_io::object::Bucket;
 use serde::Serialize;
+use tokio::runtime::Handle;
 
+use crate::dtype::Dtype;
 use crate::manifest::{Manifest, Slice, Tensor};
 use crate::region::Region;
+use crate::restore::read_parts;
+
+/// Bytes of a tensor that are compared at once, unless a single piece of it has more.
+const BATCH: u64 = 64 << 20;
+/// Threads that read.
+const THREADS: usize = 4;
 
 /// What became of a tensor or an extra from the first step to the second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -105,6 +115,65 @@ pub fn diff(before: &Manifest, after: &Manifest) -> Diff {
         extras.extend(change.map(|change| ExtraChange { name: name.clone(), change }));
     }
     Diff { tensors, extras, same, same_bytes }
+}
+
+/// Reads the tensors that the manifests do not tell apart, from both sides, and leaves none unknown. Blocks: for a thread
+/// that is none of the runtime's. `progress` is told the bytes that were compared since it was told last.
+///
+/// # Errors
+/// As [`crate::restore::read_tensors`].
+pub fn settle(
+    runtime: &Handle,
+    found: &mut Diff,
+    sides: [(&Bucket, &Manifest); 2],
+    progress: &dyn Fn(u64),
+) -> Result<()> {
+    let mut kept = Vec::with_capacity(found.tensors.len());
+    for mut tensor in std::mem::take(&mut found.tensors) {
+        if tensor.change == Change::Unknown {
+            if is_equal(runtime, &tensor.name, sides, progress)? {
+                found.same += 1;
+                found.same_bytes += tensor.before.map_or(0, |side| side.bytes);
+                continue;
+            }
+            tensor.change = Change::Changed;
+        }
+        kept.push(tensor);
+    }
+    found.tensors = kept;
+    Ok(())
+}
+
+/// Whether a tensor that both sides have, of one type and shape, holds the same bytes; a few MiB at a time.
+fn is_equal(
+    runtime: &Handle,
+    name: &str,
+    sides: [(&Bucket, &Manifest); 2],
+    progress: &dyn Fn(u64),
+) -> Result<bool> {
+    let position = |manifest: &Manifest| manifest.tensors.iter().position(|tensor| tensor.name == name);
+    let [one, two] = sides.map(|(_, manifest)| position(manifest));
+    let (Some(one), Some(two)) = (one, two) else { return Err(Error::bug("a tensor that one side has not")) };
+    let tensor = &sides[0].1.tensors[one];
+    let size = Dtype::named(&tensor.dtype)?.size;
+    let mut pieces = Region::whole(&tensor.shape).pieces(&tensor.shape, size).into_iter().peekable();
+    while pieces.peek().is_some() {
+        let (mut parts, mut bytes) = (Vec::new(), 0);
+        while let Some(piece) = pieces.next_if(|piece| bytes == 0 || bytes + piece.elements() * size <= BATCH)
+        {
+            bytes += piece.elements() * size;
+            parts.push(piece);
+        }
+        let read = |(bucket, manifest), index| {
+            let parts = parts.iter().map(|part| (index, part.clone())).collect();
+            read_parts((runtime, bucket, manifest), parts, THREADS)
+        };
+        if read(sides[0], one)? != read(sides[1], two)? {
+            return Ok(false);
+        }
+        progress(bytes);
+    }
+    Ok(true)
 }
 
 impl Side {

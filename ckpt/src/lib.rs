@@ -19,6 +19,7 @@ pub mod session;
 pub mod restore;
 pub mod verify;
 pub mod diff;
+pub mod convert;
 
 pub use catalog::{StepInfo, list_steps};
 pub use verify::{Finding, show, verify};

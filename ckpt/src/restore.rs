@@ -102,6 +102,28 @@ pub fn read_tensors(
     read_from(&Source::Store(runtime, bucket), manifest, targets, &HashSet::new(), threads)
 }
 
+/// Parts of tensors, given by the tensor's number, one after another in memory of their own; as [`read_tensors`].
+pub fn read_parts(
+    (runtime, bucket, manifest): (&Handle, &Bucket, &Manifest),
+    parts: Vec<(usize, Region)>,
+    threads: usize,
+) -> Result<Vec<u8>> {
+    let length = |(tensor, region): &(usize, Region)| {
+        let size = Dtype::named(&manifest.tensors[*tensor].dtype)?.size;
+        Ok((region.elements() * size) as usize)
+    };
+    let lengths: Vec<usize> = parts.iter().map(length).collect::<Result<_>>()?;
+    let mut data = vec![0; lengths.iter().sum()];
+    let (mut targets, mut rest) = (Vec::with_capacity(parts.len()), data.as_mut_slice());
+    for ((tensor, region), length) in parts.into_iter().zip(lengths) {
+        let (bytes, after) = rest.split_at_mut(length);
+        targets.push(Target { tensor, region, bytes });
+        rest = after;
+    }
+    read_tensors(runtime, bucket, manifest, targets, threads)?;
+    Ok(data)
+}
+
 /// As [`read_tensors`], out of memory: `shards` holds the bytes of the manifest's, in their order.
 pub fn read_held(
     shards: &[Bytes],

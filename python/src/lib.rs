@@ -21,7 +21,7 @@ mod _native {
     #[pymodule_export]
     use super::held::{Predecessor, newest_start, open_held};
     #[pymodule_export]
-    use super::loading::{Step, list_steps, open_step, verify};
+    use super::loading::{Step, import_model, list_steps, open_step, verify};
     #[pymodule_export]
     use super::ranks::{Group, begin_job, hash_bytes, join_job, plan_shares, refuse_if_superseded};
     #[pymodule_export]

@@ -1,15 +1,18 @@
 //! Loading: listing steps, reading a manifest, filling memory with tensors.
 
 use std::future::Future;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use forebay_ckpt::catalog::{StepKey, load_manifest};
+use forebay_ckpt::catalog::{Start, StepKey, load_manifest};
+use forebay_ckpt::convert::{Export, import};
 use forebay_ckpt::dtype::Dtype;
 use forebay_ckpt::manifest::{Manifest, SliceKind};
 use forebay_ckpt::region::Region;
 use forebay_ckpt::restore::{Target, read_held, read_tensors};
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::files::make_directory;
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
 use pyo3::prelude::*;
 use tokio::runtime::Runtime;
@@ -89,6 +92,24 @@ pub(crate) fn open_step(
         })
     })?;
     Ok(Step { place: Place::Store(url), manifest, bytes_read: AtomicU64::new(0) })
+}
+
+/// Saves the tensors of a Hugging Face directory, by its URL, as a step of a start of its own.
+#[pyfunction]
+pub(crate) fn import_model(
+    py: Python<'_>,
+    source: &str,
+    target: &str,
+    start: (String, String, u32, u64),
+    step: u64,
+    part: String,
+) -> PyResult<()> {
+    let (nonce, host, pid, started_ms) = start;
+    let start = Start { nonce, host, pid, started_ms };
+    with_bucket(py, target, |to| async move {
+        let from = Bucket::open(&source.parse()?, &StoreSettings::default()).await?.read_only();
+        import(&from, &to, start, step, &part, &|_| {}).await.map(drop)
+    })
 }
 
 /// Where a step's bytes are.
@@ -175,6 +196,26 @@ impl Step {
     /// The JSON text of an extra, if the step has one of that name.
     fn extra(&self, name: &str) -> Option<&str> {
         self.manifest.extras.iter().find(|extra| extra.name == name).map(|extra| extra.data.as_str())
+    }
+
+    /// Writes a part of the state as a Hugging Face directory; gives the files' names.
+    fn export(
+        &self,
+        py: Python<'_>,
+        folder: PathBuf,
+        part: String,
+        file_bytes: u64,
+    ) -> PyResult<Vec<String>> {
+        let write = || {
+            let Place::Store(url) = &self.place else {
+                return Err(Error::invalid("a step in memory cannot be exported"));
+            };
+            let plan = Export::plan(&self.manifest, &part, file_bytes)?;
+            make_directory(&folder)?;
+            let (runtime, bucket) = open(url)?;
+            Ok(plan.write((runtime.handle(), &bucket), &folder, None, &|_| {})?.files)
+        };
+        py.detach(write).or_raise()
     }
 
     /// Fills memory, given as tensor index, box (offsets and lengths; none for all of it), address and length, with

@@ -13,7 +13,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import forebay
-from forebay.convert import TYPES, main
+from forebay.convert import main
+
+TYPES = (
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 "
+    "float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2"
+).split()
+"""Element types that safetensors has, by torch's names."""
 
 
 @pytest.fixture(autouse=True)

@@ -385,3 +385,32 @@ fn small_neighbours_share_a_request_and_large_ones_are_cut() {
         [(chunk(0)..chunk(1), 1), (chunk(1)..chunk(2), 1), (chunk(2)..chunk(3), 1), (chunk(3)..end, 1)]
     );
 }
+
+/// Two steps that hold a tensor in rows and in columns are compared by what they hold.
+#[tokio::test]
+async fn tensors_whose_slices_do_not_tell_are_read_and_compared() {
+    use crate::diff::{Change, diff, settle};
+    use SliceKind::Box;
+    let shape: &[u64] = &[4, 6];
+    let (one, two) = (Bucket::in_memory(), Bucket::in_memory());
+    let (rows, _) =
+        store(&one, &[("w", shape, &[(Box, &[2, 0], &[2, 6], 1), (Box, &[0, 0], &[2, 6], 0)])]).await;
+    let (columns, _) =
+        store(&two, &[("w", shape, &[(Box, &[0, 0], &[4, 3], 0), (Box, &[0, 3], &[4, 3], 1)])]).await;
+    // The same bytes, and other columns.
+    let mut turned = columns.clone();
+    let slices = &mut turned.tensors[0].slices;
+    (slices[0].offsets, slices[1].offsets) = (vec![0, 3], vec![0, 0]);
+    for (other, expected) in [(columns, None), (turned, Some(Change::Changed))] {
+        let mut found = diff(&rows, &other);
+        assert_eq!(found.tensors[0].change, Change::Unknown);
+        let (runtime, rows, buckets) = (Handle::current(), rows.clone(), [one.clone(), two.clone()]);
+        let look = move || {
+            let sides = [(&buckets[0], &rows), (&buckets[1], &other)];
+            settle(&runtime, &mut found, sides, &|_| {}).map(|()| found)
+        };
+        let found = tokio::task::spawn_blocking(look).await.expect("join").expect("read");
+        assert_eq!(found.tensors.first().map(|tensor| tensor.change), expected);
+        assert_eq!((found.same, found.same_bytes), if expected.is_none() { (1, 96) } else { (0, 0) });
+    }
+}

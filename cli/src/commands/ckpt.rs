@@ -1,5 +1,6 @@
 //! `forebay ckpt`: what a bucket of checkpoints holds, and whether it is whole. What changes it is in `ckpt_keep`,
-//! what compares and waits in `ckpt_compare`.
+//! what compares and waits in `ckpt_compare`, what
+//! converts in `ckpt_convert`.
 
 use std::process::ExitCode;
 
@@ -9,11 +10,12 @@ use forebay_ckpt::manifest::Manifest;
 use forebay_ckpt::{Finding, show, verify};
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
-use forebay_io::object::Bucket;
+use forebay_io::object::{Bucket, BucketUrl};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use super::ckpt_compare::{self, DiffArguments, WatchArguments};
+use super::ckpt_convert::{self, ConvertArguments};
 use super::ckpt_keep::{self, GcArguments, PinArguments, RmArguments};
 use crate::arguments::Global;
 use crate::settings::Settings;
@@ -30,6 +32,8 @@ pub(crate) enum CkptCommand {
     Show(ShowArguments),
     /// Tell what a step holds differently from another.
     Diff(DiffArguments),
+    /// Bring a step to, or from, a Hugging Face directory or torch's own files.
+    Convert(ConvertArguments),
     /// Print each step as it is committed.
     Watch(WatchArguments),
     /// Delete steps.
@@ -45,14 +49,14 @@ pub(crate) enum CkptCommand {
 /// The arguments of `forebay ckpt ls`.
 #[derive(Debug, Args)]
 pub(crate) struct LsArguments {
-    /// The URL that was saved to.
+    /// The URL, or the directory, that was saved to.
     pub(crate) url: String,
 }
 
 /// The arguments of `forebay ckpt verify`.
 #[derive(Debug, Args)]
 pub(crate) struct VerifyArguments {
-    /// The URL that was saved to.
+    /// The URL, or the directory, that was saved to.
     pub(crate) url: String,
     /// Only this step.
     #[arg(long, value_name = "N")]
@@ -62,7 +66,7 @@ pub(crate) struct VerifyArguments {
 /// The arguments of `forebay ckpt show`.
 #[derive(Debug, Args)]
 pub(crate) struct ShowArguments {
-    /// The URL that was saved to.
+    /// The URL, or the directory, that was saved to.
     pub(crate) url: String,
     /// The step.
     pub(crate) step: u64,
@@ -73,6 +77,7 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
     let settings = Settings::load(global)?;
     run::block_on(async {
         match command {
+            CkptCommand::Convert(arguments) => ckpt_convert::run(&settings, arguments, global.json).await,
             CkptCommand::Ls(arguments) => {
                 let steps = list_steps(&open(&arguments.url, &settings).await?).await?;
                 if steps.is_empty() {
@@ -90,7 +95,8 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
                 let [(before, old), (after, new)] = arguments.sides();
                 let before = open(before, &settings).await?;
                 let after = open(after, &settings).await?;
-                ckpt_compare::compare([(&before, old), (&after, new)], global.json).await
+                let sides = [(&before, old), (&after, new)];
+                ckpt_compare::compare(sides, arguments.read, global.json).await
             }
             CkptCommand::Watch(arguments) => {
                 ckpt_compare::watch(&open(&arguments.url, &settings).await?, arguments, global.json).await
@@ -113,12 +119,28 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
     })
 }
 
-async fn open(url: &str, settings: &Settings) -> Result<Bucket> {
+pub(super) async fn open(url: &str, settings: &Settings) -> Result<Bucket> {
     Ok(open_to_change(url, settings).await?.read_only())
 }
 
-async fn open_to_change(url: &str, settings: &Settings) -> Result<Bucket> {
-    Bucket::open(&url.parse()?, &settings.volume.store).await
+pub(super) async fn open_to_change(url: &str, settings: &Settings) -> Result<Bucket> {
+    Bucket::open(&url_of(url)?, &settings.volume.store).await
+}
+
+/// A URL, or a path as the Python package takes it.
+pub(super) fn url_of(text: &str) -> Result<BucketUrl> {
+    if text.contains("://") {
+        return text.parse();
+    }
+    let path = std::path::absolute(text).map_err(|error| Error::from(error).context(text))?;
+    format!("file://{}", path.display()).parse()
+}
+
+/// Shows bytes on their way.
+pub(super) fn bar(what: &str) -> ProgressBar {
+    let template = format!("{{spinner}} {{binary_bytes}} {what}, {{binary_bytes_per_sec}}");
+    let style = ProgressStyle::with_template(&template).expect("the template is well-formed");
+    ProgressBar::no_length().with_style(style)
 }
 
 fn list(steps: &[StepInfo], json: bool) -> Result<ExitCode> {
@@ -195,8 +217,7 @@ async fn check(bucket: &Bucket, step: Option<u64>, json: bool) -> Result<ExitCod
         let hint = "give the URL that was saved to; a step without a manifest was never committed";
         return Err(Error::new(ErrorKind::NotFound, message).with_hint(hint));
     }
-    let style = ProgressStyle::with_template("{spinner} {binary_bytes} read, {binary_bytes_per_sec}");
-    let bar = ProgressBar::no_length().with_style(style.expect("the template is well-formed"));
+    let bar = bar("read");
     let findings = verify(bucket, step, &|bytes| bar.inc(bytes)).await;
     let read = bar.position();
     bar.finish_and_clear();

@@ -5,15 +5,18 @@ use std::time::Duration;
 
 use clap::Args;
 use forebay_ckpt::catalog::{StepInfo, Watch, list_steps, load_manifest};
-use forebay_ckpt::diff::{Change, Diff, ExtraChange, Side, TensorChange, diff};
+use forebay_ckpt::diff::{Change, Diff, ExtraChange, Side, TensorChange, diff, settle};
 use forebay_ckpt::manifest::Manifest;
 use forebay_ckpt::show;
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::object::Bucket;
+use forebay_io::task;
 use serde_json::{Value, json};
+use tokio::runtime::Handle;
 
+use super::ckpt::bar;
 use crate::print;
 
 /// The arguments of `forebay ckpt diff`.
@@ -23,12 +26,15 @@ pub(crate) struct DiffArguments {
     pub(crate) before: String,
     /// The same, or @STEP for another step of the first URL.
     pub(crate) after: String,
+    /// Read the tensors that are sliced otherwise, which the manifests do not tell apart.
+    #[arg(long)]
+    pub(crate) read: bool,
 }
 
 /// The arguments of `forebay ckpt watch`.
 #[derive(Debug, Args)]
 pub(crate) struct WatchArguments {
-    /// The URL that is saved to.
+    /// The URL, or the directory, that is saved to.
     pub(crate) url: String,
     /// End after the first time that new steps were found.
     #[arg(long)]
@@ -53,15 +59,19 @@ impl DiffArguments {
     }
 }
 
-fn split(text: &str) -> (&str, Option<u64>) {
+/// A URL, and the step behind its last `@`, if there is one.
+pub(super) fn split(text: &str) -> (&str, Option<u64>) {
     let parsed = text.rsplit_once('@').and_then(|(url, step)| Some((url, step.parse().ok()?)));
     parsed.map_or((text, None), |(url, step)| (url, Some(step)))
 }
 
 /// Tells what the second step holds differently.
-pub(crate) async fn compare(sides: [(&Bucket, Option<u64>); 2], json: bool) -> Result<ExitCode> {
+pub(crate) async fn compare(sides: [(&Bucket, Option<u64>); 2], read: bool, json: bool) -> Result<ExitCode> {
     let (before, after) = (manifest(sides[0]).await?, manifest(sides[1]).await?);
-    let found = diff(&before, &after);
+    let mut found = diff(&before, &after);
+    if read {
+        found = read_unknown([(sides[0].0, &before), (sides[1].0, &after)], found).await?;
+    }
     let steps = [&before, &after].map(|manifest| manifest.step);
     match json {
         true => print::json(&as_json(steps, &found))?,
@@ -70,7 +80,21 @@ pub(crate) async fn compare(sides: [(&Bucket, Option<u64>); 2], json: bool) -> R
     Ok(ExitCode::SUCCESS)
 }
 
-async fn manifest((bucket, step): (&Bucket, Option<u64>)) -> Result<Manifest> {
+async fn read_unknown(sides: [(&Bucket, &Manifest); 2], mut found: Diff) -> Result<Diff> {
+    let [(one, before), (two, after)] = sides.map(|(bucket, manifest)| (bucket.clone(), manifest.clone()));
+    let (runtime, bar) = (Handle::current(), bar("compared"));
+    let progress = bar.clone();
+    let settled = task::blocking(move || {
+        let sides = [(&one, &before), (&two, &after)];
+        settle(&runtime, &mut found, sides, &|bytes| progress.inc(bytes)).map(|()| found)
+    });
+    let settled = settled.await?;
+    bar.finish_and_clear();
+    settled
+}
+
+/// The manifest of a step, or of the newest one.
+pub(super) async fn manifest((bucket, step): (&Bucket, Option<u64>)) -> Result<Manifest> {
     if let Some(step) = step {
         return show(bucket, step).await;
     }
@@ -105,7 +129,7 @@ fn as_tables(steps: [u64; 2], found: &Diff) {
         summary("removed", Change::Removed),
         summary("of another type or shape", Change::Reshaped),
         summary("changed", Change::Changed),
-        summary("sliced otherwise, not compared", Change::Unknown),
+        summary("sliced otherwise, not read", Change::Unknown),
         print::row(["same", &found.same.to_string(), &format_bytes(found.same_bytes)]),
         Vec::new(),
     ]);

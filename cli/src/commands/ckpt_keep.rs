@@ -15,7 +15,7 @@ use crate::print;
 /// The arguments of `forebay ckpt rm`.
 #[derive(Debug, Args)]
 pub(crate) struct RmArguments {
-    /// The URL that was saved to.
+    /// The URL, or the directory, that was saved to.
     pub(crate) url: String,
     /// The steps.
     #[arg(required = true)]
@@ -25,7 +25,7 @@ pub(crate) struct RmArguments {
 /// The arguments of `forebay ckpt pin` and `unpin`.
 #[derive(Debug, Args)]
 pub(crate) struct PinArguments {
-    /// The URL that was saved to.
+    /// The URL, or the directory, that was saved to.
     pub(crate) url: String,
     /// The step.
     pub(crate) step: u64,
@@ -34,7 +34,7 @@ pub(crate) struct PinArguments {
 /// The arguments of `forebay ckpt gc`.
 #[derive(Debug, Args)]
 pub(crate) struct GcArguments {
-    /// The URL that was saved to.
+    /// The URL, or the directory, that was saved to.
     pub(crate) url: String,
     /// Leave what is younger: it may belong to a save under way. At least 1.
     #[arg(long, value_name = "HOURS", default_value_t = 24)]

@@ -14,5 +14,6 @@ pub(crate) mod quota;
 pub(crate) mod doctor;
 pub(crate) mod ckpt_keep;
 pub(crate) mod ckpt_compare;
+pub(crate) mod ckpt_convert;
 pub(crate) mod ckpt;
 pub(crate) mod version;

@@ -30,7 +30,7 @@ from ._errors import CheckpointInvalid, CheckpointNotFound
 from ._loading import default_threads, state_tree, with_step
 from ._unflatten import Builder, Tensors
 from ._url import bucket_url
-from .convert import export
+from .convert import SHARD_BYTES
 
 __all__ = ["Callback", "checkpoint"]
 
@@ -127,7 +127,7 @@ def _write(step: _native.Step, folder: Path) -> str:
         return str(place)
     part = folder / f"checkpoint-{step.step}.part"
     shutil.rmtree(part, ignore_errors=True)
-    export(step, part, "model")
+    step.export(str(part), "model", SHARD_BYTES)
     tensors = Tensors(step, default_threads())
     builder = Builder(tensors, allow_pickle=False)
     tree = state_tree(step, 0)

@@ -1,0 +1,192 @@
+//! `forebay ckpt convert`: steps from and to Hugging Face directories, and, by the Python package, torch's own files.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use clap::Args;
+use forebay_ckpt::catalog::Start;
+use forebay_ckpt::convert::{Export, Exported, Imported, import};
+use forebay_core::units::{format_bytes, parse_bytes};
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::clock::Clock;
+use forebay_io::files::make_directory;
+use forebay_io::object::BucketUrl;
+use forebay_io::rng::Rng;
+use forebay_io::task;
+use tokio::runtime::Handle;
+
+use super::ckpt::{bar, open, open_to_change, url_of};
+use super::ckpt_compare::{manifest, split};
+use crate::settings::Settings;
+use crate::{mounts, print};
+
+/// The arguments of `forebay ckpt convert`.
+#[derive(Debug, Args)]
+pub(crate) struct ConvertArguments {
+    /// URL@STEP, a URL for its newest step, hf:DIRECTORY or dcp:DIRECTORY.
+    pub(crate) source: String,
+    /// The same; one side is Forebay's, and there a step that is saved has the number 0 unless given.
+    pub(crate) target: String,
+    /// The part of the state that is a model: a key, or several with dots between them, '' for all of it.
+    #[arg(long, default_value = "model")]
+    pub(crate) part: String,
+    /// Bytes of tensors in a file of a Hugging Face directory at most, unless one tensor has more [default: 5e9].
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "5000000000", hide_default_value = true)]
+    pub(crate) max_shard_size: u64,
+    /// Let Python unpickle what SOURCE holds, which can run any code (dcp only).
+    #[arg(long)]
+    pub(crate) allow_pickle: bool,
+    /// The Python that has the package `forebay` (dcp only).
+    #[arg(long, default_value = "python3")]
+    pub(crate) python: PathBuf,
+    /// The state directory of a mount that both sides lie in.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub(crate) state_dir: Option<PathBuf>,
+}
+
+/// What a side is.
+enum Side<'a> {
+    HuggingFace(&'a str),
+    Torch,
+    Forebay(&'a str, Option<u64>),
+}
+
+impl<'a> Side<'a> {
+    fn of(text: &'a str) -> Self {
+        match text.split_once(':') {
+            Some(("hf", place)) => Self::HuggingFace(place),
+            Some(("dcp", _)) => Self::Torch,
+            _ => {
+                let (url, step) = split(text);
+                Self::Forebay(url, step)
+            }
+        }
+    }
+}
+
+/// Converts.
+pub(crate) async fn run(settings: &Settings, arguments: &ConvertArguments, json: bool) -> Result<ExitCode> {
+    match (Side::of(&arguments.source), Side::of(&arguments.target)) {
+        (Side::Forebay(url, step), Side::HuggingFace(folder)) => {
+            show_files(&write(settings, arguments, (url, step), Path::new(folder)).await?, json)?;
+        }
+        (Side::HuggingFace(folder), Side::Forebay(url, step)) => {
+            let step = step.unwrap_or(0);
+            show_step(&read(settings, folder, url, step, &arguments.part).await?, json)?;
+        }
+        (Side::Torch, Side::Forebay(..)) | (Side::Forebay(..), Side::Torch) => hand_over(arguments)?,
+        _ => {
+            return Err(Error::invalid("one of SOURCE and TARGET is Forebay's, the other hf:DIR or dcp:DIR")
+                .with_hint("forebay ckpt convert s3://bucket/run@500 hf:./model"));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Forebay to Hugging Face.
+async fn write(
+    settings: &Settings,
+    arguments: &ConvertArguments,
+    (url, step): (&str, Option<u64>),
+    folder: &Path,
+) -> Result<Exported> {
+    let bucket = open(url, settings).await?;
+    let manifest = manifest((&bucket, step)).await?;
+    let state = mounts::state_directory(arguments.state_dir.as_deref(), settings);
+    let shared = shared_root(&url_of(url)?, folder, &state).await;
+    let (part, file_bytes, folder) = (arguments.part.clone(), arguments.max_shard_size, folder.to_owned());
+    let (runtime, bar) = (Handle::current(), bar("written"));
+    let progress = bar.clone();
+    let work = move || {
+        let plan = Export::plan(&manifest, &part, file_bytes)?;
+        make_directory(&folder)?;
+        plan.write((&runtime, &bucket), &folder, shared.as_deref(), &|bytes| progress.inc(bytes))
+    };
+    let written = task::blocking(work).await?;
+    bar.finish_and_clear();
+    written
+}
+
+/// The directory of a step's shards, where it lies in the same mount of this host as the new files will.
+async fn shared_root(url: &BucketUrl, folder: &Path, state: &Path) -> Option<PathBuf> {
+    let root = PathBuf::from(url.to_string().strip_prefix("file://")?);
+    let (from, to) =
+        (mounts::holding(&root, state).await.ok()?, mounts::once_holding(folder, state).await.ok()?);
+    (from.socket == to.socket).then_some(root)
+}
+
+/// Hugging Face to Forebay.
+async fn read(settings: &Settings, folder: &str, url: &str, step: u64, part: &str) -> Result<Imported> {
+    let from = open(folder, settings).await?;
+    if let Some(folder) = url_of(url)?.to_string().strip_prefix("file://") {
+        make_directory(Path::new(folder))?;
+    }
+    let to = open_to_change(url, settings).await?;
+    let now = Clock::system().wall();
+    let start = Start {
+        nonce: Rng::system().name(),
+        host: std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned(),
+        pid: std::process::id(),
+        started_ms: now.seconds.max(0) as u64 * 1000 + u64::from(now.nanos / 1_000_000),
+    };
+    let bar = bar("read");
+    let imported = import(&from, &to, start, step, part, &|bytes| bar.inc(bytes)).await;
+    bar.finish_and_clear();
+    imported
+}
+
+/// Has the Python package convert: torch's own files are pickles.
+fn hand_over(arguments: &ConvertArguments) -> Result<()> {
+    let python = arguments.python.display();
+    let hint = "dcp: needs torch and the package forebay in a Python 3; --python says which";
+    let run = |words: &[&str]| {
+        let started = Command::new(&arguments.python).args(words).status();
+        started.map_err(|error| Error::from(error).context(&python).with_hint(hint))
+    };
+    if !run(&["-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('forebay') is None)"])?
+        .success()
+    {
+        return Err(
+            Error::new(ErrorKind::NotFound, format!("`{python}` has no package forebay")).with_hint(hint)
+        );
+    }
+    let mut words = vec!["-m", "forebay.convert", &arguments.source, &arguments.target];
+    if arguments.allow_pickle {
+        words.push("--allow-pickle");
+    }
+    if run(&words)?.success() {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("`{python} -m forebay.convert` failed, and said why above")))
+}
+
+fn show_files(exported: &Exported, json: bool) -> Result<()> {
+    if json {
+        return print::json(exported);
+    }
+    let Exported { files, tensors, bytes, shared_bytes, streamed } = exported;
+    let mut rows = vec![
+        print::row(["files", &files.len().to_string()]),
+        print::row(["tensors", &tensors.to_string()]),
+        print::row(["size", &format_bytes(*bytes)]),
+    ];
+    if *shared_bytes > 0 {
+        rows.push(print::row(["shared, not read", &format_bytes(*shared_bytes)]));
+    }
+    rows.extend(streamed.iter().map(|name| print::row(["in too many pieces to share", name])));
+    print::table(&rows);
+    Ok(())
+}
+
+fn show_step(imported: &Imported, json: bool) -> Result<()> {
+    if json {
+        return print::json(imported);
+    }
+    let Imported { step, tensors, bytes } = imported;
+    print::table(&[
+        print::row(["step", &step.to_string()]),
+        print::row(["tensors", &tensors.to_string()]),
+        print::row(["size", &format_bytes(*bytes)]),
+    ]);
+    Ok(())
+}

@@ -1,0 +1,123 @@
+//! `forebay ckpt convert`: models between Hugging Face directories and steps, on folders and on a mount.
+
+use std::fs;
+use std::path::Path;
+
+use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse};
+use serde_json::{Value, json};
+
+fn ckpt(scratch: &Scratch, args: &[&str]) -> Outcome {
+    Forebay::new(&scratch.folder("home"), [&["ckpt"], args].concat()).run()
+}
+
+#[track_caller]
+fn parse(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+/// A model of one file: `count` tensors of 1,024 rows of 1,024 bytes.
+fn model(folder: &Path, count: usize) {
+    let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+    for index in 0..count {
+        let start = data.len();
+        data.extend((0..1 << 20).map(|at: usize| (at / 13 + at / 5003 + 31 * index) as u8));
+        let entry = json!({"dtype": "U8", "shape": [1024, 1024], "data_offsets": [start, data.len()]});
+        header.insert(format!("layers.{index:02}"), entry);
+    }
+    let header = Value::from(header).to_string();
+    let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
+    fs::create_dir_all(folder)
+        .and_then(|()| fs::write(folder.join("model.safetensors"), bytes))
+        .expect("write");
+}
+
+/// The bytes of a model's tensors, behind the header.
+fn tensors(path: &Path) -> Vec<u8> {
+    let bytes = fs::read(path).expect("a model");
+    let header = u64::from_le_bytes(*bytes.first_chunk().expect("a length")) as usize;
+    bytes[8 + header..].to_vec()
+}
+
+#[test]
+fn models_go_both_ways_and_paths_are_places() {
+    let scratch = Scratch::new();
+    let (hub, run, out) = (scratch.join("hub"), scratch.join("run"), scratch.join("out"));
+    model(&hub, 3);
+    let [from, place, to] = [&hub, &run, &out].map(|path| path.display().to_string());
+    let saved =
+        ckpt(&scratch, &["convert", &format!("hf:{from}"), &format!("{place}@7"), "--json"]).succeeded();
+    assert_eq!(parse(&saved), json!({"step": 7, "tensors": 3, "bytes": 3 << 20}));
+    // A path is as good as a URL.
+    let listed = parse(&ckpt(&scratch, &["ls", &place, "--json"]).succeeded());
+    assert_eq!(listed["steps"][0]["step"], json!(7));
+    ckpt(&scratch, &["verify", &place]).succeeded();
+    let words = ["convert", &place, &format!("hf:{to}"), "--max-shard-size", "2MiB", "--json"];
+    let written = parse(&ckpt(&scratch, &words).succeeded());
+    let files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+    let expected = json!({"files": files, "tensors": 3, "bytes": 3 << 20, "shared_bytes": 0, "streamed": []});
+    assert_eq!(written, expected);
+    let found = [tensors(&out.join(files[0])), tensors(&out.join(files[1]))].concat();
+    assert!(found == tensors(&hub.join("model.safetensors")), "every byte is back");
+    let index = parse(&fs::read_to_string(out.join("model.safetensors.index.json")).expect("the index"));
+    assert_eq!(index["weight_map"]["layers.02"], json!(files[1]));
+    assert_eq!(index["metadata"]["total_size"], json!(3 << 20));
+    let again =
+        ckpt(&scratch, &["convert", &format!("hf:{to}"), &format!("{place}@8"), "--part", "a.b"]).succeeded();
+    assert!(again.contains("3.00 MiB"), "{again}");
+    ckpt(&scratch, &["convert", &place, &format!("hf:{to}")])
+        .failed_with("`model` is not among `a`", "--part");
+}
+
+#[test]
+fn what_cannot_be_converted_is_told() {
+    let scratch = Scratch::new();
+    let (hub, place) = (scratch.join("hub"), scratch.join("run").display().to_string());
+    model(&hub, 1);
+    let from = format!("hf:{}", hub.display());
+    ckpt(&scratch, &["convert", &from, &place]).succeeded();
+    let convert =
+        |from: &str, to: &str, more: &[&str]| ckpt(&scratch, &[&["convert", from, to], more].concat());
+    convert(&place, "other", &[]).failed_with("one of SOURCE and TARGET is Forebay's", "hf:./model");
+    convert(&format!("{place}@9"), "hf:/nowhere", &[]).failed_with("no step 9", "the last 0");
+    convert(&place, &from, &[]).failed_with("holds a model already", "another directory");
+    convert("dcp:x", &place, &["--python", "/no/such/python"]).failed_with("/no/such/python", "--python");
+    convert("dcp:x", &place, &["--python", "false"])
+        .failed_with("`false` has no package forebay", "--python");
+    let nothing = scratch.folder("nothing").display().to_string();
+    convert(&format!("hf:{nothing}"), &place, &[])
+        .failed_with("holds no `model.safetensors`", "a directory with a model");
+}
+
+/// Bytes that went to and from the store, by `forebay status`.
+fn moved_bytes(scratch: &Scratch) -> u64 {
+    let shown = parse(&Forebay::new(&scratch.folder("home"), ["status", "--json"]).run().succeeded());
+    let operations = shown["mounts"][0]["store"]["operations"].as_array().expect("operations").clone();
+    operations.iter().map(|kind| kind[1]["bytes"].as_u64().expect("a count")).sum()
+}
+
+/// A model on a mount is written as a step there and exported there: bytes are shared, none is moved.
+#[test]
+fn an_export_on_a_mount_shares_the_steps_bytes() {
+    if !require_fuse("an_export_on_a_mount_shares_the_steps_bytes") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (bucket, folder, hub) = (scratch.folder("bucket"), scratch.join("mnt"), scratch.join("hub"));
+    model(&hub, 64);
+    let url = format!("file://{}", bucket.display());
+    let mount = Mount::new(&scratch.folder("home"), &url, &folder, &[], &[]);
+    let (place, out) = (folder.join("run").display().to_string(), folder.join("out"));
+    ckpt(&scratch, &["convert", &format!("hf:{}", hub.display()), &place]).succeeded();
+    Forebay::new(&scratch.folder("home"), ["sync", &folder.display().to_string()]).run().succeeded();
+    let before = moved_bytes(&scratch);
+    let to = format!("hf:{}", out.display());
+    let written = parse(&ckpt(&scratch, &["convert", &place, &to, "--json"]).succeeded());
+    assert_eq!((&written["shared_bytes"], &written["streamed"]), (&json!(64 << 20), &json!([])), "{written}");
+    Forebay::new(&scratch.folder("home"), ["sync", &folder.display().to_string()]).run().succeeded();
+    let moved = moved_bytes(&scratch) - before;
+    // Once it is closed the mount makes it an object of its own inside the store; its first part, with the header, passes
+    // through the host.
+    assert!(moved < 11 << 20, "{moved} bytes were moved for a model of 64 MiB");
+    assert!(tensors(&out.join("model.safetensors")) == tensors(&hub.join("model.safetensors")));
+    drop(mount);
+}
