@@ -22,9 +22,9 @@ from ._leaf import (
     array_dtype,
     array_leaf,
     bytes_leaf,
-    dtensor_class,
+    local_parts,
     numpy_module,
-    part_leaf,
+    part_leaves,
     tensor_dtype,
     tensor_leaf,
     torch_module,
@@ -149,9 +149,8 @@ class Flattener:
 
     def _tensor(self, value: Any, path: str, name: str) -> Node:
         torch = torch_module()
-        dtensor = dtensor_class()
-        if dtensor is not None and isinstance(value, dtensor):
-            return self._dtensor(value, path, name)
+        if local_parts(value) is not None:
+            return self._spread(value, path, name)
         plain = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
         dtype = tensor_dtype(value) if type(value) in plain else None
         if dtype is None:
@@ -167,19 +166,20 @@ class Flattener:
         self._tensors[identity] = leaf.name
         return self._reference(leaf.name)
 
-    def _dtensor(self, value: Any, path: str, name: str) -> Node:
-        local = value._local_tensor
-        dtype = tensor_dtype(local)
-        if dtype is None:
-            raise TypeError(f"{path}: a DTensor of {local.layout} {local.dtype} cannot be saved")
-        identity = ("dtensor", local.data_ptr(), dtype, value.shape, tuple(value.placements))
-        if local.numel() > 0 and identity in self._tensors:
+    def _spread(self, value: Any, path: str, name: str) -> Node:
+        """A tensor that several ranks hold together."""
+        leaves = part_leaves(name, path, value)
+        places = tuple((leaf.source.data_ptr(), *map(tuple, leaf.part or ())) for leaf in leaves if leaf.size > 0)
+        identity = (type(value), str(value.dtype), value.shape, places)
+        if places and identity in self._tensors:
             return {"t": "tensor", "n": self._tensors[identity]}
-        leaf = part_leaf(self._unique(name), path, value, dtype)
-        leaf.is_late = self._may_wait(leaf)
-        self.leaves.append(leaf)
-        self._tensors[identity] = leaf.name
-        return {"t": "tensor", "n": leaf.name}
+        unique = self._unique(name)
+        for leaf in leaves:
+            leaf.name = unique
+            leaf.is_late = self._may_wait(leaf)
+        self.leaves += leaves
+        self._tensors[identity] = unique
+        return {"t": "tensor", "n": unique}
 
     def _may_wait(self, leaf: Leaf) -> bool:
         """Whether only an optimizer's step changes it, and it can be copied behind the training's back."""
@@ -194,7 +194,6 @@ class Flattener:
         elif self._is_replicated:
             # DDP keeps parameters equal; of buffers it takes rank 0's.
             leaf.placement = "lead" if leaf.source.data_ptr() in self._buffers else "replicated"
-        leaf.is_shared = leaf.placement == "replicated"
 
     def _reference(self, name: str) -> Node:
         node = {"t": "tensor", "n": name}

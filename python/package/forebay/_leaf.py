@@ -39,8 +39,6 @@ class Leaf:
     """Who else has it: nobody; others, of whom the lowest rank counts; others, all alike."""
     part: Optional[tuple[list[int], list[int]]] = None
     """Offsets and lengths of the box that is here, of a tensor that several ranks hold together."""
-    is_shared: bool = False
-    """Whether another rank should have the same bytes."""
 
 
 def torch_module() -> Any:
@@ -89,24 +87,41 @@ def dtensor_class() -> Any:
     return getattr(module, "DTensor", None)
 
 
-def local_part(tensor: Any) -> tuple[Any, list[int], list[int]]:
-    """This rank's part of a DTensor: the local tensor, and offsets and lengths of the box that it is."""
-    (chunk,) = tensor.__create_chunk_list__()
-    return tensor._local_tensor, list(chunk.offsets), list(chunk.sizes)
+def sharded_class() -> Any:
+    """torch's ShardedTensor, which FSDP1 and TorchRec use, if the program uses it already; else None."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return getattr(module, "ShardedTensor", None)
 
 
-def part_leaf(name: str, path: str, tensor: Any, dtype: str) -> Leaf:
-    """A DTensor: what this rank has of it."""
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise TypeError(f"{path}: a DTensor with pending sums ({tensor.placements}) cannot be saved")
-    local, offsets, lengths = local_part(tensor)
-    if list(local.shape) != lengths:
-        raise TypeError(f"{path}: a DTensor placed as {tensor.placements} is no box on this rank")
-    leaf = tensor_leaf(name, path, local, dtype)
-    leaf.shape, leaf.part = list(tensor.shape), (offsets, lengths)
-    sizes = zip(tensor.placements, tensor.device_mesh.shape)
-    leaf.is_shared = any(placement.is_replicate() and size > 1 for placement, size in sizes)
-    return leaf
+def local_parts(tensor: Any) -> Optional[list[tuple[Any, list[int], list[int]]]]:
+    """What this rank has of a tensor that several ranks hold together: plain tensors, and offsets and lengths of the
+    boxes that they are. None for any other tensor."""
+    dtensor, sharded = dtensor_class(), sharded_class()
+    if dtensor is not None and isinstance(tensor, dtensor):
+        (chunk,) = tensor.__create_chunk_list__()
+        return [(tensor._local_tensor, list(chunk.offsets), list(chunk.sizes))]
+    if sharded is not None and isinstance(tensor, sharded):
+        shards = [(shard.tensor, shard.metadata) for shard in tensor.local_shards()]
+        return [(local, list(place.shard_offsets), list(place.shard_sizes)) for local, place in shards]
+    return None
+
+
+def part_leaves(name: str, path: str, tensor: Any) -> list[Leaf]:
+    """A DTensor or ShardedTensor: what this rank has of it, under one name."""
+    placements = getattr(tensor, "placements", ())
+    if any(placement.is_partial() for placement in placements):
+        raise TypeError(f"{path}: a DTensor with pending sums ({placements}) cannot be saved")
+    leaves = []
+    for local, offsets, lengths in local_parts(tensor) or []:
+        dtype = tensor_dtype(local)
+        if dtype is None:
+            raise TypeError(f"{path}: a {type(tensor).__name__} of {local.layout} {local.dtype} cannot be saved")
+        if list(local.shape) != lengths:
+            raise TypeError(f"{path}: a {type(tensor).__name__} placed as {placements} is no box on this rank")
+        leaf = tensor_leaf(name, path, local, dtype)
+        leaf.shape, leaf.part = list(tensor.shape), (offsets, lengths)
+        leaves.append(leaf)
+    return leaves
 
 
 def densify(leaf: Leaf) -> tuple[int, Any]:

@@ -8,6 +8,7 @@ the state.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Iterator, Optional
 
 from ._leaf import torch_module
@@ -96,9 +97,32 @@ def give_state(value: Any, kind: str, state: Any, pairs: Pairs) -> None:
         module = pairs.module_of(value)
         if module is None:
             raise ValueError("it was saved with the module that has its parameters; restore both together")
-        _api().set_optimizer_state_dict(module, value, state)
+        _give_optimizer_state(module, value, state)
     else:
         value.load_state_dict(state)
+
+
+def _give_optimizer_state(module: Any, optimizer: Any, state: Any) -> None:
+    """Gives an optimizer its state, and none to parameters that had none: those that no step had changed yet.
+
+    torch asks for the state of every parameter; it gets what the optimizer has, which is then taken away.
+    """
+    named = {name for group in state["param_groups"] for name in group["params"]}
+    lacking = named - state["state"].keys()
+    if lacking:
+        has = _api().get_optimizer_state_dict(module, optimizer)["state"]
+        kept = {name: has[name] for name in lacking & has.keys()}
+        state = {**state, "state": {**state["state"], **kept}}
+    _api().set_optimizer_state_dict(module, optimizer, state)
+    for name, parameter in module.named_parameters() if lacking else ():
+        if _api()._get_fqns(module, name) <= lacking:
+            optimizer.state.pop(parameter, None)
+
+
+def tells_copies(module: Any) -> bool:
+    """Whether the tensors of a module's state are not its own: FSDP1 makes them."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return fsdp is not None and any(isinstance(part, fsdp) for part in module.modules())
 
 
 def _api() -> Any:

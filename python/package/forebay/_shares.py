@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 from dataclasses import dataclass
@@ -37,15 +38,43 @@ class Planner:
     def plan(self, leaves: list[Leaf], structures: list[str]) -> list[Share]:
         """This rank's shares; `structures` are those of all ranks."""
         if self._ranks.alone:
-            return [Share(index, leaf.name, None) for index, leaf in enumerate(leaves)]
+            return [Share(index, leaf.name, leaf.part and (False, *leaf.part)) for index, leaf in enumerate(leaves)]
         if structures != self._structures:
+            described = self._gather("plan", leaves, frozenset())
+            alike = _alike(described)
             # Only the first time: later on equal steps keep equal what was equal.
-            is_first = not self._structures
-            words = self._ranks.gather("plan", lambda: {"tensors": _describe_all(leaves, is_first)})
-            planned = _native.plan_shares([word["tensors"] for word in words], self._ranks.rank)
+            if alike and not self._structures:
+                described = self._gather("compare", leaves, alike)
+            planned = _native.plan_shares([json.dumps(each) for each in described], self._ranks.rank)
             self._shares = [Share(index, name, part) for index, name, part in planned]
             self._structures = structures
         return self._shares
+
+    def _gather(self, act: str, leaves: list[Leaf], hashed: frozenset[str]) -> list[list[dict[str, Any]]]:
+        """What all ranks have, and of what is `hashed` the hashes."""
+
+        def describe() -> dict[str, Any]:
+            described = [_describe(leaf) for leaf in leaves]
+            for leaf, text in zip(leaves, described):
+                if _place_of(text) in hashed:
+                    address, _keep = densify(leaf)
+                    text["hash"] = _native.hash_bytes(address, leaf.size)
+            return {"tensors": described}
+
+        return [word["tensors"] for word in self._ranks.gather(act, describe)]
+
+
+def _place_of(described: dict[str, Any]) -> str:
+    """What ranks that have the same bytes say alike."""
+    return json.dumps([described["name"], described["placement"]])
+
+
+def _alike(ranks: list[list[dict[str, Any]]]) -> frozenset[str]:
+    """What several ranks say that they have, and that must be the same there."""
+    counts: collections.Counter[str] = collections.Counter()
+    for described in ranks:
+        counts.update({_place_of(text) for text in described if text["placement"] not in ("local", "lead")})
+    return frozenset(place for place, count in counts.items() if count > 1)
 
 
 def _describe(leaf: Leaf) -> dict[str, Any]:
@@ -53,15 +82,6 @@ def _describe(leaf: Leaf) -> dict[str, Any]:
     if leaf.part is not None:
         placement = {"part": {"kind": "box", "offsets": leaf.part[0], "lengths": leaf.part[1]}}
     return {"name": leaf.name, "dtype": leaf.dtype, "shape": leaf.shape, "placement": placement, "hash": None}
-
-
-def _describe_all(leaves: list[Leaf], with_hashes: bool) -> str:
-    described = [_describe(leaf) for leaf in leaves]
-    for leaf, text in zip(leaves, described):
-        if with_hashes and leaf.is_shared:
-            address, _keep = densify(leaf)
-            text["hash"] = _native.hash_bytes(address, leaf.size)
-    return json.dumps(described)
 
 
 def source_offset(leaf: Leaf, part: Optional[_native.Part]) -> int:

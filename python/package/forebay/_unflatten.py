@@ -20,8 +20,8 @@ from typing import Any, Callable, Iterator, Optional
 
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointInvalid, CheckpointMismatch
-from ._leaf import array_dtype, dtensor_class, local_part, numpy_module, tensor_dtype, torch_module
-from ._objects import Pairs, give_state, is_stateful, state_of
+from ._leaf import array_dtype, local_parts, numpy_module, tensor_dtype, torch_module
+from ._objects import Pairs, give_state, is_stateful, state_of, tells_copies
 
 Node = Any
 
@@ -51,7 +51,7 @@ class Tensors:
         return found
 
     def bind(self, node: Node, live: Any) -> bool:
-        """Has the tensor that a tree names read into a live one; of a DTensor, the part that is here.
+        """Has the tensor that a tree names read into a live one; of one that several ranks hold, what is here.
 
         False where another place was bound already, where the tree names a view, and where types or shapes differ.
         """
@@ -59,11 +59,11 @@ class Tensors:
         index, dtype, shape = self.entry(name)
         if (kind, name) in self._loaded or "view" in node or not _is_like(kind, live, dtype, shape):
             return False
-        place, part = live, None
-        dtensor = dtensor_class()
-        if dtensor is not None and isinstance(live, dtensor):
-            place, *part = local_part(live)
-        self._aim(kind, index, None if part is None else (part[0], part[1]), place, dtype)
+        parts = local_parts(live) if kind == "tensor" else None
+        if parts is None:
+            self._aim(kind, index, None, live, dtype)
+        for local, offsets, lengths in parts or []:
+            self._aim(kind, index, (offsets, lengths), local, dtype)
         self._loaded[kind, name] = live
         return True
 
@@ -185,8 +185,8 @@ def _is_like(kind: str, live: Any, dtype: str, shape: list[int]) -> bool:
     if kind == "tensor":
         if torch is None or not isinstance(live, torch.Tensor) or list(live.shape) != shape:
             return False
-        dtensor = dtensor_class()
-        return tensor_dtype(live._local_tensor if dtensor and isinstance(live, dtensor) else live) == dtype
+        parts = local_parts(live)
+        return all(tensor_dtype(local) == dtype for local in ([live] if parts is None else [part[0] for part in parts]))
     is_like = numpy is not None and isinstance(live, numpy.ndarray) and array_dtype(live) == dtype
     return is_like and live.flags.writeable and list(live.shape) == shape
 
@@ -418,12 +418,15 @@ class Placer:
         saved = {self._builder.build(key): value for key, value in node["v"]}
         has = state_of(live, self._pairs)[1]
         is_part = self._only is not None and not self._wants(f"{name}.")
+        if is_part and tells_copies(live):
+            raise CheckpointMismatch(f"{path}: a module of FSDP1 is restored as a whole only")
         if is_part:
             saved = {key: value for key, value in saved.items() if self._wants(_join(name, key))}
             has = {key: value for key, value in has.items() if self._wants(_join(name, key))}
         for what, keys in _differences(saved, has):
             raise CheckpointMismatch(f"{path}: {what} {keys}")
-        is_all = True
+        # What FSDP1 tells of itself are copies, which it is given back.
+        is_all = not tells_copies(live)
         for key, value in saved.items():
             is_tensor = isinstance(value, dict) and value.get("t") == "tensor"
             if is_tensor and isinstance(has[key], torch.Tensor):
@@ -440,9 +443,8 @@ class Placer:
     def _copy_entry(self, node: Node, live: Any, path: str) -> None:
         """Has one tensor of a module copied, of whatever type; the module as a whole is not given its state."""
         torch = torch_module()
-        dtensor = dtensor_class()
         is_tensor = isinstance(live, torch.Tensor) and isinstance(node, dict) and node.get("t") == "tensor"
-        if not is_tensor or (dtensor is not None and isinstance(live, dtensor)):
+        if not is_tensor or local_parts(live) is not None:
             raise CheckpointMismatch(f"{path}: it is restored with its whole module only")
         make = self._later(node)
 
@@ -519,9 +521,8 @@ class Placer:
             raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {list(live.shape)}")
         if self._tensors.bind(node, live):
             return
-        dtensor = dtensor_class()
-        if dtensor is not None and isinstance(live, dtensor):
-            raise CheckpointMismatch(f"{path}: a DTensor that was saved as part of another tensor")
+        if local_parts(live) is not None:
+            raise CheckpointMismatch(f"{path}: a {type(live).__name__} that was saved as part of another tensor")
         make = self._later(node)
 
         def copy() -> None:
