@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,3 +66,105 @@ def test_the_first_save_faults_no_page_in(tmp_path: Path) -> None:
             save.wait_durable()
         # Of 16,384 pages, for each of both slots; what is left is the interpreter's own.
         assert max(faults) < state["t"].nbytes // page // 50, faults
+
+
+class Gate:
+    """A way to a store that can be shut: connections are taken, and not passed on until it is open."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, port = endpoint.removeprefix("http://").split(":")
+        self._store = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._opened = threading.Event()
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._welcome, daemon=True).start()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def close(self) -> None:
+        self._opened.set()
+        self._listener.close()
+
+    def _welcome(self) -> None:
+        while True:
+            try:
+                visitor, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._pass_on, args=[visitor], daemon=True).start()
+
+    def _pass_on(self, visitor: socket.socket) -> None:
+        self._opened.wait()
+        store = socket.create_connection(self._store)
+        back = threading.Thread(target=_pump, args=[store, visitor], daemon=True)
+        back.start()
+        _pump(visitor, store)
+        back.join()
+        visitor.close()
+        store.close()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    try:
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
+
+
+@pytest.fixture
+def gate(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """A shut gate before the store, which agents are started with."""
+    gate = Gate(s3_endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
+    yield gate
+    gate.close()
+
+
+def busy(place: str, on_busy: Any) -> tuple[forebay.Checkpointer, dict[str, Any]]:
+    """A checkpointer both of whose slots are taken by saves that the store has not answered yet."""
+    checkpointer = forebay.Checkpointer(place, every=1, on_busy=on_busy)
+    state = {"t": torch.zeros(1000), "n": 0}
+    for step in (1, 2):
+        state["n"], state["t"] = step, state["t"] + 1
+        save = checkpointer.step(step, state)
+        assert save is not None and save.wait_sealed(60) and not save.durable
+    assert not checkpointer._session.has_room(0.0)
+    state["n"], state["t"] = 3, state["t"] + 1
+    return checkpointer, state
+
+
+def test_a_save_waits_for_a_full_arena_and_goes_on(gate: Gate, tmp_path: Path) -> None:
+    place = f"s3://checkpoints/{tmp_path.name}-waits"
+    checkpointer, state = busy(place, "wait")
+    listen, waited = checkpointer._listen, []
+
+    def count(patience_s: float) -> None:
+        waited.append(checkpointer._session.has_room(0.0))
+        if len(waited) == 3:
+            gate.open()
+        listen(patience_s)
+
+    checkpointer._listen = count  # type: ignore[method-assign]
+    save = checkpointer.step(3, state)
+    assert waited[:3] == [False] * 3, "it waited before the store answered"
+    assert save is not None and save.wait_durable(60)
+    checkpointer.close()
+    assert (checkpointer.steps(), checkpointer.skipped) == ([1, 2, 3], 0)
+    loaded = forebay.load(place)
+    assert loaded["n"] == 3 and bool((loaded["t"] == 3).all())
+
+
+def test_a_save_that_finds_a_full_arena_is_skipped_and_counted(gate: Gate, tmp_path: Path) -> None:
+    place = f"s3://checkpoints/{tmp_path.name}-skips"
+    checkpointer, state = busy(place, "skip")
+    assert checkpointer.step(3, state) is None and checkpointer.save_now(3, state) is None
+    assert checkpointer.skipped == 2
+    gate.open()
+    assert checkpointer.wait(60)
+    save = checkpointer.step(4, state)
+    assert save is not None and save.wait_durable(60)
+    checkpointer.close()
+    assert (checkpointer.steps(), checkpointer.skipped) == ([1, 2, 4], 2)
