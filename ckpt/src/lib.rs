@@ -14,6 +14,7 @@ pub mod plan;
 pub mod group;
 pub mod catalog;
 pub mod arena;
+pub mod local;
 pub mod agent;
 pub mod session;
 pub mod restore;

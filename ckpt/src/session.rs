@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 
 use crate::agent::{Hello, Linger, Member, Reply, Request};
 use crate::arena::{Arena, Held, HeldStep, SLOTS, Seal, Slot, Snapshot};
+use crate::local::LocalTier;
 use crate::manifest::Extra;
 use crate::shard::{ShardLayout, TensorSpec};
 
@@ -64,6 +65,8 @@ pub struct Save {
 pub struct Times {
     /// It was sealed.
     pub sealed: Option<u64>,
+    /// This rank's part was on this host's disk.
+    pub local: Option<u64>,
     /// This rank's part was in the bucket.
     pub stored: Option<u64>,
     /// It was committed.
@@ -158,6 +161,11 @@ impl Session {
     /// Has the agent hold sealed steps for so long after this process was killed; said before it is greeted.
     pub fn set_linger(&mut self, linger: Option<Linger>) {
         self.hello.linger = linger;
+    }
+
+    /// Has the agent keep copies on this host's disk; said before it is greeted.
+    pub fn set_local(&mut self, local: LocalTier) {
+        self.hello.local = Some(local);
     }
 
     /// From now on slots are locked in memory before they are filled, for `device` to copy into.
@@ -273,6 +281,7 @@ impl Session {
             slot: slot.index(),
             size: shard.size,
             header: shard.header,
+            header_crc32c: shard.header_crc32c,
             step,
             created_ms,
             tensors: shard.tensors,
@@ -363,6 +372,11 @@ impl Session {
                     save.set(Progress::Sealed);
                 }
             }
+            Reply::Local { save, at_us } => {
+                if let Some(save) = self.pending_save(save) {
+                    save.times.lock().local = Some(at_us);
+                }
+            }
             // The slot stays with the agent, for one that comes after it.
             Reply::Stored { save, at_us } => {
                 if let Some(save) = self.pending_save(save) {
@@ -376,6 +390,8 @@ impl Session {
                 self.settle_number(save, Ok(()));
             }
             Reply::Failed { save, error } => self.settle_number(save, Err(error.into())),
+            // Another agent need not try it again.
+            Reply::Resumed => self.hello.local.iter_mut().for_each(|local| local.resumes = None),
             // Only a predecessor says it, and that is heard elsewhere.
             Reply::Unsettled { .. } => {}
             Reply::Warning { message } => {

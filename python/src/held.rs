@@ -1,9 +1,10 @@
-//! What the agents of killed trainers hold.
+//! What is nearer than the store: what the agents of killed trainers hold, and the copies on this host's disk.
 
 use std::time::Duration;
 
 use forebay_ckpt::arena::HeldStep;
-use forebay_ckpt::catalog::newest_run;
+use forebay_ckpt::catalog::{list_steps, newest_run};
+use forebay_ckpt::local::{Local, as_damage};
 use forebay_ckpt::restore::assemble;
 use forebay_ckpt::session;
 use forebay_core::{Error, Result};
@@ -13,7 +14,7 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 
 use crate::errors::OrRaise;
-use crate::loading::Step;
+use crate::loading::{Step, runtime};
 
 /// A sealed step: its start's nonce and its number.
 pub(crate) type Named = (String, u64);
@@ -78,26 +79,64 @@ pub(crate) fn open_held(py: Python<'_>, agents: Vec<Py<Predecessor>>, step: Name
     opened.or_raise().map(|(manifest, shards)| Step::held(manifest, shards))
 }
 
-/// The nonce of the newest start of the run at `url`; `None` when there is none, or the store does not tell in time.
+/// What the store has: the nonce of the run's newest start, if there was one, and every committed step, newest first, as
+/// the first eight digits of its start's nonce and its number.
+type Survey = (Option<String>, Vec<(String, u64)>);
+
+/// Asks the store at `url` what it has; `None` when it does not tell in time.
 #[pyfunction]
-pub(crate) fn newest_start(py: Python<'_>, url: &str, patience_s: f64) -> PyResult<Option<String>> {
+pub(crate) fn survey(py: Python<'_>, url: &str, patience_s: f64) -> PyResult<Option<Survey>> {
     let patience = Duration::try_from_secs_f64(patience_s).unwrap_or_default();
-    let ask = || -> Result<Option<String>> {
+    let ask = || -> Result<Option<Survey>> {
         let clock = Clock::system();
         let url: BucketUrl = url.parse()?;
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+        let runtime = runtime()?;
         let asked = runtime.block_on(async {
-            let newest = async {
+            let look = async {
                 let bucket = Bucket::open(&url, &StoreSettings::default()).await?;
-                newest_run(&bucket).await
+                let start = newest_run(&bucket).await?.map(|run| run.start.nonce);
+                let steps = list_steps(&bucket).await?.into_iter().rev();
+                Ok::<Survey, Error>((start, steps.map(|info| (info.key.attempt, info.key.step)).collect()))
             };
             tokio::select! {
-                found = newest => found.ok().flatten(),
+                found = look => found.ok(),
                 () = clock.sleep(patience) => None,
             }
         });
         runtime.shutdown_background();
-        Ok(asked.map(|run| run.start.nonce))
+        Ok(asked)
     };
     py.detach(ask).or_raise()
+}
+
+/// Begins the copies of a start in `directory`: they go on from those of the `starts` before it, which is the last.
+#[pyfunction]
+pub(crate) fn begin_local(py: Python<'_>, directory: &str, starts: Vec<String>) -> PyResult<()> {
+    let begin = || runtime()?.block_on(async { Local::open(directory).await?.begin(&starts).await });
+    py.detach(begin).or_raise()
+}
+
+/// The starts that went on from one another on this host's disk, oldest first, and their whole steps, newest first, each
+/// with whether it is in the store as well.
+type Copies = (Vec<String>, Vec<(Named, bool)>);
+
+/// What is in `directory`.
+#[pyfunction]
+pub(crate) fn look_local(py: Python<'_>, directory: &str) -> PyResult<Copies> {
+    let look = || runtime()?.block_on(async { Local::open(directory).await?.look().await });
+    let found = py.detach(look).or_raise()?;
+    let steps = found.steps.into_iter().map(|step| (named(step.name), step.is_durable));
+    Ok((found.starts, steps.collect()))
+}
+
+/// The copy of a step in `directory`.
+#[pyfunction]
+pub(crate) fn open_local(py: Python<'_>, directory: &str, step: Named) -> PyResult<Step> {
+    let open = || {
+        runtime()?.block_on(async {
+            let local = Local::open(directory).await.map_err(as_damage)?;
+            local.manifest(&step_named(step)).await.map_err(as_damage)
+        })
+    };
+    Ok(Step::local(py.detach(open).or_raise()?, directory.to_owned()))
 }

@@ -19,7 +19,7 @@ mod _native {
     #[pymodule_export]
     use super::device::Device;
     #[pymodule_export]
-    use super::held::{Predecessor, newest_start, open_held};
+    use super::held::{Predecessor, begin_local, look_local, open_held, open_local, survey};
     #[pymodule_export]
     use super::loading::{Step, import_model, list_steps, open_step, verify};
     #[pymodule_export]

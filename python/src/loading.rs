@@ -8,6 +8,7 @@ use bytes::Bytes;
 use forebay_ckpt::catalog::{Start, StepKey, load_manifest};
 use forebay_ckpt::convert::{Export, import};
 use forebay_ckpt::dtype::Dtype;
+use forebay_ckpt::local::{Local, as_damage};
 use forebay_ckpt::manifest::{Manifest, SliceKind};
 use forebay_ckpt::region::Region;
 use forebay_ckpt::restore::{Target, read_held, read_tensors};
@@ -47,9 +48,14 @@ where
 
 pub(crate) fn open(url: &str) -> Result<(Runtime, Bucket)> {
     let url: BucketUrl = url.parse()?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let runtime = runtime()?;
     let bucket = runtime.block_on(Bucket::open(&url, &StoreSettings::default()))?;
     Ok((runtime, bucket))
+}
+
+/// Threads that end with it.
+pub(crate) fn runtime() -> Result<Runtime> {
+    Ok(tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?)
 }
 
 /// Every committed step, oldest first.
@@ -117,6 +123,8 @@ pub(crate) enum Place {
     Store(String),
     /// In memory that agents hold: the shards, in the manifest's order.
     Held(Vec<Bytes>),
+    /// In a directory of local copies.
+    Local(String),
 }
 
 /// A step whose manifest was read and found right.
@@ -131,6 +139,11 @@ impl Step {
     /// A step in memory.
     pub(crate) fn held(manifest: Manifest, shards: Vec<Bytes>) -> Self {
         Self { place: Place::Held(shards), manifest, bytes_read: AtomicU64::new(0) }
+    }
+
+    /// A step on this host's disk.
+    pub(crate) fn local(manifest: Manifest, directory: String) -> Self {
+        Self { place: Place::Local(directory), manifest, bytes_read: AtomicU64::new(0) }
     }
 
     /// What Python wants, as the engine has it.
@@ -163,12 +176,13 @@ impl Step {
         self.manifest.step
     }
 
-    /// Where its bytes are: `store` or `arena`.
+    /// Where its bytes are: `arena`, `local` or `store`.
     #[getter]
     fn tier(&self) -> &'static str {
         match self.place {
             Place::Store(_) => "store",
             Place::Held(_) => "arena",
+            Place::Local(_) => "local",
         }
     }
 
@@ -229,6 +243,12 @@ impl Step {
                 Place::Store(url) => {
                     let (runtime, bucket) = open(url)?;
                     read_tensors(runtime.handle(), &bucket, &self.manifest, targets, threads)
+                }
+                Place::Local(directory) => {
+                    let runtime = runtime()?;
+                    let local = runtime.block_on(Local::open(directory)).map_err(as_damage)?;
+                    read_tensors(runtime.handle(), local.bucket(), &self.manifest, targets, threads)
+                        .map_err(as_damage)
                 }
             }
         };

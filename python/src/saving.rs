@@ -7,6 +7,7 @@ use forebay_ckpt::agent::{Hello, Linger, Member, serve};
 use forebay_ckpt::arena::{self, Source};
 use forebay_ckpt::catalog::{Keep, Start};
 use forebay_ckpt::dtype::{DTYPES, Dtype};
+use forebay_ckpt::local::LocalTier;
 use forebay_ckpt::manifest::{Encoding, Extra, SliceKind};
 use forebay_ckpt::region::Region;
 use forebay_ckpt::session::{self, Progress};
@@ -78,13 +79,34 @@ impl Session {
     ) -> Self {
         let start = Start { nonce, host, pid, started_ms };
         let keep = Keep { newest: keep, every: keep_every };
-        Self(Mutex::new(session::Session::new(Hello { url, start, keep, member: None, linger: None })))
+        Self(Mutex::new(session::Session::new(Hello {
+            url,
+            start,
+            keep,
+            member: None,
+            linger: None,
+            local: None,
+        })))
     }
 
     /// Has the agent hold sealed steps for so many seconds after this process was killed, to be found at `place`.
     fn set_linger(&self, py: Python<'_>, place: String, seconds: f64) {
         let for_ms = patience(seconds).as_millis().min(u128::from(u64::MAX)) as u64;
         py.detach(|| self.0.lock().set_linger(Some(Linger { place, for_ms })));
+    }
+
+    /// Has the agent keep copies of the `keep` newest steps in `directory`. `starts` are the nonces of this start and those
+    /// before it that it goes on from, oldest first; a step of these that the store may lack is brought there.
+    fn set_local(
+        &self,
+        py: Python<'_>,
+        directory: String,
+        keep: usize,
+        starts: Vec<String>,
+        resumes: Option<Named>,
+    ) {
+        let tier = LocalTier { directory, keep, starts, resumes: resumes.map(step_named) };
+        py.detach(|| self.0.lock().set_local(tier));
     }
 
     /// Takes over what an agent holds that lost its trainer, before one of this session's own is greeted; its steps only
@@ -357,12 +379,13 @@ impl Save {
         }
     }
 
-    /// When the agent had it sealed, stored and committed, in seconds since this machine started, as far as it has.
+    /// When the agent had it sealed, on the local disk, stored and committed, in seconds since this machine started, as
+    /// far as it has.
     #[getter]
-    fn times(&self) -> (Option<f64>, Option<f64>, Option<f64>) {
+    fn times(&self) -> (Option<f64>, Option<f64>, Option<f64>, Option<f64>) {
         let times = self.0.times();
         let seconds = |at_us: Option<u64>| at_us.map(|at_us| at_us as f64 / 1e6);
-        (seconds(times.sealed), seconds(times.stored), seconds(times.durable))
+        (seconds(times.sealed), seconds(times.local), seconds(times.stored), seconds(times.durable))
     }
 
     /// Raises what made the save fail, if it failed.

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -88,6 +89,73 @@ def s3_endpoint() -> Iterator[str]:
     finally:
         server.kill()
         server.wait()
+
+
+class Gate:
+    """A way to a store that can be shut: connections are taken then, and not passed on until it is open."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, port = endpoint.removeprefix("http://").split(":")
+        self._store = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._opened = threading.Event()
+        self._passing: list[socket.socket] = []
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._welcome, daemon=True).start()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def shut(self) -> None:
+        """Nothing passes from now on, on connections that were passed on before neither."""
+        self._opened.clear()
+        for passing in self._passing:
+            try:
+                passing.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        self._passing.clear()
+
+    def close(self) -> None:
+        self._opened.set()
+        self._listener.close()
+
+    def _welcome(self) -> None:
+        while True:
+            try:
+                visitor, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._pass_on, args=[visitor], daemon=True).start()
+
+    def _pass_on(self, visitor: socket.socket) -> None:
+        self._opened.wait()
+        store = socket.create_connection(self._store)
+        self._passing += [visitor, store]
+        back = threading.Thread(target=_pump, args=[store, visitor], daemon=True)
+        back.start()
+        _pump(visitor, store)
+        back.join()
+        visitor.close()
+        store.close()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    try:
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
+
+
+@pytest.fixture
+def gate(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """A shut gate before the store, which whatever is started from now on takes."""
+    gate = Gate(s3_endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
+    yield gate
+    gate.close()
 
 
 @pytest.fixture(params=["file", "s3"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,8 @@ import torch
 
 import forebay
 from forebay import _native
+
+from .conftest import Gate
 
 MIB = 1 << 20
 
@@ -66,61 +66,6 @@ def test_the_first_save_faults_no_page_in(tmp_path: Path) -> None:
             save.wait_durable()
         # Of 16,384 pages, for each of both slots; what is left is the interpreter's own.
         assert max(faults) < state["t"].nbytes // page // 50, faults
-
-
-class Gate:
-    """A way to a store that can be shut: connections are taken, and not passed on until it is open."""
-
-    def __init__(self, endpoint: str) -> None:
-        host, port = endpoint.removeprefix("http://").split(":")
-        self._store = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._opened = threading.Event()
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._welcome, daemon=True).start()
-
-    def open(self) -> None:
-        self._opened.set()
-
-    def close(self) -> None:
-        self._opened.set()
-        self._listener.close()
-
-    def _welcome(self) -> None:
-        while True:
-            try:
-                visitor, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._pass_on, args=[visitor], daemon=True).start()
-
-    def _pass_on(self, visitor: socket.socket) -> None:
-        self._opened.wait()
-        store = socket.create_connection(self._store)
-        back = threading.Thread(target=_pump, args=[store, visitor], daemon=True)
-        back.start()
-        _pump(visitor, store)
-        back.join()
-        visitor.close()
-        store.close()
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    try:
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
-    except OSError:
-        pass
-
-
-@pytest.fixture
-def gate(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A shut gate before the store, which agents are started with."""
-    gate = Gate(s3_endpoint)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
-    yield gate
-    gate.close()
 
 
 def busy(place: str, on_busy: Any) -> tuple[forebay.Checkpointer, dict[str, Any]]:

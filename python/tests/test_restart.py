@@ -201,7 +201,7 @@ def test_a_later_start_elsewhere_makes_memory_stale(tmp_path: Path) -> None:
     wait_until(lambda: (tmp_path / "steps" / f"{2:020}").exists())
     # On another host the agent would not be found.
     elsewhere = forebay.Checkpointer(tmp_path, every=1)
-    elsewhere._inheritance.leave()
+    elsewhere._ladder.arena.leave()
     elsewhere.restore({"t": torch.zeros(300_000), "n": 0})
     elsewhere.step(3, {"t": torch.full((300_000,), 3.0), "n": 3})
     elsewhere.close()

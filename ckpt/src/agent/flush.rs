@@ -10,7 +10,7 @@ use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
 
 use super::delta::{File, Lent, candidates, describe, named};
-use super::inspect::{expect_no_gaps, inspect, slices_of};
+use super::inspect::{expect_sound, inspect, slices_of};
 use super::{Member, Seal};
 use crate::catalog::{
     Note, Run, commit, failure_of, forget_intent, forget_ranks, list_ranks, load_manifest, merge_ranks,
@@ -51,7 +51,7 @@ pub(super) async fn store(
     (seal, slot): (&Arc<Seal>, &Bytes),
     base: Option<&Manifest>,
 ) -> Result<Stored> {
-    expect_no_gaps(seal)?;
+    expect_sound(seal, slot)?;
     let mut identities = vec![None; slices_of(seal).count()];
     let found = base.and_then(|base| Some(Lent { base, slices: candidates(base, seal)? }));
     let has_intent = found.is_some();

@@ -10,12 +10,16 @@ use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
+use super::disk;
 use super::flush::{Stored, discard, publish, settle, store};
+use super::protocol::now_us;
 use super::trainer::Trainer;
 use super::{Hello, Reply, Seal};
-use crate::catalog::{Run, begin_run, put_failed, refuse_if_superseded, retain, superseded_by};
+use crate::arena::HeldStep;
+use crate::catalog::{Run, begin_run, find_run, put_failed, refuse_if_superseded, retain, superseded_by};
+use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
 
 /// How long a save is tried again while the store cannot be reached.
@@ -29,17 +33,14 @@ pub(super) struct Save {
     pub(super) slot: Bytes,
     /// Whether no other agent had it before.
     pub(super) is_first: bool,
+    /// Ends once the disk needs the slot no longer.
+    pub(super) local: Option<oneshot::Receiver<()>>,
 }
 
 /// What the flusher is to do, in order.
 pub(super) enum Work {
     Save(Save),
     GiveUp { step: u64, reason: String },
-}
-
-/// As replies have it.
-pub(super) fn now_us(clock: &Clock) -> u64 {
-    clock.now().since_boot().as_micros().min(u128::from(u64::MAX)) as u64
 }
 
 /// How far a save has come.
@@ -58,11 +59,16 @@ pub(super) struct Flusher {
     target: Option<(Bucket, Run)>,
     /// What this agent stored of the last step that was committed: the next one refers to what did not change.
     base: Option<Manifest>,
+    /// To this host's disk, where copies are kept there.
+    copies: Option<mpsc::Sender<disk::Work>>,
+    /// The nonce of another start, which ended, and whose saves these are.
+    heir_of: Option<String>,
 }
 
 impl Flusher {
-    pub(super) fn new(hello: Hello, trainer: Trainer) -> Self {
-        Self { clock: Clock::system(), hello, trainer, target: None, base: None }
+    pub(super) fn new(hello: Hello, trainer: Trainer, copies: Option<mpsc::Sender<disk::Work>>) -> Self {
+        let clock = Clock::system();
+        Self { clock, hello, trainer, target: None, base: None, copies, heir_of: None }
     }
 
     /// Settles every save that arrives, in order.
@@ -70,6 +76,7 @@ impl Flusher {
         // The incarnation is taken at once, so that starts are ordered as they happened; what fails here fails again,
         // and is told, at the first save.
         self.open().await.ok();
+        self.resume().await;
         while let Some(work) = queue.recv().await {
             match work {
                 Work::GiveUp { step, reason } => self.give_up(step, &reason).await,
@@ -82,19 +89,73 @@ impl Flusher {
         }
     }
 
-    async fn settle(&mut self, sealed: Save) {
+    async fn settle(&mut self, mut sealed: Save) {
         let begun = self.clock.now();
+        if let Some(local) = sealed.local.take() {
+            // It ends by itself, whatever came of it.
+            local.await.ok();
+        }
         let settled = self.flush(&sealed).await;
         let (save, step, size) = (sealed.seal.save, sealed.seal.step, sealed.seal.size);
         drop(sealed);
         self.log(step, size, self.clock.now().since(begun), &settled);
-        if let Err(error) = &settled {
-            self.give_up(step, &error.to_string()).await;
+        match &settled {
+            Err(error) => self.give_up(step, &error.to_string()).await,
+            Ok(_) => self.mark_durable(HeldStep { start: self.hello.start.nonce.clone(), step }).await,
         }
         self.trainer.tell(&match settled {
             Ok(_) => Reply::Durable { save, at_us: now_us(&self.clock) },
             Err(error) => Reply::Failed { save, error: (&error).into() },
         });
+    }
+
+    /// Brings a step of an earlier start to the bucket, out of the copy on this host's disk: its own agents ended before
+    /// they could. It is committed as that start's, as they would have.
+    async fn resume(&mut self) {
+        let Some((tier, step)) =
+            self.hello.local.as_ref().and_then(|tier| Some((tier, tier.resumes.clone()?)))
+        else {
+            return;
+        };
+        match self.try_to_resume(tier, &step).await {
+            Ok(uploaded) => {
+                tracing::info!(step = step.step, uploaded, "durable, out of the local disk");
+                self.mark_durable(step).await;
+            }
+            Err(error) => {
+                let message = format!("step {} stays on the local disk alone: {error}", step.step);
+                self.trainer.tell(&Reply::Warning { message });
+            }
+        }
+        self.trainer.tell(&Reply::Resumed);
+    }
+
+    async fn try_to_resume(&self, tier: &LocalTier, step: &HeldStep) -> Result<u64> {
+        let mut heir = Self::new(self.hello.clone(), self.trainer.clone(), None);
+        (heir.clock, heir.heir_of) = (self.clock.clone(), Some(step.start.clone()));
+        let (rank, world_size) = self.hello.place();
+        let part = match Local::open(&tier.directory).await {
+            Ok(local) => local.part(step, rank, world_size).await,
+            Err(error) => Err(error),
+        };
+        let flushed = match part {
+            Ok((held, slot)) => {
+                let save = Save { seal: Arc::new(held.seal), slot, is_first: false, local: None };
+                heir.flush(&save).await
+            }
+            Err(error) => heir.open().await.and(Err(error)),
+        };
+        if let Err(error) = &flushed {
+            heir.give_up(step.step, &error.to_string()).await;
+        }
+        flushed
+    }
+
+    async fn mark_durable(&self, step: HeldStep) {
+        if let Some(copies) = &self.copies {
+            // Its task outlives this one.
+            copies.send(disk::Work::Durable(step)).await.ok();
+        }
     }
 
     /// The agent's log has a line for each save.
@@ -156,8 +217,12 @@ impl Flusher {
             self.open().await?;
         }
         let Some((bucket, run)) = &self.target else { return Err(Error::bug("a flush without a bucket")) };
-        if !self.trainer.is_gone() {
+        let is_over = self.heir_of.is_some() || self.trainer.is_gone();
+        if !is_over {
             refuse_if_superseded(bucket, run).await?;
+        }
+        if self.heir_of.is_some() && bucket.head(&run.save(save.seal.step).object()).await?.is_some() {
+            return Ok(Ok(()));
         }
         let member = self.hello.member.as_ref();
         let stored = match &mut progress.stored {
@@ -169,7 +234,9 @@ impl Flusher {
         if !progress.is_published {
             publish(bucket, run, member, &stored.part).await?;
             progress.is_published = true;
-            self.trainer.tell(&Reply::Stored { save: save.seal.save, at_us: now_us(&self.clock) });
+            if self.heir_of.is_none() {
+                self.trainer.tell(&Reply::Stored { save: save.seal.save, at_us: now_us(&self.clock) });
+            }
         }
         settle(&self.clock, bucket, run, member, stored).await
     }
@@ -178,9 +245,15 @@ impl Flusher {
     async fn open(&mut self) -> Result<()> {
         let url: BucketUrl = self.hello.url.parse()?;
         let bucket = Bucket::open(&url, &StoreSettings::default()).await?;
-        let run = match &self.hello.member {
-            Some(member) => member.run.clone(),
-            None => begin_run(&bucket, self.hello.start.clone()).await?,
+        let run = match (&self.heir_of, &mut self.hello.member) {
+            (Some(start), member) => {
+                let absent = || Error::new(ErrorKind::NotFound, format!("{url} never heard of its start"));
+                let run = find_run(&bucket, start).await?.ok_or_else(absent)?;
+                member.iter_mut().for_each(|member| member.run = run.clone());
+                run
+            }
+            (None, Some(member)) => member.run.clone(),
+            (None, None) => begin_run(&bucket, self.hello.start.clone()).await?,
         };
         if !run.conditional {
             let message = format!("{url} ignores conditional puts: make sure that only one job saves there");

@@ -46,11 +46,19 @@ pub(super) fn slices_of(seal: &Seal) -> impl Iterator<Item = (&str, &Slice)> {
     seal.tensors.iter().flat_map(|tensor| tensor.slices.iter().map(|slice| (tensor.name.as_str(), slice)))
 }
 
-/// That the slices lie in their shard one after another, and nothing else does.
+/// That the shard in `slot` begins as it was sealed, and that its slices lie in it one after another, and nothing else.
 ///
 /// # Errors
-/// `Bug` when they do not.
-pub(super) fn expect_no_gaps(seal: &Seal) -> Result<()> {
+/// `Corrupt` when its header changed, `Bug` when the slices do not.
+pub(super) fn expect_sound(seal: &Seal, slot: &[u8]) -> Result<()> {
+    if !seal.has_header(slot) {
+        let fact = format!("step {}: the shard's header changed in memory after it was sealed", seal.step);
+        return Err(Error::corrupt(fact).with_hint("nothing was saved; check the host's memory"));
+    }
+    expect_no_gaps(seal)
+}
+
+fn expect_no_gaps(seal: &Seal) -> Result<()> {
     let mut slices: Vec<_> = slices_of(seal).collect();
     slices.sort_by_key(|(_, slice)| (slice.start, slice.end));
     let mut at = seal.header;
@@ -178,8 +186,7 @@ mod tests {
             Tensor { name, dtype, shape: vec![*length as u64], slices: vec![slice] }
         });
         let tensors = tensors.collect();
-        let (size, header) = (shard.len() as u64, header as u64);
-        Seal { save: 1, arena: 1, slot: 0, size, header, step: 1, created_ms: 0, tensors, extras: vec![] }
+        Seal::of_test(1, 1, shard, header, tensors)
     }
 
     #[test]
@@ -195,7 +202,11 @@ mod tests {
             let size = 4096 + lengths.iter().sum::<usize>();
             let shard: Vec<u8> = (0..size).map(|i| (i * 31 + i / 4096) as u8).collect();
             let seal = seal_of(&shard, 4096, lengths);
-            expect_no_gaps(&seal).expect("one after another");
+            expect_sound(&seal, &shard).expect("as it was sealed");
+            let mut damaged = shard.clone();
+            damaged[4095] ^= 1;
+            let error = expect_sound(&seal, &damaged).expect_err("a flipped bit in the header");
+            assert!(error.message().contains("header changed in memory"), "{error}");
             let all: Vec<usize> = (0..lengths.len()).collect();
             let place = |index: &usize| &seal.tensors[*index].slices[0];
             let whole =

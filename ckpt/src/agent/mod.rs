@@ -5,6 +5,7 @@ mod inspect;
 mod delta;
 mod flush;
 mod trainer;
+mod disk;
 mod flusher;
 mod holdings;
 mod door;

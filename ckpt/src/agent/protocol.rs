@@ -5,10 +5,12 @@
 //! writes into it again, it has the agent forget what it held.
 
 use forebay_core::{Error, ErrorKind};
+use forebay_io::clock::Clock;
 use serde::{Deserialize, Serialize};
 
 use crate::arena::{Held, HeldStep};
 use crate::catalog::{Keep, Run, Start, StepKey};
+use crate::local::LocalTier;
 
 /// What the agent is told first.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -23,6 +25,15 @@ pub struct Hello {
     pub member: Option<Member>,
     /// What becomes of the sealed steps in memory when the trainer is killed; none lets them go.
     pub linger: Option<Linger>,
+    /// Where copies are kept on this host's disk, if they are.
+    pub local: Option<LocalTier>,
+}
+
+impl Hello {
+    /// This rank, and ranks in all.
+    pub(super) fn place(&self) -> (u32, u32) {
+        self.member.as_ref().map_or((0, 1), |member| (member.rank, member.world_size))
+    }
 }
 
 /// How an agent whose trainer was killed waits for another one.
@@ -84,7 +95,7 @@ pub enum Request {
 }
 
 /// The version of [`Visit`] and [`Answer`], and of what they carry.
-pub const VISIT_VERSION: u32 = 1;
+pub const VISIT_VERSION: u32 = 2;
 
 /// From whoever comes to an agent whose trainer was killed. An agent that has nothing to say closes the connection.
 #[derive(Debug, Serialize, Deserialize)]
@@ -117,6 +128,13 @@ pub enum Reply {
         /// When, in microseconds since this machine started.
         at_us: u64,
     },
+    /// This rank's part of the save is on this host's disk.
+    Local {
+        /// Which save.
+        save: u64,
+        /// When, as in `Sealed`.
+        at_us: u64,
+    },
     /// This rank's part of the save is in the bucket, not committed yet. A successor may have the slot.
     Stored {
         /// Which save.
@@ -143,11 +161,18 @@ pub enum Reply {
         /// Their numbers.
         saves: Vec<u64>,
     },
+    /// The step of an earlier start that was to be brought to the bucket is there, or never will be.
+    Resumed,
     /// Something that a person should know.
     Warning {
         /// In words.
         message: String,
     },
+}
+
+/// When it is, as replies have it.
+pub(super) fn now_us(clock: &Clock) -> u64 {
+    clock.now().since_boot().as_micros().min(u128::from(u64::MAX)) as u64
 }
 
 /// An error on its way between processes.

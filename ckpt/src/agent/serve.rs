@@ -1,7 +1,8 @@
 //! The agent's life: it serves one trainer, and ends when that is done, or when it was killed, nothing is left to bring
 //! home, and another one took over what is in memory, or did not come in time.
 //!
-//! One thread reads requests, and afterwards receives successors; one task flushes, see `flusher`.
+//! One thread reads requests, and afterwards receives successors; one task flushes, see `flusher`, and one writes to this
+//! host's disk, see `disk`.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -11,17 +12,20 @@ use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::net::FdStream;
 use forebay_io::task::TaskGroup;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
+use super::disk::{self, Disk};
 use super::door::Door;
-use super::flusher::{Flusher, Save, Work, now_us};
+use super::flusher::{Flusher, Save, Work};
 use super::holdings::Holdings;
+use super::protocol::now_us;
 use super::trainer::Trainer;
 use super::{Hello, Reply, Request, VISIT_VERSION, Visit};
 use crate::arena::{Held, SLOTS};
 
 /// Saves under way at most: two slots of the present arena, two of the one before.
 const MAX_SAVES: usize = 2 * SLOTS;
+
 /// Serves the trainer at the other end of `stream` until it is gone, every sealed save is settled, and nobody is to come
 /// for what is in memory.
 pub fn serve(mut stream: FdStream) -> Result<()> {
@@ -33,14 +37,22 @@ pub fn serve(mut stream: FdStream) -> Result<()> {
     };
     let (saves, queue) = mpsc::channel(MAX_SAVES);
     let tasks = TaskGroup::new("agent");
-    let mut desk = Desk::new(&hello, trainer.clone(), saves);
-    let flusher = {
-        let _context = runtime.enter();
-        tasks.spawn("flush", Flusher::new(*hello, trainer).settle_all(queue))
+    // Before this start takes its number, which makes the copies of others stale.
+    let disk = runtime.block_on(Disk::begin(&hello, &trainer));
+    let _context = runtime.enter();
+    let (disk, copies) = match disk {
+        Some(disk) => {
+            let (copies, queue) = mpsc::channel(2 * MAX_SAVES);
+            (Some(tasks.spawn("disk", disk.do_all(queue))), Some(copies))
+        }
+        None => (None, None),
     };
+    let mut desk = Desk::new(&hello, trainer.clone(), saves, copies.clone());
+    let flusher = tasks.spawn("flush", Flusher::new(*hello, trainer, copies).settle_all(queue));
     let served = desk.serve(&mut stream);
     drop(desk);
     runtime.block_on(flusher)?;
+    disk.map_or(Ok(()), |disk| runtime.block_on(disk))?;
     served
 }
 
@@ -55,17 +67,24 @@ struct Desk {
     linger: Duration,
     trainer: Trainer,
     saves: mpsc::Sender<Work>,
+    /// To this host's disk, where copies are kept there.
+    copies: Option<mpsc::Sender<disk::Work>>,
     holdings: Holdings,
     door: Door,
 }
 
 impl Desk {
-    fn new(hello: &Hello, trainer: Trainer, saves: mpsc::Sender<Work>) -> Self {
+    fn new(
+        hello: &Hello,
+        trainer: Trainer,
+        saves: mpsc::Sender<Work>,
+        copies: Option<mpsc::Sender<disk::Work>>,
+    ) -> Self {
         let linger = hello.linger.as_ref();
         let door = Door::new(linger.map(|linger| linger.place.clone()));
         let linger = Duration::from_millis(linger.map_or(0, |linger| linger.for_ms));
         let start = hello.start.nonce.clone();
-        Self { start, linger, trainer, saves, holdings: Holdings::default(), door }
+        Self { start, linger, trainer, saves, copies, holdings: Holdings::default(), door }
     }
 
     fn serve(&mut self, stream: &mut FdStream) -> Result<()> {
@@ -106,9 +125,17 @@ impl Desk {
 
     fn begin(&mut self, held: Held, is_first: bool) -> Result<()> {
         let seal = Arc::new(held.seal.clone());
+        let copied = self.copies.as_ref().map(|_| Box::new(held.clone()));
         let (save, slot) = (seal.save, self.holdings.hold(held)?);
         self.trainer.begin(save);
-        self.pass_on(Work::Save(Save { seal, slot, is_first }))?;
+        let mut local = None;
+        if let (Some(copies), Some(held)) = (&self.copies, copied) {
+            let (_done, done) = oneshot::channel();
+            let copy = disk::Work::Save { held, slot: slot.clone(), _done };
+            copies.blocking_send(copy).map_err(|_| Error::bug("the disk's task is gone"))?;
+            local = Some(done);
+        }
+        self.pass_on(Work::Save(Save { seal, slot, is_first, local }))?;
         self.trainer.tell(&Reply::Sealed { save, at_us: now_us(&Clock::system()) });
         Ok(())
     }

@@ -1,8 +1,10 @@
 //! What a slot holds once it is sealed, and whose it is.
 
+use forebay_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::manifest::{Extra, Tensor};
+use crate::catalog::merge;
+use crate::manifest::{Checksum, Extra, Manifest, Shard, ShardKey, Tensor};
 
 /// A snapshot that is whole in its slot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,6 +19,8 @@ pub struct Seal {
     pub size: u64,
     /// Bytes of it before the first tensor.
     pub header: u64,
+    /// CRC-32C of those.
+    pub header_crc32c: Checksum,
     /// The step.
     pub step: u64,
     /// Milliseconds since 1970 by the trainer's clock.
@@ -25,6 +29,24 @@ pub struct Seal {
     pub tensors: Vec<Tensor>,
     /// Everything else.
     pub extras: Vec<Extra>,
+}
+
+#[cfg(test)]
+impl Seal {
+    /// That of a shard with a header of so many bytes, in the first slot of the first arena.
+    pub(crate) fn of_test(save: u64, step: u64, shard: &[u8], header: usize, tensors: Vec<Tensor>) -> Self {
+        let header_crc32c = Checksum(forebay_core::crc32c(&shard[..header]));
+        let (size, header, extras) = (shard.len() as u64, header as u64, Vec::new());
+        Self { save, arena: 1, slot: 0, size, header, header_crc32c, step, created_ms: 0, tensors, extras }
+    }
+}
+
+impl Seal {
+    /// Whether a shard, or more than its header, begins with the header that was sealed.
+    pub(crate) fn has_header(&self, shard: &[u8]) -> bool {
+        let header = usize::try_from(self.header).ok().and_then(|header| shard.get(..header));
+        header.is_some_and(|header| forebay_core::crc32c(header) == self.header_crc32c.0)
+    }
 }
 
 /// Names a sealed step: a step of one start of the run.
@@ -54,4 +76,47 @@ impl Held {
     pub fn name(&self) -> HeldStep {
         HeldStep { start: self.start.clone(), step: self.seal.step }
     }
+
+    /// What the shard is called where only this host knows it: which number the start has in the bucket is not said.
+    pub(crate) fn key(&self) -> ShardKey {
+        let (attempt, layout) = (self.start.get(..8).unwrap_or_default().to_owned(), "0".repeat(8));
+        let Seal { step, save, .. } = self.seal;
+        ShardKey { step, incarnation: 1, attempt, rank: self.rank, save, layout }
+    }
+
+    /// As its index in the bucket would be.
+    fn into_index(self) -> Manifest {
+        let key = self.key().object().as_str().to_owned();
+        let Held { start, rank, world_size, seal } = self;
+        let Seal { step, size, header, created_ms, tensors, extras, .. } = seal;
+        let shard = Shard { key, size, header, crc32c: Checksum(0), rank, step };
+        Manifest {
+            commit: start.clone(),
+            run: start,
+            incarnation: 1,
+            step,
+            created_ms,
+            world_size,
+            parents: Vec::new(),
+            shards: vec![shard],
+            tensors,
+            extras,
+        }
+    }
+}
+
+/// What a manifest of a step would say of the `parts` that its ranks sealed, given in their order. Of slices only the
+/// checksums are known, and every byte that is read has one.
+///
+/// # Errors
+/// `Corrupt` when the parts are not those of one save, or together are no checkpoint.
+pub fn manifest_of(parts: Vec<Held>) -> Result<Manifest> {
+    let Some(first) = parts.first() else { return Err(Error::bug("a step of no rank")) };
+    let (save, step) = ((first.name(), first.world_size), first.seal.step);
+    let belongs = |(rank, part): (u32, &Held)| (part.name(), part.world_size) == save && part.rank == rank;
+    if parts.len() != save.1 as usize || !(0..).zip(&parts).all(belongs) {
+        return Err(Error::corrupt(format!("step {step}: what is held is not one save's")));
+    }
+    let indexes = parts.into_iter().map(Held::into_index).collect();
+    merge(indexes).map_err(|error| Error::corrupt(error.to_string()))
 }

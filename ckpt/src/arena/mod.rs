@@ -6,7 +6,7 @@ mod slots;
 mod snapshot;
 
 pub use copy::{Job, Source, copy};
-pub use held::{Held, HeldStep, Seal};
+pub use held::{Held, HeldStep, Seal, manifest_of};
 pub(crate) use slots::SLOTS;
 pub use slots::{Arena, Slot};
 pub use snapshot::Snapshot;

@@ -114,7 +114,8 @@ impl Snapshot {
             }
         }
         let header = self.layout.header.len() as u64;
-        Ok((self.slot, SealedShard { tensors, header, size: self.layout.size }))
+        let header_crc32c = Checksum(forebay_core::crc32c(&self.layout.header));
+        Ok((self.slot, SealedShard { tensors, header, header_crc32c, size: self.layout.size }))
     }
 
     /// The slot, for another use: the snapshot is given up.
@@ -128,5 +129,6 @@ impl Snapshot {
 pub(crate) struct SealedShard {
     pub(crate) tensors: Vec<Tensor>,
     pub(crate) header: u64,
+    pub(crate) header_crc32c: Checksum,
     pub(crate) size: u64,
 }

@@ -3,7 +3,8 @@
 //! ```text
 //! {"format":"forebay-checkpoint","version":1,"blake3":"<64 hex>","body":{...}}\n
 //! ```
-//! A rank's index is the same with the format `forebay-checkpoint-rank`, an intent with `forebay-checkpoint-intent`.
+//! A rank's index is the same with the format `forebay-checkpoint-rank`, an intent with `forebay-checkpoint-intent`, what
+//! is on a host's own disk with `forebay-checkpoint-local`.
 //! The head is fixed to the byte, and the hash covers the body from its `{` to its `}` as written: whatever byte is
 //! changed, added or lost, the manifest is refused.
 
@@ -17,6 +18,7 @@ use super::{Fault, Identity, Manifest};
 const HEAD: &str = r#"{"format":"forebay-checkpoint","version":"#;
 const INDEX_HEAD: &str = r#"{"format":"forebay-checkpoint-rank","version":"#;
 const INTENT_HEAD: &str = r#"{"format":"forebay-checkpoint-intent","version":"#;
+const LOCAL_HEAD: &str = r#"{"format":"forebay-checkpoint-local","version":"#;
 const VERSION: &str = "1";
 const HASH: &str = r#","blake3":""#;
 const BODY: &str = r#"","body":"#;
@@ -82,6 +84,16 @@ impl Intent {
     pub fn decode(data: &[u8]) -> Result<Self, Fault> {
         read(data, INTENT_HEAD)
     }
+}
+
+/// The bytes of something on a host's own disk.
+pub(crate) fn write_local(body: &impl Serialize) -> Result<Bytes> {
+    write(LOCAL_HEAD, body)
+}
+
+/// Reads it.
+pub(crate) fn read_local<T: DeserializeOwned>(data: &[u8]) -> Result<T, Fault> {
+    read(data, LOCAL_HEAD)
 }
 
 fn write(head: &str, body: &impl Serialize) -> Result<Bytes> {

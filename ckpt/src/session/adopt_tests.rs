@@ -139,7 +139,8 @@ fn what_is_damaged_or_of_two_saves_is_refused() {
     session.disconnect();
     let mut found = visit(&place).expect("it waits");
     let step = found.held()[0].clone();
-    let changes: [fn(&mut Held); 6] = [
+    let changes: [fn(&mut Held); 7] = [
+        |held| held.seal.header_crc32c.0 ^= 1,
         |held| held.seal.slot = 7,
         |held| held.seal.size = 1 << 40,
         |held| held.seal.tensors[0].slices[0].crc32c.0 ^= 1,

@@ -53,7 +53,7 @@ impl Fixture {
         let nonce = format!("{:08x}{:024}", self.starts, 0);
         let start = Start { nonce, host: "host".into(), pid: 7, started_ms: 0 };
         let keep = Keep { newest: keep, every: None };
-        Session::new(Hello { url: self.url(), start, keep, member: None, linger: None })
+        Session::new(Hello { url: self.url(), start, keep, member: None, linger: None, local: None })
     }
 
     fn steps(&self) -> Vec<(u64, u64, bool)> {
@@ -254,8 +254,8 @@ fn save_what_changed(length: usize) {
     let (mut slot, shard) = filled.finish().expect("finish");
     slot.bytes_mut()[shard.size as usize - 1] ^= 1;
     let (index, memory) = (slot.index(), slot.memory().clone());
-    let (size, header, tensors, extras) = (shard.size, shard.header, shard.tensors, Vec::new());
-    let seal = Seal { save: 1, arena: 1, slot: index, size, header, step: 1, created_ms: 0, tensors, extras };
+    let sealed = &slot.bytes_mut()[..shard.size as usize];
+    let seal = Seal { slot: index, ..Seal::of_test(1, 1, sealed, shard.header as usize, shard.tensors) };
     let held = Held { start: "x".into(), rank: 0, world_size: 1, seal };
     let save =
         Arc::new(Save { step: 1, number: 1, progress: Mutex::new(Progress::Sent), times: Mutex::default() });
@@ -322,7 +322,14 @@ impl Pair {
         let session = |rank| {
             let member = Member { run: run.clone(), rank, world_size: 2 };
             let keep = Keep { newest: Some(1), every: None };
-            let hello = Hello { url: fixture.url(), start: start.clone(), keep, member: None, linger: None };
+            let hello = Hello {
+                url: fixture.url(),
+                start: start.clone(),
+                keep,
+                member: None,
+                linger: None,
+                local: None,
+            };
             let mut session = Session::new(hello);
             session.join(member);
             let agent = attach(&mut session);

@@ -29,7 +29,7 @@ from ._errors import (
     CheckpointWarning,
 )
 from ._files import load, load_model, save
-from ._held import Restored
+from ._ladder import Restored
 from ._save import Save
 
 __all__ = [

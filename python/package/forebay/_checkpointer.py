@@ -18,7 +18,6 @@ from . import _native
 from ._devices import Devices, Sources
 from ._errors import (
     CheckpointConflict,
-    CheckpointCorrupt,
     CheckpointError,
     CheckpointInvalid,
     CheckpointMutated,
@@ -26,16 +25,18 @@ from ._errors import (
     CheckpointWarning,
 )
 from ._flatten import Flattener
-from ._held import Inheritance, Restored, newest_common
+from ._held import newest_common
+from ._ladder import Ladder, Restored
 from ._leaf import Leaf, densify, fill
-from ._loading import default_threads, extra_name, load_step, load_weights, newest_steps, with_step
+from ._loading import default_threads, extra_name, load_step, load_weights, newest_steps
+from ._local import LocalCopies
 from ._process import start_agent
 from ._ranks import Ranks, new_start
 from ._rng import rng_state, set_rng_state
 from ._save import TICK_S, Save, Staging, check_unchanged, now
 from ._shares import Planner, Share, share_size, source_offset
 from ._signals import Names, Notice
-from ._url import bucket_url, make_directory
+from ._url import bucket_url, exists, make_directory
 
 _FAREWELL_S = 30.0
 """How long `close()` waits for the agent to end once every save is committed, in seconds."""
@@ -71,6 +72,9 @@ class Checkpointer:
         replicated: Patterns (as of `fnmatch`) of names of plain tensors that all ranks have alike, such as `ema.*`.
         ranks: This rank and how many there are; by default those of torch.distributed, or RANK and WORLD_SIZE of the
             environment. `(0, 1)` saves alone.
+        local: A directory of this host's disk, the same for all ranks, where the agent keeps copies of the newest steps: a
+            restore reads them where memory is gone, and needs no store. By default none.
+        local_keep: Steps that stay there; a directory needs room for one more.
         linger: Seconds that the newest steps stay in memory after this process was killed; 0 lets them go at once. By
             default ten minutes.
         patience: Seconds that ranks wait for each other before they name those that are missing.
@@ -99,10 +103,13 @@ class Checkpointer:
         agent_log: Optional[Union[str, "os.PathLike[str]"]] = None,
         replicated: Sequence[str] = (),
         ranks: Optional[tuple[int, int]] = None,
+        local: Optional[Union[str, "os.PathLike[str]"]] = None,
+        local_keep: int = 2,
         linger: Optional[float] = None,
         patience: float = 600.0,
     ) -> None:
         counts = {"every": every, "keep": keep, "keep_every": keep_every, "copy_threads": copy_threads}
+        counts["local_keep"] = local_keep
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it is at least 1, or None")
@@ -128,7 +135,8 @@ class Checkpointer:
         self._ranks = Ranks(self._url, ranks, patience)
         self._planner = Planner(self._ranks)
         self._linger_s = LINGER_S if linger is None else linger
-        self._inheritance = Inheritance(self._url, self._ranks)
+        self._local = None if local is None else LocalCopies(self._url, self._ranks, os.fspath(local), local_keep)
+        self._ladder = Ladder(self._url, self._ranks, self._local)
         self._job: Optional[str] = None
         self._agent: Any = None
         self._staging: Optional[Staging] = None
@@ -166,7 +174,9 @@ class Checkpointer:
 
         Where the agents of this job's killed processes still hold a step that all ranks had sealed, that is the newest:
         it is copied out of their memory, every byte checked, and the store is only asked whether the job was started
-        elsewhere meanwhile. `restored` tells where the step came from.
+        elsewhere meanwhile. Next come the copies on the local disk (`local`), unless the store has a newer step; a step
+        that was still on its way to the store is brought there once this start saves. `restored` tells where the step
+        came from.
 
         With `only`, patterns (as of `fnmatch`) of names such as `model.encoder.*`, nothing else is read or changed, and
         may be missing on either side. Tensors go by their own names, values by theirs, and objects other than modules
@@ -221,21 +231,14 @@ class Checkpointer:
         def note(found: _native.Step) -> tuple[_native.Step, Optional[dict[str, Any]]]:
             return found, use(found)
 
-        used = self._inheritance.use(step, note)
-        try:
-            found, generators = used or with_step(self._url, step, self._ranks, note)
-        except CheckpointNotFound:
-            if self._inheritance.has_touched:
-                text = f"{self._url} holds no step, and the one in memory is damaged: the state may hold anything"
-                raise CheckpointCorrupt(text) from None
-            if step is None:
-                return None
-            raise
+        used = self._ladder.use(step, note)
+        if used is None:
+            return None
+        found, generators = used
         if generators is not None:
             set_rng_state(generators)
-        seconds, passed_over = time.monotonic() - begun, tuple(self._inheritance.passed_over)
-        rank, size = self._ranks.rank, found.bytes_read
-        self.restored = Restored(found.step, found.tier, rank, size, seconds, passed_over)
+        seconds, rank, size = time.monotonic() - begun, self._ranks.rank, found.bytes_read
+        self.restored = Restored(found.step, found.tier, rank, size, seconds, self._ladder.passed_over)
         self._past.append(self.restored)
         return found.step
 
@@ -306,12 +309,12 @@ class Checkpointer:
 
     def latest(self) -> Optional[int]:
         """The newest committed step, or None. Whether it is whole is seen when it is read."""
-        steps = newest_steps(self._url) if self._exists() else []
+        steps = newest_steps(self._url) if exists(self._url) else []
         return steps[0][0] if steps else None
 
     def steps(self) -> list[int]:
         """Every committed step, ascending."""
-        return sorted(step for step, _, _ in newest_steps(self._url)) if self._exists() else []
+        return sorted(step for step, _, _ in newest_steps(self._url)) if exists(self._url) else []
 
     def close(self) -> None:
         """Waits until every save is committed and the agent has ended. Raises what went wrong."""
@@ -326,14 +329,11 @@ class Checkpointer:
                 self._let_go(is_done=True)
                 self._notice.pass_on()
 
-    def _exists(self) -> bool:
-        return not self._url.startswith("file://") or os.path.isdir(self._url[len("file://") :])
-
     def _let_go(self, is_done: bool = False) -> None:
         """Ends the session. Unless the job is done, the agent keeps what it holds for a while."""
         self._is_closed = True
         self._notice.release()
-        self._inheritance.leave()
+        self._ladder.arena.leave()
         if self._staging is not None:
             staging, self._staging = self._staging, None
             staging.snapshot.join()
@@ -528,11 +528,14 @@ class Checkpointer:
             steps = f" and saves steps {lost}" if lost else ""
             warnings.warn(text + steps, CheckpointWarning, stacklevel=4)
         make_directory(self._url)
-        predecessor = self._inheritance.take()
+        arena = self._ladder.arena
+        predecessor = arena.take()
         if predecessor is not None:
-            self._session.adopt(predecessor, self._inheritance.is_used)
+            self._session.adopt(predecessor, arena.is_used)
         if self._linger_s > 0:
-            self._session.set_linger(self._inheritance.place(self._ranks.rank), self._linger_s)
+            self._session.set_linger(arena.place(self._ranks.rank), self._linger_s)
+        if self._local is not None:
+            self._local.announce(self._session, self._nonce)
         fd, self._agent = start_agent(self._agent_log)
         self._session.connect(fd)
 
@@ -543,6 +546,8 @@ class Checkpointer:
 
         def begin() -> str:
             make_directory(self._url)
+            if self._local is not None:
+                self._local.begin(self._start[0])
             return _native.begin_job(self._url, *self._start)
 
         self._join(self._ranks.first("begin the job", begin))

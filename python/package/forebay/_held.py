@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Callable, Literal, Optional, TypeVar
+from typing import Any, Callable, Optional, TypeVar
 
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointError, CheckpointWarning
 from ._loading import use_together
 from ._ranks import Ranks
+from ._url import digest, store_name
 
 T = TypeVar("T")
 
-_PATIENCE_S = 5.0
+PATIENCE_S = 5.0
 """How long the store may take to say whether the job was started elsewhere; it may be what is out of reach."""
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a restore did."""
-
-    step: int
-    """The step."""
-    tier: Literal["arena", "store"]
-    """Where it was read: `arena`, the memory that a killed process left with its agent, or `store`."""
-    rank: int
-    """Whose restore it was."""
-    bytes: int
-    """Bytes read into this rank's state."""
-    seconds: float
-    """How long it took."""
-    passed_over: tuple[str, ...]
-    """Why a nearer tier was not used, where it had something."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same, as plain data."""
-        return {"act": "restore", **dataclasses.asdict(self)}
 
 
 def newest_common(held: Sequence[Sequence[Any]]) -> Optional[_native.Named]:
@@ -70,9 +45,13 @@ class Inheritance:
 
     def place(self, rank: int) -> str:
         """Where the agent of a rank is found."""
-        endpoints = [os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")]
-        text = json.dumps([os.getuid(), self._url, endpoints, rank, self._ranks.world_size])
-        return "forebay-arena-" + hashlib.sha256(text.encode()).hexdigest()[:32]
+        return "forebay-arena-" + digest(os.getuid(), store_name(self._url), rank, self._ranks.world_size)
+
+    @property
+    def start(self) -> Optional[str]:
+        """The nonce of the start that this rank's served, if there is one."""
+        own = self._look()
+        return None if own is None else own.start
 
     def use(self, step: Optional[int], use: Callable[[_native.Step], T]) -> Optional[T]:
         """Calls `use` with the newest step that all ranks' agents hold, or with `step`; all ranks do, or none.
@@ -87,7 +66,8 @@ class Inheritance:
             if any(word["held"] for word in words):
                 self.passed_over.append("arena: not all ranks hold the step")
             return None
-        newest = self._ranks.first("look for later starts", lambda: _native.newest_start(self._url, _PATIENCE_S))
+        store = self._ranks.first("look for later starts", lambda: _native.survey(self._url, PATIENCE_S))
+        newest = None if store is None else store[0]
         if newest is not None and newest not in [word["start"] for word in words]:
             self.passed_over.append("arena: the job was started elsewhere since")
             return None
@@ -96,8 +76,8 @@ class Inheritance:
         except CheckpointCorrupt as error:
             self.has_touched = True
             self.passed_over.append(f"arena: {error}")
-            text = f"{self._url}: step {common[1]} in memory is not used, the store is: {error}"
-            warnings.warn(text, CheckpointWarning, stacklevel=4)
+            text = f"{self._url}: step {common[1]} in memory is not used: {error}"
+            warnings.warn(text, CheckpointWarning, stacklevel=5)
             return None
         self.is_used = True
         return used

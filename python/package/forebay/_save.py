@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from . import _native
 from ._errors import CheckpointError, CheckpointMutated
@@ -53,18 +53,24 @@ class Save:
         return self._progress() in ("sealed", "durable")
 
     @property
+    def local(self) -> bool:
+        """Whether a copy of this rank's part is on the local disk (`local=`)."""
+        return self._native is not None and self._native.times[1] is not None
+
+    @property
     def durable(self) -> bool:
         """Whether it is committed in the store."""
         return self._progress() == "durable"
 
     def timeline(self) -> dict[str, Any]:
         """What it took so far, as plain data: bytes of this rank's part, and seconds since it was begun until `step`
-        returned, and until it was staged, sealed, stored (this rank's part is in the store) and durable.
+        returned, and until it was staged, sealed, local (this rank's part is on the local disk), stored (it is in the store)
+        and durable.
 
         None for what did not happen yet, as far as this process heard (`wait_durable` hears all), or is not known.
         """
-        times = (None, None, None) if self._native is None else self._native.times
-        names = ("returned_s", "staged_s", "sealed_s", "stored_s", "durable_s")
+        times = (None, None, None, None) if self._native is None else self._native.times
+        names = ("returned_s", "staged_s", "sealed_s", "local_s", "stored_s", "durable_s")
         moments = zip(names, (self._returned_at, self._staged_at, *times))
         seconds = {name: None if moment is None else round(moment - self._begun, 6) for name, moment in moments}
         failed = None if self._failure is None else str(self._failure)
@@ -84,19 +90,24 @@ class Save:
 
     def wait_sealed(self, timeout: Optional[float] = None) -> bool:
         """Waits until the agent has it; False when `timeout` seconds passed first."""
-        return self._wait(("sealed", "durable"), timeout)
+        return self._wait(lambda: self.sealed, timeout)
+
+    def wait_local(self, timeout: Optional[float] = None) -> bool:
+        """Waits until a copy of this rank's part is on the local disk; False when `timeout` seconds passed first, or it was
+        committed in the store without one."""
+        return self._wait(lambda: self.local or self.durable, timeout) and self.local
 
     def wait_durable(self, timeout: Optional[float] = None) -> bool:
         """Waits until it is committed in the store; False when `timeout` seconds passed first."""
-        return self._wait(("durable",), timeout)
+        return self._wait(lambda: self.durable, timeout)
 
-    def _wait(self, until: tuple[str, ...], timeout: Optional[float]) -> bool:
+    def _wait(self, happened: Callable[[], bool], timeout: Optional[float]) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._owner._stage(deadline):
             return False
         while True:
             self._raise_if_failed()
-            if self._progress() in until:
+            if happened():
                 return True
             left = TICK_S if deadline is None else min(TICK_S, deadline - time.monotonic())
             if left < 0:

@@ -39,9 +39,8 @@ fn state_of(name: &str, save: u64, step: u64, fills: &[u8]) -> Save {
     let slices = fills.iter().enumerate().map(slice).collect();
     let shape = vec![(fills.len() * SLICE) as u64];
     let tensors = vec![Tensor { name: name.into(), dtype: "uint8".into(), shape, slices }];
-    let (size, header, extras) = (slot.len() as u64, HEADER as u64, Vec::new());
-    let seal = Seal { save, arena: 1, slot: 0, size, header, step, created_ms: 0, tensors, extras };
-    Save { seal: Arc::new(seal), slot: slot.into(), is_first: true }
+    let seal = Seal::of_test(save, step, &slot, HEADER, tensors);
+    Save { seal: Arc::new(seal), slot: slot.into(), is_first: true, local: None }
 }
 
 fn state(step: u64, fills: &[u8]) -> Save {

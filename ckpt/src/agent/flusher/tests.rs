@@ -17,7 +17,14 @@ pub(super) fn start() -> Start {
 }
 
 fn hello() -> Hello {
-    Hello { url: "s3://unused".into(), start: start(), keep: Keep::default(), member: None, linger: None }
+    Hello {
+        url: "s3://unused".into(),
+        start: start(),
+        keep: Keep::default(),
+        member: None,
+        linger: None,
+        local: None,
+    }
 }
 
 /// A trainer who listens at the other end of the stream.
@@ -43,15 +50,13 @@ pub(super) fn sealed(step: u64, length: usize) -> Save {
     };
     let (dtype, shape) = ("uint8".to_owned(), vec![length as u64]);
     let tensors = vec![Tensor { name: "t".into(), dtype, shape, slices: vec![slice] }];
-    let (size, header) = (slot.len() as u64, header as u64);
-    let extras = Vec::new();
-    let seal = Seal { save: step, arena: 1, slot: 0, size, header, step, created_ms: 0, tensors, extras };
-    Save { seal: Arc::new(seal), slot: slot.into(), is_first: true }
+    let seal = Seal::of_test(step, step, &slot, header, tensors);
+    Save { seal: Arc::new(seal), slot: slot.into(), is_first: true, local: None }
 }
 
 /// What flushes into `bucket`, as the start that `run` records.
 pub(super) fn flusher(bucket: &Bucket, run: &Run, trainer: Trainer) -> Flusher {
-    let mut flusher = Flusher::new(hello(), trainer);
+    let mut flusher = Flusher::new(hello(), trainer, None);
     flusher.target = Some((bucket.clone(), run.clone()));
     flusher
 }

@@ -1,0 +1,160 @@
+//! Which copies count, which go, and what damage leads to.
+
+use super::*;
+use crate::arena::Seal;
+use crate::manifest::{Checksum, Identity, Slice, SliceKind, Tensor};
+use crate::region::Region;
+use crate::restore::{Target, read_tensors};
+
+const HEADER: usize = 4096;
+const LENGTH: usize = 1000;
+
+fn start(number: u32) -> String {
+    format!("{number:08x}{:024}", 0)
+}
+
+fn named(number: u32, step: u64) -> HeldStep {
+    HeldStep { start: start(number), step }
+}
+
+/// A rank's part of a step: its half of a tensor, filled with the step's number.
+fn part(name: &HeldStep, rank: u32) -> (Held, Bytes) {
+    let mut shard = vec![b' '; HEADER];
+    shard.extend(vec![name.step as u8; LENGTH]);
+    let offsets = vec![u64::from(rank) * LENGTH as u64];
+    let crc32c = Checksum(forebay_core::crc32c(&shard[HEADER..]));
+    let (kind, lengths, blake3) = (SliceKind::Flat, vec![LENGTH as u64], Identity::UNKNOWN);
+    let (start, end) = (HEADER as u64, shard.len() as u64);
+    let slices = vec![Slice { kind, offsets, lengths, shard: 0, start, end, crc32c, blake3 }];
+    let tensor = Tensor { name: "t".into(), dtype: "uint8".into(), shape: vec![2 * LENGTH as u64], slices };
+    let seal = Seal::of_test(name.step, name.step, &shard, HEADER, vec![tensor]);
+    (Held { start: name.start.clone(), rank, world_size: 2, seal }, shard.into())
+}
+
+async fn put(local: &Local, name: &HeldStep, ranks: &[u32]) {
+    for rank in ranks {
+        let (held, shard) = part(name, *rank);
+        local.put(&held, &shard).await.expect("put");
+    }
+}
+
+async fn open() -> (tempfile::TempDir, Local) {
+    let directory = tempfile::tempdir().expect("directory");
+    let local = Local::open(&directory.path().display().to_string()).await.expect("open");
+    (directory, local)
+}
+
+async fn steps(local: &Local) -> Vec<(HeldStep, bool)> {
+    let found = local.look().await.expect("look");
+    found.steps.into_iter().map(|step| (step.name, step.is_durable)).collect()
+}
+
+async fn shards(local: &Local) -> usize {
+    local.0.list("shards").try_collect::<Vec<_>>().await.expect("list").len()
+}
+
+#[tokio::test]
+async fn steps_of_all_ranks_and_of_starts_that_went_on_count() {
+    let (_directory, local) = open().await;
+    assert_eq!(local.look().await.expect("nothing yet"), Found::default());
+    local.begin(&[start(1)]).await.expect("begin");
+    put(&local, &named(1, 8), &[0, 1]).await;
+    put(&local, &named(1, 9), &[0, 1]).await;
+    local.mark_durable(&named(1, 8), 1, 2).await.expect("mark");
+    // A later start that went back to step 8, and was cut off in its second save.
+    local.begin(&[start(1), start(2)]).await.expect("begin");
+    put(&local, &named(2, 5), &[0, 1]).await;
+    put(&local, &named(2, 6), &[1]).await;
+    local.mark_durable(&named(2, 6), 1, 2).await.expect("mark");
+    let (new, old) = ((named(2, 5), false), [(named(1, 9), false), (named(1, 8), true)]);
+    assert_eq!(steps(&local).await, [&[new.clone()][..], &old].concat());
+    assert_eq!(local.manifest(&named(2, 6)).await.expect_err("half").kind(), ErrorKind::Corrupt);
+    // One that did not go on from here.
+    local.begin(&[start(3)]).await.expect("begin");
+    assert_eq!(steps(&local).await, []);
+}
+
+#[tokio::test]
+async fn so_many_whole_steps_stay_and_what_is_newer() {
+    let (_directory, local) = open().await;
+    let starts = [start(1), start(2)];
+    local.begin(&starts).await.expect("begin");
+    put(&local, &named(7, 100), &[0, 1]).await;
+    for step in 1..=3 {
+        put(&local, &named(1, step), &[0, 1]).await;
+    }
+    put(&local, &named(2, 2), &[0, 1]).await;
+    put(&local, &named(2, 3), &[0]).await;
+    local.prune(&starts, 2).await.expect("prune");
+    assert_eq!(steps(&local).await, [(named(2, 2), false), (named(1, 3), false)]);
+    assert_eq!((shards(&local).await, local.notes().await.expect("notes").len()), (5, 5));
+    local.prune(&starts, 9).await.expect("prune");
+    assert_eq!(shards(&local).await, 5, "fewer than may stay");
+    local.prune(&starts, 0).await.expect("prune");
+    assert_eq!((steps(&local).await, shards(&local).await), (vec![(named(2, 2), false)], 3), "one stays");
+}
+
+#[test]
+fn copies_are_read_and_damage_is_found() {
+    let runtime = tokio::runtime::Runtime::new().expect("runtime");
+    let (directory, local) = runtime.block_on(open());
+    let name = named(1, 4);
+    runtime.block_on(async {
+        local.begin(&[start(1)]).await.expect("begin");
+        put(&local, &name, &[0, 1]).await;
+    });
+    let read = || -> Result<Vec<u8>> {
+        let manifest = runtime.block_on(local.manifest(&name))?;
+        let mut bytes = vec![0; 2 * LENGTH];
+        let region = Region::whole(&[2 * LENGTH as u64]);
+        let targets = vec![Target { tensor: 0, region, bytes: &mut bytes }];
+        read_tensors(runtime.handle(), local.bucket(), &manifest, targets, 1).map(|()| bytes)
+    };
+    assert_eq!(read().expect("sound"), vec![4; 2 * LENGTH]);
+    let (held, shard) = runtime.block_on(local.part(&name, 1, 2)).expect("a part");
+    assert_eq!((held, shard), part(&name, 1));
+    let error = runtime.block_on(local.part(&name, 1, 4)).expect_err("of another size of job");
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+    let seal = NoteKey::of(&name, 1, 2, false).object();
+    for (key, count) in [(part(&name, 1).0.key().object(), 300), (seal, 300), (ObjectKey::new(STARTS), 300)] {
+        let path = directory.path().join(key.as_str());
+        let whole = std::fs::read(&path).expect("read");
+        for at in (0..whole.len()).step_by(whole.len().div_ceil(count)) {
+            let mut damaged = whole.clone();
+            damaged[at] ^= 1 << (at % 8);
+            std::fs::write(&path, damaged).expect("write");
+            let error = match key.as_str() == STARTS {
+                true => runtime.block_on(local.look()).expect_err("damaged"),
+                false => read().expect_err("damaged"),
+            };
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "{key} byte {at}: {error}");
+        }
+        std::fs::write(&path, &whole[..whole.len() - 1]).expect("cut");
+        assert!(key.as_str() == STARTS || read().is_err(), "{key} was cut");
+        std::fs::write(&path, whole).expect("write");
+    }
+    assert_eq!(read().expect("sound again"), vec![4; 2 * LENGTH]);
+}
+
+#[test]
+fn names_and_framing_are_pinned() {
+    let name = named(0x0a1b_2c3d, 500);
+    let key = NoteKey::of(&name, 12, 16, false).object();
+    assert_eq!(key.as_str(), "seals/00000000000000000500/0a1b2c3d/000012-000016.json");
+    let durable = NoteKey::of(&name, 12, 16, true).object();
+    assert_eq!(durable.as_str(), "seals/00000000000000000500/0a1b2c3d/000012-000016.durable");
+    for key in [key, durable] {
+        assert_eq!(NoteKey::parse(&key).expect("a note").object(), key);
+    }
+    for other in ["seals/5/0a1b2c3d/000012-000016.json", "seals/x", "starts", "seals/a/b/c.d"] {
+        assert!(NoteKey::parse(&ObjectKey::new(other)).is_none(), "{other}");
+    }
+    let shard = part(&name, 12).0.key().object();
+    let start = "shards/00000000000000000500/0000000001-0a1b2c3d";
+    assert_eq!(shard.as_str(), format!("{start}/000012-000500-00000000.safetensors"));
+    let starts = write_local(&["ab"]).expect("encode");
+    let hash = blake3::hash(br#"["ab"]"#).to_hex();
+    let text =
+        format!(r#"{{"format":"forebay-checkpoint-local","version":1,"blake3":"{hash}","body":["ab"]}}"#);
+    assert_eq!(starts, text + "\n");
+}

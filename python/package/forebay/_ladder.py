@@ -1,0 +1,78 @@
+"""Where a restore looks, nearest first: memory that killed processes left, this host's disk, the store."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Callable, Literal, Optional, TypeVar
+
+from . import _native
+from ._errors import CheckpointCorrupt, CheckpointNotFound
+from ._held import Inheritance
+from ._loading import with_step
+from ._local import LocalCopies
+from ._ranks import Ranks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restore did."""
+
+    step: int
+    """The step."""
+    tier: Literal["arena", "local", "store"]
+    """Where it was read: `arena`, the memory that a killed process left with its agent, `local`, a copy on this host's
+    disk, or `store`."""
+    rank: int
+    """Whose restore it was."""
+    bytes: int
+    """Bytes read into this rank's state."""
+    seconds: float
+    """How long it took."""
+    passed_over: tuple[str, ...]
+    """Why a nearer tier was not used, where it had something."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same, as plain data."""
+        return {"act": "restore", **dataclasses.asdict(self)}
+
+
+class Ladder:
+    """The tiers that a job restores from."""
+
+    def __init__(self, url: str, ranks: Ranks, local: Optional[LocalCopies]) -> None:
+        self._url = url
+        self._ranks = ranks
+        self._local = local
+        self.arena = Inheritance(url, ranks)
+        self.passed_over: tuple[str, ...] = ()
+        """Why nearer tiers were not used by the last `use`, where they had something."""
+
+    def use(self, step: Optional[int], use: Callable[[_native.Step], T]) -> Optional[T]:
+        """Calls `use` with the newest step that all ranks can get from any tier, or with `step`, out of the nearest one
+        whose copy is whole on all ranks; None when there is no step at all.
+
+        Raises as `with_step` does.
+        """
+        local = self._local
+        used = self.arena.use(step, use)
+        passed_over, has_touched = self.arena.passed_over, self.arena.has_touched
+        if local is not None and used is not None:
+            local.follow(self.arena.start)
+        elif local is not None:
+            used = local.use(step, use)
+            passed_over, has_touched = passed_over + local.passed_over, has_touched or local.has_touched
+        self.passed_over = tuple(passed_over)
+        if used is not None:
+            return used
+        try:
+            return with_step(self._url, step, self._ranks, use)
+        except CheckpointNotFound:
+            if has_touched:
+                text = f"{self._url} holds no step, and nearer copies of one are damaged: the state may hold anything"
+                raise CheckpointCorrupt(text) from None
+            if step is None:
+                return None
+            raise

@@ -1,0 +1,119 @@
+"""The copies that agents keep on this host's disk."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any, Callable, Optional, TypeVar
+
+from . import _native
+from ._errors import CheckpointCorrupt, CheckpointError, CheckpointInvalid, CheckpointWarning
+from ._held import PATIENCE_S
+from ._loading import use_together
+from ._ranks import Ranks
+from ._url import digest, store_name
+
+T = TypeVar("T")
+
+
+class LocalCopies:
+    """A directory of this host that has the newest steps of a job, all its ranks' parts of them."""
+
+    def __init__(self, url: str, ranks: Ranks, directory: str, keep: int) -> None:
+        self._url = url
+        self._ranks = ranks
+        self._keep = keep
+        self._directory = os.path.join(os.path.abspath(directory), digest(store_name(url)))
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+        except OSError as error:
+            raise CheckpointInvalid(f"local={directory!r} is no place for copies: {error}") from error
+        self._starts: list[str] = []
+        self._resumes: Optional[_native.Named] = None
+        self._has_begun = False
+        self.passed_over: list[str] = []
+        """Why the last `use` used nothing, or not the newest."""
+        self.has_touched = False
+        """Whether the last `use` may have left something in the state that it did not use."""
+
+    def use(self, step: Optional[int], use: Callable[[_native.Step], T]) -> Optional[T]:
+        """Calls `use` with the newest step that all ranks find whole there, or with `step`; all ranks do, or none.
+
+        None where there is none, the store has a newer one, the job was started elsewhere since, or all are damaged, which
+        is a warning.
+        """
+        self.passed_over, self.has_touched = [], False
+        self._starts, self._resumes = [], None
+        words = self._ranks.gather("look for local copies", self._look)
+        starts: list[str] = words[0]["starts"]
+        common = [entry for entry in words[0]["steps"] if all(_has(word, entry) for word in words[1:])]
+        if step is not None:
+            common = [entry for entry in common if entry[0][1] == step]
+        if not common:
+            return None
+        store = self._ranks.first("look at the store", lambda: _native.survey(self._url, PATIENCE_S))
+        if store is not None and store[0] is not None and store[0] not in starts:
+            self.passed_over.append("local: the job was started elsewhere since")
+            return None
+        for (start, number), is_durable in common:
+            reason = None if store is None else _reason_against(starts, start, number, is_durable, store[1], step)
+            if reason is not None:
+                self.passed_over.append(f"local: {reason}")
+                return None
+            named = (start, number)
+            try:
+                used = use_together(self._ranks, lambda: use(_native.open_local(self._directory, named)))
+            except CheckpointCorrupt as error:
+                self.has_touched = True
+                self.passed_over.append(f"local: {error}")
+                text = f"{self._url}: step {number} on the local disk is not used: {error}"
+                warnings.warn(text, CheckpointWarning, stacklevel=5)
+                continue
+            self._starts, self._resumes = starts, None if is_durable else named
+            return used
+        return None
+
+    def follow(self, start: Optional[str]) -> None:
+        """Goes on from the copies of a start that ended, whose memory was used."""
+        starts = self._look()["starts"]
+        self._starts, self._resumes = starts if start in starts else [], None
+
+    def begin(self, nonce: str) -> None:
+        """Makes the copies those of the start of that nonce, before it takes its number: by then others are stale."""
+        try:
+            _native.begin_local(self._directory, [*self._starts, nonce])
+        except CheckpointError as error:
+            # The agents try again, and tell.
+            warnings.warn(f"copies on the local disk: {error}", CheckpointWarning, stacklevel=6)
+
+    def announce(self, session: _native.Session, nonce: str) -> None:
+        """Has the agent of a session keep copies there."""
+        if not self._has_begun:
+            self._has_begun = True
+            session.set_local(self._directory, self._keep, [*self._starts, nonce], self._resumes)
+
+    def _look(self) -> dict[str, Any]:
+        try:
+            starts, steps = _native.look_local(self._directory)
+        except CheckpointError as error:
+            # Of no use then, and no reason not to train.
+            warnings.warn(f"copies on the local disk are not used: {error}", CheckpointWarning, stacklevel=6)
+            return {"starts": [], "steps": []}
+        return {"starts": starts, "steps": [[list(name), is_durable] for name, is_durable in steps]}
+
+
+def _has(word: dict[str, Any], entry: list[Any]) -> bool:
+    return any(other[0] == entry[0] for other in word["steps"])
+
+
+def _reason_against(
+    starts: list[str], start: str, number: int, is_durable: bool, store: list[tuple[str, int]], step: Optional[int]
+) -> Optional[str]:
+    """Why a copy is not used where the store has these steps; None where it may be."""
+    places = {nonce[:8]: place for place, nonce in enumerate(starts)}
+    if is_durable and [start[:8], number] not in [list(entry) for entry in store]:
+        return f"step {number} was deleted from the store"
+    theirs = [(places[attempt], there) for attempt, there in store if attempt in places and step in (None, there)]
+    if theirs and (places[start[:8]], number) < max(theirs):
+        return f"the store has a newer step {max(theirs)[1]}"
+    return None
