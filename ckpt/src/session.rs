@@ -6,6 +6,7 @@
 //! becomes this session's, its sealed steps stay until newer ones took their place.
 
 use std::collections::VecDeque;
+use std::num::NonZeroU64;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -161,6 +162,11 @@ impl Session {
     /// Has the agent hold sealed steps for so long after this process was killed; said before it is greeted.
     pub fn set_linger(&mut self, linger: Option<Linger>) {
         self.hello.linger = linger;
+    }
+
+    /// Has the agent send no more than so many bytes a second; said before it is greeted.
+    pub fn set_flush_rate(&mut self, bytes_per_second: NonZeroU64) {
+        self.hello.flush_rate = Some(bytes_per_second);
     }
 
     /// Has the agent keep copies on this host's disk; said before it is greeted.

@@ -1,5 +1,6 @@
 //! Saving: the trainer's session, its snapshots and saves, and the agent's process.
 
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -12,6 +13,7 @@ use forebay_ckpt::manifest::{Encoding, Extra, SliceKind};
 use forebay_ckpt::region::Region;
 use forebay_ckpt::session::{self, Progress};
 use forebay_ckpt::shard::TensorSpec;
+use forebay_core::units::parse_bytes;
 use forebay_core::{Error, Result};
 use forebay_io::device::DeviceBytes;
 use parking_lot::Mutex;
@@ -79,20 +81,23 @@ impl Session {
     ) -> Self {
         let start = Start { nonce, host, pid, started_ms };
         let keep = Keep { newest: keep, every: keep_every };
-        Self(Mutex::new(session::Session::new(Hello {
-            url,
-            start,
-            keep,
-            member: None,
-            linger: None,
-            local: None,
-        })))
+        Self(Mutex::new(session::Session::new(Hello::new(url, start, keep))))
     }
 
     /// Has the agent hold sealed steps for so many seconds after this process was killed, to be found at `place`.
     fn set_linger(&self, py: Python<'_>, place: String, seconds: f64) {
         let for_ms = patience(seconds).as_millis().min(u128::from(u64::MAX)) as u64;
         py.detach(|| self.0.lock().set_linger(Some(Linger { place, for_ms })));
+    }
+
+    /// Has the agent send no more than so many bytes a second, given as a number with or without a unit.
+    fn set_flush_rate(&self, py: Python<'_>, rate: &str) -> PyResult<()> {
+        let bytes = parse_bytes(rate).and_then(|bytes| {
+            NonZeroU64::new(bytes).ok_or_else(|| Error::invalid("a flush rate of 0 would send nothing"))
+        });
+        let bytes = bytes.map_err(|error| error.context("flush_rate")).or_raise()?;
+        py.detach(|| self.0.lock().set_flush_rate(bytes));
+        Ok(())
     }
 
     /// Has the agent keep copies of the `keep` newest steps in `directory`. `starts` are the nonces of this start and those

@@ -34,6 +34,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", place], check=True)
 
 
+def test_a_flush_rate_is_a_size_and_more_than_nothing(tmp_path: Path) -> None:
+    for rate in ("fast", "0", 0, -1):
+        with pytest.raises(forebay.CheckpointInvalid, match="flush_rate"):
+            forebay.Checkpointer(tmp_path, flush_rate=rate)
+    with forebay.Checkpointer(tmp_path, flush_rate="1GiB") as checkpointer:
+        checkpointer.save_now(1, {"t": torch.zeros(MIB)}).wait_durable()
+        assert checkpointer.steps() == [1]
+
+
 @pytest.mark.parametrize("mib", [6, 12])
 def test_a_full_disk_is_told_and_harms_no_step(small_disk: Path, mib: int) -> None:
     # In one PUT and in parts.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
-use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
+use forebay_io::object::{Bucket, BucketUrl, Rate, StoreSettings};
 use tokio::sync::{mpsc, oneshot};
 
 use super::disk;
@@ -179,7 +179,8 @@ impl Flusher {
 
     /// Tries a save until it is committed, refused, or the store stayed away too long; gives the bytes uploaded.
     pub(super) async fn flush(&mut self, save: &Save) -> Result<u64> {
-        let deadline = self.clock.now() + GIVE_UP_AFTER;
+        // From the first failure on: an upload that works is never cut.
+        let mut deadline = None;
         let mut pause = Duration::from_millis(500);
         let mut progress = Progress::default();
         let outcome = loop {
@@ -187,7 +188,8 @@ impl Flusher {
                 Err(error) if error.kind() == ErrorKind::Unavailable => error,
                 other => break other.flatten(),
             };
-            if self.clock.now() + pause > deadline {
+            let now = self.clock.now();
+            if now + pause > *deadline.get_or_insert(now + GIVE_UP_AFTER) {
                 break Err(error);
             }
             let message = format!("step {}: {error}; trying again", save.seal.step);
@@ -244,7 +246,10 @@ impl Flusher {
     /// Opens the bucket and takes an incarnation.
     async fn open(&mut self) -> Result<()> {
         let url: BucketUrl = self.hello.url.parse()?;
-        let bucket = Bucket::open(&url, &StoreSettings::default()).await?;
+        let mut bucket = Bucket::open(&url, &StoreSettings::default()).await?;
+        if let Some(bytes_per_second) = self.hello.flush_rate {
+            bucket = bucket.with_rate(&Rate::new(bytes_per_second, self.clock.clone()));
+        }
         let run = match (&self.heir_of, &mut self.hello.member) {
             (Some(start), member) => {
                 let absent = || Error::new(ErrorKind::NotFound, format!("{url} never heard of its start"));

@@ -4,6 +4,8 @@
 //! to the agent from `Seal` or `SealAgain` to the `Durable` or `Failed` of that save, and to the trainer otherwise; before the trainer
 //! writes into it again, it has the agent forget what it held.
 
+use std::num::NonZeroU64;
+
 use forebay_core::{Error, ErrorKind};
 use forebay_io::clock::Clock;
 use serde::{Deserialize, Serialize};
@@ -25,11 +27,18 @@ pub struct Hello {
     pub member: Option<Member>,
     /// What becomes of the sealed steps in memory when the trainer is killed; none lets them go.
     pub linger: Option<Linger>,
+    /// Bytes a second that the agent sends at most; none sends as fast as it can.
+    pub flush_rate: Option<NonZeroU64>,
     /// Where copies are kept on this host's disk, if they are.
     pub local: Option<LocalTier>,
 }
 
 impl Hello {
+    /// That of a trainer which saves alone, with nothing else asked for.
+    pub fn new(url: String, start: Start, keep: Keep) -> Self {
+        Self { url, start, keep, member: None, linger: None, flush_rate: None, local: None }
+    }
+
     /// This rank, and ranks in all.
     pub(super) fn place(&self) -> (u32, u32) {
         self.member.as_ref().map_or((0, 1), |member| (member.rank, member.world_size))

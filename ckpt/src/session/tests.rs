@@ -53,7 +53,7 @@ impl Fixture {
         let nonce = format!("{:08x}{:024}", self.starts, 0);
         let start = Start { nonce, host: "host".into(), pid: 7, started_ms: 0 };
         let keep = Keep { newest: keep, every: None };
-        Session::new(Hello { url: self.url(), start, keep, member: None, linger: None, local: None })
+        Session::new(Hello::new(self.url(), start, keep))
     }
 
     fn steps(&self) -> Vec<(u64, u64, bool)> {
@@ -322,14 +322,7 @@ impl Pair {
         let session = |rank| {
             let member = Member { run: run.clone(), rank, world_size: 2 };
             let keep = Keep { newest: Some(1), every: None };
-            let hello = Hello {
-                url: fixture.url(),
-                start: start.clone(),
-                keep,
-                member: None,
-                linger: None,
-                local: None,
-            };
+            let hello = Hello::new(fixture.url(), start.clone(), keep);
             let mut session = Session::new(hello);
             session.join(member);
             let agent = attach(&mut session);

@@ -15,7 +15,7 @@ use super::counters::Meter;
 use super::error::convert;
 use super::front::{Front, pages};
 use super::key::{address, directory_prefix};
-use super::layer::{Delay, Faults};
+use super::layer::{Delay, Faults, Rate};
 use super::request::{DELETE_LIMIT, ListRequest, Reply, Request, Shared, UploadId};
 use super::stack::Stack;
 use super::types::{Leftover, Unfinished, put_mode};
@@ -120,6 +120,11 @@ impl Bucket {
     /// The same bucket made slow, for tests.
     pub fn with_delay(&self, delay: Delay) -> Self {
         self.derive(|stack| stack.delay = Some(delay))
+    }
+
+    /// The same bucket, whose handles that were given `rate` together send no more than that.
+    pub fn with_rate(&self, rate: &Rate) -> Self {
+        self.derive(|stack| stack.rate = Some(rate.clone()))
     }
 
     /// Where this bucket is.

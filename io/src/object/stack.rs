@@ -6,7 +6,9 @@ use tokio::sync::Semaphore;
 
 use super::StoreSettings;
 use super::counters::Meter;
-use super::layer::{Delay, Delayed, Failing, Faults, Instrument, Limit, Patience, ReadOnly, Retry, Retrying};
+use super::layer::{
+    Delay, Delayed, Failing, Faults, Instrument, Limit, Patience, Rate, Rated, ReadOnly, Retry, Retrying,
+};
 use super::request::Shared;
 use crate::rng::Rng;
 use crate::task::TaskGroup;
@@ -22,6 +24,7 @@ pub(super) struct Stack {
     pub(super) settings: StoreSettings,
     pub(super) faults: Option<Faults>,
     pub(super) delay: Option<Delay>,
+    pub(super) rate: Option<Rate>,
     pub(super) read_only: bool,
 }
 
@@ -31,7 +34,8 @@ impl Stack {
         let places = Arc::new(Semaphore::new(settings.max_in_flight.clamp(1, Semaphore::MAX_PERMITS)));
         let (meter, tasks, rng) = (Arc::default(), TaskGroup::new("bucket"), Rng::system());
         let settings = settings.clone();
-        Self { base, meter, places, tasks, rng, settings, faults: None, delay: None, read_only: false }
+        let (faults, delay, rate, read_only) = (None, None, None, false);
+        Self { base, meter, places, tasks, rng, settings, faults, delay, rate, read_only }
     }
 
     /// Bytes go through these from the last to the first.
@@ -48,6 +52,9 @@ impl Stack {
         let attempt_ms = (self.settings.deadline_ms / 3).max(1);
         service = Arc::new(Patience { next: service, attempt_ms });
         service = Arc::new(Limit { next: service, places: self.places.clone() });
+        if let Some(rate) = self.rate.clone() {
+            service = Arc::new(Rated { next: service, rate });
+        }
         service = Arc::new(Retry(Arc::new(Retrying {
             next: service,
             deadline_ms: self.settings.deadline_ms,

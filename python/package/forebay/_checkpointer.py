@@ -72,6 +72,8 @@ class Checkpointer:
         replicated: Patterns (as of `fnmatch`) of names of plain tensors that all ranks have alike, such as `ema.*`.
         ranks: This rank and how many there are; by default those of torch.distributed, or RANK and WORLD_SIZE of the
             environment. `(0, 1)` saves alone.
+        flush_rate: Bytes a second that each rank's agent sends to the store at most, such as `200MiB`; by default as fast as
+            it can.
         local: A directory of this host's disk, the same for all ranks, where the agent keeps copies of the newest steps: a
             restore reads them where memory is gone, and needs no store. By default none.
         local_keep: Steps that stay there; a directory needs room for one more.
@@ -103,14 +105,14 @@ class Checkpointer:
         agent_log: Optional[Union[str, "os.PathLike[str]"]] = None,
         replicated: Sequence[str] = (),
         ranks: Optional[tuple[int, int]] = None,
+        flush_rate: Optional[Union[int, str]] = None,
         local: Optional[Union[str, "os.PathLike[str]"]] = None,
         local_keep: int = 2,
         linger: Optional[float] = None,
         patience: float = 600.0,
     ) -> None:
         counts = {"every": every, "keep": keep, "keep_every": keep_every, "copy_threads": copy_threads}
-        counts["local_keep"] = local_keep
-        for name, value in counts.items():
+        for name, value in [*counts.items(), ("local_keep", local_keep)]:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it is at least 1, or None")
         if every_minutes is not None and not every_minutes > 0:
@@ -130,6 +132,8 @@ class Checkpointer:
         self._start = new_start()
         self._nonce: str = self._start[0]
         self._session = _native.Session(self._url, *self._start, keep, keep_every)
+        if flush_rate is not None:
+            self._session.set_flush_rate(str(flush_rate))
         self._devices = Devices(self._session)
         self._replicated = tuple(replicated)
         self._ranks = Ranks(self._url, ranks, patience)
@@ -231,10 +235,9 @@ class Checkpointer:
         def note(found: _native.Step) -> tuple[_native.Step, Optional[dict[str, Any]]]:
             return found, use(found)
 
-        used = self._ladder.use(step, note)
-        if used is None:
+        found, generators = self._ladder.use(step, note) or (None, None)
+        if found is None:
             return None
-        found, generators = used
         if generators is not None:
             set_rng_state(generators)
         seconds, rank, size = time.monotonic() - begun, self._ranks.rank, found.bytes_read

@@ -102,6 +102,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         keep_every: As for `Checkpointer`.
         allow_pickle: As for `Checkpointer`.
         agent_log: As for `Checkpointer`.
+        flush_rate: As for `Checkpointer`.
 
     Host memory: two copies of what this rank writes.
     """
@@ -115,9 +116,11 @@ class Writer(StorageWriter):  # type: ignore[misc]
         keep_every: Optional[int] = None,
         allow_pickle: bool = False,
         agent_log: Optional[Union[str, "os.PathLike[str]"]] = None,
+        flush_rate: Optional[Union[int, str]] = None,
     ) -> None:
         self._url = bucket_url(url)
         self._options: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "agent_log": agent_log}
+        self._options["flush_rate"] = flush_rate
         self._allow_pickle = allow_pickle
         self._next = step
         self._is_coordinator = True

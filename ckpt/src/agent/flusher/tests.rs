@@ -17,14 +17,7 @@ pub(super) fn start() -> Start {
 }
 
 fn hello() -> Hello {
-    Hello {
-        url: "s3://unused".into(),
-        start: start(),
-        keep: Keep::default(),
-        member: None,
-        linger: None,
-        local: None,
-    }
+    Hello::new("s3://unused".into(), start(), Keep::default())
 }
 
 /// A trainer who listens at the other end of the stream.
@@ -159,4 +152,28 @@ async fn a_start_keeps_its_number_when_the_answer_is_lost() {
         assert_eq!(begin_run(&bucket, other).await.expect("run").incarnation, 2);
         assert_eq!(superseded_by(&plain, &run).await.expect("newest").expect("newer").incarnation, 2);
     }
+}
+
+#[tokio::test]
+async fn an_agent_sends_no_faster_than_it_was_told() {
+    let directory = tempfile::tempdir().expect("directory");
+    let (rate, clock) = (1 << 20, Clock::manual());
+    let mut hello = Hello { url: format!("file://{}", directory.path().display()), ..hello() };
+    hello.flush_rate = std::num::NonZeroU64::new(rate);
+    let (trainer, _listener) = trainer();
+    let mut agent = Flusher::new(hello, trainer, None);
+    agent.clock = clock.clone();
+    // Three parts, and the notes around them.
+    let save = sealed(1, 20 << 20);
+    let flushed = tokio::select! {
+        flushed = agent.flush(&save) => flushed.expect("durable"),
+        () = async { loop { clock.advance(Duration::from_secs(1)); tokio::time::sleep(Duration::from_millis(5)).await; } } =>
+            unreachable!("the clock runs for ever"),
+    };
+    let Some((bucket, _)) = &agent.target else { panic!("it opened the bucket") };
+    let counters = bucket.counters();
+    let sent = counters.of(OperationKind::Part).bytes + counters.of(OperationKind::Put).bytes;
+    assert!(flushed == save.seal.size && sent > flushed && counters.of(OperationKind::Part).requests == 3);
+    let longest = 8 << 20;
+    assert!(clock.now().since_boot().as_secs() >= (sent - longest) / rate, "{:?}", clock.now());
 }

@@ -1,4 +1,4 @@
-//! Decorators of one trait. From the caller inwards: read-only, retry, limit, patience, instrument, delay, fail.
+//! Decorators of one trait. From the caller inwards: read-only, retry, rate, limit, patience, instrument, delay, fail.
 
 mod body;
 mod fail;
@@ -6,12 +6,14 @@ mod delay;
 mod instrument;
 mod patience;
 mod limit;
+mod rate;
 mod retry;
 mod read_only;
 mod prefix;
 
 pub use delay::Delay;
 pub use fail::{FaultMode, Faults, Gate};
+pub use rate::Rate;
 
 #[cfg(test)]
 pub(super) use body::map_body;
@@ -21,5 +23,6 @@ pub(super) use instrument::Instrument;
 pub(super) use limit::Limit;
 pub(super) use patience::Patience;
 pub(super) use prefix::Prefix;
+pub(super) use rate::Rated;
 pub(super) use read_only::ReadOnly;
 pub(super) use retry::{Retry, Retrying, TOKEN_ATTRIBUTE};
