@@ -9,8 +9,8 @@ the `Reader` reads what a `Checkpointer` saved. torch decides who writes which p
 each rank's parts to an agent and lets the step be committed once all of them are stored. What the ranks must agree on
 goes through torch's own collectives, so that they may be on any number of hosts.
 
-`async_save` stages with torch's own stagers: a `DefaultStager` that is kept over saves copies into the same memory each
-time. Values that are no tensors are stored as such, never as pickles, unless `allow_pickle` says so.
+`async_save` stages with torch's own stagers, or with a `Stager`, which copies straight into the memory that is uploaded.
+Values that are no tensors are stored as such, never as pickles, unless `allow_pickle` says so.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ from ._paths import Node, Path, flatten, nest
 from ._ranks import new_start, surroundings
 from ._save import Save
 from ._shares import Share
+from ._stager import Staged, Stager, box_of, is_stored
 from ._unflatten import Builder, Tensors
 from ._url import bucket_url, make_directory
 
-__all__ = ["Reader", "Writer"]
+__all__ = ["Reader", "Stager", "Writer"]
 
 CheckpointId = Union[int, str, "os.PathLike[str]", None]
 
@@ -130,6 +131,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._seen: Optional[_Part] = None
         self._checkpointer: Optional[Checkpointer] = None
         self._held: Optional[_Held] = None
+        self._staged: Optional[Staged] = None
 
     def __enter__(self) -> Writer:
         return self
@@ -142,7 +144,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         # `async_save` may save from a process of its own, which begins a job of its own.
-        return {**self.__dict__, "_planned": None, "_seen": None, "_checkpointer": None, "_held": None}
+        gone = ("_planned", "_seen", "_checkpointer", "_held", "_staged")
+        return {**self.__dict__, **dict.fromkeys(gone)}
 
     def close(self) -> None:
         """Waits until the agent has ended. Nothing is lost without it: what was saved is durable."""
@@ -183,7 +186,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         checkpointer._ensure_agent()
         try:
             leaves, results = _take(plan, planner, self._allow_pickle)
-            held = _Held(checkpointer, part.step, _copy(checkpointer, part.step, leaves))
+            held = _Held(checkpointer, part.step, self._fill(checkpointer, part.step, leaves))
         except BaseException as error:
             # Those who sealed theirs need not wait for this one.
             checkpointer._give_up(part.step, error)
@@ -242,24 +245,48 @@ class Writer(StorageWriter):  # type: ignore[misc]
         last = self._planned
         if self._is_sound and last is not None and last.world_size == size and last.step < step:
             return last.job
-        if self._checkpointer is not None:
+        if self._checkpointer is not None and not _is_new(self._checkpointer):
             # Another start would supersede in turn what superseded this one.
             _native.refuse_if_superseded(self._url, self._checkpointer._nonce)
-        self._let_go()
+            self._let_go()
         return None if size == 1 else _native.begin_job(self._url, *new_start())
 
     def _checkpointer_for(self, part: _Part) -> Checkpointer:
         """What saves as that rank of that job."""
         present = self._checkpointer
         ranks = (part.rank, part.world_size)
-        if present is None or present._job != part.job or (present._ranks.rank, present._ranks.world_size) != ranks:
-            self._let_go()
-            # What lingers in memory is for a Checkpointer: the Reader reads from the store.
-            present = Checkpointer(self._url, rng=False, ranks=ranks, linger=0, **self._options)
-            if part.job is not None:
+        if present is not None and (present._ranks.rank, present._ranks.world_size) == ranks:
+            if present._job == part.job:
+                return present
+            if _is_new(present) and part.job is not None:
                 present._join(part.job)
-            self._checkpointer = present
+                return present
+        self._let_go()
+        present = self._checkpointer = self._new_checkpointer(ranks)
+        if part.job is not None:
+            present._join(part.job)
         return present
+
+    def _new_checkpointer(self, ranks: tuple[int, int]) -> Checkpointer:
+        # What lingers in memory is for a Checkpointer: the Reader reads from the store.
+        return Checkpointer(self._url, rng=False, ranks=ranks, linger=0, **self._options)
+
+    def _checkpointer_to_stage(self) -> Checkpointer:
+        """What will probably save; which job it saves as is planned later."""
+        if self._checkpointer is None:
+            self._checkpointer = self._new_checkpointer(surroundings())
+        return self._checkpointer
+
+    def _fill(self, checkpointer: Checkpointer, step: int, leaves: list[Leaf]) -> _native.Snapshot:
+        """A snapshot that holds what this rank is to write."""
+        staged, self._staged = self._staged, None
+        if staged is not None and staged.checkpointer is checkpointer and staged.holds(leaves):
+            return staged.snapshot
+        try:
+            return _copy(checkpointer, step, leaves)
+        finally:
+            if staged is not None:
+                staged.give_up()
 
     def _let_go(self) -> None:
         """Ends what saved so far, without a wait."""
@@ -444,7 +471,7 @@ def _take(plan: SavePlan, planner: SavePlanner, allow_pickle: bool) -> tuple[lis
         else:
             leaf = _tensor_leaf(item, data.detach())
             size, node = leaf.size, {"t": "tensor", "n": leaf.name}
-            if size > 0 or 0 in leaf.shape:
+            if is_stored(leaf):
                 leaves.append(leaf)
         results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=node))
     return leaves + flattener.leaves, results
@@ -463,7 +490,7 @@ def _tensor_leaf(item: WriteItem, tensor: Any) -> Leaf:
 
 def _copy(checkpointer: Checkpointer, step: int, leaves: list[Leaf]) -> _native.Snapshot:
     """Copies what this rank is to write."""
-    shares = [Share(index, leaf.name, _box_of(leaf)) for index, leaf in enumerate(leaves)]
+    shares = [Share(index, leaf.name, box_of(leaf)) for index, leaf in enumerate(leaves)]
     snapshot = checkpointer._begin(leaves, shares)
     try:
         checkpointer._copy(step, snapshot, leaves, shares)
@@ -473,8 +500,9 @@ def _copy(checkpointer: Checkpointer, step: int, leaves: list[Leaf]) -> _native.
     return snapshot
 
 
-def _box_of(leaf: Leaf) -> Optional[_native.Part]:
-    return None if leaf.part is None else (False, *leaf.part)
+def _is_new(checkpointer: Checkpointer) -> bool:
+    """Whether it saved nothing yet, and belongs to no job."""
+    return checkpointer._agent is None and checkpointer._job is None
 
 
 def _seal(held: _Held, extras: list[tuple[str, str]]) -> Save:
