@@ -98,9 +98,17 @@ pub struct Blob {
 impl Blob {
     /// The prefix of blobs that Forebay itself wrote and alone deletes.
     pub const OWNED_PREFIX: &'static str = ".forebay/blobs/";
+    /// How the last part of a segment's key begins.
+    pub const SEGMENT_MARK: &'static str = "segment-";
 
     /// Whether Forebay wrote this blob under its own prefix; every other blob is borrowed.
     pub fn is_owned(&self) -> bool {
         self.key.as_str().starts_with(Self::OWNED_PREFIX)
+    }
+
+    /// Whether it is an owned blob that many small files share.
+    pub fn is_segment(&self) -> bool {
+        let name = self.key.as_str().strip_prefix(Self::OWNED_PREFIX).and_then(|rest| rest.split('/').nth(1));
+        name.is_some_and(|name| name.starts_with(Self::SEGMENT_MARK))
     }
 }

@@ -155,6 +155,20 @@ impl FileLayout {
         }
     }
 
+    /// Whether it is one object of the user's key space.
+    pub fn is_plain(&self) -> bool {
+        self.single_blob().is_some_and(|blob| !blob.is_owned())
+    }
+
+    /// Whether all its bytes lie in segments. Of a file without bytes nothing lies anywhere.
+    pub fn is_packed(&self) -> bool {
+        let in_segment = |extent: &Extent| match &extent.source {
+            Source::Blob { blob, .. } => blob.is_segment(),
+            Source::Inline(_) => false,
+        };
+        !self.extents.is_empty() && self.extents.iter().all(in_segment)
+    }
+
     /// Every blob that some extent lies in, in file order, repeats included.
     pub fn blobs(&self) -> impl Iterator<Item = &Blob> {
         self.extents.iter().filter_map(|extent| match &extent.source {
@@ -177,10 +191,10 @@ impl FileLayout {
         self
     }
 
-    /// This layout with every byte that it takes from where `base` has it taken from `whole` instead, an object that
-    /// holds all of the file that `base` describes.
+    /// This layout with every byte that it takes from where `base` has it taken from where `now` has it instead: another
+    /// layout of the same bytes.
     #[must_use]
-    pub fn moved_into(&self, base: &Self, whole: &Blob) -> Self {
+    pub fn moved_into(&self, base: &Self, now: &Self) -> Self {
         let mut moved = self.clone();
         for extent in &self.extents {
             let Source::Blob { blob, offset } = &extent.source else { continue };
@@ -191,9 +205,10 @@ impl FileLayout {
                 }
                 _ => None,
             });
-            if let Some(offset) = place {
-                let source = Source::Blob { blob: whole.clone(), offset };
-                moved.write(Extent { offset: extent.offset, length: extent.length, source });
+            let Some(range) = place.map(|at| at..at + extent.length) else { continue };
+            // What `now` has not whole stays: a byte is never taken for a hole.
+            if range.end <= now.size && now.pieces(range.clone()).iter().all(|piece| piece.source.is_some()) {
+                moved.copy(now, range, extent.offset);
             }
         }
         moved

@@ -298,7 +298,22 @@ async fn a_load_that_is_killed_keeps_what_was_synced() {
         let scratch = Scratch::new();
         let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
         let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
-        load_and_kill(&bucket, || {}, &[], &[], 10 * scale()).await;
+        let load = Load { is_packed: false, options: &[], variables: &[], rounds: 10 * scale() };
+        load_and_kill(&bucket, || {}, load).await;
+    }
+}
+
+/// So they are where small files share segments, also when one is compacted in the very moment.
+///
+/// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_on_packed_directories_that_is_killed_keeps_what_was_synced() {
+    if require_fuse("a_load_on_packed_directories_that_is_killed_keeps_what_was_synced") {
+        let scratch = Scratch::new();
+        let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let load = Load { is_packed: true, options: &[], variables: &[], rounds: 10 * scale() };
+        load_and_kill(&bucket, || {}, load).await;
     }
 }
 
@@ -313,7 +328,13 @@ async fn a_load_on_s3_that_is_killed_keeps_what_was_synced() {
         }
         let bucket = server.bucket("a/prefix").await;
         // Requests of the killed mount are over before the next one starts, as they are when its lease has run out.
-        load_and_kill(&bucket, || server.restart(), &["--take-over"], &server.envs(), 10 * scale()).await;
+        let load = Load {
+            is_packed: false,
+            options: &["--take-over"],
+            variables: &server.envs(),
+            rounds: 10 * scale(),
+        };
+        load_and_kill(&bucket, || server.restart(), load).await;
     }
 }
 
@@ -327,22 +348,31 @@ async fn a_load_on_a_disk_whose_power_fails_keeps_what_was_synced() {
         fs::create_dir(&folder).and_then(|()| File::open(disk.path())?.sync_all()).expect("a folder");
         let url = format!("file://{}", folder.display()).parse().expect("a URL");
         let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
-        load_and_kill(&bucket, || disk.fail(), &[], &[], 10 * scale()).await;
+        let load = Load { is_packed: false, options: &[], variables: &[], rounds: 10 * scale() };
+        load_and_kill(&bucket, || disk.fail(), load).await;
     }
 }
 
-/// Kills the mount under a load, `rounds` times; `after` is what happens to its store then.
-async fn load_and_kill(
-    bucket: &Bucket,
-    mut after: impl FnMut(),
-    options: &[&str],
-    variables: &[(String, String)],
+/// What is mounted and killed.
+struct Load<'a> {
+    /// Small files share segments, and are compacted while they are written.
+    is_packed: bool,
+    options: &'a [&'a str],
+    variables: &'a [(String, String)],
     rounds: usize,
-) {
+}
+
+/// Kills the mount under a load, so many rounds; `after` is what happens to its store then.
+async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>) {
+    let Load { is_packed, options, variables, rounds } = load;
     let (mut rng, scratch) = (Seeded::new(), Scratch::new());
     let (url, folder) = (bucket.url().to_string(), scratch.join("mnt"));
     let mut home = scratch.join("home");
     let mut mount = Mount::new(&home, &url, &folder, options, variables);
+    if is_packed {
+        let words = ["volume", "policy", &folder.display().to_string(), "packed"];
+        Forebay::new(&home, words).run().succeeded();
+    }
     let mut writers: Vec<Writer> =
         (0..WRITERS).map(|index| Writer::new(folder.join(format!("w{index}")), rng.random())).collect();
     for writer in &writers {
@@ -356,6 +386,10 @@ async fn load_and_kill(
         std::thread::scope(|threads| {
             for (writer, synced) in writers.iter_mut().zip(&synced) {
                 threads.spawn(|| writer.work(synced));
+            }
+            if is_packed {
+                // It ends with the mount, if not before.
+                threads.spawn(|| drop(Forebay::new(&home, ["gc", &url]).envs(variables).run()));
             }
             let started = Instant::now();
             while idle() && started.elapsed() < DEADLINE {

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use forebay_tests::cloud::Cloud;
 use forebay_tests::s3::Server;
-use forebay_tests::{Door, Mount, Scratch, Seeded, differences, require_fuse, scale, shell, shrink};
+use forebay_tests::{Door, Forebay, Mount, Scratch, Seeded, differences, require_fuse, scale, shell, shrink};
 use rand::{Rng, RngExt};
 
 /// Bytes to be written, which are not shown.
@@ -196,6 +196,21 @@ fn random_operations_do_what_a_plain_folder_does() {
     }
 }
 
+/// The same where small files share segments, which are compacted whenever the machine changes.
+#[test]
+fn random_operations_in_packed_directories_do_what_a_plain_folder_does() {
+    if !require_fuse("random_operations_in_packed_directories_do_what_a_plain_folder_does") {
+        return;
+    }
+    let (bucket, mut rng, mut plays) = (Scratch::new(), Seeded::new(), 0);
+    let operations = sequence(&mut *rng, 3 * scale());
+    let checked = check(&operations, || {
+        plays += 1;
+        Mounted::packed(&format!("file://{}/{plays}", bucket.path().display()))
+    });
+    checked.unwrap_or_else(|failure| panic!("{failure}"));
+}
+
 #[test]
 fn random_operations_on_s3_do_what_a_plain_folder_does() {
     if require_fuse("random_operations_on_s3_do_what_a_plain_folder_does") {
@@ -266,16 +281,37 @@ struct Mounted {
     mount: Mount,
     scratch: Scratch,
     moves: usize,
+    /// The URL of one whose directories are packed.
+    packed: Option<String>,
 }
 
 impl Mounted {
+    /// One whose directories are packed.
+    fn packed(url: &str) -> Self {
+        let mounted = Self { packed: Some(url.to_owned()), ..Self::new(url, &[]) };
+        let folder = mounted.mount.path().display().to_string();
+        let words = ["volume", "policy", &folder, "packed"];
+        Forebay::new(&mounted.scratch.join("home"), words).run().succeeded();
+        mounted
+    }
+
+    /// Compacts and checks a volume that is not mounted.
+    fn check_packed(&self) {
+        if let Some(url) = &self.packed {
+            let home = self.scratch.join("upkeep");
+            for words in [["gc", url], ["fsck", url]] {
+                Forebay::new(&home, words).run().succeeded();
+            }
+        }
+    }
+
     fn new(url: &str, variables: &[(String, String)]) -> Self {
         let scratch = Scratch::new();
         if let Some(folder) = url.strip_prefix("file://") {
             fs::create_dir_all(folder).expect("a folder can be made");
         }
         let mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), &[], variables);
-        Self { mount, scratch, moves: 0 }
+        Self { mount, scratch, moves: 0, packed: None }
     }
 }
 
@@ -291,11 +327,13 @@ impl Subject for Mounted {
     fn move_on(&mut self) {
         self.moves += 1;
         self.mount.unmount();
+        self.check_packed();
         self.mount.remount(&self.scratch.join(&format!("home-{}", self.moves)));
     }
 
     fn end(&mut self) {
         self.mount.unmount();
+        self.check_packed();
     }
 }
 

@@ -19,6 +19,7 @@ use forebay_metadata::kv::{Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateS
 use forebay_metadata::tree::{GcSettings, ImportSettings, LocalTree, TreeParts, TreeSettings};
 use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile};
 
+use crate::compact;
 use crate::settings::VolumeSettings;
 use crate::{Parts, Volume};
 
@@ -210,7 +211,7 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
     };
     let tree = LocalTree::open(parts, tree_settings(&settings, &home)).await?;
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
-    Ok(Volume::assemble(Parts {
+    let volume = Volume::assemble(Parts {
         tree: Arc::new(tree),
         blocks: blocks.clone(),
         bucket,
@@ -223,5 +224,7 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
         budget: Budget::new(settings.budget_bytes()),
         tasks,
         clock,
-    }))
+    });
+    compact::start(&volume, settings.gc.interval_ms);
+    Ok(volume)
 }

@@ -36,6 +36,15 @@ impl Content {
         }
     }
 
+    /// What was committed last now lies where `now` has it; what was written since stays over it.
+    pub(crate) fn follow(&mut self, now: FileLayout) {
+        self.layout = match self.modified {
+            Some(_) => self.layout.moved_into(&self.base, &now),
+            None => now.clone(),
+        };
+        self.base = now;
+    }
+
     pub(crate) fn layout(&self) -> &FileLayout {
         &self.layout
     }
@@ -68,6 +77,14 @@ impl Content {
 
     pub(crate) fn changed(&self) -> Timestamp {
         self.changed
+    }
+
+    /// Whether the file is one plain object, or lies in segments and in nothing else. A packed one without bytes lies
+    /// nowhere, which is not to be mistaken for one that never had a content.
+    pub(crate) fn is_whole(&self) -> bool {
+        let layout = &self.layout;
+        let is_nothing = layout.size() == 0 && layout.extents().is_empty();
+        layout.is_plain() || layout.is_packed() || is_nothing && self.generation > 0
     }
 
     /// Whether every byte below the size can be read now.

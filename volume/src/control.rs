@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use crate::Volume;
 use crate::clone::clone;
 use crate::warmup::{Outcome, Progress, Request as WarmupRequest, warmup};
-use crate::{quota, trash, upkeep};
+use crate::{packed, quota, trash, upkeep};
 
 /// A request is one line; the longest names many paths.
 const MAX_LINE_BYTES: u64 = 16 << 20;
@@ -45,6 +45,8 @@ pub enum Request {
     Trash(trash::Request),
     /// Limit what may lie below directories, or tell.
     Quota(quota::Request),
+    /// Set or tell the policy of a directory; turn packed files back into plain objects.
+    Packed(packed::Request),
     /// Make a copy of a file or directory that shares its bytes.
     Clone {
         /// Its path in the volume.
@@ -60,7 +62,7 @@ pub enum Request {
 pub enum Reply {
     /// How it is doing; the last line.
     Status(Box<Status>),
-    /// A warmup is under way.
+    /// A warmup or an export is under way.
     Progress(Progress),
     /// A warmup ended; the last line.
     Warmed(Box<Outcome>),
@@ -73,6 +75,13 @@ pub enum Reply {
         /// Those.
         quotas: Vec<quota::Entry>,
     },
+    /// The policy of a directory; the last line.
+    Policy {
+        /// That.
+        policy: packed::Policy,
+    },
+    /// An export ended; the last line.
+    Exported(Box<packed::Exported>),
     /// A clone was made; the last line.
     Cloned(Cloned),
     /// It was done; the last line.
@@ -172,7 +181,14 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
         Ok(Request::Clone { from, to }) => {
             clone(&volume, &from, &to).await.map_or_else(|error| failed(&error), Reply::Cloned)
         }
-        Ok(Request::Warmup(request)) => serve_warmup(&volume, &request, read, &mut write).await?,
+        Ok(Request::Packed(packed::Request::Policy { path, set })) => {
+            let policy = packed::policy(&volume, &path, set).await;
+            policy.map_or_else(|error| failed(&error), |policy| Reply::Policy { policy })
+        }
+        Ok(Request::Packed(packed::Request::Export { path, plain })) => {
+            serve_export(&volume, (&path, plain), read, &mut write).await
+        }
+        Ok(Request::Warmup(request)) => serve_warmup(&volume, &request, read, &mut write).await,
     };
     send(&mut write, &last).await
 }
@@ -191,23 +207,42 @@ async fn sync(volume: &Volume) -> Result<()> {
     }
 }
 
-/// Runs a warmup, telling its progress as fast as the other side reads; its hanging up cancels.
 async fn serve_warmup(
     volume: &Volume,
     request: &WarmupRequest,
+    read: impl AsyncReadExt + Unpin,
+    write: &mut (impl AsyncWriteExt + Unpin),
+) -> Reply {
+    let (cancel, (tell, told)) = (CancellationToken::new(), watch::channel(Progress::default()));
+    let work = warmup(volume, request, |progress| _ = tell.send_replace(*progress), &cancel);
+    let outcome = follow(work, (told, &cancel), read, write).await;
+    outcome.map_or_else(|error| failed(&error), |outcome| Reply::Warmed(Box::new(outcome)))
+}
+
+async fn serve_export(
+    volume: &Arc<Volume>,
+    what: (&str, bool),
+    read: impl AsyncReadExt + Unpin,
+    write: &mut (impl AsyncWriteExt + Unpin),
+) -> Reply {
+    let (cancel, (tell, told)) = (CancellationToken::new(), watch::channel(Progress::default()));
+    let work = packed::export(volume, what, |progress| _ = tell.send_replace(*progress), &cancel);
+    let outcome = follow(work, (told, &cancel), read, write).await;
+    outcome.map_or_else(|error| failed(&error), |outcome| Reply::Exported(Box::new(outcome)))
+}
+
+/// Waits for long work, telling its progress as fast as the other side reads; its hanging up cancels.
+async fn follow<T>(
+    work: impl Future<Output = T>,
+    (mut told, cancel): (watch::Receiver<Progress>, &CancellationToken),
     mut read: impl AsyncReadExt + Unpin,
     write: &mut (impl AsyncWriteExt + Unpin),
-) -> Result<Reply> {
-    let cancel = CancellationToken::new();
-    let (tell, mut told) = watch::channel(Progress::default());
-    let work = warmup(volume, request, |progress| _ = tell.send_replace(*progress), &cancel);
+) -> T {
     let mut work = std::pin::pin!(work);
     let mut byte = [0];
     loop {
         tokio::select! {
-            outcome = &mut work => {
-                return Ok(outcome.map_or_else(|error| failed(&error), |outcome| Reply::Warmed(Box::new(outcome))));
-            }
+            outcome = &mut work => return outcome,
             changed = told.changed() => {
                 let progress = *told.borrow_and_update();
                 if changed.is_err() || send(write, &Reply::Progress(progress)).await.is_err() {
@@ -216,7 +251,7 @@ async fn serve_warmup(
             }
             _ = read.read(&mut byte), if !cancel.is_cancelled() => {
                 cancel.cancel();
-                tracing::info!("warmup cancelled; what is on its way ends first");
+                tracing::info!("cancelled; what is on its way ends first");
             }
         }
     }

@@ -83,6 +83,15 @@ impl Fetch {
         steps
     }
 
+    /// Puts a fresh blob into the cache, so that reading back what was just written costs no request.
+    pub(crate) fn remember(&self, blob: &Blob, content: Bytes) {
+        for (key, _) in forebay_cache::pieces(&self.name(blob), 0..blob.size) {
+            let start = key.offset() as usize;
+            let end = start + key.len() as usize;
+            self.blocks.insert(&key, content.slice(start..end));
+        }
+    }
+
     /// A blob under the name that the cache files it.
     pub(crate) fn name(&self, blob: &Blob) -> VolumeBlob {
         VolumeBlob::new(self.volume, blob.clone())

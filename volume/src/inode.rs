@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use bytes::Bytes;
-use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Piece, Result, Timestamp};
+use forebay_core::{Error, ErrorKind, FileLayout, InodeId, Piece, Result, Timestamp};
 use forebay_io::mem::Permit;
 use forebay_io::object::Upload;
 use forebay_metadata::tree::Placement;
@@ -20,6 +20,7 @@ use crate::fetch::join;
 use crate::settings::SealPolicy;
 use crate::store::Store;
 
+mod seal;
 mod share;
 
 /// Times a new content is laid over what the tree went over to meanwhile.
@@ -150,11 +151,16 @@ impl OpenInode {
     /// bytes. Waits for a seal of this very inode, which holds the writers' turn until `content` shows its result.
     async fn follow(&self, generation: u64) -> Result<()> {
         let _turn = self.writer.lock().await;
+        if self.look(Content::generation) == generation { self.take_over().await } else { Ok(()) }
+    }
+
+    /// Goes on from where the tree has the bytes that were committed last; what was written since stays over them. The
+    /// caller has the turn.
+    async fn take_over(&self) -> Result<()> {
         let (layout, current) = self.store.tree.layout(self.ino).await?;
         let mut content = self.content.write();
-        let unchanged = content.generation() == generation && content.modified().is_none();
-        if unchanged && current == generation {
-            *content = Content::committed(layout, current);
+        if content.generation() == current {
+            content.follow(layout);
         }
         Ok(())
     }
@@ -215,13 +221,13 @@ impl OpenInode {
         self.failure.lock().as_ref().map(Error::duplicate)
     }
 
-    /// Whether the file is committed and lies in something else than one plain object.
+    /// Whether the file is committed and lies in something else than one plain object or segments.
     pub(crate) fn needs_seal(&self) -> bool {
         let settings = &self.store.write;
         settings.seal == SealPolicy::OnClose
             && self.look(|content| {
                 content.modified().is_none()
-                    && (content.layout().single_blob().is_none_or(Blob::is_owned)
+                    && (!content.is_whole()
                         || self.shares.load(Relaxed) && content.size() <= settings.seal_max_bytes)
                     && self.store.carried_bytes(content.layout()) <= settings.seal_max_bytes
             })
@@ -301,9 +307,9 @@ impl OpenInode {
         let whole = self.look(Content::whole_inline);
         match whole {
             Some(parts) => {
-                let blob = self.store.put_whole(self.ino, join(parts)).await?;
+                let stored = self.store.put_whole(self.ino, join(parts)).await?;
                 writer.permits.clear();
-                self.replace_layout(FileLayout::of_blob(blob)).await
+                self.replace_layout(stored.layout.clone()).await
             }
             None => {
                 self.pack(writer).await?;
@@ -339,9 +345,11 @@ impl OpenInode {
                 committed => break committed?,
             }
         };
+        let is_own = layout.single_blob().is_some();
         *self.content.write() = Content::committed(layout, committed.generation);
         self.shares.store(false, Relaxed);
-        Ok(())
+        // Of what it keeps of before, objects may have been moved: the tree has their places.
+        if is_own { Ok(()) } else { self.take_over().await }
     }
 
     /// Moves inline bytes out of memory: into a running upload if they are the whole file, else into an owned blob.
@@ -406,27 +414,6 @@ impl OpenInode {
             Err(error) => tracing::error!(ino = %self.ino, %error, "could not read the last content back"),
         }
     }
-
-    /// Brings a file that lies in owned blobs together as a plain object at its own path, if policy and path allow it;
-    /// false where they do not.
-    pub(crate) async fn seal(&self) -> Result<bool> {
-        let _turn = self.writer.lock().await;
-        if !self.needs_seal() {
-            return Ok(false);
-        }
-        let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
-        let (mut upload, placement) = self.store.start_upload(self.ino).await?;
-        if matches!(placement, Placement::Owned { .. }) {
-            return upload.abort().await.map(|()| false);
-        }
-        self.store.copy_content(&layout, &mut upload).await?;
-        let blob = self.store.complete(upload, &placement).await?.blob();
-        let sealed = FileLayout::of_blob(blob);
-        self.store.tree.relocate(self.ino, generation, sealed.clone()).await?;
-        *self.content.write() = Content::committed(sealed, generation);
-        self.shares.store(false, Relaxed);
-        Ok(true)
-    }
 }
 
 /// `layout`, which was made of new bytes and of `base`, after the tree went over to `now`: another place of the same
@@ -436,10 +423,7 @@ fn rebase(layout: FileLayout, base: &FileLayout, now: &FileLayout, same_bytes: b
     if !layout.blobs().any(|blob| base.blobs().any(|old| old == blob)) {
         return (!same_bytes).then_some(layout);
     }
-    match now.single_blob() {
-        Some(moved) if same_bytes && base != now => Some(layout.moved_into(base, moved)),
-        _ => None,
-    }
+    (same_bytes && base != now).then(|| layout.moved_into(base, now))
 }
 
 fn stale(conflict: Error) -> Error {

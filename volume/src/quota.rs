@@ -5,7 +5,7 @@ use forebay_metadata::tree::{DirectoryQuota, LocalTree, QuotaLimits, resolve};
 use serde::{Deserialize, Serialize};
 
 use crate::Volume;
-use crate::upkeep::local;
+use crate::volume::local;
 
 /// Quotas read at once.
 const PAGE: usize = 1024;

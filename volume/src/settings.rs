@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use forebay_cache::CacheSettings;
-use forebay_core::units::{MIB, format_bytes};
+use forebay_core::units::{KIB, MIB, format_bytes};
 use forebay_core::{Error, Result};
 use forebay_io::object::StoreSettings;
 use forebay_metadata::tree::{ImportSettings, TreeSettings};
@@ -36,6 +36,9 @@ pub struct WriteSettings {
     /// Most bytes that sealing one file may move through this host. Default 1 GiB: what the store cannot copy by itself
     /// is read and written once more.
     pub seal_max_bytes: u64,
+    /// Bytes of the largest file of a packed directory that shares an object with others. Default 256 KiB: at that size
+    /// a request of its own costs little more than the bytes.
+    pub pack_max_bytes: u64,
 }
 
 impl Default for WriteSettings {
@@ -45,6 +48,7 @@ impl Default for WriteSettings {
             seal: SealPolicy::OnClose,
             deadline_ms: 30_000,
             seal_max_bytes: 1024 * MIB,
+            pack_max_bytes: 256 * KIB,
         }
     }
 }

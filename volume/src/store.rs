@@ -13,6 +13,7 @@ use forebay_metadata::tree::{Placement, Tree};
 
 use crate::fetch::Fetch;
 use crate::prefetch::PrefetchSettings;
+use crate::segments::{Segments, Stored};
 use crate::settings::WriteSettings;
 
 /// Times a whole object is placed again after an outsider took its key in between.
@@ -28,6 +29,7 @@ pub(crate) struct Store {
     pub(crate) tree: Arc<dyn Tree>,
     pub(crate) bucket: Bucket,
     pub(crate) fetch: Fetch,
+    pub(crate) segments: Segments,
     pub(crate) write: WriteSettings,
     /// Whether the store copies ranges of objects into new ones, and only of the version meant.
     pub(crate) part_copy: bool,
@@ -66,7 +68,12 @@ impl Store {
     /// Writes the whole content of a file, which is at hand, as one object: at its own path when nothing else is
     /// there, else as an owned blob. So that nothing is lost, that is also where it goes when the store refuses the path
     /// again and again: an outsider may write there, or the path of a file lead through another, which is not yet moved.
-    pub(crate) async fn put_whole(&self, ino: InodeId, content: Bytes) -> Result<Blob> {
+    ///
+    /// A small file of a packed directory goes into a segment instead.
+    pub(crate) async fn put_whole(&self, ino: InodeId, content: Bytes) -> Result<Stored> {
+        if self.packs(ino, content.len() as u64).await? {
+            return self.segments.put(content).await;
+        }
         for _ in 0..PLACE_ATTEMPTS {
             let placement = self.place(ino).await?;
             match self.bucket.put(placement.key(), content.clone(), condition(&placement)).await {
@@ -74,19 +81,24 @@ impl Store {
                 Err(error) => return Err(error),
                 Ok(info) => {
                     let blob = info.blob();
-                    self.remember(&blob, content);
-                    return Ok(blob);
+                    self.fetch.remember(&blob, content);
+                    return Ok(blob.into());
                 }
             }
         }
-        self.put_owned(content).await
+        self.put_owned(content).await.map(Stored::from)
+    }
+
+    /// Whether the content of a file, `size` bytes, belongs into a segment.
+    pub(crate) async fn packs(&self, ino: InodeId, size: u64) -> Result<bool> {
+        Ok(size <= self.write.pack_max_bytes && self.tree.packs(ino).await?)
     }
 
     /// Writes bytes as one owned blob.
     pub(crate) async fn put_owned(&self, packed: Bytes) -> Result<Blob> {
         let key = self.tree.fresh_blob();
         let blob = self.bucket.put(&key, packed.clone(), Condition::IfAbsent).await?.blob();
-        self.remember(&blob, packed);
+        self.fetch.remember(&blob, packed);
         Ok(blob)
     }
 
@@ -137,15 +149,6 @@ impl Store {
             .with_source(error),
             _ => error,
         })
-    }
-
-    /// Puts a fresh blob into the cache, so that reading back what was just written costs no request.
-    fn remember(&self, blob: &Blob, content: Bytes) {
-        for (key, _) in forebay_cache::pieces(&self.fetch.name(blob), 0..blob.size) {
-            let start = key.offset() as usize;
-            let end = start + key.len() as usize;
-            self.fetch.blocks.insert(&key, content.slice(start..end));
-        }
     }
 }
 

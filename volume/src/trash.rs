@@ -13,7 +13,7 @@ use forebay_metadata::tree::{
 use serde::{Deserialize, Serialize};
 
 use crate::Volume;
-use crate::upkeep::local;
+use crate::volume::local;
 
 /// Entries in one page of a list.
 const PAGE: usize = 1024;

@@ -6,8 +6,9 @@
 
 use std::fs::File;
 use std::path::PathBuf;
+use std::time::Duration;
 
-use forebay_core::{Error, ErrorKind, Result};
+use forebay_core::{Error, Result};
 use forebay_io::task::blocking;
 use forebay_metadata::dump::DumpReport;
 use forebay_metadata::fsck::FsckReport;
@@ -16,6 +17,8 @@ use forebay_metadata::tree::LocalTree;
 use serde::{Deserialize, Serialize};
 
 use crate::Volume;
+use crate::compact::{Compacted, compact};
+use crate::volume::local;
 
 /// What is to be done.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,15 +53,6 @@ pub enum Report {
     Dump(DumpReport),
 }
 
-/// The tree where it is served in this process.
-///
-/// # Errors
-/// `Unsupported` when it is served elsewhere.
-pub(crate) fn local(volume: &Volume) -> Result<&LocalTree> {
-    let elsewhere = || Error::new(ErrorKind::Unsupported, "the tree of this volume is served elsewhere");
-    volume.tree().local().ok_or_else(elsewhere)
-}
-
 /// Does it.
 ///
 /// # Errors
@@ -66,7 +60,7 @@ pub(crate) fn local(volume: &Volume) -> Result<&LocalTree> {
 pub async fn upkeep(volume: &Volume, request: &Request) -> Result<Report> {
     let tree = local(volume)?;
     match request {
-        Request::Gc { dry_run } => tree.collect_garbage(*dry_run).await.map(Report::Gc),
+        Request::Gc { dry_run } => gc(volume, tree, *dry_run).await.map(Report::Gc),
         Request::Dump { file } => {
             let path = file.clone();
             let made = blocking(move || File::create_new(path)).await?;
@@ -77,4 +71,12 @@ pub async fn upkeep(volume: &Volume, request: &Request) -> Result<Report> {
         }
         Request::Fsck { repair } => tree.fsck(*repair).await.map(Report::Fsck),
     }
+}
+
+/// Compacts, and frees what is left over.
+async fn gc(volume: &Volume, tree: &LocalTree, dry_run: bool) -> Result<GcReport> {
+    let compacted = compact(volume, Duration::ZERO, dry_run).await?;
+    let freed = tree.collect_garbage(dry_run).await?;
+    let Compacted { segments, bytes, live_bytes } = compacted;
+    Ok(GcReport { segments, segment_bytes: bytes, segment_live_bytes: live_bytes, ..freed })
 }

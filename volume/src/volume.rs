@@ -6,12 +6,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_cache::Blocks;
-use forebay_core::{Attributes, BlockKey, Error, FileKind, InodeId, Result, VolumeId};
+use forebay_core::{Attributes, BlockKey, Error, ErrorKind, FileKind, FileLayout, InodeId, Result, VolumeId};
 use forebay_io::clock::Clock;
 use forebay_io::mem::{Budget, Class, Permit};
 use forebay_io::object::{Bucket, MIN_PART_BYTES};
 use forebay_io::task::TaskGroup;
-use forebay_metadata::tree::{DirectoryPage, Existing, Lookup, NewInode, RenameMode, SetAttributes, Tree};
+use forebay_metadata::tree::{
+    DirectoryPage, Existing, LocalTree, Lookup, NewInode, RenameMode, SetAttributes, Tree,
+};
 use forebay_metadata::volume_file::Claim;
 use futures::stream::{self, StreamExt};
 use parking_lot::Mutex;
@@ -24,6 +26,7 @@ use crate::file::{Access, File};
 use crate::inode::OpenInode;
 use crate::prefetch::PrefetchSettings;
 use crate::prefetch::directory::{SMALL_FILE, Walks};
+use crate::segments::Segments;
 use crate::settings::WriteSettings;
 use crate::store::Store;
 
@@ -86,14 +89,26 @@ struct Opened {
     handles: usize,
 }
 
+/// The tree where it is served in this process.
+///
+/// # Errors
+/// `Unsupported` when it is served elsewhere.
+pub(crate) fn local(volume: &Volume) -> Result<&LocalTree> {
+    let elsewhere = || Error::new(ErrorKind::Unsupported, "the tree of this volume is served elsewhere");
+    volume.tree().local().ok_or_else(elsewhere)
+}
+
 impl Volume {
     /// Joins the parts.
     pub fn assemble(parts: Parts) -> Arc<Self> {
         let fetch = Fetch { volume: parts.volume, blocks: parts.blocks };
+        let (tree, bucket, tasks) = (parts.tree.clone(), parts.bucket.clone(), parts.tasks.clone());
+        let segments = Segments::new(tree, bucket, fetch.clone(), tasks);
         let store = Store {
             tree: parts.tree,
             bucket: parts.bucket,
             fetch,
+            segments,
             write: parts.write,
             part_copy: parts.part_copy,
             prefetch: parts.prefetch,
@@ -307,6 +322,27 @@ impl Volume {
     /// Returns when every name and attribute answered so far is in the bucket.
     pub(crate) async fn sync_names(&self) -> Result<()> {
         self.store.sync_tree().await
+    }
+
+    pub(crate) fn store(&self) -> &Store {
+        &self.store
+    }
+
+    pub(crate) fn tasks(&self) -> &TaskGroup {
+        &self.tasks
+    }
+
+    /// Whether a file may become a plain object: of a large one, most must be copied by the store.
+    pub(crate) fn may_carry(&self, layout: &FileLayout) -> bool {
+        self.store.carried_bytes(layout) <= self.store.write.seal_max_bytes
+    }
+
+    /// Brings a file that lies in owned blobs to its own path; false where that is not free.
+    pub(crate) async fn unpack(self: &Arc<Self>, ino: InodeId) -> Result<bool> {
+        let inode = self.acquire(ino).await?;
+        let unpacked = inode.unpack().await;
+        self.release(&inode, false).await?;
+        unpacked
     }
 
     pub(crate) fn clock(&self) -> &Clock {

@@ -169,7 +169,7 @@ async fn dry_run(volume: &Volume, request: &Request, mut outcome: Outcome) -> Re
 }
 
 /// Counts files and bytes.
-async fn measure(volume: &Volume, paths: &[String]) -> Result<Progress> {
+pub(crate) async fn measure(volume: &Volume, paths: &[String]) -> Result<Progress> {
     let mut total = Progress::default();
     for path in paths {
         let root = resolve(&**volume.tree(), path).await?;

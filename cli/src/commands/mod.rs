@@ -7,6 +7,7 @@ pub(crate) mod refresh;
 pub(crate) mod sync;
 pub(crate) mod gc;
 pub(crate) mod fsck;
+pub(crate) mod packed;
 pub(crate) mod volume;
 pub(crate) mod clone;
 pub(crate) mod trash;

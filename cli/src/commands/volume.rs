@@ -1,4 +1,4 @@
-//! `forebay volume dump|load`: back a volume's tree up, and bring it back.
+//! `forebay volume dump|load`: back a volume's tree up, and bring it back. `policy|export` are in `packed`.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
@@ -10,6 +10,7 @@ use forebay_core::{Error, Result};
 use forebay_volume::upkeep::{Report, Request};
 use forebay_volume::{VolumeSettings, backup};
 
+use super::packed::{self, ExportArguments, PolicyArguments};
 use crate::arguments::Global;
 use crate::settings::Settings;
 use crate::upkeep::{self, Place};
@@ -22,6 +23,11 @@ pub(crate) enum VolumeCommand {
     Dump(DumpArguments),
     /// Replace the tree of a volume that is not mounted by a dump.
     Load(LoadArguments),
+    /// Show how small files made in a directory are stored, or set it: each as an object (`plain`), or many in one
+    /// (`packed`). What is there stays as it is; directories made in it later take it over.
+    Policy(PolicyArguments),
+    /// Turn packed files back into plain objects at their own paths.
+    Export(ExportArguments),
 }
 
 /// The arguments of `forebay volume dump`.
@@ -57,6 +63,8 @@ pub(crate) fn run(global: &Global, command: &VolumeCommand) -> Result<ExitCode> 
     match command {
         VolumeCommand::Dump(arguments) => dump(global, arguments, &settings),
         VolumeCommand::Load(arguments) => load(global, arguments, &settings),
+        VolumeCommand::Policy(arguments) => packed::policy(global, arguments),
+        VolumeCommand::Export(arguments) => packed::export(global, arguments),
     }
 }
 

@@ -5,6 +5,8 @@
 
 mod show;
 
+pub(super) use show::Bar;
+
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;

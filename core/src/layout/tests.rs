@@ -177,7 +177,7 @@ fn what_was_sealed_meanwhile_is_taken_from_where_it_lies_now() {
     edited.write(extent(5, 7, 3, 0));
     // The file's own bytes, brought to another place of it.
     edited.write(extent(30, 4, 2, 7));
-    let moved = edited.moved_into(&base, &blob(9));
+    let moved = edited.moved_into(&base, &FileLayout::of_blob(blob(9)));
     let expected = |at: u64| match at {
         5..12 => Some((3, at - 5)),
         0..20 => Some((9, at)),
@@ -185,5 +185,11 @@ fn what_was_sealed_meanwhile_is_taken_from_where_it_lies_now() {
         _ => None,
     };
     assert_eq!(cells(&moved), (0..34).map(expected).collect::<Vec<_>>());
-    assert_eq!(base.moved_into(&base, &blob(9)).extents().len(), 1);
+    let whole = FileLayout::of_blob(blob(9));
+    assert_eq!(base.moved_into(&base, &whole).extents().len(), 1);
+    let mut half = FileLayout::empty();
+    half.write(extent(0, 10, 8, 3));
+    half.truncate(100);
+    let expected = |at: u64| if at < 10 { Some((8, at + 3)) } else { Some((2, at - 5)) };
+    assert_eq!(cells(&base.moved_into(&base, &half)), (0..20).map(expected).collect::<Vec<_>>());
 }

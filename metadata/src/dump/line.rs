@@ -5,8 +5,8 @@ use forebay_core::{Error, Extent, InodeId, Result, Timestamp, VolumeId};
 use serde::{Deserialize, Serialize};
 
 use crate::schema::{
-    Claim, Counters, Deletion, Dentry, ImportState, Inode, Intent, Keys, Loan, Move, Quota, References, Tag,
-    decode_extents, decode_plain, encode_extents, encode_plain, text,
+    Claim, Counters, Deletion, Dentry, ImportState, Inode, Intent, Keys, Loan, Loose, Member, Move, Quota,
+    References, Tag, decode_extents, decode_plain, encode_extents, encode_plain, text,
 };
 
 /// The version of the format that this program writes.
@@ -72,6 +72,11 @@ pub(super) enum Line {
     },
     Claim(Claim),
     References(References),
+    Member {
+        ino: InodeId,
+        segment: Member,
+    },
+    Loose(Loose),
     Loan(Loan),
     Orphan {
         session: u64,
@@ -125,6 +130,8 @@ impl Line {
             Tag::Intent => Self::Intent { ino: ino()?, intent: Intent::decode(value)? },
             Tag::Claim => Self::Claim(Claim::decode(value)?),
             Tag::References => Self::References(References::decode(value)?),
+            Tag::Member => Self::Member { ino: keys.member_in(key)?, segment: Member::decode(value)? },
+            Tag::Loose => Self::Loose(Loose::decode(value)?),
             Tag::Loan => Self::Loan(Loan::decode(value)?),
             Tag::Orphan => {
                 let (session, ino) = keys.number_and_ino_in(key)?;
@@ -159,6 +166,8 @@ impl Line {
             Self::Intent { ino, intent } => (keys.intent(*ino), intent.encode()),
             Self::Claim(claim) => (keys.claim(claim.key.as_str()), claim.encode()),
             Self::References(references) => (keys.references(references.key.as_str()), references.encode()),
+            Self::Member { ino, segment } => (keys.member(segment.key.as_str(), *ino), segment.encode()),
+            Self::Loose(loose) => (keys.loose(loose.blob.key.as_str()), loose.encode()),
             Self::Loan(loan) => (keys.loan(&loan.blob), loan.encode()),
             Self::Orphan { session, ino } => (keys.orphan(*session, *ino), encode_plain(b"")),
             Self::Trash { due_ms, ino } => (keys.trash(*due_ms, *ino), encode_plain(b"")),
@@ -224,6 +233,13 @@ mod tests {
         );
         let claim = Claim { key: ObjectKey::new("k"), state: HolderState::Doomed { due_ms: 4 } };
         check(Line::Claim(claim), r#"{"claim":{"key":"k","state":{"doomed":{"due_ms":4}}}}"#);
+        let segment = Member { key: ObjectKey::new("k") };
+        check(Line::Member { ino: InodeId(2), segment }, r#"{"member":{"ino":2,"segment":{"key":"k"}}}"#);
+        let blob = Blob { key: ObjectKey::new("k"), version: Version::new("v"), size: 9 };
+        check(
+            Line::Loose(Loose { blob, changes: 4 }),
+            r#"{"loose":{"blob":{"key":"k","version":"v","size":9},"changes":4}}"#,
+        );
         let what = Move::Subtree { prefixes: vec!["a/".into()] };
         check(
             Line::Move { ino: InodeId(2), what },

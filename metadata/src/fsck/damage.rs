@@ -27,6 +27,8 @@ pub(super) enum Damage {
     DanglingExtent { ino: InodeId, key: ObjectKey, why: &'static str },
     /// A blob that more or fewer inodes refer to than is counted.
     WrongReferences { blob: forebay_core::Blob, recorded: u64, found: u64 },
+    /// A file that refers to a segment and is not recorded there, or the other way round.
+    WrongMember { segment: ObjectKey, ino: InodeId, is_recorded: bool },
     /// A plain object that more or fewer other files borrow than is counted.
     WrongLoan { blob: forebay_core::Blob, recorded: u64, found: u64 },
     /// A directory without a place to be listed from, or with one that is not its own.
@@ -95,6 +97,7 @@ impl Damage {
             Self::WrongReferences { recorded, found, .. } | Self::WrongLoan { recorded, found, .. } => {
                 found < recorded
             }
+            Self::WrongMember { is_recorded, .. } => *is_recorded,
             Self::DanglingEntry { .. }
             | Self::StrayTrash { .. }
             | Self::WrongQuota { .. }
@@ -136,6 +139,13 @@ impl Damage {
             }
             Self::WrongReferences { blob, recorded, found } => {
                 ("wrong-references", blob.key.to_string(), format!("recorded {recorded}, found {found}"))
+            }
+            Self::WrongMember { segment, ino, is_recorded } => {
+                let detail = match is_recorded {
+                    true => format!("it is recorded at the segment `{segment}` and does not refer to it"),
+                    false => format!("it refers to the segment `{segment}` and is not recorded there"),
+                };
+                ("wrong-member", inode(ino), detail)
             }
             Self::WrongLoan { blob, recorded, found } => {
                 ("wrong-loan", blob.key.to_string(), format!("recorded {recorded}, found {found}"))

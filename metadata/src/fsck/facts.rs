@@ -8,8 +8,8 @@ use forebay_core::{Blob, Extent, FileKind, FileLayout, InodeId, ObjectKey, Resul
 use super::damage::Damage;
 use crate::kv::Snapshot;
 use crate::schema::{
-    Claim, Counters, Dentry, HolderState, ImportState, Inode, Intent, Keys, Loan, Move, Quota, References,
-    Tag, decode_extents,
+    Claim, Counters, Dentry, HolderState, ImportState, Inode, Intent, Keys, Loan, Member, Move, Quota,
+    References, Tag, decode_extents,
 };
 
 /// Records read at once.
@@ -55,6 +55,9 @@ pub(super) struct Facts {
     pub(super) lent: HashMap<Blob, u64>,
     pub(super) loans: HashMap<Blob, Loan>,
     pub(super) references: HashMap<ObjectKey, u64>,
+    /// Segments and the inodes whose layouts name them, and as they are recorded.
+    pub(super) in_segments: HashSet<(ObjectKey, InodeId)>,
+    pub(super) members: HashSet<(ObjectKey, InodeId)>,
     pub(super) claims: HashMap<ObjectKey, HolderState>,
     pub(super) intents: HashMap<InodeId, ObjectKey>,
     pub(super) imports: HashMap<InodeId, ImportState>,
@@ -89,6 +92,7 @@ impl Gather<'_> {
         })
         .await?;
         self.links(&mut facts).await?;
+        self.references(&mut facts).await?;
         self.rest(&mut facts).await?;
         facts.follow_loans();
         Ok(facts)
@@ -175,10 +179,16 @@ impl Gather<'_> {
         }
     }
 
-    async fn rest(&self, facts: &mut Facts) -> Result<()> {
+    /// Who refers to blobs.
+    async fn references(&self, facts: &mut Facts) -> Result<()> {
         self.each(facts, Tag::References, |facts, _, _, value| {
             let references = References::decode(value)?;
             facts.references.insert(references.key, references.count);
+            Ok(())
+        })
+        .await?;
+        self.each(facts, Tag::Member, |facts, keys, key, value| {
+            facts.members.insert((Member::decode(value)?.key, keys.member_in(&key)?));
             Ok(())
         })
         .await?;
@@ -187,7 +197,10 @@ impl Gather<'_> {
             facts.loans.insert(loan.blob.clone(), loan);
             Ok(())
         })
-        .await?;
+        .await
+    }
+
+    async fn rest(&self, facts: &mut Facts) -> Result<()> {
         self.each(facts, Tag::Claim, |facts, _, _, value| {
             let claim = Claim::decode(value)?;
             facts.claims.insert(claim.key, claim.state);
@@ -275,6 +288,9 @@ impl Facts {
         });
         for blob in named.collect::<BTreeMap<_, _>>().into_values() {
             self.blobs.entry(blob.clone()).or_insert(Use { ino, inodes: 0 }).inodes += 1;
+            if blob.is_segment() {
+                self.in_segments.insert((blob.key.clone(), ino));
+            }
             if !blob.is_owned() && inode.home.as_ref() != Some(blob) {
                 *self.lent.entry(blob.clone()).or_default() += 1;
             }

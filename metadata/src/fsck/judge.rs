@@ -18,6 +18,7 @@ pub(super) fn judge(facts: &mut Facts) -> Vec<Damage> {
     damage.extend(judge_trash(facts));
     damage.extend(judge_quotas(facts));
     damage.extend(judge_references(facts));
+    damage.extend(judge_members(facts));
     damage.extend(judge_loans(facts));
     let is_empty = |(key, state): &(&ObjectKey, &HolderState)| !is_made(facts, key, state);
     damage
@@ -127,6 +128,16 @@ fn judge_references(facts: &Facts) -> Vec<Damage> {
         damage.push(Damage::WrongReferences { blob, recorded: *recorded, found: 0 });
     }
     damage
+}
+
+/// Who refers to a segment is recorded, and nobody else.
+fn judge_members(facts: &Facts) -> Vec<Damage> {
+    let wrong = facts.in_segments.symmetric_difference(&facts.members);
+    let damage = wrong.map(|member| {
+        let (segment, ino) = member.clone();
+        Damage::WrongMember { segment, ino, is_recorded: facts.members.contains(member) }
+    });
+    damage.collect()
 }
 
 fn judge_loans(facts: &Facts) -> Vec<Damage> {

@@ -37,6 +37,10 @@ pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool>
                 change.queue_deletion(due_ms, Deletion { blob: blob.clone(), session: None })?;
             }
         }
+        Damage::WrongMember { segment, ino, is_recorded: false } => change.put_member(segment, *ino)?,
+        Damage::WrongMember { segment, ino, is_recorded: true } => {
+            change.delete(change.keys().member(segment.as_str(), *ino))?;
+        }
         Damage::WrongLoan { blob, found, .. } => {
             let moved = change.loan(blob)?.and_then(|loan| loan.moved);
             match found {

@@ -45,6 +45,12 @@ pub struct GcReport {
     pub trash: u64,
     /// Those that can still be brought back.
     pub trash_waiting: u64,
+    /// Segments that were compacted, which is the volume's to do: sparse ones and small ones.
+    pub segments: u64,
+    /// Their bytes.
+    pub segment_bytes: u64,
+    /// Those of them that were in use.
+    pub segment_live_bytes: u64,
     /// Whether nothing was freed.
     pub dry_run: bool,
 }

@@ -114,6 +114,9 @@ impl Mover {
     }
 
     async fn verdict(&self, key: &[u8], deletion: &Deletion) -> Result<Verdict> {
+        if self.shared().segments.holds(&deletion.blob.key) {
+            return Ok(Verdict::Keep);
+        }
         let session = self.shared().session;
         let recorded = self.look(|look| recorded(look, key, deletion, session)).await?;
         let is_plain = recorded == Verdict::Delete && !deletion.blob.is_owned();

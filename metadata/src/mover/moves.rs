@@ -251,9 +251,9 @@ fn is_in_ring(change: &Change<'_, '_>, ino: InodeId, mut key: String) -> Result<
     Ok(false)
 }
 
-/// The object that alone is the whole file.
+/// The object that alone is the whole file. A segment is none: others may come to share it.
 fn whole(change: &Change<'_, '_>, ino: InodeId, inode: &Inode) -> Result<Option<Blob>> {
-    Ok(change.layout(ino, inode)?.single_blob().cloned())
+    Ok(change.layout(ino, inode)?.single_blob().filter(|blob| !blob.is_segment()).cloned())
 }
 
 /// Whether the file still is that one object and still wants to be at `to`.

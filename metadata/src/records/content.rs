@@ -21,7 +21,7 @@ impl Change<'_, '_> {
         let old = self.resolve(stored.clone(), inode.home.as_ref())?;
         let layout = &self.resolve(layout.clone(), home.as_ref())?;
         self.change_loans((&stored, inode.home.as_ref()), (layout, home.as_ref()))?;
-        self.change_references(&old, layout)?;
+        self.change_references(ino, &old, layout)?;
         let before = std::mem::replace(&mut inode.home, home);
         let (head, further) = split(layout.extents());
         for (n, chunk) in (0u32..).zip(&further) {
@@ -76,21 +76,35 @@ impl Change<'_, '_> {
 
     /// Counts the inode in at the owned blobs that only `new` has, and out at those that only `old` has. A blob that
     /// nothing refers to any more is queued for deletion.
-    fn change_references(&mut self, old: &FileLayout, new: &FileLayout) -> Result<()> {
-        let (old, new) = (owned(old), owned(new));
+    fn change_references(
+        &mut self,
+        ino: InodeId,
+        old_layout: &FileLayout,
+        new_layout: &FileLayout,
+    ) -> Result<()> {
+        let (old, new) = (owned(old_layout), owned(new_layout));
         for (key, blob) in &new {
             if !old.contains_key(key) {
                 let count = self.references(key)?.map_or(0, |record| record.count);
                 self.put_references(blob, count + 1)?;
+                if blob.is_segment() {
+                    self.join_segment(blob, ino, count == 0)?;
+                }
                 self.delete(self.keys().deletion(Deletion::UNCOMMITTED_MS, key))?;
             }
         }
         for (key, blob) in &old {
             if new.contains_key(key) {
+                if blob.is_segment() && old_layout != new_layout {
+                    self.loosen(blob)?;
+                }
                 continue;
             }
             let count = self.references(key)?.map_or(0, |record| record.count);
             self.put_references(blob, count.saturating_sub(1))?;
+            if blob.is_segment() {
+                self.leave_segment(blob, ino, count <= 1)?;
+            }
             if count <= 1 {
                 let due_ms = self.shared.now_ms().saturating_add(self.shared.settings.delete_delay_ms);
                 self.queue_deletion(due_ms, Deletion { blob: (*blob).clone(), session: None })?;

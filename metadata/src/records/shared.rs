@@ -2,6 +2,7 @@
 //! was on its way.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use bytes::Bytes;
@@ -12,6 +13,7 @@ use tokio::sync::Notify;
 
 use super::counted::Quotas;
 use super::path::Spelling;
+use super::segments::Pins;
 use super::{OutsideChanges, TreeSettings};
 use crate::schema::Keys;
 
@@ -28,6 +30,8 @@ pub(crate) struct Shared {
     pub(crate) openers: Mutex<HashMap<InodeId, u32>>,
     pub(crate) touched: Touched,
     pub(crate) quotas: Quotas,
+    /// Segments that are being written.
+    pub(crate) segments: Arc<Pins>,
     /// Counts directory renames, so that the mover can tell that none came while it walked.
     pub(crate) subtree_moves: AtomicU64,
     /// Wakes the mover.
@@ -53,6 +57,7 @@ impl Shared {
             openers: Mutex::default(),
             touched: Touched::default(),
             quotas: Quotas::default(),
+            segments: Arc::default(),
             subtree_moves: AtomicU64::new(0),
             work: Notify::new(),
             outside: OutsideChanges::default(),

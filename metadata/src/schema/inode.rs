@@ -60,7 +60,14 @@ pub struct Inode {
     pub run: NumberRun,
     /// Of a directory: whether it stays when the bucket has nothing below it any more.
     pub kept: bool,
+    /// Of a directory: whether small files in it share segments.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub packed: bool,
 }
+
+/// The bits of a directory's flags.
+const KEPT: u8 = 1;
+const PACKED: u8 = 2;
 
 /// Bytes of extents that an `I` record may hold before `E` records follow: small files need one read.
 const HEAD_BYTES: usize = 1024;
@@ -90,6 +97,7 @@ impl Inode {
             target: Bytes::new(),
             run: NumberRun::default(),
             kept: false,
+            packed: false,
         }
     }
 
@@ -142,7 +150,7 @@ impl Inode {
                 out.number(u64::from(self.further));
             }
             FileKind::Directory => {
-                out.byte(u8::from(self.kept));
+                out.byte(if self.kept { KEPT } else { 0 } | if self.packed { PACKED } else { 0 });
                 out.number(self.run.next);
                 out.number(self.run.end);
             }
@@ -172,7 +180,11 @@ impl Inode {
                 inode.further = from.small()?;
             }
             FileKind::Directory => {
-                inode.kept = from.flag()?;
+                let flags = from.byte()?;
+                if flags & !(KEPT | PACKED) != 0 {
+                    return Err(from.bad(&format!("has the flags {flags}")));
+                }
+                (inode.kept, inode.packed) = (flags & KEPT != 0, flags & PACKED != 0);
                 inode.run = NumberRun { next: from.number()?, end: from.number()? };
             }
             FileKind::Symlink => inode.target = from.bytes()?,

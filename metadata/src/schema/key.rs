@@ -27,6 +27,10 @@ pub enum Tag {
     Claim = b'C',
     /// `B hash`: how many inodes refer to an owned blob.
     References = b'B',
+    /// `R hash ino`: an inode whose layout names a segment.
+    Member = b'R',
+    /// `F hash`: a segment that compaction is to look at.
+    Loose = b'F',
     /// `L hash`: a plain object that files other than its own refer to.
     Loan = b'L',
     /// `O session ino`: an inode without names that the session has open.
@@ -61,6 +65,8 @@ impl Tag {
             b'W' => Self::Intent,
             b'C' => Self::Claim,
             b'B' => Self::References,
+            b'R' => Self::Member,
+            b'F' => Self::Loose,
             b'O' => Self::Orphan,
             b'S' => Self::Session,
             b'Q' => Self::Quota,
@@ -162,6 +168,31 @@ impl Keys {
     /// `B hash` of an owned blob's key.
     pub fn references(self, object_key: &str) -> Bytes {
         self.with_hash(Tag::References, object_key)
+    }
+
+    /// `R hash ino` of a segment's key.
+    pub fn member(self, object_key: &str, ino: InodeId) -> Bytes {
+        let mut key = self.start(Tag::Member, 24);
+        key.put_slice(&hash_of(object_key));
+        key.put_u64(ino.0);
+        key.freeze()
+    }
+
+    /// The range of the `R` keys of a segment: start and excluded end.
+    pub fn members(self, object_key: &str) -> (Bytes, Bytes) {
+        let start = self.with_hash(Tag::Member, object_key);
+        let end = after_prefix(&start);
+        (start, end)
+    }
+
+    /// The inode of an `R` key.
+    pub fn member_in(self, key: &Bytes) -> Result<InodeId> {
+        number_at(key, HEAD + 16).map(InodeId)
+    }
+
+    /// `F hash` of a segment's key.
+    pub fn loose(self, object_key: &str) -> Bytes {
+        self.with_hash(Tag::Loose, object_key)
     }
 
     /// `L hash` of a plain object's key and version.

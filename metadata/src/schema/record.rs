@@ -122,6 +122,59 @@ impl References {
     }
 }
 
+/// `R hash ino`: an inode whose layout names a segment.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Member {
+    /// The segment's key.
+    pub key: ObjectKey,
+}
+
+impl Member {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.bytes(self.key.as_str().as_bytes());
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "segment member")?;
+        let record = Self { key: from.object_key()? };
+        from.finish()?;
+        Ok(record)
+    }
+}
+
+/// `F hash`: a segment that is new, or that a file gave up bytes of, since compaction looked at it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Loose {
+    /// The segment.
+    pub blob: Blob,
+    /// How often a file gave up bytes of it since: what was looked at stays what it was while this does.
+    pub changes: u64,
+}
+
+impl Loose {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.blob(&self.blob);
+        out.number(self.changes);
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "loose segment")?;
+        let record = Self { blob: from.blob()?, changes: from.number()? };
+        from.finish()?;
+        Ok(record)
+    }
+}
+
 /// `L hash`: a plain object that files other than its own refer to. It is not destroyed before it was moved.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

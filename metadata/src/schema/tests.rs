@@ -30,6 +30,8 @@ fn golden_keys() {
     check(KEYS.intent(ino), "570000000000000a0b");
     check(KEYS.claim("a/b"), "430da3cfa5f8b7fae9def4d324da969d3a");
     check(KEYS.references("a/b"), "420da3cfa5f8b7fae9def4d324da969d3a");
+    check(KEYS.member("a/b", ino), "520da3cfa5f8b7fae9def4d324da969d3a0000000000000a0b");
+    check(KEYS.loose("a/b"), "460da3cfa5f8b7fae9def4d324da969d3a");
     check(KEYS.loan(&blob("a/b", 1)), "4ce64cdf0aab62e14e803cc903168c042a");
     check(KEYS.orphan(3, ino), "4f00000000000000030000000000000a0b");
     check(KEYS.trash(3, ino), "5400000000000000030000000000000a0b");
@@ -52,6 +54,9 @@ fn keys_are_taken_apart_and_ranges_hold_just_their_own() {
     assert_eq!(link, (directory, Bytes::from_static(b"n")));
     assert_eq!(KEYS.number_and_ino_in(&KEYS.orphan(9, next)).expect("orphan"), (9, next));
     assert_eq!(KEYS.number_in(&KEYS.intent(next)).expect("number"), 0x100);
+    assert_eq!(KEYS.member_in(&KEYS.member("a/b", next)).expect("member"), next);
+    let (start, end) = KEYS.members("a/b");
+    assert!(KEYS.member("a/b", InodeId(u64::MAX)) < end && KEYS.member("a/b", InodeId(0)) >= start);
     assert_eq!(KEYS.extents_in(&KEYS.extents(next, 9)).expect("extents"), (next, 9));
     assert_eq!(KEYS.tag_in(&KEYS.loading()).expect("a tag"), Tag::Loading);
     let unknown = KEYS.tag_in(&[&KEYS.loading()[..8], b"?"].concat().into()).expect_err("no tag");
@@ -103,6 +108,8 @@ fn golden_values() {
     directory.run = NumberRun { next: 4, end: 64 };
     directory.kept = true;
     check(directory.encode(), "0101 ed03 00 00 02 00 00 0000 0000 0000 00 01 00 01 04 40");
+    directory.packed = true;
+    check(directory.encode(), "0101 ed03 00 00 02 00 00 0000 0000 0000 00 01 00 03 04 40");
     let key = ObjectKey::new("k");
     let claim = |state| Claim { key: key.clone(), state }.encode();
     check(claim(HolderState::Held(InodeId(2))), "01016b0002");
@@ -110,6 +117,8 @@ fn golden_values() {
     check(claim(HolderState::Doomed { due_ms: 2 }), "01016b0202");
     check(claim(HolderState::Subtree(InodeId(2))), "01016b0302");
     check(References { key: key.clone(), count: 3 }.encode(), "01016b03");
+    check(Member { key: key.clone() }.encode(), "01016b");
+    check(Loose { blob: blob("b", 1), changes: 128 }.encode(), "01016202763101 8001");
     let intent = Intent { key: key.clone(), replaces: Some(Version::new("v")), copies: Some(blob("b", 1)) };
     check(intent.encode(), "01016b010176010162027631 01");
     let loan = Loan { blob: blob("b", 1), count: 2, moved: Some(blob("c", 1)) };
@@ -166,6 +175,8 @@ fn only_whole_values_are_read() {
     check_decoding(move_.clone(), move_.encode(), Move::decode);
     let loan = Loan { blob: blob("b", 1), count: 2, moved: None };
     check_decoding(loan.clone(), loan.encode(), Loan::decode);
+    let loose = Loose { blob: blob("b", 1), changes: u64::MAX };
+    check_decoding(loose.clone(), loose.encode(), Loose::decode);
     let deletion = Deletion { blob: blob("b", 1), session: None };
     check_decoding(deletion.clone(), deletion.encode(), Deletion::decode);
     check_decoding(quota(), quota().encode(), Quota::decode);

@@ -6,7 +6,7 @@ use forebay_core::{Attributes, FileKind, FileLayout, InodeId, ObjectKey, Result,
 
 use serde::{Deserialize, Serialize};
 
-use super::OutsideChanges;
+use super::{OutsideChanges, SegmentPin};
 use crate::schema::Quota;
 
 /// Outcome of looking a name up; a miss is expected and no error.
@@ -248,6 +248,14 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// layout refers to goes after the session ended.
     fn fresh_blob(&self) -> ObjectKey;
 
+    /// Whether the next content of a file, if it is small, goes into a segment that it shares with others: so it does in
+    /// packed directories.
+    async fn packs(&self, ino: InodeId) -> Result<bool>;
+
+    /// A fresh key for a segment that later commits of several files are going to refer to. It is let go of once all of
+    /// them were made.
+    fn fresh_segment(&self) -> SegmentPin;
+
     /// Notes that this session has begun an upload in parts, so that the next one ends it if this one dies.
     async fn upload_started(&self, key: &ObjectKey, id: &str) -> Result<()>;
 
@@ -260,7 +268,8 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// the file's own key is gone already). Intents of this inode are settled.
     ///
     /// # Errors
-    /// `Conflict` when the generation is no longer `expected`; the caller reads the layout again and decides.
+    /// `Conflict` when the generation is no longer `expected`, or bytes that the layout keeps were moved meanwhile; the
+    /// caller reads the layout again and decides.
     async fn commit_layout(
         &self,
         ino: InodeId,

@@ -179,7 +179,9 @@ fn put_copy(
             inode.generation = 1;
         }
         FileKind::File => {}
-        FileKind::Directory => (inode.nlink, inode.kept) = (entry.inode.nlink, true),
+        FileKind::Directory => {
+            (inode.nlink, inode.kept, inode.packed) = (entry.inode.nlink, true, entry.inode.packed);
+        }
         _ => inode.size = entry.inode.size,
     }
     for (key, value) in attributes {

@@ -38,6 +38,9 @@ pub(super) fn commit_layout(
         change.reserve(ino, layout.size())?;
     }
     let known = |blob: &Blob| old.blobs().chain(&lent).any(|known| known == blob);
+    if !change.has_segments(&layout, known) {
+        return conflict("takes bytes of a segment that was compacted");
+    }
     let Some(home) = new_home(&inode, known, intent.as_ref(), &layout) else {
         return conflict("was moved: its layout is based on an object that is not its own any more");
     };
@@ -64,13 +67,13 @@ pub(super) fn commit_layout(
     Ok(inode.attributes(ino))
 }
 
-/// The plain objects that `lender` may lend: those in its layout that stay. One that is about to be replaced or deleted
+/// The plain objects and segments that `lender` may lend: those in its layout that stay. One that is about to be replaced or deleted
 /// may go before it is known to be lent.
 fn lent(change: &Change<'_, '_>, lender: Option<InodeId>) -> Result<Vec<Blob>> {
     let Some(lender) = lender else { return Ok(Vec::new()) };
     let inode = change.file(lender)?;
     let mut lent = Vec::new();
-    for blob in change.layout(lender, &inode)?.blobs().filter(|blob| !blob.is_owned()) {
+    for blob in change.layout(lender, &inode)?.blobs().filter(|blob| !blob.is_owned() || blob.is_segment()) {
         let claim = change.claim(blob.key.as_str())?.map(|claim| claim.state);
         let stays = matches!(claim, None | Some(HolderState::Held(_)));
         if stays && !lent.contains(blob) {

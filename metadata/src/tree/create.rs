@@ -62,6 +62,7 @@ fn fresh(
     inode.name = bytes::Bytes::copy_from_slice(name);
     inode.rdev = new.rdev;
     inode.kept = is_directory;
+    inode.packed = is_directory && directory.packed;
     if new.kind == FileKind::Symlink {
         inode.size = new.target.len() as u64;
         inode.target = new.target.clone();

@@ -20,6 +20,7 @@ mod local;
 mod operations;
 mod quota;
 mod trash;
+mod segments;
 mod paths;
 
 pub use api::{
@@ -33,9 +34,10 @@ pub use quota::DirectoryQuota;
 pub use trash::Trashed;
 
 pub use crate::records::{
-    GcSettings, ImportSettings, OutsideChange, OutsideChanges, OutsideListener, TrashId, TreeSettings,
+    GcSettings, ImportSettings, OutsideChange, OutsideChanges, OutsideListener, SegmentPin, TrashId,
+    TreeSettings,
 };
-pub use crate::schema::{Quota, QuotaLimits, Usage};
+pub use crate::schema::{Loose, Quota, QuotaLimits, Usage};
 
 #[cfg(test)]
 mod tests;

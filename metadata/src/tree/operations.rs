@@ -11,8 +11,8 @@ use super::local::LocalTree;
 use super::place::{Step, place};
 use super::{
     Cloned, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement, RenameMode,
-    SetAttributes, Statistics, Tree, XattrMode, clone, create, following, link, quota, remove_directory,
-    rename, set_attributes, unlink, xattr,
+    SegmentPin, SetAttributes, Statistics, Tree, XattrMode, clone, create, following, link, quota,
+    remove_directory, rename, segments, set_attributes, unlink, xattr,
 };
 use crate::records::{Change, Look, Records, check_name, owned_key};
 use crate::schema::UploadRecord;
@@ -268,6 +268,14 @@ impl Tree for LocalTree {
 
     fn fresh_blob(&self) -> ObjectKey {
         owned_key(self.shared.session, &self.fresh_name())
+    }
+
+    async fn packs(&self, ino: InodeId) -> Result<bool> {
+        self.look(|look| segments::packs(look, ino)).await
+    }
+
+    fn fresh_segment(&self) -> SegmentPin {
+        SegmentPin::new(&self.shared.segments, self.shared.session, &self.fresh_name())
     }
 
     async fn upload_started(&self, key: &ObjectKey, id: &str) -> Result<()> {

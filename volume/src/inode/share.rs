@@ -43,7 +43,7 @@ impl OpenInode {
         self.commit_all(&mut turn).await
     }
 
-    async fn commit_all(&self, turn: &mut Writer) -> Result<()> {
+    pub(super) async fn commit_all(&self, turn: &mut Writer) -> Result<()> {
         self.finish_stream(turn).await?;
         self.commit(turn).await
     }
@@ -76,6 +76,8 @@ impl OpenInode {
         let committed = tree.commit_shared(self.ino, generation, layout.clone(), now, source.ino).await?;
         *self.content.write() = Content::committed(layout, committed.generation);
         self.shares.store(true, Ordering::Relaxed);
+        // The source may have named objects that were moved: the tree has their places.
+        self.take_over().await?;
         Ok(length)
     }
 }

@@ -5,4 +5,5 @@ mod model;
 mod reading;
 mod writing;
 mod costs;
+mod packing;
 mod warming;

@@ -270,3 +270,32 @@ fn the_last_writer_of_a_whole_file_wins_and_parts_of_a_replaced_one_are_lost() {
         }
     });
 }
+
+/// Files that were removed while open lend their bytes on: the copy of a copy has its own, and becomes an object.
+#[test]
+fn a_copy_of_a_copy_whose_lenders_are_gone_is_sealed() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let content = pattern(1, 0..5000);
+        let mut file = create(&volume, "f").await;
+        file.write(0, content.clone()).await.expect("write");
+        file.fsync().await.expect("fsync");
+        for _ in 0..3 {
+            volume.unlink(forebay_core::InodeId::ROOT, b"f").await.expect("unlinked");
+            let copy = create(&volume, "f").await;
+            assert_eq!(copy.share(&file, 0..5000, 0).await.expect("shared"), 5000);
+            file.release().await.expect("release");
+            // The object at the path goes, and what is lent of it is kept elsewhere.
+            volume.tree().local().expect("a tree of this process").drain().await.expect("drained");
+            file = copy;
+        }
+        file.write(6000, Bytes::from_static(b"more")).await.expect("write");
+        let read = file.read(0, 10_000).await.expect("read what was written over moved bytes");
+        assert!(read.len() == 6004 && read[..5000] == content && read.ends_with(b"more"));
+        file.flush().await.expect("close");
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert_eq!(object(&fixture.bucket, "f").await, read);
+    });
+}

@@ -22,11 +22,11 @@ const REDRAW: Duration = Duration::from_millis(200);
 const SHOWN: usize = 20;
 
 /// A progress bar.
-pub(super) struct Bar(ProgressBar);
+pub(crate) struct Bar(ProgressBar);
 
 impl Bar {
     /// An empty one. Nothing is drawn where stderr is no terminal.
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let style = ProgressStyle::with_template(TEMPLATE).expect("the template is well-formed");
         let bar = ProgressBar::new(0).with_style(style);
         bar.enable_steady_tick(REDRAW);
@@ -34,14 +34,14 @@ impl Bar {
     }
 
     /// Moves it.
-    pub(super) fn show(&self, progress: &Progress) {
+    pub(crate) fn show(&self, progress: &Progress) {
         self.0.set_length(progress.bytes);
         self.0.set_position(progress.done_bytes);
         self.0.set_message(format!("{} files", progress.files));
     }
 
     /// Takes it away.
-    pub(super) fn end(&self) {
+    pub(crate) fn end(&self) {
         self.0.finish_and_clear();
     }
 }

@@ -57,6 +57,9 @@ async fn sample(world: &World) -> LocalTree {
         super::sharing::share(world, &tree, from, to).await.expect("shared");
     }
     world.write_path(&tree, "top", "another").await.expect("written");
+    let packed = make_directory(&tree, "packed").await.expect("made").ino;
+    tree.set_packed(packed, true).await.expect("set");
+    super::segments::write_packed(world, &tree, &[("one", b"1"), ("two", b"22")]).await;
     world.write_path(&tree, "deleted", "deleted").await.expect("written");
     unlink(&tree, "deleted").await.expect("unlinked");
     let limits = QuotaLimits { bytes: Some(1 << 40), inodes: None };
@@ -129,6 +132,10 @@ async fn a_tree_goes_to_another_engine_and_back_unchanged() {
         assert_eq!(world.read_path(&tree, "lent").await.expect("bytes"), "top");
         let ino = resolve(&tree, "d/f").await.expect("found").ino;
         assert_eq!(tree.xattr(ino, b"user.x").await.expect("value"), &b"\0\xff"[..]);
+        assert_eq!(world.read_path(&tree, "two").await.expect("bytes"), "22");
+        let packed = resolve(&tree, "packed").await.expect("found").ino;
+        assert!(tree.is_packed(packed).await.expect("a directory"));
+        assert_eq!(tree.loose_segments(None, 8).await.expect("segments").0.len(), 1);
         let deleted = tree.trash(None, 8).await.expect("the trash");
         tree.restore(deleted[0].id, InodeId::ROOT, b"back").await.expect("restored");
         assert_eq!(world.read_path(&tree, "back").await.expect("bytes"), "deleted");

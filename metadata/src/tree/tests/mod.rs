@@ -6,6 +6,7 @@ mod model;
 mod import;
 mod ownership;
 mod garbage;
+mod segments;
 mod fsck;
 mod dump;
 mod sharing;

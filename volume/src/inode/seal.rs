@@ -1,0 +1,63 @@
+//! Bringing a file together: as a plain object at its own path, or into a segment where its directory is packed.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use forebay_core::{FileLayout, Result};
+use forebay_metadata::tree::Placement;
+
+use super::OpenInode;
+use crate::content::Content;
+
+impl OpenInode {
+    /// Brings a file that lies in owned blobs together, if policy and path allow it; false where they do not.
+    pub(crate) async fn seal(&self) -> Result<bool> {
+        let _turn = self.writer.lock().await;
+        if !self.needs_seal() {
+            return Ok(false);
+        }
+        self.take_over().await?;
+        match self.store.packs(self.ino, self.look(Content::size)).await? {
+            true => self.pack_together().await,
+            false => self.bring_home().await,
+        }
+    }
+
+    /// Brings a file to its own path if it lies in segments or other owned blobs, whatever the policy; false where that is
+    /// not free.
+    pub(crate) async fn unpack(&self) -> Result<bool> {
+        let mut turn = self.writer.lock().await;
+        self.commit_all(&mut turn).await?;
+        self.take_over().await?;
+        if self.look(|content| content.layout().is_plain()) { Ok(true) } else { self.bring_home().await }
+    }
+
+    /// Puts all bytes of a small file into a segment. The caller has the turn.
+    async fn pack_together(&self) -> Result<bool> {
+        let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
+        if layout.is_packed() || layout.size() == 0 {
+            return Ok(false);
+        }
+        let content = self.store.fetch.bytes(layout.pieces(0..layout.size())).await?;
+        let stored = self.store.segments.put(content).await?;
+        self.move_to(stored.layout.clone(), generation).await
+    }
+
+    /// Writes the file as a plain object at its own path. The caller has the turn.
+    async fn bring_home(&self) -> Result<bool> {
+        let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
+        let (mut upload, placement) = self.store.start_upload(self.ino).await?;
+        if matches!(placement, Placement::Owned { .. }) {
+            return upload.abort().await.map(|()| false);
+        }
+        self.store.copy_content(&layout, &mut upload).await?;
+        let blob = self.store.complete(upload, &placement).await?.blob();
+        self.move_to(FileLayout::of_blob(blob), generation).await
+    }
+
+    async fn move_to(&self, layout: FileLayout, generation: u64) -> Result<bool> {
+        self.store.tree.relocate(self.ino, generation, layout.clone()).await?;
+        *self.content.write() = Content::committed(layout, generation);
+        self.shares.store(false, Relaxed);
+        Ok(true)
+    }
+}

@@ -1,0 +1,169 @@
+//! Small files of packed directories: those that are flushed at the same time share one object, a segment.
+//!
+//! A file that comes alone goes at once: nothing waits for company. While as many puts as may be are on their way, those
+//! that come gather, and go together with the next. Each is answered when its segment is in the store.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use forebay_core::{Blob, Error, ErrorKind, Extent, FileLayout, Result, Source};
+use forebay_io::object::{Bucket, Condition};
+use forebay_io::task::TaskGroup;
+use forebay_metadata::tree::{SegmentPin, Tree};
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+use crate::fetch::{Fetch, join};
+
+/// Most bytes of a segment: one block of the cache, so that one request brings all of it.
+pub(crate) const SEGMENT_BYTES: u64 = forebay_core::BLOCK_SIZE;
+/// Most files of a segment that is written at once, so that what is committed and compacted together stays small.
+const MOST_FILES: usize = 1024;
+/// Segments on their way at once. One would make two writers wait for each other; with more, fewer files share each.
+const PUTS_AT_ONCE: usize = 2;
+
+/// The whole content of a file in the store.
+#[derive(Debug, Clone)]
+pub(crate) struct Stored {
+    /// Where it is.
+    pub(crate) layout: FileLayout,
+    /// Keeps a segment from being freed until the file is committed.
+    _pin: Option<Arc<SegmentPin>>,
+}
+
+impl From<Blob> for Stored {
+    fn from(blob: Blob) -> Self {
+        Self { layout: FileLayout::of_blob(blob), _pin: None }
+    }
+}
+
+impl Stored {
+    /// The content of a packed file without bytes, which needs no object.
+    pub(crate) fn nothing() -> Self {
+        Self { layout: FileLayout::empty(), _pin: None }
+    }
+}
+
+/// What gathers small files into segments; cheap to clone.
+#[derive(Debug, Clone)]
+pub(crate) struct Segments(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    tree: Arc<dyn Tree>,
+    bucket: Bucket,
+    fetch: Fetch,
+    tasks: TaskGroup,
+    queue: Mutex<Queue>,
+    /// Held by the one compaction at a time.
+    compacting: tokio::sync::Mutex<()>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    waiting: VecDeque<Waiting>,
+    /// Tasks that put segments.
+    workers: usize,
+}
+
+/// A file that waits for its segment.
+#[derive(Debug)]
+struct Waiting {
+    content: Bytes,
+    tell: oneshot::Sender<Result<Stored>>,
+}
+
+/// One of the tasks that put segments, for as long as it runs.
+struct Worker(Segments);
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.0.0.queue.lock().workers -= 1;
+    }
+}
+
+impl Segments {
+    pub(crate) fn new(tree: Arc<dyn Tree>, bucket: Bucket, fetch: Fetch, tasks: TaskGroup) -> Self {
+        let (queue, compacting) = Default::default();
+        Self(Arc::new(Inner { tree, bucket, fetch, tasks, queue, compacting }))
+    }
+
+    /// Writes the whole content of a file into a segment.
+    pub(crate) async fn put(&self, content: Bytes) -> Result<Stored> {
+        if content.is_empty() {
+            return Ok(Stored::nothing());
+        }
+        let (tell, told) = oneshot::channel();
+        let worker = {
+            let mut queue = self.0.queue.lock();
+            queue.waiting.push_back(Waiting { content, tell });
+            let is_wanted = queue.workers < PUTS_AT_ONCE;
+            queue.workers += usize::from(is_wanted);
+            is_wanted.then(|| Worker(self.clone()))
+        };
+        if let Some(worker) = worker {
+            self.0.tasks.spawn("segment", async move { worker.0.work().await });
+        }
+        let gone = |_| Error::new(ErrorKind::Unavailable, "the volume was closed before the file was stored");
+        told.await.map_err(gone)?
+    }
+
+    /// Puts segments until nothing waits.
+    async fn work(&self) {
+        loop {
+            let batch = self.next_batch();
+            if batch.is_empty() {
+                return;
+            }
+            let (contents, tell): (Vec<Bytes>, Vec<_>) =
+                batch.into_iter().map(|waiting| (waiting.content, waiting.tell)).unzip();
+            let pin = Arc::new(self.0.tree.fresh_segment());
+            let stored = self.put_segment(&pin, &contents).await;
+            let mut at = 0;
+            for (content, tell) in contents.into_iter().zip(tell) {
+                let length = content.len() as u64;
+                let answer = stored.as_ref().map_err(Error::duplicate).map(|blob| {
+                    let layout = part(blob, at, length);
+                    Stored { layout, _pin: Some(pin.clone()) }
+                });
+                at += length;
+                // A writer that went away wants no answer.
+                let _ = tell.send(answer);
+            }
+        }
+    }
+
+    fn next_batch(&self) -> Vec<Waiting> {
+        let mut queue = self.0.queue.lock();
+        let (mut files, mut bytes) = (0, 0);
+        for waiting in queue.waiting.iter().take(MOST_FILES) {
+            bytes += waiting.content.len() as u64;
+            if files > 0 && bytes > SEGMENT_BYTES {
+                break;
+            }
+            files += 1;
+        }
+        queue.waiting.drain(..files).collect()
+    }
+
+    /// Puts a segment of `contents`, one after the other, at the key of `pin`.
+    pub(crate) async fn put_segment(&self, pin: &SegmentPin, contents: &[Bytes]) -> Result<Blob> {
+        let whole = join(contents.to_vec());
+        let blob = self.0.bucket.put(pin.key(), whole.clone(), Condition::IfAbsent).await?.blob();
+        self.0.fetch.remember(&blob, whole);
+        Ok(blob)
+    }
+
+    /// Whoever compacts holds this meanwhile.
+    pub(crate) async fn compaction(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.0.compacting.lock().await
+    }
+}
+
+/// A file that is `length` bytes of a segment.
+fn part(segment: &Blob, offset: u64, length: u64) -> FileLayout {
+    let mut layout = FileLayout::empty();
+    layout.write(Extent { offset: 0, length, source: Source::Blob { blob: segment.clone(), offset } });
+    layout
+}
