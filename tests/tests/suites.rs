@@ -32,6 +32,14 @@ impl Mounted {
         Self::new(Scratch::new(), &url, options, Some(server))
     }
 
+    /// Over a folder, with all directories packed.
+    fn packed(options: &[&str]) -> Self {
+        let mounted = Self::folder(options);
+        let top = mounted.mount.path().display().to_string();
+        Forebay::new(&mounted.scratch.join("home"), ["volume", "policy", &top, "packed"]).run().succeeded();
+        mounted
+    }
+
     fn new(scratch: Scratch, url: &str, options: &[&str], server: Option<Server>) -> Self {
         let variables = server.as_ref().map(Server::envs).unwrap_or_default();
         let mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), options, &variables);
@@ -209,6 +217,22 @@ fn fsx_finds_no_wrong_byte_on_s3() {
         let mut mounted = Mounted::s3(&[]);
         run_fsx(&program, &mounted, scale());
         mounted.mount.unmount();
+    }
+}
+
+/// Whatever becomes of a small file while its bytes share a segment, it is what POSIX says.
+#[test]
+fn pjdfstest_and_fsx_find_nothing_in_packed_directories() {
+    let test = "pjdfstest_and_fsx_find_nothing_in_packed_directories";
+    if let Some(program) = ready(test, "pjdfstest", true) {
+        let mut mounted = Mounted::packed(&["--allow-other"]);
+        run_pjdfstest(&program, &mounted);
+        mounted.mount.unmount();
+    }
+    if let Some(program) = ready(test, "fsx", false) {
+        let mounted = Mounted::packed(&["--trash", "1d"]);
+        run_fsx(&program, &mounted, scale());
+        assert_eq!(mounted.end_with_trash(), 2 * scale() - 1);
     }
 }
 

@@ -50,7 +50,6 @@ pub(crate) fn run(global: &Global, arguments: &GcArguments) -> Result<ExitCode> 
     rows.push(vec!["deleted files in the trash".into(), report.trash_waiting.to_string(), "-".into()]);
     let compacted = if report.dry_run { "to be compacted" } else { "compacted" };
     rows.push(row(format!("segments {compacted}"), report.segments, report.segment_bytes));
-    rows.push(vec!["bytes in use of these".into(), "-".into(), format_bytes(report.segment_live_bytes)]);
     rows.push(row("blobs waiting for their time".into(), report.waiting, report.waiting_bytes));
     print::table(&rows);
     Ok(ExitCode::SUCCESS)

@@ -10,7 +10,7 @@ use super::world::*;
 use crate::records::Records;
 use crate::schema::{Loose, Member, Tag};
 use crate::testing::{Chance, rounds};
-use crate::tree::{Existing, LocalTree, RenameMode, SegmentPin, Tree, resolve};
+use crate::tree::{Existing, LocalTree, QuotaLimits, RenameMode, SegmentPin, Tree, resolve};
 
 const ROOT: InodeId = InodeId::ROOT;
 
@@ -164,6 +164,32 @@ async fn a_segment_stays_while_some_of_its_files_are_on_their_way() {
     assert_eq!(segments(&world).await, 0);
     let late = create(&tree, "late").await;
     assert_eq!(commit(&world, &tree, late, layouts[1].clone()).await, ErrorKind::Conflict);
+}
+
+#[tokio::test]
+async fn what_is_in_the_trash_is_compacted_and_comes_back_and_quotas_stay_exact() {
+    let mut world = World::memory().await;
+    world.settings.trash_ms = 1000;
+    let tree = world.open().await;
+    tree.set_quota(ROOT, QuotaLimits { bytes: Some(100), inodes: None }).await.expect("set");
+    let files: [(&str, &[u8]); 3] = [("kept", b"kept"), ("binned", b"binned"), ("gone", &[7; 30])];
+    write_packed(&world, &tree, &files).await;
+    unlink(&tree, "binned").await.expect("unlinked");
+    unlink(&tree, "gone").await.expect("unlinked");
+    let trash = tree.trash(None, 8).await.expect("the trash");
+    let of = |name: &[u8]| trash.iter().find(|one| one.path.ends_with(name)).expect("in the trash").id;
+    assert!(tree.purge(of(b"gone")).await.expect("purged"));
+    assert_eq!(compact(&world, &tree, || false).await, 1, "ten of forty bytes are in use");
+    tree.drain().await.expect("drained");
+    assert_eq!(segments(&world).await, 1);
+    is_clean(&tree).await;
+    tree.restore(of(b"binned"), ROOT, b"back").await.expect("restored");
+    tree.drain().await.expect("drained");
+    assert_eq!(content(&tree, &world, "back").await, b"binned");
+    assert_eq!(content(&tree, &world, "kept").await, b"kept");
+    let usage = tree.quota(ROOT).await.expect("a quota").expect("a quota").usage;
+    assert_eq!((usage.bytes, usage.inodes), (10, 2));
+    is_clean(&tree).await;
 }
 
 #[tokio::test]
