@@ -111,4 +111,18 @@ impl Blob {
         let name = self.key.as_str().strip_prefix(Self::OWNED_PREFIX).and_then(|rest| rest.split('/').nth(1));
         name.is_some_and(|name| name.starts_with(Self::SEGMENT_MARK))
     }
+
+    /// An owned blob whose bytes lie on a disk of `host` until they are uploaded. It has no version yet and needs none:
+    /// no two blobs share an owned key.
+    pub fn staged(key: ObjectKey, size: u64, host: &str) -> Self {
+        Self { key, version: Version::new(format!("{STAGED}{host}")), size }
+    }
+
+    /// The host that staged the blob. It may have been uploaded since.
+    pub fn staged_on(&self) -> Option<&str> {
+        self.version.as_str().strip_prefix(STAGED).filter(|_| self.is_owned())
+    }
 }
+
+/// What the version of a staged blob begins with. No store gives such versions.
+const STAGED: &str = "staged@";

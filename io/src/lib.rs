@@ -6,6 +6,7 @@ pub mod rng;
 pub mod lock_file;
 pub mod files;
 pub mod task;
+pub mod host;
 pub mod mem;
 pub mod device;
 pub mod codec;

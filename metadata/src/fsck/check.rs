@@ -98,7 +98,9 @@ async fn survey(mover: &Mover) -> Result<(FsckReport, Vec<Damage>)> {
 /// A file may have been written, moved or removed since the snapshot, and its older bytes be gone rightly.
 async fn still_stands(mover: &Mover, damage: &Damage) -> Result<bool> {
     use crate::records::Records;
-    let Damage::DanglingExtent { ino, key, .. } = damage else { return Ok(true) };
+    let (Damage::DanglingExtent { ino, key, .. } | Damage::NotUploaded { ino, key, .. }) = damage else {
+        return Ok(true);
+    };
     let names_it = mover.look(|look| {
         let Some(inode) = look.find(*ino)? else { return Ok(false) };
         Ok(look.layout(*ino, &inode)?.blobs().any(|blob| blob.key == *key))

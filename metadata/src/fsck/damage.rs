@@ -25,6 +25,8 @@ pub(super) enum Damage {
     BadLayout { ino: InodeId, why: String },
     /// Bytes of a file that are not in the bucket as the layout says.
     DanglingExtent { ino: InodeId, key: ObjectKey, why: &'static str },
+    /// Bytes of a file that a host staged and has not uploaded.
+    NotUploaded { ino: InodeId, key: ObjectKey, host: String },
     /// A blob that more or fewer inodes refer to than is counted.
     WrongReferences { blob: forebay_core::Blob, recorded: u64, found: u64 },
     /// A file that refers to a segment and is not recorded there, or the other way round.
@@ -136,6 +138,11 @@ impl Damage {
             Self::BadLayout { ino, why } => ("bad-layout", inode(ino), why.clone()),
             Self::DanglingExtent { ino, key, why } => {
                 ("dangling-extent", inode(ino), format!("its bytes at `{key}` are {why}"))
+            }
+            Self::NotUploaded { ino, key, host } => {
+                let detail =
+                    format!("its bytes at `{key}` were staged with --writeback on host {host}, not uploaded");
+                ("not-uploaded", inode(ino), detail)
             }
             Self::WrongReferences { blob, recorded, found } => {
                 ("wrong-references", blob.key.to_string(), format!("recorded {recorded}, found {found}"))

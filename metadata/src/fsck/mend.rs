@@ -61,9 +61,10 @@ pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool>
         Damage::WrongCounters { found, .. } => change.put(change.keys().counters(), found.encode())?,
         // Leaks are gc's.
         Damage::LeakedBlob { .. } | Damage::LeakedUploads { .. } => {}
-        Damage::UnreadableRecord { .. } | Damage::BadLayout { .. } | Damage::DanglingExtent { .. } => {
-            return Ok(false);
-        }
+        Damage::UnreadableRecord { .. }
+        | Damage::BadLayout { .. }
+        | Damage::DanglingExtent { .. }
+        | Damage::NotUploaded { .. } => return Ok(false),
     }
     Ok(true)
 }

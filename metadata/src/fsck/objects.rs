@@ -45,14 +45,22 @@ pub(super) async fn compare(bucket: &Bucket, facts: &Facts, living: &HashSet<u64
         }
     }
     for (blob, used) in wanted.into_values().flatten() {
-        compared.lacking(facts, blob, used, "missing");
+        match blob.staged_on() {
+            Some(host) => compared.damage.push(Damage::NotUploaded {
+                ino: used.ino,
+                key: blob.key.clone(),
+                host: host.to_owned(),
+            }),
+            None => compared.lacking(facts, blob, used, "missing"),
+        }
     }
     Ok(compared)
 }
 
 /// How the object differs from the blob; stores without versions are asked for the size only.
 fn fault(blob: &Blob, info: &ObjectInfo) -> Option<&'static str> {
-    let has_versions = !blob.version.as_str().is_empty() && !info.version.as_str().is_empty();
+    let is_versioned = !blob.version.as_str().is_empty() && blob.staged_on().is_none();
+    let has_versions = is_versioned && !info.version.as_str().is_empty();
     match () {
         () if blob.size != info.size => Some("of another size"),
         () if has_versions && blob.version != info.version => Some("of another version"),

@@ -5,6 +5,7 @@
 
 mod batch;
 mod engine;
+mod after;
 pub mod mem;
 pub mod lmdb;
 pub mod slate;
@@ -15,6 +16,7 @@ mod crash;
 #[cfg(test)]
 mod fencing;
 
+pub use after::{Before, after};
 pub use batch::Batch;
 pub use engine::{Durability, Engine, Limits, Pair, Snapshot};
 pub use lmdb::{LmdbEngine, LmdbSettings};

@@ -256,6 +256,9 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// them were made.
     fn fresh_segment(&self) -> SegmentPin;
 
+    /// Whether any layout refers to the owned blob at `key`, by the newest state, which need not be durable yet.
+    async fn is_referred(&self, key: &ObjectKey) -> Result<bool>;
+
     /// Notes that this session has begun an upload in parts, so that the next one ends it if this one dies.
     async fn upload_started(&self, key: &ObjectKey, id: &str) -> Result<()>;
 

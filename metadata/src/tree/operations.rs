@@ -278,6 +278,10 @@ impl Tree for LocalTree {
         SegmentPin::new(&self.shared.segments, self.shared.session, &self.fresh_name())
     }
 
+    async fn is_referred(&self, key: &ObjectKey) -> Result<bool> {
+        self.look(|look| Ok(look.references(key.as_str())?.is_some_and(|record| record.count > 0))).await
+    }
+
     async fn upload_started(&self, key: &ObjectKey, id: &str) -> Result<()> {
         let record = UploadRecord { key: key.clone(), id: id.to_owned() };
         self.change(move |change| change.put(change.upload_key(&record.id), record.encode())).await

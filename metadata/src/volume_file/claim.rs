@@ -82,7 +82,7 @@ impl VolumeFile {
     }
 
     async fn claim_bucket(&self, take_over: bool) -> Result<Claim> {
-        let holder = self.holder().await?;
+        let holder = self.holder().await;
         // A try of a renewal that takes longer than the pause between two of them would be of no use.
         let patience_ms = self.settings.duration.as_millis() as u64 / 3;
         let bucket = self.bucket.with_deadline_ms(patience_ms);
@@ -151,7 +151,7 @@ impl VolumeFile {
 
     /// On a directory the lock decides; the lease in the record only shows who holds it.
     async fn claim_directory(&self, directory: PathBuf) -> Result<Claim> {
-        let holder = self.holder().await?;
+        let holder = self.holder().await;
         let lock = {
             let holder = holder.clone();
             blocking(move || lock(&directory, &holder)).await??
@@ -186,10 +186,9 @@ impl VolumeFile {
     }
 
     /// Host, process and a random number.
-    async fn holder(&self) -> Result<String> {
-        let host = blocking(|| std::fs::read_to_string("/proc/sys/kernel/hostname")).await?;
-        let host = host.unwrap_or_else(|_| "unknown".to_owned());
-        Ok(format!("{}-{}-{:016x}", host.trim(), std::process::id(), self.rng.u64()))
+    async fn holder(&self) -> String {
+        let host = forebay_io::host::name().await;
+        format!("{host}-{}-{:016x}", std::process::id(), self.rng.u64())
     }
 }
 
