@@ -45,7 +45,7 @@ pub(crate) struct Global {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Mount a bucket as a directory.
-    Mount(MountArguments),
+    Mount(Box<MountArguments>),
     /// Bring files into a cache before they are read, and prove that they are there.
     Warmup(WarmupArguments),
     /// Show how mounts are doing.

@@ -1,7 +1,7 @@
 //! A mounted volume for the length of a test.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::Forebay;
@@ -57,16 +57,22 @@ impl Mount {
     pub fn unmount(&mut self) {
         let folder = &self.folder;
         assert!(run("umount", &[folder.as_os_str()]), "umount {} failed\n{}", folder.display(), self.log());
+        let status = self.wait();
+        assert!(status.success(), "ended with {status}\n{}", self.log());
+    }
+
+    /// Waits for the process, which was told to end.
+    #[track_caller]
+    pub fn wait(&mut self) -> ExitStatus {
         let mut process = self.process.take().expect("it is mounted");
         let started = Instant::now();
-        let status = loop {
+        loop {
             if let Some(status) = process.try_wait().expect("a child can be waited for") {
-                break status;
+                return status;
             }
             assert!(started.elapsed() < DEADLINE, "still running after umount\n{}", self.log());
             std::thread::sleep(Duration::from_millis(5));
-        };
-        assert!(status.success(), "ended with {status}\n{}", self.log());
+        }
     }
 
     /// Kills the process as a power cut would and frees the mount point.

@@ -298,7 +298,7 @@ async fn a_load_that_is_killed_keeps_what_was_synced() {
         let scratch = Scratch::new();
         let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
         let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
-        let load = Load { is_packed: false, options: &[], variables: &[], rounds: 10 * scale() };
+        let load = Load::of(&scratch, 10 * scale());
         load_and_kill(&bucket, || {}, load).await;
     }
 }
@@ -312,9 +312,81 @@ async fn a_load_on_packed_directories_that_is_killed_keeps_what_was_synced() {
         let scratch = Scratch::new();
         let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
         let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
-        let load = Load { is_packed: true, options: &[], variables: &[], rounds: 10 * scale() };
+        let load = Load { is_packed: true, ..Load::of(&scratch, 10 * scale()) };
         load_and_kill(&bucket, || {}, load).await;
     }
+}
+
+/// And where they are staged before that.
+///
+/// Promise S61: With `--writeback`, when fsync returns, the file's bytes and its name survive the death of the mount
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_on_packed_directories_that_is_written_back_and_killed_keeps_what_was_synced() {
+    if require_fuse("a_load_on_packed_directories_that_is_written_back_and_killed_keeps_what_was_synced") {
+        let (scratch, home) = (Scratch::new(), written_back_soon());
+        let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let load = Load { is_packed: true, options: WRITEBACK, ..Load::of(&home, 10 * scale()) };
+        load_and_kill(&bucket, || {}, load).await;
+    }
+}
+
+/// Promise S61: With `--writeback`, when fsync returns, the file's bytes and its name survive the death of the mount
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_that_is_written_back_and_killed_keeps_what_was_synced() {
+    if require_fuse("a_load_that_is_written_back_and_killed_keeps_what_was_synced") {
+        let (scratch, home) = (Scratch::new(), written_back_soon());
+        let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let load = Load { options: WRITEBACK, ..Load::of(&home, 10 * scale()) };
+        load_and_kill(&bucket, || {}, load).await;
+    }
+}
+
+/// Promise S61: With `--writeback`, when fsync returns, the file's bytes and its name survive the death of the mount
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced() {
+    if require_fuse("a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced") {
+        let (server, home) = (Server::for_volume(), written_back_soon());
+        if !server.keeps_objects() {
+            let why = "only a server that keeps its objects ends the requests of a killed mount";
+            return skip("a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced", why);
+        }
+        let bucket = server.bucket("a/prefix").await;
+        let options = [WRITEBACK, &["--take-over"]].concat();
+        let variables = server.envs();
+        let load = Load { options: &options, variables: &variables, ..Load::of(&home, 4 * scale()) };
+        load_and_kill(&bucket, || server.restart(), load).await;
+    }
+}
+
+/// Promise S61: and a failure of power: the next mount with the same state directory reads and uploads them. Neither leaves
+/// a file whose bytes are missing, synced or not: no name is durable before the bytes that it leads to.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_staged_on_a_disk_whose_power_fails_keeps_what_was_synced() {
+    if require_fuse("a_load_staged_on_a_disk_whose_power_fails_keeps_what_was_synced") {
+        let (scratch, home) = (Scratch::new(), written_back_soon());
+        let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let mut disk = PowerDisk::mount(scratch.folder("disk"));
+        let folder = disk.path().join("staging");
+        fs::create_dir(&folder).and_then(|()| File::open(disk.path())?.sync_all()).expect("a folder");
+        let state = home.folder("home/state/forebay");
+        std::os::unix::fs::symlink(&folder, state.join("staging")).expect("a link");
+        let load = Load { options: WRITEBACK, ..Load::of(&home, 10 * scale()) };
+        load_and_kill(&bucket, || disk.fail(), load).await;
+    }
+}
+
+/// Little enough for the load to reach the ceiling now and then.
+const WRITEBACK: &[&str] = &["--writeback", "--writeback-size", "16MiB"];
+
+/// A place with a home whose mounts upload at any time, in the middle of a load, too.
+fn written_back_soon() -> Scratch {
+    let scratch = Scratch::new();
+    let settings = "[volume.writeback]\ndelay_ms = 20\nopen_ms = 50\n";
+    fs::write(scratch.folder("home/config/forebay").join("forebay.toml"), settings).expect("settings");
+    scratch
 }
 
 /// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
@@ -328,12 +400,9 @@ async fn a_load_on_s3_that_is_killed_keeps_what_was_synced() {
         }
         let bucket = server.bucket("a/prefix").await;
         // Requests of the killed mount are over before the next one starts, as they are when its lease has run out.
-        let load = Load {
-            is_packed: false,
-            options: &["--take-over"],
-            variables: &server.envs(),
-            rounds: 10 * scale(),
-        };
+        let (scratch, variables) = (Scratch::new(), server.envs());
+        let load =
+            Load { options: &["--take-over"], variables: &variables, ..Load::of(&scratch, 10 * scale()) };
         load_and_kill(&bucket, || server.restart(), load).await;
     }
 }
@@ -348,13 +417,15 @@ async fn a_load_on_a_disk_whose_power_fails_keeps_what_was_synced() {
         fs::create_dir(&folder).and_then(|()| File::open(disk.path())?.sync_all()).expect("a folder");
         let url = format!("file://{}", folder.display()).parse().expect("a URL");
         let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
-        let load = Load { is_packed: false, options: &[], variables: &[], rounds: 10 * scale() };
-        load_and_kill(&bucket, || disk.fail(), load).await;
+        let home = Scratch::new();
+        load_and_kill(&bucket, || disk.fail(), Load::of(&home, 10 * scale())).await;
     }
 }
 
 /// What is mounted and killed.
 struct Load<'a> {
+    /// Where the mount has its home. Unless it writes back, it loses that now and then.
+    scratch: &'a Scratch,
     /// Small files share segments, and are compacted while they are written.
     is_packed: bool,
     options: &'a [&'a str],
@@ -362,10 +433,16 @@ struct Load<'a> {
     rounds: usize,
 }
 
+impl<'a> Load<'a> {
+    fn of(scratch: &'a Scratch, rounds: usize) -> Self {
+        Self { scratch, is_packed: false, options: &[], variables: &[], rounds }
+    }
+}
+
 /// Kills the mount under a load, so many rounds; `after` is what happens to its store then.
 async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>) {
-    let Load { is_packed, options, variables, rounds } = load;
-    let (mut rng, scratch) = (Seeded::new(), Scratch::new());
+    let Load { scratch, is_packed, options, variables, rounds } = load;
+    let (mut rng, keeps_home) = (Seeded::new(), options.contains(&"--writeback"));
     let (url, folder) = (bucket.url().to_string(), scratch.join("mnt"));
     let mut home = scratch.join("home");
     let mut mount = Mount::new(&home, &url, &folder, options, variables);
@@ -401,7 +478,7 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
         assert!(!idle(), "a writer had no fsync returned in round {round}: {synced:?}\n{}", mount.log());
         after();
         check_objects(bucket, &writers).await;
-        if rng.random_bool(0.5) {
+        if !keeps_home && rng.random_bool(0.5) {
             fs::remove_dir_all(&home).expect("the state and the cache go");
             home = scratch.join(&format!("home-{round}"));
         }

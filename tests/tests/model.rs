@@ -188,6 +188,9 @@ fn list(path: &Path) -> io::Result<Vec<u8>> {
     Ok(format!("{names:?}").into_bytes())
 }
 
+/// Little enough for a sequence to reach the ceiling now and then.
+const WRITEBACK: &[&str] = &["--writeback", "--writeback-size", "12MiB"];
+
 #[test]
 fn random_operations_do_what_a_plain_folder_does() {
     if require_fuse("random_operations_do_what_a_plain_folder_does") {
@@ -199,16 +202,39 @@ fn random_operations_do_what_a_plain_folder_does() {
 /// The same where small files share segments, which are compacted whenever the machine changes.
 #[test]
 fn random_operations_in_packed_directories_do_what_a_plain_folder_does() {
-    if !require_fuse("random_operations_in_packed_directories_do_what_a_plain_folder_does") {
-        return;
+    if require_fuse("random_operations_in_packed_directories_do_what_a_plain_folder_does") {
+        compare_packed_with_plain(&[], 3 * scale());
     }
+}
+
+/// And where they are staged before that.
+#[test]
+fn random_operations_in_packed_directories_that_are_written_back_do_what_a_plain_folder_does() {
+    if require_fuse(
+        "random_operations_in_packed_directories_that_are_written_back_do_what_a_plain_folder_does",
+    ) {
+        compare_packed_with_plain(WRITEBACK, 2 * scale());
+    }
+}
+
+fn compare_packed_with_plain(options: &[&str], rounds: usize) {
     let (bucket, mut rng, mut plays) = (Scratch::new(), Seeded::new(), 0);
-    let operations = sequence(&mut *rng, 3 * scale());
+    let operations = sequence(&mut *rng, rounds);
     let checked = check(&operations, || {
         plays += 1;
-        Mounted::packed(&format!("file://{}/{plays}", bucket.path().display()))
+        Mounted::packed(&format!("file://{}/{plays}", bucket.path().display()), options)
     });
     checked.unwrap_or_else(|failure| panic!("{failure}"));
+}
+
+/// Each remount is on another machine, which has what was unmounted and nothing else.
+#[test]
+fn random_operations_that_are_written_back_do_what_a_plain_folder_does() {
+    if require_fuse("random_operations_that_are_written_back_do_what_a_plain_folder_does") {
+        let bucket = Scratch::new();
+        let url = format!("file://{}", bucket.path().display());
+        compare_with_plain_on(&url, WRITEBACK, &[], 2 * scale());
+    }
 }
 
 #[test]
@@ -287,8 +313,8 @@ struct Mounted {
 
 impl Mounted {
     /// One whose directories are packed.
-    fn packed(url: &str) -> Self {
-        let mounted = Self { packed: Some(url.to_owned()), ..Self::new(url, &[]) };
+    fn packed(url: &str, options: &[&str]) -> Self {
+        let mounted = Self { packed: Some(url.to_owned()), ..Self::new(url, options, &[]) };
         let folder = mounted.mount.path().display().to_string();
         let words = ["volume", "policy", &folder, "packed"];
         Forebay::new(&mounted.scratch.join("home"), words).run().succeeded();
@@ -305,12 +331,12 @@ impl Mounted {
         }
     }
 
-    fn new(url: &str, variables: &[(String, String)]) -> Self {
+    fn new(url: &str, options: &[&str], variables: &[(String, String)]) -> Self {
         let scratch = Scratch::new();
         if let Some(folder) = url.strip_prefix("file://") {
             fs::create_dir_all(folder).expect("a folder can be made");
         }
-        let mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), &[], variables);
+        let mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), options, variables);
         Self { mount, scratch, moves: 0, packed: None }
     }
 }
@@ -394,12 +420,17 @@ fn sequence(rng: &mut impl Rng, rounds: usize) -> Vec<Operation> {
 
 /// Compares mounts of prefixes below `url` with plain folders.
 fn compare_with_plain(url: &str, variables: &[(String, String)], rounds: usize) {
+    compare_with_plain_on(url, &[], variables, rounds);
+}
+
+/// The same for mounts with options.
+fn compare_with_plain_on(url: &str, options: &[&str], variables: &[(String, String)], rounds: usize) {
     let mut rng = Seeded::new();
     let operations = sequence(&mut *rng, rounds);
     let mut plays = 0;
     let checked = check(&operations, || {
         plays += 1;
-        Mounted::new(&format!("{url}/{plays}"), variables)
+        Mounted::new(&format!("{url}/{plays}"), options, variables)
     });
     checked.unwrap_or_else(|failure| panic!("{failure}"));
 }

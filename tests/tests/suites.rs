@@ -212,6 +212,15 @@ fn fsx_finds_no_wrong_byte() {
 }
 
 #[test]
+fn fsx_finds_no_wrong_byte_in_what_is_written_back() {
+    if let Some(program) = ready("fsx_finds_no_wrong_byte_in_what_is_written_back", "fsx", false) {
+        let mut mounted = Mounted::folder(&["--writeback", "--writeback-size", "16MiB"]);
+        run_fsx(&program, &mounted, scale());
+        mounted.mount.unmount();
+    }
+}
+
+#[test]
 fn fsx_finds_no_wrong_byte_on_s3() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte_on_s3", "fsx", false) {
         let mut mounted = Mounted::s3(&[]);

@@ -15,13 +15,14 @@ use forebay_io::object::{Bucket, BucketUrl};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::commit::{Committer, CommitterSettings};
-use forebay_metadata::kv::{Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings};
+use forebay_metadata::kv::{Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings, after};
 use forebay_metadata::tree::{GcSettings, ImportSettings, LocalTree, TreeParts, TreeSettings};
 use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile};
 
 use crate::compact;
 use crate::settings::VolumeSettings;
-use crate::{Parts, Volume};
+use crate::staging;
+use crate::{Parts, Volume, Writeback};
 
 /// Longer than any mount lives.
 const CENTURY_MS: u64 = 100 * 365 * 24 * 60 * 60 * 1000;
@@ -57,6 +58,7 @@ pub(crate) struct Records {
     claim: Option<Arc<Claim>>,
     /// Whether the store copies ranges of objects into uploads, and holds to conditions on them.
     part_copy: bool,
+    writeback: Option<Writeback>,
     pub(crate) volume: VolumeId,
     pub(crate) committer: Committer,
 }
@@ -73,13 +75,34 @@ impl Records {
             false => choose_home(bucket, &settings.state_directory).await?,
         };
         let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
-        let claim = home.claim(&bucket, access, settings.take_over).await?.map(Arc::new);
+        let claim = match home.claim(&bucket, access, settings.take_over).await {
+            Err(error) if error.kind() == ErrorKind::Conflict => {
+                heal(&bucket, &home, settings).await;
+                return Err(error);
+            }
+            claim => claim?.map(Arc::new),
+        };
         let recorded = claim.as_ref().and_then(|claim| claim.record()).map(|record| record.volume);
         let volume = recorded.unwrap_or_else(|| VolumeId::of_url(&url.to_string()));
-        match home.engine(&bucket).await {
-            Ok(engine) => {
+        let opened = async {
+            let record = claim.as_ref().and_then(|claim| claim.record());
+            let writeback = match read_only {
+                true => None,
+                false => {
+                    staging::open(&settings.state_directory, volume, record, &settings.writeback).await?
+                }
+            };
+            Ok((home.engine(&bucket).await?, writeback))
+        };
+        match opened.await {
+            Ok((engine, writeback)) => {
+                let engine = match &writeback {
+                    // No record outlives the bytes that it is about.
+                    Some(writeback) => after(writeback.staging.clone(), engine),
+                    None => engine,
+                };
                 let committer = start_committer(engine, claim.as_ref());
-                Ok(Self { bucket, home, claim, part_copy, volume, committer })
+                Ok(Self { bucket, home, claim, part_copy, writeback, volume, committer })
             }
             Err(error) => {
                 give_up(claim).await;
@@ -96,6 +119,19 @@ impl Records {
             Some(claim) => claim.release().await,
             None => Ok(()),
         }
+    }
+}
+
+/// Where another has the volume, uploads what this host staged of it before.
+async fn heal(bucket: &Bucket, home: &Home, settings: &VolumeSettings) {
+    let record = match home.claim(bucket, Access::ReadOnly, false).await {
+        Ok(Some(claim)) => claim.record().cloned(),
+        _ => None,
+    };
+    if let Some(record) = record
+        && let Err(error) = staging::heal(&settings.state_directory, bucket, &record).await
+    {
+        tracing::warn!(%error, "bytes that were staged here stay here");
     }
 }
 
@@ -198,7 +234,7 @@ fn start_committer(engine: Arc<dyn Engine>, claim: Option<&Arc<Claim>>) -> Commi
 }
 
 async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>> {
-    let Records { bucket, home, claim, part_copy, volume, committer } = records;
+    let Records { bucket, home, claim, part_copy, writeback, volume, committer } = records;
     let (clock, rng, tasks) = (Clock::system(), Rng::system(), TaskGroup::new("volume"));
     let parts = TreeParts {
         volume,
@@ -211,6 +247,7 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
     };
     let tree = LocalTree::open(parts, tree_settings(&settings, &home)).await?;
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
+    let staging = writeback.as_ref().map(|writeback| writeback.staging.clone());
     let volume = Volume::assemble(Parts {
         tree: Arc::new(tree),
         blocks: blocks.clone(),
@@ -220,11 +257,15 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
         claim,
         write: settings.write.clone(),
         part_copy,
+        writeback,
         prefetch: settings.prefetch.clone(),
         budget: Budget::new(settings.budget_bytes()),
         tasks,
         clock,
     });
+    if let Some(staging) = staging {
+        volume.drop_unfinished(&staging).await?;
+    }
     compact::start(&volume, settings.gc.interval_ms);
     Ok(volume)
 }

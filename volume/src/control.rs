@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::Volume;
 use crate::clone::clone;
+use crate::staging::Staged;
 use crate::warmup::{Outcome, Progress, Request as WarmupRequest, warmup};
 use crate::{packed, quota, trash, upkeep};
 
@@ -108,8 +109,14 @@ pub struct Status {
     pub read_only: bool,
     /// Inodes open now.
     pub open_files: usize,
-    /// Bytes written but not yet in the bucket.
+    /// Bytes written that are only in memory yet.
     pub dirty_bytes: u64,
+    /// What is staged on the local disk and not in the bucket yet.
+    #[serde(default)]
+    pub staged: Staged,
+    /// Whether it is unmounted, and goes on only to upload what is staged.
+    #[serde(default)]
+    pub is_ending: bool,
     /// What the cache did and holds.
     pub cache: forebay_cache::Counters,
     /// What was asked of the store.

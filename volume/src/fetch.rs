@@ -8,6 +8,8 @@ use forebay_cache::Blocks;
 use forebay_core::{Blob, BlockKey, FileLayout, Piece, Result, Source, VolumeBlob, VolumeId};
 use futures::stream::{self, StreamExt, TryStreamExt};
 
+use crate::staging::Staging;
+
 /// Blocks of one read that are fetched at once. A FUSE read is at most 1 MiB, so more is for other callers.
 const BLOCKS_AT_ONCE: usize = 8;
 
@@ -16,6 +18,8 @@ const BLOCKS_AT_ONCE: usize = 8;
 pub(crate) struct Fetch {
     pub(crate) volume: VolumeId,
     pub(crate) blocks: Arc<dyn Blocks>,
+    /// Where bytes lie that are not in the bucket yet.
+    pub(crate) staging: Option<Arc<Staging>>,
 }
 
 /// One step of answering a read.
@@ -23,6 +27,8 @@ enum Step {
     Zeros(usize),
     Bytes(Bytes),
     Block(BlockKey, Range<u64>),
+    /// A range of a blob whose bytes are on this host. When it is read they may be in the bucket instead.
+    Staged(Blob, Range<u64>),
 }
 
 impl Fetch {
@@ -34,6 +40,10 @@ impl Fetch {
             .map(|step| match step {
                 Step::Block(key, within) if may_block => self.blocks.get_near(&key, within),
                 Step::Block(key, within) => self.blocks.get_now(&key, within),
+                Step::Staged(blob, range) if may_block => {
+                    self.staging.as_ref()?.read_now(&blob.key, range)?.ok()
+                }
+                Step::Staged(..) => None,
                 Step::Bytes(bytes) => Some(bytes),
                 Step::Zeros(length) => Some(zeros(length)),
             })
@@ -46,6 +56,7 @@ impl Fetch {
         let parts: Vec<Bytes> = stream::iter(self.steps(pieces))
             .map(async |step| match step {
                 Step::Block(key, within) => self.blocks.get(&key, within).await,
+                Step::Staged(blob, range) => self.staged(&blob, range).await,
                 Step::Bytes(bytes) => Ok(bytes),
                 Step::Zeros(length) => Ok(zeros(length)),
             })
@@ -55,7 +66,20 @@ impl Fetch {
         Ok(join(parts))
     }
 
-    /// The blocks that hold `range` of `layout`, each once, in file order.
+    async fn staged(&self, blob: &Blob, range: Range<u64>) -> Result<Bytes> {
+        if let Some(staging) = &self.staging
+            && let Some(bytes) = staging.read(&blob.key, range.clone()).await?
+        {
+            return Ok(bytes);
+        }
+        let mut parts = Vec::new();
+        for (key, within) in forebay_cache::pieces(&self.name(blob), range) {
+            parts.push(self.blocks.get(&key, within).await?);
+        }
+        Ok(join(parts))
+    }
+
+    /// The blocks that hold `range` of `layout`, each once, in file order, but for those that are staged here.
     pub(crate) fn keys(&self, layout: &FileLayout, range: Range<u64>) -> Vec<BlockKey> {
         let mut keys: Vec<BlockKey> = Vec::new();
         for step in self.steps(layout.pieces(range)) {
@@ -74,6 +98,9 @@ impl Fetch {
             match piece.source {
                 None => steps.push(Step::Zeros(length as usize)),
                 Some(Source::Inline(bytes)) => steps.push(Step::Bytes(bytes)),
+                Some(Source::Blob { blob, offset }) if self.is_staged(&blob) => {
+                    steps.push(Step::Staged(blob, offset..offset + length));
+                }
                 Some(Source::Blob { blob, offset }) => {
                     let blocks = forebay_cache::pieces(&self.name(&blob), offset..offset + length);
                     steps.extend(blocks.map(|(key, within)| Step::Block(key, within)));
@@ -90,6 +117,11 @@ impl Fetch {
             let end = start + key.len() as usize;
             self.blocks.insert(&key, content.slice(start..end));
         }
+    }
+
+    /// Whether the bytes of a blob are on this host and perhaps nowhere else.
+    pub(crate) fn is_staged(&self, blob: &Blob) -> bool {
+        blob.staged_on().is_some() && self.staging.as_ref().is_some_and(|staging| staging.holds(&blob.key))
     }
 
     /// A blob under the name that the cache files it.

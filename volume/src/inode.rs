@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, FileLayout, InodeId, Piece, Result, Timestamp};
+use forebay_core::{Error, ErrorKind, FileLayout, InodeId, Piece, Result, Source, Timestamp};
 use forebay_io::mem::Permit;
 use forebay_io::object::Upload;
 use forebay_metadata::tree::Placement;
@@ -135,7 +135,7 @@ impl OpenInode {
             if let Some((tried, error)) = last
                 && tried == pieces
             {
-                return Err(error);
+                return Err(lacking(&tried, error));
             }
             match self.store.fetch.bytes(pieces.clone()).await {
                 Err(error) if is_moved(&error) => {
@@ -231,6 +231,11 @@ impl OpenInode {
                         || self.shares.load(Relaxed) && content.size() <= settings.seal_max_bytes)
                     && self.store.carried_bytes(content.layout()) <= settings.seal_max_bytes
             })
+    }
+
+    /// Whether bytes were shared with another file since the last write.
+    pub(crate) fn shares(&self) -> bool {
+        self.shares.load(Relaxed)
     }
 
     /// Notes a change that left no bytes, such as the creation of an empty file.
@@ -348,18 +353,33 @@ impl OpenInode {
         let is_own = layout.single_blob().is_some();
         *self.content.write() = Content::committed(layout, committed.generation);
         self.shares.store(false, Relaxed);
+        self.store.settled(self.ino);
         // Of what it keeps of before, objects may have been moved: the tree has their places.
         if is_own { Ok(()) } else { self.take_over().await }
     }
 
-    /// Moves inline bytes out of memory: into a running upload if they are the whole file, else into an owned blob.
+    /// Moves inline bytes out of memory: onto the local disk where they are staged, else into a running upload if they
+    /// are the whole file, else into an owned blob.
     async fn spill(&self, writer: &mut Writer) -> Result<()> {
-        let Some(parts) = self.look(Content::whole_inline) else {
+        if self.store.can_stage(self.look(Content::dirty))
+            && let Some(blob) = self.store.stage(self.ino, &self.look(Content::pack)).await
+        {
+            self.content.write().packed_into(&blob);
+            writer.permits.clear();
+            return Ok(());
+        }
+        let (whole, layout) = self.look(|content| (content.whole_inline(), content.layout().clone()));
+        if whole.is_none() && !self.store.is_staged_stream(&layout) {
             return self.pack(writer).await;
-        };
+        }
         let (mut upload, placement) = self.store.start_upload(self.ino).await?;
-        for part in parts {
-            upload.write(part).await?;
+        match whole {
+            Some(parts) => {
+                for part in parts {
+                    upload.write(part).await?;
+                }
+            }
+            None => drop(self.store.copy_content(&layout, &mut upload).await?),
         }
         for permit in writer.permits.drain(..) {
             upload.write_charged(Bytes::new(), permit).await?;
@@ -373,7 +393,7 @@ impl OpenInode {
     async fn pack(&self, writer: &mut Writer) -> Result<()> {
         let packed = self.look(Content::pack);
         if !packed.is_empty() {
-            let blob = self.store.put_owned(packed).await?;
+            let blob = self.store.put_owned(self.ino, packed).await?;
             self.content.write().packed_into(&blob);
         }
         writer.permits.clear();
@@ -413,6 +433,7 @@ impl OpenInode {
             Ok((layout, generation)) => *self.content.write() = Content::committed(layout, generation),
             Err(error) => tracing::error!(ino = %self.ino, %error, "could not read the last content back"),
         }
+        self.store.settled(self.ino);
     }
 }
 
@@ -429,6 +450,24 @@ fn rebase(layout: FileLayout, base: &FileLayout, now: &FileLayout, same_bytes: b
 fn stale(conflict: Error) -> Error {
     Error::new(ErrorKind::Stale, "the file was replaced in the bucket while it was being written")
         .with_source(conflict)
+}
+
+/// The error of a read whose bytes are nowhere: those that a host staged may still be there.
+fn lacking(pieces: &[Piece], error: Error) -> Error {
+    let staged = pieces.iter().find_map(|piece| match &piece.source {
+        Some(Source::Blob { blob, .. }) => blob.staged_on(),
+        _ => None,
+    });
+    match staged.filter(|_| error.kind() == ErrorKind::NotFound) {
+        Some(host) => {
+            let message =
+                format!("the bytes were staged with --writeback on host {host} and are not uploaded");
+            Error::new(ErrorKind::Unavailable, message)
+                .with_hint("mount the volume there with the same state directory: they are uploaded then")
+                .with_source(error)
+        }
+        None => error,
+    }
 }
 
 /// Whether an error means that the bytes may merely lie elsewhere by now.

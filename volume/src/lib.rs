@@ -5,6 +5,7 @@
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests spawn, sleep and time as they need"))]
 
 pub mod prefetch;
+pub mod staging;
 pub mod settings;
 mod fetch;
 mod content;
@@ -29,4 +30,4 @@ mod tests;
 pub use connect::connect;
 pub use file::{Access, File, Seek};
 pub use settings::VolumeSettings;
-pub use volume::{Parts, Volume};
+pub use volume::{Parts, Volume, Writeback};

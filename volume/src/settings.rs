@@ -10,6 +10,7 @@ use forebay_metadata::tree::{ImportSettings, TreeSettings};
 use serde::{Deserialize, Serialize};
 
 use crate::prefetch::PrefetchSettings;
+use crate::staging::WritebackSettings;
 
 /// When a file whose bytes lie in owned blobs becomes a plain object at its own path again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -95,6 +96,8 @@ pub struct VolumeSettings {
     pub store: StoreSettings,
     /// How files are written.
     pub write: WriteSettings,
+    /// Whether what is written is staged on the local disk first.
+    pub writeback: WritebackSettings,
     /// How far readers are served ahead.
     pub prefetch: PrefetchSettings,
     /// When what nothing refers to any more is deleted.
@@ -116,6 +119,7 @@ impl Default for VolumeSettings {
             import: ImportSettings::default(),
             store: StoreSettings::default(),
             write: WriteSettings::default(),
+            writeback: WritebackSettings::default(),
             prefetch: PrefetchSettings::default(),
             gc: GcSettings::default(),
             trash_ms: 0,

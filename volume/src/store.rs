@@ -15,6 +15,7 @@ use crate::fetch::Fetch;
 use crate::prefetch::PrefetchSettings;
 use crate::segments::{Segments, Stored};
 use crate::settings::WriteSettings;
+use crate::staging::Uploads;
 
 /// Times a whole object is placed again after an outsider took its key in between.
 const PLACE_ATTEMPTS: usize = 3;
@@ -35,6 +36,8 @@ pub(crate) struct Store {
     pub(crate) part_copy: bool,
     pub(crate) prefetch: PrefetchSettings,
     pub(crate) clock: Clock,
+    /// Who brings in what is staged on this host.
+    pub(crate) uploads: Option<Arc<Uploads>>,
 }
 
 impl Store {
@@ -71,6 +74,9 @@ impl Store {
     ///
     /// A small file of a packed directory goes into a segment instead.
     pub(crate) async fn put_whole(&self, ino: InodeId, content: Bytes) -> Result<Stored> {
+        if let Some(blob) = self.stage(ino, &content).await {
+            return Ok(blob.into());
+        }
         if self.packs(ino, content.len() as u64).await? {
             return self.segments.put(content).await;
         }
@@ -86,7 +92,7 @@ impl Store {
                 }
             }
         }
-        self.put_owned(content).await.map(Stored::from)
+        self.put_owned(ino, content).await.map(Stored::from)
     }
 
     /// Whether the content of a file, `size` bytes, belongs into a segment.
@@ -94,8 +100,11 @@ impl Store {
         Ok(size <= self.write.pack_max_bytes && self.tree.packs(ino).await?)
     }
 
-    /// Writes bytes as one owned blob.
-    pub(crate) async fn put_owned(&self, packed: Bytes) -> Result<Blob> {
+    /// Writes bytes of a file as one owned blob.
+    pub(crate) async fn put_owned(&self, ino: InodeId, packed: Bytes) -> Result<Blob> {
+        if let Some(blob) = self.stage(ino, &packed).await {
+            return Ok(blob);
+        }
         let key = self.tree.fresh_blob();
         let blob = self.bucket.put(&key, packed.clone(), Condition::IfAbsent).await?.blob();
         self.fetch.remember(&blob, packed);
@@ -104,29 +113,58 @@ impl Store {
 
     /// Starts an object that is written front to back.
     pub(crate) async fn start_upload(&self, ino: InodeId) -> Result<(Upload, Placement)> {
+        self.start(ino, UploadOptions::default()).await
+    }
+
+    /// The same of bytes that are at hand elsewhere: no more than [`Self::sealing_bytes`] of them are in memory at once.
+    pub(crate) async fn start_sealing(&self, ino: InodeId) -> Result<(Upload, Placement)> {
+        let bytes_in_flight = 2 * self.write.buffer_bytes;
+        self.start(ino, UploadOptions { bytes_in_flight, ..UploadOptions::default() }).await
+    }
+
+    /// Memory that it takes to seal a file of `size` bytes: parts in flight, the one that fills up, and what is read.
+    pub(crate) fn sealing_bytes(&self, size: u64) -> u64 {
+        size.min(4 * self.write.buffer_bytes)
+    }
+
+    async fn start(&self, ino: InodeId, options: UploadOptions) -> Result<(Upload, Placement)> {
         let placement = self.place(ino).await?;
         let notes = Arc::new(Notes(self.tree.clone()));
-        let options = UploadOptions { notes: Some(notes), ..UploadOptions::default() };
+        let options = UploadOptions { notes: Some(notes), ..options };
         let upload = self.bucket.upload_with(placement.key(), options)?;
         Ok((upload, placement))
     }
 
-    /// How many bytes of a file [`Self::copy_content`] moves through this host.
+    /// How many bytes of a file [`Self::copy_content`] moves through this host, but for those that have to leave it anyway.
     pub(crate) fn carried_bytes(&self, layout: &FileLayout) -> u64 {
+        let staged = layout.extents().iter().map(|extent| match &extent.source {
+            Source::Blob { blob, .. } if self.fetch.is_staged(blob) => extent.length,
+            _ => 0,
+        });
         let carried = runs(layout, self.part_copy).into_iter().map(|run| match run {
             Run::Carried(range) => range.end - range.start,
             Run::Copied(..) => 0,
         });
-        carried.sum()
+        carried.sum::<u64>() - staged.sum::<u64>()
     }
 
     /// Appends a whole file to an upload: long runs of one blob inside the store, where it can, the rest through here.
-    pub(crate) async fn copy_content(&self, layout: &FileLayout, upload: &mut Upload) -> Result<()> {
+    /// Returns the content if it is no more than is read in one piece.
+    pub(crate) async fn copy_content(
+        &self,
+        layout: &FileLayout,
+        upload: &mut Upload,
+    ) -> Result<Option<Bytes>> {
+        let step = self.write.buffer_bytes.max(1);
         for run in runs(layout, self.part_copy) {
             match run {
                 Run::Copied(blob, range) => upload.copy_from(&blob.key, &blob.version, range).await?,
+                Run::Carried(range) if range.end <= step && range == (0..layout.size()) => {
+                    let whole = self.fetch.bytes(layout.pieces(range)).await?;
+                    upload.write(whole.clone()).await?;
+                    return Ok(Some(whole));
+                }
                 Run::Carried(range) => {
-                    let step = self.write.buffer_bytes.max(1);
                     let mut at = range.start;
                     while at < range.end {
                         let end = range.end.min(at + step);
@@ -136,7 +174,7 @@ impl Store {
                 }
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Makes a streamed object visible.
@@ -168,8 +206,11 @@ fn runs(layout: &FileLayout, copied: bool) -> Vec<Run> {
     for piece in layout.pieces(0..layout.size()) {
         let length = piece.range.end - piece.range.start;
         match piece.source {
+            // Staged bytes may not be in the store, which anyway has given them no version.
             Some(Source::Blob { blob, offset })
-                if copied && (length >= COPIED_BYTES_MIN || length == layout.size()) =>
+                if copied
+                    && blob.staged_on().is_none()
+                    && (length >= COPIED_BYTES_MIN || length == layout.size()) =>
             {
                 if carried < piece.range.start {
                     runs.push(Run::Carried(carried..piece.range.start));

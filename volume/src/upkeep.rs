@@ -69,7 +69,11 @@ pub async fn upkeep(volume: &Volume, request: &Request) -> Result<Report> {
             })?;
             tree.dump(made).await.map(Report::Dump)
         }
-        Request::Fsck { repair } => tree.fsck(*repair).await.map(Report::Fsck),
+        Request::Fsck { repair } => {
+            // What this host has staged is not missing.
+            volume.bring_all_in().await?;
+            tree.fsck(*repair).await.map(Report::Fsck)
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use forebay_cache::Blocks;
@@ -28,6 +29,7 @@ use crate::prefetch::PrefetchSettings;
 use crate::prefetch::directory::{SMALL_FILE, Walks};
 use crate::segments::Segments;
 use crate::settings::WriteSettings;
+use crate::staging::{Staging, Uploads, WritebackSettings};
 use crate::store::Store;
 
 /// Blocks of all open files together that are being brought in ahead of their readers. 32 blocks of 4 MiB keep a
@@ -58,6 +60,8 @@ pub struct Parts {
     pub write: WriteSettings,
     /// Whether the store copies ranges of objects into new ones, and only of the version meant.
     pub part_copy: bool,
+    /// Where written bytes are staged, if they are or were.
+    pub writeback: Option<Writeback>,
     /// How far readers are served ahead.
     pub prefetch: PrefetchSettings,
     /// The ceiling on bytes in flight.
@@ -66,6 +70,13 @@ pub struct Parts {
     pub tasks: TaskGroup,
     /// Gives the times of changes.
     pub clock: Clock,
+}
+
+/// What is staged on this host, and how that is done.
+#[derive(Debug)]
+pub struct Writeback {
+    pub(crate) staging: Arc<Staging>,
+    pub(crate) settings: WritebackSettings,
 }
 
 /// A volume in use.
@@ -80,6 +91,8 @@ pub struct Volume {
     claim: Mutex<Option<Arc<Claim>>>,
     budget: Budget,
     tasks: TaskGroup,
+    /// Nobody uses it any more; what is staged is being uploaded.
+    pub(crate) ending: AtomicBool,
 }
 
 /// An inode that is open here and how many handles it has.
@@ -101,7 +114,11 @@ pub(crate) fn local(volume: &Volume) -> Result<&LocalTree> {
 impl Volume {
     /// Joins the parts.
     pub fn assemble(parts: Parts) -> Arc<Self> {
-        let fetch = Fetch { volume: parts.volume, blocks: parts.blocks };
+        let staging = parts.writeback.as_ref().map(|writeback| writeback.staging.clone());
+        let uploads = parts.writeback.map(|Writeback { staging, settings }| {
+            Uploads::new(staging, settings, parts.clock.clone(), parts.budget.clone())
+        });
+        let fetch = Fetch { volume: parts.volume, blocks: parts.blocks, staging };
         let (tree, bucket, tasks) = (parts.tree.clone(), parts.bucket.clone(), parts.tasks.clone());
         let segments = Segments::new(tree, bucket, fetch.clone(), tasks);
         let store = Store {
@@ -113,8 +130,9 @@ impl Volume {
             part_copy: parts.part_copy,
             prefetch: parts.prefetch,
             clock: parts.clock,
+            uploads: uploads.clone(),
         };
-        Arc::new(Self {
+        let volume = Arc::new(Self {
             walks: Mutex::new(Walks::new(store.prefetch.max_files)),
             store: Arc::new(store),
             read_only: parts.read_only,
@@ -124,7 +142,16 @@ impl Volume {
             claim: Mutex::new(parts.claim),
             budget: parts.budget,
             tasks: parts.tasks,
-        })
+            ending: AtomicBool::new(false),
+        });
+        if let Some(uploads) = uploads {
+            uploads.start(&volume, &volume.tasks);
+        }
+        volume
+    }
+
+    pub(crate) fn store(&self) -> &Store {
+        &self.store
     }
 
     /// Whether changes are refused.
@@ -296,10 +323,11 @@ impl Volume {
         outcome.and(self.store.sync_tree().await)
     }
 
-    /// As [`Self::sync`], and fails, too, while bytes of an open file are lost and its writers do not know it yet. They are
+    /// As [`Self::sync`], brings in what is staged, and fails, too, while bytes of an open file are lost and its writers do not know it yet. They are
     /// told all the same.
     pub(crate) async fn sync_all(&self) -> Result<()> {
         self.sync().await?;
+        self.bring_all_in().await?;
         let lost = self.open_inodes().into_iter().find_map(|inode| Some((inode.ino(), inode.failure()?)));
         match lost {
             Some((ino, error)) => Err(error.context(format!("written bytes of inode {ino} are lost"))),
@@ -324,10 +352,6 @@ impl Volume {
         self.store.sync_tree().await
     }
 
-    pub(crate) fn store(&self) -> &Store {
-        &self.store
-    }
-
     pub(crate) fn tasks(&self) -> &TaskGroup {
         &self.tasks
     }
@@ -349,11 +373,15 @@ impl Volume {
         &self.store.clock
     }
 
-    /// Commits everything, waits for what runs in the background, and closes the tree.
+    /// Commits everything, waits for what runs in the background, and closes the tree. What is staged stays so: see
+    /// [`Self::drain`].
     pub async fn close(&self) -> Result<()> {
         self.sync().await?;
         self.tasks.shutdown(CLOSE_DEADLINE).await;
         self.store.tree.close().await?;
+        if let Some(staging) = self.staging() {
+            staging.close();
+        }
         let claim = self.claim.lock().take();
         match claim.and_then(Arc::into_inner) {
             Some(claim) => claim.release().await,
@@ -370,6 +398,8 @@ impl Volume {
             pid: std::process::id(),
             read_only: self.read_only,
             open_files: open.len(),
+            staged: self.staged(),
+            is_ending: self.ending.load(Ordering::Relaxed),
             dirty_bytes: open.iter().map(|inode| inode.look(Content::dirty)).sum(),
             cache: self.store.fetch.blocks.counters(),
             store: self.store.bucket.counters(),
@@ -449,10 +479,12 @@ impl Volume {
             self.store.tree.accessed(ino, accessed).await?;
             inode.forget_access(accessed);
         }
+        // Where written bytes are staged, sealing brings them in.
+        let behind = written && inode.needs_seal() && !inode.shares() && self.store.uploads.is_some();
         let seals = {
             let mut open = self.open.lock();
             let Some(opened) = open.get_mut(&ino) else { return Ok(()) };
-            let seals = opened.handles == 1 && written && inode.needs_seal();
+            let seals = opened.handles == 1 && written && !behind && inode.needs_seal();
             if !seals {
                 opened.handles -= 1;
                 if opened.handles == 0 {
@@ -465,7 +497,11 @@ impl Volume {
             self.seal_behind(inode.clone());
             return Ok(());
         }
-        self.store.tree.closed(ino).await
+        let closed = self.store.tree.closed(ino).await;
+        if written && let Some(uploads) = &self.store.uploads {
+            uploads.closed(ino, behind);
+        }
+        closed
     }
 
     /// Seals in the background and releases the handle that it was given.
@@ -487,7 +523,7 @@ impl Volume {
     }
 
     /// The shared state of an open inode with one more handle.
-    async fn acquire(&self, ino: InodeId) -> Result<Arc<OpenInode>> {
+    pub(crate) async fn acquire(&self, ino: InodeId) -> Result<Arc<OpenInode>> {
         if let Some(inode) = self.add_handle(ino, || None) {
             self.store.tree.opened(ino).await?;
             return Ok(inode);

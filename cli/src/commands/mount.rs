@@ -59,7 +59,14 @@ pub(crate) struct MountArguments {
     /// Keep what is deleted for so long, such as 7d: `forebay trash` brings it back.
     #[arg(long, value_name = "TIME")]
     pub(crate) trash: Option<String>,
-    /// Directory for logs, control sockets and local trees.
+    /// Stage what is written below the state directory and upload it behind: closing and syncing files wait for no
+    /// upload, and other hosts see them later.
+    #[arg(long)]
+    pub(crate) writeback: bool,
+    /// How much may be staged, such as 50GiB; past it, writes wait for the store.
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) writeback_size: Option<String>,
+    /// Directory for logs, control sockets, local trees and staged bytes.
     #[arg(long, value_name = "DIRECTORY")]
     pub(crate) state_dir: Option<String>,
     /// Take the bucket over from a mount that holds it; that one can write nothing any more.

@@ -6,12 +6,14 @@ use std::process::ExitCode;
 use clap::Args;
 use forebay_core::Result;
 use forebay_core::units::format_bytes;
+use forebay_volume::control::Status;
+use forebay_volume::staging::Staged;
 use serde_json::{Value, json};
 
 use crate::arguments::Global;
 use crate::mounts::{self, Mount, State};
 use crate::settings::Settings;
-use crate::{print, run};
+use crate::{print, report, run};
 
 /// The arguments of `forebay status`.
 #[derive(Debug, Args)]
@@ -23,8 +25,20 @@ pub(crate) struct StatusArguments {
     pub(crate) state_dir: Option<PathBuf>,
 }
 
-const HEAD: [&str; 11] =
-    ["MOUNT POINT", "SOURCE", "STATE", "PID", "OPEN", "DIRTY", "MEMORY", "DISK", "PINNED", "GETS", "FETCHED"];
+const HEAD: [&str; 12] = [
+    "MOUNT POINT",
+    "SOURCE",
+    "STATE",
+    "PID",
+    "OPEN",
+    "DIRTY",
+    "STAGED",
+    "MEMORY",
+    "DISK",
+    "PINNED",
+    "GETS",
+    "FETCHED",
+];
 
 /// Asks the mounts and shows them. Sockets that dead processes left are shown once and removed.
 pub(crate) fn run(global: &Global, arguments: &StatusArguments) -> Result<ExitCode> {
@@ -41,11 +55,30 @@ pub(crate) fn run(global: &Global, arguments: &StatusArguments) -> Result<ExitCo
     match global.json {
         true => print::json(&json!({ "mounts": found.iter().map(as_json).collect::<Result<Vec<_>>>()? }))?,
         false => {
+            for mount in &found {
+                warn_of_staged(mount);
+            }
             let rows = std::iter::once(print::row(HEAD)).chain(found.iter().map(as_row));
             print::table(&rows.collect::<Vec<_>>());
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Says why staged bytes stay where they are.
+fn warn_of_staged(mount: &Mount) {
+    let State::Serving(status) = &mount.state else { return };
+    let Staged { damaged, last_error, .. } = &status.staged;
+    let at = &status.mount_point;
+    if let Some(error) = last_error {
+        report::warning(&format!("{at}: staged bytes are not uploaded: {error}"), false);
+    }
+    if *damaged > 0 {
+        report::warning(
+            &format!("{at}: {damaged} staged blobs are damaged on the local disk, and lost"),
+            false,
+        );
+    }
 }
 
 /// The status with `state` and `socket` beside it.
@@ -73,16 +106,33 @@ fn as_row(mount: &Mount) -> Vec<String> {
     vec![
         status.mount_point.clone(),
         status.source.clone(),
-        if status.read_only { "read-only" } else { "read-write" }.to_owned(),
+        state(status).to_owned(),
         status.pid.to_string(),
         status.open_files.to_string(),
         format_bytes(status.dirty_bytes),
+        staged(&status.staged),
         format_bytes(cache.memory_bytes),
         format_bytes(cache.disk_bytes),
         format_bytes(cache.pinned_bytes),
         cache.origin_requests.to_string(),
         format_bytes(cache.origin_bytes),
     ]
+}
+
+fn state(status: &Status) -> &'static str {
+    match status {
+        Status { is_ending: true, .. } => "uploading",
+        Status { read_only: true, .. } => "read-only",
+        _ => "read-write",
+    }
+}
+
+/// What waits for its upload, and for how long.
+fn staged(staged: &Staged) -> String {
+    match staged.oldest_seconds {
+        None => "-".to_owned(),
+        Some(seconds) => format!("{} in {} files, {seconds} s", format_bytes(staged.bytes), staged.files),
+    }
 }
 
 fn gone(mount: &Mount, state: &str) -> Vec<String> {

@@ -45,12 +45,15 @@ impl OpenInode {
     /// Writes the file as a plain object at its own path. The caller has the turn.
     async fn bring_home(&self) -> Result<bool> {
         let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
-        let (mut upload, placement) = self.store.start_upload(self.ino).await?;
+        let (mut upload, placement) = self.store.start_sealing(self.ino).await?;
         if matches!(placement, Placement::Owned { .. }) {
             return upload.abort().await.map(|()| false);
         }
-        self.store.copy_content(&layout, &mut upload).await?;
+        let whole = self.store.copy_content(&layout, &mut upload).await?;
         let blob = self.store.complete(upload, &placement).await?.blob();
+        if let Some(whole) = whole {
+            self.store.fetch.remember(&blob, whole);
+        }
         self.move_to(FileLayout::of_blob(blob), generation).await
     }
 

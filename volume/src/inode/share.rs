@@ -76,6 +76,7 @@ impl OpenInode {
         let committed = tree.commit_shared(self.ino, generation, layout.clone(), now, source.ino).await?;
         *self.content.write() = Content::committed(layout, committed.generation);
         self.shares.store(true, Ordering::Relaxed);
+        self.store.settled(self.ino);
         // The source may have named objects that were moved: the tree has their places.
         self.take_over().await?;
         Ok(length)

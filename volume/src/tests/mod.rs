@@ -7,3 +7,4 @@ mod writing;
 mod costs;
 mod packing;
 mod warming;
+mod writeback;

@@ -8,6 +8,7 @@ use forebay_io::object::{Bucket, Faults};
 use forebay_io::rng::Rng;
 
 use super::support::{Fixture, READ_WRITE, create, object, open, pattern, rounds, run};
+use crate::staging::{Staged, WritebackSettings};
 use crate::{File, Volume};
 
 const FILES: u64 = 3;
@@ -64,10 +65,16 @@ async fn truncate(volume: &Arc<Volume>, model: &mut Model, size: u64) {
     model.bytes.resize(size as usize, 0);
 }
 
-async fn check_seed(seed: u64) {
+async fn check_seed(seed: u64, writes_back: bool) {
     let rng = Rng::seeded(seed);
     let bucket = Bucket::in_memory().with_faults(&Faults::random(seed, 0.02));
-    let fixture = Fixture::new(bucket);
+    let mut fixture = Fixture::new(bucket);
+    if writes_back {
+        // Now and then the ceiling is reached, and files are uploaded at any time.
+        let bytes = 2 * MIB + rng.below(8 * MIB);
+        let (delay_ms, open_ms) = (rng.below(20), rng.below(40));
+        fixture = fixture.writing_back(WritebackSettings { enabled: true, bytes, delay_ms, open_ms });
+    }
     let mut volume = fixture.open().await;
     let mut models = Vec::new();
     for number in 0..FILES {
@@ -100,6 +107,8 @@ async fn check_seed(seed: u64) {
         model.check(0, SPACE * 2).await;
         model.file.release().await.expect("release");
     }
+    volume.drain(|_| {}).await.expect("drain");
+    assert_eq!(volume.staged(), Staged::default());
     volume.close().await.expect("close");
     for model in &models {
         assert!(
@@ -113,6 +122,16 @@ async fn check_seed(seed: u64) {
 /// Promise: a closed file is a plain object with the same bytes, whatever was done to it before.
 #[test]
 fn files_agree_with_arrays_and_end_as_plain_objects() {
+    check_seeds(false);
+}
+
+/// The same with bytes that are staged first.
+#[test]
+fn files_that_are_written_back_agree_with_arrays_and_end_as_plain_objects() {
+    check_seeds(true);
+}
+
+fn check_seeds(writes_back: bool) {
     let first = std::env::var("FOREBAY_TEST_SEED").ok().and_then(|text| text.parse().ok());
     let seeds = match first {
         Some(seed) => seed..seed + 1,
@@ -120,7 +139,7 @@ fn files_agree_with_arrays_and_end_as_plain_objects() {
     };
     for seed in seeds {
         eprintln!("seed {seed}");
-        run(check_seed(seed));
+        run(check_seed(seed, writes_back));
     }
 }
 

@@ -13,12 +13,13 @@ use forebay_io::object::Bucket;
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::commit::{Committer, CommitterSettings};
-use forebay_metadata::kv::{Engine, MemEngine, MemStore, SlateEngine, SlateSettings};
+use forebay_metadata::kv::{Engine, MemEngine, MemStore, SlateEngine, SlateSettings, after};
 use forebay_metadata::tree::{Existing, LocalTree, NewInode, TreeParts, TreeSettings};
 
 use crate::prefetch::PrefetchSettings;
 use crate::settings::WriteSettings;
-use crate::{Access, File, Parts, Volume};
+use crate::staging::{Staging, WritebackSettings};
+use crate::{Access, File, Parts, Volume, Writeback};
 
 pub(crate) const READ_WRITE: Access = Access { read: true, write: true, append: false, truncate: false };
 pub(crate) const READ: Access = Access { read: true, write: false, append: false, truncate: false };
@@ -44,6 +45,8 @@ pub(crate) struct Fixture {
     pub(crate) part_copy: bool,
     pub(crate) budget: Budget,
     pub(crate) cache: CacheSettings,
+    /// What is staged lies in the folder.
+    pub(crate) writeback: Option<(tempfile::TempDir, WritebackSettings)>,
 }
 
 impl Fixture {
@@ -51,7 +54,12 @@ impl Fixture {
         let write = WriteSettings { buffer_bytes: MIB, ..WriteSettings::default() };
         let cache = CacheSettings { memory_bytes: 64 * MIB, ..CacheSettings::default() };
         let (store, budget) = (MemStore::default(), Budget::new(64 * MIB));
-        Self { bucket, store, tree_in_bucket: false, write, part_copy: true, budget, cache }
+        Self { bucket, store, tree_in_bucket: false, write, part_copy: true, budget, cache, writeback: None }
+    }
+
+    /// The same with bytes staged in a folder.
+    pub(crate) fn writing_back(self, settings: WritebackSettings) -> Self {
+        Self { writeback: Some((tempfile::tempdir().expect("scratch"), settings)), ..self }
     }
 
     /// Opens the volume; a second call finds what the first one closed.
@@ -63,6 +71,16 @@ impl Fixture {
                     .expect("a tree in the bucket"),
             ),
             false => Arc::new(MemEngine::open(&self.store)),
+        };
+        let mut writeback = None;
+        if let Some((folder, settings)) = &self.writeback {
+            let staging = Staging::open(folder.path().join("staging"), settings.bytes, Clock::system()).await;
+            let staging = staging.expect("a folder for staged bytes");
+            writeback = Some(Writeback { staging, settings: settings.clone() });
+        }
+        let engine = match &writeback {
+            Some(writeback) => after(writeback.staging.clone(), engine),
+            None => engine,
         };
         let (clock, rng, tasks) = (Clock::system(), Rng::seeded(1), TaskGroup::new("test"));
         let parts = TreeParts {
@@ -85,6 +103,7 @@ impl Fixture {
             read_only: false,
             claim: None,
             write: self.write.clone(),
+            writeback,
             part_copy: self.part_copy,
             prefetch: PrefetchSettings::default(),
             budget: self.budget.clone(),

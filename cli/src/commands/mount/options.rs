@@ -128,6 +128,8 @@ impl Plan {
             "state_dir" => self.volume.state_directory = absolute(given()?)?,
             "cache_dir" => self.volume.cache.directory = Some(absolute(given()?)?),
             "cache_size" => self.volume.cache.disk_bytes = parse_bytes(given()?)?,
+            "writeback" => self.volume.writeback.enabled = true,
+            "writeback_size" => self.volume.writeback.bytes = parse_bytes(given()?)?,
             "trash" => self.volume.trash_ms = parse_duration(given()?)?.as_millis() as u64,
             "memory" => self.volume.memory_bytes = parse_bytes(given()?)?,
             "uid" => self.volume.import.uid = number(name, given()?)?,
@@ -152,12 +154,14 @@ fn long_options(arguments: &MountArguments) -> impl Iterator<Item = (&'static st
         ("allow_other", arguments.allow_other),
         ("take_over", arguments.take_over),
         ("relatime", arguments.relatime),
+        ("writeback", arguments.writeback),
     ];
     let values = [
         ("cache_dir", &arguments.cache_dir),
         ("cache_size", &arguments.cache_size),
         ("memory", &arguments.memory),
         ("trash", &arguments.trash),
+        ("writeback_size", &arguments.writeback_size),
         ("state_dir", &arguments.state_dir),
         ("uid", &arguments.uid),
         ("gid", &arguments.gid),

@@ -1,28 +1,35 @@
 //! Serving a mount until it is unmounted, in the foreground or in the background alike.
 //!
 //! The end has one order whatever causes it: the kernel lets go, requests in progress finish, everything written goes
-//! to the bucket, the volume is closed. Exit code 0 says that all of it is there.
+//! to the bucket (what is staged, too, unless a further signal comes), the volume is closed. Exit code 0 says that all of it is there.
 
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_core::{Error, Result};
+use forebay_core::units::format_bytes;
+use forebay_core::{Error, ErrorKind, Result};
 use forebay_fuse::{MountOptions, MountPoint, Mounted};
+use forebay_io::clock::{Clock, Moment};
 use forebay_io::task::{TaskGroup, blocking};
 use forebay_volume::Volume;
 use forebay_volume::control::{self, Identity};
+use forebay_volume::staging::Staged;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::{info, warn};
 
 use super::options::Plan;
+use crate::mounts::{self, State};
 use crate::places;
 
 /// How long those who still use a mount have after SIGTERM; then it ends under them.
 const USERS_DEADLINE: Duration = Duration::from_secs(10);
 /// How long the control socket's tasks have to end.
 const CONTROL_DEADLINE: Duration = Duration::from_secs(5);
+
+/// How often the log tells how far the upload of staged bytes is.
+const TELL_EVERY: Duration = Duration::from_secs(5);
 
 /// Serves `plan`; `ready` is called once the mount can be used.
 pub(super) fn serve(plan: Plan, ready: impl FnOnce(&Plan) -> Result<()>) -> Result<ExitCode> {
@@ -47,7 +54,10 @@ fn runtime() -> Result<Runtime> {
 async fn serve_mount(plan: &Plan, ready: impl FnOnce(&Plan) -> Result<()>) -> Result<()> {
     let mut signals = Signals::new()?;
     let volume = tokio::select! {
-        connected = forebay_volume::connect(&plan.source, plan.volume.clone()) => connected?,
+        connected = forebay_volume::connect(&plan.source, plan.volume.clone()) => match connected {
+            Err(error) if error.kind() == ErrorKind::Conflict => return Err(name_ending(error, plan).await),
+            connected => connected?,
+        },
         _ = signals.next() => return Ok(()),
     };
     // Before the mount can be seen: who sees it may ask it something at once.
@@ -57,8 +67,11 @@ async fn serve_mount(plan: &Plan, ready: impl FnOnce(&Plan) -> Result<()>) -> Re
     let failure = match mounted {
         Ok(mounted) => {
             ready(plan)?;
-            until_the_end(mounted, &mut signals).await;
-            None
+            match until_the_end(mounted, &mut signals).await {
+                // Still to be asked: `forebay status` shows what is left.
+                End::Once => bring_in(&volume, &mut signals).await.err(),
+                End::AtOnce => left_staged(&volume).err(),
+            }
         }
         Err(failure) => Some(failure),
     };
@@ -99,8 +112,18 @@ fn mount_point(target: &MountPoint) -> String {
     }
 }
 
+/// How a mount is to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// When all is in the bucket.
+    Once,
+    /// Now.
+    AtOnce,
+}
+
 /// Returns when the mount has ended: unmounted by anyone, or by us after a signal.
-async fn until_the_end(mut mounted: Mounted, signals: &mut Signals) {
+async fn until_the_end(mut mounted: Mounted, signals: &mut Signals) -> End {
+    let mut end = End::Once;
     tokio::select! {
         () = mounted.ended() => info!("unmounted"),
         name = signals.next() => {
@@ -111,11 +134,76 @@ async fn until_the_end(mut mounted: Mounted, signals: &mut Signals) {
             let ended = tokio::time::timeout(USERS_DEADLINE, mounted.ended());
             tokio::select! {
                 ended = ended => if ended.is_err() { warn!("the mount is still in use and ends under its users") },
-                _ = signals.next() => warn!("told again to end"),
+                _ = signals.next() => {
+                    warn!("told again to end");
+                    end = End::AtOnce;
+                }
             }
         }
     }
     mounted.finish().await;
+    end
+}
+
+/// Waits until what is staged is in the bucket, or a signal comes.
+///
+/// # Errors
+/// When some of it is left.
+async fn bring_in(volume: &Volume, signals: &mut Signals) -> Result<()> {
+    let clock = Clock::system();
+    let mut told: Option<Moment> = None;
+    let progress = |left: &Staged| {
+        if left.files > 0 && told.is_none_or(|told| clock.now().since(told) >= TELL_EVERY) {
+            told = Some(clock.now());
+            info!(
+                files = left.files,
+                bytes = left.bytes,
+                error = left.last_error,
+                "uploading what is staged; SIGTERM or SIGINT ends it, and the next mount goes on"
+            );
+        }
+    };
+    tokio::select! {
+        drained = volume.drain(progress) => drained,
+        name = signals.next() => {
+            warn!(signal = name, "told to end while staged bytes are uploaded");
+            left_staged(volume)
+        }
+    }
+}
+
+/// Says what is left staged.
+///
+/// # Errors
+/// `Unavailable` when there is something.
+fn left_staged(volume: &Volume) -> Result<()> {
+    let Staged { files, bytes, .. } = volume.staged();
+    if files == 0 {
+        return Ok(());
+    }
+    let message = format!("{files} files, {} of them staged, are not in the bucket yet", format_bytes(bytes));
+    Err(Error::new(ErrorKind::Unavailable, message)
+        .with_hint("the next mount of the volume on this host, with the same state directory, uploads them"))
+}
+
+/// Names the mount of this host that keeps others out until it has uploaded what is staged.
+async fn name_ending(refused: Error, plan: &Plan) -> Error {
+    let Ok(mounts) = mounts::all(&plan.volume.state_directory).await else { return refused };
+    for mount in mounts {
+        if let State::Serving(status) = mount.state
+            && status.is_ending
+            && status.source == plan.source
+        {
+            let (at, pid, files) = (status.mount_point, status.pid, status.staged.files);
+            let left = format_bytes(status.staged.bytes);
+            return refused
+                .context(format!(
+                    "the mount that was at {at} (process {pid}) still uploads {files} files, {left}"
+                ))
+                .with_hint("wait until it has ended: `forebay status` shows how far it is");
+        }
+    }
+    refused
 }
 
 async fn close(volume: &Volume) -> Result<()> {

@@ -57,6 +57,7 @@ async fn volume(bucket: &Bucket, read_only: bool) -> Arc<Volume> {
         claim: None,
         write: WriteSettings::default(),
         part_copy: true,
+        writeback: None,
         prefetch: PrefetchSettings::default(),
         budget: Budget::new(64 * MIB),
         tasks: TaskGroup::new("test"),

@@ -26,11 +26,12 @@ fn refused(line: &str, message: &str, hint: &str) {
 fn fstab_can_say_what_a_command_line_can() {
     let long = plan(
         "--read-only --dataset --allow-other --take-over --relatime --cache-dir /c --cache-size 2GiB --memory 512MiB \
-         --state-dir /s --uid 7 --gid 8 --file-mode 0640 --dir-mode 0750 --ttl 2.5 --trash 7d",
+         --state-dir /s --uid 7 --gid 8 --file-mode 0640 --dir-mode 0750 --ttl 2.5 --trash 7d --writeback \
+         --writeback-size 3GiB",
     );
     let short = plan(
         "-o ro,dataset,allow_other,take_over,noatime,relatime,cache_dir=/c,cache_size=2GiB,memory=512MiB \
-         -o state_dir=/s,uid=7,gid=8,file_mode=0640,dir_mode=0750,ttl=2.5,trash=7d",
+         -o state_dir=/s,uid=7,gid=8,file_mode=0640,dir_mode=0750,ttl=2.5,trash=7d,writeback,writeback_size=3GiB",
     );
     let shown = |plan: Result<Plan>| {
         let plan = plan.expect("a plan");

@@ -1,0 +1,132 @@
+//! Bringing one file's staged bytes to the store.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_core::{ErrorKind, InodeId, ObjectKey, Result};
+use forebay_io::object::{Bucket, Condition};
+
+use super::uploads::Brought;
+use super::{Staging, Uploads};
+use crate::Volume;
+use crate::content::Content;
+
+/// Failures of sealing a file, other than that the store is away, after which its bytes are uploaded as they are.
+const SEAL_ATTEMPTS: u32 = 3;
+
+/// What came of sealing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sealed {
+    /// The file is a plain object, or nothing that can be one.
+    Done,
+    /// It is being written.
+    Busy,
+}
+
+impl Volume {
+    /// Makes a plain object of a file that is closed, and uploads what is left of its staged blobs under their own keys.
+    pub(super) async fn bring_in(self: &Arc<Self>, uploads: &Uploads, ino: InodeId) -> Result<Brought> {
+        let sealed = match self.seal_staged(uploads, ino).await {
+            Err(error)
+                if error.kind() == ErrorKind::Unavailable || uploads.failures(ino) + 1 < SEAL_ATTEMPTS =>
+            {
+                return Err(error);
+            }
+            Err(error) => {
+                tracing::warn!(%ino, %error, "could not seal; the file stays readable through Forebay");
+                Sealed::Done
+            }
+            Ok(sealed) => sealed,
+        };
+        let staging = &uploads.staging;
+        for (key, size) in staging.ready(ino) {
+            match self.tree().is_referred(&key).await {
+                Ok(false) => {
+                    staging.doom(&key);
+                    uploads.sweep_soon();
+                }
+                Ok(true) if sealed == Sealed::Busy && !uploads.is_hurried() && !is_old(uploads, ino) => {
+                    let open = Duration::from_millis(uploads.settings.open_ms);
+                    return Ok(Brought::Later(uploads.clock.now() + open));
+                }
+                // Another host has the tree: only it knows what is wanted, and an owned key is nobody else's.
+                Err(error) if error.kind() == ErrorKind::Conflict => {
+                    uploads.tell_taken_over(&error);
+                    self.upload_staged(uploads, key, size).await?;
+                }
+                Err(error) => return Err(error),
+                Ok(true) => self.upload_staged(uploads, key, size).await?,
+            }
+        }
+        Ok(Brought::In)
+    }
+
+    async fn seal_staged(self: &Arc<Self>, uploads: &Uploads, ino: InodeId) -> Result<Sealed> {
+        let inode = match self.acquire(ino).await {
+            // Deleted for good, or into the trash.
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Sealed::Done),
+            acquired => acquired?,
+        };
+        let is_busy = inode.has_writers() || inode.look(Content::modified).is_some();
+        let sealed = match is_busy || !inode.needs_seal() {
+            true => Ok(()),
+            false => {
+                let _charge = uploads.charge(inode.store().sealing_bytes(inode.look(Content::size))).await;
+                inode.seal().await.map(drop)
+            }
+        };
+        self.release(&inode, false).await?;
+        sealed.map(|()| if is_busy { Sealed::Busy } else { Sealed::Done })
+    }
+
+    async fn upload_staged(&self, uploads: &Uploads, key: ObjectKey, size: u64) -> Result<()> {
+        let _charge = uploads.charge(size).await;
+        upload(&uploads.staging, self.bucket(), key, size).await
+    }
+
+    /// Deletes the staged blobs that nothing refers to, once that is durable.
+    pub(super) async fn forget_doomed(&self) -> Result<()> {
+        let Some(staging) = self.staging() else { return Ok(()) };
+        let doomed = staging.doomed();
+        if doomed.is_empty() {
+            return Ok(());
+        }
+        self.sync_names().await?;
+        staging.forget(doomed).await
+    }
+
+    /// Drops files that were not written to their end, if nothing refers to them.
+    pub(crate) async fn drop_unfinished(&self, staging: &Staging) -> Result<()> {
+        for key in staging.damaged() {
+            match self.tree().is_referred(&key).await? {
+                true => tracing::error!(%key, "the staged bytes of a file are damaged and lost"),
+                false => staging.forget(vec![key]).await?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a file that is being written has had staged bytes for so long that they are not to wait for its close.
+fn is_old(uploads: &Uploads, ino: InodeId) -> bool {
+    uploads.staging.age(ino).saturating_mul(1000) >= uploads.settings.open_ms
+}
+
+/// Uploads one staged blob under its own key and forgets it.
+pub(super) async fn upload(staging: &Arc<Staging>, bucket: &Bucket, key: ObjectKey, size: u64) -> Result<()> {
+    let data = match staging.read(&key, 0..size).await? {
+        Some(data) => data,
+        None => return Ok(()),
+    };
+    put_owned(bucket, &key, data).await?;
+    staging.forget(vec![key]).await
+}
+
+/// Puts the bytes of an owned blob, which may be there from a try whose answer was lost.
+async fn put_owned(bucket: &Bucket, key: &ObjectKey, data: Bytes) -> Result<()> {
+    match bucket.put(key, data, Condition::IfAbsent).await {
+        Err(error) if error.kind() == ErrorKind::Conflict => Ok(()),
+        put => put.map(drop),
+    }
+}

@@ -1,0 +1,443 @@
+//! The staged blobs of one volume: a folder of the state directory, and what is known of each file in it.
+//!
+//! ```text
+//! lock                 held by the process that uses the folder
+//! SESSION-NAME         the blob `.forebay/blobs/SESSION/NAME`
+//! ```
+//! With the tree, which is durable by itself, the folder is the journal: a blob that a layout refers to is wanted, any
+//! other is of no use. Files are written before the commit that refers to them, and made durable before it is
+//! ([`Before`]). They go once they are in the bucket, or once a durable tree does not refer to them any more.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use forebay_core::{Blob, Error, ErrorKind, InodeId, ObjectKey, Result};
+use forebay_io::clock::Clock;
+use forebay_io::lock_file::{LockFile, Locked};
+use forebay_io::task::blocking;
+use forebay_metadata::kv::Before;
+use futures::stream::{self, StreamExt, TryStreamExt};
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+use super::Staged;
+use super::file::{self, Tail};
+
+const LOCK: &str = "lock";
+/// Files that are synced at once: the disk's own journal makes one write of several.
+const SYNCS_AT_ONCE: usize = 8;
+
+/// The staged blobs of one volume.
+#[derive(Debug)]
+pub(crate) struct Staging {
+    folder: PathBuf,
+    /// Named in layouts, so that others know where the bytes are.
+    host: String,
+    /// Most bytes of files.
+    ceiling: u64,
+    clock: Clock,
+    blobs: Mutex<Blobs>,
+    /// Counts what became of blobs, for those who wait for it.
+    changes: watch::Sender<u64>,
+    /// `None` after closing.
+    lock: Mutex<Option<LockFile>>,
+}
+
+#[derive(Debug, Default)]
+struct Blobs {
+    /// By file name.
+    entries: BTreeMap<String, Entry>,
+    /// The names of the files with bytes of an inode.
+    inodes: BTreeMap<InodeId, BTreeSet<String>>,
+    /// Bytes of their files, and of those being written.
+    bytes: u64,
+    /// The number of the next blob.
+    next: u64,
+    /// The folder has names that are not durable.
+    is_folder_dirty: bool,
+    /// Writes go through to the store, and that was told.
+    is_full: bool,
+    last_error: Option<String>,
+}
+
+/// One staged blob.
+#[derive(Debug, Clone)]
+struct Entry {
+    tail: Arc<Tail>,
+    number: u64,
+    /// Seconds of the wall clock when it was written, to show.
+    since: i64,
+    is_durable: bool,
+    state: State,
+}
+
+/// How far a blob is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// It is about to be referred to by a commit.
+    Fresh,
+    /// It is to be uploaded if a layout refers to it.
+    Ready,
+    /// Nothing refers to it; its file goes once that is durable.
+    Done,
+    /// Its file is damaged, which was told.
+    Damaged,
+}
+
+impl Staging {
+    /// Opens the folder, which is made if need be, and finds what an earlier process left in it.
+    ///
+    /// # Errors
+    /// `Conflict` while another process uses it; those of the disk.
+    pub(crate) async fn open(folder: PathBuf, ceiling: u64, clock: Clock) -> Result<Arc<Self>> {
+        let host = forebay_io::host::name().await;
+        let now = clock.wall().seconds;
+        let path = folder.clone();
+        let (lock, blobs) = blocking(move || {
+            fs::create_dir_all(&path)?;
+            // What is durable below a folder is of no use if the folder is not.
+            path.ancestors().skip(1).take(2).try_for_each(sync)?;
+            let lock = match LockFile::lock(&path.join(LOCK), &std::process::id().to_string())? {
+                Locked::Mine(lock) => lock,
+                Locked::By(process) => {
+                    let message = format!("{} is in use by process {process}", path.display());
+                    return Err(Error::new(ErrorKind::Conflict, message));
+                }
+            };
+            Ok((lock, find(&path, now)?))
+        })
+        .await?
+        .map_err(|error| error.context("the folder of staged bytes"))?;
+        let (changes, blobs) = (watch::Sender::new(0), Mutex::new(blobs));
+        let lock = Mutex::new(Some(lock));
+        Ok(Arc::new(Self { folder, host, ceiling, clock, blobs, changes, lock }))
+    }
+
+    /// Lets the next process have the folder.
+    pub(crate) fn close(&self) {
+        self.lock.lock().take();
+    }
+
+    /// Stages `data`, written to `ino`, under `key`. `None` where there is no room: it then goes to the store.
+    pub(crate) async fn put(&self, ino: InodeId, key: ObjectKey, data: Bytes) -> Option<Blob> {
+        let (name, bytes) = (name_of(&key)?, file::file_bytes(data.len() as u64));
+        if !self.take_room(bytes) {
+            return None;
+        }
+        let (path, size) = (self.folder.join(&name), data.len() as u64);
+        let written = blocking(move || {
+            file::write(&path, ino, &data).inspect_err(|_| {
+                // The first error is the one to tell; what stays is dropped at the next start.
+                let _ = fs::remove_file(&path);
+            })
+        });
+        let written = written.await.and_then(|written| written.map_err(Error::from));
+        let mut blobs = self.blobs.lock();
+        match written {
+            Ok(tail) => {
+                blobs.add(name, tail, self.clock.wall().seconds, State::Fresh);
+                Some(Blob::staged(key, size, &self.host))
+            }
+            Err(error) => {
+                blobs.bytes -= bytes;
+                blobs.tell_full(&format!("the local disk does not take them: {error}"));
+                None
+            }
+        }
+    }
+
+    /// Whether `bytes` more can be staged.
+    pub(crate) fn has_room(&self, bytes: u64) -> bool {
+        self.blobs.lock().bytes.saturating_add(file::file_bytes(bytes)) <= self.ceiling
+    }
+
+    fn take_room(&self, bytes: u64) -> bool {
+        let mut blobs = self.blobs.lock();
+        let fits = blobs.bytes.saturating_add(bytes) <= self.ceiling;
+        match fits {
+            true => blobs.bytes += bytes,
+            false if self.ceiling > 0 => blobs.tell_full("the ceiling of --writeback-size is reached"),
+            false => {}
+        }
+        fits
+    }
+
+    /// Whether the bytes of the blob at `key` are here.
+    pub(crate) fn holds(&self, key: &ObjectKey) -> bool {
+        self.tail(key).is_some()
+    }
+
+    fn tail(&self, key: &ObjectKey) -> Option<(String, Arc<Tail>)> {
+        let name = name_of(key)?;
+        let blobs = self.blobs.lock();
+        let tail = blobs.entries.get(&name)?.tail.clone();
+        Some((name, tail))
+    }
+
+    /// Bytes of a blob, checked; `None` when they are not here, or not any more. May wait for the disk.
+    pub(crate) fn read_now(&self, key: &ObjectKey, range: Range<u64>) -> Option<Result<Bytes>> {
+        let (name, tail) = self.tail(key)?;
+        if range.end > tail.size {
+            return Some(Err(Error::corrupt(format!("the staged file of {key} was cut short"))));
+        }
+        match file::read(&self.folder.join(&name), &tail, range) {
+            Err(_) if !self.holds(key) => None,
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                if let Some(entry) = self.blobs.lock().entries.get_mut(&name) {
+                    entry.state = State::Damaged;
+                }
+                tracing::error!(%key, %error, "staged bytes are lost");
+                Some(Err(error))
+            }
+            read => Some(read),
+        }
+    }
+
+    /// The same for callers that may not wait for a disk.
+    pub(crate) async fn read(self: &Arc<Self>, key: &ObjectKey, range: Range<u64>) -> Result<Option<Bytes>> {
+        let (own, key) = (self.clone(), key.clone());
+        blocking(move || own.read_now(&key, range)).await?.transpose()
+    }
+
+    /// Says that no commit of `ino` is on its way: what was staged for it is referred to by now, or never will be. Tells
+    /// whether there is any.
+    pub(crate) fn settle(&self, ino: InodeId) -> bool {
+        let mut blobs = self.blobs.lock();
+        let names = blobs.inodes.get(&ino).cloned().unwrap_or_default();
+        for name in &names {
+            if let Some(entry) = blobs.entries.get_mut(name)
+                && entry.state == State::Fresh
+            {
+                entry.state = State::Ready;
+            }
+        }
+        !names.is_empty()
+    }
+
+    /// Seconds since the first of its bytes were staged.
+    pub(crate) fn age(&self, ino: InodeId) -> u64 {
+        let blobs = self.blobs.lock();
+        let entries = blobs.inodes.get(&ino).into_iter().flatten().filter_map(|name| blobs.entries.get(name));
+        let now = self.clock.wall().seconds;
+        entries.map(|entry| u64::try_from(now - entry.since).unwrap_or(0)).max().unwrap_or(0)
+    }
+
+    /// The blobs of `ino` that may be uploaded.
+    pub(crate) fn ready(&self, ino: InodeId) -> Vec<(ObjectKey, u64)> {
+        let blobs = self.blobs.lock();
+        let entries = blobs.inodes.get(&ino).into_iter().flatten();
+        let entries = entries.filter_map(|name| Some((name, blobs.entries.get(name)?)));
+        let ready = entries.filter(|(_, entry)| entry.state == State::Ready);
+        ready.filter_map(|(name, entry)| Some((key_of(name)?, entry.tail.size))).collect()
+    }
+
+    /// The files whose bytes are here.
+    pub(crate) fn inodes(&self) -> Vec<InodeId> {
+        self.blobs.lock().inodes.keys().copied().collect()
+    }
+
+    /// Notes that nothing refers to a blob any more.
+    pub(crate) fn doom(&self, key: &ObjectKey) {
+        if let Some(name) = name_of(key)
+            && let Some(entry) = self.blobs.lock().entries.get_mut(&name)
+        {
+            entry.state = State::Done;
+        }
+        self.tell();
+    }
+
+    /// The blobs that nothing refers to.
+    pub(crate) fn doomed(&self) -> Vec<ObjectKey> {
+        self.in_state(State::Done)
+    }
+
+    /// The blobs whose files are damaged.
+    pub(crate) fn damaged(&self) -> Vec<ObjectKey> {
+        self.in_state(State::Damaged)
+    }
+
+    fn in_state(&self, state: State) -> Vec<ObjectKey> {
+        let blobs = self.blobs.lock();
+        let found = blobs.entries.iter().filter(|(_, entry)| entry.state == state);
+        found.filter_map(|(name, _)| key_of(name)).collect()
+    }
+
+    /// Forgets blobs and deletes their files: the bucket has them, or a durable tree does not refer to them.
+    pub(crate) async fn forget(&self, keys: Vec<ObjectKey>) -> Result<()> {
+        let names: Vec<String> = keys.iter().filter_map(name_of).collect();
+        {
+            let mut blobs = self.blobs.lock();
+            for name in &names {
+                blobs.remove(name);
+            }
+            blobs.is_full = false;
+        }
+        self.tell();
+        let folder = self.folder.clone();
+        blocking(move || {
+            for name in names {
+                match fs::remove_file(folder.join(&name)) {
+                    Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                        tracing::warn!(name, %error, "a staged file stays until the next start");
+                    }
+                    _ => {}
+                }
+            }
+        })
+        .await
+    }
+
+    /// Notes why uploads fail; `None` once one has succeeded.
+    pub(crate) fn note_error(&self, error: Option<String>) {
+        self.blobs.lock().last_error = error;
+        self.tell();
+    }
+
+    /// The number that the next blob gets: all that there are now have lower ones.
+    pub(crate) fn next(&self) -> u64 {
+        self.blobs.lock().next
+    }
+
+    /// What is staged under numbers below `end` and can be uploaded.
+    pub(crate) fn pending(&self, end: u64) -> Staged {
+        let blobs = self.blobs.lock();
+        let wanted = |state| matches!(state, State::Fresh | State::Ready);
+        let pending: Vec<&Entry> =
+            blobs.entries.values().filter(|entry| entry.number < end && wanted(entry.state)).collect();
+        let mut inodes: Vec<InodeId> = pending.iter().map(|entry| entry.tail.ino).collect();
+        inodes.sort_unstable();
+        inodes.dedup();
+        let now = self.clock.wall().seconds;
+        let ages = pending.iter().map(|entry| u64::try_from(now - entry.since).unwrap_or(0));
+        Staged {
+            files: inodes.len() as u64,
+            bytes: pending.iter().map(|entry| entry.tail.size).sum(),
+            oldest_seconds: ages.max(),
+            damaged: blobs.entries.values().filter(|entry| entry.state == State::Damaged).count() as u64,
+            last_error: blobs.last_error.clone(),
+        }
+    }
+
+    /// Follows what becomes of blobs.
+    pub(crate) fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    fn tell(&self) {
+        self.changes.send_modify(|count| *count += 1);
+    }
+}
+
+#[async_trait]
+impl Before for Staging {
+    /// Makes every staged file durable, and then its name.
+    async fn sync(&self) -> Result<()> {
+        let (names, is_folder_dirty) = {
+            let mut blobs = self.blobs.lock();
+            let dirty = blobs.entries.iter().filter(|(_, entry)| !entry.is_durable);
+            let names: Vec<String> = dirty.map(|(name, _)| name.clone()).collect();
+            (names, std::mem::take(&mut blobs.is_folder_dirty))
+        };
+        if names.is_empty() && !is_folder_dirty {
+            return Ok(());
+        }
+        let paths = names.iter().map(|name| self.folder.join(name)).collect::<Vec<_>>();
+        let synced = stream::iter(paths)
+            .map(|path| async move { blocking(move || sync(&path)).await? })
+            .buffer_unordered(SYNCS_AT_ONCE)
+            .try_collect::<()>();
+        let folder = self.folder.clone();
+        let done = async {
+            synced.await?;
+            blocking(move || sync(&folder)).await?
+        };
+        let done = done.await.map_err(|error| error.context("staged bytes cannot be made durable"));
+        let mut blobs = self.blobs.lock();
+        blobs.is_folder_dirty |= done.is_err();
+        for name in names.iter().filter(|_| done.is_ok()) {
+            if let Some(entry) = blobs.entries.get_mut(name) {
+                entry.is_durable = true;
+            }
+        }
+        done
+    }
+}
+
+impl Blobs {
+    fn add(&mut self, name: String, tail: Tail, since: i64, state: State) {
+        self.inodes.entry(tail.ino).or_default().insert(name.clone());
+        let (tail, number) = (Arc::new(tail), self.next);
+        self.next += 1;
+        self.is_folder_dirty = true;
+        self.entries.insert(name, Entry { tail, number, since, is_durable: false, state });
+    }
+
+    fn remove(&mut self, name: &str) {
+        let Some(Entry { tail, .. }) = self.entries.remove(name) else { return };
+        self.bytes -= file::file_bytes(tail.size);
+        if let Some(names) = self.inodes.get_mut(&tail.ino) {
+            names.remove(name);
+            if names.is_empty() {
+                self.inodes.remove(&tail.ino);
+            }
+        }
+    }
+
+    /// Once for each time that it comes to this.
+    fn tell_full(&mut self, why: &str) {
+        if !std::mem::replace(&mut self.is_full, true) {
+            tracing::warn!(why, "written bytes go straight to the store");
+        }
+    }
+}
+
+/// Makes a file or folder durable; one that is gone needs nothing.
+fn sync(path: &Path) -> Result<()> {
+    match File::open(path).and_then(|file| file.sync_all()) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error.into()),
+        _ => Ok(()),
+    }
+}
+
+/// What an earlier process left. Its last writes may be cut short: nothing refers to those, which is still to be seen.
+fn find(folder: &Path, now: i64) -> Result<Blobs> {
+    let mut blobs = Blobs::default();
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
+        if name == LOCK {
+            continue;
+        }
+        if key_of(&name).is_none() {
+            continue;
+        }
+        let (tail, state) = match file::read_tail(&path) {
+            Ok(tail) => (tail, State::Ready),
+            Err(error) if error.kind() == ErrorKind::Corrupt => (Tail::missing(), State::Damaged),
+            Err(error) => return Err(error),
+        };
+        let written = fs::metadata(&path)?.modified()?.duration_since(std::time::UNIX_EPOCH);
+        blobs.bytes += file::file_bytes(tail.size);
+        blobs.add(name, tail, written.map_or(now, |since| since.as_secs() as i64), state);
+    }
+    Ok(blobs)
+}
+
+/// The file of the blob at `key`; `None` for keys that are not owned.
+fn name_of(key: &ObjectKey) -> Option<String> {
+    let (session, name) = key.as_str().strip_prefix(Blob::OWNED_PREFIX)?.split_once('/')?;
+    (!name.contains('/')).then(|| format!("{session}-{name}"))
+}
+
+/// The key of the blob in the file `name`.
+fn key_of(name: &str) -> Option<ObjectKey> {
+    let (session, name) = name.split_once('-')?;
+    let is_session = session.len() == 16 && session.bytes().all(|byte| byte.is_ascii_hexdigit());
+    is_session.then(|| ObjectKey::new(format!("{}{session}/{name}", Blob::OWNED_PREFIX)))
+}

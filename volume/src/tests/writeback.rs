@@ -1,0 +1,308 @@
+//! Bytes that are staged on the local disk: what they cost, where they are read, how they get to the store.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use forebay_core::units::{KIB, MIB};
+use forebay_core::{ErrorKind, InodeId};
+use forebay_io::object::{Bucket, Counters, Faults, OperationKind};
+
+use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
+use crate::Volume;
+use crate::staging::{Staged, WritebackSettings};
+
+/// Nothing is uploaded before someone waits for it.
+const LATER: WritebackSettings =
+    WritebackSettings { enabled: true, bytes: 1 << 40, delay_ms: 3_600_000, open_ms: 3_600_000 };
+/// Everything is, at once.
+const AT_ONCE: WritebackSettings = WritebackSettings { delay_ms: 0, open_ms: 0, ..LATER };
+
+fn fixture(settings: WritebackSettings) -> Fixture {
+    Fixture::new(Bucket::in_memory()).writing_back(settings)
+}
+
+async fn write(volume: &Arc<Volume>, name: &str, data: Bytes) {
+    let file = create(volume, name).await;
+    file.write(0, data).await.expect("write");
+    file.flush().await.expect("close");
+    file.release().await.expect("release");
+}
+
+async fn read(volume: &Arc<Volume>, name: &str) -> Bytes {
+    let file = open(volume, name, READ).await;
+    let bytes = file.read(0, u32::MAX).await.expect("read");
+    file.release().await.expect("release");
+    bytes
+}
+
+fn puts(counters: &Counters) -> (u64, u64) {
+    let put = counters.of(OperationKind::Put);
+    (put.requests, put.bytes + counters.of(OperationKind::Part).bytes)
+}
+
+/// How many objects Forebay has of its own.
+async fn owned(bucket: &Bucket) -> usize {
+    use futures::TryStreamExt;
+    let all: Vec<_> = bucket.list(".forebay/blobs/").try_collect().await.expect("a listing");
+    all.len()
+}
+
+async fn drain(volume: &Volume) {
+    volume.drain(|_| {}).await.expect("drain");
+    assert_eq!(volume.staged(), Staged::default());
+}
+
+/// Promise S60: With `--writeback`, closing a file asks nothing of the store; it becomes a plain object by one PUT of its
+/// bytes later.
+#[test]
+fn a_closed_file_is_one_put_later() {
+    run(async {
+        let fixture = fixture(LATER);
+        let volume = fixture.open().await;
+        // Lists the directory.
+        volume.lookup(InodeId::ROOT, b"f").await.expect("lookup");
+        let before = fixture.bucket.counters();
+        for number in 0..20 {
+            write(&volume, &format!("f{number}"), pattern(number, 0..10 * KIB)).await;
+        }
+        let file = open(&volume, "f3", READ_WRITE).await;
+        file.write(0, Bytes::from_static(b"synced")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        file.release().await.expect("release");
+        assert_eq!(fixture.bucket.counters().since(&before).requests(), 0, "nothing was asked of the store");
+        let staged = volume.staged();
+        assert_eq!((staged.files, staged.last_error), (20, None));
+        assert!(read(&volume, "f7").await == pattern(7, 0..10 * KIB), "it is read from the disk");
+        drain(&volume).await;
+        let asked = fixture.bucket.counters().since(&before);
+        assert_eq!(puts(&asked), (20, 200 * KIB), "{asked:?}");
+        assert_eq!(asked.of(OperationKind::Get).requests, 0, "{asked:?}");
+        assert!(object(&fixture.bucket, "f7").await == pattern(7, 0..10 * KIB));
+        assert!(object(&fixture.bucket, "f3").await.starts_with(b"synced"));
+        assert!(read(&volume, "f7").await == pattern(7, 0..10 * KIB));
+        assert_eq!(owned(&fixture.bucket).await, 0);
+        volume.close().await.expect("close");
+    });
+}
+
+/// Promise S60: What is deleted or overwritten before its turn is never uploaded.
+#[test]
+fn what_is_gone_before_its_turn_is_not_uploaded() {
+    run(async {
+        let fixture = fixture(LATER);
+        let volume = fixture.open().await;
+        let before = fixture.bucket.counters();
+        for number in 0..10 {
+            write(&volume, "temporary", pattern(number, 0..300 * KIB)).await;
+            write(&volume, "kept", pattern(number, 0..2 * KIB)).await;
+        }
+        volume.unlink(InodeId::ROOT, b"temporary").await.expect("unlink");
+        drain(&volume).await;
+        let asked = fixture.bucket.counters().since(&before);
+        assert_eq!(puts(&asked), (1, 2 * KIB), "{asked:?}");
+        assert!(object(&fixture.bucket, "kept").await == pattern(9, 0..2 * KIB));
+        volume.close().await.expect("close");
+    });
+}
+
+/// Promise S62: With `--writeback`, files are written, closed and read as ever while the store is away, and become plain
+/// objects when it is back.
+#[test]
+fn a_store_that_is_away_is_not_missed() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(50).with_faults(&faults);
+        let mut fixture = Fixture::new(bucket).writing_back(AT_ONCE);
+        fixture.write.deadline_ms = 200;
+        let volume = fixture.open().await;
+        // The directory was looked at while the store was there.
+        volume.lookup(InodeId::ROOT, b"f").await.expect("lookup");
+        faults.set_down(true);
+        for number in 0..30 {
+            write(&volume, &format!("f{number}"), pattern(number, 0..number * 100 * KIB)).await;
+        }
+        let file = open(&volume, "f5", READ_WRITE).await;
+        file.write(KIB, Bytes::from_static(b"more")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        assert_eq!(file.read(KIB, 4).await.expect("read"), "more");
+        let mut expected = pattern(5, 0..500 * KIB).to_vec();
+        expected[KIB as usize..][..4].copy_from_slice(b"more");
+        file.release().await.expect("release");
+        assert!(read(&volume, "f29").await == pattern(29, 0..2900 * KIB));
+        let told = volume.bring_all_in().await.expect_err("the store is away");
+        assert!(
+            told.kind() == ErrorKind::Unavailable && told.to_string().contains("30 staged files"),
+            "{told}"
+        );
+        assert!(volume.staged().last_error.is_some());
+        faults.set_down(false);
+        drain(&volume).await;
+        for number in (0..30).filter(|number| *number != 5) {
+            let found = object(&fixture.bucket, &format!("f{number}")).await;
+            assert!(found == pattern(number, 0..number * 100 * KIB), "f{number}");
+        }
+        assert!(object(&fixture.bucket, "f5").await == expected);
+        assert_eq!(owned(&fixture.bucket).await, 0);
+        volume.close().await.expect("close");
+    });
+}
+
+/// Promise S63: Past `--writeback-size`, and on a full local disk, writes go to the store as without `--writeback`; none
+/// fails for it. Each byte is uploaded once.
+#[test]
+fn past_the_ceiling_writes_go_through() {
+    run(async {
+        let fixture = fixture(WritebackSettings { bytes: 3 * MIB, ..LATER });
+        let volume = fixture.open().await;
+        let before = fixture.bucket.counters();
+        let file = create(&volume, "big").await;
+        for at in 0..40 {
+            file.write(at * MIB / 2, pattern(1, at * MIB / 2..(at + 1) * MIB / 2)).await.expect("write");
+        }
+        file.flush().await.expect("close");
+        file.release().await.expect("release");
+        write(&volume, "small", pattern(2, 0..900 * KIB)).await;
+        drain(&volume).await;
+        let asked = fixture.bucket.counters().since(&before);
+        assert_eq!(puts(&asked).1, 20 * MIB + 900 * KIB, "{asked:?}");
+        assert_eq!(asked.of(OperationKind::Complete).requests, 1);
+        assert!(object(&fixture.bucket, "big").await == pattern(1, 0..20 * MIB));
+        assert!(object(&fixture.bucket, "small").await == pattern(2, 0..900 * KIB));
+        assert_eq!(owned(&fixture.bucket).await, 0);
+
+        // A disk that takes nothing.
+        let folder = fixture.writeback.as_ref().expect("it writes back").0.path();
+        std::fs::remove_dir_all(folder.join("staging")).expect("removed");
+        write(&volume, "direct", pattern(3, 0..KIB)).await;
+        assert!(object(&fixture.bucket, "direct").await == pattern(3, 0..KIB), "at its close");
+        write(&volume, "long", pattern(4, 0..5 * MIB)).await;
+        assert!(object(&fixture.bucket, "long").await == pattern(4, 0..5 * MIB), "at its close");
+        volume.close().await.expect("close");
+    });
+}
+
+/// Promise S61: the next mount with the same state directory reads and uploads them.
+#[test]
+fn the_next_mount_brings_in_what_one_left() {
+    run(async {
+        let fixture = fixture(LATER);
+        let volume = fixture.open().await;
+        for number in 0..8 {
+            write(&volume, &format!("f{number}"), pattern(number, 0..300 * KIB)).await;
+        }
+        volume.unlink(InodeId::ROOT, b"f1").await.expect("unlink");
+        let file = create(&volume, "empty").await;
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert_eq!(owned(&fixture.bucket).await, 0);
+        let before = fixture.bucket.counters();
+        let volume = fixture.open().await;
+        assert!(read(&volume, "f4").await == pattern(4, 0..300 * KIB));
+        drain(&volume).await;
+        let asked = fixture.bucket.counters().since(&before);
+        assert_eq!(puts(&asked), (8, 7 * 300 * KIB), "{asked:?}");
+        assert!(object(&fixture.bucket, "f7").await == pattern(7, 0..300 * KIB));
+        assert_eq!(object(&fixture.bucket, "empty").await, "");
+        volume.close().await.expect("close");
+    });
+}
+
+/// Promise S60: Bytes of a file that stays open for `writeback.open_ms` are uploaded under a key of Forebay's own, and once
+/// more when the file becomes a plain object.
+#[test]
+fn files_that_stay_open_and_clones_are_uploaded_under_their_own_keys() {
+    run(async {
+        let fixture = fixture(AT_ONCE);
+        let volume = fixture.open().await;
+        let file = create(&volume, "open").await;
+        file.write(0, pattern(1, 0..600 * KIB)).await.expect("write");
+        file.fsync().await.expect("fsync");
+        volume.bring_all_in().await.expect("it is uploaded");
+        assert_eq!((owned(&fixture.bucket).await, volume.staged()), (1, Staged::default()));
+        assert!(file.read(0, u32::MAX).await.expect("read") == pattern(1, 0..600 * KIB));
+        file.write(600 * KIB, pattern(1, 600 * KIB..700 * KIB)).await.expect("write");
+        file.release().await.expect("release");
+        drain(&volume).await;
+        assert!(object(&fixture.bucket, "open").await == pattern(1, 0..700 * KIB));
+
+        let (from, to) = (create(&volume, "from").await, create(&volume, "to").await);
+        from.write(0, pattern(2, 0..400 * KIB)).await.expect("write");
+        assert_eq!(to.share(&from, 0..400 * KIB, 0).await.expect("shared"), 400 * KIB);
+        from.release().await.expect("release");
+        to.release().await.expect("release");
+        drain(&volume).await;
+        for name in ["from", "to"] {
+            assert!(read(&volume, name).await == pattern(2, 0..400 * KIB), "{name}");
+        }
+        volume.close().await.expect("close");
+    });
+}
+
+/// Promise S64: Where staged bytes are on another host's disk only, reading them fails with EIO and the log names that
+/// host, `forebay fsck` names the files, and nothing frees what refers to them.
+#[test]
+fn another_host_is_told_where_the_bytes_are() {
+    run(async {
+        let mut fixture = fixture(LATER);
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, pattern(1, 0..300 * KIB)).await.expect("write");
+        file.fsync().await.expect("fsync");
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+
+        let here = fixture.writeback.take();
+        let volume = fixture.open().await;
+        let file = open(&volume, "f", READ).await;
+        let error = file.read(0, 10).await.expect_err("the bytes are elsewhere");
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        assert!(error.to_string().contains("staged with --writeback on host"), "{error}");
+        file.release().await.expect("release");
+        for repair in [false, true] {
+            let report = volume.tree().local().expect("a tree").fsck(repair).await.expect("fsck");
+            let [finding] = report.findings.as_slice() else { panic!("{report:?}") };
+            assert_eq!((finding.kind.as_str(), finding.mended), ("not-uploaded", false), "{finding:?}");
+        }
+
+        // As the first host does while the second has the volume.
+        let (folder, settings) = here.as_ref().expect("a folder");
+        let staging = crate::staging::Staging::open(
+            folder.path().join("staging"),
+            settings.bytes,
+            volume.clock().clone(),
+        );
+        let staging = staging.await.expect("it is free");
+        crate::staging::upload_all(&staging, &fixture.bucket).await.expect("healed");
+        assert!(read(&volume, "f").await == pattern(1, 0..300 * KIB));
+        let report = volume.tree().local().expect("a tree").fsck(false).await.expect("fsck");
+        assert!(report.is_clean(), "{report:?}");
+        volume.close().await.expect("close");
+    });
+}
+
+/// Promise S67: Staged bytes carry checksums: damaged ones are neither returned nor uploaded, but told.
+#[test]
+fn damaged_bytes_are_neither_read_nor_uploaded() {
+    run(async {
+        let fixture = fixture(LATER);
+        let volume = fixture.open().await;
+        write(&volume, "f", pattern(1, 0..300 * KIB)).await;
+        let folder = fixture.writeback.as_ref().expect("it writes back").0.path().join("staging");
+        for entry in std::fs::read_dir(folder).expect("a folder") {
+            let path = entry.expect("entry").path();
+            let mut bytes = std::fs::read(&path).expect("file");
+            if let Some(byte) = bytes.get_mut(70_000) {
+                *byte ^= 1;
+                std::fs::write(&path, bytes).expect("damaged");
+            }
+        }
+        let file = open(&volume, "f", READ).await;
+        assert_eq!(file.read(70_000, 10).await.expect_err("damaged").kind(), ErrorKind::Corrupt);
+        file.release().await.expect("release");
+        let before = fixture.bucket.counters();
+        volume.bring_all_in().await.expect("nothing else is staged");
+        assert_eq!(puts(&fixture.bucket.counters().since(&before)).0, 0);
+        assert_eq!(volume.staged().damaged, 1);
+        volume.close().await.expect("close");
+    });
+}
