@@ -236,6 +236,34 @@ fn a_refused_mount_uploads_what_it_staged_for_the_host_that_has_the_volume() {
     mount.unmount();
 }
 
+/// A mount that lost its volume to another host uploads what it has staged, under its own keys, for that one to read.
+#[test]
+fn a_mount_that_was_taken_over_uploads_what_it_staged() {
+    if !require_fuse("a_mount_that_was_taken_over_uploads_what_it_staged") {
+        return;
+    }
+    let server = Server::for_volume();
+    let (scratch, url) = (Scratch::new(), format!("s3://{}/a/prefix", server.create_bucket()));
+    let (home, folder) = (scratch.join("home"), scratch.join("mnt"));
+    let settings = "[volume.writeback]\ndelay_ms = 3600000\nopen_ms = 3600000\n";
+    fs::write(scratch.folder("home/config/forebay").join("forebay.toml"), settings).expect("settings");
+    let mut first = Mount::new(&home, &url, &folder, &["--writeback"], &server.envs());
+    let file = fs::File::create(folder.join("f")).expect("made");
+    file.write_all_at(b"staged", 0).expect("written");
+    file.sync_all().expect("synced");
+    drop(file);
+    let options = ["--take-over"];
+    let second = Mount::new(&scratch.join("other"), &url, &scratch.join("mnt2"), &options, &server.envs());
+    let error = fs::read(second.path().join("f")).expect_err("the bytes are elsewhere");
+    assert_eq!(error.raw_os_error(), Some(libc::EIO));
+    shell(Path::new("/"), &format!("umount {}", folder.display())).succeeded();
+    // It cannot say that all is well, for it has no volume any more.
+    first.wait();
+    assert!(first.log().contains("the volume is another's"), "{}", first.log());
+    assert_eq!(staged(&home).len(), 0);
+    assert_eq!(fs::read_to_string(second.path().join("f")).expect("it is there now"), "staged");
+}
+
 /// Promise S63: Past `--writeback-size`, and on a full local disk, writes go to the store as without `--writeback`; none
 /// fails for it.
 #[test]

@@ -489,6 +489,8 @@ impl Volume {
                 opened.handles -= 1;
                 if opened.handles == 0 {
                     open.remove(&ino);
+                    // While nobody can begin to write: what was not committed by now never will be.
+                    self.store.settled(ino);
                 }
             }
             seals

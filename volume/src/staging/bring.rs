@@ -26,7 +26,7 @@ enum Sealed {
 
 impl Volume {
     /// Makes a plain object of a file that is closed, and uploads what is left of its staged blobs under their own keys.
-    pub(super) async fn bring_in(self: &Arc<Self>, uploads: &Uploads, ino: InodeId) -> Result<Brought> {
+    pub(crate) async fn bring_in(self: &Arc<Self>, uploads: &Uploads, ino: InodeId) -> Result<Brought> {
         let sealed = match self.seal_staged(uploads, ino).await {
             Err(error)
                 if error.kind() == ErrorKind::Unavailable || uploads.failures(ino) + 1 < SEAL_ATTEMPTS =>
@@ -86,7 +86,7 @@ impl Volume {
     }
 
     /// Deletes the staged blobs that nothing refers to, once that is durable.
-    pub(super) async fn forget_doomed(&self) -> Result<()> {
+    pub(crate) async fn forget_doomed(&self) -> Result<()> {
         let Some(staging) = self.staging() else { return Ok(()) };
         let doomed = staging.doomed();
         if doomed.is_empty() {

@@ -28,8 +28,9 @@ impl Volume {
     pub async fn drain(&self, progress: impl FnMut(&Staged)) -> Result<()> {
         let Some(uploads) = &self.store().uploads else { return Ok(()) };
         self.ending.store(true, Ordering::Relaxed);
-        self.sync().await?;
-        uploads.drain(self, None, progress).await
+        // What cannot be committed keeps nothing else from the bucket.
+        let synced = self.sync().await;
+        uploads.drain(self, None, progress).await.and(synced)
     }
 
     /// Returns when what is staged by now is in the bucket.

@@ -23,7 +23,7 @@ const SHARE_UNIT: u64 = 1024;
 
 /// What became of a look at a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Brought {
+pub(crate) enum Brought {
     /// Nothing of it is staged any more.
     In,
     /// It is being written: look again then.
@@ -90,7 +90,7 @@ impl Uploads {
 
     /// A file that was written was closed; it may be there to be sealed.
     pub(crate) fn closed(&self, ino: InodeId, is_sealed: bool) {
-        if self.staging.settle(ino) || is_sealed {
+        if is_sealed || !self.staging.ready(ino).is_empty() {
             self.add(ino, self.settings.delay_ms);
         }
     }

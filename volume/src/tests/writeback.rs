@@ -238,6 +238,55 @@ fn files_that_stay_open_and_clones_are_uploaded_under_their_own_keys() {
     });
 }
 
+/// What a writer has staged and not committed was deleted when another handle of the file was closed.
+#[test]
+fn closing_one_handle_leaves_what_another_is_writing() {
+    run(async {
+        let fixture = fixture(LATER);
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        let other = open(&volume, "f", READ_WRITE).await;
+        // More than the buffer: it is staged before it is committed.
+        file.write(0, pattern(1, 0..2 * MIB)).await.expect("write");
+        other.release().await.expect("release");
+        file.write(4 * MIB, pattern(1, 4 * MIB..6 * MIB)).await.expect("write");
+        let uploads = volume.store().uploads.clone().expect("it writes back");
+        volume.bring_in(&uploads, file.ino()).await.expect("it is looked at");
+        volume.forget_doomed().await.expect("swept");
+        file.fsync().await.expect("fsync");
+        let got = file.read(0, 6 << 20).await.expect("read");
+        assert!(got[..2 << 20] == pattern(1, 0..2 * MIB) && got[4 << 20..] == pattern(1, 4 * MIB..6 * MIB));
+        file.release().await.expect("release");
+        drain(&volume).await;
+        assert_eq!(object(&fixture.bucket, "f").await, got);
+        volume.close().await.expect("close");
+    });
+}
+
+/// With the tree in the bucket, syncing a file costs the tree's batch and nothing else.
+#[test]
+fn syncing_a_file_is_one_put_of_the_tree() {
+    run(async {
+        let mut fixture = fixture(LATER);
+        fixture.tree_in_bucket = true;
+        let volume = fixture.open().await;
+        write(&volume, "first", pattern(1, 0..KIB)).await;
+        volume.sync().await.expect("sync");
+        let before = fixture.bucket.counters();
+        for number in 0..5 {
+            let file = create(&volume, &format!("f{number}")).await;
+            file.write(0, pattern(number, 0..100 * KIB)).await.expect("write");
+            file.fsync().await.expect("fsync");
+            file.release().await.expect("release");
+        }
+        let asked = fixture.bucket.counters().since(&before);
+        let (requests, bytes) = puts(&asked);
+        assert!(requests <= 6 && bytes < 20 * KIB, "5 batches of the tree: {asked:?}");
+        drain(&volume).await;
+        volume.close().await.expect("close");
+    });
+}
+
 /// Promise S64: Where staged bytes are on another host's disk only, reading them fails with EIO and the log names that
 /// host, `forebay fsck` names the files, and nothing frees what refers to them.
 #[test]
