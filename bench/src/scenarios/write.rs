@@ -1,5 +1,7 @@
 //! Writing through a mount, made durable, against the store's own client.
 
+mod clone;
+
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Write;
@@ -42,6 +44,7 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
     rows.push(random(context, &store, &mounted)?);
     mounted.unmount()?;
     rows.extend(far(context)?);
+    rows.extend(clone::run(context)?);
     Ok(rows)
 }
 
