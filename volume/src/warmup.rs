@@ -3,6 +3,8 @@
 //! Nothing is kept between runs: what is in the cache already is counted as such and not fetched again, so a warmup
 //! that was killed goes on where it was by being started again.
 
+use std::collections::HashSet;
+
 use forebay_cache::{Fill, Proof, Residency};
 use forebay_core::{Attributes, BlockKey, ErrorKind, FileKind, Result};
 use futures::stream::{self, BoxStream, Stream, StreamExt, TryStreamExt};
@@ -101,7 +103,8 @@ pub async fn warmup(
         keys,
         fill,
         |done| {
-            (at.done_bytes, at.origin_bytes) = (done.bytes, done.origin_bytes);
+            // A segment may hold bytes of other files, too.
+            (at.done_bytes, at.origin_bytes) = (done.bytes.min(at.bytes), done.origin_bytes);
             progress(at);
         },
         cancel,
@@ -116,6 +119,8 @@ pub async fn warmup(
     if outcome.cancelled {
         return Ok(outcome);
     }
+    // Files that share bytes are dealt with together.
+    outcome.progress.done_bytes = outcome.progress.bytes;
     let mut walked: Result<()> = Ok(());
     let keys = until_error(blocks(volume, &request.paths), &mut walked);
     let mut proof = forebay_cache::prove(&**volume.blocks(), keys).await?;
@@ -182,8 +187,10 @@ pub(crate) async fn measure(volume: &Volume, paths: &[String]) -> Result<Progres
     Ok(total)
 }
 
-/// The blocks of all files at or below `paths`.
+/// The blocks of all files at or below `paths`; those of segments, which many files share, once each.
 fn blocks<'a>(volume: &'a Volume, paths: &'a [String]) -> impl Stream<Item = Result<BlockKey>> + Send + 'a {
+    let mut segments = HashSet::new();
+    let mut is_new = move |key: &BlockKey| !key.blob.blob().is_segment() || segments.insert(key.clone());
     stream::iter(paths)
         .then(async |path| {
             let root = resolve(&**volume.tree(), path).await?;
@@ -194,6 +201,7 @@ fn blocks<'a>(volume: &'a Volume, paths: &'a [String]) -> impl Stream<Item = Res
         .try_buffered(LAYOUTS_AT_ONCE)
         .map_ok(|keys| stream::iter(keys.into_iter().map(Ok)))
         .try_flatten()
+        .try_filter(move |key| std::future::ready(is_new(key)))
 }
 
 /// `root` if it is a file, or every file below it.

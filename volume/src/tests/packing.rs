@@ -7,6 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use forebay_core::units::KIB;
 use forebay_core::{Blob, ErrorKind, InodeId, ObjectKey};
+use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition, Delay, FaultMode, Faults, OperationKind};
 use forebay_io::rng::Rng;
 use forebay_metadata::tree::resolve;
@@ -14,8 +15,9 @@ use futures::StreamExt;
 use tokio_util::sync::CancellationToken;
 
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, rounds, run};
-use crate::compact::{Compacted, compact};
+use crate::compact::{self, Compacted, compact};
 use crate::packed::{Exported, Policy, export, policy};
+use crate::warmup::{Request, warmup};
 use crate::{File, Volume};
 
 async fn open_packed(fixture: &Fixture) -> Arc<Volume> {
@@ -114,6 +116,57 @@ fn files_that_are_closed_together_share_requests() {
         }
         assert!(gets[0] <= puts && gets[1] == 1, "{gets:?} GETs for 1,000 files, {puts} PUTs");
         assert_eq!(keys(&fixture.bucket).await.0.len(), 1, "one segment of 4,000 KiB");
+    });
+}
+
+/// Promise: a warmup of packed files brings in each segment once, and proves it.
+#[test]
+fn a_warmup_brings_in_each_segment_once() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = open_packed(&fixture).await;
+        for number in 0..30 {
+            write(&volume, &format!("f{number}"), pattern(number, 0..KIB)).await;
+        }
+        assert_eq!(compact_now(&volume).await.segments, 30);
+        write(&volume, "alone", pattern(1, 0..KIB)).await;
+        volume.close().await.expect("close");
+        let volume = fixture.open().await;
+        let request = Request { paths: vec![String::new()], pin: false, dry_run: false, concurrency: 4 };
+        let warmed = warmup(&volume, &request, |_| {}, &CancellationToken::new()).await.expect("warmed");
+        assert!(warmed.is_complete(), "{warmed:?}");
+        assert_eq!((warmed.progress.files, warmed.blocks, warmed.fetched), (31, 2, 2), "{warmed:?}");
+        assert_eq!((warmed.progress.bytes, warmed.progress.done_bytes), (31 * KIB, 31 * KIB));
+        assert_eq!(warmed.progress.origin_bytes, 31 * KIB);
+    });
+}
+
+/// Promise: a volume that is open compacts by itself, now and then.
+#[test]
+fn an_open_volume_compacts_by_itself() {
+    run(async {
+        let clock = Clock::manual();
+        let fixture = Fixture { clock: clock.clone(), ..Fixture::new(Bucket::in_memory()) };
+        let volume = open_packed(&fixture).await;
+        for name in ["a", "b", "c"] {
+            write(&volume, name, Bytes::from_static(b"small")).await;
+        }
+        compact::start(&volume, 1000);
+        let is_compacted = async || keys(&fixture.bucket).await.0.len() == 1;
+        // Each look gives the tasks time, and the clock a minute: the first round comes after ten.
+        let mut looks = 0;
+        while !is_compacted().await {
+            clock.advance(Duration::from_secs(60));
+            drain(&volume).await;
+            tokio::task::yield_now().await;
+            looks += 1;
+            assert!(looks < 100_000, "it never compacts");
+        }
+        assert!(looks >= 10, "after {looks} minutes");
+        for name in ["a", "b", "c"] {
+            assert_eq!(read(&volume, name).await, "small");
+        }
+        volume.close().await.expect("close");
     });
 }
 

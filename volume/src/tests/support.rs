@@ -47,6 +47,7 @@ pub(crate) struct Fixture {
     pub(crate) cache: CacheSettings,
     /// What is staged lies in the folder.
     pub(crate) writeback: Option<(tempfile::TempDir, WritebackSettings)>,
+    pub(crate) clock: Clock,
 }
 
 impl Fixture {
@@ -54,7 +55,8 @@ impl Fixture {
         let write = WriteSettings { buffer_bytes: MIB, ..WriteSettings::default() };
         let cache = CacheSettings { memory_bytes: 64 * MIB, ..CacheSettings::default() };
         let (store, budget) = (MemStore::default(), Budget::new(64 * MIB));
-        Self { bucket, store, tree_in_bucket: false, write, part_copy: true, budget, cache, writeback: None }
+        let (clock, writeback) = (Clock::system(), None);
+        Self { bucket, store, tree_in_bucket: false, write, part_copy: true, budget, cache, writeback, clock }
     }
 
     /// The same with bytes staged in a folder.
@@ -74,7 +76,7 @@ impl Fixture {
         };
         let mut writeback = None;
         if let Some((folder, settings)) = &self.writeback {
-            let staging = Staging::open(folder.path().join("staging"), settings.bytes, Clock::system()).await;
+            let staging = Staging::open(folder.path().join("staging"), settings.bytes, self.clock.clone()).await;
             let staging = staging.expect("a folder for staged bytes");
             writeback = Some(Writeback { staging, settings: settings.clone() });
         }
@@ -82,7 +84,7 @@ impl Fixture {
             Some(writeback) => after(writeback.staging.clone(), engine),
             None => engine,
         };
-        let (clock, rng, tasks) = (Clock::system(), Rng::seeded(1), TaskGroup::new("test"));
+        let (clock, rng, tasks) = (self.clock.clone(), Rng::seeded(1), TaskGroup::new("test"));
         let parts = TreeParts {
             volume: VOLUME,
             committer: Committer::start(engine, CommitterSettings::default()),

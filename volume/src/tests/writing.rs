@@ -278,9 +278,14 @@ fn a_copy_of_a_copy_whose_lenders_are_gone_is_sealed() {
         let fixture = Fixture::new(Bucket::in_memory());
         let volume = fixture.open().await;
         let content = pattern(1, 0..5000);
-        let mut file = create(&volume, "f").await;
+        let file = create(&volume, "f").await;
         file.write(0, content.clone()).await.expect("write");
-        file.fsync().await.expect("fsync");
+        file.flush().await.expect("close");
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        // Nothing is in the cache.
+        let volume = fixture.open().await;
+        let mut file = open(&volume, "f", READ_WRITE).await;
         for _ in 0..3 {
             volume.unlink(forebay_core::InodeId::ROOT, b"f").await.expect("unlinked");
             let copy = create(&volume, "f").await;
