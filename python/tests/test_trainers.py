@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -139,9 +141,19 @@ def test_the_trainer_of_hugging_face_resumes_bit_equal(tmp_path: Path) -> None:
     resumed = train(tmp_path / "other", folder, source, seed=2)
     assert list(resumed.weights) == [4, 5, 6, 7, 8]
     assert all(same(resumed.weights[step], whole.weights[step]) for step in resumed.weights)
+    # The log's entry of the saved step is in it.
+    history = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history] == [1, 2, 3]
     # The real library reads the directory as a model of its own, tied weights and all.
     model, told = transformers.GPT2LMHeadModel.from_pretrained(source, output_loading_info=True)
     assert same(model.state_dict(), whole.weights[3]) and not any(told.values()), told
     with pytest.raises(forebay.CheckpointNotFound):
         forebay.huggingface.checkpoint(place, folder, step=4)
     assert sorted(os.listdir(folder)) == ["checkpoint-3"]
+
+
+def test_trainers_that_shard_their_models_are_refused(tmp_path: Path) -> None:
+    callback = forebay.huggingface.Callback(tmp_path)
+    for sharding in ({"fsdp": ["full_shard"]}, {"deepspeed": {"zero_optimization": {"stage": 2}}}):
+        with pytest.raises(forebay.CheckpointError, match="forebay.dcp"):
+            callback.on_train_begin(types.SimpleNamespace(**sharding), None, None)

@@ -69,7 +69,8 @@ class Checkpointer:
         allow_pickle: Whether objects of any other type may be pickled. Loading a pickle can run any code.
         copy_threads: Threads that copy; by default up to four, as the processors allow.
         agent_log: A file for whatever the agent process prints; by default it is dropped.
-        replicated: Patterns (as of `fnmatch`) of names of plain tensors that all ranks have alike, such as `ema.*`.
+        replicated: Patterns (as of `fnmatch`) of names of plain tensors that all ranks have alike, such as `ema.*`. Of a
+            module's buffers those of the lowest rank count, as with DDP.
         ranks: This rank and how many there are; by default those of torch.distributed, or RANK and WORLD_SIZE of the
             environment. `(0, 1)` saves alone.
         flush_rate: Bytes a second that each rank's agent sends to the store at most, such as `200MiB`; by default as fast as

@@ -189,9 +189,8 @@ class Flattener:
 
     def _place(self, leaf: Leaf) -> None:
         """Whether other ranks have a plain tensor as well: those of DDP, and those that the user named."""
-        if any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in self._replicated):
-            leaf.placement = "replicated"
-        elif self._is_replicated:
+        named = any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in self._replicated)
+        if named or self._is_replicated:
             # DDP keeps parameters equal; of buffers it takes rank 0's.
             leaf.placement = "lead" if leaf.source.data_ptr() in self._buffers else "replicated"
 
@@ -250,9 +249,8 @@ class Flattener:
         kind, state = state_of(value, self._pairs)
         was = self._is_late, self._is_replicated, self._buffers
         self._is_late = self._is_late or kind in ("optimizer", "optimizer-own")
-        if self._pairs.is_replicated(value):
-            self._is_replicated = True
-            self._buffers = buffer_addresses(value)
+        self._is_replicated = self._is_replicated or self._pairs.is_replicated(value)
+        self._buffers = self._buffers | buffer_addresses(value)
         try:
             return {"t": "object", "k": kind, "v": self._node(state, path + _OBJECT, name)}
         finally:

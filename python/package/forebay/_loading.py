@@ -193,6 +193,17 @@ def load_weights(
         placer.apply()
 
 
+def load_rest(step: _native.Step, skipped: Sequence[str], rank: int = 0, allow_pickle: bool = False) -> dict[str, Any]:
+    """Of a state that is a dict, as a rank of the saving job had it, what has other keys than those."""
+    tree = state_tree(step, rank)
+    rest = {"t": "dict", "v": [pair for pair in tree["v"] if pair[0] not in skipped]}
+    tensors = Tensors(step, default_threads(), rank)
+    tensors.want(rest)
+    tensors.read()
+    state: dict[str, Any] = Builder(tensors, allow_pickle).build(rest)
+    return state
+
+
 def _modules(node: Node, name: str) -> Iterator[tuple[str, Node]]:
     if isinstance(node, dict) and node.get("t") == "object":
         if node["k"] == "module":

@@ -7,7 +7,8 @@
 
 The callback saves model, optimizer, scheduler, the Trainer's own state and its random number generators, while the
 training goes on. `checkpoint` writes a step as the directory that the Trainer resumes from, which is also one that
-`from_pretrained` reads. So far for Trainers of one process.
+`from_pretrained` reads. Under torchrun every process does the same; what all of them hold is stored once. For Trainers that
+shard their models (FSDP, DeepSpeed) there is `forebay.dcp`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from transformers import TrainerCallback
 from . import _native
 from ._checkpointer import Checkpointer
 from ._errors import CheckpointInvalid, CheckpointNotFound
-from ._loading import default_threads, state_tree, with_step
-from ._unflatten import Builder, Tensors
+from ._loading import load_rest, with_step
+from ._ranks import Ranks, surroundings
 from ._url import bucket_url
 from .convert import SHARD_BYTES
 
 __all__ = ["Callback", "checkpoint"]
 
 Place = Union[str, "os.PathLike[str]"]
+
+_PATIENCE_S = 3600.0
+"""How long processes wait for the one that writes a checkpoint."""
 
 
 class Callback(TrainerCallback):  # type: ignore[misc]
@@ -57,47 +61,73 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         self._keep = (keep, keep_every)
         self._checkpointer: Optional[Checkpointer] = None
         self._saved: Optional[int] = None
+        self._is_due = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.world_size > 1:
-            raise CheckpointInvalid("this version saves Trainers of one process; forebay.dcp saves those of several")
+        if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
+            raise CheckpointInvalid("Trainers that shard their models are not saved by this callback, but by forebay.dcp")
         self._every = self._every or max(int(state.save_steps), 1)
         keep, keep_every = self._keep
-        self._checkpointer = Checkpointer(self._url, keep=keep, keep_every=keep_every, rng=False, linger=0)
+        # What the Trainer's processes all have; each has its own random numbers.
+        alike = [f"{name}.*" for name in ("model", "optimizer", "scheduler")]
+        options: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "rng": False, "linger": 0}
+        self._checkpointer = Checkpointer(self._url, replicated=alike, **options)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._checkpointer is not None:
             self._checkpointer.before_optimizer_step()
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Where the Trainer did not log after all.
+        self._save_if_due(state, **kwargs)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._checkpointer is None:
             return
         if self._every and state.global_step % self._every == 0:
-            self._checkpointer.save_now(state.global_step, _state(state, **kwargs))
-            self._saved = state.global_step
+            self._is_due = True
+            if not control.should_log:
+                self._save_if_due(state, **kwargs)
         else:
             # Saves nothing, having no schedule; raises what went wrong with earlier saves.
             self._checkpointer.step(state.global_step, None)
 
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The step's own entry of the log is saved with it.
+        self._save_if_due(state, **kwargs)
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        checkpointer, self._checkpointer = self._checkpointer, None
+        self._is_due = self._is_due or self._saved != state.global_step
+        checkpointer = self._checkpointer
         if checkpointer is not None:
             with checkpointer:
-                if self._saved != state.global_step:
-                    checkpointer.save_now(state.global_step, _state(state, **kwargs))
+                self._save_if_due(state, **kwargs)
+        self._checkpointer = None
+
+    def _save_if_due(self, state: Any, **kwargs: Any) -> None:
+        if self._is_due and self._checkpointer is not None:
+            self._is_due = False
+            self._checkpointer.save_now(state.global_step, _state(state, **kwargs))
+            self._saved = state.global_step
 
 
 def checkpoint(url: Place, folder: Place, step: Optional[int] = None) -> Optional[str]:
     """Writes a step of `Callback`'s, by default the newest, as `folder/checkpoint-STEP`, and gives that path.
 
-    None if there is no step. One that was written already is given as it is. Every byte read is checked.
+    None if there is no step. One that was written already is given as it is. Every byte read is checked. Under torchrun
+    every process calls it, and the first one writes.
     """
-    try:
-        return with_step(bucket_url(url), step, None, lambda found: _write(found, Path(folder)))
-    except CheckpointNotFound:
-        if step is None:
-            return None
-        raise
+    place = bucket_url(url)
+
+    def write() -> Optional[str]:
+        try:
+            return with_step(place, step, None, lambda found: _write(found, Path(folder)))
+        except CheckpointNotFound:
+            if step is None:
+                return None
+            raise
+
+    return Ranks(place, None, _PATIENCE_S).first("write a checkpoint", write)
 
 
 def _state(state: Any, model: Any, optimizer: Any, lr_scheduler: Any, **others: Any) -> dict[str, Any]:
@@ -109,7 +139,8 @@ def _state(state: Any, model: Any, optimizer: Any, lr_scheduler: Any, **others: 
         "cpu": torch.random.get_rng_state(),
     }
     if torch.cuda.is_available():
-        generators["cuda"] = torch.cuda.random.get_rng_state()
+        several = surroundings()[1] > 1
+        generators["cuda"] = torch.cuda.random.get_rng_state_all() if several else torch.cuda.random.get_rng_state()
     return {
         "model": model,
         "optimizer": optimizer.state_dict(),
@@ -128,15 +159,12 @@ def _write(step: _native.Step, folder: Path) -> str:
     part = folder / f"checkpoint-{step.step}.part"
     shutil.rmtree(part, ignore_errors=True)
     step.export(str(part), "model", SHARD_BYTES)
-    tensors = Tensors(step, default_threads())
-    builder = Builder(tensors, allow_pickle=False)
-    tree = state_tree(step, 0)
-    rest = {"t": "dict", "v": [pair for pair in tree["v"] if pair[0] != "model"]}
-    tensors.want(rest)
-    tensors.read()
-    state = builder.build(rest)
-    for name, key in (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler"), ("rng_state.pth", "rng")):
+    state = load_rest(step, ["model", "rng"])
+    for name, key in (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler")):
         torch.save(state[key], part / name)
+    for rank in range(step.world_size):
+        name = f"rng_state_{rank}.pth" if step.world_size > 1 else "rng_state.pth"
+        torch.save(load_rest(step, ["model", *state], rank)["rng"], part / name)
     if state["config"] is not None:
         (part / "config.json").write_text(state["config"])
     (part / "trainer_state.json").write_text(state["trainer"])

@@ -1,8 +1,17 @@
-"""A plug-in for Lightning: `Trainer(plugins=[forebay.lightning.CheckpointIO()])`.
+"""Lightning's checkpoints as Forebay's steps.
+
+    trainer = Trainer(plugins=[forebay.lightning.CheckpointIO()])
+
+is for strategies that save whole states from one process: one device, DDP. Those that shard (`FSDPStrategy`,
+`ModelParallelStrategy`) ask no plug-in and write by themselves; for them
+
+    Strategy = forebay.lightning.sharded(ModelParallelStrategy)
+    trainer = Trainer(strategy=Strategy(data_parallel_size=8))
+
+has each rank save its part, and read it again at any number of ranks.
 
 Each checkpoint that Lightning writes becomes a directory (or a bucket prefix) of that name with one step in it, which
-`forebay.load` and `forebay ckpt` read as well. What is kept and under which name is Lightning's business. It is for
-strategies that save whole states from one process (one device, DDP); sharded ones (FSDP) write by themselves.
+`forebay.load` and `forebay ckpt` read as well. What is kept and under which name is Lightning's business.
 """
 
 from __future__ import annotations
@@ -10,19 +19,65 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from typing import Any, Optional, Union
+from typing import Any, Optional, TypeVar, Union
 
 from ._checkpointer import Checkpointer
-from ._errors import CheckpointInvalid
+from ._errors import CheckpointInvalid, CheckpointNotFound
 from ._files import load
+from ._loading import load_rest, with_step
+from ._ranks import surroundings
 from ._url import bucket_url
 
-__all__ = ["CheckpointIO"]
+__all__ = ["CheckpointIO", "sharded"]
 
 _INTERFACES = ("lightning.fabric.plugins.io.checkpoint_io", "lightning_fabric.plugins.io.checkpoint_io")
 """Where Lightning defines what a plug-in is, under either of its names."""
 
 Place = Union[str, "os.PathLike[str]"]
+S = TypeVar("S", bound=type[Any])
+
+_HELD = ("state_dict", "optimizer_states")
+"""What of a checkpoint the live model and optimizers hold."""
+
+
+def sharded(strategy: S, allow_pickle: bool = False) -> S:
+    """A class like `FSDPStrategy` or `ModelParallelStrategy` that saves and loads through Forebay, each rank its part.
+
+    Give `FSDPStrategy` the `state_dict_type="sharded"`. `allow_pickle` is as for `CheckpointIO`.
+    """
+
+    class Sharded(strategy):  # type: ignore[misc, valid-type]
+        def save_checkpoint(
+            self, checkpoint: dict[str, Any], filepath: Place, storage_options: Optional[Any] = None
+        ) -> None:
+            """Saves what each rank has; returns once it is durable. An earlier one at `filepath` is replaced."""
+            if storage_options is not None:
+                raise TypeError("storage_options are for fsspec; Forebay takes credentials from the environment")
+            _save(checkpoint, self.broadcast(os.fspath(filepath)), allow_pickle, None)
+
+        def load_checkpoint(self, checkpoint_path: Place, weights_only: Optional[bool] = None) -> dict[str, Any]:
+            """Brings model and, while fitting, optimizers back in place; gives the rest of the checkpoint."""
+            place = self.broadcast(os.fspath(checkpoint_path))
+            live = {"state_dict": self.model, "optimizer_states": list(self.optimizers)}
+            held = _HELD if self.optimizers else _HELD[:1]
+            options: dict[str, Any] = {"rng": False, "linger": 0, "allow_pickle": allow_pickle and not weights_only}
+            with Checkpointer(place, **options) as checkpointer:
+                if checkpointer.restore(live, only=[f"{key}.*" for key in held]) is None:
+                    raise CheckpointNotFound(f"{place} holds no step")
+            rank, may_pickle = surroundings()[0], options["allow_pickle"]
+            return with_step(
+                bucket_url(place), None, None, lambda step: load_rest(step, _HELD, rank % step.world_size, may_pickle)
+            )
+
+    Sharded.__name__ = Sharded.__qualname__ = f"Sharded{strategy.__name__}"
+    return Sharded  # type: ignore[return-value]
+
+
+def _save(checkpoint: dict[str, Any], path: Place, allow_pickle: bool, ranks: Optional[tuple[int, int]]) -> None:
+    """Saves a checkpoint as the one step of its place; returns once it is durable."""
+    options: dict[str, Any] = {"keep": 1, "rng": False, "linger": 0, "ranks": ranks}
+    with Checkpointer(path, allow_pickle=allow_pickle, **options) as checkpointer:
+        checkpointer.save_now(int(checkpoint.get("global_step", 0)), checkpoint)
 
 
 class CheckpointIO:
@@ -45,9 +100,7 @@ class CheckpointIO:
         """Saves what Lightning gathered; returns once it is durable. An earlier one at `path` is replaced."""
         if storage_options is not None:
             raise TypeError("storage_options are for fsspec; Forebay takes credentials from the environment")
-        alone: dict[str, Any] = {"keep": 1, "rng": False, "ranks": (0, 1), "linger": 0}
-        with Checkpointer(path, allow_pickle=self._allow_pickle, **alone) as checkpointer:
-            checkpointer.save_now(int(checkpoint.get("global_step", 0)), checkpoint)
+        _save(checkpoint, path, self._allow_pickle, (0, 1))
 
     def load_checkpoint(
         self, path: Place, map_location: Optional[Any] = None, weights_only: Optional[bool] = None
