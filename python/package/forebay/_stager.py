@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from . import _native
 from ._checkpointer import Checkpointer
 from ._flatten import KEPT
-from ._leaf import Leaf, dtensor_class, local_part, tensor_dtype, tensor_leaf
+from ._leaf import Leaf, dtensor_class, local_parts, tensor_dtype, tensor_leaf
 from ._shares import Share
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _leaf(name: str, tensor: Any) -> Optional[Leaf]:
     if dtensor is not None and isinstance(tensor, dtensor):
         if any(placement.is_partial() for placement in tensor.placements):
             return None
-        local, offsets, lengths = local_part(tensor)
+        ((local, offsets, lengths),) = local_parts(tensor) or []
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or list(local.shape) != lengths:
         return None
     dtype = tensor_dtype(local)

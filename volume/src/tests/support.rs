@@ -76,7 +76,8 @@ impl Fixture {
         };
         let mut writeback = None;
         if let Some((folder, settings)) = &self.writeback {
-            let staging = Staging::open(folder.path().join("staging"), settings.bytes, self.clock.clone()).await;
+            let staging =
+                Staging::open(folder.path().join("staging"), settings.bytes, self.clock.clone()).await;
             let staging = staging.expect("a folder for staged bytes");
             writeback = Some(Writeback { staging, settings: settings.clone() });
         }
