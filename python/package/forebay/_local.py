@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from typing import Any, Callable, Optional, TypeVar
 
 from . import _native
@@ -62,7 +63,8 @@ class LocalCopies:
                 return None
             named = (start, number)
             try:
-                used = use_together(self._ranks, lambda: use(_native.open_local(self._directory, named)))
+                opened = use_together(self._ranks, "open a copy", partial(_native.open_local, self._directory, named))
+                used = use_together(self._ranks, "read a step", partial(use, opened))
             except CheckpointCorrupt as error:
                 self.has_touched = True
                 self.passed_over.append(f"local: {error}")

@@ -117,7 +117,7 @@ def _leaf(name: str, tensor: Any) -> Optional[Leaf]:
     if dtensor is not None and isinstance(tensor, dtensor):
         if any(placement.is_partial() for placement in tensor.placements):
             return None
-        ((local, offsets, lengths),) = local_parts(tensor) or []
+        ((local, offsets, lengths),) = local_parts(tensor) or [(tensor, [], [])]
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or list(local.shape) != lengths:
         return None
     dtype = tensor_dtype(local)
