@@ -139,29 +139,30 @@ def test_sharded_tensors_at_other_sizes_and_alone(tmp_path: Path, kind: str) -> 
     assert all(torch.equal(alone[name], expected[name]) for name in expected)
 
 
-def bytes_per_rank(world_size: int, place: Path, names: list[str], spread: Any) -> dict[str, list[float]]:
-    """For each tensor, how many times the bytes of its part each rank reads; the values are compared.
+def bytes_per_rank(world_size: int, cases: list[tuple[Path, Any]], names: list[str]) -> list[list[list[float]]]:
+    """For each case and tensor, how many times the bytes of its part each rank reads; the values are compared.
 
-    `spread` gives a mesh and placements for a tensor's name.
+    A case is a place and what gives a mesh and placements.
     """
     expected = reads(names)
 
     def restore(rank: int) -> Any:
-        ratios = {}
-        for name in names:
-            mesh, placements = spread(name)
-            live = distribute_tensor(torch.zeros_like(expected[name]), mesh, placements)
-            wanted = distribute_tensor(expected[name].clone(), mesh, placements).to_local()
+        ratios = []
+        for place, spread in cases:
+            mesh, placements = spread()
             with forebay.Checkpointer(place, rng=False) as checkpointer:
-                before = read_bytes()
-                checkpointer.restore({name: live}, only=[name])
-                fetched = read_bytes() - before
-            assert torch.equal(live.to_local(), wanted), name
-            ratios[name] = fetched / max(wanted.nbytes, 1)
+                for name in names:
+                    live = distribute_tensor(torch.zeros_like(expected[name]), mesh, placements)
+                    wanted = distribute_tensor(expected[name].clone(), mesh, placements).to_local()
+                    before = read_bytes()
+                    checkpointer.restore({name: live}, only=[name])
+                    ratios.append((read_bytes() - before) / wanted.nbytes)
+                    assert torch.equal(live.to_local(), wanted), (place, name)
         return ratios
 
-    found = run_ranks(world_size, restore)
-    return {name: [ratios[name] for ratios in found] for name in names}
+    of_ranks = run_ranks(world_size, restore)
+    by_case = list(zip(*of_ranks))
+    return [by_case[index * len(names) : (index + 1) * len(names)] for index in range(len(cases))]
 
 
 def reads(names: list[str]) -> dict[str, torch.Tensor]:
@@ -188,30 +189,25 @@ def test_a_rank_reads_little_more_than_its_part(tmp_path: Path) -> None:
     save_spread(2, tmp_path / "lines", names, [Shard(0)])
 
     def by(dim: int) -> Any:
-        return lambda name: (init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(dim)])
+        return lambda: (init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(dim)])
 
-    def by_both(name: str) -> Any:
+    def by_both() -> Any:
         return init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)]
 
-    def by_groups(name: str) -> Any:
+    def by_groups() -> Any:
         return init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(1)]
 
     # What a rank reads besides: the list of steps, the manifest, its own descriptors.
     besides = 0.03
-    for place, world_size, spread in [
-        ("alone", 4, by(0)),
-        ("alone", 4, by(1)),
-        ("alone", 4, by_both),
-        ("columns", 2, by(0)),
-        ("columns", 4, by(1)),
-        ("columns", 4, by_both),
-        ("lines", 4, by(1)),
-        ("lines", 4, by(0)),
-    ]:
-        for name, ratios in bytes_per_rank(world_size, tmp_path / place, names, spread).items():
-            assert all(1 <= ratio <= 1.02 + besides for ratio in ratios), (place, world_size, name, ratios)
+    cases = [(place, spread) for place in ("alone", "columns", "lines") for spread in (by(0), by(1), by_both)]
+    cases = [(tmp_path / place, spread) for place, spread in cases]
+    for size, of_size in ((4, cases), (2, cases[3:4])):
+        for case, of_case in zip(of_size, bytes_per_rank(size, of_size, names)):
+            for name, ratios in zip(names, of_case):
+                assert all(1 <= ratio <= 1.02 + besides for ratio in ratios), (size, case, name, ratios)
     # What two ranks want alike is read once for both.
-    for ratios in bytes_per_rank(4, tmp_path / "lines", names, by_groups).values():
+    (of_case,) = bytes_per_rank(4, [(tmp_path / "lines", by_groups)], names)
+    for ratios in of_case:
         assert all(0.5 <= ratio <= 0.51 + besides for ratio in ratios), ratios
 
 
@@ -229,6 +225,23 @@ def test_a_process_alone_reads_few_large_rows_by_parts(tmp_path: Path) -> None:
 
     for read in run_ranks(2, load):
         assert stack.nbytes / 2 <= read <= stack.nbytes / 2 * 1.02 + 65536
+
+
+def test_ranks_read_large_states_in_many_rounds(tmp_path: Path) -> None:
+    """200 MiB, half of them read by each rank: four rounds in the same two halves of its memory."""
+    state = {name: torch.arange(25 << 20, dtype=torch.int32) + number for number, name in enumerate("ab")}
+    forebay.save(state, tmp_path, step=3)
+
+    def restore(rank: int) -> Any:
+        live = {name: torch.zeros_like(value) for name, value in state.items()}
+        before = read_bytes()
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.restore(live)
+        assert all(torch.equal(live[name], state[name]) for name in state)
+        return read_bytes() - before
+
+    for read in run_ranks(2, restore, with_gloo=False):
+        assert 100 << 20 <= read <= 102 << 20, read
 
 
 def test_what_ranks_read_together_is_checked_and_left_together(tmp_path: Path) -> None:

@@ -173,10 +173,11 @@ async fn read_as_ranks(
     bucket: &Bucket,
     manifest: &Manifest,
     wishes: Vec<Vec<Wish>>,
+    half: u64,
 ) -> Result<(Vec<Vec<Vec<u8>>>, Vec<u64>)> {
     let (runtime, bucket, manifest) = (Handle::current(), bucket.clone(), manifest.clone());
     let work = move || {
-        let plan = |rank| Together::new(&manifest, &wishes, rank).expect("plan");
+        let plan = |rank| Together::in_halves_of(half, &manifest, &wishes, rank).expect("plan");
         let ranks: Vec<Together> = (0..wishes.len()).map(plan).collect();
         let size = |wish: &Wish| wish.region.elements() as usize * 4;
         let mut buffers: Vec<Vec<Vec<u8>>> = Vec::new();
@@ -250,7 +251,10 @@ async fn ranks_read_each_slice_once_between_them() {
     ];
     for wishes in cases {
         let tensors: BTreeSet<usize> = wishes.iter().flatten().map(|wish| wish.tensor).collect();
-        let (buffers, fetched) = read_as_ranks(&bucket, &manifest, wishes.clone()).await.expect("read");
+        // In one round, and in many: a row of slices has 1,536 bytes.
+        let (buffers, fetched) = read_as_ranks(&bucket, &manifest, wishes.clone(), 1).await.expect("read");
+        let whole_rounds = read_as_ranks(&bucket, &manifest, wishes.clone(), 1 << 20).await.expect("read");
+        assert!(whole_rounds.0 == buffers);
         for (wish, bytes) in wishes.iter().flatten().zip(buffers.iter().flatten()) {
             let Region { offsets, lengths, .. } = &wish.region;
             assert_eq!(*bytes, cut(&contents[wish.tensor], 4, shape, offsets, lengths), "{wish:?}");
@@ -261,6 +265,9 @@ async fn ranks_read_each_slice_once_between_them() {
             assert_eq!(fetched, [whole / 4; 4], "the ranks share the reading");
         }
     }
+    let rows = |rank: u64| vec![boxed(0, [0, 24 * rank], [64, 24])];
+    let many = Together::in_halves_of(3072, &manifest, &[rows(0), rows(1)], 0).expect("plan");
+    assert_eq!((many.rounds(), many.half_bytes()), (4, 64 << 10), "two slices a round");
     assert!(Together::new(&manifest, &[vec![boxed(3, [0, 0], [1, 1])]], 0).is_err(), "no such tensor");
     assert!(Together::new(&manifest, &[vec![boxed(0, [0, 0], [1, 97])]], 0).is_err(), "outside of it");
 }
@@ -281,7 +288,7 @@ async fn damage_that_ranks_share_is_named() {
         }]
     };
     let error =
-        read_as_ranks(&bucket, &manifest, vec![columns(0), columns(4)]).await.expect_err("a flipped bit");
+        read_as_ranks(&bucket, &manifest, vec![columns(0), columns(4)], 1).await.expect_err("a flipped bit");
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert!(error.message().contains("tensor `w`"), "{error}");
 }

@@ -59,6 +59,16 @@ impl Together {
     /// # Errors
     /// `Invalid` when a wish is no part of a tensor of the step.
     pub fn new(manifest: &Manifest, wishes: &[Vec<Wish>], rank: usize) -> Result<Self> {
+        Self::in_halves_of(HALF, manifest, wishes, rank)
+    }
+
+    /// As [`Self::new`], with that many bytes of a round in place of [`HALF`].
+    pub(super) fn in_halves_of(
+        half: u64,
+        manifest: &Manifest,
+        wishes: &[Vec<Wish>],
+        rank: usize,
+    ) -> Result<Self> {
         if rank >= wishes.len() {
             return Err(Error::invalid(format!("rank {rank} of {}", wishes.len())));
         }
@@ -77,7 +87,7 @@ impl Together {
         let bytes = |slice: &SliceId| manifest.tensors[slice.0].slices[slice.1].len();
         let largest = shared.values().flatten().map(bytes).max().unwrap_or(0);
         let most = readers.iter().map(|slices| slices.iter().map(bytes).sum()).max().unwrap_or(0);
-        let half = largest.max(HALF.min(most)).next_multiple_of(ALIGNMENT);
+        let half = largest.max(half.min(most));
         let readers = readers.iter().map(|slices| in_rounds(manifest, slices, half)).collect();
         Ok(Self { rank, readers, shared: shared.into_values().flatten().collect(), half })
     }
@@ -89,7 +99,7 @@ impl Together {
 
     /// Bytes of each of the two halves that a rank lends.
     pub fn half_bytes(&self) -> usize {
-        self.half as usize
+        self.half.next_multiple_of(ALIGNMENT) as usize
     }
 
     /// Reads this rank's slices of a round into its half, each checked.

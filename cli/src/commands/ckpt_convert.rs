@@ -68,6 +68,11 @@ impl<'a> Side<'a> {
 pub(crate) async fn run(settings: &Settings, arguments: &ConvertArguments, json: bool) -> Result<ExitCode> {
     match (Side::of(&arguments.source), Side::of(&arguments.target)) {
         (Side::Forebay(url, step), Side::HuggingFace(folder)) => {
+            let folder = folder.strip_prefix("file://").unwrap_or(folder);
+            if folder.contains("://") {
+                let message = format!("`hf:{folder}` is no directory: models are written to a file system");
+                return Err(Error::new(ErrorKind::Unsupported, message).with_hint("mount the bucket"));
+            }
             show_files(&write(settings, arguments, (url, step), Path::new(folder)).await?, json)?;
         }
         (Side::HuggingFace(folder), Side::Forebay(url, step)) => {
