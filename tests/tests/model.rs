@@ -203,26 +203,45 @@ fn random_operations_do_what_a_plain_folder_does() {
 #[test]
 fn random_operations_in_packed_directories_do_what_a_plain_folder_does() {
     if require_fuse("random_operations_in_packed_directories_do_what_a_plain_folder_does") {
-        compare_packed_with_plain(&[], 3 * scale());
+        let bucket = Scratch::new();
+        compare_packed_with_plain(&format!("file://{}", bucket.path().display()), &[], &[], 3 * scale());
     }
 }
 
 /// And where they are staged before that.
 #[test]
 fn random_operations_in_packed_directories_that_are_written_back_do_what_a_plain_folder_does() {
-    if require_fuse(
-        "random_operations_in_packed_directories_that_are_written_back_do_what_a_plain_folder_does",
-    ) {
-        compare_packed_with_plain(WRITEBACK, 2 * scale());
+    let test = "random_operations_in_packed_directories_that_are_written_back_do_what_a_plain_folder_does";
+    if require_fuse(test) {
+        let bucket = Scratch::new();
+        let url = format!("file://{}", bucket.path().display());
+        compare_packed_with_plain(&url, WRITEBACK, &[], 2 * scale());
     }
 }
 
-fn compare_packed_with_plain(options: &[&str], rounds: usize) {
-    let (bucket, mut rng, mut plays) = (Scratch::new(), Seeded::new(), 0);
+/// And while the store fails, delays and loses answers.
+#[test]
+fn random_operations_in_packed_directories_on_a_troubled_store_do_what_a_plain_folder_does() {
+    let test = "random_operations_in_packed_directories_on_a_troubled_store_do_what_a_plain_folder_does";
+    if !require_fuse(test) {
+        return;
+    }
+    let server = Server::for_volume();
+    let door = Door::new(server.address()).expect("loopback has free ports");
+    let url = format!("s3://{}/a/prefix", server.create_bucket());
+    let mut rng = Seeded::new();
+    door.trouble(rng.random(), 10);
+    compare_packed_with_plain(&url, &[], &server.envs_at(door.endpoint()), scale());
+    assert!(door.troubles().values().sum::<usize>() >= 20, "{:?}", door.troubles());
+}
+
+/// As [`compare_with_plain_on`], with all directories packed.
+fn compare_packed_with_plain(url: &str, options: &[&str], variables: &[(String, String)], rounds: usize) {
+    let (mut rng, mut plays) = (Seeded::new(), 0);
     let operations = sequence(&mut *rng, rounds);
     let checked = check(&operations, || {
         plays += 1;
-        Mounted::packed(&format!("file://{}/{plays}", bucket.path().display()), options)
+        Mounted::packed(&format!("{url}/{plays}"), options, variables)
     });
     checked.unwrap_or_else(|failure| panic!("{failure}"));
 }
@@ -307,14 +326,15 @@ struct Mounted {
     mount: Mount,
     scratch: Scratch,
     moves: usize,
-    /// The URL of one whose directories are packed.
-    packed: Option<String>,
+    /// Of one whose directories are packed: its URL, and the environment that reaches it.
+    packed: Option<(String, Vec<(String, String)>)>,
 }
 
 impl Mounted {
     /// One whose directories are packed.
-    fn packed(url: &str, options: &[&str]) -> Self {
-        let mounted = Self { packed: Some(url.to_owned()), ..Self::new(url, options, &[]) };
+    fn packed(url: &str, options: &[&str], variables: &[(String, String)]) -> Self {
+        let packed = Some((url.to_owned(), variables.to_vec()));
+        let mounted = Self { packed, ..Self::new(url, options, variables) };
         let folder = mounted.mount.path().display().to_string();
         let words = ["volume", "policy", &folder, "packed"];
         Forebay::new(&mounted.scratch.join("home"), words).run().succeeded();
@@ -323,10 +343,10 @@ impl Mounted {
 
     /// Compacts and checks a volume that is not mounted.
     fn check_packed(&self) {
-        if let Some(url) = &self.packed {
+        if let Some((url, variables)) = &self.packed {
             let home = self.scratch.join("upkeep");
             for words in [["gc", url], ["fsck", url]] {
-                Forebay::new(&home, words).run().succeeded();
+                Forebay::new(&home, words).envs(variables).run().succeeded();
             }
         }
     }
