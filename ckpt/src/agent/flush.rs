@@ -13,22 +13,22 @@ use super::delta::{File, Lent, candidates, describe, named};
 use super::inspect::{expect_sound, inspect, slices_of};
 use super::{Member, Seal};
 use crate::catalog::{
-    Note, Run, commit, failure_of, forget_intent, forget_ranks, list_ranks, load_manifest, merge_ranks,
+    Note, Run, commit, failure_of, forget_notes, forget_ranks, list_notes, load_manifest, merge_ranks,
     of_save, put_intent, put_rank,
 };
 use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 
 /// The first pause between two looks for the other ranks, and the longest.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
-/// How long the other ranks are waited for.
+/// How long the other ranks are waited for, from when one of them last told that it goes on.
 const RANKS_PATIENCE: Duration = Duration::from_secs(600);
 
 /// What a save brought to the bucket.
 pub(super) struct Stored {
     /// What the manifest will say of it.
     pub(super) part: Manifest,
-    /// Whether it was noted what the part refers to.
-    pub(super) has_intent: bool,
+    /// Whether it was noted what the part refers to, or that it took long.
+    pub(super) has_notes: bool,
 }
 
 impl Stored {
@@ -54,7 +54,7 @@ pub(super) async fn store(
     expect_sound(seal, slot)?;
     let mut identities = vec![None; slices_of(seal).count()];
     let found = base.and_then(|base| Some(Lent { base, slices: candidates(base, seal)? }));
-    let has_intent = found.is_some();
+    let has_notes = found.is_some();
     let lent = match found {
         Some(found) => borrow(bucket, run, member, (seal, slot), found, &mut identities).await?,
         None => None,
@@ -75,7 +75,7 @@ pub(super) async fn store(
     describe(&mut part, &file, identities.into_iter().flatten().collect(), lent);
     part.check_part()?;
     finish(upload, &part.shards[0]).await?;
-    Ok(Stored { part, has_intent })
+    Ok(Stored { part, has_notes })
 }
 
 /// Leaves of what seems to be in the bucket what is: first the save notes what it refers to, then it makes sure that the
@@ -167,8 +167,8 @@ pub(super) async fn settle(
         return commit_together(clock, bucket, member, part.step).await;
     }
     commit(bucket, run, part).await?;
-    if stored.has_intent {
-        forget_intent(bucket, run.save(part.step), rank_of(member)).await?;
+    if stored.has_notes {
+        forget_notes(bucket, &run.save(part.step), rank_of(member)).await?;
     }
     Ok(Ok(()))
 }
@@ -177,13 +177,20 @@ pub(super) async fn settle(
 async fn commit_together(clock: &Clock, bucket: &Bucket, member: &Member, step: u64) -> Result<Result<()>> {
     let Member { run, world_size, .. } = member;
     let save = member.save(step);
-    let deadline = clock.now() + RANKS_PATIENCE;
+    let mut deadline = clock.now() + RANKS_PATIENCE;
+    let mut signs = Vec::new();
     let mut pause = PAUSES[0];
     loop {
         if bucket.head(&save.object()).await?.is_some() {
             return Ok(Ok(()));
         }
-        let keys = list_ranks(bucket).await?;
+        let notes = list_notes(bucket).await?;
+        let seen: Vec<_> =
+            notes.iter().filter(|(key, _)| key.save == save && key.note == Note::Alive).cloned().collect();
+        if seen != signs {
+            (signs, deadline) = (seen, clock.now() + RANKS_PATIENCE);
+        }
+        let keys: Vec<_> = notes.into_iter().map(|(key, _)| key).collect();
         let refused = |why: String| {
             Ok(Err(Error::new(ErrorKind::Unavailable, format!("step {step} was not saved: {why}"))))
         };
@@ -274,8 +281,8 @@ async fn give_up(upload: Upload) {
 /// Deletes what was brought to the bucket for a save that is none: another save has its step.
 pub(super) async fn discard(bucket: &Bucket, run: &Run, member: Option<&Member>, stored: &Stored) {
     let mut deleted = bucket.delete(&stored.part.shards[0].object()).await;
-    if stored.has_intent {
-        deleted = deleted.and(forget_intent(bucket, run.save(stored.part.step), rank_of(member)).await);
+    if stored.has_notes {
+        deleted = deleted.and(forget_notes(bucket, &run.save(stored.part.step), rank_of(member)).await);
     }
     if let Err(error) = deleted {
         tracing::warn!(%error, "what no step names stays until garbage is collected");

@@ -12,6 +12,7 @@ use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, BucketUrl, Rate, StoreSettings};
 use tokio::sync::{mpsc, oneshot};
 
+use super::alive::while_alive;
 use super::disk;
 use super::flush::{Stored, discard, publish, settle, store};
 use super::protocol::now_us;
@@ -47,6 +48,8 @@ pub(super) enum Work {
 #[derive(Default)]
 struct Progress {
     stored: Option<Stored>,
+    /// Whether it was told, while it was being stored, that it goes on.
+    is_told: bool,
     is_published: bool,
 }
 
@@ -230,7 +233,10 @@ impl Flusher {
         let stored = match &mut progress.stored {
             Some(stored) => stored,
             stored => {
-                stored.insert(store(bucket, run, member, (&save.seal, &save.slot), self.base.as_ref()).await?)
+                let (key, rank) = (run.save(save.seal.step), self.hello.place().0);
+                let work = store(bucket, run, member, (&save.seal, &save.slot), self.base.as_ref());
+                let part = while_alive(&self.clock, bucket, &key, rank, &mut progress.is_told, work).await?;
+                stored.insert(Stored { has_notes: part.has_notes || progress.is_told, ..part })
             }
         };
         if !progress.is_published {
@@ -294,6 +300,8 @@ fn explain(error: Error, step: u64) -> Error {
         .with_hint("make room there, or keep fewer steps (keep=)")
 }
 
+#[cfg(test)]
+mod alive_tests;
 #[cfg(test)]
 mod delta_tests;
 #[cfg(test)]

@@ -3,6 +3,7 @@
 mod protocol;
 mod inspect;
 mod delta;
+mod alive;
 mod flush;
 mod trainer;
 mod disk;

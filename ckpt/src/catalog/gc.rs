@@ -1,9 +1,10 @@
 //! Garbage: what agents that died left behind. Shards that no step names, parts of steps that never came about, and
 //! uploads that nobody will finish.
 //!
-//! A save under way has bytes in the bucket that no manifest names yet. Only what is older than any save can be is
-//! taken, by the store's own clock on both sides of the comparison; and what is named is looked up after the shards
-//! were listed, indexes before manifests, the order in which a save makes them.
+//! A save under way has bytes in the bucket that no manifest names yet. Its ranks note something well before those are
+//! old, and again and again for as long as they go on: what belongs to a save that has any young note stays. Of the rest what
+//! is old is taken, by the store's own clock on both sides of the comparison; and what is named is looked up after the
+//! shards were listed, indexes before manifests, the order in which a save makes them.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -13,11 +14,13 @@ use forebay_io::object::{Bucket, Condition};
 use forebay_io::rng::Rng;
 use futures::TryStreamExt;
 
-use super::list_ranks;
 use super::named::Named;
 use super::ranks::RANKS;
+use super::{RankKey, StepKey, list_ranks};
+use crate::manifest::ShardKey;
 
-/// The least age of garbage: an agent tries for ten minutes to store its part, and waits as long for the others'.
+/// The least age of garbage: an agent tries for ten minutes to store its part, waits as long for the others', and tells
+/// every few minutes that it goes on where that takes longer.
 pub const LEAST_AGE: Duration = Duration::from_secs(3600);
 
 /// Where shards lie.
@@ -51,8 +54,17 @@ pub async fn collect_garbage(bucket: &Bucket, age: Duration, only_look: bool) ->
     let is_old = |time: &Timestamp| time.seconds < before;
     let shards: Vec<_> = bucket.list(SHARDS).try_collect().await?;
     let indexes: Vec<_> = bucket.list(RANKS).try_collect().await?;
-    let old = indexes.into_iter().filter(|object| is_old(&object.modified)).map(|object| object.key);
-    let old: HashSet<ObjectKey> = old.collect();
+    let young = indexes.iter().filter(|object| !is_old(&object.modified));
+    let live: HashSet<StepKey> =
+        young.filter_map(|object| RankKey::parse(&object.key)).map(|key| key.save).collect();
+    let belongs = |key: &ObjectKey| RankKey::parse(key).is_some_and(|key| live.contains(&key.save));
+    let old = indexes.iter().filter(|object| is_old(&object.modified) && !belongs(&object.key));
+    let old: HashSet<ObjectKey> = old.map(|object| object.key.clone()).collect();
+    let is_under_way = |key: &ObjectKey| {
+        let shard = ShardKey::parse(key.as_str());
+        let save = |ShardKey { step, incarnation, attempt, .. }| StepKey { incarnation, step, attempt };
+        shard.map(save).is_some_and(|save| live.contains(&save))
+    };
     let mut named = Named::default();
     // Twice, for a save that noted what it refers to after the first look at the notes, and a step that was deleted
     // before the look at the steps.
@@ -64,7 +76,7 @@ pub async fn collect_garbage(bucket: &Bucket, age: Duration, only_look: bool) ->
     let mut garbage = Garbage { indexes: old.into_iter().collect(), ..Garbage::default() };
     garbage.indexes.sort();
     for object in shards {
-        if is_old(&object.modified) && !named.contains(object.key.as_str()) {
+        if is_old(&object.modified) && !named.contains(object.key.as_str()) && !is_under_way(&object.key) {
             garbage.bytes += object.size;
             garbage.shards.push(object.key);
         }
@@ -73,7 +85,7 @@ pub async fn collect_garbage(bucket: &Bucket, age: Duration, only_look: bool) ->
         Ok(uploads) => garbage.uploads.extend(
             uploads
                 .into_iter()
-                .filter(|upload| is_old(&upload.started))
+                .filter(|upload| is_old(&upload.started) && !is_under_way(&upload.key))
                 .map(|upload| (upload.key, upload.id)),
         ),
         // A store that cannot tell frees them by rules of its own.

@@ -25,10 +25,10 @@ pub use commit::commit;
 pub use gc::{Garbage, LEAST_AGE, collect_garbage};
 pub use keys::{StepKey, incarnation_key};
 pub use ranks::{
-    Note, RankKey, failure_of, forget_intent, forget_ranks, list_ranks, merge_ranks, put_failed, put_intent,
-    put_rank,
+    Note, RankKey, failure_of, forget_notes, forget_ranks, list_ranks, merge_ranks, put_alive, put_failed,
+    put_intent, put_rank,
 };
-pub(crate) use ranks::{merge, of_save};
+pub(crate) use ranks::{list_notes, merge, of_save};
 pub use retain::{Keep, Removed, list_pins, pin, remove_steps, retain, unpin};
 pub use run::{Run, Start, begin_run, find_run, newest_run, refuse_if_superseded, superseded_by};
 pub use steps::{StepInfo, find_step, list_steps, load_manifest};

@@ -5,17 +5,18 @@
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.intent
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.json
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.failed
+//! ranks/<step>/<incarnation>-<attempt>/<rank>.alive
 //! ```
 //! An intent names the shards of earlier steps that a save refers to; it is there before the save makes sure that they
 //! still are, and stays until the step is committed. A rank's index is a manifest of its own part, which need not cover
 //! its tensors; it is written after the shard. The third, of a rank that will not store its part, says why: the step is
-//! never committed.
+//! never committed. The last is put again and again while a rank's part takes long: it is empty, and only its time counts.
 //! Whoever finds all indexes puts them together: the outcome is the same bytes, whoever does it.
 
 use std::collections::HashMap;
 
-use forebay_core::{Error, ErrorKind, ObjectKey, Result};
-use forebay_io::object::{Bucket, Condition};
+use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp};
+use forebay_io::object::{Bucket, Condition, ObjectInfo};
 use futures::stream::{self, StreamExt, TryStreamExt};
 
 use super::{Run, StepKey};
@@ -46,16 +47,19 @@ pub enum Note {
     Index,
     /// Why nothing will be.
     Failed,
+    /// That it is being stored.
+    Alive,
 }
 
 impl Note {
-    const ALL: [Self; 3] = [Self::Intent, Self::Index, Self::Failed];
+    const ALL: [Self; 4] = [Self::Intent, Self::Index, Self::Failed, Self::Alive];
 
     fn suffix(self) -> &'static str {
         match self {
             Self::Intent => "intent",
             Self::Index => "json",
             Self::Failed => "failed",
+            Self::Alive => "alive",
         }
     }
 }
@@ -83,8 +87,14 @@ impl RankKey {
 
 /// Which ranks' notes there are, of all saves under way.
 pub async fn list_ranks(bucket: &Bucket) -> Result<Vec<RankKey>> {
+    Ok(list_notes(bucket).await?.into_iter().map(|(key, _)| key).collect())
+}
+
+/// As [`list_ranks`], each with when it was put last, by the store's clock.
+pub(crate) async fn list_notes(bucket: &Bucket) -> Result<Vec<(RankKey, Timestamp)>> {
     let objects: Vec<_> = bucket.list(RANKS).try_collect().await?;
-    Ok(objects.iter().filter_map(|object| RankKey::parse(&object.key)).collect())
+    let note = |object: ObjectInfo| Some((RankKey::parse(&object.key)?, object.modified));
+    Ok(objects.into_iter().filter_map(note).collect())
 }
 
 /// Tells that a rank stored its shard.
@@ -100,9 +110,16 @@ pub async fn put_intent(bucket: &Bucket, save: StepKey, rank: u32, shards: Vec<S
     bucket.put(&key, Intent { shards }.encode()?, Condition::Always).await.map(drop)
 }
 
-/// Takes that back, once the step is committed.
-pub async fn forget_intent(bucket: &Bucket, save: StepKey, rank: u32) -> Result<()> {
-    bucket.delete(&RankKey { save, rank, note: Note::Intent }.object()).await
+/// Tells that a rank's part of `save` is being stored.
+pub async fn put_alive(bucket: &Bucket, save: StepKey, rank: u32) -> Result<()> {
+    let key = RankKey { save, rank, note: Note::Alive }.object();
+    bucket.put(&key, Default::default(), Condition::Always).await.map(drop)
+}
+
+/// Takes both back, once the step is committed.
+pub async fn forget_notes(bucket: &Bucket, save: &StepKey, rank: u32) -> Result<()> {
+    let key = |note| RankKey { save: save.clone(), rank, note }.object();
+    bucket.delete_many(&[key(Note::Intent), key(Note::Alive)]).await
 }
 
 /// Tells that a rank will not store its part of `save`, and why.
@@ -161,7 +178,7 @@ pub(crate) fn of_save<'a>(keys: &'a [RankKey], save: &StepKey) -> impl Iterator<
 
 /// The shards that a note names; none of one that is gone by now.
 pub(super) async fn shards_of_note(bucket: &Bucket, key: &RankKey) -> Result<Vec<String>> {
-    if key.note == Note::Failed {
+    if matches!(key.note, Note::Failed | Note::Alive) {
         return Ok(Vec::new());
     }
     let object = key.object();

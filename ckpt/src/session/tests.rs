@@ -10,8 +10,8 @@ use super::*;
 use crate::agent::{Member, serve};
 use crate::arena::Source;
 use crate::catalog::{
-    Keep, LEAST_AGE, Start, StepKey, begin_run, collect_garbage, list_steps, load_manifest, pin, put_failed,
-    put_intent, remove_steps, retain, unpin,
+    Keep, LEAST_AGE, Start, StepKey, begin_run, collect_garbage, list_steps, load_manifest, pin, put_alive,
+    put_failed, put_intent, remove_steps, retain, unpin,
 };
 use crate::dtype::Dtype;
 use crate::region::Region;
@@ -455,6 +455,20 @@ fn what_a_save_noted_that_it_refers_to_stays_until_the_note_is_old() {
     age(&fixture.directory.path().join(format!("ranks/{:020}/0000000001-00000001/000000.intent", 2)));
     let found = gc();
     assert_eq!((found.shards, found.indexes.len()), (vec![ObjectKey::new(&key)], 1));
+    // What belongs to a save is spared as long as any of its ranks goes on.
+    let save = StepKey { incarnation: 1, step: 1, attempt: "00000001".into() };
+    fixture.runtime.block_on(async {
+        bucket.put(&ObjectKey::new(&key), "bytes".into(), Condition::Always).await.expect("put");
+        put_failed(&bucket, save.clone(), 2, "a note of another rank").await.expect("put");
+        put_alive(&bucket, save, 1).await.expect("put");
+    });
+    let note = |name| fixture.directory.path().join(format!("ranks/{:020}/0000000001-00000001/{name}", 1));
+    age(&fixture.directory.path().join(&key));
+    age(&note("000002.failed"));
+    assert_eq!(gc(), Default::default());
+    age(&note("000001.alive"));
+    let found = gc();
+    assert_eq!((found.shards.len(), found.indexes.len()), (1, 2));
     // A note that cannot be read: it is unknown what it needs.
     let damaged = ObjectKey::new(format!("ranks/{:020}/0000000001-00000001/000000.intent", 3));
     let put = bucket.put(&damaged, "{}".into(), Condition::Always);

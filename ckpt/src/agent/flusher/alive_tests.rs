@@ -1,0 +1,131 @@
+//! Saves that take longer than garbage may be old: they are left alone, and waited for.
+
+use std::path::Path;
+
+use forebay_io::object::Faults;
+
+use super::super::alive::EVERY;
+use super::tests::{flusher, sealed, start, trainer};
+use super::*;
+use crate::agent::Member;
+use crate::catalog::{Garbage, LEAST_AGE, collect_garbage, list_ranks, list_steps, put_alive};
+use crate::verify::verify;
+
+/// Requests of one save at which it is held back: more than it makes.
+const MOMENTS: u64 = 14;
+
+/// Has everything below a directory be two hours old.
+fn age(directory: &Path) {
+    let past = std::time::SystemTime::now() - Duration::from_secs(7200);
+    for entry in std::fs::read_dir(directory).into_iter().flatten() {
+        let path = entry.expect("entry").path();
+        if path.is_dir() {
+            age(&path);
+        }
+        std::fs::File::open(&path).and_then(|file| file.set_modified(past)).expect("age");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_save_that_takes_hours_is_no_garbage() {
+    let directory = tempfile::tempdir().expect("directory");
+    let url: BucketUrl = format!("file://{}", directory.path().display()).parse().expect("url");
+    let plain = Bucket::open(&url, &StoreSettings::default()).await.expect("bucket");
+    let run = begin_run(&plain, start()).await.expect("run");
+    let (faults, clock) = (Faults::new(), Clock::manual());
+    let mut agent = flusher(&plain.with_faults(&faults), &run, trainer().0);
+    agent.clock = clock.clone();
+    let mut caught = 0;
+    for moment in 1..=MOMENTS {
+        let step = moment;
+        let gate = faults.gate(moment);
+        let save = sealed(step, 9 << 20);
+        let flush = agent.flush(&save);
+        tokio::pin!(flush);
+        let done = tokio::select! { done = &mut flush => Some(done), () = gate.reached() => None };
+        if let Some(done) = done {
+            done.expect("durable");
+            break;
+        }
+        let uploads = plain.list_uploads("shards").await.expect("list");
+        if !uploads.is_empty() {
+            let alive =
+                directory.path().join(format!("ranks/{step:020}/0000000001-{}/000000.alive", run.attempt()));
+            age(directory.path());
+            clock.advance(EVERY);
+            let told = async {
+                while !alive.exists() {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            };
+            tokio::select! { _ = &mut flush => panic!("it is held back"), () = told => {} }
+            let found = collect_garbage(&plain, LEAST_AGE, false).await.expect("gc");
+            assert_eq!(found, Garbage::default(), "moment {moment}: it goes on");
+            age(directory.path());
+            let found = collect_garbage(&plain, LEAST_AGE, true).await.expect("gc");
+            assert_eq!(
+                (found.uploads.len(), found.indexes.len()),
+                (1, 1),
+                "moment {moment}: it went on no more"
+            );
+            caught += 1;
+        }
+        gate.open();
+        flush.await.expect("durable");
+        assert_eq!(list_ranks(&plain).await.expect("list"), [], "moment {moment}: no note is left");
+    }
+    assert!(caught >= 2, "{caught}");
+    assert_eq!(verify(&plain, None, &|_| {}).await.expect("verify"), []);
+}
+
+#[tokio::test]
+async fn a_rank_that_takes_long_is_waited_for_while_it_says_so() {
+    for says_so in [true, false] {
+        let (bucket, clock) = (Bucket::in_memory(), Clock::manual());
+        let run = begin_run(&bucket, start()).await.expect("run");
+        let agents = [0, 1].map(|rank| {
+            let mut agent = flusher(&bucket, &run, trainer().0);
+            agent.hello.member = Some(Member { run: run.clone(), rank, world_size: 2 });
+            agent
+        });
+        let [mut first, mut second] = agents;
+        first.clock = clock.clone();
+        let (mut one, mut other) = (sealed(1, 1000), sealed(1, 2000));
+        for (rank, save) in [&mut one, &mut other].into_iter().enumerate() {
+            let seal = Arc::get_mut(&mut save.seal).expect("its own");
+            seal.tensors[0].name = format!("t@{rank}");
+        }
+        let pass = async |seconds: u64| {
+            for _ in 0..seconds {
+                clock.advance(Duration::from_secs(1));
+                for _ in 0..20 {
+                    tokio::task::yield_now().await;
+                }
+            }
+        };
+        let slow = async {
+            for _ in 0..8 {
+                if says_so {
+                    put_alive(&bucket, run.save(1), 1).await.expect("put");
+                }
+                pass(400).await;
+            }
+            // Its own clock stands by: only the first one's patience is looked at.
+            let stored = second.flush(&other).await;
+            pass(5).await;
+            stored
+        };
+        if says_so {
+            let (waited, stored) = tokio::join!(first.flush(&one), slow);
+            waited.and(stored).expect("durable");
+            assert_eq!(list_steps(&bucket).await.expect("list").len(), 1);
+            assert_eq!(list_ranks(&bucket).await.expect("list"), []);
+        } else {
+            let error = tokio::select! {
+                waited = first.flush(&one) => waited.expect_err("it was waited for long enough"),
+                _ = slow => panic!("the first had given up by then"),
+            };
+            assert!(error.message().contains("ranks [1] did not store"), "{error}");
+        }
+    }
+}
