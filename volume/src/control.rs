@@ -222,7 +222,7 @@ async fn serve_warmup(
 ) -> Reply {
     let (cancel, (tell, told)) = (CancellationToken::new(), watch::channel(Progress::default()));
     let work = warmup(volume, request, |progress| _ = tell.send_replace(*progress), &cancel);
-    let outcome = follow(work, (told, &cancel), read, write).await;
+    let outcome = follow(("warmup", work), (told, &cancel), read, write).await;
     outcome.map_or_else(|error| failed(&error), |outcome| Reply::Warmed(Box::new(outcome)))
 }
 
@@ -234,13 +234,13 @@ async fn serve_export(
 ) -> Reply {
     let (cancel, (tell, told)) = (CancellationToken::new(), watch::channel(Progress::default()));
     let work = packed::export(volume, what, |progress| _ = tell.send_replace(*progress), &cancel);
-    let outcome = follow(work, (told, &cancel), read, write).await;
+    let outcome = follow(("export", work), (told, &cancel), read, write).await;
     outcome.map_or_else(|error| failed(&error), |outcome| Reply::Exported(Box::new(outcome)))
 }
 
 /// Waits for long work, telling its progress as fast as the other side reads; its hanging up cancels.
 async fn follow<T>(
-    work: impl Future<Output = T>,
+    (what, work): (&str, impl Future<Output = T>),
     (mut told, cancel): (watch::Receiver<Progress>, &CancellationToken),
     mut read: impl AsyncReadExt + Unpin,
     write: &mut (impl AsyncWriteExt + Unpin),
@@ -258,7 +258,7 @@ async fn follow<T>(
             }
             _ = read.read(&mut byte), if !cancel.is_cancelled() => {
                 cancel.cancel();
-                tracing::info!("cancelled; what is on its way ends first");
+                tracing::info!("{what} cancelled; what is on its way ends first");
             }
         }
     }

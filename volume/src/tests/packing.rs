@@ -277,6 +277,10 @@ fn packed_files_become_plain_objects_again() {
             write(&volume, &format!("f{number:02}"), pattern(number, 0..number * 100)).await;
         }
         write(&volume, "plain", pattern(9, 0..300 * KIB)).await;
+        let stop = CancellationToken::new();
+        stop.cancel();
+        let cancelled = export(&volume, ("", false), |_| {}, &stop).await.expect("an outcome");
+        assert!(cancelled.cancelled && cancelled.exported == 0 && !cancelled.is_complete(), "{cancelled:?}");
         // The key of its path is not free: an outsider came first.
         let theirs = Bytes::from_static(b"theirs");
         let key = ObjectKey::new("f07");
