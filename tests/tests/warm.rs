@@ -333,7 +333,7 @@ async fn a_warmup_that_is_interrupted_says_what_it_did() {
     forebay_tests::shell(machine.scratch.path(), &format!("kill -INT {}", warmup.id())).succeeded();
     // The store answers nothing until the mount has heard of it; what is on its way then ends well.
     let started = Instant::now();
-    while !mount.log().contains("cancelled; what is on its way") {
+    while !mount.log().contains("warmup cancelled") {
         assert!(started.elapsed() < DEADLINE, "the mount did not hear of it\n{}", mount.log());
         std::thread::sleep(Duration::from_millis(2));
     }
