@@ -206,18 +206,20 @@ impl Staging {
     }
 
     /// Says that no commit of `ino` is on its way: what was staged for it is referred to by now, or never will be. Tells
-    /// whether there is any.
+    /// whether there is something.
     pub(crate) fn settle(&self, ino: InodeId) -> bool {
         let mut blobs = self.blobs.lock();
-        let names = blobs.inodes.get(&ino).cloned().unwrap_or_default();
-        for name in &names {
-            if let Some(entry) = blobs.entries.get_mut(name)
+        let Blobs { entries, inodes, .. } = &mut *blobs;
+        let mut is_any = false;
+        for name in inodes.get(&ino).into_iter().flatten() {
+            if let Some(entry) = entries.get_mut(name)
                 && entry.state == State::Fresh
             {
                 entry.state = State::Ready;
+                is_any = true;
             }
         }
-        !names.is_empty()
+        is_any
     }
 
     /// Seconds since the first of its bytes were staged.
