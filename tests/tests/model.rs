@@ -279,6 +279,22 @@ fn random_operations_on_a_troubled_store_do_what_a_plain_folder_does() {
     assert!(door.troubles().values().sum::<usize>() >= 20, "{:?}", door.troubles());
 }
 
+/// The same troubles where what is written is staged first.
+#[test]
+fn random_operations_written_back_to_a_troubled_store_do_what_a_plain_folder_does() {
+    if !require_fuse("random_operations_written_back_to_a_troubled_store_do_what_a_plain_folder_does") {
+        return;
+    }
+    let server = Server::for_volume();
+    let door = Door::new(server.address()).expect("loopback has free ports");
+    let url = format!("s3://{}/a/prefix", server.create_bucket());
+    let mut rng = Seeded::new();
+    door.trouble(rng.random(), 10);
+    let options = ["--writeback", "--writeback-size", "12MiB"];
+    compare_with_plain_on(&url, &options, &server.envs_at(door.endpoint()), scale());
+    assert!(door.troubles().values().sum::<usize>() >= 20, "{:?}", door.troubles());
+}
+
 /// The same troubles on the way to Azure's protocol.
 #[test]
 fn random_operations_on_a_troubled_azure_do_what_a_plain_folder_does() {

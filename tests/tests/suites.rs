@@ -158,6 +158,15 @@ fn pjdfstest_finds_no_failure_with_a_trash() {
     }
 }
 
+#[test]
+fn pjdfstest_finds_no_failure_in_what_is_written_back() {
+    if let Some(program) = ready("pjdfstest_finds_no_failure_in_what_is_written_back", "pjdfstest", true) {
+        let mut mounted = Mounted::folder(&["--allow-other", "--writeback"]);
+        run_pjdfstest(&program, &mounted);
+        mounted.mount.unmount();
+    }
+}
+
 /// Every operation that fsx has; `flen` and `max` are the longest file and the largest operation.
 fn fsx_config(flen: u32, max: u32) -> String {
     format!(
