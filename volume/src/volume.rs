@@ -480,7 +480,8 @@ impl Volume {
             inode.forget_access(accessed);
         }
         // Where written bytes are staged, sealing brings them in.
-        let behind = written && inode.needs_seal() && !inode.shares() && self.store.uploads.is_some();
+        let writes_back = self.store.uploads.is_some();
+        let behind = writes_back && written && inode.needs_seal() && !inode.shares();
         let seals = {
             let mut open = self.open.lock();
             let Some(opened) = open.get_mut(&ino) else { return Ok(()) };
