@@ -176,6 +176,12 @@ impl Step {
         self.manifest.step
     }
 
+    /// What no other commit has, of this step or another.
+    #[getter]
+    fn commit(&self) -> &str {
+        &self.manifest.commit
+    }
+
     /// Where its bytes are: `arena`, `local` or `store`.
     #[getter]
     fn tier(&self) -> &'static str {

@@ -15,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._composable.fsdp  # noqa: F401  (slow: before any fork)
-import torch.distributed.checkpoint  # noqa: F401
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import forebay
+import forebay.dcp
 from forebay import _native
 
 from .conftest import Child, rounds
@@ -209,6 +210,34 @@ def test_a_rank_reads_little_more_than_its_part(tmp_path: Path) -> None:
     (of_case,) = bytes_per_rank(4, [(tmp_path / "lines", by_groups)], names)
     for ratios in of_case:
         assert all(0.5 <= ratio <= 0.51 + besides for ratio in ratios), ratios
+
+
+def test_ranks_that_load_by_dcp_read_together_too(tmp_path: Path) -> None:
+    names = ["matrix", "experts"]
+    forebay.save(reads(names), tmp_path, step=3)
+
+    def load(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (4,))
+        expected = {name: distribute_tensor(value, mesh, [Shard(1)]) for name, value in reads(names).items()}
+        state = {name: torch.zeros_like(value) for name, value in expected.items()}
+        before = read_bytes()
+        dcp.load(state, storage_reader=forebay.dcp.Reader(tmp_path))
+        fetched = read_bytes() - before
+        assert all(torch.equal(state[name].to_local(), expected[name].to_local()) for name in names)
+        # What one rank finds damaged is told on all, and none waits for it.
+        dist.barrier()
+        if rank == 0:
+            shard = tmp_path / body_of(tmp_path, 3)["shards"][0]["key"]
+            data = bytearray(shard.read_bytes())
+            data[-1] ^= 1
+            shard.write_bytes(data)
+        dist.barrier()
+        with pytest.raises(dcp.CheckpointException, match="are damaged"):
+            dcp.load(state, storage_reader=forebay.dcp.Reader(tmp_path))
+        return fetched
+
+    for fetched in run_ranks(4, load):
+        assert 8 << 20 <= fetched <= (8 << 20) * 1.05, fetched
 
 
 def test_a_process_alone_reads_few_large_rows_by_parts(tmp_path: Path) -> None:

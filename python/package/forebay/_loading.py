@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Callable, Iterator, Optional, TypeVar
+from typing import Any, Callable, Iterator, Optional, Protocol, TypeVar
 
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, CheckpointWarning
@@ -83,7 +83,16 @@ class _Plan:
     generators: Node = None
 
 
-def _read(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], _Plan]) -> _Plan:
+class Planned(Protocol):
+    """Anything that wants tensors."""
+
+    tensors: Tensors
+
+
+P = TypeVar("P", bound=Planned)
+
+
+def read_planned(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], P]) -> P:
     """Makes a plan and reads what it wants.
 
     Several ranks read what more than one of them wants of the store once, and lend it to each other.
@@ -92,14 +101,18 @@ def _read(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], _Plan])
         planned = plan()
         planned.tensors.read()
         return planned
-    made: list[_Plan] = []
+    made: list[P] = []
 
     def wish() -> dict[str, Any]:
         made.append(plan())
-        return {"wishes": made[0].tensors.wishes()}
+        return {"commit": step.commit, "wishes": made[0].tensors.wishes()}
 
-    wishes = [word["wishes"] for word in ranks.gather_whole("plan a restore", wish)]
-    made[0].tensors.read(partial(_read_together, step, ranks, wishes))
+    words = ranks.gather_whole("plan a restore", wish)
+    if any(word["commit"] != step.commit for word in words):
+        # The step was saved again meanwhile, and some found the one and some the other.
+        made[0].tensors.read()
+    else:
+        made[0].tensors.read(partial(_read_together, step, ranks, [word["wishes"] for word in words]))
     return made[0]
 
 
@@ -154,7 +167,7 @@ def load_step(
         tensors.want(generators)
         return _Plan(tensors, builder, placer, tree, generators)
 
-    found = _read(step, ranks, plan)
+    found = read_planned(step, ranks, plan)
     if found.placer is not None:
         found.placer.apply()
     state = found.builder.build(found.tree) if found.placer is None else into
@@ -188,7 +201,7 @@ def load_weights(
         tensors.want(placer.needed)
         return _Plan(tensors, builder, placer, tree)
 
-    placer = _read(step, ranks, plan).placer
+    placer = read_planned(step, ranks, plan).placer
     if placer is not None:
         placer.apply()
 

@@ -139,6 +139,12 @@ def new_start() -> tuple[str, str, int, int]:
     return secrets.token_hex(16), socket.gethostname(), os.getpid(), time.time_ns() // 1_000_000
 
 
+def meeting_place() -> str:
+    """Where processes can meet: equal for those of one user that share a kernel and its network."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+
+
 def surroundings() -> tuple[int, int]:
     """Rank and number of ranks, by torch.distributed where it is in use, else by the environment as torchrun sets it."""
     torch = torch_module()

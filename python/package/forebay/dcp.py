@@ -20,6 +20,7 @@ import io
 import json
 import os
 import re
+import secrets
 import time
 from typing import Any, Optional, Union
 
@@ -55,9 +56,9 @@ from ._errors import (
 )
 from ._flatten import KEPT, Flattener
 from ._leaf import Leaf, tensor_dtype, tensor_leaf
-from ._loading import default_threads, newest_steps, state_tree, with_step
+from ._loading import default_threads, newest_steps, read_planned, state_tree, use_together, with_step
 from ._paths import Node, Path, flatten, nest
-from ._ranks import new_start, surroundings
+from ._ranks import Ranks, meeting_place, new_start, surroundings
 from ._save import Save
 from ._shares import Share
 from ._stager import Staged, Stager, box_of, is_stored
@@ -65,6 +66,9 @@ from ._unflatten import Builder, Tensors
 from ._url import bucket_url, make_directory
 
 __all__ = ["Reader", "Stager", "Writer"]
+
+_PATIENCE_S = 600.0
+"""How long ranks that read together wait for each other."""
 
 CheckpointId = Union[int, str, "os.PathLike[str]", None]
 
@@ -341,23 +345,37 @@ class Reader(StorageReader):  # type: ignore[misc]
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return dataclasses.replace(plan, storage_data=self._present().step.step)
+        return dataclasses.replace(plan, storage_data=_Share(self._present().step.step, meeting_place()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        shares: list[_Share] = [plan.storage_data for plan in plans]
+        can_meet = len(plans) > 1 and len({share.place for share in shares}) == 1
         # A step that was committed meanwhile may have been seen by some ranks and not by others.
-        return [dataclasses.replace(plan, storage_data=plans[0].storage_data) for plan in plans]
+        common = dataclasses.replace(shares[0], meeting=secrets.token_hex(16) if can_meet else None, ranks=len(plans))
+        shares = [dataclasses.replace(common, rank=rank) for rank in range(len(plans))]
+        return [dataclasses.replace(plan, storage_data=share) for plan, share in zip(plans, shares)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        opened = self._present()
-        if opened.step.step != plan.storage_data:
-            planned, opened = opened, self._open(plan.storage_data)
-            if opened.metadata() != planned.metadata():
-                steps = f"{planned.step.step} and {opened.step.step}"
-                raise CheckpointConflict(f"the ranks saw steps {steps} as the newest, which differ; give one of them")
-        opened.read(plan.items, planner)
+        share: _Share = plan.storage_data
+        ranks = None
+        if share.meeting is not None:
+            ranks = Ranks(share.meeting, (share.rank, share.ranks), _PATIENCE_S)
+        opened = use_together(ranks, "open a step", lambda: self._reopened(share.step))
+        opened.read(plan.items, planner, ranks)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _reopened(self, step: int) -> _Opened:
+        """The step that all ranks read, which this one may not have seen when it looked for the newest."""
+        planned = self._present()
+        if planned.step.step == step:
+            return planned
+        opened = self._open(step)
+        if opened.metadata() != planned.metadata():
+            steps = f"{planned.step.step} and {opened.step.step}"
+            raise CheckpointConflict(f"the ranks saw steps {steps} as the newest, which differ; give one of them")
+        return opened
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Union[str, "os.PathLike[str]"]) -> bool:
@@ -370,6 +388,17 @@ class Reader(StorageReader):  # type: ignore[misc]
 
     def _open(self, step: Optional[int]) -> _Opened:
         return with_step(self._url, step, None, lambda found: _Opened(found, self._allow_pickle, self._threads))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """What a rank knows of a load: the step and where it is; from the coordinator, which rank it is and where to meet."""
+
+    step: int
+    place: str
+    meeting: Optional[str] = None
+    rank: int = 0
+    ranks: int = 1
 
 
 class _Opened:
@@ -400,27 +429,31 @@ class _Opened:
             described[name] = TensorStorageMetadata(properties, size, [chunk])
         return Metadata(described, planner_data={name: path for name, (path, _) in self._entries.items()})
 
-    def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        """Fills what the planner names."""
-        builder = self._builder()
-        tensors = builder.tensors
+    def read(self, items: list[ReadItem], planner: LoadPlanner, ranks: Optional[Ranks]) -> None:
+        """Fills what the planner names. Ranks that can meet read what several of them want once."""
         aside: list[tuple[ReadItem, Any, Node]] = []
         places: list[tuple[ReadItem, Any]] = []
-        for item in items:
-            _, node = self._entries[item.storage_index.fqn]
-            if item.type == LoadItemType.BYTE_IO:
-                aside.append((item, None, node))
-                tensors.want(node)
-                continue
-            place = planner.resolve_tensor(item).detach()
-            places.append((item, place))
-            if "view" in node:
-                aside.append((item, place, node))
-                tensors.want(node)
-            else:
-                tensors.bind_part(node["n"], (list(item.storage_offsets), list(item.lengths)), place)
-        tensors.read()
-        tensors.place()
+
+        def plan() -> Builder:
+            builder = self._builder()
+            for item in items:
+                _, node = self._entries[item.storage_index.fqn]
+                if item.type == LoadItemType.BYTE_IO:
+                    aside.append((item, None, node))
+                    builder.tensors.want(node)
+                    continue
+                place = planner.resolve_tensor(item).detach()
+                places.append((item, place))
+                if "view" in node:
+                    aside.append((item, place, node))
+                    builder.tensors.want(node)
+                else:
+                    part = (list(item.storage_offsets), list(item.lengths))
+                    builder.tensors.bind_part(node["n"], part, place)
+            return builder
+
+        builder = read_planned(self.step, ranks, plan)
+        builder.tensors.place()
         for item, place, node in aside:
             value = builder.build(node)
             if place is None:
