@@ -272,7 +272,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         return present
 
     def _new_checkpointer(self, ranks: tuple[int, int]) -> Checkpointer:
-        # What lingers in memory is for a Checkpointer: the Reader reads from the store.
+        # Memory that lingers and copies on a local disk are for a Checkpointer: the Reader reads from the store.
         return Checkpointer(self._url, rng=False, ranks=ranks, linger=0, **self._options)
 
     def _checkpointer_to_stage(self) -> Checkpointer:
