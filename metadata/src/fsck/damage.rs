@@ -148,11 +148,8 @@ impl Damage {
                 ("wrong-references", blob.key.to_string(), format!("recorded {recorded}, found {found}"))
             }
             Self::WrongMember { segment, ino, is_recorded } => {
-                let detail = match is_recorded {
-                    true => format!("it is recorded at the segment `{segment}` and does not refer to it"),
-                    false => format!("it refers to the segment `{segment}` and is not recorded there"),
-                };
-                ("wrong-member", inode(ino), detail)
+                let fault = if *is_recorded { "lists it without need" } else { "does not list it" };
+                ("wrong-member", inode(ino), format!("the segment `{segment}` {fault}"))
             }
             Self::WrongLoan { blob, recorded, found } => {
                 ("wrong-loan", blob.key.to_string(), format!("recorded {recorded}, found {found}"))
