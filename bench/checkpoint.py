@@ -2,9 +2,12 @@
 
 Holds a state of many tensors, and answers each line of stdin with one line of JSON on stdout:
 
-    save     {"memcpy_s", "blocking_s", "durable_s", "bytes"}: a warm memcpy of the same bytes by the same number of
-             threads, the time that a save holds the training up, and the time until it is committed; all of the state
-             has changed since the last one
+    save     {"memcpy_s", "blocking_s", "local_s", "durable_s", "bytes"}: a warm memcpy of the same bytes by the same
+             number of threads, the time that a save holds the training up, and the times until it is on the local disk
+             (0 without) and committed; all of the state has changed since the last one
+    restart  {"memcpy_s", "restart_s", "bytes"}: the first line to a process that takes the place of a killed one; the
+             state comes out of the memory of that one
+    memory   {"extra_bytes"}: memory of this process and its agent beyond the state and the snapshots, since before
     restore  {"memcpy_s", "restore_s", "bytes"}: into the existing tensors
     disk     {"write_s", "read_s", "bytes"}: the same bytes written to a plain file and synced, and read back into the
              memory that they came from, by the same number of threads; as many files stay as steps do
@@ -12,7 +15,7 @@ Holds a state of many tensors, and answers each line of stdin with one line of J
              other programs, not synced; of the last the time until it returns
     end      waits for everything and ends
 
-Started by the benchmark as `checkpoint.py URL MIB FOLDER`; the store is in the environment.
+Started by the benchmark as `checkpoint.py URL MIB FOLDER [LOCAL]`; the store is in the environment.
 """
 
 import ctypes
@@ -23,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Optional
 
 import safetensors.torch
 import torch
@@ -108,6 +112,19 @@ def _pread(fd: int, memory: memoryview, offset: int) -> None:
     os.preadv(fd, [memory], offset)
 
 
+def _private_bytes(process: int) -> int:
+    """The process's share of its memory (PSS of proc(5)), without memory files, which hold the snapshots."""
+    total, is_memory_file = 0, False
+    with open(f"/proc/{process}/smaps") as smaps:
+        for line in smaps:
+            head = line.split(maxsplit=5)
+            if "-" in head[0]:
+                is_memory_file = len(head) == 6 and "memfd:" in head[5]
+            elif head[0] == "Pss:" and not is_memory_file:
+                total += int(head[1]) << 10
+    return total
+
+
 def _timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
@@ -117,8 +134,9 @@ def _timed(work: Callable[[], object]) -> float:
 class Trainer:
     """A training loop that does nothing but save and restore."""
 
-    def __init__(self, url: str, mib: int, folder: str) -> None:
+    def __init__(self, url: str, mib: int, folder: str, local: Optional[str] = None) -> None:
         self._folder = folder
+        self._local = local
         self._threads = min(4, len(os.sched_getaffinity(0)))
         self._tensors = make_state(mib)
         self._bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
@@ -126,22 +144,47 @@ class Trainer:
         self._url = url
         self._step = 0
         self._files = 0
-        self._checkpointer = forebay.Checkpointer(url, keep=KEPT, copy_threads=self._threads)
-        self._checkpointer.prepare(self._state())
+        self._before = _private_bytes(os.getpid())
+        self._own: Optional[forebay.Checkpointer] = None
+
+    def _checkpointer(self) -> forebay.Checkpointer:
+        if self._own is None:
+            self._own = forebay.Checkpointer(self._url, keep=KEPT, copy_threads=self._threads, local=self._local)
+        return self._own
 
     def save(self) -> dict[str, float]:
+        if self._own is None:
+            self._checkpointer().prepare(self._state())
         self._step += 1
         # Every byte of a training state changes from step to step; what stays is not uploaded again.
         for tensor in self._tensors.values():
             tensor.view(torch.int32).add_(0x01010101)
         memcpy = self._memcpy.seconds()
         start = time.perf_counter()
-        save = self._checkpointer.save_now(self._step, self._state())
-        self._checkpointer.before_optimizer_step()
+        save = self._checkpointer().save_now(self._step, self._state())
+        self._checkpointer().before_optimizer_step()
         blocking = time.perf_counter() - start
+        local = 0.0
+        if self._local is not None:
+            assert save.wait_local(), "no copy was kept on the local disk"
+            local = time.perf_counter() - start
         save.wait_durable()
         durable = time.perf_counter() - start
-        return {"memcpy_s": memcpy, "blocking_s": blocking, "durable_s": durable, "bytes": self._bytes}
+        return {"memcpy_s": memcpy, "blocking_s": blocking, "local_s": local, "durable_s": durable, "bytes": self._bytes}
+
+    def restart(self) -> dict[str, float]:
+        memcpy = self._memcpy.seconds()
+        start = time.perf_counter()
+        checkpointer = self._checkpointer()
+        self._step = checkpointer.restore(self._state()) or 0
+        seconds = time.perf_counter() - start
+        restored = checkpointer.restored
+        assert restored is not None and restored.tier == "arena", f"restored {restored}"
+        return {"memcpy_s": memcpy, "restart_s": seconds, "bytes": self._bytes}
+
+    def memory(self) -> dict[str, float]:
+        both = _private_bytes(os.getpid()) + _private_bytes(self._checkpointer()._agent.pid)
+        return {"extra_bytes": both - self._before}
 
     def restore(self) -> dict[str, float]:
         memcpy = self._memcpy.seconds()
@@ -176,7 +219,7 @@ class Trainer:
         return {**told, "bytes": self._bytes}
 
     def end(self) -> dict[str, float]:
-        self._checkpointer.close()
+        self._checkpointer().close()
         return {}
 
     def _state(self) -> dict[str, object]:
@@ -184,10 +227,12 @@ class Trainer:
 
 
 def main() -> None:
-    trainer = Trainer(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    trainer = Trainer(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
     commands = {
         "save": trainer.save,
         "restore": trainer.restore,
+        "restart": trainer.restart,
+        "memory": trainer.memory,
         "disk": trainer.disk,
         "others": trainer.others,
         "end": trainer.end,

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
@@ -27,6 +28,7 @@ struct Round {
 pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
     let mut rows = in_store(context)?;
     rows.extend(on_disk(context)?);
+    rows.extend(near(context)?);
     Ok(rows)
 }
 
@@ -114,6 +116,42 @@ fn on_disk(context: &Context) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
+/// What is nearer than the store: the host's disk, and the memory that a killed trainer leaves to the next.
+fn near(context: &Context) -> Result<Vec<Row>> {
+    let store = StoreProcess::start(PaceSettings::default())?;
+    let (url, local) = (format!("s3://{}/near", StoreProcess::BUCKET), context.place("local")?);
+    let start = || Trainer::start_with(context, &url, &store.environment(), Some(&local));
+    let mut trainer = start()?;
+    trainer.ask("save")?;
+    let (mut saves, mut restarts) = (Vec::new(), Vec::new());
+    for _ in 0..context.settings.pairs {
+        let save = trainer.ask("save")?;
+        let raw = trainer.ask("disk")?;
+        saves.push((of(&save, "local_s")? * 1e3, of(&raw, "write_s")? * 1e3));
+    }
+    let state = of(&trainer.ask("disk")?, "bytes")?;
+    let extra = of(&trainer.ask("memory")?, "extra_bytes")?;
+    for _ in 0..context.settings.pairs {
+        trainer.kill()?;
+        trainer = start()?;
+        let restart = trainer.ask("restart")?;
+        restarts.push((of(&restart, "restart_s")? * 1e3, of(&restart, "memcpy_s")? * 1e3));
+        trainer.ask("save")?;
+    }
+    trainer.ask("end")?;
+    let (gib, mib) = (state / GIB, GIB / 1024.0);
+    let row = |what: &str, pairs: &[(f64, f64)], baseline: &str| {
+        Row::of_pairs(NAME, &format!("{what}, {gib:.2} GiB"), "ms", pairs, baseline)
+            .aim(Aim::RatioAtMost(1.1))
+    };
+    let more = format!("memory of trainer and agent beyond state and arena, {gib:.2} GiB");
+    Ok(vec![
+        row("save until it is on the local disk", &saves, "write, fsync"),
+        row("restart of a killed trainer, in place", &restarts, "warm memcpy"),
+        Row::of_values(NAME, &more, "MiB", &[extra / mib]).aim(Aim::AtMost(0.02 * state / mib + 64.0)),
+    ])
+}
+
 fn pairs(rounds: &[Round], figure: impl Fn(&Round) -> Result<(f64, f64)>) -> Result<Vec<(f64, f64)>> {
     rounds.iter().map(figure).collect()
 }
@@ -146,15 +184,31 @@ struct Trainer {
 
 impl Trainer {
     fn start(context: &Context, url: &str, environment: &[(String, String)]) -> Result<Self> {
+        Self::start_with(context, url, environment, None)
+    }
+
+    /// As `start`, with copies in the directory `local`.
+    fn start_with(
+        context: &Context,
+        url: &str,
+        environment: &[(String, String)],
+        local: Option<&Path>,
+    ) -> Result<Self> {
         let mib = (context.settings.large / 2) >> 20;
         let mut command = Command::new(&context.settings.python);
         command.arg("bench/checkpoint.py").arg(url).arg(mib.to_string()).arg(context.place("scratch")?);
+        command.args(local);
         command.envs(environment.iter().cloned());
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().with_context(|| format!("starting {command:?}"))?;
         let stdin = child.stdin.take().context("the trainer's input")?;
         let stdout = child.stdout.take().context("the trainer's output")?;
         Ok(Self { child, stdin, stdout: BufReader::new(stdout) })
+    }
+
+    fn kill(&mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait().map(drop).context("waiting for a killed trainer")
     }
 
     fn ask(&mut self, what: &str) -> Result<Values> {
