@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
 
-use super::common::GIB;
+use super::common::{GIB, LINK, over_link};
 use crate::context::{Context, IN_FLIGHT, PART, noise};
 use crate::raw::ObjectStoreClient;
 use crate::report::{Aim, Row};
@@ -18,6 +18,8 @@ use crate::store::{PaceSettings, StoreProcess};
 type Values = HashMap<String, f64>;
 
 const NAME: &str = "checkpoint";
+/// The first rows of `in_store`, in which no store has a part.
+const BLOCKING_ROWS: usize = 2;
 
 /// One exchange with the trainer, and the store's own client moving the same bytes after it.
 struct Round {
@@ -26,15 +28,16 @@ struct Round {
 }
 
 pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
-    let mut rows = in_store(context)?;
+    let mut rows = in_store(context, PaceSettings::default())?;
+    rows.extend(over_link(in_store(context, LINK)?.split_off(BLOCKING_ROWS)));
     rows.extend(on_disk(context)?);
     rows.extend(near(context)?);
     Ok(rows)
 }
 
 /// Against a store of which the limit is a client of its own.
-fn in_store(context: &Context) -> Result<Vec<Row>> {
-    let store = StoreProcess::start(PaceSettings::default())?;
+fn in_store(context: &Context, pace: PaceSettings) -> Result<Vec<Row>> {
+    let store = StoreProcess::start(pace)?;
     let client = ObjectStoreClient::new(&store)?;
     let url = format!("s3://{}/checkpoints", StoreProcess::BUCKET);
     let mut trainer = Trainer::start(context, &url, &store.environment())?;

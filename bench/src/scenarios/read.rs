@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
-use super::common::{GIB, cpu_a_gib, mib_a_second};
+use super::common::{GIB, LINK, cpu_a_gib, mib_a_second, over_link};
 use crate::context::{Context, IN_FLIGHT, PART, names, shuffled};
 use crate::epoch::{read_all, read_one};
 use crate::mounted::{Mounted, Mounting};
@@ -38,6 +38,9 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
     }
     rows.extend(sequential(context, &store, &client)?);
     rows.extend(far(context)?);
+    let store = StoreProcess::start(LINK)?;
+    let client = ObjectStoreClient::new(&store)?;
+    rows.extend(over_link(sequential(context, &store, &client)?));
     Ok(rows)
 }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 
-use super::common::{GIB, cpu_a_gib, mib_a_second};
+use super::common::{GIB, LINK, cpu_a_gib, mib_a_second, over_link};
 use crate::context::{Context, IN_FLIGHT, PART, names, noise};
 use crate::mounted::{Mounted, Mounting};
 use crate::raw::ObjectStoreClient;
@@ -44,6 +44,7 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
     rows.push(random(context, &store, &mounted)?);
     mounted.unmount()?;
     rows.extend(far(context)?);
+    rows.extend(linked(context)?);
     rows.extend(clone::run(context)?);
     Ok(rows)
 }
@@ -58,6 +59,17 @@ fn far(context: &Context) -> Result<Vec<Row>> {
     let rows = small(context, &client, &mounted, FAR_FILES, &format!(", {} ms away", FAR.as_millis()))?;
     mounted.unmount()?;
     Ok(rows)
+}
+
+/// The large file once more, over a link that is slower than the processor.
+fn linked(context: &Context) -> Result<Vec<Row>> {
+    let store = StoreProcess::start(LINK)?;
+    let client = ObjectStoreClient::new(&store)?;
+    let how = Mounting { name: "written-linked", prefix: "written-linked", options: &[], footprint: None };
+    let mounted = Mounted::new(context, &store, how)?;
+    let rows = large(context, &client, &mounted)?;
+    mounted.unmount()?;
+    Ok(over_link(rows))
 }
 
 /// One large file, front to back, then fsync.
