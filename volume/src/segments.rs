@@ -74,12 +74,18 @@ struct Waiting {
     tell: oneshot::Sender<Result<Stored>>,
 }
 
-/// One of the tasks that put segments, for as long as it runs.
-struct Worker(Segments);
+/// One of the tasks that put segments.
+struct Worker {
+    segments: Segments,
+    /// It is among those of the queue.
+    is_counted: bool,
+}
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.0.0.queue.lock().workers -= 1;
+        if self.is_counted {
+            self.segments.0.queue.lock().workers -= 1;
+        }
     }
 }
 
@@ -100,51 +106,13 @@ impl Segments {
             queue.waiting.push_back(Waiting { content, tell });
             let is_wanted = queue.workers < PUTS_AT_ONCE;
             queue.workers += usize::from(is_wanted);
-            is_wanted.then(|| Worker(self.clone()))
+            is_wanted.then(|| Worker { segments: self.clone(), is_counted: true })
         };
         if let Some(worker) = worker {
-            self.0.tasks.spawn("segment", async move { worker.0.work().await });
+            self.0.tasks.spawn("segment", worker.work());
         }
         let gone = |_| Error::new(ErrorKind::Unavailable, "the volume was closed before the file was stored");
         told.await.map_err(gone)?
-    }
-
-    /// Puts segments until nothing waits.
-    async fn work(&self) {
-        loop {
-            let batch = self.next_batch();
-            if batch.is_empty() {
-                return;
-            }
-            let (contents, tell): (Vec<Bytes>, Vec<_>) =
-                batch.into_iter().map(|waiting| (waiting.content, waiting.tell)).unzip();
-            let pin = Arc::new(self.0.tree.fresh_segment());
-            let stored = self.put_segment(&pin, &contents).await;
-            let mut at = 0;
-            for (content, tell) in contents.into_iter().zip(tell) {
-                let length = content.len() as u64;
-                let answer = stored.as_ref().map_err(Error::duplicate).map(|blob| {
-                    let layout = part(blob, at, length);
-                    Stored { layout, _pin: Some(pin.clone()) }
-                });
-                at += length;
-                // A writer that went away wants no answer.
-                let _ = tell.send(answer);
-            }
-        }
-    }
-
-    fn next_batch(&self) -> Vec<Waiting> {
-        let mut queue = self.0.queue.lock();
-        let (mut files, mut bytes) = (0, 0);
-        for waiting in queue.waiting.iter().take(MOST_FILES) {
-            bytes += waiting.content.len() as u64;
-            if files > 0 && bytes > SEGMENT_BYTES {
-                break;
-            }
-            files += 1;
-        }
-        queue.waiting.drain(..files).collect()
     }
 
     /// Puts a segment of `contents`, one after the other, at the key of `pin`.
@@ -161,9 +129,75 @@ impl Segments {
     }
 }
 
+impl Worker {
+    /// Puts segments until nothing waits.
+    async fn work(mut self) {
+        loop {
+            let batch = self.next_batch();
+            if batch.is_empty() {
+                return;
+            }
+            let (contents, tell): (Vec<Bytes>, Vec<_>) =
+                batch.into_iter().map(|waiting| (waiting.content, waiting.tell)).unzip();
+            let pin = Arc::new(self.segments.0.tree.fresh_segment());
+            let stored = self.segments.put_segment(&pin, &contents).await;
+            let mut at = 0;
+            for (content, tell) in contents.into_iter().zip(tell) {
+                let length = content.len() as u64;
+                let answer = stored.as_ref().map_err(Error::duplicate).map(|blob| {
+                    let layout = part(blob, at, length);
+                    Stored { layout, _pin: Some(pin.clone()) }
+                });
+                at += length;
+                // A writer that went away wants no answer.
+                let _ = tell.send(answer);
+            }
+        }
+    }
+
+    /// What goes into the next segment. Where nothing waits the worker counts no more from then on: who comes as it goes
+    /// needs another.
+    fn next_batch(&mut self) -> Vec<Waiting> {
+        let mut queue = self.segments.0.queue.lock();
+        if queue.waiting.is_empty() {
+            queue.workers -= usize::from(std::mem::take(&mut self.is_counted));
+        }
+        let (mut files, mut bytes) = (0, 0);
+        for waiting in queue.waiting.iter().take(MOST_FILES) {
+            bytes += waiting.content.len() as u64;
+            if files > 0 && bytes > SEGMENT_BYTES {
+                break;
+            }
+            files += 1;
+        }
+        queue.waiting.drain(..files).collect()
+    }
+}
+
 /// A file that is `length` bytes of a segment.
 fn part(segment: &Blob, offset: u64, length: u64) -> FileLayout {
     let mut layout = FileLayout::empty();
     layout.write(Extent { offset: 0, length, source: Source::Blob { blob: segment.clone(), offset } });
     layout
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::support::{Fixture, run};
+
+    /// A file that came when workers had found nothing to do and were not gone yet waited for the next.
+    #[test]
+    fn a_file_that_comes_as_workers_go_is_put() {
+        run(async {
+            let volume = Fixture::new(Bucket::in_memory()).open().await;
+            let segments = &volume.store().segments;
+            segments.0.queue.lock().workers = PUTS_AT_ONCE;
+            let worker = |_| Worker { segments: segments.clone(), is_counted: true };
+            let mut going: Vec<Worker> = (0..PUTS_AT_ONCE).map(worker).collect();
+            going.iter_mut().for_each(|worker| assert!(worker.next_batch().is_empty()));
+            segments.put(Bytes::from_static(b"content")).await.expect("it is put");
+            drop(going);
+        });
+    }
 }

@@ -1,6 +1,6 @@
 //! Volumes over a bucket in memory: contents against a plain array, costs, faults, ceilings, warmup.
 
-mod support;
+pub(crate) mod support;
 mod model;
 mod reading;
 mod writing;
