@@ -34,7 +34,7 @@ impl OpenInode {
     /// Puts all bytes of a small file into a segment. The caller has the turn.
     async fn pack_together(&self) -> Result<bool> {
         let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
-        if layout.is_packed() || layout.size() == 0 {
+        if layout.is_packed() {
             return Ok(false);
         }
         let content = self.store.fetch.bytes(layout.pieces(0..layout.size())).await?;

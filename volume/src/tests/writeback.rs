@@ -263,6 +263,25 @@ fn closing_one_handle_leaves_what_another_is_writing() {
     });
 }
 
+/// An empty file of a packed directory was put under a key of its own.
+#[test]
+fn empty_packed_files_cost_nothing() {
+    use crate::packed::{Policy, policy};
+    run(async {
+        let fixture = fixture(LATER);
+        let volume = fixture.open().await;
+        policy(&volume, "", Some(Policy::Packed)).await.expect("set");
+        let before = fixture.bucket.counters();
+        for number in 0..5 {
+            write(&volume, &format!("f{number}"), Bytes::new()).await;
+        }
+        drain(&volume).await;
+        assert_eq!(puts(&fixture.bucket.counters().since(&before)), (0, 0));
+        assert_eq!((owned(&fixture.bucket).await, read(&volume, "f3").await), (0, Bytes::new()));
+        volume.close().await.expect("close");
+    });
+}
+
 /// With the tree in the bucket, syncing a file costs the tree's batch and nothing else.
 #[test]
 fn syncing_a_file_is_one_put_of_the_tree() {
