@@ -323,19 +323,7 @@ impl Volume {
         outcome.and(self.store.sync_tree().await)
     }
 
-    /// As [`Self::sync`], brings in what is staged, and fails, too, while bytes of an open file are lost and its writers do not know it yet. They are
-    /// told all the same.
-    pub(crate) async fn sync_all(&self) -> Result<()> {
-        self.sync().await?;
-        self.bring_all_in().await?;
-        let lost = self.open_inodes().into_iter().find_map(|inode| Some((inode.ino(), inode.failure()?)));
-        match lost {
-            Some((ino, error)) => Err(error.context(format!("written bytes of inode {ino} are lost"))),
-            None => Ok(()),
-        }
-    }
-
-    fn open_inodes(&self) -> Vec<Arc<OpenInode>> {
+    pub(crate) fn open_inodes(&self) -> Vec<Arc<OpenInode>> {
         self.open.lock().values().map(|opened| opened.inode.clone()).collect()
     }
 

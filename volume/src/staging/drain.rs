@@ -30,17 +30,30 @@ impl Volume {
         self.ending.store(true, Ordering::Relaxed);
         // What cannot be committed keeps nothing else from the bucket.
         let synced = self.sync().await;
-        uploads.drain(self, None, progress).await.and(synced)
+        uploads.drain(self, (u64::MAX, None), progress).await.and(synced)
     }
 
-    /// Returns when what is staged by now is in the bucket.
+    /// Commits what was written, and returns when what was staged before is in the bucket.
     ///
     /// # Errors
-    /// `Unavailable` when nothing could be uploaded for as long as the deadline of fsync.
+    /// As [`Self::sync`]; `Unavailable` when nothing could be uploaded for as long as the deadline of fsync.
     pub(crate) async fn bring_all_in(&self) -> Result<()> {
+        let Some(uploads) = &self.store().uploads else { return Ok(()) };
+        // What is staged from here on may stay uncommitted for as long as its writer likes.
+        let end = uploads.staging.next();
+        self.sync().await?;
         let patience = Duration::from_millis(self.store().write.deadline_ms);
-        match &self.store().uploads {
-            Some(uploads) => uploads.drain(self, Some(patience), |_| {}).await,
+        uploads.drain(self, (end, Some(patience)), |_| {}).await
+    }
+
+    /// As [`Self::sync`], brings in what is staged, and fails, too, while bytes of an open file are lost and its writers
+    /// do not know it yet. They are told all the same.
+    pub(crate) async fn sync_all(&self) -> Result<()> {
+        self.sync().await?;
+        self.bring_all_in().await?;
+        let lost = self.open_inodes().into_iter().find_map(|inode| Some((inode.ino(), inode.failure()?)));
+        match lost {
+            Some((ino, error)) => Err(error.context(format!("written bytes of inode {ino} are lost"))),
             None => Ok(()),
         }
     }

@@ -223,17 +223,17 @@ impl Uploads {
         }
     }
 
-    /// Returns when everything staged until now is in the bucket, telling `progress` what is left.
+    /// Returns when everything staged under numbers below `end` is in the bucket, telling `progress` what is left.
     ///
     /// # Errors
     /// `Unavailable` when uploads fail and none succeeds for as long as `patience`.
     pub(crate) async fn drain(
         &self,
         volume: &Volume,
-        patience: Option<Duration>,
+        (end, patience): (u64, Option<Duration>),
         mut progress: impl FnMut(&Staged),
     ) -> Result<()> {
-        let (end, mut changes) = (self.staging.next(), self.staging.changes());
+        let mut changes = self.staging.changes();
         self.schedule.lock().hurry();
         self.changed.notify_one();
         let _hurry = Hurry(self);

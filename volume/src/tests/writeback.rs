@@ -263,6 +263,32 @@ fn closing_one_handle_leaves_what_another_is_writing() {
     });
 }
 
+/// A writer that staged bytes while others were waited for, and wrote no more, was waited for without end.
+#[test]
+fn a_sync_does_not_wait_for_those_who_go_on_writing() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_faults(&faults);
+        let mut fixture = Fixture::new(bucket).writing_back(LATER);
+        fixture.tree_in_bucket = true;
+        let volume = fixture.open().await;
+        write(&volume, "before", pattern(1, 0..KIB)).await;
+        let gate = faults.gate(1);
+        let own = volume.clone();
+        let sync = tokio::spawn(async move { own.sync_all().await });
+        gate.reached().await;
+        let file = create(&volume, "open").await;
+        // More than the buffer: it is staged before it is committed.
+        file.write(0, pattern(2, 0..2 * MIB)).await.expect("write");
+        gate.open();
+        sync.await.expect("it ends").expect("synced");
+        assert!(object(&fixture.bucket, "before").await == pattern(1, 0..KIB));
+        file.release().await.expect("release");
+        drain(&volume).await;
+        volume.close().await.expect("close");
+    });
+}
+
 /// An empty file of a packed directory was put under a key of its own.
 #[test]
 fn empty_packed_files_cost_nothing() {
