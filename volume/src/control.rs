@@ -5,6 +5,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
@@ -18,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::Volume;
 use crate::clone::clone;
+use crate::content::Content;
 use crate::staging::Staged;
 use crate::warmup::{Outcome, Progress, Request as WarmupRequest, warmup};
 use crate::{packed, quota, trash, upkeep};
@@ -130,6 +132,25 @@ pub struct Identity {
     pub source: String,
     /// Where it is mounted.
     pub mount_point: String,
+}
+
+impl Volume {
+    /// How it is doing, for `forebay status`.
+    pub(crate) fn status(&self, identity: &Identity) -> Status {
+        let open = self.open_inodes();
+        Status {
+            source: identity.source.clone(),
+            mount_point: identity.mount_point.clone(),
+            pid: std::process::id(),
+            read_only: self.read_only(),
+            open_files: open.len(),
+            staged: self.staged(),
+            is_ending: self.ending.load(Ordering::Relaxed),
+            dirty_bytes: open.iter().map(|inode| inode.look(Content::dirty)).sum(),
+            cache: self.blocks().counters(),
+            store: self.bucket().counters(),
+        }
+    }
 }
 
 /// Serves the control socket at `path` in tasks of `tasks` until they are shut down.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use forebay_cache::Blocks;
@@ -21,7 +21,6 @@ use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 use crate::content::Content;
-use crate::control::{Identity, Status};
 use crate::fetch::Fetch;
 use crate::file::{Access, File};
 use crate::inode::OpenInode;
@@ -85,6 +84,8 @@ pub struct Volume {
     store: Arc<Store>,
     read_only: bool,
     open: Mutex<HashMap<InodeId, Opened>>,
+    /// How many inodes were taken off `open`, under its lock.
+    gone: AtomicU64,
     fills: Arc<Semaphore>,
     walks: Mutex<Walks>,
     seals: Arc<Semaphore>,
@@ -137,6 +138,7 @@ impl Volume {
             store: Arc::new(store),
             read_only: parts.read_only,
             open: Mutex::default(),
+            gone: AtomicU64::new(0),
             fills: Arc::new(Semaphore::new(FILLS_AT_ONCE)),
             seals: Arc::new(Semaphore::new(SEALS_AT_ONCE)),
             claim: Mutex::new(parts.claim),
@@ -377,23 +379,6 @@ impl Volume {
         }
     }
 
-    /// How it is doing, for `forebay status`.
-    pub(crate) fn status(&self, identity: &Identity) -> Status {
-        let open = self.open_inodes();
-        Status {
-            source: identity.source.clone(),
-            mount_point: identity.mount_point.clone(),
-            pid: std::process::id(),
-            read_only: self.read_only,
-            open_files: open.len(),
-            staged: self.staged(),
-            is_ending: self.ending.load(Ordering::Relaxed),
-            dirty_bytes: open.iter().map(|inode| inode.look(Content::dirty)).sum(),
-            cache: self.store.fetch.blocks.counters(),
-            store: self.store.bucket.counters(),
-        }
-    }
-
     /// Brings a block in without waiting for it; dropped when enough of them are under way.
     pub(crate) fn fill_ahead(&self, key: BlockKey) {
         let Ok(permit) = self.fills.clone().try_acquire_owned() else { return };
@@ -478,6 +463,7 @@ impl Volume {
                 opened.handles -= 1;
                 if opened.handles == 0 {
                     open.remove(&ino);
+                    self.gone.fetch_add(1, Ordering::SeqCst);
                     // While nobody can begin to write: what was not committed by now never will be.
                     self.store.settled(ino);
                 }
@@ -520,15 +506,36 @@ impl Volume {
             return Ok(inode);
         }
         self.store.tree.opened(ino).await?;
-        let (layout, generation) = match self.store.tree.layout(ino).await {
-            Ok(found) => found,
-            Err(error) => {
-                self.store.tree.closed(ino).await?;
-                return Err(error);
+        loop {
+            let gone = self.gone();
+            let found = match self.store.tree.layout(ino).await {
+                Ok(found) => found,
+                Err(error) => {
+                    self.store.tree.closed(ino).await?;
+                    return Err(error);
+                }
+            };
+            if let Some(inode) = self.adopt(ino, found, gone) {
+                return Ok(inode);
             }
-        };
-        let fresh = || Some(Arc::new(OpenInode::new(ino, self.store.clone(), layout, generation)));
-        self.add_handle(ino, fresh).ok_or_else(|| Error::bug("an open inode is always given"))
+        }
+    }
+
+    /// How many inodes were open and are not any more.
+    pub(crate) fn gone(&self) -> u64 {
+        self.gone.load(Ordering::SeqCst)
+    }
+
+    /// The inode with one more handle, as the tree had it after `gone` were closed. `None` if another was since: it may
+    /// have been this one, brought elsewhere, and what the layout names be deleted.
+    pub(crate) fn adopt(
+        &self,
+        ino: InodeId,
+        (layout, generation): (FileLayout, u64),
+        gone: u64,
+    ) -> Option<Arc<OpenInode>> {
+        let fresh = || Arc::new(OpenInode::new(ino, self.store.clone(), layout, generation));
+        self.add_handle(ino, || (self.gone() == gone).then(fresh))
     }
 
     /// Counts one more handle on an open inode, which `fresh` makes if there is none.

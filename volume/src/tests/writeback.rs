@@ -6,10 +6,11 @@ use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};
 use forebay_core::{ErrorKind, InodeId};
 use forebay_io::object::{Bucket, Counters, Faults, OperationKind};
+use forebay_metadata::tree::resolve;
 
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
-use crate::Volume;
 use crate::staging::{Staged, WritebackSettings};
+use crate::{File, Volume};
 
 /// Nothing is uploaded before someone waits for it.
 const LATER: WritebackSettings =
@@ -285,6 +286,34 @@ fn a_sync_does_not_wait_for_those_who_go_on_writing() {
         assert!(object(&fixture.bucket, "before").await == pattern(1, 0..KIB));
         file.release().await.expect("release");
         drain(&volume).await;
+        volume.close().await.expect("close");
+    });
+}
+
+/// Who opened a file while it was brought to the store wrote over bytes that were deleted then: all that it had not written
+/// was lost.
+#[test]
+fn an_open_that_meets_an_upload_is_of_what_that_made() {
+    run(async {
+        let fixture = fixture(LATER);
+        let volume = fixture.open().await;
+        write(&volume, "f", pattern(1, 0..300 * KIB)).await;
+        let ino = resolve(&**volume.tree(), "f").await.expect("the file").ino;
+        // Half of an open.
+        volume.tree().opened(ino).await.expect("opened");
+        let gone = volume.gone();
+        let found = volume.tree().layout(ino).await.expect("a layout");
+        drain(&volume).await;
+        let inode = match volume.adopt(ino, found, gone) {
+            Some(inode) => inode,
+            None => volume.acquire(ino).await.expect("opened"),
+        };
+        let file = File::new(inode, volume.clone(), READ_WRITE);
+        file.write(0, pattern(1, 0..KIB)).await.expect("write");
+        file.fsync().await.expect("fsync");
+        file.release().await.expect("release");
+        drain(&volume).await;
+        assert!(read(&volume, "f").await == pattern(1, 0..300 * KIB));
         volume.close().await.expect("close");
     });
 }
