@@ -448,16 +448,18 @@ impl Volume {
     /// it: the inode stays open meanwhile, so that all who come share its one state.
     pub(crate) async fn release(self: &Arc<Self>, inode: &Arc<OpenInode>, written: bool) -> Result<()> {
         let ino = inode.ino();
-        if let Some(accessed) = inode.accessed() {
-            self.store.tree.accessed(ino, accessed).await?;
-            inode.forget_access(accessed);
-        }
+        let told = match inode.accessed() {
+            Some(accessed) => {
+                self.store.tree.accessed(ino, accessed).await.map(|()| inode.forget_access(accessed))
+            }
+            None => Ok(()),
+        };
         // Where written bytes are staged, sealing brings them in.
         let writes_back = self.store.uploads.is_some();
         let behind = writes_back && written && inode.needs_seal() && !inode.shares();
         let seals = {
             let mut open = self.open.lock();
-            let Some(opened) = open.get_mut(&ino) else { return Ok(()) };
+            let Some(opened) = open.get_mut(&ino) else { return told };
             let seals = opened.handles == 1 && written && !behind && inode.needs_seal();
             if !seals {
                 opened.handles -= 1;
@@ -472,13 +474,13 @@ impl Volume {
         };
         if seals {
             self.seal_behind(inode.clone());
-            return Ok(());
+            return told;
         }
         let closed = self.store.tree.closed(ino).await;
         if written && let Some(uploads) = &self.store.uploads {
             uploads.closed(ino, behind);
         }
-        closed
+        told.and(closed)
     }
 
     /// Seals in the background and releases the handle that it was given.

@@ -1,13 +1,14 @@
-//! Reading small files one after another.
+//! Reading small files one after another, and what readers leave behind.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use forebay_cache::Residency;
-use forebay_core::{InodeId, ObjectKey};
+use forebay_core::{ErrorKind, InodeId, ObjectKey, Timestamp};
 use forebay_io::object::{Bucket, Condition, OperationKind};
 
-use super::support::{Fixture, READ, open, pattern, run};
+use super::support::{Fixture, READ, create, open, pattern, run};
 use crate::Volume;
 
 const FILES: u64 = 400;
@@ -91,5 +92,23 @@ fn files_in_no_order_bring_no_others() {
         numbers.sort_unstable();
         assert_eq!(cached(&volume).await, numbers);
         assert_eq!(fixture.bucket.counters().of(OperationKind::Get).requests, 20);
+    });
+}
+
+/// A reader that left while its access time could not be noted kept the file open until the end of the mount.
+#[test]
+fn a_reader_leaves_whatever_becomes_of_its_access_time() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.release().await.expect("release");
+        let file = open(&volume, "f", READ).await;
+        file.note_access(Timestamp { seconds: volume.clock().wall().seconds + 1_000_000, nanos: 0 });
+        fixture.lapsed.store(true, SeqCst);
+        assert_eq!(file.release().await.expect_err("it is told").kind(), ErrorKind::Unavailable);
+        fixture.lapsed.store(false, SeqCst);
+        assert!(volume.open_inodes().is_empty());
+        volume.close().await.expect("close");
     });
 }

@@ -1,12 +1,14 @@
 //! What the tests of a volume start from.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_cache::{CacheSettings, Node};
 use forebay_core::units::MIB;
-use forebay_core::{FileKind, InodeId, ObjectKey, VolumeId};
+use forebay_core::{Error, ErrorKind, FileKind, InodeId, ObjectKey, VolumeId};
 use forebay_io::clock::Clock;
 use forebay_io::mem::Budget;
 use forebay_io::object::Bucket;
@@ -48,6 +50,8 @@ pub(crate) struct Fixture {
     /// What is staged lies in the folder.
     pub(crate) writeback: Option<(tempfile::TempDir, WritebackSettings)>,
     pub(crate) clock: Clock,
+    /// The right to the volume cannot be renewed: the tree takes no changes meanwhile.
+    pub(crate) lapsed: Arc<AtomicBool>,
 }
 
 impl Fixture {
@@ -56,7 +60,8 @@ impl Fixture {
         let cache = CacheSettings { memory_bytes: 64 * MIB, ..CacheSettings::default() };
         let (store, budget) = (MemStore::default(), Budget::new(64 * MIB));
         let (clock, writeback) = (Clock::system(), None);
-        Self { bucket, store, tree_in_bucket: false, write, part_copy: true, budget, cache, writeback, clock }
+        let (tree_in_bucket, part_copy, lapsed) = (false, true, Arc::default());
+        Self { bucket, store, tree_in_bucket, write, part_copy, budget, cache, writeback, clock, lapsed }
     }
 
     /// The same with bytes staged in a folder.
@@ -85,10 +90,15 @@ impl Fixture {
             Some(writeback) => after(writeback.staging.clone(), engine),
             None => engine,
         };
+        let lapsed = self.lapsed.clone();
+        let guard = move || match lapsed.load(SeqCst) {
+            true => Err(Error::new(ErrorKind::Unavailable, "the lease has lapsed")),
+            false => Ok(()),
+        };
         let (clock, rng, tasks) = (self.clock.clone(), Rng::seeded(1), TaskGroup::new("test"));
         let parts = TreeParts {
             volume: VOLUME,
-            committer: Committer::start(engine, CommitterSettings::default()),
+            committer: Committer::start_guarded(engine, CommitterSettings::default(), guard),
             bucket: Some(self.bucket.clone()),
             session: Rng::system().u64(),
             clock: clock.clone(),
