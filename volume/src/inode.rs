@@ -429,10 +429,12 @@ impl OpenInode {
 
     /// Shows what was committed last instead of bytes that are lost.
     async fn fall_back(&self) {
-        match self.store.tree.layout(self.ino).await {
-            Ok((layout, generation)) => *self.content.write() = Content::committed(layout, generation),
-            Err(error) => tracing::error!(ino = %self.ino, %error, "could not read the last content back"),
-        }
+        let known = self.look(|content| (content.base().clone(), content.generation()));
+        let (layout, generation) = self.store.tree.layout(self.ino).await.unwrap_or_else(|error| {
+            tracing::warn!(ino = %self.ino, %error, "the last content is the one that this mount knew");
+            known
+        });
+        *self.content.write() = Content::committed(layout, generation);
         self.store.settled(self.ino);
     }
 }

@@ -515,8 +515,8 @@ class Checkpointer:
                 self._give_up(save.step, error)
                 save._failure = error
                 raise
+            save._staged_at = now()
             save._native = self._session.seal(staging.snapshot, save.step, staging.created_ms, staging.extras)
-            save._is_staged, save._staged_at = True, now()
             self._saves.append(save)
 
     def _ensure_agent(self) -> None:

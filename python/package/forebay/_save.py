@@ -32,7 +32,6 @@ class Save:
         self._staged_at: Optional[float] = None
         self._native: Optional[_native.Save] = None
         self._failure: Optional[CheckpointError] = None
-        self._is_staged = False
 
     def __repr__(self) -> str:
         return f"<forebay.Save step={self._step} {self._progress()}>"
@@ -45,7 +44,7 @@ class Save:
     @property
     def staged(self) -> bool:
         """Whether everything is copied: the state may change."""
-        return self._is_staged
+        return self._native is not None
 
     @property
     def sealed(self) -> bool:
@@ -86,7 +85,7 @@ class Save:
         if not self._owner._stage(deadline):
             return False
         self._raise_if_failed()
-        return self._is_staged
+        return self._native is not None
 
     def wait_sealed(self, timeout: Optional[float] = None) -> bool:
         """Waits until the agent has it; False when `timeout` seconds passed first."""

@@ -543,5 +543,4 @@ def _seal(held: _Held, extras: list[tuple[str, str]]) -> Save:
     save = Save(held.checkpointer, held.step)
     created_ms = time.time_ns() // 1_000_000
     save._native = held.checkpointer._session.seal(held.snapshot, held.step, created_ms, extras)
-    save._is_staged = True
     return save
