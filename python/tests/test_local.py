@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -23,7 +22,7 @@ from .conftest import Child, Gate, rounds, wait_until
 from .test_crash import is_running
 from .test_limits import MIB, small_disk  # noqa: F401
 from .test_ranks import start_ranks
-from .test_restart import LINGER_S, advance, end, rank_state
+from .test_restart import LINGER_S, advance, end, rank_restores, rank_state
 
 Report = Callable[[str], None]
 
@@ -193,24 +192,9 @@ def test_a_place_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def ranks_restore(place: Any, disk: Path) -> list[list[Any]]:
-    """Step, tier and whether all is right, of two ranks that restore and then save a step more."""
-
-    def work(rank: int, report: Report) -> None:
-        state = rank_state()
-        with forebay.Checkpointer(place, every=1, replicated=["all"], local=disk) as checkpointer:
-            warnings.simplefilter("ignore", forebay.CheckpointWarning)
-            step = checkpointer.restore(state) or 0
-            assert checkpointer.restored is not None
-            same = bool((state["own"] == step * (1 + rank)).all() and (state["all"] == step).all())
-            report(json.dumps([step, checkpointer.restored.tier, same and state["n"] == step]))
-            advance(state, rank)
-            save = checkpointer.step(step + 1, state)
-            assert save is not None and save.wait_durable(60)
-
-    children = start_ranks(2, work, with_gloo=False)
-    lines = [json.loads(child.line()) for child in children]
-    assert [child.join() for child in children] == [0, 0]
-    return lines
+    """As `rank_restores`, with copies on `disk`."""
+    warnings.simplefilter("ignore", forebay.CheckpointWarning)
+    return rank_restores(place, local=disk)
 
 
 def ranks_save(place: Any, disk: Path, last: int, shut: Callable[[], None] = lambda: None) -> None:

@@ -289,12 +289,12 @@ def advance(state: dict[str, Any], rank: int) -> None:
     state["n"] += 1
 
 
-def rank_restores(place: Path) -> list[list[Any]]:
+def rank_restores(place: Any, **settings: Any) -> list[list[Any]]:
     """Step, tier and whether all is right, of two ranks that restore and then save a step more."""
 
     def work(rank: int, report: Report) -> None:
         state = rank_state()
-        with forebay.Checkpointer(place, every=1, replicated=["all"], linger=LINGER_S) as checkpointer:
+        with forebay.Checkpointer(place, every=1, replicated=["all"], linger=LINGER_S, **settings) as checkpointer:
             step = checkpointer.restore(state) or 0
             assert checkpointer.restored is not None
             same = bool((state["own"] == step * (1 + rank)).all() and (state["all"] == step).all())

@@ -17,7 +17,7 @@ import forebay
 from forebay import _native
 
 from .test_ranks import run_ranks
-from .test_trainers import Recorder, pytorch_lightning, quiet, same, transformers  # noqa: F401
+from .test_trainers import pytorch_lightning, quiet, same, small_trainer  # noqa: F401
 
 import forebay.huggingface  # noqa: E402  isort: skip
 import forebay.lightning  # noqa: E402  isort: skip
@@ -134,32 +134,11 @@ def test_lightning_resumes_bit_equal_with_several_processes(tmp_path: Path, kind
 def train(place: Path, folder: Path, seed: int, step: Any = None) -> Any:
     """A Trainer's losses and weights on this rank, and what `checkpoint` gave."""
     source = forebay.huggingface.checkpoint(place.parent / "one", folder, step) if step is not None else None
-    torch.manual_seed(seed)
-    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=40, n_positions=8)
-    numbers = torch.Generator().manual_seed(5)
-    rows = [torch.randint(40, (8,), generator=numbers).tolist() for _ in range(40)]
-    recorder = Recorder()
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        max_steps=8,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        ddp_backend="gloo",
-        logging_steps=1,
-    )
-    trainer = transformers.Trainer(
-        model=transformers.GPT2LMHeadModel(config),
-        args=arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        callbacks=[forebay.huggingface.Callback(place, every=3, keep=9), recorder],
-    )
+    trainer, recorder = small_trainer(place, folder, seed, 40, ddp_backend="gloo")
     trainer.train(resume_from_checkpoint=source)
     weights = {step: [value.double().sum().item() for value in saved.values()] for step, saved in recorder.weights.items()}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return [source, losses, [[step, *sums] for step, sums in weights.items()], arguments.world_size]
+    return [source, losses, [[step, *sums] for step, sums in weights.items()], trainer.args.world_size]
 
 
 def test_the_trainer_of_hugging_face_resumes_bit_equal_with_several_processes(tmp_path: Path) -> None:

@@ -104,11 +104,12 @@ class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
         self.weights[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def train(place: Path, folder: Path, source: Any, seed: int) -> Recorder:
+def small_trainer(place: Path, folder: Path, seed: int, count: int, **settings: Any) -> tuple[Any, Recorder]:
+    """A Trainer of a small model and `count` rows that saves every third of eight steps, and what records its weights."""
     torch.manual_seed(seed)
     config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=40, n_positions=8)
     numbers = torch.Generator().manual_seed(5)
-    rows = [torch.randint(40, (8,), generator=numbers).tolist() for _ in range(20)]
+    rows = [torch.randint(40, (8,), generator=numbers).tolist() for _ in range(count)]
     recorder = Recorder()
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
@@ -119,6 +120,7 @@ def train(place: Path, folder: Path, source: Any, seed: int) -> Recorder:
         disable_tqdm=True,
         use_cpu=True,
         logging_steps=1,
+        **settings,
     )
     trainer = transformers.Trainer(
         model=transformers.GPT2LMHeadModel(config),
@@ -126,6 +128,11 @@ def train(place: Path, folder: Path, source: Any, seed: int) -> Recorder:
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         callbacks=[forebay.huggingface.Callback(place, every=3, keep=9), recorder],
     )
+    return trainer, recorder
+
+
+def train(place: Path, folder: Path, source: Any, seed: int) -> Recorder:
+    trainer, recorder = small_trainer(place, folder, seed, 20)
     trainer.train(resume_from_checkpoint=source)
     return recorder
 
