@@ -113,27 +113,26 @@ pub fn names(count: usize) -> impl Iterator<Item = String> {
 
 /// The same bytes on every run, which no compression shrinks.
 pub fn noise(size: usize) -> Bytes {
+    random_words().flat_map(u64::to_le_bytes).take(size).collect::<Vec<u8>>().into()
+}
+
+/// Words by Marsaglia's xorshift64, the same on every run.
+fn random_words() -> impl Iterator<Item = u64> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let words = std::iter::repeat_with(|| {
-        // xorshift64, by Marsaglia.
+    std::iter::repeat_with(move || {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        state.to_le_bytes()
-    });
-    words.flatten().take(size).collect::<Vec<u8>>().into()
+        state
+    })
 }
 
-/// The same order on every run, which no readahead foresees: a stride through all of them.
-pub fn shuffled(paths: Vec<PathBuf>) -> Vec<PathBuf> {
-    let count = paths.len();
-    let coprime = |step: &usize| gcd(*step, count) == 1;
-    let step = (count * 5 / 8 + 1..).find(coprime).unwrap_or(1);
-    (0..count).map(|index| paths[index * step % count].clone()).collect()
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
+/// The same order on every run, which nobody foresees: Fisher and Yates's shuffle.
+pub fn shuffled(mut paths: Vec<PathBuf>) -> Vec<PathBuf> {
+    for (last, word) in (1..paths.len()).rev().zip(random_words()) {
+        paths.swap(last, (word % (last as u64 + 1)) as usize);
+    }
+    paths
 }
 
 #[cfg(test)]

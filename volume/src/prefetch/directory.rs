@@ -4,7 +4,8 @@
 //! Inode numbers are handed out in the order of a listing, so that whoever takes a directory in its order takes numbers
 //! that grow. Some such steps in a row make a *walk*, which is served a window of files that doubles up to
 //! `PrefetchSettings::max_files`. Several readers that share one walk come a little out of order; others have walks of
-//! their own. Random readers make no walk, so that they fetch nothing extra.
+//! their own. Random readers make no walk, and those who take every so many-th file, as the ranks of a job do, none that
+//! is served: less than every second file of theirs would be wanted.
 
 use forebay_core::{BLOCK_SIZE, InodeId};
 
@@ -14,6 +15,8 @@ const WALKS: usize = 32;
 const NEAR: u64 = 16;
 /// Steps forward that make a walk.
 const STEPS: u32 = 3;
+/// A walk is served while at least one of so many files that it passes is read.
+const SPARSE: u64 = 2;
 /// The first window in files.
 const FIRST_FILES: usize = 8;
 /// Files above this are served by a window of their own, within the file.
@@ -43,6 +46,9 @@ struct Walk {
     /// The furthest file read.
     reached: u64,
     steps: u32,
+    /// Where it was when it was looked at last, and how many of its files were read since.
+    mark: u64,
+    read: u64,
     window: usize,
     /// Files that were asked for and are not reached yet, in their order.
     ahead: std::collections::VecDeque<u64>,
@@ -89,7 +95,7 @@ impl Walks {
 impl Walk {
     fn start(name: u64, ino: u64) -> Self {
         let ahead = std::collections::VecDeque::new();
-        Self { name, reached: ino, steps: 0, window: 0, ahead, rests_to: None }
+        Self { name, reached: ino, steps: 0, mark: ino, read: 0, window: 0, ahead, rests_to: None }
     }
 
     fn end(&self) -> u64 {
@@ -101,6 +107,7 @@ impl Walk {
     }
 
     fn step(&mut self, ino: u64, max_files: usize) -> Option<Ask> {
+        self.read += 1;
         if ino > self.reached {
             self.steps = self.steps.saturating_add(1);
             self.reached = ino;
@@ -110,6 +117,12 @@ impl Walk {
         }
         let rests = self.rests_to.is_some_and(|end| ino <= end);
         if self.steps < STEPS || rests || self.ahead.len() > self.window / 2 {
+            return None;
+        }
+        let is_sparse = self.read * SPARSE < self.reached - self.mark;
+        (self.mark, self.read) = (self.reached, 0);
+        if is_sparse {
+            self.steps = 0;
             return None;
         }
         self.window = (self.window * 2).max(FIRST_FILES).min(max_files);
@@ -189,6 +202,19 @@ mod tests {
             .collect();
         let extra = fetched(read, 100_000).len();
         assert!(extra <= 50, "{extra} files for 5000 reads");
+    }
+
+    #[test]
+    fn every_so_many_th_file_fetches_nothing_extra() {
+        for stride in 3..=NEAR {
+            let wanted = (1..500).map(|at| at * stride);
+            assert!(fetched(wanted, 10_000).is_empty(), "every {stride}th");
+        }
+        let thinning = (1..=300).chain((1..500).map(|at| 300 + at * 8));
+        let extra = fetched(thinning, 10_000).into_iter().filter(|ino| *ino > 300 + 64).count();
+        assert!(extra <= 64, "{extra} files after it thinned out");
+        let thickening = (1..100).map(|at| at * 8).chain(800..=1800);
+        assert!(fetched(thickening, 1800).len() > 950);
     }
 
     #[test]
