@@ -2,7 +2,7 @@
 //!
 //! Integers are LEB128 (7 bits a byte, least first), signed ones zigzag before; byte strings carry their length.
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
 use forebay_core::{Blob, Error, FileKind, InodeId, ObjectKey, Result, Timestamp, Version};
 
 /// The first byte of every value.
@@ -92,10 +92,12 @@ impl Decoder {
     }
 
     pub(super) fn byte(&mut self) -> Result<u8> {
-        if self.rest.is_empty() {
+        // Not `split_to`, which counts references, for every byte of a record.
+        let Some(byte) = self.rest.first().copied() else {
             return Err(self.bad("is cut short"));
-        }
-        Ok(self.rest.split_to(1)[0])
+        };
+        self.rest.advance(1);
+        Ok(byte)
     }
 
     pub(super) fn flag(&mut self) -> Result<bool> {
@@ -134,16 +136,24 @@ impl Decoder {
     }
 
     pub(super) fn bytes(&mut self) -> Result<Bytes> {
-        let length = self.small::<usize>()?;
-        if length > self.rest.len() {
-            return Err(self.bad("is cut short"));
-        }
         // A copy, so that a small field kept in memory does not hold a whole page of the engine.
-        Ok(Bytes::copy_from_slice(&self.rest.split_to(length)))
+        self.field(Bytes::copy_from_slice)
     }
 
     pub(super) fn text(&mut self) -> Result<String> {
-        String::from_utf8(self.bytes()?.into()).map_err(|_| self.bad("has text that is not UTF-8"))
+        let text = self.field(|bytes| std::str::from_utf8(bytes).map(str::to_owned))?;
+        text.map_err(|_| self.bad("has text that is not UTF-8"))
+    }
+
+    /// What `take` makes of a byte string.
+    fn field<T>(&mut self, take: impl FnOnce(&[u8]) -> T) -> Result<T> {
+        let length = self.small::<usize>()?;
+        let Some(bytes) = self.rest.get(..length) else {
+            return Err(self.bad("is cut short"));
+        };
+        let taken = take(bytes);
+        self.rest.advance(length);
+        Ok(taken)
     }
 
     pub(super) fn ino(&mut self) -> Result<InodeId> {
