@@ -85,6 +85,8 @@ struct Inode {
     now: Content,
     /// What is there when the power comes back.
     synced: Content,
+    /// How many entries name it now.
+    names: u32,
 }
 
 #[derive(Clone)]
@@ -106,7 +108,7 @@ impl Inode {
             bytes: Vec::new(),
             entries: is_directory.then(BTreeMap::new),
         };
-        Self { synced: now.clone(), now }
+        Self { synced: now.clone(), now, names: 1 }
     }
 }
 
@@ -163,6 +165,10 @@ impl Disk {
             at += 1;
         }
         self.inodes.retain(|number, _| reached.contains(number));
+        self.inodes.values_mut().for_each(|inode| inode.names = 0);
+        for number in reached {
+            self.inodes.entry(number).and_modify(|inode| inode.names += 1);
+        }
     }
 
     fn inode(&mut self, number: INodeNo) -> Result<&mut Inode, Errno> {
@@ -196,14 +202,12 @@ impl Disk {
     }
 
     fn attributes(&mut self, ino: INodeNo) -> Result<FileAttr, Errno> {
-        let Content { mode, size, modified, entries, .. } = &self.inode(ino)?.now;
-        let kind = if entries.is_some() { FileType::Directory } else { FileType::RegularFile };
-        let (perm, size, time, blocks) = (*mode, *size, *modified, size.div_ceil(512));
-        let names = |inode: &Inode| {
-            inode.now.entries.iter().flat_map(BTreeMap::values).filter(|number| **number == ino.0).count()
+        let Inode { now: Content { mode, size, modified, entries, .. }, names, .. } = self.inode(ino)?;
+        let (kind, nlink) = match entries {
+            Some(_) => (FileType::Directory, 2),
+            None => (FileType::RegularFile, *names),
         };
-        let nlink =
-            if kind == FileType::Directory { 2 } else { self.inodes.values().map(names).sum::<usize>() };
+        let (perm, size, time, blocks) = (*mode, *size, *modified, size.div_ceil(512));
         Ok(FileAttr {
             ino,
             size,
@@ -214,7 +218,7 @@ impl Disk {
             crtime: time,
             kind,
             perm,
-            nlink: nlink as u32,
+            nlink,
             uid: 0,
             gid: 0,
             rdev: 0,
@@ -223,11 +227,23 @@ impl Disk {
         })
     }
 
+    fn link(&mut self, ino: INodeNo, parent: INodeNo, name: &OsStr) -> Result<(), Errno> {
+        let entries = self.entries(parent)?;
+        if entries.contains_key(name) {
+            return Err(Errno::EEXIST);
+        }
+        entries.insert(name.to_owned(), ino.0);
+        self.inode(ino)?.names += 1;
+        Ok(())
+    }
+
     fn remove(&mut self, parent: INodeNo, name: &OsStr) -> Result<(), Errno> {
         let number = self.find(parent, name)?;
-        if self.inode(number)?.now.entries.as_ref().is_some_and(|entries| !entries.is_empty()) {
+        let inode = self.inode(number)?;
+        if inode.now.entries.as_ref().is_some_and(|entries| !entries.is_empty()) {
             return Err(Errno::ENOTEMPTY);
         }
+        inode.names -= 1;
         self.entries(parent)?.remove(name);
         Ok(())
     }
@@ -392,14 +408,7 @@ impl Filesystem for Server {
 
     fn link(&self, _: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let mut disk = self.disk();
-        let linked = match disk.entries(parent) {
-            Ok(entries) if entries.contains_key(name) => Err(Errno::EEXIST),
-            Ok(entries) => {
-                entries.insert(name.to_owned(), ino.0);
-                Ok(())
-            }
-            Err(error) => Err(error),
-        };
+        let linked = disk.link(ino, parent, name);
         entry(reply, linked.and_then(|()| disk.attributes(ino)));
     }
 
