@@ -18,6 +18,8 @@ enum Verdict {
     Delete,
     /// It was taken back, or is done.
     Forget,
+    /// Another object lies there now, which has nothing to do with it.
+    Leave,
     /// Not yet.
     Keep,
 }
@@ -89,16 +91,15 @@ impl Mover {
         if !doomed.is_empty() {
             self.bucket().delete_many(&doomed).await?;
         }
-        let done: Vec<Queued> = judged
+        let done: Vec<(Queued, Verdict)> = judged
             .into_iter()
             .filter(|((_, deletion), verdict)| {
                 *verdict != Verdict::Keep && !(is_held_up && is_prefix(deletion))
             })
-            .map(|(queued, _)| queued)
             .collect();
         let count = done.len();
         let forget_all = move |change: &mut Change<'_, '_>| {
-            done.iter().try_for_each(|(key, deletion)| forget(change, key, deletion))
+            done.iter().try_for_each(|(queued, verdict)| forget(change, queued, *verdict))
         };
         self.transact(Durability::Buffered, forget_all).await?;
         Ok(count)
@@ -121,23 +122,17 @@ impl Mover {
         let recorded = self.look(|look| recorded(look, key, deletion, session)).await?;
         let is_plain = recorded == Verdict::Delete && !deletion.blob.is_owned();
         if is_plain {
-            if !self.is_unchanged(deletion).await? {
-                return Ok(Verdict::Forget);
+            let blob = &deletion.blob;
+            match self.bucket().head(&blob.key).await? {
+                Some(found) if found.version == blob.version => self.save_lent(blob).await?,
+                Some(_) => {
+                    warn!(key = %blob.key, "not deleted: the object was replaced by somebody else");
+                    return Ok(Verdict::Leave);
+                }
+                None => return Ok(Verdict::Forget),
             }
-            self.save_lent(&deletion.blob).await?;
         }
         Ok(recorded)
-    }
-
-    /// Whether a plain object still is the one that was given up.
-    async fn is_unchanged(&self, deletion: &Deletion) -> Result<bool> {
-        let blob = &deletion.blob;
-        let found = self.bucket().head(&blob.key).await?;
-        let replaced = found.as_ref().is_some_and(|found| found.version != blob.version);
-        if replaced {
-            warn!(key = %blob.key, "not deleted: the object was replaced by somebody else");
-        }
-        Ok(found.is_some() && !replaced)
     }
 }
 
@@ -165,7 +160,7 @@ fn recorded(records: &dyn Records, key: &[u8], deletion: &Deletion, session: u64
 }
 
 /// Takes back the records of a deletion that is done or not wanted any more.
-fn forget(change: &mut Change<'_, '_>, queued: &Bytes, deletion: &Deletion) -> Result<()> {
+fn forget(change: &mut Change<'_, '_>, (queued, deletion): &Queued, verdict: Verdict) -> Result<()> {
     change.delete(queued.clone())?;
     let key = deletion.blob.key.as_str();
     if deletion.blob.is_owned() {
@@ -174,6 +169,10 @@ fn forget(change: &mut Change<'_, '_>, queued: &Bytes, deletion: &Deletion) -> R
     }
     let due = change.keys().number_in(queued)?;
     match change.claim(key)?.map(|claim| claim.state) {
+        // A listing under way tells of that object, which is to be taken over.
+        Some(HolderState::Doomed { due_ms }) if due_ms == due && verdict == Verdict::Leave => {
+            change.let_go_of(key)
+        }
         Some(HolderState::Doomed { due_ms }) if due_ms == due => change.delete_claim(key),
         _ => Ok(()),
     }

@@ -278,6 +278,11 @@ impl<'a, 't> Change<'a, 't> {
 
     pub(crate) fn delete_claim(&mut self, key: &str) -> Result<()> {
         self.touch_key(key);
+        self.let_go_of(key)
+    }
+
+    /// Deletes the claim to a key at which nothing changed, so that what a listing under way tells of it still holds.
+    pub(crate) fn let_go_of(&mut self, key: &str) -> Result<()> {
         self.delete(self.keys().claim(key))
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use forebay_core::{ErrorKind, FileLayout, InodeId};
-use forebay_io::object::{Condition, OperationKind};
+use forebay_io::object::{Condition, Faults, OperationKind};
 
 use super::world::*;
 use crate::records::Records;
@@ -165,6 +165,27 @@ async fn first_content_at_a_freed_key_is_found_after_a_crash() {
     world.crash(tree, false).await;
     let tree = world.open().await;
     check_files(&world, &tree, &files(&[("a", "new")])).await;
+}
+
+/// So it is when the mover finds that out while the directory is being listed.
+#[tokio::test]
+async fn first_content_at_a_freed_key_is_found_by_a_listing_under_way() {
+    let world = World::memory().await;
+    world.put("a", b"old").await;
+    let tree = world.open().await;
+    unlink(&tree, "a").await.expect("unlinked");
+    tree.create(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made");
+    tree.sync().await.expect("synced");
+    world.write_path(&tree, "a", "new").await.expect("written");
+    world.crash(tree, false).await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults))).await;
+    let (listing, expected) = (faults.gate(1), files(&[("a", "new")]));
+    tokio::join!(check_files(&world, &tree, &expected), async {
+        listing.reached().await;
+        tree.drain().await.expect("drained");
+        listing.open();
+    });
 }
 
 /// The same with outsiders writing and deleting, and with what was not synced lost. Whatever is there in the end can be
