@@ -54,14 +54,8 @@ impl Store {
         self.in_time("the intent to write reaches the store", self.tree.place(ino)).await
     }
 
-    /// Waits for the tree as long as for any request: an engine inside the bucket goes on trying for ever.
     async fn in_time<T>(&self, what: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
-        let deadline = Duration::from_millis(self.write.deadline_ms);
-        tokio::time::timeout(deadline, work).await.unwrap_or_else(|_| {
-            let waited = self.write.deadline_ms / 1000;
-            Err(Error::new(ErrorKind::Unavailable, format!("waited {waited} s until {what}"))
-                .with_hint("see whether the store can be reached, then sync again: nothing was given up"))
-        })
+        in_time(self.write.deadline_ms, what, work).await
     }
 
     pub(crate) fn now(&self) -> Timestamp {
@@ -82,7 +76,14 @@ impl Store {
         }
         for _ in 0..PLACE_ATTEMPTS {
             let placement = self.place(ino).await?;
-            match self.bucket.put(placement.key(), content.clone(), condition(&placement)).await {
+            let (key, condition) = (placement.key(), condition(&placement));
+            let put = match &placement {
+                Placement::Own { token, .. } => {
+                    self.bucket.put_as(key, content.clone(), condition, token).await
+                }
+                Placement::Owned { .. } => self.bucket.put(key, content.clone(), condition).await,
+            };
+            match put {
                 Err(error) if error.kind() == ErrorKind::Conflict => {}
                 Err(error) => return Err(error),
                 Ok(info) => {
@@ -129,8 +130,13 @@ impl Store {
 
     async fn start(&self, ino: InodeId, options: UploadOptions) -> Result<(Upload, Placement)> {
         let placement = self.place(ino).await?;
-        let notes = Arc::new(Notes(self.tree.clone()));
-        let options = UploadOptions { notes: Some(notes), ..options };
+        let token = match &placement {
+            Placement::Own { token, .. } => Some(token.clone()),
+            Placement::Owned { .. } => None,
+        };
+        let (tree, deadline_ms) = (self.tree.clone(), self.write.deadline_ms);
+        let notes = Arc::new(Notes { tree, deadline_ms, is_announced: token.is_some() });
+        let options = UploadOptions { notes: Some(notes), token, ..options };
         let upload = self.bucket.upload_with(placement.key(), options)?;
         Ok((upload, placement))
     }
@@ -227,20 +233,44 @@ fn runs(layout: &FileLayout, copied: bool) -> Vec<Run> {
     runs
 }
 
+/// Waits for the tree as long as for any request: an engine inside the bucket goes on trying for ever.
+async fn in_time<T>(deadline_ms: u64, what: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
+    tokio::time::timeout(Duration::from_millis(deadline_ms), work).await.unwrap_or_else(|_| {
+        let waited = deadline_ms / 1000;
+        Err(Error::new(ErrorKind::Unavailable, format!("waited {waited} s until {what}"))
+            .with_hint("see whether the store can be reached, then sync again: nothing was given up"))
+    })
+}
+
 /// Notes uploads in the tree, which ends them when this process dies.
 #[derive(Debug)]
-struct Notes(Arc<dyn Tree>);
+struct Notes {
+    tree: Arc<dyn Tree>,
+    deadline_ms: u64,
+    /// An intent tells of the upload, so that it is found there even if the store began it and it was never noted. The
+    /// key of an owned blob tells as much by itself.
+    is_announced: bool,
+}
 
 #[async_trait]
 impl UploadNotes for Notes {
+    async fn starting(&self) -> Result<()> {
+        match self.is_announced {
+            true => {
+                in_time(self.deadline_ms, "the intent to write reaches the store", self.tree.sync()).await
+            }
+            false => Ok(()),
+        }
+    }
+
     async fn started(&self, key: &ObjectKey, id: &str) {
-        if let Err(error) = self.0.upload_started(key, id).await {
+        if let Err(error) = self.tree.upload_started(key, id).await {
             tracing::warn!(%key, %error, "an upload is not noted: it stays in the store if this process dies");
         }
     }
 
     async fn ended(&self, id: &str) {
-        if let Err(error) = self.0.upload_ended(id).await {
+        if let Err(error) = self.tree.upload_ended(id).await {
             tracing::debug!(%error, "an upload that ended stays noted; the next mount forgets it");
         }
     }

@@ -8,19 +8,19 @@ use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp, Version};
 use futures::stream::{BoxStream, StreamExt, TryStreamExt};
 use object_store::path::Path;
-use object_store::{CopyOptions, ObjectMeta, ObjectStore, PutOptions};
+use object_store::{Attribute, CopyOptions, GetResult, ObjectMeta, ObjectStore, PutOptions};
 
 use super::backend::{Plain, STAGED, connect, sweep_directory};
 use super::counters::Meter;
 use super::error::convert;
 use super::front::{Front, pages};
 use super::key::{address, directory_prefix};
-use super::layer::{Delay, Faults, Rate};
+use super::layer::{Delay, Faults, Rate, TOKEN_ATTRIBUTE};
 use super::request::{DELETE_LIMIT, ListRequest, Reply, Request, Shared, UploadId};
 use super::stack::Stack;
 use super::types::{Leftover, Unfinished, put_mode};
 use super::upload::{Upload, UploadOptions};
-use super::{BucketUrl, Condition, Counters, Listing, ObjectInfo, Scheme, StoreSettings};
+use super::{Authorship, BucketUrl, Condition, Counters, Listing, ObjectInfo, Scheme, StoreSettings};
 use crate::clock::Clock;
 use crate::task::{TaskGroup, blocking};
 
@@ -172,8 +172,12 @@ impl Bucket {
 
     /// What the store says about `key`; `None` when there is no such object.
     pub async fn head(&self, key: &ObjectKey) -> Result<Option<ObjectInfo>> {
+        Ok(self.find(key).await?.map(|object| info(object.meta)))
+    }
+
+    async fn find(&self, key: &ObjectKey) -> Result<Option<GetResult>> {
         match self.0.service.call(Request::head(self.path(key)?)).await.and_then(Reply::object) {
-            Ok(object) => Ok(Some(info(object.meta))),
+            Ok(object) => Ok(Some(object)),
             Err(error) => match self.error(error) {
                 // A bucket that is gone is an error, an object that is gone an answer; HEAD cannot tell them apart.
                 error if error.kind() == ErrorKind::NotFound => Ok(None),
@@ -182,25 +186,52 @@ impl Bucket {
         }
     }
 
+    /// The same, and whether the write that carried `token` put it there: see [`Bucket::put_as`].
+    pub async fn head_of(&self, key: &ObjectKey, token: &str) -> Result<Option<(ObjectInfo, Authorship)>> {
+        let Some(object) = self.find(key).await? else { return Ok(None) };
+        let held = object.attributes.get(&Attribute::Metadata(TOKEN_ATTRIBUTE.into()));
+        let authorship = match held {
+            Some(held) if held.as_ref() == token => Authorship::Ours,
+            // A folder keeps no tokens with its files: this process remembers those of its own recent writes.
+            None if self.0.url.scheme == Scheme::File => Authorship::Unknown,
+            _ => Authorship::Others,
+        };
+        Ok(Some((info(object.meta), authorship)))
+    }
+
     /// Writes a whole object in one PUT.
     ///
     /// # Errors
     /// `Conflict` when `condition` does not hold.
     pub async fn put(&self, key: &ObjectKey, data: Bytes, condition: Condition) -> Result<ObjectInfo> {
-        self.put_payload(key, data.into(), condition).await
+        self.put_payload(key, data.into(), condition, None).await
     }
 
-    /// As [`Bucket::put`], for bytes that lie in pieces.
+    /// As [`Bucket::put`], with a token of the caller's, which no other write has: [`Bucket::head_of`] knows the object
+    /// by it, also for a process that comes later.
+    pub async fn put_as(
+        &self,
+        key: &ObjectKey,
+        data: Bytes,
+        condition: Condition,
+        token: &str,
+    ) -> Result<ObjectInfo> {
+        self.put_payload(key, data.into(), condition, Some(token.to_owned())).await
+    }
+
+    /// As [`Bucket::put`], for bytes that lie in pieces; with a token of the caller's, if there is one.
     pub(super) async fn put_payload(
         &self,
         key: &ObjectKey,
         payload: object_store::PutPayload,
         condition: Condition,
+        token: Option<String>,
     ) -> Result<ObjectInfo> {
         let size = payload.content_length() as u64;
         let options = PutOptions { mode: put_mode(&condition), ..Default::default() };
         // Without a condition a repetition is never refused, so there is nothing to settle.
-        let token = if condition == Condition::Always { String::new() } else { self.token() };
+        let settled = || if condition == Condition::Always { String::new() } else { self.token() };
+        let token = token.unwrap_or_else(settled);
         let request = Request::Put { key: self.path(key)?, payload, options, token };
         let put = self.call(request).await?.put().map_err(|error| self.error(error))?;
         Ok(self.written(key, put.e_tag, size))
@@ -278,7 +309,20 @@ impl Bucket {
     /// `Unsupported` where the store cannot tell (Google Cloud Storage, Azure).
     pub async fn list_uploads(&self, prefix: &str) -> Result<Vec<Unfinished>> {
         let refused = || Error::invalid(format!("`{prefix}` cannot be the directory of a key"));
-        let prefix = directory_prefix(prefix).ok_or_else(refused)?;
+        self.find_uploads(directory_prefix(prefix).ok_or_else(refused)?).await
+    }
+
+    /// Uploads to `key` that were neither completed nor aborted.
+    ///
+    /// # Errors
+    /// As [`Bucket::list_uploads`].
+    pub async fn uploads_to(&self, key: &ObjectKey) -> Result<Vec<Unfinished>> {
+        let mut found = self.find_uploads(key.as_str().to_owned()).await?;
+        found.retain(|upload| upload.key == *key);
+        Ok(found)
+    }
+
+    async fn find_uploads(&self, prefix: String) -> Result<Vec<Unfinished>> {
         let (mut found, mut token) = (Vec::new(), None);
         loop {
             let request = Request::ListUploads { prefix: prefix.clone(), token };

@@ -21,7 +21,7 @@ pub use counters::{Count, Counters, OperationKind};
 pub use in_place::InPlace;
 pub use layer::{Delay, FaultMode, Faults, Gate, Rate};
 pub use probe::Capabilities;
-pub use types::{Condition, Leftover, Listing, ObjectInfo, StoreSettings, Unfinished};
+pub use types::{Authorship, Condition, Leftover, Listing, ObjectInfo, StoreSettings, Unfinished};
 pub use upload::{MAX_PARTS, MIN_PART_BYTES, Upload, UploadNotes, UploadOptions, part_size};
 pub use url::{BucketUrl, Scheme};
 

@@ -42,6 +42,17 @@ impl ObjectInfo {
     }
 }
 
+/// Who wrote an object, as far as the store tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Authorship {
+    /// The write in question.
+    Ours,
+    /// Another one.
+    Others,
+    /// The store does not tell.
+    Unknown,
+}
+
 /// An upload that was neither completed nor aborted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unfinished {

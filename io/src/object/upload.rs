@@ -41,6 +41,14 @@ pub fn part_size(index: usize) -> u64 {
 /// Told of uploads in parts, so that those of a process that died are found.
 #[async_trait]
 pub trait UploadNotes: Send + Sync + std::fmt::Debug {
+    /// The store is about to be asked for an upload, which it may begin and not tell.
+    ///
+    /// # Errors
+    /// What keeps it from being asked.
+    async fn starting(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// The store has begun an upload and calls it `id`; no part of it was sent yet.
     async fn started(&self, key: &ObjectKey, id: &str);
 
@@ -61,6 +69,8 @@ pub struct UploadOptions {
     pub notes: Option<Arc<dyn UploadNotes>>,
     /// Whether it may be completed on a condition. Default true; without, Google's store spares a copy.
     pub conditional: bool,
+    /// What the object is to be known by, as in [`Bucket::put_as`]. Default chance.
+    pub token: Option<String>,
 }
 
 impl Default for UploadOptions {
@@ -71,6 +81,7 @@ impl Default for UploadOptions {
             part_bytes: None,
             notes: None,
             conditional: true,
+            token: None,
         }
     }
 }
@@ -309,9 +320,13 @@ impl State {
         if self.creating.is_none() {
             let (bucket, key) = (self.bucket.clone(), self.bucket.path(&self.key)?);
             let (options, conditional) = (PutMultipartOptions::default(), self.options.conditional);
-            let request = Request::Create { key, options, token: bucket.token(), conditional };
+            let token = self.options.token.clone().unwrap_or_else(|| bucket.token());
+            let request = Request::Create { key, options, token, conditional };
             let (notes, named) = (self.options.notes.clone(), self.key.clone());
             let create = async move {
+                if let Some(notes) = &notes {
+                    notes.starting().await?;
+                }
                 let upload = bucket.call(request).await?.upload().map_err(|error| bucket.error(error))?;
                 if let Some(notes) = notes {
                     notes.started(&named, &upload.id).await;
@@ -433,7 +448,7 @@ impl State {
     async fn complete(mut self, condition: Condition) -> Result<ObjectInfo> {
         if self.upload.is_none() && self.creating.is_none() && self.failed.is_none() {
             let (payload, _permits) = self.take(self.pending_bytes);
-            return self.bucket.put_payload(&self.key, payload, condition).await;
+            return self.bucket.put_payload(&self.key, payload, condition, self.options.token.take()).await;
         }
         match self.finish(condition).await {
             Ok(info) => Ok(info),

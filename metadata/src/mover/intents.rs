@@ -1,7 +1,7 @@
 //! Writes to plain objects of which it is not known whether they happened.
 
-use forebay_core::{FileLayout, InodeId, Result};
-use forebay_io::object::ObjectInfo;
+use forebay_core::{ErrorKind, FileLayout, InodeId, Result};
+use forebay_io::object::{Authorship, ObjectInfo};
 
 use super::Mover;
 use super::deletions::after;
@@ -10,6 +10,9 @@ use super::run::{PAGE, Tally};
 use crate::kv::Durability;
 use crate::records::{Change, Records};
 use crate::schema::{Inode, Intent, Tag};
+
+/// Seconds that a store's clock may differ from this host's: past that, stores refuse what it has signed.
+const CLOCKS_APART: u64 = 15 * 60;
 
 impl Mover {
     /// Settles every intent there is: at start-up, when nobody can be writing.
@@ -22,9 +25,30 @@ impl Mover {
                 return Ok(());
             }
             for (key, _) in found {
-                self.settle_intent(InodeId(keys.number_in(&key)?)).await?;
+                let ino = InodeId(keys.number_in(&key)?);
+                self.end_uploads(ino).await?;
+                self.settle_intent(ino).await?;
             }
         }
+    }
+
+    /// Frees what a dead session has uploaded of what an intent announced. The store may have begun that and the session
+    /// have died before it could note it, so uploads are looked for; an outsider's may be under way to the same key, so
+    /// only those that were begun when the intent was made are taken.
+    async fn end_uploads(&self, ino: InodeId) -> Result<()> {
+        let intent = self.look(move |look| look.intent(ino)).await?;
+        let Some(Intent { key, mark: Some(mark), .. }) = intent else { return Ok(()) };
+        let found = match self.bucket().uploads_to(&key).await {
+            // Azure's end by themselves, Google's are kept aside.
+            Err(error) if error.kind() == ErrorKind::Unsupported => return Ok(()),
+            found => found?,
+        };
+        for upload in found {
+            if upload.started.seconds.abs_diff(mark.made.seconds) <= CLOCKS_APART {
+                self.bucket().abort_upload(&key, &upload.id).await?;
+            }
+        }
+        Ok(())
     }
 
     /// Settles the intents of inodes that are gone or in the trash, which nobody is writing.
@@ -52,7 +76,10 @@ impl Mover {
     pub(super) async fn settle_intent(&self, ino: InodeId) -> Result<()> {
         let intent = self.look(move |look| look.intent(ino)).await?;
         let Some(intent) = intent else { return Ok(()) };
-        let found = self.bucket().head(&intent.key).await?;
+        let found = match &intent.mark {
+            Some(mark) => self.bucket().head_of(&intent.key, &mark.token).await?,
+            None => self.bucket().head(&intent.key).await?.map(|found| (found, Authorship::Unknown)),
+        };
         let settle = move |change: &mut Change<'_, '_>| settle(change, ino, &intent, found.as_ref());
         self.transact(Durability::Buffered, settle).await
     }
@@ -66,26 +93,33 @@ impl Mover {
 
 /// The version from before means that nothing happened. Another one is, after a writer's intent, the file's content
 /// now, whoever wrote it, unless the file has newer content elsewhere; after the mover's, the copy if it has the size of
-/// one.
+/// one. A file without a name takes only what was written for it, and what was written for one that is gone follows it:
+/// anything else there is an outsider's.
 fn settle(
     change: &mut Change<'_, '_>,
     ino: InodeId,
     intent: &Intent,
-    found: Option<&ObjectInfo>,
+    found: Option<&(ObjectInfo, Authorship)>,
 ) -> Result<()> {
     if change.intent(ino)?.as_ref() != Some(intent) {
         return Ok(());
     }
     change.end_intent(ino, intent)?;
-    let found = found.filter(|found| Some(&found.version) != intent.replaces.as_ref());
     let inode = change.find(ino)?;
+    let may_be_others = inode.as_ref().is_some_and(|inode| inode.nlink > 0);
+    let found = found
+        .filter(|(found, by)| {
+            Some(&found.version) != intent.replaces.as_ref() && (may_be_others || *by != Authorship::Others)
+        })
+        .map(|(found, by)| (found, *by));
     match (found, inode, &intent.copies) {
-        (Some(found), Some(inode), None) if change.outlives(ino, &inode, found)? => {
+        (Some((found, Authorship::Ours)), None, None) => change.doom_plain(&found.blob()),
+        (Some((found, _)), Some(inode), None) if change.outlives(ino, &inode, found)? => {
             change.stand(ino, inode, found.blob())
         }
-        (Some(found), Some(inode), None) => adopt(change, ino, inode, found),
+        (Some((found, _)), Some(inode), None) => adopt(change, ino, inode, found),
         // An owned copy that nothing refers to is queued for deletion already.
-        (Some(found), inode, Some(source)) if !found.blob().is_owned() && found.size == source.size => {
+        (Some((found, _)), inode, Some(source)) if !found.blob().is_owned() && found.size == source.size => {
             match inode {
                 Some(inode) if is_still(change, ino, &inode, (source, &intent.key))? => {
                     adopt(change, ino, inode, found)

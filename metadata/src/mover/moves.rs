@@ -209,7 +209,8 @@ fn plan(change: &mut Change<'_, '_>, ino: InodeId, fresh: &ObjectKey) -> Result<
         Occupancy::Doomed | Occupancy::Taken => return Ok(Next::Wait),
     };
     let replaces = inode.home.filter(|home| home.key == to).map(|home| home.version);
-    let intent = Intent { key: to.clone(), replaces: replaces.clone(), copies: Some(from.clone()) };
+    let intent =
+        Intent { key: to.clone(), replaces: replaces.clone(), copies: Some(from.clone()), mark: None };
     change.put_intent(ino, &intent)?;
     Ok(Next::Copy(Plan { from, to, replaces }))
 }
@@ -226,7 +227,8 @@ fn plan_aside(
         return Ok(None);
     }
     change.note_uncommitted(fresh)?;
-    change.put_intent(ino, &Intent { key: fresh.clone(), replaces: None, copies: Some(from.clone()) })?;
+    let copies = Some(from.clone());
+    change.put_intent(ino, &Intent { key: fresh.clone(), replaces: None, copies, mark: None })?;
     Ok(Some(Plan { from: from.clone(), to: fresh.clone(), replaces: None }))
 }
 

@@ -216,6 +216,19 @@ pub struct Intent {
     pub replaces: Option<Version>,
     /// What the mover copies there; `None` when a writer brings new content.
     pub copies: Option<Blob>,
+    /// How what a writer brings is known; `None` in records of before this was kept, and for the mover.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mark: Option<Mark>,
+}
+
+/// How the object that an intent announces is told from another's.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mark {
+    /// What the object carries: [`forebay_io::object::Bucket::put_as`].
+    pub token: String,
+    /// When the intent was made, by the local clock.
+    pub made: Timestamp,
 }
 
 impl Intent {
@@ -224,7 +237,18 @@ impl Intent {
         let mut out = Encoder::new();
         out.bytes(self.key.as_str().as_bytes());
         out.optional(self.replaces.as_ref(), |out, version| out.bytes(version.as_str().as_bytes()));
-        out.optional(self.copies.as_ref(), Encoder::blob);
+        match (&self.copies, &self.mark) {
+            (Some(blob), _) => {
+                out.byte(1);
+                out.blob(blob);
+            }
+            (None, Some(mark)) => {
+                out.byte(2);
+                out.bytes(mark.token.as_bytes());
+                out.time(mark.made);
+            }
+            (None, None) => out.byte(0),
+        }
         out.finish()
     }
 
@@ -232,9 +256,14 @@ impl Intent {
     pub fn decode(value: Bytes) -> Result<Self> {
         let mut from = Decoder::new(value, "intent")?;
         let (key, replaces) = (from.object_key()?, from.optional(Decoder::version)?);
-        let record = Self { key, replaces, copies: from.optional(Decoder::blob)? };
+        let (copies, mark) = match from.byte()? {
+            0 => (None, None),
+            1 => (Some(from.blob()?), None),
+            2 => (None, Some(Mark { token: from.text()?, made: from.time()? })),
+            other => return Err(from.bad(&format!("is of the type {other}"))),
+        };
         from.finish()?;
-        Ok(record)
+        Ok(Self { key, replaces, copies, mark })
     }
 }
 

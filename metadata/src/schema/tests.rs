@@ -119,8 +119,14 @@ fn golden_values() {
     check(References { key: key.clone(), count: 3 }.encode(), "01016b03");
     check(Member { key: key.clone() }.encode(), "01016b");
     check(Loose { blob: blob("b", 1), changes: 128 }.encode(), "01016202763101 8001");
-    let intent = Intent { key: key.clone(), replaces: Some(Version::new("v")), copies: Some(blob("b", 1)) };
+    let copies = Some(blob("b", 1));
+    let intent = Intent { key: key.clone(), replaces: Some(Version::new("v")), copies, mark: None };
     check(intent.encode(), "01016b010176010162027631 01");
+    let mark = Some(Mark { token: "t".into(), made: Timestamp { seconds: 1, nanos: 3 } });
+    let intent = Intent { key: key.clone(), replaces: None, copies: None, mark };
+    check(intent.encode(), "01016b00 02017402 03");
+    let intent = Intent { mark: None, ..intent };
+    check(intent.encode(), "01016b0000");
     let loan = Loan { blob: blob("b", 1), count: 2, moved: Some(blob("c", 1)) };
     check(loan.encode(), "01016202763101 02 01016302763101");
     check(Deletion { blob: blob("b", 1), session: Some(9) }.encode(), "010162027631010109");
@@ -167,7 +173,8 @@ fn only_whole_values_are_read() {
     check_decoding(link.clone(), link.encode(), Inode::decode);
     let dentry = Dentry { ino: InodeId(u64::MAX), kind: FileKind::Fifo };
     check_decoding(dentry, dentry.encode(), Dentry::decode);
-    let intent = Intent { key: ObjectKey::new("k"), replaces: None, copies: None };
+    let mark = Some(Mark { token: "t".into(), made: Timestamp::default() });
+    let intent = Intent { key: ObjectKey::new("k"), replaces: None, copies: None, mark };
     check_decoding(intent.clone(), intent.encode(), Intent::decode);
     let claim = Claim { key: ObjectKey::new("k"), state: HolderState::Doomed { due_ms: u64::MAX } };
     check_decoding(claim.clone(), claim.encode(), Claim::decode);

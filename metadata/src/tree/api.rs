@@ -105,12 +105,16 @@ pub enum XattrMode {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Placement {
     /// At the file's own path: an ordinary object. `replaces` is the version there now, if Forebay knows one; the
-    /// writer completes with `IfVersion(replaces)` or `IfAbsent`. The intent is durable when this is returned.
+    /// writer completes with `IfVersion(replaces)` or `IfAbsent`, and gives the object the `token`, by which it is known if
+    /// the writer does not come to commit it. The intent is durable when this is returned, but for a file's first content:
+    /// who begins an upload in parts there syncs the tree first.
     Own {
         /// The key that the file's path spells.
         key: ObjectKey,
         /// The version that is to be replaced.
         replaces: Option<Version>,
+        /// What the object is to carry.
+        token: String,
     },
     /// In a uniquely named owned blob, because the path is no key, or its key holds another file's bytes.
     Owned {

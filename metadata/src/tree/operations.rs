@@ -244,9 +244,9 @@ impl Tree for LocalTree {
 
     async fn place(&self, ino: InodeId) -> Result<Placement> {
         for step in 1..=MOST_STEPS {
-            let key = self.fresh_blob();
+            let (key, token) = (self.fresh_blob(), self.fresh_name());
             let is_last = step == MOST_STEPS;
-            let step = self.change(move |change| place(change, ino, &key, is_last)).await?;
+            let step = self.change(move |change| place(change, ino, (&key, &token), is_last)).await?;
             match (step, &self.mover) {
                 (Step::Placed { placement, is_first }, _) => {
                     // On disk before anything is written: what is overwritten, what nobody else would ever find, and

@@ -4,7 +4,7 @@ use forebay_core::{Blob, InodeId, ObjectKey, Result};
 
 use super::Placement;
 use crate::records::{Change, Occupancy, Records};
-use crate::schema::{Deletion, HolderState, Intent};
+use crate::schema::{Deletion, HolderState, Intent, Mark};
 
 /// What a look at the records came to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,11 +20,11 @@ pub(super) enum Step {
 }
 
 /// One attempt of [`super::Tree::place`]. `fresh` is used if the content goes to an owned blob, as it does when
-/// `is_last` says that doomed objects are not waited for any more.
+/// `is_last` says that doomed objects are not waited for any more; else the object carries `token`.
 pub(super) fn place(
     change: &mut Change<'_, '_>,
     ino: InodeId,
-    fresh: &ObjectKey,
+    (fresh, token): (&ObjectKey, &str),
     is_last: bool,
 ) -> Result<Step> {
     let inode = change.file(ino)?;
@@ -52,10 +52,14 @@ pub(super) fn place(
             }
             let key = ObjectKey::new(key);
             let replaces = inode.home.filter(|home| home.key == key).map(|home| home.version);
-            let intent = Intent { key: key.clone(), replaces: replaces.clone(), copies: None };
+            let mark = Some(Mark { token: token.to_owned(), made: change.now });
+            let intent = Intent { key: key.clone(), replaces: replaces.clone(), copies: None, mark };
             change.put_intent(ino, &intent)?;
             let is_first = replaces.is_none() && inode.generation == 0;
-            Ok(Step::Placed { placement: Placement::Own { key, replaces }, is_first })
+            Ok(Step::Placed {
+                placement: Placement::Own { key, replaces, token: token.to_owned() },
+                is_first,
+            })
         }
         Occupancy::Doomed if !is_last && !takes_long(change, &key)? => Ok(Step::Doomed(ObjectKey::new(key))),
         Occupancy::Doomed | Occupancy::Taken => {

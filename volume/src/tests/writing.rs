@@ -8,6 +8,7 @@ use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
 
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
 use crate::Access;
+use crate::settings::WriteSettings;
 
 /// Promise: a file written front to back is one upload to its own path, however it is cut into writes.
 #[test]
@@ -303,4 +304,37 @@ fn a_copy_of_a_copy_whose_lenders_are_gone_is_sealed() {
         volume.close().await.expect("close");
         assert_eq!(object(&fixture.bucket, "f").await, read);
     });
+}
+
+/// A file that goes to its own path in parts, by a process that is killed at any request to the store: the next one leaves
+/// no part of it behind.
+#[test]
+fn an_upload_that_is_cut_off_at_any_request_ends_with_the_next_start() {
+    let mut was_cut = true;
+    let mut nth = 0;
+    while was_cut {
+        nth += 1;
+        println!("request {nth}");
+        let (bucket, faults) = (Bucket::in_memory(), Faults::new());
+        let ends_cut = faults.clone();
+        let killed = Fixture::new(bucket.with_faults(&faults).with_deadline_ms(30));
+        let write = WriteSettings { deadline_ms: 300, ..killed.write.clone() };
+        let killed = Fixture { tree_in_bucket: true, write, ..killed };
+        run(async move {
+            let volume = killed.open().await;
+            let file = create(&volume, "streamed").await;
+            faults.cut_off(nth);
+            let written = file.write(0, pattern(1, 0..10 * MIB)).await;
+            // Only what was told to be there has to be, and is: other tests show it.
+            let _ = written.and(file.flush().await.map(|()| 0));
+        });
+        was_cut = ends_cut.injected() > 0;
+        assert!(was_cut || nth > 4, "the start, two parts, the end");
+        run(async move {
+            let next = Fixture { tree_in_bucket: true, ..Fixture::new(bucket.clone()) };
+            let volume = next.open().await;
+            assert_eq!(bucket.list_uploads("").await.expect("uploads"), Vec::new());
+            volume.close().await.expect("close");
+        });
+    }
 }

@@ -38,6 +38,8 @@ struct Script {
     scripted: BTreeMap<OperationKind, (u64, Vec<(u64, FaultMode)>)>,
     random: Option<(Rng, f64)>,
     down: bool,
+    /// How many requests are let through before the process is cut off from the store.
+    cut: Option<u64>,
     injected: u64,
     /// How many requests are let through before one is held back.
     gate: Option<(u64, Gate)>,
@@ -101,6 +103,13 @@ impl Faults {
         script.gate.take_if(|(left, _)| *left == 0).map(|(_, gate)| gate)
     }
 
+    /// The `nth` request of any kind from now (1 is the next one) is carried out and loses its reply, and no later one
+    /// reaches the store: as when the process is killed then.
+    pub fn cut_off(&self, nth: u64) -> &Self {
+        self.0.lock().cut = Some(nth);
+        self
+    }
+
     /// While down, every request fails before it reaches the store.
     pub fn set_down(&self, down: bool) {
         self.0.lock().down = down;
@@ -127,7 +136,12 @@ impl Faults {
                 if rng.chance(0.5) { FaultMode::Before } else { FaultMode::BreakBody(rng.below(4096)) };
             rng.chance(*probability).then_some(mode)
         });
-        let mode = if script.down { Some(FaultMode::Before) } else { due.or(random) };
+        let cut = script.cut.as_mut().and_then(|left| {
+            *left = left.checked_sub(1)?;
+            (*left == 0).then_some(FaultMode::LoseReply)
+        });
+        let mode = if script.down { Some(FaultMode::Before) } else { cut.or(due).or(random) };
+        script.down |= cut.is_some();
         script.injected += u64::from(mode.is_some());
         mode
     }

@@ -122,7 +122,7 @@ async fn an_uncommitted_write_of_a_deleted_file_leaves_the_path() {
         let (file, _) = tree.create(ROOT, b"a", new_file(), Existing::Refuse).await.expect("made");
         let placement = tree.place(file.ino).await.expect("placed");
         if is_put {
-            world.bucket().put(placement.key(), "late".into(), condition(&placement)).await.expect("put");
+            world.put_at(&placement, b"late").await.expect("put");
         }
         unlink(&tree, "a").await.expect("unlinked");
         for _ in 0..2 {

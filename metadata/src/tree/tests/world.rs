@@ -12,7 +12,9 @@ use forebay_core::{
     Attributes, Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, VolumeId,
 };
 use forebay_io::clock::Clock;
-use forebay_io::object::{Bucket, BucketUrl, Condition, FaultMode, Faults, OperationKind, StoreSettings};
+use forebay_io::object::{
+    Bucket, BucketUrl, Condition, FaultMode, Faults, ObjectInfo, OperationKind, StoreSettings,
+};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use futures::stream::{StreamExt, TryStreamExt};
@@ -339,9 +341,7 @@ impl World {
     pub(super) async fn write(&self, tree: &LocalTree, ino: InodeId, bytes: &[u8]) -> Result<Placement> {
         for _ in 0..4 {
             let placement = tree.place(ino).await?;
-            let put =
-                self.bucket().put(placement.key(), Bytes::copy_from_slice(bytes), condition(&placement));
-            match put.await {
+            match self.put_at(&placement, bytes).await {
                 Err(error) if error.kind() == ErrorKind::Conflict => continue,
                 Err(error) => return Err(error),
                 Ok(info) => {
@@ -353,6 +353,16 @@ impl World {
             }
         }
         panic!("the outsider always comes first");
+    }
+
+    /// Puts what a writer brings, as it does.
+    pub(super) async fn put_at(&self, placement: &Placement, bytes: &[u8]) -> Result<ObjectInfo> {
+        let bytes = Bytes::copy_from_slice(bytes);
+        let (key, condition) = (placement.key(), condition(placement));
+        match placement {
+            Placement::Own { token, .. } => self.bucket().put_as(key, bytes, condition, token).await,
+            Placement::Owned { .. } => self.bucket().put(key, bytes, condition).await,
+        }
     }
 
     /// Creates a file, or finds it, and writes it.
@@ -408,7 +418,7 @@ impl Cut {
     }
 }
 
-pub(super) fn condition(placement: &Placement) -> Condition {
+fn condition(placement: &Placement) -> Condition {
     match placement {
         // A folder cannot compare versions.
         Placement::Own { replaces: Some(_), .. } => Condition::Always,
