@@ -24,9 +24,6 @@ use super::{Authorship, BucketUrl, Condition, Counters, Listing, ObjectInfo, Sch
 use crate::clock::Clock;
 use crate::task::{TaskGroup, blocking};
 
-/// The longest that opening waits for an endpoint, in milliseconds: someone is looking at it.
-const OPEN_DEADLINE_MS: u64 = 5_000;
-
 /// A handle on a bucket prefix; cheap to clone.
 ///
 /// Every request is counted, bounded in number, and retried until the settings' deadline. Reads and listings are
@@ -46,7 +43,7 @@ struct Inner {
 
 impl Bucket {
     /// Connects to the store that `url` names, with the provider's own credential chain, and proves that it can be
-    /// listed. A store that does not answer fails this within 5 s.
+    /// listed. A store that takes no connection fails this within 5 s, one that does not answer at its deadline.
     ///
     /// # Errors
     /// `NotFound` for a bucket or directory that does not exist, `Denied` for credentials that are missing, wrong or
@@ -57,13 +54,11 @@ impl Bucket {
             return Err(Error::invalid("max_in_flight is 0: no request could ever be sent"));
         }
         let base = connect(url, settings).await?;
-        let opening =
-            StoreSettings { deadline_ms: settings.deadline_ms.min(OPEN_DEADLINE_MS), ..settings.clone() };
-        let first = Self::over(url.clone(), Stack::new(base.clone(), &opening));
+        let first = Self::over(url.clone(), Stack::opening(base.clone(), settings));
         if first.list_some().await?.is_empty() && url.scheme != Scheme::File && !url.prefix.is_empty() {
             // A listing below an object is empty, too.
             let root = BucketUrl { prefix: String::new(), ..url.clone() };
-            let whole = Self::over(root.clone(), Stack::new(connect(&root, settings).await?, &opening));
+            let whole = Self::over(root.clone(), Stack::opening(connect(&root, settings).await?, settings));
             if whole.head(&ObjectKey::new(&url.prefix)).await.is_ok_and(|found| found.is_some()) {
                 return Err(Error::new(ErrorKind::NotDirectory, format!("{url} is an object, not a prefix"))
                     .with_hint("name the prefix that it is in, without its last segment"));

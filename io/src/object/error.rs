@@ -6,7 +6,7 @@
 use std::error::Error as StdError;
 
 use forebay_core::{Error, ErrorKind};
-use object_store::client::HttpError;
+use object_store::client::{HttpError, HttpErrorKind};
 
 /// The name under which this module's own errors appear in object_store's.
 pub(super) const STORE: &str = "forebay";
@@ -81,6 +81,11 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
     // Bulk deletes and copies report these inside a reply of status 200.
     let named = |code| code_in(&text) == Some(code) || text.contains(&format!("(code: {code})"));
     ["InternalError", "SlowDown", "ServiceUnavailable"].into_iter().any(named)
+}
+
+/// Whether nobody took a connection.
+pub(super) fn is_unreachable(error: &object_store::Error) -> bool {
+    find::<HttpError>(error).is_some_and(|error| error.kind() == HttpErrorKind::Connect)
 }
 
 /// Whether a service's answer means "later", not "no".

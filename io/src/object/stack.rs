@@ -13,6 +13,9 @@ use super::request::Shared;
 use crate::rng::Rng;
 use crate::task::TaskGroup;
 
+/// The longest that opening waits for an endpoint that takes no connection, in milliseconds: someone is looking at it.
+const OPEN_DEADLINE_MS: u64 = 5_000;
+
 /// What a bucket's decorators are built from. Handles that derive from one another share counts, places and tasks.
 #[derive(Debug, Clone)]
 pub(super) struct Stack {
@@ -22,6 +25,8 @@ pub(super) struct Stack {
     pub(super) tasks: TaskGroup,
     pub(super) rng: Rng,
     pub(super) settings: StoreSettings,
+    /// How long an endpoint that takes no connection is tried, if not until the deadline.
+    unreachable_ms: u64,
     pub(super) faults: Option<Faults>,
     pub(super) delay: Option<Delay>,
     pub(super) rate: Option<Rate>,
@@ -35,7 +40,13 @@ impl Stack {
         let (meter, tasks, rng) = (Arc::default(), TaskGroup::new("bucket"), Rng::system());
         let settings = settings.clone();
         let (faults, delay, rate, read_only) = (None, None, None, false);
-        Self { base, meter, places, tasks, rng, settings, faults, delay, rate, read_only }
+        let unreachable_ms = settings.deadline_ms;
+        Self { base, meter, places, tasks, rng, settings, unreachable_ms, faults, delay, rate, read_only }
+    }
+
+    /// The same for the first requests, which do not wait long for an endpoint that is not there.
+    pub(super) fn opening(base: Shared, settings: &StoreSettings) -> Self {
+        Self { unreachable_ms: OPEN_DEADLINE_MS, ..Self::new(base, settings) }
     }
 
     /// Bytes go through these from the last to the first.
@@ -58,6 +69,7 @@ impl Stack {
         service = Arc::new(Retry(Arc::new(Retrying {
             next: service,
             deadline_ms: self.settings.deadline_ms,
+            unreachable_ms: self.unreachable_ms,
             rng: self.rng.clone(),
             meter: self.meter.clone(),
         })));

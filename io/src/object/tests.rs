@@ -14,7 +14,10 @@ use object_store::{
     PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 
+use object_store::client::{HttpError, HttpErrorKind};
+
 use super::backend::Plain;
+use super::error::Fault;
 use super::layer::map_body;
 use super::request::{Reply, Request, Service};
 use super::stack::Stack;
@@ -207,4 +210,49 @@ async fn a_body_is_not_resumed_from_another_version() {
     faults.script(OperationKind::Get, 1, FaultMode::Before);
     let old = forebay_core::Version::new("\"0\"");
     assert_eq!(bucket.get(&key, Some(&old), 0..9).await.expect_err("stale").kind(), ErrorKind::Stale);
+}
+
+/// A store that answers nothing but one error.
+#[derive(Debug)]
+struct Failing {
+    asked: AtomicUsize,
+    error: fn() -> object_store::Error,
+    /// So often; then it answers.
+    times: usize,
+    store: Plain,
+}
+
+#[async_trait]
+impl Service for Failing {
+    async fn call(&self, request: Request) -> Result<Reply> {
+        match self.asked.fetch_add(1, Ordering::SeqCst) < self.times {
+            true => Err((self.error)()),
+            false => self.store.call(request).await,
+        }
+    }
+}
+
+/// An overloaded store was given up by a mount after 5 s, whatever deadline it had been given.
+#[tokio::test(start_paused = true)]
+async fn opening_waits_for_a_busy_store_and_not_for_one_that_is_not_there() {
+    let busy = || Fault::Service { status: 503, code: "SlowDown".into(), message: String::new() }.into();
+    let absent = || {
+        let refused = std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
+        let error = HttpError::new(HttpErrorKind::Connect, refused);
+        object_store::Error::Generic { store: "S3", source: Box::new(error) }
+    };
+    // The waits of the first seven add up to 3.2 s to 6.4 s, each further one is 2.5 s to 5 s.
+    for (error, times, answers) in [(busy as fn() -> _, 9, true), (busy, 100, false), (absent, 9, false)] {
+        let store = Plain::staged(Arc::new(InMemory::new()), true);
+        let failing = Arc::new(Failing { asked: AtomicUsize::new(0), error, times, store });
+        let settings = StoreSettings { deadline_ms: 30_000, ..StoreSettings::default() };
+        let bucket =
+            Bucket::over("s3://b".parse().expect("a URL"), Stack::opening(failing.clone(), &settings));
+        let checked = bucket.check().await;
+        assert_eq!(checked.map_err(|error| error.kind()).is_ok(), answers, "{times} times");
+        if !answers {
+            let asked = failing.asked.load(Ordering::SeqCst);
+            assert_eq!(asked > 9, times == 100, "asked {asked} times");
+        }
+    }
 }

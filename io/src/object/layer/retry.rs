@@ -23,7 +23,7 @@ use tokio::time::Instant;
 
 use super::body::{Body, replace};
 use crate::object::counters::Meter;
-use crate::object::error::{Fault, is_refusal, is_transient};
+use crate::object::error::{Fault, is_refusal, is_transient, is_unreachable};
 use crate::object::request::{Reply, Request, Service, Shared};
 use crate::object::types::Condition;
 use crate::rng::Rng;
@@ -43,6 +43,8 @@ pub(in crate::object) struct Retry(pub(in crate::object) Arc<Retrying>);
 pub(in crate::object) struct Retrying {
     pub(in crate::object) next: Shared,
     pub(in crate::object) deadline_ms: u64,
+    /// The deadline while nobody takes a connection.
+    pub(in crate::object) unreachable_ms: u64,
     pub(in crate::object) rng: Rng,
     pub(in crate::object) meter: Arc<Meter>,
 }
@@ -96,7 +98,11 @@ impl Retrying {
         let longest_ms = FIRST_WAIT_MS << (attempts.failed - 1).min(20);
         let longest_ms = longest_ms.min(LONGEST_WAIT_MS);
         let wait = Duration::from_millis(longest_ms / 2 + self.rng.below(longest_ms / 2 + 1));
-        if since.elapsed() + wait > Duration::from_millis(self.deadline_ms) {
+        let deadline_ms = match is_unreachable(&cause) {
+            true => self.unreachable_ms.min(self.deadline_ms),
+            false => self.deadline_ms,
+        };
+        if since.elapsed() + wait > Duration::from_millis(deadline_ms) {
             let waited_ms = since.elapsed().as_millis() as u64;
             tracing::warn!(attempts = attempts.failed, waited_ms, %cause, "gave up on the store");
             return Err(Fault::GaveUp { attempts: attempts.failed, waited_ms, cause }.into());
