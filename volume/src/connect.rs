@@ -21,7 +21,7 @@ use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile};
 
 use crate::compact;
 use crate::settings::VolumeSettings;
-use crate::staging;
+use crate::staging::{self, Durable};
 use crate::{Parts, Volume, Writeback};
 
 /// Longer than any mount lives.
@@ -98,7 +98,7 @@ impl Records {
             Ok((engine, writeback)) => {
                 let engine = match &writeback {
                     // No record outlives the bytes that it is about.
-                    Some(writeback) => after(writeback.staging.clone(), engine),
+                    Some(writeback) => after(Durable::new(&writeback.staging, &bucket), engine),
                     None => engine,
                 };
                 let committer = start_committer(engine, claim.as_ref());
@@ -109,6 +109,12 @@ impl Records {
                 Err(error)
             }
         }
+    }
+
+    /// How many files have bytes on this host that are not in the bucket yet.
+    pub(crate) fn staged(&self) -> u64 {
+        let staging = self.writeback.as_ref().map(|writeback| &writeback.staging);
+        staging.map_or(0, |staging| staging.pending(u64::MAX).files)
     }
 
     /// Makes everything durable and gives the volume back.

@@ -354,8 +354,18 @@ impl OpenInode {
         *self.content.write() = Content::committed(layout, committed.generation);
         self.shares.store(false, Relaxed);
         self.store.settled(self.ino);
-        // Of what it keeps of before, objects may have been moved: the tree has their places.
-        if is_own { Ok(()) } else { self.take_over().await }
+        if !is_own {
+            self.look_after_commit().await;
+        }
+        Ok(())
+    }
+
+    /// Goes on from where the tree has the bytes after a commit: of what it keeps of before, objects may have been moved.
+    /// The commit stands if the tree cannot tell: who finds bytes gone asks it again.
+    async fn look_after_commit(&self) {
+        if let Err(error) = self.take_over().await {
+            tracing::debug!(ino = %self.ino, %error, "what was committed may have been moved");
+        }
     }
 
     /// Moves inline bytes out of memory: onto the local disk where they are staged, else into a running upload if they

@@ -88,7 +88,7 @@ pub struct Volume {
     gone: AtomicU64,
     fills: Arc<Semaphore>,
     walks: Mutex<Walks>,
-    seals: Arc<Semaphore>,
+    pub(crate) seals: Semaphore,
     claim: Mutex<Option<Arc<Claim>>>,
     budget: Budget,
     tasks: TaskGroup,
@@ -117,7 +117,7 @@ impl Volume {
     pub fn assemble(parts: Parts) -> Arc<Self> {
         let staging = parts.writeback.as_ref().map(|writeback| writeback.staging.clone());
         let uploads = parts.writeback.map(|Writeback { staging, settings }| {
-            Uploads::new(staging, settings, parts.clock.clone(), parts.budget.clone())
+            Uploads::new(staging, settings, parts.clock.clone(), &parts.budget)
         });
         let fetch = Fetch { volume: parts.volume, blocks: parts.blocks, staging };
         let (tree, bucket, tasks) = (parts.tree.clone(), parts.bucket.clone(), parts.tasks.clone());
@@ -140,7 +140,7 @@ impl Volume {
             open: Mutex::default(),
             gone: AtomicU64::new(0),
             fills: Arc::new(Semaphore::new(FILLS_AT_ONCE)),
-            seals: Arc::new(Semaphore::new(SEALS_AT_ONCE)),
+            seals: Semaphore::new(SEALS_AT_ONCE),
             claim: Mutex::new(parts.claim),
             budget: parts.budget,
             tasks: parts.tasks,
@@ -455,8 +455,9 @@ impl Volume {
             None => Ok(()),
         };
         // Where written bytes are staged, sealing brings them in.
-        let writes_back = self.store.uploads.is_some();
-        let behind = writes_back && written && inode.needs_seal() && !inode.shares();
+        let uploads = self.store.uploads.as_ref();
+        let is_staged = uploads.is_some_and(|uploads| uploads.brings_in(ino));
+        let behind = is_staged && written && inode.needs_seal() && !inode.shares();
         let seals = {
             let mut open = self.open.lock();
             let Some(opened) = open.get_mut(&ino) else { return told };
@@ -481,24 +482,6 @@ impl Volume {
             uploads.closed(ino, behind);
         }
         told.and(closed)
-    }
-
-    /// Seals in the background and releases the handle that it was given.
-    fn seal_behind(self: &Arc<Self>, inode: Arc<OpenInode>) {
-        let volume = self.clone();
-        self.tasks.spawn("seal", async move {
-            let permit = volume.seals.acquire().await;
-            let ino = inode.ino();
-            let sealed = inode.seal().await.unwrap_or_else(|error| {
-                tracing::warn!(%ino, %error, "could not seal; the file stays readable through Forebay");
-                false
-            });
-            drop(permit);
-            // Sealed once more if it was written again meanwhile.
-            if let Err(error) = volume.release(&inode, sealed).await {
-                tracing::warn!(%ino, %error, "could not close a sealed inode");
-            }
-        });
     }
 
     /// The shared state of an open inode with one more handle.

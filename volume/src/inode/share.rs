@@ -77,8 +77,7 @@ impl OpenInode {
         *self.content.write() = Content::committed(layout, committed.generation);
         self.shares.store(true, Ordering::Relaxed);
         self.store.settled(self.ino);
-        // The source may have named objects that were moved: the tree has their places.
-        self.take_over().await?;
+        self.look_after_commit().await;
         Ok(length)
     }
 }

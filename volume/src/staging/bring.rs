@@ -72,8 +72,11 @@ impl Volume {
         let sealed = match is_busy || !inode.needs_seal() {
             true => Ok(()),
             false => {
-                let _charge = uploads.charge(inode.store().sealing_bytes(inode.look(Content::size))).await;
-                inode.seal().await.map(drop)
+                let bytes = inode.store().sealing_bytes(inode.look(Content::size));
+                match uploads.charge(self, bytes).await {
+                    Ok(_charge) => inode.seal().await.map(drop),
+                    Err(error) => Err(error),
+                }
             }
         };
         self.release(&inode, false).await?;
@@ -81,7 +84,7 @@ impl Volume {
     }
 
     async fn upload_staged(&self, uploads: &Uploads, key: ObjectKey, size: u64) -> Result<()> {
-        let _charge = uploads.charge(size).await;
+        let _charge = uploads.charge(self, size).await?;
         upload(&uploads.staging, self.bucket(), key, size).await
     }
 

@@ -6,7 +6,7 @@
 //! ```
 //! With the tree, which is durable by itself, the folder is the journal: a blob that a layout refers to is wanted, any
 //! other is of no use. Files are written before the commit that refers to them, and made durable before it is
-//! ([`Before`]). They go once they are in the bucket, or once a durable tree does not refer to them any more.
+//! ([`super::Durable`]). They go once they are in the bucket, or once a durable tree does not refer to them any more.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -14,15 +14,14 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
-use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, InodeId, ObjectKey, Result};
-use forebay_io::clock::Clock;
+use forebay_io::clock::{Clock, Moment};
 use forebay_io::lock_file::{LockFile, Locked};
 use forebay_io::task::blocking;
-use forebay_metadata::kv::Before;
-use futures::stream::{self, StreamExt, TryStreamExt};
+use futures::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -32,6 +31,8 @@ use super::file::{self, Tail};
 const LOCK: &str = "lock";
 /// Files that are synced at once: the disk's own journal makes one write of several.
 const SYNCS_AT_ONCE: usize = 8;
+/// How long a disk that did not make files durable is left alone: there may be room again then.
+const REST: Duration = Duration::from_secs(30);
 
 /// The staged blobs of one volume.
 #[derive(Debug)]
@@ -63,6 +64,8 @@ struct Blobs {
     is_folder_dirty: bool,
     /// Writes go through to the store, and that was told.
     is_full: bool,
+    /// Until when they do because the disk did not make files durable.
+    rests_until: Option<Moment>,
     last_error: Option<String>,
 }
 
@@ -73,8 +76,19 @@ struct Entry {
     number: u64,
     /// Seconds of the wall clock when it was written, to show.
     since: i64,
-    is_durable: bool,
+    on_disk: OnDisk,
     state: State,
+}
+
+/// What the disk makes of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum OnDisk {
+    /// It has the bytes.
+    Written,
+    /// They survive a failure of power.
+    Durable,
+    /// It could not make them durable.
+    Refused,
 }
 
 /// How far a blob is.
@@ -119,6 +133,10 @@ impl Staging {
         Ok(Arc::new(Self { folder, host, ceiling, clock, blobs, changes, lock }))
     }
 
+    pub(super) fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
     /// Lets the next process have the folder.
     pub(crate) fn close(&self) {
         self.lock.lock().take();
@@ -154,11 +172,15 @@ impl Staging {
 
     /// Whether `bytes` more can be staged.
     pub(crate) fn has_room(&self, bytes: u64) -> bool {
-        self.blobs.lock().bytes.saturating_add(file::file_bytes(bytes)) <= self.ceiling
+        let blobs = self.blobs.lock();
+        !blobs.rests(self.clock.now()) && blobs.bytes.saturating_add(file::file_bytes(bytes)) <= self.ceiling
     }
 
     fn take_room(&self, bytes: u64) -> bool {
         let mut blobs = self.blobs.lock();
+        if blobs.rests(self.clock.now()) {
+            return false;
+        }
         let fits = blobs.bytes.saturating_add(bytes) <= self.ceiling;
         match fits {
             true => blobs.bytes += bytes,
@@ -336,48 +358,64 @@ impl Staging {
     }
 }
 
-#[async_trait]
-impl Before for Staging {
-    /// Makes every staged file durable, and then its name.
-    async fn sync(&self) -> Result<()> {
+impl Staging {
+    /// Makes every staged file durable, and then its name. Returns the blobs for which the disk does not do that: after a
+    /// failure it may have dropped their bytes and say nothing the next time, so it is not asked again.
+    pub(super) async fn make_durable(&self) -> Result<Vec<(ObjectKey, u64)>> {
         let (names, is_folder_dirty) = {
             let mut blobs = self.blobs.lock();
-            let dirty = blobs.entries.iter().filter(|(_, entry)| !entry.is_durable);
+            let dirty = blobs.entries.iter().filter(|(_, entry)| entry.on_disk == OnDisk::Written);
             let names: Vec<String> = dirty.map(|(name, _)| name.clone()).collect();
             (names, std::mem::take(&mut blobs.is_folder_dirty))
         };
-        if names.is_empty() && !is_folder_dirty {
-            return Ok(());
+        if !names.is_empty() || is_folder_dirty {
+            let each = names.into_iter().map(|name| async move {
+                let path = self.folder.join(&name);
+                (name, blocking(move || sync(&path)).await.flatten())
+            });
+            let synced: Vec<_> = stream::iter(each).buffer_unordered(SYNCS_AT_ONCE).collect().await;
+            let folder = self.folder.clone();
+            let named = blocking(move || sync(&folder)).await.flatten();
+            self.note_synced(synced, named);
         }
-        let paths = names.iter().map(|name| self.folder.join(name)).collect::<Vec<_>>();
-        let synced = stream::iter(paths)
-            .map(|path| async move { blocking(move || sync(&path)).await? })
-            .buffer_unordered(SYNCS_AT_ONCE)
-            .try_collect::<()>();
-        let folder = self.folder.clone();
-        let done = async {
-            synced.await?;
-            blocking(move || sync(&folder)).await?
-        };
-        let done = done.await.map_err(|error| error.context("staged bytes cannot be made durable"));
+        let blobs = self.blobs.lock();
+        let refused = blobs.entries.iter().filter(|(_, entry)| entry.on_disk == OnDisk::Refused);
+        let refused = refused.filter(|(_, entry)| entry.state != State::Damaged);
+        Ok(refused.filter_map(|(name, entry)| Some((key_of(name)?, entry.tail.size))).collect())
+    }
+
+    fn note_synced(&self, synced: Vec<(String, Result<()>)>, named: Result<()>) {
+        let until = self.clock.now() + REST;
         let mut blobs = self.blobs.lock();
-        blobs.is_folder_dirty |= done.is_err();
-        for name in names.iter().filter(|_| done.is_ok()) {
-            if let Some(entry) = blobs.entries.get_mut(name) {
-                entry.is_durable = true;
+        for (name, synced) in synced {
+            let Err(error) = synced.and_then(|()| named.as_ref().copied().map_err(Error::duplicate)) else {
+                if let Some(entry) = blobs.entries.get_mut(&name) {
+                    entry.on_disk = OnDisk::Durable;
+                }
+                continue;
+            };
+            if let Some(entry) = blobs.entries.get_mut(&name) {
+                entry.on_disk = OnDisk::Refused;
             }
+            blobs.rests_until = Some(until);
+            blobs.tell_full(&format!("the local disk does not keep them: {error}"));
         }
-        done
+        blobs.is_folder_dirty |= named.is_err();
     }
 }
 
 impl Blobs {
+    /// Whether the disk is left alone.
+    fn rests(&self, now: Moment) -> bool {
+        self.rests_until.is_some_and(|until| until > now)
+    }
+
     fn add(&mut self, name: String, tail: Tail, since: i64, state: State) {
         self.inodes.entry(tail.ino).or_default().insert(name.clone());
         let (tail, number) = (Arc::new(tail), self.next);
         self.next += 1;
         self.is_folder_dirty = true;
-        self.entries.insert(name, Entry { tail, number, since, is_durable: false, state });
+        self.entries.insert(name, Entry { tail, number, since, on_disk: OnDisk::Written, state });
     }
 
     fn remove(&mut self, name: &str) {
@@ -401,6 +439,8 @@ impl Blobs {
 
 /// Makes a file or folder durable; one that is gone needs nothing.
 fn sync(path: &Path) -> Result<()> {
+    #[cfg(test)]
+    crate::tests::refuse_sync(path)?;
     match File::open(path).and_then(|file| file.sync_all()) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error.into()),
         _ => Ok(()),

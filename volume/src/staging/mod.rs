@@ -13,13 +13,16 @@ mod stage;
 mod drain;
 mod open;
 mod bring;
+mod durable;
 
 use serde::{Deserialize, Serialize};
 
+pub(crate) use durable::Durable;
 pub(crate) use folder::Staging;
 #[cfg(test)]
 pub(crate) use open::upload_all;
 pub(crate) use open::{heal, open};
+pub(crate) use schedule::pause;
 pub use settings::WritebackSettings;
 pub(crate) use uploads::Uploads;
 

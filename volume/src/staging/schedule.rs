@@ -136,7 +136,8 @@ impl Schedule {
     }
 }
 
-fn pause(failures: u32) -> Duration {
+/// How long to wait after so many failures in a row.
+pub(crate) fn pause(failures: u32) -> Duration {
     PAUSE.saturating_mul(1 << failures.saturating_sub(1).min(16)).min(PAUSE_MAX)
 }
 

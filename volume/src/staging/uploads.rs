@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, InodeId, Result};
 use forebay_io::clock::{Clock, Moment};
-use forebay_io::mem::{Budget, Class, Permit};
+use forebay_io::mem::{Budget, Permit};
 use forebay_io::task::{Stop, TaskGroup};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
@@ -36,7 +36,6 @@ pub(crate) struct Uploads {
     pub(super) staging: Arc<Staging>,
     pub(super) settings: WritebackSettings,
     pub(super) clock: Clock,
-    budget: Budget,
     /// The most of the budget that uploads may hold: writers never wait for them alone.
     share: Arc<Semaphore>,
     share_units: u64,
@@ -52,7 +51,7 @@ impl Uploads {
         staging: Arc<Staging>,
         settings: WritebackSettings,
         clock: Clock,
-        budget: Budget,
+        budget: &Budget,
     ) -> Arc<Self> {
         let share_units = (budget.ceiling() / 2 / SHARE_UNIT).clamp(1, Semaphore::MAX_PERMITS as u64);
         let share = Arc::new(Semaphore::new(share_units as usize));
@@ -60,7 +59,6 @@ impl Uploads {
             staging,
             settings,
             clock,
-            budget,
             share,
             share_units,
             schedule: Mutex::default(),
@@ -88,6 +86,11 @@ impl Uploads {
         }
     }
 
+    /// Whether a closed file is this one's to seal: one with bytes here, and any while bytes are staged.
+    pub(crate) fn brings_in(&self, ino: InodeId) -> bool {
+        self.settings.enabled || !self.staging.ready(ino).is_empty()
+    }
+
     /// A file that was written was closed; it may be there to be sealed.
     pub(crate) fn closed(&self, ino: InodeId, is_sealed: bool) {
         if is_sealed || !self.staging.ready(ino).is_empty() {
@@ -110,12 +113,20 @@ impl Uploads {
         self.schedule.lock().hurried > 0
     }
 
-    /// Memory for `bytes` on their way, to be had before any lock.
-    pub(super) async fn charge(&self, bytes: u64) -> (Option<OwnedSemaphorePermit>, Permit) {
+    /// Memory for `bytes` on their way, to be had before any lock. Writers that hold all of it and do nothing give theirs
+    /// up for it.
+    ///
+    /// # Errors
+    /// When what they hold cannot be brought anywhere.
+    pub(super) async fn charge(
+        &self,
+        volume: &Volume,
+        bytes: u64,
+    ) -> Result<(Option<OwnedSemaphorePermit>, Permit)> {
         let units = bytes.div_ceil(SHARE_UNIT).clamp(1, self.share_units);
         // It is never closed.
         let share = self.share.clone().acquire_many_owned(units as u32).await.ok();
-        (share, self.budget.acquire(Class::Write, bytes.min(units * SHARE_UNIT)).await)
+        Ok((share, volume.charge_write(bytes.min(units * SHARE_UNIT)).await?))
     }
 
     /// Blobs are there that nothing refers to.

@@ -16,11 +16,12 @@ use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::commit::{Committer, CommitterSettings};
 use forebay_metadata::kv::{Engine, MemEngine, MemStore, SlateEngine, SlateSettings, after};
-use forebay_metadata::tree::{Existing, LocalTree, NewInode, TreeParts, TreeSettings};
+use forebay_metadata::tree::{Existing, LocalTree, NewInode, Tree, TreeParts, TreeSettings};
 
+use super::unlucky::Unlucky;
 use crate::prefetch::PrefetchSettings;
 use crate::settings::WriteSettings;
-use crate::staging::{Staging, WritebackSettings};
+use crate::staging::{Durable, Staging, WritebackSettings};
 use crate::{Access, File, Parts, Volume, Writeback};
 
 pub(crate) const READ_WRITE: Access = Access { read: true, write: true, append: false, truncate: false };
@@ -50,6 +51,8 @@ pub(crate) struct Fixture {
     /// What is staged lies in the folder.
     pub(crate) writeback: Option<(tempfile::TempDir, WritebackSettings)>,
     pub(crate) clock: Clock,
+    /// The tree cannot be asked right after a commit.
+    pub(crate) is_unlucky: bool,
     /// The right to the volume cannot be renewed: the tree takes no changes meanwhile.
     pub(crate) lapsed: Arc<AtomicBool>,
 }
@@ -60,8 +63,20 @@ impl Fixture {
         let cache = CacheSettings { memory_bytes: 64 * MIB, ..CacheSettings::default() };
         let (store, budget) = (MemStore::default(), Budget::new(64 * MIB));
         let (clock, writeback) = (Clock::system(), None);
-        let (tree_in_bucket, part_copy, lapsed) = (false, true, Arc::default());
-        Self { bucket, store, tree_in_bucket, write, part_copy, budget, cache, writeback, clock, lapsed }
+        let (tree_in_bucket, is_unlucky, part_copy, lapsed) = (false, false, true, Arc::default());
+        Self {
+            bucket,
+            store,
+            tree_in_bucket,
+            is_unlucky,
+            write,
+            part_copy,
+            budget,
+            cache,
+            writeback,
+            clock,
+            lapsed,
+        }
     }
 
     /// The same with bytes staged in a folder.
@@ -87,7 +102,7 @@ impl Fixture {
             writeback = Some(Writeback { staging, settings: settings.clone() });
         }
         let engine = match &writeback {
-            Some(writeback) => after(writeback.staging.clone(), engine),
+            Some(writeback) => after(Durable::new(&writeback.staging, &self.bucket), engine),
             None => engine,
         };
         let lapsed = self.lapsed.clone();
@@ -107,9 +122,13 @@ impl Fixture {
         };
         let settings = TreeSettings { delete_delay_ms: 0, ..TreeSettings::default() };
         let tree = LocalTree::open(parts, settings).await.expect("a tree");
+        let tree: Arc<dyn Tree> = match self.is_unlucky {
+            true => Arc::new(Unlucky { tree, fails: AtomicBool::default() }),
+            false => Arc::new(tree),
+        };
         let blocks = Node::open(self.bucket.clone(), self.cache.clone()).await.expect("a cache");
         Volume::assemble(Parts {
-            tree: Arc::new(tree),
+            tree,
             blocks,
             bucket: self.bucket.clone(),
             volume: VOLUME,

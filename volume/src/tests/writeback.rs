@@ -5,10 +5,14 @@ use std::sync::Arc;
 use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};
 use forebay_core::{ErrorKind, InodeId};
+use forebay_io::clock::Clock;
+use forebay_io::mem::{Budget, Class};
 use forebay_io::object::{Bucket, Counters, Faults, OperationKind};
 use forebay_metadata::tree::resolve;
 
+use super::REFUSES_SYNC;
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
+use crate::settings::VolumeSettings;
 use crate::staging::{Staged, WritebackSettings};
 use crate::{File, Volume};
 
@@ -427,5 +431,129 @@ fn damaged_bytes_are_neither_read_nor_uploaded() {
         assert_eq!(puts(&fixture.bucket.counters().since(&before)).0, 0);
         assert_eq!(volume.staged().damaged, 1);
         volume.close().await.expect("close");
+    });
+}
+
+/// A disk that says only at fsync that it is full stopped the tree for good. What it does not keep goes to the store, as does
+/// what is written while it is left alone; then it is tried again. While the store is away, too, nothing is given up.
+#[test]
+fn a_disk_that_is_full_at_fsync_stops_nothing() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(50).with_faults(&faults);
+        let mut fixture = Fixture::new(bucket).writing_back(LATER);
+        fixture.clock = Clock::manual();
+        fixture.write.deadline_ms = 200;
+        let folder = fixture.writeback.as_ref().expect("it writes back").0.path().join("staging");
+        let volume = fixture.open().await;
+        volume.lookup(InodeId::ROOT, b"f").await.expect("lookup");
+        let synced = async |name: &str, number| {
+            let file = create(&volume, name).await;
+            file.write(0, pattern(number, 0..100 * KIB)).await.expect("write");
+            let synced = file.fsync().await;
+            (file, synced)
+        };
+        let (kept, on_disk) = synced("kept", 1).await;
+        on_disk.expect("the disk has it");
+        assert_eq!((owned(&fixture.bucket).await, volume.staged().files), (0, 1));
+
+        std::fs::write(folder.join(REFUSES_SYNC), "").expect("full");
+        faults.set_down(true);
+        let (through, refused) = synced("through", 2).await;
+        assert_eq!(refused.expect_err("nobody has it").kind(), ErrorKind::Unavailable);
+        faults.set_down(false);
+        while through.fsync().await.is_err() {
+            fixture.clock.advance(std::time::Duration::from_secs(1));
+        }
+        assert_eq!((owned(&fixture.bucket).await, volume.staged().files), (1, 1), "in the bucket");
+        assert!(through.read(0, u32::MAX).await.expect("read") == pattern(2, 0..100 * KIB));
+
+        std::fs::remove_file(folder.join(REFUSES_SYNC)).expect("there is room");
+        let (direct, written) = synced("direct", 3).await;
+        written.expect("written through");
+        assert!(
+            object(&fixture.bucket, "direct").await == pattern(3, 0..100 * KIB),
+            "the disk is left alone"
+        );
+        fixture.clock.advance(std::time::Duration::from_secs(60));
+        let (again, on_disk) = synced("again", 4).await;
+        on_disk.expect("the disk has it");
+        assert_eq!(volume.staged().files, 2);
+        for file in [kept, through, direct, again] {
+            file.release().await.expect("release");
+        }
+        drain(&volume).await;
+        for (number, name) in (1..).zip(["kept", "through", "direct", "again"]) {
+            assert!(object(&fixture.bucket, name).await == pattern(number, 0..100 * KIB), "{name}");
+        }
+        assert_eq!(owned(&fixture.bucket).await, 0);
+        volume.close().await.expect("close");
+    });
+}
+
+/// Writers that hold all memory and write no more kept what is staged from the store.
+#[test]
+fn idle_writers_do_not_hold_up_uploads() {
+    run(async {
+        let mut fixture = fixture(LATER);
+        fixture.budget = Budget::new(16 * MIB);
+        let volume = fixture.open().await;
+        write(&volume, "staged", pattern(0, 0..900 * KIB)).await;
+        let mut idle = Vec::new();
+        while fixture.budget.try_acquire(Class::Write, 900 * KIB).is_some() {
+            let file = create(&volume, &format!("idle{}", idle.len())).await;
+            file.write(0, pattern(1, 0..900 * KIB)).await.expect("write");
+            idle.push(file);
+        }
+        let uploads = volume.store().uploads.clone().expect("it writes back");
+        let staged = resolve(&**volume.tree(), "staged").await.expect("found").ino;
+        volume.bring_in(&uploads, staged).await.expect("uploaded");
+        assert!(object(&fixture.bucket, "staged").await == pattern(0, 0..900 * KIB));
+        for file in idle {
+            assert!(file.read(0, u32::MAX).await.expect("read") == pattern(1, 0..900 * KIB));
+            file.release().await.expect("release");
+        }
+        drain(&volume).await;
+        volume.close().await.expect("close");
+    });
+}
+
+/// A volume that once was written back, and is not any more: files that are closed were left to a schedule that ends with
+/// the process.
+#[test]
+fn closing_a_volume_seals_what_was_written_without_staging() {
+    run(async {
+        let settings = WritebackSettings { enabled: false, bytes: 0, ..LATER };
+        let fixture = fixture(settings);
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        for part in (0..4).rev() {
+            file.write(part * MIB, pattern(1, part * MIB..(part + 1) * MIB)).await.expect("write");
+        }
+        file.flush().await.expect("close");
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert!(object(&fixture.bucket, "f").await == pattern(1, 0..4 * MIB));
+    });
+}
+
+/// A dump belongs to the objects that are there when it is taken.
+#[test]
+fn a_dump_is_refused_while_bytes_are_staged() {
+    run(async {
+        let scratch = tempfile::tempdir().expect("scratch");
+        std::fs::create_dir(scratch.path().join("bucket")).expect("a bucket");
+        let source = format!("file://{}", scratch.path().join("bucket").display());
+        let state_directory = scratch.path().join("state");
+        let settings = VolumeSettings { state_directory, writeback: LATER, ..VolumeSettings::default() };
+        let volume = crate::connect(&source, settings.clone()).await.expect("a volume");
+        write(&volume, "f", pattern(1, 0..KIB)).await;
+        volume.close().await.expect("close");
+        let told = crate::backup::dump(&source, &settings, Vec::new()).await.expect_err("it is staged");
+        assert!(told.to_string().contains("1 files have bytes that are staged"), "{told}");
+        let volume = crate::connect(&source, settings.clone()).await.expect("a volume");
+        drain(&volume).await;
+        volume.close().await.expect("close");
+        crate::backup::dump(&source, &settings, Vec::new()).await.expect("nothing is staged");
     });
 }

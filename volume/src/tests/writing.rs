@@ -1,5 +1,7 @@
 //! How bytes reach the store, and what happens when it fails.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use forebay_core::units::MIB;
 use forebay_core::{ErrorKind, FileLayout, ObjectKey, Timestamp};
@@ -337,4 +339,59 @@ fn an_upload_that_is_cut_off_at_any_request_ends_with_the_next_start() {
             volume.close().await.expect("close");
         });
     }
+}
+
+/// A copy that shares bytes, closed while the store is away, stayed without an object of its own: it is taken up when the
+/// store is back.
+#[test]
+fn a_copy_that_is_closed_while_the_store_is_away_is_sealed_when_it_is_back() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(50).with_faults(&faults);
+        let fixture = Fixture::new(bucket);
+        let volume = fixture.open().await;
+        let content = pattern(1, 0..5000);
+        let file = create(&volume, "f").await;
+        file.write(0, content.clone()).await.expect("write");
+        file.flush().await.expect("close");
+        let copy = create(&volume, "copy").await;
+        faults.set_down(true);
+        assert_eq!(copy.share(&file, 0..5000, 0).await.expect("shared"), 5000);
+        for file in [file, copy] {
+            file.release().await.expect("release");
+        }
+        // An attempt asks twice at most, so more than one has failed.
+        while faults.injected() < 3 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        faults.set_down(false);
+        let key = ObjectKey::new("copy");
+        while fixture.bucket.head(&key).await.expect("an answer").is_none() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(object(&fixture.bucket, "copy").await, content);
+        volume.close().await.expect("close");
+    });
+}
+
+/// A write that was committed was told as failed when the tree could not be asked afterwards where the other bytes lie.
+#[test]
+fn what_was_committed_has_not_failed() {
+    run(async {
+        let fixture = Fixture { is_unlucky: true, ..Fixture::new(Bucket::in_memory()) };
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, pattern(1, 0..3 * MIB)).await.expect("write");
+        file.fsync().await.expect("whole");
+        file.write(MIB, Bytes::from_static(b"over")).await.expect("write");
+        file.fsync().await.expect("committed");
+        let copy = create(&volume, "copy").await;
+        assert_eq!(copy.share(&file, 0..3 * MIB, 0).await.expect("committed"), 3 * MIB);
+        let mut expected = pattern(1, 0..3 * MIB).to_vec();
+        expected[MIB as usize..][..4].copy_from_slice(b"over");
+        for file in [copy, file] {
+            assert!(file.read(0, u32::MAX).await.expect("read") == expected);
+            file.release().await.expect("release");
+        }
+    });
 }

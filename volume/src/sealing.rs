@@ -1,0 +1,46 @@
+//! Files that are brought together behind their last close, where nothing is staged.
+
+use std::sync::Arc;
+
+use forebay_core::{ErrorKind, Result};
+
+use crate::Volume;
+use crate::inode::OpenInode;
+use crate::staging::pause;
+
+impl Volume {
+    /// Seals in the background and releases the handle that it was given.
+    pub(crate) fn seal_behind(self: &Arc<Self>, inode: Arc<OpenInode>) {
+        let volume = self.clone();
+        self.tasks().spawn("seal", async move {
+            let ino = inode.ino();
+            let sealed = volume.seal_in_time(&inode).await.unwrap_or_else(|error| {
+                tracing::warn!(%ino, %error, "could not seal; the file stays readable through Forebay");
+                false
+            });
+            // Sealed once more if it was written again meanwhile.
+            if let Err(error) = volume.release(&inode, sealed).await {
+                tracing::warn!(%ino, %error, "could not close a sealed inode");
+            }
+        });
+    }
+
+    /// Seals a closed file, which stays open for that: again and again while the store is away, until the volume is closed.
+    async fn seal_in_time(&self, inode: &OpenInode) -> Result<bool> {
+        let stop = self.tasks().stop();
+        for failures in 1.. {
+            let permit = self.seals.acquire().await;
+            let sealed = inode.seal().await;
+            drop(permit);
+            match sealed {
+                Err(error) if error.kind() == ErrorKind::Unavailable && !stop.is_cancelled() => {
+                    tracing::debug!(ino = %inode.ino(), %error, "sealed later");
+                }
+                sealed => return sealed,
+            }
+            // Cut short at the end: then it is tried for the last time.
+            stop.run_until_cancelled(self.clock().sleep(pause(failures))).await;
+        }
+        Ok(false)
+    }
+}

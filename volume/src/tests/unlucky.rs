@@ -1,0 +1,213 @@
+//! A tree that cannot be asked for a layout right after each commit, and is there again then.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use forebay_core::{Attributes, Error, ErrorKind, FileLayout, InodeId, ObjectKey, Result, Timestamp};
+use forebay_metadata::tree::{
+    Cloned, DirectoryPage, Existing, LocalTree, Lookup, NewInode, OutsideChanges, Placement, RenameMode,
+    SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
+};
+
+/// Passes everything on.
+#[derive(Debug)]
+pub(crate) struct Unlucky {
+    pub(crate) tree: LocalTree,
+    pub(crate) fails: AtomicBool,
+}
+
+#[async_trait]
+impl Tree for Unlucky {
+    async fn lookup(&self, parent: InodeId, name: &[u8]) -> Result<Lookup> {
+        self.tree.lookup(parent, name).await
+    }
+
+    fn lookup_now(&self, parent: InodeId, name: &[u8]) -> Option<Result<Lookup>> {
+        self.tree.lookup_now(parent, name)
+    }
+
+    async fn attributes(&self, ino: InodeId) -> Result<Attributes> {
+        self.tree.attributes(ino).await
+    }
+
+    fn attributes_now(&self, ino: InodeId) -> Option<Result<Attributes>> {
+        self.tree.attributes_now(ino)
+    }
+
+    async fn read_directory(
+        &self,
+        ino: InodeId,
+        after: Option<&[u8]>,
+        limit: usize,
+    ) -> Result<DirectoryPage> {
+        self.tree.read_directory(ino, after, limit).await
+    }
+
+    async fn parent(&self, ino: InodeId) -> Result<InodeId> {
+        self.tree.parent(ino).await
+    }
+
+    async fn layout(&self, ino: InodeId) -> Result<(FileLayout, u64)> {
+        match self.fails.swap(false, SeqCst) {
+            true => Err(Error::new(ErrorKind::Unavailable, "the tree is not there")),
+            false => self.tree.layout(ino).await,
+        }
+    }
+
+    async fn files_after(&self, ino: InodeId, limit: usize) -> Result<Vec<(InodeId, FileLayout)>> {
+        self.tree.files_after(ino, limit).await
+    }
+
+    async fn read_link(&self, ino: InodeId) -> Result<Bytes> {
+        self.tree.read_link(ino).await
+    }
+
+    async fn create(
+        &self,
+        parent: InodeId,
+        name: &[u8],
+        new: NewInode,
+        existing: Existing,
+    ) -> Result<(Attributes, bool)> {
+        self.tree.create(parent, name, new, existing).await
+    }
+
+    async fn link(&self, ino: InodeId, parent: InodeId, name: &[u8]) -> Result<Attributes> {
+        self.tree.link(ino, parent, name).await
+    }
+
+    async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+        self.tree.unlink(parent, name).await
+    }
+
+    async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+        self.tree.remove_directory(parent, name).await
+    }
+
+    async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()> {
+        self.tree.rename(from, to, mode).await
+    }
+
+    async fn set_attributes(&self, ino: InodeId, changes: SetAttributes) -> Result<Attributes> {
+        self.tree.set_attributes(ino, changes).await
+    }
+
+    async fn accessed(&self, ino: InodeId, atime: Timestamp) -> Result<()> {
+        self.tree.accessed(ino, atime).await
+    }
+
+    async fn xattr(&self, ino: InodeId, name: &[u8]) -> Result<Bytes> {
+        self.tree.xattr(ino, name).await
+    }
+
+    async fn xattrs(&self, ino: InodeId) -> Result<Vec<Bytes>> {
+        self.tree.xattrs(ino).await
+    }
+
+    async fn set_xattr(&self, ino: InodeId, name: &[u8], value: Bytes, mode: XattrMode) -> Result<()> {
+        self.tree.set_xattr(ino, name, value, mode).await
+    }
+
+    async fn remove_xattr(&self, ino: InodeId, name: &[u8]) -> Result<()> {
+        self.tree.remove_xattr(ino, name).await
+    }
+
+    async fn opened(&self, ino: InodeId) -> Result<()> {
+        self.tree.opened(ino).await
+    }
+
+    async fn closed(&self, ino: InodeId) -> Result<()> {
+        self.tree.closed(ino).await
+    }
+
+    async fn reserve(&self, ino: InodeId, size: u64) -> Result<()> {
+        self.tree.reserve(ino, size).await
+    }
+
+    async fn place(&self, ino: InodeId) -> Result<Placement> {
+        self.tree.place(ino).await
+    }
+
+    fn fresh_blob(&self) -> ObjectKey {
+        self.tree.fresh_blob()
+    }
+
+    async fn packs(&self, ino: InodeId) -> Result<bool> {
+        self.tree.packs(ino).await
+    }
+
+    fn fresh_segment(&self) -> SegmentPin {
+        self.tree.fresh_segment()
+    }
+
+    async fn is_referred(&self, key: &ObjectKey) -> Result<bool> {
+        self.tree.is_referred(key).await
+    }
+
+    async fn upload_started(&self, key: &ObjectKey, id: &str) -> Result<()> {
+        self.tree.upload_started(key, id).await
+    }
+
+    async fn upload_ended(&self, id: &str) -> Result<()> {
+        self.tree.upload_ended(id).await
+    }
+
+    async fn commit_layout(
+        &self,
+        ino: InodeId,
+        expected: u64,
+        layout: FileLayout,
+        mtime: Timestamp,
+    ) -> Result<Attributes> {
+        let committed = self.tree.commit_layout(ino, expected, layout, mtime).await?;
+        self.fails.store(true, SeqCst);
+        Ok(committed)
+    }
+
+    async fn commit_shared(
+        &self,
+        ino: InodeId,
+        expected: u64,
+        layout: FileLayout,
+        mtime: Timestamp,
+        lender: InodeId,
+    ) -> Result<Attributes> {
+        let committed = self.tree.commit_shared(ino, expected, layout, mtime, lender).await?;
+        self.fails.store(true, SeqCst);
+        Ok(committed)
+    }
+
+    async fn clone_tree(&self, source: InodeId, to: (InodeId, &[u8])) -> Result<Cloned> {
+        self.tree.clone_tree(source, to).await
+    }
+
+    async fn relocate(&self, ino: InodeId, expected: u64, layout: FileLayout) -> Result<()> {
+        self.tree.relocate(ino, expected, layout).await
+    }
+
+    async fn sync(&self) -> Result<()> {
+        self.tree.sync().await
+    }
+
+    async fn statistics(&self) -> Result<Statistics> {
+        self.tree.statistics().await
+    }
+
+    async fn refresh(&self, ino: InodeId) -> Result<()> {
+        self.tree.refresh(ino).await
+    }
+
+    fn outside(&self) -> &OutsideChanges {
+        self.tree.outside()
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.tree.close().await
+    }
+
+    fn local(&self) -> Option<&LocalTree> {
+        self.tree.local()
+    }
+}
