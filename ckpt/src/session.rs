@@ -116,6 +116,8 @@ pub struct Session {
     announced: Option<Arc<SharedMemory>>,
     arenas_sent: u64,
     last_save: u64,
+    /// The save that the agent was told is waited for, last.
+    awaited: u64,
     pending: VecDeque<Pending>,
     /// The newest step that all ranks hold, which no save takes the slot of.
     kept: Option<HeldStep>,
@@ -142,6 +144,7 @@ impl Session {
             announced: None,
             arenas_sent: 0,
             last_save: 0,
+            awaited: 0,
             pending: VecDeque::new(),
             kept: None,
             former: Vec::new(),
@@ -186,6 +189,7 @@ impl Session {
     pub fn connect(&mut self, stream: FdStream) -> Result<()> {
         self.stream = Some(stream);
         self.announced = None;
+        self.awaited = 0;
         self.send(&Request::Hello(Box::new(self.hello.clone())), None)?;
         for pending in std::mem::take(&mut self.pending) {
             if !pending.was_resent {
@@ -320,18 +324,30 @@ impl Session {
     /// Takes what the agent said, waiting for a first word up to `patience`.
     pub fn take_replies(&mut self, patience: Duration) -> Result<()> {
         self.hear_predecessor();
-        let mut patience = patience;
+        let (mut limit, mut waits) = (Duration::ZERO, !patience.is_zero());
         while let Some(stream) = &mut self.stream {
-            if !stream.readable(patience)? {
+            if stream.readable(limit)? {
+                match stream.receive() {
+                    Ok(Some((frame, _))) => self.apply(&frame)?,
+                    Ok(None) | Err(_) => self.stream = None,
+                }
+                (limit, waits) = (Duration::ZERO, false);
+            } else if std::mem::take(&mut waits) {
+                self.tell_of_waiting();
+                limit = patience;
+            } else {
                 return Ok(());
             }
-            match stream.receive() {
-                Ok(Some((frame, _))) => self.apply(&frame)?,
-                Ok(None) | Err(_) => self.stream = None,
-            }
-            patience = Duration::ZERO;
         }
         Ok(())
+    }
+
+    /// Has the agent hurry with the oldest save that is not settled.
+    fn tell_of_waiting(&mut self) {
+        let Some(save) = self.pending.front().map(|pending| pending.save.number) else { return };
+        if save > self.awaited && self.send(&Request::Await { save }, None).is_ok() {
+            self.awaited = save;
+        }
     }
 
     /// The saves that a dead agent left unsettled; `None` while the agent lives or nothing is unsettled.

@@ -7,6 +7,7 @@ pub mod lock_file;
 pub mod files;
 pub mod task;
 pub mod host;
+pub mod priority;
 pub mod mem;
 pub mod device;
 pub mod codec;

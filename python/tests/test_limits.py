@@ -15,7 +15,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import Gate
+from .conftest import Gate, wait_until
 
 MIB = 1 << 20
 
@@ -60,6 +60,36 @@ def test_a_full_disk_is_told_and_harms_no_step(small_disk: Path, mib: int) -> No
         assert checkpointer.steps() == [1, 3]
     assert torch.equal(forebay.load(run)["t"], torch.full((3 * MIB,), 3, dtype=torch.uint8))
     assert _native.verify(f"file://{run}", None) == []
+
+
+def nice_levels(agent: int) -> set[int]:
+    """Of an agent's session and of its threads but the first."""
+    threads = [int(thread) for thread in os.listdir(f"/proc/{agent}/task") if int(thread) != agent]
+    levels = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+    session = Path(f"/proc/{agent}/autogroup")
+    return levels | ({int(session.read_text().split()[-1])} if session.exists() else set())
+
+
+def test_an_agent_gives_way_but_to_a_trainer_that_waits_or_is_gone(tmp_path: Path) -> None:
+    checkpointer = forebay.Checkpointer(tmp_path, flush_rate="4MiB")
+    save = checkpointer.save_now(1, {"t": torch.zeros(12 * MIB, dtype=torch.uint8)})
+    agent = checkpointer._agent
+    wait_until(lambda: nice_levels(agent.pid) == {19})
+    level = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, level - 1)
+        os.setpriority(os.PRIO_PROCESS, 0, level)
+    except PermissionError:
+        pytest.skip("NO CAP_SYS_NICE: that an agent hurries is not tested")
+    assert not save.wait_durable(0.01), "it was waited for"
+    wait_until(lambda: nice_levels(agent.pid) == {0})
+    save.wait_durable()
+    wait_until(lambda: nice_levels(agent.pid) == {19})
+    checkpointer.save_now(2, {"t": torch.ones(12 * MIB, dtype=torch.uint8)})
+    assert nice_levels(agent.pid) == {19}
+    checkpointer._let_go()
+    wait_until(lambda: agent.poll() is not None or nice_levels(agent.pid) == {0})
+    assert agent.wait(60) == 0 and forebay.load(tmp_path, step=2)["t"].min() == 1
 
 
 def test_the_first_save_faults_no_page_in(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ mod inspect;
 mod delta;
 mod alive;
 mod flush;
+mod pace;
 mod trainer;
 mod disk;
 mod flusher;

@@ -99,6 +99,11 @@ pub enum Request {
         /// Why.
         reason: String,
     },
+    /// The trainer does nothing until this save is settled.
+    Await {
+        /// Which save.
+        save: u64,
+    },
     /// The trainer ends because it is done: nobody will come for what is held.
     Bye,
 }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::net::FdStream;
+use forebay_io::priority::Priority;
 use forebay_io::task::TaskGroup;
 use tokio::sync::{mpsc, oneshot};
 
@@ -18,6 +19,7 @@ use super::disk::{self, Disk};
 use super::door::Door;
 use super::flusher::{Flusher, Save, Work};
 use super::holdings::Holdings;
+use super::pace::Pace;
 use super::protocol::now_us;
 use super::trainer::Trainer;
 use super::{Hello, Reply, Request, VISIT_VERSION, Visit};
@@ -27,10 +29,16 @@ use crate::arena::{Held, SLOTS};
 const MAX_SAVES: usize = 2 * SLOTS;
 
 /// Serves the trainer at the other end of `stream` until it is gone, every sealed save is settled, and nobody is to come
-/// for what is in memory.
-pub fn serve(mut stream: FdStream) -> Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let trainer = Trainer::new(stream.try_clone()?);
+/// for what is in memory. With the `priority` of this process, the trainer goes first.
+pub fn serve(mut stream: FdStream, priority: Option<Priority>) -> Result<()> {
+    let pace = Arc::new(Pace::new(priority));
+    let of_threads = pace.clone();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .on_thread_start(move || of_threads.join())
+        .enable_all()
+        .build()?;
+    let trainer = Trainer::new(stream.try_clone()?, pace);
     let Some((frame, _)) = stream.receive()? else { return Ok(()) };
     let Request::Hello(hello) = parse(&frame)? else {
         return Err(Error::invalid("an agent is greeted first"));
@@ -118,6 +126,7 @@ impl Desk {
             Request::Hold(held) => drop(self.holdings.hold(*held)?),
             Request::Forget(step) => self.holdings.forget(&step),
             Request::GiveUp { step, reason } => self.pass_on(Work::GiveUp { step, reason })?,
+            Request::Await { save } => self.trainer.await_save(save),
             Request::Bye => self.holdings.clear(),
         }
         Ok(())

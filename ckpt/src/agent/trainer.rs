@@ -9,12 +9,14 @@ use forebay_io::net::FdStream;
 use parking_lot::Mutex;
 
 use super::Reply;
+use super::pace::Pace;
 
 /// Shared by the thread that reads requests and the task that flushes.
 #[derive(Clone)]
 pub(super) struct Trainer {
     link: Arc<Mutex<Link>>,
     gone: Arc<AtomicBool>,
+    pace: Arc<Pace>,
 }
 
 struct Link {
@@ -24,9 +26,14 @@ struct Link {
 }
 
 impl Trainer {
-    pub(super) fn new(stream: FdStream) -> Self {
+    pub(super) fn new(stream: FdStream, pace: Arc<Pace>) -> Self {
         let link = Link { stream, unsettled: BTreeSet::new() };
-        Self { link: Arc::new(Mutex::new(link)), gone: Arc::new(AtomicBool::new(false)) }
+        Self { link: Arc::new(Mutex::new(link)), gone: Arc::new(AtomicBool::new(false)), pace }
+    }
+
+    /// It waits until a save is settled.
+    pub(super) fn await_save(&self, save: u64) {
+        self.pace.await_save(save);
     }
 
     /// Notes a save that is to be flushed.
@@ -39,6 +46,9 @@ impl Trainer {
         let mut link = self.link.lock();
         if let Reply::Stored { save, .. } | Reply::Failed { save, .. } = reply {
             link.unsettled.remove(save);
+        }
+        if let Reply::Durable { save, .. } | Reply::Failed { save, .. } = reply {
+            self.pace.settled(*save);
         }
         let sent = serde_json::to_vec(reply).map(|frame| link.stream.send(&frame, None));
         if !matches!(sent, Ok(Ok(()))) {
@@ -53,6 +63,7 @@ impl Trainer {
 
     pub(super) fn set_gone(&self) {
         self.gone.store(true, Ordering::Release);
+        self.pace.set_gone();
     }
 
     /// From now on `successor` hears what becomes of the saves under way, and first which these are.

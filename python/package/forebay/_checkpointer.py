@@ -74,7 +74,7 @@ class Checkpointer:
         ranks: This rank and how many there are; by default those of torch.distributed, or RANK and WORLD_SIZE of the
             environment. `(0, 1)` saves alone.
         flush_rate: Bytes a second that each rank's agent sends to the store at most, such as `200MiB`; by default as fast as
-            it can.
+            it can with what the training leaves of the processors, and while the job waits for a save as fast as it can.
         local: A directory of this host's disk, the same for all ranks, where the agent keeps copies of the newest steps: a
             restore reads them where memory is gone, and needs no store. By default none.
         local_keep: Steps that stay there; a directory needs room for one more.

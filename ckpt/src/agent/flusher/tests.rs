@@ -4,6 +4,7 @@ use forebay_io::net::FdStream;
 use forebay_io::object::{FaultMode, Faults, OperationKind};
 use futures::TryStreamExt;
 
+use super::super::pace::Pace;
 use super::*;
 use crate::catalog::{Keep, Start, list_steps};
 use crate::manifest::{Checksum, Identity, Slice, SliceKind, Tensor};
@@ -23,7 +24,7 @@ fn hello() -> Hello {
 /// A trainer who listens at the other end of the stream.
 pub(super) fn trainer() -> (Trainer, FdStream) {
     let (near, far) = FdStream::pair().expect("pair");
-    (Trainer::new(near), far)
+    (Trainer::new(near, Arc::new(Pace::new(None))), far)
 }
 
 /// A sealed save of one tensor.
