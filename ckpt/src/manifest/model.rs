@@ -91,7 +91,8 @@ pub struct Slice {
     pub end: u64,
     /// CRC-32C of the slice's bytes.
     pub crc32c: Checksum,
-    /// BLAKE3 of the slice's bytes; [`Identity::UNKNOWN`] until they were hashed, and in no manifest.
+    /// BLAKE3 of the slice's bytes; [`Identity::UNKNOWN`] until they were hashed, which is left out, and in no manifest.
+    #[serde(default, skip_serializing_if = "Identity::is_unknown")]
     pub blake3: Identity,
 }
 
@@ -135,12 +136,16 @@ impl Shard {
 }
 
 /// A BLAKE3 hash, written as 64 lowercase hex digits.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Identity(pub [u8; 32]);
 
 impl Identity {
     /// Stands for that of bytes that nobody hashed yet.
     pub const UNKNOWN: Self = Self([0; 32]);
+
+    fn is_unknown(&self) -> bool {
+        *self == Self::UNKNOWN
+    }
 
     /// That of `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
@@ -154,7 +159,7 @@ pub struct Checksum(pub u32);
 
 impl fmt::Display for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        f.write_str(&blake3::Hash::from_bytes(self.0).to_hex())
     }
 }
 
