@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use bytes::Bytes;
 use forebay_core::checksum::combine;
 use forebay_core::{Error, ErrorKind, Result};
-use forebay_io::mem::copy_with_crc32c;
+use forebay_io::mem::{copy_with_crc32c, expect_read};
 use forebay_io::object::Bucket;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use tokio::runtime::Handle;
@@ -79,6 +79,7 @@ impl Source<'_> {
 
 /// Copies one range of a shard in memory into its segments.
 fn copy_out(shard: &Bytes, read: Read<'_>) -> Vec<Part> {
+    expect_read(&shard[read.range.start as usize..read.range.end as usize]);
     let copy = |segment: Segment<'_>| {
         let Segment { slice, start, target, .. } = segment;
         let length = target.len() as u64;

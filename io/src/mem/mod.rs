@@ -9,4 +9,4 @@ mod pool;
 pub use budget::{Budget, Class, Permit};
 pub use fused::copy_with_crc32c;
 pub use pool::{Buffer, Pool};
-pub use shared::{ReadMapping, SharedMemory, WriteMapping, populate};
+pub use shared::{ReadMapping, SharedMemory, WriteMapping, expect_read, populate};

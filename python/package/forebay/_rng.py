@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+import sys
 from typing import Any
 
 from ._leaf import numpy_module, torch_module
@@ -13,9 +14,10 @@ def rng_state() -> dict[str, Any]:
     """What `set_rng_state` takes."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {"python": (version, struct.pack(f"<{len(words)}I", *words), gauss)}
-    numpy, torch = numpy_module(), torch_module()
-    if numpy is not None:
-        state["numpy"] = numpy.random.get_state()
+    # numpy loads its generators on first use, which takes several times as long as all of this.
+    generators, torch = sys.modules.get("numpy.random"), torch_module()
+    if generators is not None:
+        state["numpy"] = generators.get_state()
     if torch is not None:
         state["torch"] = torch.get_rng_state()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
