@@ -132,7 +132,8 @@ impl Local {
 
     /// Writes a rank's part; it is there once this returns.
     pub async fn put(&self, held: &Held, slot: &Bytes) -> Result<()> {
-        let options = UploadOptions { conditional: false, ..UploadOptions::default() };
+        let past_cache = Some(held.seal.size);
+        let options = UploadOptions { conditional: false, past_cache, ..UploadOptions::default() };
         let mut upload = self.0.upload_with(&held.key().object(), options)?;
         let shard = slot.slice(..held.seal.size as usize);
         match upload.write(shard).await {

@@ -155,6 +155,11 @@ fn mismatch(wanted: &str, got: &Reply) -> object_store::Error {
     }
 }
 
+/// In the options of an upload: its length, and that nobody reads it soon. A directory takes the room for it at once and
+/// writes past the page cache.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PastCache(pub(super) u64);
+
 impl Request {
     pub(super) fn kind(&self) -> OperationKind {
         match self {

@@ -13,7 +13,7 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use object_store::multipart::PartId;
 use object_store::{PutMultipartOptions, PutPayload};
 
-use super::request::{Request, UploadId};
+use super::request::{PastCache, Request, UploadId};
 use super::{Bucket, Condition, ObjectInfo};
 use crate::mem::Permit;
 use crate::task::Task;
@@ -67,6 +67,9 @@ pub struct UploadOptions {
     pub part_bytes: Option<u64>,
     /// Who is told where it begins and ends. Default nobody.
     pub notes: Option<Arc<dyn UploadNotes>>,
+    /// Its length, where that is known and nobody reads it soon: a directory takes the room at once and writes memory that is
+    /// aligned to pages past the page cache, at a tenth of the processor time. Default none.
+    pub past_cache: Option<u64>,
     /// Whether it may be completed on a condition. Default true; without, Google's store spares a copy.
     pub conditional: bool,
     /// What the object is to be known by, as in [`Bucket::put_as`]. Default chance.
@@ -80,6 +83,7 @@ impl Default for UploadOptions {
             bytes_in_flight: 256 * MIB,
             part_bytes: None,
             notes: None,
+            past_cache: None,
             conditional: true,
             token: None,
         }
@@ -319,7 +323,8 @@ impl State {
         }
         if self.creating.is_none() {
             let (bucket, key) = (self.bucket.clone(), self.bucket.path(&self.key)?);
-            let (options, conditional) = (PutMultipartOptions::default(), self.options.conditional);
+            let (mut options, conditional) = (PutMultipartOptions::default(), self.options.conditional);
+            self.options.past_cache.map(|bytes| options.extensions.insert(PastCache(bytes)));
             let token = self.options.token.clone().unwrap_or_else(|| bucket.token());
             let request = Request::Create { key, options, token, conditional };
             let (notes, named) = (self.options.notes.clone(), self.key.clone());

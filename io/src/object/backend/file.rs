@@ -43,6 +43,7 @@ use crate::rng::Rng;
 use crate::task::blocking;
 
 pub(in crate::object) use sweep::sweep;
+use upload::Begun;
 
 /// Where what is not an object lies, relative to the directory.
 const STAGING: &str = ".forebay/staging";
@@ -63,8 +64,8 @@ struct Inner {
     lock: Mutex<()>,
     /// Versions and the tokens they were written with, newest last.
     recent: Mutex<VecDeque<(String, String)>>,
-    /// The uploads of this process by id, each with its locked file: the lock tells others that it goes on.
-    uploads: Mutex<HashMap<String, File>>,
+    /// The uploads of this process by id.
+    uploads: Mutex<HashMap<String, Begun>>,
 }
 
 impl Directory {
@@ -125,8 +126,9 @@ impl Service for Directory {
                 self.run(move |inner| inner.copy(&from, &to, options.mode)).await?;
                 Ok(Reply::Done)
             }
-            Request::Create { key, token, .. } => {
-                self.run(move |inner| inner.create_upload(key, token)).await.map(Reply::Upload)
+            Request::Create { key, options, token, .. } => {
+                let past_cache = options.extensions.get().copied();
+                self.run(move |inner| inner.create_upload(key, token, past_cache)).await.map(Reply::Upload)
             }
             Request::Part { upload, offset, payload, .. } => {
                 self.run(move |inner| inner.write_part(&upload, offset, &payload)).await.map(Reply::Part)

@@ -3,35 +3,66 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use forebay_core::{Timestamp, Version};
 use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::{PutPayload, PutResult, Result};
+use rustix::fs::{FallocateFlags, OFlags};
+use rustix::io::Errno;
 
 use super::{Inner, STAGING, io_error, version_of};
 use crate::object::error::STORE;
 use crate::object::key::address;
-use crate::object::request::{UploadId, UploadsPage};
+use crate::object::request::{PastCache, UploadId, UploadsPage};
 use crate::object::types::{Condition, put_mode};
 
 /// The folder of unfinished uploads, below the staging folder: `uploads/ID/data` and `uploads/ID/key`.
 pub(super) const UPLOADS: &str = "uploads";
 
+/// What disks want writes past the page cache aligned to, in memory and in the file.
+const ALIGNMENT: usize = 4096;
+
+/// An upload of this process.
+#[derive(Debug)]
+pub(super) struct Begun {
+    /// Its file, whose lock tells others that it goes on.
+    _locked: File,
+    /// The file as it is written past the page cache, where that was asked for and the file system has it.
+    past_cache: Option<Arc<File>>,
+}
+
 impl Inner {
-    pub(super) fn create_upload(&self, key: Path, token: String) -> Result<UploadId> {
+    pub(super) fn create_upload(
+        &self,
+        key: Path,
+        token: String,
+        past_cache: Option<PastCache>,
+    ) -> Result<UploadId> {
         let upload = UploadId { key, id: self.rng.name(), token };
         let folder = self.upload_path(&upload);
         let create = || {
             self.create_below_root(&folder)?;
             std::fs::write(folder.join("key"), upload.key.as_ref())?;
-            let file = File::create_new(folder.join("data"))?;
-            file.lock().map(|()| file)
+            let (path, mut direct) = (folder.join("data"), None);
+            let file = File::create_new(&path)?;
+            file.lock()?;
+            if let Some(PastCache(bytes)) = past_cache {
+                take_room(&file, bytes)?;
+                let flags = OFlags::DIRECT.bits() as i32;
+                direct = OpenOptions::new().write(true).custom_flags(flags).open(&path).ok().map(Arc::new);
+            }
+            Ok(Begun { _locked: file, past_cache: direct })
         };
-        let file = create().map_err(|error| io_error(&upload.key, error))?;
-        self.uploads.lock().insert(upload.id.clone(), file);
+        let begun = create().map_err(|error| {
+            // Nobody was told its id; what stays is swept.
+            let _ = std::fs::remove_dir_all(&folder);
+            io_error(&upload.key, error)
+        })?;
+        self.uploads.lock().insert(upload.id.clone(), begun);
         Ok(upload)
     }
 
@@ -46,9 +77,13 @@ impl Inner {
 
     pub(super) fn write_part(&self, upload: &UploadId, offset: u64, payload: &PutPayload) -> Result<PartId> {
         let file = self.open_upload(upload)?;
+        let direct = self.uploads.lock().get(&upload.id).and_then(|begun| begun.past_cache.clone());
         let mut at = offset;
         for bytes in payload {
-            file.write_all_at(bytes, at).map_err(|error| io_error(&upload.key, error))?;
+            let written = direct.as_ref().map_or(Ok(0), |direct| write_direct(direct, bytes, at));
+            written
+                .and_then(|written| file.write_all_at(&bytes[written..], at + written as u64))
+                .map_err(|error| io_error(&upload.key, error))?;
             at += bytes.len() as u64;
         }
         Ok(part_id(offset, at - offset))
@@ -144,6 +179,35 @@ impl Inner {
     }
 }
 
+/// Takes the room for a file of so many bytes, where the file system can.
+fn take_room(file: &File, bytes: u64) -> io::Result<()> {
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
+        Err(error @ (Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => Err(error.into()),
+        _ => Ok(()),
+    }
+}
+
+/// Writes the first of `bytes` past the page cache and gives how many; the rest is not aligned, or the file system wants
+/// more than that.
+fn write_direct(file: &File, bytes: &[u8], offset: u64) -> io::Result<usize> {
+    let end = bytes.len() / ALIGNMENT * ALIGNMENT;
+    let mut done = 0;
+    while done < end {
+        let (left, at) = (&bytes[done..end], offset + done as u64);
+        if !(left.as_ptr() as usize).is_multiple_of(ALIGNMENT) || !at.is_multiple_of(ALIGNMENT as u64) {
+            break;
+        }
+        match file.write_at(left, at) {
+            Ok(0) => break,
+            Ok(written) => done += written,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => break,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(done)
+}
+
 fn part_id(offset: u64, length: u64) -> PartId {
     PartId { content_id: format!("{offset}+{length}") }
 }
@@ -151,4 +215,43 @@ fn part_id(offset: u64, length: u64) -> PartId {
 fn read_part_id(part: &PartId) -> Option<(u64, u64)> {
     let (offset, length) = part.content_id.split_once('+')?;
     Some((offset.parse().ok()?, length.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use forebay_core::ObjectKey;
+
+    use crate::mem::SharedMemory;
+    use crate::object::{Bucket, BucketUrl, Condition, StoreSettings, UploadOptions};
+
+    #[tokio::test]
+    async fn what_goes_past_the_page_cache_is_the_same() {
+        let folder = tempfile::tempdir().expect("scratch");
+        let url: BucketUrl = format!("file://{}", folder.path().display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let length = (20 << 20) + 12_345;
+        let memory = SharedMemory::create("test", length).expect("memory");
+        let mut filled = memory.map_write(0..length).expect("map");
+        filled.iter_mut().enumerate().for_each(|(i, byte)| *byte = (i * 31 + i / 4096) as u8);
+        let bytes = Bytes::from_owner(memory.map_read(0..length).expect("map"));
+        // Aligned all the way; parts that begin anywhere; an announced length that is not kept.
+        for (start, announced) in [(0, length), (1, length - 1), (4096, length), (0, 1)] {
+            let key = ObjectKey::new(format!("a/{start}-{announced}"));
+            let past_cache = Some(announced as u64);
+            let options = UploadOptions { conditional: false, past_cache, ..UploadOptions::default() };
+            let mut upload = bucket.upload_with(&key, options).expect("upload");
+            upload.write(bytes.slice(start..start + 4096)).await.expect("write");
+            upload.write(bytes.slice(start + 4096..)).await.expect("write");
+            upload.complete(Condition::Always).await.expect("complete");
+            let (found, _) = bucket.get_whole(&key).await.expect("get");
+            assert!(found == bytes.slice(start..), "from {start} on");
+        }
+        let options = UploadOptions { past_cache: Some(1 << 60), ..UploadOptions::default() };
+        let mut upload = bucket.upload_with(&ObjectKey::new("b"), options).expect("upload");
+        upload.write(bytes.clone()).await.expect_err("no room");
+        drop(upload);
+        let left = std::fs::read_dir(folder.path().join(".forebay/staging/uploads")).expect("list").count();
+        assert_eq!(left, 0, "nothing stays of it");
+    }
 }
