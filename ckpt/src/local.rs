@@ -20,7 +20,7 @@ use futures::TryStreamExt;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::arena::{Held, HeldStep, manifest_of};
+use crate::arena::{Held, HeldStep, attempt_of, manifest_of};
 use crate::manifest::{Manifest, ShardKey, read_local, write_local};
 
 /// Where seals lie.
@@ -104,11 +104,6 @@ impl NoteKey {
         };
         (parsed.object() == *key).then_some(parsed)
     }
-}
-
-/// What a start is called in names.
-fn attempt_of(start: &str) -> &str {
-    start.get(..8).unwrap_or_default()
 }
 
 impl Local {

@@ -17,8 +17,8 @@ use forebay_io::mem::SharedMemory;
 use forebay_io::net::FdStream;
 use parking_lot::Mutex;
 
-use crate::agent::{Hello, Linger, Member, Reply, Request};
-use crate::arena::{Arena, Held, HeldStep, SLOTS, Seal, Slot, Snapshot};
+use crate::agent::{Hello, Linger, Member, Origin, Reply, Request};
+use crate::arena::{Arena, Held, HeldStep, SLOTS, Seal, Slot, Snapshot, attempt_of};
 use crate::local::LocalTier;
 use crate::manifest::Extra;
 use crate::shard::{ShardLayout, TensorSpec};
@@ -127,6 +127,8 @@ pub struct Session {
     inherited: Vec<Slot>,
     predecessor: Option<FdStream>,
     has_succeeded: bool,
+    /// The step that the next one goes on from, as far as is known.
+    origin: Option<Origin>,
     /// Whether the predecessor's steps are this start's as well.
     goes_on: bool,
     /// The device that slots are locked for.
@@ -151,6 +153,7 @@ impl Session {
             inherited: Vec::new(),
             predecessor: None,
             has_succeeded: false,
+            origin: None,
             goes_on: false,
             device: None,
             warnings: Vec::new(),
@@ -177,6 +180,13 @@ impl Session {
         self.hello.local = Some(local);
     }
 
+    /// What is saved next goes on from a step that was restored: what did not change since is not stored again.
+    pub fn go_on_from(&mut self, origin: Origin) {
+        // A failure here is the agent's death, and the next one is told.
+        self.send(&Request::GoOn(origin.clone()), None).ok();
+        self.origin = Some(origin);
+    }
+
     /// From now on slots are locked in memory before they are filled, for `device` to copy into.
     pub fn pin_for(&mut self, device: Arc<Device>) {
         self.device.get_or_insert(device);
@@ -191,6 +201,9 @@ impl Session {
         self.announced = None;
         self.awaited = 0;
         self.send(&Request::Hello(Box::new(self.hello.clone())), None)?;
+        if let Some(origin) = self.origin.clone() {
+            self.send(&Request::GoOn(origin), None)?;
+        }
         for pending in std::mem::take(&mut self.pending) {
             if !pending.was_resent {
                 self.pending.push_back(pending);
@@ -408,6 +421,8 @@ impl Session {
             Reply::Durable { save, at_us } => {
                 if let Some(save) = self.pending_save(save) {
                     save.times.lock().durable = Some(at_us);
+                    let (attempt, step) = (attempt_of(&self.hello.start.nonce).to_owned(), save.step);
+                    self.origin = Some(Origin { attempt, step });
                 }
                 self.settle_number(save, Ok(()));
             }

@@ -90,14 +90,14 @@ pub(crate) fn open_step(
     incarnation: u64,
     attempt: String,
 ) -> PyResult<Step> {
-    let key = StepKey { incarnation, step, attempt };
+    let key = StepKey { incarnation, step, attempt: attempt.clone() };
     let manifest = with_bucket(py, &url, |bucket| async move {
         load_manifest(&bucket, &key).await.map_err(|error| match error.kind() {
             ErrorKind::NotFound => Error::corrupt(error.to_string()),
             _ => error,
         })
     })?;
-    Ok(Step { place: Place::Store(url), manifest, bytes_read: AtomicU64::new(0) })
+    Ok(Step { place: Place::Store(url), attempt, manifest, bytes_read: AtomicU64::new(0) })
 }
 
 /// Saves the tensors of a Hugging Face directory, by its URL, as a step of a start of its own.
@@ -131,6 +131,8 @@ pub(crate) enum Place {
 #[pyclass(frozen, module = "forebay._native")]
 pub(crate) struct Step {
     pub(crate) place: Place,
+    /// The first digits of the nonce of the start that saved it.
+    attempt: String,
     pub(crate) manifest: Manifest,
     bytes_read: AtomicU64,
 }
@@ -138,12 +140,18 @@ pub(crate) struct Step {
 impl Step {
     /// A step in memory.
     pub(crate) fn held(manifest: Manifest, shards: Vec<Bytes>) -> Self {
-        Self { place: Place::Held(shards), manifest, bytes_read: AtomicU64::new(0) }
+        Self::near(Place::Held(shards), manifest)
     }
 
     /// A step on this host's disk.
     pub(crate) fn local(manifest: Manifest, directory: String) -> Self {
-        Self { place: Place::Local(directory), manifest, bytes_read: AtomicU64::new(0) }
+        Self::near(Place::Local(directory), manifest)
+    }
+
+    /// Such a step has its start's nonce for its run.
+    fn near(place: Place, manifest: Manifest) -> Self {
+        let attempt = manifest.run.get(..8).unwrap_or_default().to_owned();
+        Self { place, attempt, manifest, bytes_read: AtomicU64::new(0) }
     }
 
     /// What Python wants, as the engine has it.
@@ -196,6 +204,11 @@ impl Step {
     #[getter]
     fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
+    }
+
+    #[getter]
+    fn attempt(&self) -> &str {
+        &self.attempt
     }
 
     #[getter]

@@ -4,7 +4,7 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use forebay_ckpt::agent::{Hello, Linger, Member, serve};
+use forebay_ckpt::agent::{Hello, Linger, Member, Origin, serve};
 use forebay_ckpt::arena::{self, Source};
 use forebay_ckpt::catalog::{Keep, Start};
 use forebay_ckpt::dtype::{DTYPES, Dtype};
@@ -119,6 +119,11 @@ impl Session {
     /// where this start goes on from one of them.
     fn adopt(&self, py: Python<'_>, predecessor: &Predecessor, goes_on: bool) -> PyResult<()> {
         py.detach(|| self.0.lock().adopt(predecessor.take()?, goes_on)).or_raise()
+    }
+
+    /// Has what is saved next refer to what did not change since a step, given by the start of its start's nonce.
+    fn go_on_from(&self, py: Python<'_>, attempt: String, step: u64) {
+        py.detach(|| self.0.lock().go_on_from(Origin { attempt, step }));
     }
 
     /// From now on slots are locked in memory, for `device` to copy into.

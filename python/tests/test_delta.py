@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +53,68 @@ def test_a_state_of_which_one_hundredth_changes_uploads_that(tmp_path: Path) -> 
     assert body_of(tmp_path, 4)["parents"] == [1]
     assert same(forebay.load(tmp_path)["model"], fine_tuned(4))
     assert _native.verify(f"file://{tmp_path}", None) == []
-    # Another start of the run begins with a whole step.
+    # A start that goes on from nothing begins with a whole step.
     with forebay.Checkpointer(tmp_path, keep=1, rng=False) as checkpointer:
         checkpointer.save_now(5, {"model": fine_tuned(5), "n": 5})
     assert body_of(tmp_path, 5)["parents"] == [] and stored_by(tmp_path, 1) == 0
+
+
+def test_a_restarted_run_does_not_store_again_what_is_frozen(tmp_path: Path) -> None:
+    whole = sum(tensor.nbytes for tensor in fine_tuned(1).values())
+
+    for step in (1, 2, 3):
+        with forebay.Checkpointer(tmp_path, keep=1, rng=False) as checkpointer:
+            state = {"model": {name: torch.zeros_like(tensor) for name, tensor in fine_tuned(0).items()}, "n": 0}
+            assert checkpointer.restore(state) == (step - 1 or None)
+            assert step == 1 or same(state["model"], fine_tuned(step - 1))
+            checkpointer.save_now(step, {"model": fine_tuned(step), "n": step}).wait_durable()
+            assert stored_by(tmp_path, step) > whole if step == 1 else stored_by(tmp_path, step) < 0.011 * whole
+            if step == 3:
+                # Nor does the next agent, where this one dies.
+                os.kill(checkpointer._agent.pid, signal.SIGKILL)
+                checkpointer._agent.wait()
+                with pytest.warns(forebay.CheckpointWarning, match="ended unexpectedly"):
+                    checkpointer.save_now(4, {"model": fine_tuned(4), "n": 4}).wait_durable()
+                assert stored_by(tmp_path, 4) < 0.011 * whole
+    assert body_of(tmp_path, 4)["parents"] == [1]
+    assert same(forebay.load(tmp_path)["model"], fine_tuned(4))
+    assert _native.verify(f"file://{tmp_path}", None) == []
+
+
+def test_what_is_damaged_is_not_referred_to_by_a_start_that_left_it(tmp_path: Path) -> None:
+    """A restore that falls back to an older step goes on from that one: the damage does not spread to later steps."""
+    for step in (1, 2):
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.save_now(step, {"model": fine_tuned(step)})
+    flip(tmp_path / body_of(tmp_path, 2)["shards"][0]["key"], -1)
+    with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+        state = {"model": fine_tuned(0)}
+        with pytest.warns(forebay.CheckpointWarning, match="instead of a newer one that is damaged"):
+            assert checkpointer.restore(state) == 1
+        checkpointer.save_now(3, {"model": fine_tuned(3)})
+    assert body_of(tmp_path, 3)["parents"] == [1]
+    assert same(forebay.load(tmp_path, step=3)["model"], fine_tuned(3))
+
+
+def test_other_numbers_of_ranks_do_not_store_again_what_is_frozen(tmp_path: Path) -> None:
+    frozen = torch.arange(8 * MIB, dtype=torch.float32)
+
+    def save(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, keep=1, rng=False, replicated=["frozen"]) as checkpointer:
+            state = {"frozen": torch.zeros_like(frozen), "n": torch.zeros(())}
+            step = (checkpointer.restore(state) or 0) + 1
+            assert step == 1 or torch.equal(state["frozen"], frozen)
+            save = checkpointer.save_now(step, {"frozen": frozen, "n": torch.ones(()) * step})
+            assert save is not None and save.wait_durable()
+        return step
+
+    for step, ranks in enumerate([2, 4, 1, 3], 1):
+        assert run_ranks(ranks, save, with_gloo=False) == [step] * ranks
+        stored = stored_by(tmp_path, step)
+        # At most the pieces that a cut between two ranks goes through, of 64.
+        assert stored > frozen.nbytes if step == 1 else stored < frozen.nbytes // 64 * 4 + ranks * 8192, (ranks, stored)
+    assert torch.equal(forebay.load(tmp_path)["frozen"], frozen)
+    assert _native.verify(f"file://{tmp_path}", None) == []
 
 
 def test_a_change_inside_of_a_tensor_uploads_its_slice(tmp_path: Path) -> None:
@@ -142,3 +202,10 @@ def test_what_dcp_saves_is_a_delta_too(tmp_path: Path) -> None:
     assert stored_by(tmp_path, 2) < stored_by(tmp_path, 1) // 50
     manifest = json.dumps(body_of(tmp_path, 2)["tensors"])
     assert '"blake3": "' + "0" * 64 not in manifest
+    # And what another job saves that loaded a step.
+    state = fine_tuned(0)
+    with forebay.dcp.Writer(tmp_path) as writer, pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(state, storage_reader=forebay.dcp.Reader(tmp_path))
+        dcp.save(fine_tuned(3), checkpoint_id=3, storage_writer=writer)
+    assert body_of(tmp_path, 3)["parents"] == [1]
+    assert stored_by(tmp_path, 3) < stored_by(tmp_path, 1) // 50

@@ -1,5 +1,5 @@
-//! What of a save need not be stored again: slices that are in the bucket as they were in the last step that this agent
-//! committed.
+//! What of a save need not be stored again: slices that are in the bucket as they were in the step that the save goes on
+//! from.
 //!
 //! A slice whose checksum differs has changed. Where it is equal, the identity decides. Slices are named where they lie,
 //! in the shards that first had them, so that steps never hang on one another.
@@ -11,9 +11,10 @@ use forebay_core::Result;
 use forebay_core::checksum::combine;
 
 use super::Seal;
+use super::base::{Base, Place, place};
 use super::inspect::slices_of;
 use crate::dtype::Dtype;
-use crate::manifest::{Checksum, Identity, Manifest, Shard, Slice, SliceKind, Tensor};
+use crate::manifest::{Checksum, Identity, Manifest, Shard, Slice, Tensor};
 use crate::region::Region;
 use crate::shard::{ShardLayout, TensorSpec};
 
@@ -24,41 +25,34 @@ const LEAST_BYTES: u64 = 32 << 10;
 /// Files that a rank's part may lie in at most; then it is stored whole again.
 const MAX_FILES: usize = 64;
 
-/// Which part of a tensor: name, kind, offsets, lengths.
-type Place<'a> = (&'a str, SliceKind, &'a [u64], &'a [u64]);
-
 /// Of each slice of the seal where the base has one of the same place and checksum; nothing where too little would be
 /// saved.
-pub(super) fn candidates(base: &Manifest, seal: &Seal) -> Option<Vec<Option<Slice>>> {
+pub(super) fn candidates(base: &Base, seal: &Seal) -> Option<Vec<Option<Slice>>> {
     let mut known: HashMap<Place<'_>, (&Tensor, &Slice)> = HashMap::new();
-    for tensor in &base.tensors {
+    let Manifest { tensors, shards, .. } = &base.manifest;
+    for tensor in tensors {
         // What this very step wrote is not earlier: it is being saved again.
-        let earlier =
-            tensor.slices.iter().filter(|slice| base.shards[slice.shard as usize].step != seal.step);
-        known.extend(earlier.map(|slice| (place(&tensor.name, slice), (tensor, slice))));
+        let earlier = tensor.slices.iter().filter(|slice| shards[slice.shard as usize].step != seal.step);
+        known.extend(earlier.map(|slice| (place(&tensor.name, &tensor.shape, slice), (tensor, slice))));
     }
     let same = |tensor: &Tensor, slice: &Slice| {
-        let (other, found) = known.get(&place(&tensor.name, slice))?;
+        let (other, found) = known.get(&place(&tensor.name, &tensor.shape, slice))?;
         let alike =
             (&other.dtype, &other.shape, found.crc32c) == (&tensor.dtype, &tensor.shape, slice.crc32c);
         (alike && !slice.is_empty()).then(|| (*found).clone())
     };
-    let tensors = seal.tensors.iter();
+    let sealed = seal.tensors.iter();
     let found: Vec<_> =
-        tensors.flat_map(|tensor| tensor.slices.iter().map(|slice| same(tensor, slice))).collect();
+        sealed.flat_map(|tensor| tensor.slices.iter().map(|slice| same(tensor, slice))).collect();
     is_worth_it(base, seal, &found).then_some(found)
 }
 
-fn place<'a>(name: &'a str, slice: &'a Slice) -> Place<'a> {
-    (name, slice.kind, &slice.offsets, &slice.lengths)
-}
-
 /// Whether enough is saved, in few enough files, which together hold no more than twice what the step has.
-fn is_worth_it(base: &Manifest, seal: &Seal, found: &[Option<Slice>]) -> bool {
+fn is_worth_it(base: &Base, seal: &Seal, found: &[Option<Slice>]) -> bool {
     let all = seal.size - seal.header;
     let saved: u64 = found.iter().flatten().map(Slice::len).sum();
     let files = named(base, found);
-    let kept: u64 = files.iter().map(|shard| shard.size - shard.header).sum();
+    let kept: u64 = files.iter().map(|shard| base.share_of(shard)).sum();
     saved >= LEAST_BYTES
         && saved.saturating_mul(LEAST_SAVING) >= all
         && files.len() < MAX_FILES
@@ -71,13 +65,13 @@ fn files(found: &[Option<Slice>]) -> BTreeSet<u32> {
 }
 
 /// The shards that lent slices lie in.
-pub(super) fn named<'a>(base: &'a Manifest, found: &[Option<Slice>]) -> Vec<&'a Shard> {
-    files(found).into_iter().map(|index| &base.shards[index as usize]).collect()
+pub(super) fn named<'a>(base: &'a Base, found: &[Option<Slice>]) -> Vec<&'a Shard> {
+    files(found).into_iter().map(|index| &base.manifest.shards[index as usize]).collect()
 }
 
 /// What a save refers to, and of each of its slices where it lies, if that is in an earlier shard.
 pub(super) struct Lent<'a> {
-    pub(super) base: &'a Manifest,
+    pub(super) base: &'a Base,
     pub(super) slices: Vec<Option<Slice>>,
 }
 

@@ -8,13 +8,15 @@ use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
+use tokio::sync::oneshot;
 
+use super::base::Base;
 use super::delta::{File, Lent, candidates, describe, named};
 use super::inspect::{expect_sound, inspect, slices_of};
 use super::{Member, Seal};
 use crate::catalog::{
-    Note, Run, commit, failure_of, forget_notes, forget_ranks, list_notes, load_manifest, merge_ranks,
-    of_save, put_intent, put_rank,
+    Note, RankKey, Run, commit, failure_of, forget_notes, forget_ranks, list_notes, load_manifest,
+    merge_ranks, of_save, put_intent, put_rank,
 };
 use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 
@@ -22,6 +24,16 @@ use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
 /// How long the other ranks are waited for, from when one of them last told that it goes on.
 const RANKS_PATIENCE: Duration = Duration::from_secs(600);
+
+/// A sealed snapshot and the memory that holds it.
+pub(super) struct Save {
+    pub(super) seal: Arc<Seal>,
+    pub(super) slot: Bytes,
+    /// Whether no other agent had it before.
+    pub(super) is_first: bool,
+    /// Ends once the disk needs the slot no longer.
+    pub(super) local: Option<oneshot::Receiver<()>>,
+}
 
 /// What a save brought to the bucket.
 pub(super) struct Stored {
@@ -38,7 +50,7 @@ impl Stored {
     }
 }
 
-/// Brings the shard in `slot` to the bucket, or what of it is not there since `base`, and looks at it meanwhile.
+/// Brings a sealed shard to the bucket, or what of it is not there since `base`, and looks at it meanwhile.
 /// Afterwards the slot is not needed.
 ///
 /// # Errors
@@ -48,15 +60,16 @@ pub(super) async fn store(
     bucket: &Bucket,
     run: &Run,
     member: Option<&Member>,
-    (seal, slot): (&Arc<Seal>, &Bytes),
-    base: Option<&Manifest>,
+    save: &Save,
+    base: Option<&Base>,
 ) -> Result<Stored> {
+    let Save { seal, slot, .. } = save;
     expect_sound(seal, slot)?;
     let mut identities = vec![None; slices_of(seal).count()];
     let found = base.and_then(|base| Some(Lent { base, slices: candidates(base, seal)? }));
     let has_notes = found.is_some();
     let lent = match found {
-        Some(found) => borrow(bucket, run, member, (seal, slot), found, &mut identities).await?,
+        Some(found) => borrow(bucket, run, member, save, found, &mut identities).await?,
         None => None,
     };
     let file = match &lent {
@@ -84,13 +97,17 @@ async fn borrow<'a>(
     bucket: &Bucket,
     run: &Run,
     member: Option<&Member>,
-    (seal, slot): (&Arc<Seal>, &Bytes),
+    Save { seal, slot, is_first, .. }: &Save,
     mut found: Lent<'a>,
     identities: &mut [Option<Identity>],
 ) -> Result<Option<Lent<'a>>> {
     let shards = named(found.base, &found.slices).into_iter().map(|shard| shard.key.clone());
-    put_intent(bucket, run.save(seal.step), rank_of(member), shards.collect()).await?;
-    if bucket.head(&run.save(found.base.step).object()).await?.is_none() {
+    // What an agent that died noted stays: a request of its last moment may still arrive, and what it stored may be what
+    // is committed.
+    let note = if *is_first { Note::Intent } else { Note::Again };
+    let key = RankKey { save: run.save(seal.step), rank: rank_of(member), note };
+    put_intent(bucket, &key, shards.collect()).await?;
+    if bucket.head(&found.base.key.object()).await?.is_none() {
         return Ok(None);
     }
     let wanted = (0..identities.len()).filter(|index| found.slices[*index].is_some()).collect();

@@ -6,19 +6,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, BucketUrl, Rate, StoreSettings};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 
 use super::alive::while_alive;
+use super::base::Base;
 use super::disk;
-use super::flush::{Stored, discard, publish, settle, store};
+use super::flush::{Save, Stored, discard, publish, settle, store};
 use super::protocol::now_us;
 use super::trainer::Trainer;
-use super::{Hello, Reply, Seal};
-use crate::arena::HeldStep;
+use super::{Hello, Origin, Reply};
+use crate::arena::{HeldStep, attempt_of};
 use crate::catalog::{Run, begin_run, find_run, put_failed, refuse_if_superseded, retain, superseded_by};
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
@@ -28,20 +28,15 @@ const GIVE_UP_AFTER: Duration = Duration::from_secs(600);
 /// The longest pause between two tries.
 const LONGEST_PAUSE: Duration = Duration::from_secs(20);
 
-/// A sealed snapshot and the memory that holds it.
-pub(super) struct Save {
-    pub(super) seal: Arc<Seal>,
-    pub(super) slot: Bytes,
-    /// Whether no other agent had it before.
-    pub(super) is_first: bool,
-    /// Ends once the disk needs the slot no longer.
-    pub(super) local: Option<oneshot::Receiver<()>>,
-}
-
 /// What the flusher is to do, in order.
 pub(super) enum Work {
     Save(Save),
-    GiveUp { step: u64, reason: String },
+    /// What follows goes on from this step.
+    GoOn(Origin),
+    GiveUp {
+        step: u64,
+        reason: String,
+    },
 }
 
 /// How far a save has come.
@@ -60,8 +55,10 @@ pub(super) struct Flusher {
     trainer: Trainer,
     /// The bucket and this start's place in it, once both are known.
     target: Option<(Bucket, Run)>,
-    /// What this agent stored of the last step that was committed: the next one refers to what did not change.
-    base: Option<Manifest>,
+    /// The next step refers to what did not change since this one.
+    base: Option<Base>,
+    /// Where to find one, unless this agent stored it itself.
+    origin: Option<Origin>,
     /// To this host's disk, where copies are kept there.
     copies: Option<mpsc::Sender<disk::Work>>,
     /// The nonce of another start, which ended, and whose saves these are.
@@ -71,7 +68,7 @@ pub(super) struct Flusher {
 impl Flusher {
     pub(super) fn new(hello: Hello, trainer: Trainer, copies: Option<mpsc::Sender<disk::Work>>) -> Self {
         let clock = Clock::system();
-        Self { clock, hello, trainer, target: None, base: None, copies, heir_of: None }
+        Self { clock, hello, trainer, target: None, base: None, origin: None, copies, heir_of: None }
     }
 
     /// Settles every save that arrives, in order.
@@ -82,6 +79,10 @@ impl Flusher {
         self.resume().await;
         while let Some(work) = queue.recv().await {
             match work {
+                Work::GoOn(origin) => {
+                    (self.base, self.origin) = (None, Some(origin));
+                    continue;
+                }
                 Work::GiveUp { step, reason } => self.give_up(step, &reason).await,
                 Work::Save(save) => self.settle(save).await,
             }
@@ -136,6 +137,7 @@ impl Flusher {
     async fn try_to_resume(&self, tier: &LocalTier, step: &HeldStep) -> Result<u64> {
         let mut heir = Self::new(self.hello.clone(), self.trainer.clone(), None);
         (heir.clock, heir.heir_of) = (self.clock.clone(), Some(step.start.clone()));
+        heir.origin = Some(Origin { attempt: attempt_of(&step.start).to_owned(), step: step.step });
         let (rank, world_size) = self.hello.place();
         let part = match Local::open(&tier.directory).await {
             Ok(local) => local.part(step, rank, world_size).await,
@@ -208,9 +210,20 @@ impl Flusher {
         }
         outcome?;
         let uploaded = stored.uploaded();
-        // Of a save that another agent had before it is not known which one's shards the step names.
-        self.base = save.is_first.then(|| Manifest { extras: Vec::new(), ..stored.part });
+        self.go_on_from(save, stored.part);
         Ok(uploaded)
+    }
+
+    /// Has the next save refer to this one.
+    fn go_on_from(&mut self, save: &Save, part: Manifest) {
+        let earlier = self.base.take();
+        let Some((_, run)) = &self.target else { return };
+        if save.is_first {
+            self.base = Some(Base::after(earlier, run.save(part.step), part));
+        } else {
+            // Which agent's shards the step names is seen there.
+            self.origin = Some(Origin { attempt: run.attempt().to_owned(), step: part.step });
+        }
     }
 
     /// Tries it once; gives an error inside where it is refused for good.
@@ -233,8 +246,12 @@ impl Flusher {
         let stored = match &mut progress.stored {
             Some(stored) => stored,
             stored => {
+                if let Some(origin) = &self.origin {
+                    self.base = Base::find(bucket, origin, &save.seal).await?;
+                    self.origin = None;
+                }
                 let (key, rank) = (run.save(save.seal.step), self.hello.place().0);
-                let work = store(bucket, run, member, (&save.seal, &save.slot), self.base.as_ref());
+                let work = store(bucket, run, member, save, self.base.as_ref());
                 let part = while_alive(&self.clock, bucket, &key, rank, &mut progress.is_told, work).await?;
                 stored.insert(Stored { has_notes: part.has_notes || progress.is_told, ..part })
             }
@@ -304,6 +321,8 @@ fn explain(error: Error, step: u64) -> Error {
 mod alive_tests;
 #[cfg(test)]
 mod delta_tests;
+#[cfg(test)]
+mod origin_tests;
 #[cfg(test)]
 mod race_tests;
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 mod protocol;
 mod inspect;
+mod base;
 mod delta;
 mod alive;
 mod flush;
@@ -13,7 +14,7 @@ mod holdings;
 mod door;
 mod serve;
 
-pub use protocol::{Answer, Hello, Linger, Member, Reply, Request, VISIT_VERSION, Visit};
+pub use protocol::{Answer, Hello, Linger, Member, Origin, Reply, Request, VISIT_VERSION, Visit};
 pub use serve::serve;
 
 pub use crate::arena::Seal;

@@ -72,6 +72,15 @@ impl Member {
     }
 }
 
+/// A step that a start went on from, as the bucket names it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Origin {
+    /// The first eight digits of the nonce of the start that saved it.
+    pub attempt: String,
+    /// The step.
+    pub step: u64,
+}
+
 /// From the trainer.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Request {
@@ -84,6 +93,8 @@ pub enum Request {
         /// Bytes of each slot.
         slot_bytes: usize,
     },
+    /// What follows goes on from this step, and what did not change since is not to be stored again.
+    GoOn(Origin),
     /// Bring this to the bucket, and hold it for a successor.
     Seal(Box<Held>),
     /// The same, of a save that an agent that died may have brought there, or begun to.

@@ -17,7 +17,8 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::disk::{self, Disk};
 use super::door::Door;
-use super::flusher::{Flusher, Save, Work};
+use super::flush::Save;
+use super::flusher::{Flusher, Work};
 use super::holdings::Holdings;
 use super::pace::Pace;
 use super::protocol::now_us;
@@ -121,6 +122,7 @@ impl Desk {
         match request {
             Request::Hello(_) => return Err(Error::invalid("an agent is greeted once")),
             Request::Arena { arena, slot_bytes } => self.holdings.announce(arena, slot_bytes, fd)?,
+            Request::GoOn(origin) => self.pass_on(Work::GoOn(origin))?,
             Request::Seal(held) => self.begin(*held, true)?,
             Request::SealAgain(held) => self.begin(*held, false)?,
             Request::Hold(held) => drop(self.holdings.hold(*held)?),

@@ -49,6 +49,11 @@ impl Seal {
     }
 }
 
+/// What a start is called in names, by its nonce.
+pub(crate) fn attempt_of(start: &str) -> &str {
+    start.get(..8).unwrap_or_default()
+}
+
 /// Names a sealed step: a step of one start of the run.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HeldStep {
@@ -79,7 +84,7 @@ impl Held {
 
     /// What the shard is called where only this host knows it: which number the start has in the bucket is not said.
     pub(crate) fn key(&self) -> ShardKey {
-        let (attempt, layout) = (self.start.get(..8).unwrap_or_default().to_owned(), "0".repeat(8));
+        let (attempt, layout) = (attempt_of(&self.start).to_owned(), "0".repeat(8));
         let Seal { step, save, .. } = self.seal;
         ShardKey { step, incarnation: 1, attempt, rank: self.rank, save, layout }
     }

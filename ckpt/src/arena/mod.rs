@@ -6,6 +6,7 @@ mod slots;
 mod snapshot;
 
 pub use copy::{Job, Source, copy};
+pub(crate) use held::attempt_of;
 pub use held::{Held, HeldStep, Seal, manifest_of};
 pub(crate) use slots::SLOTS;
 pub use slots::{Arena, Slot};

@@ -28,7 +28,11 @@ impl Named {
     /// Looks at what saves under way refer to, and then at the steps, but for those that are `going`.
     pub(super) async fn look(&mut self, bucket: &Bucket, going: &HashSet<StepKey>) -> Result<()> {
         let notes = list_ranks(bucket).await?;
-        self.look_at_notes(bucket, notes.into_iter().filter(|key| key.note == Note::Intent)).await?;
+        self.look_at_notes(
+            bucket,
+            notes.into_iter().filter(|key| matches!(key.note, Note::Intent | Note::Again)),
+        )
+        .await?;
         self.look_at_steps(bucket, going).await
     }
 

@@ -3,13 +3,15 @@
 //!
 //! ```text
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.intent
+//! ranks/<step>/<incarnation>-<attempt>/<rank>.again
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.json
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.failed
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.alive
 //! ```
 //! An intent names the shards of earlier steps that a save refers to; it is there before the save makes sure that they
-//! still are, and stays until the step is committed. A rank's index is a manifest of its own part, which need not cover
-//! its tensors; it is written after the shard. The third, of a rank that will not store its part, says why: the step is
+//! still are, and stays until the step is committed. `again` is that of an agent that took a dead one's place: it takes
+//! nothing back that the dead one noted. A rank's index is a manifest of its own part, which need not cover
+//! its tensors; it is written after the shard. The next, of a rank that will not store its part, says why: the step is
 //! never committed. The last is put again and again while a rank's part takes long: it is empty, and only its time counts.
 //! Whoever finds all indexes puts them together: the outcome is the same bytes, whoever does it.
 
@@ -43,6 +45,8 @@ pub struct RankKey {
 pub enum Note {
     /// Shards that it refers to.
     Intent,
+    /// Shards that it refers to when it is saved by another agent than at first.
+    Again,
     /// What was stored.
     Index,
     /// Why nothing will be.
@@ -52,11 +56,12 @@ pub enum Note {
 }
 
 impl Note {
-    const ALL: [Self; 4] = [Self::Intent, Self::Index, Self::Failed, Self::Alive];
+    const ALL: [Self; 5] = [Self::Intent, Self::Again, Self::Index, Self::Failed, Self::Alive];
 
     fn suffix(self) -> &'static str {
         match self {
             Self::Intent => "intent",
+            Self::Again => "again",
             Self::Index => "json",
             Self::Failed => "failed",
             Self::Alive => "alive",
@@ -104,10 +109,9 @@ pub async fn put_rank(bucket: &Bucket, run: &Run, rank: u32, index: &Manifest) -
     bucket.put(&key, index.encode_index()?, Condition::Always).await.map(drop)
 }
 
-/// Tells which shards a rank's part of `save` will refer to.
-pub async fn put_intent(bucket: &Bucket, save: StepKey, rank: u32, shards: Vec<String>) -> Result<()> {
-    let key = RankKey { save, rank, note: Note::Intent }.object();
-    bucket.put(&key, Intent { shards }.encode()?, Condition::Always).await.map(drop)
+/// Tells, in an `Intent` or `Again`, which shards a rank's part of a save will refer to.
+pub async fn put_intent(bucket: &Bucket, key: &RankKey, shards: Vec<String>) -> Result<()> {
+    bucket.put(&key.object(), Intent { shards }.encode()?, Condition::Always).await.map(drop)
 }
 
 /// Tells that a rank's part of `save` is being stored.
@@ -116,10 +120,10 @@ pub async fn put_alive(bucket: &Bucket, save: StepKey, rank: u32) -> Result<()> 
     bucket.put(&key, Default::default(), Condition::Always).await.map(drop)
 }
 
-/// Takes both back, once the step is committed.
+/// Takes all of these back, once the step is committed.
 pub async fn forget_notes(bucket: &Bucket, save: &StepKey, rank: u32) -> Result<()> {
     let key = |note| RankKey { save: save.clone(), rank, note }.object();
-    bucket.delete_many(&[key(Note::Intent), key(Note::Alive)]).await
+    bucket.delete_many(&[Note::Intent, Note::Again, Note::Alive].map(key)).await
 }
 
 /// Tells that a rank will not store its part of `save`, and why.
@@ -147,7 +151,7 @@ pub async fn merge_ranks(bucket: &Bucket, save: &StepKey, world_size: u32) -> Re
             let index = Manifest::decode_index(&data).map_err(|fault| {
                 Error::from(fault).context(format!("the index of rank {rank} of step {}", save.step))
             })?;
-            let is_ranks = index.shards.iter().all(|shard| shard.rank == rank);
+            let is_ranks = index.shards.iter().all(|shard| shard.step != save.step || shard.rank == rank);
             let told = (index.step, index.incarnation, index.world_size);
             if !is_ranks || told != (save.step, save.incarnation, world_size) {
                 return Err(Error::corrupt(format!("`{key}` is another rank's index or another save's")));
@@ -188,7 +192,7 @@ pub(super) async fn shards_of_note(bucket: &Bucket, key: &RankKey) -> Result<Vec
         Err(error) => return Err(error),
     };
     let named = match key.note {
-        Note::Intent => Intent::decode(&data).map(|intent| intent.shards),
+        Note::Intent | Note::Again => Intent::decode(&data).map(|intent| intent.shards),
         _ => Manifest::decode_index(&data)
             .map(|index| index.shards.into_iter().map(|shard| shard.key).collect()),
     };
@@ -201,14 +205,28 @@ pub(crate) fn merge(indexes: Vec<Manifest>) -> Result<Manifest> {
     let mut whole = indexes.next().ok_or_else(|| Error::bug("a save of no rank"))?;
     let mut places: HashMap<String, usize> =
         whole.tensors.iter().enumerate().map(|(place, tensor)| (tensor.name.clone(), place)).collect();
+    let shards = (0u32..).zip(&whole.shards);
+    let mut numbers: HashMap<String, u32> =
+        shards.map(|(number, shard)| (shard.key.clone(), number)).collect();
     for index in indexes {
-        let first_shard = whole.shards.len() as u32;
         whole.created_ms = whole.created_ms.max(index.created_ms);
-        whole.shards.extend(index.shards);
+        // Two ranks may refer to one earlier shard, which ranks that were cut otherwise wrote.
+        let numbers: Vec<u32> = index
+            .shards
+            .into_iter()
+            .map(|shard| {
+                *numbers.entry(shard.key.clone()).or_insert_with(|| {
+                    whole.shards.push(shard);
+                    whole.shards.len() as u32 - 1
+                })
+            })
+            .collect();
         whole.extras.extend(index.extras);
         whole.parents.extend(index.parents);
         for mut tensor in index.tensors {
-            tensor.slices.iter_mut().for_each(|slice| slice.shard += first_shard);
+            tensor.slices.iter_mut().for_each(|slice| {
+                slice.shard = numbers.get(slice.shard as usize).copied().unwrap_or(u32::MAX)
+            });
             match places.get(&tensor.name) {
                 Some(place) => join(&mut whole.tensors[*place], tensor)?,
                 None => {

@@ -128,13 +128,18 @@ impl Manifest {
 
     fn check_shard(&self, shard: &Shard) -> Checked {
         let key = ShardKey::parse(&shard.key).ok_or("no shard has such a key")?;
-        let named = (key.step, key.rank) == (shard.step, shard.rank) && key.incarnation == self.incarnation;
-        require(named, || "its key is another step's, start's or rank's".into())?;
+        let is_own = shard.step == self.step;
+        // Earlier starts may have had more ranks.
+        let is_ours =
+            if is_own { key.incarnation == self.incarnation } else { key.incarnation <= self.incarnation };
+        require((key.step, key.rank) == (shard.step, shard.rank) && is_ours, || {
+            "its key is another step's, start's or rank's".into()
+        })?;
         let (rank, world) = (shard.rank, self.world_size);
-        require(rank < world, || format!("written by rank {rank} of {world}"))?;
+        require(!is_own || rank < world, || format!("written by rank {rank} of {world}"))?;
         let (header, size) = (shard.header, shard.size);
         require(header >= 8 && header <= size, || format!("a header of {header} bytes in {size}"))?;
-        let known = shard.step == self.step || self.parents.contains(&shard.step);
+        let known = is_own || self.parents.contains(&shard.step);
         require(known, || format!("written by step {}, which is no parent", shard.step))
     }
 

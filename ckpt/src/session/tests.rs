@@ -10,8 +10,8 @@ use super::*;
 use crate::agent::{Member, serve};
 use crate::arena::Source;
 use crate::catalog::{
-    Keep, LEAST_AGE, Start, StepKey, begin_run, collect_garbage, list_steps, load_manifest, pin, put_alive,
-    put_failed, put_intent, remove_steps, retain, unpin,
+    Keep, LEAST_AGE, Note, RankKey, Start, StepKey, begin_run, collect_garbage, list_steps, load_manifest,
+    pin, put_alive, put_failed, put_intent, remove_steps, retain, unpin,
 };
 use crate::dtype::Dtype;
 use crate::region::Region;
@@ -447,7 +447,9 @@ fn what_a_save_noted_that_it_refers_to_stays_until_the_note_is_old() {
     let save = StepKey { incarnation: 1, step: 2, attempt: "00000001".into() };
     fixture.runtime.block_on(async {
         bucket.put(&ObjectKey::new(&key), "bytes".into(), Condition::Always).await.expect("put");
-        put_intent(&bucket, save, 0, vec![key.clone()]).await.expect("put");
+        put_intent(&bucket, &RankKey { save, rank: 0, note: Note::Intent }, vec![key.clone()])
+            .await
+            .expect("put");
     });
     age(&fixture.directory.path().join(&key));
     let gc = || fixture.runtime.block_on(collect_garbage(&bucket, LEAST_AGE, false)).expect("gc");

@@ -4,42 +4,25 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import json
 import os
-import subprocess
-import threading
 import time
-import warnings
-import weakref
 from collections.abc import Sequence
 from typing import Any, Callable, Literal, Optional, Union
 
 from . import _native
-from ._devices import Devices, Sources
-from ._errors import (
-    CheckpointConflict,
-    CheckpointError,
-    CheckpointInvalid,
-    CheckpointMutated,
-    CheckpointNotFound,
-    CheckpointWarning,
-)
+from ._errors import CheckpointConflict, CheckpointInvalid, CheckpointNotFound
 from ._flatten import Flattener
 from ._held import newest_common
-from ._ladder import Ladder, Restored
-from ._leaf import Leaf, densify, fill
+from ._ladder import Restored
 from ._loading import default_threads, extra_name, load_step, load_weights, newest_steps
 from ._local import LocalCopies
-from ._process import start_agent
 from ._ranks import Ranks, new_start
 from ._rng import rng_state, set_rng_state
-from ._save import TICK_S, Save, Staging, check_unchanged, now
-from ._shares import Planner, Share, share_size, source_offset
+from ._save import TICK_S, Save, Staging, now
+from ._saver import Saver
+from ._shares import Planner, share_size
 from ._signals import Names, Notice
-from ._url import bucket_url, exists, make_directory
-
-_FAREWELL_S = 30.0
-"""How long `close()` waits for the agent to end once every save is committed, in seconds."""
+from ._url import bucket_url, exists
 
 _MAX_PAST = 100
 """Saves and restores that `timeline` tells of."""
@@ -49,7 +32,7 @@ LINGER_S = 600.0
 takes a minute or few, imports and all; a job that went elsewhere should give its memory back."""
 
 
-class Checkpointer:
+class Checkpointer(Saver):
     """Saves the state of a training job on schedule and brings it back.
 
     A save copies the state into shared memory and returns; a process of its own, which outlives this one, brings it
@@ -120,42 +103,30 @@ class Checkpointer:
             raise ValueError(f"every_minutes is {every_minutes}; it is more than 0, or None")
         if on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy is {on_busy!r}; it is 'wait' or 'skip'")
-        self._url = bucket_url(url)
+        place, start = bucket_url(url), new_start()
+        session = _native.Session(place, *start, keep, keep_every)
+        if flush_rate is not None:
+            session.set_flush_rate(str(flush_rate))
+        group = Ranks(place, ranks, patience)
+        copies = None if local is None else LocalCopies(place, group, os.fspath(local), local_keep)
+        threads, linger_s = copy_threads or default_threads(), LINGER_S if linger is None else linger
+        log = None if agent_log is None else os.path.abspath(agent_log)
+        super().__init__(place, start, session, group, copies, threads, linger_s, log)
         self._every = every
         self._every_s = None if every_minutes is None else 60 * every_minutes
         self._saved_at = time.monotonic()
         self._rng = rng
         self._on_busy = on_busy
         self._allow_pickle = allow_pickle
-        self._threads = copy_threads or default_threads()
-        self._agent_log = None if agent_log is None else os.path.abspath(agent_log)
-        self._lock = threading.RLock()
-        self._start = new_start()
-        self._nonce: str = self._start[0]
-        self._session = _native.Session(self._url, *self._start, keep, keep_every)
-        if flush_rate is not None:
-            self._session.set_flush_rate(str(flush_rate))
-        self._devices = Devices(self._session)
         self._replicated = tuple(replicated)
-        self._ranks = Ranks(self._url, ranks, patience)
         self._planner = Planner(self._ranks)
-        self._linger_s = LINGER_S if linger is None else linger
-        self._local = None if local is None else LocalCopies(self._url, self._ranks, os.fspath(local), local_keep)
-        self._ladder = Ladder(self._url, self._ranks, self._local)
-        self._job: Optional[str] = None
-        self._agent: Any = None
-        self._staging: Optional[Staging] = None
-        self._saves: list[Save] = []
         self._last: Optional[Save] = None
-        self._hook_is_used = False
-        self._is_closed = False
         self.skipped = 0
         """Saves that were skipped because both snapshots were busy."""
         self.restored: Optional[Restored] = None
         """What the last `restore` did: which step, from which tier."""
         self._past: collections.deque[Union[Save, Restored]] = collections.deque(maxlen=_MAX_PAST)
         self._notice = Notice(on_signal)
-        _forget_in_children(self)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -243,6 +214,7 @@ class Checkpointer:
             set_rng_state(generators)
         seconds, rank, size = time.monotonic() - begun, self._ranks.rank, found.bytes_read
         self.restored = Restored(found.step, found.tier, rank, size, seconds, self._ladder.passed_over)
+        self._session.go_on_from(found.attempt, found.step)
         self._past.append(self.restored)
         return found.step
 
@@ -334,33 +306,8 @@ class Checkpointer:
                 self._notice.pass_on()
 
     def _let_go(self, is_done: bool = False) -> None:
-        """Ends the session. Unless the job is done, the agent keeps what it holds for a while."""
-        self._is_closed = True
         self._notice.release()
-        self._ladder.arena.leave()
-        if self._staging is not None:
-            staging, self._staging = self._staging, None
-            staging.snapshot.join()
-        if is_done:
-            self._session.dismiss()
-        else:
-            self._session.disconnect()
-
-    def _await_agent(self) -> None:
-        """Nothing is changed in the bucket after `close()`: the agent may still be deleting old steps."""
-        if self._agent is not None:
-            try:
-                self._agent.wait(_FAREWELL_S)
-            except subprocess.TimeoutExpired:
-                warnings.warn(
-                    "the checkpoint agent has not ended yet; it may still delete old steps",
-                    CheckpointWarning,
-                    stacklevel=3,
-                )
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise CheckpointInvalid("the checkpointer is closed (or this is a forked child, which may not save)")
+        super()._let_go(is_done)
 
     def _is_due(self, step: int) -> bool:
         if self._every is not None and step % self._every == 0:
@@ -439,162 +386,3 @@ class Checkpointer:
             self._listen(TICK_S)
             has_room = self._session.has_room(0.0)
         return has_room
-
-    def _begin(self, leaves: list[Leaf], shares: list[Share]) -> _native.Snapshot:
-        self._devices.open(leaves)
-        tensors = []
-        for share in shares:
-            leaf = leaves[share.leaf]
-            tensors.append((share.name, leaf.dtype, leaf.shape, share.part))
-        snapshot = self._session.begin(tensors, self._threads, 0.0)
-        while snapshot is None:
-            self._listen(TICK_S)
-            snapshot = self._session.begin(tensors, self._threads, TICK_S)
-        return snapshot
-
-    def _copy(
-        self, step: int, snapshot: _native.Snapshot, leaves: list[Leaf], shares: list[Share]
-    ) -> list[Leaf]:
-        """Copies what must be copied before the training goes on, and starts copying the rest, which it gives."""
-        now, later = Sources(), Sources()
-        filled: list[int] = []
-        kept: list[Any] = []
-        for index, share in enumerate(shares):
-            leaf, size = leaves[share.leaf], share_size(leaves[share.leaf], share.part)
-            device = self._devices.find(leaf)
-            can_wait = leaf.address is not None or device is not None
-            sources = later if can_wait and leaf.is_late and self._hook_is_used else now
-            if device is not None and leaf.device_address is not None:
-                sources.fetches.append((index, device, leaf.device_address + source_offset(leaf, share.part), size))
-            elif leaf.address is None and size == leaf.size:
-                fill(snapshot.place(index)[0], leaf)
-                filled.append(index)
-            else:
-                address, keep = densify(leaf)
-                kept.append(keep)
-                sources.near.append((index, address + source_offset(leaf, share.part), size))
-        if now.fetches or later.fetches:
-            self._devices.follow()
-        snapshot.checksum(filled, self._threads)
-        snapshot.copy(now.near, now.fetches, self._threads)
-        waiting = {shares[index].leaf for index in later.indexes()}
-        check_unchanged(step, [leaf for index, leaf in enumerate(leaves) if index not in waiting])
-        if waiting:
-            snapshot.copy_in_background(later.near, later.fetches, self._threads)
-        return [leaves[index] for index in waiting]
-
-    def _give_up(self, step: int, error: BaseException) -> None:
-        """Tells the other ranks that the step, which they may have sealed, will not be."""
-        if not self._ranks.alone:
-            self._session.give_up(step, str(error))
-
-    def _stage(self, deadline: Optional[float]) -> bool:
-        """As `_finish_staging`, unless the copy takes longer than until `deadline`."""
-        while deadline is not None:
-            staging = self._staging
-            if staging is None or staging.snapshot.is_copied:
-                break
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.001)
-        self._finish_staging()
-        return True
-
-    def _finish_staging(self) -> None:
-        """Waits for the background copy; seals the snapshot if nothing was changed meanwhile."""
-        with self._lock:
-            staging, self._staging = self._staging, None
-            if staging is None:
-                return
-            save = staging.save
-            staging.snapshot.join()
-            try:
-                check_unchanged(save.step, staging.late)
-            except CheckpointMutated as error:
-                self._session.abandon(staging.snapshot)
-                self._give_up(save.step, error)
-                save._failure = error
-                raise
-            save._staged_at = now()
-            save._native = self._session.seal(staging.snapshot, save.step, staging.created_ms, staging.extras)
-            self._saves.append(save)
-
-    def _ensure_agent(self) -> None:
-        """Starts an agent if none is connected; it takes over what an earlier one left."""
-        self._session.take_replies(0.0)
-        if self._session.is_connected:
-            return
-        self._begin_job()
-        lost = self._session.lost()
-        if self._agent is not None:
-            self._agent.poll()
-            text = f"the checkpoint agent (process {self._agent.pid}) ended unexpectedly; another one was started"
-            steps = f" and saves steps {lost}" if lost else ""
-            warnings.warn(text + steps, CheckpointWarning, stacklevel=4)
-        make_directory(self._url)
-        arena = self._ladder.arena
-        predecessor = arena.take()
-        if predecessor is not None:
-            self._session.adopt(predecessor, arena.is_used)
-        if self._linger_s > 0:
-            self._session.set_linger(arena.place(self._ranks.rank), self._linger_s)
-        if self._local is not None:
-            self._local.announce(self._session, self._nonce)
-        fd, self._agent = start_agent(self._agent_log)
-        self._session.connect(fd)
-
-    def _begin_job(self) -> None:
-        """Has rank 0 take one incarnation for all ranks, once."""
-        if self._ranks.alone or self._job is not None:
-            return
-
-        def begin() -> str:
-            make_directory(self._url)
-            if self._local is not None:
-                self._local.begin(self._start[0])
-            return _native.begin_job(self._url, *self._start)
-
-        self._join(self._ranks.first("begin the job", begin))
-
-    def _join(self, job: str) -> None:
-        """Makes this the checkpointer of one rank of a job that was begun."""
-        self._job = job
-        self._nonce = json.loads(job)["start"]["nonce"]
-        _native.join_job(self._session, job, self._ranks.rank, self._ranks.world_size)
-
-    def _listen(self, patience_s: float) -> None:
-        """Takes what the agent said; replaces it if it died."""
-        self._session.take_replies(patience_s)
-        self._pass_warnings_on()
-        if self._session.lost():
-            self._ensure_agent()
-
-    def _pass_warnings_on(self) -> None:
-        for message in self._session.take_warnings():
-            warnings.warn(message, CheckpointWarning, stacklevel=5)
-
-    def _raise_failures(self) -> None:
-        self._pass_warnings_on()
-        for save in list(self._saves):
-            if save._progress() == "failed":
-                save._raise_if_failed()
-            if save.durable:
-                self._saves.remove(save)
-
-    def _was_told(self, save: Save) -> None:
-        if save in self._saves:
-            self._saves.remove(save)
-
-
-def _forget_in_children(checkpointer: Checkpointer) -> None:
-    """A forked child (a data loader's worker) neither saves nor keeps the parent's agent waiting."""
-    reference = weakref.ref(checkpointer)
-
-    def forget() -> None:
-        parent = reference()
-        if parent is not None:
-            parent._is_closed = True
-            parent._session.forget()
-            parent._ranks.forget()
-
-    os.register_at_fork(after_in_child=forget)

@@ -10,7 +10,7 @@ from ._errors import CheckpointError, CheckpointMutated
 from ._leaf import Leaf, has_changed
 
 if TYPE_CHECKING:
-    from ._checkpointer import Checkpointer
+    from ._saver import Saver
 
 TICK_S = 0.2
 """How long the engine waits before Python may look at signals, in seconds."""
@@ -20,7 +20,7 @@ class Save:
     """One save, from `step` or `save_now`: how far it is."""
 
     def __init__(
-        self, owner: Checkpointer, step: int, size: Optional[int] = None, begun: Optional[float] = None
+        self, owner: Saver, step: int, size: Optional[int] = None, begun: Optional[float] = None
     ) -> None:
         self._owner = owner
         self._step = step

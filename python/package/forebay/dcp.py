@@ -70,6 +70,9 @@ __all__ = ["Reader", "Stager", "Writer"]
 _PATIENCE_S = 600.0
 """How long ranks that read together wait for each other."""
 
+_LOADED: dict[str, tuple[str, int]] = {}
+"""The step that this process loaded last of a place, and the start that saved it: what is saved there goes on from it."""
+
 CheckpointId = Union[int, str, "os.PathLike[str]", None]
 
 
@@ -273,7 +276,10 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def _new_checkpointer(self, ranks: tuple[int, int]) -> Checkpointer:
         # Memory that lingers and copies on a local disk are for a Checkpointer: the Reader reads from the store.
-        return Checkpointer(self._url, rng=False, ranks=ranks, linger=0, **self._options)
+        checkpointer = Checkpointer(self._url, rng=False, ranks=ranks, linger=0, **self._options)
+        if self._url in _LOADED:
+            checkpointer._session.go_on_from(*_LOADED[self._url])
+        return checkpointer
 
     def _checkpointer_to_stage(self) -> Checkpointer:
         """What will probably save; which job it saves as is planned later."""
@@ -362,6 +368,7 @@ class Reader(StorageReader):  # type: ignore[misc]
             ranks = Ranks(share.meeting, (share.rank, share.ranks), _PATIENCE_S)
         opened = use_together(ranks, "open a step", lambda: self._reopened(share.step))
         opened.read(plan.items, planner, ranks)
+        _LOADED[self._url] = (opened.step.attempt, opened.step.step)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -1,6 +1,7 @@
 //! Steps that refer to what earlier ones stored: few bytes go up, and nothing that is named is ever deleted.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use forebay_core::ObjectKey;
 use forebay_io::object::{FaultMode, Faults, ObjectInfo, OperationKind};
@@ -9,15 +10,15 @@ use futures::TryStreamExt;
 
 use super::tests::{flusher, start, trainer};
 use super::*;
-use crate::agent::Member;
-use crate::catalog::{Keep, find_step, list_steps, load_manifest, remove_steps};
+use crate::agent::{Member, Seal};
+use crate::catalog::{Keep, Start, find_step, list_steps, load_manifest, remove_steps};
 use crate::manifest::{Checksum, Identity, Slice, SliceKind, Tensor};
 use crate::testing::{chance, rounds};
 use crate::verify::verify;
 
 /// Bytes of a slice.
-const SLICE: usize = 8000;
-const HEADER: usize = 4096;
+pub(super) const SLICE: usize = 8000;
+pub(super) const HEADER: usize = 4096;
 
 /// The bytes of a slice that is filled with a number.
 fn filled(fill: u8) -> Vec<u8> {
@@ -26,9 +27,14 @@ fn filled(fill: u8) -> Vec<u8> {
 
 /// A sealed save of a tensor, each of whose slices is filled with a number.
 fn state_of(name: &str, save: u64, step: u64, fills: &[u8]) -> Save {
+    part_of(name, (save, step), fills, 0..fills.len())
+}
+
+/// The same, of some of the tensor's slices.
+pub(super) fn part_of(name: &str, (save, step): (u64, u64), fills: &[u8], own: Range<usize>) -> Save {
     let mut slot = vec![b' '; HEADER];
-    let slice = |(index, fill): (usize, &u8)| {
-        let bytes = filled(*fill);
+    let slice = |index: usize| {
+        let bytes = filled(fills[index]);
         let start = slot.len() as u64;
         slot.extend_from_slice(&bytes);
         let (offsets, lengths) = (vec![(index * SLICE) as u64], vec![SLICE as u64]);
@@ -36,18 +42,18 @@ fn state_of(name: &str, save: u64, step: u64, fills: &[u8]) -> Save {
         let (kind, end) = (SliceKind::Box, start + SLICE as u64);
         Slice { kind, offsets, lengths, shard: 0, start, end, crc32c, blake3 }
     };
-    let slices = fills.iter().enumerate().map(slice).collect();
+    let slices = own.map(slice).collect();
     let shape = vec![(fills.len() * SLICE) as u64];
     let tensors = vec![Tensor { name: name.into(), dtype: "uint8".into(), shape, slices }];
     let seal = Seal::of_test(save, step, &slot, HEADER, tensors);
     Save { seal: Arc::new(seal), slot: slot.into(), is_first: true, local: None }
 }
 
-fn state(step: u64, fills: &[u8]) -> Save {
+pub(super) fn state(step: u64, fills: &[u8]) -> Save {
     state_of("t", step, step, fills)
 }
 
-async fn manifest(bucket: &Bucket, step: u64) -> Manifest {
+pub(super) async fn manifest(bucket: &Bucket, step: u64) -> Manifest {
     let key = find_step(bucket, step).await.expect("the step").key;
     load_manifest(bucket, &key).await.expect("its manifest")
 }
@@ -65,21 +71,21 @@ async fn content(bucket: &Bucket, step: u64, tensor: usize) -> Vec<Vec<u8>> {
     found
 }
 
-async fn expect_content(bucket: &Bucket, step: u64, fills: &[u8]) {
+pub(super) async fn expect_content(bucket: &Bucket, step: u64, fills: &[u8]) {
     let expected: Vec<_> = fills.iter().map(|fill| filled(*fill)).collect();
     assert!(content(bucket, step, 0).await == expected, "step {step} holds something else");
 }
 
-async fn objects(bucket: &Bucket, prefix: &str) -> Vec<ObjectInfo> {
+pub(super) async fn objects(bucket: &Bucket, prefix: &str) -> Vec<ObjectInfo> {
     bucket.list(prefix).try_collect().await.expect("list")
 }
 
-async fn expect_whole(bucket: &Bucket) {
+pub(super) async fn expect_whole(bucket: &Bucket) {
     assert_eq!(verify(bucket, None, &|_| {}).await.expect("verify"), []);
 }
 
 /// An agent of a new run, over a bucket in memory.
-async fn agent() -> (Bucket, Run, Flusher) {
+pub(super) async fn agent() -> (Bucket, Run, Flusher) {
     let bucket = Bucket::in_memory();
     let run = begin_run(&bucket, start()).await.expect("run");
     let flusher = flusher(&bucket, &run, trainer().0);
@@ -175,7 +181,7 @@ async fn equal_checksums_are_not_equal_bytes() {
     let mut fills = [1; 20];
     fills[7] = 9;
     let base = agent.base.as_mut().expect("a base");
-    base.tensors[0].slices[7].crc32c = Checksum(forebay_core::crc32c(&filled(9)));
+    base.manifest.tensors[0].slices[7].crc32c = Checksum(forebay_core::crc32c(&filled(9)));
     assert_eq!(agent.flush(&state(2, &fills)).await.expect("durable"), (HEADER + SLICE) as u64);
     expect_content(&bucket, 2, &fills).await;
 }
@@ -192,10 +198,10 @@ async fn a_save_of_two_agents_is_one_step_whoever_stored_what() {
     let again = Save { is_first: false, ..state(2, &fills) };
     second.flush(&again).await.expect("durable already");
     assert_eq!(manifest(&bucket, 2).await.shards.len(), 2, "the first one's counts");
-    // What the second one stored is named by no step, so that none may refer to it.
+    // What the second one stored is named by no step: the next one refers to what is.
     fills[4] = 3;
-    second.flush(&state(3, &fills)).await.expect("durable");
-    assert!(manifest(&bucket, 3).await.parents.is_empty());
+    let uploaded = second.flush(&state(3, &fills)).await.expect("durable");
+    assert_eq!((uploaded, manifest(&bucket, 3).await.parents), ((HEADER + SLICE) as u64, vec![1, 2]));
     // One that died before it committed: its shard is not that of the next one.
     let faults = Faults::new();
     let mut third = flusher(&bucket.with_faults(&faults).with_deadline_ms(50), &run, trainer().0);
@@ -226,8 +232,55 @@ enum First {
     Deletion,
 }
 
+/// Who saves while earlier steps are deleted.
+#[derive(Debug, Clone, Copy)]
+enum Saver {
+    /// The agent that stored them.
+    Same,
+    /// One of the start that restored the last of them.
+    NextStart,
+    /// One that took the place of one that died over the same save, when its part was stored.
+    Second,
+}
+
+impl Saver {
+    /// The agent that is to save `save`.
+    async fn agent(
+        self,
+        bucket: &Bucket,
+        saver: &Bucket,
+        run: Run,
+        mut agent: Flusher,
+        save: &mut Save,
+    ) -> Flusher {
+        let origin = Origin { attempt: run.attempt().to_owned(), step: 2 };
+        let run = match self {
+            Self::Same => return agent,
+            Self::NextStart => {
+                begin_run(bucket, Start { nonce: "e".repeat(32), ..start() }).await.expect("run")
+            }
+            Self::Second => {
+                let (faults, shards) = (Faults::new(), objects(bucket, "shards").await.len());
+                // The intent and the shard get there, the manifest does not.
+                let gate = faults.gate(5);
+                agent.target = Some((bucket.with_faults(&faults), run.clone()));
+                tokio::select! {
+                    settled = agent.flush(save) => panic!("it was to die first: {settled:?}"),
+                    () = gate.reached() => {}
+                }
+                assert_eq!(objects(bucket, "shards").await.len(), shards + 1);
+                save.is_first = false;
+                run
+            }
+        };
+        let mut next = flusher(saver, &run, trainer().0);
+        next.origin = Some(origin);
+        next
+    }
+}
+
 /// Saves a step, and deletes all earlier ones: both are stopped at a request of theirs. Says which of them were.
-async fn race(save_at: u64, delete_at: u64, first: First) -> (bool, bool) {
+async fn race(who: Saver, save_at: u64, delete_at: u64, first: First) -> (bool, bool) {
     let bucket = Bucket::in_memory();
     let run = begin_run(&bucket, start()).await.expect("run");
     let faults = [Faults::new(), Faults::new()];
@@ -239,8 +292,9 @@ async fn race(save_at: u64, delete_at: u64, first: First) -> (bool, bool) {
         agent.flush(&state(step, &fills)).await.expect("durable");
     }
     fills[10] = 99;
+    let mut save = state(3, &fills);
+    let mut agent = who.agent(&bucket, &saver, run, agent, &mut save).await;
     let (save_gate, delete_gate) = (faults[0].gate(save_at), faults[1].gate(delete_at));
-    let save = state(3, &fills);
     let mut saving = std::pin::pin!(agent.flush(&save));
     let saved = tokio::select! { saved = &mut saving => Some(saved), () = save_gate.reached() => None };
     let mut deleting = std::pin::pin!(remove_steps(&deleter, &[1, 2]));
@@ -273,38 +327,48 @@ async fn race(save_at: u64, delete_at: u64, first: First) -> (bool, bool) {
             (finish_save.await, deleted)
         }
     };
-    let what = format!("save stopped at {save_at}, deletion at {delete_at}, {first:?} first");
+    let what = format!("{who:?}: save stopped at {save_at}, deletion at {delete_at}, {first:?} first");
     saved.unwrap_or_else(|error| panic!("{what}: {error}"));
     deleted.unwrap_or_else(|error| panic!("{what}: {error}"));
     assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), [], "{what}");
     expect_content(&bucket, 3, &fills).await;
-    assert_eq!(objects(&bucket, "ranks").await, [], "{what}");
+    // What one that died noted may stay for the collector.
+    let notes = objects(&bucket, "ranks").await;
+    let is_left = |note: &ObjectInfo| matches!(who, Saver::Second) && note.key.as_str().ends_with(".intent");
+    assert!(notes.iter().all(is_left), "{what}: {notes:?}");
     stopped
 }
 
 #[tokio::test]
 async fn what_a_save_under_way_refers_to_is_never_deleted() {
+    for who in [Saver::Same, Saver::NextStart, Saver::Second] {
+        for first in [First::Save, First::Deletion] {
+            races(who, first).await;
+        }
+    }
+}
+
+/// All ways in which a save and a deletion can be stopped.
+async fn races(who: Saver, first: First) {
     let (mut saves, mut deletions) = (0, 0);
-    for first in [First::Save, First::Deletion] {
-        for save_at in 1.. {
-            let mut was_stopped = false;
-            for delete_at in 1.. {
-                let (save, deletion) = race(save_at, delete_at, first).await;
-                was_stopped |= save;
-                saves = saves.max(if save { save_at } else { 0 });
-                deletions = deletions.max(if deletion { delete_at } else { 0 });
-                if !deletion {
-                    break;
-                }
-            }
-            if !was_stopped {
+    for save_at in 1.. {
+        let mut was_stopped = false;
+        for delete_at in 1.. {
+            let (save, deletion) = race(who, save_at, delete_at, first).await;
+            was_stopped |= save;
+            saves = saves.max(if save { save_at } else { 0 });
+            deletions = deletions.max(if deletion { delete_at } else { 0 });
+            if !deletion {
                 break;
             }
+        }
+        if !was_stopped {
+            break;
         }
     }
     assert!(
         saves >= 5 && deletions >= 12,
-        "stopped at {saves} requests of a save, {deletions} of a deletion"
+        "{who:?}: stopped at {saves} requests of a save, {deletions} of a deletion"
     );
 }
 
@@ -357,7 +421,7 @@ async fn each_rank_refers_to_its_own_earlier_part() {
     expect_whole(&pair.bucket).await;
     assert_eq!(manifest(&pair.bucket, 3).await.parents, [1]);
     assert_eq!(objects(&pair.bucket, "ranks").await, []);
-    // A new agent of one rank knows no earlier step; the other goes on.
+    // A new agent of one rank that was told of no earlier step knows none; the other goes on.
     pair.agents[0] = Pair::agent(&pair.bucket, &pair.run, 0);
     trained[9] = 4;
     assert_eq!(pair.save(4, [&frozen, &trained]).await, [whole, (HEADER + SLICE) as u64]);
@@ -368,9 +432,10 @@ async fn each_rank_refers_to_its_own_earlier_part() {
 
 /// One random history: saves that change little or much, other agents, deletions; every step stays what it was.
 async fn history(rng: &Rng) {
-    let (bucket, run, mut agent) = agent().await;
+    let (bucket, mut run, mut agent) = agent().await;
     let mut fills: Vec<u8> = vec![0; 30];
-    let mut steps: HashMap<u64, Vec<u8>> = HashMap::new();
+    // Which start saved them, and what they hold.
+    let mut steps: HashMap<u64, (u64, Vec<u8>)> = HashMap::new();
     let mut step = 0;
     for _ in 0..60 {
         match rng.below(10) {
@@ -383,13 +448,29 @@ async fn history(rng: &Rng) {
                 }
                 let save = state_of("t", rng.below(1 << 40), step, &fills);
                 match agent.flush(&save).await {
-                    Ok(_) => assert!(steps.insert(step, fills.clone()).is_none(), "step {step} saved twice"),
+                    Ok(_) => {
+                        let before = steps.insert(step, (run.incarnation, fills.clone()));
+                        assert!(
+                            before.is_none_or(|before| before.0 < run.incarnation),
+                            "step {step} saved twice"
+                        );
+                    }
                     Err(error) => {
-                        assert!(error.kind() == ErrorKind::Conflict && steps.contains_key(&step), "{error}");
+                        let is_there = steps.get(&step).is_some_and(|there| there.0 == run.incarnation);
+                        assert!(error.kind() == ErrorKind::Conflict && is_there, "{error}");
                     }
                 }
             }
-            7 => agent = flusher(&bucket, &run, trainer().0),
+            7 => {
+                // Another agent, or another start, that was told of a step or of none.
+                let origin = Origin { attempt: run.attempt().to_owned(), step: rng.below(step + 2) };
+                if rng.chance(0.5) {
+                    let nonce = format!("{:016x}", rng.u64()).repeat(2);
+                    run = begin_run(&bucket, Start { nonce, ..start() }).await.expect("run");
+                }
+                agent = flusher(&bucket, &run, trainer().0);
+                agent.origin = rng.chance(0.8).then_some(origin);
+            }
             8 => {
                 let going: Vec<u64> = steps.keys().copied().filter(|_| rng.chance(0.3)).collect();
                 remove_steps(&bucket, &going).await.expect("remove");
@@ -402,10 +483,12 @@ async fn history(rng: &Rng) {
                 steps.retain(|step, _| left.iter().any(|info| info.key.step == *step));
             }
         }
-        assert_eq!(list_steps(&bucket).await.expect("list").len(), steps.len());
+        let listed = list_steps(&bucket).await.expect("list");
+        assert_eq!(listed.iter().filter(|info| !info.superseded).count(), steps.len());
         expect_whole(&bucket).await;
     }
-    for (step, fills) in &steps {
+    retain(&bucket, Keep::default()).await.expect("what later starts saved again goes");
+    for (step, (_, fills)) in &steps {
         expect_content(&bucket, *step, fills).await;
     }
     // Nothing is kept for nothing.

@@ -6,6 +6,7 @@ use futures::TryStreamExt;
 
 use super::super::pace::Pace;
 use super::*;
+use crate::agent::Seal;
 use crate::catalog::{Keep, Start, list_steps};
 use crate::manifest::{Checksum, Identity, Slice, SliceKind, Tensor};
 use crate::verify::verify;

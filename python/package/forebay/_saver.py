@@ -1,0 +1,249 @@
+"""A rank's way to its agent: snapshots are taken and sealed, and an agent that died is replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+import warnings
+import weakref
+from typing import Any, Optional
+
+from . import _native
+from ._devices import Devices, Sources
+from ._errors import CheckpointInvalid, CheckpointMutated, CheckpointWarning
+from ._ladder import Ladder
+from ._leaf import Leaf, densify, fill
+from ._local import LocalCopies
+from ._process import start_agent
+from ._ranks import Ranks
+from ._save import TICK_S, Save, Staging, check_unchanged, now
+from ._shares import Share, share_size, source_offset
+from ._url import make_directory
+
+_FAREWELL_S = 30.0
+"""How long `close()` waits for the agent to end once every save is committed, in seconds."""
+
+
+class Saver:
+    """What a `Checkpointer` saves with, whatever it saves and when."""
+
+    def __init__(
+        self,
+        url: str,
+        start: tuple[str, str, int, int],
+        session: _native.Session,
+        ranks: Ranks,
+        local: Optional[LocalCopies],
+        threads: int,
+        linger_s: float,
+        agent_log: Optional[str],
+    ) -> None:
+        self._url = url
+        self._start = start
+        self._nonce: str = start[0]
+        self._session = session
+        self._ranks = ranks
+        self._local = local
+        self._threads = threads
+        self._linger_s = linger_s
+        self._agent_log = agent_log
+        self._lock = threading.RLock()
+        self._devices = Devices(session)
+        self._ladder = Ladder(url, ranks, local)
+        self._job: Optional[str] = None
+        self._agent: Any = None
+        self._staging: Optional[Staging] = None
+        self._saves: list[Save] = []
+        self._hook_is_used = False
+        self._is_closed = False
+        _forget_in_children(self)
+
+    def _let_go(self, is_done: bool = False) -> None:
+        """Ends the session. Unless the job is done, the agent keeps what it holds for a while."""
+        self._is_closed = True
+        self._ladder.arena.leave()
+        if self._staging is not None:
+            staging, self._staging = self._staging, None
+            staging.snapshot.join()
+        if is_done:
+            self._session.dismiss()
+        else:
+            self._session.disconnect()
+
+    def _await_agent(self) -> None:
+        """Nothing is changed in the bucket after `close()`: the agent may still be deleting old steps."""
+        if self._agent is not None:
+            try:
+                self._agent.wait(_FAREWELL_S)
+            except subprocess.TimeoutExpired:
+                warnings.warn(
+                    "the checkpoint agent has not ended yet; it may still delete old steps",
+                    CheckpointWarning,
+                    stacklevel=3,
+                )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise CheckpointInvalid("the checkpointer is closed (or this is a forked child, which may not save)")
+
+    def _begin(self, leaves: list[Leaf], shares: list[Share]) -> _native.Snapshot:
+        self._devices.open(leaves)
+        tensors = []
+        for share in shares:
+            leaf = leaves[share.leaf]
+            tensors.append((share.name, leaf.dtype, leaf.shape, share.part))
+        snapshot = self._session.begin(tensors, self._threads, 0.0)
+        while snapshot is None:
+            self._listen(TICK_S)
+            snapshot = self._session.begin(tensors, self._threads, TICK_S)
+        return snapshot
+
+    def _copy(
+        self, step: int, snapshot: _native.Snapshot, leaves: list[Leaf], shares: list[Share]
+    ) -> list[Leaf]:
+        """Copies what must be copied before the training goes on, and starts copying the rest, which it gives."""
+        now, later = Sources(), Sources()
+        filled: list[int] = []
+        kept: list[Any] = []
+        for index, share in enumerate(shares):
+            leaf, size = leaves[share.leaf], share_size(leaves[share.leaf], share.part)
+            device = self._devices.find(leaf)
+            can_wait = leaf.address is not None or device is not None
+            sources = later if can_wait and leaf.is_late and self._hook_is_used else now
+            if device is not None and leaf.device_address is not None:
+                sources.fetches.append((index, device, leaf.device_address + source_offset(leaf, share.part), size))
+            elif leaf.address is None and size == leaf.size:
+                fill(snapshot.place(index)[0], leaf)
+                filled.append(index)
+            else:
+                address, keep = densify(leaf)
+                kept.append(keep)
+                sources.near.append((index, address + source_offset(leaf, share.part), size))
+        if now.fetches or later.fetches:
+            self._devices.follow()
+        snapshot.checksum(filled, self._threads)
+        snapshot.copy(now.near, now.fetches, self._threads)
+        waiting = {shares[index].leaf for index in later.indexes()}
+        check_unchanged(step, [leaf for index, leaf in enumerate(leaves) if index not in waiting])
+        if waiting:
+            snapshot.copy_in_background(later.near, later.fetches, self._threads)
+        return [leaves[index] for index in waiting]
+
+    def _give_up(self, step: int, error: BaseException) -> None:
+        """Tells the other ranks that the step, which they may have sealed, will not be."""
+        if not self._ranks.alone:
+            self._session.give_up(step, str(error))
+
+    def _stage(self, deadline: Optional[float]) -> bool:
+        """As `_finish_staging`, unless the copy takes longer than until `deadline`."""
+        while deadline is not None:
+            staging = self._staging
+            if staging is None or staging.snapshot.is_copied:
+                break
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        self._finish_staging()
+        return True
+
+    def _finish_staging(self) -> None:
+        """Waits for the background copy; seals the snapshot if nothing was changed meanwhile."""
+        with self._lock:
+            staging, self._staging = self._staging, None
+            if staging is None:
+                return
+            save = staging.save
+            staging.snapshot.join()
+            try:
+                check_unchanged(save.step, staging.late)
+            except CheckpointMutated as error:
+                self._session.abandon(staging.snapshot)
+                self._give_up(save.step, error)
+                save._failure = error
+                raise
+            save._staged_at = now()
+            save._native = self._session.seal(staging.snapshot, save.step, staging.created_ms, staging.extras)
+            self._saves.append(save)
+
+    def _ensure_agent(self) -> None:
+        """Starts an agent if none is connected; it takes over what an earlier one left."""
+        self._session.take_replies(0.0)
+        if self._session.is_connected:
+            return
+        self._begin_job()
+        lost = self._session.lost()
+        if self._agent is not None:
+            self._agent.poll()
+            text = f"the checkpoint agent (process {self._agent.pid}) ended unexpectedly; another one was started"
+            steps = f" and saves steps {lost}" if lost else ""
+            warnings.warn(text + steps, CheckpointWarning, stacklevel=4)
+        make_directory(self._url)
+        arena = self._ladder.arena
+        predecessor = arena.take()
+        if predecessor is not None:
+            self._session.adopt(predecessor, arena.is_used)
+        if self._linger_s > 0:
+            self._session.set_linger(arena.place(self._ranks.rank), self._linger_s)
+        if self._local is not None:
+            self._local.announce(self._session, self._nonce)
+        fd, self._agent = start_agent(self._agent_log)
+        self._session.connect(fd)
+
+    def _begin_job(self) -> None:
+        """Has rank 0 take one incarnation for all ranks, once."""
+        if self._ranks.alone or self._job is not None:
+            return
+
+        def begin() -> str:
+            make_directory(self._url)
+            if self._local is not None:
+                self._local.begin(self._start[0])
+            return _native.begin_job(self._url, *self._start)
+
+        self._join(self._ranks.first("begin the job", begin))
+
+    def _join(self, job: str) -> None:
+        """Makes this the checkpointer of one rank of a job that was begun."""
+        self._job = job
+        self._nonce = json.loads(job)["start"]["nonce"]
+        _native.join_job(self._session, job, self._ranks.rank, self._ranks.world_size)
+
+    def _listen(self, patience_s: float) -> None:
+        """Takes what the agent said; replaces it if it died."""
+        self._session.take_replies(patience_s)
+        self._pass_warnings_on()
+        if self._session.lost():
+            self._ensure_agent()
+
+    def _pass_warnings_on(self) -> None:
+        for message in self._session.take_warnings():
+            warnings.warn(message, CheckpointWarning, stacklevel=5)
+
+    def _raise_failures(self) -> None:
+        self._pass_warnings_on()
+        for save in list(self._saves):
+            if save._progress() == "failed":
+                save._raise_if_failed()
+            if save.durable:
+                self._saves.remove(save)
+
+    def _was_told(self, save: Save) -> None:
+        if save in self._saves:
+            self._saves.remove(save)
+
+
+def _forget_in_children(saver: Saver) -> None:
+    """A forked child (a data loader's worker) neither saves nor keeps the parent's agent waiting."""
+    reference = weakref.ref(saver)
+
+    def forget() -> None:
+        parent = reference()
+        if parent is not None:
+            parent._is_closed = True
+            parent._session.forget()
+            parent._ranks.forget()
+
+    os.register_at_fork(after_in_child=forget)
