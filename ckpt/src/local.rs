@@ -23,6 +23,8 @@ use serde::{Deserialize, Serialize};
 use crate::arena::{Held, HeldStep, attempt_of, manifest_of};
 use crate::manifest::{Manifest, ShardKey, read_local, write_local};
 
+mod room;
+
 /// Where seals lie.
 const SEALS: &str = "seals";
 /// Where the list of starts lies.
@@ -41,6 +43,8 @@ pub struct LocalTier {
     pub directory: String,
     /// Steps that stay there.
     pub keep: usize,
+    /// Bytes that all ranks together may have there; none for as many as the disk takes.
+    pub ceiling: Option<u64>,
     /// This start's nonce, and before it those of the starts that it goes on from, oldest first.
     pub starts: Vec<String>,
     /// A step of an earlier start that the store may not have: it is to be brought there.

@@ -101,18 +101,23 @@ impl Session {
         Ok(())
     }
 
-    /// Has the agent keep copies of the `keep` newest steps in `directory`. `starts` are the nonces of this start and those
+    /// Has the agent keep copies of the `keep` newest steps in `directory`, all ranks together no more than `ceiling` bytes
+    /// where that is given, as a number with or without a unit. `starts` are the nonces of this start and those
     /// before it that it goes on from, oldest first; a step of these that the store may lack is brought there.
     fn set_local(
         &self,
         py: Python<'_>,
         directory: String,
         keep: usize,
+        ceiling: Option<&str>,
         starts: Vec<String>,
         resumes: Option<Named>,
-    ) {
-        let tier = LocalTier { directory, keep, starts, resumes: resumes.map(step_named) };
+    ) -> PyResult<()> {
+        let ceiling = ceiling.map(parse_bytes).transpose();
+        let ceiling = ceiling.map_err(|error| error.context("local_bytes")).or_raise()?;
+        let tier = LocalTier { directory, keep, ceiling, starts, resumes: resumes.map(step_named) };
         py.detach(|| self.0.lock().set_local(tier));
+        Ok(())
     }
 
     /// Takes over what an agent holds that lost its trainer, before one of this session's own is greeted; its steps only

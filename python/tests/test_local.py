@@ -183,6 +183,33 @@ def test_a_full_local_disk_is_told_once_and_saves_go_on(small_disk: Path, tmp_pa
         assert save is not None and save.wait_local(60)
 
 
+def test_copies_stay_below_a_ceiling_and_go_oldest_first(tmp_path: Path) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    ceiling = 5 << 19
+
+    def taken() -> int:
+        return sum(path.stat().st_size for path in files(disk, "shards/*/*/*") + files(disk, "seals/*/*/*"))
+
+    with forebay.Checkpointer(run, every=1, local=disk, local_keep=9, local_bytes="2560KiB", rng=False) as checkpointer:
+        for step in range(1, 6):
+            save = checkpointer.step(step, {"t": torch.full((1 << 20,), step, dtype=torch.uint8)})
+            assert save is not None and save.wait_local(60) and save.wait_durable(60)
+            assert taken() <= ceiling
+        assert {int(path.parts[-3]) for path in files(disk, "shards/*/*/*")} == {4, 5}
+        with pytest.warns(forebay.CheckpointWarning, match="3.00 MiB of rank 0 of 1, which do not fit below local_bytes"):
+            save = checkpointer.step(6, {"t": torch.zeros(3 << 20, dtype=torch.uint8)})
+            assert save is not None and save.wait_durable(60) and not save.local
+            checkpointer._pass_warnings_on()
+        # It is told once, and what fits has a copy again.
+        for step, size in ((7, 3 << 20), (8, 1 << 20)):
+            save = checkpointer.step(step, {"t": torch.zeros(size, dtype=torch.uint8)})
+            assert save is not None and save.wait_durable(60) and save.local == (size == 1 << 20)
+            assert taken() <= ceiling
+    assert checkpointer.steps() == [1, 2, 3, 4, 5, 6, 7, 8]
+    with pytest.raises(forebay.CheckpointInvalid, match="local_bytes"):
+        forebay.Checkpointer(run, local=disk, local_bytes="much").save_now(9, {"n": 1})
+
+
 def test_a_place_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(forebay.CheckpointInvalid, match="no place for copies"):

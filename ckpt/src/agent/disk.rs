@@ -3,7 +3,8 @@
 //! The disk is a help and no promise: what fails there is told once, and saves go on without it.
 
 use bytes::Bytes;
-use forebay_core::Result;
+use forebay_core::units::format_bytes;
+use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use tokio::sync::{mpsc, oneshot};
 
@@ -55,7 +56,12 @@ impl Disk {
     }
 
     async fn save(&mut self, held: &Held, slot: &Bytes) -> Result<()> {
-        let (LocalTier { starts, keep, .. }, local) = (self.tier.clone(), self.local().await?);
+        let (LocalTier { starts, keep, ceiling, .. }, local) = (self.tier.clone(), self.local().await?);
+        if let Some(ceiling) = ceiling
+            && !local.make_room(held, &starts, ceiling).await?
+        {
+            return Err(no_room(held, ceiling));
+        }
         let written = local.put(held, slot).await;
         if written.is_ok() {
             let at_us = now_us(&Clock::system());
@@ -78,6 +84,7 @@ impl Disk {
         Ok(self.local.insert(local).clone())
     }
 
+    /// A failure of the tier is told once.
     fn tell(&mut self, outcome: Result<()>) {
         let Err(error) = outcome else { return };
         tracing::warn!(%error, directory = self.tier.directory, "no copy on the local disk");
@@ -87,4 +94,11 @@ impl Disk {
             self.trainer.tell(&Reply::Warning { message });
         }
     }
+}
+
+/// Why a copy would go past the ceiling.
+fn no_room(held: &Held, ceiling: u64) -> Error {
+    let (step, bytes, ranks) = (held.seal.step, format_bytes(held.seal.size), held.world_size);
+    let fact = format!("step {step} has {bytes} of rank {} of {ranks}, which do not fit", held.rank);
+    Error::new(ErrorKind::NoSpace, format!("{fact} below local_bytes ({})", format_bytes(ceiling)))
 }

@@ -158,3 +158,67 @@ fn names_and_framing_are_pinned() {
         format!(r#"{{"format":"forebay-checkpoint-local","version":1,"blake3":"{hash}","body":["ab"]}}"#);
     assert_eq!(starts, text + "\n");
 }
+
+/// Writes a rank's part where it fits below the ceiling.
+async fn put_below(local: &Local, name: &HeldStep, rank: u32, starts: &[String], ceiling: u64) -> bool {
+    let (held, shard) = part(name, rank);
+    let fits = local.make_room(&held, starts, ceiling).await.expect("make room");
+    if fits {
+        local.put(&held, &shard).await.expect("put");
+    }
+    fits
+}
+
+async fn bytes(local: &Local) -> u64 {
+    local.0.list("").try_collect::<Vec<_>>().await.expect("list").iter().map(|object| object.size).sum()
+}
+
+#[tokio::test]
+async fn a_ceiling_holds_and_what_the_store_lacks_stays() {
+    let (_directory, local) = open().await;
+    let starts = [start(1), start(2)];
+    put(&local, &named(1, 1), &[0]).await;
+    // One of the parts with its seal; a ceiling for two steps of two ranks, and not for three.
+    let one = bytes(&local).await;
+    let ceiling = 5 * one;
+    put(&local, &named(1, 1), &[1]).await;
+    local.begin(&starts).await.expect("begin");
+    let fixed = bytes(&local).await - 2 * one;
+    let step = async |number: u32, step: u64| {
+        let mut fits = Vec::new();
+        for rank in [0, 1] {
+            fits.push(put_below(&local, &named(number, step), rank, &starts, ceiling).await);
+        }
+        assert!(bytes(&local).await - fixed <= ceiling, "step {step}");
+        fits
+    };
+    assert_eq!(step(1, 2).await, [true, true]);
+    // Step 2 is newer, so that no restore takes step 1, in the store or not.
+    assert_eq!(step(2, 3).await, [true, true]);
+    assert_eq!(steps(&local).await, [(named(2, 3), false), (named(1, 2), false)]);
+    // Those in the store go before, though they be newer; but not while the ceiling holds without.
+    local.mark_durable(&named(2, 3), 0, 2).await.expect("mark");
+    assert_eq!(step(2, 4).await, [true, true]);
+    assert_eq!(steps(&local).await, [(named(2, 4), false), (named(1, 2), false)]);
+    // A part that is saved again takes its own place, and nothing else's.
+    assert_eq!(step(2, 4).await, [true, true]);
+    assert_eq!(steps(&local).await, [(named(2, 4), false), (named(1, 2), false)]);
+    // Step 4 is all that the store lacks and a restore would take: below a lower ceiling it stays, and step 5 does not come.
+    let (held, _) = part(&named(2, 5), 0);
+    assert!(!local.make_room(&held, &starts, 3 * one).await.expect("make room"));
+    assert_eq!(
+        steps(&local).await,
+        [(named(2, 4), false), (named(1, 2), false)],
+        "and nothing went for nothing"
+    );
+    assert!(!local.make_room(&held, &starts, 2 * one - 2).await.expect("too large alone"));
+    local.mark_durable(&named(2, 4), 1, 2).await.expect("mark");
+    assert!(local.make_room(&held, &starts, 3 * one).await.expect("make room"));
+    // What another start saved, with more ranks, is nobody's: it goes first.
+    let other = named(7, 9);
+    put(&local, &other, &[0, 1]).await;
+    assert!(put_below(&local, &named(2, 5), 1, &starts, ceiling).await);
+    let left = local.notes().await.expect("notes");
+    assert!(!left.iter().any(|note| (note.step, note.rank) == (9, 1)), "its own part alone went");
+    assert!(left.iter().any(|note| (note.step, note.rank) == (9, 0)));
+}

@@ -61,6 +61,9 @@ class Checkpointer(Saver):
         local: A directory of this host's disk, the same for all ranks, where the agent keeps copies of the newest steps: a
             restore reads them where memory is gone, and needs no store. By default none.
         local_keep: Steps that stay there; a directory needs room for one more.
+        local_bytes: Bytes that copies take there at most, such as `200GiB`, an equal share for each rank: older steps that are
+            in the store go first, and the newest that is not stays. A step that does not fit is stored without a copy, which
+            is told once. By default as many as `local_keep` steps and one have.
         linger: Seconds that the newest steps stay in memory after this process was killed; 0 lets them go at once. By
             default ten minutes.
         patience: Seconds that ranks wait for each other before they name those that are missing.
@@ -92,6 +95,7 @@ class Checkpointer(Saver):
         flush_rate: Optional[Union[int, str]] = None,
         local: Optional[Union[str, "os.PathLike[str]"]] = None,
         local_keep: int = 2,
+        local_bytes: Optional[Union[int, str]] = None,
         linger: Optional[float] = None,
         patience: float = 600.0,
     ) -> None:
@@ -108,7 +112,8 @@ class Checkpointer(Saver):
         if flush_rate is not None:
             session.set_flush_rate(str(flush_rate))
         group = Ranks(place, ranks, patience)
-        copies = None if local is None else LocalCopies(place, group, os.fspath(local), local_keep)
+        ceiling = None if local_bytes is None else str(local_bytes)
+        copies = None if local is None else LocalCopies(place, group, os.fspath(local), local_keep, ceiling)
         threads, linger_s = copy_threads or default_threads(), LINGER_S if linger is None else linger
         log = None if agent_log is None else os.path.abspath(agent_log)
         super().__init__(place, start, session, group, copies, threads, linger_s, log)

@@ -20,10 +20,11 @@ T = TypeVar("T")
 class LocalCopies:
     """A directory of this host that has the newest steps of a job, all its ranks' parts of them."""
 
-    def __init__(self, url: str, ranks: Ranks, directory: str, keep: int) -> None:
+    def __init__(self, url: str, ranks: Ranks, directory: str, keep: int, ceiling: Optional[str]) -> None:
         self._url = url
         self._ranks = ranks
         self._keep = keep
+        self._ceiling = ceiling
         self._directory = os.path.join(os.path.abspath(directory), digest(store_name(url)))
         try:
             os.makedirs(self._directory, exist_ok=True)
@@ -92,7 +93,7 @@ class LocalCopies:
         """Has the agent of a session keep copies there."""
         if not self._has_begun:
             self._has_begun = True
-            session.set_local(self._directory, self._keep, [*self._starts, nonce], self._resumes)
+            session.set_local(self._directory, self._keep, self._ceiling, [*self._starts, nonce], self._resumes)
 
     def _look(self) -> dict[str, Any]:
         try:

@@ -1,0 +1,89 @@
+//! Room for a copy below a ceiling: what may go for it, and what must stay.
+//!
+//! Each rank has an equal share of the ceiling, and deletes only its own part of steps, and that of ranks which there are no
+//! longer: no two ranks count or delete the same file.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use forebay_core::{ObjectKey, Result};
+use futures::TryStreamExt;
+
+use super::{Local, NoteKey, SEALS, age};
+use crate::arena::{Held, attempt_of};
+use crate::manifest::{ShardKey, write_local};
+
+/// A start's place among all starts, and a step of it; none where another start saved it.
+type Age = Option<(usize, u64)>;
+
+/// A rank's files of one step, seals first.
+#[derive(Default)]
+struct Files {
+    keys: Vec<ObjectKey>,
+    bytes: u64,
+}
+
+impl Local {
+    /// Makes room for a rank's part of a step, where all ranks together may have `ceiling` bytes here; says whether there
+    /// is any. Steps that are in the store go first, the oldest before others, then those that no restore would take. The
+    /// newest step that is whole stays until it is in the store. Where all that is not enough, nothing goes.
+    pub async fn make_room(&self, held: &Held, starts: &[String], ceiling: u64) -> Result<bool> {
+        let share = ceiling / u64::from(held.world_size.max(1));
+        let wanted = held.seal.size + write_local(held)?.len() as u64;
+        if wanted > share {
+            return Ok(false);
+        }
+        let notes = self.notes().await?;
+        let durable: BTreeSet<Age> = notes
+            .iter()
+            .filter(|note| note.is_durable)
+            .map(|note| age(starts, &note.attempt, note.step))
+            .collect();
+        let newest = self.whole_steps(starts, &notes).into_iter().next();
+        let newest = newest.and_then(|step| age(starts, attempt_of(&step.name.start), step.name.step));
+        let own = age(starts, attempt_of(&held.start), held.seal.step);
+        let mut files = self.files(held, starts).await?;
+        // Saved again, it takes its own place.
+        files.remove(&own);
+        let mut left: u64 = files.values().map(|files| files.bytes).sum();
+        let may_go = |of: &Age| of.is_none() || durable.contains(of) || *of < newest;
+        let mut order: Vec<Age> = files.keys().copied().filter(may_go).collect();
+        order.sort_by_key(|of| (of.is_some() && !durable.contains(of), *of));
+        let mut going = Vec::new();
+        for files in order.into_iter().filter_map(|of| files.remove(&of)) {
+            if left + wanted <= share {
+                break;
+            }
+            left -= files.bytes;
+            going.extend(files.keys);
+        }
+        if left + wanted > share {
+            return Ok(false);
+        }
+        self.0.delete_many(&going).await?;
+        Ok(true)
+    }
+
+    /// What this rank is to count, by step.
+    async fn files(&self, held: &Held, starts: &[String]) -> Result<BTreeMap<Age, Files>> {
+        let mut found: BTreeMap<Age, Files> = BTreeMap::new();
+        let mut take = |attempt: &str, step, rank: u32, key: &ObjectKey, bytes| {
+            if rank % held.world_size.max(1) == held.rank {
+                let files = found.entry(age(starts, attempt, step)).or_default();
+                files.keys.push(key.clone());
+                files.bytes += bytes;
+            }
+        };
+        for object in self.0.list(SEALS).try_collect::<Vec<_>>().await? {
+            // That a step is in the store is told to other ranks, too, and takes no bytes.
+            if let Some(note) = NoteKey::parse(&object.key).filter(|note| !note.is_durable) {
+                take(&note.attempt, note.step, note.rank, &object.key, object.size);
+            }
+        }
+        for object in self.0.list("shards").try_collect::<Vec<_>>().await? {
+            if let Some(shard) = ShardKey::parse(object.key.as_str()) {
+                take(&shard.attempt, shard.step, shard.rank, &object.key, object.size);
+            }
+        }
+        Ok(found)
+    }
+}
