@@ -118,6 +118,12 @@ impl Local {
         Bucket::open(&url, &settings).await.map(Self)
     }
 
+    /// The copies in what stands for a directory.
+    #[cfg(test)]
+    pub(crate) fn of_test(bucket: Bucket) -> Self {
+        Self(bucket)
+    }
+
     /// The files, to be read as a step's shards.
     pub fn bucket(&self) -> &Bucket {
         &self.0
@@ -129,8 +135,9 @@ impl Local {
         self.0.put(&ObjectKey::new(STARTS), write_local(&starts)?, Condition::Always).await.map(drop)
     }
 
-    /// Writes a rank's part; it is there once this returns.
-    pub async fn put(&self, held: &Held, slot: &Bytes) -> Result<()> {
+    /// Writes a rank's part; it is there once this returns true. That `slot` held it to the last byte is asked of
+    /// `is_sound`, once all was read; where it says no, nothing is there.
+    pub async fn put(&self, held: &Held, slot: &Bytes, is_sound: impl Fn() -> bool) -> Result<bool> {
         let past_cache = Some(held.seal.size);
         let options = UploadOptions { conditional: false, past_cache, ..UploadOptions::default() };
         let mut upload = self.0.upload_with(&held.key().object(), options)?;
@@ -142,8 +149,11 @@ impl Local {
                 return Err(error);
             }
         };
+        if !is_sound() {
+            return self.0.delete(&held.key().object()).await.map(|()| false);
+        }
         let key = NoteKey::of(&held.name(), held.rank, held.world_size, false).object();
-        self.0.put(&key, write_local(held)?, Condition::Always).await.map(drop)
+        self.0.put(&key, write_local(held)?, Condition::Always).await.map(|_| true)
     }
 
     /// Notes that a step was committed in the store.

@@ -133,6 +133,7 @@ pub struct Session {
     goes_on: bool,
     /// The device that slots are locked for.
     device: Option<Arc<Device>>,
+    copies_missed: u64,
     warnings: Vec<String>,
 }
 
@@ -156,6 +157,7 @@ impl Session {
             origin: None,
             goes_on: false,
             device: None,
+            copies_missed: 0,
             warnings: Vec::new(),
         }
     }
@@ -374,6 +376,11 @@ impl Session {
         !self.pending.is_empty()
     }
 
+    /// Saves without a copy on this host's disk, which was to have one.
+    pub fn copies_missed(&self) -> u64 {
+        self.copies_missed
+    }
+
     /// What the agent wants people to know; each is given once.
     pub fn take_warnings(&mut self) -> Vec<String> {
         std::mem::take(&mut self.warnings)
@@ -412,6 +419,7 @@ impl Session {
                     save.times.lock().local = Some(at_us);
                 }
             }
+            Reply::NoCopy { .. } => self.copies_missed += 1,
             // The slot stays with the agent, for one that comes after it.
             Reply::Stored { save, at_us } => {
                 if let Some(save) = self.pending_save(save) {

@@ -1,5 +1,6 @@
 //! What is nearer than the store: what the agents of killed trainers hold, and the copies on this host's disk.
 
+use std::future::Future;
 use std::time::Duration;
 
 use forebay_ckpt::arena::HeldStep;
@@ -7,7 +8,7 @@ use forebay_ckpt::catalog::{list_steps, newest_run};
 use forebay_ckpt::local::{Local, as_damage};
 use forebay_ckpt::restore::assemble;
 use forebay_ckpt::session;
-use forebay_core::{Error, Result};
+use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
 use parking_lot::Mutex;
@@ -79,6 +80,9 @@ pub(crate) fn open_held(py: Python<'_>, agents: Vec<Py<Predecessor>>, step: Name
     opened.or_raise().map(|(manifest, shards)| Step::held(manifest, shards))
 }
 
+/// How long a disk may take to read or write some kilobytes.
+const DISK_PATIENCE: Duration = Duration::from_secs(60);
+
 /// What the store has: the nonce of the run's newest start, if there was one, and every committed step, newest first, as
 /// the first eight digits of its start's nonce and its number.
 type Survey = (Option<String>, Vec<(String, u64)>);
@@ -109,10 +113,24 @@ pub(crate) fn survey(py: Python<'_>, url: &str, patience_s: f64) -> PyResult<Opt
     py.detach(ask).or_raise()
 }
 
+/// Does little work on this host's disk, unless that hangs.
+fn on_disk<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
+    let (clock, runtime) = (Clock::system(), runtime()?);
+    let hangs = format!("the local disk did not answer for {} s", DISK_PATIENCE.as_secs());
+    let done = runtime.block_on(async {
+        tokio::select! {
+            done = work => done,
+            () = clock.sleep(DISK_PATIENCE) => Err(Error::new(ErrorKind::Unavailable, hangs)),
+        }
+    });
+    runtime.shutdown_background();
+    done
+}
+
 /// Begins the copies of a start in `directory`: they go on from those of the `starts` before it, which is the last.
 #[pyfunction]
 pub(crate) fn begin_local(py: Python<'_>, directory: &str, starts: Vec<String>) -> PyResult<()> {
-    let begin = || runtime()?.block_on(async { Local::open(directory).await?.begin(&starts).await });
+    let begin = || on_disk(async { Local::open(directory).await?.begin(&starts).await });
     py.detach(begin).or_raise()
 }
 
@@ -123,7 +141,7 @@ type Copies = (Vec<String>, Vec<(Named, bool)>);
 /// What is in `directory`.
 #[pyfunction]
 pub(crate) fn look_local(py: Python<'_>, directory: &str) -> PyResult<Copies> {
-    let look = || runtime()?.block_on(async { Local::open(directory).await?.look().await });
+    let look = || on_disk(async { Local::open(directory).await?.look().await });
     let found = py.detach(look).or_raise()?;
     let steps = found.steps.into_iter().map(|step| (named(step.name), step.is_durable));
     Ok((found.starts, steps.collect()))
@@ -133,10 +151,8 @@ pub(crate) fn look_local(py: Python<'_>, directory: &str) -> PyResult<Copies> {
 #[pyfunction]
 pub(crate) fn open_local(py: Python<'_>, directory: &str, step: Named) -> PyResult<Step> {
     let open = || {
-        runtime()?.block_on(async {
-            let local = Local::open(directory).await.map_err(as_damage)?;
-            local.manifest(&step_named(step)).await.map_err(as_damage)
-        })
+        let read = async { Local::open(directory).await?.manifest(&step_named(step)).await };
+        on_disk(read).map_err(as_damage)
     };
     Ok(Step::local(py.detach(open).or_raise()?, directory.to_owned()))
 }

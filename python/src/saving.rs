@@ -166,6 +166,12 @@ impl Session {
         py.detach(|| self.0.lock().lost().map(|lost| lost.steps).unwrap_or_default())
     }
 
+    /// Saves without a copy on this host's disk, which was to have one.
+    #[getter]
+    fn copies_missed(&self, py: Python<'_>) -> u64 {
+        py.detach(|| self.0.lock().copies_missed())
+    }
+
     fn take_warnings(&self, py: Python<'_>) -> Vec<String> {
         py.detach(|| self.0.lock().take_warnings())
     }

@@ -205,6 +205,7 @@ def test_copies_stay_below_a_ceiling_and_go_oldest_first(tmp_path: Path) -> None
             save = checkpointer.step(step, {"t": torch.zeros(size, dtype=torch.uint8)})
             assert save is not None and save.wait_durable(60) and save.local == (size == 1 << 20)
             assert taken() <= ceiling
+        assert checkpointer.copies_missed == 2
     assert checkpointer.steps() == [1, 2, 3, 4, 5, 6, 7, 8]
     with pytest.raises(forebay.CheckpointInvalid, match="local_bytes"):
         forebay.Checkpointer(run, local=disk, local_bytes="much").save_now(9, {"n": 1})

@@ -1,13 +1,15 @@
 //! The task that writes sealed shards to this host's disk, one after another, however the store does.
 //!
-//! The disk is a help and no promise: what fails there is told once, and saves go on without it.
+//! The disk is a help and no promise: what fails there is told once, and saves go on without it. One that hangs gets
+//! nothing to do until it answers.
 
 use bytes::Bytes;
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 
+use super::copy::{Copy, Health, Ticket, copy};
 use super::protocol::now_us;
 use super::trainer::Trainer;
 use super::{Hello, Reply};
@@ -17,9 +19,40 @@ use crate::local::{Local, LocalTier};
 /// What the disk is to do, in order.
 pub(super) enum Work {
     /// Write a shard, and let go of its slot.
-    Save { held: Box<Held>, slot: Bytes, _done: oneshot::Sender<()> },
+    Save { held: Box<Held>, slot: Bytes, ticket: Ticket },
     /// Note that a step is in the store.
     Durable(HeldStep),
+}
+
+/// The way to a host's disk.
+#[derive(Clone)]
+pub(super) struct Copies {
+    queue: mpsc::Sender<Work>,
+    health: Health,
+}
+
+impl Copies {
+    /// Of so many pieces of work at most; the disk's end is the receiver.
+    pub(super) fn new(most: usize) -> (Self, mpsc::Receiver<Work>) {
+        let (queue, work) = mpsc::channel(most);
+        (Self { queue, health: Health::default() }, work)
+    }
+
+    /// Has a shard copied; nothing where the disk hangs.
+    pub(super) fn save(&self, held: Box<Held>, slot: Bytes) -> Option<Copy> {
+        let (copy, ticket) = copy(&self.health, held.seal.size);
+        let is_sent = !self.health.hangs() && self.queue.try_send(Work::Save { held, slot, ticket }).is_ok();
+        is_sent.then_some(copy)
+    }
+
+    /// Notes that a step is in the store; where the disk hangs, it is asked for again by who needs to know.
+    pub(super) fn mark(&self, step: HeldStep) {
+        self.queue.try_send(Work::Durable(step)).ok();
+    }
+
+    pub(super) fn health(&self) -> &Health {
+        &self.health
+    }
 }
 
 /// A host's disk, as one agent writes it.
@@ -28,47 +61,64 @@ pub(super) struct Disk {
     rank: u32,
     world_size: u32,
     trainer: Trainer,
-    local: Option<Local>,
+    health: Health,
+    pub(super) local: Option<Local>,
     is_told: bool,
 }
 
 impl Disk {
-    /// The disk that `hello` names, if it does. From now on the copies there are those of this start.
-    pub(super) async fn begin(hello: &Hello, trainer: &Trainer) -> Option<Self> {
+    /// The disk that `hello` names, if it does.
+    pub(super) fn new(hello: &Hello, trainer: &Trainer, health: &Health) -> Option<Self> {
         let tier = hello.local.clone()?;
         let (rank, world_size) = hello.place();
-        let trainer = trainer.clone();
-        let mut disk = Self { tier, rank, world_size, trainer, local: None, is_told: false };
-        let begun = disk.local().await.map(drop);
-        disk.tell(begun);
-        Some(disk)
+        let (trainer, health) = (trainer.clone(), health.clone());
+        Some(Self { tier, rank, world_size, trainer, health, local: None, is_told: false })
     }
 
-    /// Does all work that arrives.
-    pub(super) async fn do_all(mut self, mut queue: mpsc::Receiver<Work>) {
+    /// Makes the copies there those of this start, and then does all work that arrives.
+    pub(super) async fn do_all(mut self, begun: Ticket, mut queue: mpsc::Receiver<Work>) {
+        let outcome = self.local().await.map(drop);
+        self.tell(outcome);
+        drop(begun);
+        self.answers();
         while let Some(work) = queue.recv().await {
             let outcome = match work {
-                Work::Save { held, slot, _done } => self.save(&held, &slot).await,
+                Work::Save { held, slot, ticket } if ticket.is_wanted() => {
+                    let copied = self.save(&held, &slot, &ticket).await;
+                    if copied.is_err() && ticket.is_wanted() {
+                        self.trainer.tell(&Reply::NoCopy { save: held.seal.save });
+                    }
+                    copied
+                }
+                Work::Save { .. } => Ok(()),
                 Work::Durable(step) => self.mark(&step).await,
             };
             self.tell(outcome);
+            self.answers();
         }
     }
 
-    async fn save(&mut self, held: &Held, slot: &Bytes) -> Result<()> {
+    /// It did something: if it hung, it is used again.
+    fn answers(&self) {
+        if self.health.set(false) {
+            tracing::info!(directory = self.tier.directory, "the local disk answers again");
+        }
+    }
+
+    async fn save(&mut self, held: &Held, slot: &Bytes, ticket: &Ticket) -> Result<()> {
         let (LocalTier { starts, keep, ceiling, .. }, local) = (self.tier.clone(), self.local().await?);
         if let Some(ceiling) = ceiling
             && !local.make_room(held, &starts, ceiling).await?
         {
             return Err(no_room(held, ceiling));
         }
-        let written = local.put(held, slot).await;
-        if written.is_ok() {
+        let written = local.put(held, slot, || ticket.is_wanted()).await;
+        if matches!(written, Ok(true)) {
             let at_us = now_us(&Clock::system());
             self.trainer.tell(&Reply::Local { save: held.seal.save, at_us });
         }
         // Where there was no room there may be some for the next one.
-        written.and(local.prune(&starts, keep).await)
+        written.map(drop).and(local.prune(&starts, keep).await)
     }
 
     async fn mark(&mut self, step: &HeldStep) -> Result<()> {

@@ -8,9 +8,9 @@ use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
-use tokio::sync::oneshot;
 
 use super::base::Base;
+use super::copy::Copy;
 use super::delta::{File, Lent, candidates, describe, named};
 use super::inspect::{expect_sound, inspect, slices_of};
 use super::{Member, Seal};
@@ -31,8 +31,8 @@ pub(super) struct Save {
     pub(super) slot: Bytes,
     /// Whether no other agent had it before.
     pub(super) is_first: bool,
-    /// Ends once the disk needs the slot no longer.
-    pub(super) local: Option<oneshot::Receiver<()>>,
+    /// The copy on this host's disk, which comes first.
+    pub(super) local: Option<Copy>,
 }
 
 /// What a save brought to the bucket.

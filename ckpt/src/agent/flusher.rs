@@ -13,7 +13,8 @@ use tokio::sync::mpsc;
 
 use super::alive::while_alive;
 use super::base::Base;
-use super::disk;
+use super::copy::{Copy, Settled};
+use super::disk::Copies;
 use super::flush::{Save, Stored, discard, publish, settle, store};
 use super::protocol::now_us;
 use super::trainer::Trainer;
@@ -60,13 +61,13 @@ pub(super) struct Flusher {
     /// Where to find one, unless this agent stored it itself.
     origin: Option<Origin>,
     /// To this host's disk, where copies are kept there.
-    copies: Option<mpsc::Sender<disk::Work>>,
+    copies: Option<Copies>,
     /// The nonce of another start, which ended, and whose saves these are.
     heir_of: Option<String>,
 }
 
 impl Flusher {
-    pub(super) fn new(hello: Hello, trainer: Trainer, copies: Option<mpsc::Sender<disk::Work>>) -> Self {
+    pub(super) fn new(hello: Hello, trainer: Trainer, copies: Option<Copies>) -> Self {
         let clock = Clock::system();
         Self { clock, hello, trainer, target: None, base: None, origin: None, copies, heir_of: None }
     }
@@ -96,8 +97,7 @@ impl Flusher {
     async fn settle(&mut self, mut sealed: Save) {
         let begun = self.clock.now();
         if let Some(local) = sealed.local.take() {
-            // It ends by itself, whatever came of it.
-            local.await.ok();
+            self.await_copy(sealed.seal.save, local).await;
         }
         let settled = self.flush(&sealed).await;
         let (save, step, size) = (sealed.seal.save, sealed.seal.step, sealed.seal.size);
@@ -105,12 +105,23 @@ impl Flusher {
         self.log(step, size, self.clock.now().since(begun), &settled);
         match &settled {
             Err(error) => self.give_up(step, &error.to_string()).await,
-            Ok(_) => self.mark_durable(HeldStep { start: self.hello.start.nonce.clone(), step }).await,
+            Ok(_) => self.mark_durable(HeldStep { start: self.hello.start.nonce.clone(), step }),
         }
         self.trainer.tell(&match settled {
             Ok(_) => Reply::Durable { save, at_us: now_us(&self.clock) },
             Err(error) => Reply::Failed { save, error: (&error).into() },
         });
+    }
+
+    /// The disk comes first, unless it hangs.
+    async fn await_copy(&self, save: u64, local: Copy) {
+        let settled = local.settled(&self.clock).await;
+        if let Settled::Hangs(patience) = settled {
+            self.trainer.tell(&Reply::Warning { message: disk_hangs(patience) });
+        }
+        if settled != Settled::Done {
+            self.trainer.tell(&Reply::NoCopy { save });
+        }
     }
 
     /// Brings a step of an earlier start to the bucket, out of the copy on this host's disk: its own agents ended before
@@ -124,7 +135,7 @@ impl Flusher {
         match self.try_to_resume(tier, &step).await {
             Ok(uploaded) => {
                 tracing::info!(step = step.step, uploaded, "durable, out of the local disk");
-                self.mark_durable(step).await;
+                self.mark_durable(step);
             }
             Err(error) => {
                 let message = format!("step {} stays on the local disk alone: {error}", step.step);
@@ -139,9 +150,10 @@ impl Flusher {
         (heir.clock, heir.heir_of) = (self.clock.clone(), Some(step.start.clone()));
         heir.origin = Some(Origin { attempt: attempt_of(&step.start).to_owned(), step: step.step });
         let (rank, world_size) = self.hello.place();
-        let part = match Local::open(&tier.directory).await {
-            Ok(local) => local.part(step, rank, world_size).await,
-            Err(error) => Err(error),
+        let read = async { Local::open(&tier.directory).await?.part(step, rank, world_size).await };
+        let part = tokio::select! {
+            part = read => part,
+            () = self.clock.sleep(GIVE_UP_AFTER) => Err(Error::new(ErrorKind::Unavailable, disk_hangs(GIVE_UP_AFTER))),
         };
         let flushed = match part {
             Ok((held, slot)) => {
@@ -156,10 +168,9 @@ impl Flusher {
         flushed
     }
 
-    async fn mark_durable(&self, step: HeldStep) {
+    fn mark_durable(&self, step: HeldStep) {
         if let Some(copies) = &self.copies {
-            // Its task outlives this one.
-            copies.send(disk::Work::Durable(step)).await.ok();
+            copies.mark(step);
         }
     }
 
@@ -307,6 +318,12 @@ impl Flusher {
     }
 }
 
+/// What is told of a disk that does not answer.
+pub(super) fn disk_hangs(patience: Duration) -> String {
+    let seconds = patience.as_secs();
+    format!("the local disk did not answer for {seconds} s: saves go on without copies there until it does")
+}
+
 /// What a person can do about a save that failed.
 fn explain(error: Error, step: u64) -> Error {
     if error.kind() != ErrorKind::NoSpace {
@@ -321,6 +338,8 @@ fn explain(error: Error, step: u64) -> Error {
 mod alive_tests;
 #[cfg(test)]
 mod delta_tests;
+#[cfg(test)]
+mod disk_tests;
 #[cfg(test)]
 mod origin_tests;
 #[cfg(test)]

@@ -8,6 +8,7 @@ mod alive;
 mod flush;
 mod pace;
 mod trainer;
+mod copy;
 mod disk;
 mod flusher;
 mod holdings;

@@ -160,6 +160,11 @@ pub enum Reply {
         /// When, as in `Sealed`.
         at_us: u64,
     },
+    /// There will be no copy of it on this host's disk.
+    NoCopy {
+        /// Which save.
+        save: u64,
+    },
     /// This rank's part of the save is in the bucket, not committed yet. A successor may have the slot.
     Stored {
         /// Which save.

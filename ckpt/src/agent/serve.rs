@@ -13,12 +13,14 @@ use forebay_io::clock::Clock;
 use forebay_io::net::FdStream;
 use forebay_io::priority::Priority;
 use forebay_io::task::TaskGroup;
-use tokio::sync::{mpsc, oneshot};
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc;
 
-use super::disk::{self, Disk};
+use super::copy::{PATIENCE, Settled, copy};
+use super::disk::{Copies, Disk};
 use super::door::Door;
 use super::flush::Save;
-use super::flusher::{Flusher, Work};
+use super::flusher::{Flusher, Work, disk_hangs};
 use super::holdings::Holdings;
 use super::pace::Pace;
 use super::protocol::now_us;
@@ -31,7 +33,7 @@ const MAX_SAVES: usize = 2 * SLOTS;
 
 /// Serves the trainer at the other end of `stream` until it is gone, every sealed save is settled, and nobody is to come
 /// for what is in memory. With the `priority` of this process, the trainer goes first.
-pub fn serve(mut stream: FdStream, priority: Option<Priority>) -> Result<()> {
+pub fn serve(stream: FdStream, priority: Option<Priority>) -> Result<()> {
     let pace = Arc::new(Pace::new(priority));
     let of_threads = pace.clone();
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -39,29 +41,49 @@ pub fn serve(mut stream: FdStream, priority: Option<Priority>) -> Result<()> {
         .on_thread_start(move || of_threads.join())
         .enable_all()
         .build()?;
-    let trainer = Trainer::new(stream.try_clone()?, pace);
+    let served = serve_on(&runtime, stream, pace);
+    // What hangs does not keep the process.
+    runtime.shutdown_background();
+    served
+}
+
+fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>) -> Result<()> {
+    let (trainer, clock) = (Trainer::new(stream.try_clone()?, pace), Clock::system());
     let Some((frame, _)) = stream.receive()? else { return Ok(()) };
     let Request::Hello(hello) = parse(&frame)? else {
         return Err(Error::invalid("an agent is greeted first"));
     };
     let (saves, queue) = mpsc::channel(MAX_SAVES);
     let tasks = TaskGroup::new("agent");
-    // Before this start takes its number, which makes the copies of others stale.
-    let disk = runtime.block_on(Disk::begin(&hello, &trainer));
     let _context = runtime.enter();
-    let (disk, copies) = match disk {
-        Some(disk) => {
-            let (copies, queue) = mpsc::channel(2 * MAX_SAVES);
-            (Some(tasks.spawn("disk", disk.do_all(queue))), Some(copies))
+    let (copies, work) = Copies::new(2 * MAX_SAVES);
+    let disk = Disk::new(&hello, &trainer, copies.health()).map(|disk| {
+        let (begun, ticket) = copy(copies.health(), 0);
+        let disk = tasks.spawn("disk", disk.do_all(ticket, work));
+        // Before this start takes its number, which makes the copies of others stale.
+        if let Settled::Hangs(patience) = runtime.block_on(begun.settled(&clock)) {
+            trainer.tell(&Reply::Warning { message: disk_hangs(patience) });
         }
-        None => (None, None),
-    };
+        disk
+    });
+    let copies = disk.as_ref().map(|_| copies);
     let mut desk = Desk::new(&hello, trainer.clone(), saves, copies.clone());
     let flusher = tasks.spawn("flush", Flusher::new(*hello, trainer, copies).settle_all(queue));
     let served = desk.serve(&mut stream);
     drop(desk);
     runtime.block_on(flusher)?;
-    disk.map_or(Ok(()), |disk| runtime.block_on(disk))?;
+    if let Some(disk) = disk {
+        let end = async {
+            tokio::select! {
+                ended = disk => ended,
+                () = clock.sleep(PATIENCE) => {
+                    tracing::warn!("the local disk hangs; it is left to itself");
+                    Ok(())
+                }
+            }
+        };
+        runtime.block_on(end)?;
+    }
     served
 }
 
@@ -77,18 +99,13 @@ struct Desk {
     trainer: Trainer,
     saves: mpsc::Sender<Work>,
     /// To this host's disk, where copies are kept there.
-    copies: Option<mpsc::Sender<disk::Work>>,
+    copies: Option<Copies>,
     holdings: Holdings,
     door: Door,
 }
 
 impl Desk {
-    fn new(
-        hello: &Hello,
-        trainer: Trainer,
-        saves: mpsc::Sender<Work>,
-        copies: Option<mpsc::Sender<disk::Work>>,
-    ) -> Self {
+    fn new(hello: &Hello, trainer: Trainer, saves: mpsc::Sender<Work>, copies: Option<Copies>) -> Self {
         let linger = hello.linger.as_ref();
         let door = Door::new(linger.map(|linger| linger.place.clone()));
         let linger = Duration::from_millis(linger.map_or(0, |linger| linger.for_ms));
@@ -141,10 +158,10 @@ impl Desk {
         self.trainer.begin(save);
         let mut local = None;
         if let (Some(copies), Some(held)) = (&self.copies, copied) {
-            let (_done, done) = oneshot::channel();
-            let copy = disk::Work::Save { held, slot: slot.clone(), _done };
-            copies.blocking_send(copy).map_err(|_| Error::bug("the disk's task is gone"))?;
-            local = Some(done);
+            local = copies.save(held, slot.clone());
+            if local.is_none() {
+                self.trainer.tell(&Reply::NoCopy { save });
+            }
         }
         self.pass_on(Work::Save(Save { seal, slot, is_first, local }))?;
         self.trainer.tell(&Reply::Sealed { save, at_us: now_us(&Clock::system()) });

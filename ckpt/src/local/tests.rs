@@ -34,7 +34,7 @@ fn part(name: &HeldStep, rank: u32) -> (Held, Bytes) {
 async fn put(local: &Local, name: &HeldStep, ranks: &[u32]) {
     for rank in ranks {
         let (held, shard) = part(name, *rank);
-        local.put(&held, &shard).await.expect("put");
+        assert!(local.put(&held, &shard, || true).await.expect("put"));
     }
 }
 
@@ -164,7 +164,7 @@ async fn put_below(local: &Local, name: &HeldStep, rank: u32, starts: &[String],
     let (held, shard) = part(name, rank);
     let fits = local.make_room(&held, starts, ceiling).await.expect("make room");
     if fits {
-        local.put(&held, &shard).await.expect("put");
+        assert!(local.put(&held, &shard, || true).await.expect("put"));
     }
     fits
 }

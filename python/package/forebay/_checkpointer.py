@@ -284,6 +284,11 @@ class Checkpointer(Saver):
             self._raise_failures()
             return True
 
+    @property
+    def copies_missed(self) -> int:
+        """Saves of this rank that have no copy on the local disk (`local`), which failed, hung, or had no room."""
+        return self._session.copies_missed
+
     def timeline(self) -> list[dict[str, Any]]:
         """What this rank's last hundred saves and restores did, oldest first: `Save.timeline`, `Restored.as_dict`."""
         return [{"act": "save", **act.timeline()} if isinstance(act, Save) else act.as_dict() for act in self._past]

@@ -18,7 +18,7 @@ pub(super) fn start() -> Start {
     Start { nonce: "0123456789abcdef".repeat(2), host: "host".into(), pid: 1, started_ms: 0 }
 }
 
-fn hello() -> Hello {
+pub(super) fn hello() -> Hello {
     Hello::new("s3://unused".into(), start(), Keep::default())
 }
 
