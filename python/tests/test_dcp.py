@@ -27,7 +27,8 @@ import forebay.dcp
 from forebay import _native
 
 from .conftest import SCALE
-from .test_ranks import body_of, read_bytes, run_ranks
+from .test_ranks import body_of, run_ranks
+from .test_reading import read_bytes
 
 SIZES = [1, 2, 4]
 

@@ -11,7 +11,8 @@ import torch
 
 import forebay
 
-from .test_ranks import read_bytes, run_ranks
+from .test_ranks import run_ranks
+from .test_reading import read_bytes
 
 WIDTH = 512
 

@@ -13,7 +13,9 @@ from typing import Any, Callable, Iterator, Optional, Protocol, TypeVar
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, CheckpointWarning
 from ._ranks import Ranks
-from ._unflatten import Builder, Node, Placer, Tensors, named_parts
+from ._place import Placer, named_parts
+from ._tensors import Node, Tensors
+from ._unflatten import Builder
 
 T = TypeVar("T")
 

@@ -62,7 +62,8 @@ from ._ranks import Ranks, meeting_place, new_start, surroundings
 from ._save import Save
 from ._shares import Share
 from ._stager import Staged, Stager, box_of, is_stored
-from ._unflatten import Builder, Tensors
+from ._tensors import Tensors
+from ._unflatten import Builder
 from ._url import bucket_url, make_directory
 
 __all__ = ["Reader", "Stager", "Writer"]

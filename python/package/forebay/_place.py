@@ -1,0 +1,338 @@
+"""A tree put in place into a live state.
+
+The state is compared with the tree before anything of it is changed. Then its tensors are read straight into place where
+their memory allows it, and everything else follows once all of them passed their checks: a restore that fails on damaged
+bytes leaves tensors that hold anything, and all else as it was.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Callable, Iterator, Optional
+
+from ._errors import CheckpointMismatch
+from ._leaf import array_dtype, local_parts, numpy_module, torch_module
+from ._objects import Pairs, give_state, is_stateful, state_of, tells_copies
+from ._tensors import Node
+from ._unflatten import Builder
+
+
+class Placer:
+    """Plans how a tree goes into a live state, and then does it.
+
+    `plan` changes nothing; it raises `CheckpointMismatch` at the first place where the two differ in shape. With `only`,
+    patterns of names, everything else is left as it is, on both sides.
+    """
+
+    def __init__(self, builder: Builder, state: Any, only: Optional[Sequence[str]] = None) -> None:
+        self._builder = builder
+        self._tensors = builder.tensors
+        self._state = state
+        self._only = only
+        self._unmatched = set(only or ())
+        self.needed: list[Node] = []
+        """Parts of the tree that `apply` builds."""
+        self._pairs = Pairs(state)
+        self._objects: list[tuple[str, Any, str, Node]] = []
+        self._copies: list[Callable[[], Any]] = []
+        self._in_place: dict[str, Callable[[Node, Any, str, str], None]] = {
+            "tensor": self._place_tensor,
+            "array": self._place_array,
+            "dict": self._place_items,
+            "odict": self._place_items,
+        }
+
+    def plan(self, node: Node) -> None:
+        """Compares the tree with the live state."""
+        # A tensor or object at the root is its own place; anything immutable there could not be replaced.
+        if self._place(node, self._state, "state", "") is not None:
+            raise CheckpointMismatch("state: a value that cannot be changed in place")
+        self._check_matched()
+
+    def plan_model(self, node: Node) -> None:
+        """As `plan`, of a module's weights alone: the tree is a module's, or a dict of tensors."""
+        tree = node["v"] if node["t"] == "object" else node
+        if not self._place_module(tree, self._state, "model", ""):
+            self._objects.append(("model", self._state, "module", tree))
+            self.needed.append(tree)
+        self._check_matched()
+
+    def _check_matched(self) -> None:
+        if self._unmatched:
+            raise CheckpointMismatch(f"nothing is named like {', '.join(sorted(self._unmatched))}")
+
+    def _wants(self, name: str) -> bool:
+        """Whether what has that name is to be restored."""
+        if self._only is None:
+            return True
+        matching = {pattern for pattern in self._only if fnmatch.fnmatchcase(name, pattern)}
+        self._unmatched -= matching
+        return bool(matching)
+
+    def _wants_any(self, node: Node, name: str) -> bool:
+        """Whether anything in a tree is to be restored."""
+        if self._only is None or self._wants(name):
+            return True
+        if isinstance(node, dict) and node.get("t") == "object":
+            node = node["v"]
+            if self._wants(f"{name}."):
+                return True
+        return any(self._wants_any(value, below) for below, value in named_parts(node, name))
+
+    def apply(self) -> None:
+        """Puts everything into place that was not read there; objects after what lies outside of them."""
+        states = [(path, value, kind, self._builder.build(node)) for path, value, kind, node in self._objects]
+        states.sort(key=lambda entry: not entry[2].startswith("optimizer"))
+        self._tensors.place()
+        for copy in self._copies:
+            copy()
+        for path, value, kind, state in states:
+            try:
+                give_state(value, kind, state, self._pairs)
+            except Exception as error:
+                raise CheckpointMismatch(f"{path}: it does not take the state that was saved: {error}") from error
+
+    def _place(self, node: Node, live: Any, path: str, name: str) -> Optional[Callable[[], Any]]:
+        """None where the live value is changed in place; else what gives the value to put in its stead."""
+        tag = node.get("t") if isinstance(node, dict) else None
+        if not self._wants_any(node, name):
+            return None
+        if tag == "object":
+            if not is_stateful(live):
+                raise _mismatch(path, "an object with a state", live)
+            self._place_object(node, live, path, name)
+            return None
+        if tag in ("dict", "odict") and is_stateful(live) and not isinstance(live, dict):
+            self._place_object(self._as_object(node, live), live, path, name)
+            return None
+        in_place = self._in_place.get(tag or "")
+        if in_place is not None:
+            in_place(node, live, path, name)
+            return None
+        if isinstance(node, list) or tag == "tuple":
+            return self._place_sequence(node, live, path, name)
+        if torch_like(live) or is_stateful(live):
+            raise _mismatch(path, f"a value ({tag or type(node).__name__})", live)
+        return self._later(node)
+
+    def _later(self, node: Node) -> Callable[[], Any]:
+        """What builds a part of the tree once its tensors were read."""
+        self.needed.append(node)
+        return lambda: self._builder.build(node)
+
+    def _place_object(self, node: Node, live: Any, path: str, name: str) -> None:
+        kind, tree = node["k"], node["v"]
+        if kind == "module":
+            if self._place_module(tree, live, path, name):
+                return
+        elif kind in ("optimizer", "optimizer-own"):
+            has_kind, has = state_of(live, self._pairs, kind == "optimizer")
+            if has_kind == kind:
+                self._bind_all(tree, has)
+        self._objects.append((path, live, kind, tree))
+        self.needed.append(tree)
+
+    def _as_object(self, node: Node, live: Any) -> Node:
+        """A dict that was saved as such, for one through torch.distributed.checkpoint, as the state of an object."""
+        items = {self._builder.build(key): value for key, value in node["v"]}
+        kind, torch = "own", torch_module()
+        if torch is not None and isinstance(live, torch.nn.Module):
+            # Names that are not torch's canonical ones are the object's own: a wrapper's.
+            kind = "module" if items.keys() == state_of(live, self._pairs)[1].keys() else "own"
+        elif torch is not None and isinstance(live, torch.optim.Optimizer):
+            groups = items.get("param_groups", [])
+            by_name = any(isinstance(name, str) for group in self._builder.build(groups) for name in group["params"])
+            kind = "optimizer" if by_name else "optimizer-own"
+            # DCP loses that parameters' numbers are numbers, and a state that is empty.
+            state = items.get("state", {"v": []})["v"]
+            numbered = state if by_name else [[int(number), value] for number, value in state]
+            node = {"t": "dict", "v": [["state", {"t": "dict", "v": numbered}], ["param_groups", groups]]}
+        return {"t": "object", "k": kind, "v": node}
+
+    def _place_module(self, node: Node, live: Any, path: str, name: str) -> bool:
+        """Binds a module's tensors; whether that is all that is to be restored of it.
+
+        torch finds a module's mismatches only while it loads; they are found before anything is changed.
+        """
+        torch = torch_module()
+        if torch is None or not isinstance(live, torch.nn.Module):
+            raise _mismatch(path, "a torch module", live)
+        saved = {self._builder.build(key): value for key, value in node["v"]}
+        has = state_of(live, self._pairs)[1]
+        is_part = self._only is not None and not self._wants(f"{name}.")
+        if is_part and tells_copies(live):
+            raise CheckpointMismatch(f"{path}: a module of FSDP1 is restored as a whole only")
+        if is_part:
+            saved = {key: value for key, value in saved.items() if self._wants(_join(name, key))}
+            has = {key: value for key, value in has.items() if self._wants(_join(name, key))}
+        for what, keys in _differences(saved, has):
+            raise CheckpointMismatch(f"{path}: {what} {keys}")
+        # What FSDP1 tells of itself are copies, which it is given back.
+        is_all = not tells_copies(live)
+        for key, value in saved.items():
+            is_tensor = isinstance(value, dict) and value.get("t") == "tensor"
+            if is_tensor and isinstance(has[key], torch.Tensor):
+                shape = self._shape(value)
+                if shape != list(has[key].shape):
+                    shapes = f"{shape} was saved, the state has {list(has[key].shape)}"
+                    raise CheckpointMismatch(f"{path}.{key}: {shapes}")
+            is_bound = is_tensor and self._tensors.bind(value, has[key])
+            if is_part and not is_bound:
+                self._copy_entry(value, has[key], f"{path}.{key}")
+            is_all = is_all and is_bound
+        return is_all or is_part
+
+    def _copy_entry(self, node: Node, live: Any, path: str) -> None:
+        """Has one tensor of a module copied, of whatever type; the module as a whole is not given its state."""
+        torch = torch_module()
+        is_tensor = isinstance(live, torch.Tensor) and isinstance(node, dict) and node.get("t") == "tensor"
+        if not is_tensor or local_parts(live) is not None:
+            raise CheckpointMismatch(f"{path}: it is restored with its whole module only")
+        make = self._later(node)
+
+        def copy() -> None:
+            with torch.no_grad():
+                live.detach().copy_(make())
+
+        self._copies.append(copy)
+
+    def _bind_all(self, node: Node, live: Any) -> None:
+        """Binds the tensors of a tree that a live value has in the same places."""
+        tag = node.get("t") if isinstance(node, dict) else None
+        if tag == "tensor":
+            self._tensors.bind(node, live)
+        elif tag in ("dict", "odict") and isinstance(live, dict):
+            for key, value in node["v"]:
+                key = self._builder.build(key)
+                if key in live:
+                    self._bind_all(value, live[key])
+
+    def _shape(self, node: Node) -> list[int]:
+        return node["view"][0] if "view" in node else self._tensors.entry(node["n"])[2]
+
+    def _place_items(self, node: Node, live: Any, path: str, name: str) -> None:
+        if not isinstance(live, dict):
+            raise _mismatch(path, "a dict", live)
+        saved = {self._builder.build(key): value for key, value in node["v"]}
+        has = live
+        if self._only is not None:
+            saved = {key: value for key, value in saved.items() if self._wants_any(value, _join(name, str(key)))}
+            has = {key: value for key, value in live.items() if key in saved or self._wants(_join(name, str(key)))}
+        for what, keys in _differences(saved, has):
+            raise CheckpointMismatch(f"{path}: {what} {keys}")
+        for key, value in saved.items():
+            make = self._place(value, live[key], f"{path}[{key!r}]", _join(name, str(key)))
+            if make is not None:
+                self._copies.append(partial(_set, live, key, make))
+
+    def _place_sequence(self, node: Node, live: Any, path: str, name: str) -> Optional[Callable[[], Any]]:
+        parts = node if isinstance(node, list) else node["v"]
+        wanted = list if isinstance(node, list) else tuple
+        if type(live) is not wanted:
+            raise _mismatch(path, f"a {wanted.__name__}", live)
+        holds_state = any(torch_like(part) or is_stateful(part) or isinstance(part, (dict, list)) for part in live)
+        if not holds_state:
+            # Plain values are replaced as a whole, whatever their number.
+            whole = self._later(node)
+            if wanted is tuple:
+                return whole
+            self._copies.append(partial(_set, live, slice(None), whole))
+            return None
+        if len(parts) != len(live):
+            raise CheckpointMismatch(f"{path}: {len(parts)} entries were saved, the state has {len(live)}")
+        makes = [
+            self._place(part, live[index], f"{path}[{index}]", _join(name, str(index)))
+            for index, part in enumerate(parts)
+        ]
+        if wanted is tuple:
+            if all(make is None for make in makes):
+                return None
+            return lambda: tuple(old if make is None else make() for old, make in zip(live, makes, strict=True))
+        for index, make in enumerate(makes):
+            if make is not None:
+                self._copies.append(partial(_set, live, index, make))
+        return None
+
+    def _place_tensor(self, node: Node, live: Any, path: str, name: str) -> None:
+        torch = torch_module()
+        if torch is None or not isinstance(live, torch.Tensor):
+            raise _mismatch(path, "a torch tensor", live)
+        dtype, shape = self._tensors.entry(node["n"])[1], self._shape(node)
+        if shape != list(live.shape) or f"torch.{dtype}" != str(live.dtype):
+            saved = f"torch.{dtype} {shape}"
+            raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {list(live.shape)}")
+        if self._tensors.bind(node, live):
+            return
+        if local_parts(live) is not None:
+            raise CheckpointMismatch(f"{path}: a {type(live).__name__} that was saved as part of another tensor")
+        make = self._later(node)
+
+        def copy() -> None:
+            with torch.no_grad():
+                live.detach().copy_(make())
+
+        self._copies.append(copy)
+
+    def _place_array(self, node: Node, live: Any, path: str, name: str) -> None:
+        numpy = numpy_module()
+        if numpy is None or not isinstance(live, numpy.ndarray):
+            raise _mismatch(path, "a numpy array", live)
+        _, dtype, shape = self._tensors.entry(node["n"])
+        if shape != list(live.shape) or dtype != live.dtype.name or array_dtype(live) is None:
+            saved = f"{dtype} {shape}"
+            raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {list(live.shape)}")
+        if not live.flags.writeable:
+            raise CheckpointMismatch(f"{path}: the array is read-only")
+        if not self._tensors.bind(node, live):
+            make = self._later(node)
+            self._copies.append(lambda: numpy.copyto(live, make()))
+
+
+def _differences(saved: dict[Any, Any], live: dict[Any, Any]) -> Iterator[tuple[str, str]]:
+    """Which keys only one side has, the first few."""
+    for what, keys in (
+        # An empty dict is nothing that can be lacking.
+        ("the checkpoint lacks", {key for key in live.keys() - saved.keys() if not is_empty(live[key])}),
+        ("the state lacks", saved.keys() - live.keys()),
+    ):
+        if keys:
+            yield what, ", ".join(sorted(map(repr, keys))[:5])
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value is an empty dict."""
+    return isinstance(value, dict) and not value
+
+
+def torch_like(value: Any) -> bool:
+    """Whether a value is a tensor or an array, which is filled in place."""
+    torch, numpy = torch_module(), numpy_module()
+    return (torch is not None and isinstance(value, torch.Tensor)) or (
+        numpy is not None and isinstance(value, numpy.ndarray)
+    )
+
+
+def named_parts(node: Node, name: str) -> Iterator[tuple[str, Node]]:
+    """The entries of a container of the tree, and their names."""
+    tag = node.get("t") if isinstance(node, dict) else None
+    if tag in ("dict", "odict"):
+        for key, value in node["v"]:
+            # As the saving side names them; keys of other kinds have no pattern's names.
+            yield _join(name, str(key)), value
+    elif isinstance(node, list) or tag == "tuple":
+        for index, value in enumerate(node if isinstance(node, list) else node["v"]):
+            yield _join(name, str(index)), value
+
+
+def _join(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
+
+
+def _set(container: Any, key: Any, make: Callable[[], Any]) -> None:
+    container[key] = make()
+
+
+def _mismatch(path: str, saved: str, live: Any) -> CheckpointMismatch:
+    return CheckpointMismatch(f"{path}: {saved} was saved, the state has a {type(live).__name__}")

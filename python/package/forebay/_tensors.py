@@ -1,0 +1,180 @@
+"""The tensors of a step on their way into memory: into live ones that were bound, where these are dense and the
+processor's, and into fresh memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from typing import Any, Callable, Optional
+
+from . import _native
+from ._errors import CheckpointCorrupt
+from ._leaf import array_dtype, local_parts, numpy_module, tensor_dtype, torch_module
+
+Node = Any
+
+
+class Tensors:
+    """The tensors of a step, on `read` read into live ones that were bound, and into fresh memory.
+
+    `rank` is the one of the saving job whose own tensors are meant.
+    """
+
+    def __init__(self, step: _native.Step, threads: int, rank: int = 0) -> None:
+        self._step = step
+        self._threads = threads
+        self._rank = rank
+        self._entries = {name: (index, dtype, shape) for index, (name, dtype, shape, _) in enumerate(step.tensors())}
+        self._loaded: dict[tuple[str, str], Any] = {}
+        self._targets: list[_native.Wanted] = []
+        self._bound: list[Any] = []
+        self._staged: list[tuple[Any, Any]] = []
+        self._spans: list[tuple[int, int]] = []
+
+    def entry(self, name: str) -> tuple[int, str, list[int]]:
+        """Index, element type and shape. Raises `CheckpointCorrupt` when the step holds no such tensor."""
+        found = self._entries.get(f"{name}@{self._rank}") or self._entries.get(name)
+        if found is None:
+            raise CheckpointCorrupt(f"step {self._step.step}: its state names tensor `{name}`, which it does not hold")
+        return found
+
+    def bind(self, node: Node, live: Any) -> bool:
+        """Has the tensor that a tree names read into a live one; of one that several ranks hold, what is here.
+
+        False where another place was bound already, where the tree names a view, and where types or shapes differ.
+        """
+        kind, name = node["t"], node["n"]
+        index, dtype, shape = self.entry(name)
+        if (kind, name) in self._loaded or "view" in node or not _is_like(kind, live, dtype, shape):
+            return False
+        parts = local_parts(live) if kind == "tensor" else None
+        if parts is None:
+            self._aim(kind, index, None, live, dtype)
+        for local, offsets, lengths in parts or []:
+            self._aim(kind, index, (offsets, lengths), local, dtype)
+        self._loaded[kind, name] = live
+        return True
+
+    def bind_part(self, name: str, part: tuple[list[int], list[int]], place: Any) -> None:
+        """Has a box of a tensor, given as offsets and lengths, read into a plain tensor of its shape and any type."""
+        index, dtype, _ = self.entry(name)
+        self._aim("tensor", index, part, place, dtype)
+
+    def want(self, node: Node) -> None:
+        """Notes every tensor that a tree names; what is not bound gets memory of its own."""
+        if isinstance(node, list):
+            for part in node:
+                self.want(part)
+        elif isinstance(node, dict):
+            tag = node.get("t")
+            if "n" in node:
+                self._allocate(tag if tag in ("tensor", "array") else "bytes", node["n"])
+            self.want(node.get("v") if tag != "bytes" else None)
+
+    def wishes(self) -> str:
+        """What was noted, for the other ranks."""
+        return _native.wishes(self._step, [(index, part) for index, part, _, _ in self._targets])
+
+    def read(self, read: Optional[Callable[[list[_native.Wanted], int], None]] = None) -> None:
+        """Reads what was noted, by `read` or alone. Raises `CheckpointCorrupt` when any of it is not what was saved."""
+        torch = torch_module()
+        try:
+            (read or self._step.read)(self._targets, self._threads)
+        finally:
+            for value in self._bound:
+                if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():
+                    torch.autograd.graph.increment_version(value)
+
+    def place(self) -> None:
+        """Copies what was read aside into its live tensors."""
+        torch = torch_module()
+        for place, staged in self._staged:
+            if torch is not None and isinstance(place, torch.Tensor):
+                with torch.no_grad():
+                    place.detach().copy_(staged)
+            else:
+                place[...] = staged
+
+    def get(self, kind: str, name: str) -> Any:
+        """A tensor, array or byte string that was read."""
+        return self._loaded[kind, name]
+
+    def _allocate(self, kind: str, name: str) -> None:
+        index, dtype, shape = self.entry(name)
+        if (kind, name) in self._loaded:
+            return
+        if kind == "tensor":
+            import torch
+
+            self._loaded[kind, name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        elif kind == "bytes":
+            if dtype != "uint8" or len(shape) != 1:
+                raise CheckpointCorrupt(f"step {self._step.step}: tensor `{name}` does not hold a byte string")
+            self._loaded[kind, name] = bytearray(shape[0])
+        else:
+            import numpy
+
+            self._loaded[kind, name] = numpy.empty(shape, dtype=dtype)
+        self._targets.append((index, None, *_span(kind, self._loaded[kind, name])))
+
+    def _aim(
+        self, kind: str, index: int, part: Optional[tuple[list[int], list[int]]], place: Any, dtype: str
+    ) -> None:
+        self._bound.append(place)
+        has = tensor_dtype(place) if kind == "tensor" else array_dtype(place)
+        if has != dtype or not self._take_span(kind, place):
+            # Read aside, and copied once all is found right: a device's memory, a strided, a shared or another one.
+            staged = _new_like(kind, place, dtype)
+            self._staged.append((place, staged))
+            place = staged
+        self._targets.append((index, part, *_span(kind, place)))
+
+    def _take_span(self, kind: str, place: Any) -> bool:
+        """Whether a tensor's or array's memory can be read into: dense, the processor's, and nobody else's."""
+        if kind == "tensor":
+            is_dense = place.device.type == "cpu" and place.is_contiguous() and place.data_ptr() != 0
+            is_dense = is_dense and not (place.is_conj() or place.is_neg())
+        else:
+            is_dense = place.flags.c_contiguous
+        if not is_dense:
+            return False
+        start, size = _span(kind, place)
+        at = bisect.bisect(self._spans, (start, size))
+        for other, length in self._spans[max(at - 1, 0) : at + 1]:
+            if start < other + length and other < start + size:
+                return False
+        self._spans.insert(at, (start, size))
+        return True
+
+
+def _new_like(kind: str, place: Any, dtype: str) -> Any:
+    """Dense memory of a tensor's or array's shape."""
+    if kind == "tensor":
+        import torch
+
+        return torch.empty(place.shape, dtype=getattr(torch, dtype))
+    import numpy
+
+    return numpy.empty(place.shape, dtype=dtype)
+
+
+def _span(kind: str, value: Any) -> tuple[int, int]:
+    """Where the bytes of a dense tensor, array or byte string are: address and length."""
+    if kind == "tensor":
+        return value.data_ptr(), value.numel() * value.element_size()
+    if kind == "bytes":
+        return ctypes.addressof((ctypes.c_char * len(value)).from_buffer(value)), len(value)
+    return value.ctypes.data, value.nbytes
+
+
+def _is_like(kind: str, live: Any, dtype: str, shape: list[int]) -> bool:
+    """Whether a live value is a tensor or array of that element type and shape that can be written."""
+    torch, numpy = torch_module(), numpy_module()
+    if kind == "tensor":
+        if torch is None or not isinstance(live, torch.Tensor) or list(live.shape) != shape:
+            return False
+        parts = local_parts(live)
+        return all(tensor_dtype(local) == dtype for local in ([live] if parts is None else [part[0] for part in parts]))
+    is_like = numpy is not None and isinstance(live, numpy.ndarray) and array_dtype(live) == dtype
+    return is_like and live.flags.writeable and list(live.shape) == shape
