@@ -134,6 +134,29 @@ def test_a_process_alone_reads_few_large_rows_by_parts(tmp_path: Path) -> None:
         assert stack.nbytes / 2 <= read <= stack.nbytes / 2 * 1.02 + 65536
 
 
+@pytest.mark.parametrize("share", [2, 8])
+@pytest.mark.parametrize("width", [64, 4096])
+def test_a_process_alone_reads_no_more_than_the_rows_that_it_cuts(tmp_path: Path, share: int, width: int) -> None:
+    """Of 1/N of the last dimension, N times what it needs, the rows; of rows, the pieces of 1/64 at both ends besides."""
+    matrix = torch.arange(1 << 22, dtype=torch.int32).view(-1, width)
+    forebay.save({"w": matrix}, tmp_path, step=3)
+    piece = matrix.nbytes // 64
+
+    def load(rank: int) -> Any:
+        found = []
+        for dim, bound in ((1, matrix.nbytes), (0, matrix.nbytes / share + 2 * piece)):
+            state = {"w": distribute_tensor(torch.zeros_like(matrix), init_device_mesh("cpu", (share,)), [Shard(dim)])}
+            before = read_bytes()
+            forebay.load(tmp_path, state)
+            found.append((read_bytes() - before, bound))
+            assert torch.equal(state["w"].to_local(), matrix.chunk(share, dim)[rank])
+        return found
+
+    for of_rank in run_ranks(share, load):
+        for read, bound in of_rank:
+            assert read <= bound * 1.02 + 65536, (share, width, of_rank)
+
+
 def test_ranks_read_large_states_in_many_rounds(tmp_path: Path) -> None:
     """200 MiB, half of them read by each rank: four rounds in the same two halves of its memory."""
     state = {name: torch.arange(25 << 20, dtype=torch.int32) + number for number, name in enumerate("ab")}
