@@ -100,6 +100,8 @@ impl FileSystem {
             changes.mode = self.mode_without_setid(ino).await?;
         }
         if changes == SetAttributes::default() && change.size.is_none() {
+            // So the kernel sends a chown(2) that names neither user nor group. Set-id bits go as with any other.
+            self.clear_setid(ino).await?;
             return self.attributes(ino).await;
         }
         Ok(self.volume.set_attributes(ino, changes, change.size).await?)

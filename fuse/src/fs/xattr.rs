@@ -18,6 +18,9 @@ const CAPABILITY: &[u8] = b"security.capability";
 /// Longest value in bytes: XATTR_SIZE_MAX.
 const VALUE_MAX: usize = 65_536;
 
+/// What no attribute can meet.
+const BOTH: i32 = libc::XATTR_CREATE | libc::XATTR_REPLACE;
+
 /// Who may do what with an inode.
 const ACCESS_LIST: &[u8] = b"system.posix_acl_access";
 /// What is made in a directory starts with this list.
@@ -90,6 +93,11 @@ impl FileSystem {
             0 => XattrMode::Set,
             libc::XATTR_CREATE => XattrMode::Create,
             libc::XATTR_REPLACE => XattrMode::Replace,
+            // Nothing is there and not there. Linux tells which of both fails.
+            BOTH => {
+                self.volume.tree().xattr(ino, name).await?;
+                return Err(Errno(libc::EEXIST));
+            }
             _ => return Err(Errno(libc::EINVAL)),
         };
         self.volume.tree().set_xattr(ino, name, value, mode).await.map_err(xattr_errno)

@@ -143,10 +143,24 @@ async fn extended_attributes_probe_sizes_and_keep_limits() {
     fails(fs.xattrs(ino, 13).await, libc::ERANGE);
     assert_eq!(fs.xattrs(ino, 14).await, Ok(XattrReply::Value("user.a\0user.b\0".into())));
     fails(fs.set_xattr(ino, b"user.c", vec![0; 65_537].into(), 0, None).await, libc::E2BIG);
-    fails(fs.set_xattr(ino, b"user.c", "1".into(), 3, None).await, libc::EINVAL);
+    fails(fs.set_xattr(ino, b"user.c", "1".into(), 4, None).await, libc::EINVAL);
+    // XATTR_CREATE and XATTR_REPLACE at once.
+    fails(fs.set_xattr(ino, b"user.a", "1".into(), 3, None).await, libc::EEXIST);
+    fails(fs.set_xattr(ino, b"user.c", "1".into(), 3, None).await, libc::ENODATA);
     fails(fs.set_xattr(ino, &[b'x'; 256], "1".into(), 0, None).await, libc::ERANGE);
     fails(fs.set_xattr(ino, b"system.posix_acl_access", "1".into(), 0, None).await, libc::EINVAL);
     fails(fs.set_xattr(ino, b"system.other", "1".into(), 0, None).await, libc::EOPNOTSUPP);
     fs.remove_xattr(ino, b"user.a").await.expect("remove");
     fails(fs.remove_xattr(ino, b"user.a").await, libc::ENODATA);
+}
+
+/// Found by the reference model (`tests/tests/model.rs`): set-id bits stayed where chown(2) names neither user nor group.
+#[tokio::test]
+async fn a_chown_to_nobody_takes_set_id_bits_away() {
+    let fs = writable().await;
+    let ino = put(&fs, ROOT, "f", "1").await;
+    let mode = crate::fs::Change { mode: Some(0o6755), ..Default::default() };
+    assert_eq!(fs.set_attributes(ino, mode, true).await.expect("chmod").mode, 0o6755);
+    let changed = fs.set_attributes(ino, Default::default(), true).await.expect("chown");
+    assert_eq!(changed.mode, 0o755);
 }
