@@ -184,15 +184,38 @@ async fn files_written_while_the_store_is_away_become_objects() {
     // More than is kept in memory of one file.
     fs::write(folder.join("d/large"), vec![7; 20 << 20]).expect("written");
     assert_eq!(fs::read(folder.join("d/f7")).expect("read"), [7; 20_000]);
+    // Nobody knows any more whether another host has the volume.
+    wait_for(&mount, "the volume's lease ran out");
+    for number in 20..40_u8 {
+        fs::write(folder.join(format!("d/f{number}")), vec![number; 20_000]).expect("written");
+    }
+    fs::rename(folder.join("d/f30"), folder.join("d/renamed")).expect("renamed");
+    fs::create_dir(folder.join("d/new")).expect("made");
+    fs::write(folder.join("d/new/f"), "new").expect("written");
+    let file = fs::File::open(folder.join("d/f31")).expect("opened");
+    assert_eq!(file.sync_all().expect_err("nothing is durable now").raw_os_error(), Some(libc::EIO));
+    drop(file);
     door.set(Manner::Pass);
+    wait_for(&mount, "the volume's lease is held again");
     let sync = Forebay::new(&home, ["sync", &folder.display().to_string()]).envs(&variables).run();
     sync.succeeded();
     assert_eq!(staged(&home).len(), 0);
-    for number in 0..20_u8 {
+    assert!(object(&bucket, "d/renamed").await == vec![30; 20_000]);
+    assert!(object(&bucket, "d/new/f").await == b"new");
+    for number in (0..40_u8).filter(|number| *number != 30) {
         assert!(object(&bucket, &format!("d/f{number}")).await == vec![number; 20_000], "f{number}");
     }
     assert!(object(&bucket, "d/large").await == vec![7; 20 << 20]);
     mount.unmount();
+}
+
+/// Returns once the mount has logged `words`.
+fn wait_for(mount: &Mount, words: &str) {
+    let started = Instant::now();
+    while !mount.log().contains(words) {
+        assert!(started.elapsed() < DEADLINE, "not logged: {words}\n{}", mount.log());
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 async fn object(bucket: &Bucket, key: &str) -> Vec<u8> {

@@ -101,7 +101,7 @@ impl Records {
                     Some(writeback) => after(Durable::new(&writeback.staging, &bucket), engine),
                     None => engine,
                 };
-                let committer = start_committer(engine, claim.as_ref());
+                let committer = start_committer(engine, claim.as_ref(), settings.writeback.enabled);
                 Ok(Self { bucket, home, claim, part_copy, writeback, volume, committer })
             }
             Err(error) => {
@@ -227,8 +227,10 @@ fn tree_settings(settings: &VolumeSettings, home: &Home) -> TreeSettings {
 }
 
 /// Runs transactions for as long as the claim holds: nothing is acknowledged after it is lost.
-fn start_committer(engine: Arc<dyn Engine>, claim: Option<&Arc<Claim>>) -> Committer {
-    let settings = CommitterSettings::default();
+///
+/// Who writes back needs no store to close a file: its names, too, wait for the store while the lease has lapsed.
+fn start_committer(engine: Arc<dyn Engine>, claim: Option<&Arc<Claim>>, writes_back: bool) -> Committer {
+    let settings = CommitterSettings { changes_while_unsure: writes_back, ..CommitterSettings::default() };
     match claim.map(Arc::downgrade) {
         None => Committer::start(engine, settings),
         // The volume holds the claim and gives it up after the tree is closed.

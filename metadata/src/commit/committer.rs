@@ -30,6 +30,9 @@ pub struct CommitterSettings {
     /// How often a transaction may run before it fails with `Bug`: once for every read that depends on one
     /// before it, on an engine whose reads wait. Default 1,000.
     pub max_runs: u32,
+    /// Whether changes that nobody waits for are made while it is unknown whether this process still holds the volume.
+    /// They become durable if it does and are lost if not. Default false.
+    pub changes_while_unsure: bool,
     /// Bytes of recently used values kept in memory where the engine's reads may wait. Default 64 MiB.
     pub hot_bytes: usize,
 }
@@ -43,6 +46,7 @@ impl Default for CommitterSettings {
             max_waiting_bytes: 32 << 20,
             fetch_deadline: Duration::from_secs(30),
             max_runs: 1000,
+            changes_while_unsure: false,
             hot_bytes: 64 << 20,
         }
     }
@@ -79,7 +83,8 @@ impl Committer {
 
     /// As [`Self::start`], asking `guard` before each change is made, and before it is acknowledged as durable,
     /// whether this process still holds the volume. What it refuses gets its error; nothing is poisoned, so
-    /// that a lease which lapsed may come back. Reads go on while it says `Unavailable`.
+    /// that a lease which lapsed may come back. Reads go on while it says `Unavailable`, and with
+    /// [`CommitterSettings::changes_while_unsure`] so do `Buffered` changes; nothing is durable then.
     pub fn start_guarded(
         engine: Arc<dyn Engine>,
         settings: CommitterSettings,
@@ -93,6 +98,7 @@ impl Committer {
             overlay: RwLock::new(Overlay::new(hot_bytes)),
             fetch_deadline: settings.fetch_deadline,
             most_runs: settings.max_runs,
+            changes_while_unsure: settings.changes_while_unsure,
         });
         let set_aside = Semaphore::new(settings.max_set_aside.max(1));
         let serial = Arc::new(Serial::new(state.clone(), settings));

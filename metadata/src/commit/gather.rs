@@ -10,7 +10,7 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 use parking_lot::RwLock;
 
 use super::overlay::{BatchNumber, Overlay};
-use crate::kv::{Engine, Pair};
+use crate::kv::{Durability, Engine, Pair};
 
 /// Reads of one closure that go to the engine at once.
 const FETCHES_AT_ONCE: usize = 16;
@@ -27,6 +27,8 @@ pub(super) struct State {
     pub(super) fetch_deadline: Duration,
     /// How often a closure runs before its reads count as never settling.
     pub(super) most_runs: u32,
+    /// See [`super::CommitterSettings::changes_while_unsure`].
+    pub(super) changes_while_unsure: bool,
 }
 
 impl State {
@@ -38,8 +40,16 @@ impl State {
         }
     }
 
-    /// Whether changes may be made and acknowledged.
-    pub(super) fn may_change(&self) -> Result<()> {
+    /// Whether a change may be made.
+    pub(super) fn may_change(&self, durability: Durability) -> Result<()> {
+        match durability {
+            Durability::Buffered if self.changes_while_unsure => self.may_read(),
+            _ => self.may_acknowledge(),
+        }
+    }
+
+    /// Whether changes may be acknowledged as durable.
+    pub(super) fn may_acknowledge(&self) -> Result<()> {
         (self.guard)()
     }
 }

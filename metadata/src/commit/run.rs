@@ -7,7 +7,7 @@ use forebay_core::{Error, Result};
 
 use super::gather::{Gathered, State, Want};
 use super::view::{Changes, Txn, View};
-use crate::kv::Limits;
+use crate::kv::{Durability, Limits};
 
 /// What a run of a closure came to.
 pub(super) enum Ran<T> {
@@ -23,6 +23,7 @@ pub(super) enum Ran<T> {
 pub(super) fn run<T>(
     work: &mut impl FnMut(&mut Txn<'_>) -> Result<T>,
     state: &State,
+    durability: Durability,
     limits: Limits,
     mut gathered: Option<&mut Gathered>,
 ) -> Ran<T> {
@@ -31,7 +32,7 @@ pub(super) fn run<T>(
         Some(gathered) => gathered.begin_run(&overlay),
         None => Ok(()),
     };
-    if let Err(error) = overlay.check().and_then(|()| state.may_change()).and(ready) {
+    if let Err(error) = overlay.check().and_then(|()| state.may_change(durability)).and(ready) {
         return Ran::Refused(error);
     }
     let view = View::new(state.engine.as_ref(), &overlay, gathered.as_deref());

@@ -106,7 +106,7 @@ impl Serial {
         if turn.forming.bytes >= self.settings.max_waiting_bytes {
             return Ok(Attempt::Full);
         }
-        let (value, changes) = match run(work, &self.state, self.limits, gathered) {
+        let (value, changes) = match run(work, &self.state, durability, self.limits, gathered) {
             Ran::Refused(error) => return Err(error),
             Ran::Missed(wants) => return Ok(Attempt::Missed(wants)),
             Ran::Done(value, changes) => (value, changes),
@@ -215,7 +215,7 @@ impl Serial {
             // What formed meanwhile builds on what was lost. What comes now is refused.
             answer(std::mem::take(&mut self.turn.lock().forming).waiting, &outcome);
         }
-        answer(forming.waiting, &outcome.and_then(|()| self.state.may_change()));
+        answer(forming.waiting, &outcome.and_then(|()| self.state.may_acknowledge()));
     }
 
     /// The batch that formed; `None`, with those answered who wait, where nothing has changed since the last one.
@@ -225,7 +225,7 @@ impl Serial {
         if forming.keys.is_empty() {
             let outcome = self.state.overlay.read().check();
             drop(turn);
-            answer(forming.waiting, &outcome.and_then(|()| self.state.may_change()));
+            answer(forming.waiting, &outcome.and_then(|()| self.state.may_acknowledge()));
             return None;
         }
         let number = turn.number;

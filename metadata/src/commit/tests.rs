@@ -378,6 +378,33 @@ async fn a_guard_that_refuses_stops_acknowledgements_until_it_allows_them() {
     assert_eq!(committer.read(|view| view.get(b"n")).await.expect_err("lost").kind(), ErrorKind::Conflict);
 }
 
+/// Where it is asked for, what nobody waits for is done while the lease has lapsed; durable it is not before it is back.
+#[tokio::test]
+async fn changes_that_nobody_waits_for_go_on_while_the_lease_has_lapsed() {
+    let twin = Twin::held(false);
+    let refusal: Arc<Mutex<Option<ErrorKind>>> = Arc::new(Mutex::new(Some(ErrorKind::Unavailable)));
+    let guard = {
+        let refusal = refusal.clone();
+        move || refusal.lock().map_or(Ok(()), |kind| Err(Error::new(kind, "the lease")))
+    };
+    let settings = CommitterSettings { changes_while_unsure: true, ..CommitterSettings::default() };
+    let committer = Committer::start_guarded(twin.clone(), settings, guard);
+    let change = async |durability| committer.transact(durability, |txn| count(txn, b"n")).await;
+    twin.permits.add_permits(10);
+    for before in 0..3 {
+        assert_eq!(change(Durability::Buffered).await.expect("unsure"), before);
+    }
+    assert_eq!(change(Durability::Durable).await.expect_err("unsure").kind(), ErrorKind::Unavailable);
+    assert_eq!(committer.sync().await.expect_err("unsure").kind(), ErrorKind::Unavailable);
+    *refusal.lock() = None;
+    committer.sync().await.expect("it is held again");
+    assert_eq!(change(Durability::Durable).await.expect("held"), 3);
+    *refusal.lock() = Some(ErrorKind::Conflict);
+    for durability in [Durability::Buffered, Durability::Durable] {
+        assert_eq!(change(durability).await.expect_err("lost").kind(), ErrorKind::Conflict);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_waits_for_the_engine_is_bounded() {
     let twin = Twin::held(true);

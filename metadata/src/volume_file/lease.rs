@@ -87,7 +87,14 @@ impl Shared {
         self.state.send_if_modified(|state| {
             let turns = *state != to && *state != LeaseState::Lost;
             if turns {
-                *state = to;
+                match &to {
+                    LeaseState::Lapsed => {
+                        tracing::warn!("the volume's lease ran out: nothing becomes durable for now");
+                    }
+                    LeaseState::Held => tracing::info!("the volume's lease is held again"),
+                    LeaseState::Lost => {}
+                }
+                *state = to.clone();
             }
             turns
         });

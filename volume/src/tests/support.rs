@@ -110,10 +110,12 @@ impl Fixture {
             true => Err(Error::new(ErrorKind::Unavailable, "the lease has lapsed")),
             false => Ok(()),
         };
+        let changes_while_unsure = self.writeback.is_some();
+        let committing = CommitterSettings { changes_while_unsure, ..CommitterSettings::default() };
         let (clock, rng, tasks) = (self.clock.clone(), Rng::seeded(1), TaskGroup::new("test"));
         let parts = TreeParts {
             volume: VOLUME,
-            committer: Committer::start_guarded(engine, CommitterSettings::default(), guard),
+            committer: Committer::start_guarded(engine, committing, guard),
             bucket: Some(self.bucket.clone()),
             session: Rng::system().u64(),
             clock: clock.clone(),

@@ -1,6 +1,9 @@
 //! Bytes that are staged on the local disk: what they cost, where they are read, how they get to the store.
 
+mod away;
+
 use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
 
 use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};

@@ -1,0 +1,118 @@
+//! Writing back to a store that goes away with the tree in it, for longer than the lease lasts.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+
+use forebay_core::units::KIB;
+use forebay_core::{ErrorKind, InodeId};
+use forebay_io::object::{Bucket, Faults};
+use forebay_metadata::tree::resolve;
+
+use super::super::support::{Fixture, create, object, pattern, run};
+use super::{LATER, drain, owned, read, write};
+use crate::Volume;
+use crate::staging::WritebackSettings;
+
+/// A volume whose tree lies in a bucket that goes away, and whose directory was looked at before that.
+async fn over_a_store_that_goes_away(settings: WritebackSettings) -> (Fixture, Faults, Arc<Volume>) {
+    let faults = Faults::new();
+    let bucket = Bucket::in_memory().with_deadline_ms(50).with_faults(&faults);
+    let mut fixture = Fixture::new(bucket).writing_back(settings);
+    fixture.write.deadline_ms = 200;
+    fixture.tree_in_bucket = true;
+    let volume = fixture.open().await;
+    volume.lookup(InodeId::ROOT, b"f").await.expect("lookup");
+    write(&volume, "before", pattern(99, 0..100 * KIB)).await;
+    volume.sync_names().await.expect("the store is there");
+    faults.set_down(true);
+    fixture.lapsed.store(true, SeqCst);
+    (fixture, faults, volume)
+}
+
+/// Promise S62: So they are when the lease of a volume in a store has run out (15 s).
+#[test]
+fn files_are_written_and_closed_after_the_lease_ran_out() {
+    run(async {
+        let (fixture, faults, volume) = over_a_store_that_goes_away(AT_ONCE).await;
+        for number in 0..30 {
+            write(&volume, &format!("f{number}"), pattern(number, 0..number * 100 * KIB)).await;
+        }
+        volume.unlink(InodeId::ROOT, b"f6").await.expect("unlink");
+        let file = open(&volume, "f5", READ_WRITE).await;
+        file.write(0, Bytes::from_static(b"more")).await.expect("write");
+        let told = file.fsync().await.expect_err("nothing is durable without the store");
+        assert_eq!(told.kind(), ErrorKind::Unavailable);
+        file.release().await.expect("release");
+        assert!(read(&volume, "f29").await == pattern(29, 0..2900 * KIB));
+        assert!(volume.staged().files >= 28, "{:?}", volume.staged());
+        faults.set_down(false);
+        fixture.lapsed.store(false, SeqCst);
+        drain(&volume).await;
+        for number in (0..30).filter(|number| ![5, 6].contains(number)) {
+            let found = object(&fixture.bucket, &format!("f{number}")).await;
+            assert!(found == pattern(number, 0..number * 100 * KIB), "f{number}");
+        }
+        assert!(object(&fixture.bucket, "f5").await.starts_with(b"more"));
+        assert!(resolve(&**volume.tree(), "f6").await.is_err());
+        volume.close().await.expect("close");
+    });
+}
+
+/// Promise S62: Where another host takes the volume over meanwhile, it is lost, too, every further call fails with EBUSY,
+/// and what the other host has stays as it is.
+#[test]
+fn a_host_that_lost_the_volume_while_the_store_was_away_is_told() {
+    run(async {
+        let (fixture, faults, volume) = over_a_store_that_goes_away(LATER).await;
+        write(&volume, "unsynced", pattern(1, 0..100 * KIB)).await;
+        // Both hosts reach the store again, and the other one has the volume by now.
+        faults.set_down(false);
+        let other = Fixture { tree_in_bucket: true, ..Fixture::new(fixture.bucket.clone()) };
+        let theirs = other.open().await;
+        write(&theirs, "theirs", pattern(2, 0..100 * KIB)).await;
+        theirs.sync_names().await.expect("synced");
+        fixture.lapsed.store(false, SeqCst);
+        let told = volume.sync_names().await.expect_err("it is another host's");
+        assert_eq!(told.kind(), ErrorKind::Conflict, "{told}");
+        let told = volume.lookup(InodeId::ROOT, b"unsynced").await.expect_err("it is another host's");
+        assert_eq!(told.kind(), ErrorKind::Conflict, "{told}");
+        assert!(volume.staged().bytes >= 100 * KIB, "the bytes stay on the disk: {:?}", volume.staged());
+        assert!(volume.close().await.is_err());
+        assert!(resolve(&**theirs.tree(), "unsynced").await.is_err());
+        assert!(resolve(&**theirs.tree(), "before").await.is_ok());
+        assert!(read(&theirs, "theirs").await == pattern(2, 0..100 * KIB));
+        theirs.close().await.expect("close");
+    });
+}
+
+/// Promise S62: What was closed and not synced is lost where the mount dies before the store is back.
+///
+/// What was synced is all there, and no file is there in part.
+#[test]
+fn a_host_that_dies_while_the_store_is_away_keeps_what_was_synced() {
+    let first = tokio::runtime::Runtime::new().expect("a runtime");
+    let (fixture, faults, volume) = first.block_on(async {
+        let (fixture, faults, volume) = over_a_store_that_goes_away(LATER).await;
+        for number in 0..5 {
+            write(&volume, &format!("f{number}"), pattern(number, 0..100 * KIB)).await;
+        }
+        (fixture, faults, volume)
+    });
+    // As kill -9: no task goes on, nothing is closed, and the folder's lock goes with the process.
+    first.shutdown_background();
+    volume.staging().expect("it writes back").close();
+    run(async {
+        faults.set_down(false);
+        fixture.lapsed.store(false, SeqCst);
+        let next = fixture.open().await;
+        assert!(read(&next, "before").await == pattern(99, 0..100 * KIB));
+        for number in 0..5 {
+            let found = resolve(&**next.tree(), &format!("f{number}")).await;
+            assert_eq!(found.expect_err("it never was durable").kind(), ErrorKind::NotFound);
+        }
+        drain(&next).await;
+        assert!(object(&fixture.bucket, "before").await == pattern(99, 0..100 * KIB));
+        assert_eq!(owned(&fixture.bucket).await, 0);
+        next.close().await.expect("close");
+    });
+}
