@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use forebay_io::object::{Bucket, StoreSettings};
+use forebay_io::object::Bucket;
 use forebay_tests::s3::Server;
 use forebay_tests::settings::skip;
-use forebay_tests::{Forebay, Mount, Scratch, Seeded, require_fuse, scale};
+use forebay_tests::{Forebay, Mount, Scratch, Seeded, TestBucket, require_fuse, scale};
 use futures::StreamExt;
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
@@ -296,8 +296,7 @@ impl Writer {
 async fn a_load_that_is_killed_keeps_what_was_synced() {
     if require_fuse("a_load_that_is_killed_keeps_what_was_synced") {
         let scratch = Scratch::new();
-        let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
-        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
         let load = Load::of(&scratch, 10 * scale());
         load_and_kill(&bucket, || {}, load).await;
     }
@@ -310,8 +309,7 @@ async fn a_load_that_is_killed_keeps_what_was_synced() {
 async fn a_load_on_packed_directories_that_is_killed_keeps_what_was_synced() {
     if require_fuse("a_load_on_packed_directories_that_is_killed_keeps_what_was_synced") {
         let scratch = Scratch::new();
-        let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
-        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
         let load = Load { is_packed: true, ..Load::of(&scratch, 10 * scale()) };
         load_and_kill(&bucket, || {}, load).await;
     }
@@ -324,8 +322,7 @@ async fn a_load_on_packed_directories_that_is_killed_keeps_what_was_synced() {
 async fn a_load_on_packed_directories_that_is_written_back_and_killed_keeps_what_was_synced() {
     if require_fuse("a_load_on_packed_directories_that_is_written_back_and_killed_keeps_what_was_synced") {
         let (scratch, home) = (Scratch::new(), written_back_soon());
-        let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
-        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
         let load = Load { is_packed: true, options: WRITEBACK, ..Load::of(&home, 10 * scale()) };
         load_and_kill(&bucket, || {}, load).await;
     }
@@ -336,8 +333,7 @@ async fn a_load_on_packed_directories_that_is_written_back_and_killed_keeps_what
 async fn a_load_that_is_written_back_and_killed_keeps_what_was_synced() {
     if require_fuse("a_load_that_is_written_back_and_killed_keeps_what_was_synced") {
         let (scratch, home) = (Scratch::new(), written_back_soon());
-        let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
-        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
         let load = Load { options: WRITEBACK, ..Load::of(&home, 10 * scale()) };
         load_and_kill(&bucket, || {}, load).await;
     }
@@ -366,8 +362,7 @@ async fn a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced() {
 async fn a_load_staged_on_a_disk_whose_power_fails_keeps_what_was_synced() {
     if require_fuse("a_load_staged_on_a_disk_whose_power_fails_keeps_what_was_synced") {
         let (scratch, home) = (Scratch::new(), written_back_soon());
-        let url = format!("file://{}", scratch.folder("bucket").display()).parse().expect("a URL");
-        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
         let mut disk = PowerDisk::mount(scratch.folder("disk"));
         let folder = disk.path().join("staging");
         fs::create_dir(&folder).and_then(|()| File::open(disk.path())?.sync_all()).expect("a folder");
@@ -415,8 +410,7 @@ async fn a_load_on_a_disk_whose_power_fails_keeps_what_was_synced() {
         let mut disk = PowerDisk::mount(scratch.folder("disk"));
         let folder = disk.path().join("bucket");
         fs::create_dir(&folder).and_then(|()| File::open(disk.path())?.sync_all()).expect("a folder");
-        let url = format!("file://{}", folder.display()).parse().expect("a URL");
-        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let bucket = TestBucket::folder(&folder).await;
         let home = Scratch::new();
         load_and_kill(&bucket, || disk.fail(), Load::of(&home, 10 * scale())).await;
     }

@@ -7,20 +7,13 @@ use forebay_core::units::{KIB, MIB};
 use forebay_io::object::{Bucket, Faults};
 use forebay_io::rng::Rng;
 
-use super::support::{Fixture, READ_WRITE, create, object, open, pattern, rounds, run};
+use super::support::{Fixture, Model, create, object, pattern, run, with_seeds};
+use crate::Volume;
 use crate::staging::{Staged, WritebackSettings};
-use crate::{File, Volume};
 
 const FILES: u64 = 3;
 /// Larger than the buffer of 1 MiB, so that every way of writing is met.
 const SPACE: u64 = 3 * MIB;
-
-/// One file: what it should hold, and how it is open.
-struct Model {
-    name: String,
-    bytes: Vec<u8>,
-    file: Arc<File>,
-}
 
 impl Model {
     async fn step(&mut self, rng: &Rng, number: u64) {
@@ -41,13 +34,6 @@ impl Model {
             9 => self.file.fsync().await.expect("fsync"),
             _ => self.check(start, end).await,
         }
-    }
-
-    async fn write(&mut self, offset: u64, data: bytes::Bytes) {
-        let end = offset as usize + data.len();
-        self.bytes.resize(self.bytes.len().max(end), 0);
-        self.bytes[offset as usize..end].copy_from_slice(&data);
-        assert_eq!(self.file.write(offset, data.clone()).await.expect("write"), data.len() as u32);
     }
 
     async fn check(&self, start: u64, end: u64) {
@@ -76,30 +62,14 @@ async fn check_seed(seed: u64, writes_back: bool) {
         fixture = fixture.writing_back(WritebackSettings { enabled: true, bytes, delay_ms, open_ms });
     }
     let mut volume = fixture.open().await;
-    let mut models = Vec::new();
-    for number in 0..FILES {
-        let name = format!("file-{number}");
-        models.push(Model { file: create(&volume, &name).await, name, bytes: Vec::new() });
-    }
+    let mut models = Model::files(&volume, FILES).await;
     for _ in 0..40 {
         let number = rng.below(FILES);
         let model = &mut models[number as usize];
         match rng.below(20) {
             0 => truncate(&volume, model, rng.below(SPACE)).await,
-            1 => {
-                model.file.release().await.expect("release");
-                model.file = open(&volume, &model.name, READ_WRITE).await;
-            }
-            2 => {
-                for model in &models {
-                    model.file.release().await.expect("release");
-                }
-                volume.close().await.expect("close");
-                volume = fixture.open().await;
-                for model in &mut models {
-                    model.file = open(&volume, &model.name, READ_WRITE).await;
-                }
-            }
+            1 => model.reopen(&volume).await,
+            2 => Model::remount(&mut models, &fixture, &mut volume).await,
             _ => model.step(&rng, number).await,
         }
     }
@@ -132,15 +102,7 @@ fn files_that_are_written_back_agree_with_arrays_and_end_as_plain_objects() {
 }
 
 fn check_seeds(writes_back: bool) {
-    let first = std::env::var("FOREBAY_TEST_SEED").ok().and_then(|text| text.parse().ok());
-    let seeds = match first {
-        Some(seed) => seed..seed + 1,
-        None => 0..rounds(12),
-    };
-    for seed in seeds {
-        eprintln!("seed {seed}");
-        run(check_seed(seed, writes_back));
-    }
+    with_seeds(12, |seed| check_seed(seed, writes_back));
 }
 
 #[test]

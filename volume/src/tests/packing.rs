@@ -14,7 +14,7 @@ use forebay_metadata::tree::resolve;
 use futures::StreamExt;
 use tokio_util::sync::CancellationToken;
 
-use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, rounds, run};
+use super::support::{Fixture, Model, READ, READ_WRITE, create, object, open, pattern, run, with_seeds};
 use crate::compact::{self, Compacted, compact};
 use crate::packed::{Exported, Policy, export, policy};
 use crate::warmup::{Request, warmup};
@@ -314,15 +314,8 @@ fn packed_files_become_plain_objects_again() {
 const NAMES: u64 = 5;
 const SPACE: u64 = 400 * KIB;
 
-/// One file: what it should hold, and how it is open.
-struct Model {
-    name: String,
-    bytes: Vec<u8>,
-    file: Arc<File>,
-}
-
 impl Model {
-    async fn step(&mut self, volume: &Arc<Volume>, rng: &Rng, number: u64) {
+    async fn edit(&mut self, volume: &Arc<Volume>, rng: &Rng, number: u64) {
         let start = rng.below(SPACE);
         let end = start + 1 + rng.below((SPACE - start).min(100 * KIB));
         match rng.below(10) {
@@ -335,13 +328,6 @@ impl Model {
                 assert!(whole == self.bytes, "bytes of {}", self.name);
             }
         }
-    }
-
-    async fn write(&mut self, offset: u64, data: Bytes) {
-        let end = offset as usize + data.len();
-        self.bytes.resize(self.bytes.len().max(end), 0);
-        self.bytes[offset as usize..end].copy_from_slice(&data);
-        self.file.write(offset, data).await.expect("write");
     }
 
     /// Another file comes in its place, with the bytes of this one, which is removed.
@@ -374,19 +360,12 @@ async fn check_seed(seed: u64) {
     let mut fixture = Fixture::new(Bucket::in_memory().with_faults(&Faults::random(seed, 0.02)));
     fixture.write.buffer_bytes = 128 * KIB;
     let mut volume = open_packed(&fixture).await;
-    let mut models = Vec::new();
-    for number in 0..NAMES {
-        let name = format!("file-{number}");
-        models.push(Model { file: create(&volume, &name).await, name, bytes: Vec::new() });
-    }
+    let mut models = Model::files(&volume, NAMES).await;
     for _ in 0..80 {
         let number = rng.below(NAMES);
         let model = &mut models[number as usize];
         match rng.below(16) {
-            0..=2 => {
-                model.file.release().await.expect("release");
-                model.file = open(&volume, &model.name, READ_WRITE).await;
-            }
+            0..=2 => model.reopen(&volume).await,
             3 => {
                 compact_now(&volume).await;
                 drain(&volume).await;
@@ -399,18 +378,9 @@ async fn check_seed(seed: u64) {
                 // The object of a file that was removed may lie where another is to go.
                 export_all(&volume, false).await;
             }
-            6 => {
-                for model in &models {
-                    model.file.release().await.expect("release");
-                }
-                volume.close().await.expect("close");
-                volume = fixture.open().await;
-                for model in &mut models {
-                    model.file = open(&volume, &model.name, READ_WRITE).await;
-                }
-            }
+            6 => Model::remount(&mut models, &fixture, &mut volume).await,
             7 => model.become_copy(&volume).await,
-            _ => model.step(&volume, &rng, number).await,
+            _ => model.edit(&volume, &rng, number).await,
         }
     }
     for model in &models {
@@ -445,13 +415,5 @@ async fn check_end(fixture: &Fixture, models: &[Model]) {
 /// policy and exports, and nothing is left over.
 #[test]
 fn packed_files_agree_with_arrays() {
-    let first = std::env::var("FOREBAY_TEST_SEED").ok().and_then(|text| text.parse().ok());
-    let seeds = match first {
-        Some(seed) => seed..seed + 1,
-        None => 0..rounds(16),
-    };
-    for seed in seeds {
-        eprintln!("seed {seed}");
-        run(check_seed(seed));
-    }
+    with_seeds(16, check_seed);
 }

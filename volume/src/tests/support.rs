@@ -179,3 +179,60 @@ pub(crate) fn run<F: Future<Output = ()>>(test: F) {
     let limited = async { tokio::time::timeout(Duration::from_secs(120), test).await.expect("no hang") };
     runtime.expect("a runtime").block_on(limited);
 }
+
+/// Runs `check` with as many seeds as `base` rounds are, or with that of FOREBAY_TEST_SEED.
+pub(crate) fn with_seeds<F: Future<Output = ()>>(base: u64, check: impl Fn(u64) -> F) {
+    let given = std::env::var("FOREBAY_TEST_SEED").ok().and_then(|text| text.parse().ok());
+    let seeds = given.map_or(0..rounds(base), |seed| seed..seed + 1);
+    for seed in seeds {
+        eprintln!("seed {seed}");
+        run(check(seed));
+    }
+}
+
+/// A file that is open, and what it should hold.
+pub(crate) struct Model {
+    pub(crate) name: String,
+    pub(crate) bytes: Vec<u8>,
+    pub(crate) file: Arc<File>,
+}
+
+impl Model {
+    /// Makes so many files.
+    pub(crate) async fn files(volume: &Arc<Volume>, count: u64) -> Vec<Self> {
+        let mut models = Vec::new();
+        for number in 0..count {
+            let name = format!("file-{number}");
+            models.push(Self { file: create(volume, &name).await, name, bytes: Vec::new() });
+        }
+        models
+    }
+
+    pub(crate) async fn write(&mut self, offset: u64, data: Bytes) {
+        let end = offset as usize + data.len();
+        self.bytes.resize(self.bytes.len().max(end), 0);
+        self.bytes[offset as usize..end].copy_from_slice(&data);
+        assert_eq!(self.file.write(offset, data.clone()).await.expect("write"), data.len() as u32);
+    }
+
+    pub(crate) async fn release(&self) {
+        self.file.release().await.expect("release");
+    }
+
+    pub(crate) async fn reopen(&mut self, volume: &Arc<Volume>) {
+        self.release().await;
+        self.file = open(volume, &self.name, READ_WRITE).await;
+    }
+
+    /// Closes the volume and opens it again, and all files in it.
+    pub(crate) async fn remount(models: &mut [Self], fixture: &Fixture, volume: &mut Arc<Volume>) {
+        for model in &*models {
+            model.release().await;
+        }
+        volume.close().await.expect("close");
+        *volume = fixture.open().await;
+        for model in models {
+            model.file = open(volume, &model.name, READ_WRITE).await;
+        }
+    }
+}
