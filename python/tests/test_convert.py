@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -134,3 +136,47 @@ def test_torchs_own_directories_go_both_ways(tmp_path: Path, capsys: pytest.Capt
     assert same(loaded.pop("model"), state["model"])
     assert loaded["optim"] == state["optim"] and loaded["n"] == 3 and loaded["list"][1] == {"n": 5}
     fails(capsys, [str(tmp_path / "run"), f"dcp:{tmp_path / 'files'}"], "holds a checkpoint already")
+
+
+WATCHED = """
+import sys
+from forebay import _outline, convert
+
+lookup = _outline.Planner.lookup_object
+
+def watched(planner, index):
+    found = lookup(planner, index)
+    if index.fqn.startswith("model."):
+        (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+        print(int(line.split()[1]) << 10)
+    return found
+
+_outline.Planner.lookup_object = watched
+sys.exit(convert.main(sys.argv[1:]))
+"""
+"""Converts, and prints what memory the process has whenever it has read a tensor."""
+
+
+def test_a_directory_is_written_a_tensor_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # So large that the allocator keeps nothing of what was freed.
+    size, count = 40 << 20, 8
+    state = {"model": {f"w{index}": torch.full((size,), index, dtype=torch.uint8) for index in range(count)}, "n": 3}
+    forebay.save(state, tmp_path / "run", step=1)
+    del state
+
+    # In a process of its own: what this one has freed would be taken again there.
+    words = [str(tmp_path / "run"), f"dcp:{tmp_path / 'files'}"]
+    told = subprocess.run([sys.executable, "-c", WATCHED, *words], check=True, capture_output=True, text=True).stdout
+    used = [int(line) for line in told.split()]
+    assert len(used) == count
+    assert max(used) - used[0] < 2 * size, used
+    into = {"model": {f"w{index}": torch.zeros(size, dtype=torch.uint8) for index in range(count)}, "n": 0}
+    dcp.load(into, storage_reader=dcp.FileSystemReader(tmp_path / "files"))
+    assert all(bool((into["model"][f"w{index}"] == index).all()) for index in range(count)) and into["n"] == 3
+    # What is damaged is told, and no directory is left that could be taken for one.
+    (shard,) = (tmp_path / "run").glob("shards/*/*/*")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    fails(capsys, [str(tmp_path / "run"), f"dcp:{tmp_path / 'other'}"], "are damaged")
+    assert not (tmp_path / "other/.metadata").exists()

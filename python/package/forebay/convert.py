@@ -10,7 +10,8 @@ of Forebay's steps; `URL@STEP` is one of them. One side is Forebay's.
 
 To Hugging Face's go the tensors of one part of the state, a few at a time; nothing else of it can be kept there. From
 there comes a state `{PART: {name: tensor}}`. (`forebay ckpt convert` does the same, without Python.) A DCP directory
-holds whole states and is read and written as one, in memory. torch reads its files by unpickling them, which can run any code: hence `--allow-pickle`.
+holds whole states; it is written a tensor at a time, and read as one, in memory. torch reads its files by unpickling them,
+which can run any code: hence `--allow-pickle`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, Optional
 
 from . import _native
 from ._errors import CheckpointError, CheckpointInvalid, CheckpointMismatch
-from ._files import load, save
+from ._files import save
 from ._loading import newest_steps, with_step
 from ._ranks import new_start
 from ._url import bucket_url, make_directory
@@ -42,10 +43,12 @@ def to_hugging_face(
     holds a model already.
     """
     place = bucket_url(url)
-    if step is None:
-        # A damaged step is an error here: an older one is not what was asked for.
-        step = next((newest for newest, _, _ in newest_steps(place)), None)
-    return with_step(place, step, None, lambda found: found.export(str(folder), part, shard_bytes))
+    return with_step(place, _newest(place, step), None, lambda found: found.export(str(folder), part, shard_bytes))
+
+
+def _newest(place: str, step: Optional[int]) -> Optional[int]:
+    """The step, or the newest one. A damaged one is an error here: an older one is not what was asked for."""
+    return next((newest for newest, _, _ in newest_steps(place)), None) if step is None else step
 
 
 def from_hugging_face(folder: Path, url: str, step: int = 0, part: str = "model") -> None:
@@ -59,15 +62,34 @@ def from_hugging_face(folder: Path, url: str, step: int = 0, part: str = "model"
 
 
 def to_dcp(url: str, folder: Path, step: Optional[int] = None, allow_pickle: bool = False) -> None:
-    """Writes a state as a directory of torch.distributed.checkpoint. Memory: the whole state."""
+    """Writes a state as a directory of torch.distributed.checkpoint.
+
+    Memory: two of its largest tensors, all that are arrays or bytes, and what the allocator keeps of freed ones below 32 MiB.
+    """
     import torch.distributed.checkpoint as dcp
+
+    from ._outline import Planner, outline
 
     if (folder / ".metadata").exists():
         raise CheckpointInvalid(f"{folder} holds a checkpoint already")
-    state = load(url, step=step, allow_pickle=allow_pickle)
-    if not isinstance(state, dict):
-        raise CheckpointMismatch("the step's state is no dict, which is all that torch.distributed.checkpoint saves")
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+    def write(found: _native.Step) -> None:
+        state, read = outline(found, allow_pickle)
+        if not isinstance(state, dict):
+            text = "the step's state is no dict, which is all that torch.distributed.checkpoint saves"
+            raise CheckpointMismatch(text)
+        # One tensor after another, on machines with devices as well.
+        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        try:
+            dcp.save(state, storage_writer=writer, planner=Planner(read), no_dist=True)
+        except dcp.CheckpointException as error:
+            # What one of its writers met.
+            for met, _ in error.failures.values():
+                raise met from error
+            raise
+
+    place = bucket_url(url)
+    with_step(place, _newest(place, step), None, write)
 
 
 def from_dcp(folder: Path, url: str, step: int = 0, allow_pickle: bool = False) -> None:
