@@ -7,6 +7,8 @@ Holds a state of many tensors, and answers each line of stdin with one line of J
              (0 without) and committed; all of the state has changed since the last one
     restart  {"memcpy_s", "restart_s", "bytes"}: the first line to a process that takes the place of a killed one; the
              state comes out of the memory of that one
+    train    {"alone_s", "saving_s", "flush_cpu_s", "saves"}: a training loop that computes on all processors, without saves,
+             and with one saved as soon as the one before is committed; the agent's processor time in the second loop
     memory   {"extra_bytes"}: memory of this process and its agent beyond the state and the snapshots, since before
     restore  {"memcpy_s", "restore_s", "bytes"}: into the existing tensors
     disk     {"write_s", "read_s", "bytes"}: the same bytes written to a plain file and synced, and read back into the
@@ -36,6 +38,10 @@ import forebay
 
 TENSORS = 333
 """As many as in the model that the design was measured with."""
+LAYERS, WIDTH, BATCH = 3, 2048, 512
+"""Of the model of `train`: a step takes some 100 ms on two cores."""
+LOOP_S = 8.0
+"""How long a loop of `train` is to take."""
 KEPT = 2
 """Steps that stay."""
 PIECE = 16 << 20
@@ -125,6 +131,13 @@ def _private_bytes(process: int) -> int:
     return total
 
 
+def _processor_s(process: int) -> float:
+    """Processor time that a process took so far."""
+    with open(f"/proc/{process}/stat") as stat:
+        fields = stat.read().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
@@ -156,9 +169,7 @@ class Trainer:
         if self._own is None:
             self._checkpointer().prepare(self._state())
         self._step += 1
-        # Every byte of a training state changes from step to step; what stays is not uploaded again.
-        for tensor in self._tensors.values():
-            tensor.view(torch.int32).add_(0x01010101)
+        self._change()
         memcpy = self._memcpy.seconds()
         start = time.perf_counter()
         save = self._checkpointer().save_now(self._step, self._state())
@@ -172,6 +183,11 @@ class Trainer:
         durable = time.perf_counter() - start
         return {"memcpy_s": memcpy, "blocking_s": blocking, "local_s": local, "durable_s": durable, "bytes": self._bytes}
 
+    def _change(self) -> None:
+        """Every byte of a training state changes from step to step; what stays is not uploaded again."""
+        for tensor in self._tensors.values():
+            tensor.view(torch.int32).add_(0x01010101)
+
     def restart(self) -> dict[str, float]:
         memcpy = self._memcpy.seconds()
         start = time.perf_counter()
@@ -181,6 +197,41 @@ class Trainer:
         restored = checkpointer.restored
         assert restored is not None and restored.tier == "arena", f"restored {restored}"
         return {"memcpy_s": memcpy, "restart_s": seconds, "bytes": self._bytes}
+
+    def train(self) -> dict[str, float]:
+        model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        batch = torch.randn(BATCH, WIDTH)
+        saves: list[forebay.Save] = []
+        changing = 0.0
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+        def step_and_save() -> None:
+            nonlocal changing
+            step()
+            # Hears what was committed.
+            checkpointer.step(-1, {})
+            if not saves or saves[-1].durable:
+                self._step += 1
+                # The model stands for its computing only; what is saved changes as a whole.
+                changing += _timed(self._change)
+                saves.append(checkpointer.save_now(self._step, self._state()))
+
+        checkpointer = self._checkpointer()
+        for _ in range(3):
+            step()
+        steps = max(10, int(LOOP_S / _timed(step)))
+        alone = _timed(lambda: [step() for _ in range(steps)])
+        agent = checkpointer._agent.pid
+        before = _processor_s(agent)
+        saving = _timed(lambda: [step_and_save() for _ in range(steps)]) - changing
+        flush = _processor_s(agent) - before
+        checkpointer.wait()
+        return {"alone_s": alone, "saving_s": saving, "flush_cpu_s": flush, "saves": len(saves)}
 
     def memory(self) -> dict[str, float]:
         both = _private_bytes(os.getpid()) + _private_bytes(self._checkpointer()._agent.pid)
@@ -232,6 +283,7 @@ def main() -> None:
         "save": trainer.save,
         "restore": trainer.restore,
         "restart": trainer.restart,
+        "train": trainer.train,
         "memory": trainer.memory,
         "disk": trainer.disk,
         "others": trainer.others,

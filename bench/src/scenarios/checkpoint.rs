@@ -32,6 +32,7 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
     rows.extend(over_link(in_store(context, LINK)?.split_off(BLOCKING_ROWS)));
     rows.extend(on_disk(context)?);
     rows.extend(near(context)?);
+    rows.extend(beside_training(context)?);
     Ok(rows)
 }
 
@@ -152,6 +153,28 @@ fn near(context: &Context) -> Result<Vec<Row>> {
         row("save until it is on the local disk", &saves, "write, fsync"),
         row("restart of a killed trainer, in place", &restarts, "warm memcpy"),
         Row::of_values(NAME, &more, "MiB", &[extra / mib]).aim(Aim::AtMost(0.02 * state / mib + 64.0)),
+    ])
+}
+
+/// Beside a loop that computes on all cores, with a store that leaves it these.
+fn beside_training(context: &Context) -> Result<Vec<Row>> {
+    let store = StoreProcess::start_at(PaceSettings::default(), 19)?;
+    let url = format!("s3://{}/beside", StoreProcess::BUCKET);
+    let mut trainer = Trainer::start(context, &url, &store.environment())?;
+    let bytes = of(&trainer.ask("save")?, "bytes")?;
+    let mut rounds = Vec::new();
+    for _ in 0..context.settings.pairs {
+        rounds.push(trainer.ask("train")?);
+    }
+    trainer.ask("end")?;
+    let told = |name: &str| rounds.iter().map(|round| of(round, name)).collect::<Result<Vec<_>>>();
+    let loops: Vec<_> = told("saving_s")?.into_iter().zip(told("alone_s")?).collect();
+    let gib = bytes / GIB;
+    let slowed = format!("training loop on all cores, each save of {gib:.2} GiB after the one before");
+    let agent = format!("the agent's processor time beside it, saves of {gib:.2} GiB");
+    Ok(vec![
+        Row::of_pairs(NAME, &slowed, "s", &loops, "without saves").aim(Aim::RatioAtMost(1.05)),
+        Row::of_values(NAME, &agent, "s", &told("flush_cpu_s")?),
     ])
 }
 

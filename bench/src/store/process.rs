@@ -58,8 +58,15 @@ impl StoreProcess {
 
     /// Starts `PROGRAM store`, this program itself, on a free port.
     pub fn start(pace: PaceSettings) -> Result<Self> {
+        Self::start_at(pace, 0)
+    }
+
+    /// As [`StoreProcess::start`] at a nice level: at 19 it takes next to nothing from those who compute beside it, as if it
+    /// were on another machine.
+    pub fn start_at(pace: PaceSettings, nice: u32) -> Result<Self> {
         let program = std::env::current_exe().context("finding this program")?;
-        let mut command = Command::new(program);
+        let mut command = Command::new("nice");
+        command.args(["-n", &nice.to_string()]).arg(program);
         command.args(["store", "--bucket", Self::BUCKET, "--delay-ms", &pace.delay.as_millis().to_string()]);
         if let Some(rate) = pace.rate {
             command.args(["--rate", &rate.to_string()]);
