@@ -55,14 +55,14 @@ impl State {
 }
 
 /// A read that has to wait.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) enum Want {
     Key(Bytes),
     Range(Range),
 }
 
 /// Up to `limit` pairs of `start..end`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Range {
     pub(super) start: Bytes,
     pub(super) end: Bytes,
@@ -74,13 +74,14 @@ pub(super) struct Gathered {
     state: Arc<State>,
     began: Option<BatchNumber>,
     keys: HashMap<Bytes, Option<Bytes>>,
-    ranges: Vec<(Range, Vec<Pair>)>,
+    /// By start and end: up to which limit they were asked for, and what there is.
+    ranges: HashMap<(Bytes, Bytes), (usize, Vec<Pair>)>,
     runs: u32,
 }
 
 impl Gathered {
     pub(super) fn new(state: Arc<State>) -> Self {
-        Self { state, began: None, keys: HashMap::new(), ranges: Vec::new(), runs: 0 }
+        Self { state, began: None, keys: HashMap::new(), ranges: HashMap::new(), runs: 0 }
     }
 
     pub(super) fn get(&self, key: &[u8]) -> Option<Option<Bytes>> {
@@ -88,12 +89,9 @@ impl Gathered {
     }
 
     pub(super) fn scan(&self, start: &[u8], end: &[u8], limit: usize) -> Option<&[Pair]> {
-        let same = |range: &Range| range.start == start && range.end == end;
-        let found = self
-            .ranges
-            .iter()
-            .find(|(range, pairs)| same(range) && (range.limit >= limit || pairs.len() < range.limit))?;
-        Some(&found.1)
+        let range = (Bytes::copy_from_slice(start), Bytes::copy_from_slice(end));
+        let (most, pairs) = self.ranges.get(&range)?;
+        (*most >= limit || pairs.len() < *most).then_some(&pairs[..])
     }
 
     /// Counts a run of the closure. Call it with the overlay locked that the run is going to read: what was
@@ -132,8 +130,7 @@ impl Gathered {
                     self.keys.insert(key, value);
                 }
                 Found::Range(range, pairs) => {
-                    self.ranges.retain(|(before, _)| before.start != range.start || before.end != range.end);
-                    self.ranges.push((range, pairs));
+                    self.ranges.insert((range.start, range.end), (range.limit, pairs));
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! What a closure sees: the engine, over it what is not committed yet, over that its own changes.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Bound;
 
 use bytes::Bytes;
@@ -56,7 +56,7 @@ pub struct View<'a> {
     engine: &'a dyn Engine,
     overlay: &'a Overlay,
     gathered: Option<&'a Gathered>,
-    missed: RefCell<Vec<Want>>,
+    missed: RefCell<HashSet<Want>>,
 }
 
 impl<'a> View<'a> {
@@ -66,14 +66,11 @@ impl<'a> View<'a> {
 
     /// What has to be fetched before the closure can run.
     pub(super) fn into_missed(self) -> Vec<Want> {
-        self.missed.into_inner()
+        self.missed.into_inner().into_iter().collect()
     }
 
     fn miss(&self, want: Want) -> Error {
-        let mut missed = self.missed.borrow_mut();
-        if !missed.contains(&want) {
-            missed.push(want);
-        }
+        self.missed.borrow_mut().insert(want);
         Error::new(ErrorKind::Unavailable, "this part of the tree is still being read")
     }
 
