@@ -1,43 +1,44 @@
 //! Copies of files and trees that share all bytes with what they were copied from: no byte is read or written.
 //!
-//! The tree makes them in one transaction. Before that, what is written there so far is committed, and what was never
-//! looked at is listed.
+//! The tree makes them. Before that, what is written there so far is committed, and what was never looked at is listed;
+//! what is being replaced when the tree comes to it is brought to an end then.
 
 use std::time::Duration;
 
+use async_trait::async_trait;
 use bytes::Bytes;
-use forebay_core::{Attributes, ErrorKind, FileKind, Result};
-use forebay_metadata::tree::{Cloned, OutsideChange, resolve, walk};
+use forebay_core::{Attributes, Error, ErrorKind, FileKind, InodeId, Result};
+use forebay_metadata::tree::{CloneGuide, Cloned, OutsideChange, resolve, walk};
 use futures::StreamExt;
+use tokio_util::sync::CancellationToken;
 
 use crate::Volume;
+use crate::warmup::Progress;
 
-/// Attempts while files are being written or moved, and what the next waits longer.
+/// How often files that are being written are waited for, and what each time waits longer.
 const ATTEMPTS: u32 = 10;
 const WAIT: Duration = Duration::from_millis(50);
 
 /// Makes `to`, which must not exist, a copy of the file or directory `from`. Both are paths from the volume's root.
+/// `progress` hears how many files there are and what was copied.
 ///
 /// # Errors
-/// `NotFound`, and those of the tree's `clone_tree`; `Conflict` for a file that is written all the time. Nothing is made
-/// then.
-pub async fn clone(volume: &Volume, from: &str, to: &str) -> Result<Cloned> {
+/// `NotFound`, and those of the tree's `clone_tree`; `Conflict` for a file that is written all the time; `Unavailable` when
+/// it is cancelled. Nothing is made then.
+pub async fn clone(
+    volume: &Volume,
+    (from, to): (&str, &str),
+    progress: impl Fn(Progress) + Send + Sync,
+    cancel: &CancellationToken,
+) -> Result<Cloned> {
     let tree = &**volume.tree();
     let source = resolve(tree, from).await?;
     let to = to.trim_end_matches('/');
     let (directory, name) = to.rsplit_once('/').unwrap_or(("", to));
     let parent = resolve(tree, directory).await?;
-    let mut attempt = 0;
-    let made = loop {
-        attempt += 1;
-        prepare(volume, &source).await?;
-        match tree.clone_tree(source.ino, (parent.ino, name.as_bytes())).await {
-            Err(error) if error.kind() == ErrorKind::Conflict && attempt < ATTEMPTS => {
-                volume.clock().sleep(WAIT * attempt).await;
-            }
-            made => break made?,
-        }
-    };
+    let mut guide = Guide { volume, total: Progress::default(), progress, cancel };
+    guide.total = prepare(volume, &source, cancel).await?;
+    let made = tree.clone_tree(source.ino, (parent.ino, name.as_bytes()), &guide).await?;
     // The kernel may know that there was no such name.
     let name = Bytes::copy_from_slice(name.as_bytes());
     tree.outside().tell(OutsideChange { directory: parent.ino, name });
@@ -46,14 +47,50 @@ pub async fn clone(volume: &Volume, from: &str, to: &str) -> Result<Cloned> {
     Ok(made)
 }
 
-/// Commits what was written so far to `source` and to all below it, and lists its directories.
-async fn prepare(volume: &Volume, source: &Attributes) -> Result<()> {
+/// Commits what was written so far to `source` and to all below it, and lists its directories. Returns what there is.
+async fn prepare(volume: &Volume, source: &Attributes, cancel: &CancellationToken) -> Result<Progress> {
     volume.commit(source.ino).await?;
+    let mut total = Progress { files: 1, bytes: source.size, ..Progress::default() };
     if source.kind == FileKind::Directory {
+        total = Progress::default();
         let mut below = walk(&**volume.tree(), source.ino);
         while let Some(entry) = below.next().await.transpose()? {
+            if cancel.is_cancelled() {
+                return Err(Error::new(ErrorKind::Unavailable, "the clone was cancelled: nothing was made"));
+            }
+            if entry.attributes.kind == FileKind::File {
+                total.files += 1;
+                total.bytes += entry.attributes.size;
+            }
             volume.commit(entry.attributes.ino).await?;
         }
     }
-    Ok(())
+    Ok(total)
+}
+
+/// What the tree asks while it clones.
+struct Guide<'a, P> {
+    volume: &'a Volume,
+    total: Progress,
+    progress: P,
+    cancel: &'a CancellationToken,
+}
+
+#[async_trait]
+impl<P: Fn(Progress) + Send + Sync> CloneGuide for Guide<'_, P> {
+    fn goes_on(&self, cloned: &Cloned) -> bool {
+        (self.progress)(Progress { done_bytes: cloned.bytes, ..self.total });
+        !self.cancel.is_cancelled()
+    }
+
+    async fn settle(&self, files: &[InodeId], times: u32) -> Result<bool> {
+        if times > ATTEMPTS || self.cancel.is_cancelled() {
+            return Ok(false);
+        }
+        for ino in files {
+            self.volume.commit(*ino).await?;
+        }
+        self.volume.clock().sleep(WAIT * times).await;
+        Ok(true)
+    }
 }

@@ -223,6 +223,7 @@ fn tree_settings(settings: &VolumeSettings, home: &Home) -> TreeSettings {
         delete_delay_ms: settings.gc.delete_delay_ms,
         trash_ms: settings.trash_ms,
         gc: GcSettings { is_only_tree, interval_ms: settings.gc.interval_ms, ..GcSettings::default() },
+        ..TreeSettings::default()
     }
 }
 

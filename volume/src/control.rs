@@ -65,7 +65,7 @@ pub enum Request {
 pub enum Reply {
     /// How it is doing; the last line.
     Status(Box<Status>),
-    /// A warmup or an export is under way.
+    /// A warmup, an export or a clone is under way.
     Progress(Progress),
     /// A warmup ended; the last line.
     Warmed(Box<Outcome>),
@@ -206,9 +206,7 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
             Ok(quotas) => Reply::Quotas { quotas },
             Err(error) => failed(&error),
         },
-        Ok(Request::Clone { from, to }) => {
-            clone(&volume, &from, &to).await.map_or_else(|error| failed(&error), Reply::Cloned)
-        }
+        Ok(Request::Clone { from, to }) => serve_clone(&volume, (&from, &to), read, &mut write).await,
         Ok(Request::Packed(packed::Request::Policy { path, set })) => {
             let policy = packed::policy(&volume, &path, set).await;
             policy.map_or_else(|error| failed(&error), |policy| Reply::Policy { policy })
@@ -257,6 +255,18 @@ async fn serve_export(
     let work = packed::export(volume, what, |progress| _ = tell.send_replace(*progress), &cancel);
     let outcome = follow(("export", work), (told, &cancel), read, write).await;
     outcome.map_or_else(|error| failed(&error), |outcome| Reply::Exported(Box::new(outcome)))
+}
+
+async fn serve_clone(
+    volume: &Volume,
+    paths: (&str, &str),
+    read: impl AsyncReadExt + Unpin,
+    write: &mut (impl AsyncWriteExt + Unpin),
+) -> Reply {
+    let (cancel, (tell, told)) = (CancellationToken::new(), watch::channel(Progress::default()));
+    let work = clone(volume, paths, |progress| _ = tell.send_replace(progress), &cancel);
+    let outcome = follow(("clone", work), (told, &cancel), read, write).await;
+    outcome.map_or_else(|error| failed(&error), Reply::Cloned)
 }
 
 /// Waits for long work, telling its progress as fast as the other side reads; its hanging up cancels.

@@ -9,6 +9,7 @@ use forebay_core::{Error, Result};
 use forebay_io::task::Stop;
 use forebay_volume::control::{self, Reply, Request};
 
+use super::warmup::Bar;
 use crate::arguments::Global;
 use crate::settings::Settings;
 use crate::{mounts, print, run};
@@ -28,6 +29,7 @@ pub(crate) struct CloneArguments {
 /// Asks the mount.
 pub(crate) fn run(global: &Global, arguments: &CloneArguments) -> Result<ExitCode> {
     let state = mounts::state_directory(arguments.state_dir.as_deref(), &Settings::load(global)?);
+    let (bar, stop) = (Bar::new(), Stop::new());
     let cloned = run::block_on(async {
         let from = mounts::holding(&arguments.from, &state).await?;
         let (above, name) = place(&arguments.to)?;
@@ -37,13 +39,15 @@ pub(crate) fn run(global: &Global, arguments: &CloneArguments) -> Result<ExitCod
                 .with_hint("bytes are shared within one volume only: use `cp` between volumes"));
         }
         let to = format!("{}/{name}", to.path);
-        match control::ask(&from.socket, &Request::Clone { from: from.path, to }, |_| {}, &Stop::new())
-            .await?
-        {
+        let request = Request::Clone { from: from.path, to };
+        let asked = control::ask(&from.socket, &request, |progress| bar.show(&progress), &stop);
+        match run::until_interrupted(asked, &stop).await? {
             Reply::Cloned(cloned) => Ok(cloned),
             other => Err(Error::corrupt(format!("the mount answers something else: {other:?}"))),
         }
-    })?;
+    });
+    bar.end();
+    let cloned = cloned?;
     if global.json {
         print::json(&cloned)?;
     } else {

@@ -5,8 +5,8 @@ use forebay_core::{Error, Extent, InodeId, Result, Timestamp, VolumeId};
 use serde::{Deserialize, Serialize};
 
 use crate::schema::{
-    Claim, Counters, Deletion, Dentry, ImportState, Inode, Intent, Keys, Loan, Loose, Member, Move, Quota,
-    References, Tag, decode_extents, decode_plain, encode_extents, encode_plain, text,
+    Claim, Counters, Deletion, Dentry, ImportState, Inode, Intent, Keys, Loan, Loose, Member, Move, Orphan,
+    Quota, References, Tag, decode_extents, decode_plain, encode_extents, encode_plain, text,
 };
 
 /// The version of the format that this program writes.
@@ -81,6 +81,8 @@ pub(super) enum Line {
     Orphan {
         session: u64,
         ino: InodeId,
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        is_unfinished: bool,
     },
     Trash {
         due_ms: u64,
@@ -135,7 +137,7 @@ impl Line {
             Tag::Loan => Self::Loan(Loan::decode(value)?),
             Tag::Orphan => {
                 let (session, ino) = keys.number_and_ino_in(key)?;
-                Self::Orphan { session, ino }
+                Self::Orphan { session, ino, is_unfinished: Orphan::decode(value)?.is_unfinished }
             }
             Tag::Trash => {
                 let (due_ms, ino) = keys.number_and_ino_in(key)?;
@@ -169,7 +171,9 @@ impl Line {
             Self::Member { ino, segment } => (keys.member(segment.key.as_str(), *ino), segment.encode()),
             Self::Loose(loose) => (keys.loose(loose.blob.key.as_str()), loose.encode()),
             Self::Loan(loan) => (keys.loan(&loan.blob), loan.encode()),
-            Self::Orphan { session, ino } => (keys.orphan(*session, *ino), encode_plain(b"")),
+            Self::Orphan { session, ino, is_unfinished } => {
+                (keys.orphan(*session, *ino), Orphan { is_unfinished: *is_unfinished }.encode())
+            }
             Self::Trash { due_ms, ino } => (keys.trash(*due_ms, *ino), encode_plain(b"")),
             Self::Deletion { due_ms, deletion } => {
                 (keys.deletion(*due_ms, deletion.blob.key.as_str()), deletion.encode())
@@ -245,6 +249,9 @@ mod tests {
             Line::Move { ino: InodeId(2), what },
             r#"{"move":{"ino":2,"what":{"subtree":{"prefixes":["a/"]}}}}"#,
         );
+        let orphan = |is_unfinished| Line::Orphan { session: 3, ino: InodeId(2), is_unfinished };
+        check(orphan(false), r#"{"orphan":{"session":3,"ino":2}}"#);
+        check(orphan(true), r#"{"orphan":{"session":3,"ino":2,"is_unfinished":true}}"#);
         check(Line::Trash { due_ms: 4, ino: InodeId(2) }, r#"{"trash":{"due_ms":4,"ino":2}}"#);
         let end = End { records: 1, blake3: "00".into() };
         check(Line::End(end), r#"{"end":{"records":1,"blake3":"00"}}"#);

@@ -78,23 +78,28 @@ fn judge_trash(facts: &Facts) -> Vec<Damage> {
     stray.map(|(ino, due_ms)| Damage::StrayTrash { ino: *ino, due_ms: *due_ms }).collect()
 }
 
-/// An inode counts in every directory above its first name.
+/// An inode counts in every directory above its first name; what no path leads to counts nowhere.
 fn judge_quotas(facts: &Facts) -> Vec<Damage> {
     /// Deeper than any path that a program can open.
     const MOST_DEPTH: usize = 4096;
     let mut found: HashMap<InodeId, Usage> = HashMap::new();
     let named = facts.nodes.iter().filter(|(ino, node)| node.names > 0 && **ino != InodeId::ROOT);
     for (_, node) in named.take_while(|_| !facts.quotas.is_empty()) {
-        let mut at = node.parent;
+        let (mut at, mut counting) = (node.parent, Vec::new());
         for _ in 0..MOST_DEPTH {
-            if facts.quotas.contains_key(&at) {
-                let counted = found.entry(at).or_default();
-                *counted = *counted + Usage { inodes: 1, bytes: node.size as i64 };
-            }
+            counting.extend(facts.quotas.contains_key(&at).then_some(at));
             match facts.nodes.get(&at) {
-                Some(above) if at != InodeId::ROOT => at = above.parent,
-                _ => break,
+                _ if at == InodeId::ROOT => break,
+                Some(above) if above.names > 0 => at = above.parent,
+                _ => {
+                    counting.clear();
+                    break;
+                }
             }
+        }
+        for directory in counting {
+            let counted = found.entry(directory).or_default();
+            *counted = *counted + Usage { inodes: 1, bytes: node.size as i64 };
         }
     }
     let is_directory =

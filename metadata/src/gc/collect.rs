@@ -80,6 +80,9 @@ impl Collector<'_> {
         self.check_is_only_tree()?;
         let mut report = GcReport { dry_run: self.dry_run, ..GcReport::default() };
         self.sweep_trash(&mut report).await?;
+        if !self.dry_run {
+            self.mover.free_unfinished().await?;
+        }
         let living = self.living().await?;
         self.sweep_blobs(&living, &mut report).await?;
         self.sweep_uploads(&living, &mut report).await?;

@@ -9,8 +9,10 @@ mod loans;
 mod intents;
 mod deletions;
 mod trash;
+mod unfinished;
 mod moves;
 mod subtrees;
 mod run;
 
 pub(crate) use run::Mover;
+pub(crate) use unfinished::free_unfinished;

@@ -109,11 +109,12 @@ impl Mover {
     /// Looks at everything once.
     async fn pass(&self) -> Result<Tally> {
         let settled = self.settle_abandoned().await?;
+        let freed = self.free_unfinished().await?;
         let purged = self.purge_trash().await?;
         let deleted = self.delete_due().await?;
         let walked = self.walk_subtrees().await?;
         let moved = self.move_files().await?;
-        let parts = [settled, purged, deleted, walked, moved];
+        let parts = [settled, freed, purged, deleted, walked, moved];
         Ok(Tally {
             done: parts.iter().map(|tally| tally.done).sum(),
             failed: parts.iter().map(|tally| tally.failed).sum(),
@@ -131,6 +132,10 @@ impl Mover {
 
     pub(crate) fn committer(&self) -> &Committer {
         &self.0.committer
+    }
+
+    pub(super) fn shared_arc(&self) -> &Arc<Shared> {
+        &self.0.shared
     }
 
     pub(crate) fn shared(&self) -> &Shared {

@@ -227,6 +227,7 @@ impl<'a, 't> Change<'a, 't> {
     }
 
     fn touch_name(&mut self, parent: InodeId, name: &[u8]) {
+        self.shared.clones.note_name(parent, name);
         match self.is_import {
             true => {
                 let name = Bytes::copy_from_slice(name);
@@ -257,6 +258,7 @@ impl<'a, 't> Change<'a, 't> {
     }
 
     pub(crate) fn put_inode(&mut self, ino: InodeId, inode: &Inode) -> Result<()> {
+        self.shared.clones.note_inode(ino, inode);
         self.put(self.keys().inode(ino), inode.encode())
     }
 

@@ -3,7 +3,7 @@
 use forebay_core::{FileKind, FileLayout, InodeId, Result};
 
 use super::{Change, Charge, Records, usage_of};
-use crate::schema::{HolderState, Inode, Tag, encode_plain};
+use crate::schema::{HolderState, Inode, Orphan, Tag};
 
 /// Extended attributes deleted in one step; what is left goes in the next.
 const STEP: usize = 256;
@@ -20,7 +20,7 @@ impl Change<'_, '_> {
         if self.shared.openers(ino) == 0 {
             return self.discard(ino, inode);
         }
-        self.put(self.keys().orphan(self.shared.session, ino), encode_plain(b""))?;
+        self.put(self.keys().orphan(self.shared.session, ino), Orphan { is_unfinished: false }.encode())?;
         self.put_inode(ino, &inode)?;
         self.settle_home(ino, &inode)
     }
@@ -89,10 +89,10 @@ impl Change<'_, '_> {
             return Ok(());
         }
         let key = self.keys().orphan(session, ino);
-        if self.reads().get(&key)?.is_none() {
-            return Ok(());
+        match self.reads().get(&key)?.map(Orphan::decode).transpose()? {
+            Some(orphan) if !orphan.is_unfinished => self.delete(key)?,
+            _ => return Ok(()),
         }
-        self.delete(key)?;
         match self.find(ino)? {
             Some(inode) if inode.nlink == 0 => self.discard(ino, inode),
             _ => Ok(()),

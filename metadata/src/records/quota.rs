@@ -78,6 +78,19 @@ impl Change<'_, '_> {
         Ok(())
     }
 
+    /// Whether `usage` would fit into `directory` now.
+    ///
+    /// # Errors
+    /// `OverQuota` when it would not.
+    pub(crate) fn check_room(&self, directory: InodeId, usage: Usage) -> Result<()> {
+        for counted in self.counted_above(directory)? {
+            if let Some(quota) = self.quota(counted)? {
+                check(counted, &quota, usage, self.shared.quotas.promised(counted))?;
+            }
+        }
+        Ok(())
+    }
+
     fn charge_one(&mut self, directory: InodeId, usage: Usage, charge: Charge) -> Result<()> {
         let Some(mut quota) = self.quota(directory)? else { return Ok(()) };
         if charge == Charge::Checked {

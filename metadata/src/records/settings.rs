@@ -15,6 +15,8 @@ pub struct TreeSettings {
     pub delete_delay_ms: u64,
     /// Milliseconds for which what is deleted can be brought back. Default 0: there is no trash.
     pub trash_ms: u64,
+    /// Entries that one transaction of a clone copies: others wait for so long. Default 500, some milliseconds.
+    pub clone_step: usize,
     /// How blobs and uploads of dead sessions are looked for.
     pub gc: GcSettings,
 }
@@ -59,7 +61,7 @@ const DAY_MS: u64 = 24 * HOUR_MS;
 impl Default for TreeSettings {
     fn default() -> Self {
         let (import, gc) = (ImportSettings::default(), GcSettings::default());
-        Self { read_only: false, import, delete_delay_ms: DAY_MS, trash_ms: 0, gc }
+        Self { read_only: false, import, delete_delay_ms: DAY_MS, trash_ms: 0, clone_step: 500, gc }
     }
 }
 

@@ -11,6 +11,7 @@ use forebay_io::clock::Clock;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
+use super::clones::Clones;
 use super::counted::Quotas;
 use super::path::Spelling;
 use super::segments::Pins;
@@ -30,6 +31,7 @@ pub(crate) struct Shared {
     pub(crate) openers: Mutex<HashMap<InodeId, u32>>,
     pub(crate) touched: Touched,
     pub(crate) quotas: Quotas,
+    pub(crate) clones: Clones,
     /// Segments that are being written.
     pub(crate) segments: Arc<Pins>,
     /// Counts directory renames, so that the mover can tell that none came while it walked.
@@ -57,6 +59,7 @@ impl Shared {
             openers: Mutex::default(),
             touched: Touched::default(),
             quotas: Quotas::default(),
+            clones: Clones::default(),
             segments: Arc::default(),
             subtree_moves: AtomicU64::new(0),
             work: Notify::new(),

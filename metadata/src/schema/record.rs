@@ -373,6 +373,35 @@ impl ImportState {
     }
 }
 
+/// `O session ino`: an inode without names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Orphan {
+    /// Whether it is a directory that a clone of the session builds, with all below it; else the session has it open.
+    pub is_unfinished: bool,
+}
+
+impl Orphan {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        if self.is_unfinished {
+            out.byte(1);
+        }
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let is_unfinished = value.len() > 1;
+        let mut from = Decoder::new(value, "orphan")?;
+        if is_unfinished && from.byte()? != 1 {
+            return Err(from.bad("has an unknown mark"));
+        }
+        from.finish()?;
+        Ok(Self { is_unfinished })
+    }
+}
+
 /// `S session`: a mount that may hold files open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -135,6 +135,8 @@ fn golden_values() {
     let state = ImportState { prefix: Some("a".into()), listed: Some(Timestamp { seconds: 1, nanos: 0 }) };
     check(state.encode(), "0101016101 0200");
     check(SessionRecord { started: Timestamp { seconds: 1, nanos: 3 } }.encode(), "010203");
+    check(Orphan { is_unfinished: false }.encode(), "01");
+    check(Orphan { is_unfinished: true }.encode(), "01 01");
     check(UploadRecord { key: key.clone(), id: "u".into() }.encode(), "01016b0175");
     check(Counters { next_ino: 2, inodes: 1, bytes: 128 }.encode(), "010201 8001");
     check(quota().encode(), "01 01 8002 00 01 04 01");

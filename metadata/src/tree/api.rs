@@ -4,9 +4,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Attributes, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, Version};
 
-use serde::{Deserialize, Serialize};
-
-use super::{OutsideChanges, SegmentPin};
+use super::{Cloned, OutsideChanges, SegmentPin};
 use crate::schema::Quota;
 
 /// Outcome of looking a name up; a miss is expected and no error.
@@ -132,15 +130,15 @@ impl Placement {
     }
 }
 
-/// What a clone made.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Cloned {
-    /// Directories.
-    pub directories: u64,
-    /// Everything else.
-    pub files: u64,
-    /// Bytes that the files share with those they were cloned from.
-    pub bytes: u64,
+/// Who asked for a clone, and is asked between its steps.
+#[async_trait]
+pub trait CloneGuide: Send + Sync {
+    /// Says how much is copied. Returns whether to go on; nothing stays of a clone that does not.
+    fn goes_on(&self, cloned: &Cloned) -> bool;
+
+    /// Brings to an end what is being written to these files, whose bytes are about to be replaced, and waits a little: the
+    /// clone asks for the `times`-th time. Returns whether to try again.
+    async fn settle(&self, files: &[InodeId], times: u32) -> Result<bool>;
 }
 
 /// What statfs shows.
@@ -300,12 +298,19 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     ) -> Result<Attributes>;
 
     /// Makes a copy of a file, or of a directory with all below it, under a name that is free. It shares all bytes with
-    /// what it is a copy of, as with [`Self::commit_shared`], and shows it as it is at one moment.
+    /// what it is a copy of, as with [`Self::commit_shared`], and shows it as it is at one moment: that of the last step, since a large one is made
+    /// in several.
     ///
     /// # Errors
-    /// `Exists`; `Invalid` for a directory into itself; `TooLarge` for too many entries; `OverQuota`; `Conflict` while
-    /// bytes are about to be replaced, or a directory was never listed: nothing is made then.
-    async fn clone_tree(&self, source: InodeId, to: (InodeId, &[u8])) -> Result<Cloned>;
+    /// `Exists`; `Invalid` for a directory into itself; `OverQuota`; `NotFound` when it is removed meanwhile; `Conflict`
+    /// while bytes are about to be replaced, or when more is changed than can be followed; `Unavailable` when `guide`
+    /// does not go on. Nothing stays then.
+    async fn clone_tree(
+        &self,
+        source: InodeId,
+        to: (InodeId, &[u8]),
+        guide: &dyn CloneGuide,
+    ) -> Result<Cloned>;
 
     /// Says that the same bytes now lie elsewhere (sealed, moved, packed): the layout changes, the generation and the
     /// times do not. Blobs no longer referred to are queued for deletion and intents settled, as in `commit_layout`.

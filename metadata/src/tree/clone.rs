@@ -1,198 +1,94 @@
-//! A copy of a file, or of a directory with all below it, that shares all bytes with it: one transaction, so that it
-//! shows one moment.
+//! A copy of a file, or of a directory with all below it, that shares all bytes with it, as it is at one moment.
 //!
-//! Owners, modes, times and extended attributes are kept; of hard links each becomes a file of its own. What has to be
-//! read is asked for side by side, level by level: on an engine whose reads wait, the transaction runs once for each step
-//! down, not once for each file.
+//! It is made in steps of a bounded number of entries, each one transaction, so that others go on. What fits into one step
+//! is made by that one. Otherwise the copy is built in a directory without a name, which no path leads to and which
+//! counts in no quota ([`crate::records`] has the rules). Each step first follows what was changed of what is copied
+//! already, then copies further entries. The step that finds nothing left to follow nor to copy links the directory: the
+//! copy is the tree as it is at that moment, and nothing has to be kept for it before, since every step shares what the
+//! tree names in that very transaction.
+//!
+//! A clone that does not come to its end is freed: at once when it fails, by the mover when its caller went away, by the
+//! next session when the process died.
+
+mod copy;
+mod follow;
+mod step;
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, FileKind, FileLayout, InodeId, Result};
+use forebay_core::{Error, ErrorKind, InodeId, Result};
+use futures::stream::{self, StreamExt, TryStreamExt};
 
-use super::Cloned;
-use crate::kv::Pair;
-use crate::records::{Change, Charge, Records, check_new_name};
-use crate::schema::{Dentry, HolderState, Inode, Tag, Usage};
+use self::step::{Job, Runs, Step, step};
+use super::local::LocalTree;
+use super::{CloneGuide, Cloned};
+use crate::mover::free_unfinished;
+use crate::records::{CloneTicket, Clones};
 
-/// Most entries of one clone: others wait while it is made, and its changes are in memory until they are written.
-const MOST_ENTRIES: usize = 100_000;
-
-/// Something to be copied.
-struct Entry {
-    ino: InodeId,
-    inode: Inode,
-    /// The name of the copy.
-    name: Bytes,
-    /// Position of the directory above it; none for the top.
-    above: Option<usize>,
-}
+/// Steps that may wait for the engine: more would keep others' changes waiting behind them.
+const STEPS_AHEAD: usize = 8;
+/// Directories listed at the same time.
+const LISTED_AT_ONCE: usize = 16;
 
 /// As [`super::Tree::clone_tree`].
-pub(super) fn clone_tree(
-    change: &mut Change<'_, '_>,
+pub(super) async fn clone_tree(
+    tree: &LocalTree,
     source: InodeId,
-    (parent, name): (InodeId, &[u8]),
+    to: (InodeId, Bytes),
+    guide: &dyn CloneGuide,
 ) -> Result<Cloned> {
-    check_new_name(parent, name)?;
-    let mut directory = change.directory(parent)?;
-    if change.dentry(parent, name)?.is_some() {
-        let name = String::from_utf8_lossy(name);
-        return Err(Error::new(ErrorKind::Exists, format!("`{name}` exists"))
-            .with_hint("name a path that does not exist yet"));
+    let ticket = Clones::begin(&tree.shared);
+    let made = build(tree, &ticket, (source, to), guide).await;
+    let has_left = made.is_err() && ticket.with(|building| building.top.is_some());
+    drop(ticket);
+    if has_left && let Err(error) = free_unfinished(&tree.committer, &tree.shared).await {
+        tracing::warn!(%error, "what a clone left is freed later");
     }
-    check_outside(change, source, parent)?;
-    let entries = gather(change, source, name)?;
-    let layouts: Vec<_> = entries.iter().map(|entry| shared_layout(change, entry)).collect();
-    let attributes: Vec<_> = entries.iter().map(|entry| attributes(change, entry.ino)).collect();
-    let (layouts, attributes) = (all(layouts)?, all(attributes)?);
-
-    let bytes: u64 = layouts.iter().map(FileLayout::size).sum();
-    let usage = Usage { inodes: entries.len() as i64, bytes: bytes as i64 };
-    change.charge(parent, usage, Charge::Checked)?;
-    // The bytes count where each file takes them.
-    change.charge(parent, Usage { inodes: 0, bytes: -usage.bytes }, Charge::Forced)?;
-    let first = change.take_numbers(entries.len() as u64)?;
-    let number = |at: usize| InodeId(first + at as u64);
-    let mut cloned = Cloned { bytes, ..Cloned::default() };
-    for (at, entry) in entries.iter().enumerate() {
-        let above = entry.above.map_or(parent, number);
-        put_copy(change, entry, (above, number(at)), &layouts[at], &attributes[at])?;
-        match entry.inode.kind {
-            FileKind::Directory => cloned.directories += 1,
-            _ => cloned.files += 1,
-        }
-    }
-    directory.nlink += u32::from(entries[0].inode.kind == FileKind::Directory);
-    change.put_changed_directory(parent, directory)?;
-    change.count(usage.inodes, 0)?;
-    Ok(cloned)
+    made
 }
 
-/// Refuses to clone a directory into itself.
-fn check_outside(change: &Change<'_, '_>, source: InodeId, mut at: InodeId) -> Result<()> {
+async fn build(
+    tree: &LocalTree,
+    ticket: &CloneTicket,
+    (source, to): (InodeId, (InodeId, Bytes)),
+    guide: &dyn CloneGuide,
+) -> Result<Cloned> {
+    let job = Job { number: ticket.number(), source, to, limit: tree.shared.settings.clone_step.max(1) };
+    let (mut steps, mut waits) = (0, 0);
     loop {
-        if at == source {
-            return Err(Error::invalid("a directory cannot be cloned into itself")
-                .with_hint("name a path outside of it"));
+        if !guide.goes_on(&ticket.with(|building| building.cloned)) {
+            return Err(Error::new(ErrorKind::Unavailable, "the clone was cancelled: nothing was made"));
         }
-        if at == InodeId::ROOT {
-            return Ok(());
+        let (job, mut runs) = (job.clone(), Runs::default());
+        match tree.change(move |change| step(change, &job, &mut runs)).await? {
+            Step::Linked => return Ok(ticket.with(|building| building.cloned)),
+            Step::More => {
+                steps += 1;
+                match steps % STEPS_AHEAD {
+                    0 => tree.committer.sync().await?,
+                    _ => tokio::task::yield_now().await,
+                }
+            }
+            Step::Unlisted(directories) => list(tree, directories).await?,
+            Step::HeldUp(files) => {
+                waits += 1;
+                if !guide.settle(&files, waits).await? {
+                    let message = format!("the bytes of {} files are about to be replaced", files.len());
+                    return Err(Error::new(ErrorKind::Conflict, message)
+                        .with_hint("try again when less is written there"));
+                }
+            }
         }
-        at = change.inode(at)?.parent;
     }
 }
 
-/// `source` and everything below it, directories before what they hold.
-fn gather(change: &Change<'_, '_>, source: InodeId, name: &[u8]) -> Result<Vec<Entry>> {
-    let (inode, name) = (change.inode(source)?, Bytes::copy_from_slice(name));
-    let mut entries = vec![Entry { ino: source, inode, name, above: None }];
-    let mut level = 0..1;
-    while !level.is_empty() {
-        let is_directory = |at: &usize| entries[*at].inode.kind == FileKind::Directory;
-        let directories: Vec<usize> = level.filter(is_directory).collect();
-        let listed = directories.iter().map(|at| listed(change, entries[*at].ino)).collect();
-        let found: Vec<(usize, Bytes, Dentry)> = directories
-            .iter()
-            .zip(all(listed)?)
-            .flat_map(|(at, below)| below.into_iter().map(|(name, entry)| (*at, name, entry)))
-            .collect();
-        if entries.len() + found.len() > MOST_ENTRIES {
-            return Err(Error::new(
-                ErrorKind::TooLarge,
-                format!("more than {MOST_ENTRIES} files and directories cannot be cloned at once"),
-            )
-            .with_hint("clone the directories below it one by one"));
-        }
-        let keys: Vec<Bytes> = found.iter().map(|(.., entry)| change.keys().inode(entry.ino)).collect();
-        let keys: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
-        let inodes = change.reads().get_many(&keys)?;
-        level = entries.len()..entries.len() + found.len();
-        for ((above, name, Dentry { ino, .. }), inode) in found.into_iter().zip(inodes) {
-            let missing = || Error::corrupt(format!("inode {ino} has a name and no record"));
-            let inode = Inode::decode(inode.ok_or_else(missing)?)?;
-            entries.push(Entry { ino, inode, name, above: Some(above) });
-        }
-    }
-    Ok(entries)
-}
-
-/// The entries of a directory.
-///
-/// # Errors
-/// `Conflict` when the bucket has not been looked at for it.
-fn listed(change: &Change<'_, '_>, directory: InodeId) -> Result<Vec<(Bytes, Dentry)>> {
-    let (state, entries) =
-        (change.import_state(directory), change.entries(directory, None, MOST_ENTRIES + 1));
-    let state = state?;
-    if state.prefix.is_some() && state.listed.is_none() {
-        return Err(Error::new(ErrorKind::Conflict, format!("directory {directory} was not listed yet")));
-    }
-    entries
-}
-
-/// The layout that a copy of a file shares, empty for anything else. Reads all that making the copy is going to read.
-///
-/// # Errors
-/// `Conflict` when bytes are about to be replaced or deleted.
-fn shared_layout(change: &Change<'_, '_>, entry: &Entry) -> Result<FileLayout> {
-    if entry.inode.kind != FileKind::File {
-        return Ok(FileLayout::empty());
-    }
-    let layout = change.layout(entry.ino, &entry.inode)?;
-    let read = layout.blobs().map(|blob| {
-        let key = blob.key.as_str();
-        if blob.is_owned() {
-            return change.references(key).map(drop);
-        }
-        let (claim, loan) = (change.claim(key), change.loan(blob));
-        loan?;
-        match claim?.map(|claim| claim.state) {
-            None | Some(HolderState::Held(_)) => Ok(()),
-            Some(_) => Err(Error::new(ErrorKind::Conflict, format!("`{key}` is about to be replaced"))),
+/// Looks at directories of the bucket that nobody has looked at.
+async fn list(tree: &LocalTree, directories: Vec<InodeId>) -> Result<()> {
+    let listed = stream::iter(directories).map(|directory| async move {
+        match tree.ensure_listed(directory).await {
+            // The next step learns that it is gone.
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            listed => listed,
         }
     });
-    all(read.collect())?;
-    Ok(layout)
-}
-
-/// The records of an inode's extended attributes.
-fn attributes(change: &Change<'_, '_>, ino: InodeId) -> Result<Vec<Pair>> {
-    let (start, end) = change.keys().below(Tag::Xattr, ino.0);
-    change.reads().scan(&start, &end, usize::MAX)
-}
-
-/// Makes the copy `ino` of an entry in the directory `parent`.
-fn put_copy(
-    change: &mut Change<'_, '_>,
-    entry: &Entry,
-    (parent, ino): (InodeId, InodeId),
-    layout: &FileLayout,
-    attributes: &[Pair],
-) -> Result<()> {
-    let kind = entry.inode.kind;
-    let mut inode = Inode::new(kind, entry.inode.mode, (entry.inode.uid, entry.inode.gid), change.now);
-    (inode.parent, inode.name) = (parent, entry.name.clone());
-    (inode.atime, inode.mtime) = (entry.inode.atime, entry.inode.mtime);
-    (inode.rdev, inode.target) = (entry.inode.rdev, entry.inode.target.clone());
-    match kind {
-        FileKind::File if layout.size() > 0 => {
-            change.replace_layout((ino, &mut inode), layout, None)?;
-            inode.generation = 1;
-        }
-        FileKind::File => {}
-        FileKind::Directory => {
-            (inode.nlink, inode.kept, inode.packed) = (entry.inode.nlink, true, entry.inode.packed);
-        }
-        _ => inode.size = entry.inode.size,
-    }
-    for (key, value) in attributes {
-        let name = change.keys().name_in(key)?;
-        change.put(change.keys().xattr(ino, &name), value.clone())?;
-    }
-    change.put_inode(ino, &inode)?;
-    change.put_dentry(parent, &entry.name, Dentry { ino, kind })
-}
-
-/// All values, once every one was asked for.
-fn all<T>(values: Vec<Result<T>>) -> Result<Vec<T>> {
-    values.into_iter().collect()
+    listed.buffer_unordered(LISTED_AT_ONCE).try_collect::<Vec<()>>().await.map(drop)
 }

@@ -19,7 +19,7 @@ use crate::fsck::{self, FsckReport};
 use crate::gc::{self, Collector, GcReport};
 use crate::import::Importer;
 use crate::kv::Durability;
-use crate::mover::Mover;
+use crate::mover::{Mover, free_unfinished};
 use crate::records::{Change, Look, Records, Shared, Spelling, TreeSettings, names_of};
 use crate::schema::{Counters, ImportState, Inode, Keys, SessionRecord, Tag, UploadRecord};
 
@@ -88,6 +88,9 @@ impl LocalTree {
             mover.settle_all().await?;
         }
         tree.end_dead_sessions().await?;
+        if tree.mover.is_none() {
+            free_unfinished(&tree.committer, &tree.shared).await?;
+        }
         Ok(tree)
     }
 
@@ -139,15 +142,16 @@ impl LocalTree {
         .await
     }
 
-    /// Frees what earlier sessions had open: this is the only active one, so they are dead.
+    /// Frees what earlier sessions had open: this is the only active one, so they are dead. What their clones left, which may
+    /// be much, the mover frees.
     async fn end_dead_sessions(&self) -> Result<()> {
         let keys = self.shared.keys;
+        let (mut start, end) = keys.family(Tag::Orphan);
         loop {
-            let (start, end) = keys.family(Tag::Orphan);
-            let found = self.look(move |look| look.reads().scan(&start, &end, PAGE)).await?;
-            if found.is_empty() {
-                break;
-            }
+            let (from, to) = (start.clone(), end.clone());
+            let found = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
+            let Some((last, _)) = found.last() else { break };
+            start = [&last[..], &[0]].concat().into();
             for (key, _) in found {
                 let (session, ino) = keys.number_and_ino_in(&key)?;
                 self.transact(Durability::Buffered, move |change| change.free_orphan(session, ino)).await?;

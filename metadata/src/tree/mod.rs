@@ -24,8 +24,8 @@ mod segments;
 mod paths;
 
 pub use api::{
-    Cloned, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, Placement, RenameMode, SetAttributes,
-    Statistics, Tree, XattrMode,
+    CloneGuide, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, Placement, RenameMode,
+    SetAttributes, Statistics, Tree, XattrMode,
 };
 pub use local::{LocalTree, TreeParts};
 pub use paths::{Walked, resolve, walk};
@@ -34,7 +34,7 @@ pub use quota::DirectoryQuota;
 pub use trash::Trashed;
 
 pub use crate::records::{
-    GcSettings, ImportSettings, OutsideChange, OutsideChanges, OutsideListener, SegmentPin, TrashId,
+    Cloned, GcSettings, ImportSettings, OutsideChange, OutsideChanges, OutsideListener, SegmentPin, TrashId,
     TreeSettings,
 };
 pub use crate::schema::{Loose, Quota, QuotaLimits, Usage};

@@ -10,9 +10,9 @@ use super::commit_layout::{Content, commit_layout};
 use super::local::LocalTree;
 use super::place::{Step, place};
 use super::{
-    Cloned, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement, RenameMode,
-    SegmentPin, SetAttributes, Statistics, Tree, XattrMode, clone, create, following, link, quota,
-    remove_directory, rename, segments, set_attributes, unlink, xattr,
+    CloneGuide, Cloned, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement,
+    RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode, clone, create, following, link,
+    quota, remove_directory, rename, segments, set_attributes, unlink, xattr,
 };
 use crate::records::{Change, Look, Records, check_name, owned_key};
 use crate::schema::UploadRecord;
@@ -317,11 +317,15 @@ impl Tree for LocalTree {
         self.change(move |change| commit_layout(change, ino, &content)).await
     }
 
-    async fn clone_tree(&self, source: InodeId, to: (InodeId, &[u8])) -> Result<Cloned> {
+    async fn clone_tree(
+        &self,
+        source: InodeId,
+        to: (InodeId, &[u8]),
+        guide: &dyn CloneGuide,
+    ) -> Result<Cloned> {
         self.check_writable()?;
         self.ensure_listed(to.0).await?;
-        let (parent, name) = (to.0, Bytes::copy_from_slice(to.1));
-        self.change(move |change| clone::clone_tree(change, source, (parent, &name))).await
+        clone::clone_tree(self, source, (to.0, Bytes::copy_from_slice(to.1)), guide).await
     }
 
     async fn relocate(&self, ino: InodeId, expected: u64, layout: FileLayout) -> Result<()> {

@@ -53,6 +53,8 @@ pub(crate) struct Fixture {
     pub(crate) clock: Clock,
     /// The tree cannot be asked right after a commit.
     pub(crate) is_unlucky: bool,
+    /// Entries that a clone copies at a time.
+    pub(crate) clone_step: usize,
     /// The right to the volume cannot be renewed: the tree takes no changes meanwhile.
     pub(crate) lapsed: Arc<AtomicBool>,
 }
@@ -64,6 +66,7 @@ impl Fixture {
         let (store, budget) = (MemStore::default(), Budget::new(64 * MIB));
         let (clock, writeback) = (Clock::system(), None);
         let (tree_in_bucket, is_unlucky, part_copy, lapsed) = (false, false, true, Arc::default());
+        let clone_step = TreeSettings::default().clone_step;
         Self {
             bucket,
             store,
@@ -75,6 +78,7 @@ impl Fixture {
             cache,
             writeback,
             clock,
+            clone_step,
             lapsed,
         }
     }
@@ -122,7 +126,8 @@ impl Fixture {
             rng,
             tasks: tasks.clone(),
         };
-        let settings = TreeSettings { delete_delay_ms: 0, ..TreeSettings::default() };
+        let clone_step = self.clone_step;
+        let settings = TreeSettings { delete_delay_ms: 0, clone_step, ..TreeSettings::default() };
         let tree = LocalTree::open(parts, settings).await.expect("a tree");
         let tree: Arc<dyn Tree> = match self.is_unlucky {
             true => Arc::new(Unlucky { tree, fails: AtomicBool::default() }),

@@ -1,7 +1,7 @@
-//! Copies of trees in one transaction: whole, independent, counted, and gone without a trace.
+//! Copies of trees: whole, independent, counted, and gone without a trace.
 
 use bytes::Bytes;
-use forebay_core::{ErrorKind, FileKind, InodeId};
+use forebay_core::{ErrorKind, FileKind};
 
 use super::sharing::{no_loans, share};
 use super::world::*;
@@ -9,7 +9,7 @@ use crate::schema::QuotaLimits;
 use crate::tree::{Cloned, LocalTree, Tree, XattrMode, resolve};
 
 /// Every path below `top` with what its entry is and holds, the path itself left out.
-async fn shape(world: &World, tree: &LocalTree, top: &str) -> Vec<String> {
+pub(super) async fn shape(world: &World, tree: &LocalTree, top: &str) -> Vec<String> {
     let mut shape = Vec::new();
     for path in paths(tree).await.iter().filter_map(|path| path.strip_prefix(top)) {
         let found = resolve(tree, &format!("{top}{path}")).await.expect("found");
@@ -28,9 +28,12 @@ async fn shape(world: &World, tree: &LocalTree, top: &str) -> Vec<String> {
     shape
 }
 
-/// A tree of all kinds of entries: objects of others, written files, shared ones, a hard link, a symlink, attributes.
-async fn sample(world: &World, tree: &LocalTree) {
-    for directory in 0..30 {
+/// A tree of all kinds of entries: written files, shared ones, a hard link, a symlink, attributes.
+pub(super) async fn sample(world: &World, tree: &LocalTree, directories: u32) {
+    if resolve(tree, "d").await.is_err() {
+        make_directory(tree, "d").await.expect("made");
+    }
+    for directory in 0..directories {
         let path = format!("d/{}", directory % 5);
         if directory < 5 {
             make_directory(tree, &path).await.expect("made");
@@ -41,7 +44,8 @@ async fn sample(world: &World, tree: &LocalTree) {
             world.write_path(tree, &path, &format!("{path} {}", "x".repeat(number))).await.expect("written");
         }
     }
-    share(world, tree, "d/object", "d/0/shared").await.expect("shared");
+    let lender = if resolve(tree, "d/object").await.is_ok() { "d/object" } else { "d/3/3/f3" };
+    share(world, tree, lender, "d/0/shared").await.expect("shared");
     share(world, tree, "d/0/0/f1", "d/4/shared").await.expect("shared");
     let first = resolve(tree, "d/1/1/f0").await.expect("found").ino;
     let below = resolve(tree, "d/2").await.expect("found").ino;
@@ -55,7 +59,7 @@ async fn sample(world: &World, tree: &LocalTree) {
 async fn clone(tree: &LocalTree, from: &str, to: &str) -> forebay_core::Result<Cloned> {
     let source = resolve(tree, from).await.expect("found").ino;
     let (parent, name) = split(tree, to).await.expect("a directory");
-    tree.clone_tree(source, (parent, name.as_bytes())).await
+    tree.clone_tree(source, (parent, name.as_bytes()), &Alone).await
 }
 
 /// The next session, after a crash where that can be had within one process.
@@ -75,7 +79,7 @@ async fn a_tree_is_cloned_whole_and_goes_its_own_way() {
         world.put("d/object", b"of another tool").await;
         let tree = world.open().await;
         paths(&tree).await;
-        sample(&world, &tree).await;
+        sample(&world, &tree, 30).await;
         make_directory(&tree, "to").await.expect("made");
         let to = resolve(&tree, "to").await.expect("found").ino;
         let limits = |inodes| QuotaLimits { bytes: Some(1 << 20), inodes: Some(inodes) };
@@ -115,7 +119,7 @@ async fn a_tree_is_cloned_whole_and_goes_its_own_way() {
 }
 
 /// Removes what is at `path`, and all below it.
-async fn remove_all(tree: &LocalTree, path: &str) {
+pub(super) async fn remove_all(tree: &LocalTree, path: &str) {
     let below: Vec<String> = paths(tree).await.into_iter().filter(|one| one.starts_with(path)).collect();
     for path in below.iter().rev() {
         let (parent, name) = split(tree, path.trim_end_matches('/')).await.expect("a directory");
@@ -126,7 +130,7 @@ async fn remove_all(tree: &LocalTree, path: &str) {
     }
 }
 
-/// What is about to be replaced or was never looked at is no part of any moment yet.
+/// What is about to be replaced is no part of any moment yet.
 #[tokio::test]
 async fn what_is_on_its_way_is_waited_for() {
     let world = World::memory().await;
@@ -136,13 +140,12 @@ async fn what_is_on_its_way_is_waited_for() {
     let ino = resolve(&tree, "d/a").await.expect("found").ino;
     let placement = tree.place(ino).await.expect("placed");
     assert_eq!(kind_of(clone(&tree, "d", "copy").await), ErrorKind::Conflict);
-    let found = resolve(&tree, "e").await.expect("found").ino;
-    assert_eq!(kind_of(tree.clone_tree(found, (InodeId::ROOT, b"copy")).await), ErrorKind::Conflict);
+    // What nobody has looked at is looked at.
+    clone(&tree, "e", "copy-of-e").await.expect("cloned");
+    assert_eq!(kind_of(resolve(&tree, "copy").await), ErrorKind::NotFound);
     drop(placement);
     world.write(&tree, ino, b"new").await.expect("written");
     clone(&tree, "d", "copy").await.expect("cloned");
-    paths(&tree).await;
-    clone(&tree, "e", "copy-of-e").await.expect("cloned");
     assert_eq!(world.read_path(&tree, "copy/a").await.expect("bytes"), "new");
     assert_eq!(world.read_path(&tree, "copy-of-e/f/b").await.expect("bytes"), "b");
 }

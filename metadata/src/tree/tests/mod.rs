@@ -11,6 +11,7 @@ mod fsck;
 mod dump;
 mod sharing;
 mod clone;
+mod cloning;
 mod trash;
 mod quota;
 mod crash;

@@ -101,7 +101,8 @@ async fn a_sparse_segment_is_rewritten_and_its_bytes_go() {
         let world = World::new(kind).await;
         let tree = world.open().await;
         write_packed(&world, &tree, &[("a", b"aaaa"), ("b", b"bbbb"), ("c", b"cc"), ("d", b"d")]).await;
-        tree.clone_tree(resolve(&tree, "b").await.expect("b").ino, (ROOT, b"b2")).await.expect("cloned");
+        let source = resolve(&tree, "b").await.expect("b").ino;
+        tree.clone_tree(source, (ROOT, b"b2"), &Alone).await.expect("cloned");
         assert_eq!(compact(&world, &tree, || false).await, 0, "it is full");
         unlink(&tree, "a").await.expect("unlinked");
         assert_eq!(compact(&world, &tree, || false).await, 0, "seven of eleven bytes are in use");
@@ -225,7 +226,7 @@ async fn a_directory_hands_its_policy_down() {
     let below = make_directory(&tree, "d/below").await.expect("made").ino;
     make_directory(&tree, "d/below/deep").await.expect("made");
     rename(&tree, "d/below/deep", "moved", RenameMode::Replace).await.expect("renamed");
-    tree.clone_tree(top, (ROOT, b"cloned")).await.expect("cloned");
+    tree.clone_tree(top, (ROOT, b"cloned"), &Alone).await.expect("cloned");
     tree.set_packed(top, false).await.expect("set");
     for (path, packed) in [
         ("", false),
@@ -289,7 +290,7 @@ impl Play {
             5 => {
                 if let Some(known) = self.any().filter(|_| !self.files.contains_key(&name)) {
                     let from = resolve(tree, &known).await.expect("found").ino;
-                    tree.clone_tree(from, (ROOT, name.as_bytes())).await.expect("cloned");
+                    tree.clone_tree(from, (ROOT, name.as_bytes()), &Alone).await.expect("cloned");
                     self.files.insert(name, self.files[&known].clone());
                 }
             }

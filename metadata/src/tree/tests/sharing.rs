@@ -230,7 +230,7 @@ async fn random_step(
         }
         9 => {
             let source = resolve(tree, "d").await.expect("found").ino;
-            match tree.clone_tree(source, (InodeId::ROOT, format!("clone-{step}").as_bytes())).await {
+            match tree.clone_tree(source, (InodeId::ROOT, format!("clone-{step}").as_bytes()), &Alone).await {
                 Ok(_) => {
                     let below = |(path, text): (&String, &String)| {
                         Some((format!("clone-{step}/{}", path.strip_prefix("d/")?), text.clone()))

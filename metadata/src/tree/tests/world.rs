@@ -25,7 +25,8 @@ use crate::kv::{
     Batch, Durability, Engine, Limits, LmdbEngine, LmdbSettings, Pair, SlateEngine, SlateSettings, Snapshot,
 };
 use crate::tree::{
-    Existing, LocalTree, Lookup, NewInode, Placement, Tree, TreeParts, TreeSettings, resolve, walk,
+    CloneGuide, Cloned, Existing, LocalTree, Lookup, NewInode, Placement, Tree, TreeParts, TreeSettings,
+    resolve, walk,
 };
 
 type Map = BTreeMap<Bytes, Bytes>;
@@ -223,6 +224,11 @@ impl World {
         self.bucket.as_ref().expect("this world has a bucket")
     }
 
+    /// A path for a file of the test's own.
+    pub(super) fn scratch(&self, name: &str) -> std::path::PathBuf {
+        self.directory.path().join(name)
+    }
+
     /// Opens the tree in a new session. Its mover works only when the test drains.
     pub(super) async fn open(&self) -> LocalTree {
         self.open_over(self.bucket.clone()).await
@@ -415,6 +421,20 @@ impl Cut {
         let _ = tree.drain().await;
         world.crash(tree, self.keeps_cache).await;
         world.open().await
+    }
+}
+
+/// A clone that nobody cares for: it waits for nothing.
+pub(super) struct Alone;
+
+#[async_trait]
+impl CloneGuide for Alone {
+    fn goes_on(&self, _: &Cloned) -> bool {
+        true
+    }
+
+    async fn settle(&self, _: &[InodeId], _: u32) -> Result<bool> {
+        Ok(false)
     }
 }
 

@@ -1,0 +1,470 @@
+//! Clones in many steps: others go on meanwhile, any step may be the last one before a crash, and what is there in the end
+//! is the tree at one moment or nothing.
+
+use std::future::Future;
+use std::io::Cursor;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use forebay_core::{ErrorKind, InodeId, VolumeId};
+use futures::poll;
+
+use super::clone::{remove_all, sample, shape};
+use super::sharing::{no_loans, share};
+use super::world::*;
+use crate::commit::{Committer, CommitterSettings};
+use crate::dump::load;
+use crate::records::Records;
+use crate::schema::{Keys, Orphan, QuotaLimits, Tag};
+use crate::testing::{Chance, rounds};
+use crate::tree::{
+    CloneGuide, Cloned, LocalTree, Placement, RenameMode, SetAttributes, Tree, XattrMode, resolve,
+};
+
+/// Waits for what is being written, and says how far the clone came at each step.
+#[derive(Default)]
+struct Patient {
+    steps: AtomicUsize,
+    copied: AtomicU64,
+    most_copied: AtomicU64,
+}
+
+#[async_trait::async_trait]
+impl CloneGuide for Patient {
+    fn goes_on(&self, cloned: &Cloned) -> bool {
+        self.steps.fetch_add(1, Ordering::SeqCst);
+        let copied = cloned.files + cloned.directories;
+        let before = self.copied.swap(copied, Ordering::SeqCst);
+        self.most_copied.fetch_max(copied.saturating_sub(before), Ordering::SeqCst);
+        true
+    }
+
+    async fn settle(&self, _: &[InodeId], times: u32) -> forebay_core::Result<bool> {
+        tokio::task::yield_now().await;
+        Ok(times < 200)
+    }
+}
+
+type Cloning<'a> = Pin<Box<dyn Future<Output = forebay_core::Result<Cloned>> + Send + 'a>>;
+
+/// A clone that goes a step further each time it is polled.
+async fn begin<'a>(tree: &'a LocalTree, guide: &'a Patient, (from, to): (&str, &str)) -> Cloning<'a> {
+    let source = resolve(tree, from).await.expect("found").ino;
+    let (parent, name) = split(tree, to).await.expect("a directory");
+    let name = name.to_owned();
+    Box::pin(async move { tree.clone_tree(source, (parent, name.as_bytes()), guide).await })
+}
+
+/// What clones left that is not freed.
+async fn unfinished(tree: &LocalTree) -> usize {
+    let (start, end) = tree.shared.keys.family(Tag::Orphan);
+    let found = tree.look(|look| look.reads().scan(&start, &end, usize::MAX)).await.expect("records");
+    let is_unfinished = |value: &Bytes| Orphan::decode(value.clone()).expect("a record").is_unfinished;
+    found.iter().filter(|(_, value)| is_unfinished(value)).count()
+}
+
+async fn is_clean(tree: &LocalTree, when: &str) {
+    tree.sync().await.expect("synced");
+    let report = tree.fsck(false).await.expect("checked");
+    assert!(report.is_clean(), "{when}: {:?}", report.findings);
+}
+
+/// A world whose clones copy `step` entries at a time.
+async fn world_of(kind: Kind, step: usize) -> World {
+    let mut world = World::new(kind).await;
+    world.settings.clone_step = step;
+    world
+}
+
+/// Something that somebody else does meanwhile. What cannot be done is not.
+struct Others {
+    chance: Chance,
+    writing: Option<(InodeId, Placement)>,
+    open: Vec<InodeId>,
+    count: u64,
+    cloned: u64,
+}
+
+impl Others {
+    fn path(&mut self) -> String {
+        let directories = ["d", "d/0", "d/1", "d/0/0", "d/1/1", "d/new", "e", "e/0", "d/0/new"];
+        let names = ["f0", "f1", "shared", "link", "new", "0", "1"];
+        let directory = directories[self.chance.below(directories.len() as u64) as usize];
+        format!("{directory}/{}", names[self.chance.below(names.len() as u64) as usize])
+    }
+
+    async fn act(&mut self, world: &World, tree: &LocalTree) {
+        let (one, other) = (self.path(), self.path());
+        self.count += 1;
+        let text = format!("{} {}", self.count, "y".repeat(self.chance.below(30) as usize));
+        match self.chance.below(17) {
+            0..=2 if self.writing.is_none() => drop(world.write_path(tree, &one, &text).await),
+            3 => drop(unlink(tree, &one).await),
+            4..=6 => drop(rename(tree, &one, &other, RenameMode::Replace).await),
+            7 => drop(rename(tree, &one, &other, RenameMode::Exchange).await),
+            8 => drop(make_directory(tree, &one).await),
+            9 => {
+                if let Ok((parent, name)) = split(tree, &one).await {
+                    let _ = tree.remove_directory(parent, name.as_bytes()).await;
+                }
+            }
+            10 => {
+                if let (Ok(found), Ok((parent, name))) =
+                    (resolve(tree, &one).await, split(tree, &other).await)
+                {
+                    let _ = tree.link(found.ino, parent, name.as_bytes()).await;
+                }
+            }
+            11 | 12 => self.change_attributes(tree, &one, text).await,
+            13 => drop(share(world, tree, &one, &other).await),
+            14 => self.write_slowly(world, tree, &one).await,
+            15 => self.keep_open(tree, &one).await,
+            _ => {
+                match self.chance.below(2) {
+                    // What somebody else replaces is lost to whoever shares it.
+                    0 => world.put(&format!("d/outside-{}", self.count), text.as_bytes()).await,
+                    _ => tree.drain().await.expect("drained"),
+                }
+                world.pass_ttl();
+                paths(tree).await;
+            }
+        }
+    }
+
+    async fn change_attributes(&mut self, tree: &LocalTree, path: &str, text: String) {
+        let Ok(found) = resolve(tree, path).await else { return };
+        let mode = Some(0o600 + self.chance.below(8) as u16);
+        let changes =
+            SetAttributes { mode, mtime: Some(time(self.count as i64)), ..SetAttributes::default() };
+        tree.set_attributes(found.ino, changes).await.expect("set");
+        match self.chance.below(2) {
+            0 => drop(tree.remove_xattr(found.ino, b"user.o").await),
+            _ => drop(tree.set_xattr(found.ino, b"user.o", text.into(), XattrMode::Set).await),
+        }
+    }
+
+    /// A write that others see begin, and end a while later.
+    async fn write_slowly(&mut self, world: &World, tree: &LocalTree, path: &str) {
+        if self.writing.is_some() {
+            return self.end_writing(world, tree).await;
+        }
+        let Ok(found) = resolve(tree, path).await else { return };
+        if found.kind == forebay_core::FileKind::File {
+            self.writing = tree.place(found.ino).await.ok().map(|placement| (found.ino, placement));
+        }
+    }
+
+    async fn end_writing(&mut self, world: &World, tree: &LocalTree) {
+        let Some((ino, _)) = self.writing.take() else { return };
+        if tree.attributes(ino).await.is_ok() {
+            let _ = world.write(tree, ino, format!("slow {}", self.count).as_bytes()).await;
+        }
+    }
+
+    /// A file that is open and loses its name.
+    async fn keep_open(&mut self, tree: &LocalTree, path: &str) {
+        if let Some(ino) = self.open.pop() {
+            return tree.closed(ino).await.expect("closed");
+        }
+        let Ok(found) = resolve(tree, path).await else { return };
+        if found.kind == forebay_core::FileKind::File && tree.opened(found.ino).await.is_ok() {
+            self.open.push(found.ino);
+            let _ = unlink(tree, path).await;
+        }
+    }
+
+    async fn end(&mut self, world: &World, tree: &LocalTree) {
+        self.end_writing(world, tree).await;
+        while let Some(ino) = self.open.pop() {
+            tree.closed(ino).await.expect("closed");
+        }
+    }
+}
+
+/// One clone with others beside it, perhaps cut off; returns the tree, which may be one of the next session.
+async fn clone_beside(world: &World, mut tree: LocalTree, others: &mut Others, copy: &str) -> LocalTree {
+    let guide = Patient::default();
+    let mut cloning = begin(&tree, &guide, ("d", copy)).await;
+    let is_cut = others.chance.below(3) == 0;
+    let (cut, mut polls) = (others.chance.below(40), 0);
+    let outcome = loop {
+        if let std::task::Poll::Ready(outcome) = poll!(cloning.as_mut()) {
+            break Some(outcome);
+        }
+        polls += 1;
+        for _ in 0..others.chance.below(3) {
+            others.act(world, &tree).await;
+        }
+        if others.chance.below(12) == 0 {
+            is_clean(&tree, "between two steps").await;
+        }
+        if is_cut && polls > cut {
+            break None;
+        }
+    };
+    drop(cloning);
+    match outcome {
+        Some(Ok(_)) => {
+            others.cloned += 1;
+            assert_eq!(shape(world, &tree, "d/").await, shape(world, &tree, &format!("{copy}/")).await);
+        }
+        Some(Err(error)) => {
+            assert_eq!(error.kind(), ErrorKind::Conflict, "{error}");
+            assert!(resolve(&tree, copy).await.is_err());
+            assert_eq!(unfinished(&tree).await, 0);
+        }
+        None => {
+            if others.chance.below(2) == 0 && world.kind == Kind::Memory {
+                others.end(world, &tree).await;
+                tree.sync().await.expect("synced");
+                world.crash(tree, others.chance.below(2) == 0).await;
+                tree = world.open().await;
+                is_clean(&tree, "after a crash").await;
+            }
+            tree.drain().await.expect("drained");
+            assert_eq!(unfinished(&tree).await, 0);
+            assert!(resolve(&tree, copy).await.is_err());
+        }
+    }
+    is_clean(&tree, "after a clone").await;
+    tree
+}
+
+/// Whatever others do between the steps, the copy is the tree as it was at the last one; what was cut off leaves nothing.
+#[tokio::test]
+async fn random_histories_beside_a_clone_show_one_moment() {
+    let (count, mut cloned) = (rounds(20), 0);
+    for round in 0..count {
+        let mut chance = Chance::fresh();
+        let step = [1, 2, 5, 40][chance.below(4) as usize];
+        let kind = if round % 10 == 9 { Kind::Slate } else { Kind::Memory };
+        let world = world_of(kind, step).await;
+        world.put("d/object", b"of another tool").await;
+        let mut tree = world.open().await;
+        paths(&tree).await;
+        sample(&world, &tree, 6).await;
+        for path in ["e", "to"] {
+            make_directory(&tree, path).await.expect("made");
+        }
+        let to = resolve(&tree, "to").await.expect("found").ino;
+        let limits = QuotaLimits { bytes: Some(1 << 20), inodes: Some(10_000) };
+        for directory in [InodeId::ROOT, to] {
+            tree.set_quota(directory, limits).await.expect("set");
+        }
+        let mut others = Others { chance, writing: None, open: Vec::new(), count: 0, cloned: 0 };
+        for number in 0..4 {
+            tree = clone_beside(&world, tree, &mut others, &format!("to/{number}")).await;
+        }
+        others.end(&world, &tree).await;
+        cloned += others.cloned;
+        for path in ["to", "d", "e"] {
+            remove_all(&tree, path).await;
+        }
+        tree.drain().await.expect("drained");
+        no_loans(&tree).await;
+        is_clean(&tree, "in the end").await;
+        tree.close().await.expect("closed");
+        let tree = world.open().await;
+        tree.drain().await.expect("drained");
+        world.check_objects(&[]).await;
+    }
+    assert!(cloned > count, "{cloned} of {} clones came to their end", count * 4);
+}
+
+/// A crash after any step: nothing of the clone is to be seen, the tree is whole, and what was made goes.
+#[tokio::test]
+async fn a_clone_is_cut_off_after_any_step() {
+    for (polls, keeps_cache) in (0..24).flat_map(|polls| [(polls, false), (polls, true)]) {
+        let world = world_of(Kind::Memory, 2).await;
+        let tree = world.open().await;
+        sample(&world, &tree, 6).await;
+        let before = shape(&world, &tree, "").await;
+        let guide = Patient::default();
+        let mut cloning = begin(&tree, &guide, ("d", "copy")).await;
+        let mut is_done = false;
+        for _ in 0..polls {
+            is_done = is_done || poll!(cloning.as_mut()).is_ready();
+            if is_done {
+                break;
+            }
+        }
+        drop(cloning);
+        assert!(!is_done, "the clone takes more steps than {polls}");
+        tree.sync().await.expect("synced");
+        world.crash(tree, keeps_cache).await;
+        let tree = world.open().await;
+        is_clean(&tree, "before anything is freed").await;
+        assert_eq!(shape(&world, &tree, "").await, before, "after {polls} steps");
+        // Freeing is cut off as well.
+        let tree = match polls % 2 {
+            0 => tree,
+            _ => {
+                let mut freeing = Box::pin(tree.drain());
+                for _ in 0..2 {
+                    if poll!(freeing.as_mut()).is_ready() {
+                        break;
+                    }
+                }
+                drop(freeing);
+                tree.sync().await.expect("synced");
+                world.crash(tree, keeps_cache).await;
+                world.open().await
+            }
+        };
+        is_clean(&tree, "while it is freed").await;
+        tree.collect_garbage(false).await.expect("collected");
+        assert_eq!(unfinished(&tree).await, 0);
+        is_clean(&tree, "after it was freed").await;
+        let walked = paths(&tree).await.len() as u64;
+        // A hard link is one more name.
+        assert_eq!(
+            tree.statistics().await.expect("counts").inodes,
+            walked,
+            "names and the root, less a link"
+        );
+        remove_all(&tree, "d").await;
+        tree.drain().await.expect("drained");
+        no_loans(&tree).await;
+        world.check_objects(&[]).await;
+    }
+}
+
+/// What becomes of the two places while a clone is made.
+#[tokio::test]
+async fn a_clone_gives_up_without_a_trace() {
+    for what in ["taken", "source removed", "target removed", "over quota", "into itself", "dropped", "away"]
+    {
+        let mut world = world_of(Kind::Memory, 10).await;
+        world.settings.trash_ms = 1000;
+        let tree = world.open().await;
+        sample(&world, &tree, 6).await;
+        for path in ["to", "elsewhere"] {
+            make_directory(&tree, path).await.expect("made");
+        }
+        let to = resolve(&tree, "to").await.expect("found").ino;
+        let root = InodeId::ROOT;
+        let limits = QuotaLimits { bytes: None, inodes: Some(70) };
+        tree.set_quota(to, limits).await.expect("set");
+        let guide = Patient::default();
+        let mut cloning = begin(&tree, &guide, ("d", "to/copy")).await;
+        for _ in 0..3 {
+            assert!(poll!(cloning.as_mut()).is_pending(), "{what}");
+        }
+        let quota = tree.quota(to).await.expect("looked at").expect("a quota");
+        assert_eq!(quota.usage.inodes, 0, "what is not there yet counts nowhere");
+        let mut expected = ErrorKind::NotFound;
+        match what {
+            "taken" => {
+                expected = ErrorKind::Exists;
+                make_directory(&tree, "to/copy").await.expect("made");
+            }
+            "source removed" => remove_all(&tree, "d").await,
+            "target removed" => tree.remove_directory(root, b"to").await.expect("removed"),
+            "over quota" => {
+                expected = ErrorKind::OverQuota;
+                for number in 0..10 {
+                    make_directory(&tree, &format!("to/{number}")).await.expect("made");
+                }
+            }
+            "into itself" => {
+                expected = ErrorKind::Invalid;
+                rename(&tree, "to", "d/to", RenameMode::Replace).await.expect("renamed");
+            }
+            // Neither stops it.
+            "away" => {
+                rename(&tree, "d", "elsewhere/d", RenameMode::Replace).await.expect("renamed");
+                rename(&tree, "to", "elsewhere/to", RenameMode::Replace).await.expect("renamed");
+            }
+            _ => {}
+        }
+        match what {
+            "dropped" => {
+                drop(cloning);
+                assert_eq!(unfinished(&tree).await, 1);
+                tree.drain().await.expect("drained");
+            }
+            "away" => {
+                cloning.await.expect("cloned");
+                let copy = shape(&world, &tree, "elsewhere/to/copy/").await;
+                assert_eq!(shape(&world, &tree, "elsewhere/d/").await, copy);
+                let quota = tree.quota(to).await.expect("looked at").expect("a quota");
+                assert_eq!(quota.usage.inodes, copy.len() as i64);
+            }
+            _ => assert_eq!(kind_of(cloning.await), expected, "{what}"),
+        }
+        assert_eq!(unfinished(&tree).await, 0, "{what}");
+        is_clean(&tree, what).await;
+        for trashed in tree.trash(None, 1000).await.expect("looked at") {
+            let path = String::from_utf8_lossy(&trashed.path).into_owned();
+            assert!(["d", "to"].iter().any(|top| path == *top || path.starts_with("d/")), "{what}: {path}");
+        }
+    }
+}
+
+/// A dump that is taken while a clone is made holds the tree without it.
+#[tokio::test]
+async fn a_dump_beside_a_clone_loads_without_it() {
+    let world = world_of(Kind::Memory, 5).await;
+    let tree = world.open().await;
+    sample(&world, &tree, 6).await;
+    let before = shape(&world, &tree, "").await;
+    let guide = Patient::default();
+    let mut cloning = begin(&tree, &guide, ("d", "copy")).await;
+    for _ in 0..8 {
+        assert!(poll!(cloning.as_mut()).is_pending());
+    }
+    let file = world.scratch("dump");
+    tree.dump(std::fs::File::create(&file).expect("a file")).await.expect("dumped");
+    drop(cloning);
+    world.crash(tree, true).await;
+    let committer = Committer::start(world.engine().await.expect("an engine"), CommitterSettings::default());
+    let dump = Cursor::new(std::fs::read(&file).expect("a dump"));
+    load(&committer, Keys(VolumeId(7)), dump, true).await.expect("loaded");
+    committer.close().await.expect("closed");
+    let tree = world.open().await;
+    is_clean(&tree, "as it was loaded").await;
+    assert_eq!(unfinished(&tree).await, 1);
+    tree.drain().await.expect("drained");
+    assert_eq!(unfinished(&tree).await, 0);
+    assert_eq!(shape(&world, &tree, "").await, before);
+    is_clean(&tree, "after it was freed").await;
+}
+
+/// A large tree: no step copies more than it may, and each entry is read a bounded number of times.
+#[tokio::test]
+async fn a_large_clone_takes_steps_of_bounded_size() {
+    const STEP: usize = 500;
+    let (directories, files) = (50, rounds(60));
+    for kind in [Kind::Memory, Kind::Lmdb, Kind::Slate] {
+        let world = world_of(kind, STEP).await;
+        let tree = world.open().await;
+        make_directory(&tree, "d").await.expect("made");
+        for directory in 0..directories {
+            let parent = make_directory(&tree, &format!("d/{directory}")).await.expect("made").ino;
+            for number in 0..files {
+                let name = number.to_string();
+                let made =
+                    tree.create(parent, name.as_bytes(), new_file(), crate::tree::Existing::Refuse).await;
+                made.expect("made");
+            }
+        }
+        tree.sync().await.expect("synced");
+        let guide = Patient::default();
+        let before = world.disk.reads();
+        let cloned = begin(&tree, &guide, ("d", "copy")).await.await.expect("cloned");
+        let expected = Cloned { directories: directories + 1, files: directories * files, bytes: 0 };
+        assert_eq!(cloned, expected, "{kind:?}");
+        let most = guide.most_copied.load(Ordering::SeqCst);
+        assert!(most <= STEP as u64 + 1, "{most} entries in one step");
+        let entries = cloned.directories + cloned.files;
+        let least = entries.div_ceil(STEP as u64) as usize;
+        let steps = guide.steps.load(Ordering::SeqCst);
+        assert!((least..least * 2 + 4).contains(&steps), "{steps} steps for {entries} entries");
+        // Entry, inode and attributes.
+        let reads = world.disk.reads() - before;
+        assert!(reads <= entries * 5, "{reads} reads of {entries} entries");
+        assert_eq!(shape(&world, &tree, "d/").await, shape(&world, &tree, "copy/").await, "{kind:?}");
+        is_clean(&tree, "in the end").await;
+    }
+}

@@ -1,0 +1,110 @@
+//! Clones through a volume: what is being written goes with them, and who loses interest leaves nothing.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use forebay_core::units::KIB;
+use forebay_core::{ErrorKind, FileKind, InodeId};
+use forebay_io::object::Bucket;
+use forebay_metadata::tree::{Existing, NewInode, resolve};
+use tokio_util::sync::CancellationToken;
+
+use super::support::{Fixture, READ_WRITE, pattern, run};
+use crate::clone::clone;
+use crate::staging::{Staged, WritebackSettings};
+use crate::warmup::Progress;
+use crate::{File, Volume};
+
+const FILES: u64 = 30;
+
+fn new(kind: FileKind) -> NewInode {
+    NewInode { kind, mode: 0o755, umask: 0, uid: 0, gid: 0, rdev: 0, target: Bytes::new() }
+}
+
+/// A directory `d` of files that are open and hold bytes which nobody has committed.
+async fn written(volume: &Arc<Volume>) -> Vec<Arc<File>> {
+    let directory = new(FileKind::Directory);
+    let made = volume.tree().create(InodeId::ROOT, b"d", directory, Existing::Refuse).await;
+    let parent = made.expect("a directory").0.ino;
+    let mut files = Vec::new();
+    for number in 0..FILES {
+        let name = number.to_string();
+        let made = volume.create(parent, name.as_bytes(), new(FileKind::File), Existing::Refuse, READ_WRITE);
+        let file = made.await.expect("a file").1;
+        file.write(0, pattern(number, 0..number * KIB)).await.expect("write");
+        files.push(file);
+    }
+    files
+}
+
+async fn is_clean(volume: &Volume) {
+    let tree = volume.tree().local().expect("it is served here");
+    let report = tree.fsck(false).await.expect("checked");
+    assert!(report.is_clean(), "{:?}", report.findings);
+}
+
+/// Ctrl-C tells the mount to stop after the first of many steps.
+#[test]
+fn a_clone_that_is_cancelled_leaves_nothing() {
+    run(async {
+        let fixture = Fixture { clone_step: 4, ..Fixture::new(Bucket::in_memory()) };
+        let volume = fixture.open().await;
+        for file in written(&volume).await {
+            file.release().await.expect("release");
+        }
+        let before = volume.tree().statistics().await.expect("counts");
+        let cancel = CancellationToken::new();
+        let told = parking_lot::Mutex::new(Progress::default());
+        let tell = |progress: Progress| {
+            *told.lock() = progress;
+            if progress.done_bytes > 0 {
+                cancel.cancel();
+            }
+        };
+        let cancelled = clone(&volume, ("d", "copy"), tell, &cancel).await.expect_err("cancelled");
+        assert!(cancelled.to_string().contains("nothing was made"), "{cancelled}");
+        let told = *told.lock();
+        assert_eq!(told.files, FILES);
+        assert!(told.done_bytes > 0 && told.done_bytes < told.bytes, "{told:?}");
+        let missing = resolve(&**volume.tree(), "copy").await.expect_err("nothing is made");
+        assert_eq!(missing.kind(), ErrorKind::NotFound);
+        assert_eq!(volume.tree().statistics().await.expect("counts"), before);
+        is_clean(&volume).await;
+        volume.close().await.expect("close");
+    });
+}
+
+/// With `--writeback` a clone shares what is staged, also of files that are still open; it is uploaded later.
+#[test]
+fn staged_bytes_are_cloned_in_steps() {
+    run(async {
+        let settings =
+            WritebackSettings { enabled: true, bytes: 1 << 40, delay_ms: 3_600_000, open_ms: 3_600_000 };
+        let fixture = Fixture::new(Bucket::in_memory()).writing_back(settings);
+        let fixture = Fixture { clone_step: 4, ..fixture };
+        let volume = fixture.open().await;
+        let files = written(&volume).await;
+        let cancel = CancellationToken::new();
+        let cloned = clone(&volume, ("d", "copy"), |_| {}, &cancel).await.expect("cloned");
+        assert_eq!((cloned.files, cloned.bytes), (FILES, FILES * (FILES - 1) / 2 * KIB));
+        for (number, file) in (0..).zip(&files) {
+            file.write(0, pattern(100 + number, 0..number * KIB)).await.expect("write");
+            file.release().await.expect("release");
+        }
+        for number in 0..FILES / 2 {
+            let parent = resolve(&**volume.tree(), "d").await.expect("found").ino;
+            volume.tree().unlink(parent, number.to_string().as_bytes()).await.expect("unlinked");
+        }
+        volume.drain(|_| {}).await.expect("drain");
+        assert_eq!(volume.staged(), Staged::default());
+        for number in 0..FILES {
+            let found = resolve(&**volume.tree(), &format!("copy/{number}")).await.expect("found");
+            let file = volume.open(found.ino, super::support::READ).await.expect("open");
+            let bytes = file.read(0, u32::MAX).await.expect("read");
+            assert!(bytes == pattern(number, 0..number * KIB), "copy/{number}");
+            file.release().await.expect("release");
+        }
+        is_clean(&volume).await;
+        volume.close().await.expect("close");
+    });
+}
