@@ -16,8 +16,8 @@ pub use inode::{Inode, NumberRun, decode_extents, encode_extents, split};
 pub use key::{Keys, Tag, hash_of};
 pub use quota::{Quota, QuotaLimits, Usage};
 pub use record::{
-    Claim, Counters, Deletion, Dentry, HolderState, ImportState, Intent, Loan, Loose, Mark, Member, Move, Orphan,
-    References, SessionRecord, UploadRecord,
+    Claim, Counters, Deletion, Dentry, HolderState, ImportState, Intent, Loan, Loose, Mark, Member, Move,
+    Orphan, References, SessionRecord, UploadRecord,
 };
 
 #[cfg(test)]

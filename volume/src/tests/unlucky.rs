@@ -7,8 +7,8 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Attributes, Error, ErrorKind, FileLayout, InodeId, ObjectKey, Result, Timestamp};
 use forebay_metadata::tree::{
-    Cloned, DirectoryPage, Existing, LocalTree, Lookup, NewInode, OutsideChanges, Placement, RenameMode,
-    SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
+    CloneGuide, Cloned, DirectoryPage, Existing, LocalTree, Lookup, NewInode, OutsideChanges, Placement,
+    RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
 };
 
 /// Passes everything on.
@@ -179,8 +179,13 @@ impl Tree for Unlucky {
         Ok(committed)
     }
 
-    async fn clone_tree(&self, source: InodeId, to: (InodeId, &[u8])) -> Result<Cloned> {
-        self.tree.clone_tree(source, to).await
+    async fn clone_tree(
+        &self,
+        source: InodeId,
+        to: (InodeId, &[u8]),
+        guide: &dyn CloneGuide,
+    ) -> Result<Cloned> {
+        self.tree.clone_tree(source, to, guide).await
     }
 
     async fn relocate(&self, ino: InodeId, expected: u64, layout: FileLayout) -> Result<()> {

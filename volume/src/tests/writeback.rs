@@ -3,7 +3,6 @@
 mod away;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::SeqCst;
 
 use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};
@@ -558,35 +557,5 @@ fn a_dump_is_refused_while_bytes_are_staged() {
         drain(&volume).await;
         volume.close().await.expect("close");
         crate::backup::dump(&source, &settings, Vec::new()).await.expect("nothing is staged");
-    });
-}
-
-/// Past the ceiling what cannot be brought into the bucket is told while the store is away; what was taken before stays
-/// taken.
-#[test]
-fn past_the_ceiling_a_store_that_is_away_is_told() {
-    run(async {
-        let settings = WritebackSettings { bytes: MIB, ..LATER };
-        let (fixture, faults, volume) = over_a_store_that_goes_away(settings).await;
-        for number in 0..4 {
-            write(&volume, &format!("f{number}"), pattern(number, 0..200 * KIB)).await;
-        }
-        let file = create(&volume, "large").await;
-        file.write(0, pattern(9, 0..900 * KIB)).await.expect("it is in memory");
-        let told = file.flush().await.expect_err("there is no room, and no store");
-        assert_eq!(told.kind(), ErrorKind::Unavailable, "{told}");
-        assert_eq!(file.release().await.expect_err("as long as it is away").kind(), ErrorKind::Unavailable);
-        assert!(read(&volume, "f3").await == pattern(3, 0..200 * KIB));
-        faults.set_down(false);
-        fixture.lapsed.store(false, SeqCst);
-        drain(&volume).await;
-        for number in 0..4 {
-            let found = object(&fixture.bucket, &format!("f{number}")).await;
-            assert!(found == pattern(number, 0..200 * KIB), "f{number}");
-        }
-        write(&volume, "large", pattern(9, 0..900 * KIB)).await;
-        drain(&volume).await;
-        assert!(object(&fixture.bucket, "large").await == pattern(9, 0..900 * KIB));
-        volume.close().await.expect("close");
     });
 }

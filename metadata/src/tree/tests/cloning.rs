@@ -11,6 +11,7 @@ use forebay_core::{ErrorKind, InodeId, VolumeId};
 use futures::poll;
 
 use super::clone::{remove_all, sample, shape};
+use super::segments::{compact, write_packed};
 use super::sharing::{no_loans, share};
 use super::world::*;
 use crate::commit::{Committer, CommitterSettings};
@@ -98,7 +99,7 @@ impl Others {
         let (one, other) = (self.path(), self.path());
         self.count += 1;
         let text = format!("{} {}", self.count, "y".repeat(self.chance.below(30) as usize));
-        match self.chance.below(17) {
+        match self.chance.below(20) {
             0..=2 if self.writing.is_none() => drop(world.write_path(tree, &one, &text).await),
             3 => drop(unlink(tree, &one).await),
             4..=6 => drop(rename(tree, &one, &other, RenameMode::Replace).await),
@@ -120,6 +121,8 @@ impl Others {
             13 => drop(share(world, tree, &one, &other).await),
             14 => self.write_slowly(world, tree, &one).await,
             15 => self.keep_open(tree, &one).await,
+            16 | 17 => self.write_packed(world, tree, [one, other]).await,
+            18 => drop(compact(world, tree, || self.chance.below(2) == 0).await),
             _ => {
                 match self.chance.below(2) {
                     // What somebody else replaces is lost to whoever shares it.
@@ -128,6 +131,17 @@ impl Others {
                 }
                 world.pass_ttl();
                 paths(tree).await;
+            }
+        }
+    }
+
+    /// Two files that share a segment.
+    async fn write_packed(&mut self, world: &World, tree: &LocalTree, to: [String; 2]) {
+        let bytes = self.count.to_be_bytes();
+        write_packed(world, tree, &[("p0", &bytes), ("p1", &bytes[1..])]).await;
+        for (from, to) in ["p0", "p1"].into_iter().zip(to) {
+            if rename(tree, from, &to, RenameMode::Replace).await.is_err() {
+                unlink(tree, from).await.expect("unlinked");
             }
         }
     }

@@ -50,7 +50,7 @@ pub(super) async fn write_packed(world: &World, tree: &LocalTree, files: &[(&str
 }
 
 /// Rewrites every segment of which less than half is live, and `also` those that `chance` picks. Returns how many.
-async fn compact(world: &World, tree: &LocalTree, mut also: impl FnMut() -> bool) -> usize {
+pub(super) async fn compact(world: &World, tree: &LocalTree, mut also: impl FnMut() -> bool) -> usize {
     let (mut rewritten, mut last) = (0, None);
     loop {
         let (found, next) = tree.loose_segments(last.as_ref(), 2).await.expect("segments");

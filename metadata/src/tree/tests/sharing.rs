@@ -162,7 +162,8 @@ async fn cut_off(cut: Cut) {
 async fn random_histories_of_sharing_lose_nothing_and_leave_nothing() {
     for _ in 0..rounds(12) {
         let mut chance = Chance::fresh();
-        let world = World::memory().await;
+        let mut world = World::memory().await;
+        world.settings.clone_step = 1 + chance.below(3) as usize;
         let mut tree = world.open().await;
         let mut expected: BTreeMap<String, String> = BTreeMap::new();
         make_directory(&tree, "d").await.expect("made");

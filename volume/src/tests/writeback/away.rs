@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-use forebay_core::units::KIB;
+use bytes::Bytes;
+use forebay_core::units::{KIB, MIB};
 use forebay_core::{ErrorKind, InodeId};
 use forebay_io::object::{Bucket, Faults};
 use forebay_metadata::tree::resolve;
 
-use super::super::support::{Fixture, create, object, pattern, run};
-use super::{LATER, drain, owned, read, write};
+use super::super::support::{Fixture, READ_WRITE, create, object, open, pattern, run};
+use super::{AT_ONCE, LATER, drain, owned, read, write};
 use crate::Volume;
 use crate::staging::WritebackSettings;
 
@@ -114,5 +115,35 @@ fn a_host_that_dies_while_the_store_is_away_keeps_what_was_synced() {
         assert!(object(&fixture.bucket, "before").await == pattern(99, 0..100 * KIB));
         assert_eq!(owned(&fixture.bucket).await, 0);
         next.close().await.expect("close");
+    });
+}
+
+/// Past the ceiling what cannot be brought into the bucket is told while the store is away; what was taken before stays
+/// taken.
+#[test]
+fn past_the_ceiling_a_store_that_is_away_is_told() {
+    run(async {
+        let settings = WritebackSettings { bytes: MIB, ..LATER };
+        let (fixture, faults, volume) = over_a_store_that_goes_away(settings).await;
+        for number in 0..4 {
+            write(&volume, &format!("f{number}"), pattern(number, 0..200 * KIB)).await;
+        }
+        let file = create(&volume, "large").await;
+        file.write(0, pattern(9, 0..900 * KIB)).await.expect("it is in memory");
+        let told = file.flush().await.expect_err("there is no room, and no store");
+        assert_eq!(told.kind(), ErrorKind::Unavailable, "{told}");
+        assert_eq!(file.release().await.expect_err("as long as it is away").kind(), ErrorKind::Unavailable);
+        assert!(read(&volume, "f3").await == pattern(3, 0..200 * KIB));
+        faults.set_down(false);
+        fixture.lapsed.store(false, SeqCst);
+        drain(&volume).await;
+        for number in 0..4 {
+            let found = object(&fixture.bucket, &format!("f{number}")).await;
+            assert!(found == pattern(number, 0..200 * KIB), "f{number}");
+        }
+        write(&volume, "large", pattern(9, 0..900 * KIB)).await;
+        drain(&volume).await;
+        assert!(object(&fixture.bucket, "large").await == pattern(9, 0..900 * KIB));
+        volume.close().await.expect("close");
     });
 }
