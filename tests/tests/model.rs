@@ -98,7 +98,8 @@ fn random_operations_on_the_layer_without_a_kernel_do_what_a_plain_folder_does()
         return;
     }
     for _ in 0..4 * scale() {
-        let operations = sequence(&mut *Seeded::new(), 2);
+        let mut rng = Seeded::new();
+        let operations = sequence(&mut *rng, 2);
         let checked = check(&operations, || vec![Box::new(Unmounted::new())]);
         checked.unwrap_or_else(|failure| panic!("{failure}"));
     }

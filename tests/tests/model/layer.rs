@@ -461,6 +461,7 @@ impl Calls for Layer {
         // Both directories are looked for before both names.
         let (from, to) = match (self.walk(from, false), self.walk(to, false)) {
             (Err(libc::ENAMETOOLONG), Err(errno)) | (Err(errno), _) => return Err(errno),
+            (Ok(Place { found: None, .. }), Err(libc::ENAMETOOLONG)) => return Err(libc::ENOENT),
             (from, to) => (from?, to?),
         };
         let source = from.found.as_ref().ok_or(libc::ENOENT)?.ino;
