@@ -112,6 +112,7 @@ fn on_disk(context: &Context) -> Result<Vec<Row>> {
         ("safetensors, not synced", "safetensors_s"),
         ("DCP save, not synced", "dcp_save_s"),
         ("DCP async_save until it returns", "dcp_async_s"),
+        ("DCP async_save, tuned, until it returns", "dcp_tuned_s"),
     ] {
         let pair = |(other, (save, _)): (&_, &(_, _))| Ok((told(other, name)?, told(save, "blocking_s")?));
         let pairs = others.iter().zip(&saves).map(pair).collect::<Result<Vec<_>>>()?;
