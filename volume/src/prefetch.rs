@@ -1,8 +1,10 @@
 //! Which bytes of a file to bring in ahead of a reader, and which files (`directory`). Pure: it sees reads and answers
 //! ranges, and fetches nothing.
 //!
-//! The first read fetches nothing extra: many programs look at a header only. A reader that goes forward gets a window that doubles with every window consumed, from one block to
-//! `PrefetchSettings::max_window_bytes`; a jump closes the window, so that random reads fetch nothing extra.
+//! The first read fetches nothing extra: many programs look at a header only. A reader that goes forward gets a window of
+//! one block, then of four times as many each time, up to `PrefetchSettings::max_window_bytes`: each step is a wait for the
+//! store. A window is filled up again when a quarter of it is consumed, so that a link is never idle. A jump closes it, so
+//! that random reads fetch nothing extra.
 
 use std::ops::Range;
 
@@ -63,10 +65,10 @@ impl Prefetch {
         }
         self.reached = self.reached.max(read.end);
         let left = self.requested.saturating_sub(self.reached);
-        if left > self.window / 2 {
+        if left > self.window / 4 * 3 {
             return self.reached..self.reached;
         }
-        self.window = (self.window * 2).clamp(BLOCK_SIZE.min(self.max_window), self.max_window);
+        self.window = (self.window * 4).clamp(BLOCK_SIZE.min(self.max_window), self.max_window);
         let start = self.requested.max(self.reached);
         let end = (self.reached + self.window).min(size).max(start);
         self.requested = end;

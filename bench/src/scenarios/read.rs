@@ -53,7 +53,7 @@ fn far(context: &Context) -> Result<Vec<Row>> {
     let set = Set::new(&few, &client, 100 << 10)?;
     let mut rows = first(&few, &store, &client, &set)?;
     // As `cp -a` and `tar` read: what the next files are can be told.
-    let ordered = Set { names: names(FAR_FILES).map(PathBuf::from).collect(), ..set };
+    let ordered = Set { names: names(few.settings.files).map(PathBuf::from).collect(), ..set };
     let mut walk = epoch_of(&few, &store, &client, &ordered, 1)?;
     for row in &mut walk {
         row.name = format!("{}, in order by one reader", row.name);
