@@ -40,16 +40,15 @@ impl Mover {
         self.transact(Durability::Durable, commit).await
     }
 
-    /// As `save_lent`, for a writer that is about to replace the object.
-    pub(crate) async fn move_lent(&self, blob: &Blob) -> Result<()> {
+    /// As `save_lent`, for a writer that is about to replace the object. Returns whether it is there; where somebody else
+    /// replaced it the bytes are gone, and whoever holds them learns it when reading.
+    pub(crate) async fn move_lent(&self, blob: &Blob) -> Result<bool> {
         let _turn = self.turn().await;
         let found = self.bucket().head(&blob.key).await?;
-        if found.is_none_or(|found| found.version != blob.version) {
-            // Somebody else's change: the bytes are gone already, and whoever holds them learns it when reading.
-            let gone = blob.clone();
-            let forget = move |change: &mut Change<'_, '_>| change.delete(change.keys().loan(&gone));
-            return self.transact(Durability::Buffered, forget).await;
+        let is_there = found.is_some_and(|found| found.version == blob.version);
+        if is_there {
+            self.save_lent(blob).await?;
         }
-        self.save_lent(blob).await
+        Ok(is_there)
     }
 }

@@ -42,9 +42,10 @@ impl Change<'_, '_> {
         Ok(())
     }
 
-    /// Forgets that a plain object is a file's.
+    /// Forgets that a plain object is a file's, which is one more borrower of it then.
     pub(crate) fn give_up_home(&mut self, ino: InodeId, inode: &mut Inode) -> Result<()> {
-        if let Some(home) = inode.home.take() {
+        let layout = self.layout(ino, inode)?;
+        if let Some(home) = self.replace_layout((ino, inode), &layout, None)? {
             let claim = self.claim(home.key.as_str())?;
             if claim.is_some_and(|claim| claim.state == HolderState::Held(ino)) {
                 self.delete_claim(home.key.as_str())?;

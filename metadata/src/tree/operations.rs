@@ -243,10 +243,14 @@ impl Tree for LocalTree {
     }
 
     async fn place(&self, ino: InodeId) -> Result<Placement> {
+        let mut gone = None;
         for step in 1..=MOST_STEPS {
             let (key, token) = (self.fresh_blob(), self.fresh_name());
-            let is_last = step == MOST_STEPS;
-            let step = self.change(move |change| place(change, ino, (&key, &token), is_last)).await?;
+            let (is_last, lost) = (step == MOST_STEPS, gone.clone());
+            let attempt = move |change: &mut Change<'_, '_>| {
+                place(change, ino, (&key, &token), (is_last, lost.as_ref()))
+            };
+            let step = self.change(attempt).await?;
             match (step, &self.mover) {
                 (Step::Placed { placement, is_first }, _) => {
                     // On disk before anything is written: what is overwritten, what nobody else would ever find, and
@@ -259,7 +263,7 @@ impl Tree for LocalTree {
                 }
                 (Step::Unsettled, Some(mover)) => mover.settle(ino).await?,
                 (Step::Doomed(key), Some(mover)) => mover.delete_doomed(&key).await?,
-                (Step::Lent(blob), Some(mover)) => mover.move_lent(&blob).await?,
+                (Step::Lent(blob), Some(mover)) => gone = (!mover.move_lent(&blob).await?).then_some(blob),
                 (_, None) => return Err(Error::bug("a tree without a bucket has an intent")),
             }
         }

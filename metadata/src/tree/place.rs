@@ -20,12 +20,13 @@ pub(super) enum Step {
 }
 
 /// One attempt of [`super::Tree::place`]. `fresh` is used if the content goes to an owned blob, as it does when
-/// `is_last` says that doomed objects are not waited for any more; else the object carries `token`.
+/// `is_last` says that doomed objects are not waited for any more; else the object carries `token`. There is nothing to
+/// copy away of an object that is `gone`.
 pub(super) fn place(
     change: &mut Change<'_, '_>,
     ino: InodeId,
     (fresh, token): (&ObjectKey, &str),
-    is_last: bool,
+    (is_last, gone): (bool, Option<&Blob>),
 ) -> Result<Step> {
     let inode = change.file(ino)?;
     if change.intent(ino)?.is_some() {
@@ -45,7 +46,8 @@ pub(super) fn place(
     }
     match change.occupancy(ino, &key)? {
         Occupancy::Free => {
-            if let Some(home) = inode.home.as_ref().filter(|home| home.key.as_str() == key)
+            let replaced = |home: &&Blob| home.key.as_str() == key && Some(*home) != gone;
+            if let Some(home) = inode.home.as_ref().filter(replaced)
                 && change.loan(home)?.is_some_and(|loan| loan.moved.is_none())
             {
                 return if is_last { place_owned(change, fresh) } else { Ok(Step::Lent(home.clone())) };

@@ -110,6 +110,58 @@ async fn an_outsider_who_replaces_what_is_lent_leaves_no_wrong_bytes() {
     no_loans(&tree).await;
 }
 
+/// The writer who meets somebody else's object at his path forgets no loan of the one before: layouts name it.
+#[tokio::test]
+async fn a_loan_of_a_replaced_object_is_counted_until_nothing_names_it() {
+    let world = World::memory().await;
+    let tree = pair(&world).await;
+    let ino = resolve(&tree, "a").await.expect("found").ino;
+    world.put("a", b"theirs").await;
+    let placement = world.write(&tree, ino, b"ours").await.expect("written");
+    assert_eq!(placement.key().as_str(), "a");
+    assert_eq!(kinds(&tree).await, ["dangling-extent"]);
+    unlink(&tree, "b").await.expect("unlinked");
+    tree.drain().await.expect("drained");
+    assert_eq!(kinds(&tree).await, [""; 0]);
+    no_loans(&tree).await;
+}
+
+/// Keys below the path of a file take its name from it, and its object gets another one: what a copy shares stays shared.
+#[tokio::test]
+async fn a_directory_that_takes_the_name_of_a_lender_leaves_the_copy_alone() {
+    for is_open in [false, true] {
+        let world = World::memory().await;
+        let tree = pair(&world).await;
+        let ino = resolve(&tree, "a").await.expect("found").ino;
+        if is_open {
+            tree.opened(ino).await.expect("opened");
+        }
+        world.put("a/x", b"below").await;
+        world.pass_ttl();
+        let aside =
+            paths(&tree).await.into_iter().find(|path| path.starts_with('a') && !path.starts_with("a/"));
+        let aside = aside.expect("the object beside the directory");
+        assert_eq!(kinds(&tree).await, [""; 0], "open: {is_open}");
+        world.write_path(&tree, &aside, "new").await.expect("written");
+        if is_open {
+            assert_eq!(world.read(&tree, ino).await.expect("bytes"), b"shared");
+            tree.closed(ino).await.expect("closed");
+        }
+        tree.drain().await.expect("drained");
+        check(&world, &tree, &[("a/x", "below"), ("b", "shared"), (&aside, "new")]).await;
+        assert_eq!(kinds(&tree).await, [""; 0], "open: {is_open}");
+        unlink(&tree, "b").await.expect("unlinked");
+        tree.drain().await.expect("drained");
+        no_loans(&tree).await;
+    }
+}
+
+/// What fsck finds wrong.
+async fn kinds(tree: &LocalTree) -> Vec<String> {
+    let report = tree.fsck(false).await.expect("checked");
+    report.findings.into_iter().map(|finding| finding.kind).collect()
+}
+
 /// No record of a loan is left.
 pub(super) async fn no_loans(tree: &LocalTree) {
     let (start, end) = tree.shared.keys.family(Tag::Loan);
