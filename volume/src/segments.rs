@@ -139,19 +139,9 @@ impl Worker {
             }
             let (contents, tell): (Vec<Bytes>, Vec<_>) =
                 batch.into_iter().map(|waiting| (waiting.content, waiting.tell)).unzip();
-            let pin = Arc::new(self.segments.0.tree.fresh_segment());
+            let pin = self.segments.0.tree.fresh_segment();
             let stored = self.segments.put_segment(&pin, &contents).await;
-            let mut at = 0;
-            for (content, tell) in contents.into_iter().zip(tell) {
-                let length = content.len() as u64;
-                let answer = stored.as_ref().map_err(Error::duplicate).map(|blob| {
-                    let layout = part(blob, at, length);
-                    Stored { layout, _pin: Some(pin.clone()) }
-                });
-                at += length;
-                // A writer that went away wants no answer.
-                let _ = tell.send(answer);
-            }
+            answer(pin, &stored, &contents, tell);
         }
     }
 
@@ -174,6 +164,32 @@ impl Worker {
     }
 }
 
+/// Tells the writers of `contents` where they are. From then on they alone hold the segment: once all of them have committed,
+/// it may be compacted.
+fn answer(
+    pin: SegmentPin,
+    stored: &Result<Blob>,
+    contents: &[Bytes],
+    tell: Vec<oneshot::Sender<Result<Stored>>>,
+) {
+    let (mut at, mut answers) = (0, Vec::with_capacity(contents.len()));
+    let pin = Arc::new(pin);
+    for content in contents {
+        let length = content.len() as u64;
+        let answer = stored.as_ref().map_err(Error::duplicate).map(|blob| {
+            let layout = part(blob, at, length);
+            Stored { layout, _pin: Some(pin.clone()) }
+        });
+        answers.push(answer);
+        at += length;
+    }
+    drop(pin);
+    for (answer, tell) in answers.into_iter().zip(tell) {
+        // A writer that went away wants no answer.
+        let _ = tell.send(answer);
+    }
+}
+
 /// A file that is `length` bytes of a segment.
 fn part(segment: &Blob, offset: u64, length: u64) -> FileLayout {
     let mut layout = FileLayout::empty();
@@ -183,6 +199,8 @@ fn part(segment: &Blob, offset: u64, length: u64) -> FileLayout {
 
 #[cfg(test)]
 mod tests {
+    use std::task::{Context, Poll, Wake, Waker};
+
     use super::*;
     use crate::tests::support::{Fixture, run};
 
@@ -198,6 +216,44 @@ mod tests {
             going.iter_mut().for_each(|worker| assert!(worker.next_batch().is_empty()));
             segments.put(Bytes::from_static(b"content")).await.expect("it is put");
             drop(going);
+        });
+    }
+
+    /// The writer of a file, who goes on in the very moment in which it is answered.
+    struct Writer {
+        told: Mutex<Option<oneshot::Receiver<Result<Stored>>>>,
+        /// Whether the segment was held when its file was done with.
+        is_held: Mutex<Option<bool>>,
+    }
+
+    impl Wake for Writer {
+        fn wake(self: Arc<Self>) {
+            let stored = self.told.lock().take().expect("woken once").try_recv();
+            let mut stored = stored.expect("answered").expect("stored");
+            let pin = Arc::downgrade(&stored._pin.take().expect("a segment"));
+            *self.is_held.lock() = Some(pin.upgrade().is_some());
+        }
+    }
+
+    /// A segment all of whose files were committed was held until its worker had gone on, and compaction left it out.
+    #[test]
+    fn a_segment_is_held_by_those_who_are_to_commit_to_it_alone() {
+        run(async {
+            let volume = Fixture::new(Bucket::in_memory()).open().await;
+            let segments = &volume.store().segments;
+            let (pin, contents) = (volume.tree().fresh_segment(), [Bytes::from_static(b"content")]);
+            let stored = segments.put_segment(&pin, &contents).await;
+            let (tell, told) = oneshot::channel();
+            let writer = Arc::new(Writer { told: Mutex::new(Some(told)), is_held: Mutex::default() });
+            let waker = Waker::from(writer.clone());
+            let polled = writer
+                .told
+                .lock()
+                .as_mut()
+                .map(|told| std::pin::Pin::new(told).poll(&mut Context::from_waker(&waker)).map(drop));
+            assert_eq!(polled, Some(Poll::Pending));
+            answer(pin, &stored, &contents, vec![tell]);
+            assert_eq!(*writer.is_held.lock(), Some(false));
         });
     }
 }
