@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};
@@ -66,6 +67,8 @@ fn a_host_that_lost_the_volume_while_the_store_was_away_is_told() {
     run(async {
         let (fixture, faults, volume) = over_a_store_that_goes_away(LATER).await;
         write(&volume, "unsynced", pattern(1, 0..100 * KIB)).await;
+        let open = create(&volume, "open").await;
+        open.write(0, pattern(3, 0..100 * KIB)).await.expect("write");
         // Both hosts reach the store again, and the other one has the volume by now.
         faults.set_down(false);
         let other = Fixture { tree_in_bucket: true, ..Fixture::new(fixture.bucket.clone()) };
@@ -78,6 +81,10 @@ fn a_host_that_lost_the_volume_while_the_store_was_away_is_told() {
         let told = volume.lookup(InodeId::ROOT, b"unsynced").await.expect_err("it is another host's");
         assert_eq!(told.kind(), ErrorKind::Conflict, "{told}");
         assert!(volume.staged().bytes >= 100 * KIB, "the bytes stay on the disk: {:?}", volume.staged());
+        open.flush().await.expect_err("it is another host's");
+        open.release().await.expect_err("it is another host's");
+        let ended = tokio::time::timeout(Duration::from_secs(30), volume.drain(|_| {})).await;
+        assert_eq!(ended.expect("it ends by itself").expect_err("lost").kind(), ErrorKind::Conflict);
         assert!(volume.close().await.is_err());
         assert!(resolve(&**theirs.tree(), "unsynced").await.is_err());
         assert!(resolve(&**theirs.tree(), "before").await.is_ok());
