@@ -84,11 +84,7 @@ impl Disk {
         while let Some(work) = queue.recv().await {
             let outcome = match work {
                 Work::Save { held, slot, ticket } if ticket.is_wanted() => {
-                    let copied = self.save(&held, &slot, &ticket).await;
-                    if copied.is_err() && ticket.is_wanted() {
-                        self.trainer.tell(&Reply::NoCopy { save: held.seal.save });
-                    }
-                    copied
+                    self.save(&held, &slot, ticket).await
                 }
                 Work::Save { .. } => Ok(()),
                 Work::Durable(step) => self.mark(&step).await,
@@ -105,20 +101,32 @@ impl Disk {
         }
     }
 
-    async fn save(&mut self, held: &Held, slot: &Bytes, ticket: &Ticket) -> Result<()> {
-        let (LocalTier { starts, keep, ceiling, .. }, local) = (self.tier.clone(), self.local().await?);
-        if let Some(ceiling) = ceiling
-            && !local.make_room(held, &starts, ceiling).await?
+    /// Copies a shard and says so, and then deletes what nobody needs, for which nobody waits.
+    async fn save(&mut self, held: &Held, slot: &Bytes, ticket: Ticket) -> Result<()> {
+        let (copied, save) = (self.copy(held, slot, &ticket).await, held.seal.save);
+        match &copied {
+            Ok(true) => self.trainer.tell(&Reply::Local { save, at_us: now_us(&Clock::system()) }),
+            Err(_) if ticket.is_wanted() => self.trainer.tell(&Reply::NoCopy { save }),
+            _ => {}
+        }
+        drop(ticket);
+        // Where there was no room there may be some for the next one.
+        let LocalTier { starts, keep, .. } = &self.tier;
+        let pruned = match &self.local {
+            Some(local) => local.prune(starts, *keep).await,
+            None => Ok(()),
+        };
+        copied.map(drop).and(pruned)
+    }
+
+    async fn copy(&mut self, held: &Held, slot: &Bytes, ticket: &Ticket) -> Result<bool> {
+        let local = self.local().await?;
+        if let Some(ceiling) = self.tier.ceiling
+            && !local.make_room(held, &self.tier.starts, ceiling).await?
         {
             return Err(no_room(held, ceiling));
         }
-        let written = local.put(held, slot, || ticket.is_wanted()).await;
-        if matches!(written, Ok(true)) {
-            let at_us = now_us(&Clock::system());
-            self.trainer.tell(&Reply::Local { save: held.seal.save, at_us });
-        }
-        // Where there was no room there may be some for the next one.
-        written.map(drop).and(local.prune(&starts, keep).await)
+        local.put(held, slot, || ticket.is_wanted()).await
     }
 
     async fn mark(&mut self, step: &HeldStep) -> Result<()> {

@@ -1,11 +1,11 @@
 //! A local disk that hangs: the store goes on, what the disk still writes is nothing, and it is used again.
 
 use forebay_io::net::FdStream;
-use forebay_io::object::Faults;
+use forebay_io::object::{FaultMode, Faults, OperationKind};
 
 use super::tests::{flusher, hello, sealed, start, trainer};
 use super::*;
-use crate::agent::copy::{PATIENCE, copy};
+use crate::agent::copy::{Health, PATIENCE, copy};
 use crate::agent::disk::Disk;
 use crate::arena::Held;
 use crate::catalog::list_steps;
@@ -84,4 +84,28 @@ async fn a_disk_that_hangs_is_not_waited_for_and_used_again_once_it_answers() {
     assert_eq!(hang_at(1).await, [5, 1]);
     // While it writes the seal: what was read before is sound.
     assert_eq!(hang_at(2).await, [5, 2, 1]);
+}
+
+/// A save with a copy was counted as one without where what nobody needs could not be deleted afterwards.
+#[tokio::test]
+async fn a_copy_that_is_there_is_not_missed() {
+    let (faults, (trainer, mut listener)) = (Faults::new(), trainer());
+    let local = Local::of_test(Bucket::in_memory().with_deadline_ms(0).with_faults(&faults));
+    let starts = vec![start().nonce];
+    local.begin(&starts).await.expect("begin");
+    let tier = LocalTier { directory: "/unused".into(), keep: 9, ceiling: None, starts, resumes: None };
+    let hello = Hello { local: Some(tier), ..hello() };
+    let (copies, work) = Copies::new(8);
+    let mut disk = Disk::new(&hello, &trainer, copies.health()).expect("a tier");
+    disk.local = Some(local.clone());
+    faults.script(OperationKind::List, 1, FaultMode::Before);
+    let save = sealed(1, 1000);
+    let held = Held { start: start().nonce, rank: 0, world_size: 1, seal: (*save.seal).clone() };
+    assert!(copies.save(Box::new(held), save.slot.clone()).is_some());
+    drop(copies);
+    disk.do_all(copy(&Health::default(), 0).1, work).await;
+    assert_eq!(faults.injected(), 1);
+    let (with, without, warnings) = heard(&mut listener);
+    assert_eq!((with, without, warnings.len()), (vec![1], vec![], 1), "the failure itself is told");
+    assert_eq!(local.look().await.expect("look").steps.len(), 1);
 }
