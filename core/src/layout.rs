@@ -195,6 +195,10 @@ impl FileLayout {
     /// layout of the same bytes.
     #[must_use]
     pub fn moved_into(&self, base: &Self, now: &Self) -> Self {
+        if self.size == 0 && self == base {
+            // An empty object has no bytes by which it could be found.
+            return now.clone();
+        }
         let mut moved = self.clone();
         for extent in &self.extents {
             let Source::Blob { blob, offset } = &extent.source else { continue };

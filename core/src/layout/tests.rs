@@ -164,6 +164,16 @@ fn an_empty_object_is_remembered_until_bytes_come() {
 }
 
 #[test]
+fn an_empty_object_that_was_moved_is_followed() {
+    let object = |number| FileLayout::of_blob(Blob { size: 0, ..blob(number) });
+    let (base, now) = (object(2), object(3));
+    assert_eq!(base.moved_into(&base, &now), now);
+    let mut written = base.clone();
+    written.truncate(4);
+    assert_eq!(written.moved_into(&base, &now), written);
+}
+
+#[test]
 fn what_was_sealed_meanwhile_is_taken_from_where_it_lies_now() {
     let extent = |offset: u64, length: u64, number: u64, at: u64| Extent {
         offset,
