@@ -301,17 +301,34 @@ impl Volume {
         self.store.tree.rename(from, to, mode).await
     }
 
-    /// Completes an upload to the path that is about to change, if one runs.
+    /// Completes uploads to the path that is about to change and to all below it: what comes to that path next may leave
+    /// no way to theirs.
     async fn settle(&self, parent: InodeId, name: &[u8]) -> Result<()> {
         if self.open.lock().is_empty() {
             return Ok(());
         }
-        if let Lookup::Found(attributes) = self.store.tree.lookup(parent, name).await?
-            && let Some(inode) = self.find_open(attributes.ino)
-        {
-            inode.settle().await?;
+        let Lookup::Found(moved) = self.store.tree.lookup(parent, name).await? else { return Ok(()) };
+        if moved.kind != FileKind::Directory {
+            let Some(inode) = self.find_open(moved.ino) else { return Ok(()) };
+            return inode.settle().await;
+        }
+        for inode in self.open_inodes() {
+            if !inode.look(Content::readable) && self.is_below(inode.ino(), moved.ino).await? {
+                inode.settle().await?;
+            }
         }
         Ok(())
+    }
+
+    /// Whether a file's first name is in `directory` or below it: that of a removed file leads nowhere.
+    async fn is_below(&self, mut ino: InodeId, directory: InodeId) -> Result<bool> {
+        while ino != directory && ino != InodeId::ROOT {
+            match self.store.tree.parent(ino).await {
+                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+                parent => ino = parent?,
+            }
+        }
+        Ok(ino == directory)
     }
 
     /// Everything written and changed so far is in the bucket on return, but for what was lost before: that is for those

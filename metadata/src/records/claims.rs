@@ -9,11 +9,14 @@ use std::sync::atomic::Ordering;
 use forebay_core::{Blob, InodeId, ObjectKey, Result, Version};
 use forebay_io::object::ObjectInfo;
 
+use super::path::Spelling;
 use super::{Change, Records, prefix_with_slash};
-use crate::schema::{Claim, Deletion, HolderState, Inode, Intent, Move};
+use crate::schema::{Claim, Deletion, HolderState, Inode, Intent, Move, Tag};
 
 /// Seconds that a store's clock may be behind this host's, with the second that it rounds to.
 const CLOCKS_APART: i64 = 2;
+/// Claims that are looked through for one below a path; where there are more, each may be.
+const MOST_CLAIMS: usize = 4096;
 
 /// Whether a file may be written at a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,7 +46,8 @@ impl Change<'_, '_> {
     }
 
     /// What keeps `key` from being written where no name is both an object and a directory, as in folders: the key of a
-    /// file that the path leads through, or the prefix of a directory at the path, which are still to be moved or deleted.
+    /// file that the path leads through, the prefix of a directory at the path, or a key below it, which are still to be
+    /// moved or deleted. A directory that was removed is forgotten before what files that are open or elsewhere have there.
     pub(crate) fn in_the_way(&self, key: &str) -> Result<Option<String>> {
         for (slash, _) in key.match_indices('/') {
             if self.claim(&key[..slash])?.is_some() {
@@ -51,7 +55,26 @@ impl Change<'_, '_> {
             }
         }
         let below = prefix_with_slash(key);
-        Ok(self.claim(&below)?.map(|_| below))
+        match (self.claim(&below)?, self.shared.spelling) {
+            (None, Spelling::Files) => self.claimed_below(below),
+            (claim, _) => Ok(claim.map(|_| below)),
+        }
+    }
+
+    /// A claimed key below a prefix; the prefix itself where there may be one.
+    fn claimed_below(&self, prefix: String) -> Result<Option<String>> {
+        let (start, end) = self.keys().family(Tag::Claim);
+        let claims = self.reads().scan(&start, &end, MOST_CLAIMS + 1)?;
+        if claims.len() > MOST_CLAIMS {
+            return Ok(Some(prefix));
+        }
+        for (_, value) in claims {
+            let key = Claim::decode(value)?.key;
+            if key.as_str().starts_with(&prefix) {
+                return Ok(Some(key.as_str().to_owned()));
+            }
+        }
+        Ok(None)
     }
 
     /// Whether `key` lies under a directory that was renamed. It may be a prefix itself, with its slash.

@@ -5,6 +5,7 @@ mod unlucky;
 mod model;
 mod reading;
 mod writing;
+mod moving;
 mod cloning;
 mod costs;
 mod packing;

@@ -1,0 +1,132 @@
+//! Files that are written while objects move: theirs, or those in their way.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use forebay_core::units::MIB;
+use forebay_core::{FileKind, InodeId};
+use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
+use forebay_metadata::tree::{Existing, NewInode, RenameMode};
+
+use super::support::{Fixture, READ_WRITE, create, object, open, pattern, run};
+use crate::volume::local;
+use crate::{File, Volume};
+
+const ROOT: InodeId = InodeId::ROOT;
+
+fn new(kind: FileKind) -> NewInode {
+    NewInode { kind, mode: 0o755, umask: 0, uid: 0, gid: 0, rdev: 0, target: Bytes::new() }
+}
+
+async fn create_in(volume: &Arc<Volume>, directory: InodeId, name: &str) -> Arc<File> {
+    let new = new(FileKind::File);
+    let made = volume.create(directory, name.as_bytes(), new, Existing::Refuse, READ_WRITE).await;
+    made.expect("a new file").1
+}
+
+async fn make_directory(volume: &Volume, name: &str) -> InodeId {
+    let new = new(FileKind::Directory);
+    let made = volume.tree().create(ROOT, name.as_bytes(), new, Existing::Refuse).await;
+    made.expect("a directory").0.ino
+}
+
+async fn rename(volume: &Volume, from: &str, to: &str) {
+    let (from, to) = ((ROOT, from.as_bytes()), (ROOT, to.as_bytes()));
+    volume.rename(from, to, RenameMode::Replace).await.expect("renamed");
+}
+
+async fn drain(volume: &Volume) {
+    local(volume).expect("a tree of this process").drain().await.expect("drained");
+}
+
+/// As much as goes into an upload of its own before the file is closed.
+fn large(number: u64) -> Bytes {
+    pattern(number, 0..3 * MIB)
+}
+
+/// A bucket in which no name is both an object and a directory.
+async fn folder(scratch: &tempfile::TempDir) -> Bucket {
+    let url: BucketUrl = format!("file://{}", scratch.path().display()).parse().expect("a URL");
+    Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket")
+}
+
+/// An empty object has no bytes that tell where it went.
+#[test]
+fn an_empty_file_is_moved_while_it_is_open() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        create(&volume, "a").await.release().await.expect("release");
+        let file = open(&volume, "a", READ_WRITE).await;
+        volume.set_attributes(file.ino(), Default::default(), Some(0)).await.expect("truncated");
+        rename(&volume, "a", "b").await;
+        drain(&volume).await;
+        file.flush().await.expect("nobody else wrote");
+        file.release().await.expect("release");
+        drain(&volume).await;
+        assert_eq!(object(&fixture.bucket, "b").await, "");
+        volume.close().await.expect("close");
+    });
+}
+
+/// What a removed file that is still open holds lies below a directory that is gone, too.
+#[test]
+fn a_large_file_is_written_where_a_directory_was() {
+    run(async {
+        let scratch = tempfile::tempdir().expect("scratch");
+        let fixture = Fixture::new(folder(&scratch).await);
+        let volume = fixture.open().await;
+        let directory = make_directory(&volume, "a").await;
+        let held = create_in(&volume, directory, "x").await;
+        held.write(0, pattern(1, 0..100)).await.expect("write");
+        held.flush().await.expect("flush");
+        volume.unlink(directory, b"x").await.expect("unlinked");
+        volume.tree().remove_directory(ROOT, b"a").await.expect("removed");
+        drain(&volume).await;
+        let file = create(&volume, "a").await;
+        file.write(0, large(2)).await.expect("write");
+        file.flush().await.expect("nobody else wrote");
+        assert!(held.read(0, 1000).await.expect("read") == pattern(1, 0..100));
+        held.release().await.expect("release");
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        let volume = fixture.open().await;
+        drain(&volume).await;
+        assert!(object(&fixture.bucket, "a").await == large(2));
+        volume.close().await.expect("close");
+    });
+}
+
+/// Once its directory is renamed, another file may be where the way to its old path was.
+#[test]
+fn a_directory_is_renamed_while_a_large_file_in_it_is_written() {
+    run(async {
+        let scratch = tempfile::tempdir().expect("scratch");
+        let fixture = Fixture::new(folder(&scratch).await);
+        let volume = fixture.open().await;
+        let directory = make_directory(&volume, "d").await;
+        let (inside, beside) = (create_in(&volume, directory, "f").await, create(&volume, "g").await);
+        let gone = make_directory(&volume, "gone").await;
+        let removed = create_in(&volume, gone, "h").await;
+        volume.unlink(gone, b"h").await.expect("unlinked");
+        volume.tree().remove_directory(ROOT, b"gone").await.expect("removed");
+        removed.write(0, large(4)).await.expect("write");
+        inside.write(0, large(1)).await.expect("write");
+        beside.write(0, large(2)).await.expect("write");
+        rename(&volume, "d", "e").await;
+        drain(&volume).await;
+        let other = create(&volume, "d").await;
+        other.write(0, pattern(3, 0..100)).await.expect("write");
+        other.release().await.expect("release");
+        drain(&volume).await;
+        for file in [inside, beside, removed] {
+            file.flush().await.expect("nobody else wrote");
+            file.release().await.expect("release");
+        }
+        drain(&volume).await;
+        assert!(object(&fixture.bucket, "e/f").await == large(1));
+        assert!(object(&fixture.bucket, "g").await == large(2));
+        assert!(object(&fixture.bucket, "d").await == pattern(3, 0..100));
+        volume.close().await.expect("close");
+    });
+}
