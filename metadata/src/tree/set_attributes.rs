@@ -17,7 +17,7 @@ pub(super) fn set_attributes(
 ) -> Result<Attributes> {
     let mut inode = change.inode(ino)?;
     let owner_changes = wanted.uid.is_some() || wanted.gid.is_some();
-    if owner_changes && inode.kind == FileKind::File {
+    if owner_changes && inode.kind != FileKind::Directory {
         inode.mode &= !SET_UID;
         // Without group execution the bit means mandatory locking, which a new owner does not change.
         if inode.mode & GROUP_EXECUTE != 0 {

@@ -157,6 +157,12 @@ async fn attributes_are_set(tree: &dyn Tree) {
     set(mode(0o2644)).await;
     let owned = set(owner).await;
     assert_eq!((owned.mode, owned.uid, owned.gid), (0o2644, 9, 2), "but not the lock bit");
+    let pipe = make(tree, ROOT, "p", FileKind::Fifo).await;
+    let owner = SetAttributes { mode: Some(0o6755), uid: Some(9), ..SetAttributes::default() };
+    tree.set_attributes(pipe, SetAttributes { uid: None, ..owner.clone() }).await.expect("set");
+    let owner = SetAttributes { mode: None, ..owner };
+    assert_eq!(tree.set_attributes(pipe, owner).await.expect("set").mode, 0o755, "nor has a pipe any");
+    tree.unlink(ROOT, b"p").await.expect("unlinked");
     let times = SetAttributes { atime: Some(time(-3)), mtime: Some(time(4)), ..SetAttributes::default() };
     let timed = set(times).await;
     assert_eq!((timed.atime, timed.mtime), (time(-3), time(4)));
