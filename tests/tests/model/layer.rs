@@ -68,8 +68,10 @@ struct Place {
     found: Option<Attributes>,
 }
 
+/// Listings expire at once and are not waited for, so that they come between and beside all steps.
 async fn assemble(source: &str, home: &Path) -> (Arc<FileSystem>, Arc<Volume>) {
-    let settings = VolumeSettings { state_directory: home.to_owned(), ..VolumeSettings::default() };
+    let mut settings = VolumeSettings { state_directory: home.to_owned(), ..VolumeSettings::default() };
+    (settings.import.ttl_ms, settings.import.relist_wait_ms) = (0, 0);
     let volume = connect(source, settings).await.expect("a volume");
     let policy = Policy { dataset: false, ttl: Policy::LIVE_TTL, relatime: false };
     (Arc::new(FileSystem::new(volume.clone(), policy, Clock::system())), volume)
