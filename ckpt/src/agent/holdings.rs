@@ -82,7 +82,8 @@ impl Holdings {
     /// Shows a visitor everything.
     pub(super) fn show(&mut self, start: &str, visitor: &mut FdStream) -> Result<()> {
         self.held.sort_by_key(|holding| holding.held.seal.save);
-        let answer = Answer { start: start.to_owned(), held: self.held.len() };
+        let held = self.held.iter().map(|holding| holding.held.name()).collect();
+        let answer = Answer { start: start.to_owned(), held };
         visitor.send(&frame(&answer)?, None)?;
         for Holding { held, memory } in &self.held {
             visitor.send(&frame(held)?, Some(memory.as_fd()))?;

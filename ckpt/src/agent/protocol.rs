@@ -120,7 +120,7 @@ pub enum Request {
 }
 
 /// The version of [`Visit`] and [`Answer`], and of what they carry.
-pub const VISIT_VERSION: u32 = 2;
+pub const VISIT_VERSION: u32 = 3;
 
 /// From whoever comes to an agent whose trainer was killed. An agent that has nothing to say closes the connection.
 #[derive(Debug, Serialize, Deserialize)]
@@ -134,13 +134,13 @@ pub enum Visit {
     Succeed,
 }
 
-/// What an agent shows: this, and then so many `Held` frames, oldest first, each with its memory's descriptor.
+/// What an agent shows: this, and then a `Held` frame for each step, with its memory's descriptor.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Answer {
     /// The nonce of the start that it served.
     pub start: String,
-    /// Frames that follow.
-    pub held: usize,
+    /// The steps that it holds, oldest first: large seals are parsed where they are wanted.
+    pub held: Vec<HeldStep>,
 }
 
 /// From the agent.

@@ -11,11 +11,20 @@ use crate::agent::Visit;
 impl Session {
     /// Takes over what `predecessor` holds, before an agent is greeted: its newest arena becomes this session's. Its
     /// steps stay held only where this start `goes_on` from one of them; else the store may have a newer one. A session
-    /// that has memory of its own already leaves it.
+    /// that has memory of its own already leaves it, and one that cannot read all that it is told of.
     pub fn adopt(&mut self, predecessor: Predecessor, goes_on: bool) -> Result<()> {
         let Predecessor { stream, held, .. } = predecessor;
-        let Some((_, newest)) = held.last().filter(|_| self.arena.is_none()) else { return Ok(()) };
-        let (arena, slots) = Arena::adopt(newest.clone())?;
+        let Some(newest) = held.last().filter(|_| self.arena.is_none()) else { return Ok(()) };
+        let (arena, slots) = Arena::adopt(newest.memory.clone())?;
+        let read = held.into_iter().map(|shown| Ok((shown.read()?, shown.memory)));
+        let held = match read.collect::<Result<Vec<_>>>() {
+            Ok(held) => held,
+            Err(error) => {
+                self.warnings
+                    .push(format!("what the agent of a killed trainer holds is not taken over: {error}"));
+                return Ok(());
+            }
+        };
         self.arena = Some(arena);
         self.inherited = slots;
         for (held, memory) in held {

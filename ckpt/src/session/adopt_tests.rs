@@ -139,7 +139,7 @@ fn what_is_damaged_or_of_two_saves_is_refused() {
     session.disconnect();
     let mut found = visit(&place).expect("it waits");
     let step = found.held()[0].clone();
-    let changes: [fn(&mut Held); 7] = [
+    let changes: [fn(&mut Held); 8] = [
         |held| held.seal.header_crc32c.0 ^= 1,
         |held| held.seal.slot = 7,
         |held| held.seal.size = 1 << 40,
@@ -147,14 +147,28 @@ fn what_is_damaged_or_of_two_saves_is_refused() {
         |held| held.seal.tensors[0].slices[0].end += 1,
         |held| held.world_size = 2,
         |held| held.rank = 1,
+        |held| held.seal.step = 2,
     ];
-    for (number, change) in changes.into_iter().enumerate() {
-        let sound = found.held[0].0.clone();
-        change(&mut found.held[0].0);
+    let sound = found.held[0].told.clone();
+    let damaged = changes.into_iter().map(|change| {
+        let mut held = found.held[0].read().expect("sound");
+        change(&mut held);
+        serde_json::to_vec(&held).expect("encode")
+    });
+    for (number, told) in damaged.chain([sound[1..].to_vec()]).collect::<Vec<_>>().into_iter().enumerate() {
+        found.held[0].told = told;
         let error = read(&found, &step).expect_err("damaged");
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{number}: {error}");
-        found.held[0].0 = sound;
     }
+    found.held[0].told = sound[1..].to_vec();
+    let mut other = unattached(&mut fixture, &place);
+    other.adopt(found, true).expect("left");
+    assert_eq!(
+        (other.held(), other.take_warnings().len()),
+        (vec![], 1),
+        "what cannot be read is left, and told"
+    );
+    let found = visit(&place).expect("it still waits");
     assert_eq!(read(&found, &step).expect("sound"), vec![1; 5000]);
     let mut last = unattached(&mut fixture, &place);
     last.adopt(found, true).expect("adopt");

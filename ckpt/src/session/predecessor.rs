@@ -24,7 +24,15 @@ pub struct Predecessor {
     pub(super) stream: FdStream,
     start: String,
     /// Oldest first.
-    pub(super) held: Vec<(Held, Arc<SharedMemory>)>,
+    pub(super) held: Vec<Shown>,
+}
+
+/// A step that it holds. What it says of it is large, and parsed where the step is wanted.
+#[derive(Debug)]
+pub(super) struct Shown {
+    step: HeldStep,
+    pub(super) told: Vec<u8>,
+    pub(super) memory: Arc<SharedMemory>,
 }
 
 /// One rank's part of a held step.
@@ -58,17 +66,17 @@ impl Predecessor {
     fn look(mut stream: FdStream) -> Result<Option<Self>> {
         say(&mut stream, &Visit::Look { version: VISIT_VERSION })?;
         let Some((frame, _)) = stream.receive()? else { return Ok(None) };
-        let Answer { start, held: count } = parse(&frame)?;
-        if count > MAX_HELD {
-            return Err(Error::invalid(format!("an agent that holds {count} steps")));
+        let Answer { start, held: steps } = parse(&frame)?;
+        if steps.len() > MAX_HELD {
+            return Err(Error::invalid(format!("an agent that holds {} steps", steps.len())));
         }
-        let mut held: Vec<(Held, Arc<SharedMemory>)> = Vec::with_capacity(count);
-        for _ in 0..count {
-            let Some((frame, Some(fd))) = stream.receive()? else { return Ok(None) };
+        let mut held: Vec<Shown> = Vec::with_capacity(steps.len());
+        for step in steps {
+            let Some((told, Some(fd))) = stream.receive()? else { return Ok(None) };
             let memory = SharedMemory::from_fd(fd)?;
-            let known =
-                held.iter().find(|(_, known)| known.id() == memory.id()).map(|(_, known)| known.clone());
-            held.push((parse(&frame)?, known.unwrap_or_else(|| Arc::new(memory))));
+            let known = held.iter().find(|known| known.memory.id() == memory.id());
+            let memory = known.map_or_else(|| Arc::new(memory), |known| known.memory.clone());
+            held.push(Shown { step, told, memory });
         }
         Ok(Some(Self { stream, start, held }))
     }
@@ -80,7 +88,7 @@ impl Predecessor {
 
     /// The steps that it holds, newest first.
     pub fn held(&self) -> Vec<HeldStep> {
-        self.held.iter().rev().map(|(held, _)| held.name()).collect()
+        self.held.iter().rev().map(|shown| shown.step.clone()).collect()
     }
 
     /// The part of `step` that it holds.
@@ -89,14 +97,31 @@ impl Predecessor {
     /// `Corrupt` when it holds none, or one that does not fit its memory.
     pub fn part(&self, step: &HeldStep) -> Result<Part> {
         let absent = || Error::corrupt(format!("step {} is not held", step.step));
-        let (held, memory) = self.held.iter().find(|(held, _)| held.name() == *step).ok_or_else(absent)?;
+        let shown = self.held.iter().find(|shown| shown.step == *step).ok_or_else(absent)?;
+        let (held, memory) =
+            (shown.read().map_err(|error| Error::corrupt(error.to_string()))?, &shown.memory);
         let (slot_bytes, slot) = (memory.len() / SLOTS, held.seal.slot);
         let size = usize::try_from(held.seal.size).unwrap_or(usize::MAX);
         if slot >= SLOTS || size > slot_bytes || size == 0 {
             return Err(Error::corrupt(format!("step {} lies outside of its memory", step.step)));
         }
         let mapping = memory.map_read(slot * slot_bytes..slot * slot_bytes + size)?;
-        Ok(Part { held: held.clone(), bytes: Bytes::from_owner(mapping) })
+        Ok(Part { held, bytes: Bytes::from_owner(mapping) })
+    }
+}
+
+impl Shown {
+    /// What the agent says of the step.
+    ///
+    /// # Errors
+    /// `Invalid` when it does not parse, or is of another step.
+    pub(super) fn read(&self) -> Result<Held> {
+        let held: Held = parse(&self.told)?;
+        if held.name() != self.step {
+            let (told, step) = (held.seal.step, self.step.step);
+            return Err(Error::invalid(format!("an agent tells of step {told} where it names step {step}")));
+        }
+        Ok(held)
     }
 }
 

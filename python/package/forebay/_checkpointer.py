@@ -352,8 +352,10 @@ class Checkpointer(Saver):
             extras.append(("state", flattener.tree("state", state)))
             if self._rng:
                 extras.append(("rng", flattener.tree("rng", rng_state(), "rng")))
-            tree = hashlib.sha256(extras[0][1].encode()).hexdigest()
-            structure = "" if self._ranks.alone else self._planner.structure(flattener.leaves)
+            # What ranks compare.
+            is_alone = self._ranks.alone
+            tree = "" if is_alone else hashlib.sha256(extras[0][1].encode()).hexdigest()
+            structure = "" if is_alone else self._planner.structure(flattener.leaves)
             room = self._has_room(must or self._on_busy == "wait")
             return {"step": step, "tree": tree, "structure": structure, "room": room, "held": self._session.held()}
 

@@ -52,6 +52,7 @@ class Flattener:
         self._buffers: frozenset[int] = frozenset()
         self._names: set[str] = set()
         self._tensors: dict[Any, str] = {}
+        self._starts: dict[int, list[Leaf]] = {}
         self._nodes: dict[str, list[Node]] = {}
         self._open: set[int] = set()
         self._pairs = Pairs(())
@@ -62,8 +63,9 @@ class Flattener:
         """The tree of `value` as JSON text; its tensors are added to `leaves`, with names that begin with `name`."""
         self._pairs = Pairs(value)
         self._late = self._pairs.parameter_addresses()
+        before = len(self.leaves)
         node = self._node(value, root, name)
-        self._share_storage()
+        self._share_storage(self.leaves[before:])
         return json.dumps(node, separators=(",", ":"), allow_nan=False)
 
     def _node(self, value: Any, path: str, name: str) -> Node:
@@ -149,21 +151,22 @@ class Flattener:
 
     def _tensor(self, value: Any, path: str, name: str) -> Node:
         torch = torch_module()
-        if local_parts(value) is not None:
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
+        if not is_plain and local_parts(value) is not None:
             return self._spread(value, path, name)
-        plain = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
-        dtype = tensor_dtype(value) if type(value) in plain else None
+        dtype = tensor_dtype(value) if is_plain else None
         if dtype is None:
             what = f"{value.layout} tensor of {value.dtype} on {value.device}"
             raise TypeError(f"{path}: object of type {_type_name(value)} ({what}) cannot be saved")
-        identity = (value.data_ptr(), value.device, dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
-        if value.numel() > 0 and identity in self._tensors:
-            return self._reference(self._tensors[identity])
+        known = self._starts.setdefault(value.data_ptr(), [])
+        for leaf in known:
+            if leaf.size > 0 and _is_same(leaf.source, value):
+                return self._reference(leaf.name)
         leaf = tensor_leaf(self._unique(name), path, value, dtype)
         self._place(leaf)
         leaf.is_late = self._may_wait(leaf)
         self.leaves.append(leaf)
-        self._tensors[identity] = leaf.name
+        known.append(leaf)
         return self._reference(leaf.name)
 
     def _spread(self, value: Any, path: str, name: str) -> Node:
@@ -189,7 +192,7 @@ class Flattener:
 
     def _place(self, leaf: Leaf) -> None:
         """Whether other ranks have a plain tensor as well: those of DDP, and those that the user named."""
-        named = any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in self._replicated)
+        named = self._replicated and any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in self._replicated)
         if named or self._is_replicated:
             # DDP keeps parameters equal; of buffers it takes rank 0's.
             leaf.placement = "lead" if leaf.source.data_ptr() in self._buffers else "replicated"
@@ -199,17 +202,21 @@ class Flattener:
         self._nodes.setdefault(name, []).append(node)
         return node
 
-    def _share_storage(self) -> None:
-        """Tensors that are views into another tensor of the state refer to it: their bytes are stored once."""
+    def _share_storage(self, leaves: list[Leaf]) -> None:
+        """Tensors that are views into another one of `leaves` refer to it: their bytes are stored once."""
+        storages: dict[int, list[Leaf]] = {}
+        for leaf in leaves:
+            if leaf.name in self._nodes and leaf.size > 0:
+                storages.setdefault(leaf.source.untyped_storage().data_ptr(), []).append(leaf)
         groups: dict[Any, list[Leaf]] = {}
-        for leaf in self.leaves:
-            if leaf.name in self._nodes and leaf.size > 0 and not (leaf.source.is_conj() or leaf.source.is_neg()):
-                storage = leaf.source.untyped_storage()
-                where = (leaf.source.device, storage.data_ptr(), leaf.dtype, leaf.placement)
+        for leaf in (leaf for shared in storages.values() if len(shared) > 1 for leaf in shared):
+            source = leaf.source
+            if not (source.is_conj() or source.is_neg()):
+                where = (source.device, source.untyped_storage().data_ptr(), leaf.dtype, leaf.placement)
                 groups.setdefault(where, []).append(leaf)
         for group in groups.values():
             whole = [leaf for leaf in group if leaf.source.is_contiguous()]
-            if len(group) < 2 or not whole:
+            if not whole:
                 continue
             base = max(whole, key=lambda leaf: leaf.size)
             for leaf in group:
@@ -269,7 +276,9 @@ class Flattener:
 
     def _unique(self, name: str) -> str:
         """`name`, or with a number where another tensor has it."""
-        base = (name or "state").translate(KEPT).encode("utf-8", "replace").decode()
+        base = name or "state"
+        if not base.isascii() or "#" in base or "@" in base:
+            base = base.translate(KEPT).encode("utf-8", "replace").decode()
         unique, number = base, 2
         while unique in self._names or unique == "__metadata__":
             unique, number = f"{base}~{number}", number + 1
@@ -292,6 +301,13 @@ _CONTAINERS: dict[type, str] = {
     frozenset: "frozenset",
 }
 _KEYS = (str, int, float, bool, type(None), tuple)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two tensors that begin at one address are the same elements."""
+    is_like = one.device == other.device and one.dtype == other.dtype and one.shape == other.shape
+    is_like = is_like and one.stride() == other.stride()
+    return bool(is_like and one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg())
 
 
 def _join(name: str, part: str) -> str:

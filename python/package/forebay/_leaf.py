@@ -70,7 +70,7 @@ def tensor_leaf(name: str, path: str, tensor: Any, dtype: str) -> Leaf:
     """A torch tensor, wherever it is and however it is strided."""
     size = tensor.numel() * SIZES[dtype]
     is_dense = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    address = tensor.data_ptr() if is_dense and tensor.device.type == "cpu" else None
+    address = tensor.data_ptr() if is_dense and tensor.is_cpu else None
     device_address = tensor.data_ptr() if is_dense and is_on_device(tensor) and size > 0 else None
     version = None if tensor.is_inference() else tensor._version
     return Leaf(name, dtype, list(tensor.shape), size, tensor, address, device_address, version, path)
@@ -78,7 +78,7 @@ def tensor_leaf(name: str, path: str, tensor: Any, dtype: str) -> Leaf:
 
 def is_on_device(tensor: Any) -> bool:
     """Whether a tensor's bytes are in a CUDA device's memory."""
-    return bool(tensor.device.type == "cuda")
+    return bool(tensor.is_cuda)
 
 
 def dtensor_class() -> Any:

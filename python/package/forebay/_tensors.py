@@ -133,7 +133,7 @@ class Tensors:
     def _take_span(self, kind: str, place: Any) -> bool:
         """Whether a tensor's or array's memory can be read into: dense, the processor's, and nobody else's."""
         if kind == "tensor":
-            is_dense = place.device.type == "cpu" and place.is_contiguous() and place.data_ptr() != 0
+            is_dense = place.is_cpu and place.is_contiguous() and place.data_ptr() != 0
             is_dense = is_dense and not (place.is_conj() or place.is_neg())
         else:
             is_dense = place.flags.c_contiguous
