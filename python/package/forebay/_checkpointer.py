@@ -44,7 +44,8 @@ class Checkpointer(Saver):
         every_minutes: `step` also saves when so many minutes passed since it last did; rank 0's clock counts.
         keep: Steps to keep, the newest ones; None keeps all.
         keep_every: Of the others, those stay that are multiples of it. Pinned ones (`forebay ckpt pin`) stay as well.
-        rng: Whether to save and restore the random number generators of Python, numpy and torch as well.
+        rng: Whether to save and restore the random number generators of Python, numpy and torch as well, those that were
+            used before the save.
         on_busy: What `step` does while both snapshots are still on their way to the store: `wait`, or `skip` the
             save and count it in `skipped`.
         on_signal: Signals, such as `SIGTERM`, upon which the next `step` saves, waits until that is committed, and then
