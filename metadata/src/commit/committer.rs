@@ -187,6 +187,11 @@ impl Committer {
         self.transact(Durability::Durable, |_| Ok(())).await
     }
 
+    /// Whether this process surely may act for the volume now.
+    pub fn is_sure(&self) -> bool {
+        self.0.state.may_acknowledge().is_ok()
+    }
+
     /// The engine, for its epoch, limits and snapshots. A snapshot holds what was synced before it was taken
     /// and perhaps more, but whole transactions only.
     pub fn engine(&self) -> &Arc<dyn Engine> {

@@ -255,8 +255,9 @@ impl Tree for LocalTree {
                 (Step::Placed { placement, is_first }, _) => {
                     // On disk before anything is written: what is overwritten, what nobody else would ever find, and
                     // that the key is free. Else what is written there would be somebody else's after a crash, and stay
-                    // when the file goes on. A file's first content may be: it is found again at the file's path.
-                    if !is_first {
+                    // when the file goes on. A file's first content may be: it is found again at the file's path. It
+                    // waits, too, while another host may have the volume.
+                    if !is_first || !self.committer.is_sure() {
                         self.committer.sync().await?;
                     }
                     return Ok(placement);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};
-use forebay_core::{ErrorKind, InodeId};
+use forebay_core::{ErrorKind, InodeId, ObjectKey};
 use forebay_io::object::{Bucket, Faults};
 use forebay_metadata::tree::resolve;
 
@@ -128,6 +128,26 @@ fn a_host_that_dies_while_the_store_is_away_keeps_what_was_synced() {
         assert!(object(&fixture.bucket, "before").await == pattern(99, 0..100 * KIB));
         assert_eq!(owned(&fixture.bucket).await, 0);
         next.close().await.expect("close");
+    });
+}
+
+/// What is written through while another host may have the volume is not put at a path that is that host's by now.
+#[test]
+fn a_host_that_may_have_lost_the_volume_puts_nothing_at_a_path() {
+    run(async {
+        let settings = WritebackSettings { bytes: KIB, ..LATER };
+        let (fixture, faults, volume) = over_a_store_that_goes_away(settings).await;
+        faults.set_down(false);
+        let other = Fixture { tree_in_bucket: true, ..Fixture::new(fixture.bucket.clone()) };
+        let theirs = other.open().await;
+        let file = create(&volume, "through").await;
+        file.write(0, pattern(1, 0..100 * KIB)).await.expect("it is in memory");
+        file.flush().await.expect_err("it may be another host's");
+        let found = fixture.bucket.head(&ObjectKey::new("through")).await.expect("the store is there");
+        assert!(found.is_none(), "{found:?}");
+        drop(file.release().await);
+        drop(volume.close().await);
+        theirs.close().await.expect("close");
     });
 }
 
