@@ -3,7 +3,8 @@
 //! A process that works for another one beside it can give way: it then gets what nobody else wants, and of a core that
 //! others want wholly about 1.5 %, so that it goes on. That is nice level 19 for its threads, and, where the kernel shares
 //! the processor out by sessions first (sched(7), "autogroup"), for its session as well. Taking the level back needs
-//! CAP_SYS_NICE or RLIMIT_NICE; a session's needs neither.
+//! CAP_SYS_NICE or RLIMIT_NICE; a session's needs neither. Threads that could never hurry again, as in most containers,
+//! keep a tenth of a core: nice level 10.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,6 +14,8 @@ use rustix::process::{Pid, getpid, getsid, setpriority_process};
 
 /// The nice level of whoever gives way.
 const LAST: i32 = 19;
+/// That of threads that cannot take it back.
+const MODEST: i32 = 10;
 /// The session's level, where the kernel has one; it is written without rights up to ten times a second.
 const SESSION: &str = "/proc/self/autogroup";
 
@@ -20,13 +23,16 @@ const SESSION: &str = "/proc/self/autogroup";
 #[derive(Debug)]
 pub struct Priority {
     gives_way: Mutex<bool>,
+    /// The nice level of threads that give way.
+    last: i32,
 }
 
 impl Priority {
     /// That of this process, which gives way from now on. `None` where it shares its session: nobody else is held back.
     pub fn of_process() -> Option<Self> {
         let leads = getsid(None).is_ok_and(|session| session == getpid());
-        let priority = leads.then(|| Self { gives_way: Mutex::new(false) })?;
+        let last = if can_take_back() { LAST } else { MODEST };
+        let priority = leads.then(|| Self { gives_way: Mutex::new(false), last })?;
         priority.set(true);
         Some(priority)
     }
@@ -35,7 +41,7 @@ impl Priority {
     pub fn join(&self) {
         let gives_way = self.gives_way.lock();
         // Where the level cannot be taken back, the thread stays as it was made.
-        let _ = setpriority_process(None, level(*gives_way));
+        let _ = setpriority_process(None, level(*gives_way, self.last));
     }
 
     /// Gives way, or no longer does, as far as the kernel lets it; asked again, a session's level is tried again.
@@ -45,7 +51,7 @@ impl Priority {
             return;
         }
         let refused = |error| tracing::debug!(%error, gives_way, "a priority stays as it is");
-        set_threads(gives_way).unwrap_or_else(refused);
+        set_threads(level(gives_way, self.last)).unwrap_or_else(refused);
         match set_session(gives_way) {
             Ok(()) => *current = gives_way,
             Err(error) => refused(error),
@@ -53,19 +59,26 @@ impl Priority {
     }
 }
 
-fn level(gives_way: bool) -> i32 {
-    if gives_way { LAST } else { 0 }
+fn level(gives_way: bool, last: i32) -> i32 {
+    if gives_way { last } else { 0 }
+}
+
+/// Whether a thread of this process may have its level back, which one of its own tries.
+fn can_take_back() -> bool {
+    let there_and_back =
+        || setpriority_process(None, LAST).and_then(|()| setpriority_process(None, 0)).is_ok();
+    std::thread::scope(|scope| scope.spawn(there_and_back).join().unwrap_or(false))
 }
 
 fn set_session(gives_way: bool) -> io::Result<()> {
-    match std::fs::write(SESSION, level(gives_way).to_string()) {
+    match std::fs::write(SESSION, level(gives_way, LAST).to_string()) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     }
 }
 
 /// Sets all threads but the first, and those that they start meanwhile.
-fn set_threads(gives_way: bool) -> io::Result<()> {
+fn set_threads(level: i32) -> io::Result<()> {
     let mut done = BTreeSet::from([getpid().as_raw_nonzero().get()]);
     loop {
         let mut is_done = true;
@@ -77,7 +90,7 @@ fn set_threads(gives_way: bool) -> io::Result<()> {
                 continue;
             };
             is_done = false;
-            match setpriority_process(Some(thread), level(gives_way)) {
+            match setpriority_process(Some(thread), level) {
                 // It ended meanwhile.
                 Err(error) if error != rustix::io::Errno::SRCH => return Err(error.into()),
                 _ => {}

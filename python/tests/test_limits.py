@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,31 @@ def test_an_agent_gives_way_but_to_a_trainer_that_waits_or_is_gone(tmp_path: Pat
     checkpointer._let_go()
     wait_until(lambda: agent.poll() is not None or nice_levels(agent.pid) == {0})
     assert agent.wait(60) == 0 and forebay.load(tmp_path, step=2)["t"].min() == 1
+
+
+def test_an_agent_that_cannot_hurry_keeps_a_part_of_the_processor(tmp_path: Path) -> None:
+    program = """
+import os, sys, time, torch, forebay
+checkpointer = forebay.Checkpointer(sys.argv[1], flush_rate="4MiB")
+save = checkpointer.save_now(1, {"t": torch.zeros(8 << 20, dtype=torch.uint8)})
+agent = checkpointer._agent.pid
+def levels():
+    threads = [int(thread) for thread in os.listdir(f"/proc/{agent}/task") if int(thread) != agent]
+    return {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+assert not save.wait_durable(0.01)
+print(levels())
+save.wait_durable()
+print(levels())
+checkpointer.close()
+"""
+
+    def without_nice() -> None:
+        # PR_CAPBSET_DROP of CAP_SYS_NICE: a program that is started then has it not, whoever runs it.
+        ctypes.CDLL(None).prctl(24, 23, 0, 0, 0)
+
+    run = [sys.executable, "-c", program, str(tmp_path)]
+    told = subprocess.run(run, preexec_fn=without_nice, capture_output=True, text=True)
+    assert told.stdout == "{10}\n{10}\n", told.stderr
 
 
 def test_the_first_save_faults_no_page_in(tmp_path: Path) -> None:
