@@ -3,7 +3,7 @@
 use std::future::Future;
 
 use forebay_core::{Error, Result};
-use forebay_io::task::Stop;
+use forebay_io::task::{Stop, end};
 use tokio::runtime::Builder;
 
 /// Runs `work` to its end.
@@ -15,7 +15,7 @@ pub(crate) fn block_on<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
         .map_err(|error| Error::from(error).context("cannot start threads"))?;
     let done = runtime.block_on(work);
     // What a store or a disk still owes is of no use to a command that has ended.
-    runtime.shutdown_background();
+    end(runtime);
     done
 }
 

@@ -15,12 +15,22 @@ use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
+use tokio::runtime::Runtime;
 use tokio::task::AbortHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 /// Tells a task that its group is shutting down; cheap to clone.
 pub type Stop = CancellationToken;
+
+/// How long a thread that hangs in the kernel keeps a process that has nothing else to do.
+const LEAVE: Duration = Duration::from_secs(1);
+
+/// Ends a runtime whose work is done. Threads that hang are left to themselves; all others are joined: to detach one in the
+/// moment in which it ends may crash the process (glibc bug 19951, "Use after free in pthread_detach").
+pub fn end(runtime: Runtime) {
+    runtime.shutdown_timeout(LEAVE);
+}
 
 /// A group of tasks with one owner; clones are the same group.
 #[derive(Debug, Clone)]

@@ -11,6 +11,7 @@ use forebay_ckpt::session;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
+use forebay_io::task::end;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
@@ -107,7 +108,7 @@ pub(crate) fn survey(py: Python<'_>, url: &str, patience_s: f64) -> PyResult<Opt
                 () = clock.sleep(patience) => None,
             }
         });
-        runtime.shutdown_background();
+        end(runtime);
         Ok(asked)
     };
     py.detach(ask).or_raise()
@@ -123,7 +124,7 @@ fn on_disk<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
             () = clock.sleep(DISK_PATIENCE) => Err(Error::new(ErrorKind::Unavailable, hangs)),
         }
     });
-    runtime.shutdown_background();
+    end(runtime);
     done
 }
 

@@ -12,7 +12,7 @@ use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::net::FdStream;
 use forebay_io::priority::Priority;
-use forebay_io::task::TaskGroup;
+use forebay_io::task::{TaskGroup, end};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
 
@@ -43,7 +43,7 @@ pub fn serve(stream: FdStream, priority: Option<Priority>) -> Result<()> {
         .build()?;
     let served = serve_on(&runtime, stream, pace);
     // What hangs does not keep the process.
-    runtime.shutdown_background();
+    end(runtime);
     served
 }
 

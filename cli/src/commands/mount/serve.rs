@@ -11,7 +11,7 @@ use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_fuse::{MountOptions, MountPoint, Mounted};
 use forebay_io::clock::{Clock, Moment};
-use forebay_io::task::{TaskGroup, blocking};
+use forebay_io::task::{TaskGroup, blocking, end};
 use forebay_volume::Volume;
 use forebay_volume::control::{self, Identity};
 use forebay_volume::staging::Staged;
@@ -39,7 +39,7 @@ pub(super) fn serve(plan: Plan, ready: impl FnOnce(&Plan) -> Result<()>) -> Resu
     let runtime = runtime()?;
     let served = runtime.block_on(serve_mount(&plan, ready));
     // Session threads of a mount that was given up may still sit in the kernel; the process ends under them.
-    runtime.shutdown_background();
+    end(runtime);
     served.map(|()| ExitCode::SUCCESS)
 }
 
