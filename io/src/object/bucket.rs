@@ -187,7 +187,7 @@ impl Bucket {
         let held = object.attributes.get(&Attribute::Metadata(TOKEN_ATTRIBUTE.into()));
         let authorship = match held {
             Some(held) if held.as_ref() == token => Authorship::Ours,
-            // A folder keeps no tokens with its files: this process remembers those of its own recent writes.
+            // A folder whose file system keeps no tokens with its files, of which this process remembers no write.
             None if self.0.url.scheme == Scheme::File => Authorship::Unknown,
             _ => Authorship::Others,
         };

@@ -10,11 +10,13 @@
 //!   at the same instant is not held off.
 //! - A version is inode, modification time in nanoseconds, and size. A program that rewrites a file in place within
 //!   one tick of the file system's clock and to the same size is not noticed.
+//! - The token of a write is an extended attribute of its file, where the file system has those.
 //!
 //! Staging files, unfinished uploads and the lock lie in `.forebay/staging/`, which listings leave out. What dead
 //! processes left in the staging folder goes when it is swept.
 
 mod list;
+mod token;
 mod upload;
 mod write;
 mod sweep;
@@ -62,7 +64,7 @@ struct Inner {
     rng: Rng,
     /// Held around check and rename, together with the lock file.
     lock: Mutex<()>,
-    /// Versions and the tokens they were written with, newest last.
+    /// Versions and the tokens they were written with, newest last, for a file system that keeps none with its files.
     recent: Mutex<VecDeque<(String, String)>>,
     /// The uploads of this process by id.
     uploads: Mutex<HashMap<String, Begun>>,
@@ -176,7 +178,8 @@ impl Inner {
             false => Some(read_chunk(&file, &meta, range.start, range.end)?),
         };
         let mut attributes = Attributes::new();
-        if let Some(token) = meta.e_tag.as_ref().and_then(|version| self.token_of(version)) {
+        let token = if options.head { self.token_of(&file, &meta, &metadata) } else { None };
+        if let Some(token) = token {
             attributes.insert(Attribute::Metadata(TOKEN_ATTRIBUTE.into()), token.into());
         }
         let payload = GetResultPayload::Stream(futures::stream::empty().boxed());
@@ -184,9 +187,12 @@ impl Inner {
         Ok((file, result, first))
     }
 
-    fn token_of(&self, version: &str) -> Option<String> {
+    /// The token of the write that made this version of a file, empty where it is known that none of Forebay's did.
+    fn token_of(&self, file: &File, meta: &ObjectMeta, metadata: &Metadata) -> Option<String> {
+        let held = token::held(file, metadata);
         let recent = self.recent.lock();
-        recent.iter().rev().find(|(known, _)| known == version).map(|(_, token)| token.clone())
+        let is_this = |(version, _): &&(String, String)| Some(version) == meta.e_tag.as_ref();
+        held.or_else(|| recent.iter().rev().find(is_this).map(|(_, token)| token.clone()))
     }
 
     fn remember(&self, version: &str, token: String) {

@@ -14,7 +14,7 @@ use object_store::{PutPayload, PutResult, Result};
 use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
 
-use super::{Inner, STAGING, io_error, version_of};
+use super::{Inner, STAGING, io_error, token, version_of};
 use crate::object::error::STORE;
 use crate::object::key::address;
 use crate::object::request::{PastCache, UploadId, UploadsPage};
@@ -133,7 +133,7 @@ impl Inner {
         })?;
         let sync = || {
             file.set_len(size)?;
-            file.sync_all()
+            token::sync(&file, &upload.token)
         };
         sync().map_err(|error| io_error(&upload.key, error))?;
         let folder = self.upload_path(upload);

@@ -8,7 +8,7 @@ use std::path::{Path as FilePath, PathBuf};
 use object_store::path::Path;
 use object_store::{CopyMode, PutMode, PutPayload, PutResult, Result};
 
-use super::{Inner, STAGING, io_error, put_result, version_of};
+use super::{Inner, STAGING, io_error, put_result, token, version_of};
 
 impl Inner {
     pub(super) fn put(
@@ -22,15 +22,18 @@ impl Inner {
         self.write_whole(key, write, mode, token)
     }
 
-    /// Copies the bytes: a hard link would let a later change in place reach both keys.
+    /// Copies the bytes: a hard link would let a later change in place reach both keys. As in a bucket, the token of their
+    /// write goes with them.
     pub(super) fn copy(&self, from: &Path, to: &Path, mode: CopyMode) -> Result<()> {
-        let mut source = File::open(self.file_of(from)).map_err(|error| io_error(from, error))?;
+        let failed = |error| io_error(from, error);
+        let mut source = File::open(self.file_of(from)).map_err(failed)?;
+        let held = token::held(&source, &source.metadata().map_err(failed)?);
         let mode = match mode {
             CopyMode::Overwrite => PutMode::Overwrite,
             CopyMode::Create => PutMode::Create,
         };
         let write = |file: &mut File| io::copy(&mut source, file).map(drop);
-        self.write_whole(to, write, &mode, String::new()).map(drop)
+        self.write_whole(to, write, &mode, held.unwrap_or_default()).map(drop)
     }
 
     fn write_whole(
@@ -41,7 +44,7 @@ impl Inner {
         token: String,
     ) -> Result<PutResult> {
         let staged = self.staging_path(&self.rng.name());
-        let written = self.stage(&staged, write).map_err(|error| io_error(key, error));
+        let written = self.stage(&staged, write, &token).map_err(|error| io_error(key, error));
         let published = written.and_then(|()| self.publish(&staged, key, mode, token));
         if published.is_err() {
             // The first error is the one to report; a file left in the staging folder is seen by no reader.
@@ -61,7 +64,12 @@ impl Inner {
         self.root.join(STAGING).join(name)
     }
 
-    fn stage(&self, staged: &FilePath, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+    fn stage(
+        &self,
+        staged: &FilePath,
+        write: impl FnOnce(&mut File) -> io::Result<()>,
+        token: &str,
+    ) -> io::Result<()> {
         let open = || OpenOptions::new().write(true).create_new(true).open(staged);
         let mut file = match open() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -71,7 +79,7 @@ impl Inner {
             other => other?,
         };
         write(&mut file)?;
-        file.sync_all()
+        token::sync(&file, token)
     }
 
     /// Moves the synced file `staged` to its key if `mode` allows, and syncs the directories that changed.
