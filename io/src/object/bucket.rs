@@ -19,6 +19,7 @@ use super::layer::{Delay, Faults, Rate, TOKEN_ATTRIBUTE};
 use super::request::{DELETE_LIMIT, ListRequest, Reply, Request, Shared, UploadId};
 use super::stack::Stack;
 use super::types::{Leftover, Unfinished, put_mode};
+use super::unanswered::Unanswered;
 use super::upload::{Upload, UploadOptions};
 use super::{Authorship, BucketUrl, Condition, Counters, Listing, ObjectInfo, Scheme, StoreSettings};
 use crate::clock::Clock;
@@ -385,6 +386,10 @@ impl Bucket {
 
     pub(super) fn error(&self, error: object_store::Error) -> Error {
         convert(&self.0.name, error)
+    }
+
+    pub(super) fn unanswered(&self) -> &Arc<Unanswered> {
+        &self.0.stack.unanswered
     }
 
     pub(super) fn tasks(&self) -> &TaskGroup {

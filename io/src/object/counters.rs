@@ -29,7 +29,7 @@ pub enum OperationKind {
     Abort,
     /// One page of keys.
     List,
-    /// One page of unfinished uploads.
+    /// One page of unfinished uploads, or of the parts of one.
     ListUploads,
     /// An object copied inside the store.
     Copy,

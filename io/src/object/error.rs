@@ -83,6 +83,13 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
     ["InternalError", "SlowDown", "ServiceUnavailable"].into_iter().any(named)
 }
 
+/// Whether a request that failed for now may have been carried out: it was sent, and the store did not put it off.
+pub(super) fn is_unanswered(error: &object_store::Error) -> bool {
+    let is_put_off =
+        matches!(find::<Fault>(error), Some(Fault::Service { status: 408 | 409 | 429 | 503, .. }));
+    !is_put_off && !is_unreachable(error)
+}
+
 /// Whether nobody took a connection.
 pub(super) fn is_unreachable(error: &object_store::Error) -> bool {
     find::<HttpError>(error).is_some_and(|error| error.kind() == HttpErrorKind::Connect)

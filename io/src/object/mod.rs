@@ -6,6 +6,7 @@ mod counters;
 mod error;
 mod key;
 mod request;
+mod unanswered;
 mod layer;
 mod backend;
 mod stack;

@@ -63,6 +63,8 @@ pub(super) enum Request {
     Abort { upload: UploadId },
     /// One page of unfinished uploads whose keys start with `prefix`.
     ListUploads { prefix: String, token: Option<String> },
+    /// Whether anybody has sent a part to an upload.
+    ListParts { upload: UploadId },
 }
 
 /// The most keys of one delete request, as S3 has it.
@@ -120,6 +122,7 @@ pub(super) enum Reply {
     Upload(UploadId),
     Part(PartId),
     Uploads(UploadsPage),
+    HasParts(bool),
     Done,
 }
 
@@ -146,6 +149,7 @@ expect! {
     upload, Upload, UploadId;
     part, Part, PartId;
     uploads, Uploads, UploadsPage;
+    has_parts, HasParts, bool;
 }
 
 fn mismatch(wanted: &str, got: &Reply) -> object_store::Error {
@@ -174,7 +178,7 @@ impl Request {
             Self::CopyPart { .. } => OperationKind::CopyPart,
             Self::Complete { .. } => OperationKind::Complete,
             Self::Abort { .. } => OperationKind::Abort,
-            Self::ListUploads { .. } => OperationKind::ListUploads,
+            Self::ListUploads { .. } | Self::ListParts { .. } => OperationKind::ListUploads,
         }
     }
 
@@ -188,7 +192,8 @@ impl Request {
 
     /// Whether the request changes what the store holds.
     pub(super) fn is_write(&self) -> bool {
-        !matches!(self, Self::Get { .. } | Self::List(_) | Self::ListUploads { .. })
+        use Request::{Get, List, ListParts, ListUploads};
+        !matches!(self, Get { .. } | List(_) | ListUploads { .. } | ListParts { .. })
     }
 
     /// The key or prefix that the request is about, for messages.
@@ -199,7 +204,8 @@ impl Request {
             Self::Part { upload, .. }
             | Self::CopyPart { upload, .. }
             | Self::Complete { upload, .. }
-            | Self::Abort { upload } => upload.key.to_string(),
+            | Self::Abort { upload }
+            | Self::ListParts { upload } => upload.key.to_string(),
             Self::Delete { keys } => keys.first().map(Path::to_string).unwrap_or_default(),
             Self::List(list) => list.prefix.clone(),
             Self::ListUploads { prefix, .. } => prefix.clone(),

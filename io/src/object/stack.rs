@@ -10,17 +10,20 @@ use super::layer::{
     Delay, Delayed, Failing, Faults, Instrument, Limit, Patience, Rate, Rated, ReadOnly, Retry, Retrying,
 };
 use super::request::Shared;
+use super::unanswered::Unanswered;
 use crate::rng::Rng;
 use crate::task::TaskGroup;
 
 /// The longest that opening waits for an endpoint that takes no connection, in milliseconds: someone is looking at it.
 const OPEN_DEADLINE_MS: u64 = 5_000;
 
-/// What a bucket's decorators are built from. Handles that derive from one another share counts, places and tasks.
+/// What a bucket's decorators are built from. Handles that derive from one another share counts, places, tasks, and what
+/// was not answered.
 #[derive(Debug, Clone)]
 pub(super) struct Stack {
     base: Shared,
     pub(super) meter: Arc<Meter>,
+    pub(super) unanswered: Arc<Unanswered>,
     places: Arc<Semaphore>,
     pub(super) tasks: TaskGroup,
     pub(super) rng: Rng,
@@ -37,11 +40,25 @@ impl Stack {
     /// A stack over `base`, without faults and delays.
     pub(super) fn new(base: Shared, settings: &StoreSettings) -> Self {
         let places = Arc::new(Semaphore::new(settings.max_in_flight.clamp(1, Semaphore::MAX_PERMITS)));
-        let (meter, tasks, rng) = (Arc::default(), TaskGroup::new("bucket"), Rng::system());
+        let (meter, unanswered) = (Arc::default(), Arc::default());
+        let (tasks, rng) = (TaskGroup::new("bucket"), Rng::system());
         let settings = settings.clone();
         let (faults, delay, rate, read_only) = (None, None, None, false);
         let unreachable_ms = settings.deadline_ms;
-        Self { base, meter, places, tasks, rng, settings, unreachable_ms, faults, delay, rate, read_only }
+        Self {
+            base,
+            meter,
+            unanswered,
+            places,
+            tasks,
+            rng,
+            settings,
+            unreachable_ms,
+            faults,
+            delay,
+            rate,
+            read_only,
+        }
     }
 
     /// The same for the first requests, which do not wait long for an endpoint that is not there.
@@ -72,6 +89,7 @@ impl Stack {
             unreachable_ms: self.unreachable_ms,
             rng: self.rng.clone(),
             meter: self.meter.clone(),
+            unanswered: self.unanswered.clone(),
         })));
         if self.read_only {
             service = Arc::new(ReadOnly { next: service });

@@ -12,8 +12,10 @@ use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version};
 use futures::stream::{FuturesUnordered, StreamExt};
 use object_store::multipart::PartId;
 use object_store::{PutMultipartOptions, PutPayload};
+use tokio::time::Instant;
 
 use super::request::{PastCache, Request, UploadId};
+use super::unanswered::Active;
 use super::{Bucket, Condition, ObjectInfo};
 use crate::mem::Permit;
 use crate::task::Task;
@@ -108,6 +110,10 @@ struct State {
     /// The request that starts the upload, kept so that a dropped `write` does not forget it.
     creating: Option<Task<Result<UploadId>>>,
     upload: Option<UploadId>,
+    /// Since the store was asked for the upload, until it has ended.
+    active: Option<Active>,
+    /// When the store had answered.
+    answered: Option<Instant>,
     running: FuturesUnordered<Task<Sent>>,
     running_bytes: u64,
     parts: Vec<Option<PartId>>,
@@ -149,6 +155,8 @@ impl Upload {
             pending_bytes: 0,
             creating: None,
             upload: None,
+            active: None,
+            answered: None,
             running: FuturesUnordered::new(),
             running_bytes: 0,
             parts: Vec::new(),
@@ -323,6 +331,7 @@ impl State {
         }
         if self.creating.is_none() {
             let (bucket, key) = (self.bucket.clone(), self.bucket.path(&self.key)?);
+            self.active = Some(bucket.unanswered().enter(&key));
             let (mut options, conditional) = (PutMultipartOptions::default(), self.options.conditional);
             self.options.past_cache.map(|bytes| options.extensions.insert(PastCache(bytes)));
             let token = self.options.token.clone().unwrap_or_else(|| bucket.token());
@@ -344,6 +353,7 @@ impl State {
         let created = creating.await.and_then(|created| created);
         self.creating = None;
         let upload = created?;
+        self.answered = Some(Instant::now());
         self.upload = Some(upload.clone());
         Ok(upload)
     }
@@ -478,6 +488,7 @@ impl State {
         self.check()?;
         let parts: Option<Vec<PartId>> = self.parts.drain(..).collect();
         let parts = parts.ok_or_else(|| Error::bug(format!("{} lacks a part", self.key)))?;
+        self.end_unanswered(&upload).await;
         let id = upload.id.clone();
         let reply = self.bucket.call(Request::Complete { upload, parts, condition }).await?;
         self.note_end(&id).await;
@@ -498,10 +509,21 @@ impl State {
         }
         let upload = self.begin().await?;
         while self.running.next().await.is_some() {}
+        self.end_unanswered(&upload).await;
         let id = upload.id.clone();
         self.bucket.call(Request::Abort { upload }).await?;
         self.note_end(&id).await;
         Ok(())
+    }
+
+    /// Ends what the store began for this upload and did not tell of.
+    async fn end_unanswered(&self, upload: &UploadId) {
+        let (Some(active), Some(answered)) = (&self.active, self.answered) else { return };
+        match active.settle(&self.bucket, upload, answered).await {
+            Ok(0) => {}
+            Ok(ended) => tracing::info!(key = %self.key, ended, "uploads whose beginning went unanswered"),
+            Err(error) => tracing::warn!(key = %self.key, %error, "unanswered uploads are looked for later"),
+        }
     }
 
     async fn note_end(&self, id: &str) {

@@ -114,7 +114,9 @@ impl Mover {
         let deleted = self.delete_due().await?;
         let walked = self.walk_subtrees().await?;
         let moved = self.move_files().await?;
-        let parts = [settled, freed, purged, deleted, walked, moved];
+        let mut ended = Tally::default();
+        ended.add(self.bucket().end_unanswered().await);
+        let parts = [settled, freed, purged, deleted, walked, moved, ended];
         Ok(Tally {
             done: parts.iter().map(|tally| tally.done).sum(),
             failed: parts.iter().map(|tally| tally.failed).sum(),

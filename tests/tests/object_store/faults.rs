@@ -171,3 +171,39 @@ fn nothing_is_lost_or_doubled_under_random_faults() {
         assert!(bucket.counters().retries > 0);
     });
 }
+
+/// The store begins an upload and its answer is lost, and begins a second one: only what another program does stays.
+#[test]
+fn an_upload_whose_beginning_was_not_answered_ends() {
+    over_every_store(|Subject { store, bucket, directory }| async move {
+        let another = match (store, &directory) {
+            ("file", Some(directory)) => Some(file_bucket(directory.path().into()).await),
+            ("moto", _) => {
+                let settings = Server::shared().settings();
+                Some(Bucket::open(bucket.url(), &settings).await.expect("the same bucket"))
+            }
+            _ => None,
+        };
+        let options = UploadOptions { part_bytes: Some(MIN_PART_BYTES), ..UploadOptions::default() };
+        let mut expected = 0;
+        let mut theirs = Vec::new();
+        if let Some(another) = another {
+            // One part has arrived before the next one leaves.
+            let one_by_one = UploadOptions { parts_in_flight: 1, ..options.clone() };
+            let mut upload = another.upload_with(&key("a"), one_by_one).expect("upload");
+            upload.write(pattern(2 * MIN_PART_BYTES as usize + 1)).await.expect("write");
+            theirs.push(upload);
+            expected = 1;
+        }
+        let faults = Faults::new();
+        faults.script(OperationKind::Create, 1, FaultMode::LoseReply);
+        let ours = bucket.with_faults(&faults);
+        let mut upload = ours.upload_with(&key("a"), options).expect("upload");
+        upload.write(pattern(MIN_PART_BYTES as usize + 1)).await.expect("write");
+        upload.complete(Condition::Always).await.expect("complete");
+        assert_eq!(unfinished(store, &bucket).await.len(), expected);
+        for upload in theirs {
+            upload.complete(Condition::Always).await.expect("it goes on");
+        }
+    });
+}

@@ -11,6 +11,7 @@ use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
 use crate::Access;
 use crate::settings::WriteSettings;
+use crate::volume::local;
 
 /// Promise: a file written front to back is one upload to its own path, however it is cut into writes.
 #[test]
@@ -393,5 +394,37 @@ fn what_was_committed_has_not_failed() {
             assert!(file.read(0, u32::MAX).await.expect("read") == expected);
             file.release().await.expect("release");
         }
+    });
+}
+
+/// The store begins an upload and its answer is lost: it is asked again, and begins a second one. No part of either stays in
+/// the store of a mount that goes on, nor when none of the answers arrives.
+#[test]
+fn uploads_whose_beginning_was_not_answered_end_while_the_mount_goes_on() {
+    run(async {
+        let (bucket, faults) = (Bucket::in_memory(), Faults::new());
+        let fixture = Fixture::new(bucket.with_faults(&faults).with_deadline_ms(150));
+        let volume = fixture.open().await;
+        let (content, lose) = (pattern(1, 0..10 * MIB), FaultMode::LoseReply);
+        let file = create(&volume, "f").await;
+        faults.script(OperationKind::Create, 1, lose);
+        file.write(0, content.clone()).await.expect("write");
+        file.flush().await.expect("close");
+        file.release().await.expect("release");
+        assert_eq!(faults.injected(), 1);
+        assert_eq!(bucket.list_uploads("").await.expect("uploads"), Vec::new());
+        assert!(object(&bucket, "f").await == content);
+        let file = create(&volume, "g").await;
+        for nth in 1..20 {
+            faults.script(OperationKind::Create, nth, lose);
+        }
+        let written = file.write(0, content.clone()).await;
+        assert!(written.is_err() || file.flush().await.is_err(), "nothing answers");
+        faults.clear();
+        assert!(faults.injected() > 2, "it was tried again");
+        let _told_once = file.release().await;
+        local(&volume).expect("a tree").drain().await.expect("drained");
+        assert_eq!(bucket.list_uploads("").await.expect("uploads"), Vec::new());
+        volume.close().await.expect("close");
     });
 }

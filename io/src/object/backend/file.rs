@@ -150,6 +150,7 @@ impl Service for Directory {
             Request::ListUploads { prefix, .. } => {
                 self.run(move |inner| inner.list_uploads(&prefix)).await.map(Reply::Uploads)
             }
+            Request::ListParts { upload } => Ok(Reply::HasParts(self.0.has_parts(&upload))),
         }
     }
 }

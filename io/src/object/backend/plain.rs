@@ -199,6 +199,14 @@ impl Plain {
         let uploads = below.map(|staged| (staged.upload.clone(), staged.started)).collect();
         Ok(UploadsPage { uploads, next: None })
     }
+
+    fn has_parts(&self, upload: &UploadId) -> Result<bool> {
+        if self.native.is_some() {
+            return Err(unsupported("this store cannot list the parts of an upload"));
+        }
+        let staged = self.staged.lock();
+        staged.get(&upload.id).map(|staged| !staged.parts.is_empty()).ok_or_else(|| no_upload(upload))
+    }
 }
 
 #[async_trait]
@@ -229,6 +237,7 @@ impl Service for Plain {
             Request::Complete { upload, parts, condition } => self.complete(upload, parts, condition).await,
             Request::Abort { upload } => self.abort(upload).await,
             Request::ListUploads { prefix, .. } => self.list_uploads(&prefix).map(Reply::Uploads),
+            Request::ListParts { upload } => self.has_parts(&upload).map(Reply::HasParts),
         }
     }
 }

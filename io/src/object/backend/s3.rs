@@ -75,6 +75,7 @@ impl Service for S3 {
             Request::ListUploads { prefix, token } => {
                 self.list_uploads(prefix, token).await.map(Reply::Uploads)
             }
+            Request::ListParts { upload } => self.has_parts(&upload).await.map(Reply::HasParts),
         }
     }
 }
@@ -166,5 +167,11 @@ impl S3 {
         };
         let next = listed.next.map(|(key, id)| format!("{key}\n{id}"));
         Ok(UploadsPage { uploads: listed.uploads.into_iter().filter_map(address_of).collect(), next })
+    }
+
+    async fn has_parts(&self, upload: &UploadId) -> Result<bool> {
+        let query = vec![("uploadId", upload.id.clone()), ("max-parts", "1".to_owned())];
+        let body = self.signed.send(Method::GET, &upload.key, query, Vec::new(), Bytes::new()).await?;
+        xml::read_has_parts(&body)
     }
 }

@@ -74,6 +74,7 @@ impl Prefix {
                 Request::Complete { upload: self.outer_upload(upload)?, parts, condition }
             }
             Request::Abort { upload } => Request::Abort { upload: self.outer_upload(upload)? },
+            Request::ListParts { upload } => Request::ListParts { upload: self.outer_upload(upload)? },
             Request::ListUploads { prefix, token } => {
                 Request::ListUploads { prefix: format!("{}{prefix}", self.prefix), token }
             }

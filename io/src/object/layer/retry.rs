@@ -9,6 +9,8 @@
 //! refusal after a lost reply is settled by one HEAD: if the object has the token, the write is ours and succeeded.
 //! Otherwise, and where a store keeps no user metadata, the refusal stands (`Conflict`): the caller reads the key
 //! again and finds whatever is there, its own bytes included.
+//!
+//! **An upload whose beginning went unanswered** may go on beside the one that a repetition began: [`Unanswered`] is told.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,9 +25,10 @@ use tokio::time::Instant;
 
 use super::body::{Body, replace};
 use crate::object::counters::Meter;
-use crate::object::error::{Fault, is_refusal, is_transient, is_unreachable};
+use crate::object::error::{Fault, is_refusal, is_transient, is_unanswered, is_unreachable};
 use crate::object::request::{Reply, Request, Service, Shared};
 use crate::object::types::Condition;
+use crate::object::unanswered::Unanswered;
 use crate::rng::Rng;
 
 /// The name of the user metadata that holds a write's token. Letters only: Azure allows nothing else.
@@ -47,6 +50,7 @@ pub(in crate::object) struct Retrying {
     pub(in crate::object) unreachable_ms: u64,
     pub(in crate::object) rng: Rng,
     pub(in crate::object) meter: Arc<Meter>,
+    pub(in crate::object) unanswered: Arc<Unanswered>,
 }
 
 /// One request's failures so far.
@@ -81,10 +85,16 @@ impl Retrying {
     async fn attempt(&self, request: &Request) -> (Result<Reply>, bool) {
         let mut attempts = Attempts { since: None, failed: 0 };
         loop {
+            let sent = Instant::now();
             let error = match self.next.call(request.clone()).await {
                 Err(error) if is_transient(&error) => error,
                 done => return (done, attempts.failed > 0),
             };
+            if let Request::Create { key, .. } = request
+                && is_unanswered(&error)
+            {
+                self.unanswered.note(key, sent);
+            }
             if let Err(error) = self.back_off(&mut attempts, error).await {
                 return (Err(error), true);
             }

@@ -33,6 +33,8 @@ pub(super) struct Begun {
     _locked: File,
     /// The file as it is written past the page cache, where that was asked for and the file system has it.
     past_cache: Option<Arc<File>>,
+    /// Whether a part was begun.
+    has_parts: bool,
 }
 
 impl Inner {
@@ -55,7 +57,7 @@ impl Inner {
                 let flags = OFlags::DIRECT.bits() as i32;
                 direct = OpenOptions::new().write(true).custom_flags(flags).open(&path).ok().map(Arc::new);
             }
-            Ok(Begun { _locked: file, past_cache: direct })
+            Ok(Begun { _locked: file, past_cache: direct, has_parts: false })
         };
         let begun = create().map_err(|error| {
             // Nobody was told its id; what stays is swept.
@@ -77,7 +79,7 @@ impl Inner {
 
     pub(super) fn write_part(&self, upload: &UploadId, offset: u64, payload: &PutPayload) -> Result<PartId> {
         let file = self.open_upload(upload)?;
-        let direct = self.uploads.lock().get(&upload.id).and_then(|begun| begun.past_cache.clone());
+        let direct = self.begin_part(upload);
         let mut at = offset;
         for bytes in payload {
             let written = direct.as_ref().map_or(Ok(0), |direct| write_direct(direct, bytes, at));
@@ -87,6 +89,19 @@ impl Inner {
             at += bytes.len() as u64;
         }
         Ok(part_id(offset, at - offset))
+    }
+
+    /// Notes a part, and returns the file as it is written past the page cache.
+    fn begin_part(&self, upload: &UploadId) -> Option<Arc<File>> {
+        let mut uploads = self.uploads.lock();
+        let begun = uploads.get_mut(&upload.id)?;
+        begun.has_parts = true;
+        begun.past_cache.clone()
+    }
+
+    /// Of another process's upload, which may have any number of them, as if it had.
+    pub(super) fn has_parts(&self, upload: &UploadId) -> bool {
+        self.uploads.lock().get(&upload.id).is_none_or(|begun| begun.has_parts)
     }
 
     pub(super) fn copy_part(
@@ -102,6 +117,7 @@ impl Inner {
         let mut source = File::open(self.file_of(from)).map_err(copy)?;
         let before = version_of(&source.metadata().map_err(copy)?);
         let mut target = self.open_upload(upload)?;
+        self.begin_part(upload);
         target.seek(SeekFrom::Start(offset)).map_err(copy)?;
         source.seek(SeekFrom::Start(range.start)).map_err(copy)?;
         let copied = io::copy(&mut io::Read::take(&mut source, length), &mut target).map_err(copy)?;

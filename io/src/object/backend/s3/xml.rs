@@ -1,7 +1,7 @@
 //! The XML of the S3 requests that are sent from here.
 //!
-//! Formats: <https://docs.aws.amazon.com/AmazonS3/latest/API/>, ListObjectsV2, ListMultipartUploads, UploadPartCopy
-//! and CompleteMultipartUpload. Keys that were asked for URL-encoded have a space as a plus sign.
+//! Formats: <https://docs.aws.amazon.com/AmazonS3/latest/API/>, ListObjectsV2, ListMultipartUploads, ListParts,
+//! UploadPartCopy and CompleteMultipartUpload. Keys that were asked for URL-encoded have a space as a plus sign.
 
 use chrono::{DateTime, Utc};
 use forebay_core::Timestamp;
@@ -70,6 +70,20 @@ struct UploadEntry {
 }
 
 #[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct ListPartsResult {
+    #[serde(default)]
+    part: Vec<Part>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Part {
+    #[serde(rename = "PartNumber")]
+    _number: u32,
+}
+
+#[derive(Debug, Deserialize)]
 struct Tagged {
     #[serde(rename = "ETag")]
     e_tag: String,
@@ -127,6 +141,11 @@ pub(super) fn read_uploads(body: &[u8]) -> Result<ListedUploads> {
         _ => None,
     };
     Ok(ListedUploads { uploads: answer.upload.into_iter().filter_map(entry).collect(), next })
+}
+
+/// Reads whether an upload has parts.
+pub(super) fn read_has_parts(body: &[u8]) -> Result<bool> {
+    parse::<ListPartsResult>(body).map(|answer| !answer.part.is_empty())
 }
 
 /// Reads the ETag of a copied part.
