@@ -56,6 +56,7 @@ impl Mover {
     /// Deletes the doomed object at `key` now, so that it can be written again.
     pub(crate) async fn delete_doomed(&self, key: &ObjectKey) -> Result<()> {
         let _turn = self.turn().await;
+        self.settle_writes_to(key).await?;
         let (keys, wanted) = (self.shared().keys, key.clone());
         let queued = self.look(move |look| {
             let claim = look.claim(wanted.as_str())?;
@@ -125,6 +126,8 @@ impl Mover {
             let blob = &deletion.blob;
             match self.bucket().head(&blob.key).await? {
                 Some(found) if found.version == blob.version => self.save_lent(blob).await?,
+                // What a removed file wrote last is doomed in its turn: the key stays claimed until that is gone.
+                Some(_) if self.settle_writes_to(&blob.key).await? => return Ok(Verdict::Keep),
                 Some(_) => {
                     warn!(key = %blob.key, "not deleted: the object was replaced by somebody else");
                     return Ok(Verdict::Leave);

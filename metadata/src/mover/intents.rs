@@ -1,6 +1,6 @@
 //! Writes to plain objects of which it is not known whether they happened.
 
-use forebay_core::{ErrorKind, FileLayout, InodeId, Result};
+use forebay_core::{ErrorKind, FileLayout, InodeId, ObjectKey, Result};
 use forebay_io::object::{Authorship, ObjectInfo};
 
 use super::Mover;
@@ -64,9 +64,37 @@ impl Mover {
             start = after(last);
             for (key, _) in page {
                 let ino = InodeId(keys.number_in(&key)?);
-                let inode = self.look(move |look| look.find(ino)).await?;
-                if inode.is_none_or(|inode| inode.nlink == 0) && self.shared().openers(ino) == 0 {
+                if self.is_abandoned(ino).await? {
                     tally.add(self.settle_intent(ino).await.map(|()| 1));
+                }
+            }
+        }
+    }
+
+    /// Whether nobody is writing to an inode: it is gone or in the trash.
+    async fn is_abandoned(&self, ino: InodeId) -> Result<bool> {
+        let inode = self.look(move |look| look.find(ino)).await?;
+        Ok(inode.is_none_or(|inode| inode.nlink == 0) && self.shared().openers(ino) == 0)
+    }
+
+    /// The same of those that name `key`: what is found there may be what such a file wrote last. Returns whether any named
+    /// it. The caller holds the turn.
+    pub(super) async fn settle_writes_to(&self, key: &ObjectKey) -> Result<bool> {
+        let keys = self.shared().keys;
+        let (mut start, end) = keys.family(Tag::Intent);
+        let mut is_named = false;
+        loop {
+            let (from, to) = (start.clone(), end.clone());
+            let page = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
+            let Some((last, _)) = page.last() else { return Ok(is_named) };
+            start = after(last);
+            for (record, value) in page {
+                if Intent::decode(value)?.key == *key {
+                    let ino = InodeId(keys.number_in(&record)?);
+                    is_named = true;
+                    if self.is_abandoned(ino).await? {
+                        self.settle_intent(ino).await?;
+                    }
                 }
             }
         }

@@ -493,3 +493,47 @@ async fn remove_unsettled(kind: Kind, (replaces, is_open): (bool, bool), by: By)
     world.check_objects(objects).await;
     tree.close().await.expect("closed");
 }
+
+/// The key of a file that was removed after a write of unknown outcome is written again before that was settled: what
+/// arrived then is no content of the new file, and goes.
+#[tokio::test]
+async fn a_key_of_unknown_content_is_settled_before_it_is_written_again() {
+    for kind in [Kind::Memory, Kind::Lmdb, Kind::Slate] {
+        for is_listed in [false, true] {
+            println!("{kind:?}, listed {is_listed}");
+            write_over_unsettled(kind, is_listed).await;
+        }
+    }
+}
+
+async fn write_over_unsettled(kind: Kind, is_listed: bool) {
+    let world = World::new(kind).await;
+    let tree = world.open().await;
+    world.write_path(&tree, "a", "old").await.expect("written");
+    let before = resolve(&tree, "a").await.expect("found").ino;
+    let placement = tree.place(before).await.expect("placed");
+    world.put_at(&placement, b"removed").await.expect("put");
+    unlink(&tree, "a").await.expect("unlinked");
+    let mover = tree.mover.as_ref().expect("a mover");
+    if is_listed {
+        // As the mover does it when the file goes after it looked at the intents.
+        mover.delete_due().await.expect("deleted");
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, Vec::<String>::new());
+    }
+    let (file, _) = tree.create(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made");
+    let placement = tree.place(file.ino).await.expect("placed");
+    let put = world.put_at(&placement, b"new").await.expect("nothing else is there");
+    let (layout, generation) = tree.layout(file.ino).await.expect("a layout");
+    assert_eq!((layout.size(), generation), (0, file.generation), "it has no content yet");
+    let layout = FileLayout::of_blob(put.blob());
+    tree.commit_layout(file.ino, generation, layout, world.clock.wall()).await.expect("committed");
+    for _ in 0..2 {
+        tree.drain().await.expect("drained");
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, ["a"]);
+        assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "new");
+    }
+    world.check_objects(&[("a", "new")]).await;
+    tree.close().await.expect("closed");
+}
