@@ -20,7 +20,7 @@ use super::Shared;
 use crate::schema::{Inode, Usage};
 
 /// Changes that a clone may be behind. One that falls further behind is given up: it would never end.
-const MOST_CHANGED: usize = 1 << 18;
+pub(crate) const MOST_CHANGED: usize = 1 << 18;
 
 /// What a clone made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -151,7 +151,8 @@ impl Clones {
         }
         for building in self.clones.lock().values_mut() {
             let Some(changed) = what(building) else { continue };
-            match building.changed.len() < MOST_CHANGED {
+            // What is noted already is nothing further to follow.
+            match building.changed.contains(&changed) || building.changed.len() < MOST_CHANGED {
                 true => drop(building.changed.insert(changed)),
                 false => building.is_overrun = true,
             }

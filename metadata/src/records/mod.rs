@@ -25,6 +25,8 @@ mod unfinished;
 pub(crate) use access::{Change, Look, Records};
 pub(crate) use claims::Occupancy;
 pub use clones::Cloned;
+#[cfg(test)]
+pub(crate) use clones::MOST_CHANGED;
 pub(crate) use clones::{Building, Changed, CloneTicket, Clones, Made, Read};
 pub(crate) use name::{check_name, check_new_name, is_reserved};
 pub use outside::{OutsideChange, OutsideChanges, OutsideListener};

@@ -16,7 +16,7 @@ use super::sharing::{no_loans, share};
 use super::world::*;
 use crate::commit::{Committer, CommitterSettings};
 use crate::dump::load;
-use crate::records::Records;
+use crate::records::{Changed, MOST_CHANGED, Records};
 use crate::schema::{Keys, Orphan, QuotaLimits, Tag};
 use crate::testing::{Chance, rounds};
 use crate::tree::{
@@ -479,6 +479,54 @@ async fn a_large_clone_takes_steps_of_bounded_size() {
         let reads = world.disk.reads() - before;
         assert!(reads <= entries * 5, "{reads} reads of {entries} entries");
         assert_eq!(shape(&world, &tree, "d/").await, shape(&world, &tree, "copy/").await, "{kind:?}");
+        is_clean(&tree, "in the end").await;
+    }
+}
+
+/// A clone that is as far behind as it may be goes on while nothing further is changed, and what was noted already is
+/// nothing further. One more change, and it gives up; what it made goes, and the next one comes to its end.
+#[tokio::test]
+async fn a_clone_that_falls_behind_gives_up_without_a_trace() {
+    for is_too_much in [false, true] {
+        let world = world_of(Kind::Memory, 10).await;
+        let tree = world.open().await;
+        sample(&world, &tree, 6).await;
+        let top = resolve(&tree, "d").await.expect("found").ino;
+        let touch = async || {
+            let changes = SetAttributes { mode: Some(0o711), ..SetAttributes::default() };
+            tree.set_attributes(top, changes).await.expect("set");
+        };
+        let guide = Patient::default();
+        let mut cloning = begin(&tree, &guide, ("d", "copy")).await;
+        for _ in 0..3 {
+            assert!(poll!(cloning.as_mut()).is_pending());
+        }
+        if !is_too_much {
+            touch().await;
+        }
+        tree.shared.clones.with(0, |building| {
+            assert!(building.made.contains_key(&top), "it has a copy of the topmost directory");
+            let missing = MOST_CHANGED - building.changed.len();
+            let names = (0..missing).map(|n| Changed::Name(top, format!("nobody-{n}").into()));
+            building.changed.extend(names);
+        });
+        touch().await;
+        if is_too_much {
+            assert_eq!(kind_of(cloning.await), ErrorKind::Conflict);
+            assert_eq!(unfinished(&tree).await, 0);
+            assert!(resolve(&tree, "copy").await.is_err());
+            is_clean(&tree, "after it gave up").await;
+            cloning = begin(&tree, &guide, ("d", "copy")).await;
+        } else {
+            tree.shared.clones.with(0, |building| {
+                assert!(!building.is_overrun, "it was noted already");
+                let is_real =
+                    |one: &Changed| !matches!(one, Changed::Name(_, name) if name.starts_with(b"nobody"));
+                building.changed.retain(is_real);
+            });
+        }
+        cloning.await.expect("cloned");
+        assert_eq!(shape(&world, &tree, "d/").await, shape(&world, &tree, "copy/").await);
         is_clean(&tree, "in the end").await;
     }
 }
