@@ -503,11 +503,11 @@ impl Volume {
 
     /// The shared state of an open inode with one more handle.
     pub(crate) async fn acquire(&self, ino: InodeId) -> Result<Arc<OpenInode>> {
+        // First, so that there is no handle to take back where the tree refuses.
+        self.store.tree.opened(ino).await?;
         if let Some(inode) = self.add_handle(ino, || None) {
-            self.store.tree.opened(ino).await?;
             return Ok(inode);
         }
-        self.store.tree.opened(ino).await?;
         loop {
             let gone = self.gone();
             let found = match self.store.tree.layout(ino).await {

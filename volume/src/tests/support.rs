@@ -53,6 +53,8 @@ pub(crate) struct Fixture {
     pub(crate) clock: Clock,
     /// The tree cannot be asked right after a commit.
     pub(crate) is_unlucky: bool,
+    /// The tree, if it is such a one, refuses to have files opened.
+    pub(crate) refuses: Arc<AtomicBool>,
     /// Entries that a clone copies at a time.
     pub(crate) clone_step: usize,
     /// The right to the volume cannot be renewed: the tree takes no changes meanwhile.
@@ -72,6 +74,7 @@ impl Fixture {
             store,
             tree_in_bucket,
             is_unlucky,
+            refuses: Arc::default(),
             write,
             part_copy,
             budget,
@@ -130,7 +133,7 @@ impl Fixture {
         let settings = TreeSettings { delete_delay_ms: 0, clone_step, ..TreeSettings::default() };
         let tree = LocalTree::open(parts, settings).await.expect("a tree");
         let tree: Arc<dyn Tree> = match self.is_unlucky {
-            true => Arc::new(Unlucky { tree, fails: AtomicBool::default() }),
+            true => Arc::new(Unlucky { tree, fails: AtomicBool::default(), refuses: self.refuses.clone() }),
             false => Arc::new(tree),
         };
         let blocks = Node::open(self.bucket.clone(), self.cache.clone()).await.expect("a cache");

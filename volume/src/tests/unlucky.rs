@@ -1,5 +1,6 @@
 //! A tree that cannot be asked for a layout right after each commit, and is there again then.
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -16,6 +17,8 @@ use forebay_metadata::tree::{
 pub(crate) struct Unlucky {
     pub(crate) tree: LocalTree,
     pub(crate) fails: AtomicBool,
+    /// Whether no file can be opened.
+    pub(crate) refuses: Arc<AtomicBool>,
 }
 
 #[async_trait]
@@ -115,7 +118,10 @@ impl Tree for Unlucky {
     }
 
     async fn opened(&self, ino: InodeId) -> Result<()> {
-        self.tree.opened(ino).await
+        match self.refuses.load(SeqCst) {
+            true => Err(Error::new(ErrorKind::Unavailable, "the tree is not there")),
+            false => self.tree.opened(ino).await,
+        }
     }
 
     async fn closed(&self, ino: InodeId) -> Result<()> {

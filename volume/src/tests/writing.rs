@@ -1,5 +1,6 @@
 //! How bytes reach the store, and what happens when it fails.
 
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -7,6 +8,7 @@ use forebay_core::units::MIB;
 use forebay_core::{ErrorKind, FileLayout, ObjectKey, Timestamp};
 use forebay_io::mem::Class;
 use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
+use forebay_metadata::tree::resolve;
 
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
 use crate::Access;
@@ -394,6 +396,27 @@ fn what_was_committed_has_not_failed() {
             assert!(file.read(0, u32::MAX).await.expect("read") == expected);
             file.release().await.expect("release");
         }
+    });
+}
+
+/// A file that is open is opened again while the tree cannot be asked: the handle that was refused stayed, and with it the
+/// file's state for as long as the volume was mounted.
+#[test]
+fn an_open_that_is_refused_leaves_no_handle() {
+    run(async {
+        let fixture = Fixture { is_unlucky: true, ..Fixture::new(Bucket::in_memory()) };
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        let ino = resolve(&**volume.tree(), "f").await.expect("the file").ino;
+        fixture.refuses.store(true, SeqCst);
+        let refused = volume.open(ino, READ_WRITE).await.err().expect("the tree is not there");
+        assert_eq!(refused.kind(), ErrorKind::Unavailable);
+        fixture.refuses.store(false, SeqCst);
+        let again = volume.open(ino, READ_WRITE).await.expect("an open file");
+        for file in [file, again] {
+            file.release().await.expect("release");
+        }
+        assert_eq!(volume.open_inodes().len(), 0, "nothing is open");
     });
 }
 
