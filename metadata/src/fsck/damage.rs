@@ -1,7 +1,7 @@
 //! What can be wrong, and how it is told.
 
 use bytes::Bytes;
-use forebay_core::{FileKind, InodeId, ObjectKey};
+use forebay_core::{Blob, FileKind, InodeId, ObjectKey};
 use serde::{Deserialize, Serialize};
 
 use crate::schema::{Counters, Usage};
@@ -136,9 +136,7 @@ impl Damage {
                 ("wrong-link-count", inode(ino), format!("recorded {recorded}, found {found}"))
             }
             Self::BadLayout { ino, why } => ("bad-layout", inode(ino), why.clone()),
-            Self::DanglingExtent { ino, key, why } => {
-                ("dangling-extent", inode(ino), format!("its bytes at `{key}` are {why}"))
-            }
+            Self::DanglingExtent { ino, key, why } => ("dangling-extent", inode(ino), lacking(key, why)),
             Self::NotUploaded { ino, key, host } => {
                 let detail =
                     format!("its bytes at `{key}` were staged with --writeback on host {host}, not uploaded");
@@ -180,4 +178,19 @@ impl Damage {
         };
         Finding { kind: kind.to_owned(), subject, detail, mended: false }
     }
+}
+
+/// That the object of a layout is not there as it was, who can have done it, and what is to be done.
+fn lacking(key: &ObjectKey, why: &str) -> String {
+    let advice = match (key.as_str().starts_with(Blob::OWNED_PREFIX), why) {
+        (true, _) => "nobody but Forebay may write there; bring the object back, or remove the file",
+        (false, "missing") => {
+            "another program deleted that object, which held bytes of this file; bring it back, or remove the file"
+        }
+        (false, _) => {
+            "another program replaced that object, which held bytes of this file; bring that version of it back, or remove \
+             the file and copy it again"
+        }
+    };
+    format!("its bytes at `{key}` are {why}: {advice}")
 }

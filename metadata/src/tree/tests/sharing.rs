@@ -120,6 +120,10 @@ async fn a_loan_of_a_replaced_object_is_counted_until_nothing_names_it() {
     let placement = world.write(&tree, ino, b"ours").await.expect("written");
     assert_eq!(placement.key().as_str(), "a");
     assert_eq!(kinds(&tree).await, ["dangling-extent"]);
+    // Who did it, and what is to be done.
+    let told = tree.fsck(false).await.expect("checked").findings.remove(0).detail;
+    assert!(told.contains("`a` are of another size: another program replaced that object"), "{told}");
+    assert!(told.contains("or remove the file and copy it again"), "{told}");
     unlink(&tree, "b").await.expect("unlinked");
     tree.drain().await.expect("drained");
     assert_eq!(kinds(&tree).await, [""; 0]);
