@@ -138,6 +138,18 @@ def test_torchs_own_directories_go_both_ways(tmp_path: Path, capsys: pytest.Capt
     fails(capsys, [str(tmp_path / "run"), f"dcp:{tmp_path / 'files'}"], "holds a checkpoint already")
 
 
+def test_tensors_in_tuples_are_written_with_them(tmp_path: Path) -> None:
+    state = {"pair": (1, torch.arange(5)), "list": [{"deep": (torch.ones(2), {"x": torch.zeros(3)})}, torch.eye(2)]}
+    forebay.save(state, tmp_path / "run")
+    assert main([str(tmp_path / "run"), f"dcp:{tmp_path / 'files'}"]) == 0
+    into: dict[str, Any] = {"pair": None, "list": [{"deep": None}, torch.zeros(2, 2)]}
+    dcp.load(into, storage_reader=dcp.FileSystemReader(tmp_path / "files"))
+    assert into["pair"][0] == 1 and torch.equal(into["pair"][1], torch.arange(5))
+    ones, rest = into["list"][0]["deep"]
+    assert torch.equal(ones, torch.ones(2)) and torch.equal(rest["x"], torch.zeros(3))
+    assert torch.equal(into["list"][1], torch.eye(2))
+
+
 WATCHED = """
 import sys
 from forebay import _outline, convert

@@ -16,22 +16,39 @@ from ._unflatten import Builder
 Read = Callable[[torch.Tensor], torch.Tensor]
 
 
+_WHOLE = ("tuple", "set", "frozenset")
+"""Of these torch makes one entry, with the tensors in them."""
+
+
 class _Rest(Tensors):
-    """Of what is wanted, all but torch's tensors."""
+    """Of what is wanted, all but the tensors that are entries of their own."""
+
+    _is_inside = False
+
+    def want(self, node: Node) -> None:
+        was, self._is_inside = self._is_inside, self._is_inside or _is_whole(node)
+        super().want(node)
+        self._is_inside = was
 
     def _allocate(self, kind: str, name: str) -> None:
-        if kind != "tensor":
+        if kind != "tensor" or self._is_inside:
             super()._allocate(kind, name)
 
 
+def _is_whole(node: Node) -> bool:
+    return isinstance(node, dict) and node.get("t") in _WHOLE
+
+
 class _Outliner(Builder):
-    """Builds values whose tensors are outlines."""
+    """Builds values whose tensors are outlines, but for those in tuples and sets."""
 
     def __init__(self, tensors: Tensors, allow_pickle: bool) -> None:
         super().__init__(tensors, allow_pickle)
         self.outlined: dict[int, tuple[torch.Tensor, Node]] = {}
 
     def build(self, node: Node) -> Any:
+        if _is_whole(node):
+            return Builder(self.tensors, self._allow_pickle).build(node)
         if not isinstance(node, dict) or node.get("t") != "tensor":
             return super().build(node)
         _, dtype, shape = self.tensors.entry(node["n"])
