@@ -7,10 +7,12 @@
 mod tree;
 mod header;
 mod export;
+mod writer;
 mod import;
 
 pub use export::{Export, Exported};
 pub use import::{Imported, import};
+pub use writer::{Piece, StepWriter};
 
 /// The file of a model that is one file.
 const WHOLE: &str = "model.safetensors";

@@ -9,6 +9,7 @@ mod device;
 mod loading;
 mod held;
 mod saving;
+mod writing;
 mod ranks;
 mod together;
 
@@ -28,4 +29,6 @@ mod _native {
     use super::saving::{Save, Session, Snapshot, dtypes, run_agent};
     #[pymodule_export]
     use super::together::{Together, wishes};
+    #[pymodule_export]
+    use super::writing::StepWriter;
 }

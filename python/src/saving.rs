@@ -57,6 +57,18 @@ impl From<Region> for Part {
     }
 }
 
+/// A tensor, or a part of one, to be saved: name, element type, shape, and the part, none for all of it.
+pub(crate) type Described = (String, String, Vec<u64>, Option<Part>);
+
+/// The engine's side of a tensor.
+pub(crate) fn spec((name, dtype, shape, part): Described) -> Result<TensorSpec> {
+    let region = part.map_or_else(|| Region::whole(&shape), Region::from);
+    if !region.fits(&shape) {
+        return Err(Error::invalid(format!("a part of tensor `{name}` lies outside of it")));
+    }
+    Ok(TensorSpec { name, dtype: Dtype::named(&dtype)?, shape, region })
+}
+
 /// A trainer's connection to its agent.
 #[pyclass(frozen, module = "forebay._native")]
 pub(crate) struct Session(Mutex<session::Session>);
@@ -191,18 +203,11 @@ impl Session {
     fn begin(
         &self,
         py: Python<'_>,
-        tensors: Vec<(String, String, Vec<u64>, Option<Part>)>,
+        tensors: Vec<Described>,
         threads: usize,
         patience_s: f64,
     ) -> PyResult<Option<Snapshot>> {
         let begun = py.detach(|| {
-            let spec = |(name, dtype, shape, part): (String, String, Vec<u64>, Option<Part>)| {
-                let region = part.map_or_else(|| Region::whole(&shape), Region::from);
-                if !region.fits(&shape) {
-                    return Err(Error::invalid(format!("a part of tensor `{name}` lies outside of it")));
-                }
-                Ok(TensorSpec { name, dtype: Dtype::named(&dtype)?, shape, region })
-            };
             let specs = tensors.into_iter().map(spec).collect::<Result<_>>()?;
             self.0.lock().begin(specs, threads, patience(patience_s))
         });

@@ -80,6 +80,8 @@ fn what_cannot_be_converted_is_told() {
     convert(&place, "other", &[]).failed_with("one of SOURCE and TARGET is Forebay's", "hf:./model");
     convert(&format!("{place}@9"), "hf:/nowhere", &[]).failed_with("no step 9", "the last 0");
     convert(&place, &from, &[]).failed_with("holds a model already", "another directory");
+    convert(&place, "pt:model.pt", &[]).failed_with("pt:FILE is a SOURCE only", "torch.save(");
+    convert("pt:x", &place, &["--python", "/no/such/python"]).failed_with("/no/such/python", "--python");
     convert(&place, "hf:s3://bucket/out", &[]).failed_with("is no directory", "mount the bucket");
     convert("dcp:x", &place, &["--python", "/no/such/python"]).failed_with("/no/such/python", "--python");
     convert("dcp:x", &place, &["--python", "false"])

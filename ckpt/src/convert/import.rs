@@ -2,24 +2,21 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-use bytes::Bytes;
-use forebay_core::checksum::Crc32c;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result};
-use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
+use forebay_io::object::Bucket;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use serde::{Deserialize, Serialize};
 
 use super::header::{Entry, read};
 use super::tree::state;
+use super::writer::{Piece, StepWriter};
 use super::{INDEX, WHOLE};
-use crate::catalog::{Run, Start, begin_run, commit};
-use crate::manifest::{Checksum, Encoding, Extra, Identity, Manifest, Shard, ShardKey, Slice, Tensor};
-use crate::shard::{ShardLayout, TensorSpec};
+use crate::catalog::Start;
+use crate::manifest::{Encoding, Extra};
+use crate::shard::TensorSpec;
 
 /// Pieces of tensors that are fetched at once.
 const PARALLEL: usize = 4;
-/// Bytes of parts that are sent at once.
-const IN_FLIGHT: u64 = 64 << 20;
 
 /// What was saved.
 #[derive(Debug, PartialEq, Eq, Serialize)]
@@ -56,43 +53,17 @@ pub async fn import(
     progress: &dyn Fn(u64),
 ) -> Result<Imported> {
     let found = find(from, part).await?;
-    let layout = ShardLayout::of(&found.iter().map(|found| found.spec.clone()).collect::<Vec<_>>())?;
-    let created_ms = start.started_ms;
-    let run = begin_run(to, start).await?;
-    let attempt = run.attempt().to_owned();
-    let key = ShardKey {
-        step,
-        incarnation: run.incarnation,
-        attempt,
-        rank: 0,
-        save: 1,
-        layout: ShardKey::layout_of(&layout.header),
-    };
-    let key = key.object();
-    let options =
-        UploadOptions { conditional: false, bytes_in_flight: IN_FLIGHT, ..UploadOptions::default() };
-    let mut upload = to.upload_with(&key, options)?;
-    let (slices, crc32c) = match send(from, &found, &layout, &mut upload, progress).await {
-        Ok(sent) => sent,
-        Err(error) => {
-            if let Err(error) = upload.abort().await {
-                tracing::warn!(%error, "an upload that is not wanted stays until garbage is collected");
-            }
-            return Err(error);
-        }
-    };
-    let stored = upload.complete(Condition::Always).await?.size;
-    if stored != layout.size {
-        return Err(Error::corrupt(format!(
-            "the store holds {stored} bytes of `{key}`, not {}",
-            layout.size
-        )));
+    let specs: Vec<TensorSpec> = found.iter().map(|found| found.spec.clone()).collect();
+    let mut writer = StepWriter::begin(to, start, step, &specs).await?;
+    let bytes = writer.tensor_bytes();
+    if let Err(error) = send(from, &found, &mut writer, progress).await {
+        writer.abort().await;
+        return Err(error);
     }
-    let header = layout.header.len() as u64;
-    let shard = Shard { key: key.as_str().into(), size: layout.size, header, crc32c, rank: 0, step };
-    let manifest = describe(&run, (step, created_ms), shard, &found, slices, part);
-    commit(to, &run, &manifest).await?;
-    Ok(Imported { step, tensors: found.len() as u64, bytes: layout.size - header })
+    let named = found.iter().map(|found| (found.key.as_str(), found.spec.name.as_str()));
+    let data = state(part, named).to_string();
+    writer.commit(vec![Extra { name: "state".into(), encoding: Encoding::Json, data }]).await?;
+    Ok(Imported { step, tensors: found.len() as u64, bytes })
 }
 
 /// The tensors of all files, and what they will be called.
@@ -148,77 +119,22 @@ async fn files(from: &Bucket) -> Result<BTreeSet<String>> {
     }
 }
 
-/// Sends header and tensors; gives the slices of each tensor, and the checksum of the file.
-async fn send(
-    from: &Bucket,
-    found: &[Found],
-    layout: &ShardLayout,
-    upload: &mut Upload,
-    progress: &dyn Fn(u64),
-) -> Result<(Vec<Vec<Slice>>, Checksum)> {
-    let mut slices: Vec<Vec<Slice>> = found.iter().map(|_| Vec::new()).collect();
-    let mut whole = Crc32c::default();
-    whole.update(&layout.header);
-    upload.write(Bytes::from(layout.header.clone())).await?;
-    let mut order: Vec<usize> = (0..found.len()).collect();
-    order.sort_by_key(|index| (layout.ranges[*index].start, layout.ranges[*index].end));
-    let pieces = order.into_iter().flat_map(|index| {
-        let Found { spec, entry, file, .. } = &found[index];
-        let mut at = 0;
-        spec.region.pieces(&spec.shape, spec.dtype.size).into_iter().map(move |piece| {
-            let start = at;
-            at += piece.elements() * spec.dtype.size;
-            (index, piece, start..at, file, entry.range.start)
-        })
-    });
-    let fetch = |(index, piece, range, file, first): (usize, _, std::ops::Range<u64>, &ObjectKey, u64)| {
-        let file = file.clone();
-        async move {
-            let data = from.get(&file, None, first + range.start..first + range.end).await?;
-            if data.len() as u64 != range.end - range.start {
-                return Err(Error::corrupt(format!("`{file}` of {} ends too early", from.url())));
-            }
-            Ok((index, piece, range, data))
+/// Sends the tensors.
+async fn send(from: &Bucket, found: &[Found], writer: &mut StepWriter, progress: &dyn Fn(u64)) -> Result<()> {
+    let fetch = |piece: Piece| async move {
+        let Found { entry, file, .. } = &found[piece.tensor];
+        let start = entry.range.start + piece.start;
+        let data = from.get(file, None, start..start + piece.length).await?;
+        if data.len() as u64 != piece.length {
+            return Err(Error::corrupt(format!("`{file}` of {} ends too early", from.url())));
         }
+        Ok(data)
     };
-    let mut fetched = stream::iter(pieces.map(fetch)).buffered(PARALLEL);
-    while let Some((index, piece, range, data)) = fetched.try_next().await? {
-        let (start, end) = (layout.ranges[index].start + range.start, layout.ranges[index].start + range.end);
-        let (crc32c, blake3) = (Checksum(forebay_core::crc32c(&data)), Identity::of(&data));
-        whole.update(&data);
-        let crate::region::Region { kind, offsets, lengths } = piece;
-        slices[index].push(Slice { kind, offsets, lengths, shard: 0, start, end, crc32c, blake3 });
+    let pieces: Vec<Piece> = writer.pieces().collect();
+    let mut fetched = stream::iter(pieces.into_iter().map(fetch)).buffered(PARALLEL);
+    while let Some(data) = fetched.try_next().await? {
         progress(data.len() as u64);
-        upload.write(data).await?;
+        writer.write(data).await?;
     }
-    Ok((slices, Checksum(whole.value())))
-}
-
-fn describe(
-    run: &Run,
-    (step, created_ms): (u64, u64),
-    shard: Shard,
-    found: &[Found],
-    slices: Vec<Vec<Slice>>,
-    part: &str,
-) -> Manifest {
-    let unique = format!("{}/1/{step}", run.start.nonce);
-    let tensors = found.iter().zip(slices).map(|(found, slices)| {
-        let TensorSpec { name, dtype, shape, .. } = found.spec.clone();
-        Tensor { name, dtype: dtype.name.into(), shape, slices }
-    });
-    let named = found.iter().map(|found| (found.key.as_str(), found.spec.name.as_str()));
-    let data = state(part, named).to_string();
-    Manifest {
-        commit: blake3::hash(unique.as_bytes()).to_hex()[..32].to_owned(),
-        run: run.run.clone(),
-        incarnation: run.incarnation,
-        step,
-        created_ms,
-        world_size: 1,
-        parents: Vec::new(),
-        shards: vec![shard],
-        tensors: tensors.collect(),
-        extras: vec![Extra { name: "state".into(), encoding: Encoding::Json, data }],
-    }
+    Ok(())
 }

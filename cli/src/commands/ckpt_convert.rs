@@ -23,9 +23,9 @@ use crate::{mounts, print};
 /// The arguments of `forebay ckpt convert`.
 #[derive(Debug, Args)]
 pub(crate) struct ConvertArguments {
-    /// URL@STEP, a URL for its newest step, hf:DIRECTORY or dcp:DIRECTORY.
+    /// URL@STEP, a URL for its newest step, hf:DIRECTORY, dcp:DIRECTORY, or pt:FILE, one of torch.save's.
     pub(crate) source: String,
-    /// The same; one side is Forebay's, and there a step that is saved has the number 0 unless given.
+    /// The same, but no file; one side is Forebay's, and there a step that is saved has the number 0 unless given.
     pub(crate) target: String,
     /// The part of the state that is a model: a key, or several with dots between them, '' for all of it.
     #[arg(long, default_value = "model")]
@@ -33,10 +33,10 @@ pub(crate) struct ConvertArguments {
     /// Bytes of tensors in a file of a Hugging Face directory at most, unless one tensor has more [default: 5e9].
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "5000000000", hide_default_value = true)]
     pub(crate) max_shard_size: u64,
-    /// Let Python unpickle what SOURCE holds, which can run any code (dcp only).
+    /// Let Python unpickle what SOURCE holds, which can run any code (dcp and pt only).
     #[arg(long)]
     pub(crate) allow_pickle: bool,
-    /// The Python that has the package `forebay` (dcp only).
+    /// The Python that has the package `forebay` (dcp and pt only).
     #[arg(long, default_value = "python3")]
     pub(crate) python: PathBuf,
     /// The state directory of a mount that both sides lie in.
@@ -48,6 +48,7 @@ pub(crate) struct ConvertArguments {
 enum Side<'a> {
     HuggingFace(&'a str),
     Torch,
+    TorchFile,
     Forebay(&'a str, Option<u64>),
 }
 
@@ -56,6 +57,7 @@ impl<'a> Side<'a> {
         match text.split_once(':') {
             Some(("hf", place)) => Self::HuggingFace(place),
             Some(("dcp", _)) => Self::Torch,
+            Some(("pt", _)) => Self::TorchFile,
             _ => {
                 let (url, step) = split(text);
                 Self::Forebay(url, step)
@@ -79,10 +81,18 @@ pub(crate) async fn run(settings: &Settings, arguments: &ConvertArguments, json:
             let step = step.unwrap_or(0);
             show_step(&read(settings, folder, url, step, &arguments.part).await?, json)?;
         }
-        (Side::Torch, Side::Forebay(..)) | (Side::Forebay(..), Side::Torch) => hand_over(arguments)?,
+        (Side::Torch | Side::TorchFile, Side::Forebay(..)) | (Side::Forebay(..), Side::Torch) => {
+            hand_over(arguments)?;
+        }
+        (_, Side::TorchFile) => {
+            return Err(Error::invalid("pt:FILE is a SOURCE only")
+                .with_hint("torch.save(forebay.load(URL), FILE) writes one"));
+        }
         _ => {
-            return Err(Error::invalid("one of SOURCE and TARGET is Forebay's, the other hf:DIR or dcp:DIR")
-                .with_hint("forebay ckpt convert s3://bucket/run@500 hf:./model"));
+            return Err(Error::invalid(
+                "one of SOURCE and TARGET is Forebay's, the other hf:DIR, dcp:DIR or, of a SOURCE, pt:FILE",
+            )
+            .with_hint("forebay ckpt convert s3://bucket/run@500 hf:./model"));
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -143,7 +153,7 @@ async fn read(settings: &Settings, folder: &str, url: &str, step: u64, part: &st
 /// Has the Python package convert: torch's own files are pickles.
 fn hand_over(arguments: &ConvertArguments) -> Result<()> {
     let python = arguments.python.display();
-    let hint = "dcp: needs torch and the package forebay in a Python 3; --python says which";
+    let hint = "torch's files need torch and the package forebay in a Python 3; --python says which";
     let run = |words: &[&str]| {
         let started = Command::new(&arguments.python).args(words).status();
         started.map_err(|error| Error::from(error).context(&python).with_hint(hint))

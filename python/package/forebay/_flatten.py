@@ -98,7 +98,7 @@ class Flattener:
     def _bytes(self, tag: str, data: bytes, path: str, name: str) -> Node:
         if len(data) <= INLINE_BYTES:
             return {"t": tag, "v": base64.b64encode(data).decode()}
-        leaf = bytes_leaf(self._unique(name), path, data)
+        leaf = bytes_leaf(self.unique(name), path, data)
         self.leaves.append(leaf)
         return {"t": tag, "n": leaf.name}
 
@@ -162,7 +162,7 @@ class Flattener:
         for leaf in known:
             if leaf.size > 0 and _is_same(leaf.source, value):
                 return self._reference(leaf.name)
-        leaf = tensor_leaf(self._unique(name), path, value, dtype)
+        leaf = tensor_leaf(self.unique(name), path, value, dtype)
         self._place(leaf)
         leaf.is_late = self._may_wait(leaf)
         self.leaves.append(leaf)
@@ -176,7 +176,7 @@ class Flattener:
         identity = (type(value), str(value.dtype), value.shape, places)
         if places and identity in self._tensors:
             return {"t": "tensor", "n": self._tensors[identity]}
-        unique = self._unique(name)
+        unique = self.unique(name)
         for leaf in leaves:
             leaf.name = unique
             leaf.is_late = self._may_wait(leaf)
@@ -244,7 +244,7 @@ class Flattener:
         identity = (value.ctypes.data, "array", dtype, value.shape, value.strides)
         if value.size > 0 and identity in self._tensors:
             return {"t": "array", "n": self._tensors[identity]}
-        leaf = array_leaf(self._unique(name), path.replace(_OBJECT, ""), value, dtype)
+        leaf = array_leaf(self.unique(name), path.replace(_OBJECT, ""), value, dtype)
         self.leaves.append(leaf)
         self._tensors[identity] = leaf.name
         return {"t": "array", "n": leaf.name}
@@ -270,11 +270,11 @@ class Flattener:
             data = pickle.dumps(value, protocol=4)
         except Exception as error:
             raise TypeError(f"{path}: object of type {_type_name(value)} cannot be pickled: {error}") from error
-        leaf = bytes_leaf(self._unique(name), path, data)
+        leaf = bytes_leaf(self.unique(name), path, data)
         self.leaves.append(leaf)
         return {"t": "pickle", "n": leaf.name}
 
-    def _unique(self, name: str) -> str:
+    def unique(self, name: str) -> str:
         """`name`, or with a number where another tensor has it."""
         base = name or "state"
         if not base.isascii() or "#" in base or "@" in base:

@@ -2,16 +2,19 @@
 
 SOURCE and TARGET are told apart by what they are: `hf:DIR` is a Hugging Face directory (`model.safetensors`, or shards
 with `model.safetensors.index.json`), `dcp:DIR` one of torch.distributed.checkpoint's own files, anything else a place
-of Forebay's steps; `URL@STEP` is one of them. One side is Forebay's.
+of Forebay's steps; `URL@STEP` is one of them. One side is Forebay's. A SOURCE may also be `pt:FILE`, one of
+`torch.save`'s.
 
     python -m forebay.convert s3://bucket/run7@500 hf:./export --part model
     python -m forebay.convert hf:./llama s3://bucket/start
     python -m forebay.convert dcp:./old-run s3://bucket/run7@500 --allow-pickle
+    python -m forebay.convert pt:./model.pt s3://bucket/start
 
 To Hugging Face's go the tensors of one part of the state, a few at a time; nothing else of it can be kept there. From
 there comes a state `{PART: {name: tensor}}`. (`forebay ckpt convert` does the same, without Python.) A DCP directory
-holds whole states; it is written a tensor at a time, and read as one, in memory. torch reads its files by unpickling them,
-which can run any code: hence `--allow-pickle`.
+or a file of torch's holds whole states; they pass through memory a tensor at a time. torch reads a DCP directory by
+unpickling its files, which can run any code: hence `--allow-pickle`. A file needs it where it holds other objects than
+tensors and plain values.
 """
 
 from __future__ import annotations
@@ -20,11 +23,10 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 from . import _native
 from ._errors import CheckpointError, CheckpointInvalid, CheckpointMismatch
-from ._files import save
 from ._loading import newest_steps, with_step
 from ._ranks import new_start
 from ._url import bucket_url, make_directory
@@ -93,21 +95,31 @@ def to_dcp(url: str, folder: Path, step: Optional[int] = None, allow_pickle: boo
 
 
 def from_dcp(folder: Path, url: str, step: int = 0, allow_pickle: bool = False) -> None:
-    """Saves what a directory of torch.distributed.checkpoint holds. Memory: the whole state.
+    """Saves what a directory of torch.distributed.checkpoint holds, however many ranks wrote it.
+
+    Memory: two of the largest parts of tensors that a rank wrote, all that are no tensors, and some 128 MiB.
 
     Raises `CheckpointInvalid` unless `allow_pickle`, since torch unpickles such a directory's files.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+    from ._torch_files import save_directory
 
     if not allow_pickle:
         text = f"torch reads {folder} by unpickling its files, which can run any code"
         raise CheckpointInvalid(f"{text} (hint: --allow-pickle, if you trust whoever wrote them)")
-    state: dict[str, Any] = {}
-    reader = dcp.FileSystemReader(folder)
-    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    save(state, url, step=step, allow_pickle=True)
+    save_directory(folder, bucket_url(url), step)
+
+
+def from_file(file: Path, url: str, step: int = 0, allow_pickle: bool = False) -> None:
+    """Saves what `torch.save` wrote to a file: a state of tensors and plain values, or with `allow_pickle` any.
+
+    Memory: the largest tensor that is not contiguous, all that are no tensors, and some 128 MiB; all of it where the file
+    is of before torch 1.6.
+
+    Raises `CheckpointInvalid` when the file is none of torch's, or holds other objects.
+    """
+    from ._torch_files import save_file
+
+    save_file(file, bucket_url(url), step, allow_pickle)
 
 
 def _size_of(text: str) -> int:
@@ -123,7 +135,7 @@ def _size_of(text: str) -> int:
 def _place(text: str) -> tuple[str, str, Optional[int]]:
     """What a SOURCE or TARGET is: its kind, where it is, and the step."""
     kind, _, rest = text.partition(":")
-    if kind in ("hf", "dcp"):
+    if kind in ("hf", "dcp", "pt"):
         return kind, rest, None
     found = re.fullmatch(r"(.*)@(\d+)", text)
     return ("forebay", text, None) if found is None else ("forebay", found.group(1), int(found.group(2)))
@@ -132,7 +144,9 @@ def _place(text: str) -> tuple[str, str, Optional[int]]:
 def _run(arguments: argparse.Namespace) -> None:
     (kind, source, step), (other, target, number) = _place(arguments.source), _place(arguments.target)
     if (kind == "forebay") == (other == "forebay"):
-        raise CheckpointInvalid("one of SOURCE and TARGET is Forebay's, the other hf:DIR or dcp:DIR")
+        raise CheckpointInvalid("one of SOURCE and TARGET is Forebay's, the other hf:DIR, dcp:DIR or, of a SOURCE, pt:FILE")
+    if other == "pt":
+        raise CheckpointInvalid("pt:FILE is a SOURCE only (hint: torch.save(forebay.load(URL), FILE) writes one)")
     if other == "hf":
         files = to_hugging_face(source, Path(target), step, arguments.part, arguments.shard_size)
         print("\n".join(files))
@@ -140,6 +154,8 @@ def _run(arguments: argparse.Namespace) -> None:
         to_dcp(source, Path(target), step, arguments.allow_pickle)
     elif kind == "hf":
         from_hugging_face(Path(source), target, number or 0, arguments.part)
+    elif kind == "pt":
+        from_file(Path(source), target, number or 0, arguments.allow_pickle)
     else:
         from_dcp(Path(source), target, number or 0, arguments.allow_pickle)
 
