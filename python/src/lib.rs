@@ -22,11 +22,11 @@ mod _native {
     #[pymodule_export]
     use super::held::{Predecessor, begin_local, look_local, open_held, open_local, survey};
     #[pymodule_export]
-    use super::loading::{Step, import_model, list_steps, open_step, verify};
+    use super::loading::{Step, check_url, import_model, list_steps, open_step, verify};
     #[pymodule_export]
     use super::ranks::{Group, begin_job, hash_bytes, join_job, plan_shares, refuse_if_superseded};
     #[pymodule_export]
-    use super::saving::{Save, Session, Snapshot, dtypes, run_agent};
+    use super::saving::{Save, Session, Snapshot, dtypes, parse_size, run_agent};
     #[pymodule_export]
     use super::together::{Together, wishes};
     #[pymodule_export]

@@ -58,6 +58,12 @@ pub(crate) fn runtime() -> Result<Runtime> {
     Ok(tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?)
 }
 
+/// Raises where a URL names no place.
+#[pyfunction]
+pub(crate) fn check_url(url: &str) -> PyResult<()> {
+    url.parse::<BucketUrl>().map(drop).or_raise()
+}
+
 /// Every committed step, oldest first.
 #[pyfunction]
 pub(crate) fn list_steps(py: Python<'_>, url: &str) -> PyResult<Vec<Listed>> {

@@ -32,6 +32,12 @@ pub(crate) fn dtypes() -> Vec<(&'static str, u64)> {
     DTYPES.iter().map(|dtype| (dtype.name, dtype.size)).collect()
 }
 
+/// Reads a number of bytes, with or without a unit.
+#[pyfunction]
+pub(crate) fn parse_size(text: &str) -> PyResult<u64> {
+    parse_bytes(text).or_raise()
+}
+
 /// The whole life of an agent, at the other end of the socket `fd`.
 #[pyfunction]
 pub(crate) fn run_agent(py: Python<'_>, fd: i32) -> PyResult<()> {

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Callable, Literal, Optional, Union
 
 from . import _native
+from . import _options as options
 from ._errors import CheckpointConflict, CheckpointInvalid, CheckpointNotFound
 from ._flatten import Flattener
 from ._held import newest_common
@@ -26,6 +27,9 @@ from ._url import bucket_url, exists
 
 _MAX_PAST = 100
 """Saves and restores that `timeline` tells of."""
+
+_MAX_THREADS = 1024
+"""More threads than any host has processors would only be in each other's way."""
 
 LINGER_S = 600.0
 """How long an agent holds the newest steps for the successor of a killed trainer, in seconds: a restart on the same host
@@ -69,6 +73,8 @@ class Checkpointer(Saver):
             default ten minutes.
         patience: Seconds that ranks wait for each other before they name those that are missing.
 
+    Raises `CheckpointInvalid`, a `ValueError`, for an option that is none.
+
     A job of several ranks saves and restores together: each rank has a checkpointer and calls `restore`, `step`,
     `save_now` and `close` alike. DTensors (FSDP2, tensor parallelism) are saved as the parts that they are, tensors of
     DDP once, split over the ranks; any other tensor is its rank's own. A step exists once every rank's part is
@@ -100,31 +106,37 @@ class Checkpointer(Saver):
         linger: Optional[float] = None,
         patience: float = 600.0,
     ) -> None:
-        counts = {"every": every, "keep": keep, "keep_every": keep_every, "copy_threads": copy_threads}
-        for name, value in [*counts.items(), ("local_keep", local_keep)]:
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it is at least 1, or None")
-        if every_minutes is not None and not every_minutes > 0:
-            raise ValueError(f"every_minutes is {every_minutes}; it is more than 0, or None")
-        if on_busy not in ("wait", "skip"):
-            raise ValueError(f"on_busy is {on_busy!r}; it is 'wait' or 'skip'")
+        every, keep = options.whole("every", every), options.whole("keep", keep)
+        keep_every = options.whole("keep_every", keep_every)
+        minutes = options.real("every_minutes", every_minutes, "minutes")
+        threads = options.whole("copy_threads", copy_threads, most=_MAX_THREADS) or default_threads()
+        options.one_of("on_busy", on_busy, ("wait", "skip"))
+        self._rng, self._allow_pickle = options.flag("rng", rng), options.flag("allow_pickle", allow_pickle)
+        self._replicated = options.patterns("replicated", replicated)
+        patience_s = options.real("patience", patience, "seconds", may_lack=False)
+        linger_s = options.real("linger", linger, "seconds", may_be_zero=True)
+        rate, directory = options.size("flush_rate", flush_rate), options.path("local", local)
+        ceiling = options.size("local_bytes", local_bytes)
+        copies_kept = options.whole("local_keep", local_keep, may_lack=False)
+        if local_bytes is not None and directory is None:
+            raise options.refused("local_bytes", local_bytes, "of use with local=, a directory for copies, only")
         place, start = bucket_url(url), new_start()
-        session = _native.Session(place, *start, keep, keep_every)
-        if flush_rate is not None:
-            session.set_flush_rate(str(flush_rate))
-        group = Ranks(place, ranks, patience)
-        ceiling = None if local_bytes is None else str(local_bytes)
-        copies = None if local is None else LocalCopies(place, group, os.fspath(local), local_keep, ceiling)
-        threads, linger_s = copy_threads or default_threads(), LINGER_S if linger is None else linger
-        log = None if agent_log is None else os.path.abspath(agent_log)
-        super().__init__(place, start, session, group, copies, threads, linger_s, log)
+        group = Ranks(place, options.ranks("ranks", ranks), patience_s)
+        self._notice = Notice(on_signal)
+        try:
+            session = _native.Session(place, *start, keep, keep_every)
+            if rate is not None:
+                session.set_flush_rate(rate)
+            log = options.log("agent_log", agent_log)
+            copies = None if directory is None else LocalCopies(place, group, directory, copies_kept, ceiling)
+        except BaseException:
+            self._notice.release()
+            raise
+        super().__init__(place, start, session, group, copies, threads, LINGER_S if linger_s is None else linger_s, log)
         self._every = every
-        self._every_s = None if every_minutes is None else 60 * every_minutes
+        self._every_s = None if minutes is None else 60 * minutes
         self._saved_at = time.monotonic()
-        self._rng = rng
         self._on_busy = on_busy
-        self._allow_pickle = allow_pickle
-        self._replicated = tuple(replicated)
         self._planner = Planner(self._ranks)
         self._last: Optional[Save] = None
         self.skipped = 0
@@ -132,7 +144,6 @@ class Checkpointer(Saver):
         self.restored: Optional[Restored] = None
         """What the last `restore` did: which step, from which tier."""
         self._past: collections.deque[Union[Save, Restored]] = collections.deque(maxlen=_MAX_PAST)
-        self._notice = Notice(on_signal)
 
     def __enter__(self) -> Checkpointer:
         return self

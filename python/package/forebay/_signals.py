@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Optional, Union
 
+from . import _options as options
 from ._errors import CheckpointInvalid
 
 Names = Union[None, str, int, Sequence[Union[str, int]]]
@@ -17,7 +18,12 @@ class Notice:
     """Takes signals over until `release`; `pass_on` has them do what they did before."""
 
     def __init__(self, names: Names) -> None:
-        given = [] if names is None else [names] if isinstance(names, (str, int)) else names
+        try:
+            given = [] if names is None else [names] if isinstance(names, (str, int)) else list(names)
+            if any(isinstance(name, bool) for name in given):
+                raise TypeError
+        except TypeError:
+            raise options.refused("on_signal", names, "a signal, such as 'SIGTERM', several, or None") from None
         self.received: Optional[int] = None
         """The first that came."""
         self._frame: Optional[FrameType] = None
@@ -27,12 +33,14 @@ class Notice:
         for name in given:
             try:
                 number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
+                if number in self._before:
+                    continue
                 if signal.getsignal(number) is None:
                     raise ValueError("something outside of Python handles it")
                 self._before[number] = signal.signal(number, self._note)
             except (KeyError, ValueError, OSError) as error:
                 self.release()
-                raise CheckpointInvalid(f"the signal {name!r} cannot be waited for: {error}") from error
+                raise CheckpointInvalid(f"on_signal: {name!r} is no signal that can be waited for: {error}") from error
 
     @property
     def is_used(self) -> bool:

@@ -3,13 +3,27 @@
 import hashlib
 import json
 import os
+import re
 from typing import Any, Union
+
+from . import _native
+from ._errors import CheckpointInvalid
 
 
 def bucket_url(url: Union[str, "os.PathLike[str]"]) -> str:
-    """A URL as it is, a path as a `file://` URL."""
-    text = os.fspath(url)
-    return text if "://" in text else "file://" + os.path.abspath(text)
+    """A URL as it is, a path as a `file://` URL.
+
+    Raises `CheckpointInvalid` for what is neither.
+    """
+    text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise CheckpointInvalid(f"url is {url!r}; it is s3://bucket/prefix, gs://, az://, file:///directory, or a directory")
+    if re.match(r"(s3|gs|az|file):(?!//)", text):
+        raise CheckpointInvalid(f"url is {text!r}, which lacks a slash (hint: ./{text} names a directory)")
+    if "://" not in text:
+        return "file://" + os.path.abspath(text)
+    _native.check_url(text)
+    return text
 
 
 def make_directory(url: str) -> None:

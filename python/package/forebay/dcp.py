@@ -46,6 +46,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from . import _native
+from . import _options as options
 from ._checkpointer import Checkpointer
 from ._errors import (
     CheckpointConflict,
@@ -128,10 +129,14 @@ class Writer(StorageWriter):  # type: ignore[misc]
         flush_rate: Optional[Union[int, str]] = None,
     ) -> None:
         self._url = bucket_url(url)
-        self._options: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "agent_log": agent_log}
-        self._options["flush_rate"] = flush_rate
-        self._allow_pickle = allow_pickle
-        self._next = step
+        self._options: dict[str, Any] = {
+            "keep": options.whole("keep", keep),
+            "keep_every": options.whole("keep_every", keep_every),
+            "agent_log": options.log("agent_log", agent_log),
+            "flush_rate": options.size("flush_rate", flush_rate),
+        }
+        self._allow_pickle = options.flag("allow_pickle", allow_pickle)
+        self._next = options.whole("step", step, least=0)
         self._is_coordinator = True
         self._planned: Optional[_Part] = None
         self._is_sound = True
@@ -334,9 +339,9 @@ class Reader(StorageReader):  # type: ignore[misc]
         threads: Optional[int] = None,
     ) -> None:
         self._url = bucket_url(url)
-        self._step = step
-        self._allow_pickle = allow_pickle
-        self._threads = threads or default_threads()
+        self._step = options.whole("step", step, least=0)
+        self._allow_pickle = options.flag("allow_pickle", allow_pickle)
+        self._threads = options.whole("threads", threads) or default_threads()
         self._opened: Optional[_Opened] = None
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:

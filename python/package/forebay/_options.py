@@ -1,0 +1,124 @@
+"""What options may be: each that is not is refused at once, by its name, its value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from . import _native
+from ._errors import CheckpointInvalid
+
+_MOST = 2**63 - 1
+"""The engine counts in 64 bits."""
+
+_MOST_S = 1e9
+"""Thirty years, in seconds: whoever wants longer than that wants no limit, which there is not."""
+
+
+def refused(name: str, value: Any, allowed: str) -> CheckpointInvalid:
+    """What is wrong with an option."""
+    return CheckpointInvalid(f"{name} is {value!r}; it is {allowed}")
+
+
+def whole(name: str, value: Any, least: int = 1, most: int = _MOST, may_lack: bool = True) -> Any:
+    """A whole number, of Python or numpy; None where that is allowed."""
+    if value is None and may_lack:
+        return None
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is not None and least <= number <= most:
+        return number
+    limits = f"at least {least}" if most == _MOST else f"from {least} to {most}"
+    raise refused(name, value, f"a whole number, {limits}{', or None' if may_lack else ''}")
+
+
+def real(name: str, value: Any, unit: str, may_lack: bool = True, may_be_zero: bool = False) -> Any:
+    """A number that is more than 0, or at least 0, and finite; None where that is allowed."""
+    if value is None and may_lack:
+        return None
+    try:
+        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if 0 < number <= _MOST_S or (may_be_zero and number == 0):
+        return number
+    limits = f"{'from' if may_be_zero else 'more than'} 0, to {_MOST_S:.0e}"
+    raise refused(name, value, f"a number of {unit}, {limits}{', or None' if may_lack else ''}")
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, and nothing that is merely taken for it: `"no"` would be True."""
+    if isinstance(value, bool):
+        return value
+    raise refused(name, value, "True or False")
+
+
+def size(name: str, value: Any) -> Optional[str]:
+    """Bytes, as a number or with a unit; gives the text that the engine reads."""
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    try:
+        text = value if isinstance(value, str) else str(int(value)) if is_number else ""
+        if _native.parse_size(text) > 0:
+            return text
+    except (CheckpointInvalid, ValueError, OverflowError):
+        pass
+    raise refused(name, value, "a number of bytes, at least 1, with or without a unit, such as '200MiB', or None")
+
+
+def path(name: str, value: Any) -> Optional[str]:
+    """A path as text."""
+    if value is None:
+        return None
+    found = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if isinstance(found, str) and found.strip() and "\0" not in found:
+        return found
+    raise refused(name, value, "a path, or None")
+
+
+def log(name: str, value: Any) -> Optional[str]:
+    """A file that can be written to, which is there then."""
+    found = path(name, value)
+    if found is None:
+        return None
+    try:
+        open(found, "ab").close()
+    except OSError as error:
+        raise refused(name, value, f"a file that can be written to, or None: {error.strerror}") from error
+    return os.path.abspath(found)
+
+
+def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """One of some words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise refused(name, value, " or ".join(map(repr, allowed)))
+
+
+def patterns(name: str, value: Any) -> tuple[str, ...]:
+    """Patterns; a single text is none, since it would be taken for its characters."""
+    try:
+        given = None if isinstance(value, (str, bytes)) else tuple(value)
+    except TypeError:
+        given = None
+    if given is not None and all(isinstance(part, str) for part in given):
+        return given
+    raise refused(name, value, "a list of patterns, such as ['ema.*']")
+
+
+def ranks(name: str, value: Any) -> Optional[tuple[int, int]]:
+    """A rank, and how many there are."""
+    if value is None:
+        return None
+    try:
+        rank, world_size = (operator.index(part) for part in value)
+    except (TypeError, ValueError):
+        rank = world_size = 0
+    if 0 <= rank < world_size < 2**31:
+        return rank, world_size
+    raise refused(name, value, "this rank, from 0, and how many there are, such as (0, 8), or None")

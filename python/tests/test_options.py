@@ -1,0 +1,89 @@
+"""Options that are none are refused where they are given, by name and value, with what is allowed."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+import forebay.dcp
+
+COUNTS = [0, -1, 2.5, "3", True, [1], 2**70]
+SECONDS = [-1, "5", float("nan"), float("inf"), True, [1], 1e30]
+SIZES = [0, -1, "much", "", "0", "-5MiB", "5 parsecs", True, [1], float("nan"), b"5"]
+BAD: dict[str, tuple[list[Any], str]] = {
+    "every": (COUNTS, "a whole number, at least 1, or None"),
+    "keep": (COUNTS, "a whole number, at least 1, or None"),
+    "keep_every": (COUNTS, "a whole number, at least 1, or None"),
+    "copy_threads": ([*COUNTS, 10**6], "a whole number, from 1 to 1024, or None"),
+    "local_keep": ([*COUNTS, None], "a whole number, at least 1"),
+    "every_minutes": ([*SECONDS, 0], "a number of minutes, more than 0, to 1e+09, or None"),
+    "linger": (SECONDS, "a number of seconds, from 0, to 1e+09, or None"),
+    "patience": ([*SECONDS, 0, None], "a number of seconds, more than 0, to 1e+09"),
+    "flush_rate": (SIZES, "a number of bytes, at least 1, with or without a unit, such as '200MiB', or None"),
+    "local_bytes": (SIZES, "a number of bytes, at least 1, with or without a unit, such as '200MiB', or None"),
+    "rng": (["no", 1, None], "True or False"),
+    "allow_pickle": (["no", 0, None], "True or False"),
+    "on_busy": (["drop", None, ["wait"]], "'wait' or 'skip'"),
+    "replicated": (["ema.*", b"x", 5, None, [5]], "a list of patterns, such as ['ema.*']"),
+    "ranks": ([5, (1,), (1, 1), (-1, 2), (0, 0), ("0", "1"), (0.0, 1.0), "01"], "this rank, from 0, and how many"),
+    "local": ([5, "", " ", b"x", "a\0b"], "a path, or None"),
+    "agent_log": ([5, "", b"x"], "a path, or None"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_refused_at_once(tmp_path: Path, name: str) -> None:
+    values, allowed = BAD[name]
+    given: dict[str, Any] = {"local": tmp_path / "disk"} if name == "local_bytes" else {}
+    for value in values:
+        with pytest.raises(forebay.CheckpointInvalid) as told:
+            forebay.Checkpointer(tmp_path / "run", **{**given, name: value})
+        assert str(told.value).startswith(f"{name} is {value!r}; it is {allowed}"), told.value
+    assert not list(tmp_path.iterdir()), "nothing is made for what is refused"
+
+
+@pytest.mark.parametrize("value", [5, None, "", " ", b"x", "a\0b", "s3:/bucket", "gs:x", "ftp://x", "s3://", "file://x", "https://x/y"])
+def test_places_that_are_none_are_refused_at_once(value: Any) -> None:
+    for refuse in (forebay.Checkpointer, forebay.load, forebay.dcp.Writer, forebay.dcp.Reader):
+        with pytest.raises(forebay.CheckpointInvalid) as told:
+            refuse(value)
+        assert repr(value) in str(told.value) or f"`{value}`" in str(told.value), told.value
+
+
+def test_signals_files_and_combinations(tmp_path: Path) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    before = signal.getsignal(signal.SIGUSR1)
+    for value in ("SIGNOT", 999, "SIGKILL", 3.5, ["SIGUSR1", "SIGNOT"], True, [None]):
+        with pytest.raises(forebay.CheckpointInvalid, match="on_signal"):
+            forebay.Checkpointer(run, on_signal=value)
+    with pytest.raises(forebay.CheckpointInvalid, match="local_bytes is '5GiB'.*local="):
+        forebay.Checkpointer(run, local_bytes="5GiB", on_signal="SIGUSR1")
+    with pytest.raises(forebay.CheckpointInvalid, match="agent_log.*No such file"):
+        forebay.Checkpointer(run, agent_log=tmp_path / "none/agent.log", on_signal="SIGUSR1")
+    with pytest.raises(forebay.CheckpointInvalid, match="agent_log.*directory"):
+        forebay.Checkpointer(run, agent_log=tmp_path)
+    assert signal.getsignal(signal.SIGUSR1) == before, "what was refused waits for no signal"
+    # One that is named twice is passed on once.
+    with forebay.Checkpointer(run, on_signal=["SIGUSR1", signal.SIGUSR1], local=disk, local_bytes=1e6) as checkpointer:
+        checkpointer.save_now(1, {"n": 1})
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize(
+    "option", [{"keep": 0}, {"keep_every": "2"}, {"flush_rate": "fast"}, {"agent_log": 5}, {"allow_pickle": "no"}, {"step": -1}]
+)
+def test_what_dcp_saves_with_is_checked_too(tmp_path: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(forebay.CheckpointInvalid, match=next(iter(option))):
+        forebay.dcp.Writer(tmp_path, **option)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    options: dict[str, Any] = {"every": numpy.int64(2), "keep": numpy.int32(3), "linger": numpy.float32(0)}
+    with forebay.Checkpointer(tmp_path, **options, patience=numpy.int64(9), flush_rate="1 GiB") as checkpointer:
+        assert checkpointer.step(1, {"n": 1}) is None
+        assert checkpointer.step(2, {"n": 1}) is not None
