@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import forebay
 import forebay.dcp
@@ -46,7 +47,10 @@ def test_bad_options_are_refused_at_once(tmp_path: Path, name: str) -> None:
     assert not list(tmp_path.iterdir()), "nothing is made for what is refused"
 
 
-@pytest.mark.parametrize("value", [5, None, "", " ", b"x", "a\0b", "s3:/bucket", "gs:x", "ftp://x", "s3://", "file://x", "https://x/y"])
+NO_PLACES = [5, None, "", " ", b"x", "a\0b", "s3:/bucket", "gs:x", "ftp://x", "s3://", "file://x", "https://x/y"]
+
+
+@pytest.mark.parametrize("value", NO_PLACES)
 def test_places_that_are_none_are_refused_at_once(value: Any) -> None:
     for refuse in (forebay.Checkpointer, forebay.load, forebay.dcp.Writer, forebay.dcp.Reader):
         with pytest.raises(forebay.CheckpointInvalid) as told:
@@ -74,7 +78,8 @@ def test_signals_files_and_combinations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"keep": 0}, {"keep_every": "2"}, {"flush_rate": "fast"}, {"agent_log": 5}, {"allow_pickle": "no"}, {"step": -1}]
+    "option",
+    [{"keep": 0}, {"keep_every": "2"}, {"flush_rate": "fast"}, {"agent_log": 5}, {"allow_pickle": "no"}, {"step": -1}],
 )
 def test_what_dcp_saves_with_is_checked_too(tmp_path: Path, option: dict[str, Any]) -> None:
     with pytest.raises(forebay.CheckpointInvalid, match=next(iter(option))):
@@ -87,3 +92,41 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     with forebay.Checkpointer(tmp_path, **options, patience=numpy.int64(9), flush_rate="1 GiB") as checkpointer:
         assert checkpointer.step(1, {"n": 1}) is None
         assert checkpointer.step(2, {"n": 1}) is not None
+
+
+def test_places_that_cannot_be_made_are_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(forebay.CheckpointInvalid, match="is no directory and cannot be made one"):
+            forebay.save({"n": 1}, place)
+    # Root may write anywhere, but not there.
+    with pytest.raises(forebay.CheckpointError, match="/proc/forebay is no directory"):
+        forebay.save({"n": 1}, "/proc/forebay")
+
+
+def test_a_single_pattern_is_not_taken_for_its_characters(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_now(1, {"model": model}).wait_durable()
+        for use in (checkpointer.restore, checkpointer.load_model):
+            with pytest.raises(forebay.CheckpointInvalid, match=r"^only is 'model\.\*'; it is a list of patterns"):
+                use(model if use == checkpointer.load_model else {"model": model}, only="model.*")  # type: ignore[operator]
+    with pytest.raises(forebay.CheckpointInvalid, match="^only is 'weight'"):
+        forebay.load_model(tmp_path, model, only="weight")
+
+
+def test_steps_that_are_none_are_refused_and_take_no_slot(tmp_path: Path) -> None:
+    state = {"n": 1}
+    with forebay.Checkpointer(tmp_path, every=1) as checkpointer:
+        # More often than there are slots: a step that was none kept its slot for good.
+        for value in ("5", -1, 2.5, None, True, 2**64):
+            for refuse in (checkpointer.step, checkpointer.save_now):
+                with pytest.raises(forebay.CheckpointInvalid, match="^step is .*a whole number, at least 0"):
+                    refuse(value, state)
+        checkpointer.save_now(1, state).wait_durable()
+        for value in ("1", -1, 2.5, True):
+            with pytest.raises(forebay.CheckpointInvalid, match="^step is .*, or None"):
+                checkpointer.restore(state, value)
+            with pytest.raises(forebay.CheckpointInvalid, match="^step is .*, or None"):
+                forebay.load(tmp_path, step=value)
+    assert checkpointer.steps() == [1]

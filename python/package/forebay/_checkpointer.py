@@ -133,7 +133,7 @@ class Checkpointer(Saver):
             self._notice.release()
             raise
         super().__init__(place, start, session, group, copies, threads, LINGER_S if linger_s is None else linger_s, log)
-        self._every = every
+        self._every: Optional[int] = every
         self._every_s = None if minutes is None else 60 * minutes
         self._saved_at = time.monotonic()
         self._on_busy = on_busy
@@ -178,6 +178,7 @@ class Checkpointer(Saver):
         Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
         `CheckpointMismatch` when the state is not shaped like the one that was saved.
         """
+        only = None if only is None else options.patterns("only", only)
         with self._lock:
             self._check_open()
             self._finish_staging()
@@ -203,6 +204,7 @@ class Checkpointer(Saver):
 
         Raises `CheckpointNotFound`, `CheckpointCorrupt` or `CheckpointMismatch`, as `restore` does.
         """
+        only = None if only is None else options.patterns("only", only)
         with self._lock:
             self._check_open()
             self._finish_staging()
@@ -219,6 +221,7 @@ class Checkpointer(Saver):
         self, step: Optional[int], use: Callable[[_native.Step], Optional[dict[str, Any]]]
     ) -> Optional[int]:
         """Calls `use` with the newest step that is whole, or `step`, and sets the generators that it gives."""
+        step = options.whole("step", step, least=0)
         begun = time.monotonic()
 
         def note(found: _native.Step) -> tuple[_native.Step, Optional[dict[str, Any]]]:
@@ -237,6 +240,7 @@ class Checkpointer(Saver):
 
     def step(self, step: int, state: Any) -> Optional[Save]:
         """To be called once a step is done; saves if `every` says so. Raises what went wrong with earlier saves."""
+        step = options.whole("step", step, least=0, may_lack=False)
         with self._lock:
             self._check_open()
             self._finish_staging()
@@ -251,6 +255,7 @@ class Checkpointer(Saver):
 
     def save_now(self, step: int, state: Any) -> Optional[Save]:
         """Saves whatever the schedule; None when `on_busy` is `skip` and both snapshots are busy."""
+        step = options.whole("step", step, least=0, may_lack=False)
         with self._lock:
             self._check_open()
             self._finish_staging()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Optional, Union
 
 from . import _native
+from . import _options as options
 from ._checkpointer import Checkpointer
 from ._loading import default_threads, load_step, load_weights, with_step
 from ._url import bucket_url
@@ -52,8 +53,10 @@ def load_model(
     As `Checkpointer.load_model`, in this process alone, whatever saved.
     """
 
+    wanted = None if only is None else options.patterns("only", only)
+
     def use(found: _native.Step) -> int:
-        load_weights(found, model, name, only, default_threads())
+        load_weights(found, model, name, wanted, default_threads())
         return found.step
 
     return with_step(bucket_url(url), step, None, use)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Callable, Iterator, Optional, Protocol, TypeVar
 
 from . import _native
+from . import _options as options
 from ._errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, CheckpointWarning
 from ._ranks import Ranks
 from ._place import Placer, named_parts
@@ -37,6 +38,7 @@ def with_step(url: str, step: Optional[int], ranks: Optional[Ranks], use: Callab
     Raises `CheckpointCorrupt` when the step asked for is damaged, or all of them are, and `CheckpointNotFound` when
     there is none. An older step than the newest is used with a warning only.
     """
+    step = options.whole("step", step, least=0)
     list_all = partial(newest_steps, url)
     found = list_all() if ranks is None else ranks.first("list the steps", list_all)
     if step is not None:

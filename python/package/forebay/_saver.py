@@ -165,7 +165,12 @@ class Saver:
                 save._failure = error
                 raise
             save._staged_at = now()
-            save._native = self._session.seal(staging.snapshot, save.step, staging.created_ms, staging.extras)
+            try:
+                save._native = self._session.seal(staging.snapshot, save.step, staging.created_ms, staging.extras)
+            except BaseException:
+                # A slot that nobody gives back would be missed by every later save.
+                self._session.abandon(staging.snapshot)
+                raise
             self._saves.append(save)
 
     def _ensure_agent(self) -> None:

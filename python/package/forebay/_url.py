@@ -1,5 +1,6 @@
 """Bucket URLs, and paths for those who save to a directory."""
 
+import errno
 import hashlib
 import json
 import os
@@ -7,7 +8,17 @@ import re
 from typing import Any, Union
 
 from . import _native
-from ._errors import CheckpointInvalid
+from ._errors import CheckpointDenied, CheckpointError, CheckpointInvalid, CheckpointNoSpace
+
+
+_KINDS: dict[int, type[CheckpointError]] = {
+    errno.EACCES: CheckpointDenied,
+    errno.EPERM: CheckpointDenied,
+    errno.EROFS: CheckpointDenied,
+    errno.ENOSPC: CheckpointNoSpace,
+    errno.EDQUOT: CheckpointNoSpace,
+}
+"""What keeps a directory from being made, where the place itself is not at fault."""
 
 
 def bucket_url(url: Union[str, "os.PathLike[str]"]) -> str:
@@ -17,7 +28,8 @@ def bucket_url(url: Union[str, "os.PathLike[str]"]) -> str:
     """
     text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise CheckpointInvalid(f"url is {url!r}; it is s3://bucket/prefix, gs://, az://, file:///directory, or a directory")
+        allowed = "s3://bucket/prefix, gs://, az://, file:///directory, or a directory"
+        raise CheckpointInvalid(f"url is {url!r}; it is {allowed}")
     if re.match(r"(s3|gs|az|file):(?!//)", text):
         raise CheckpointInvalid(f"url is {text!r}, which lacks a slash (hint: ./{text} names a directory)")
     if "://" not in text:
@@ -28,8 +40,13 @@ def bucket_url(url: Union[str, "os.PathLike[str]"]) -> str:
 
 def make_directory(url: str) -> None:
     """Creates the directory of a `file://` URL that is about to be saved to."""
-    if url.startswith("file:///"):
+    if not url.startswith("file:///"):
+        return
+    try:
         os.makedirs(url[len("file://") :], exist_ok=True)
+    except OSError as error:
+        kind = _KINDS.get(error.errno or 0, CheckpointInvalid)
+        raise kind(f"{url} is no directory and cannot be made one: {error}") from error
 
 
 def exists(url: str) -> bool:

@@ -144,7 +144,8 @@ def _place(text: str) -> tuple[str, str, Optional[int]]:
 def _run(arguments: argparse.Namespace) -> None:
     (kind, source, step), (other, target, number) = _place(arguments.source), _place(arguments.target)
     if (kind == "forebay") == (other == "forebay"):
-        raise CheckpointInvalid("one of SOURCE and TARGET is Forebay's, the other hf:DIR, dcp:DIR or, of a SOURCE, pt:FILE")
+        text = "one of SOURCE and TARGET is Forebay's, the other hf:DIR, dcp:DIR or, of a SOURCE, pt:FILE"
+        raise CheckpointInvalid(text)
     if other == "pt":
         raise CheckpointInvalid("pt:FILE is a SOURCE only (hint: torch.save(forebay.load(URL), FILE) writes one)")
     if other == "hf":
