@@ -36,6 +36,16 @@ const DEADLINE_MS: u64 = 600_000;
 /// What a process left of files that it was writing goes when nothing was written to them for so long.
 const LEAST_AGE: Duration = Duration::from_secs(60);
 
+/// How long a disk may take for a copy, beside what the bytes take at [`LEAST_RATE`].
+pub const PATIENCE: Duration = Duration::from_secs(60);
+/// Bytes a second below which a disk is as good as none: a store is faster.
+const LEAST_RATE: u64 = 32 << 20;
+
+/// How long a disk is waited for that is to take, or give, so many bytes.
+pub fn patience(bytes: u64) -> Duration {
+    PATIENCE + Duration::from_secs(bytes / LEAST_RATE)
+}
+
 /// A directory of local copies, for whoever writes there.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct LocalTier {

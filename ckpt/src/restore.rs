@@ -11,19 +11,23 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use forebay_core::checksum::combine;
-use forebay_core::{Error, Result};
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::clock::Clock;
 use forebay_io::object::Bucket;
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 
 use crate::dtype::Dtype;
+use crate::local::{Local, as_damage};
 use crate::manifest::{Manifest, Slice, Tensor};
 use crate::region::Region;
 
 mod held;
+mod disk;
 mod source;
 mod together;
 
+use disk::Disk;
 pub use held::assemble;
 use source::Source;
 pub use together::{Together, Wish};
@@ -132,6 +136,28 @@ pub fn read_held(
     threads: usize,
 ) -> Result<()> {
     read_from(&Source::Held(shards), manifest, targets, &HashSet::new(), threads)
+}
+
+/// As [`read_tensors`], out of the copies on this host's disk, which may hang: then nothing is written into the targets
+/// any more once this returned, whenever it answers.
+///
+/// # Errors
+/// `Corrupt`, too, where a copy is gone or cannot be read; `Unavailable` when the disk gave nothing for as long as
+/// [`crate::local::patience`] says.
+pub fn read_local(
+    (runtime, local, clock): (&Handle, &Local, &Clock),
+    manifest: &Manifest,
+    targets: Vec<Target<'_>>,
+    threads: usize,
+) -> Result<()> {
+    let bytes = targets.iter().map(|target| target.bytes.len() as u64).sum();
+    let disk = Disk::new(runtime, local.bucket(), clock, bytes);
+    read_from(&Source::Disk(&disk), manifest, targets, &HashSet::new(), threads).map_err(|error| match error
+        .kind()
+    {
+        ErrorKind::Unavailable if disk.hangs() => error,
+        _ => as_damage(error),
+    })
 }
 
 fn read_from(

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use forebay_ckpt::arena::HeldStep;
 use forebay_ckpt::catalog::{list_steps, newest_run};
-use forebay_ckpt::local::{Local, as_damage};
+use forebay_ckpt::local::{Local, PATIENCE, as_damage};
 use forebay_ckpt::restore::assemble;
 use forebay_ckpt::session;
 use forebay_core::{Error, ErrorKind, Result};
@@ -14,6 +14,7 @@ use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
 use forebay_io::task::end;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
+use tokio::runtime::Handle;
 
 use crate::errors::OrRaise;
 use crate::loading::{Step, runtime};
@@ -81,9 +82,6 @@ pub(crate) fn open_held(py: Python<'_>, agents: Vec<Py<Predecessor>>, step: Name
     opened.or_raise().map(|(manifest, shards)| Step::held(manifest, shards))
 }
 
-/// How long a disk may take to read or write some kilobytes.
-const DISK_PATIENCE: Duration = Duration::from_secs(60);
-
 /// What the store has: the nonce of the run's newest start, if there was one, and every committed step, newest first, as
 /// the first eight digits of its start's nonce and its number.
 type Survey = (Option<String>, Vec<(String, u64)>);
@@ -114,18 +112,32 @@ pub(crate) fn survey(py: Python<'_>, url: &str, patience_s: f64) -> PyResult<Opt
     py.detach(ask).or_raise()
 }
 
-/// Does little work on this host's disk, unless that hangs.
-fn on_disk<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
-    let (clock, runtime) = (Clock::system(), runtime()?);
-    let hangs = format!("the local disk did not answer for {} s", DISK_PATIENCE.as_secs());
-    let done = runtime.block_on(async {
-        tokio::select! {
-            done = work => done,
-            () = clock.sleep(DISK_PATIENCE) => Err(Error::new(ErrorKind::Unavailable, hangs)),
-        }
-    });
+/// Threads for what waits for this host's disk; those that hang there are left to themselves.
+pub(crate) fn with_disk<T>(work: impl FnOnce(&Handle) -> Result<T>) -> Result<T> {
+    let runtime = runtime()?;
+    let done = work(runtime.handle());
     end(runtime);
     done
+}
+
+/// Waits for little work on this host's disk.
+///
+/// # Errors
+/// `Unavailable` where it hangs.
+pub(crate) fn while_it_answers<T>(runtime: &Handle, work: impl Future<Output = Result<T>>) -> Result<T> {
+    let clock = Clock::system();
+    let hangs = format!("the local disk did not answer for {} s", PATIENCE.as_secs());
+    runtime.block_on(async {
+        tokio::select! {
+            done = work => done,
+            () = clock.sleep(PATIENCE) => Err(Error::new(ErrorKind::Unavailable, hangs)),
+        }
+    })
+}
+
+/// Does little work on this host's disk, unless that hangs.
+fn on_disk<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
+    with_disk(|runtime| while_it_answers(runtime, work))
 }
 
 /// Begins the copies of a start in `directory`: they go on from those of the `starts` before it, which is the last.
@@ -153,7 +165,7 @@ pub(crate) fn look_local(py: Python<'_>, directory: &str) -> PyResult<Copies> {
 pub(crate) fn open_local(py: Python<'_>, directory: &str, step: Named) -> PyResult<Step> {
     let open = || {
         let read = async { Local::open(directory).await?.manifest(&step_named(step)).await };
-        on_disk(read).map_err(as_damage)
+        on_disk(async { read.await.map_err(as_damage) })
     };
     Ok(Step::local(py.detach(open).or_raise()?, directory.to_owned()))
 }

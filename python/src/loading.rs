@@ -11,8 +11,9 @@ use forebay_ckpt::dtype::Dtype;
 use forebay_ckpt::local::{Local, as_damage};
 use forebay_ckpt::manifest::{Manifest, SliceKind};
 use forebay_ckpt::region::Region;
-use forebay_ckpt::restore::{Target, read_held, read_tensors};
+use forebay_ckpt::restore::{Target, read_held, read_local, read_tensors};
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::clock::Clock;
 use forebay_io::files::make_directory;
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
 use pyo3::prelude::*;
@@ -20,6 +21,7 @@ use tokio::runtime::Runtime;
 
 use crate::buffer;
 use crate::errors::OrRaise;
+use crate::held::{while_it_answers, with_disk};
 
 /// A committed step: step, incarnation, attempt, when (seconds since 1970), superseded.
 type Listed = (u64, u64, String, f64, bool);
@@ -269,12 +271,11 @@ impl Step {
                     let (runtime, bucket) = open(url)?;
                     read_tensors(runtime.handle(), &bucket, &self.manifest, targets, threads)
                 }
-                Place::Local(directory) => {
-                    let runtime = runtime()?;
-                    let local = runtime.block_on(Local::open(directory)).map_err(as_damage)?;
-                    read_tensors(runtime.handle(), local.bucket(), &self.manifest, targets, threads)
-                        .map_err(as_damage)
-                }
+                Place::Local(directory) => with_disk(|runtime| {
+                    let open = async { Local::open(directory).await.map_err(as_damage) };
+                    let (local, clock) = (while_it_answers(runtime, open)?, Clock::system());
+                    read_local((runtime, &local, &clock), &self.manifest, targets, threads)
+                }),
             }
         };
         py.detach(read).or_raise()

@@ -21,7 +21,7 @@ from forebay import _native
 from .conftest import Child, Gate, rounds, wait_until
 from .test_crash import is_running
 from .test_limits import MIB, small_disk  # noqa: F401
-from .test_ranks import start_ranks
+from .test_ranks import run_ranks, start_ranks
 from .test_restart import LINGER_S, advance, end, rank_restores, rank_state
 
 Report = Callable[[str], None]
@@ -388,3 +388,63 @@ def test_the_death_of_ranks_and_agents_at_any_moment_loses_no_common_copy(tmp_pa
         assert other == [step, tier, right] and right, f"seed {seed}: {step} {tier} {other}"
         assert step >= min(copied), f"seed {seed}: {step}, copied were {copied}"
         assert _native.verify(f"file://{place}", None) == [], f"seed {seed}"
+
+
+class Hanging:
+    """A copy on a disk that begins to hang once it is read."""
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
+
+    def read(self, *words: Any) -> None:
+        raise forebay.CheckpointUnavailable("the local disk did not answer for 60 s")
+
+
+def test_a_disk_that_hangs_gives_way_to_the_store_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    with forebay.Checkpointer(run, local=disk) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_now(step, {"t": torch.full((9,), step)}).wait_durable()
+    opened, open_local = [], _native.open_local
+
+    def hang(directory: str, named: Any) -> Any:
+        opened.append(named)
+        return Hanging(open_local(directory, named))
+
+    monkeypatch.setattr(_native, "open_local", hang)
+    state = {"t": torch.zeros(9, dtype=torch.int64)}
+    with forebay.Checkpointer(run, local=disk) as checkpointer:
+        with pytest.warns(forebay.CheckpointWarning, match="step 2 on the local disk is not used: .*did not answer"):
+            assert checkpointer.restore(state) == 2
+        assert checkpointer.restored is not None and checkpointer.restored.tier == "store"
+        assert checkpointer.restored.passed_over == ("local: the local disk did not answer for 60 s",)
+        # The other copy there is not waited for as well.
+        assert checkpointer.copies_hung == 1 and len(opened) == 1
+        assert state["t"].tolist() == [2] * 9
+        checkpointer.save_now(3, state).wait_durable()
+
+
+def test_a_disk_that_hangs_for_one_rank_is_left_by_all(tmp_path: Path) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+
+    def save(rank: int) -> None:
+        with forebay.Checkpointer(run, local=disk) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save_now(step, {"t": torch.full((9,), step + 10 * rank)}).wait_durable()
+
+    def restore(rank: int) -> Any:
+        warnings.simplefilter("ignore", forebay.CheckpointWarning)
+        if rank == 1:
+            open_local = _native.open_local
+            _native.open_local = lambda *words: Hanging(open_local(*words))  # type: ignore[assignment]
+        state = {"t": torch.zeros(9, dtype=torch.int64)}
+        with forebay.Checkpointer(run, local=disk) as checkpointer:
+            checkpointer.restore(state)
+            assert checkpointer.restored is not None
+            return checkpointer.restored.tier, checkpointer.copies_hung, state["t"].tolist()
+
+    run_ranks(2, save)
+    assert run_ranks(2, restore) == [["store", 1, [2] * 9], ["store", 1, [12] * 9]]

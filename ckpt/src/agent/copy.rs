@@ -8,10 +8,7 @@ use std::time::Duration;
 use forebay_io::clock::Clock;
 use tokio::sync::oneshot;
 
-/// How long a disk may take for a copy, beside what the bytes take at [`LEAST_RATE`].
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
-/// Bytes a second below which a disk is as good as none: a store is faster.
-const LEAST_RATE: u64 = 32 << 20;
+use crate::local::patience;
 
 /// Whether this host's disk hangs, as far as is known; clones are one.
 #[derive(Debug, Clone, Default)]
@@ -47,7 +44,7 @@ pub(super) struct Ticket {
 pub(super) fn copy(health: &Health, bytes: u64) -> (Copy, Ticket) {
     let (_done, done) = oneshot::channel();
     let is_wanted = Arc::new(AtomicBool::new(true));
-    let patience = PATIENCE + Duration::from_secs(bytes / LEAST_RATE);
+    let patience = patience(bytes);
     (
         Copy { health: health.clone(), is_wanted: is_wanted.clone(), done, patience },
         Ticket { is_wanted, _done },

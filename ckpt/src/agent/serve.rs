@@ -16,7 +16,7 @@ use forebay_io::task::{TaskGroup, end};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
 
-use super::copy::{PATIENCE, Settled, copy};
+use super::copy::{Settled, copy};
 use super::disk::{Copies, Disk};
 use super::door::Door;
 use super::flush::Save;
@@ -27,6 +27,7 @@ use super::protocol::now_us;
 use super::trainer::Trainer;
 use super::{Hello, Reply, Request, VISIT_VERSION, Visit};
 use crate::arena::{Held, SLOTS};
+use crate::local::PATIENCE;
 
 /// Saves under way at most: two slots of the present arena, two of the one before.
 const MAX_SAVES: usize = 2 * SLOTS;

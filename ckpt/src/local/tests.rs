@@ -1,10 +1,12 @@
 //! Which copies count, which go, and what damage leads to.
 
+use forebay_io::clock::Clock;
+
 use super::*;
 use crate::arena::Seal;
 use crate::manifest::{Checksum, Identity, Slice, SliceKind, Tensor};
 use crate::region::Region;
-use crate::restore::{Target, read_tensors};
+use crate::restore::{Target, read_local};
 
 const HEADER: usize = 4096;
 const LENGTH: usize = 1000;
@@ -108,7 +110,8 @@ fn copies_are_read_and_damage_is_found() {
         let mut bytes = vec![0; 2 * LENGTH];
         let region = Region::whole(&[2 * LENGTH as u64]);
         let targets = vec![Target { tensor: 0, region, bytes: &mut bytes }];
-        read_tensors(runtime.handle(), local.bucket(), &manifest, targets, 1).map(|()| bytes)
+        let clock = Clock::system();
+        read_local((runtime.handle(), &local, &clock), &manifest, targets, 1).map(|()| bytes)
     };
     assert_eq!(read().expect("sound"), vec![4; 2 * LENGTH]);
     let (held, shard) = runtime.block_on(local.part(&name, 1, 2)).expect("a part");

@@ -10,15 +10,17 @@ use forebay_io::object::Bucket;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use tokio::runtime::Handle;
 
+use super::disk::Disk;
 use super::{PARALLEL, Part, Read, Segment};
 use crate::manifest::{Manifest, Shard};
 
 /// Bytes that are read at once out of a file: what fits the cache of one core.
 const PIECE: usize = 256 << 10;
 
-/// The store, or memory.
+/// The store, this host's disk, or memory.
 pub(super) enum Source<'a> {
     Store(&'a Handle, &'a Bucket),
+    Disk(&'a Disk<'a>),
     /// The shards, in the manifest's order.
     Held(&'a [Bytes]),
 }
@@ -28,6 +30,9 @@ impl Source<'_> {
     pub(super) fn check(&self, manifest: &Manifest, wanted: BTreeSet<u32>) -> Result<()> {
         match self {
             Self::Store(runtime, bucket) => runtime.block_on(check_shards(bucket, manifest, wanted)),
+            Self::Disk(disk) => {
+                disk.runtime.block_on(disk.wait(check_shards(disk.bucket, manifest, wanted))).flatten()
+            }
             Self::Held(shards) => {
                 let fits = |index: &u32| {
                     let size = manifest.shards[*index as usize].size;
@@ -44,7 +49,7 @@ impl Source<'_> {
     /// What people know a shard by.
     pub(super) fn name_of(&self, shard: &Shard) -> String {
         match self {
-            Self::Store(..) => format!("`{}`", shard.key),
+            Self::Store(..) | Self::Disk(_) => format!("`{}`", shard.key),
             Self::Held(_) => format!("what the agent of rank {} holds", shard.rank),
         }
     }
@@ -67,6 +72,13 @@ impl Source<'_> {
                 let reads = stream::iter(std::iter::from_fn(next)).map(|read| fetch(bucket, manifest, read));
                 let parts: Vec<Vec<Part>> =
                     runtime.block_on(reads.buffer_unordered(in_flight).try_collect())?;
+                Ok(parts.into_iter().flatten().collect())
+            }
+            Self::Disk(disk) => {
+                let reads =
+                    stream::iter(std::iter::from_fn(next)).map(|read| fetch_of_disk(disk, manifest, read));
+                let parts: Vec<Vec<Part>> =
+                    disk.runtime.block_on(reads.buffer_unordered(in_flight).try_collect())?;
                 Ok(parts.into_iter().flatten().collect())
             }
             Self::Held(shards) => {
@@ -94,24 +106,29 @@ fn copy_out(shard: &Bytes, read: Read<'_>) -> Vec<Part> {
 fn read_in_place(bucket: &Bucket, manifest: &Manifest, read: Read<'_>) -> Result<Vec<Part>> {
     let Read { shard, range, segments } = read;
     let shard = &manifest.shards[shard as usize];
-    let lost = |error: Error| match error.kind() {
-        ErrorKind::NotFound => lost(manifest, shard, "is missing"),
-        ErrorKind::Invalid => lost(manifest, shard, "ends too early"),
-        _ => error,
-    };
-    let file = bucket.open_in_place(&shard.object()).map_err(lost)?;
+    let told = |error: Error| told(manifest, shard, error);
+    let file = bucket.open_in_place(&shard.object()).map_err(told)?;
     file.expect(range);
     let mut parts = Vec::with_capacity(segments.len());
     for Segment { slice, start, target, .. } in segments {
         let (mut at, mut crc32c) = (start, forebay_core::crc32c(&[]));
         for piece in target.chunks_mut(PIECE) {
-            file.read_at(at, piece).map_err(lost)?;
+            file.read_at(at, piece).map_err(told)?;
             crc32c = combine(crc32c, forebay_core::crc32c(piece), piece.len() as u64);
             at += piece.len() as u64;
         }
         parts.push(Part { slice, start, length: at - start, crc32c });
     }
     Ok(parts)
+}
+
+/// What an error says of a shard.
+fn told(manifest: &Manifest, shard: &Shard, error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::NotFound => lost(manifest, shard, "is missing"),
+        ErrorKind::Invalid => lost(manifest, shard, "ends too early"),
+        _ => error,
+    }
 }
 
 /// What is wrong with a shard.
@@ -139,44 +156,77 @@ async fn check_shards(bucket: &Bucket, manifest: &Manifest, wanted: BTreeSet<u32
 
 /// Reads one range into its segments as it arrives.
 async fn fetch(bucket: &Bucket, manifest: &Manifest, read: Read<'_>) -> Result<Vec<Part>> {
-    let Read { shard, range, segments } = read;
-    let shard = &manifest.shards[shard as usize];
-    let lost = |fact| lost(manifest, shard, fact);
-    let mut body =
-        bucket.get_stream(&shard.object(), None, range.clone()).await.map_err(|error| {
-            match error.kind() {
-                ErrorKind::NotFound => lost("is missing"),
-                _ => error,
-            }
-        })?;
-    let none = forebay_core::crc32c(&[]);
-    let part = |segment: &Segment<'_>| Part {
-        slice: segment.slice,
-        start: segment.start,
-        length: segment.target.len() as u64,
-        crc32c: none,
-    };
-    let mut parts: Vec<Part> = segments.iter().map(part).collect();
-    let mut segments = segments.into_iter().zip(&mut parts).peekable();
-    let mut at = range.start;
+    let shard = &manifest.shards[read.shard as usize];
+    let mut body = bucket
+        .get_stream(&shard.object(), None, read.range.clone())
+        .await
+        .map_err(|error| told(manifest, shard, error))?;
+    let mut spread = Spread::new(read);
     while let Some(data) = body.try_next().await? {
-        let mut data = &data[..];
-        while let Some((segment, part)) = segments.peek_mut() {
+        spread.take(&data);
+    }
+    spread.parts().ok_or_else(|| lost(manifest, shard, "ends too early"))
+}
+
+/// The same of a disk, which may hang.
+async fn fetch_of_disk(disk: &Disk<'_>, manifest: &Manifest, read: Read<'_>) -> Result<Vec<Part>> {
+    let shard = &manifest.shards[read.shard as usize];
+    let told = |error: Error| told(manifest, shard, error);
+    let mut body = disk.body(&shard.object(), read.range.clone()).await.map_err(told)?;
+    let mut spread = Spread::new(read);
+    while let Some(data) = disk.wait(body.try_next()).await?.map_err(told)? {
+        spread.take(&data);
+    }
+    spread.parts().ok_or_else(|| lost(manifest, shard, "ends too early"))
+}
+
+/// What arrives of a range, on its way into segments.
+struct Spread<'a> {
+    /// Where the next bytes lie in the shard.
+    at: u64,
+    segments: std::vec::IntoIter<Segment<'a>>,
+    /// The one that is being filled.
+    open: Option<Segment<'a>>,
+    parts: Vec<Part>,
+}
+
+impl<'a> Spread<'a> {
+    fn new(Read { range, segments, .. }: Read<'a>) -> Self {
+        let parts = Vec::with_capacity(segments.len());
+        let mut spread = Self { at: range.start, segments: segments.into_iter(), open: None, parts };
+        spread.open_next();
+        spread
+    }
+
+    fn open_next(&mut self) {
+        self.open = self.segments.next();
+        if let Some(Segment { slice, start, target, .. }) = &self.open {
+            let (slice, start, length) = (*slice, *start, target.len() as u64);
+            self.parts.push(Part { slice, start, length, crc32c: forebay_core::crc32c(&[]) });
+        }
+    }
+
+    fn take(&mut self, mut data: &[u8]) {
+        while let (Some(segment), Some(part)) = (&mut self.open, self.parts.last_mut()) {
             // What lies between two segments is not wanted.
-            let gap = (segment.start - at).min(data.len() as u64);
-            (at, data) = (at + gap, &data[gap as usize..]);
+            let gap = (segment.start - self.at).min(data.len() as u64);
+            (self.at, data) = (self.at + gap, &data[gap as usize..]);
             let length = segment.target.len().min(data.len());
             let (now, later) = std::mem::take(&mut segment.target).split_at_mut(length);
             let crc32c = copy_with_crc32c(&data[..length], now);
             part.crc32c = combine(part.crc32c, crc32c, length as u64);
             (segment.target, data) = (later, &data[length..]);
-            at += length as u64;
-            segment.start = at.max(segment.start);
+            self.at += length as u64;
+            segment.start = self.at.max(segment.start);
             if !segment.target.is_empty() {
-                break;
+                return;
             }
-            segments.next();
+            self.open_next();
         }
     }
-    if segments.next().is_some() { Err(lost("ends too early")) } else { Ok(parts) }
+
+    /// The parts' checksums; none where something is missing.
+    fn parts(self) -> Option<Vec<Part>> {
+        self.open.is_none().then_some(self.parts)
+    }
 }

@@ -32,10 +32,13 @@ fn cut(tensor: &[u8], size: usize, shape: &[u64], offsets: &[u64], lengths: &[u6
 }
 
 /// A slice to be cut: kind, offsets, lengths, shard.
-type Cut<'a> = (SliceKind, &'a [u64], &'a [u64], u32);
+pub(super) type Cut<'a> = (SliceKind, &'a [u64], &'a [u64], u32);
 
 /// Stores `tensors` (name, shape, slices) of float32 in two shards.
-async fn store(bucket: &Bucket, tensors: &[(&str, &[u64], &[Cut<'_>])]) -> (Manifest, Vec<Vec<u8>>) {
+pub(super) async fn store(
+    bucket: &Bucket,
+    tensors: &[(&str, &[u64], &[Cut<'_>])],
+) -> (Manifest, Vec<Vec<u8>>) {
     let mut files = [vec![b' '; 4096], vec![b' '; 4096]];
     let (mut described, mut contents) = (Vec::new(), Vec::new());
     for (name, shape, cuts) in tensors {

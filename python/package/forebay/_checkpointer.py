@@ -306,6 +306,12 @@ class Checkpointer(Saver):
         """Saves of this rank that have no copy on the local disk (`local`), which failed, hung, or had no room."""
         return self._session.copies_missed
 
+    @property
+    def copies_hung(self) -> int:
+        """Restores that left the copies on the local disk (`local`), which did not answer for 60 s and a second for each
+        32 MiB, for the next tier."""
+        return 0 if self._local is None else self._local.hung
+
     def timeline(self) -> list[dict[str, Any]]:
         """What this rank's last hundred saves and restores did, oldest first: `Save.timeline`, `Restored.as_dict`."""
         return [{"act": "save", **act.timeline()} if isinstance(act, Save) else act.as_dict() for act in self._past]

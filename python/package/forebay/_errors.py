@@ -13,6 +13,10 @@ class CheckpointCorrupt(CheckpointError):
     """A manifest or a shard is damaged or missing. Nothing of it was loaded."""
 
 
+class CopiesHang(CheckpointCorrupt):
+    """This host's disk does not answer: none of the copies there is of use. It never reaches a caller."""
+
+
 class CheckpointUnavailable(CheckpointError):
     """The store, or the agent that writes to it, cannot be reached; later it may."""
 

@@ -8,7 +8,14 @@ from functools import partial
 from typing import Any, Callable, Optional, TypeVar
 
 from . import _native
-from ._errors import CheckpointCorrupt, CheckpointError, CheckpointInvalid, CheckpointWarning
+from ._errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointInvalid,
+    CheckpointUnavailable,
+    CheckpointWarning,
+    CopiesHang,
+)
 from ._held import PATIENCE_S
 from ._loading import use_together
 from ._ranks import Ranks
@@ -37,6 +44,9 @@ class LocalCopies:
         """Why the last `use` used nothing, or not the newest."""
         self.has_touched = False
         """Whether the last `use` may have left something in the state that it did not use."""
+        self.hung = 0
+        """How often they were left because the disk did not answer."""
+        self._hangs = False
 
     def use(self, step: Optional[int], use: Callable[[_native.Step], T]) -> Optional[T]:
         """Calls `use` with the newest step that all ranks find whole there, or with `step`; all ranks do, or none.
@@ -64,17 +74,35 @@ class LocalCopies:
                 return None
             named = (start, number)
             try:
-                opened = use_together(self._ranks, "open a copy", partial(_native.open_local, self._directory, named))
-                used = use_together(self._ranks, "read a step", partial(use, opened))
+                opened = use_together(self._ranks, "open a copy", partial(self._open, named))
+                used = use_together(self._ranks, "read a step", partial(self._read, use, opened))
             except CheckpointCorrupt as error:
                 self.has_touched = True
                 self.passed_over.append(f"local: {error}")
                 text = f"{self._url}: step {number} on the local disk is not used: {error}"
                 warnings.warn(text, CheckpointWarning, stacklevel=5)
+                if isinstance(error, CopiesHang):
+                    # It is waited for once: nor is another copy looked at.
+                    self.hung += 1
+                    return None
                 continue
             self._starts, self._resumes = starts, None if is_durable else named
             return used
         return None
+
+    def _open(self, named: _native.Named) -> _native.Step:
+        return self._patiently(lambda: _native.open_local(self._directory, named))
+
+    def _read(self, use: Callable[[_native.Step], T], opened: _native.Step) -> T:
+        return self._patiently(lambda: use(opened))
+
+    def _patiently(self, work: Callable[[], T]) -> T:
+        """Does what reads the disk and nothing else."""
+        try:
+            return work()
+        except CheckpointUnavailable as error:
+            self._hangs = True
+            raise CopiesHang(str(error)) from error
 
     def follow(self, start: Optional[str]) -> None:
         """Goes on from the copies of a start that ended, whose memory was used."""
@@ -83,6 +111,9 @@ class LocalCopies:
 
     def begin(self, nonce: str) -> None:
         """Makes the copies those of the start of that nonce, before it takes its number: by then others are stale."""
+        if self._hangs:
+            # The agents try as soon as it answers.
+            return
         try:
             _native.begin_local(self._directory, [*self._starts, nonce])
         except CheckpointError as error:
@@ -100,6 +131,8 @@ class LocalCopies:
             starts, steps = _native.look_local(self._directory)
         except CheckpointError as error:
             # Of no use then, and no reason not to train.
+            self._hangs = isinstance(error, CheckpointUnavailable)
+            self.hung += self._hangs
             warnings.warn(f"copies on the local disk are not used: {error}", CheckpointWarning, stacklevel=6)
             return {"starts": [], "steps": []}
         return {"starts": starts, "steps": [[list(name), is_durable] for name, is_durable in steps]}

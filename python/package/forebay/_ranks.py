@@ -16,7 +16,7 @@ import time
 from typing import Any, Callable, Optional, TypeVar
 
 from . import _native
-from ._errors import CheckpointCorrupt, CheckpointError, CheckpointInvalid
+from ._errors import CheckpointCorrupt, CheckpointError, CheckpointInvalid, CopiesHang
 from ._leaf import torch_module
 
 T = TypeVar("T")
@@ -84,22 +84,24 @@ class Ranks:
         return given
 
     def gather_whole(self, act: str, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """As `gather`. Raises `CheckpointCorrupt` on all ranks when `work` does so on one."""
+        """As `gather`. Raises `CheckpointCorrupt` on all ranks when `work` does so on one, and `CopiesHang`."""
         damage: list[CheckpointCorrupt] = []
 
         def try_here() -> dict[str, Any]:
             try:
-                return {"facts": work(), "damage": None}
+                return {"facts": work(), "damage": None, "hangs": False}
             except CheckpointCorrupt as error:
                 damage.append(error)
-                return {"facts": {}, "damage": str(error)}
+                return {"facts": {}, "damage": str(error), "hangs": isinstance(error, CopiesHang)}
 
         words = self.gather(act, try_here)
-        if damage:
+        # All do the same next, whatever each of them met.
+        kind = CopiesHang if any(word["hangs"] for word in words) else CheckpointCorrupt
+        if damage and isinstance(damage[0], kind):
             raise damage[0]
         for rank, word in enumerate(words):
-            if word["damage"] is not None:
-                raise CheckpointCorrupt(f"rank {rank}: {word['damage']}")
+            if word["damage"] is not None and word["hangs"] == (kind is CopiesHang):
+                raise kind(f"rank {rank}: {word['damage']}")
         return [word["facts"] for word in words]
 
     def lend(self, together: _native.Together) -> None:

@@ -5,10 +5,11 @@ use forebay_io::object::{FaultMode, Faults, OperationKind};
 
 use super::tests::{flusher, hello, sealed, start, trainer};
 use super::*;
-use crate::agent::copy::{Health, PATIENCE, copy};
+use crate::agent::copy::{Health, copy};
 use crate::agent::disk::Disk;
 use crate::arena::Held;
 use crate::catalog::list_steps;
+use crate::local::PATIENCE;
 
 /// What the trainer heard: saves with a copy, saves without, warnings.
 fn heard(listener: &mut FdStream) -> (Vec<u64>, Vec<u64>, Vec<String>) {
