@@ -2,7 +2,7 @@
 //! comes first, and where it hangs it is no longer waited for, until it answers.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::Duration;
 
 use forebay_io::clock::Clock;
@@ -26,36 +26,47 @@ impl Health {
     }
 }
 
+/// Who settled a copy: whoever is first, and alone tells the trainer.
+const OPEN: u8 = 0;
+const BY_DISK: u8 = 1;
+const GIVEN_UP: u8 = 2;
+
 /// The flusher's end.
 pub(super) struct Copy {
     health: Health,
-    is_wanted: Arc<AtomicBool>,
+    state: Arc<AtomicU8>,
     done: oneshot::Receiver<()>,
     patience: Duration,
 }
 
 /// The disk's end; the copy is done, for better or worse, when it is dropped.
 pub(super) struct Ticket {
-    is_wanted: Arc<AtomicBool>,
+    state: Arc<AtomicU8>,
     _done: oneshot::Sender<()>,
 }
 
 /// A copy of so many bytes.
 pub(super) fn copy(health: &Health, bytes: u64) -> (Copy, Ticket) {
     let (_done, done) = oneshot::channel();
-    let is_wanted = Arc::new(AtomicBool::new(true));
+    let state = Arc::new(AtomicU8::new(OPEN));
     let patience = patience(bytes);
-    (
-        Copy { health: health.clone(), is_wanted: is_wanted.clone(), done, patience },
-        Ticket { is_wanted, _done },
-    )
+    (Copy { health: health.clone(), state: state.clone(), done, patience }, Ticket { state, _done })
 }
 
 impl Ticket {
     /// Whether the slot still holds what it held when the copy was asked for. What was read before this said so is sound.
     pub(super) fn is_wanted(&self) -> bool {
-        self.is_wanted.load(Ordering::SeqCst)
+        self.state.load(Ordering::SeqCst) != GIVEN_UP
     }
+
+    /// The disk is done with the slot; says whether what became of the copy is for the disk to tell.
+    pub(super) fn settle(&self) -> bool {
+        settle(&self.state, BY_DISK)
+    }
+}
+
+fn settle(state: &AtomicU8, by: u8) -> bool {
+    state.compare_exchange(OPEN, by, Ordering::SeqCst, Ordering::SeqCst).is_ok()
 }
 
 /// What became of a copy.
@@ -78,9 +89,37 @@ impl Copy {
             // It ends by itself, whatever came of it.
             _ = self.done => Settled::Done,
             () = clock.sleep(patience) => {
-                self.is_wanted.store(false, Ordering::SeqCst);
+                if !settle(&self.state, GIVEN_UP) {
+                    return Settled::Done;
+                }
                 if self.health.set(true) { Settled::StillHangs } else { Settled::Hangs(patience) }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Both ends told the trainer of the same copy where its patience ended while the disk was telling.
+    #[tokio::test]
+    async fn one_end_alone_settles_a_copy() {
+        let (clock, health) = (Clock::manual(), Health::default());
+        let (late, ticket) = copy(&health, 0);
+        let waits = late.settled(&clock);
+        tokio::pin!(waits);
+        assert!(futures::poll!(&mut waits).is_pending());
+        assert!(ticket.settle() && ticket.is_wanted());
+        clock.advance(patience(0));
+        assert_eq!(waits.await, Settled::Done);
+        assert!(!health.hangs());
+        let (late, ticket) = copy(&health, 0);
+        let waits = late.settled(&clock);
+        tokio::pin!(waits);
+        assert!(futures::poll!(&mut waits).is_pending());
+        clock.advance(patience(0));
+        assert_eq!(waits.await, Settled::Hangs(patience(0)));
+        assert!(!ticket.settle() && !ticket.is_wanted() && health.hangs());
     }
 }

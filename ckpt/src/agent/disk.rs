@@ -104,10 +104,11 @@ impl Disk {
     /// Copies a shard and says so, and then deletes what nobody needs, for which nobody waits.
     async fn save(&mut self, held: &Held, slot: &Bytes, ticket: Ticket) -> Result<()> {
         let (copied, save) = (self.copy(held, slot, &ticket).await, held.seal.save);
-        match &copied {
-            Ok(true) => self.trainer.tell(&Reply::Local { save, at_us: now_us(&Clock::system()) }),
-            Err(_) if ticket.is_wanted() => self.trainer.tell(&Reply::NoCopy { save }),
-            _ => {}
+        if ticket.settle() {
+            self.trainer.tell(&match copied {
+                Ok(true) => Reply::Local { save, at_us: now_us(&Clock::system()) },
+                _ => Reply::NoCopy { save },
+            });
         }
         drop(ticket);
         // Where there was no room there may be some for the next one.

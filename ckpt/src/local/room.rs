@@ -40,10 +40,7 @@ impl Local {
             .collect();
         let newest = self.whole_steps(starts, &notes).into_iter().next();
         let newest = newest.and_then(|step| age(starts, attempt_of(&step.name.start), step.name.step));
-        let own = age(starts, attempt_of(&held.start), held.seal.step);
         let mut files = self.files(held, starts).await?;
-        // Saved again, it takes its own place.
-        files.remove(&own);
         let mut left: u64 = files.values().map(|files| files.bytes).sum();
         let may_go = |of: &Age| of.is_none() || durable.contains(of) || *of < newest;
         let mut order: Vec<Age> = files.keys().copied().filter(may_go).collect();
@@ -66,8 +63,11 @@ impl Local {
     /// What this rank is to count, by step.
     async fn files(&self, held: &Held, starts: &[String]) -> Result<BTreeMap<Age, Files>> {
         let mut found: BTreeMap<Age, Files> = BTreeMap::new();
+        // An agent that takes another one's place writes the same files again; another save of the step has its own.
+        let seal = NoteKey::of(&held.name(), held.rank, held.world_size, false).object();
+        let replaced = [held.key().object(), seal];
         let mut take = |attempt: &str, step, rank: u32, key: &ObjectKey, bytes| {
-            if rank % held.world_size.max(1) == held.rank {
+            if rank % held.world_size.max(1) == held.rank && !replaced.contains(key) {
                 let files = found.entry(age(starts, attempt, step)).or_default();
                 files.keys.push(key.clone());
                 files.bytes += bytes;

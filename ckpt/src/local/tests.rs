@@ -225,3 +225,25 @@ async fn a_ceiling_holds_and_what_the_store_lacks_stays() {
     assert!(!left.iter().any(|note| (note.step, note.rank) == (9, 1)), "its own part alone went");
     assert!(left.iter().any(|note| (note.step, note.rank) == (9, 0)));
 }
+
+/// Another save of a step has files of its own beside the first one's, which were not counted.
+#[tokio::test]
+async fn another_save_of_a_step_is_counted_beside_the_first() {
+    let (_directory, local) = open().await;
+    let (starts, name) = ([start(1)], named(1, 4));
+    local.begin(&starts).await.expect("begin");
+    let fixed = bytes(&local).await;
+    put(&local, &name, &[0, 1]).await;
+    let one = (bytes(&local).await - fixed) / 2;
+    let (mut again, shard) = part(&name, 0);
+    again.seal.save += 1;
+    // It is all that a restore would take, until it is in the store.
+    assert!(!local.make_room(&again, &starts, 3 * one).await.expect("make room"));
+    assert_eq!(steps(&local).await, [(name.clone(), false)]);
+    assert!(local.make_room(&again, &starts, 5 * one).await.expect("make room"), "both fit");
+    local.mark_durable(&name, 0, 2).await.expect("mark");
+    assert!(local.make_room(&again, &starts, 3 * one).await.expect("make room"));
+    assert!(local.put(&again, &shard, || true).await.expect("put"));
+    assert!(bytes(&local).await - fixed <= 3 * one);
+    assert_eq!(steps(&local).await, [(name, true)]);
+}
