@@ -134,7 +134,7 @@ class Checkpointer(Saver):
             raise
         super().__init__(place, start, session, group, copies, threads, LINGER_S if linger_s is None else linger_s, log)
         self._every: Optional[int] = every
-        self._every_s = None if minutes is None else 60 * minutes
+        self._every_s: Optional[float] = None if minutes is None else 60 * minutes
         self._saved_at = time.monotonic()
         self._on_busy = on_busy
         self._planner = Planner(self._ranks)
