@@ -25,6 +25,7 @@ from ._leaf import (
     local_parts,
     numpy_module,
     part_leaves,
+    plain_kinds,
     tensor_dtype,
     tensor_leaf,
     torch_module,
@@ -50,6 +51,7 @@ class Flattener:
         self._replicated = replicated
         self._is_replicated = False
         self._buffers: frozenset[int] = frozenset()
+        self._plain = plain_kinds()
         self._names: set[str] = set()
         self._tensors: dict[Any, str] = {}
         self._starts: dict[int, list[Leaf]] = {}
@@ -72,6 +74,8 @@ class Flattener:
         if value is None or value is True or value is False:
             return value
         kind = type(value)
+        if kind in self._plain:
+            return self._tensor(value, path.replace(_OBJECT, ""), name)
         if kind is int:
             return value
         if kind is float:
@@ -120,6 +124,8 @@ class Flattener:
         here = here.replace(_OBJECT, "")
         if not isinstance(key, _KEYS):
             raise TypeError(f"{here}: a key of type {_type_name(key)}")
+        if type(key) is str and key.isascii():
+            return [key, self._node(value, here, _join(name, key))]
         return [self._node(key, here, ""), self._node(value, here, _join(name, str(key)))]
 
     def _foreign(self, value: Any, path: str, name: str) -> Node:
@@ -150,8 +156,7 @@ class Flattener:
         return None
 
     def _tensor(self, value: Any, path: str, name: str) -> Node:
-        torch = torch_module()
-        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
+        is_plain = type(value) in self._plain
         if not is_plain and local_parts(value) is not None:
             return self._spread(value, path, name)
         dtype = tensor_dtype(value) if is_plain else None
@@ -204,6 +209,8 @@ class Flattener:
 
     def _share_storage(self, leaves: list[Leaf]) -> None:
         """Tensors that are views into another one of `leaves` refer to it: their bytes are stored once."""
+        if not _overlap(leaves):
+            return
         storages: dict[int, list[Leaf]] = {}
         for leaf in leaves:
             if leaf.name in self._nodes and leaf.size > 0:
@@ -301,6 +308,19 @@ _CONTAINERS: dict[type, str] = {
     frozenset: "frozenset",
 }
 _KEYS = (str, int, float, bool, type(None), tuple)
+
+
+def _overlap(leaves: list[Leaf]) -> bool:
+    """Whether a tensor may begin inside of another one: without that no view is found, and storages need not be asked
+    for."""
+    end = 0
+    tensors = (leaf for leaf in leaves if hasattr(leaf.source, "data_ptr"))
+    for start, size in sorted((leaf.source.data_ptr(), leaf.size) for leaf in tensors):
+        if size > 0:
+            if start < end:
+                return True
+            end = start + size
+    return False
 
 
 def _is_same(one: Any, other: Any) -> bool:

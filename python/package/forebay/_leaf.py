@@ -54,9 +54,25 @@ def numpy_module() -> Any:
 def tensor_dtype(tensor: Any) -> Optional[str]:
     """The element type's name of a torch tensor that can be saved; None for any other."""
     torch = torch_module()
-    is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-    name = str(tensor.dtype).removeprefix("torch.")
-    return name if is_plain and name in SIZES else None
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return None
+    dtype = tensor.dtype
+    if dtype not in _NAMES:
+        name = str(dtype).removeprefix("torch.")
+        _NAMES[dtype] = name if name in SIZES else None
+    return _NAMES[dtype]
+
+
+_NAMES: dict[Any, Optional[str]] = {}
+"""What torch's element types are called here, those that were met: a state has many tensors of few types."""
+
+
+def plain_kinds() -> frozenset[type]:
+    """The types of torch tensors that are no more than their elements."""
+    torch = torch_module()
+    if torch is None:
+        return frozenset()
+    return frozenset((torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)))
 
 
 def array_dtype(array: Any) -> Optional[str]:
@@ -69,9 +85,12 @@ def array_dtype(array: Any) -> Optional[str]:
 def tensor_leaf(name: str, path: str, tensor: Any, dtype: str) -> Leaf:
     """A torch tensor, wherever it is and however it is strided."""
     size = tensor.numel() * SIZES[dtype]
-    is_dense = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    address = tensor.data_ptr() if is_dense and tensor.is_cpu else None
-    device_address = tensor.data_ptr() if is_dense and is_on_device(tensor) and size > 0 else None
+    address, device_address = None, None
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        if tensor.is_cpu:
+            address = tensor.data_ptr()
+        if size > 0 and is_on_device(tensor):
+            device_address = tensor.data_ptr()
     version = None if tensor.is_inference() else tensor._version
     return Leaf(name, dtype, list(tensor.shape), size, tensor, address, device_address, version, path)
 

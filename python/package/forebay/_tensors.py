@@ -13,6 +13,8 @@ from ._errors import CheckpointCorrupt
 from ._leaf import array_dtype, local_parts, numpy_module, tensor_dtype, torch_module
 
 Node = Any
+Part = Optional[tuple[list[int], list[int]]]
+"""Offsets and lengths of a box of a tensor; none for all of it."""
 
 
 class Tensors:
@@ -46,20 +48,25 @@ class Tensors:
         """
         kind, name = node["t"], node["n"]
         index, dtype, shape = self.entry(name)
-        if (kind, name) in self._loaded or "view" in node or not _is_like(kind, live, dtype, shape):
+        if (kind, name) in self._loaded or "view" in node:
             return False
-        parts = local_parts(live) if kind == "tensor" else None
-        if parts is None:
-            self._aim(kind, index, None, live, dtype)
-        for local, offsets, lengths in parts or []:
-            self._aim(kind, index, (offsets, lengths), local, dtype)
+        places = _places(kind, live, dtype, shape)
+        if places is None:
+            return False
+        for part, place in places:
+            self._bound.append(place)
+            self._aim(kind, index, part, place, dtype)
         self._loaded[kind, name] = live
         return True
 
     def bind_part(self, name: str, part: tuple[list[int], list[int]], place: Any) -> None:
         """Has a box of a tensor, given as offsets and lengths, read into a plain tensor of its shape and any type."""
         index, dtype, _ = self.entry(name)
-        self._aim("tensor", index, part, place, dtype)
+        self._bound.append(place)
+        if tensor_dtype(place) == dtype:
+            self._aim("tensor", index, part, place, dtype)
+        else:
+            self._read_aside("tensor", index, part, place, dtype)
 
     def want(self, node: Node) -> None:
         """Notes every tensor that a tree names; what is not bound gets memory of its own."""
@@ -118,34 +125,39 @@ class Tensors:
             self._loaded[kind, name] = numpy.empty(shape, dtype=dtype)
         self._targets.append((index, None, *_span(kind, self._loaded[kind, name])))
 
-    def _aim(
-        self, kind: str, index: int, part: Optional[tuple[list[int], list[int]]], place: Any, dtype: str
-    ) -> None:
-        self._bound.append(place)
-        has = tensor_dtype(place) if kind == "tensor" else array_dtype(place)
-        if has != dtype or not self._take_span(kind, place):
-            # Read aside, and copied once all is found right: a device's memory, a strided, a shared or another one.
-            staged = _new_like(kind, place, dtype)
-            self._staged.append((place, staged))
-            place = staged
-        self._targets.append((index, part, *_span(kind, place)))
+    def _aim(self, kind: str, index: int, part: Part, place: Any, dtype: str) -> None:
+        """Has a tensor read into one of its element type."""
+        span = self._take_span(kind, place)
+        if span is None:
+            self._read_aside(kind, index, part, place, dtype)
+        else:
+            self._targets.append((index, part, *span))
 
-    def _take_span(self, kind: str, place: Any) -> bool:
-        """Whether a tensor's or array's memory can be read into: dense, the processor's, and nobody else's."""
+    def _read_aside(self, kind: str, index: int, part: Part, place: Any, dtype: str) -> None:
+        """Has a tensor copied to its place once all is found right: a device's memory, a strided, a shared or another
+        one."""
+        staged = _new_like(kind, place, dtype)
+        self._staged.append((place, staged))
+        self._targets.append((index, part, *_span(kind, staged)))
+
+    def _take_span(self, kind: str, place: Any) -> Optional[tuple[int, int]]:
+        """Where a tensor's or array's memory is; None where it cannot be read into: it is dense, the processor's, and
+        nobody else's."""
         if kind == "tensor":
-            is_dense = place.is_cpu and place.is_contiguous() and place.data_ptr() != 0
-            is_dense = is_dense and not (place.is_conj() or place.is_neg())
+            is_dense = place.is_cpu and place.is_contiguous() and not (place.is_conj() or place.is_neg())
         else:
             is_dense = place.flags.c_contiguous
         if not is_dense:
-            return False
+            return None
         start, size = _span(kind, place)
+        if kind == "tensor" and start == 0:
+            return None
         at = bisect.bisect(self._spans, (start, size))
         for other, length in self._spans[max(at - 1, 0) : at + 1]:
             if start < other + length and other < start + size:
-                return False
+                return None
         self._spans.insert(at, (start, size))
-        return True
+        return start, size
 
 
 def _new_like(kind: str, place: Any, dtype: str) -> Any:
@@ -168,13 +180,17 @@ def _span(kind: str, value: Any) -> tuple[int, int]:
     return value.ctypes.data, value.nbytes
 
 
-def _is_like(kind: str, live: Any, dtype: str, shape: list[int]) -> bool:
-    """Whether a live value is a tensor or array of that element type and shape that can be written."""
+def _places(kind: str, live: Any, dtype: str, shape: list[int]) -> Optional[list[tuple[Part, Any]]]:
+    """The tensors or arrays of that element type that a live value of that shape is made of, each with its part of it;
+    None for another value, and one that cannot be written."""
     torch, numpy = torch_module(), numpy_module()
     if kind == "tensor":
         if torch is None or not isinstance(live, torch.Tensor) or list(live.shape) != shape:
-            return False
+            return None
         parts = local_parts(live)
-        return all(tensor_dtype(local) == dtype for local in ([live] if parts is None else [part[0] for part in parts]))
+        places: list[tuple[Part, Any]] = [(None, live)]
+        if parts is not None:
+            places = [((offsets, lengths), local) for local, offsets, lengths in parts]
+        return places if all(tensor_dtype(place) == dtype for _, place in places) else None
     is_like = numpy is not None and isinstance(live, numpy.ndarray) and array_dtype(live) == dtype
-    return is_like and live.flags.writeable and list(live.shape) == shape
+    return [(None, live)] if is_like and live.flags.writeable and list(live.shape) == shape else None
