@@ -33,7 +33,8 @@ pub struct CommitterSettings {
     /// Whether changes that nobody waits for are made while it is unknown whether this process still holds the volume.
     /// They become durable if it does and are lost if not. Default false.
     pub changes_while_unsure: bool,
-    /// Bytes of recently used values kept in memory where the engine's reads may wait. Default 64 MiB.
+    /// Bytes of recently used values kept in memory where the engine's reads may wait, and with a quarter as much which keys
+    /// there are in ranges that are known whole. Default 64 MiB.
     pub hot_bytes: usize,
 }
 

@@ -5,6 +5,7 @@
 //! beyond order (there is nothing to conflict with) and knows nothing of what keys mean.
 
 mod hot;
+mod known;
 mod overlay;
 mod gather;
 mod view;

@@ -11,6 +11,7 @@ use bytes::Bytes;
 use forebay_core::{Error, Result};
 
 use super::hot::Hot;
+use super::known::{Known, Whole};
 
 /// Number of a batch; the engine holds all batches up to some number, whole.
 pub(super) type BatchNumber = u64;
@@ -32,6 +33,7 @@ pub(super) struct Overlay {
     /// Fetches that began before this batch was in the engine are no longer covered.
     floor: BatchNumber,
     hot: Hot,
+    known: Known,
     failure: Option<Error>,
 }
 
@@ -44,17 +46,23 @@ struct Change {
 }
 
 impl Overlay {
-    /// An empty overlay that remembers up to `hot_bytes` of what the engine holds.
+    /// An empty overlay that remembers up to `hot_bytes` of what the engine holds, and with a quarter as much what it does
+    /// not hold.
     pub(super) fn new(hot_bytes: usize) -> Self {
-        Self { hot: Hot::new(hot_bytes), ..Self::default() }
+        Self { hot: Hot::new(hot_bytes), known: Known::new(hot_bytes / 4), ..Self::default() }
     }
 
-    /// `Some` when `key` is changed here (`Some(None)`: deleted) or its value in the engine is remembered.
+    /// `Some` when `key` is changed here (`Some(None)`: deleted), or it is remembered what the engine holds for it.
     pub(super) fn get(&self, key: &[u8]) -> Option<Option<Bytes>> {
         match self.changes.get(key) {
             Some(change) => Some(change.value.clone()),
-            None => self.hot.get(key),
+            None => self.hot.get(key).or_else(|| self.known.is_absent(key).then_some(None)),
         }
+    }
+
+    /// Whether there surely is nothing with `start <= key < end`; an empty `end` means no upper bound.
+    pub(super) fn is_empty(&self, start: &[u8], end: &[u8]) -> bool {
+        self.known.is_empty(start, end)
     }
 
     /// The changes with `start <= key < end` in key order; an empty `end` means no upper bound.
@@ -73,8 +81,9 @@ impl Overlay {
         for (key, value) in changes {
             let is_new = match self.changes.get(&key) {
                 Some(before) => before.is_new && before.batch == batch,
-                None => self.hot.get(&key) == Some(None),
+                None => self.hot.get(&key) == Some(None) || self.known.is_absent(&key),
             };
+            self.known.change(&key, value.is_some());
             self.changes.insert(key, Change { value, batch, is_new });
         }
     }
@@ -127,6 +136,11 @@ impl Overlay {
         }
     }
 
+    /// Remembers which keys there are in a range, by the newest state.
+    pub(super) fn remember_whole(&mut self, whole: Whole) {
+        self.known.learn(whole);
+    }
+
     /// Remembers that the engine does not hold `key`.
     pub(super) fn remember_absent(&mut self, key: Bytes) {
         if !self.changes.contains_key(&key) {
@@ -169,7 +183,11 @@ impl Overlay {
                 if self.changes.get(&key).is_some_and(|change| change.batch == batch)
                     && let Some(change) = self.changes.remove(&key)
                 {
-                    self.hot.put(key, change.value);
+                    // What is known to be absent needs no entry of its own, but must not keep an old one.
+                    let is_known = self.known.is_absent(&key) && self.hot.get(&key).is_none();
+                    if change.value.is_some() || !is_known {
+                        self.hot.put(key, change.value);
+                    }
                 }
             }
         }

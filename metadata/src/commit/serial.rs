@@ -132,7 +132,7 @@ impl Serial {
     }
 
     fn apply(&self, turn: &mut Turn, changes: Changes) {
-        let Changes { changed, absent } = changes;
+        let Changes { changed, absent, wholes } = changes;
         let forming = &mut turn.forming;
         for (key, value) in &changed {
             forming.bytes += key.len() + value.as_ref().map_or(0, Bytes::len);
@@ -143,6 +143,7 @@ impl Serial {
         }
         let mut overlay = self.state.overlay.write();
         absent.into_iter().for_each(|key| overlay.remember_absent(key));
+        wholes.into_iter().for_each(|whole| overlay.remember_whole(whole));
         overlay.apply(turn.number, changed);
     }
 

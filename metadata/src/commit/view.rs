@@ -8,6 +8,7 @@ use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 
 use super::gather::{Gathered, Range, Want};
+use super::known::Whole;
 use super::overlay::Overlay;
 use crate::kv::{Engine, Limits, Pair};
 
@@ -107,6 +108,9 @@ impl Reads for View<'_> {
         if is_empty_range(start, end, limit) {
             return Ok(Vec::new());
         }
+        if self.overlay.is_empty(start, end) {
+            return Ok(Vec::new());
+        }
         let changes = || self.overlay.range(start, end);
         let deleted = changes().filter(|(_, value)| value.is_none()).count();
         let below = self.base_scan(start, end, limit.saturating_add(deleted))?;
@@ -120,6 +124,8 @@ pub(super) struct Changes {
     pub(super) changed: BTreeMap<Bytes, Option<Bytes>>,
     /// Keys that the engine cannot hold.
     pub(super) absent: Vec<Bytes>,
+    /// Ranges that were seen whole, before the changes.
+    pub(super) wholes: Vec<Whole>,
 }
 
 /// A transaction: the newest state, and changes of its own that only it sees until it ends well.
@@ -128,21 +134,43 @@ pub struct Txn<'a> {
     limits: Limits,
     changes: BTreeMap<Bytes, Option<Bytes>>,
     absent: Vec<Bytes>,
+    wholes: Vec<Whole>,
 }
 
 impl<'a> Txn<'a> {
     pub(super) fn new(view: View<'a>, limits: Limits) -> Self {
-        Self { view, limits, changes: BTreeMap::new(), absent: Vec::new() }
+        Self { view, limits, changes: BTreeMap::new(), absent: Vec::new(), wholes: Vec::new() }
     }
 
     pub(super) fn into_parts(self) -> (Vec<Want>, Changes) {
-        (self.view.into_missed(), Changes { changed: self.changes, absent: self.absent })
+        let Self { view, changes: changed, absent, wholes, .. } = self;
+        (view.into_missed(), Changes { changed, absent, wholes })
     }
 
     /// Says that neither the engine nor any transaction before holds `key`, as for a number that nothing ever had: it
     /// need not be looked for there.
     pub fn know_absent(&mut self, key: impl Into<Bytes>) {
         self.absent.push(key.into());
+    }
+
+    /// Says that neither the engine nor any transaction before holds a key with `start <= key < end`: which keys come there
+    /// is known from then on, and what does not is not looked for.
+    pub fn know_empty(&mut self, start: impl Into<Bytes>, end: impl Into<Bytes>) {
+        self.wholes.push(Whole { start: start.into(), end: end.into(), keys: Vec::new() });
+    }
+
+    /// Looks which keys there are with `start <= key < end`, so that from then on what is not there is not looked for;
+    /// leaves it where there are more than `most`.
+    ///
+    /// # Errors
+    /// As for any read.
+    pub fn know_whole(&mut self, start: Bytes, end: Bytes, most: usize) -> Result<()> {
+        let found = self.view.scan(&start, &end, most + 1)?;
+        if found.len() <= most {
+            let keys = found.into_iter().map(|(key, _)| key).collect();
+            self.wholes.push(Whole { start, end, keys });
+        }
+        Ok(())
     }
 
     /// Sets `key` to `value`, which may be empty.

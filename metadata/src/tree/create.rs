@@ -4,7 +4,7 @@ use forebay_core::{Attributes, Error, ErrorKind, FileKind, InodeId, Result};
 
 use super::{Existing, NewInode, acl};
 use crate::records::{Change, Charge, Records, Spelling, check_new_name, child_prefix, prefix_with_slash};
-use crate::schema::{Dentry, ImportState, Inode, Usage};
+use crate::schema::{Dentry, ImportState, Inode, Tag, Usage};
 
 const SET_GID: u16 = 0o2000;
 
@@ -33,6 +33,9 @@ pub(super) fn create(
         directory.nlink += 1;
         let state = import_state(change, parent, name)?;
         change.put_import_state(ino, &state)?;
+        // Who makes files in it looks for their names first.
+        let (first, end) = change.keys().below(Tag::Dentry, ino.0);
+        change.txn.know_empty(first, end);
     }
     if new.kind == FileKind::File {
         // What the first write of the file looks for.

@@ -29,6 +29,8 @@ const CLOSE_DRAIN: Duration = Duration::from_secs(5);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
 /// Orphans freed between two looks at the records.
 const PAGE: usize = 256;
+/// Claims, and loans, whose keys are kept in memory; where there are more, each is asked for.
+const MOST_KNOWN: usize = 4096;
 
 /// What a tree is made of. Cheap to clone, like its parts.
 #[derive(Clone)]
@@ -123,6 +125,11 @@ impl LocalTree {
             if change.reads().get(&change.keys().loading())?.is_some() {
                 return Err(Error::corrupt("the tree is not whole: loading it was cut off")
                     .with_hint("load it again with `forebay volume load --force`"));
+            }
+            // Few keys are claimed or lent at a time, and each new file asks about its own.
+            for tag in [Tag::Claim, Tag::Loan] {
+                let (first, end) = change.keys().family(tag);
+                change.txn.know_whole(first, end, MOST_KNOWN)?;
             }
             let session = SessionRecord { started: change.now };
             change.put(change.keys().session(change.shared.session), session.encode())?;

@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use forebay_core::{ErrorKind, FileLayout, InodeId, ObjectKey};
+use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, ObjectKey};
 use forebay_io::object::Condition;
 use forebay_io::task::TaskGroup;
+use futures::FutureExt;
 
 use super::world::*;
 use crate::records::Change;
-use crate::tree::{Placement, RenameMode, Tree, resolve, unlink as unlink_entry};
+use crate::tree::{Existing, Lookup, Placement, RenameMode, Tree, resolve, unlink as unlink_entry};
 
 use RenameMode::{Exchange, Replace};
 
@@ -353,4 +354,37 @@ async fn a_prefix_of_claimed_keys_is_no_directory() {
     world
         .check_objects(&[("a", "a file"), ("b", "moves"), ("c/new", "an outsider's"), ("d", "moves, too")])
         .await;
+}
+
+/// A file in a directory that this session made is looked for, made, placed and committed without asking the engine, whose
+/// reads cost more than all the rest: which names there are is known, and which keys are claimed or lent.
+#[tokio::test]
+async fn files_in_a_new_directory_are_made_without_asking_the_engine() {
+    let world = World::new(Kind::Slate).await;
+    let tree = world.open().await;
+    let made = tree.create(InodeId::ROOT, b"d", new_inode(FileKind::Directory), Existing::Refuse).await;
+    let directory = made.expect("made").0.ino;
+    world.write_path(&tree, "d/first", "bytes").await.expect("written");
+    for number in 0..20 {
+        let name = format!("f{number}");
+        let found = tree.lookup(directory, name.as_bytes()).now_or_never().expect("at once");
+        assert_eq!(found.expect("looked up"), Lookup::Miss);
+        let made = tree.create(directory, name.as_bytes(), new_file(), Existing::Refuse).now_or_never();
+        let (file, _) = made.expect("at once").expect("made");
+        let placement = tree.place(file.ino).now_or_never().expect("at once").expect("placed");
+        assert!(is_own(&placement, &format!("d/{name}")), "{placement:?}");
+        let blob = world.put_at(&placement, b"bytes").await.expect("put").blob();
+        let commit = tree.commit_layout(file.ino, 0, FileLayout::of_blob(blob), time(1)).now_or_never();
+        commit.expect("at once").expect("committed");
+        if number % 8 == 7 {
+            tree.sync().await.expect("synced");
+        }
+    }
+    tree.close().await.expect("closed");
+    // What an earlier session made is looked for.
+    let tree = world.open().await;
+    for number in 0..20 {
+        assert_eq!(world.read_path(&tree, &format!("d/f{number}")).await.expect("bytes"), "bytes");
+    }
+    tree.close().await.expect("closed");
 }
