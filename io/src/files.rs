@@ -70,6 +70,15 @@ impl Drop for NewFile {
     }
 }
 
+/// File systems of this host's disks, as statfs(2) calls them: ext4, XFS, Btrfs, F2FS, and overlayfs and tmpfs, which lie on
+/// them or in memory.
+const LOCAL: [u32; 6] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0x794c_7630, 0x0102_1994];
+
+/// Whether a file lies on a disk of this host, or in its memory, and on no server.
+pub(crate) fn is_local(file: &File) -> bool {
+    rustix::fs::fstatfs(file).is_ok_and(|found| LOCAL.contains(&(found.f_type as u32)))
+}
+
 /// Whether there is anything of that name.
 pub fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()

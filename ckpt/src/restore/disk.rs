@@ -98,7 +98,7 @@ impl<'a> Disk<'a> {
         let Range { start, end } = range;
         let open = task::blocking(move || {
             let file = bucket.open_in_place(&key)?;
-            file.expect(start..end);
+            file.announce(start..end);
             Ok(Arc::new(file))
         });
         let file = self.wait(open).await?.flatten()?;

@@ -14,9 +14,6 @@ use super::disk::Disk;
 use super::{PARALLEL, Part, Read, Segment};
 use crate::manifest::{Manifest, Shard};
 
-/// Bytes that are read at once out of a file: what fits the cache of one core.
-const PIECE: usize = 256 << 10;
-
 /// The store, this host's disk, or memory.
 pub(super) enum Source<'a> {
     Store(&'a Handle, &'a Bucket),
@@ -101,23 +98,18 @@ fn copy_out(shard: &Bytes, read: Read<'_>) -> Vec<Part> {
     read.segments.into_iter().map(copy).collect()
 }
 
-/// Reads one range of a shard that is a file into its segments, in pieces that are still in the processor's cache when
-/// their checksum is taken.
+/// Reads one range of a shard that is a file into its segments.
 fn read_in_place(bucket: &Bucket, manifest: &Manifest, read: Read<'_>) -> Result<Vec<Part>> {
     let Read { shard, range, segments } = read;
     let shard = &manifest.shards[shard as usize];
     let told = |error: Error| told(manifest, shard, error);
-    let file = bucket.open_in_place(&shard.object()).map_err(told)?;
+    let mut file = bucket.open_in_place(&shard.object()).map_err(told)?;
     file.expect(range);
     let mut parts = Vec::with_capacity(segments.len());
     for Segment { slice, start, target, .. } in segments {
-        let (mut at, mut crc32c) = (start, forebay_core::crc32c(&[]));
-        for piece in target.chunks_mut(PIECE) {
-            file.read_at(at, piece).map_err(told)?;
-            crc32c = combine(crc32c, forebay_core::crc32c(piece), piece.len() as u64);
-            at += piece.len() as u64;
-        }
-        parts.push(Part { slice, start, length: at - start, crc32c });
+        let length = target.len() as u64;
+        let crc32c = file.copy_at(start, target).map_err(told)?;
+        parts.push(Part { slice, start, length, crc32c });
     }
     Ok(parts)
 }
