@@ -77,7 +77,9 @@ pub(super) async fn store(
         None => File::whole(seal, slot),
     };
     let mut part = manifest_of(run, member, seal, &file.header);
-    let options = UploadOptions { conditional: false, ..UploadOptions::default() };
+    // Shards are large, and seldom read soon: a folder's page cache is for what the training reads.
+    let past_cache = Some(file.size);
+    let options = UploadOptions { conditional: false, past_cache, ..UploadOptions::default() };
     let mut upload = bucket.upload_with(&part.shards[0].object(), options)?;
     let (sent, seen) = tokio::join!(send(&mut upload, &file), look(seal, slot, &mut identities));
     // Nothing takes the shard's name before all of it was found sound.

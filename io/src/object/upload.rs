@@ -69,8 +69,8 @@ pub struct UploadOptions {
     pub part_bytes: Option<u64>,
     /// Who is told where it begins and ends. Default nobody.
     pub notes: Option<Arc<dyn UploadNotes>>,
-    /// Its length, where that is known and nobody reads it soon: a directory takes the room at once and writes memory that is
-    /// aligned to pages past the page cache, at a tenth of the processor time. Default none.
+    /// Its length, where that is known and nobody reads it soon: a directory on a disk of this host takes the room at once and
+    /// writes memory that is aligned to pages past the page cache, at a tenth of the processor time. Default none.
     pub past_cache: Option<u64>,
     /// Whether it may be completed on a condition. Default true; without, Google's store spares a copy.
     pub conditional: bool,

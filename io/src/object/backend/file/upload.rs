@@ -15,6 +15,7 @@ use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
 
 use super::{Inner, STAGING, io_error, token, version_of};
+use crate::files::is_local;
 use crate::object::error::STORE;
 use crate::object::key::address;
 use crate::object::request::{PastCache, UploadId, UploadsPage};
@@ -52,7 +53,8 @@ impl Inner {
             let (path, mut direct) = (folder.join("data"), None);
             let file = File::create_new(&path)?;
             file.lock()?;
-            if let Some(PastCache(bytes)) = past_cache {
+            // A server may be slow to write through, and has a cache of its own.
+            if let Some(PastCache(bytes)) = past_cache.filter(|_| is_local(&file)) {
                 take_room(&file, bytes)?;
                 let flags = OFlags::DIRECT.bits() as i32;
                 direct = OpenOptions::new().write(true).custom_flags(flags).open(&path).ok().map(Arc::new);
@@ -217,8 +219,10 @@ fn write_direct(file: &File, bytes: &[u8], offset: u64) -> io::Result<usize> {
             Ok(0) => break,
             Ok(written) => done += written,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) if error.kind() == io::ErrorKind::InvalidInput => break,
-            Err(error) => return Err(error),
+            Err(error) => match error.kind() {
+                io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported => break,
+                _ => return Err(error),
+            },
         }
     }
     Ok(done)
