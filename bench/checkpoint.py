@@ -11,8 +11,10 @@ Holds a state of many tensors, and answers each line of stdin with one line of J
              and with one saved as soon as the one before is committed; the agent's processor time in the second loop
     memory   {"extra_bytes"}: memory of this process and its agent beyond the state and the snapshots, since before
     restore  {"memcpy_s", "restore_s", "bytes"}: into the existing tensors
-    disk     {"write_s", "read_s", "bytes"}: the same bytes written to a plain file and synced, and read back into the
-             memory that they came from, by the same number of threads; as many files stay as steps do
+    disk     {"write_s", "bytes"}: the same bytes written to a plain file and synced, by the same number of threads; as many
+             files stay as steps do
+    read     {"read_s", "bytes"}: the newest of these files read back into the memory that the bytes came from
+    forget   {}: the page cache holds none of these files any more, and none of the steps in a folder
     others   {"torch_save_s", "safetensors_s", "dcp_save_s", "dcp_async_s", "dcp_tuned_s", "bytes"}: the same state on the
              same disk by other programs, not synced; of the last two the time until it returns, as it comes and with what
              torch offers for it: memory that stays between saves, and a file for each of as many threads
@@ -249,13 +251,26 @@ class Trainer:
         return {"memcpy_s": memcpy, "restore_s": time.perf_counter() - start, "bytes": self._bytes}
 
     def disk(self) -> dict[str, float]:
-        path = os.path.join(self._folder, f"raw{self._files}")
-        write = self._memcpy.write(path)
-        read = self._memcpy.read(path)
         self._files += 1
+        write = self._memcpy.write(self._raw(self._files))
         if self._files > KEPT:
-            os.unlink(os.path.join(self._folder, f"raw{self._files - 1 - KEPT}"))
-        return {"write_s": write, "read_s": read, "bytes": self._bytes}
+            os.unlink(self._raw(self._files - KEPT))
+        return {"write_s": write, "bytes": self._bytes}
+
+    def read(self) -> dict[str, float]:
+        return {"read_s": self._memcpy.read(self._raw(self._files)), "bytes": self._bytes}
+
+    def _raw(self, number: int) -> str:
+        return os.path.join(self._folder, f"raw{number}")
+
+    def forget(self) -> dict[str, float]:
+        for place in (self._folder, self._url.removeprefix("file://")):
+            for folder, _, names in os.walk(place):
+                for name in names:
+                    fd = os.open(os.path.join(folder, name), os.O_RDONLY)
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                    os.close(fd)
+        return {}
 
     def others(self) -> dict[str, float]:
         path = os.path.join(self._folder, "other")
@@ -300,6 +315,8 @@ def main() -> None:
         "train": trainer.train,
         "memory": trainer.memory,
         "disk": trainer.disk,
+        "read": trainer.read,
+        "forget": trainer.forget,
         "others": trainer.others,
         "end": trainer.end,
     }

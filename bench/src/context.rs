@@ -22,6 +22,8 @@ pub struct Settings {
     pub large: u64,
     /// Bytes read and written by the memory scenario.
     pub volume: u64,
+    /// Of the checkpoint scenario these parts; none for all.
+    pub parts: Vec<String>,
     /// The `forebay` binary.
     pub forebay: PathBuf,
     /// The Python interpreter that has torch and forebay.

@@ -42,6 +42,9 @@ struct Run {
     /// Bytes that the memory scenario reads, and that it writes.
     #[arg(long, default_value = "10GiB", value_parser = parse_bytes)]
     volume: u64,
+    /// Of the checkpoint scenario only these parts: store, link, disk, near, training.
+    #[arg(long, value_delimiter = ',')]
+    parts: Vec<String>,
     /// The forebay binary [default: beside this one].
     #[arg(long)]
     forebay: Option<PathBuf>,
@@ -86,6 +89,7 @@ fn run_scenarios(run: Run) -> Result<()> {
         files: run.files,
         large: run.large,
         volume: run.volume,
+        parts: run.parts,
         forebay: run.forebay.unwrap_or(beside),
         python: run.python,
         work: run.work,

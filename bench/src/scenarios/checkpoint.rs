@@ -27,13 +27,34 @@ struct Round {
     raw: Sample,
 }
 
+/// One part of the scenario: its name, and what runs it.
+type Part = (&'static str, fn(&Context) -> Result<Vec<Row>>);
+
+const PARTS: [Part; 5] = [
+    ("store", beside_store),
+    ("link", over_a_link),
+    ("disk", on_disk),
+    ("near", near),
+    ("training", beside_training),
+];
+
 pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
-    let mut rows = in_store(context, PaceSettings::default())?;
-    rows.extend(over_link(in_store(context, LINK)?.split_off(BLOCKING_ROWS)));
-    rows.extend(on_disk(context)?);
-    rows.extend(near(context)?);
-    rows.extend(beside_training(context)?);
+    let chosen = &context.settings.parts;
+    let mut rows = Vec::new();
+    for (_, part) in
+        PARTS.iter().filter(|(name, _)| chosen.is_empty() || chosen.iter().any(|one| one == name))
+    {
+        rows.extend(part(context)?);
+    }
     Ok(rows)
+}
+
+fn beside_store(context: &Context) -> Result<Vec<Row>> {
+    in_store(context, PaceSettings::default())
+}
+
+fn over_a_link(context: &Context) -> Result<Vec<Row>> {
+    Ok(over_link(in_store(context, LINK)?.split_off(BLOCKING_ROWS)))
 }
 
 /// Against a store of which the limit is a client of its own.
@@ -83,13 +104,16 @@ fn on_disk(context: &Context) -> Result<Vec<Row>> {
     let place = context.place("checkpoints")?;
     let mut trainer = Trainer::start(context, &format!("file://{}", place.display()), &[])?;
     trainer.ask("save")?;
-    let (mut saves, mut restores, mut others) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut saves, mut others) = (Vec::new(), Vec::new());
     for _ in 0..context.settings.pairs {
         saves.push((trainer.ask("save")?, trainer.ask("disk")?));
         others.push(trainer.ask("others")?);
     }
+    let (mut restores, mut cached) = (Vec::new(), Vec::new());
     for _ in 0..context.settings.pairs {
-        restores.push((trainer.ask("restore")?, trainer.ask("disk")?));
+        trainer.ask("forget")?;
+        restores.push((trainer.ask("restore")?, trainer.ask("read")?));
+        cached.push((trainer.ask("restore")?, trainer.ask("read")?));
     }
     trainer.ask("end")?;
     let told = |round: &Values, name: &str| of(round, name).map(|seconds| seconds * 1e3);
@@ -103,9 +127,11 @@ fn on_disk(context: &Context) -> Result<Vec<Row>> {
     };
     let durable = both(&saves, "durable_s", "write_s")?;
     let restored = both(&restores, "restore_s", "read_s")?;
+    let cached = both(&cached, "restore_s", "read_s")?;
     let mut rows = vec![
         row("save to a disk until durable", &durable, "write, fsync").aim(Aim::RatioAtMost(1.1)),
         row("restore from a disk, in place", &restored, "read into place").aim(Aim::RatioAtMost(1.1)),
+        row("restore from the page cache, in place", &cached, "read into place").aim(Aim::RatioAtMost(1.1)),
     ];
     for (what, name) in [
         ("torch.save, not synced", "torch_save_s"),
