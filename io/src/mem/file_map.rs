@@ -9,16 +9,12 @@
 
 use std::fs::File;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
-use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use memmap2::{Advice, Mmap, MmapOptions};
 
 use super::copy_with_crc32c;
 
-/// Linux 5.14 and newer; the libc crate names it only on some targets.
-const MADV_POPULATE_READ: libc::c_int = 22;
-/// What a mapping's offset in its file is a multiple of.
-const PAGE: u64 = 4096;
 /// What this process copied out of mappings.
 static COPIED: AtomicU64 = AtomicU64::new(0);
 
@@ -30,60 +26,32 @@ pub fn mapped_bytes() -> u64 {
 /// A range of a file, mapped; unmapped on drop.
 #[derive(Debug)]
 pub struct FileMapping {
-    start: NonNull<u8>,
+    map: Mmap,
     /// Which bytes of the file are mapped.
     range: Range<u64>,
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread.
-unsafe impl Send for FileMapping {}
-
 impl FileMapping {
     /// Maps `range` of `file`, which is copied next, and has the kernel read all of it; `None` where it does not.
     pub fn new(file: &File, range: Range<u64>) -> Option<Self> {
-        let range = range.start / PAGE * PAGE..range.end;
         let length =
             usize::try_from(range.end.checked_sub(range.start)?).ok().filter(|length| *length > 0)?;
-        let (fd, offset) = (file.as_raw_fd(), libc::off_t::try_from(range.start).ok()?);
-        let (null, protection) = (std::ptr::null_mut(), libc::PROT_READ);
-        // SAFETY: a new mapping at an address of the kernel's choice; it aliases no Rust object.
-        let address = unsafe { libc::mmap(null, length, protection, libc::MAP_SHARED, fd, offset) };
-        if address == libc::MAP_FAILED {
-            return None;
-        }
-        let mapping = Self { start: NonNull::new(address.cast())?, range };
-        // SAFETY: the range was just mapped; neither call changes what its pages hold. Huge pages are a wish: a refusal
-        // changes nothing but speed.
-        let asked = unsafe {
-            libc::madvise(address, length, libc::MADV_HUGEPAGE);
-            libc::madvise(address, length, MADV_POPULATE_READ)
-        };
-        (asked == 0).then_some(mapping)
+        // SAFETY: read-only. What another program writes to the file meanwhile changes what is copied, no more; for what
+        // happens when it cuts the file off see the top.
+        let map = unsafe { MmapOptions::new().offset(range.start).len(length).map(file).ok()? };
+        // Huge pages are a wish: a refusal changes nothing but speed.
+        let _ = map.advise(Advice::HugePage);
+        map.advise(Advice::PopulateRead).ok()?;
+        Some(Self { map, range })
     }
 
     /// Copies the file's bytes from `offset` on to `target` and gives their CRC-32C, even where the file is written
     /// meanwhile; `None` where they are not mapped.
     pub fn copy_with_crc32c(&self, offset: u64, target: &mut [u8]) -> Option<u32> {
-        let end = offset.checked_add(target.len() as u64)?;
-        if offset < self.range.start || end > self.range.end {
-            return None;
-        }
-        // SAFETY: mapped until drop, and the pages were there when it was mapped: see the top. What another program writes to them
-        // meanwhile changes what is copied, no more.
-        let source = unsafe {
-            let start = self.start.as_ptr().add((offset - self.range.start) as usize);
-            std::slice::from_raw_parts(start, target.len())
-        };
+        let start = usize::try_from(offset.checked_sub(self.range.start)?).ok()?;
+        let source = self.map.get(start..start.checked_add(target.len())?)?;
         COPIED.fetch_add(target.len() as u64, Ordering::Relaxed);
         Some(copy_with_crc32c(source, target))
-    }
-}
-
-impl Drop for FileMapping {
-    fn drop(&mut self) {
-        let length = (self.range.end - self.range.start) as usize;
-        // SAFETY: exactly the range that was mapped; no slice of it outlives this owner.
-        unsafe { libc::munmap(self.start.as_ptr().cast(), length) };
     }
 }
 
@@ -98,15 +66,15 @@ mod tests {
         let file = tempfile::tempfile().expect("file");
         let bytes: Vec<u8> = (0..5_000_001u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
         file.write_all_at(&bytes, 0).expect("write");
-        let range = 8191..bytes.len() as u64;
+        let range = 4097..bytes.len() as u64;
         let mapping = FileMapping::new(&file, range.clone()).expect("mapped");
-        for (start, length) in [(4096, 1), (4097, 300_000), (304_097, 4_000_000), (5000, 0), (4_999_999, 2)] {
+        for (start, length) in [(4097, 1), (4098, 300_000), (304_098, 4_000_000), (5000, 0), (4_999_999, 2)] {
             let mut target = vec![0; length];
             let crc32c = mapping.copy_with_crc32c(start as u64, &mut target).expect("copied");
             assert!(target == bytes[start..start + length], "{length} bytes from {start}");
             assert_eq!(crc32c, forebay_core::crc32c(&target));
         }
-        for (start, length) in [(0, 10), (5_000_000, 2), (u64::MAX, 1)] {
+        for (start, length) in [(0, 10), (4096, 1), (5_000_000, 2), (u64::MAX, 1)] {
             assert!(mapping.copy_with_crc32c(start, &mut vec![0; length]).is_none(), "{start} is not mapped");
         }
         assert!(FileMapping::new(&file, 4096..4096).is_none());
