@@ -234,7 +234,7 @@ fn take_huge_pages(memory: &mut [u8]) {
     let skip = memory.as_ptr().align_offset(HUGE_PAGE).min(memory.len());
     let (mut whole, _) = memory[skip..].as_chunks_mut::<HUGE_PAGE>();
     while let Some(first) = whole.iter().position(|page| !is_there(page)) {
-        let fresh = whole[first..].iter().take_while(|page| !is_there(*page)).count();
+        let fresh = whole[first..].iter().take_while(|page| !is_there(page)).count();
         let run = &mut whole[first..first + fresh];
         for page in run.iter_mut() {
             // One small page each: the kernel makes nothing of nothing.

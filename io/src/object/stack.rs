@@ -16,6 +16,8 @@ use crate::task::TaskGroup;
 
 /// The longest that opening waits for an endpoint that takes no connection, in milliseconds: someone is looking at it.
 const OPEN_DEADLINE_MS: u64 = 5_000;
+/// How long one attempt may take at least, whatever the deadline: a busy host takes this long to look at an answer.
+const LEAST_ATTEMPT_MS: u64 = 1000;
 
 /// What a bucket's decorators are built from. Handles that derive from one another share counts, places, tasks, and what
 /// was not answered.
@@ -77,7 +79,7 @@ impl Stack {
         }
         service = Arc::new(Instrument { next: service, meter: self.meter.clone() });
         // A third of the deadline, so that one silent connection leaves time for two more tries.
-        let attempt_ms = (self.settings.deadline_ms / 3).max(1);
+        let attempt_ms = (self.settings.deadline_ms / 3).max(LEAST_ATTEMPT_MS);
         service = Arc::new(Patience { next: service, attempt_ms });
         service = Arc::new(Limit { next: service, places: self.places.clone() });
         if let Some(rate) = self.rate.clone() {

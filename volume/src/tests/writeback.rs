@@ -119,8 +119,7 @@ fn a_store_that_is_away_is_not_missed() {
     run(async {
         let faults = Faults::new();
         let bucket = Bucket::in_memory().with_deadline_ms(50).with_faults(&faults);
-        let mut fixture = Fixture::new(bucket).writing_back(AT_ONCE);
-        fixture.write.deadline_ms = 200;
+        let fixture = Fixture::new(bucket).writing_back(AT_ONCE);
         let volume = fixture.open().await;
         // The directory was looked at while the store was there.
         volume.lookup(InodeId::ROOT, b"f").await.expect("lookup");
@@ -445,7 +444,7 @@ fn a_disk_that_is_full_at_fsync_stops_nothing() {
         let bucket = Bucket::in_memory().with_deadline_ms(50).with_faults(&faults);
         let mut fixture = Fixture::new(bucket).writing_back(LATER);
         fixture.clock = Clock::manual();
-        fixture.write.deadline_ms = 200;
+        fixture.write.deadline_ms = 3000;
         let folder = fixture.writeback.as_ref().expect("it writes back").0.path().join("staging");
         let volume = fixture.open().await;
         volume.lookup(InodeId::ROOT, b"f").await.expect("lookup");

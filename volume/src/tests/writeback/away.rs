@@ -20,7 +20,7 @@ async fn over_a_store_that_goes_away(settings: WritebackSettings) -> (Fixture, F
     let faults = Faults::new();
     let bucket = Bucket::in_memory().with_deadline_ms(50).with_faults(&faults);
     let mut fixture = Fixture::new(bucket).writing_back(settings);
-    fixture.write.deadline_ms = 1000;
+    fixture.write.deadline_ms = 3000;
     fixture.tree_in_bucket = true;
     let volume = fixture.open().await;
     volume.lookup(InodeId::ROOT, b"f").await.expect("lookup");
