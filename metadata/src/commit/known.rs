@@ -69,7 +69,7 @@ impl Known {
     /// Notes that `key` was put, or deleted.
     pub(super) fn change(&mut self, key: &Bytes, is_put: bool) {
         let Some((start, range)) = self.ranges.range_mut::<[u8], _>(up_to(key)).next_back() else { return };
-        if &range.end <= key {
+        if range.end <= *key {
             return;
         }
         let cost = key.len() + KEY_OVERHEAD;

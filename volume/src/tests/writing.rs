@@ -409,7 +409,7 @@ fn an_open_that_is_refused_leaves_no_handle() {
         let file = create(&volume, "f").await;
         let ino = resolve(&**volume.tree(), "f").await.expect("the file").ino;
         fixture.refuses.store(true, SeqCst);
-        let refused = volume.open(ino, READ_WRITE).await.err().expect("the tree is not there");
+        let refused = volume.open(ino, READ_WRITE).await.expect_err("the tree is not there");
         assert_eq!(refused.kind(), ErrorKind::Unavailable);
         fixture.refuses.store(false, SeqCst);
         let again = volume.open(ino, READ_WRITE).await.expect("an open file");
