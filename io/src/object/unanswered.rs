@@ -117,20 +117,36 @@ impl Active {
     pub(super) async fn settle(&self, bucket: &Bucket, known: &UploadId, answered: Instant) -> Result<usize> {
         let Some(doubt) = self.take() else { return Ok(0) };
         match self.end(bucket, known, (doubt, answered)).await {
-            Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::Denied) => {
-                tracing::warn!(key = %self.key, %error, "an upload that was begun and not answered may stay");
-                Ok(0)
-            }
-            Err(error) => {
-                self.put_back(doubt);
-                Err(error)
-            }
+            Ok(Some(ended)) => Ok(ended),
             Ok(None) => {
                 self.put_back(doubt);
                 Ok(0)
             }
-            Ok(Some(ended)) => Ok(ended),
+            Err(error) => self.leave(doubt, error).map(|()| 0),
         }
+    }
+
+    /// Whether the store has any upload to the key; where it has none, nothing is in doubt any more.
+    async fn is_anything_begun(&self, bucket: &Bucket) -> Result<bool> {
+        let Some(doubt) = self.take() else { return Ok(false) };
+        match bucket.uploads_to(&ObjectKey::new(self.key.as_ref())).await {
+            Ok(found) if found.is_empty() => Ok(false),
+            Ok(_) => {
+                self.put_back(doubt);
+                Ok(true)
+            }
+            Err(error) => self.leave(doubt, error).map(|()| false),
+        }
+    }
+
+    /// Remembers what was not found out, unless the store will never tell.
+    fn leave(&self, doubt: Doubt, error: Error) -> Result<()> {
+        if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::Denied) {
+            tracing::warn!(key = %self.key, %error, "an upload that was begun and not answered may stay");
+            return Ok(());
+        }
+        self.put_back(doubt);
+        Err(error)
     }
 
     /// `None` where another upload of this process is in the way.
@@ -198,19 +214,45 @@ impl Bucket {
     /// Ends the uploads that the store began and did not tell of, to keys to which this process uploads nothing now: those
     /// that no later upload of its own could be compared with, and those about which the store could not be asked.
     /// Returns how many there were. It costs nothing where every answer arrived.
+    ///
+    /// # Errors
+    /// The first of what the store said. Other keys had their turn nevertheless, unless it is not there.
     pub async fn end_unanswered(&self) -> Result<usize> {
-        let mut ended = 0;
+        let (mut ended, mut failure) = (0, None);
         for key in self.unanswered().idle() {
-            // What the store's clock says now is told by one more upload.
-            let active = self.unanswered().enter(&key);
-            let (options, token) = (Default::default(), self.token());
-            let request = Request::Create { key: key.clone(), options, token, conditional: true };
-            let known = self.call(request).await?.upload().map_err(|error| self.error(error))?;
-            let settled = active.settle(self, &known, Instant::now()).await;
-            self.call(Request::Abort { upload: known }).await?;
-            ended += settled?;
+            let bucket = self.clone();
+            let task = async move { bucket.end_unanswered_to(&key).await };
+            // What it begins it ends, even where nobody waits for it any more.
+            match self.tasks().spawn("end lost uploads", task).await.flatten() {
+                Ok(found) => ended += found,
+                Err(error) if error.kind() == ErrorKind::Unavailable => return Err(error),
+                Err(error) => failure = failure.or(Some(error)),
+            }
         }
-        Ok(ended)
+        failure.map_or(Ok(ended), Err)
+    }
+
+    async fn end_unanswered_to(&self, key: &Path) -> Result<usize> {
+        let active = self.unanswered().enter(key);
+        // Asked first: where the store does not answer this, the next request would begin one more that is lost.
+        if !active.is_anything_begun(self).await? {
+            return Ok(0);
+        }
+        // What the store's clock says now is told by one more upload.
+        let (options, token) = (Default::default(), self.token());
+        let request = Request::Create { key: key.clone(), options, token, conditional: true };
+        let known = match self.call(request).await {
+            Ok(reply) => reply.upload().map_err(|error| self.error(error))?,
+            Err(error) => {
+                return active.take().map_or(Ok(()), |doubt| active.leave(doubt, error)).map(|()| 0);
+            }
+        };
+        let settled = active.settle(self, &known, Instant::now()).await;
+        if let Err(error) = self.call(Request::Abort { upload: known }).await {
+            active.put_back(Doubt { since: active.sent, until: Instant::now(), count: 1 });
+            return Err(error);
+        }
+        settled
     }
 }
 

@@ -148,3 +148,32 @@ fn times_are_told_by_the_stores_clock() {
     let before = begun(5000 * second, (at(150), at(151)), doubt);
     assert_eq!(before, (5000 - 51 - 1) * second..=(5000 - 40 + 1) * second);
 }
+
+/// What begins uploads to find others would leave more of them in a store that does not answer.
+#[tokio::test]
+async fn nothing_is_begun_while_the_store_does_not_answer() {
+    over_stores(async |bucket, _| {
+        let faults = Faults::new();
+        let ours = bucket.with_faults(&faults).with_deadline_ms(150);
+        for key in ["d/a", "d/b", "d/c"] {
+            let active = bucket.unanswered().enter(&Path::from(key));
+            let (options, token) = (Default::default(), "lost".into());
+            let request = Request::Create { key: Path::from(key), options, token, conditional: true };
+            let sent = Instant::now();
+            bucket.call(request).await.expect("begun");
+            bucket.unanswered().note(&active.key, sent);
+        }
+        for nth in 1..20 {
+            faults.script(OperationKind::ListUploads, nth, FaultMode::Before);
+        }
+        let begun = requests(&bucket, OperationKind::Create);
+        let told = ours.end_unanswered().await.expect_err("no answer");
+        assert_eq!(told.kind(), ErrorKind::Unavailable);
+        assert_eq!(requests(&bucket, OperationKind::Create), begun);
+        faults.clear();
+        assert_eq!(ours.end_unanswered().await.expect("all of them"), 3);
+        assert_eq!(requests(&bucket, OperationKind::Create) - begun, 3);
+        assert!(bucket.unanswered().0.lock().is_empty(), "nothing is remembered");
+    })
+    .await;
+}
