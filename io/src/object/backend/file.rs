@@ -190,10 +190,10 @@ impl Inner {
 
     /// The token of the write that made this version of a file, empty where it is known that none of Forebay's did.
     fn token_of(&self, file: &File, meta: &ObjectMeta, metadata: &Metadata) -> Option<String> {
-        let held = token::held(file, metadata);
-        let recent = self.recent.lock();
         let is_this = |(version, _): &&(String, String)| Some(version) == meta.e_tag.as_ref();
-        held.or_else(|| recent.iter().rev().find(is_this).map(|(_, token)| token.clone()))
+        // This process knows best: a file system may refuse an attribute, and then say that there is none.
+        let recent = self.recent.lock().iter().rev().find(is_this).map(|(_, token)| token.clone());
+        recent.or_else(|| token::held(file, metadata))
     }
 
     fn remember(&self, version: &str, token: String) {
