@@ -142,16 +142,15 @@ pub fn read_held(
 /// any more once this returned, whenever it answers.
 ///
 /// # Errors
-/// `Corrupt`, too, where a copy is gone or cannot be read; `Unavailable` when the disk gave nothing for as long as
-/// [`crate::local::patience`] says.
+/// `Corrupt`, too, where a copy is gone or cannot be read; `Unavailable` when the disk gave nothing for
+/// [`crate::local::PATIENCE`].
 pub fn read_local(
     (runtime, local, clock): (&Handle, &Local, &Clock),
     manifest: &Manifest,
     targets: Vec<Target<'_>>,
     threads: usize,
 ) -> Result<()> {
-    let bytes = targets.iter().map(|target| target.bytes.len() as u64).sum();
-    let disk = Disk::new(runtime, local.bucket(), clock, bytes);
+    let disk = Disk::new(runtime, local.bucket(), clock);
     read_from(&Source::Disk(&disk), manifest, targets, &HashSet::new(), threads).map_err(|error| match error
         .kind()
     {

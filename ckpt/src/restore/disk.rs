@@ -7,7 +7,6 @@ use std::ops::Range;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result};
@@ -18,7 +17,7 @@ use futures::stream::{self, BoxStream, StreamExt};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 
-use crate::local::patience;
+use crate::local::PATIENCE;
 
 /// Bytes that are read at once.
 const PIECE: u64 = 1 << 20;
@@ -30,8 +29,6 @@ pub(super) struct Disk<'a> {
     pub(super) runtime: &'a Handle,
     pub(super) bucket: &'a Bucket,
     clock: &'a Clock,
-    /// How long it may give nothing.
-    patience: Duration,
     /// When it last gave something.
     answered: Mutex<Moment>,
     hangs: AtomicBool,
@@ -40,18 +37,10 @@ pub(super) struct Disk<'a> {
 }
 
 impl<'a> Disk<'a> {
-    /// The disk that so many bytes are to be read of.
-    pub(super) fn new(runtime: &'a Handle, bucket: &'a Bucket, clock: &'a Clock, bytes: u64) -> Self {
+    /// A disk that has just answered.
+    pub(super) fn new(runtime: &'a Handle, bucket: &'a Bucket, clock: &'a Clock) -> Self {
         let answered = Mutex::new(clock.now());
-        Self {
-            runtime,
-            bucket,
-            clock,
-            patience: patience(bytes),
-            answered,
-            hangs: AtomicBool::new(false),
-            free: Arc::default(),
-        }
+        Self { runtime, bucket, clock, answered, hangs: AtomicBool::new(false), free: Arc::default() }
     }
 
     /// Whether it was given up.
@@ -59,14 +48,15 @@ impl<'a> Disk<'a> {
         self.hangs.load(Ordering::SeqCst)
     }
 
-    /// Waits for something of the disk, as long as it gives anything to anyone of this restore.
+    /// Waits for something of the disk, as long as it gives anything to anyone of this restore: pieces are small, so that a
+    /// large state is a reason to wait for more of them, not to wait longer for one.
     ///
     /// # Errors
     /// `Unavailable` where it hangs.
     pub(super) async fn wait<T>(&self, work: impl Future<Output = T>) -> Result<T> {
         let mut work = pin!(work);
         loop {
-            let until = *self.answered.lock() + self.patience;
+            let until = *self.answered.lock() + PATIENCE;
             tokio::select! {
                 biased;
                 done = &mut work => {
@@ -74,9 +64,9 @@ impl<'a> Disk<'a> {
                     return Ok(done);
                 }
                 () = self.clock.sleep_until(until) => {
-                    if *self.answered.lock() + self.patience <= self.clock.now() {
+                    if *self.answered.lock() + PATIENCE <= self.clock.now() {
                         self.hangs.store(true, Ordering::SeqCst);
-                        let seconds = self.patience.as_secs();
+                        let seconds = PATIENCE.as_secs();
                         let message = format!("the local disk did not answer for {seconds} s");
                         return Err(Error::new(ErrorKind::Unavailable, message));
                     }

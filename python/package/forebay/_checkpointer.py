@@ -308,8 +308,7 @@ class Checkpointer(Saver):
 
     @property
     def copies_hung(self) -> int:
-        """Restores that left the copies on the local disk (`local`), which did not answer for 60 s and a second for each
-        32 MiB, for the next tier."""
+        """Restores that left the copies on the local disk (`local`), which gave nothing for 60 s, for the next tier."""
         return 0 if self._local is None else self._local.hung
 
     def timeline(self) -> list[dict[str, Any]]:

@@ -135,6 +135,7 @@ class LocalCopies:
             self.hung += self._hangs
             warnings.warn(f"copies on the local disk are not used: {error}", CheckpointWarning, stacklevel=6)
             return {"starts": [], "steps": []}
+        self._hangs = False
         return {"starts": starts, "steps": [[list(name), is_durable] for name, is_durable in steps]}
 
 
