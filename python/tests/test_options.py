@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,8 @@ def test_what_dcp_saves_with_is_checked_too(tmp_path: Path, option: dict[str, An
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     options: dict[str, Any] = {"every": numpy.int64(2), "keep": numpy.int32(3), "linger": numpy.float32(0)}
-    with forebay.Checkpointer(tmp_path, **options, patience=numpy.int64(9), flush_rate="1 GiB") as checkpointer:
+    options |= {"local": tmp_path / "local", "local_bytes": numpy.int64(1 << 30)}
+    with forebay.Checkpointer(tmp_path, **options, patience=numpy.int64(9), flush_rate=numpy.float32(1 << 30)) as checkpointer:
         assert checkpointer.step(1, {"n": 1}) is None
         assert checkpointer.step(2, {"n": 1}) is not None
 
@@ -130,3 +133,53 @@ def test_steps_that_are_none_are_refused_and_take_no_slot(tmp_path: Path) -> Non
             with pytest.raises(forebay.CheckpointInvalid, match="^step is .*, or None"):
                 forebay.load(tmp_path, step=value)
     assert checkpointer.steps() == [1]
+
+
+def test_a_save_that_cannot_be_sealed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sealed it: who waited for it waited for ever, and the slot was lost."""
+
+    class Refusing:
+        def __init__(self, session: Any) -> None:
+            self._session = session
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._session, name)
+
+        def seal(self, *_: Any) -> Any:
+            raise forebay.CheckpointUnavailable("the agent is not there")
+
+    model = torch.nn.Linear(100, 100)
+    with forebay.Checkpointer(tmp_path, every=1) as checkpointer:
+        session = checkpointer._session
+        # From here on copies go on in the background.
+        checkpointer.before_optimizer_step()
+        for step in (1, 2, 3):
+            monkeypatch.setattr(checkpointer, "_session", Refusing(session))
+            save = checkpointer.step(step, {"model": model})
+            assert save is not None
+            for _ in range(2):
+                with pytest.raises(forebay.CheckpointUnavailable, match="the agent is not there"):
+                    save.wait_durable(timeout=60)
+            monkeypatch.undo()
+        assert checkpointer.save_now(4, {"model": model}).wait_durable(timeout=60)
+
+
+def test_torch_that_comes_with_the_state_is_known(tmp_path: Path) -> None:
+    """Before the first save nobody had imported it."""
+    program = """
+import sys
+import forebay
+assert "torch" not in sys.modules
+
+class Lazy:
+    def state_dict(self):
+        import torch
+        return {"w": torch.full((3,), 7.0)}
+
+    def load_state_dict(self, state):
+        pass
+
+forebay.save({"lazy": Lazy()}, sys.argv[1])
+assert forebay.load(sys.argv[1])["lazy"]["w"].tolist() == [7.0] * 3
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)

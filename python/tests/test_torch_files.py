@@ -110,7 +110,11 @@ def test_directories_that_do_not_hold_together_are_refused(
 
 WATCHED = """
 import sys
-from forebay import _native, convert
+from forebay import _native, _torch_files, convert
+
+def show_memory():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+    print(int(line.split()[1]) << 10)
 
 class Watched:
     def __init__(self, *words):
@@ -119,13 +123,13 @@ class Watched:
 
     def write(self, *words):
         self._writer.write(*words)
-        (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
-        print(int(line.split()[1]) << 10)
+        show_memory()
 
 _writer, _native.StepWriter = _native.StepWriter, Watched
+show_memory()
 sys.exit(convert.main(sys.argv[1:]))
 """
-"""Converts, and prints what memory the process has whenever it has written a tensor."""
+"""Converts, and prints what memory the process has before it begins, and whenever it has written a tensor."""
 
 
 @pytest.mark.parametrize("kind", ["dcp", "pt"])
@@ -143,7 +147,7 @@ def test_what_is_larger_than_memory_passes_through_it(tmp_path: Path, kind: str)
     words = [f"{kind}:{files}", str(tmp_path / "run"), "--allow-pickle"]
     told = subprocess.run([sys.executable, "-c", WATCHED, *words], check=True, capture_output=True, text=True).stdout
     used = [int(line) for line in told.split()]
-    assert len(used) == count
+    assert len(used) == 1 + count
     # Two of them, and what is on its way to the store.
     assert max(used) - used[0] < 2 * size + (128 << 20), used
     loaded = forebay.load(tmp_path / "run")

@@ -156,6 +156,8 @@ class Flattener:
         return None
 
     def _tensor(self, value: Any, path: str, name: str) -> Node:
+        # An object that was asked for its state may have brought torch in.
+        self._plain = self._plain or plain_kinds()
         is_plain = type(value) in self._plain
         if not is_plain and local_parts(value) is not None:
             return self._spread(value, path, name)

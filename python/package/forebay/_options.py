@@ -62,12 +62,13 @@ def size(name: str, value: Any) -> Optional[str]:
     """Bytes, as a number or with a unit; gives the text that the engine reads."""
     if value is None:
         return None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     try:
-        text = value if isinstance(value, str) else str(int(value)) if is_number else ""
+        # Numbers of other libraries are numbers, too; text and truth are none.
+        is_other = isinstance(value, (bool, bytes, bytearray))
+        text = value if isinstance(value, str) else "" if is_other else str(int(value))
         if _native.parse_size(text) > 0:
             return text
-    except (CheckpointInvalid, ValueError, OverflowError):
+    except (CheckpointInvalid, TypeError, ValueError, OverflowError):
         pass
     raise refused(name, value, "a number of bytes, at least 1, with or without a unit, such as '200MiB', or None")
 

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from . import _native
 from ._devices import Devices, Sources
-from ._errors import CheckpointInvalid, CheckpointMutated, CheckpointWarning
+from ._errors import CheckpointError, CheckpointInvalid, CheckpointMutated, CheckpointWarning
 from ._ladder import Ladder
 from ._leaf import Leaf, densify, fill
 from ._local import LocalCopies
@@ -167,9 +167,10 @@ class Saver:
             save._staged_at = now()
             try:
                 save._native = self._session.seal(staging.snapshot, save.step, staging.created_ms, staging.extras)
-            except BaseException:
-                # A slot that nobody gives back would be missed by every later save.
+            except CheckpointError as error:
                 self._session.abandon(staging.snapshot)
+                self._give_up(save.step, error)
+                save._failure = error
                 raise
             self._saves.append(save)
 

@@ -176,7 +176,9 @@ def _damage(what: str) -> Iterator[None]:
     """What torch raises where it cannot read what it wrote may be anything."""
     try:
         yield
-    except (OSError, CheckpointError):
+    except (OSError, CheckpointError, MemoryError):
         raise
+    except (ImportError, AttributeError) as error:
+        raise CheckpointInvalid(f"{what} holds an object of a class that cannot be imported here: {error}") from error
     except Exception as error:
         raise CheckpointCorrupt(f"{what} is damaged: {type(error).__name__}: {error}") from error
