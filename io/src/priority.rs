@@ -23,16 +23,26 @@ const SESSION: &str = "/proc/self/autogroup";
 #[derive(Debug)]
 pub struct Priority {
     gives_way: Mutex<bool>,
-    /// The nice level of threads that give way.
-    last: i32,
+    threads: Levels,
+}
+
+/// Nice levels.
+#[derive(Debug)]
+struct Levels {
+    hurrying: i32,
+    giving_way: i32,
 }
 
 impl Priority {
     /// That of this process, which gives way from now on. `None` where it shares its session: nobody else is held back.
     pub fn of_process() -> Option<Self> {
         let leads = getsid(None).is_ok_and(|session| session == getpid());
-        let last = if can_take_back() { LAST } else { MODEST };
-        let priority = leads.then(|| Self { gives_way: Mutex::new(false), last })?;
+        let threads = if can_take_back() {
+            Levels { hurrying: 0, giving_way: LAST }
+        } else {
+            Levels { hurrying: MODEST, giving_way: MODEST }
+        };
+        let priority = leads.then(|| Self { gives_way: Mutex::new(false), threads })?;
         priority.set(true);
         Some(priority)
     }
@@ -40,8 +50,8 @@ impl Priority {
     /// For a thread that begins: from now on it goes with the others.
     pub fn join(&self) {
         let gives_way = self.gives_way.lock();
-        // Where the level cannot be taken back, the thread stays as it was made.
-        let _ = setpriority_process(None, level(*gives_way, self.last));
+        // It has the level of the thread that made it where this is refused, as for all others.
+        let _ = setpriority_process(None, self.threads.of(*gives_way));
     }
 
     /// Gives way, or no longer does, as far as the kernel lets it; asked again, a session's level is tried again.
@@ -51,7 +61,7 @@ impl Priority {
             return;
         }
         let refused = |error| tracing::debug!(%error, gives_way, "a priority stays as it is");
-        set_threads(level(gives_way, self.last)).unwrap_or_else(refused);
+        set_threads(self.threads.of(gives_way)).unwrap_or_else(refused);
         match set_session(gives_way) {
             Ok(()) => *current = gives_way,
             Err(error) => refused(error),
@@ -59,8 +69,10 @@ impl Priority {
     }
 }
 
-fn level(gives_way: bool, last: i32) -> i32 {
-    if gives_way { last } else { 0 }
+impl Levels {
+    fn of(&self, gives_way: bool) -> i32 {
+        if gives_way { self.giving_way } else { self.hurrying }
+    }
 }
 
 /// Whether a thread of this process may have its level back, which one of its own tries.
@@ -71,7 +83,8 @@ fn can_take_back() -> bool {
 }
 
 fn set_session(gives_way: bool) -> io::Result<()> {
-    match std::fs::write(SESSION, level(gives_way, LAST).to_string()) {
+    let level = if gives_way { LAST } else { 0 };
+    match std::fs::write(SESSION, level.to_string()) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -64,12 +65,20 @@ def test_a_full_disk_is_told_and_harms_no_step(small_disk: Path, mib: int) -> No
     assert _native.verify(f"file://{run}", None) == []
 
 
+def thread_levels(agent: int) -> set[int]:
+    """Nice levels of an agent's threads but the first."""
+    levels = set()
+    for thread in os.listdir(f"/proc/{agent}/task"):
+        # One that ends meanwhile has none.
+        with contextlib.suppress(ProcessLookupError):
+            levels |= {os.getpriority(os.PRIO_PROCESS, int(thread))} if int(thread) != agent else set()
+    return levels
+
+
 def nice_levels(agent: int) -> set[int]:
     """Of an agent's session and of its threads but the first."""
-    threads = [int(thread) for thread in os.listdir(f"/proc/{agent}/task") if int(thread) != agent]
-    levels = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
     session = Path(f"/proc/{agent}/autogroup")
-    return levels | ({int(session.read_text().split()[-1])} if session.exists() else set())
+    return thread_levels(agent) | ({int(session.read_text().split()[-1])} if session.exists() else set())
 
 
 def test_an_agent_gives_way_but_to_a_trainer_that_waits_or_is_gone(tmp_path: Path) -> None:
@@ -88,7 +97,7 @@ def test_an_agent_gives_way_but_to_a_trainer_that_waits_or_is_gone(tmp_path: Pat
     save.wait_durable()
     wait_until(lambda: nice_levels(agent.pid) == {19})
     checkpointer.save_now(2, {"t": torch.ones(12 * MIB, dtype=torch.uint8)})
-    assert nice_levels(agent.pid) == {19}
+    wait_until(lambda: nice_levels(agent.pid) == {19})
     checkpointer._let_go()
     wait_until(lambda: agent.poll() is not None or nice_levels(agent.pid) == {0})
     assert agent.wait(60) == 0 and forebay.load(tmp_path, step=2)["t"].min() == 1
@@ -96,17 +105,15 @@ def test_an_agent_gives_way_but_to_a_trainer_that_waits_or_is_gone(tmp_path: Pat
 
 def test_an_agent_that_cannot_hurry_keeps_a_part_of_the_processor(tmp_path: Path) -> None:
     program = """
-import os, sys, time, torch, forebay
+import sys, torch, forebay
 checkpointer = forebay.Checkpointer(sys.argv[1], flush_rate="4MiB")
 save = checkpointer.save_now(1, {"t": torch.zeros(8 << 20, dtype=torch.uint8)})
-agent = checkpointer._agent.pid
-def levels():
-    threads = [int(thread) for thread in os.listdir(f"/proc/{agent}/task") if int(thread) != agent]
-    return {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
 assert not save.wait_durable(0.01)
-print(levels())
+print(checkpointer._agent.pid, flush=True)
+input()
 save.wait_durable()
-print(levels())
+print("durable", flush=True)
+input()
 checkpointer.close()
 """
 
@@ -115,8 +122,17 @@ checkpointer.close()
         ctypes.CDLL(None).prctl(24, 23, 0, 0, 0)
 
     run = [sys.executable, "-c", program, str(tmp_path)]
-    told = subprocess.run(run, preexec_fn=without_nice, capture_output=True, text=True)
-    assert told.stdout == "{10}\n{10}\n", told.stderr
+    pipe = subprocess.PIPE
+    with subprocess.Popen(run, stdin=pipe, stdout=pipe, text=True, preexec_fn=without_nice) as child:
+        assert child.stdin is not None and child.stdout is not None
+        agent = int(child.stdout.readline())
+        # A thread that the first one made has that one's level for a moment.
+        wait_until(lambda: thread_levels(agent) == {10})
+        print(file=child.stdin, flush=True)
+        assert child.stdout.readline() == "durable\n"
+        wait_until(lambda: thread_levels(agent) == {10})
+        print(file=child.stdin, flush=True)
+        assert child.wait(60) == 0
 
 
 def test_the_first_save_faults_no_page_in(tmp_path: Path) -> None:
