@@ -42,8 +42,8 @@ struct Run {
     /// Bytes that the memory scenario reads, and that it writes.
     #[arg(long, default_value = "10GiB", value_parser = parse_bytes)]
     volume: u64,
-    /// Of the checkpoint scenario only these parts: store, link, disk, near, training.
-    #[arg(long, value_delimiter = ',')]
+    /// Of the checkpoint scenario only these parts.
+    #[arg(long, value_delimiter = ',', value_parser = ["store", "link", "disk", "near", "training"])]
     parts: Vec<String>,
     /// The forebay binary [default: beside this one].
     #[arg(long)]

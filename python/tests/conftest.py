@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,26 @@ def s3_endpoint() -> Iterator[str]:
     finally:
         server.kill()
         server.wait()
+
+
+class Instead:
+    """Something with one of its methods replaced, for what an extension does not let be patched."""
+
+    def __init__(self, inner: Any, **methods: Callable[..., Any]) -> None:
+        self._inner = inner
+        self._methods = methods
+
+    def __getattr__(self, name: str) -> Any:
+        return self._methods.get(name) or getattr(self._inner, name)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A function that fails, whatever it is called with."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
 
 
 class Gate:

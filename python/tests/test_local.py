@@ -18,7 +18,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import Child, Gate, rounds, wait_until
+from .conftest import Child, Gate, Instead, raising, rounds, wait_until
 from .test_crash import is_running
 from .test_limits import MIB, small_disk  # noqa: F401
 from .test_ranks import run_ranks, start_ranks
@@ -390,17 +390,9 @@ def test_the_death_of_ranks_and_agents_at_any_moment_loses_no_common_copy(tmp_pa
         assert _native.verify(f"file://{place}", None) == [], f"seed {seed}"
 
 
-class Hanging:
+def hanging(step: Any) -> Any:
     """A copy on a disk that begins to hang once it is read."""
-
-    def __init__(self, step: Any) -> None:
-        self._step = step
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._step, name)
-
-    def read(self, *words: Any) -> None:
-        raise forebay.CheckpointUnavailable("the local disk did not answer for 60 s")
+    return Instead(step, read=raising(forebay.CheckpointUnavailable("the local disk did not answer for 60 s")))
 
 
 def test_a_disk_that_hangs_gives_way_to_the_store_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +404,7 @@ def test_a_disk_that_hangs_gives_way_to_the_store_at_once(tmp_path: Path, monkey
 
     def hang(directory: str, named: Any) -> Any:
         opened.append(named)
-        return Hanging(open_local(directory, named))
+        return hanging(open_local(directory, named))
 
     monkeypatch.setattr(_native, "open_local", hang)
     state = {"t": torch.zeros(9, dtype=torch.int64)}
@@ -439,7 +431,7 @@ def test_a_disk_that_hangs_for_one_rank_is_left_by_all(tmp_path: Path) -> None:
         warnings.simplefilter("ignore", forebay.CheckpointWarning)
         if rank == 1:
             open_local = _native.open_local
-            _native.open_local = lambda *words: Hanging(open_local(*words))  # type: ignore[assignment]
+            _native.open_local = lambda *words: hanging(open_local(*words))  # type: ignore[assignment]
         state = {"t": torch.zeros(9, dtype=torch.int64)}
         with forebay.Checkpointer(run, local=disk) as checkpointer:
             checkpointer.restore(state)

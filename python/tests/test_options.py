@@ -14,6 +14,8 @@ import torch
 import forebay
 import forebay.dcp
 
+from .conftest import Instead, raising
+
 COUNTS = [0, -1, 2.5, "3", True, [1], 2**70]
 SECONDS = [-1, "5", float("nan"), float("inf"), True, [1], 1e30]
 SIZES = [0, -1, "much", "", "0", "-5MiB", "5 parsecs", True, [1], float("nan"), b"5"]
@@ -137,24 +139,14 @@ def test_steps_that_are_none_are_refused_and_take_no_slot(tmp_path: Path) -> Non
 
 def test_a_save_that_cannot_be_sealed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody sealed it: who waited for it waited for ever, and the slot was lost."""
-
-    class Refusing:
-        def __init__(self, session: Any) -> None:
-            self._session = session
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._session, name)
-
-        def seal(self, *_: Any) -> Any:
-            raise forebay.CheckpointUnavailable("the agent is not there")
-
+    fails = raising(forebay.CheckpointUnavailable("the agent is not there"))
     model = torch.nn.Linear(100, 100)
     with forebay.Checkpointer(tmp_path, every=1) as checkpointer:
         session = checkpointer._session
         # From here on copies go on in the background.
         checkpointer.before_optimizer_step()
         for step in (1, 2, 3):
-            monkeypatch.setattr(checkpointer, "_session", Refusing(session))
+            monkeypatch.setattr(checkpointer, "_session", Instead(session, seal=fails))
             save = checkpointer.step(step, {"model": model})
             assert save is not None
             for _ in range(2):

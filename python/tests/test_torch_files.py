@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,25 @@ def test_directories_that_do_not_hold_together_are_refused(
     (files / ".metadata").unlink()
     fails(capsys, words, ".metadata")
     assert _native.list_steps(f"file://{place}") == [] and not list(place.glob("shards/*/*/*"))
+
+
+def test_what_this_python_lacks_is_told_and_is_no_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class that cannot be imported was called damage, and without torch there was a traceback."""
+    module = types.ModuleType("from_elsewhere")
+    exec("class Config: pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, "from_elsewhere", module)
+    files, place = tmp_path / "files", tmp_path / "run"
+    state = {"w": torch.ones(3), "config": module.Config()}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(files))
+    torch.save(state, tmp_path / "model.pt")
+    monkeypatch.delitem(sys.modules, "from_elsewhere")
+    for source in (f"dcp:{files}", f"pt:{tmp_path / 'model.pt'}"):
+        fails(capsys, [source, str(place), "--allow-pickle"], "that cannot be imported here")
+    monkeypatch.delitem(sys.modules, "forebay._torch_files")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    fails(capsys, [f"pt:{tmp_path / 'model.pt'}", str(place)], "need torch in this Python")
 
 
 WATCHED = """

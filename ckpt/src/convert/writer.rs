@@ -74,11 +74,15 @@ impl StepWriter {
         manifest.shards = vec![shard(&layout, step, run.incarnation, run.attempt())];
         let options =
             UploadOptions { conditional: false, bytes_in_flight: IN_FLIGHT, ..UploadOptions::default() };
-        let mut upload = bucket.upload_with(&manifest.shards[0].object(), options)?;
+        let upload = bucket.upload_with(&manifest.shards[0].object(), options)?;
         let mut whole = Crc32c::default();
         whole.update(&layout.header);
-        upload.write(layout.header.into()).await?;
-        Ok(Self { bucket: bucket.clone(), run, upload, manifest, order, written: 0, whole })
+        let mut writer = Self { bucket: bucket.clone(), run, upload, manifest, order, written: 0, whole };
+        if let Err(error) = writer.upload.write(layout.header.into()).await {
+            writer.abort().await;
+            return Err(error);
+        }
+        Ok(writer)
     }
 
     /// What is to be written, in order.

@@ -53,8 +53,10 @@ def save_file(file: Path, url: str, step: int, allow_pickle: bool) -> None:
         fact, _, _ = str(error).partition("\n")
         text = f"{file} holds other objects than tensors and plain values, or is no file of torch.save: {fact}"
         raise CheckpointInvalid(f"{text} (hint: --allow-pickle, if you trust whoever wrote it)") from error
-    except OSError:
+    except (OSError, MemoryError):
         raise
+    except (ImportError, AttributeError) as error:
+        raise _unknown(str(file), error) from error
     except Exception as error:
         raise CheckpointInvalid(f"{file} is no whole file of torch.save: {error}") from error
     flattener = Flattener(allow_pickle)
@@ -171,6 +173,10 @@ def _read(
     return taker.taken
 
 
+def _unknown(what: str, error: Exception) -> CheckpointInvalid:
+    return CheckpointInvalid(f"{what} holds an object of a class that cannot be imported here: {error}")
+
+
 @contextlib.contextmanager
 def _damage(what: str) -> Iterator[None]:
     """What torch raises where it cannot read what it wrote may be anything."""
@@ -179,6 +185,6 @@ def _damage(what: str) -> Iterator[None]:
     except (OSError, CheckpointError, MemoryError):
         raise
     except (ImportError, AttributeError) as error:
-        raise CheckpointInvalid(f"{what} holds an object of a class that cannot be imported here: {error}") from error
+        raise _unknown(what, error) from error
     except Exception as error:
         raise CheckpointCorrupt(f"{what} is damaged: {type(error).__name__}: {error}") from error

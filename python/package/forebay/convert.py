@@ -177,6 +177,9 @@ def main(words: Optional[list[str]] = None) -> int:
     except (CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        print(f"error: {error} (hint: torch's files need torch in this Python, {sys.executable})", file=sys.stderr)
+        return 1
     return 0
 
 

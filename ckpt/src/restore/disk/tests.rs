@@ -102,9 +102,6 @@ fn a_thread_that_hangs_in_the_kernel_holds_nothing() {
     clock.advance(PATIENCE);
     let outcome = Source::Disk(&disk).read(&manifest, || read.lock().take(), 1);
     assert_eq!(outcome.map(|parts| parts.len()).expect_err("it hangs").kind(), ErrorKind::Unavailable);
-    // The thread goes on once somebody writes; the restore is long gone.
-    let late = std::fs::OpenOptions::new().write(true).open(&path).expect("the thread is there");
-    drop(late);
-    drop(runtime);
-    assert_eq!(bytes, vec![9; 4000]);
+    // The thread is there still, and goes on once somebody writes; without it this waits.
+    drop(std::fs::OpenOptions::new().write(true).open(&path).expect("the thread is there"));
 }
