@@ -219,7 +219,7 @@ class Trainer:
             nonlocal changing
             step()
             # Hears what was committed.
-            checkpointer.step(-1, {})
+            checkpointer.step(self._step, {})
             if not saves or saves[-1].durable:
                 self._step += 1
                 # The model stands for its computing only; what is saved changes as a whole.
