@@ -118,6 +118,7 @@ mod tests {
             "forebay ckpt ls s3://b/run",
             "forebay ckpt verify s3://b/run --step 500",
             "forebay ckpt show s3://b/run 500",
+            "forebay ckpt show s3://b/run@500",
             "forebay ckpt diff s3://b/run@1 @2 --read",
             "forebay ckpt convert ./run@500 hf:/out --part model.net --max-shard-size 5GB --json",
             "forebay version",
@@ -137,7 +138,8 @@ mod tests {
             "forebay trash",
             "forebay trash restore",
             "forebay ckpt",
-            "forebay ckpt show s3://b/run",
+            "forebay ckpt show",
+            "forebay ckpt show s3://b/run last",
             "forebay ckpt verify s3://b/run --step last",
             "forebay version now",
         ] {

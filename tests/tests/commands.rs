@@ -212,7 +212,13 @@ async fn checkpoints_are_listed_shown_and_verified() {
     assert_eq!(run(&["ls", &source]).succeeded().lines().count(), 3);
     let shown = run(&["show", &source, "20"]).succeeded();
     assert!(shown.contains("head.weight") && shown.contains("[16, 64]"), "{shown}");
+    for same in [&source, &format!("{source}@20")] {
+        assert_eq!(run(&["show", same]).succeeded(), shown);
+    }
     run(&["show", &source, "30"]).failed_with("no step 30", "the last 20");
+    run(&["show", &format!("{source}@10"), "20"]).failed_with("run@10: No such file", "check the path");
+    let report = parse(&run(&["verify", &format!("{source}@20"), "--json"]).succeeded());
+    assert_eq!(report["steps"], json!(1), "{report}");
     let report = parse(&run(&["verify", &source, "--json"]).succeeded());
     assert_eq!((&report["steps"], &report["findings"]), (&json!(2), &json!([])), "{report}");
     let sizes: u64 = ["10", "20"]

@@ -1,11 +1,11 @@
 //! `forebay ckpt`: what a bucket of checkpoints holds, and whether it is whole. What changes it is in `ckpt_keep`,
-//! what compares and waits in `ckpt_compare`, what
-//! converts in `ckpt_convert`.
+//! what compares and waits in `ckpt_compare`, what converts in
+//! `ckpt_convert`.
 
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use forebay_ckpt::catalog::{StepInfo, list_steps};
+use forebay_ckpt::catalog::{StepInfo, list_steps, load_manifest};
 use forebay_ckpt::manifest::Manifest;
 use forebay_ckpt::{Finding, show, verify};
 use forebay_core::units::format_bytes;
@@ -56,7 +56,7 @@ pub(crate) struct LsArguments {
 /// The arguments of `forebay ckpt verify`.
 #[derive(Debug, Args)]
 pub(crate) struct VerifyArguments {
-    /// The URL, or the directory, that was saved to.
+    /// URL@STEP, or a URL for all of its steps.
     pub(crate) url: String,
     /// Only this step.
     #[arg(long, value_name = "N")]
@@ -66,10 +66,10 @@ pub(crate) struct VerifyArguments {
 /// The arguments of `forebay ckpt show`.
 #[derive(Debug, Args)]
 pub(crate) struct ShowArguments {
-    /// The URL, or the directory, that was saved to.
+    /// URL@STEP, or a URL for its newest step.
     pub(crate) url: String,
-    /// The step.
-    pub(crate) step: u64,
+    /// The step, where the URL does not say it.
+    pub(crate) step: Option<u64>,
 }
 
 /// Runs one of them.
@@ -86,10 +86,12 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
                 list(&steps, global.json)
             }
             CkptCommand::Show(arguments) => {
-                describe(&show(&open(&arguments.url, &settings).await?, arguments.step).await?, global.json)
+                let (url, step) = addressed(&arguments.url, arguments.step);
+                describe(&manifest((&open(url, &settings).await?, step)).await?, global.json)
             }
             CkptCommand::Verify(arguments) => {
-                check(&open(&arguments.url, &settings).await?, arguments.step, global.json).await
+                let (url, step) = addressed(&arguments.url, arguments.step);
+                check(&open(url, &settings).await?, step, global.json).await
             }
             CkptCommand::Diff(arguments) => {
                 let [(before, old), (after, new)] = arguments.sides();
@@ -134,6 +136,27 @@ pub(super) fn url_of(text: &str) -> Result<BucketUrl> {
     }
     let path = std::path::absolute(text).map_err(|error| Error::from(error).context(text))?;
     format!("file://{}", path.display()).parse()
+}
+
+/// A URL, and the step behind its last `@`, if there is one.
+pub(super) fn split(text: &str) -> (&str, Option<u64>) {
+    let parsed = text.rsplit_once('@').and_then(|(url, step)| Some((url, step.parse().ok()?)));
+    parsed.map_or((text, None), |(url, step)| (url, Some(step)))
+}
+
+/// The same where the step may be given beside the URL, which then is one as it stands.
+fn addressed(text: &str, step: Option<u64>) -> (&str, Option<u64>) {
+    step.map_or_else(|| split(text), |step| (text, Some(step)))
+}
+
+/// The manifest of a step, or of the newest one.
+pub(super) async fn manifest((bucket, step): (&Bucket, Option<u64>)) -> Result<Manifest> {
+    if let Some(step) = step {
+        return show(bucket, step).await;
+    }
+    let newest = list_steps(bucket).await?.pop();
+    let none = || Error::new(ErrorKind::NotFound, format!("{} holds no committed step", bucket.url()));
+    load_manifest(bucket, &newest.ok_or_else(none)?.key).await
 }
 
 /// Shows bytes on their way.

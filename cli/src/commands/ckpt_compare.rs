@@ -4,10 +4,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use forebay_ckpt::catalog::{StepInfo, Watch, list_steps, load_manifest};
+use forebay_ckpt::catalog::{StepInfo, Watch};
 use forebay_ckpt::diff::{Change, Diff, ExtraChange, Side, TensorChange, diff, settle};
 use forebay_ckpt::manifest::Manifest;
-use forebay_ckpt::show;
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
@@ -16,7 +15,7 @@ use forebay_io::task;
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
 
-use super::ckpt::bar;
+use super::ckpt::{bar, manifest, split};
 use crate::print;
 
 /// The arguments of `forebay ckpt diff`.
@@ -59,12 +58,6 @@ impl DiffArguments {
     }
 }
 
-/// A URL, and the step behind its last `@`, if there is one.
-pub(super) fn split(text: &str) -> (&str, Option<u64>) {
-    let parsed = text.rsplit_once('@').and_then(|(url, step)| Some((url, step.parse().ok()?)));
-    parsed.map_or((text, None), |(url, step)| (url, Some(step)))
-}
-
 /// Tells what the second step holds differently.
 pub(crate) async fn compare(sides: [(&Bucket, Option<u64>); 2], read: bool, json: bool) -> Result<ExitCode> {
     let (before, after) = (manifest(sides[0]).await?, manifest(sides[1]).await?);
@@ -91,16 +84,6 @@ async fn read_unknown(sides: [(&Bucket, &Manifest); 2], mut found: Diff) -> Resu
     let settled = settled.await?;
     bar.finish_and_clear();
     settled
-}
-
-/// The manifest of a step, or of the newest one.
-pub(super) async fn manifest((bucket, step): (&Bucket, Option<u64>)) -> Result<Manifest> {
-    if let Some(step) = step {
-        return show(bucket, step).await;
-    }
-    let newest = list_steps(bucket).await?.pop();
-    let none = || Error::new(ErrorKind::NotFound, format!("{} holds no committed step", bucket.url()));
-    load_manifest(bucket, &newest.ok_or_else(none)?.key).await
 }
 
 fn as_json(steps: [u64; 2], found: &Diff) -> Value {

@@ -15,8 +15,7 @@ use forebay_io::rng::Rng;
 use forebay_io::task;
 use tokio::runtime::Handle;
 
-use super::ckpt::{bar, open, open_to_change, url_of};
-use super::ckpt_compare::{manifest, split};
+use super::ckpt::{bar, manifest, open, open_to_change, split, url_of};
 use crate::settings::Settings;
 use crate::{mounts, print};
 

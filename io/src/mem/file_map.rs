@@ -8,10 +8,12 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use memmap2::{Advice, Mmap, MmapOptions};
+use rustix::fs::Advice::WillNeed;
 
 use super::copy_with_crc32c;
 
@@ -32,7 +34,8 @@ pub struct FileMapping {
 }
 
 impl FileMapping {
-    /// Maps `range` of `file`, which is copied next, and has the kernel read all of it; `None` where it does not.
+    /// Maps `range` of `file`, which is copied next, and has the kernel read all of it; `None` where it does not. What is
+    /// not at hand is asked for as a whole before: by the faults of a mapping a disk is asked for one huge page at a time.
     pub fn new(file: &File, range: Range<u64>) -> Option<Self> {
         let length =
             usize::try_from(range.end.checked_sub(range.start)?).ok().filter(|length| *length > 0)?;
@@ -41,6 +44,9 @@ impl FileMapping {
         let map = unsafe { MmapOptions::new().offset(range.start).len(length).map(file).ok()? };
         // Huge pages are a wish: a refusal changes nothing but speed.
         let _ = map.advise(Advice::HugePage);
+        if !ends_are_cached(&map) {
+            let _ = rustix::fs::fadvise(file, range.start, NonZeroU64::new(length as u64), WillNeed);
+        }
         map.advise(Advice::PopulateRead).ok()?;
         Some(Self { map, range })
     }
@@ -53,6 +59,21 @@ impl FileMapping {
         COPIED.fetch_add(target.len() as u64, Ordering::Relaxed);
         Some(copy_with_crc32c(source, target))
     }
+}
+
+/// Whether the first page of a mapping and the last are in memory; also where the kernel does not tell.
+fn ends_are_cached(map: &Mmap) -> bool {
+    // SAFETY: it asks for a number that every system has.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+    // A mapping begins at a page, but memmap2 gives it from where it was asked for.
+    let first = map.as_ptr().map_addr(|address| address & !(page - 1));
+    let last = map.as_ptr().map_addr(|address| (address + map.len() - 1) & !(page - 1));
+    [first, last].into_iter().all(|start| {
+        let mut is_cached = 1u8;
+        // SAFETY: the page is one of the mapping's, and the kernel writes one byte for it.
+        let refused = unsafe { libc::mincore(start.cast_mut().cast(), page, &mut is_cached) } != 0;
+        refused || is_cached & 1 == 1
+    })
 }
 
 #[cfg(test)]
@@ -78,6 +99,25 @@ mod tests {
             assert!(mapping.copy_with_crc32c(start, &mut vec![0; length]).is_none(), "{start} is not mapped");
         }
         assert!(FileMapping::new(&file, 4096..4096).is_none());
+    }
+
+    #[test]
+    fn what_is_not_in_memory_is_known() {
+        let file = tempfile::tempfile().expect("file");
+        file.set_len(12 << 20).expect("grow");
+        file.write_all_at(&[1; 8 << 20], 0).expect("write");
+        // What was written is there, what never was is not, and then it is.
+        let map = |range: Range<u64>| {
+            // SAFETY: nobody cuts the file off.
+            unsafe {
+                MmapOptions::new().offset(range.start).len((range.end - range.start) as usize).map(&file)
+            }
+            .expect("mapped")
+        };
+        assert!(ends_are_cached(&map(0..8 << 20)) && ends_are_cached(&map(4097..4098)));
+        assert!(!ends_are_cached(&map(0..12 << 20)) && !ends_are_cached(&map(9 << 20..10 << 20)));
+        assert!(FileMapping::new(&file, 1..12 << 20).is_some());
+        assert!(ends_are_cached(&map(0..12 << 20)) && ends_are_cached(&map(9 << 20..10 << 20)));
     }
 
     /// A file that was cut off is told: touching pages that it does not have would end the process.

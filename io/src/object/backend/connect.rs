@@ -46,7 +46,8 @@ async fn directory(url: &BucketUrl) -> Result<Shared> {
     let metadata = tokio::fs::metadata(&path).await.map_err(|error| {
         let error = Error::from(error).context(format!("directory of {url}"));
         match error.kind() {
-            ErrorKind::NotFound => error.with_hint(format!("create it: mkdir -p {}", path.display())),
+            ErrorKind::NotFound => error
+                .with_hint(format!("check the path; if it is to be a new one: mkdir -p {}", path.display())),
             _ => error,
         }
     })?;
