@@ -159,10 +159,12 @@ impl Local {
                 return Err(error);
             }
         };
+        let key = NoteKey::of(&held.name(), held.rank, held.world_size, false).object();
         if !is_sound() {
+            // It may have been written before, by an agent that is gone.
+            self.0.delete(&key).await?;
             return self.0.delete(&held.key().object()).await.map(|()| false);
         }
-        let key = NoteKey::of(&held.name(), held.rank, held.world_size, false).object();
         self.0.put(&key, write_local(held)?, Condition::Always).await.map(|_| true)
     }
 

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use crate::agent::{Hello, Linger, Member, Origin, Reply, Request};
 use crate::arena::{Arena, Held, HeldStep, SLOTS, Seal, Slot, Snapshot, attempt_of};
 use crate::local::LocalTier;
-use crate::manifest::Extra;
+use crate::manifest::{Extra, check_length};
 use crate::shard::{ShardLayout, TensorSpec};
 
 mod adopt;
@@ -290,6 +290,9 @@ impl Session {
     }
 
     /// Gives a filled snapshot to the agent.
+    ///
+    /// # Errors
+    /// `TooLarge` when the extras are too long for a manifest; the slot is free again then.
     pub fn seal(
         &mut self,
         snapshot: Snapshot,
@@ -297,6 +300,10 @@ impl Session {
         created_ms: u64,
         extras: Vec<Extra>,
     ) -> Result<Arc<Save>> {
+        if let Err(error) = check_length(extras.iter().map(|extra| extra.data.len()).sum()) {
+            self.abandon(snapshot);
+            return Err(error);
+        }
         let (mut slot, shard) = snapshot.finish()?;
         self.last_save += 1;
         let number = self.last_save;

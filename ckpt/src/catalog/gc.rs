@@ -50,7 +50,8 @@ pub async fn collect_garbage(bucket: &Bucket, age: Duration, only_look: bool) ->
         return Err(Error::invalid(format!("what is younger than {least} s may belong to a save under way"))
             .with_hint("give a larger age, or delete single steps"));
     }
-    let before = stores_time(bucket).await?.seconds.saturating_sub(age.as_secs() as i64);
+    let age = i64::try_from(age.as_secs()).unwrap_or(i64::MAX);
+    let before = stores_time(bucket).await?.seconds.saturating_sub(age);
     let is_old = |time: &Timestamp| time.seconds < before;
     let shards: Vec<_> = bucket.list(SHARDS).try_collect().await?;
     let indexes: Vec<_> = bucket.list(RANKS).try_collect().await?;

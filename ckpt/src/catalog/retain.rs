@@ -75,7 +75,8 @@ pub async fn remove_steps(bucket: &Bucket, numbers: &[u64]) -> Result<Removed> {
 }
 
 async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, goes: impl Fn(&StepInfo) -> bool) -> Result<Removed> {
-    let going: HashSet<StepKey> = steps.into_iter().filter(goes).map(|info| info.key).collect();
+    let steps: Vec<StepInfo> = steps.into_iter().filter(goes).collect();
+    let mut going: HashSet<StepKey> = steps.iter().map(|info| info.key.clone()).collect();
     if going.is_empty() {
         return Ok(Removed::default());
     }
@@ -90,6 +91,11 @@ async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, goes: impl Fn(&StepInfo) 
             Err(error) => return Err(error),
         }
     }
+    // All that reading takes time: what was pinned meanwhile stays.
+    let pins = list_pins(bucket).await?;
+    for info in steps.iter().filter(|info| !info.superseded && pins.contains(&info.key.step)) {
+        going.remove(&info.key);
+    }
     bucket.delete_many(&going.iter().map(StepKey::object).collect::<Vec<_>>()).await?;
     named.look(bucket, &going).await?;
     let unnamed = unnamed.into_iter().filter(|shard| !named.contains(shard));
@@ -101,10 +107,19 @@ async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, goes: impl Fn(&StepInfo) 
 /// Keeps a step until it is unpinned.
 ///
 /// # Errors
-/// `NotFound` when it is not there.
+/// `NotFound` when it is not there, or was deleted meanwhile.
 pub async fn pin(bucket: &Bucket, step: u64) -> Result<()> {
     find_step(bucket, step).await?;
-    bucket.put(&pin_key(step), Default::default(), Condition::Always).await.map(drop)
+    bucket.put(&pin_key(step), Default::default(), Condition::Always).await?;
+    // Who deletes steps looks for pins once more before: one that did not see this pin has deleted the step by now, or
+    // is about to.
+    match find_step(bucket, step).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            unpin(bucket, step).await?;
+            Err(error)
+        }
+        found => found.map(drop),
+    }
 }
 
 /// Leaves a step to retention again; one that is not pinned is no error.

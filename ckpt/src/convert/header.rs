@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use forebay_core::{Error, ErrorKind, ObjectKey, Result};
-use forebay_io::object::Bucket;
+use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version};
+use forebay_io::object::{Bucket, ObjectInfo};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -29,21 +29,21 @@ struct Text {
     data_offsets: [u64; 2],
 }
 
-/// The tensors of a file, by name.
+/// The tensors of a file, by name, and the version that has them there.
 ///
 /// # Errors
-/// `NotFound`; `Corrupt` when it is no safetensors file, `Unsupported` for a type that no checkpoint has.
-pub(super) async fn read(bucket: &Bucket, key: &ObjectKey) -> Result<BTreeMap<String, Entry>> {
+/// `NotFound`; `Stale` when it is replaced meanwhile; `Corrupt` when it is no safetensors file, `Unsupported` for a type that no checkpoint has.
+pub(super) async fn read(bucket: &Bucket, key: &ObjectKey) -> Result<(BTreeMap<String, Entry>, Version)> {
     let place = || format!("`{key}` of {}", bucket.url());
     let lost = || {
         Error::new(ErrorKind::NotFound, format!("{} holds no `{key}`", bucket.url()))
             .with_hint("give a directory with a model: model.safetensors, or an index of its files")
     };
-    let size = bucket.head(key).await?.ok_or_else(lost)?.size;
+    let ObjectInfo { size, version, .. } = bucket.head(key).await?.ok_or_else(lost)?;
     if size < 8 {
         return Err(Error::corrupt(format!("{} is no safetensors file", place())));
     }
-    let head = bucket.get(key, None, 0..8).await?;
+    let head = bucket.get(key, Some(&version), 0..8).await?;
     let length = head.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
     if length > MAX_HEADER || length > size - 8 {
         return Err(Error::corrupt(format!(
@@ -51,8 +51,9 @@ pub(super) async fn read(bucket: &Bucket, key: &ObjectKey) -> Result<BTreeMap<St
             place()
         )));
     }
-    let text = bucket.get(key, None, 8..8 + length).await?;
-    parse(&text, 8 + length, size).map_err(|error| error.context(place()))
+    let text = bucket.get(key, Some(&version), 8..8 + length).await?;
+    let entries = parse(&text, 8 + length, size).map_err(|error| error.context(place()))?;
+    Ok((entries, version))
 }
 
 fn parse(text: &[u8], header: u64, size: u64) -> Result<BTreeMap<String, Entry>> {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-use forebay_core::{Error, ErrorKind, ObjectKey, Result};
+use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version};
 use forebay_io::object::Bucket;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use serde::{Deserialize, Serialize};
@@ -33,6 +33,8 @@ pub struct Imported {
 struct Found {
     key: String,
     file: ObjectKey,
+    /// That of the file whose header was read.
+    version: Version,
     entry: Entry,
     spec: TensorSpec,
 }
@@ -43,7 +45,8 @@ struct Found {
 /// `progress` is told the bytes that were read since it was told last.
 ///
 /// # Errors
-/// `NotFound` when there is no model; `Corrupt` when it does not hold together; nothing is committed then.
+/// `NotFound` when there is no model; `Corrupt` when it does not hold together, `Stale` when a file is replaced meanwhile;
+/// nothing is committed then.
 pub async fn import(
     from: &Bucket,
     to: &Bucket,
@@ -68,20 +71,21 @@ pub async fn import(
 
 /// The tensors of all files, and what they will be called.
 async fn find(from: &Bucket, part: &str) -> Result<Vec<Found>> {
-    let mut named: BTreeMap<String, (ObjectKey, Entry)> = BTreeMap::new();
+    let mut named: BTreeMap<String, (ObjectKey, Version, Entry)> = BTreeMap::new();
     for file in files(from).await? {
         let key = ObjectKey::new(&file);
-        for (name, entry) in read(from, &key).await? {
-            if let Some((other, _)) = named.insert(name.clone(), (key.clone(), entry)) {
+        let (entries, version) = read(from, &key).await?;
+        for (name, entry) in entries {
+            if let Some((other, ..)) = named.insert(name.clone(), (key.clone(), version.clone(), entry)) {
                 return Err(Error::invalid(format!("tensor `{name}` is in `{other}` and in `{key}`")));
             }
         }
     }
     let mut taken = HashSet::new();
-    let found = named.into_iter().map(|(key, (file, entry))| {
+    let found = named.into_iter().map(|(key, (file, version, entry))| {
         let name = unique(&if part.is_empty() { key.clone() } else { format!("{part}.{key}") }, &mut taken);
         let spec = TensorSpec::whole(name, entry.dtype, entry.shape.clone());
-        Found { key, file, entry, spec }
+        Found { key, file, version, entry, spec }
     });
     Ok(found.collect())
 }
@@ -122,9 +126,9 @@ async fn files(from: &Bucket) -> Result<BTreeSet<String>> {
 /// Sends the tensors.
 async fn send(from: &Bucket, found: &[Found], writer: &mut StepWriter, progress: &dyn Fn(u64)) -> Result<()> {
     let fetch = |piece: Piece| async move {
-        let Found { entry, file, .. } = &found[piece.tensor];
+        let Found { entry, file, version, .. } = &found[piece.tensor];
         let start = entry.range.start + piece.start;
-        let data = from.get(file, None, start..start + piece.length).await?;
+        let data = from.get(file, Some(version), start..start + piece.length).await?;
         if data.len() as u64 != piece.length {
             return Err(Error::corrupt(format!("`{file}` of {} ends too early", from.url())));
         }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use bytes::Bytes;
 use forebay_core::{ErrorKind, ObjectKey, Result};
-use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
+use forebay_io::object::{Bucket, BucketUrl, Condition, Faults, StoreSettings};
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
 
@@ -68,7 +68,8 @@ async fn contents(folder: &Path) -> Vec<(String, Vec<u64>, Bytes)> {
             continue;
         }
         let key = ObjectKey::new(&name);
-        for (tensor, entry) in header::read(&bucket, &key).await.expect("a header") {
+        let (entries, _) = header::read(&bucket, &key).await.expect("a header");
+        for (tensor, entry) in entries {
             let data = bucket.get(&key, None, entry.range).await.expect("bytes");
             found.push((tensor, entry.shape, data));
         }
@@ -110,6 +111,29 @@ async fn a_directory_becomes_a_step_and_a_directory_again() {
     // A later start's steps count, as with any other save.
     import(&directory(&two).await, &run, start(2), 3, "", &|_| {}).await.expect("import");
     assert_eq!(newest(&run).await.step, 3);
+}
+
+/// What was read of two versions was committed, its checksums right.
+#[tokio::test]
+async fn a_file_that_is_replaced_while_it_is_read_is_told() {
+    let scratch = tempfile::tempdir().expect("scratch");
+    let (model, run) = (scratch.path().join(WHOLE), Bucket::in_memory());
+    let from = directory(scratch.path()).await;
+    // The index that is not there, the file's size, length and text of the header; then its tensor.
+    for nth in 3..=5 {
+        std::fs::write(&model, file(&[("w", &[1 << 10])])).expect("write");
+        let faults = Faults::default();
+        let (gate, from) = (faults.gate(nth), from.with_faults(&faults));
+        let replace = async {
+            gate.reached().await;
+            std::fs::write(scratch.path().join("new"), file(&[("v", &[1 << 10])])).expect("write");
+            std::fs::rename(scratch.path().join("new"), &model).expect("rename");
+            gate.open();
+        };
+        let (outcome, ()) = tokio::join!(import(&from, &run, start(nth), 1, "", &|_| {}), replace);
+        assert_eq!(outcome.expect_err("replaced").kind(), ErrorKind::Stale, "before request {nth}");
+        assert_eq!(list_steps(&run).await.expect("steps"), []);
+    }
 }
 
 #[tokio::test]

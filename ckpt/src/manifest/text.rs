@@ -9,7 +9,7 @@
 //! changed, added or lost, the manifest is refused.
 
 use bytes::Bytes;
-use forebay_core::{Error, Result};
+use forebay_core::{Error, ErrorKind, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -26,6 +26,8 @@ const TAIL: &str = "}\n";
 
 /// The longest manifest that is read, in bytes: over a million tensors, and no surprise for the reader's memory.
 const MAX_MANIFEST: usize = 256 << 20;
+/// More than what stands around a body.
+const FRAMING_MAX: usize = 1024;
 
 impl Manifest {
     /// The version of the format that this code writes.
@@ -34,7 +36,7 @@ impl Manifest {
     /// The bytes of a manifest that holds together.
     ///
     /// # Errors
-    /// `Bug` when it does not: nothing wrong is ever written.
+    /// `Bug` when it does not: nothing wrong is ever written. `TooLarge` when nobody could read it.
     pub fn encode(&self) -> Result<Bytes> {
         self.check().and_then(|()| self.check_identities()).map_err(|fault| refused(&fault))?;
         write(HEAD, self)
@@ -98,8 +100,22 @@ pub(crate) fn read_local<T: DeserializeOwned>(data: &[u8]) -> Result<T, Fault> {
 
 fn write(head: &str, body: &impl Serialize) -> Result<Bytes> {
     let body = serde_json::to_string(body).map_err(|error| refused(&error))?;
+    check_length(body.len() + FRAMING_MAX)?;
     let hash = blake3::hash(body.as_bytes()).to_hex();
     Ok(Bytes::from([head, VERSION, HASH, &hash, BODY, &body, TAIL].concat()))
+}
+
+/// Refuses what nobody could read again.
+///
+/// # Errors
+/// `TooLarge`.
+pub(crate) fn check_length(bytes: usize) -> Result<()> {
+    if bytes <= MAX_MANIFEST {
+        return Ok(());
+    }
+    let message = format!("what a step says of itself takes {bytes} bytes of text, more than {MAX_MANIFEST}");
+    Err(Error::new(ErrorKind::TooLarge, message)
+        .with_hint("long lists of numbers are text in a state: keep them as tensors"))
 }
 
 fn read<T: DeserializeOwned>(data: &[u8], head: &str) -> Result<T, Fault> {

@@ -3,7 +3,7 @@
 use std::thread::JoinHandle;
 
 use forebay_core::ObjectKey;
-use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
+use forebay_io::object::{Bucket, BucketUrl, Condition, Faults, StoreSettings};
 use futures::TryStreamExt;
 
 use super::*;
@@ -14,6 +14,7 @@ use crate::catalog::{
     pin, put_alive, put_failed, put_intent, remove_steps, retain, unpin,
 };
 use crate::dtype::Dtype;
+use crate::manifest::Encoding;
 use crate::region::Region;
 use crate::restore::{Target, read_tensors};
 use crate::verify::verify;
@@ -284,6 +285,21 @@ fn without_a_free_slot_a_save_waits_or_is_skipped() {
     assert!(matches!(settle(&mut session, &third), Progress::Durable));
 }
 
+/// It was committed and told durable, and nobody could read it.
+#[test]
+fn what_no_manifest_can_say_is_refused_and_takes_no_slot() {
+    let mut fixture = Fixture::new();
+    let (mut session, _agent) = fixture.session(None);
+    for step in 1..=3 {
+        let snapshot = snapshot(&mut session, 10, 1);
+        let extra = Extra { name: "state".into(), encoding: Encoding::Json, data: "1".repeat(257 << 20) };
+        let refused = session.seal(snapshot, step, 0, vec![extra]).expect_err("too long");
+        assert_eq!(refused.kind(), ErrorKind::TooLarge);
+    }
+    let save = save(&mut session, 4, 10);
+    assert!(matches!(settle(&mut session, &save), Progress::Durable));
+}
+
 #[test]
 fn a_damaged_manifest_under_retention_deletes_nothing_it_may_need() {
     let mut fixture = Fixture::new();
@@ -437,6 +453,40 @@ fn pinned_steps_and_every_so_many_stay() {
     assert_eq!((numbers(&fixture), fixture.shards()), (vec![6, 7], 2));
     let findings = fixture.runtime.block_on(verify(&bucket, None, &|_| {})).expect("verify");
     assert_eq!(findings, []);
+}
+
+/// Deleting reads what the other steps need, which takes its time; a pin that came in it was put, and the step went.
+#[test]
+fn a_step_that_is_pinned_while_others_are_read_stays() {
+    let mut fixture = Fixture::new();
+    let (mut session, agent) = fixture.session(None);
+    for step in 1..=2 {
+        let save = save(&mut session, step, 10);
+        assert!(matches!(settle(&mut session, &save), Progress::Durable));
+    }
+    drop(session);
+    agent.join().expect("agent").expect("served");
+    let (bucket, faults) = (fixture.bucket(), Faults::default());
+    let deleter = bucket.with_faults(&faults);
+    let mut held = Vec::new();
+    while held.iter().all(|held| *held) {
+        let gate = faults.gate(held.len() as u64 + 1);
+        held.push(fixture.runtime.block_on(async {
+            let mut removing = std::pin::pin!(remove_steps(&deleter, &[1]));
+            tokio::select! {
+                done = &mut removing => panic!("it went before request {}: {done:?}", held.len() + 1),
+                () = gate.reached() => {}
+            }
+            pin(&bucket, 1).await.expect("pin");
+            gate.open();
+            // Refused, or of no step.
+            let removed = removing.await.map_or(0, |removed| removed.manifests);
+            unpin(&bucket, 1).await.expect("unpin");
+            removed == 0
+        }));
+    }
+    // Too late is only who comes once the deletion itself is under way.
+    assert_eq!((held.len(), fixture.steps().len()), (8, 1));
 }
 
 #[test]

@@ -92,11 +92,11 @@ mod x86 {
             let (from, to, length) = (source.as_ptr(), target.as_mut_ptr(), source.len());
             let head = to.align_offset(STEP).min(length);
             target[..head].copy_from_slice(&source[..head]);
-            let state = crc_bytes(!0, &source[..head]);
+            let state = crc_bytes(!0, &target[..head]);
             let mut at = head;
             if length - at < STEP {
                 target[at..].copy_from_slice(&source[at..]);
-                return !crc_bytes(state, &source[at..]);
+                return !crc_bytes(state, &target[at..]);
             }
             let by_step = broadcast(BY_STEP);
             let by_page = broadcast(BY_PAGE);
@@ -127,7 +127,7 @@ mod x86 {
             }
             target[at..].copy_from_slice(&source[at..]);
             _mm_sfence();
-            !crc_bytes(reduce(sum), &source[at..])
+            !crc_bytes(reduce(sum), &target[at..])
         }
     }
 
