@@ -8,22 +8,39 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::process::{Pid, getpid, getsid, setpriority_process};
+
+use crate::rng::Rng;
 
 /// The nice level of whoever gives way.
 const LAST: i32 = 19;
 /// That of threads that cannot take it back.
 const MODEST: i32 = 10;
-/// The session's level, where the kernel has one; it is written without rights up to ten times a second.
+/// The session's level, where the kernel has one.
 const SESSION: &str = "/proc/self/autogroup";
+
+/// How long to wait before a session's level is written again: the kernel takes one write in this time from all without
+/// CAP_SYS_ADMIN together.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// How urgent a process of its own session is: all threads but its first, which is there for whoever asks.
 #[derive(Debug)]
 pub struct Priority {
-    gives_way: Mutex<bool>,
+    state: Arc<Mutex<State>>,
     threads: Levels,
+}
+
+/// Whether all give way, and what was brought about of it.
+#[derive(Debug, Default)]
+struct State {
+    gives_way: bool,
+    session_gives_way: bool,
+    /// A thread sees to the session.
+    is_awaited: bool,
 }
 
 /// Nice levels.
@@ -42,29 +59,63 @@ impl Priority {
         } else {
             Levels { hurrying: MODEST, giving_way: MODEST }
         };
-        let priority = leads.then(|| Self { gives_way: Mutex::new(false), threads })?;
+        let priority = leads.then(|| Self { state: Arc::default(), threads })?;
         priority.set(true);
         Some(priority)
     }
 
     /// For a thread that begins: from now on it goes with the others.
     pub fn join(&self) {
-        let gives_way = self.gives_way.lock();
+        let state = self.state.lock();
         // It has the level of the thread that made it where this is refused, as for all others.
-        let _ = setpriority_process(None, self.threads.of(*gives_way));
+        let _ = setpriority_process(None, self.threads.of(state.gives_way));
     }
 
-    /// Gives way, or no longer does, as far as the kernel lets it; asked again, a session's level is tried again.
+    /// Gives way, or no longer does, as far as the kernel lets it. The session's level may follow a little later.
     pub fn set(&self, gives_way: bool) {
-        let mut current = self.gives_way.lock();
-        if *current == gives_way {
+        let mut state = self.state.lock();
+        if state.gives_way == gives_way {
             return;
         }
-        let refused = |error| tracing::debug!(%error, gives_way, "a priority stays as it is");
-        set_threads(self.threads.of(gives_way)).unwrap_or_else(refused);
-        match set_session(gives_way) {
-            Ok(()) => *current = gives_way,
-            Err(error) => refused(error),
+        state.gives_way = gives_way;
+        if let Err(error) = set_threads(self.threads.of(gives_way)) {
+            tracing::debug!(%error, gives_way, "threads keep their level");
+        }
+        if state.follow() && !state.is_awaited {
+            let (shared, level) = (self.state.clone(), self.threads.of(gives_way));
+            let work = move || await_session(&shared, level);
+            state.is_awaited = std::thread::Builder::new().name("priority".into()).spawn(work).is_ok();
+        }
+    }
+}
+
+impl State {
+    /// Brings the session's level about; returns whether to ask again later.
+    fn follow(&mut self) -> bool {
+        if self.session_gives_way == self.gives_way {
+            return false;
+        }
+        match set_session(self.gives_way) {
+            Ok(()) => self.session_gives_way = self.gives_way,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
+            Err(error) => tracing::debug!(%error, gives_way = self.gives_way, "the session keeps its level"),
+        }
+        false
+    }
+}
+
+/// Asks until the session has its level: other processes of this host ask at the same time, as when all ranks end.
+// The thread is there to sleep.
+#[allow(clippy::disallowed_methods)]
+fn await_session(state: &Mutex<State>, level: i32) {
+    let _ = setpriority_process(None, level);
+    let rng = Rng::system();
+    loop {
+        std::thread::sleep(PAUSE + PAUSE.mul_f64(rng.unit()));
+        let mut state = state.lock();
+        if !state.follow() {
+            state.is_awaited = false;
+            return;
         }
     }
 }

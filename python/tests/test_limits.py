@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -65,6 +65,21 @@ def test_a_full_disk_is_told_and_harms_no_step(small_disk: Path, mib: int) -> No
     assert _native.verify(f"file://{run}", None) == []
 
 
+CAP_SYS_ADMIN = 21
+CAP_SYS_NICE = 23
+
+
+def without(capability: int) -> None:
+    """A program that is started from here on has it not, whoever runs it: PR_CAPBSET_DROP of prctl(2)."""
+    ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
+
+
+def session_level(agent: int) -> Optional[int]:
+    """The nice level of an agent's session, where the kernel has one."""
+    session = Path(f"/proc/{agent}/autogroup")
+    return int(session.read_text().split()[-1]) if session.exists() else None
+
+
 def thread_levels(agent: int) -> set[int]:
     """Nice levels of an agent's threads but the first."""
     levels = set()
@@ -77,8 +92,8 @@ def thread_levels(agent: int) -> set[int]:
 
 def nice_levels(agent: int) -> set[int]:
     """Of an agent's session and of its threads but the first."""
-    session = Path(f"/proc/{agent}/autogroup")
-    return thread_levels(agent) | ({int(session.read_text().split()[-1])} if session.exists() else set())
+    level = session_level(agent)
+    return thread_levels(agent) | ({level} if level is not None else set())
 
 
 def test_an_agent_gives_way_but_to_a_trainer_that_waits_or_is_gone(tmp_path: Path) -> None:
@@ -117,13 +132,9 @@ input()
 checkpointer.close()
 """
 
-    def without_nice() -> None:
-        # PR_CAPBSET_DROP of CAP_SYS_NICE: a program that is started then has it not, whoever runs it.
-        ctypes.CDLL(None).prctl(24, 23, 0, 0, 0)
-
     run = [sys.executable, "-c", program, str(tmp_path)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(run, stdin=pipe, stdout=pipe, text=True, preexec_fn=without_nice) as child:
+    with subprocess.Popen(run, stdin=pipe, stdout=pipe, text=True, preexec_fn=lambda: without(CAP_SYS_NICE)) as child:
         assert child.stdin is not None and child.stdout is not None
         agent = int(child.stdout.readline())
         # A thread that the first one made has that one's level for a moment.
@@ -131,6 +142,38 @@ checkpointer.close()
         print(file=child.stdin, flush=True)
         assert child.stdout.readline() == "durable\n"
         wait_until(lambda: thread_levels(agent) == {10})
+        print(file=child.stdin, flush=True)
+        assert child.wait(60) == 0
+
+
+def test_agents_that_are_waited_for_at_once_all_hurry(tmp_path: Path) -> None:
+    """The kernel lets one write of a session's level through in 100 ms; the others kept theirs while they were waited for."""
+    if session_level(os.getpid()) is None:
+        pytest.skip("NO AUTOGROUPS: that sessions hurry is not tested")
+    program = """
+import sys, torch, forebay
+checkpointers = [forebay.Checkpointer(place, flush_rate="1MiB") for place in sys.argv[1:]]
+state = {"t": torch.zeros(6 << 20, dtype=torch.uint8)}
+saves = [checkpointer.save_now(1, state) for checkpointer in checkpointers]
+print(*[checkpointer._agent.pid for checkpointer in checkpointers], flush=True)
+input()
+print(*[save.wait_durable(0.01) for save in saves], flush=True)
+input()
+for checkpointer in checkpointers:
+    checkpointer.close()
+"""
+    places = [tmp_path / name for name in "abcd"]
+    for place in places:
+        place.mkdir()
+    run = [sys.executable, "-c", program, *map(str, places)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(run, stdin=pipe, stdout=pipe, text=True, preexec_fn=lambda: without(CAP_SYS_ADMIN)) as child:
+        assert child.stdin is not None and child.stdout is not None
+        agents = [int(word) for word in child.stdout.readline().split()]
+        wait_until(lambda: all(session_level(agent) == 19 for agent in agents))
+        print(file=child.stdin, flush=True)
+        assert child.stdout.readline().split() == ["False"] * len(places), "they were waited for"
+        wait_until(lambda: all(session_level(agent) == 0 for agent in agents))
         print(file=child.stdin, flush=True)
         assert child.wait(60) == 0
 
