@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import forebay
+from prometheus_client.parser import text_string_to_metric_families
 
 from .test_ranks import run_ranks
 
@@ -39,6 +40,38 @@ def test_saves_and_restores_tell_what_they_took(tmp_path: Path) -> None:
     told = [line["fields"] for line in lines if line["fields"].get("message") == "durable"]
     assert [(fields["step"], fields["rank"]) for fields in told] == [(1, 0), (2, 0)]
     assert all(fields["bytes"] > 1_200_000 and fields["seconds"] > 0 for fields in told)
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """By name and the labels but the rank, which is 0's."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation and family.type != "unknown"
+        for sample in family.samples:
+            assert sample.labels.pop("rank") == "0"
+            found[(sample.name, *sample.labels.values())] = sample.value
+    return found
+
+
+def test_metrics_count_all_saves_and_restores(tmp_path: Path) -> None:
+    """More of them than `timeline` tells one by one."""
+    state = {"t": torch.zeros(300)}
+    with forebay.Checkpointer(tmp_path / "run", keep=1, rng=False) as checkpointer:
+        assert "forebay_durable_step" not in checkpointer.metrics()
+        for step in range(1, 111):
+            checkpointer.save_now(step, state)
+        checkpointer.wait()
+        checkpointer.restore(state)
+        found = samples(checkpointer.metrics())
+    assert len(checkpointer.timeline()) == 100
+    assert found["forebay_saves_total",] == 110 and found["forebay_saves_failed_total",] == 0
+    assert found["forebay_saved_bytes_total",] == 110 * 1200 and found["forebay_durable_step",] == 110
+    for phase in ("returned", "staged", "sealed", "stored", "durable"):
+        assert found["forebay_save_seconds_count", phase] == 110
+    assert found["forebay_save_seconds_sum", "sealed"] <= found["forebay_save_seconds_sum", "durable"]
+    assert ("forebay_save_seconds_count", "local") not in found
+    assert found["forebay_restore_seconds_count", "store"] == 1 and found["forebay_restored_bytes_total", "store"] == 1200
+    assert found["forebay_saves_skipped_total",] == found["forebay_copies_missed_total",] == 0
 
 
 def test_a_failed_save_says_so(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import os
 import time
@@ -23,10 +22,8 @@ from ._save import TICK_S, Save, Staging, now
 from ._saver import Saver
 from ._shares import Planner, share_size
 from ._signals import Names, Notice
+from ._timeline import Timeline
 from ._url import bucket_url, exists
-
-_MAX_PAST = 100
-"""Saves and restores that `timeline` tells of."""
 
 _MAX_THREADS = 1024
 """More threads than any host has processors would only be in each other's way."""
@@ -143,7 +140,7 @@ class Checkpointer(Saver):
         """Saves that were skipped because both snapshots were busy."""
         self.restored: Optional[Restored] = None
         """What the last `restore` did: which step, from which tier."""
-        self._past: collections.deque[Union[Save, Restored]] = collections.deque(maxlen=_MAX_PAST)
+        self._past = Timeline(self._ranks.rank)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -313,7 +310,15 @@ class Checkpointer(Saver):
 
     def timeline(self) -> list[dict[str, Any]]:
         """What this rank's last hundred saves and restores did, oldest first: `Save.timeline`, `Restored.as_dict`."""
-        return [{"act": "save", **act.timeline()} if isinstance(act, Save) else act.as_dict() for act in self._past]
+        return self._past.entries()
+
+    def metrics(self) -> str:
+        """What all of this rank's saves and restores took, in the text format of Prometheus: counters, sums of seconds, the
+        newest durable step. As far as this process heard, as in `Save.timeline`. May be called from any thread.
+
+        Answer a scrape with it, or write it to a file of node_exporter's textfile collector.
+        """
+        return self._past.metrics(self.skipped, self.copies_missed)
 
     def latest(self) -> Optional[int]:
         """The newest committed step, or None. Whether it is whole is seen when it is read."""
