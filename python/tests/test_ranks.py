@@ -67,6 +67,19 @@ def run_ranks(world_size: int, work: Callable[[int], Any], with_gloo: bool = Tru
     return [json.loads(line) for line in lines]
 
 
+def test_the_first_start_of_a_job_finds_nothing_on_all_ranks(tmp_path: Path) -> None:
+    """Rank 0 was told so, the others that rank 0 failed."""
+
+    def work(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path / "new" / "run") as checkpointer:
+            start = checkpointer.restore({"w": torch.zeros(9)})
+            save = checkpointer.save_now(1, {"w": torch.zeros(9)})
+            assert save is not None and save.wait_durable()
+            return start, checkpointer.steps()
+
+    assert run_ranks(2, work, with_gloo=False) == [[None, [1]]] * 2
+
+
 def weights(kind: str) -> dict[str, torch.Tensor]:
     """The same values in every process."""
     generator = torch.Generator().manual_seed(7)

@@ -93,6 +93,47 @@ def test_views_of_every_stride_come_back_as_their_values(tmp_path: Path) -> None
         assert bool((loaded[name] == value).all()) and loaded[name].shape == value.shape, name
 
 
+def test_views_are_restored_into_memory_that_lies_otherwise(tmp_path: Path) -> None:
+    """The view of a live tensor within another one's memory, or of one that is not dense, was taken from elsewhere."""
+
+    def flat(fill: float) -> dict[str, Any]:
+        memory = torch.full((1000,), fill) + torch.arange(1000.0)
+        module = torch.nn.Linear(5, 20, bias=False)
+        module.weight.data = memory[300:400].view(20, 5)
+        module.register_buffer("row", memory[310:315])
+        return {"qkv": memory[100:200], "q": memory[110:120], "odd": memory[101:200:7], "module": module}
+
+    def same_values(left: dict[str, Any], right: dict[str, Any]) -> bool:
+        sides = [{**side, "module": dict(side["module"].state_dict())} for side in (left, right)]
+        return same(*sides)
+
+    saved = flat(0.0)
+    forebay.save(saved, tmp_path)
+    live, alone = flat(-5000.0), flat(-5000.0)
+    forebay.load(tmp_path, live)
+    assert same_values(live, saved)
+    alone["q"], alone["odd"] = torch.zeros(10), torch.zeros(15)
+    forebay.load(tmp_path, alone)
+    assert same_values(alone, saved)
+    module = flat(-5000.0)["module"]
+    forebay.load_model(tmp_path, module, name="module")
+    assert same(module.state_dict(), saved["module"].state_dict())
+
+    base = torch.arange(12.0).reshape(3, 4)
+    forebay.save({"b": base, "v": base[1], "w": base[:, 2], "l": [base[2]]}, tmp_path / "strided")
+    strided = {"b": torch.zeros(4, 3).t(), "v": torch.zeros(4), "w": torch.zeros(3), "l": [torch.zeros(4)]}
+    forebay.load(tmp_path / "strided", strided)
+    assert same(strided, {"b": base, "v": base[1], "w": base[:, 2], "l": [base[2]]})
+
+
+def test_a_tensor_whose_elements_share_memory_is_no_place(tmp_path: Path) -> None:
+    forebay.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path)
+    live = {"a": torch.zeros(3), "b": torch.zeros(1).expand(3)}
+    with pytest.raises(forebay.CheckpointMismatch, match=r"b.*share memory.*clone"):
+        forebay.load(tmp_path, live)
+    assert live["a"].sum() == 0, "nothing is changed"
+
+
 def test_plain_values_of_every_type(url: str) -> None:
     state = {
         "none": None,

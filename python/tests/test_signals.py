@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +17,8 @@ import torch
 
 import forebay
 
-from .conftest import Child
+from .conftest import Child, Instead, raising, wait_until
+from .test_crash import is_running
 from .test_ranks import start_ranks
 
 Report = Callable[[str], None]
@@ -103,3 +106,63 @@ def test_signals_that_cannot_be_waited_for(tmp_path: Path) -> None:
     thread.join()
     assert len(told) == 1 and "main thread" in told[0]
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("where", ["join", "copy"])
+def test_an_exception_of_a_signal_takes_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Ctrl-C while a snapshot is waited for took its slot; after the second one the next save waited for ever."""
+    model = torch.nn.Linear(300, 300)
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.before_optimizer_step()
+            if where == "copy":
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr("forebay._checkpointer.Staging", raising(KeyboardInterrupt()))
+                    checkpointer.save_now(step, {"model": model})
+                continue
+            save = checkpointer.save_now(step, {"model": model})
+            staging = checkpointer._staging
+            assert save is not None and staging is not None
+            snapshot, staging.snapshot = staging.snapshot, Instead(staging.snapshot, join=raising(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.before_optimizer_step()
+            staging.snapshot = snapshot
+            assert save.wait_durable()
+        checkpointer.save_now(4, {"model": model})
+    assert checkpointer.steps() == ([4] if where == "copy" else [1, 2, 3, 4])
+
+
+def test_a_save_that_has_returned_outlives_the_error_after_it(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 300)
+    with pytest.raises(MemoryError):
+        with forebay.Checkpointer(tmp_path, linger=0) as checkpointer:
+            checkpointer.before_optimizer_step()
+            checkpointer.save_now(1, {"model": model})
+            raise MemoryError("CUDA out of memory")
+    assert checkpointer._agent.wait(60) == 0 and checkpointer.steps() == [1]
+
+
+def test_a_save_that_has_returned_outlives_a_process_that_does_not_close(tmp_path: Path) -> None:
+    program = """
+import sys, torch, forebay
+checkpointer = forebay.Checkpointer(sys.argv[1], linger=0)
+checkpointer.before_optimizer_step()
+checkpointer.save_now(1, {"model": torch.nn.Linear(300, 300)})
+print(checkpointer._agent.pid)
+"""
+    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True)
+    wait_until(lambda: not is_running(int(run.stdout)))
+    assert forebay.load(tmp_path)["model"]["weight"].shape == (300, 300) and run.stderr == ""
+
+
+def test_what_no_optimizer_trains_is_copied_at_once(tmp_path: Path) -> None:
+    """Averages are changed through `.data`, which torch does not count, when the training likes."""
+    model, average = torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
+    average.weight.data.fill_(1.0)
+    state = {"model": model, "average": average, "optim": torch.optim.AdamW(model.parameters())}
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.before_optimizer_step()
+        checkpointer.save_now(1, state)
+        assert checkpointer._staging is not None and checkpointer._staging.late, "the trained one is copied behind"
+        average.weight.data.fill_(2.0)
+    assert bool((forebay.load(tmp_path)["average"]["weight"] == 1.0).all())

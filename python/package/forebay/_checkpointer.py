@@ -264,7 +264,9 @@ class Checkpointer(Saver):
         """To be called before parameters change: waits until they are copied.
 
         Once it was called, saves return before parameters and optimizer state are copied. A loop that calls it must
-        do so before every change of them; a change that came too early is raised as `CheckpointMutated`.
+        do so before every change of them; a change that came too early is raised as `CheckpointMutated`, but for one
+        through `.data`, which torch does not count. Modules that no optimizer of the state trains, beside one that is
+        trained (averages, target networks), are copied before the save returns.
         """
         with self._lock:
             self._check_open()
@@ -404,16 +406,17 @@ class Checkpointer(Saver):
         snapshot = self._begin(leaves, shares)
         try:
             late = self._copy(step, snapshot, leaves, shares)
+            self._saved_at = time.monotonic()
+            save = Save(self, step, sum(share_size(leaves[share.leaf], share.part) for share in shares), begun)
+            named = [(extra_name(name, rank), data) for name, data in extras]
+            self._staging = Staging(save, snapshot, late, named)
         except BaseException as error:
+            self._staging = None
             self._session.abandon(snapshot)
             self._give_up(step, error)
             raise
-        self._saved_at = time.monotonic()
-        save = Save(self, step, sum(share_size(leaves[share.leaf], share.part) for share in shares), begun)
-        self._past.append(save)
-        named = [(extra_name(name, rank), data) for name, data in extras]
-        self._staging = Staging(save, snapshot, late, named)
         self._last = save
+        self._past.append(save)
         if not self._hook_is_used:
             self._finish_staging()
         save._returned_at = now()

@@ -42,6 +42,9 @@ class Pairs:
         found = list(_search(state)) if torch is not None else []
         self._modules = [value for value in found if isinstance(value, torch.nn.Module)]
         self._parameters = [frozenset(map(id, module.parameters())) for module in self._modules]
+        optimizers = [value for value in found if isinstance(value, torch.optim.Optimizer)]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._optimized = frozenset(id(parameter) for group in groups for parameter in group["params"])
 
     def module_of(self, optimizer: Any) -> Optional[Any]:
         """The first module that has all of the optimizer's parameters."""
@@ -61,10 +64,12 @@ class Pairs:
         return isinstance(value, torch.nn.parallel.DistributedDataParallel)
 
     def parameter_addresses(self) -> frozenset[int]:
-        """Where the bytes of the modules' parameters are: only an optimizer's step writes there."""
+        """Where the bytes of the modules' parameters are that only an optimizer's step changes. A module without any that
+        an optimizer of the state has, beside one with some, is somebody else's to change: averages, a target network."""
+        trained = [module for module, own in zip(self._modules, self._parameters) if own & self._optimized]
         return frozenset(
             getattr(parameter, "_local_tensor", parameter).data_ptr()
-            for module in self._modules
+            for module in trained or self._modules
             for parameter in module.parameters()
             if parameter.device.type in ("cpu", "cuda")
         )

@@ -263,6 +263,9 @@ class Placer:
         if shape != list(live.shape) or f"torch.{dtype}" != str(live.dtype):
             saved = f"torch.{dtype} {shape}"
             raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {list(live.shape)}")
+        is_plain = local_parts(live) is None and live.layout is torch.strided
+        if is_plain and any(stride == 0 and size > 1 for size, stride in zip(live.shape, live.stride())):
+            raise CheckpointMismatch(f"{path}: elements of the tensor share memory (an expanded one): clone() it")
         if self._tensors.bind(node, live):
             return
         if local_parts(live) is not None:

@@ -21,6 +21,9 @@ from ._leaf import torch_module
 
 T = TypeVar("T")
 
+_KINDS = {kind.__name__: kind for kind in CheckpointError.__subclasses__()}
+"""What may go wrong on a rank, by name."""
+
 _groups: collections.Counter[str] = collections.Counter()
 """How often this process joined a group for a place: ranks that do the same things meet under the same number."""
 
@@ -61,7 +64,7 @@ class Ranks:
         try:
             facts = work()
         except BaseException as error:
-            failure, facts = error, {"failed": f"{type(error).__name__}: {error}"}
+            failure, facts = error, {"failed": f"{type(error).__name__}: {error}", "kind": type(error).__name__}
         try:
             texts = self._join().gather(json.dumps({"act": act, "facts": facts}), self._patience_s)
         except CheckpointError:
@@ -75,7 +78,9 @@ class Ranks:
                 raise CheckpointInvalid(f"rank {self.rank} is at `{act}` while rank {rank} is at `{word['act']}`")
         for rank, word in enumerate(words):
             if "failed" in word["facts"]:
-                raise CheckpointError(f"rank {rank} failed to {act}: {word['facts']['failed']}")
+                # All ranks go on alike: what is not there for one is not there for all.
+                kind = _KINDS.get(word["facts"]["kind"], CheckpointError)
+                raise kind(f"rank {rank} failed to {act}: {word['facts']['failed']}")
         return [word["facts"] for word in words]
 
     def first(self, act: str, work: Callable[[], T]) -> T:

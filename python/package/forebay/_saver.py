@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any, Optional
 
 from . import _native
 from ._devices import Devices, Sources
-from ._errors import CheckpointError, CheckpointInvalid, CheckpointMutated, CheckpointWarning
+from ._errors import CheckpointError, CheckpointInvalid, CheckpointWarning
 from ._ladder import Ladder
 from ._leaf import Leaf, densify, fill
 from ._local import LocalCopies
@@ -25,6 +26,10 @@ from ._url import make_directory
 
 _FAREWELL_S = 30.0
 """How long `close()` waits for the agent to end once every save is committed, in seconds."""
+
+
+_open: weakref.WeakSet[Saver] = weakref.WeakSet()
+"""Those that nobody closed yet."""
 
 
 class Saver:
@@ -59,15 +64,19 @@ class Saver:
         self._saves: list[Save] = []
         self._hook_is_used = False
         self._is_closed = False
+        _open.add(self)
         _forget_in_children(self)
 
     def _let_go(self, is_done: bool = False) -> None:
         """Ends the session. Unless the job is done, the agent keeps what it holds for a while."""
         self._is_closed = True
+        _open.discard(self)
         self._ladder.arena.leave()
-        if self._staging is not None:
-            staging, self._staging = self._staging, None
-            staging.snapshot.join()
+        try:
+            # What is copied was saved, as far as its caller knows.
+            self._finish_staging()
+        except CheckpointError as error:
+            warnings.warn(f"a save under way was given up: {error}", CheckpointWarning, stacklevel=4)
         if is_done:
             self._session.dismiss()
         else:
@@ -152,26 +161,23 @@ class Saver:
     def _finish_staging(self) -> None:
         """Waits for the background copy; seals the snapshot if nothing was changed meanwhile."""
         with self._lock:
-            staging, self._staging = self._staging, None
+            staging = self._staging
             if staging is None:
                 return
             save = staging.save
-            staging.snapshot.join()
             try:
+                staging.snapshot.join()
                 check_unchanged(save.step, staging.late)
-            except CheckpointMutated as error:
-                self._session.abandon(staging.snapshot)
-                self._give_up(save.step, error)
-                save._failure = error
-                raise
-            save._staged_at = now()
-            try:
+                save._staged_at = now()
                 save._native = self._session.seal(staging.snapshot, save.step, staging.created_ms, staging.extras)
             except CheckpointError as error:
+                self._staging = None
                 self._session.abandon(staging.snapshot)
                 self._give_up(save.step, error)
                 save._failure = error
                 raise
+            # What a signal's handler raised before leaves all of it to the next call.
+            self._staging = None
             self._saves.append(save)
 
     def _ensure_agent(self) -> None:
@@ -239,6 +245,14 @@ class Saver:
     def _was_told(self, save: Save) -> None:
         if save in self._saves:
             self._saves.remove(save)
+
+
+@atexit.register
+def _end_all() -> None:
+    """A process that ends without `close()` leaves what was saved to the agents; they keep it for a while."""
+    for saver in list(_open):
+        if not saver._is_closed:
+            saver._let_go()
 
 
 def _forget_in_children(saver: Saver) -> None:

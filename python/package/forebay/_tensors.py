@@ -76,7 +76,11 @@ class Tensors:
         elif isinstance(node, dict):
             tag = node.get("t")
             if "n" in node:
-                self._allocate(tag if tag in ("tensor", "array") else "bytes", node["n"])
+                kind = tag if tag in ("tensor", "array") else "bytes"
+                live = self._loaded.get((kind, node["n"]))
+                # A view is into memory as it was saved.
+                is_apart = "view" in node and live is not None and not _is_dense(live)
+                self._allocate("view" if is_apart else kind, node["n"])
             self.want(node.get("v") if tag != "bytes" else None)
 
     def wishes(self) -> str:
@@ -107,11 +111,18 @@ class Tensors:
         """A tensor, array or byte string that was read."""
         return self._loaded[kind, name]
 
+    def view(self, name: str, shape: list[int], stride: list[int], offset: int) -> Any:
+        """Elements of a tensor that was read, from the one at `offset` on, as a tensor of its memory."""
+        base = self._loaded.get(("view", name))
+        base = self._loaded["tensor", name] if base is None else base
+        # A live one may itself lie within another one's memory.
+        return base.as_strided(shape, stride, base.storage_offset() + offset)
+
     def _allocate(self, kind: str, name: str) -> None:
         index, dtype, shape = self.entry(name)
         if (kind, name) in self._loaded:
             return
-        if kind == "tensor":
+        if kind in ("tensor", "view"):
             import torch
 
             self._loaded[kind, name] = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -123,7 +134,8 @@ class Tensors:
             import numpy
 
             self._loaded[kind, name] = numpy.empty(shape, dtype=dtype)
-        self._targets.append((index, None, *_span(kind, self._loaded[kind, name])))
+        span = _span("tensor" if kind == "view" else kind, self._loaded[kind, name])
+        self._targets.append((index, None, *span))
 
     def _aim(self, kind: str, index: int, part: Part, place: Any, dtype: str) -> None:
         """Has a tensor read into one of its element type."""
@@ -144,7 +156,7 @@ class Tensors:
         """Where a tensor's or array's memory is; None where it cannot be read into: it is dense, the processor's, and
         nobody else's."""
         if kind == "tensor":
-            is_dense = place.is_cpu and place.is_contiguous() and not (place.is_conj() or place.is_neg())
+            is_dense = place.is_cpu and _is_dense(place)
         else:
             is_dense = place.flags.c_contiguous
         if not is_dense:
@@ -158,6 +170,11 @@ class Tensors:
                 return None
         self._spans.insert(at, (start, size))
         return start, size
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Whether a plain tensor's elements lie one behind the other, as they were saved."""
+    return local_parts(tensor) is None and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _new_like(kind: str, place: Any, dtype: str) -> Any:

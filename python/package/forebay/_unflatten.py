@@ -31,11 +31,9 @@ class Builder:
         return build(self, node)
 
     def _tensor(self, node: Node) -> Any:
-        tensor = self.tensors.get("tensor", node["n"])
         if "view" not in node:
-            return tensor
-        shape, stride, offset = node["view"]
-        return tensor.as_strided(shape, stride, offset)
+            return self.tensors.get("tensor", node["n"])
+        return self.tensors.view(node["n"], *node["view"])
 
     def _scalar(self, node: Node) -> Any:
         import numpy
