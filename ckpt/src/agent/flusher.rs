@@ -16,6 +16,7 @@ use super::base::Base;
 use super::copy::{Copy, Settled};
 use super::disk::Copies;
 use super::flush::{Save, Stored, discard, publish, settle, store};
+use super::patience::{GIVE_UP_AFTER, Patience};
 use super::protocol::now_us;
 use super::trainer::Trainer;
 use super::{Hello, Origin, Reply};
@@ -23,11 +24,6 @@ use crate::arena::{HeldStep, attempt_of};
 use crate::catalog::{Run, begin_run, find_run, put_failed, refuse_if_superseded, retain, superseded_by};
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
-
-/// How long a save is tried again while the store cannot be reached.
-const GIVE_UP_AFTER: Duration = Duration::from_secs(600);
-/// The longest pause between two tries.
-const LONGEST_PAUSE: Duration = Duration::from_secs(20);
 
 /// What the flusher is to do, in order.
 pub(super) enum Work {
@@ -47,6 +43,13 @@ struct Progress {
     /// Whether it was told, while it was being stored, that it goes on.
     is_told: bool,
     is_published: bool,
+}
+
+impl Progress {
+    /// Changes whenever it got somewhere.
+    fn milestone(&self) -> (bool, bool) {
+        (self.stored.is_some(), self.is_published)
+    }
 }
 
 /// What flushes.
@@ -195,23 +198,20 @@ impl Flusher {
 
     /// Tries a save until it is committed, refused, or the store stayed away too long; gives the bytes uploaded.
     pub(super) async fn flush(&mut self, save: &Save) -> Result<u64> {
-        // From the first failure on: an upload that works is never cut.
-        let mut deadline = None;
-        let mut pause = Duration::from_millis(500);
+        let mut patience = Patience::new();
         let mut progress = Progress::default();
         let outcome = loop {
+            let (begun, milestone) = (self.clock.now(), progress.milestone());
             let error = match self.try_flush(save, &mut progress).await {
                 Err(error) if error.kind() == ErrorKind::Unavailable => error,
                 other => break other.flatten(),
             };
-            let now = self.clock.now();
-            if now + pause > *deadline.get_or_insert(now + GIVE_UP_AFTER) {
-                break Err(error);
-            }
+            // Only between tries: an upload that works is never cut.
+            let (now, got_on) = (self.clock.now(), progress.milestone() != milestone);
+            let Some(pause) = patience.after(now, now.since(begun), got_on) else { break Err(error) };
             let message = format!("step {}: {error}; trying again", save.seal.step);
             self.trainer.tell(&Reply::Warning { message });
             self.clock.sleep(pause).await;
-            pause = (2 * pause).min(LONGEST_PAUSE);
         };
         let is_refused = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Conflict);
         let outcome = outcome.map_err(|error| explain(error, save.seal.step));

@@ -7,6 +7,7 @@ mod delta;
 mod alive;
 mod flush;
 mod pace;
+mod patience;
 mod trainer;
 mod copy;
 mod disk;

@@ -5,6 +5,7 @@ use forebay_io::object::{FaultMode, Faults, OperationKind};
 use futures::TryStreamExt;
 
 use super::super::pace::Pace;
+use super::super::patience::LONGEST_PAUSE;
 use super::*;
 use crate::agent::Seal;
 use crate::catalog::{Keep, Start, list_steps};
@@ -140,6 +141,45 @@ async fn a_store_that_stays_away_is_told_and_waited_for() {
     assert_eq!(list_steps(&plain).await.expect("list"), []);
     faults.set_down(false);
     settle(&bucket, &run, &save).await.expect("durable");
+}
+
+/// It was given up at its second short outage: the time that the store may stay away was counted from the first one on.
+#[tokio::test]
+async fn a_save_that_takes_hours_outlives_short_outages() {
+    let (plain, faults) = (Bucket::in_memory(), Faults::new());
+    let bucket = plain.with_faults(&faults).with_deadline_ms(50);
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let (trainer, mut listener) = trainer();
+    let clock = Clock::manual();
+    let save = sealed(1, 9 << 20);
+    let mut agent = flusher(&bucket, &run, trainer);
+    agent.clock = clock.clone();
+    faults.set_down(true);
+    let flush = agent.flush(&save);
+    tokio::pin!(flush);
+    let outages = async {
+        for outage in 1..=3 {
+            while !listener.readable(Duration::ZERO).expect("look") {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            let (frame, _) = listener.receive().expect("receive").expect("a warning");
+            assert!(String::from_utf8_lossy(&frame).contains("trying again"), "outage {outage}");
+            // In the midst of the upload.
+            let gate = faults.gate(4);
+            faults.set_down(false);
+            clock.advance(LONGEST_PAUSE);
+            gate.reached().await;
+            clock.advance(Duration::from_secs(3600));
+            faults.set_down(outage < 3);
+            gate.open();
+        }
+    };
+    tokio::select! {
+        done = &mut flush => panic!("it ended early: {done:?}"),
+        () = outages => {}
+    }
+    flush.await.expect("durable");
+    assert_eq!(verify(&plain, None, &|_| {}).await.expect("verify"), []);
 }
 
 #[tokio::test]
