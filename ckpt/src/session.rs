@@ -19,6 +19,7 @@ use parking_lot::Mutex;
 
 use crate::agent::{Hello, Linger, Member, Origin, Reply, Request};
 use crate::arena::{Arena, Held, HeldStep, SLOTS, Seal, Slot, Snapshot, attempt_of};
+use crate::catalog::Round;
 use crate::local::LocalTier;
 use crate::manifest::{Extra, check_length};
 use crate::shard::{ShardLayout, TensorSpec};
@@ -289,7 +290,8 @@ impl Session {
         Ok(Some(Snapshot::new(slot, tensors, layout)))
     }
 
-    /// Gives a filled snapshot to the agent.
+    /// Gives a filled snapshot to the agent, as this rank's part of the try of the step that all ranks know as `round`; a
+    /// job that saves each step once needs none.
     ///
     /// # Errors
     /// `TooLarge` when the extras are too long for a manifest; the slot is free again then.
@@ -297,6 +299,7 @@ impl Session {
         &mut self,
         snapshot: Snapshot,
         step: u64,
+        round: Option<Round>,
         created_ms: u64,
         extras: Vec<Extra>,
     ) -> Result<Arc<Save>> {
@@ -309,6 +312,7 @@ impl Session {
         let number = self.last_save;
         let seal = Seal {
             save: number,
+            round,
             arena: 0,
             slot: slot.index(),
             size: shard.size,
@@ -337,10 +341,10 @@ impl Session {
         self.give_back(snapshot.into_slot());
     }
 
-    /// Tells the other ranks of the job that this one will not save `step`. An agent that is gone cannot: then they find
+    /// Tells the other ranks of the job that this one will not save `step` in this round. An agent that is gone cannot: then they find
     /// out by themselves, later.
-    pub fn give_up(&mut self, step: u64, reason: String) {
-        self.send(&Request::GiveUp { step, reason }, None).ok();
+    pub fn give_up(&mut self, step: u64, round: Option<Round>, reason: String) {
+        self.send(&Request::GiveUp { step, round, reason }, None).ok();
     }
 
     /// Takes what the agent said, waiting for a first word up to `patience`.

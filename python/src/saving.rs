@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 
 use forebay_ckpt::agent::{Hello, Linger, Member, Origin, serve};
 use forebay_ckpt::arena::{self, Source};
-use forebay_ckpt::catalog::{Keep, Start};
+use forebay_ckpt::catalog::{Keep, Round, Start};
 use forebay_ckpt::dtype::{DTYPES, Dtype};
 use forebay_ckpt::local::LocalTier;
 use forebay_ckpt::manifest::{Encoding, Extra, SliceKind};
@@ -220,19 +220,21 @@ impl Session {
         Ok(begun.or_raise()?.map(|snapshot| Snapshot(Mutex::new(Stage::Idle(Box::new(snapshot))))))
     }
 
-    /// Gives a filled snapshot to the agent. `extras` are pairs of a name and JSON text.
+    /// Gives a filled snapshot to the agent, in the round of the step that all ranks know by that number, if they know one.
+    /// `extras` are pairs of a name and JSON text.
     fn seal(
         &self,
         py: Python<'_>,
         snapshot: &Snapshot,
         step: u64,
+        round: Option<u64>,
         created_ms: u64,
         extras: Vec<(String, String)>,
     ) -> PyResult<Save> {
         let sealed = py.detach(|| {
             let extra = |(name, data)| Extra { name, encoding: Encoding::Json, data };
             let extras = extras.into_iter().map(extra).collect();
-            self.0.lock().seal(*snapshot.take()?, step, created_ms, extras)
+            self.0.lock().seal(*snapshot.take()?, step, round.map(Round::new), created_ms, extras)
         });
         sealed.map(Save).or_raise()
     }
@@ -246,9 +248,9 @@ impl Session {
         });
     }
 
-    /// Tells the job's other ranks that this one will not save a step.
-    fn give_up(&self, py: Python<'_>, step: u64, reason: String) {
-        py.detach(|| self.0.lock().give_up(step, reason));
+    /// Tells the job's other ranks that this one will not save a step in that round.
+    fn give_up(&self, py: Python<'_>, step: u64, round: Option<u64>, reason: String) {
+        py.detach(|| self.0.lock().give_up(step, round.map(Round::new), reason));
     }
 
     /// Takes what the agent said, waiting for a first word for that long.

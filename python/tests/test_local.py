@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -290,6 +292,18 @@ def test_damage_of_one_ranks_copy_sends_all_to_the_store(tmp_path: Path) -> None
         data[-1] ^= 1
         shard.write_bytes(data)
     assert ranks_restore(run, disk) == [[newest, "store", True]] * 2
+
+
+def test_all_ranks_know_a_save_by_one_number(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    ranks_save(tmp_path / "run", disk, 3)
+    numbers = []
+    for step in (2, 3):
+        seals = [json.loads(path.read_text())["body"]["seal"] for path in files(disk, f"seals/{step:020}/*/*.json")]
+        assert len(seals) == 2
+        (known,) = {seal["round"] for seal in seals}
+        numbers.append(known)
+    assert numbers[0] != numbers[1] and all(re.fullmatch("[0-9a-f]{16}", known) for known in numbers)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

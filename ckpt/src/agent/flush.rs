@@ -15,8 +15,8 @@ use super::delta::{File, Lent, candidates, describe, named};
 use super::inspect::{expect_sound, inspect, slices_of};
 use super::{Member, Seal};
 use crate::catalog::{
-    Note, RankKey, Run, commit, failure_of, forget_notes, forget_ranks, list_notes, load_manifest,
-    merge_ranks, of_save, put_intent, put_rank,
+    Note, RankKey, Round, Run, commit, expect_commit, failure_of, forget_notes, forget_ranks, list_notes,
+    load_manifest, merge_ranks, of_save, put_intent, put_rank, saved_already,
 };
 use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 
@@ -165,12 +165,11 @@ async fn expect_part(bucket: &Bucket, member: &Member, part: &Manifest) -> Resul
     if there.shards.iter().any(|shard| save(shard) == save(&part.shards[0])) {
         return Ok(());
     }
-    let message = format!("step {} was saved already in this run", part.step);
-    Err(Error::new(ErrorKind::Conflict, message).with_hint("a step is saved once"))
+    Err(saved_already(part.step))
 }
 
 /// Commits the step whose part was stored, or waits until the job's other ranks allow that; gives an error where they
-/// never will.
+/// never will, as they tell in `round`.
 ///
 /// # Errors
 /// `Unavailable` when it is to be tried again.
@@ -180,10 +179,11 @@ pub(super) async fn settle(
     run: &Run,
     member: Option<&Member>,
     stored: &Stored,
+    round: Option<Round>,
 ) -> Result<Result<()>> {
     let part = &stored.part;
     if let Some(member) = member {
-        return commit_together(clock, bucket, member, part.step).await;
+        return commit_together(clock, bucket, member, part, round).await;
     }
     commit(bucket, run, part).await?;
     if stored.has_notes {
@@ -193,15 +193,22 @@ pub(super) async fn settle(
 }
 
 /// Waits until every rank stored its part, and commits the step unless another rank's agent was first.
-async fn commit_together(clock: &Clock, bucket: &Bucket, member: &Member, step: u64) -> Result<Result<()>> {
+async fn commit_together(
+    clock: &Clock,
+    bucket: &Bucket,
+    member: &Member,
+    part: &Manifest,
+    round: Option<Round>,
+) -> Result<Result<()>> {
     let Member { run, world_size, .. } = member;
-    let save = member.save(step);
+    let (step, save) = (part.step, member.save(part.step));
+    let mut late = None;
     let mut deadline = clock.now() + RANKS_PATIENCE;
     let mut signs = Vec::new();
     let mut pause = PAUSES[0];
     loop {
         if bucket.head(&save.object()).await?.is_some() {
-            return Ok(Ok(()));
+            return expect_commit(bucket, &save, &part.commit).await.map(Ok);
         }
         let notes = list_notes(bucket).await?;
         let seen: Vec<_> =
@@ -213,18 +220,19 @@ async fn commit_together(clock: &Clock, bucket: &Bucket, member: &Member, step: 
         let refused = |why: String| {
             Ok(Err(Error::new(ErrorKind::Unavailable, format!("step {step} was not saved: {why}"))))
         };
-        if let Some(failed) = of_save(&keys, &save).find(|key| key.note == Note::Failed) {
+        if let Some(failed) = of_save(&keys, &save).find(|key| key.note == Note::Failed(round)) {
             let rank = failed.rank;
             return refused(format!("rank {rank}: {}", failure_of(bucket, failed).await?));
         }
         let stored = of_save(&keys, &save).filter(|key| key.note == Note::Index);
         let there: BTreeSet<u32> = stored.map(|key| key.rank).collect();
         if there.len() == *world_size as usize {
-            match merge_ranks(bucket, &save, *world_size).await {
-                Ok(manifest) => {
+            match merge_ranks(bucket, &save, *world_size, &part.commit, &mut late).await {
+                Ok(Some(manifest)) => {
                     commit(bucket, run, &manifest).await?;
                     return forget_ranks(bucket, &keys, &save).await.map(Ok);
                 }
+                Ok(None) => {}
                 // Another agent just committed the step and took the indexes away.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 Err(error) if error.kind() == ErrorKind::Invalid => return Ok(Err(error)),
@@ -232,7 +240,8 @@ async fn commit_together(clock: &Clock, bucket: &Bucket, member: &Member, step: 
             }
         }
         if clock.now() > deadline {
-            let late: Vec<u32> = (0..*world_size).filter(|rank| !there.contains(rank)).collect();
+            let is_late = |rank: &u32| !there.contains(rank) || late == Some(*rank);
+            let late: Vec<u32> = (0..*world_size).filter(is_late).collect();
             return refused(format!("ranks {late:?} did not store their parts in time"));
         }
         clock.sleep(pause).await;
@@ -248,8 +257,12 @@ fn manifest_of(run: &Run, member: Option<&Member>, seal: &Seal, header: &[u8]) -
     let key = ShardKey { step, incarnation: run.incarnation, attempt, rank, save, layout };
     let (key, header) = (key.object().as_str().to_owned(), header.len() as u64);
     let shard = Shard { key, size, header, crc32c: Checksum(0), rank, step };
-    // The ranks of a job must find the same; each of them saves a step once.
-    let save = if member.is_some() { 0 } else { save };
+    // The ranks of a job must find the same, which their numbers need not be.
+    let save = match (member, seal.round) {
+        (None, _) => save.to_string(),
+        (Some(_), Some(round)) => round.to_string(),
+        (Some(_), None) => "0".to_owned(),
+    };
     let unique = format!("{}/{save}/{step}", run.start.nonce);
     let commit = blake3::hash(unique.as_bytes()).to_hex()[..32].to_owned();
     Manifest {

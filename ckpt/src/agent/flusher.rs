@@ -19,9 +19,11 @@ use super::flush::{Save, Stored, discard, publish, settle, store};
 use super::patience::{GIVE_UP_AFTER, Patience};
 use super::protocol::now_us;
 use super::trainer::Trainer;
-use super::{Hello, Origin, Reply};
+use super::{Hello, Origin, Reply, Seal};
 use crate::arena::{HeldStep, attempt_of};
-use crate::catalog::{Run, begin_run, find_run, put_failed, refuse_if_superseded, retain, superseded_by};
+use crate::catalog::{
+    Round, Run, begin_run, find_run, put_failed, refuse_if_superseded, retain, superseded_by,
+};
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
 
@@ -32,6 +34,7 @@ pub(super) enum Work {
     GoOn(Origin),
     GiveUp {
         step: u64,
+        round: Option<Round>,
         reason: String,
     },
 }
@@ -87,7 +90,7 @@ impl Flusher {
                     (self.base, self.origin) = (None, Some(origin));
                     continue;
                 }
-                Work::GiveUp { step, reason } => self.give_up(step, &reason).await,
+                Work::GiveUp { step, round, reason } => self.give_up(step, round, &reason).await,
                 Work::Save(save) => self.settle(save).await,
             }
             // Of a job's agents one is enough.
@@ -103,11 +106,11 @@ impl Flusher {
             self.await_copy(sealed.seal.save, local).await;
         }
         let settled = self.flush(&sealed).await;
-        let (save, step, size) = (sealed.seal.save, sealed.seal.step, sealed.seal.size);
+        let Seal { save, round, step, size, .. } = *sealed.seal;
         drop(sealed);
         self.log(step, size, self.clock.now().since(begun), &settled);
         match &settled {
-            Err(error) => self.give_up(step, &error.to_string()).await,
+            Err(error) => self.give_up(step, round, &error.to_string()).await,
             Ok(_) => self.mark_durable(HeldStep { start: self.hello.start.nonce.clone(), step }),
         }
         self.trainer.tell(&match settled {
@@ -166,7 +169,7 @@ impl Flusher {
             Err(error) => heir.open().await.and(Err(error)),
         };
         if let Err(error) = &flushed {
-            heir.give_up(step.step, &error.to_string()).await;
+            heir.give_up(step.step, None, &error.to_string()).await;
         }
         flushed
     }
@@ -189,9 +192,9 @@ impl Flusher {
 
     /// Tells the job's other ranks that this one's part of a step will never be there. Where that fails, they find out
     /// by themselves, later.
-    async fn give_up(&self, step: u64, reason: &str) {
+    async fn give_up(&self, step: u64, round: Option<Round>, reason: &str) {
         let (Some(member), Some((bucket, _))) = (&self.hello.member, &self.target) else { return };
-        if let Err(error) = put_failed(bucket, member.save(step), member.rank, reason).await {
+        if let Err(error) = put_failed(bucket, member.save(step), member.rank, round, reason).await {
             self.trainer.tell(&Reply::Warning { message: format!("the other ranks were not told: {error}") });
         }
     }
@@ -253,7 +256,7 @@ impl Flusher {
         if self.heir_of.is_some() && bucket.head(&run.save(save.seal.step).object()).await?.is_some() {
             return Ok(Ok(()));
         }
-        let member = self.hello.member.as_ref();
+        let (member, round) = (self.hello.member.as_ref(), save.seal.round);
         let stored = match &mut progress.stored {
             Some(stored) => stored,
             stored => {
@@ -274,7 +277,7 @@ impl Flusher {
                 self.trainer.tell(&Reply::Stored { save: save.seal.save, at_us: now_us(&self.clock) });
             }
         }
-        settle(&self.clock, bucket, run, member, stored).await
+        settle(&self.clock, bucket, run, member, stored, round).await
     }
 
     /// Opens the bucket and takes an incarnation.
@@ -344,5 +347,7 @@ mod disk_tests;
 mod origin_tests;
 #[cfg(test)]
 mod race_tests;
+#[cfg(test)]
+mod rounds_tests;
 #[cfg(test)]
 mod tests;

@@ -11,7 +11,7 @@ use forebay_io::clock::Clock;
 use serde::{Deserialize, Serialize};
 
 use crate::arena::{Held, HeldStep};
-use crate::catalog::{Keep, Run, Start, StepKey};
+use crate::catalog::{Keep, Round, Run, Start, StepKey};
 use crate::local::LocalTier;
 
 /// What the agent is told first.
@@ -107,6 +107,8 @@ pub enum Request {
     GiveUp {
         /// The step.
         step: u64,
+        /// Which try of it.
+        round: Option<Round>,
         /// Why.
         reason: String,
     },

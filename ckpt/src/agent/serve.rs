@@ -145,7 +145,7 @@ impl Desk {
             Request::SealAgain(held) => self.begin(*held, false)?,
             Request::Hold(held) => drop(self.holdings.hold(*held)?),
             Request::Forget(step) => self.holdings.forget(&step),
-            Request::GiveUp { step, reason } => self.pass_on(Work::GiveUp { step, reason })?,
+            Request::GiveUp { step, round, reason } => self.pass_on(Work::GiveUp { step, round, reason })?,
             Request::Await { save } => self.trainer.await_save(save),
             Request::Bye => self.holdings.clear(),
         }

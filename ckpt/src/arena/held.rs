@@ -3,7 +3,7 @@
 use forebay_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::catalog::merge;
+use crate::catalog::{Round, merge};
 use crate::manifest::{Checksum, Extra, Manifest, Shard, ShardKey, Tensor};
 
 /// A snapshot that is whole in its slot.
@@ -11,6 +11,9 @@ use crate::manifest::{Checksum, Extra, Manifest, Shard, ShardKey, Tensor};
 pub struct Seal {
     /// The trainer's number for it, ascending.
     pub save: u64,
+    /// Which try of it, where several ranks save together; seals of former versions have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub round: Option<Round>,
     /// Which arena, as announced.
     pub arena: u64,
     /// Which slot of it.
@@ -37,7 +40,8 @@ impl Seal {
     pub(crate) fn of_test(save: u64, step: u64, shard: &[u8], header: usize, tensors: Vec<Tensor>) -> Self {
         let header_crc32c = Checksum(forebay_core::crc32c(&shard[..header]));
         let (size, header, extras) = (shard.len() as u64, header as u64, Vec::new());
-        Self { save, arena: 1, slot: 0, size, header, header_crc32c, step, created_ms: 0, tensors, extras }
+        let (round, arena, slot, created_ms) = (None, 1, 0, 0);
+        Self { save, round, arena, slot, size, header, header_crc32c, step, created_ms, tensors, extras }
     }
 }
 
@@ -117,9 +121,10 @@ impl Held {
 /// `Corrupt` when the parts are not those of one save, or together are no checkpoint.
 pub fn manifest_of(parts: Vec<Held>) -> Result<Manifest> {
     let Some(first) = parts.first() else { return Err(Error::bug("a step of no rank")) };
-    let (save, step) = ((first.name(), first.world_size), first.seal.step);
-    let belongs = |(rank, part): (u32, &Held)| (part.name(), part.world_size) == save && part.rank == rank;
-    if parts.len() != save.1 as usize || !(0..).zip(&parts).all(belongs) {
+    let save = |part: &Held| (part.name(), part.seal.round, part.world_size);
+    let (of_first, step) = (save(first), first.seal.step);
+    let belongs = |(rank, part): (u32, &Held)| save(part) == of_first && part.rank == rank;
+    if parts.len() != first.world_size as usize || !(0..).zip(&parts).all(belongs) {
         return Err(Error::corrupt(format!("step {step}: what is held is not one save's")));
     }
     let indexes = parts.into_iter().map(Held::into_index).collect();

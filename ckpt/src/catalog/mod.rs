@@ -16,12 +16,14 @@ mod steps;
 mod watch;
 mod run;
 mod commit;
+mod round;
 mod ranks;
 mod named;
 mod retain;
 mod gc;
 
 pub use commit::commit;
+pub(crate) use commit::{expect_commit, saved_already};
 pub use gc::{Garbage, LEAST_AGE, collect_garbage};
 pub use keys::{StepKey, incarnation_key};
 pub use ranks::{
@@ -30,6 +32,7 @@ pub use ranks::{
 };
 pub(crate) use ranks::{list_notes, merge, of_save};
 pub use retain::{Keep, Removed, list_pins, pin, remove_steps, retain, unpin};
+pub use round::Round;
 pub use run::{Run, Start, begin_run, find_run, newest_run, refuse_if_superseded, superseded_by};
 pub use steps::{StepInfo, find_step, list_steps, load_manifest};
 pub use watch::Watch;

@@ -5,15 +5,16 @@
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.intent
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.again
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.json
-//! ranks/<step>/<incarnation>-<attempt>/<rank>.failed
+//! ranks/<step>/<incarnation>-<attempt>/<rank>.<round>.failed
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.alive
 //! ```
 //! An intent names the shards of earlier steps that a save refers to; it is there before the save makes sure that they
 //! still are, and stays until the step is committed. `again` is that of an agent that took a dead one's place: it takes
 //! nothing back that the dead one noted. A rank's index is a manifest of its own part, which need not cover
 //! its tensors; it is written after the shard. The next, of a rank that will not store its part, says why: the step is
-//! never committed. The last is put again and again while a rank's part takes long: it is empty, and only its time counts.
-//! Whoever finds all indexes puts them together: the outcome is the same bytes, whoever does it.
+//! never committed in that round. The last is put again and again while a rank's part takes long: it is empty, and only its time counts.
+//! Whoever finds all indexes of one round puts them together: the outcome is the same bytes, whoever does it. What another
+//! round left is not there for it, and is put over.
 
 use std::collections::HashMap;
 
@@ -21,7 +22,7 @@ use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp};
 use forebay_io::object::{Bucket, Condition, ObjectInfo};
 use futures::stream::{self, StreamExt, TryStreamExt};
 
-use super::{Run, StepKey};
+use super::{Round, Run, StepKey};
 use crate::manifest::{Intent, Manifest, Tensor};
 
 /// The prefix of all indexes.
@@ -49,22 +50,32 @@ pub enum Note {
     Again,
     /// What was stored.
     Index,
-    /// Why nothing will be.
-    Failed,
+    /// Why nothing will be, in this round of those that have one.
+    Failed(Option<Round>),
     /// That it is being stored.
     Alive,
 }
 
 impl Note {
-    const ALL: [Self; 5] = [Self::Intent, Self::Again, Self::Index, Self::Failed, Self::Alive];
-
-    fn suffix(self) -> &'static str {
+    fn suffix(self) -> String {
         match self {
-            Self::Intent => "intent",
-            Self::Again => "again",
-            Self::Index => "json",
-            Self::Failed => "failed",
-            Self::Alive => "alive",
+            Self::Intent => "intent".to_owned(),
+            Self::Again => "again".to_owned(),
+            Self::Index => "json".to_owned(),
+            Self::Failed(None) => "failed".to_owned(),
+            Self::Failed(Some(round)) => format!("{round}.failed"),
+            Self::Alive => "alive".to_owned(),
+        }
+    }
+
+    fn parse(suffix: &str) -> Option<Self> {
+        match suffix {
+            "intent" => Some(Self::Intent),
+            "again" => Some(Self::Again),
+            "json" => Some(Self::Index),
+            "failed" => Some(Self::Failed(None)),
+            "alive" => Some(Self::Alive),
+            other => Some(Self::Failed(Some(Round::parse(other.strip_suffix(".failed")?)?))),
         }
     }
 }
@@ -84,8 +95,7 @@ impl RankKey {
         let (step, incarnation) = (step.parse().ok()?, incarnation.parse().ok()?);
         let save = StepKey { step, incarnation, attempt: attempt.to_owned() };
         let (rank, suffix) = rank.split_once('.')?;
-        let note = Note::ALL.into_iter().find(|note| note.suffix() == suffix)?;
-        let parsed = Self { save, rank: rank.parse().ok()?, note };
+        let parsed = Self { save, rank: rank.parse().ok()?, note: Note::parse(suffix)? };
         (parsed.object() == *key).then_some(parsed)
     }
 }
@@ -104,7 +114,7 @@ pub(crate) async fn list_notes(bucket: &Bucket) -> Result<Vec<(RankKey, Timestam
 
 /// Tells that a rank stored its shard.
 pub async fn put_rank(bucket: &Bucket, run: &Run, rank: u32, index: &Manifest) -> Result<()> {
-    // The name is this rank's alone, and what an agent says there is always the same.
+    // The name is this rank's alone, and in one round an agent always says the same there.
     let key = RankKey { save: run.save(index.step), rank, note: Note::Index }.object();
     bucket.put(&key, index.encode_index()?, Condition::Always).await.map(drop)
 }
@@ -126,9 +136,15 @@ pub async fn forget_notes(bucket: &Bucket, save: &StepKey, rank: u32) -> Result<
     bucket.delete_many(&[Note::Intent, Note::Again, Note::Alive].map(key)).await
 }
 
-/// Tells that a rank will not store its part of `save`, and why.
-pub async fn put_failed(bucket: &Bucket, save: StepKey, rank: u32, reason: &str) -> Result<()> {
-    let key = RankKey { save, rank, note: Note::Failed }.object();
+/// Tells that a rank will not store its part of `save` in this round, and why.
+pub async fn put_failed(
+    bucket: &Bucket,
+    save: StepKey,
+    rank: u32,
+    round: Option<Round>,
+    reason: &str,
+) -> Result<()> {
+    let key = RankKey { save, rank, note: Note::Failed(round) }.object();
     bucket.put(&key, reason.to_owned().into(), Condition::Always).await.map(drop)
 }
 
@@ -138,30 +154,49 @@ pub async fn failure_of(bucket: &Bucket, key: &RankKey) -> Result<String> {
     Ok(String::from_utf8_lossy(&data).into_owned())
 }
 
-/// Reads all indexes of a save and puts them together.
+/// Reads all indexes of a save and puts those of one `commit` together; `None` where a rank's is of another round, and this
+/// one's not there yet. Which rank's is remembered in `late`: until it is there, the others are not read again.
 ///
 /// # Errors
 /// `Corrupt` when one is damaged, `Invalid` when together they are no checkpoint: a tensor that is not covered exactly
 /// once is named.
-pub async fn merge_ranks(bucket: &Bucket, save: &StepKey, world_size: u32) -> Result<Manifest> {
+pub async fn merge_ranks(
+    bucket: &Bucket,
+    save: &StepKey,
+    world_size: u32,
+    commit: &str,
+    late: &mut Option<u32>,
+) -> Result<Option<Manifest>> {
+    if let Some(rank) = *late {
+        let index = load_index(bucket, save, rank, world_size).await?;
+        if index.commit != commit {
+            return Ok(None);
+        }
+    }
     let indexes: Vec<Manifest> = stream::iter(0..world_size)
-        .map(|rank| async move {
-            let key = RankKey { save: save.clone(), rank, note: Note::Index }.object();
-            let (data, _) = bucket.get_whole(&key).await?;
-            let index = Manifest::decode_index(&data).map_err(|fault| {
-                Error::from(fault).context(format!("the index of rank {rank} of step {}", save.step))
-            })?;
-            let is_ranks = index.shards.iter().all(|shard| shard.step != save.step || shard.rank == rank);
-            let told = (index.step, index.incarnation, index.world_size);
-            if !is_ranks || told != (save.step, save.incarnation, world_size) {
-                return Err(Error::corrupt(format!("`{key}` is another rank's index or another save's")));
-            }
-            Ok(index)
-        })
+        .map(|rank| load_index(bucket, save, rank, world_size))
         .buffered(PARALLEL)
         .try_collect()
         .await?;
-    merge(indexes)
+    *late = (0..).zip(&indexes).find(|(_, index)| index.commit != commit).map(|(rank, _)| rank);
+    match late {
+        Some(_) => Ok(None),
+        None => merge(indexes).map(Some),
+    }
+}
+
+async fn load_index(bucket: &Bucket, save: &StepKey, rank: u32, world_size: u32) -> Result<Manifest> {
+    let key = RankKey { save: save.clone(), rank, note: Note::Index }.object();
+    let (data, _) = bucket.get_whole(&key).await?;
+    let index = Manifest::decode_index(&data).map_err(|fault| {
+        Error::from(fault).context(format!("the index of rank {rank} of step {}", save.step))
+    })?;
+    let is_ranks = index.shards.iter().all(|shard| shard.step != save.step || shard.rank == rank);
+    let told = (index.step, index.incarnation, index.world_size);
+    if !is_ranks || told != (save.step, save.incarnation, world_size) {
+        return Err(Error::corrupt(format!("`{key}` is another rank's index or another save's")));
+    }
+    Ok(index)
 }
 
 /// Deletes the notes of a save that is committed, and of this start's earlier ones, which never will be. `keys` were
@@ -182,7 +217,7 @@ pub(crate) fn of_save<'a>(keys: &'a [RankKey], save: &StepKey) -> impl Iterator<
 
 /// The shards that a note names; none of one that is gone by now.
 pub(super) async fn shards_of_note(bucket: &Bucket, key: &RankKey) -> Result<Vec<String>> {
-    if matches!(key.note, Note::Failed | Note::Alive) {
+    if matches!(key.note, Note::Failed(_) | Note::Alive) {
         return Ok(Vec::new());
     }
     let object = key.object();
@@ -261,16 +296,24 @@ mod tests {
     fn keys_round_trip() {
         let save = StepKey { step: 500, incarnation: 3, attempt: "0a1b2c3d".into() };
         let key = RankKey { save: save.clone(), rank: 12, note: Note::Index };
-        for note in Note::ALL {
+        let round = Some(Round::new(0x0a1b));
+        for note in [Note::Intent, Note::Again, Note::Failed(None), Note::Failed(round), Note::Alive] {
             let other = RankKey { save: save.clone(), rank: 12, note };
             assert_eq!(RankKey::parse(&other.object()), Some(other));
         }
+        let failed = RankKey { save: save.clone(), rank: 12, note: Note::Failed(round) }.object();
+        let start = "ranks/00000000000000000500/0000000003-0a1b2c3d";
+        assert_eq!(failed.as_str(), format!("{start}/000012.0000000000000a1b.failed"));
         let object = key.object();
         assert_eq!(object.as_str(), "ranks/00000000000000000500/0000000003-0a1b2c3d/000012.json");
         assert_eq!(RankKey::parse(&object), Some(key));
         assert_eq!(StepKey::parse(&object), None, "no index is taken for a manifest");
         for other in ["ranks/x", "ranks/5/3-a/1.json", "ranks/5/3-a/1.x", "ranks", "ranks/a/b/c/d"] {
             assert_eq!(RankKey::parse(&ObjectKey::new(other)), None, "{other}");
+        }
+        for other in ["a1b.failed", "0000000000000A1B.failed", ".failed", "0000000000000a1b"] {
+            let key = ObjectKey::new(format!("{start}/000012.{other}"));
+            assert_eq!(RankKey::parse(&key), None, "{other}");
         }
     }
 }

@@ -4,6 +4,7 @@ use forebay_io::clock::Clock;
 
 use super::*;
 use crate::arena::Seal;
+use crate::catalog::Round;
 use crate::manifest::{Checksum, Identity, Slice, SliceKind, Tensor};
 use crate::region::Region;
 use crate::restore::{Target, read_local};
@@ -137,6 +138,35 @@ fn copies_are_read_and_damage_is_found() {
         std::fs::write(&path, whole).expect("write");
     }
     assert_eq!(read().expect("sound again"), vec![4; 2 * LENGTH]);
+}
+
+/// Parts of two tries of a step, where the second one was cut off, were restored as one step.
+#[tokio::test]
+async fn a_step_is_of_one_try_on_all_ranks() {
+    let (_directory, local) = open().await;
+    let name = named(1, 4);
+    local.begin(&[start(1)]).await.expect("begin");
+    let put = async |rank, round: Option<u64>| {
+        let (mut held, shard) = part(&name, rank);
+        held.seal.round = round.map(Round::new);
+        let pinned = round.map_or("{\"save\":4,\"arena\":1,".to_owned(), |round| {
+            format!("{{\"save\":4,\"round\":\"{round:016x}\",\"arena\":1,")
+        });
+        let told = serde_json::to_string(&held.seal).expect("encode");
+        assert!(told.starts_with(&pinned), "{told}");
+        assert!(local.put(&held, &shard, || true).await.expect("put"));
+    };
+    // Seals of former versions have none.
+    for (rounds, is_one) in
+        [([Some(1); 2], true), ([Some(2), Some(1)], false), ([None, Some(1)], false), ([None; 2], true)]
+    {
+        put(0, rounds[0]).await;
+        put(1, rounds[1]).await;
+        match local.manifest(&name).await {
+            Ok(_) => assert!(is_one, "{rounds:?}"),
+            Err(error) => assert!(!is_one && error.kind() == ErrorKind::Corrupt, "{rounds:?}: {error}"),
+        }
+    }
 }
 
 #[test]

@@ -22,6 +22,7 @@ const LOCAL_HEAD: &str = r#"{"format":"forebay-checkpoint-local","version":"#;
 const VERSION: &str = "1";
 const HASH: &str = r#","blake3":""#;
 const BODY: &str = r#"","body":"#;
+const COMMIT: &str = r#"{"commit":""#;
 const TAIL: &str = "}\n";
 
 /// The longest manifest that is read, in bytes: over a million tensors, and no surprise for the reader's memory.
@@ -32,6 +33,18 @@ const FRAMING_MAX: usize = 1024;
 impl Manifest {
     /// The version of the format that this code writes.
     pub const VERSION: &'static str = VERSION;
+
+    /// The first bytes of a manifest, up to the end of its `commit`.
+    pub(crate) const HEAD_BYTES: usize =
+        HEAD.len() + VERSION.len() + HASH.len() + 64 + BODY.len() + COMMIT.len() + 32;
+
+    /// The `commit` in the [first bytes](Self::HEAD_BYTES) of a manifest, which are not checked; `None` for those of
+    /// anything else.
+    pub(crate) fn commit_at_head(head: &[u8]) -> Option<&str> {
+        let rest = std::str::from_utf8(head).ok()?.strip_prefix(HEAD)?.strip_prefix(VERSION)?;
+        let (_, rest) = rest.strip_prefix(HASH)?.split_at_checked(64)?;
+        rest.strip_prefix(BODY)?.strip_prefix(COMMIT)?.get(..32)
+    }
 
     /// The bytes of a manifest that holds together.
     ///

@@ -68,7 +68,7 @@ fn a_killed_trainers_steps_are_read_and_taken_over() {
     let filled = snapshot(&mut second, 100, 3);
     assert_eq!(numbers(&second.held()), [2], "the older one's slot is taken");
     assert!(!second.begin_again(), "the newer one's is not");
-    let third = second.seal(filled, 3, 0, Vec::new()).expect("seal");
+    let third = second.seal(filled, 3, None, 0, Vec::new()).expect("seal");
     assert!(matches!(settle(&mut second, &third), Progress::Durable));
     second.disconnect();
     let found = visit(&place).expect("the second agent has the place now");
@@ -93,7 +93,7 @@ fn a_replaced_arena_stays_until_the_new_one_holds_the_step() {
     session.keep(session.held().into_iter().next());
     let large = snapshot(&mut session, 20 << 20, 2);
     assert_eq!(numbers(&session.held()), [1]);
-    let second = session.seal(large, 2, 0, Vec::new()).expect("seal");
+    let second = session.seal(large, 2, None, 0, Vec::new()).expect("seal");
     assert!(matches!(settle(&mut session, &second), Progress::Durable));
     assert_eq!(numbers(&session.held()), [2, 1]);
     session.keep(session.held().into_iter().next());

@@ -108,7 +108,7 @@ pub(super) fn snapshot(session: &mut Session, length: usize, fill: u8) -> Snapsh
 
 pub(super) fn save(session: &mut Session, step: u64, length: usize) -> Arc<Save> {
     let snapshot = snapshot(session, length, step as u8);
-    session.seal(snapshot, step, 0, Vec::new()).expect("seal")
+    session.seal(snapshot, step, None, 0, Vec::new()).expect("seal")
 }
 
 pub(super) fn settle(session: &mut Session, save: &Save) -> Progress {
@@ -160,7 +160,7 @@ fn retention_keeps_the_newest_and_what_they_need() {
     let (mut session, agent) = fixture.session(Some(2));
     for step in 1..=5 {
         let filled = snapshot(&mut session, 100, step as u8);
-        let save = session.seal(filled, step, 0, Vec::new()).expect("seal");
+        let save = session.seal(filled, step, None, 0, Vec::new()).expect("seal");
         assert!(matches!(settle(&mut session, &save), Progress::Durable));
     }
     drop(session);
@@ -366,7 +366,7 @@ impl Pair {
         let own = [rank as u8; 3];
         let sources = [(0, Source::Host(&bytes)), (1, Source::Host(&own))];
         snapshot.copy(sources[..tensors.len()].to_vec(), 2).expect("copy");
-        session.seal(snapshot, step, 0, Vec::new()).expect("seal")
+        session.seal(snapshot, step, None, 0, Vec::new()).expect("seal")
     }
 }
 
@@ -405,7 +405,7 @@ fn what_keeps_one_rank_from_saving_is_told_to_the_other() {
     let mut fixture = Fixture::new();
     let mut pair = Pair::new(&mut fixture);
     let first = pair.save(0, 1, 0..10);
-    pair.sessions[1].give_up(1, "tensor `w` changed".into());
+    pair.sessions[1].give_up(1, None, "tensor `w` changed".into());
     let Progress::Failed(error) = settle(&mut pair.sessions[0], &first) else { panic!("it cannot be saved") };
     assert!(error.message().contains("rank 1: tensor `w` changed"), "{error}");
     // Two ranks that both think that an element is theirs, or that it is the other's.
@@ -511,7 +511,7 @@ fn what_a_save_noted_that_it_refers_to_stays_until_the_note_is_old() {
     let save = StepKey { incarnation: 1, step: 1, attempt: "00000001".into() };
     fixture.runtime.block_on(async {
         bucket.put(&ObjectKey::new(&key), "bytes".into(), Condition::Always).await.expect("put");
-        put_failed(&bucket, save.clone(), 2, "a note of another rank").await.expect("put");
+        put_failed(&bucket, save.clone(), 2, None, "a note of another rank").await.expect("put");
         put_alive(&bucket, save, 1).await.expect("put");
     });
     let note = |name| fixture.directory.path().join(format!("ranks/{:020}/0000000001-00000001/{name}", 1));
@@ -569,7 +569,7 @@ fn what_dead_agents_left_goes_and_nothing_that_a_save_may_need() {
     assert_eq!(gc(false), found);
     assert_eq!(fixture.shards(), 2);
     assert_eq!(fixture.load(1, 1), vec![1; 1 << 20]);
-    fixture.runtime.block_on(put_failed(&bucket, failed, 1, "the test ends")).expect("put");
+    fixture.runtime.block_on(put_failed(&bucket, failed, 1, None, "the test ends")).expect("put");
     for (session, agent) in pair.sessions.iter_mut().zip(pair.agents) {
         session.disconnect();
         agent.join().expect("agent").expect("served");

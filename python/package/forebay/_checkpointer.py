@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any, Callable, Literal, Optional, Union
@@ -386,7 +387,10 @@ class Checkpointer(Saver):
             tree = "" if is_alone else hashlib.sha256(extras[0][1].encode()).hexdigest()
             structure = "" if is_alone else self._planner.structure(flattener.leaves)
             room = self._has_room(must or self._on_busy == "wait")
-            return {"step": step, "tree": tree, "structure": structure, "room": room, "held": self._session.held()}
+            # Tells this try of the step from another one, of which something may be in the store.
+            number = None if is_alone else secrets.randbits(64)
+            agreed = {"step": step, "tree": tree, "structure": structure, "round": number}
+            return {**agreed, "room": room, "held": self._session.held()}
 
         words = self._ranks.gather("save", take)
         steps = [word["step"] for word in words]
@@ -399,7 +403,7 @@ class Checkpointer(Saver):
         self._session.keep(newest_common([word["held"] for word in words]))
         leaves = flattener.leaves
         shares = self._planner.plan(leaves, [word["structure"] for word in words])
-        rank = self._ranks.rank
+        rank, number = self._ranks.rank, words[0]["round"]
         if rank > 0 and words[rank]["tree"] == words[0]["tree"]:
             # Rank 0's says the same.
             del extras[0]
@@ -409,11 +413,11 @@ class Checkpointer(Saver):
             self._saved_at = time.monotonic()
             save = Save(self, step, sum(share_size(leaves[share.leaf], share.part) for share in shares), begun)
             named = [(extra_name(name, rank), data) for name, data in extras]
-            self._staging = Staging(save, snapshot, late, named)
+            self._staging = Staging(save, number, snapshot, late, named)
         except BaseException as error:
             self._staging = None
             self._session.abandon(snapshot)
-            self._give_up(step, error)
+            self._give_up(step, number, error)
             raise
         self._last = save
         self._past.append(save)

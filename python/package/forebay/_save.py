@@ -132,8 +132,16 @@ class Save:
 class Staging:
     """A snapshot whose last tensors are copied in the background."""
 
-    def __init__(self, save: Save, snapshot: _native.Snapshot, late: list[Leaf], extras: list[tuple[str, str]]):
+    def __init__(
+        self,
+        save: Save,
+        number: Optional[int],
+        snapshot: _native.Snapshot,
+        late: list[Leaf],
+        extras: list[tuple[str, str]],
+    ) -> None:
         self.save = save
+        self.round = number
         self.snapshot = snapshot
         self.late = late
         self.extras = extras

@@ -141,10 +141,10 @@ class Saver:
             snapshot.copy_in_background(later.near, later.fetches, self._threads)
         return [leaves[index] for index in waiting]
 
-    def _give_up(self, step: int, error: BaseException) -> None:
-        """Tells the other ranks that the step, which they may have sealed, will not be."""
+    def _give_up(self, step: int, number: Optional[int], error: BaseException) -> None:
+        """Tells the other ranks that the step, which they may have sealed in the round of that number, will not be."""
         if not self._ranks.alone:
-            self._session.give_up(step, str(error))
+            self._session.give_up(step, number, str(error))
 
     def _stage(self, deadline: Optional[float]) -> bool:
         """As `_finish_staging`, unless the copy takes longer than until `deadline`."""
@@ -169,11 +169,13 @@ class Saver:
                 staging.snapshot.join()
                 check_unchanged(save.step, staging.late)
                 save._staged_at = now()
-                save._native = self._session.seal(staging.snapshot, save.step, staging.created_ms, staging.extras)
+                save._native = self._session.seal(
+                    staging.snapshot, save.step, staging.round, staging.created_ms, staging.extras
+                )
             except CheckpointError as error:
                 self._staging = None
                 self._session.abandon(staging.snapshot)
-                self._give_up(save.step, error)
+                self._give_up(save.step, staging.round, error)
                 save._failure = error
                 raise
             # What a signal's handler raised before leaves all of it to the next call.

@@ -202,7 +202,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             held = _Held(checkpointer, part.step, self._fill(checkpointer, part.step, leaves))
         except BaseException as error:
             # Those who sealed theirs need not wait for this one.
-            checkpointer._give_up(part.step, error)
+            checkpointer._give_up(part.step, None, error)
             raise
         self._next = part.step + 1
         if self._is_coordinator:
@@ -315,7 +315,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         held, self._held = self._held, None
         if held is not None:
             held.checkpointer._session.abandon(held.snapshot)
-            held.checkpointer._give_up(held.step, CheckpointError("another rank failed to write its part"))
+            held.checkpointer._give_up(held.step, None, CheckpointError("another rank failed to write its part"))
 
 
 class Reader(StorageReader):  # type: ignore[misc]
@@ -555,5 +555,6 @@ def _seal(held: _Held, extras: list[tuple[str, str]]) -> Save:
     """Gives a part to the agent."""
     save = Save(held.checkpointer, held.step)
     created_ms = time.time_ns() // 1_000_000
-    save._native = held.checkpointer._session.seal(held.snapshot, held.step, created_ms, extras)
+    # A job saves a step once: another try is another job's.
+    save._native = held.checkpointer._session.seal(held.snapshot, held.step, None, created_ms, extras)
     return save

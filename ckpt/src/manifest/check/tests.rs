@@ -170,6 +170,9 @@ fn manifest_bytes_are_pinned() {
     let encoded = sample().encode().expect("encode");
     assert_eq!(std::str::from_utf8(&encoded).expect("text"), format!("{head}{body}}}\n"));
     assert_eq!(Manifest::decode(&encoded).expect("decode"), sample());
+    assert_eq!(Manifest::commit_at_head(&encoded[..Manifest::HEAD_BYTES]), Some(&*sample().commit));
+    assert_eq!(Manifest::commit_at_head(&encoded[..Manifest::HEAD_BYTES - 1]), None);
+    assert_eq!(Manifest::commit_at_head(&sample().encode_index().expect("an index")), None);
 }
 
 #[test]

@@ -1,0 +1,132 @@
+//! Tries of a save that come after another one of the same step: what the earlier one left is not taken for theirs.
+
+use futures::TryStreamExt;
+
+use super::tests::{flusher, sealed, start, trainer};
+use super::*;
+use crate::agent::Member;
+use crate::catalog::{Round, list_ranks, list_steps, load_manifest};
+use crate::verify::verify;
+
+/// More than any rank waits for another one.
+const LONG: Duration = Duration::from_secs(1000);
+
+/// The agent of a rank of two, of the start that `run` records.
+fn agent(bucket: &Bucket, run: &Run, rank: u32, clock: &Clock) -> Flusher {
+    let mut agent = flusher(bucket, run, trainer().0);
+    agent.clock = clock.clone();
+    agent.hello.start = run.start.clone();
+    agent.hello.member = Some(Member { run: run.clone(), rank, world_size: 2 });
+    agent
+}
+
+/// A rank's part of a step: a tensor of its own, of so many bytes.
+fn part(rank: u32, step: u64, length: usize) -> Save {
+    let mut save = sealed(step, length);
+    Arc::get_mut(&mut save.seal).expect("its own").tensors[0].name = format!("t@{rank}");
+    save
+}
+
+/// Lets so many seconds pass, and whoever waits do what there is to do.
+async fn pass(clock: &Clock, seconds: u64) {
+    for _ in 0..seconds {
+        clock.advance(Duration::from_secs(1));
+        for _ in 0..20 {
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+/// Returns once so many shards were stored: until then, no time passes for those who wait for others.
+async fn stored(bucket: &Bucket, shards: usize) {
+    while bucket.list("shards").try_collect::<Vec<_>>().await.expect("list").len() < shards {
+        tokio::task::yield_now().await;
+    }
+}
+
+/// What becomes of work where time passes once so many shards were stored.
+async fn in_time<T>((bucket, clock): (&Bucket, &Clock), shards: usize, work: impl Future<Output = T>) -> T {
+    let time = async {
+        stored(bucket, shards).await;
+        pass(clock, LONG.as_secs()).await;
+    };
+    tokio::select! {
+        done = work => done,
+        () = time => panic!("it waits for ever"),
+    }
+}
+
+/// That part, in the try of that number.
+fn in_round(mut save: Save, number: u64) -> Save {
+    let seal = Arc::get_mut(&mut save.seal).expect("its own");
+    (seal.round, seal.save) = (Some(Round::new(number)), number);
+    save
+}
+
+/// How long the tensors of the step are that is there.
+async fn lengths(bucket: &Bucket, run: &Run) -> Vec<u64> {
+    let manifest = load_manifest(bucket, &run.save(1)).await.expect("it is there");
+    manifest.tensors.iter().map(|tensor| tensor.shape[0]).collect()
+}
+
+/// A job committed a step that was of one try on one rank and of another try on the other: what the first had left in the
+/// store was taken for the second's.
+#[tokio::test]
+async fn a_step_is_of_one_try_on_all_ranks() {
+    for tells in [true, false] {
+        let (bucket, clock) = (Bucket::in_memory(), Clock::manual());
+        let place = (&bucket, &clock);
+        let run = begin_run(&bucket, start()).await.expect("run");
+        let [mut first, mut second] = [0, 1].map(|rank| agent(&bucket, &run, rank, &clock));
+        // Of the first try rank 0's part alone gets to the store. That it gave up may not, where the store is away.
+        if tells {
+            in_time(place, 1, first.settle(in_round(part(0, 1, 1000), 1))).await;
+        } else {
+            in_time(place, 1, first.flush(&in_round(part(0, 1, 1000), 1)))
+                .await
+                .expect_err("it waited in vain");
+        }
+        assert_eq!(list_ranks(&bucket).await.expect("list").len(), 1 + usize::from(tells));
+        let parts = [in_round(part(0, 1, 1001), 2), in_round(part(1, 1, 2001), 2)];
+        let other = second.flush(&parts[1]);
+        tokio::pin!(other);
+        let looks = async {
+            stored(&bucket, 2).await;
+            pass(&clock, 60).await;
+        };
+        let waits = tokio::select! { _ = &mut other => false, () = looks => true };
+        assert!(waits, "it has nobody to commit with yet: {:?}", list_steps(&bucket).await.expect("list"));
+        let (one, other) = in_time(place, 3, async { tokio::join!(first.flush(&parts[0]), other) }).await;
+        one.and(other).expect("durable");
+        assert_eq!(lengths(&bucket, &run).await, [1001, 2001]);
+        assert_eq!(list_ranks(&bucket).await.expect("list"), [], "nor is a note left");
+        assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
+    }
+}
+
+/// A rank took what another try of the step had committed meanwhile for its own.
+#[tokio::test]
+async fn what_another_try_committed_is_told() {
+    let (bucket, clock) = (Bucket::in_memory(), Clock::manual());
+    let place = (&bucket, &clock);
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let mut waits = agent(&bucket, &run, 1, &clock);
+    let save = in_round(part(1, 1, 2001), 2);
+    let waits = waits.flush(&save);
+    tokio::pin!(waits);
+    let looks = async {
+        stored(&bucket, 1).await;
+        pass(&clock, 5).await;
+    };
+    tokio::select! { done = &mut waits => panic!("{done:?}"), () = looks => {} }
+    // Agents of the first try that were thought dead.
+    let [mut first, mut second] = [0, 1].map(|rank| agent(&bucket, &run, rank, &clock));
+    let parts = [in_round(part(0, 1, 1000), 1), in_round(part(1, 1, 2000), 1)];
+    let all = async { tokio::join!(first.flush(&parts[0]), second.flush(&parts[1]), waits) };
+    let (one, other, waited) = in_time(place, 3, all).await;
+    one.and(other).expect("durable");
+    let error = waited.expect_err("it is another one's");
+    assert_eq!(error.kind(), ErrorKind::Conflict, "{error}");
+    assert_eq!(lengths(&bucket, &run).await, [1000, 2000]);
+    assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
+}
