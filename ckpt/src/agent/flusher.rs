@@ -194,8 +194,19 @@ impl Flusher {
     /// by themselves, later.
     async fn give_up(&self, step: u64, round: Option<Round>, reason: &str) {
         let (Some(member), Some((bucket, _))) = (&self.hello.member, &self.target) else { return };
-        if let Err(error) = put_failed(bucket, member.save(step), member.rank, round, reason).await {
+        if let Err(error) =
+            put_failed(bucket, member.save(step), member.rank, self.round(round), reason).await
+        {
             self.trainer.tell(&Reply::Warning { message: format!("the other ranks were not told: {error}") });
+        }
+    }
+
+    /// In which round it is told, and heard, that a step will not be. What the agents of an earlier start gave up, each by
+    /// itself, is nothing to its heirs, which have every rank's part again: they go by what heirs of their own start tell.
+    fn round(&self, of_save: Option<Round>) -> Option<Round> {
+        match self.heir_of {
+            Some(_) => Some(Round::of_heirs(&self.hello.start.nonce)),
+            None => of_save,
         }
     }
 
@@ -256,7 +267,7 @@ impl Flusher {
         if self.heir_of.is_some() && bucket.head(&run.save(save.seal.step).object()).await?.is_some() {
             return Ok(Ok(()));
         }
-        let (member, round) = (self.hello.member.as_ref(), save.seal.round);
+        let (member, round) = (self.hello.member.as_ref(), self.round(save.seal.round));
         let stored = match &mut progress.stored {
             Some(stored) => stored,
             stored => {

@@ -5,7 +5,7 @@ use futures::TryStreamExt;
 use super::tests::{flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
-use crate::catalog::{Round, list_ranks, list_steps, load_manifest};
+use crate::catalog::{Round, Start, list_ranks, list_steps, load_manifest};
 use crate::verify::verify;
 
 /// More than any rank waits for another one.
@@ -54,6 +54,45 @@ async fn in_time<T>((bucket, clock): (&Bucket, &Clock), shards: usize, work: imp
         done = work => done,
         () = time => panic!("it waits for ever"),
     }
+}
+
+/// A step that only the local disk had was never brought to the store where the agent of one rank had waited for another
+/// one's part in vain.
+#[tokio::test]
+async fn what_an_earlier_start_gave_up_is_no_reason_for_its_heirs() {
+    let (bucket, clock) = (Bucket::in_memory(), Clock::manual());
+    let place = (&bucket, &clock);
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let saves = [part(0, 1, 1000), part(1, 1, 2000)];
+    let mut waits = agent(&bucket, &run, 0, &clock);
+    in_time(place, 1, waits.settle(part(0, 1, 1000))).await;
+    let notes = list_ranks(&bucket).await.expect("list");
+    assert_eq!(notes.len(), 2, "its part, and that the step will not be: {notes:?}");
+    for (number, comes) in [(1, false), (2, true)] {
+        let later = Start { nonce: format!("{number:x}").repeat(32), ..start() };
+        let later = begin_run(&bucket, later).await.expect("a later start");
+        let heirs = [0, 1].map(|rank| {
+            let mut heir = agent(&bucket, &run, rank, &clock);
+            heir.hello = Hello { start: later.start.clone(), ..heir.hello };
+            heir.heir_of = Some(run.start.nonce.clone());
+            heir
+        });
+        let [mut first, mut second] = heirs;
+        if comes {
+            let (one, other) =
+                in_time(place, 2, async { tokio::join!(first.flush(&saves[0]), second.flush(&saves[1])) })
+                    .await;
+            one.and(other).expect("durable");
+        } else {
+            // What a rank of the same start says does count, at once.
+            second.give_up(1, None, "its copy is damaged").await;
+            let error = first.flush(&saves[0]).await.expect_err("refused");
+            assert!(error.message().contains("rank 1: its copy is damaged"), "{error}");
+        }
+        assert_eq!(list_steps(&bucket).await.expect("list").len(), usize::from(comes));
+    }
+    assert_eq!(list_ranks(&bucket).await.expect("list"), [], "nor is a note left");
+    assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
 }
 
 /// That part, in the try of that number.
