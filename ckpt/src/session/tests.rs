@@ -293,7 +293,7 @@ fn what_no_manifest_can_say_is_refused_and_takes_no_slot() {
     for step in 1..=3 {
         let snapshot = snapshot(&mut session, 10, 1);
         let extra = Extra { name: "state".into(), encoding: Encoding::Json, data: "1".repeat(257 << 20) };
-        let refused = session.seal(snapshot, step, 0, vec![extra]).expect_err("too long");
+        let refused = session.seal(snapshot, step, None, 0, vec![extra]).expect_err("too long");
         assert_eq!(refused.kind(), ErrorKind::TooLarge);
     }
     let save = save(&mut session, 4, 10);
