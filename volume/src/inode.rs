@@ -38,6 +38,8 @@ pub(crate) struct OpenInode {
     /// Whether bytes were shared with another file since the last write: such a file becomes an object of its own by a
     /// copy inside the store.
     shares: AtomicBool,
+    /// Whether a writer has closed it since sealing it was last tried.
+    awaits_seal: AtomicBool,
     /// When it was last read, if that is kept and the tree was not told yet.
     accessed: Mutex<Option<Timestamp>>,
     /// The last failure that lost bytes, until fsync or close has told about it.
@@ -75,6 +77,7 @@ impl OpenInode {
             writer: AsyncMutex::default(),
             writers: AtomicUsize::default(),
             shares: AtomicBool::new(false),
+            awaits_seal: AtomicBool::new(false),
             accessed: Mutex::default(),
             failure: Mutex::default(),
         }
@@ -231,6 +234,16 @@ impl OpenInode {
                         || self.shares.load(Relaxed) && content.size() <= settings.seal_max_bytes)
                     && self.store.carried_bytes(content.layout()) <= settings.seal_max_bytes
             })
+    }
+
+    /// Notes that a writer has closed it: whoever closes it last has it sealed.
+    pub(crate) fn await_seal(&self) {
+        self.awaits_seal.store(true, SeqCst);
+    }
+
+    /// Begins an attempt to seal it; false where no writer has closed it since the last one.
+    pub(crate) fn begin_seal(&self) -> bool {
+        self.awaits_seal.swap(false, SeqCst)
     }
 
     /// Whether bytes were shared with another file since the last write.

@@ -473,12 +473,16 @@ impl Volume {
         };
         // Where written bytes are staged, sealing brings them in.
         let uploads = self.store.uploads.as_ref();
-        let is_staged = uploads.is_some_and(|uploads| uploads.brings_in(ino));
-        let behind = is_staged && written && inode.needs_seal() && !inode.shares();
+        let is_staged = uploads.is_some_and(|uploads| uploads.brings_in(ino)) && !inode.shares();
+        let behind = is_staged && written && inode.needs_seal();
+        if written {
+            // Before the handle goes: a reader's may be the last one.
+            inode.await_seal();
+        }
         let seals = {
             let mut open = self.open.lock();
             let Some(opened) = open.get_mut(&ino) else { return told };
-            let seals = opened.handles == 1 && written && !behind && inode.needs_seal();
+            let seals = opened.handles == 1 && !is_staged && inode.needs_seal() && inode.begin_seal();
             if !seals {
                 opened.handles -= 1;
                 if opened.handles == 0 {
@@ -495,7 +499,7 @@ impl Volume {
             return told;
         }
         let closed = self.store.tree.closed(ino).await;
-        if written && let Some(uploads) = &self.store.uploads {
+        if written && let Some(uploads) = uploads {
             uploads.closed(ino, behind);
         }
         told.and(closed)

@@ -377,6 +377,38 @@ fn a_copy_that_is_closed_while_the_store_is_away_is_sealed_when_it_is_back() {
     });
 }
 
+/// Who closed a file that was written in pieces, or a copy that shares bytes, had only read it: the file stayed in pieces, and
+/// other tools found its old bytes, or none, at its path.
+#[test]
+fn a_file_that_its_reader_closes_last_is_sealed() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, pattern(1, 0..3 * MIB)).await.expect("write");
+        file.flush().await.expect("close");
+        file.release().await.expect("release");
+
+        let (file, copy) = (open(&volume, "f", READ_WRITE).await, create(&volume, "copy").await);
+        let readers = [open(&volume, "f", READ).await, open(&volume, "copy", READ).await];
+        assert_eq!(copy.share(&file, 0..3 * MIB, 0).await.expect("shared"), 3 * MIB);
+        file.write(MIB, Bytes::from_static(b"over")).await.expect("write");
+        for file in [file, copy] {
+            file.flush().await.expect("close");
+            file.release().await.expect("release");
+        }
+        for reader in readers {
+            reader.release().await.expect("release");
+        }
+        // Waits for what runs behind the last close.
+        volume.close().await.expect("close");
+        let mut expected = pattern(1, 0..3 * MIB).to_vec();
+        expected[MIB as usize..][..4].copy_from_slice(b"over");
+        assert!(object(&fixture.bucket, "f").await == expected);
+        assert!(object(&fixture.bucket, "copy").await == pattern(1, 0..3 * MIB));
+    });
+}
+
 /// A write that was committed was told as failed when the tree could not be asked afterwards where the other bytes lie.
 #[test]
 fn what_was_committed_has_not_failed() {
