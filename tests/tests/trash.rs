@@ -78,7 +78,7 @@ async fn delete_and_bring_back(bucket: &TestBucket) {
     assert!(shown.contains("UNTIL") && shown.contains("d/e/f") && shown.lines().count() == 3, "{shown}");
 
     let taken = forebay(&home, &["trash", "restore", &at("plain")]);
-    taken.failed_with("`plain` exists", "--to");
+    taken.failed_with("1 not brought back: the path `plain` is taken", "--to");
     assert_eq!(fs::read_to_string(folder.join("plain")).expect("bytes"), "another");
     forebay(&home, &["trash", "restore", &at("plain"), "--to", &at("old")]).succeeded();
     assert_eq!(fs::read_to_string(folder.join("old")).expect("bytes"), "of another tool");

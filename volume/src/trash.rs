@@ -99,24 +99,45 @@ pub struct Restored {
     pub files: u64,
     /// Bytes of the files.
     pub bytes: u64,
-    /// Paths whose names are taken by now, the first thousand: what was deleted there stays in the trash.
+    /// Paths whose names are taken by now, or lead through a file, the first thousand: what was deleted there stays in the
+    /// trash.
     pub refused: Vec<String>,
+    /// How many those are, all of them.
+    pub taken: u64,
 }
 
 /// Does what is asked.
 ///
 /// # Errors
-/// `NotFound` when nothing was deleted there; `Unsupported` when the tree is served elsewhere.
+/// `NotFound` when nothing was deleted there; `Unsupported` when the tree is served elsewhere. What came back before an
+/// error stays, and is told with it.
 pub async fn trash(volume: &Volume, request: &Request) -> Result<Report> {
     let tree = local(volume)?;
     match request {
         Request::List { path, after } => list(tree, path, after.as_deref()).await.map(Report::List),
         Request::Empty { path } => empty(tree, path).await,
         Request::Restore { path, id, to } => {
-            let restored = restore(tree, path, id.as_deref(), to.as_deref()).await?;
+            let wanted = Wanted::find(tree, path, id.as_deref()).await?;
+            let mut restored = Restored::default();
+            let outcome = restore(tree, &wanted, (path, to.as_deref()), &mut restored).await;
             tree.outside().heard().await;
-            volume.sync_names().await?;
-            Ok(Report::Restored(restored))
+            let synced = volume.sync_names().await;
+            match outcome.and(synced) {
+                Ok(()) => Ok(Report::Restored(restored)),
+                Err(error) => Err(restored.told_with(error)),
+            }
+        }
+    }
+}
+
+impl Restored {
+    /// `error` with what came back before it.
+    fn told_with(&self, error: Error) -> Error {
+        match (self.files, self.directories) {
+            (0, 0) => error,
+            (files, directories) => {
+                error.context(format!("{files} files and {directories} directories came back, then"))
+            }
         }
     }
 }
@@ -191,7 +212,10 @@ impl Wanted {
         }
     }
 
-    async fn gather(tree: &LocalTree, path: &str, id: Option<TrashId>) -> Result<Self> {
+    /// # Errors
+    /// `NotFound` when there is nothing.
+    async fn find(tree: &LocalTree, path: &str, id: Option<&str>) -> Result<Self> {
+        let id: Option<TrashId> = id.map(str::parse).transpose()?;
         let mut wanted = Self::default();
         each(tree, |one| {
             let is_directory = one.attributes.kind == FileKind::Directory;
@@ -205,21 +229,25 @@ impl Wanted {
             }
         })
         .await?;
+        if wanted.found.is_empty() {
+            return Err(Error::new(
+                ErrorKind::NotFound,
+                format!("nothing that was deleted at `{path}` is in the trash"),
+            )
+            .with_hint("`forebay trash ls` shows what is"));
+        }
         Ok(wanted)
     }
 }
 
-async fn restore(tree: &LocalTree, path: &str, id: Option<&str>, to: Option<&str>) -> Result<Restored> {
-    let id = id.map(str::parse).transpose()?;
-    let wanted = Wanted::gather(tree, path, id).await?;
-    if wanted.found.is_empty() {
-        return Err(Error::new(
-            ErrorKind::NotFound,
-            format!("nothing that was deleted at `{path}` is in the trash"),
-        )
-        .with_hint("`forebay trash ls` shows what is"));
-    }
-    let mut restored = Restored::default();
+/// Brings back what is wanted of `path`, below `to` if that is given, and counts it in `restored`, also where an error ends
+/// it.
+async fn restore(
+    tree: &LocalTree,
+    wanted: &Wanted,
+    (path, to): (&str, Option<&str>),
+    restored: &mut Restored,
+) -> Result<()> {
     for (at, one) in &wanted.found {
         let target = match (to, below(at, path)) {
             (Some(to), Some(rest)) => [to.as_bytes(), rest].concat(),
@@ -233,15 +261,19 @@ async fn restore(tree: &LocalTree, path: &str, id: Option<&str>, to: Option<&str
                 restored.files += 1;
                 restored.bytes += one.attributes.size;
             }
-            Err(error) if error.kind() == ErrorKind::Exists && restored.refused.len() < MOST_REFUSED => {
-                restored.refused.push(String::from_utf8_lossy(&target).into_owned());
+            // There is something, or something that is no directory on the way.
+            Err(error) if matches!(error.kind(), ErrorKind::Exists | ErrorKind::NotDirectory) => {
+                restored.taken += 1;
+                if restored.refused.len() < MOST_REFUSED {
+                    restored.refused.push(String::from_utf8_lossy(&target).into_owned());
+                }
             }
             // Purged since it was looked at.
             Err(error) if error.kind() == ErrorKind::NotFound && wanted.found.len() > 1 => {}
             Err(error) => return Err(error),
         }
     }
-    Ok(restored)
+    Ok(())
 }
 
 /// Brings one thing back to `path`. Returns whether it did: a directory that is there already takes what it held.

@@ -133,7 +133,7 @@ fn restore(global: &Global, arguments: &RestoreArguments, settings: &Settings) -
             _ => Err(Error::corrupt("the mount answers something else")),
         }
     })?;
-    let Restored { directories, files, bytes, refused } = &restored;
+    let Restored { directories, files, bytes, refused, taken } = &restored;
     match global.json {
         true => print::json(&restored)?,
         false => print::table(&[
@@ -145,7 +145,7 @@ fn restore(global: &Global, arguments: &RestoreArguments, settings: &Settings) -
         None => Ok(ExitCode::SUCCESS),
         Some(first) => Err(Error::new(
             forebay_core::ErrorKind::Exists,
-            format!("{} not brought back: `{first}` exists", refused.len()),
+            format!("{taken} not brought back: the path `{first}` is taken"),
         )
         .with_hint("name another path with --to")),
     }

@@ -10,6 +10,7 @@ mod cloning;
 mod costs;
 mod packing;
 mod warming;
+mod trash;
 mod writeback;
 
 use std::path::Path;

@@ -57,6 +57,8 @@ pub(crate) struct Fixture {
     pub(crate) refuses: Arc<AtomicBool>,
     /// Entries that a clone copies at a time.
     pub(crate) clone_step: usize,
+    /// How long what is deleted can be brought back.
+    pub(crate) trash_ms: u64,
     /// The right to the volume cannot be renewed: the tree takes no changes meanwhile.
     pub(crate) lapsed: Arc<AtomicBool>,
 }
@@ -68,7 +70,7 @@ impl Fixture {
         let (store, budget) = (MemStore::default(), Budget::new(64 * MIB));
         let (clock, writeback) = (Clock::system(), None);
         let (tree_in_bucket, is_unlucky, part_copy, lapsed) = (false, false, true, Arc::default());
-        let clone_step = TreeSettings::default().clone_step;
+        let TreeSettings { clone_step, trash_ms, .. } = TreeSettings::default();
         Self {
             bucket,
             store,
@@ -82,6 +84,7 @@ impl Fixture {
             writeback,
             clock,
             clone_step,
+            trash_ms,
             lapsed,
         }
     }
@@ -129,8 +132,8 @@ impl Fixture {
             rng,
             tasks: tasks.clone(),
         };
-        let clone_step = self.clone_step;
-        let settings = TreeSettings { delete_delay_ms: 0, clone_step, ..TreeSettings::default() };
+        let (clone_step, trash_ms) = (self.clone_step, self.trash_ms);
+        let settings = TreeSettings { delete_delay_ms: 0, clone_step, trash_ms, ..TreeSettings::default() };
         let tree = LocalTree::open(parts, settings).await.expect("a tree");
         let tree: Arc<dyn Tree> = match self.is_unlucky {
             true => Arc::new(Unlucky { tree, fails: AtomicBool::default(), refuses: self.refuses.clone() }),
