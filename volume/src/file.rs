@@ -194,7 +194,9 @@ impl File {
     /// fsync(2): bytes and metadata are in the bucket on return.
     pub async fn fsync(&self) -> Result<()> {
         self.inode.flush().await?;
-        self.inode.store().sync_tree().await
+        self.inode.store().sync_tree().await?;
+        // The local disk may have lost them meanwhile.
+        self.inode.tell_failure()
     }
 
     /// The last reference to the handle is gone. Commits what a mapping wrote after the last flush.

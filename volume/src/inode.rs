@@ -221,7 +221,16 @@ impl OpenInode {
 
     /// The last failure that lost bytes, while nobody was told about it.
     pub(crate) fn failure(&self) -> Option<Error> {
-        self.failure.lock().as_ref().map(Error::duplicate)
+        self.failure.lock().as_ref().map(Error::duplicate).or_else(|| self.lost(false))
+    }
+
+    /// The last failure that lost bytes, for those who write: once.
+    pub(crate) fn tell_failure(&self) -> Result<()> {
+        self.failure.lock().take().or_else(|| self.lost(true)).map_or(Ok(()), Err)
+    }
+
+    fn lost(&self, tells: bool) -> Option<Error> {
+        self.look(|content| self.store.lost(self.ino, content.layout(), tells))
     }
 
     /// Whether the file is committed and lies in something else than one plain object or segments.
@@ -290,9 +299,7 @@ impl OpenInode {
     /// Commits everything written so far. What failed since the last call is told here, once.
     pub(crate) async fn flush(&self) -> Result<()> {
         let mut writer = self.writer.lock().await;
-        if let Some(failure) = self.failure.lock().take() {
-            return Err(failure);
-        }
+        self.tell_failure()?;
         if let Err(failure) = self.finish_stream(&mut writer).await {
             // Told here and now.
             self.failure.lock().take();

@@ -118,18 +118,17 @@ fn is_old(uploads: &Uploads, ino: InodeId) -> bool {
 
 /// Uploads one staged blob under its own key and forgets it.
 pub(super) async fn upload(staging: &Arc<Staging>, bucket: &Bucket, key: ObjectKey, size: u64) -> Result<()> {
-    let data = match staging.read(&key, 0..size).await? {
-        Some(data) => data,
-        None => return Ok(()),
-    };
-    put_owned(bucket, &key, data).await?;
-    staging.forget(vec![key]).await
+    match staging.read(&key, 0..size).await? {
+        Some(data) => put(staging, bucket, key, data).await,
+        None => Ok(()),
+    }
 }
 
-/// Puts the bytes of an owned blob, which may be there from a try whose answer was lost.
-async fn put_owned(bucket: &Bucket, key: &ObjectKey, data: Bytes) -> Result<()> {
-    match bucket.put(key, data, Condition::IfAbsent).await {
-        Err(error) if error.kind() == ErrorKind::Conflict => Ok(()),
-        put => put.map(drop),
+/// Puts the bytes of a staged blob, which may be there from a try whose answer was lost, and forgets it.
+pub(super) async fn put(staging: &Staging, bucket: &Bucket, key: ObjectKey, data: Bytes) -> Result<()> {
+    match bucket.put(&key, data, Condition::IfAbsent).await {
+        Err(error) if error.kind() == ErrorKind::Conflict => {}
+        put => drop(put?),
     }
+    staging.forget(vec![key]).await
 }

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use forebay_core::{ErrorKind, Result};
+use forebay_core::Result;
 use forebay_io::object::Bucket;
 use forebay_metadata::kv::Before;
 
-use super::bring::upload;
+use super::bring::put;
 use super::{Staging, pause};
 
 /// What the tree waits for.
@@ -21,15 +21,19 @@ impl Durable {
         Arc::new(Self { staging: staging.clone(), bucket: bucket.clone() })
     }
 
-    /// Uploads what the disk does not make durable. What cannot be read back is lost, which is told, and holds up nothing.
+    /// Uploads what the disk does not make durable. What cannot be read back is lost after some tries, which is told, and holds
+    /// up nothing.
     async fn upload_refused(&self) -> Result<()> {
+        let mut outcome = Ok(());
         for (key, size) in self.staging.make_durable().await? {
-            match upload(&self.staging, &self.bucket, key, size).await {
-                Err(error) if error.kind() == ErrorKind::Corrupt => {}
-                uploaded => uploaded?,
+            match self.staging.rescue(&key, size).await {
+                Ok(Some(data)) => put(&self.staging, &self.bucket, key, data).await?,
+                Ok(None) => {}
+                // It is tried again, and keeps no other here meanwhile.
+                Err(error) => outcome = outcome.and(Err(error)),
             }
         }
-        Ok(())
+        outcome
     }
 }
 
@@ -39,8 +43,13 @@ impl Before for Durable {
     /// while there may be room again, here or there.
     async fn sync(&self) -> Result<()> {
         for failures in 1.. {
-            let Err(error) = self.upload_refused().await else { break };
-            tracing::warn!(%error, "neither the local disk nor the store takes what was written");
+            let Err(error) = self.upload_refused().await else {
+                if failures > 1 {
+                    self.staging.note_error(None);
+                }
+                break;
+            };
+            tracing::warn!(%error, "what was written is durable neither on the local disk nor in the store");
             self.staging.note_error(Some(error.to_string()));
             self.staging.clock().sleep(pause(failures)).await;
         }

@@ -82,24 +82,39 @@ pub(super) fn read_tail(path: &Path) -> Result<Tail> {
 /// Reads `range` of the blob, checked.
 ///
 /// # Errors
-/// `NotFound` when the file is gone; `Corrupt` when its bytes fail their checksum.
-pub(super) fn read(path: &Path, tail: &Tail, range: Range<u64>) -> Result<Bytes> {
+/// `InvalidData` when its bytes fail their checksum or are not all there; those of the disk.
+pub(super) fn read(path: &Path, tail: &Tail, range: Range<u64>) -> io::Result<Bytes> {
+    let damaged = |why: &str| {
+        io::Error::new(io::ErrorKind::InvalidData, format!("staged file {} {why}", path.display()))
+    };
     let (start, end) = (range.start / PIECE * PIECE, range.end.next_multiple_of(PIECE).min(tail.size));
     let mut data = vec![0; (end - start) as usize];
     File::open(path)?.read_exact_at(&mut data, start).map_err(|error| match error.kind() {
-        io::ErrorKind::UnexpectedEof => {
-            Error::corrupt(format!("staged file {} was cut short", path.display()))
-        }
-        _ => error.into(),
+        io::ErrorKind::UnexpectedEof => damaged("was cut short"),
+        _ => error,
     })?;
     let first = (start / PIECE) as usize;
     for (piece, sum) in data.chunks(PIECE as usize).zip(&tail.sums[first..]) {
         if crc32c(piece) != *sum {
-            return Err(Error::corrupt(format!("staged file {} fails its checksum", path.display())));
+            return Err(damaged("fails its checksum"));
         }
     }
     let data = Bytes::from(data);
     Ok(data.slice((range.start - start) as usize..(range.end - start) as usize))
+}
+
+/// A failed [`read`] as it leaves here.
+pub(super) fn told(error: io::Error) -> Error {
+    match error.kind() {
+        io::ErrorKind::InvalidData => Error::corrupt(error.to_string()),
+        _ => error.into(),
+    }
+}
+
+/// Whether a read failed for want of something that the host has for others, and may have again: it says nothing about the
+/// disk.
+pub(super) fn is_want(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM))
 }
 
 impl Tail {
@@ -153,6 +168,19 @@ mod tests {
         }
     }
 
+    /// A process that may open no more files says nothing about the disk: no bytes are given up for that.
+    #[test]
+    fn a_host_that_lacks_something_is_told_from_a_disk_that_fails() {
+        let check = |errno, expected| {
+            assert_eq!(is_want(&io::Error::from_raw_os_error(errno)), expected, "errno {errno}");
+        };
+        check(libc::EMFILE, true);
+        check(libc::ENFILE, true);
+        check(libc::ENOMEM, true);
+        check(libc::EIO, false);
+        check(libc::ENODEV, false);
+    }
+
     /// Every flipped bit and every shorter or longer file is told from the blob.
     #[test]
     fn no_damage_goes_unseen() {
@@ -162,7 +190,7 @@ mod tests {
         let written = std::fs::read(&path).expect("read");
         let check_damaged = |bytes: &[u8], what: &str| {
             std::fs::write(&path, bytes).expect("write");
-            let got = read_tail(&path).and_then(|tail| read(&path, &tail, 0..tail.size));
+            let got = read_tail(&path).and_then(|tail| read(&path, &tail, 0..tail.size).map_err(told));
             assert_eq!(got.expect_err(what).kind(), ErrorKind::Corrupt, "{what}");
         };
         for bit in 0..written.len() * 8 {

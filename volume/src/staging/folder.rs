@@ -33,6 +33,9 @@ const LOCK: &str = "lock";
 const SYNCS_AT_ONCE: usize = 8;
 /// How long a disk that did not make files durable is left alone: there may be room again then.
 const REST: Duration = Duration::from_secs(30);
+/// Failed reads of a file that the disk did not make durable, after which its bytes are lost. With the pauses in between that
+/// is half a minute: the tree waits for as long.
+const READS: u32 = 6;
 
 /// The staged blobs of one volume.
 #[derive(Debug)]
@@ -78,6 +81,10 @@ struct Entry {
     since: i64,
     on_disk: OnDisk,
     state: State,
+    /// Failed reads since the disk did not make it durable.
+    failed_reads: u32,
+    /// Whoever writes the file knows that its bytes are lost.
+    is_told: bool,
 }
 
 /// What the disk makes of a file.
@@ -89,6 +96,8 @@ enum OnDisk {
     Durable,
     /// It could not make them durable.
     Refused,
+    /// Nor does it give them back.
+    Lost,
 }
 
 /// How far a blob is.
@@ -100,7 +109,7 @@ enum State {
     Ready,
     /// Nothing refers to it; its file goes once that is durable.
     Done,
-    /// Its file is damaged, which was told.
+    /// Its file is damaged or cannot be read, which was logged.
     Damaged,
 }
 
@@ -204,13 +213,22 @@ impl Staging {
 
     /// Bytes of a blob, checked; `None` when they are not here, or not any more. May wait for the disk.
     pub(crate) fn read_now(&self, key: &ObjectKey, range: Range<u64>) -> Option<Result<Bytes>> {
+        self.try_read(key, range).map(|read| read.map_err(file::told))
+    }
+
+    fn try_read(&self, key: &ObjectKey, range: Range<u64>) -> Option<io::Result<Bytes>> {
         let (name, tail) = self.tail(key)?;
         if range.end > tail.size {
-            return Some(Err(Error::corrupt(format!("the staged file of {key} was cut short"))));
+            let message = format!("the staged file of {key} was cut short");
+            return Some(Err(io::Error::new(io::ErrorKind::InvalidData, message)));
         }
         match file::read(&self.folder.join(&name), &tail, range) {
             Err(_) if !self.holds(key) => None,
-            Err(error) if error.kind() == ErrorKind::Corrupt => {
+            // Where they were given up, others are not to wait for them either.
+            Err(error) if self.is_lost(&name) => {
+                Some(Err(io::Error::new(io::ErrorKind::InvalidData, error.to_string())))
+            }
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                 if let Some(entry) = self.blobs.lock().entries.get_mut(&name) {
                     entry.state = State::Damaged;
                 }
@@ -225,6 +243,29 @@ impl Staging {
     pub(crate) async fn read(self: &Arc<Self>, key: &ObjectKey, range: Range<u64>) -> Result<Option<Bytes>> {
         let (own, key) = (self.clone(), key.clone());
         blocking(move || own.read_now(&key, range)).await?.transpose()
+    }
+
+    fn is_lost(&self, name: &str) -> bool {
+        self.blobs.lock().entries.get(name).is_some_and(|entry| entry.on_disk == OnDisk::Lost)
+    }
+
+    /// Whether bytes of `ino` that it `refers` to are lost and nobody who writes it was told. From then on somebody was, if this
+    /// `tells`.
+    pub(crate) fn has_lost(&self, ino: InodeId, refers: impl Fn(&ObjectKey) -> bool, tells: bool) -> bool {
+        let mut blobs = self.blobs.lock();
+        let Blobs { entries, inodes, .. } = &mut *blobs;
+        let mut is_any = false;
+        for name in inodes.get(&ino).into_iter().flatten() {
+            if let Some(entry) = entries.get_mut(name)
+                && entry.state == State::Damaged
+                && !entry.is_told
+                && key_of(name).is_some_and(|key| refers(&key))
+            {
+                entry.is_told = tells;
+                is_any = true;
+            }
+        }
+        is_any
     }
 
     /// Says that no commit of `ino` is on its way: what was staged for it is referred to by now, or never will be. Tells
@@ -384,6 +425,44 @@ impl Staging {
         Ok(refused.filter_map(|(name, entry)| Some((key_of(name)?, entry.tail.size))).collect())
     }
 
+    /// All bytes of a blob for which the disk does not do that; `None` when they are not here any more, or lost.
+    ///
+    /// # Errors
+    /// Those of the disk, until it has failed often enough.
+    pub(super) async fn rescue(self: &Arc<Self>, key: &ObjectKey, size: u64) -> Result<Option<Bytes>> {
+        let (own, key) = (self.clone(), key.clone());
+        let rescued = blocking(move || match own.try_read(&key, 0..size) {
+            None => Ok(None),
+            Some(Ok(data)) => Ok(Some(data)),
+            Some(Err(error)) if own.gives_up(&key, &error) => Ok(None),
+            Some(Err(error)) => Err(file::told(error).context("what the local disk does not keep")),
+        });
+        rescued.await?
+    }
+
+    /// Counts a failed read; tells whether it was the last.
+    fn gives_up(&self, key: &ObjectKey, error: &io::Error) -> bool {
+        if error.kind() == io::ErrorKind::InvalidData {
+            return true;
+        }
+        if file::is_want(error) {
+            return false;
+        }
+        let mut blobs = self.blobs.lock();
+        let Some(entry) = name_of(key).and_then(|name| blobs.entries.get_mut(&name)) else { return true };
+        entry.failed_reads += 1;
+        if entry.failed_reads < READS {
+            return false;
+        }
+        entry.on_disk = OnDisk::Lost;
+        // What nothing refers to is no loss.
+        if entry.state != State::Done {
+            entry.state = State::Damaged;
+            tracing::error!(%key, %error, "staged bytes are lost: the local disk neither keeps them nor gives them back");
+        }
+        true
+    }
+
     fn note_synced(&self, synced: Vec<(String, Result<()>)>, named: Result<()>) {
         let until = self.clock.now() + REST;
         let mut blobs = self.blobs.lock();
@@ -415,7 +494,9 @@ impl Blobs {
         let (tail, number) = (Arc::new(tail), self.next);
         self.next += 1;
         self.is_folder_dirty = true;
-        self.entries.insert(name, Entry { tail, number, since, on_disk: OnDisk::Written, state });
+        let on_disk = OnDisk::Written;
+        let entry = Entry { tail, number, since, on_disk, state, failed_reads: 0, is_told: false };
+        self.entries.insert(name, entry);
     }
 
     fn remove(&mut self, name: &str) {

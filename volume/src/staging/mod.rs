@@ -35,7 +35,7 @@ pub struct Staged {
     pub bytes: u64,
     /// Seconds since the first of them was staged.
     pub oldest_seconds: Option<u64>,
-    /// Blobs whose staged bytes were damaged on the disk: they will never be uploaded.
+    /// Blobs whose staged bytes were damaged on the disk, or that it neither kept nor gave back: they will never be uploaded.
     pub damaged: u64,
     /// Why uploads fail, while they do.
     pub last_error: Option<String>,

@@ -1,7 +1,7 @@
 //! What writers have to do with staging.
 
 use bytes::Bytes;
-use forebay_core::{Blob, FileLayout, InodeId, Source};
+use forebay_core::{Blob, Error, FileLayout, InodeId, Source};
 
 use crate::store::Store;
 
@@ -22,6 +22,13 @@ impl Store {
         if let Some(uploads) = &self.uploads {
             uploads.committed(ino);
         }
+    }
+
+    /// That staged bytes of a file are lost, until a call that `tells` whoever writes it.
+    pub(crate) fn lost(&self, ino: InodeId, layout: &FileLayout, tells: bool) -> Option<Error> {
+        let staging = &self.uploads.as_ref()?.staging;
+        let is_lost = staging.has_lost(ino, |key| layout.blobs().any(|blob| blob.key == *key), tells);
+        is_lost.then(|| Error::corrupt("the local disk lost bytes that were staged with --writeback"))
     }
 
     /// Whether a file was written front to back, staged first and now in memory: all of it can be one upload.

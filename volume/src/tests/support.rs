@@ -57,6 +57,8 @@ pub(crate) struct Fixture {
     pub(crate) refuses: Arc<AtomicBool>,
     /// Entries that a clone copies at a time.
     pub(crate) clone_step: usize,
+    /// How long a change of the tree that nobody waits for may stay in memory.
+    pub(crate) flush_interval: Duration,
     /// How long what is deleted can be brought back.
     pub(crate) trash_ms: u64,
     /// The right to the volume cannot be renewed: the tree takes no changes meanwhile.
@@ -84,6 +86,7 @@ impl Fixture {
             writeback,
             clock,
             clone_step,
+            flush_interval: CommitterSettings::default().flush_interval,
             trash_ms,
             lapsed,
         }
@@ -121,7 +124,9 @@ impl Fixture {
             false => Ok(()),
         };
         let changes_while_unsure = self.writeback.is_some();
-        let committing = CommitterSettings { changes_while_unsure, ..CommitterSettings::default() };
+        let flush_interval = self.flush_interval;
+        let committing =
+            CommitterSettings { changes_while_unsure, flush_interval, ..CommitterSettings::default() };
         let (clock, rng, tasks) = (self.clock.clone(), Rng::seeded(1), TaskGroup::new("test"));
         let parts = TreeParts {
             volume: VOLUME,

@@ -1,6 +1,7 @@
 //! Bytes that are staged on the local disk: what they cost, where they are read, how they get to the store.
 
 mod away;
+mod lost;
 
 use std::sync::Arc;
 
