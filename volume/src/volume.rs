@@ -354,8 +354,8 @@ impl Volume {
         }
     }
 
-    /// Returns when every name and attribute answered so far is in the bucket.
-    pub(crate) async fn sync_names(&self) -> Result<()> {
+    /// Returns when every name and attribute answered so far is in the bucket; `Unavailable` past the deadline.
+    pub async fn sync_names(&self) -> Result<()> {
         self.store.sync_tree().await
     }
 

@@ -126,12 +126,13 @@ impl FileSystem {
         self.directories.remove(handle).map(drop)
     }
 
-    /// fsync(2) of a directory: every name given so far is durable in the bucket on return.
+    /// fsync(2) of a directory: every name given so far is durable in the bucket on return. Fails past the deadline, and
+    /// gives nothing up then.
     pub async fn sync_directory(&self) -> FsResult<()> {
         if self.volume.read_only() {
             return Ok(());
         }
-        Ok(self.volume.tree().sync().await?)
+        Ok(self.volume.sync_names().await?)
     }
 
     fn directory(&self, ino: InodeId, handle: Handle) -> FsResult<Directory> {

@@ -2,6 +2,9 @@
 
 use std::collections::BTreeSet;
 
+use forebay_io::object::Faults;
+use forebay_metadata::kv::{SlateEngine, SlateSettings};
+
 use super::*;
 
 /// Names of one READDIR of at most `room` entries after `offset`, with the number to go on from.
@@ -194,4 +197,23 @@ async fn positions_stay_while_names_come_and_go() {
         assert_eq!(page(&fs, ino, handle, at_400, 3).await.0, ["n00399x", "n00400", "n00401"]);
     }
     assert_eq!(page(&fs, ino, handle, 0, 4).await.0, [".", "..", "n00000x", "n00001"]);
+}
+
+/// A program that synced a directory while the store was away hung until it was back.
+#[tokio::test]
+async fn syncing_a_directory_ends_at_the_deadline() {
+    let faults = Faults::new();
+    let bucket = Bucket::in_memory().with_deadline_ms(50).with_faults(&faults);
+    let engine = SlateEngine::open(&bucket, &SlateSettings::default()).await.expect("a tree in the bucket");
+    let write = WriteSettings { deadline_ms: 300, ..WriteSettings::default() };
+    let fs =
+        FileSystem::new(over(Arc::new(engine), &bucket, false, write).await, policy(false), Clock::system());
+    assert_eq!(fs.sync_directory().await, Ok(()));
+    fs.make_directory(CALLER, ROOT, b"d", 0o755).await.expect("mkdir");
+    faults.set_down(true);
+    let limited = tokio::time::timeout(Duration::from_secs(60), fs.sync_directory());
+    fails(limited.await.expect("no hang"), libc::EIO);
+    faults.set_down(false);
+    // The tree tries again at its own pace.
+    while fs.sync_directory().await.is_err() {}
 }

@@ -19,7 +19,7 @@ use forebay_io::object::Bucket;
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::commit::{Committer, CommitterSettings};
-use forebay_metadata::kv::MemEngine;
+use forebay_metadata::kv::{Engine, MemEngine};
 use forebay_metadata::tree::{LocalTree, TreeParts, TreeSettings};
 use forebay_volume::prefetch::PrefetchSettings;
 use forebay_volume::settings::WriteSettings;
@@ -35,7 +35,17 @@ const VOLUME: VolumeId = VolumeId(7);
 
 /// A volume over `bucket` with a fresh tree.
 async fn volume(bucket: &Bucket, read_only: bool) -> Arc<Volume> {
-    let committer = Committer::start(Arc::new(MemEngine::new()), CommitterSettings::default());
+    over(Arc::new(MemEngine::new()), bucket, read_only, WriteSettings::default()).await
+}
+
+/// The same with its tree in `engine`.
+async fn over(
+    engine: Arc<dyn Engine>,
+    bucket: &Bucket,
+    read_only: bool,
+    write: WriteSettings,
+) -> Arc<Volume> {
+    let committer = Committer::start(engine, CommitterSettings::default());
     let parts = TreeParts {
         volume: VOLUME,
         committer,
@@ -55,7 +65,7 @@ async fn volume(bucket: &Bucket, read_only: bool) -> Arc<Volume> {
         volume: VOLUME,
         read_only,
         claim: None,
-        write: WriteSettings::default(),
+        write,
         part_copy: true,
         writeback: None,
         prefetch: PrefetchSettings::default(),
