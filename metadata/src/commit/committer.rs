@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_core::Result;
+use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::task::{Task, TaskGroup};
 use parking_lot::RwLock;
 use tokio::sync::{Mutex, Semaphore};
@@ -25,7 +25,8 @@ pub struct CommitterSettings {
     pub max_batch_bytes: usize,
     /// Bytes of changes that may wait behind the batch being written. Default 32 MiB.
     pub max_waiting_bytes: usize,
-    /// How long the reads of one run may take before the transaction fails with `Unavailable`. Default 30 s.
+    /// How long the reads of one run may take before the transaction fails with `Unavailable`, and a sync that somebody
+    /// waits for. Default 30 s.
     pub fetch_deadline: Duration,
     /// How often a transaction may run before it fails with `Bug`: once for every read that depends on one
     /// before it, on an engine whose reads wait. Default 1,000.
@@ -186,6 +187,16 @@ impl Committer {
     /// Returns when every change answered before is durable.
     pub async fn sync(&self) -> Result<()> {
         self.transact(Durability::Durable, |_| Ok(())).await
+    }
+
+    /// As [`Self::sync`], for those who have somebody waiting.
+    ///
+    /// # Errors
+    /// `Unavailable` past [`CommitterSettings::fetch_deadline`]; the changes are kept and still on their way.
+    pub async fn sync_in_time(&self) -> Result<()> {
+        let late =
+            |_| Error::new(ErrorKind::Unavailable, "the store of the tree did not take changes in time");
+        tokio::time::timeout(self.0.state.fetch_deadline, self.sync()).await.map_err(late)?
     }
 
     /// Whether this process surely may act for the volume now.

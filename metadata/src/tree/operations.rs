@@ -155,27 +155,11 @@ impl Tree for LocalTree {
         self.ensure_below(to.0, to.1).await?;
         let (from, to) = ((from.0, Bytes::copy_from_slice(from.1)), (to.0, Bytes::copy_from_slice(to.1)));
         let mut counted = Vec::new();
-        for _ in 0..MOST_STEPS {
-            let (from, to) = (from.clone(), to.clone());
-            let rename = move |change: &mut Change<'_, '_>| {
-                rename::rename(change, (from.0, &from.1), (to.0, &to.1), mode)
-            };
-            let renamed = self.change(rename).await;
-            let Some(uncounted) = renamed.as_ref().ok().filter(|uncounted| !uncounted.is_empty()) else {
-                for directory in counted {
-                    self.end_count(directory).await?;
-                }
-                return renamed.map(|_| ());
-            };
-            for directory in uncounted {
-                self.count_below(*directory).await?;
-                counted.push(*directory);
-            }
+        let renamed = rename::rename_counted(self, &from, &to, mode, &mut counted).await;
+        for directory in counted {
+            self.end_count(directory).await?;
         }
-        Err(Error::new(
-            ErrorKind::Unavailable,
-            format!("what moves from directory {} cannot be counted", from.0),
-        ))
+        renamed
     }
 
     async fn set_attributes(&self, ino: InodeId, changes: SetAttributes) -> Result<Attributes> {

@@ -32,15 +32,32 @@ pub struct DirectoryQuota {
 impl LocalTree {
     /// Limits what may lie below a directory; that of the root is the volume's. What is there already is counted first,
     /// and stays even if it is more. No limit at all ends the quota. Durable on return.
+    ///
+    /// # Errors
+    /// `Unavailable` when the store does not take in time what was changed before: what is not counted stays as it was.
     pub async fn set_quota(&self, directory: InodeId, limits: QuotaLimits) -> Result<Option<Quota>> {
         self.check_writable()?;
-        self.change(move |change| change.begin_count(directory, Some(limits)).map(drop)).await?;
-        match limits == QuotaLimits::default() {
-            true => self.end_count(directory).await?,
-            false => self.count_below(directory).await?,
+        let before = self.limit(directory, limits).await?;
+        let counted = match limits == QuotaLimits::default() {
+            true => self.end_count(directory).await,
+            false => self.count_below(directory).await,
+        };
+        if let Err(error) = counted {
+            self.limit(directory, before).await?;
+            self.end_count(directory).await?;
+            return Err(error);
         }
-        self.committer.sync().await?;
+        self.committer.sync_in_time().await?;
         self.quota(directory).await
+    }
+
+    /// Sets the limits of a directory, counted or not. Returns those that it had.
+    async fn limit(&self, directory: InodeId, limits: QuotaLimits) -> Result<QuotaLimits> {
+        self.change(move |change| {
+            let before = change.quota(directory)?.unwrap_or_default().limits;
+            change.begin_count(directory, Some(limits)).map(|_| before)
+        })
+        .await
     }
 
     /// What may lie below a directory, and what does.
@@ -101,7 +118,7 @@ impl LocalTree {
             return Ok(());
         }
         // A snapshot holds what was synced.
-        self.committer.sync().await?;
+        self.committer.sync_in_time().await?;
         let keys = self.shared.keys;
         let snapshot = self.committer.engine().snapshot()?;
         let found = count(snapshot.as_ref(), keys, directory).await?;

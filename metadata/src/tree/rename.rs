@@ -1,8 +1,10 @@
 //! Moving and exchanging names.
 
+use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result};
 
 use super::RenameMode;
+use super::local::LocalTree;
 use super::remove_directory::check_empty;
 use crate::records::{Change, Charge, Records, check_name, check_new_name, usage_of};
 use crate::schema::{Dentry, Inode, Usage};
@@ -10,9 +12,36 @@ use crate::schema::{Dentry, Inode, Usage};
 /// A directory and a name in it.
 type Place<'n> = (InodeId, &'n [u8]);
 
+/// How often what moves is counted before the move gives up: others make and remove quotas meanwhile.
+const MOST_COUNTS: u32 = 8;
+
+/// As [`super::Tree::rename`], after what has to be counted first. That goes to `counted`, whatever comes of it.
+pub(super) async fn rename_counted(
+    tree: &LocalTree,
+    from: &(InodeId, Bytes),
+    to: &(InodeId, Bytes),
+    mode: RenameMode,
+    counted: &mut Vec<InodeId>,
+) -> Result<()> {
+    for _ in 0..MOST_COUNTS {
+        let (from, to) = (from.clone(), to.clone());
+        let rename =
+            move |change: &mut Change<'_, '_>| rename(change, (from.0, &from.1), (to.0, &to.1), mode);
+        let uncounted = tree.change(rename).await?;
+        if uncounted.is_empty() {
+            return Ok(());
+        }
+        for directory in uncounted {
+            counted.push(directory);
+            tree.count_below(directory).await?;
+        }
+    }
+    Err(Error::new(ErrorKind::Unavailable, format!("what moves from directory {} cannot be counted", from.0)))
+}
+
 /// As [`super::Tree::rename`]. Returns directories that have to be counted first, since quotas part from them what they
 /// hold; nothing has changed then.
-pub(super) fn rename(
+fn rename(
     change: &mut Change<'_, '_>,
     from: Place<'_>,
     to: Place<'_>,

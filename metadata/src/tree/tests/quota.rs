@@ -1,8 +1,10 @@
 //! Quotas count exactly what is there, whatever happens, and refuse what does not fit.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use forebay_core::{ErrorKind, FileKind, InodeId, Result};
+use forebay_io::object::{Bucket, Faults};
 
 use super::sharing::share;
 use super::world::*;
@@ -197,6 +199,40 @@ async fn counting_goes_on_beside_changes() {
         }
         tree.close().await.expect("closed");
     }
+}
+
+/// While the store was away, a rename that counts first hung until it was back, and so did setting a quota.
+#[tokio::test]
+async fn what_cannot_be_counted_while_the_store_is_away_fails_in_time() {
+    let faults = Faults::new();
+    let mut world = World::new(Kind::Slate).await;
+    world.bucket = Some(Bucket::in_memory().with_deadline_ms(50).with_faults(&faults));
+    world.committing.fetch_deadline = Duration::from_millis(300);
+    let tree = world.open().await;
+    for path in ["one", "two", "three", "one/d", "one/d/e"] {
+        make_directory(&tree, path).await.expect("made");
+    }
+    set(&tree, "one", WIDE).await;
+    set(&tree, "two", WIDE).await;
+    let three = resolve(&tree, "three").await.expect("found").ino;
+    let later = make_directory(&tree, "one/later").await.expect("made").ino;
+    faults.set_down(true);
+    let told = async |work: &mut (dyn Future<Output = Result<()>> + Unpin)| {
+        let limited = tokio::time::timeout(Duration::from_secs(60), work).await;
+        assert_eq!(limited.expect("no hang").expect_err("not counted").kind(), ErrorKind::Unavailable);
+    };
+    told(&mut Box::pin(rename(&tree, "one/d", "two/d", RenameMode::Replace))).await;
+    told(&mut Box::pin(async { tree.set_quota(three, WIDE).await.map(drop) })).await;
+    faults.set_down(false);
+    tree.sync().await.expect("what was made before is kept");
+    assert_eq!(resolve(&tree, "one/later").await.expect("found").ino, later);
+    let quotas = tree.quotas(None, 10).await.expect("looked at");
+    let paths: Vec<_> = quotas.iter().map(|quota| &quota.path[..]).collect();
+    assert_eq!(paths, [b"one", b"two"], "nothing limits what was not counted");
+    rename(&tree, "one/d", "two/d", RenameMode::Replace).await.expect("renamed");
+    set(&tree, "three", WIDE).await.expect("a quota");
+    assert_eq!((used(&tree, "one").await, used(&tree, "two").await), ((1, 0), (2, 0)));
+    sound(&tree).await;
 }
 
 /// A count that was cut off is made at the next start; one that only a rename needed ends.

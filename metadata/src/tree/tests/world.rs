@@ -183,6 +183,7 @@ pub(super) struct World {
     pub(super) clock: Clock,
     pub(super) disk: Disk,
     pub(super) settings: TreeSettings,
+    pub(super) committing: CommitterSettings,
     directory: tempfile::TempDir,
     sessions: AtomicU64,
     tasks: Mutex<TaskGroup>,
@@ -210,6 +211,7 @@ impl World {
             clock: Clock::manual(),
             disk: Disk::default(),
             settings,
+            committing: CommitterSettings::default(),
             directory,
             sessions,
             tasks,
@@ -258,7 +260,7 @@ impl World {
         *self.tasks.lock() = tasks.clone();
         let parts = TreeParts {
             volume: VolumeId(7),
-            committer: Committer::start(engine, CommitterSettings::default()),
+            committer: Committer::start(engine, self.committing.clone()),
             bucket,
             session: self.sessions.fetch_add(1, Ordering::SeqCst),
             clock: self.clock.clone(),
