@@ -8,7 +8,7 @@ use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp, Version};
 use futures::stream::{BoxStream, StreamExt, TryStreamExt};
 use object_store::path::Path;
-use object_store::{Attribute, CopyOptions, GetResult, ObjectMeta, ObjectStore, PutOptions};
+use object_store::{Attribute, CopyMode, CopyOptions, GetResult, ObjectMeta, ObjectStore, PutOptions};
 
 use super::backend::{Plain, STAGED, connect, sweep_directory};
 use super::counters::Meter;
@@ -367,11 +367,27 @@ impl Bucket {
         Ok(old.into_iter().map(left).collect())
     }
 
-    /// Copies an object inside the bucket without moving its bytes through this host. On S3 up to 5 GiB; larger
-    /// ones go part by part through [`Upload::copy_from`].
-    pub async fn copy(&self, from: &ObjectKey, to: &ObjectKey) -> Result<ObjectInfo> {
-        let (source, target) = (self.path(from)?, self.path(to)?);
-        self.call(Request::Copy { from: source, to: target, options: CopyOptions::default() }).await?;
+    /// Copies an object of so many bytes inside the bucket without moving them through this host. On S3 up to 5 GiB;
+    /// larger ones go part by part through [`Upload::copy_from`].
+    ///
+    /// Of the conditions, stores have `IfAbsent` alone for this, and S3 has none: the caller has looked at `to` before.
+    ///
+    /// # Errors
+    /// `Conflict` when the condition was looked at and does not hold, also after a copy of this call whose reply was lost;
+    /// `Unavailable` when it is not known what became of it.
+    pub async fn copy(
+        &self,
+        from: &ObjectKey,
+        to: &ObjectKey,
+        bytes: u64,
+        condition: &Condition,
+    ) -> Result<ObjectInfo> {
+        let mode = match condition {
+            Condition::IfAbsent if self.0.url.scheme != Scheme::S3 => CopyMode::Create,
+            _ => CopyMode::Overwrite,
+        };
+        let options = CopyOptions::new().with_mode(mode);
+        self.call(Request::Copy { from: self.path(from)?, to: self.path(to)?, bytes, options }).await?;
         self.head(to).await?.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("copy {to} is gone")))
     }
 

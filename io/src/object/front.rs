@@ -125,7 +125,7 @@ impl ObjectStore for Front {
     }
 
     async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
-        let copy = Request::Copy { from: from.clone(), to: to.clone(), options };
+        let copy = Request::Copy { from: from.clone(), to: to.clone(), bytes: 0, options };
         self.service.call(copy).await.map(drop)
     }
 }

@@ -41,8 +41,8 @@ pub(super) enum Request {
     Delete { keys: Vec<Path> },
     /// One page of keys.
     List(ListRequest),
-    /// Copies inside the store.
-    Copy { from: Path, to: Path, options: CopyOptions },
+    /// Copies an object of so many bytes inside the store; 0 where the caller does not know.
+    Copy { from: Path, to: Path, bytes: u64, options: CopyOptions },
     /// Starts an upload. A store that keeps user metadata keeps `token` with the object. Only a `conditional` one can be
     /// completed on a condition.
     Create { key: Path, options: PutMultipartOptions, token: String, conditional: bool },
@@ -187,6 +187,15 @@ impl Request {
         match self {
             Self::Put { payload, .. } | Self::Part { payload, .. } => payload.content_length() as u64,
             _ => 0,
+        }
+    }
+
+    /// Bytes that take their time before the store answers: those that travel to it, or that it copies itself.
+    pub(super) fn moved_bytes(&self) -> u64 {
+        match self {
+            Self::Copy { bytes, .. } => *bytes,
+            Self::CopyPart { range, .. } => range.end - range.start,
+            other => other.sent_bytes(),
         }
     }
 

@@ -256,3 +256,34 @@ async fn opening_waits_for_a_busy_store_and_not_for_one_that_is_not_there() {
         }
     }
 }
+
+/// A store that takes its time for copies.
+#[derive(Debug)]
+struct Thorough(Plain);
+
+#[async_trait]
+impl Service for Thorough {
+    async fn call(&self, request: Request) -> Result<Reply> {
+        if matches!(request, Request::Copy { .. }) {
+            tokio::time::sleep(std::time::Duration::from_secs(60)).await;
+        }
+        self.0.call(request).await
+    }
+}
+
+/// A copy of a large object was given up after 10 s, and sent again beside the one that went on in the store.
+#[tokio::test(start_paused = true)]
+async fn a_copy_is_waited_for_as_long_as_its_bytes_take() {
+    let store = Arc::new(Thorough(Plain::staged(Arc::new(InMemory::new()), true)));
+    let stack = Stack::new(store, &StoreSettings::default());
+    let bucket = Bucket::over("s3://b".parse().expect("a URL"), stack);
+    let [from, to] = ["from", "to"].map(ObjectKey::new);
+    bucket.put(&from, "bytes".into(), Condition::Always).await.expect("put");
+    for (bytes, is_waited_for) in [(5 << 30, true), (5, false)] {
+        let before = bucket.counters();
+        let copied = bucket.copy(&from, &to, bytes, &Condition::Always).await;
+        let sent = bucket.counters().since(&before).of(OperationKind::Copy).requests;
+        assert_eq!(copied.is_ok(), is_waited_for, "{bytes} bytes: {copied:?}");
+        assert_eq!(sent == 1, is_waited_for, "{sent} requests");
+    }
+}

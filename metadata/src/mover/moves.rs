@@ -158,7 +158,7 @@ impl Mover {
         condition: Condition,
     ) -> Result<ObjectInfo> {
         if from.size <= LARGEST_COPY {
-            return self.bucket().copy(&from.key, to).await;
+            return self.bucket().copy(&from.key, to, from.size, &condition).await;
         }
         let mut upload = self.bucket().upload(to).await?;
         upload.copy_from(&from.key, &from.version, 0..from.size).await?;

@@ -146,7 +146,7 @@ async fn an_error_inside_a_success_is_an_error() {
         found(1, "", ""),
     ])
     .await;
-    bucket.copy(&key("a"), &key("b")).await.expect("copy");
+    bucket.copy(&key("a"), &key("b"), 1, &Condition::Always).await.expect("copy");
     assert_eq!(cost(&bucket.counters(), OperationKind::Copy), (2, 1));
 }
 

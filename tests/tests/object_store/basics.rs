@@ -25,7 +25,7 @@ fn objects_are_written_read_and_deleted() {
         let empty = bucket.put(&key("empty"), Bytes::new(), Condition::Always).await.expect("put");
         assert_eq!(bucket.get_whole(&key("empty")).await.expect("get").0.len(), 0);
         assert_eq!(empty.size, 0);
-        let copy = bucket.copy(&a, &key("dir/b c")).await.expect("copy");
+        let copy = bucket.copy(&a, &key("dir/b c"), 1, &Condition::Always).await.expect("copy");
         assert_eq!(copy.size, 10);
         bucket.delete(&a).await.expect("delete");
         bucket.delete(&a).await.expect("an object that is gone is no error");
@@ -129,7 +129,7 @@ fn a_read_only_handle_writes_nothing() {
         assert!(reader.is_read_only());
         assert_kind(reader.put(&key("b"), "b".into(), Condition::Always).await, ErrorKind::ReadOnly);
         assert_kind(reader.delete(&key("a")).await, ErrorKind::ReadOnly);
-        assert_kind(reader.copy(&key("a"), &key("b")).await, ErrorKind::ReadOnly);
+        assert_kind(reader.copy(&key("a"), &key("b"), 1, &Condition::Always).await, ErrorKind::ReadOnly);
         let mut upload = reader.upload(&key("b")).await.expect("nothing is sent yet");
         assert_kind(upload.write(pattern(9 << 20)).await, ErrorKind::ReadOnly);
         drop(upload);

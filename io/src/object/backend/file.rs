@@ -12,6 +12,8 @@
 //!   one tick of the file system's clock and to the same size is not noticed.
 //! - The token of a write is an extended attribute of its file, where the file system has those.
 //!
+//! - A copy or deletion whose request was given up, as one that took too long, has no effect any more.
+//!
 //! Staging files, unfinished uploads and the lock lie in `.forebay/staging/`, which listings leave out. What dead
 //! processes left in the staging folder goes when it is swept.
 
@@ -27,6 +29,7 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -51,6 +54,8 @@ use upload::Begun;
 const STAGING: &str = ".forebay/staging";
 /// Bytes read at once: large enough that a thread hop costs little.
 const CHUNK_BYTES: u64 = 4 << 20;
+/// Bytes copied between two looks at whether anybody waits for the copy: some 100 ms of a disk.
+const COPIED_BYTES: u64 = 64 << 20;
 /// Tokens of recent writes remembered in this process, to settle replies that were lost on the way.
 const RECENT_WRITES: usize = 1024;
 
@@ -70,6 +75,43 @@ struct Inner {
     uploads: Mutex<HashMap<String, Begun>>,
 }
 
+/// Whether a request is still waited for. Work on a thread goes on when its request was given up, which may be sent again
+/// then, or be followed by others: what comes late must not undo those.
+#[derive(Debug, Clone, Default)]
+struct Wanted(Arc<AtomicBool>);
+
+impl Wanted {
+    fn check(&self) -> io::Result<()> {
+        match self.0.load(Ordering::SeqCst) {
+            false => Ok(()),
+            true => Err(io::Error::new(io::ErrorKind::TimedOut, "the request was given up")),
+        }
+    }
+}
+
+/// Gives a request up when it is dropped; one that is done does not notice.
+struct Waits(Wanted);
+
+impl Drop for Waits {
+    fn drop(&mut self) {
+        self.0.0.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Copies up to `length` bytes, in pieces between which it may be given up. Returns how many there were.
+fn copy_bytes(source: &mut File, target: &mut File, length: u64, wanted: &Wanted) -> io::Result<u64> {
+    let mut copied = 0;
+    while copied < length {
+        wanted.check()?;
+        let piece = (length - copied).min(COPIED_BYTES);
+        match io::copy(&mut Read::take(&mut *source, piece), target)? {
+            0 => break,
+            more => copied += more,
+        }
+    }
+    Ok(copied)
+}
+
 impl Directory {
     /// A store over the existing directory `root`.
     pub(super) fn new(root: PathBuf) -> Self {
@@ -86,6 +128,17 @@ impl Directory {
         blocking(move || work(&inner)).await.unwrap_or_else(|error| {
             Err(object_store::Error::Generic { store: STORE, source: Box::new(error) })
         })
+    }
+
+    /// The same for work that is not to take effect after its request was given up.
+    async fn run_wanted<T, F>(&self, work: F) -> Result<T>
+    where
+        T: Send + 'static,
+        F: FnOnce(&Inner, Wanted) -> Result<T> + Send + 'static,
+    {
+        let wanted = Wanted::default();
+        let _waits = Waits(wanted.clone());
+        self.run(move |inner| work(inner, wanted)).await
     }
 
     async fn get(&self, key: Path, options: GetOptions) -> Result<GetResult> {
@@ -120,12 +173,12 @@ impl Service for Directory {
                 self.run(move |inner| inner.put(&key, &payload, &options.mode, token)).await.map(Reply::Put)
             }
             Request::Delete { keys } => {
-                self.run(move |inner| inner.delete_all(&keys)).await?;
+                self.run_wanted(move |inner, wanted| inner.delete_all(&keys, &wanted)).await?;
                 Ok(Reply::Done)
             }
             Request::List(list) => self.run(move |inner| inner.list(&list)).await.map(Reply::Page),
-            Request::Copy { from, to, options } => {
-                self.run(move |inner| inner.copy(&from, &to, options.mode)).await?;
+            Request::Copy { from, to, options, .. } => {
+                self.run_wanted(move |inner, wanted| inner.copy(&from, &to, options.mode, &wanted)).await?;
                 Ok(Reply::Done)
             }
             Request::Create { key, options, token, .. } => {
@@ -136,9 +189,10 @@ impl Service for Directory {
                 self.run(move |inner| inner.write_part(&upload, offset, &payload)).await.map(Reply::Part)
             }
             Request::CopyPart { upload, offset, from, version, range, .. } => {
-                let work =
-                    move |inner: &Inner| inner.copy_part(&upload, offset, &from, version.as_ref(), range);
-                self.run(work).await.map(Reply::Part)
+                let work = move |inner: &Inner, wanted: Wanted| {
+                    inner.copy_part(&upload, offset, (&from, version.as_ref(), range), &wanted)
+                };
+                self.run_wanted(work).await.map(Reply::Part)
             }
             Request::Complete { upload, parts, condition } => {
                 self.run(move |inner| inner.complete(&upload, &parts, &condition)).await.map(Reply::Put)

@@ -220,7 +220,7 @@ impl Service for Plain {
             }
             Request::Delete { keys } => delete_all(self.store.as_ref(), keys).await,
             Request::List(list) => self.list(list).await.map(Reply::Page),
-            Request::Copy { from, to, options } => {
+            Request::Copy { from, to, options, .. } => {
                 self.store.copy_opts(&from, &to, options).await?;
                 Ok(Reply::Done)
             }

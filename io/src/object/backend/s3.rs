@@ -52,7 +52,7 @@ impl Service for S3 {
             }
             Request::Delete { keys } => delete_all(&self.store, keys).await,
             Request::List(list) => self.list(list).await.map(Reply::Page),
-            Request::Copy { from, to, options } => {
+            Request::Copy { from, to, options, .. } => {
                 self.store.copy_opts(&from, &to, options).await?;
                 Ok(Reply::Done)
             }

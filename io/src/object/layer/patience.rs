@@ -1,7 +1,7 @@
 //! Bounds the wait for one attempt: for its reply, and for each next piece of its body.
 //!
 //! The clients' own timeouts are off, because they count a large part on a slow link as a failure. Here the wait
-//! for a reply grows with what was sent, at a rate below which a link counts as broken.
+//! for a reply grows with what was sent, or is copied inside the store, at a rate below which a link counts as broken.
 
 use std::time::Duration;
 
@@ -25,12 +25,7 @@ pub(in crate::object) struct Patience {
 #[async_trait]
 impl Service for Patience {
     async fn call(&self, request: Request) -> Result<Reply> {
-        let moved = match &request {
-            // The store moves these bytes itself before it answers.
-            Request::CopyPart { range, .. } => range.end - range.start,
-            other => other.sent_bytes(),
-        };
-        let waited_ms = self.attempt_ms + moved / SLOWEST_BYTES_A_MS;
+        let waited_ms = self.attempt_ms + request.moved_bytes() / SLOWEST_BYTES_A_MS;
         let reply = tokio::time::timeout(Duration::from_millis(waited_ms), self.next.call(request)).await;
         let reply = reply.unwrap_or_else(|_| Err(Fault::Stalled { waited_ms }.into()))?;
         let waited_ms = self.attempt_ms;

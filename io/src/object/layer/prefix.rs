@@ -57,8 +57,8 @@ impl Prefix {
                 list.after = list.after.map(|after| format!("{}{after}", self.prefix));
                 Request::List(list)
             }
-            Request::Copy { from, to, options } => {
-                Request::Copy { from: self.outer(&from)?, to: self.outer(&to)?, options }
+            Request::Copy { from, to, bytes, options } => {
+                Request::Copy { from: self.outer(&from)?, to: self.outer(&to)?, bytes, options }
             }
             Request::Create { key, options, token, conditional } => {
                 Request::Create { key: self.outer(&key)?, options, token, conditional }

@@ -89,7 +89,7 @@ mod tests {
         upload.write(Bytes::from(vec![1; 9 << 20])).await.expect("a part");
         upload.complete(Condition::IfAbsent).await.expect("complete");
         assert_eq!(author(later, "parts", "third").await, Authorship::Ours);
-        bucket.copy(&key, &ObjectKey::new("copy")).await.expect("copy");
+        bucket.copy(&key, &ObjectKey::new("copy"), 1, &Condition::Always).await.expect("copy");
         assert_eq!(author(later, "copy", "second").await, Authorship::Ours, "a copy takes the token along");
         bucket.put(&key, bytes, Condition::Always).await.expect("put");
         assert_eq!(author(later, "d/a", "second").await, Authorship::Others, "a write without a token");

@@ -14,7 +14,7 @@ use object_store::{PutPayload, PutResult, Result};
 use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
 
-use super::{Inner, STAGING, io_error, token, version_of};
+use super::{Inner, STAGING, Wanted, copy_bytes, io_error, token, version_of};
 use crate::files::is_local;
 use crate::object::error::STORE;
 use crate::object::key::address;
@@ -110,9 +110,8 @@ impl Inner {
         &self,
         upload: &UploadId,
         offset: u64,
-        from: &Path,
-        version: Option<&Version>,
-        range: Range<u64>,
+        (from, version, range): (&Path, Option<&Version>, Range<u64>),
+        wanted: &Wanted,
     ) -> Result<PartId> {
         let length = range.end - range.start;
         let copy = |error| io_error(from, error);
@@ -122,7 +121,7 @@ impl Inner {
         self.begin_part(upload);
         target.seek(SeekFrom::Start(offset)).map_err(copy)?;
         source.seek(SeekFrom::Start(range.start)).map_err(copy)?;
-        let copied = io::copy(&mut io::Read::take(&mut source, length), &mut target).map_err(copy)?;
+        let copied = copy_bytes(&mut source, &mut target, length, wanted).map_err(copy)?;
         let after = version_of(&source.metadata().map_err(copy)?);
         if version.is_some_and(|wanted| wanted.as_str() != before) || before != after {
             let source = "the object to copy from was replaced".into();
@@ -155,8 +154,13 @@ impl Inner {
         };
         sync().map_err(|error| io_error(&upload.key, error))?;
         let folder = self.upload_path(upload);
-        let put =
-            self.publish(&folder.join("data"), &upload.key, &put_mode(condition), upload.token.clone())?;
+        let put = self.publish(
+            &folder.join("data"),
+            &upload.key,
+            &put_mode(condition),
+            upload.token.clone(),
+            None,
+        )?;
         // The object is visible and durable; an upload's empty folder that stays behind is listed and aborted later.
         let _ = std::fs::remove_dir_all(&folder);
         self.uploads.lock().remove(&upload.id);

@@ -8,7 +8,7 @@ use std::path::{Path as FilePath, PathBuf};
 use object_store::path::Path;
 use object_store::{CopyMode, PutMode, PutPayload, PutResult, Result};
 
-use super::{Inner, STAGING, io_error, put_result, token, version_of};
+use super::{Inner, STAGING, Wanted, copy_bytes, io_error, put_result, token, version_of};
 
 impl Inner {
     pub(super) fn put(
@@ -19,12 +19,12 @@ impl Inner {
         token: String,
     ) -> Result<PutResult> {
         let write = |file: &mut File| payload.iter().try_for_each(|bytes| file.write_all(bytes));
-        self.write_whole(key, write, mode, token)
+        self.write_whole(key, write, mode, token, None)
     }
 
     /// Copies the bytes: a hard link would let a later change in place reach both keys. As in a bucket, the token of their
     /// write goes with them.
-    pub(super) fn copy(&self, from: &Path, to: &Path, mode: CopyMode) -> Result<()> {
+    pub(super) fn copy(&self, from: &Path, to: &Path, mode: CopyMode, wanted: &Wanted) -> Result<()> {
         let failed = |error| io_error(from, error);
         let mut source = File::open(self.file_of(from)).map_err(failed)?;
         let held = token::held(&source, &source.metadata().map_err(failed)?);
@@ -32,8 +32,8 @@ impl Inner {
             CopyMode::Overwrite => PutMode::Overwrite,
             CopyMode::Create => PutMode::Create,
         };
-        let write = |file: &mut File| io::copy(&mut source, file).map(drop);
-        self.write_whole(to, write, &mode, held.unwrap_or_default()).map(drop)
+        let write = |file: &mut File| copy_bytes(&mut source, file, u64::MAX, wanted).map(drop);
+        self.write_whole(to, write, &mode, held.unwrap_or_default(), Some(wanted)).map(drop)
     }
 
     fn write_whole(
@@ -42,10 +42,11 @@ impl Inner {
         write: impl FnOnce(&mut File) -> io::Result<()>,
         mode: &PutMode,
         token: String,
+        wanted: Option<&Wanted>,
     ) -> Result<PutResult> {
         let staged = self.staging_path(&self.rng.name());
         let written = self.stage(&staged, write, &token).map_err(|error| io_error(key, error));
-        let published = written.and_then(|()| self.publish(&staged, key, mode, token));
+        let published = written.and_then(|()| self.publish(&staged, key, mode, token, wanted));
         if published.is_err() {
             // The first error is the one to report; a file left in the staging folder is seen by no reader.
             let _ = std::fs::remove_file(&staged);
@@ -82,13 +83,15 @@ impl Inner {
         token::sync(&file, token)
     }
 
-    /// Moves the synced file `staged` to its key if `mode` allows, and syncs the directories that changed.
+    /// Moves the synced file `staged` to its key if `mode` allows and it is still `wanted`, where that matters, and syncs the
+    /// directories that changed.
     pub(super) fn publish(
         &self,
         staged: &FilePath,
         key: &Path,
         mode: &PutMode,
         token: String,
+        wanted: Option<&Wanted>,
     ) -> Result<PutResult> {
         let target = self.file_of(key);
         let failed = |error| io_error(key, error);
@@ -103,6 +106,7 @@ impl Inner {
         };
         // Within the lock, or a delete of the last neighbour could take the directory away in between.
         let top = self.locked(|| {
+            wanted.map_or(Ok(()), Wanted::check).map_err(failed)?;
             let top = create_directories(&parent).map_err(|error| taken_error(key, error))?;
             if let PutMode::Update(update) = mode {
                 expect_version(&target, key, update.e_tag.as_deref())?;
@@ -123,10 +127,10 @@ impl Inner {
     }
 
     /// Deletes objects and syncs the directories that they were in.
-    pub(super) fn delete_all(&self, keys: &[Path]) -> Result<()> {
+    pub(super) fn delete_all(&self, keys: &[Path], wanted: &Wanted) -> Result<()> {
         let mut changed = BTreeSet::new();
         for key in keys {
-            changed.extend(self.delete(key)?.map(|directory| (directory, key)));
+            changed.extend(self.delete(key, wanted)?.map(|directory| (directory, key)));
         }
         for (directory, key) in changed {
             match sync_directories(&directory, &directory) {
@@ -139,9 +143,10 @@ impl Inner {
     }
 
     /// Returns the directory that the name is gone from; `None` where it was not there.
-    fn delete(&self, key: &Path) -> Result<Option<PathBuf>> {
+    fn delete(&self, key: &Path, wanted: &Wanted) -> Result<Option<PathBuf>> {
         let target = self.file_of(key);
         self.locked(|| {
+            wanted.check().map_err(|error| io_error(key, error))?;
             let was_there = match std::fs::remove_file(&target) {
                 Ok(()) => true,
                 // A directory is no object.
@@ -232,10 +237,43 @@ fn sync_directories(directory: &FilePath, top: &FilePath) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use bytes::Bytes;
-    use forebay_core::ObjectKey;
+    use forebay_core::{ErrorKind, ObjectKey};
 
     use crate::object::{Bucket, BucketUrl, Condition, StoreSettings};
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_was_given_up_has_no_effect() {
+        // A copy took longer than its request, somebody else wrote there meanwhile, and the copy came in over that.
+        let folder = tempfile::tempdir().expect("scratch");
+        let url: BucketUrl = format!("file://{}", folder.path().display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let [from, to] = ["from", "to"].map(ObjectKey::new);
+        bucket.put(&from, Bytes::from_static(b"copied"), Condition::Always).await.expect("put");
+        let staging = folder.path().join(super::STAGING);
+        let staged = || std::fs::read_dir(&staging).expect("staging").count() - 1;
+        let until = async |count: usize| {
+            while staged() != count {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        // Whoever changes a name waits for this.
+        let lock = std::fs::File::open(staging.join("lock")).expect("the lock");
+        lock.lock().expect("locked");
+        let copy = bucket.copy(&from, &to, 6, &Condition::Always);
+        tokio::select! {
+            _ = copy => panic!("somebody has the lock"),
+            () = until(1) => {}
+        }
+        lock.unlock().expect("unlocked");
+        until(0).await;
+        assert_eq!(bucket.head(&to).await.expect("an answer"), None, "the copy was given up");
+        bucket.copy(&from, &to, 6, &Condition::IfAbsent).await.expect("copied");
+        let again = bucket.copy(&from, &to, 6, &Condition::IfAbsent).await;
+        assert_eq!(again.expect_err("it is there").kind(), ErrorKind::Conflict);
+    }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn an_object_that_is_deleted_at_once_was_put() {
