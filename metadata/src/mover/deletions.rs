@@ -1,11 +1,13 @@
 //! Objects that nothing refers to any more.
 
 use bytes::Bytes;
-use forebay_core::{ObjectKey, Result};
+use forebay_core::{Blob, ObjectKey, Result};
 use futures::stream::{self, StreamExt};
+use tokio::time::Instant;
 use tracing::warn;
 
 use super::Mover;
+use super::copies::LONGEST_COPY;
 use super::run::{AT_ONCE, PAGE, Tally};
 use crate::kv::Durability;
 use crate::records::{Change, Records};
@@ -35,6 +37,7 @@ impl Mover {
         let mut tally = Tally::default();
         let mut is_held_up = false;
         loop {
+            self.save_doomed(start.clone(), end.clone()).await?;
             let _turn = self.turn().await;
             let (from, to) = (start.clone(), end.clone());
             let mut page = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
@@ -53,9 +56,33 @@ impl Mover {
         }
     }
 
-    /// Deletes the doomed object at `key` now, so that it can be written again.
-    pub(crate) async fn delete_doomed(&self, key: &ObjectKey) -> Result<()> {
-        let _turn = self.turn().await;
+    /// Copies what others hold of the next page of deletions away, while others may have their turn.
+    async fn save_doomed(&self, start: Bytes, end: Bytes) -> Result<()> {
+        let (keys, now) = (self.shared().keys, self.shared().now_ms());
+        let lent = self.look(move |look| {
+            let mut lent = Vec::new();
+            for (key, value) in look.reads().scan(&start, &end, PAGE)? {
+                let blob = Deletion::decode(value)?.blob;
+                let is_due = keys.number_in(&key)? <= now;
+                if is_due && !blob.is_owned() && look.is_lent(&blob)? {
+                    lent.push(blob);
+                }
+            }
+            Ok(lent)
+        });
+        let lent = lent.await?;
+        stream::iter(lent).for_each_concurrent(AT_ONCE, |blob| self.save_one(blob)).await;
+        Ok(())
+    }
+
+    /// Deletes the doomed object at `key` now, so that it can be written again. Returns whether that was done `until` then.
+    pub(crate) async fn delete_doomed(&self, key: &ObjectKey, until: Instant) -> Result<bool> {
+        let (mover, key) = (self.clone(), key.clone());
+        let delete = async move { mover.delete_doomed_now(&key).await };
+        Ok(self.alone_until(until, "delete what is in the way", delete).await?.is_some())
+    }
+
+    async fn delete_doomed_now(&self, key: &ObjectKey) -> Result<()> {
         self.settle_writes_to(key).await?;
         let (keys, wanted) = (self.shared().keys, key.clone());
         let queued = self.look(move |look| {
@@ -115,6 +142,10 @@ impl Mover {
         ((key, deletion), verdict)
     }
 
+    async fn is_lent(&self, blob: &Blob) -> Result<bool> {
+        self.look(|look| look.is_lent(blob)).await
+    }
+
     async fn verdict(&self, key: &[u8], deletion: &Deletion) -> Result<Verdict> {
         if self.shared().segments.holds(&deletion.blob.key) {
             return Ok(Verdict::Keep);
@@ -125,7 +156,13 @@ impl Mover {
         if is_plain {
             let blob = &deletion.blob;
             match self.bucket().head(&blob.key).await? {
-                Some(found) if found.version == blob.version => self.save_lent(blob).await?,
+                Some(found) if found.version == blob.version => {
+                    // Tried again before the next page: here nobody else has a turn.
+                    if blob.size > LONGEST_COPY && self.is_lent(blob).await? {
+                        return Ok(Verdict::Keep);
+                    }
+                    self.save_lent(blob).await?;
+                }
                 // What a removed file wrote last is doomed in its turn: the key stays claimed until that is gone.
                 Some(_) if self.settle_writes_to(&blob.key).await? => return Ok(Verdict::Keep),
                 Some(_) => {

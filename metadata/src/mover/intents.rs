@@ -2,6 +2,7 @@
 
 use forebay_core::{ErrorKind, FileLayout, InodeId, ObjectKey, Result};
 use forebay_io::object::{Authorship, ObjectInfo};
+use tokio::time::Instant;
 
 use super::Mover;
 use super::deletions::after;
@@ -65,7 +66,7 @@ impl Mover {
             for (key, _) in page {
                 let ino = InodeId(keys.number_in(&key)?);
                 if self.is_abandoned(ino).await? {
-                    tally.add(self.settle_intent(ino).await.map(|()| 1));
+                    tally.add(self.settle_intent(ino).await.map(usize::from));
                 }
             }
         }
@@ -100,22 +101,45 @@ impl Mover {
         }
     }
 
-    /// Finds out what came of an inode's intent and ends it. The caller holds the turn, since a copy may be on its way.
-    pub(super) async fn settle_intent(&self, ino: InodeId) -> Result<()> {
+    /// Finds out what came of an inode's intent and ends it; false where that cannot be known yet. The caller has the turn
+    /// alone, since a copy may be on its way, or has made sure that there is none.
+    pub(super) async fn settle_intent(&self, ino: InodeId) -> Result<bool> {
+        self.settle_intent_of(ino, true).await
+    }
+
+    async fn settle_intent_of(&self, ino: InodeId, may_be_copy: bool) -> Result<bool> {
         let intent = self.look(move |look| look.intent(ino)).await?;
-        let Some(intent) = intent else { return Ok(()) };
+        let Some(intent) = intent else {
+            self.doubts().end(ino);
+            return Ok(true);
+        };
+        if intent.copies.is_some() && (!may_be_copy || self.doubts().holds(ino, self.shared().now_ms())) {
+            return Ok(false);
+        }
         let found = match &intent.mark {
             Some(mark) => self.bucket().head_of(&intent.key, &mark.token).await?,
             None => self.bucket().head(&intent.key).await?.map(|found| (found, Authorship::Unknown)),
         };
         let settle = move |change: &mut Change<'_, '_>| settle(change, ino, &intent, found.as_ref());
-        self.transact(Durability::Buffered, settle).await
+        self.transact(Durability::Buffered, settle).await?;
+        self.doubts().end(ino);
+        Ok(true)
     }
 
-    /// As `settle_intent`, for a writer that asks for a place.
-    pub(crate) async fn settle(&self, ino: InodeId) -> Result<()> {
-        let _turn = self.turn().await;
-        self.settle_intent(ino).await
+    /// As `settle_intent`, for a writer that asks for a place. A copy under way is waited for `until` then; false where that
+    /// is not enough, and the writer goes elsewhere. What a writer began is known by nobody but the store.
+    pub(crate) async fn settle(&self, ino: InodeId, until: Instant) -> Result<bool> {
+        let intent = self.look(move |look| look.intent(ino)).await?;
+        if intent.is_some_and(|intent| intent.copies.is_some()) {
+            if self.doubts().holds(ino, self.shared().now_ms()) {
+                return Ok(false);
+            }
+            let mover = self.clone();
+            let settle = async move { mover.settle_intent(ino).await };
+            return Ok(self.alone_until(until, "settle a copy", settle).await? == Some(true));
+        }
+        let _turn = self.copying_turn().await;
+        self.settle_intent_of(ino, false).await
     }
 }
 

@@ -6,6 +6,8 @@
 
 use forebay_core::{Blob, Error, ErrorKind, Result};
 use forebay_io::object::Condition;
+use tokio::time::Instant;
+use tracing::warn;
 
 use super::Mover;
 use crate::kv::Durability;
@@ -18,9 +20,7 @@ impl Mover {
     /// # Errors
     /// `Stale` when somebody else replaced or deleted the object meanwhile.
     pub(super) async fn save_lent(&self, blob: &Blob) -> Result<()> {
-        let wanted = blob.clone();
-        let loan = self.look(move |look| look.loan(&wanted)).await?;
-        if loan.is_none_or(|loan| loan.moved.is_some()) {
+        if !self.look(|look| look.is_lent(blob)).await? {
             return Ok(());
         }
         let fresh = self.fresh_key();
@@ -40,15 +40,29 @@ impl Mover {
         self.transact(Durability::Durable, commit).await
     }
 
-    /// As `save_lent`, for a writer that is about to replace the object. Returns whether it is there; where somebody else
-    /// replaced it the bytes are gone, and whoever holds them learns it when reading.
-    pub(crate) async fn move_lent(&self, blob: &Blob) -> Result<bool> {
-        let _turn = self.turn().await;
+    /// As `save_lent`, for one who is about to replace or delete the object. Returns whether it is there; where somebody
+    /// else replaced it the bytes are gone, and whoever holds them learns it when reading.
+    pub(super) async fn save_lent_if_there(&self, blob: &Blob) -> Result<bool> {
         let found = self.bucket().head(&blob.key).await?;
         let is_there = found.is_some_and(|found| found.version == blob.version);
         if is_there {
             self.save_lent(blob).await?;
         }
         Ok(is_there)
+    }
+
+    /// The same in a turn of its own.
+    pub(super) async fn save_one(&self, blob: Blob) {
+        let _turn = self.copying_turn().await;
+        if let Err(error) = self.save_lent_if_there(&blob).await {
+            warn!(key = %blob.key, %error, "lent bytes are not copied away yet");
+        }
+    }
+
+    /// The same for a writer, who does not wait longer than `until` then: `None`.
+    pub(crate) async fn move_lent(&self, blob: &Blob, until: Instant) -> Result<Option<bool>> {
+        let (mover, blob) = (self.clone(), blob.clone());
+        let save = async move { mover.save_lent_if_there(&blob).await };
+        self.alone_until(until, "copy lent bytes away", save).await
     }
 }

@@ -5,6 +5,8 @@
 //! can be cut off anywhere and taken up again, and that no object is touched which holds other bytes than the records say. Between its look at a plain object and
 //! the deletion an outsider may still replace it: stores have no conditional deletion that all of them honour.
 
+mod doubts;
+mod copies;
 mod loans;
 mod intents;
 mod deletions;
@@ -14,5 +16,6 @@ mod moves;
 mod subtrees;
 mod run;
 
+pub(crate) use copies::LONGEST_COPY;
 pub(crate) use run::Mover;
 pub(crate) use unfinished::free_unfinished;

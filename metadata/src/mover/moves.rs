@@ -16,9 +16,6 @@ use crate::kv::Durability;
 use crate::records::{Change, Occupancy, Records};
 use crate::schema::{Claim, HolderState, Inode, Intent, Move, Tag};
 
-/// The largest object that stores copy in one request, as S3 has it; a larger one is copied in parts.
-const LARGEST_COPY: u64 = 5 << 30;
-
 /// A copy to be made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Plan {
@@ -26,6 +23,14 @@ struct Plan {
     to: ObjectKey,
     /// What lies there, if that is the file's own older content.
     replaces: Option<Version>,
+}
+
+impl Plan {
+    /// What the records say of it.
+    fn intent(&self) -> Intent {
+        let (key, replaces) = (self.to.clone(), self.replaces.clone());
+        Intent { key, replaces, copies: Some(self.from.clone()), mark: None }
+    }
 }
 
 /// What became of a copy.
@@ -51,6 +56,8 @@ enum Next {
     WayMade,
     /// The intent is recorded; copy.
     Copy(Plan),
+    /// Others hold bytes of this object, which stands where newer content is to go: they get a copy.
+    MakeRoom(Blob),
 }
 
 impl Mover {
@@ -59,7 +66,7 @@ impl Mover {
         let (mut start, end) = self.shared().keys.family(Tag::Move);
         let mut tally = Tally::default();
         loop {
-            let _turn = self.turn().await;
+            let _moving = self.moving().await;
             let (from, to) = (start.clone(), end.clone());
             let page = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
             let Some((last, _)) = page.last() else { return Ok(tally) };
@@ -73,7 +80,7 @@ impl Mover {
     }
 
     async fn move_page(&self, page: Vec<(Bytes, Bytes)>, tally: &mut Tally) -> Result<()> {
-        let mut plans = Vec::new();
+        let (mut plans, mut crowded) = (Vec::new(), Vec::new());
         for (key, value) in page {
             if Move::decode(value)? != Move::File {
                 continue;
@@ -81,12 +88,16 @@ impl Mover {
             let ino = InodeId(self.shared().keys.number_in(&key)?);
             let fresh = self.fresh_key();
             let plan = move |change: &mut Change<'_, '_>| plan(change, ino, &fresh);
-            match self.transact(Durability::Buffered, plan).await? {
+            let next = self.transact(Durability::Buffered, plan).await?;
+            self.shared().aside.end_crowd(ino);
+            match next {
                 Next::Done | Next::WayMade => tally.done += 1,
                 Next::Wait => {}
                 Next::Copy(plan) => plans.push((ino, plan)),
+                Next::MakeRoom(blob) => crowded.push(blob),
             }
         }
+        stream::iter(crowded).for_each_concurrent(AT_ONCE, |blob| self.save_one(blob)).await;
         if plans.is_empty() {
             return Ok(());
         }
@@ -98,9 +109,20 @@ impl Mover {
         Ok(())
     }
 
-    /// Makes the copy and commits it. Returns whether the move is done with.
+    /// Makes the copy that was planned, if nobody ended its intent while others had their turn. Returns whether the move is
+    /// done with.
     async fn copy(&self, ino: InodeId, plan: Plan) -> Result<bool> {
-        match self.copy_object(&plan).await {
+        let _turn = self.copying_turn().await;
+        let intent = self.look(move |look| look.intent(ino)).await?;
+        match intent == Some(plan.intent()) {
+            true => self.copy_now(ino, plan).await,
+            false => Ok(false),
+        }
+    }
+
+    /// The same for one who has the turn and whose intent stands.
+    async fn copy_now(&self, ino: InodeId, plan: Plan) -> Result<bool> {
+        match self.copy_object(ino, &plan).await {
             Ok(Copied::To(copied)) => {
                 let commit = move |change: &mut Change<'_, '_>| commit(change, ino, &plan, &copied);
                 self.transact(Durability::Buffered, commit).await
@@ -112,9 +134,12 @@ impl Mover {
             }
             Err(error) => {
                 // Whether the copy was made is not known: the intent says what to look for.
+                if !self.doubts().holds(ino, self.shared().now_ms()) {
+                    self.doubts().add(ino, self.shared().now_ms(), false);
+                }
                 self.settle_intent(ino).await?;
                 match self.aside(ino, &plan, &error).await? {
-                    Some(aside) => Box::pin(self.copy(ino, aside)).await,
+                    Some(aside) => Box::pin(self.copy_now(ino, aside)).await,
                     None => Err(error),
                 }
             }
@@ -134,7 +159,7 @@ impl Mover {
         Ok(aside)
     }
 
-    async fn copy_object(&self, plan: &Plan) -> Result<Copied> {
+    async fn copy_object(&self, ino: InodeId, plan: &Plan) -> Result<Copied> {
         let source = self.bucket().head(&plan.from.key).await?;
         if source.is_none_or(|source| source.version != plan.from.version) {
             return Ok(Copied::SourceLost);
@@ -147,22 +172,11 @@ impl Mover {
             self.save_lent(&target.blob()).await?;
         }
         let condition = plan.replaces.clone().map_or(Condition::IfAbsent, Condition::IfVersion);
-        self.copy_inside(&plan.from, &plan.to, condition).await.map(Copied::To)
-    }
-
-    /// Copies an object inside the store. The caller knows that it is still the version meant.
-    pub(super) async fn copy_inside(
-        &self,
-        from: &Blob,
-        to: &ObjectKey,
-        condition: Condition,
-    ) -> Result<ObjectInfo> {
-        if from.size <= LARGEST_COPY {
-            return self.bucket().copy(&from.key, to, from.size, &condition).await;
+        let copied = self.copy_inside(&plan.from, &plan.to, condition).await;
+        if copied.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unavailable) {
+            self.doubts().add(ino, self.shared().now_ms(), true);
         }
-        let mut upload = self.bucket().upload(to).await?;
-        upload.copy_from(&from.key, &from.version, 0..from.size).await?;
-        upload.complete(condition).await
+        copied.map(Copied::To)
     }
 }
 
@@ -178,6 +192,16 @@ fn plan(change: &mut Change<'_, '_>, ino: InodeId, fresh: &ObjectKey) -> Result<
         return Ok(Next::Wait);
     }
     let (from, to) = (whole(change, ino, &inode)?, change.key_of(ino, &inode)?);
+    let wants = to.as_deref();
+    // Where a whole content lies elsewhere, its copy comes with that.
+    if from.as_ref().is_none_or(|from| Some(from.key.as_str()) == wants)
+        && change.shared.aside.wants_room(ino)
+        && let Some(home) = inode.home.as_ref().filter(|home| Some(home.key.as_str()) == wants)
+        && change.is_lent(home)?
+    {
+        change.delete(record)?;
+        return Ok(Next::MakeRoom(home.clone()));
+    }
     let (Some(from), Some(to)) = (from, to) else {
         // Nothing can be copied whole, or nowhere: a new content or name asks again.
         change.delete(record)?;
@@ -209,10 +233,9 @@ fn plan(change: &mut Change<'_, '_>, ino: InodeId, fresh: &ObjectKey) -> Result<
         Occupancy::Doomed | Occupancy::Taken => return Ok(Next::Wait),
     };
     let replaces = inode.home.filter(|home| home.key == to).map(|home| home.version);
-    let intent =
-        Intent { key: to.clone(), replaces: replaces.clone(), copies: Some(from.clone()), mark: None };
-    change.put_intent(ino, &intent)?;
-    Ok(Next::Copy(Plan { from, to, replaces }))
+    let plan = Plan { from, to, replaces };
+    change.put_intent(ino, &plan.intent())?;
+    Ok(Next::Copy(plan))
 }
 
 /// Records the intent to bring a file's bytes to `fresh`, unless it changed meanwhile.
@@ -227,9 +250,9 @@ fn plan_aside(
         return Ok(None);
     }
     change.note_uncommitted(fresh)?;
-    let copies = Some(from.clone());
-    change.put_intent(ino, &Intent { key: fresh.clone(), replaces: None, copies, mark: None })?;
-    Ok(Some(Plan { from: from.clone(), to: fresh.clone(), replaces: None }))
+    let plan = Plan { from: from.clone(), to: fresh.clone(), replaces: None };
+    change.put_intent(ino, &plan.intent())?;
+    Ok(Some(plan))
 }
 
 /// Whether the key is held by a file whose own key is held, and so on, round to `ino`: exchanged files wait for one
@@ -331,11 +354,17 @@ fn give_up(change: &mut Change<'_, '_>, ino: InodeId, from: &Blob, is_lost: bool
             change.settle_home(ino, &inode)?;
         }
     }
-    if !is_lost {
+    let inode = change.find(ino)?;
+    let has_changed = match &inode {
+        Some(inode) => whole(change, ino, inode)?.as_ref() != Some(from),
+        None => false,
+    };
+    // What the file got meanwhile is to be moved as well.
+    if !is_lost || has_changed {
         return Ok(());
     }
     change.delete(change.keys().movement(ino))?;
-    match change.find(ino)?.filter(|inode| inode.home.as_ref() == Some(from)) {
+    match inode.filter(|inode| inode.home.as_ref() == Some(from)) {
         Some(inode) => {
             warn!(%ino, key = %from.key, "somebody took an object away before its file was moved");
             change.vanish(ino, inode)

@@ -1,15 +1,18 @@
 //! The mover's task and what its parts share.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use forebay_core::{ObjectKey, Result};
 use forebay_io::object::Bucket;
 use forebay_io::rng::Rng;
 use forebay_io::task::{Stop, TaskGroup};
-use tokio::sync::{Mutex, MutexGuard};
+use tokio::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use tokio::time::Instant;
 use tracing::{debug, warn};
 
+use super::doubts::Doubts;
 use crate::commit::{Committer, Txn};
 use crate::import::Importer;
 use crate::kv::Durability;
@@ -34,9 +37,16 @@ struct Inner {
     shared: Arc<Shared>,
     importer: Importer,
     rng: Rng,
+    tasks: TaskGroup,
     stop: Stop,
-    /// Whoever looks at a plain object and then changes it holds this meanwhile.
-    turn: Mutex<()>,
+    /// Whoever looks at a plain object and then changes it holds this meanwhile: copies, which claim what they write, side
+    /// by side, all others alone.
+    turn: Arc<RwLock<()>>,
+    /// Held by whoever plans copies and makes them.
+    moving: Mutex<()>,
+    doubts: Doubts,
+    /// Whether the store has refused to copy in parts, or to check a condition for them.
+    lacks_part_copy: AtomicBool,
 }
 
 /// What a pass came to.
@@ -68,17 +78,31 @@ impl Mover {
         shared: Arc<Shared>,
         importer: Importer,
         rng: Rng,
-        stop: Stop,
+        tasks: TaskGroup,
     ) -> Self {
-        Self(Arc::new(Inner { bucket, committer, shared, importer, rng, stop, turn: Mutex::default() }))
+        let (stop, turn, moving) = (tasks.stop(), Arc::default(), Mutex::default());
+        let (doubts, lacks_part_copy) = (Doubts::default(), AtomicBool::new(false));
+        Self(Arc::new(Inner {
+            bucket,
+            committer,
+            shared,
+            importer,
+            rng,
+            tasks,
+            stop,
+            turn,
+            moving,
+            doubts,
+            lacks_part_copy,
+        }))
     }
 
     /// Starts the task that works whenever there is something to do.
-    pub(crate) fn start(&self, tasks: &TaskGroup) {
+    pub(crate) fn start(&self) {
         let mover = self.clone();
-        tasks.spawn("mover", async move {
+        self.0.tasks.spawn("mover", async move {
             loop {
-                // Stops between pages; a page ends by itself, at the store's deadline.
+                // Stops between pages; a page ends by itself, when the store has had its time for it.
                 // It is woken from within a transaction, and the next one runs once that is applied.
                 let applied = mover.transact(Durability::Buffered, |_| Ok(())).await;
                 if let Err(error) = applied.and(mover.pass().await) {
@@ -108,7 +132,8 @@ impl Mover {
 
     /// Looks at everything once.
     async fn pass(&self) -> Result<Tally> {
-        let settled = self.settle_abandoned().await?;
+        let settled = self.settle_doubts().await?;
+        let abandoned = self.settle_abandoned().await?;
         let freed = self.free_unfinished().await?;
         let purged = self.purge_trash().await?;
         let deleted = self.delete_due().await?;
@@ -116,7 +141,7 @@ impl Mover {
         let moved = self.move_files().await?;
         let mut ended = Tally::default();
         ended.add(self.bucket().end_unanswered().await);
-        let parts = [settled, freed, purged, deleted, walked, moved, ended];
+        let parts = [settled, abandoned, freed, purged, deleted, walked, moved, ended];
         Ok(Tally {
             done: parts.iter().map(|tally| tally.done).sum(),
             failed: parts.iter().map(|tally| tally.failed).sum(),
@@ -159,9 +184,47 @@ impl Mover {
         owned_key(self.0.shared.session, &self.0.rng.name())
     }
 
-    /// An async guard, so it may be held over requests to the store.
-    pub(super) async fn turn(&self) -> MutexGuard<'_, ()> {
-        self.0.turn.lock().await
+    /// The turn of one who is alone then. An async guard, so it may be held over requests to the store.
+    pub(super) async fn turn(&self) -> RwLockWriteGuard<'_, ()> {
+        self.0.turn.write().await
+    }
+
+    /// The turn of one who copies. Not to be taken again by one who has it.
+    pub(super) async fn copying_turn(&self) -> RwLockReadGuard<'_, ()> {
+        self.0.turn.read().await
+    }
+
+    /// The right to plan copies.
+    pub(super) async fn moving(&self) -> MutexGuard<'_, ()> {
+        self.0.moving.lock().await
+    }
+
+    pub(super) fn doubts(&self) -> &Doubts {
+        &self.0.doubts
+    }
+
+    pub(super) fn lacks_part_copy(&self) -> &AtomicBool {
+        &self.0.lacks_part_copy
+    }
+
+    /// Does `work` alone. It goes on by itself when it has not come to its end `until` then: `None`. Nothing is done if the
+    /// turn has not come by then.
+    pub(super) async fn alone_until<T: Send + 'static>(
+        &self,
+        until: Instant,
+        name: &'static str,
+        work: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> Result<Option<T>> {
+        let turn = tokio::time::timeout_at(until, self.0.turn.clone().write_owned()).await;
+        let Ok(turn) = turn else { return Ok(None) };
+        let task = self.0.tasks.spawn(name, async move {
+            let _turn = turn;
+            work.await
+        });
+        match tokio::time::timeout_at(until, task).await {
+            Ok(done) => done?.map(Some),
+            Err(_) => Ok(None),
+        }
     }
 
     pub(crate) async fn look<T>(&self, mut work: impl FnMut(&Look<'_, '_>) -> Result<T> + Send) -> Result<T> {

@@ -152,6 +152,11 @@ pub(crate) trait Records {
         }
     }
 
+    /// Whether others hold bytes of a plain object that were not copied away.
+    fn is_lent(&self, blob: &Blob) -> Result<bool> {
+        Ok(self.loan(blob)?.is_some_and(|loan| loan.moved.is_none()))
+    }
+
     /// The write to a plain object that is under way for an inode.
     fn intent(&self, ino: InodeId) -> Result<Option<Intent>> {
         self.reads().get(&self.keys().intent(ino))?.map(Intent::decode).transpose()

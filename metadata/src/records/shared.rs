@@ -1,12 +1,12 @@
 //! What closures know besides the records: settings, time, who has what open, and what changed while a listing
 //! was on its way.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use bytes::Bytes;
-use forebay_core::{InodeId, Timestamp};
+use forebay_core::{InodeId, ObjectKey, Timestamp};
 use forebay_io::clock::Clock;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -32,6 +32,8 @@ pub(crate) struct Shared {
     pub(crate) touched: Touched,
     pub(crate) quotas: Quotas,
     pub(crate) clones: Clones,
+    /// Contents that are being written beside their paths.
+    pub(crate) aside: Aside,
     /// Segments that are being written.
     pub(crate) segments: Arc<Pins>,
     /// Counts directory renames, so that the mover can tell that none came while it walked.
@@ -60,6 +62,7 @@ impl Shared {
             touched: Touched::default(),
             quotas: Quotas::default(),
             clones: Clones::default(),
+            aside: Aside::default(),
             segments: Arc::default(),
             subtree_moves: AtomicU64::new(0),
             work: Notify::new(),
@@ -91,6 +94,47 @@ impl Shared {
     pub(crate) fn now_ms(&self) -> u64 {
         let now = self.now();
         (now.seconds.max(0) as u64).saturating_mul(1000) + u64::from(now.nanos / 1_000_000)
+    }
+}
+
+/// What was placed beside its path because that was not free. In memory only: who writes it goes with this process.
+#[derive(Debug, Default)]
+pub(crate) struct Aside {
+    /// The owned blobs that were placed last.
+    keys: Mutex<VecDeque<ObjectKey>>,
+    /// The files at whose paths lies what others hold. The move that is queued for each makes room.
+    crowded: Mutex<HashSet<InodeId>>,
+}
+
+/// Keys remembered. Of one that is forgotten the content stays beside its path until the file is written again.
+const MOST_ASIDE: usize = 1024;
+
+impl Aside {
+    pub(crate) fn add(&self, key: &ObjectKey) {
+        let mut keys = self.keys.lock();
+        if !keys.contains(key) {
+            if keys.len() == MOST_ASIDE {
+                keys.pop_front();
+            }
+            keys.push_back(key.clone());
+        }
+    }
+
+    pub(crate) fn has(&self, key: &ObjectKey) -> bool {
+        self.keys.lock().contains(key)
+    }
+
+    pub(crate) fn want_room(&self, ino: InodeId) {
+        self.crowded.lock().insert(ino);
+    }
+
+    pub(crate) fn wants_room(&self, ino: InodeId) -> bool {
+        self.crowded.lock().contains(&ino)
+    }
+
+    /// Forgets a file whose queued move was looked at.
+    pub(crate) fn end_crowd(&self, ino: InodeId) {
+        self.crowded.lock().remove(&ino);
     }
 }
 

@@ -118,6 +118,8 @@ pub enum Placement {
     Owned {
         /// A fresh key under `.forebay/blobs/`.
         key: ObjectKey,
+        /// Whether the path is being made free, which only takes longer than one waits here.
+        comes_free: bool,
     },
 }
 
@@ -125,7 +127,7 @@ impl Placement {
     /// The key to write to.
     pub fn key(&self) -> &ObjectKey {
         match self {
-            Self::Own { key, .. } | Self::Owned { key } => key,
+            Self::Own { key, .. } | Self::Owned { key, .. } => key,
         }
     }
 }

@@ -52,6 +52,9 @@ pub(super) fn commit_layout(
             change.queue_move(ino)?;
         }
     }
+    if layout.single_blob().is_some_and(|blob| change.shared.aside.has(&blob.key)) {
+        change.queue_move(ino)?;
+    }
     if let Some(before) = before {
         give_up(change, (ino, &mut inode), &before, &layout)?;
     }

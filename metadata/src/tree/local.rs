@@ -71,7 +71,7 @@ impl LocalTree {
     pub async fn open(parts: TreeParts, settings: TreeSettings) -> Result<Self> {
         let tree = Self::prepare(parts, settings).await?;
         if let Some(mover) = &tree.mover {
-            mover.start(&tree.tasks);
+            mover.start();
             gc::start(mover, &tree.tasks);
         }
         Ok(tree)
@@ -112,7 +112,7 @@ impl LocalTree {
             (Some(bucket), Some(importer)) if !read_only => {
                 let (bucket, importer) = (bucket.clone(), importer.clone());
                 let (committer, shared) = (committer.clone(), shared.clone());
-                Some(Mover::new(bucket, committer, shared, importer, rng.clone(), tasks.stop()))
+                Some(Mover::new(bucket, committer, shared, importer, rng.clone(), tasks.clone()))
             }
             _ => None,
         };

@@ -1,10 +1,13 @@
 //! `LocalTree` as a [`Tree`]: what has to be listed first, then one transaction or one look.
 
+use std::time::Duration;
+
 use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{
     Attributes, Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp,
 };
+use tokio::time::Instant;
 
 use super::commit_layout::{Content, commit_layout};
 use super::local::LocalTree;
@@ -21,6 +24,9 @@ use crate::schema::UploadRecord;
 const MOST_ENTRIES: usize = 4096;
 /// How often `place` has something to wait for before it takes an owned blob.
 const MOST_STEPS: u32 = 8;
+/// How long `place` waits for objects that are copied away or deleted before it takes an owned blob: more than what one
+/// small copy and a deletion take, and much less than the 30 s that a writer waits.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 fn look_up(look: &Look<'_, '_>, parent: InodeId, name: &[u8]) -> Result<Lookup> {
     let Some(entry) = look.dentry(parent, name)? else {
@@ -227,10 +233,10 @@ impl Tree for LocalTree {
     }
 
     async fn place(&self, ino: InodeId) -> Result<Placement> {
-        let mut gone = None;
+        let (mut gone, mut is_late, until) = (None, false, Instant::now() + PATIENCE);
         for step in 1..=MOST_STEPS {
             let (key, token) = (self.fresh_blob(), self.fresh_name());
-            let (is_last, lost) = (step == MOST_STEPS, gone.clone());
+            let (is_last, lost) = (step == MOST_STEPS || is_late, gone.clone());
             let attempt = move |change: &mut Change<'_, '_>| {
                 place(change, ino, (&key, &token), (is_last, lost.as_ref()))
             };
@@ -246,9 +252,12 @@ impl Tree for LocalTree {
                     }
                     return Ok(placement);
                 }
-                (Step::Unsettled, Some(mover)) => mover.settle(ino).await?,
-                (Step::Doomed(key), Some(mover)) => mover.delete_doomed(&key).await?,
-                (Step::Lent(blob), Some(mover)) => gone = (!mover.move_lent(&blob).await?).then_some(blob),
+                (Step::Unsettled, Some(mover)) => is_late |= !mover.settle(ino, until).await?,
+                (Step::Doomed(key), Some(mover)) => is_late |= !mover.delete_doomed(&key, until).await?,
+                (Step::Lent(blob), Some(mover)) => match mover.move_lent(&blob, until).await? {
+                    Some(is_there) => gone = (!is_there).then_some(blob),
+                    None => is_late = true,
+                },
                 (_, None) => return Err(Error::bug("a tree without a bucket has an intent")),
             }
         }

@@ -3,6 +3,7 @@
 use forebay_core::{Blob, InodeId, ObjectKey, Result};
 
 use super::Placement;
+use crate::mover::LONGEST_COPY;
 use crate::records::{Change, Occupancy, Records};
 use crate::schema::{Deletion, HolderState, Intent, Mark};
 
@@ -20,8 +21,8 @@ pub(super) enum Step {
 }
 
 /// One attempt of [`super::Tree::place`]. `fresh` is used if the content goes to an owned blob, as it does when
-/// `is_last` says that doomed objects are not waited for any more; else the object carries `token`. There is nothing to
-/// copy away of an object that is `gone`.
+/// `is_last` says that copies, doomed and lent objects are not waited for any more; else the object carries `token`. There
+/// is nothing to copy away of an object that is `gone`.
 pub(super) fn place(
     change: &mut Change<'_, '_>,
     ino: InodeId,
@@ -29,28 +30,37 @@ pub(super) fn place(
     (is_last, gone): (bool, Option<&Blob>),
 ) -> Result<Step> {
     let inode = change.file(ino)?;
-    if change.intent(ino)?.is_some() {
-        return Ok(Step::Unsettled);
+    match change.intent(ino)? {
+        // The copy that is under way, or may be, is of content that this one replaces.
+        Some(intent) if intent.copies.is_some() && is_last => return place_aside(change, ino, fresh, true),
+        Some(_) => return Ok(Step::Unsettled),
+        None => {}
     }
     let spelled = if inode.nlink > 0 { change.key_of(ino, &inode)? } else { None };
-    let Some(key) = spelled else { return place_owned(change, fresh) };
+    let Some(key) = spelled else { return place_owned(change, fresh, false) };
     match change.in_the_way(&key)? {
         None => {}
-        Some(file) if !is_last && matches!(change.occupancy(ino, &file)?, Occupancy::Doomed) => {
-            return Ok(Step::Doomed(ObjectKey::new(file)));
-        }
-        Some(_) => {
-            change.queue_move(ino)?;
-            return place_owned(change, fresh);
+        Some(file) => {
+            let is_doomed = change.occupancy(ino, &file)? == Occupancy::Doomed;
+            return match is_doomed && !is_last {
+                true => Ok(Step::Doomed(ObjectKey::new(file))),
+                false => place_aside(change, ino, fresh, is_doomed),
+            };
         }
     }
     match change.occupancy(ino, &key)? {
         Occupancy::Free => {
             let replaced = |home: &&Blob| home.key.as_str() == key && Some(*home) != gone;
             if let Some(home) = inode.home.as_ref().filter(replaced)
-                && change.loan(home)?.is_some_and(|loan| loan.moved.is_none())
+                && change.is_lent(home)?
             {
-                return if is_last { place_owned(change, fresh) } else { Ok(Step::Lent(home.clone())) };
+                return match is_last || home.size > LONGEST_COPY {
+                    true => {
+                        change.shared.aside.want_room(ino);
+                        place_aside(change, ino, fresh, true)
+                    }
+                    false => Ok(Step::Lent(home.clone())),
+                };
             }
             let key = ObjectKey::new(key);
             let replaces = inode.home.filter(|home| home.key == key).map(|home| home.version);
@@ -64,28 +74,38 @@ pub(super) fn place(
             })
         }
         Occupancy::Doomed if !is_last && !takes_long(change, &key)? => Ok(Step::Doomed(ObjectKey::new(key))),
-        Occupancy::Doomed | Occupancy::Taken => {
-            change.queue_move(ino)?;
-            place_owned(change, fresh)
-        }
+        Occupancy::Doomed => place_aside(change, ino, fresh, true),
+        Occupancy::Taken => place_aside(change, ino, fresh, false),
     }
 }
 
 /// Whether the object that is to go has to be copied away first, and is too large to be waited for.
 fn takes_long(change: &Change<'_, '_>, key: &str) -> Result<bool> {
-    /// What stores copy in about a second.
-    const MOST_BYTES: u64 = 64 << 20;
     let claim = change.claim(key)?.map(|claim| claim.state);
     let Some(HolderState::Doomed { due_ms }) = claim else { return Ok(false) };
     let queued =
         change.reads().get(&change.keys().deletion(due_ms, key))?.map(Deletion::decode).transpose()?;
-    let Some(blob) = queued.map(|queued| queued.blob).filter(|blob| blob.size > MOST_BYTES) else {
+    let Some(blob) = queued.map(|queued| queued.blob).filter(|blob| blob.size > LONGEST_COPY) else {
         return Ok(false);
     };
-    Ok(change.loan(&blob)?.is_some_and(|loan| loan.moved.is_none()))
+    change.is_lent(&blob)
 }
 
-fn place_owned(change: &mut Change<'_, '_>, fresh: &ObjectKey) -> Result<Step> {
+/// An owned blob for content that belongs to a path which is not free: it is moved there later. Also when it is committed,
+/// since until then the mover finds only the old content, and nothing to do.
+fn place_aside(
+    change: &mut Change<'_, '_>,
+    ino: InodeId,
+    fresh: &ObjectKey,
+    comes_free: bool,
+) -> Result<Step> {
+    change.shared.aside.add(fresh);
+    change.queue_move(ino)?;
+    place_owned(change, fresh, comes_free)
+}
+
+fn place_owned(change: &mut Change<'_, '_>, fresh: &ObjectKey, comes_free: bool) -> Result<Step> {
     change.note_uncommitted(fresh)?;
-    Ok(Step::Placed { placement: Placement::Owned { key: fresh.clone() }, is_first: false })
+    let placement = Placement::Owned { key: fresh.clone(), comes_free };
+    Ok(Step::Placed { placement, is_first: false })
 }

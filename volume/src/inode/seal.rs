@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use forebay_core::{FileLayout, Result};
+use forebay_core::{Error, ErrorKind, FileLayout, Result};
 use forebay_metadata::tree::Placement;
 
 use super::OpenInode;
@@ -18,7 +18,7 @@ impl OpenInode {
         self.take_over().await?;
         match self.store.packs(self.ino, self.look(Content::size)).await? {
             true => self.pack_together().await,
-            false => self.bring_home().await,
+            false => self.bring_home(true).await,
         }
     }
 
@@ -28,7 +28,7 @@ impl OpenInode {
         let mut turn = self.writer.lock().await;
         self.commit_all(&mut turn).await?;
         self.take_over().await?;
-        if self.look(|content| content.layout().is_plain()) { Ok(true) } else { self.bring_home().await }
+        if self.look(|content| content.layout().is_plain()) { Ok(true) } else { self.bring_home(false).await }
     }
 
     /// Puts all bytes of a small file into a segment. The caller has the turn.
@@ -42,12 +42,15 @@ impl OpenInode {
         self.move_to(stored.layout.clone(), generation).await
     }
 
-    /// Writes the file as a plain object at its own path. The caller has the turn.
-    async fn bring_home(&self) -> Result<bool> {
+    /// Writes the file as a plain object at its own path; false where that is not free. The caller has the turn, and tries
+    /// again what is `Unavailable` if it `comes_back`.
+    async fn bring_home(&self, comes_back: bool) -> Result<bool> {
         let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
         let (mut upload, placement) = self.store.start_sealing(self.ino).await?;
-        if matches!(placement, Placement::Owned { .. }) {
-            return upload.abort().await.map(|()| false);
+        if let Placement::Owned { comes_free, .. } = placement {
+            upload.abort().await?;
+            let later = || Error::new(ErrorKind::Unavailable, "what is at its path is still on its way out");
+            return if comes_free && comes_back { Err(later()) } else { Ok(false) };
         }
         let whole = self.store.copy_content(&layout, &mut upload).await?;
         let blob = self.store.complete(upload, &placement).await?.blob();

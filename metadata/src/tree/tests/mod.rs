@@ -10,6 +10,7 @@ mod segments;
 mod fsck;
 mod dump;
 mod sharing;
+mod copies;
 mod clone;
 mod cloning;
 mod trash;

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, ObjectKey};
 use forebay_io::object::Condition;
-use forebay_io::task::TaskGroup;
 use futures::FutureExt;
 
 use super::world::*;
@@ -301,8 +300,7 @@ async fn an_outsiders_object_where_a_file_is_written_is_replaced_knowingly() {
 async fn the_mover_misses_nothing_that_it_was_woken_for() {
     let world = World::memory().await;
     let tree = world.open().await;
-    let tasks = TaskGroup::new("mover");
-    tree.mover.as_ref().expect("a mover").start(&tasks);
+    tree.mover.as_ref().expect("a mover").start();
     for round in 0..20 {
         world.write_path(&tree, "file", "bytes").await.expect("written");
         let remove = |change: &mut Change<'_, '_>| {
@@ -318,7 +316,6 @@ async fn the_mover_misses_nothing_that_it_was_woken_for() {
         };
         tokio::time::timeout(Duration::from_secs(30), gone).await.unwrap_or_else(|_| panic!("round {round}"));
     }
-    tasks.shutdown(Duration::ZERO).await;
     tree.close().await.expect("closed");
 }
 

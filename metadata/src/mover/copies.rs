@@ -1,0 +1,89 @@
+//! Copying one object inside the store.
+
+use std::fmt;
+use std::sync::atomic::Ordering;
+
+use async_trait::async_trait;
+use forebay_core::{Blob, Error, ErrorKind, ObjectKey, Result};
+use forebay_io::object::{Condition, ObjectInfo, Scheme, UploadNotes, UploadOptions};
+use tracing::{debug, warn};
+
+use super::Mover;
+use crate::kv::Durability;
+use crate::records::Change;
+use crate::schema::UploadRecord;
+
+/// The largest object that is copied in one request where others go in parts: what stores copy in about a second. A copy
+/// in parts shows nothing before the last request, which is short and has a condition; one request that was given up may
+/// show its copy at any time.
+pub(crate) const LONGEST_COPY: u64 = 64 << 20;
+
+impl Mover {
+    /// Copies an object inside the store. The caller knows that it is still the version meant.
+    ///
+    /// # Errors
+    /// `Unavailable` when it is not known what became of it.
+    pub(super) async fn copy_inside(
+        &self,
+        from: &Blob,
+        to: &ObjectKey,
+        condition: Condition,
+    ) -> Result<ObjectInfo> {
+        // A folder has what was given up under control, and syncs less at a time in one request.
+        let in_parts = from.size > LONGEST_COPY && self.bucket().url().scheme != Scheme::File;
+        if in_parts && !self.lacks_part_copy().load(Ordering::Relaxed) {
+            match self.copy_in_parts(from, to, condition.clone()).await {
+                Err(error) if error.kind() == ErrorKind::Unsupported => {
+                    debug!(%error, "large objects are copied in one request");
+                    self.lacks_part_copy().store(true, Ordering::Relaxed);
+                }
+                Err(error) if !is_about_the_object(&error) => debug!(%error, "copied in one request"),
+                copied => return copied,
+            }
+        }
+        self.bucket().copy(&from.key, to, from.size, &condition).await
+    }
+
+    async fn copy_in_parts(&self, from: &Blob, to: &ObjectKey, condition: Condition) -> Result<ObjectInfo> {
+        let notes = Some(std::sync::Arc::new(Notes(self.clone())) as _);
+        let mut upload =
+            self.bucket().upload_with(to, UploadOptions { notes, ..UploadOptions::default() })?;
+        upload.copy_from(&from.key, &from.version, 0..from.size).await?;
+        upload.complete(condition).await
+    }
+}
+
+/// Whether it fails for what the objects are, or for now; else the store may not take the requests of a copy in parts.
+fn is_about_the_object(error: &Error) -> bool {
+    use ErrorKind::{Conflict, NotFound, Stale, Unavailable};
+    matches!(error.kind(), Conflict | NotFound | Stale | Unavailable)
+}
+
+/// Notes uploads, which the next session ends when this one dies.
+struct Notes(Mover);
+
+impl fmt::Debug for Notes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Notes")
+    }
+}
+
+#[async_trait]
+impl UploadNotes for Notes {
+    async fn started(&self, key: &ObjectKey, id: &str) {
+        let record = UploadRecord { key: key.clone(), id: id.to_owned() };
+        let note =
+            move |change: &mut Change<'_, '_>| change.put(change.upload_key(&record.id), record.encode());
+        if let Err(error) = self.0.transact(Durability::Buffered, note).await {
+            warn!(%key, %error, "an upload is not noted: it stays in the store if this process dies");
+        }
+    }
+
+    async fn ended(&self, id: &str) {
+        let id = id.to_owned();
+        let forget = move |change: &mut Change<'_, '_>| change.delete(change.upload_key(&id));
+        if let Err(error) = self.0.transact(Durability::Buffered, forget).await {
+            debug!(%error, "an upload that ended stays noted; the next mount forgets it");
+        }
+    }
+}

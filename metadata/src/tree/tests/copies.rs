@@ -1,0 +1,190 @@
+//! Copies that take long, or are not answered: nothing is lost to one that comes late, and nobody waits for one.
+
+use std::time::Duration;
+
+use forebay_core::{InodeId, ObjectKey};
+use forebay_io::object::{FaultMode, Faults, OperationKind};
+
+use super::sharing::{no_loans, share};
+use super::world::*;
+use crate::tree::{LocalTree, Placement, RenameMode, SetAttributes, Tree, resolve};
+
+/// When nothing comes any more of a copy that was not answered.
+const LATER: Duration = Duration::from_secs(6 * 60);
+
+/// A file `a` that was renamed to `b`, of whose copy it is not known whether it was made.
+async fn unanswered(world: &World) -> (LocalTree, InodeId) {
+    world.put("a", b"old").await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(30))).await;
+    let ino = resolve(&tree, "a").await.expect("found").ino;
+    let private = SetAttributes { mode: Some(0o600), ..SetAttributes::default() };
+    tree.set_attributes(ino, private).await.expect("changed");
+    rename(&tree, "a", "b", RenameMode::Replace).await.expect("renamed");
+    for nth in 1..40 {
+        faults.script(OperationKind::Copy, nth, FaultMode::Before);
+    }
+    tree.drain().await.expect("drained");
+    assert!(faults.injected() > 0, "the copy failed");
+    faults.clear();
+    (tree, ino)
+}
+
+/// A copy went on in the store after it was given up. The file was written again and synced, and then the copy came over it.
+#[tokio::test]
+async fn a_copy_that_comes_late_takes_nothing_that_was_written_meanwhile() {
+    for drains in [false, true] {
+        let world = World::memory().await;
+        let (tree, _) = unanswered(&world).await;
+        let placed = world.write_path(&tree, "b", "new").await.expect("written");
+        assert!(matches!(placed, Placement::Owned { .. }), "not where the copy may come: {placed:?}");
+        if drains {
+            tree.drain().await.expect("drained");
+        }
+        world.put("b", b"old").await;
+        world.pass_ttl();
+        assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), "new");
+        world.clock.advance(LATER);
+        tree.drain().await.expect("drained");
+        world.check_objects(&[("b", "new")]).await;
+        assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), "new");
+    }
+}
+
+#[tokio::test]
+async fn a_copy_that_comes_late_is_still_the_files() {
+    let world = World::memory().await;
+    let (tree, ino) = unanswered(&world).await;
+    for late in [false, true] {
+        if late {
+            world.clock.advance(LATER);
+            tree.drain().await.expect("drained");
+        } else {
+            world.put("b", b"old").await;
+            world.pass_ttl();
+        }
+        let found = resolve(&tree, "b").await.expect("found");
+        assert_eq!((found.ino, found.mode & 0o777), (ino, 0o600), "it is the same file");
+        assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), "old");
+    }
+    world.check_objects(&[("b", "old")]).await;
+}
+
+#[tokio::test]
+async fn a_copy_that_comes_after_its_file_was_removed_is_removed() {
+    for comes in [false, true] {
+        let world = World::memory().await;
+        let (tree, _) = unanswered(&world).await;
+        unlink(&tree, "b").await.expect("unlinked");
+        tree.drain().await.expect("drained");
+        if comes {
+            world.put("b", b"old").await;
+        }
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, [""; 0]);
+        world.clock.advance(LATER);
+        tree.drain().await.expect("drained");
+        world.check_objects(&[]).await;
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, [""; 0]);
+    }
+}
+
+/// A copy that was never made is made again when that is certain.
+#[tokio::test]
+async fn a_copy_that_never_came_is_made_later() {
+    let world = World::memory().await;
+    let (tree, _) = unanswered(&world).await;
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a", "old")]).await;
+    world.clock.advance(LATER);
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("b", "old")]).await;
+}
+
+/// Overwriting a large file that a copy shares waited for that to be copied away, and failed when it took 30 s.
+#[tokio::test]
+async fn writing_over_a_large_lent_file_waits_for_no_copy() {
+    let world = World::memory().await;
+    let big = vec![7; (64 << 20) + 1];
+    world.put("a", &big).await;
+    let tree = world.open().await;
+    share(&world, &tree, "a", "b").await.expect("shared");
+    let before = world.bucket().counters();
+    let sent = || {
+        let sent = world.bucket().counters().since(&before);
+        [OperationKind::Copy, OperationKind::CopyPart].map(|kind| sent.of(kind).requests)
+    };
+    let ino = resolve(&tree, "a").await.expect("found").ino;
+    let placement = tree.place(ino).await.expect("placed");
+    assert!(matches!(placement, Placement::Owned { .. }), "{placement:?}");
+    assert_eq!(sent(), [0, 0]);
+    // The mover, which is faster than the writer, finds nothing to move yet, but makes room.
+    tree.drain().await.expect("drained");
+    assert_eq!(sent(), [0, 1]);
+    let blob = world.put_at(&placement, b"new").await.expect("put").blob();
+    let (_, generation) = tree.layout(ino).await.expect("a layout");
+    let layout = forebay_core::FileLayout::of_blob(blob);
+    tree.commit_layout(ino, generation, layout, world.clock.wall()).await.expect("committed");
+    tree.drain().await.expect("drained");
+    assert_eq!(sent(), [1, 1], "the large one in parts, and the new content");
+    let objects = world.objects().await;
+    let (_, others): (Vec<_>, Vec<_>) = objects.iter().partition(|(key, _)| *key == "a");
+    assert_eq!(objects["a"], b"new");
+    assert!(others.len() == 1 && *others[0].1 == big, "the copy has its own object");
+    unlink(&tree, "a").await.expect("unlinked");
+    unlink(&tree, "b").await.expect("unlinked");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[]).await;
+    no_loans(&tree).await;
+}
+
+/// What is brought together in the background gets its own path when it asks again.
+#[tokio::test]
+async fn room_is_made_for_who_comes_back() {
+    let world = World::memory().await;
+    world.put("a", &vec![7; (64 << 20) + 1]).await;
+    let tree = world.open().await;
+    share(&world, &tree, "a", "b").await.expect("shared");
+    let ino = resolve(&tree, "a").await.expect("found").ino;
+    let placement = tree.place(ino).await.expect("placed");
+    assert!(matches!(placement, Placement::Owned { comes_free: true, .. }), "{placement:?}");
+    tree.drain().await.expect("drained");
+    let placement = tree.place(ino).await.expect("placed");
+    assert!(matches!(placement, Placement::Own { .. }), "{placement:?}");
+}
+
+/// Renaming a directory of many gigabytes made the closing of unrelated files fail: each waited for its turn.
+#[tokio::test]
+async fn writers_do_not_wait_for_copies_of_others() {
+    let world = World::memory().await;
+    for key in ["a", "d", "x"] {
+        world.put(key, key.as_bytes()).await;
+    }
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults))).await;
+    share(&world, &tree, "a", "b").await.expect("shared");
+    rename(&tree, "x", "y", RenameMode::Replace).await.expect("renamed");
+    let gate = faults.gate(1);
+    let write = async {
+        gate.reached().await;
+        unlink(&tree, "d").await.expect("unlinked");
+        let mut placed = Vec::new();
+        // Lent, doomed, and being copied itself.
+        for path in ["a", "d", "y"] {
+            placed.push(world.write_path(&tree, path, "new").await.expect("written"));
+        }
+        gate.open();
+        placed
+    };
+    let both = async { tokio::join!(tree.drain(), write) };
+    let (drained, placed) = tokio::time::timeout(Duration::from_secs(60), both).await.expect("nobody waits");
+    drained.expect("drained");
+    assert!(placed.iter().all(|placed| matches!(placed, Placement::Owned { .. })), "{placed:?}");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("*", "a"), ("a", "new"), ("d", "new"), ("y", "new")]).await;
+    assert_eq!(world.bucket().head(&ObjectKey::new("x")).await.expect("an answer"), None);
+    for (path, text) in [("a", "new"), ("b", "a"), ("d", "new"), ("y", "new")] {
+        assert_eq!(world.read_path(&tree, path).await.expect("bytes"), text);
+    }
+}
