@@ -397,14 +397,23 @@ impl Session {
         std::mem::take(&mut self.warnings)
     }
 
-    /// Tells the agent that nobody will come for what it holds, and lets it go; it finishes what is sealed.
+    /// Tells the agent that nobody will come for what it holds, and leaves it; it finishes what is sealed.
     pub fn dismiss(&mut self) {
         self.send(&Request::Bye, None).ok();
-        self.disconnect();
+        self.leave();
     }
 
-    /// Lets the agent go; it finishes what is sealed, and holds it for a successor.
-    pub fn disconnect(&mut self) {
+    /// Leaves the agent, which finishes what is sealed, and holds it for a successor. All memory is the agent's alone from
+    /// now on; of a save that is not settled nothing more is heard.
+    pub fn leave(&mut self) {
+        self.disconnect();
+        (self.arena, self.announced, self.kept, self.predecessor) = (None, None, None, None);
+        // Their slots keep the memory mapped.
+        (self.former, self.inherited) = (Vec::new(), Vec::new());
+        self.pending.clear();
+    }
+
+    fn disconnect(&mut self) {
         if let Some(stream) = self.stream.take() {
             stream.shutdown();
         }

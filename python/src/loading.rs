@@ -16,6 +16,7 @@ use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::files::make_directory;
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use tokio::runtime::Runtime;
 
@@ -135,8 +136,8 @@ pub(crate) fn import_model(
 /// Where a step's bytes are.
 pub(crate) enum Place {
     Store(String),
-    /// In memory that agents hold: the shards, in the manifest's order.
-    Held(Vec<Bytes>),
+    /// In memory that agents hold: the shards, in the manifest's order; none once it was let go of.
+    Held(Mutex<Option<Vec<Bytes>>>),
     /// In a directory of local copies.
     Local(String),
 }
@@ -151,10 +152,15 @@ pub(crate) struct Step {
     bytes_read: AtomicU64,
 }
 
+/// The shards of a step in memory.
+fn here(shards: &Mutex<Option<Vec<Bytes>>>) -> Result<Vec<Bytes>> {
+    shards.lock().clone().ok_or_else(|| Error::bug("the step was let go of"))
+}
+
 impl Step {
     /// A step in memory.
     pub(crate) fn held(manifest: Manifest, shards: Vec<Bytes>) -> Self {
-        Self::near(Place::Held(shards), manifest)
+        Self::near(Place::Held(Mutex::new(Some(shards))), manifest)
     }
 
     /// A step on this host's disk.
@@ -245,6 +251,13 @@ impl Step {
         self.manifest.extras.iter().find(|extra| extra.name == name).map(|extra| extra.data.as_str())
     }
 
+    /// Lets go of the memory that it lies in, whoever still refers to the step: it is read no more.
+    fn release(&self) {
+        if let Place::Held(shards) = &self.place {
+            shards.lock().take();
+        }
+    }
+
     /// Writes a part of the state as a Hugging Face directory; gives the files' names.
     fn export(
         &self,
@@ -272,7 +285,7 @@ impl Step {
         let read = || {
             let targets = self.targets(targets);
             match &self.place {
-                Place::Held(shards) => read_held(shards, &self.manifest, targets, threads),
+                Place::Held(shards) => read_held(&here(shards)?, &self.manifest, targets, threads),
                 Place::Store(url) => {
                     let (runtime, bucket) = open(url)?;
                     read_tensors(runtime.handle(), &bucket, &self.manifest, targets, threads)

@@ -258,14 +258,14 @@ impl Session {
         py.detach(|| self.0.lock().take_replies(patience(patience_s))).or_raise()
     }
 
-    /// Lets the agent go for good: nobody will come for what is in memory.
+    /// Leaves the agent for good, and all memory with it: nobody will come for what is there.
     fn dismiss(&self, py: Python<'_>) {
         py.detach(|| self.0.lock().dismiss());
     }
 
-    /// Lets the agent go, which then waits for a successor.
-    fn disconnect(&self, py: Python<'_>) {
-        py.detach(|| self.0.lock().disconnect());
+    /// Leaves the agent, which then waits for a successor, and all memory to it.
+    fn leave(&self, py: Python<'_>) {
+        py.detach(|| self.0.lock().leave());
     }
 
     /// For a forked child: lets go of everything without a word to the agent.

@@ -110,6 +110,7 @@ def test_a_killed_trainer_goes_on_without_the_store(tmp_path: Path) -> None:
     own = checkpointer._agent.pid
     checkpointer.close()
     assert checkpointer.steps() == [1, 2, 3, 4] and not is_running(own)
+    assert memory_of(os.getpid()) <= before, "nor does one that is closed keep it"
     assert _native.verify(f"file://{run}", None) == []
     with forebay.Checkpointer(run) as after:
         assert after.restore(state) == 4 and after.restored is not None

@@ -72,7 +72,7 @@ class Inheritance:
             self.passed_over.append("arena: the job was started elsewhere since")
             return None
         try:
-            used = use_together(self._ranks, "read a step", lambda: use(self._open(common)))
+            used = use_together(self._ranks, "read a step", lambda: self._read(use, common))
         except CheckpointCorrupt as error:
             self.has_touched = True
             self.passed_over.append(f"arena: {error}")
@@ -111,6 +111,14 @@ class Inheritance:
             text = f"what the agent of rank {rank} holds is not used: {error}"
             warnings.warn(text, CheckpointWarning, stacklevel=6)
             return None
+
+    def _read(self, use: Callable[[_native.Step], T], step: _native.Named) -> T:
+        opened = self._open(step)
+        try:
+            return use(opened)
+        finally:
+            # What reads it may refer to itself, and be collected late.
+            opened.release()
 
     def _open(self, step: _native.Named) -> _native.Step:
         agents = []

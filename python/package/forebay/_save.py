@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from . import _native
-from ._errors import CheckpointError, CheckpointMutated
+from ._errors import CheckpointError, CheckpointInvalid, CheckpointMutated
 from ._leaf import Leaf, has_changed
 
 if TYPE_CHECKING:
@@ -105,9 +105,14 @@ class Save:
         if not self._owner._stage(deadline):
             return False
         while True:
+            # Seen first: what was heard before the close counts.
+            is_over = self._owner._is_closed
             self._raise_if_failed()
             if happened():
                 return True
+            if is_over:
+                text = f"the checkpointer was closed before step {self._step} was known to be there"
+                raise CheckpointInvalid(f"{text} (hint: `forebay ckpt ls` tells what is in the store)")
             left = TICK_S if deadline is None else min(TICK_S, deadline - time.monotonic())
             if left < 0:
                 return False

@@ -68,7 +68,7 @@ class Saver:
         _forget_in_children(self)
 
     def _let_go(self, is_done: bool = False) -> None:
-        """Ends the session. Unless the job is done, the agent keeps what it holds for a while."""
+        """Ends the session, and leaves its memory. Unless the job is done, the agent keeps what it holds for a while."""
         self._is_closed = True
         _open.discard(self)
         self._ladder.arena.leave()
@@ -80,7 +80,7 @@ class Saver:
         if is_done:
             self._session.dismiss()
         else:
-            self._session.disconnect()
+            self._session.leave()
 
     def _await_agent(self) -> None:
         """Nothing is changed in the bucket after `close()`: the agent may still be deleting old steps."""
