@@ -124,6 +124,8 @@ pub struct Session {
     kept: Option<HeldStep>,
     /// Slots of former arenas that hold a step.
     former: Vec<Slot>,
+    /// Those of the steps in memory that are committed.
+    durable: Vec<HeldStep>,
     /// Slots that a predecessor may still be reading.
     inherited: Vec<Slot>,
     predecessor: Option<FdStream>,
@@ -152,6 +154,7 @@ impl Session {
             pending: VecDeque::new(),
             kept: None,
             former: Vec::new(),
+            durable: Vec::new(),
             inherited: Vec::new(),
             predecessor: None,
             has_succeeded: false,
@@ -217,7 +220,11 @@ impl Session {
             self.settle(pending, Err(Error::new(ErrorKind::Unavailable, message).with_hint(hint)));
         }
         for (held, memory) in self.settled_steps() {
+            let step = held.name();
             self.send_held(held, &memory, Request::Hold)?;
+            if self.durable.contains(&step) {
+                self.send(&Request::Durable(step), None)?;
+            }
         }
         for index in 0..self.pending.len() {
             let pending = &mut self.pending[index];
@@ -480,7 +487,9 @@ impl Session {
     }
 
     fn settle(&mut self, pending: Pending, outcome: Result<()>) {
+        let step = pending.slot.held().filter(|_| outcome.is_ok()).map(Held::name);
         self.give_back(pending.slot);
+        step.into_iter().for_each(|step| self.note_durable(step));
         pending.save.set(match outcome {
             Ok(()) => Progress::Durable,
             Err(error) => Progress::Failed(Arc::new(error)),

@@ -68,6 +68,11 @@ impl Predecessor {
     fn held(&self) -> PyResult<Vec<Named>> {
         self.with(|found| Ok(found.held().into_iter().map(named).collect())).or_raise()
     }
+
+    /// Those of them that were committed.
+    fn durable(&self) -> PyResult<Vec<Named>> {
+        self.with(|found| Ok(found.durable().iter().cloned().map(named).collect())).or_raise()
+    }
 }
 
 /// The step that the ranks' agents hold, given in the order of ranks.

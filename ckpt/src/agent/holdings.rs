@@ -79,11 +79,28 @@ impl Holdings {
         self.held.is_empty()
     }
 
-    /// Shows a visitor everything.
-    pub(super) fn show(&mut self, start: &str, visitor: &mut FdStream) -> Result<()> {
+    /// The numbers of the saves that are held.
+    pub(super) fn saves(&self) -> Vec<u64> {
+        self.held.iter().map(|holding| holding.held.seal.save).collect()
+    }
+
+    /// The number of the save of a step, where it is held.
+    pub(super) fn save_of(&self, step: &HeldStep) -> Option<u64> {
+        let mut held = self.held.iter().map(|holding| &holding.held);
+        held.find(|held| held.name() == *step).map(|held| held.seal.save)
+    }
+
+    /// Shows a visitor everything, and which saves of it `is_durable` has to be committed.
+    pub(super) fn show(
+        &mut self,
+        start: &str,
+        is_durable: impl Fn(u64) -> bool,
+        visitor: &mut FdStream,
+    ) -> Result<()> {
         self.held.sort_by_key(|holding| holding.held.seal.save);
-        let held = self.held.iter().map(|holding| holding.held.name()).collect();
-        let answer = Answer { start: start.to_owned(), held };
+        let all = || self.held.iter().map(|holding| &holding.held);
+        let durable = all().filter(|held| is_durable(held.seal.save)).map(Held::name).collect();
+        let answer = Answer { start: start.to_owned(), held: all().map(Held::name).collect(), durable };
         visitor.send(&frame(&answer)?, None)?;
         for Holding { held, memory } in &self.held {
             visitor.send(&frame(held)?, Some(memory.as_fd()))?;

@@ -101,6 +101,8 @@ pub enum Request {
     SealAgain(Box<Held>),
     /// Hold this for a successor; it needs no flush.
     Hold(Box<Held>),
+    /// What it was told to hold of this step is committed in the bucket.
+    Durable(HeldStep),
     /// The trainer will write where this lies.
     Forget(HeldStep),
     /// This rank will not save a step that others save: they are to be told.
@@ -143,6 +145,9 @@ pub struct Answer {
     pub start: String,
     /// The steps that it holds, oldest first: large seals are parsed where they are wanted.
     pub held: Vec<HeldStep>,
+    /// Those of them that were committed in the bucket.
+    #[serde(default)]
+    pub durable: Vec<HeldStep>,
 }
 
 /// From the agent.
@@ -192,6 +197,9 @@ pub enum Reply {
     Unsettled {
         /// Their numbers.
         saves: Vec<u64>,
+        /// Those of all that is held that are committed.
+        #[serde(default)]
+        durable: Vec<u64>,
     },
     /// The step of an earlier start that was to be brought to the bucket is there, or never will be.
     Resumed,

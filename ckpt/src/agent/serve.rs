@@ -144,6 +144,9 @@ impl Desk {
             Request::Seal(held) => self.begin(*held, true)?,
             Request::SealAgain(held) => self.begin(*held, false)?,
             Request::Hold(held) => drop(self.holdings.hold(*held)?),
+            Request::Durable(step) => {
+                self.holdings.save_of(&step).into_iter().for_each(|save| self.trainer.set_durable(save));
+            }
             Request::Forget(step) => self.holdings.forget(&step),
             Request::GiveUp { step, round, reason } => self.pass_on(Work::GiveUp { step, round, reason })?,
             Request::Await { save } => self.trainer.await_save(save),
@@ -156,7 +159,7 @@ impl Desk {
         let seal = Arc::new(held.seal.clone());
         let copied = self.copies.as_ref().map(|_| Box::new(held.clone()));
         let (save, slot) = (seal.save, self.holdings.hold(held)?);
-        self.trainer.begin(save);
+        self.trainer.begin(save, &self.holdings.saves());
         let mut local = None;
         if let (Some(copies), Some(held)) = (&self.copies, copied) {
             local = copies.save(held, slot.clone());
@@ -187,7 +190,8 @@ impl Desk {
             }
             match self.door.next(left)? {
                 Some((Visit::Look { version }, mut visitor)) if version == VISIT_VERSION => {
-                    if self.holdings.show(&self.start, &mut visitor).is_ok() {
+                    let is_durable = |save| self.trainer.is_durable(save);
+                    if self.holdings.show(&self.start, is_durable, &mut visitor).is_ok() {
                         self.door.keep(visitor);
                         deadline = clock.now() + self.linger;
                     }

@@ -23,11 +23,13 @@ struct Link {
     stream: FdStream,
     /// Saves whose slots are still needed.
     unsettled: BTreeSet<u64>,
+    /// Saves that are committed, as far as they are still held.
+    durable: BTreeSet<u64>,
 }
 
 impl Trainer {
     pub(super) fn new(stream: FdStream, pace: Arc<Pace>) -> Self {
-        let link = Link { stream, unsettled: BTreeSet::new() };
+        let link = Link { stream, unsettled: BTreeSet::new(), durable: BTreeSet::new() };
         Self { link: Arc::new(Mutex::new(link)), gone: Arc::new(AtomicBool::new(false)), pace }
     }
 
@@ -36,9 +38,21 @@ impl Trainer {
         self.pace.await_save(save);
     }
 
-    /// Notes a save that is to be flushed.
-    pub(super) fn begin(&self, save: u64) {
-        self.link.lock().unsettled.insert(save);
+    /// Notes a save that is to be flushed, one of those that are `held`.
+    pub(super) fn begin(&self, save: u64, held: &[u64]) {
+        let mut link = self.link.lock();
+        link.durable.retain(|save| held.contains(save));
+        link.unsettled.insert(save);
+    }
+
+    /// Notes that a save that is held is committed.
+    pub(super) fn set_durable(&self, save: u64) {
+        self.link.lock().durable.insert(save);
+    }
+
+    /// Whether a save that is held is committed.
+    pub(super) fn is_durable(&self, save: u64) -> bool {
+        self.link.lock().durable.contains(&save)
     }
 
     /// Tells whoever listens, if anybody still does.
@@ -46,6 +60,9 @@ impl Trainer {
         let mut link = self.link.lock();
         if let Reply::Stored { save, .. } | Reply::Failed { save, .. } = reply {
             link.unsettled.remove(save);
+        }
+        if let Reply::Durable { save, .. } = reply {
+            link.durable.insert(*save);
         }
         if let Reply::Durable { save, .. } | Reply::Failed { save, .. } = reply {
             self.pace.settled(*save);
@@ -69,7 +86,8 @@ impl Trainer {
     /// From now on `successor` hears what becomes of the saves under way, and first which these are.
     pub(super) fn hand_over(&self, mut successor: FdStream) -> Result<()> {
         let mut link = self.link.lock();
-        let reply = Reply::Unsettled { saves: link.unsettled.iter().copied().collect() };
+        let numbers = |saves: &BTreeSet<u64>| saves.iter().copied().collect();
+        let reply = Reply::Unsettled { saves: numbers(&link.unsettled), durable: numbers(&link.durable) };
         let frame = serde_json::to_vec(&reply)
             .map_err(|error| forebay_core::Error::bug(format!("encode a reply: {error}")))?;
         successor.send(&frame, None)?;

@@ -13,7 +13,7 @@ impl Session {
     /// steps stay held only where this start `goes_on` from one of them; else the store may have a newer one. A session
     /// that has memory of its own already leaves it, and one that cannot read all that it is told of.
     pub fn adopt(&mut self, predecessor: Predecessor, goes_on: bool) -> Result<()> {
-        let Predecessor { stream, held, .. } = predecessor;
+        let Predecessor { stream, held, durable, .. } = predecessor;
         let Some(newest) = held.last().filter(|_| self.arena.is_none()) else { return Ok(()) };
         let (arena, slots) = Arena::adopt(newest.memory.clone())?;
         let read = held.into_iter().map(|shown| Ok((shown.read()?, shown.memory)));
@@ -40,7 +40,7 @@ impl Session {
                 }
             }
         }
-        (self.predecessor, self.goes_on) = (Some(stream), goes_on);
+        (self.predecessor, self.goes_on, self.durable) = (Some(stream), goes_on, durable);
         Ok(())
     }
 
@@ -55,6 +55,24 @@ impl Session {
     /// From now on no save takes the slot of `step`, the newest that all ranks hold.
     pub fn keep(&mut self, step: Option<HeldStep>) {
         self.kept = step;
+    }
+
+    /// Notes that a step in memory is committed; what is in memory no more is forgotten.
+    pub(super) fn note_durable(&mut self, step: HeldStep) {
+        let held = self.held();
+        self.durable.retain(|other| *other != step && held.contains(other));
+        self.durable.push(step);
+    }
+
+    /// Passes on to this session's agent that a save of the predecessor is committed.
+    fn hear_durable(&mut self, save: u64) {
+        let step = self.idle_slots().filter_map(Slot::held).find(|held| held.seal.save == save);
+        let Some(step) = step.map(Held::name) else { return };
+        if !self.durable.contains(&step) {
+            self.note_durable(step.clone());
+            // A failure here is the agent's death, and the next one is told.
+            self.send(&Request::Durable(step), None).ok();
+        }
     }
 
     /// Steps that need no flush, and where they lie, those of former arenas first.
@@ -78,8 +96,10 @@ impl Session {
         let answer = match say(&mut stream, &Visit::Succeed).and_then(|()| stream.receive()) {
             Ok(Some((frame, _))) => parse(&frame)?,
             // It ended by itself.
-            Ok(None) => Reply::Unsettled { saves: Vec::new() },
-            Err(_) if stream.readable(Duration::ZERO)? => Reply::Unsettled { saves: Vec::new() },
+            Ok(None) => Reply::Unsettled { saves: Vec::new(), durable: Vec::new() },
+            Err(_) if stream.readable(Duration::ZERO)? => {
+                Reply::Unsettled { saves: Vec::new(), durable: Vec::new() }
+            }
             Err(_) => {
                 // It may still be reading: the memory is left to it.
                 (self.arena, self.announced) = (None, None);
@@ -91,7 +111,8 @@ impl Session {
                 return Ok(());
             }
         };
-        if let Reply::Unsettled { saves } = answer {
+        if let Reply::Unsettled { saves, durable } = answer {
+            durable.into_iter().for_each(|save| self.hear_durable(save));
             self.free_inherited(|save| !saves.contains(&save));
         }
         (self.predecessor, self.has_succeeded) = (Some(stream), true);
@@ -113,6 +134,7 @@ impl Session {
                 Some(Reply::Stored { save, .. } | Reply::Failed { save, .. }) => {
                     self.free_inherited(|other| other == save);
                 }
+                Some(Reply::Durable { save, .. }) => self.hear_durable(save),
                 Some(Reply::Warning { message }) if self.warnings.len() < MAX_WARNINGS => {
                     self.warnings.push(message);
                 }

@@ -4,6 +4,7 @@ use std::thread::JoinHandle;
 
 use super::tests::{Fixture, PATIENCE, attach, save, settle, snapshot};
 use super::*;
+use crate::agent::Answer;
 use crate::region::Region;
 use crate::restore::{Target, assemble, read_held};
 
@@ -82,6 +83,61 @@ fn a_killed_trainers_steps_are_read_and_taken_over() {
     last.dismiss();
     end.join().expect("agent").expect("served");
     assert!(visit(&place).is_none(), "a trainer that is done leaves nothing");
+}
+
+#[test]
+fn what_is_durable_is_told_from_one_agent_to_the_next() {
+    let (mut fixture, place) = (Fixture::new(), place("durable"));
+    let mut first = unattached(&mut fixture, &place);
+    first.set_flush_rate(NonZeroU64::new(2 << 20).expect("some"));
+    let agent = attach(&mut first);
+    first.prepare(4 << 20, 1).expect("one arena for both");
+    let early = save(&mut first, 1, 1000);
+    assert!(matches!(settle(&mut first, &early), Progress::Durable));
+    // Still on its way when its trainer is killed.
+    let late = save(&mut first, 2, 4 << 20);
+    first.disconnect();
+    assert!(!late.progress().is_settled());
+    let found = visit(&place).expect("it waits");
+    assert_eq!(numbers(&found.held()), [2, 1]);
+    assert!(numbers(found.durable()).starts_with(&[1]), "and not the other, unless this test was held up");
+    let mut second = unattached(&mut fixture, &place);
+    second.adopt(found, true).expect("adopt");
+    let own = attach(&mut second);
+    while second.predecessor.is_some() {
+        second.take_replies(Duration::from_millis(50)).expect("replies");
+    }
+    agent.join().expect("agent").expect("served");
+    second.disconnect();
+    let found = visit(&place).expect("the second agent has the place now");
+    assert_eq!((numbers(&found.held()), numbers(found.durable())), (vec![2, 1], vec![1, 2]));
+    // An agent of an earlier build says nothing of it.
+    let told = serde_json::json!({ "start": "s", "held": [found.held()[0]] });
+    let answer: Answer = serde_json::from_value(told).expect("parses");
+    assert_eq!((answer.held.len(), answer.durable), (1, vec![]));
+    let mut last = unattached(&mut fixture, &place);
+    last.adopt(found, true).expect("adopt");
+    let end = attach(&mut last);
+    own.join().expect("agent").expect("served");
+    last.leave();
+    assert!(
+        last.held().is_empty() && last.arena.is_none() && !last.is_busy(),
+        "the memory is the agent's alone"
+    );
+    // Its agent may be about to open the door that the one before it closed.
+    let found = loop {
+        match visit(&place) {
+            Some(found) => break found,
+            None => std::thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    assert_eq!(numbers(found.durable()), [1, 2]);
+    let mut done = unattached(&mut fixture, &place);
+    done.adopt(found, true).expect("adopt");
+    let ended = attach(&mut done);
+    end.join().expect("agent").expect("served");
+    done.dismiss();
+    ended.join().expect("agent").expect("served");
 }
 
 #[test]

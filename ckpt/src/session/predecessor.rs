@@ -25,6 +25,8 @@ pub struct Predecessor {
     start: String,
     /// Oldest first.
     pub(super) held: Vec<Shown>,
+    /// Those that are committed.
+    pub(super) durable: Vec<HeldStep>,
 }
 
 /// A step that it holds. What it says of it is large, and parsed where the step is wanted.
@@ -66,10 +68,11 @@ impl Predecessor {
     fn look(mut stream: FdStream) -> Result<Option<Self>> {
         say(&mut stream, &Visit::Look { version: VISIT_VERSION })?;
         let Some((frame, _)) = stream.receive()? else { return Ok(None) };
-        let Answer { start, held: steps } = parse(&frame)?;
+        let Answer { start, held: steps, mut durable } = parse(&frame)?;
         if steps.len() > MAX_HELD {
             return Err(Error::invalid(format!("an agent that holds {} steps", steps.len())));
         }
+        durable.retain(|step| steps.contains(step));
         let mut held: Vec<Shown> = Vec::with_capacity(steps.len());
         for step in steps {
             let Some((told, Some(fd))) = stream.receive()? else { return Ok(None) };
@@ -78,7 +81,7 @@ impl Predecessor {
             let memory = known.map_or_else(|| Arc::new(memory), |known| known.memory.clone());
             held.push(Shown { step, told, memory });
         }
-        Ok(Some(Self { stream, start, held }))
+        Ok(Some(Self { stream, start, held, durable }))
     }
 
     /// The nonce of the start that the agent served.
@@ -89,6 +92,11 @@ impl Predecessor {
     /// The steps that it holds, newest first.
     pub fn held(&self) -> Vec<HeldStep> {
         self.held.iter().rev().map(|shown| shown.step.clone()).collect()
+    }
+
+    /// Those of them that its trainer's saves brought to the bucket, all ranks' parts of them.
+    pub fn durable(&self) -> &[HeldStep] {
+        &self.durable
     }
 
     /// The part of `step` that it holds.

@@ -165,7 +165,7 @@ class Checkpointer(Saver):
 
         Where the agents of this job's killed processes still hold a step that all ranks had sealed, that is the newest:
         it is copied out of their memory, every byte checked, and the store is only asked whether the job was started
-        elsewhere meanwhile. Next come the copies on the local disk (`local`), unless the store has a newer step; a step
+        elsewhere meanwhile, or the step, once committed, deleted. Next come the copies on the local disk (`local`), unless the store has a newer step; a step
         that was still on its way to the store is brought there once this start saves. `restored` tells where the step
         came from.
 

@@ -11,7 +11,7 @@ from . import _native
 from ._errors import CheckpointCorrupt, CheckpointError, CheckpointWarning
 from ._loading import use_together
 from ._ranks import Ranks
-from ._url import digest, store_name
+from ._url import digest, exists, store_name
 
 T = TypeVar("T")
 
@@ -56,7 +56,8 @@ class Inheritance:
     def use(self, step: Optional[int], use: Callable[[_native.Step], T]) -> Optional[T]:
         """Calls `use` with the newest step that all ranks' agents hold, or with `step`; all ranks do, or none.
 
-        None where they hold none, the job was started elsewhere since, or what they hold is damaged, which is a warning.
+        None where they hold none, the job was started elsewhere since, the step was committed and deleted since, or what
+        they hold is damaged, which is a warning.
         """
         self.passed_over, self.has_touched, self.is_used = [], False, False
         words = self._ranks.gather("look for what is in memory", self._say)
@@ -67,9 +68,11 @@ class Inheritance:
                 self.passed_over.append("arena: not all ranks hold the step")
             return None
         store = self._ranks.first("look for later starts", lambda: _native.survey(self._url, PATIENCE_S))
-        newest = None if store is None else store[0]
-        if newest is not None and newest not in [word["start"] for word in words]:
-            self.passed_over.append("arena: the job was started elsewhere since")
+        if store is None:
+            self._tell_of_absence(common)
+        reason = None if store is None else _reason_against(words, common, *store)
+        if reason is not None:
+            self.passed_over.append(f"arena: {reason}")
             return None
         try:
             used = use_together(self._ranks, "read a step", lambda: self._read(use, common))
@@ -94,8 +97,16 @@ class Inheritance:
     def _say(self) -> dict[str, Any]:
         own = self._look()
         if own is None:
-            return {"start": None, "held": []}
-        return {"start": own.start, "held": [list(entry) for entry in own.held()]}
+            return {"start": None, "held": [], "durable": []}
+        held, durable = own.held(), own.durable()
+        return {"start": own.start, "held": [list(entry) for entry in held], "durable": [list(entry) for entry in durable]}
+
+    def _tell_of_absence(self, step: _native.Named) -> None:
+        """Warns where what does not answer is a directory that is not there: away with its disk, or deleted."""
+        if self._ranks.rank == 0 and not exists(self._url):
+            text = f"{self._url}: the directory is missing, and step {step[1]} is restored from memory"
+            hint = "where it was deleted to begin anew, make an empty one first"
+            warnings.warn(f"{text} (hint: {hint})", CheckpointWarning, stacklevel=6)
 
     def _look(self) -> Optional[_native.Predecessor]:
         if not self._has_looked:
@@ -128,3 +139,17 @@ class Inheritance:
                 raise CheckpointCorrupt(f"the agent of rank {rank} is gone")
             agents.append(agent)
         return _native.open_held(agents, step)
+
+
+def _reason_against(
+    words: Sequence[Any], step: _native.Named, newest: Optional[str], store: Sequence[Sequence[Any]]
+) -> Optional[str]:
+    """Why a step that is held is not used where the store has these steps, and this newest start; None where it may be."""
+    if newest is not None and newest not in [word["start"] for word in words]:
+        return "the job was started elsewhere since"
+    start, number = step
+    # What the ranks said was said before the store was asked: what was committed by then is there unless it was deleted.
+    is_durable = any([start, number] in word["durable"] for word in words)
+    if is_durable and [start[:8], number] not in [list(entry) for entry in store]:
+        return f"step {number} was deleted from the store"
+    return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any, Callable, Literal, Optional, TypeVar
 
 from . import _native
-from ._errors import CheckpointCorrupt, CheckpointNotFound
+from ._errors import CheckpointCorrupt, CheckpointNotFound, CheckpointWarning
 from ._held import Inheritance
 from ._loading import with_step
 from ._local import LocalCopies
@@ -73,6 +74,10 @@ class Ladder:
             if has_touched:
                 text = f"{self._url} holds no step, and nearer copies of one are damaged: the state may hold anything"
                 raise CheckpointCorrupt(text) from None
-            if step is None:
-                return None
-            raise
+            if step is not None:
+                raise
+            if self.passed_over and self._ranks.rank == 0:
+                # There is no `Restored` to tell it.
+                text = f"{self._url} holds no step, and nothing is restored: {'; '.join(self.passed_over)}"
+                warnings.warn(text, CheckpointWarning, stacklevel=4)
+            return None
