@@ -171,6 +171,19 @@ impl Bucket {
         Ok(self.find(key).await?.map(|object| info(object.meta)))
     }
 
+    /// Whether an object carries anything that a copy in parts would lose: a content type, metadata of its writer.
+    pub async fn has_attributes(&self, key: &ObjectKey) -> Result<bool> {
+        /// What stores call an object of which nothing was said.
+        const NO_TYPES: [&str; 2] = ["binary/octet-stream", "application/octet-stream"];
+        let is_plain = |attribute: &Attribute, value: &str| match attribute {
+            Attribute::Metadata(name) => *name == TOKEN_ATTRIBUTE,
+            Attribute::ContentType => NO_TYPES.contains(&value),
+            _ => false,
+        };
+        let attributes = self.find(key).await?.map(|object| object.attributes).unwrap_or_default();
+        Ok(attributes.iter().any(|(attribute, value)| !is_plain(attribute, value)))
+    }
+
     async fn find(&self, key: &ObjectKey) -> Result<Option<GetResult>> {
         match self.0.service.call(Request::head(self.path(key)?)).await.and_then(Reply::object) {
             Ok(object) => Ok(Some(object)),

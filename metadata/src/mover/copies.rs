@@ -17,6 +17,8 @@ use crate::schema::UploadRecord;
 /// in parts shows nothing before the last request, which is short and has a condition; one request that was given up may
 /// show its copy at any time.
 pub(crate) const LONGEST_COPY: u64 = 64 << 20;
+/// The largest object that stores copy in one request, as S3 has it. Up to it, what has a content type or metadata is.
+const LARGEST_COPY: u64 = 5 << 30;
 
 impl Mover {
     /// Copies an object inside the store. The caller knows that it is still the version meant.
@@ -30,8 +32,11 @@ impl Mover {
         condition: Condition,
     ) -> Result<ObjectInfo> {
         // A folder has what was given up under control, and syncs less at a time in one request.
-        let in_parts = from.size > LONGEST_COPY && self.bucket().url().scheme != Scheme::File;
-        if in_parts && !self.lacks_part_copy().load(Ordering::Relaxed) {
+        let in_parts = from.size > LONGEST_COPY
+            && self.bucket().url().scheme != Scheme::File
+            && !self.lacks_part_copy().load(Ordering::Relaxed)
+            && (from.size > LARGEST_COPY || !self.bucket().has_attributes(&from.key).await?);
+        if in_parts {
             match self.copy_in_parts(from, to, condition.clone()).await {
                 Err(error) if error.kind() == ErrorKind::Unsupported => {
                     debug!(%error, "large objects are copied in one request");
