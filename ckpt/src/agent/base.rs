@@ -4,14 +4,18 @@
 //! A step out of the bucket was stored by whatever ranks there were: slices are taken by tensor and place, whoever wrote
 //! them. Of a file that slices of several ranks lie in, each answers for its share.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
-use forebay_core::{ErrorKind, Result};
+use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::object::Bucket;
+use futures::{StreamExt, TryStreamExt, stream};
 
 use super::{Origin, Seal};
 use crate::catalog::{StepKey, list_steps, load_manifest};
 use crate::manifest::{Manifest, Shard, Slice, SliceKind, Tensor};
+
+/// Shards that are looked for at once.
+const PARALLEL: usize = 16;
 
 /// Which part of a tensor, by its name, a slice is.
 pub(super) type Place<'a> = (&'a str, Part<'a>);
@@ -66,6 +70,25 @@ impl Base {
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// The key of a shard that this rank may refer to and that is not there as the step has it: deleted by hand, or by a
+    /// rule of the store by age. The manifest does not show it, and every step from then on would need it.
+    pub(super) async fn missing(&self, bucket: &Bucket) -> Result<Option<String>> {
+        let slices = self.manifest.tensors.iter().flat_map(|tensor| &tensor.slices);
+        let used: BTreeSet<u32> = slices.map(|slice| slice.shard).collect();
+        let look = |shard: u32| async move {
+            let shard = &self.manifest.shards[shard as usize];
+            let found = bucket.head(&shard.object()).await?;
+            Ok::<_, Error>(found.is_none_or(|found| found.size != shard.size).then(|| shard.key.clone()))
+        };
+        let mut looks = stream::iter(used).map(look).buffer_unordered(PARALLEL);
+        while let Some(missing) = looks.try_next().await? {
+            if missing.is_some() {
+                return Ok(missing);
+            }
+        }
+        Ok(None)
     }
 
     /// What a rank that saves `seal` has of a step.

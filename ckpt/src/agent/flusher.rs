@@ -272,7 +272,7 @@ impl Flusher {
             Some(stored) => stored,
             stored => {
                 if let Some(origin) = &self.origin {
-                    self.base = Base::find(bucket, origin, &save.seal).await?;
+                    self.base = self.find_base(bucket, origin, save).await?;
                     self.origin = None;
                 }
                 let (key, rank) = (run.save(save.seal.step), self.hello.place().0);
@@ -289,6 +289,19 @@ impl Flusher {
             }
         }
         settle(&self.clock, bucket, run, member, stored, round).await
+    }
+
+    /// The step to go on from, unless something that it needs is gone.
+    async fn find_base(&self, bucket: &Bucket, origin: &Origin, save: &Save) -> Result<Option<Base>> {
+        let Some(base) = Base::find(bucket, origin, &save.seal).await? else { return Ok(None) };
+        let Some(shard) = base.missing(bucket).await? else { return Ok(Some(base)) };
+        // Else it was deleted just now, in order.
+        if bucket.head(&base.key.object()).await?.is_some() {
+            let message = format!("step {} is damaged: {shard} is not there, or cut off", base.key.step);
+            let effect = format!("step {} is stored whole, and refers to no earlier one", save.seal.step);
+            self.trainer.tell(&Reply::Warning { message: format!("{message}; {effect}") });
+        }
+        Ok(None)
     }
 
     /// Opens the bucket and takes an incarnation.

@@ -95,6 +95,54 @@ async fn a_start_refers_to_no_step_but_the_one_it_went_on_from_and_those_before(
 }
 
 #[tokio::test]
+async fn a_start_refers_to_no_shard_that_somebody_deleted() {
+    let (bucket, mut run, mut agent) = agent().await;
+    for step in 1..=3 {
+        save(&mut agent, step).await;
+    }
+    let (near, mut far) = trainer();
+    for (step, loss) in [(4, None), (6, Some(true)), (8, Some(false))] {
+        let shards = manifest(&bucket, step - 1).await.shards;
+        let frozen = shards.iter().max_by_key(|shard| shard.size).expect("some").object();
+        match loss {
+            Some(true) => bucket.delete(&frozen).await.expect("delete"),
+            Some(false) => {
+                let cut = bucket.put(&frozen, "cut off".into(), forebay_io::object::Condition::Always).await;
+                drop(cut.expect("put"));
+            }
+            None => {}
+        }
+        (run, agent) = restart(&bucket, origin(&run, step - 1)).await;
+        agent.trainer = near.clone();
+        let before = bucket.counters();
+        let expected = if loss.is_some() { WHOLE } else { CHANGED };
+        assert_eq!(save(&mut agent, step).await, expected, "step {step}");
+        let between = bucket.counters();
+        assert_eq!(
+            save(&mut agent, step + 1).await,
+            CHANGED,
+            "the next one refers to what this agent stored"
+        );
+        if loss.is_none() {
+            let after = bucket.counters();
+            let heads = [between.since(&before), after.since(&between)]
+                .map(|seen| seen.of(OperationKind::Head).requests);
+            assert_eq!(heads, [3, 1], "the step that is referred to each time, its two shards once");
+        }
+        expect_content(&bucket, step + 1, &fills_at(step + 1)).await;
+        let mut warnings = Vec::new();
+        while far.readable(Duration::ZERO).expect("readable") {
+            let (frame, _) = far.receive().expect("receive").expect("a reply");
+            if let Reply::Warning { message } = serde_json::from_slice(&frame).expect("a reply") {
+                warnings.push(message);
+            }
+        }
+        assert_eq!(warnings.len(), usize::from(loss.is_some()), "{warnings:?}");
+        assert!(warnings.iter().all(|told| told.contains(frozen.as_str())), "{warnings:?}");
+    }
+}
+
+#[tokio::test]
 async fn what_a_dead_agent_left_is_saved_as_it_would_have() {
     let (bucket, run, mut agent) = agent().await;
     save(&mut agent, 1).await;
