@@ -34,6 +34,20 @@ fn objects_are_written_read_and_deleted() {
     });
 }
 
+/// What another tool said of an object is told from what stores say of every one.
+#[tokio::test]
+async fn what_objects_carry_is_known() {
+    let server = Server::shared();
+    let name = server.create_bucket();
+    let url: BucketUrl = format!("s3://{name}").parse().expect("a valid URL");
+    let bucket = Bucket::open(&url, &server.settings()).await.expect("the bucket is there");
+    server.put_raw(&format!("{name}/typed"));
+    bucket.put(&key("plain"), "x".into(), Condition::Always).await.expect("put");
+    assert!(bucket.has_attributes(&key("typed")).await.expect("asked"));
+    assert!(!bucket.has_attributes(&key("plain")).await.expect("asked"));
+    assert!(!bucket.has_attributes(&key("never")).await.expect("asked"));
+}
+
 #[test]
 fn conditions_hold() {
     over_every_store(|Subject { store, bucket, .. }| async move {
