@@ -234,6 +234,8 @@ impl File {
         self.inode
             .edit(|content| {
                 let now = store.now();
+                // As Linux has it, also where nothing else changes.
+                content.touch(now);
                 if zero {
                     content.punch(offset..end, now);
                 }

@@ -102,7 +102,8 @@ pub struct Restored {
     /// Paths whose names are taken by now, or lead through a file, the first thousand: what was deleted there stays in the
     /// trash.
     pub refused: Vec<String>,
-    /// How many those are, all of them.
+    /// How many those are, all of them. Mounts that ran before this was told say nothing.
+    #[serde(default)]
     pub taken: u64,
 }
 

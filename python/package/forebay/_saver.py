@@ -72,15 +72,18 @@ class Saver:
         self._is_closed = True
         _open.discard(self)
         self._ladder.arena.leave()
+        lost: Optional[CheckpointError] = None
         try:
             # What is copied was saved, as far as its caller knows.
             self._finish_staging()
         except CheckpointError as error:
-            warnings.warn(f"a save under way was given up: {error}", CheckpointWarning, stacklevel=4)
+            lost = error
         if is_done:
             self._session.dismiss()
         else:
             self._session.leave()
+        if lost is not None:
+            warnings.warn(f"a save under way was given up: {lost}", CheckpointWarning, stacklevel=4)
 
     def _await_agent(self) -> None:
         """Nothing is changed in the bucket after `close()`: the agent may still be deleting old steps."""

@@ -12,6 +12,7 @@ use forebay_metadata::tree::resolve;
 
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
 use crate::Access;
+use crate::content::Content;
 use crate::settings::WriteSettings;
 use crate::volume::local;
 
@@ -104,6 +105,25 @@ fn a_lost_upload_is_told_once_and_leaves_the_last_commit() {
         assert_eq!(file.read(0, 10).await.expect("read"), "old");
         file.release().await.expect("release");
         assert_eq!(object(&fixture.bucket, "f").await, "old");
+    });
+}
+
+/// As on other file systems: room that is reserved past the end left the times as they were.
+#[test]
+fn reserving_room_changes_the_times() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"bytes")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        let modified = || volume.open_inodes()[0].look(Content::modified);
+        assert_eq!(modified(), None, "all is committed");
+        const KEEP_SIZE: i32 = 1;
+        file.allocate(KEEP_SIZE, 100, 50).await.expect("allocate");
+        assert!(modified().is_some());
+        file.release().await.expect("release");
+        assert_eq!(object(&fixture.bucket, "f").await, "bytes");
     });
 }
 
