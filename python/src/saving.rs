@@ -220,7 +220,8 @@ impl Session {
         Ok(begun.or_raise()?.map(|snapshot| Snapshot(Mutex::new(Stage::Idle(Box::new(snapshot))))))
     }
 
-    /// Gives a filled snapshot to the agent, in the round of the step that all ranks know by that number, if they know one.
+    /// Gives a filled snapshot to the agent, in the round of the step that all ranks know by that number, if they know one;
+    /// asked again, it gives the same save.
     /// `extras` are pairs of a name and JSON text.
     fn seal(
         &self,
@@ -232,9 +233,15 @@ impl Session {
         extras: Vec<(String, String)>,
     ) -> PyResult<Save> {
         let sealed = py.detach(|| {
+            if let Stage::Sealed(save) = &*snapshot.0.lock() {
+                return Ok(save.clone());
+            }
             let extra = |(name, data)| Extra { name, encoding: Encoding::Json, data };
             let extras = extras.into_iter().map(extra).collect();
-            self.0.lock().seal(*snapshot.take()?, step, round.map(Round::new), created_ms, extras)
+            let save =
+                self.0.lock().seal(*snapshot.take()?, step, round.map(Round::new), created_ms, extras)?;
+            *snapshot.0.lock() = Stage::Sealed(save.clone());
+            Ok(save)
         });
         sealed.map(Save).or_raise()
     }
@@ -285,6 +292,8 @@ type Filled = Result<Box<arena::Snapshot>>;
 enum Stage {
     Idle(Box<arena::Snapshot>),
     Copying(JoinHandle<Filled>),
+    /// The agent has it, of which a signal's exception may have kept the caller from hearing.
+    Sealed(Arc<session::Save>),
     Gone,
 }
 
@@ -303,7 +312,10 @@ impl Snapshot {
                 Ok(filled) => filled,
                 Err(_) => Err(Error::bug("the copying thread panicked")),
             },
-            Stage::Gone => Err(Error::bug("the snapshot was sealed or given up already")),
+            gone => {
+                *self.0.lock() = gone;
+                Err(Error::bug("the snapshot was sealed or given up already"))
+            }
         }
     }
 
@@ -372,6 +384,10 @@ impl Snapshot {
 
     /// Waits for the background copy.
     fn join(&self, py: Python<'_>) -> PyResult<()> {
+        match &*self.0.lock() {
+            Stage::Sealed(_) => return Ok(()),
+            Stage::Idle(_) | Stage::Copying(_) | Stage::Gone => {}
+        }
         py.detach(|| self.with(|_| Ok(()))).or_raise()
     }
 }

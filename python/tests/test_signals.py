@@ -132,6 +132,27 @@ def test_an_exception_of_a_signal_takes_no_slot(tmp_path: Path, monkeypatch: pyt
     assert checkpointer.steps() == ([4] if where == "copy" else [1, 2, 3, 4])
 
 
+def test_an_exception_of_a_signal_while_a_save_is_sealed_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(300, 300)
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.before_optimizer_step()
+        save = checkpointer.save_now(1, {"model": model})
+        session = checkpointer._session
+
+        def seal(*words: Any) -> None:
+            session.seal(*words)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(checkpointer, "_session", Instead(session, seal=seal))
+            checkpointer.before_optimizer_step()
+        checkpointer.before_optimizer_step()
+        assert save is not None and save.wait_durable()
+    assert checkpointer.steps() == [1]
+
+
 def test_a_save_that_has_returned_outlives_the_error_after_it(tmp_path: Path) -> None:
     model = torch.nn.Linear(300, 300)
     with pytest.raises(MemoryError):

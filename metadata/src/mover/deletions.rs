@@ -155,6 +155,10 @@ impl Mover {
         let is_plain = recorded == Verdict::Delete && !deletion.blob.is_owned();
         if is_plain {
             let blob = &deletion.blob;
+            // The deletion's claim keeps others from the key while a copy may still come there.
+            if self.doubts().names(&blob.key) {
+                return Ok(Verdict::Keep);
+            }
             match self.bucket().head(&blob.key).await? {
                 Some(found) if found.version == blob.version => {
                     // Tried again before the next page: here nobody else has a turn.

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use forebay_core::{InodeId, Result};
+use forebay_core::{InodeId, ObjectKey, Result};
 use parking_lot::Mutex;
 
 use super::Mover;
@@ -15,15 +15,15 @@ use super::run::Tally;
 /// large; what is left is one that hung on the way.
 const LONGEST_MS: u64 = 5 * 60 * 1000;
 
-/// The inodes whose copies these are, and until when. In memory only.
+/// The inodes whose copies these are, where they go, and until when. In memory only.
 #[derive(Debug, Default)]
-pub(super) struct Doubts(Mutex<HashMap<InodeId, u64>>);
+pub(super) struct Doubts(Mutex<HashMap<InodeId, (ObjectKey, u64)>>);
 
 impl Doubts {
-    /// The copy of `ino` may still be made after now; without, it only has to be looked at again.
-    pub(super) fn add(&self, ino: InodeId, now_ms: u64, may_come: bool) {
+    /// The copy of `ino` to `key` may still be made after now; without, it only has to be looked at again.
+    pub(super) fn add(&self, ino: InodeId, key: &ObjectKey, now_ms: u64, may_come: bool) {
         let until_ms = if may_come { now_ms.saturating_add(LONGEST_MS) } else { now_ms };
-        self.0.lock().insert(ino, until_ms);
+        self.0.lock().insert(ino, (key.clone(), until_ms));
     }
 
     pub(super) fn end(&self, ino: InodeId) {
@@ -32,12 +32,17 @@ impl Doubts {
 
     /// Whether the copy of `ino` may still come.
     pub(super) fn holds(&self, ino: InodeId, now_ms: u64) -> bool {
-        self.0.lock().get(&ino).is_some_and(|until_ms| *until_ms > now_ms)
+        self.0.lock().get(&ino).is_some_and(|(_, until_ms)| *until_ms > now_ms)
+    }
+
+    /// Whether any copy goes to `key`, until it is settled.
+    pub(super) fn names(&self, key: &ObjectKey) -> bool {
+        self.0.lock().values().any(|(named, _)| named == key)
     }
 
     fn over(&self, now_ms: u64) -> Vec<InodeId> {
         let doubts = self.0.lock();
-        doubts.iter().filter(|(_, until_ms)| **until_ms <= now_ms).map(|(ino, _)| *ino).collect()
+        doubts.iter().filter(|(_, (_, until_ms))| *until_ms <= now_ms).map(|(ino, _)| *ino).collect()
     }
 }
 

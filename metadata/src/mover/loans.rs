@@ -27,7 +27,7 @@ impl Mover {
         let noted = fresh.clone();
         let note = move |change: &mut Change<'_, '_>| change.note_uncommitted(&noted);
         self.transact(Durability::Durable, note).await?;
-        let copy = self.copy_inside(blob, &fresh, Condition::IfAbsent).await?.blob();
+        let copy = self.copy_inside(blob, &fresh, Condition::Always).await?.blob();
         let found = self.bucket().head(&blob.key).await?;
         if copy.size != blob.size || found.is_none_or(|found| found.version != blob.version) {
             return Err(Error::new(

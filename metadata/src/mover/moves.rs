@@ -135,7 +135,7 @@ impl Mover {
             Err(error) => {
                 // Whether the copy was made is not known: the intent says what to look for.
                 if !self.doubts().holds(ino, self.shared().now_ms()) {
-                    self.doubts().add(ino, self.shared().now_ms(), false);
+                    self.doubts().add(ino, &plan.to, self.shared().now_ms(), false);
                 }
                 self.settle_intent(ino).await?;
                 match self.aside(ino, &plan, &error).await? {
@@ -174,7 +174,7 @@ impl Mover {
         let condition = plan.replaces.clone().map_or(Condition::IfAbsent, Condition::IfVersion);
         let copied = self.copy_inside(&plan.from, &plan.to, condition).await;
         if copied.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unavailable) {
-            self.doubts().add(ino, self.shared().now_ms(), true);
+            self.doubts().add(ino, &plan.to, self.shared().now_ms(), true);
         }
         copied.map(Copied::To)
     }

@@ -43,12 +43,21 @@ impl LocalTree {
             false => self.count_below(directory).await,
         };
         if let Err(error) = counted {
-            self.limit(directory, before).await?;
+            self.restore_limit(directory, limits, before).await?;
             self.end_count(directory).await?;
             return Err(error);
         }
         self.committer.sync_in_time().await?;
         self.quota(directory).await
+    }
+
+    /// Sets the limits of a directory back, unless somebody else has set them since.
+    async fn restore_limit(&self, directory: InodeId, from: QuotaLimits, to: QuotaLimits) -> Result<()> {
+        self.change(move |change| match change.quota(directory)? {
+            Some(quota) if quota.limits == from => change.begin_count(directory, Some(to)).map(drop),
+            _ => Ok(()),
+        })
+        .await
     }
 
     /// Sets the limits of a directory, counted or not. Returns those that it had.

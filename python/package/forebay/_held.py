@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar
@@ -103,7 +104,19 @@ class Inheritance:
 
     def _tell_of_absence(self, step: _native.Named) -> None:
         """Warns where what does not answer is a directory that is not there: away with its disk, or deleted."""
-        if self._ranks.rank == 0 and not exists(self._url):
+        if self._ranks.rank != 0:
+            return
+        gone = threading.Event()
+
+        def look() -> None:
+            if not exists(self._url):
+                gone.set()
+
+        # A file system that hangs is away, and is not waited for.
+        looking = threading.Thread(target=look, daemon=True)
+        looking.start()
+        looking.join(PATIENCE_S)
+        if gone.is_set():
             text = f"{self._url}: the directory is missing, and step {step[1]} is restored from memory"
             hint = "where it was deleted to begin anew, make an empty one first"
             warnings.warn(f"{text} (hint: {hint})", CheckpointWarning, stacklevel=6)

@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -256,8 +257,15 @@ class Saver:
 def _end_all() -> None:
     """A process that ends without `close()` leaves what was saved to the agents; they keep it for a while."""
     for saver in list(_open):
-        if not saver._is_closed:
+        # Who is in a call, on another thread, is not waited for.
+        if saver._is_closed or not saver._lock.acquire(blocking=False):
+            continue
+        try:
             saver._let_go()
+        except Exception as error:
+            print(f"forebay: a checkpointer could not be ended: {error}", file=sys.stderr)
+        finally:
+            saver._lock.release()
 
 
 def _forget_in_children(saver: Saver) -> None:

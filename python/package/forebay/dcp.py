@@ -223,7 +223,12 @@ class Writer(StorageWriter):  # type: ignore[misc]
         ordered = [name for name in paths if name in nodes] + [name for name in nodes if name not in paths]
         tree = nest([(paths.get(name, (name,)), nodes[name]) for name in ordered])
         try:
-            _seal(held, [("state", json.dumps(tree, separators=(",", ":"), allow_nan=False))]).wait_durable()
+            save = _seal(held, [("state", json.dumps(tree, separators=(",", ":"), allow_nan=False))])
+        except CheckpointError as error:
+            held.checkpointer._give_up(held.step, None, error)
+            raise
+        try:
+            save.wait_durable()
         except CheckpointSuperseded as error:
             self._superseded = error
             raise

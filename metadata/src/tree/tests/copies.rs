@@ -90,6 +90,35 @@ async fn a_copy_that_comes_after_its_file_was_removed_is_removed() {
     }
 }
 
+/// A newer content on its way to the path where an older one lies: what is written there after the file was removed is
+/// somebody else's, whatever its size.
+#[tokio::test]
+async fn a_copy_in_doubt_takes_nothing_of_who_comes_after() {
+    let world = World::memory().await;
+    world.put("a", &vec![7; (64 << 20) + 1]).await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(30))).await;
+    share(&world, &tree, "a", "b").await.expect("shared");
+    let placed = world.write_path(&tree, "a", "newer").await.expect("written");
+    assert!(matches!(placed, Placement::Owned { .. }), "{placed:?}");
+    for nth in 1..40 {
+        faults.script(OperationKind::Copy, nth, FaultMode::Before);
+    }
+    tree.drain().await.expect("drained");
+    assert!(faults.injected() > 0, "the copy failed");
+    faults.clear();
+    unlink(&tree, "a").await.expect("unlinked");
+    tree.drain().await.expect("drained");
+    world.write_path(&tree, "a", "other").await.expect("written");
+    for advance in [Duration::ZERO, LATER, LATER] {
+        world.clock.advance(advance);
+        tree.drain().await.expect("drained");
+        world.pass_ttl();
+        assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "other");
+    }
+    assert_eq!(world.objects().await["a"], b"other", "and it is at its path in the end");
+}
+
 /// A copy that was never made is made again when that is certain.
 #[tokio::test]
 async fn a_copy_that_never_came_is_made_later() {

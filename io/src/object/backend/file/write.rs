@@ -128,9 +128,16 @@ impl Inner {
 
     /// Deletes objects and syncs the directories that they were in.
     pub(super) fn delete_all(&self, keys: &[Path], wanted: &Wanted) -> Result<()> {
-        let mut changed = BTreeSet::new();
+        // What was deleted before one failed is gone for good as well: who asks again finds it gone.
+        let (mut changed, mut outcome) = (BTreeSet::new(), Ok(()));
         for key in keys {
-            changed.extend(self.delete(key, wanted)?.map(|directory| (directory, key)));
+            match self.delete(key, wanted) {
+                Ok(directory) => changed.extend(directory.map(|directory| (directory, key))),
+                Err(error) => {
+                    outcome = Err(error);
+                    break;
+                }
+            }
         }
         for (directory, key) in changed {
             match sync_directories(&directory, &directory) {
@@ -139,7 +146,7 @@ impl Inner {
                 _ => {}
             }
         }
-        Ok(())
+        outcome
     }
 
     /// Returns the directory that the name is gone from; `None` where it was not there.
