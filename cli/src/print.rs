@@ -1,7 +1,7 @@
 //! What goes to stdout: tables for people, JSON for programs.
-#![allow(clippy::print_stdout, reason = "results are data, and this is where they leave")]
 
 use std::fmt::Write as _;
+use std::io::Write as _;
 
 use forebay_core::{Error, Result, Timestamp};
 use serde::Serialize;
@@ -9,13 +9,25 @@ use serde::Serialize;
 /// Prints one JSON document on a line.
 pub(crate) fn json(value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string(value).map_err(|error| Error::bug(format!("encode: {error}")))?;
-    println!("{text}");
+    put(&(text + "\n"));
     Ok(())
 }
 
 /// Prints rows in columns, each as wide as its widest cell.
 pub(crate) fn table(rows: &[Vec<String>]) {
-    print!("{}", columns(rows));
+    put(&columns(rows));
+}
+
+/// Writes to stdout. Where nobody reads on, as behind `| head`, the process ends; where it cannot be written, it fails.
+fn put(text: &str) {
+    let mut stdout = std::io::stdout().lock();
+    if let Err(error) = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        if error.kind() != std::io::ErrorKind::BrokenPipe {
+            crate::report::warning(&format!("the output cannot be written: {error}"), false);
+            std::process::exit(1);
+        }
+        std::process::exit(0);
+    }
 }
 
 fn columns(rows: &[Vec<String>]) -> String {

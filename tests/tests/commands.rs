@@ -383,6 +383,17 @@ async fn what_is_damaged_in_a_checkpoint_is_named() {
     verify(&["--step", "10"]).failed_with("no step 10", "no committed step");
 }
 
+/// As behind `| head`: it was a panic.
+#[test]
+fn a_reader_that_has_enough_is_no_fault() {
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let mut command = std::process::Command::new(Forebay::binary());
+    let output = command.arg("version").stdout(writer).stderr(std::process::Stdio::piped()).output();
+    let output = output.expect("it runs");
+    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(0), ""));
+}
+
 #[test]
 fn the_version_names_the_formats() {
     let scratch = Scratch::new();
