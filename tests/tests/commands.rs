@@ -395,6 +395,16 @@ fn a_reader_that_has_enough_is_no_fault() {
 }
 
 #[test]
+fn an_output_that_cannot_be_written_is_told() {
+    let full = fs::File::options().write(true).open("/dev/full").expect("every Linux has it");
+    let mut command = std::process::Command::new(Forebay::binary());
+    let output = command.arg("version").stdout(full).output().expect("it runs");
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(told.contains("the output cannot be written: No space left"), "{told}");
+}
+
+#[test]
 fn the_version_names_the_formats() {
     let scratch = Scratch::new();
     let version = parse(&forebay(&scratch, &["version", "--json"]).succeeded());
