@@ -199,6 +199,14 @@ impl Request {
         }
     }
 
+    /// Parts that the store makes one object of before it answers.
+    pub(super) fn joined_parts(&self) -> usize {
+        match self {
+            Self::Complete { parts, .. } => parts.len(),
+            _ => 0,
+        }
+    }
+
     /// Whether the request changes what the store holds.
     pub(super) fn is_write(&self) -> bool {
         use Request::{Get, List, ListParts, ListUploads};

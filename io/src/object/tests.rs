@@ -257,14 +257,14 @@ async fn opening_waits_for_a_busy_store_and_not_for_one_that_is_not_there() {
     }
 }
 
-/// A store that takes its time for copies.
+/// A store that takes its time for copies and completions.
 #[derive(Debug)]
 struct Thorough(Plain);
 
 #[async_trait]
 impl Service for Thorough {
     async fn call(&self, request: Request) -> Result<Reply> {
-        if matches!(request, Request::Copy { .. }) {
+        if matches!(request, Request::Copy { .. } | Request::Complete { .. }) {
             tokio::time::sleep(std::time::Duration::from_secs(60)).await;
         }
         self.0.call(request).await
@@ -284,6 +284,25 @@ async fn a_copy_is_waited_for_as_long_as_its_bytes_take() {
         let copied = bucket.copy(&from, &to, bytes, &Condition::Always).await;
         let sent = bucket.counters().since(&before).of(OperationKind::Copy).requests;
         assert_eq!(copied.is_ok(), is_waited_for, "{bytes} bytes: {copied:?}");
+        assert_eq!(sent == 1, is_waited_for, "{sent} requests");
+    }
+}
+
+/// S3 may need minutes to put many parts together; they were given up after 10 s, and the object was an outsider's.
+#[tokio::test(start_paused = true)]
+async fn an_upload_of_many_parts_has_time_to_be_completed() {
+    let store = Arc::new(Thorough(Plain::staged(Arc::new(InMemory::new()), true)));
+    let stack = Stack::new(store, &StoreSettings::default());
+    let bucket = Bucket::over("s3://b".parse().expect("a URL"), stack);
+    let key = ObjectKey::new("large");
+    for (parts, is_waited_for) in [(1200, true), (3, false)] {
+        let before = bucket.counters();
+        let options = UploadOptions { part_bytes: Some(1), ..UploadOptions::default() };
+        let mut upload = bucket.upload_with(&key, options).expect("upload");
+        upload.write(vec![7; parts].into()).await.expect("write");
+        let completed = upload.complete(Condition::Always).await;
+        let sent = bucket.counters().since(&before).of(OperationKind::Complete).requests;
+        assert_eq!(completed.is_ok(), is_waited_for, "{parts} parts: {completed:?}");
         assert_eq!(sent == 1, is_waited_for, "{sent} requests");
     }
 }
