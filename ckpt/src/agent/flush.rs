@@ -8,6 +8,7 @@ use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
+use futures::future::{FutureExt, OptionFuture};
 
 use super::base::Base;
 use super::copy::Copy;
@@ -51,26 +52,31 @@ impl Stored {
 }
 
 /// Brings a sealed shard to the bucket, or what of it is not there since `base`, and looks at it meanwhile.
-/// Afterwards the slot is not needed.
+/// Afterwards the slot is not needed. Whether this start may, as `allowed` tells, is asked beside the upload.
 ///
 /// # Errors
-/// `Unavailable` when it is to be tried again; `Corrupt` when the slot no longer holds what was sealed: then nothing is
-/// there under the shard's name.
+/// `Unavailable` when it is to be tried again; `Corrupt` when the slot no longer holds what was sealed; what `allowed` says.
+/// Then nothing is there under the shard's name.
 pub(super) async fn store(
     bucket: &Bucket,
     run: &Run,
     member: Option<&Member>,
     save: &Save,
     base: Option<&Base>,
+    allowed: impl Future<Output = Result<()>>,
 ) -> Result<Stored> {
     let Save { seal, slot, .. } = save;
     expect_sound(seal, slot)?;
     let mut identities = vec![None; slices_of(seal).count()];
     let found = base.and_then(|base| Some(Lent { base, slices: candidates(base, seal)? }));
     let has_notes = found.is_some();
-    let lent = match found {
-        Some(found) => borrow(bucket, run, member, save, found, &mut identities).await?,
-        None => None,
+    let (lent, unasked) = match found {
+        Some(found) => {
+            // Who may not, notes nothing.
+            allowed.await?;
+            (borrow(bucket, run, member, save, found, &mut identities).await?, None)
+        }
+        None => (None, Some(allowed)),
     };
     let file = match &lent {
         Some(lent) => File::of(seal, slot, &lent.slices.iter().map(Option::is_none).collect::<Vec<_>>())?,
@@ -81,9 +87,13 @@ pub(super) async fn store(
     let past_cache = Some(file.size);
     let options = UploadOptions { conditional: false, past_cache, ..UploadOptions::default() };
     let mut upload = bucket.upload_with(&part.shards[0].object(), options)?;
-    let (sent, seen) = tokio::join!(send(&mut upload, &file), look(seal, slot, &mut identities));
+    let sent_and_seen = async {
+        let (sent, seen) = tokio::join!(send(&mut upload, &file), look(seal, slot, &mut identities));
+        seen.and(sent)
+    };
+    let allowed = OptionFuture::from(unasked).map(|allowed| allowed.unwrap_or(Ok(())));
     // Nothing takes the shard's name before all of it was found sound.
-    if let Err(error) = seen.and(sent) {
+    if let Err(error) = tokio::try_join!(sent_and_seen, allowed) {
         give_up(upload).await;
         return Err(error);
     }

@@ -261,22 +261,28 @@ impl Flusher {
         }
         let Some((bucket, run)) = &self.target else { return Err(Error::bug("a flush without a bucket")) };
         let is_over = self.heir_of.is_some() || self.trainer.is_gone();
-        if !is_over {
-            refuse_if_superseded(bucket, run).await?;
-        }
+        let allowed = async {
+            match is_over {
+                true => Ok(()),
+                false => refuse_if_superseded(bucket, run).await,
+            }
+        };
         if self.heir_of.is_some() && bucket.head(&run.save(save.seal.step).object()).await?.is_some() {
             return Ok(Ok(()));
         }
         let (member, round) = (self.hello.member.as_ref(), self.round(save.seal.round));
         let stored = match &mut progress.stored {
-            Some(stored) => stored,
+            Some(stored) => {
+                allowed.await?;
+                stored
+            }
             stored => {
                 if let Some(origin) = &self.origin {
                     self.base = self.find_base(bucket, origin, save).await?;
                     self.origin = None;
                 }
                 let (key, rank) = (run.save(save.seal.step), self.hello.place().0);
-                let work = store(bucket, run, member, save, self.base.as_ref());
+                let work = store(bucket, run, member, save, self.base.as_ref(), allowed);
                 let part = while_alive(&self.clock, bucket, &key, rank, &mut progress.is_told, work).await?;
                 stored.insert(Stored { has_notes: part.has_notes || progress.is_told, ..part })
             }

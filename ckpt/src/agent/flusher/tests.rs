@@ -97,6 +97,23 @@ async fn a_second_agent_of_a_save_writes_the_same_objects() {
     assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
 }
 
+/// Whether it may is asked beside the upload.
+#[tokio::test]
+async fn a_start_that_another_took_over_from_leaves_nothing() {
+    let bucket = Bucket::in_memory();
+    let run = begin_run(&bucket, start()).await.expect("run");
+    settle(&bucket, &run, &sealed(1, 1000)).await.expect("durable");
+    begin_run(&bucket, Start { nonce: "fedcba9876543210".repeat(2), ..start() }).await.expect("another");
+    let objects = async || bucket.list("").try_collect::<Vec<_>>().await.expect("list").len();
+    let before = objects().await;
+    for length in [1000, 20 << 20] {
+        let error = settle(&bucket, &run, &sealed(2, length)).await.expect_err("superseded");
+        assert_eq!(error.kind(), ErrorKind::Stale, "{error}");
+        assert_eq!(objects().await, before, "of {length} bytes");
+        assert_eq!(bucket.list_uploads("").await.expect("list"), [], "of {length} bytes");
+    }
+}
+
 #[tokio::test]
 async fn under_random_faults_every_listed_step_is_whole() {
     let scale = std::env::var("FOREBAY_TEST_SCALE").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
