@@ -6,7 +6,7 @@ use bytes::Bytes;
 use forebay_core::checksum::combine;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::mem::{copy_with_crc32c, expect_read};
-use forebay_io::object::Bucket;
+use forebay_io::object::{Bucket, InPlace};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use tokio::runtime::Handle;
 
@@ -59,12 +59,7 @@ impl Source<'_> {
         in_flight: usize,
     ) -> Result<Vec<Part>> {
         match self {
-            Self::Store(_, bucket) if bucket.reads_in_place() => {
-                let parts: Vec<Vec<Part>> = std::iter::from_fn(next)
-                    .map(|read| read_in_place(bucket, manifest, read))
-                    .collect::<Result<_>>()?;
-                Ok(parts.into_iter().flatten().collect())
-            }
+            Self::Store(_, bucket) if bucket.reads_in_place() => read_in_place(bucket, manifest, next),
             Self::Store(runtime, bucket) => {
                 let reads = stream::iter(std::iter::from_fn(next)).map(|read| fetch(bucket, manifest, read));
                 let parts: Vec<Vec<Part>> =
@@ -98,18 +93,34 @@ fn copy_out(shard: &Bytes, read: Read<'_>) -> Vec<Part> {
     read.segments.into_iter().map(copy).collect()
 }
 
-/// Reads one range of a shard that is a file into its segments.
-fn read_in_place(bucket: &Bucket, manifest: &Manifest, read: Read<'_>) -> Result<Vec<Part>> {
-    let Read { shard, range, segments } = read;
-    let shard = &manifest.shards[shard as usize];
-    let told = |error: Error| told(manifest, shard, error);
-    let mut file = bucket.open_in_place(&shard.object()).map_err(told)?;
-    file.expect(range);
-    let mut parts = Vec::with_capacity(segments.len());
-    for Segment { slice, start, target, .. } in segments {
-        let length = target.len() as u64;
-        let crc32c = file.copy_at(start, target).map_err(told)?;
-        parts.push(Part { slice, start, length, crc32c });
+/// Reads ranges of shards that are files into their segments. Once a disk has to be waited for, it is asked for the next
+/// range before this one is copied.
+fn read_in_place<'r>(
+    bucket: &Bucket,
+    manifest: &Manifest,
+    next: impl Fn() -> Option<Read<'r>>,
+) -> Result<Vec<Part>> {
+    let open = || -> Result<Option<(InPlace, Read<'r>)>> {
+        let Some(read) = next() else { return Ok(None) };
+        let shard = &manifest.shards[read.shard as usize];
+        let file = bucket.open_in_place(&shard.object()).map_err(|error| told(manifest, shard, error))?;
+        Ok(Some((file, read)))
+    };
+    let (mut parts, mut is_cold) = (Vec::new(), false);
+    let mut opened = open()?;
+    while let Some((mut file, read)) = opened {
+        let ahead = if is_cold { open()? } else { None };
+        if let Some((file, read)) = &ahead {
+            file.announce(read.range.clone());
+        }
+        is_cold = file.expect(read.range);
+        for Segment { slice, start, target, .. } in read.segments {
+            let length = target.len() as u64;
+            let shard = &manifest.shards[read.shard as usize];
+            let crc32c = file.copy_at(start, target).map_err(|error| told(manifest, shard, error))?;
+            parts.push(Part { slice, start, length, crc32c });
+        }
+        opened = if ahead.is_some() { ahead } else { open()? };
     }
     Ok(parts)
 }

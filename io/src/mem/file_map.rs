@@ -31,6 +31,7 @@ pub struct FileMapping {
     map: Mmap,
     /// Which bytes of the file are mapped.
     range: Range<u64>,
+    was_cached: bool,
 }
 
 impl FileMapping {
@@ -44,11 +45,17 @@ impl FileMapping {
         let map = unsafe { MmapOptions::new().offset(range.start).len(length).map(file).ok()? };
         // Huge pages are a wish: a refusal changes nothing but speed.
         let _ = map.advise(Advice::HugePage);
-        if !ends_are_cached(&map) {
+        let was_cached = ends_are_cached(&map);
+        if !was_cached {
             let _ = rustix::fs::fadvise(file, range.start, NonZeroU64::new(length as u64), WillNeed);
         }
         map.advise(Advice::PopulateRead).ok()?;
-        Some(Self { map, range })
+        Some(Self { map, range, was_cached })
+    }
+
+    /// Whether it seems to have been in memory before it was mapped.
+    pub fn was_cached(&self) -> bool {
+        self.was_cached
     }
 
     /// Copies the file's bytes from `offset` on to `target` and gives their CRC-32C, even where the file is written
@@ -116,7 +123,8 @@ mod tests {
         };
         assert!(ends_are_cached(&map(0..8 << 20)) && ends_are_cached(&map(4097..4098)));
         assert!(!ends_are_cached(&map(0..12 << 20)) && !ends_are_cached(&map(9 << 20..10 << 20)));
-        assert!(FileMapping::new(&file, 1..12 << 20).is_some());
+        let is_cached = |range| FileMapping::new(&file, range).expect("mapped").was_cached();
+        assert!(!is_cached(1..12 << 20) && is_cached(1..12 << 20));
         assert!(ends_are_cached(&map(0..12 << 20)) && ends_are_cached(&map(9 << 20..10 << 20)));
     }
 

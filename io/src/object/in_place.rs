@@ -64,17 +64,19 @@ impl Bucket {
 }
 
 impl InPlace {
-    /// Says that `range`, of some MiB at most, is read next, so that the disk begins with it.
-    pub fn expect(&mut self, range: Range<u64>) {
+    /// Says that `range`, of some MiB at most, is read next, so that the disk begins with it. Returns whether it has to: large
+    /// ranges have been read by then.
+    pub fn expect(&mut self, range: Range<u64>) -> bool {
         self.mapping = None;
         let length = range.end.saturating_sub(range.start);
         if length >= LEAST_MAPPED && range.end <= self.size && is_local(&self.file) {
             self.mapping = FileMapping::new(&self.file, range.clone());
-            if self.mapping.is_some() {
-                return;
+            if let Some(mapping) = &self.mapping {
+                return !mapping.was_cached();
             }
         }
         self.announce(range);
+        false
     }
 
     /// Says that `range` is read next by [`InPlace::read_at`].
@@ -172,6 +174,7 @@ mod tests {
         let mut open = bucket.open_in_place(&key).expect("opened");
         open.expect(4097..9_000_000);
         assert_eq!(open.mapping.is_some(), is_local(&open.file), "mapped where that is safe");
+        assert!(!open.expect(4097..9_000_000), "it is in memory");
         let mut buffer = vec![0; 5_000_000];
         // The last one is not what was expected.
         for start in [4097, 3_999_999, 5] {
