@@ -39,7 +39,7 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
     let client = ObjectStoreClient::new(&store)?;
     let how = Mounting { name: "written", prefix: "written", options: &[], footprint: None };
     let mounted = Mounted::new(context, &store, how)?;
-    let mut rows = large(context, &client, &mounted)?;
+    let mut rows = large(context, &client, &mounted, context.settings.large)?;
     rows.extend(small(context, &client, &mounted, SMALL_FILES, "")?);
     rows.push(random(context, &store, &mounted)?);
     mounted.unmount()?;
@@ -61,20 +61,23 @@ fn far(context: &Context) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// The large file once more, over a link that is slower than the processor.
+/// The large file once more, over a link that is slower than the processor; and one of four times the size, to tell what a
+/// file costs from what a byte costs.
 fn linked(context: &Context) -> Result<Vec<Row>> {
     let store = StoreProcess::start(LINK)?;
     let client = ObjectStoreClient::new(&store)?;
     let how = Mounting { name: "written-linked", prefix: "written-linked", options: &[], footprint: None };
     let mounted = Mounted::new(context, &store, how)?;
-    let rows = large(context, &client, &mounted)?;
+    let size = context.settings.large;
+    let mut rows = large(context, &client, &mounted, size)?;
+    rows.extend(large(context, &client, &mounted, size * 4)?);
     mounted.unmount()?;
     Ok(over_link(rows))
 }
 
 /// One large file, front to back, then fsync.
-fn large(context: &Context, client: &ObjectStoreClient, mounted: &Mounted) -> Result<Vec<Row>> {
-    let parts = context.settings.large.div_ceil(PART) as usize;
+fn large(context: &Context, client: &ObjectStoreClient, mounted: &Mounted, size: u64) -> Result<Vec<Row>> {
+    let parts = size.div_ceil(PART) as usize;
     let (data, path, total) = (noise(PART as usize), mounted.path().join("large"), parts as u64 * PART);
     let ours = || {
         let sample = measure(Some(mounted.pid()), || {
