@@ -272,6 +272,33 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path) 
     assert _native.verify(f"file://{tmp_path}", None) == []
 
 
+def test_a_save_that_cannot_be_sealed_at_its_end_fails_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+    """The coordinator alone seals what torch told at the end; the others have sealed their parts by then."""
+
+    def save(rank: int) -> Any:
+        mesh, seal = init_device_mesh("cpu", (2,)), forebay.dcp._seal
+        refusals = [forebay.CheckpointError("the slot is gone")]
+
+        def refuse_once(held: Any, extras: list[tuple[str, str]]) -> Any:
+            if extras and refusals:
+                raise refusals.pop()
+            return seal(held, extras)
+
+        forebay.dcp._seal = refuse_once
+        with forebay.dcp.Writer(tmp_path) as writer:
+            state = {"w": distribute_tensor(torch.full((100, 2), 1.0), mesh, [Shard(0)])}
+            with pytest.raises(CheckpointException, match="the slot is gone"):
+                dcp.save(state, checkpoint_id=1, storage_writer=writer)
+            state = {"w": distribute_tensor(torch.full((100, 2), 2.0), mesh, [Shard(0)])}
+            dcp.save(state, checkpoint_id=1, storage_writer=writer)
+        return len(refusals)
+
+    assert run_ranks(2, save) == [0, 1], "it was refused once, to the coordinator"
+    assert [step for step, *_ in _native.list_steps(f"file://{tmp_path}")] == [1]
+    assert torch.equal(forebay.load(tmp_path, step=1)["w"], torch.full((100, 2), 2.0))
+    assert _native.verify(f"file://{tmp_path}", None) == []
+
+
 def test_ranks_that_do_not_speak_are_refused(tmp_path: Path) -> None:
     with forebay.dcp.Writer(tmp_path) as writer, pytest.raises(forebay.CheckpointInvalid, match="use_collectives"):
         dcp.save({"w": torch.ones(1)}, storage_writer=writer, use_collectives=False)

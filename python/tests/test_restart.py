@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import forebay
-from forebay import _native
+from forebay import _held, _native
 
 from .conftest import Child, rounds, wait_until
 from .test_crash import is_running
@@ -116,6 +117,24 @@ def test_a_killed_trainer_goes_on_without_the_store(tmp_path: Path) -> None:
     with forebay.Checkpointer(run) as after:
         assert after.restore(state) == 4 and after.restored is not None
         assert after.restored.tier == "store", "a trainer that is done leaves nothing"
+
+
+def test_a_directory_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system whose server is away answers to nothing, not even whether a directory is there."""
+    run = tmp_path / "run"
+    agent = kill(held_until(run, 3))
+    wait_until(lambda: (run / "steps" / f"{3:020}").exists())
+    answers = threading.Event()
+    monkeypatch.setattr(_held, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(_held._native, "survey", lambda url, patience_s: None)
+    monkeypatch.setattr(_held, "exists", lambda url: answers.wait() and False)
+    try:
+        state, report, checkpointer = restored(run)
+    finally:
+        answers.set()
+    assert (report.step, report.tier, report.passed_over) == (3, "arena", ())
+    checkpointer.close()
+    end(agent)
 
 
 def test_a_step_that_never_reached_the_store_is_restored(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import forebay
+from forebay import _native
 
-from .conftest import Child, Instead, raising, wait_until
+from .conftest import Child, Gate, Instead, raising, wait_until
 from .test_crash import is_running
 from .test_ranks import start_ranks
 
@@ -174,6 +175,31 @@ print(checkpointer._agent.pid)
     run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True)
     wait_until(lambda: not is_running(int(run.stdout)))
     assert forebay.load(tmp_path)["model"]["weight"].shape == (300, 300) and run.stderr == ""
+
+
+def test_a_process_ends_beside_a_thread_that_is_in_a_call(gate: Gate, tmp_path: Path) -> None:
+    """A loop in a thread of its own waits for a slot, as long as the store is away; the end of its process does not."""
+    place = f"s3://checkpoints/{tmp_path.name}-ends"
+    program = """
+import sys, threading, time, torch, forebay
+checkpointer = forebay.Checkpointer(sys.argv[1], linger=600)
+for step in (1, 2):
+    checkpointer.save_now(step, {"t": torch.full((1000,), step)}).wait_sealed()
+threading.Thread(target=checkpointer.save_now, args=(3, {"t": torch.zeros(1000)}), daemon=True).start()
+while checkpointer._lock.acquire(blocking=False):
+    checkpointer._lock.release()
+    time.sleep(0.001)
+print(checkpointer._agent.pid)
+"""
+    run = subprocess.run([sys.executable, "-c", program, place], check=True, capture_output=True, text=True, timeout=120)
+    gate.open()
+    agent = int(run.stdout)
+    try:
+        wait_until(lambda: [step for step, *_ in _native.list_steps(place)] == [1, 2])
+    finally:
+        os.kill(agent, signal.SIGKILL)
+    wait_until(lambda: not is_running(agent))
+    assert bool((forebay.load(place)["t"] == 2).all())
 
 
 def test_what_no_optimizer_trains_is_copied_at_once(tmp_path: Path) -> None:
