@@ -17,7 +17,7 @@ from ._held import newest_common
 from ._ladder import Restored
 from ._loading import default_threads, extra_name, load_step, load_weights, newest_steps
 from ._local import LocalCopies
-from ._ranks import Ranks, new_start
+from ._ranks import Ranks, Start, new_start
 from ._rng import rng_state, set_rng_state
 from ._save import TICK_S, Save, Staging, now
 from ._saver import Saver
@@ -121,16 +121,22 @@ class Checkpointer(Saver):
         place, start = bucket_url(url), new_start()
         group = Ranks(place, options.ranks("ranks", ranks), patience_s)
         self._notice = Notice(on_signal)
-        try:
+
+        def open_session(start: Start) -> _native.Session:
             session = _native.Session(place, *start, keep, keep_every)
             if rate is not None:
                 session.set_flush_rate(rate)
+            return session
+
+        try:
+            session = open_session(start)
             log = options.log("agent_log", agent_log)
             copies = None if directory is None else LocalCopies(place, group, directory, copies_kept, ceiling)
         except BaseException:
             self._notice.release()
             raise
         super().__init__(place, start, session, group, copies, threads, LINGER_S if linger_s is None else linger_s, log)
+        self._open_session = open_session
         self._every: Optional[int] = every
         self._every_s: Optional[float] = None if minutes is None else 60 * minutes
         self._saved_at = time.monotonic()
@@ -173,6 +179,10 @@ class Checkpointer(Saver):
         may be missing on either side. Tensors go by their own names, values by theirs, and objects other than modules
         (`optim.*`) whole or not at all. Random number generators stay as they are.
 
+        A job that goes back to a step before its last save, and on from there, may save the steps after it again: once
+        what it saved is committed, it goes on as another start would, and a step that it saves again counts instead of
+        the one before.
+
         Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
         `CheckpointMismatch` when the state is not shaped like the one that was saved.
         """
@@ -185,7 +195,7 @@ class Checkpointer(Saver):
                 with_rng = self._rng and only is None
                 return load_step(found, state, self._allow_pickle, self._threads, self._ranks, with_rng, only)[1]
 
-            return self._bring(step, use)
+            return self._bring(step, use, goes_back=only is None)
 
     def load_model(
         self,
@@ -216,7 +226,10 @@ class Checkpointer(Saver):
             return loaded
 
     def _bring(
-        self, step: Optional[int], use: Callable[[_native.Step], Optional[dict[str, Any]]]
+        self,
+        step: Optional[int],
+        use: Callable[[_native.Step], Optional[dict[str, Any]]],
+        goes_back: bool = False,
     ) -> Optional[int]:
         """Calls `use` with the newest step that is whole, or `step`, and sets the generators that it gives."""
         step = options.whole("step", step, least=0)
@@ -232,6 +245,10 @@ class Checkpointer(Saver):
             set_rng_state(generators)
         seconds, rank, size = time.monotonic() - begun, self._ranks.rank, found.bytes_read
         self.restored = Restored(found.step, found.tier, rank, size, seconds, self._ladder.passed_over)
+        if goes_back and self._last is not None and found.step < self._last.step:
+            start = new_start()
+            self._begin_anew(start, self._open_session(start))
+            self._last = None
         self._session.go_on_from(found.attempt, found.step)
         self._past.append(self.restored)
         return found.step

@@ -120,6 +120,10 @@ class LocalCopies:
             # The agents try again, and tell.
             warnings.warn(f"copies on the local disk: {error}", CheckpointWarning, stacklevel=6)
 
+    def begin_anew(self) -> None:
+        """Goes on with another session."""
+        self._has_begun = False
+
     def announce(self, session: _native.Session, nonce: str) -> None:
         """Has the agent of a session keep copies there."""
         if not self._has_begun:

@@ -141,8 +141,12 @@ class Ranks:
         return self._group
 
 
-def new_start() -> tuple[str, str, int, int]:
-    """Who starts a job: a nonce, and for people the host, the process and the time in milliseconds."""
+Start = tuple[str, str, int, int]
+"""Who starts a job: a nonce, and for people the host, the process and the time in milliseconds."""
+
+
+def new_start() -> Start:
+    """One that nobody else is."""
     return secrets.token_hex(16), socket.gethostname(), os.getpid(), time.time_ns() // 1_000_000
 
 

@@ -20,7 +20,7 @@ from ._ladder import Ladder
 from ._leaf import Leaf, densify, fill
 from ._local import LocalCopies
 from ._process import start_agent
-from ._ranks import Ranks
+from ._ranks import Ranks, Start
 from ._save import TICK_S, Save, Staging, check_unchanged, now
 from ._shares import Share, share_size, source_offset
 from ._url import make_directory
@@ -39,7 +39,7 @@ class Saver:
     def __init__(
         self,
         url: str,
-        start: tuple[str, str, int, int],
+        start: Start,
         session: _native.Session,
         ranks: Ranks,
         local: Optional[LocalCopies],
@@ -85,6 +85,19 @@ class Saver:
             self._session.leave()
         if lost is not None:
             warnings.warn(f"a save under way was given up: {lost}", CheckpointWarning, stacklevel=4)
+
+    def _begin_anew(self, start: Start, session: _native.Session) -> None:
+        """Goes on as a start that takes over from this one, once what this one saved is settled."""
+        while self._session.is_busy:
+            self._listen(TICK_S)
+        self._session.dismiss()
+        # It is in the way of the next one, and holds memory.
+        self._await_agent()
+        self._start, self._nonce, self._session = start, start[0], session
+        self._devices = Devices(session)
+        self._job, self._agent = None, None
+        if self._local is not None:
+            self._local.begin_anew()
 
     def _await_agent(self) -> None:
         """Nothing is changed in the bucket after `close()`: the agent may still be deleting old steps."""

@@ -1,0 +1,99 @@
+"""A job that goes back to an earlier step, as after a loss that ran away, and on from there in the same process."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forebay
+from forebay import _native
+
+from .conftest import wait_until
+from .test_crash import is_running
+from .test_ranks import run_ranks
+from .test_restart import memory_of
+
+
+def state_of(rank: int, step: int, attempt: int) -> dict[str, Any]:
+    value = 100.0 * attempt + step
+    return {f"own{rank}": torch.full((50_000,), value + rank), "frozen": torch.arange(9), "n": step, "attempt": attempt}
+
+
+def save_all(checkpointer: forebay.Checkpointer, rank: int, steps: range, attempt: int) -> None:
+    for step in steps:
+        checkpointer.before_optimizer_step()
+        checkpointer.step(step, state_of(rank, step, attempt))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_are_saved_again_after_a_job_went_back(tmp_path: Path, ranks: int) -> None:
+    place = tmp_path / "run"
+
+    def work(rank: int) -> Any:
+        with forebay.Checkpointer(place, every=1, ranks=(rank, ranks), local=tmp_path / "local", replicated=["frozen"]) as job:
+            save_all(job, rank, range(1, 6), attempt=1)
+            former = job._agent.pid
+            state = state_of(rank, 0, 0)
+            assert job.restore(state, step=2) == 2 and state["attempt"] == 1
+            assert bool((state[f"own{rank}"] == 102.0 + rank).all())
+            # What was on its way is committed, and the memory of the agent before is free.
+            assert job.steps() == [1, 2, 3, 4, 5] and not is_running(former)
+            save_all(job, rank, range(3, 5), attempt=2)
+            assert job.wait()
+            assert len(memory_of(job._agent.pid)) == 1
+            tiers = []
+            # To a step of that attempt, and once more to one of the first.
+            for back, found, attempt in ((3, 2, 3), (2, 1, 4)):
+                assert job.restore(state, step=back) == back and state["attempt"] == found
+                assert job.restored is not None
+                tiers.append(job.restored.tier)
+                save_all(job, rank, range(back + 1, 5), attempt)
+            return tiers
+
+    assert run_ranks(ranks, work, with_gloo=False) == [["local", "store"]] * ranks
+    wanted = {1: 1, 2: 1, 3: 4, 4: 4, 5: 1}
+    for step, attempt in wanted.items():
+        loaded = forebay.load(place, step=step)
+        assert loaded["attempt"] == attempt and bool((loaded["own0"] == 100.0 * attempt + step).all()), step
+    assert _native.verify(f"file://{place}", None) == []
+    with forebay.Checkpointer(place, ranks=(0, 1)) as later:
+        # Not 5: that is of the first attempt.
+        assert later.latest() == 4
+
+
+def test_a_step_that_failed_is_saved_again(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    with forebay.Checkpointer(place, every=1) as checkpointer:
+        save_all(checkpointer, 0, range(1, 2), attempt=1)
+        assert checkpointer.wait()
+        (place / "steps").rename(place / "away")
+        (place / "steps").write_text("in the way")
+        save = checkpointer.save_now(2, state_of(0, 2, 1))
+        with pytest.raises(forebay.CheckpointError):
+            assert save is not None
+            save.wait_durable()
+        (place / "steps").unlink()
+        (place / "away").rename(place / "steps")
+        state = state_of(0, 0, 0)
+        assert checkpointer.restore(state) == 1
+        save_all(checkpointer, 0, range(2, 3), attempt=2)
+    assert checkpointer.steps() == [1, 2] and forebay.load(place)["attempt"] == 2
+
+
+def test_what_does_not_go_back_goes_on_as_it_was(tmp_path: Path) -> None:
+    with warnings.catch_warnings(), forebay.Checkpointer(tmp_path, every=1) as checkpointer:
+        warnings.simplefilter("error")
+        save_all(checkpointer, 0, range(1, 4), attempt=1)
+        assert checkpointer.wait()
+        agent = checkpointer._agent.pid
+        # The newest, and a part of an older one.
+        assert checkpointer.restore(state_of(0, 0, 0)) == 3
+        assert checkpointer.restore(state_of(0, 0, 0), step=1, only=["own*"]) == 1
+        save_all(checkpointer, 0, range(4, 5), attempt=1)
+        assert checkpointer._agent.pid == agent
+    wait_until(lambda: not is_running(agent))
+    assert {key[1:] for key in map(tuple, _native.list_steps(f"file://{tmp_path}"))} and checkpointer.steps() == [1, 2, 3, 4]
