@@ -79,6 +79,12 @@ pub(crate) fn is_local(file: &File) -> bool {
     rustix::fs::fstatfs(file).is_ok_and(|found| LOCAL.contains(&(found.f_type as u32)))
 }
 
+/// Whether a read failed for want of something that the host has for others, and may have again: it says nothing about the
+/// disk.
+pub fn is_want(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM))
+}
+
 /// Whether there is anything of that name.
 pub fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
@@ -96,6 +102,19 @@ fn named(error: io::Error, path: &Path) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A process that may open no more files says nothing about the disk: no bytes are given up for that.
+    #[test]
+    fn a_host_that_lacks_something_is_told_from_a_disk_that_fails() {
+        let check = |errno, expected| {
+            assert_eq!(is_want(&io::Error::from_raw_os_error(errno)), expected, "errno {errno}");
+        };
+        check(libc::EMFILE, true);
+        check(libc::ENFILE, true);
+        check(libc::ENOMEM, true);
+        check(libc::EIO, false);
+        check(libc::ENODEV, false);
+    }
 
     #[test]
     fn a_file_has_its_name_once_it_is_whole() {

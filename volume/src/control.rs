@@ -6,6 +6,7 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
@@ -26,6 +27,9 @@ use crate::{packed, quota, trash, upkeep};
 
 /// A request is one line; the longest names many paths.
 const MAX_LINE_BYTES: u64 = 16 << 20;
+
+/// How long nobody is asked after connections could not be accepted.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// What a command can ask a mount.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -168,7 +172,11 @@ pub fn serve(path: &Path, volume: Arc<Volume>, identity: Identity, tasks: &TaskG
     let (group, stop) = (tasks.clone(), tasks.stop());
     tasks.spawn("control", async move {
         while let Some(accepted) = stop.run_until_cancelled(listener.accept()).await {
-            let Ok((stream, _)) = accepted else { continue };
+            let Ok((stream, _)) = accepted else {
+                // A process that may open no more files is asked again at once, and again.
+                stop.run_until_cancelled(tokio::time::sleep(ACCEPT_PAUSE)).await;
+                continue;
+            };
             let (volume, identity, stop) = (volume.clone(), identity.clone(), stop.clone());
             group.spawn("control-request", async move {
                 if let Some(Err(error)) = stop.run_until_cancelled(answer(stream, volume, identity)).await {

@@ -293,6 +293,10 @@ impl OpenInode {
         let mut writer = self.writer.lock().await;
         self.finish_stream(&mut writer).await?;
         edit(&mut self.content.write());
+        if self.look(Content::dirty) == 0 {
+            // What was written and cut off again is in memory no more.
+            writer.permits.clear();
+        }
         Ok(())
     }
 
@@ -321,7 +325,7 @@ impl OpenInode {
                 Err(error) => Err(self.lose_stream(&mut writer, error).await),
             };
         }
-        if self.look(Content::dirty) > 0 { self.pack(&mut writer).await } else { Ok(()) }
+        self.pack(&mut writer).await
     }
 
     /// Brings inline bytes into the store and commits the layout.
@@ -403,17 +407,28 @@ impl OpenInode {
             return self.pack(writer).await;
         }
         let (mut upload, placement) = self.store.start_upload(self.ino).await?;
+        let mut permits = writer.permits.drain(..);
         match whole {
             Some(parts) => {
-                for part in parts {
-                    upload.write(part).await?;
+                let mut permit = permits.next();
+                for mut part in parts {
+                    while !part.is_empty() {
+                        let Some(charge) = &mut permit else {
+                            upload.write(std::mem::take(&mut part)).await?;
+                            break;
+                        };
+                        let bytes = charge.bytes().min(part.len() as u64);
+                        upload.write_charged(part.split_to(bytes as usize), charge.split(bytes)).await?;
+                        if charge.bytes() == 0 {
+                            permit = permits.next();
+                        }
+                    }
                 }
             }
             None => drop(self.store.copy_content(&layout, &mut upload).await?),
         }
-        for permit in writer.permits.drain(..) {
-            upload.write_charged(Bytes::new(), permit).await?;
-        }
+        // The rest is of bytes that were written over.
+        drop(permits);
         self.content.write().start_stream();
         writer.stream = Some(Stream { upload, placement });
         Ok(())

@@ -14,6 +14,7 @@ mod store;
 mod inode;
 mod file;
 mod volume;
+mod charging;
 mod sealing;
 pub mod warmup;
 mod compact;

@@ -9,8 +9,8 @@ use std::time::Duration;
 use forebay_cache::Blocks;
 use forebay_core::{Attributes, BlockKey, Error, ErrorKind, FileKind, FileLayout, InodeId, Result, VolumeId};
 use forebay_io::clock::Clock;
-use forebay_io::mem::{Budget, Class, Permit};
-use forebay_io::object::{Bucket, MIN_PART_BYTES};
+use forebay_io::mem::Budget;
+use forebay_io::object::Bucket;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::tree::{
     DirectoryPage, Existing, LocalTree, Lookup, NewInode, RenameMode, SetAttributes, Tree,
@@ -90,7 +90,7 @@ pub struct Volume {
     walks: Mutex<Walks>,
     pub(crate) seals: Semaphore,
     claim: Mutex<Option<Arc<Claim>>>,
-    budget: Budget,
+    pub(crate) budget: Budget,
     tasks: TaskGroup,
     /// Nobody uses it any more; what is staged is being uploaded.
     pub(crate) ending: AtomicBool,
@@ -430,35 +430,6 @@ impl Volume {
             };
             stream::iter(keys).for_each_concurrent(FILLS_AT_ONCE, fill).await;
         });
-    }
-
-    /// Memory for `bytes` that are about to be written. When there is none left, what other files hold in memory
-    /// goes to the store first; then the writer waits its turn.
-    ///
-    /// Parts on their way give their memory back by themselves. What an upload keeps after [`Upload::relieve`] is
-    /// less than the least part, so waiting is safe as long as that much for every upload leaves room for `bytes`;
-    /// otherwise uploads are completed early, and their files sealed later.
-    ///
-    /// [`Upload::relieve`]: forebay_io::object::Upload::relieve
-    pub(crate) async fn charge_write(&self, bytes: u64) -> Result<Permit> {
-        if let Some(permit) = self.budget.try_acquire(Class::Write, bytes) {
-            return Ok(permit);
-        }
-        let open = self.open_inodes();
-        let uploads = open.iter().filter(|inode| !inode.look(Content::readable)).count() as u64;
-        let finish = uploads * MIN_PART_BYTES + bytes > self.budget.largest();
-        let mut failure = None;
-        for inode in open {
-            // It sticks to its own file; here it matters only if there is no room without it.
-            if let Err(error) = inode.relieve(finish).await {
-                failure = Some(error);
-            }
-        }
-        match (self.budget.try_acquire(Class::Write, bytes), failure) {
-            (Some(permit), _) => Ok(permit),
-            (None, Some(error)) => Err(error),
-            (None, None) => Ok(self.budget.acquire(Class::Write, bytes).await),
-        }
     }
 
     /// Takes back one handle. The last one of a rewritten file goes to the background, which seals and then returns

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use forebay_core::{BLOCK_SIZE, BlockKey, Error, ErrorKind, Result};
+use forebay_io::files::is_want;
 use forebay_io::mem::{Buffer, Pool};
 use forebay_io::task::{TaskGroup, blocking};
 use parking_lot::Mutex;
@@ -191,6 +192,10 @@ impl DiskTier {
                 ReadError::Gone | ReadError::Io(_) => &self.counts.failures,
             };
             count.fetch_add(1, Relaxed);
+            if matches!(&error, ReadError::Io(error) if is_want(error)) {
+                tracing::warn!(%key, %error, "a copy on disk cannot be read for now");
+                return None;
+            }
             tracing::warn!(%key, %error, "a copy on disk is dropped");
             if self.index.lock().remove(&slot) {
                 self.directory.remove(&slot);

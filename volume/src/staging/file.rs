@@ -111,12 +111,6 @@ pub(super) fn told(error: io::Error) -> Error {
     }
 }
 
-/// Whether a read failed for want of something that the host has for others, and may have again: it says nothing about the
-/// disk.
-pub(super) fn is_want(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM))
-}
-
 impl Tail {
     /// That of a file that has none: nobody's, of nothing.
     pub(super) fn missing() -> Self {
@@ -166,19 +160,6 @@ mod tests {
                 }
             }
         }
-    }
-
-    /// A process that may open no more files says nothing about the disk: no bytes are given up for that.
-    #[test]
-    fn a_host_that_lacks_something_is_told_from_a_disk_that_fails() {
-        let check = |errno, expected| {
-            assert_eq!(is_want(&io::Error::from_raw_os_error(errno)), expected, "errno {errno}");
-        };
-        check(libc::EMFILE, true);
-        check(libc::ENFILE, true);
-        check(libc::ENOMEM, true);
-        check(libc::EIO, false);
-        check(libc::ENODEV, false);
     }
 
     /// Every flipped bit and every shorter or longer file is told from the blob.

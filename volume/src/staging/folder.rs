@@ -19,6 +19,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, InodeId, ObjectKey, Result};
 use forebay_io::clock::{Clock, Moment};
+use forebay_io::files::is_want;
 use forebay_io::lock_file::{LockFile, Locked};
 use forebay_io::task::blocking;
 use futures::stream::{self, StreamExt};
@@ -445,7 +446,7 @@ impl Staging {
         if error.kind() == io::ErrorKind::InvalidData {
             return true;
         }
-        if file::is_want(error) {
+        if is_want(error) {
             return false;
         }
         let mut blobs = self.blobs.lock();

@@ -155,6 +155,105 @@ fn many_writers_stay_under_the_ceiling() {
     });
 }
 
+/// What is cut off again is in memory no more. A file that was written and emptied, and never closed, took all memory for
+/// writes, and nothing was written on the mount any more.
+#[test]
+fn a_file_that_is_written_and_emptied_again_and_again_takes_no_memory() {
+    run(async {
+        let mut fixture = Fixture::new(Bucket::in_memory());
+        fixture.write.buffer_bytes = 8 * MIB;
+        fixture.budget = forebay_io::mem::Budget::new(16 * MIB);
+        let volume = fixture.open().await;
+        let (status, other) = (create(&volume, "status").await, create(&volume, "other").await);
+        for kept in [0, 1] {
+            for number in 0..40 {
+                status.write(0, pattern(number, 0..MIB)).await.expect("write");
+                let set = volume.set_attributes(status.ino(), Default::default(), Some(kept)).await;
+                set.expect("truncate");
+            }
+            other.write(0, pattern(9, 0..MIB)).await.expect("write");
+        }
+        assert!(fixture.budget.used(Class::Write) <= 16 * MIB);
+        for file in [status, other] {
+            file.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+        assert_eq!(
+            (fixture.budget.used(Class::Write), object(&fixture.bucket, "status").await.len()),
+            (0, 1)
+        );
+    });
+}
+
+/// Promise: bytes being written stay under the ceiling, also of files that are being uploaded. The first 8 MiB of each were
+/// charged to nobody, so that many files took any memory.
+#[test]
+fn the_beginnings_of_many_large_files_stay_under_the_ceiling() {
+    run(async {
+        let mut fixture = Fixture::new(Bucket::in_memory());
+        fixture.write.buffer_bytes = 8 * MIB;
+        fixture.budget = forebay_io::mem::Budget::new(64 * MIB);
+        let volume = fixture.open().await;
+        let before = fixture.bucket.counters();
+        let sent = || {
+            let since = fixture.bucket.counters().since(&before);
+            since.of(OperationKind::Put).bytes + since.of(OperationKind::Part).bytes
+        };
+        let mut files = Vec::new();
+        for number in 0..12_u64 {
+            let file = create(&volume, &format!("f{number}")).await;
+            for at in 0..8 {
+                file.write(at * MIB, pattern(number, at * MIB..(at + 1) * MIB)).await.expect("write");
+            }
+            files.push(file);
+            let held = (number + 1) * 8 * MIB - sent().min((number + 1) * 8 * MIB);
+            assert!(held <= 64 * MIB, "{} MiB of {} files are in memory", held / MIB, number + 1);
+        }
+        for (number, file) in files.iter().enumerate() {
+            file.release().await.expect("release");
+            assert!(
+                object(&fixture.bucket, &format!("f{number}")).await == pattern(number as u64, 0..8 * MIB)
+            );
+        }
+        volume.close().await.expect("close");
+        assert!(fixture.budget.peak() <= 64 * MIB, "{}", fixture.budget.peak());
+        assert_eq!(fixture.budget.used(Class::Write), 0);
+    });
+}
+
+/// A write for which there is no room waits for a store that is away once, not for each file that is open.
+#[test]
+fn a_write_without_room_asks_a_store_that_is_away_for_one_file() {
+    run(async {
+        let faults = Faults::new();
+        let mut fixture = Fixture::new(Bucket::in_memory().with_deadline_ms(50).with_faults(&faults));
+        fixture.write.buffer_bytes = 8 * MIB;
+        fixture.budget = forebay_io::mem::Budget::new(16 * MIB);
+        let volume = fixture.open().await;
+        let mut files = Vec::new();
+        for number in 0..32 {
+            files.push(create(&volume, &format!("f{number}")).await);
+        }
+        faults.set_down(true);
+        let mut written = 0;
+        let (told, asked) = loop {
+            let before = faults.injected();
+            match files[written].write(0, pattern(1, 0..MIB)).await {
+                Ok(_) => written += 1,
+                Err(error) => break (error, faults.injected() - before),
+            }
+        };
+        assert_eq!(told.kind(), ErrorKind::Unavailable, "{told}");
+        assert!(written >= 8 && asked < 8, "{asked} requests for {written} files");
+        faults.set_down(false);
+        files[written].write(0, pattern(1, 0..MIB)).await.expect("write");
+        for file in files {
+            file.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+    });
+}
+
 /// Promise: files written side by side stay one upload each at the ceiling.
 #[test]
 fn uploads_wait_for_memory_and_stay_whole() {
