@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import re
@@ -113,6 +114,37 @@ def test_memory_comes_before_the_disk(tmp_path: Path) -> None:
     checkpointer.close()
     wait_until(lambda: not is_running(agent))
     assert restored(tmp_path / "run", tmp_path / "disk")[0].tier == "local"
+
+
+@pytest.mark.parametrize("tier", ["arena", "local"])
+def test_nearer_tiers_need_none_that_is_farther(gate: Gate, tmp_path: Path, tier: str) -> None:
+    """Memory with a store that is silent and without the disk; the disk with damaged memory and such a store."""
+    place, disk = f"s3://checkpoints/{tmp_path.name}-tiers", tmp_path / "disk"
+    gate.open()
+
+    def work(report: Report) -> None:
+        report(str(save_steps(place, disk, 2, linger=LINGER_S)._agent.pid))
+        signal.pause()
+
+    child = Child(work)
+    agent = int(child.line())
+    child.kill()
+    gate.shut()
+    if tier == "arena":
+        disk.rename(tmp_path / "away")
+        report, checkpointer = restored(place, disk)
+        assert report.passed_over == ()
+    else:
+        (shard,) = [path for path in files(disk, "shards/*/*/*") if int(path.parts[-3]) == 2]
+        (arena,) = [path for path in Path(f"/proc/{agent}/fd").iterdir() if "forebay-checkpoint" in os.readlink(path)]
+        with open(arena, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            memory[memory.find(shard.read_bytes()) + shard.stat().st_size - 1] ^= 1
+        with pytest.warns(forebay.CheckpointWarning, match="step 2 in memory is not used"):
+            report, checkpointer = restored(place, disk)
+        assert "step 2" in report.passed_over[0]
+    assert (report.step, report.tier) == (2, tier)
+    checkpointer.close()
+    end(agent)
 
 
 def test_old_copies_go_and_others_stay(tmp_path: Path) -> None:
