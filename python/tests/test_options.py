@@ -33,6 +33,8 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "rng": (["no", 1, None], "True or False"),
     "allow_pickle": (["no", 0, None], "True or False"),
     "on_busy": (["drop", None, ["wait"]], "'wait' or 'skip'"),
+    "on_error": (["ignore", None, ["warn"]], "'raise' or 'warn'"),
+    "max_failures": ([*COUNTS, None], "a whole number, at least 1"),
     "replicated": (["ema.*", b"x", 5, None, [5]], "a list of patterns, such as ['ema.*']"),
     "ranks": ([5, (1,), (1, 1), (-1, 2), (0, 0), ("0", "1"), (0.0, 1.0), "01"], "this rank, from 0, and how many"),
     "local": ([5, "", " ", b"x", "a\0b"], "a path, or None"),

@@ -12,7 +12,7 @@ import forebay
 def train(place: Path, total: int) -> int:
     """Counts to `total`, saving every second step."""
     state: dict[str, object] = {"count": 0, "note": "é", "log": [b"\x00" * 70_000, None, 2.5, True]}
-    with forebay.Checkpointer(place, every=2, keep=2) as checkpointer:
+    with forebay.Checkpointer(place, every=2, keep=2, on_error="warn", max_failures=5) as checkpointer:
         start: Optional[int] = checkpointer.restore(state)
         for step in range((start or 0) + 1, total + 1):
             state["count"] = step

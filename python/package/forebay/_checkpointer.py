@@ -17,6 +17,7 @@ from ._held import newest_common
 from ._ladder import Restored
 from ._loading import default_threads, extra_name, load_step, load_weights, newest_steps
 from ._local import LocalCopies
+from ._outcomes import MAX_FAILURES, OnError, Outcomes, Trouble
 from ._ranks import Ranks, Start, new_start
 from ._rng import rng_state, set_rng_state
 from ._save import TICK_S, Save, Staging, now
@@ -38,7 +39,8 @@ class Checkpointer(Saver):
     """Saves the state of a training job on schedule and brings it back.
 
     A save copies the state into shared memory and returns; a process of its own, which outlives this one, brings it
-    to the store. Saving goes on while the training does; what went wrong with it is raised by the next call.
+    to the store. Saving goes on while the training does; what went wrong with it is raised by the next call, or warned
+    about (`on_error`).
 
     Args:
         url: Where the steps lie: `s3://bucket/prefix`, `gs://`, `az://`, `file:///directory`, or a directory.
@@ -50,6 +52,12 @@ class Checkpointer(Saver):
             used before the save.
         on_busy: What `step` does while both snapshots are still on their way to the store: `wait`, or `skip` the
             save and count it in `skipped`.
+        on_error: What a save that failed in the background does: `raise` raises it at the next call of `step`, `save_now`,
+            `wait` or `close`; `warn` makes it a `CheckpointWarning`, and the training goes on without that step. What the
+            handle of a save waits for is raised either way, and so is at once what no later save can mend: a start that took
+            over, a state or a call that is wrong, memory that is not there.
+        max_failures: With `warn`, saves that fail in a row before it is raised after all; one that becomes durable starts
+            the count anew, and so does raising it.
         on_signal: Signals, such as `SIGTERM`, upon which the next `step` saves, waits until that is committed, and then
             lets the signal do what it did before; a second one does so at once. Wherever it arrives, all ranks save.
         allow_pickle: Whether objects of any other type may be pickled. Loading a pickle can run any code.
@@ -76,7 +84,8 @@ class Checkpointer(Saver):
     A job of several ranks saves and restores together: each rank has a checkpointer and calls `restore`, `step`,
     `save_now` and `close` alike. DTensors (FSDP2, tensor parallelism) are saved as the parts that they are, tensors of
     DDP once, split over the ranks; any other tensor is its rank's own. A step exists once every rank's part is
-    stored. Ranks are all on one host.
+    stored. Ranks are all on one host. What one rank heard of earlier saves when the next one is due is raised on all
+    of them, so that none waits for another in it; failures in a row are counted there, and by `wait` and `close`.
 
     Host memory: two copies of what this rank saves.
     """
@@ -91,6 +100,8 @@ class Checkpointer(Saver):
         keep_every: Optional[int] = None,
         rng: bool = True,
         on_busy: Literal["wait", "skip"] = "wait",
+        on_error: OnError = "raise",
+        max_failures: int = MAX_FAILURES,
         on_signal: Names = None,
         allow_pickle: bool = False,
         copy_threads: Optional[int] = None,
@@ -109,6 +120,8 @@ class Checkpointer(Saver):
         minutes = options.real("every_minutes", every_minutes, "minutes")
         threads = options.whole("copy_threads", copy_threads, most=_MAX_THREADS) or default_threads()
         options.one_of("on_busy", on_busy, ("wait", "skip"))
+        options.one_of("on_error", on_error, ("raise", "warn"))
+        outcomes = Outcomes(on_error, options.whole("max_failures", max_failures, may_lack=False))
         self._rng, self._allow_pickle = options.flag("rng", rng), options.flag("allow_pickle", allow_pickle)
         self._replicated = options.patterns("replicated", replicated)
         patience_s = options.real("patience", patience, "seconds", may_lack=False)
@@ -135,7 +148,8 @@ class Checkpointer(Saver):
         except BaseException:
             self._notice.release()
             raise
-        super().__init__(place, start, session, group, copies, threads, LINGER_S if linger_s is None else linger_s, log)
+        linger_s = LINGER_S if linger_s is None else linger_s
+        super().__init__(place, start, session, group, copies, threads, linger_s, log, outcomes)
         self._open_session = open_session
         self._every: Optional[int] = every
         self._every_s: Optional[float] = None if minutes is None else 60 * minutes
@@ -254,15 +268,17 @@ class Checkpointer(Saver):
         return found.step
 
     def step(self, step: int, state: Any) -> Optional[Save]:
-        """To be called once a step is done; saves if `every` says so. Raises what went wrong with earlier saves."""
+        """To be called once a step is done; saves if `every` says so. Tells what went wrong with earlier saves (`on_error`)."""
         step = options.whole("step", step, least=0, may_lack=False)
         with self._lock:
             self._check_open()
             self._finish_staging()
             self._ensure_agent()
-            self._raise_failures()
+            # These may be meetings of all ranks, which none may leave out.
             is_told = self._is_told()
-            save = self._save(step, state, is_told) if is_told or self._is_due(step) else None
+            saves = is_told or self._is_due(step)
+            self._tell_before(saves)
+            save = self._save(step, state, is_told) if saves else None
             if is_told:
                 self.wait()
                 self._notice.pass_on()
@@ -275,7 +291,7 @@ class Checkpointer(Saver):
             self._check_open()
             self._finish_staging()
             self._ensure_agent()
-            self._raise_failures()
+            self._tell_before(True)
             return self._save(step, state)
 
     def before_optimizer_step(self) -> None:
@@ -305,7 +321,7 @@ class Checkpointer(Saver):
             self._session.prepare(size + header, self._threads)
 
     def wait(self, timeout: Optional[float] = None) -> bool:
-        """Waits until every save is committed; False when `timeout` seconds passed first."""
+        """Waits until no save is under way; False when `timeout` seconds passed first. Tells what went wrong (`on_error`)."""
         with self._lock:
             self._check_open()
             self._finish_staging()
@@ -315,7 +331,7 @@ class Checkpointer(Saver):
                 if left < 0:
                     return False
                 self._listen(left)
-            self._raise_failures()
+            self._tell_failures(may_count=True)
             return True
 
     @property
@@ -350,7 +366,7 @@ class Checkpointer(Saver):
         return sorted(step for step, _, _ in newest_steps(self._url)) if exists(self._url) else []
 
     def close(self) -> None:
-        """Waits until every save is committed and the agent has ended. Raises what went wrong."""
+        """Waits until no save is under way and the agent has ended. Tells what went wrong (`on_error`)."""
         with self._lock:
             if self._is_closed:
                 return
@@ -385,6 +401,12 @@ class Checkpointer(Saver):
             self._notice.received = told[0]
         return bool(told)
 
+    def _tell_before(self, saves: bool) -> None:
+        """Tells of earlier saves, unless several ranks are about to do so together, in `_save`."""
+        if self._ranks.alone or not saves:
+            # Of several ranks some may not have heard yet.
+            self._tell_failures(may_count=self._ranks.alone)
+
     def _save(self, step: int, state: Any, must: bool = False) -> Optional[Save]:
         """Saves; None where there is no room, unless it `must`."""
         if must and self._last is not None and self._last.step == step:
@@ -394,8 +416,11 @@ class Checkpointer(Saver):
         begun = now()
         flattener = Flattener(self._allow_pickle, self._replicated)
         extras: list[tuple[str, str]] = []
+        trouble: Optional[Trouble] = None
 
         def take() -> dict[str, Any]:
+            nonlocal trouble
+            trouble = self._find_trouble()
             extras.append(("state", flattener.tree("state", state)))
             if self._rng:
                 extras.append(("rng", flattener.tree("rng", rng_state(), "rng")))
@@ -403,16 +428,19 @@ class Checkpointer(Saver):
             is_alone = self._ranks.alone
             tree = "" if is_alone else hashlib.sha256(extras[0][1].encode()).hexdigest()
             structure = "" if is_alone else self._planner.structure(flattener.leaves)
-            room = self._has_room(must or self._on_busy == "wait")
+            # What is to be raised is not kept waiting.
+            room = trouble is not None or self._has_room(must or self._on_busy == "wait")
+            fact = None if trouble is None else trouble.as_fact()
             # Tells this try of the step from another one, of which something may be in the store.
             number = None if is_alone else secrets.randbits(64)
             agreed = {"step": step, "tree": tree, "structure": structure, "round": number}
-            return {**agreed, "room": room, "held": self._session.held()}
+            return {**agreed, "room": room, "held": self._session.held(), "trouble": fact}
 
         words = self._ranks.gather("save", take)
         steps = [word["step"] for word in words]
         if steps != [step] * len(steps):
             raise CheckpointInvalid(f"the ranks are at different steps: {steps}")
+        self._raise_together(trouble, [word["trouble"] for word in words])
         if not all(word["room"] for word in words):
             self.skipped += 1
             return None

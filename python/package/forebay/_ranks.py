@@ -79,7 +79,7 @@ class Ranks:
         for rank, word in enumerate(words):
             if "failed" in word["facts"]:
                 # All ranks go on alike: what is not there for one is not there for all.
-                kind = _KINDS.get(word["facts"]["kind"], CheckpointError)
+                kind = error_named(word["facts"]["kind"])
                 raise kind(f"rank {rank} failed to {act}: {word['facts']['failed']}")
         return [word["facts"] for word in words]
 
@@ -139,6 +139,11 @@ class Ranks:
             name = "forebay-" + hashlib.sha256(text.encode()).hexdigest()[:32]
             self._group = _native.Group(name, self.rank, self.world_size, self._patience_s)
         return self._group
+
+
+def error_named(kind: str) -> type[CheckpointError]:
+    """The exception of that name, for what went wrong on another rank."""
+    return _KINDS.get(kind, CheckpointError)
 
 
 Start = tuple[str, str, int, int]

@@ -123,15 +123,19 @@ class Save:
             return "failed"
         return "staging" if self._native is None else self._native.progress
 
-    def _raise_if_failed(self) -> None:
+    def _find_failure(self) -> Optional[CheckpointError]:
         if self._native is not None:
             try:
                 self._native.raise_if_failed()
             except CheckpointError as error:
                 self._failure = error
-        if self._failure is not None:
-            self._owner._was_told(self)
-            raise self._failure
+        return self._failure
+
+    def _raise_if_failed(self) -> None:
+        failure = self._find_failure()
+        if failure is not None:
+            self._owner._outcomes.was_told(self)
+            raise failure
 
 
 class Staging:

@@ -19,8 +19,9 @@ from ._errors import CheckpointError, CheckpointInvalid, CheckpointWarning
 from ._ladder import Ladder
 from ._leaf import Leaf, densify, fill
 from ._local import LocalCopies
+from ._outcomes import Outcomes, Trouble
 from ._process import start_agent
-from ._ranks import Ranks, Start
+from ._ranks import Ranks, Start, error_named
 from ._save import TICK_S, Save, Staging, check_unchanged, now
 from ._shares import Share, share_size, source_offset
 from ._url import make_directory
@@ -28,6 +29,8 @@ from ._url import make_directory
 _FAREWELL_S = 30.0
 """How long `close()` waits for the agent to end once every save is committed, in seconds."""
 
+
+_PACKAGE = os.path.dirname(__file__)
 
 _open: weakref.WeakSet[Saver] = weakref.WeakSet()
 """Those that nobody closed yet."""
@@ -46,6 +49,7 @@ class Saver:
         threads: int,
         linger_s: float,
         agent_log: Optional[str],
+        outcomes: Outcomes,
     ) -> None:
         self._url = url
         self._start = start
@@ -62,7 +66,7 @@ class Saver:
         self._job: Optional[str] = None
         self._agent: Any = None
         self._staging: Optional[Staging] = None
-        self._saves: list[Save] = []
+        self._outcomes = outcomes
         self._hook_is_used = False
         self._is_closed = False
         _open.add(self)
@@ -197,7 +201,7 @@ class Saver:
                 raise
             # What a signal's handler raised before leaves all of it to the next call.
             self._staging = None
-            self._saves.append(save)
+            self._outcomes.follow(save)
 
     def _ensure_agent(self) -> None:
         """Starts an agent if none is connected; it takes over what an earlier one left."""
@@ -251,19 +255,47 @@ class Saver:
 
     def _pass_warnings_on(self) -> None:
         for message in self._session.take_warnings():
-            warnings.warn(message, CheckpointWarning, stacklevel=5)
+            _warn(message)
 
-    def _raise_failures(self) -> None:
+    def _tell_failures(self, may_count: bool) -> None:
+        """Raises what went wrong with earlier saves, or warns of it, on this rank. Where ranks meet they tell it together."""
         self._pass_warnings_on()
-        for save in list(self._saves):
-            if save._progress() == "failed":
-                save._raise_if_failed()
-            if save.durable:
-                self._saves.remove(save)
+        trouble = self._outcomes.trouble(may_count)
+        if trouble is not None:
+            self._outcomes.were_raised([trouble.step])
+            raise trouble.error
+        self._warn_of_failures()
 
-    def _was_told(self, save: Save) -> None:
-        if save in self._saves:
-            self._saves.remove(save)
+    def _find_trouble(self) -> Optional[Trouble]:
+        """What this rank has to tell where all meet."""
+        self._pass_warnings_on()
+        trouble = self._outcomes.trouble()
+        if trouble is None:
+            self._warn_of_failures()
+        return trouble
+
+    def _warn_of_failures(self) -> None:
+        while (text := self._outcomes.next_warning()) is not None:
+            _warn(text)
+
+    def _raise_together(self, own: Optional[Trouble], facts: list[Optional[dict[str, Any]]]) -> None:
+        """Where any rank has a trouble, raises on all: its own, or with the rank's number that of another one."""
+        others = [(rank, fact) for rank, fact in enumerate(facts) if fact is not None]
+        if not others:
+            return
+        self._outcomes.were_raised([fact["step"] for _, fact in others])
+        if own is not None:
+            raise own.error
+        rank, fact = others[0]
+        raise error_named(fact["kind"])(f"rank {rank}: {fact['text']}")
+
+
+def _warn(text: str) -> None:
+    """Points to whoever called this package, from however deep within."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _PACKAGE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, CheckpointWarning, stacklevel=level)
 
 
 @atexit.register
