@@ -180,8 +180,9 @@ class Checkpointer(Saver):
         """Brings `state` back to the newest step that is whole, or to `step`; gives the step, or None if there is none.
 
         Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Nothing is
-        changed unless the state is shaped like the one that was saved. When a newer step is damaged, that is a
-        warning; when all are, tensors may hold anything, and all else is as it was.
+        changed unless the state is shaped like the one that was saved; what DDP (`module.`) and `torch.compile`
+        (`_orig_mod.`) put before names in dicts does not matter. When a newer step is damaged, that is a warning; when
+        all are, tensors may hold anything, and all else is as it was.
 
         Where the agents of this job's killed processes still hold a step that all ranks had sealed, that is the newest:
         it is copied out of their memory, every byte checked, and the store is only asked whether the job was started

@@ -17,6 +17,7 @@ from ._leaf import array_dtype, local_parts, numpy_module, torch_module
 from ._objects import Pairs, give_state, is_stateful, state_of, tells_copies
 from ._tensors import Node
 from ._unflatten import Builder
+from ._wrappers import fitted
 
 
 class Placer:
@@ -46,6 +47,7 @@ class Placer:
 
     def plan(self, node: Node) -> None:
         """Compares the tree with the live state."""
+        node = fitted(node, self._state, self._names_of)
         # A tensor or object at the root is its own place; anything immutable there could not be replaced.
         if self._place(node, self._state, "state", "") is not None:
             raise CheckpointMismatch("state: a value that cannot be changed in place")
@@ -53,11 +55,14 @@ class Placer:
 
     def plan_model(self, node: Node) -> None:
         """As `plan`, of a module's weights alone: the tree is a module's, or a dict of tensors."""
-        tree = node["v"] if node["t"] == "object" else node
+        tree = node["v"] if node["t"] == "object" else fitted(node, self._state, self._names_of)
         if not self._place_module(tree, self._state, "model", ""):
             self._objects.append(("model", self._state, "module", tree))
             self.needed.append(tree)
         self._check_matched()
+
+    def _names_of(self, module: Any) -> Any:
+        return state_of(module, self._pairs)[1].keys()
 
     def _check_matched(self) -> None:
         if self._unmatched:

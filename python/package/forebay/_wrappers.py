@@ -1,0 +1,69 @@
+"""Names that wrappers of a module add to those of its tensors.
+
+A module knows its tensors without them, whatever wraps it. A dict that the program took by `state_dict()` of the
+wrapper has them in its keys, and would fit no dict of the module itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Optional
+
+from ._leaf import torch_module
+from ._tensors import Node
+
+_WRAPPERS = frozenset(("module", "_orig_mod"))
+"""What DistributedDataParallel and `torch.compile` call what they wrap."""
+
+
+def fitted(node: Node, live: Any, names_of: Callable[[Any], Iterable[Any]]) -> Node:
+    """A tree whose dicts are given the names of the live ones, where wrappers' names are all that they differ by.
+
+    `names_of` gives those of a module. What differs otherwise stays as it is.
+    """
+    if isinstance(node, list):
+        return _fitted_parts(node, live, names_of)
+    tag = node.get("t") if isinstance(node, dict) else None
+    if tag == "tuple":
+        parts = _fitted_parts(node["v"], live, names_of)
+        return node if parts is node["v"] else {**node, "v": parts}
+    if tag not in ("dict", "odict"):
+        return node
+    if not isinstance(live, dict):
+        torch = torch_module()
+        is_module = torch is not None and isinstance(live, torch.nn.Module)
+        return _renamed(node, names_of(live)) if is_module else node
+    node = _renamed(node, live)
+    # A key that is no text, number or None is one of the tree's own dicts.
+    items = [
+        [key, value if isinstance(key, (dict, list)) else fitted(value, live.get(key), names_of)]
+        for key, value in node["v"]
+    ]
+    is_same = all(new is old for (_, new), (_, old) in zip(items, node["v"]))
+    return node if is_same else {**node, "v": items}
+
+
+def _fitted_parts(parts: list[Node], live: Any, names_of: Callable[[Any], Iterable[Any]]) -> list[Node]:
+    is_like = isinstance(live, (list, tuple)) and len(live) == len(parts)
+    if not is_like or not any(isinstance(part, (dict, list)) for part in parts):
+        return parts
+    found = [fitted(part, value, names_of) for part, value in zip(parts, live)]
+    return parts if all(new is old for new, old in zip(found, parts)) else found
+
+
+def _renamed(node: Node, live: Iterable[Any]) -> Node:
+    """A dict of the tree with the live one's names, where those without wrappers' names are the same, one for one."""
+    saved, has = [key for key, _ in node["v"]], list(live)
+    if not all(isinstance(key, str) for key in (*saved, *has)) or set(saved) == set(has):
+        return node
+    bare, wanted = _bare(saved), _bare(has)
+    if bare is None or wanted is None or bare.keys() != wanted.keys():
+        return node
+    names = {bare[name]: wanted[name] for name in bare}
+    return {**node, "v": [[names[key], value] for key, value in node["v"]]}
+
+
+def _bare(names: Sequence[str]) -> Optional[dict[str, str]]:
+    """Names by what they are without those of wrappers; None where two are the same then."""
+    found = {".".join(part for part in name.split(".") if part not in _WRAPPERS): name for name in names}
+    return found if len(found) == len(names) else None
