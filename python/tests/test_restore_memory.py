@@ -1,0 +1,71 @@
+"""A restore in place takes little memory beside the state, however large that is."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import forebay
+
+from .test_ranks import run_ranks
+
+MIB = 1 << 20
+IN_FLIGHT = 64 * MIB
+"""What is asked of the store at once: eight requests of 8 MiB. Of a folder as much of the files is mapped at most."""
+HALF = 32 * MIB
+"""What ranks that read together lend each other, each of them two of it."""
+SLACK = 16 * MIB
+"""Stacks, what allocators keep, and pages of code that nothing had run before."""
+
+
+def state_of(size: int, value: int) -> dict[str, Any]:
+    """Tensors of so many bytes in all, every page of them there."""
+    return {f"w{index}": torch.full((size // 4,), value + index, dtype=torch.uint8) for index in range(4)}
+
+
+def memory(what: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{what}:")]
+    return int(line.split()[1]) << 10
+
+
+def taken(ranks: int, place: Any, size: int) -> list[int]:
+    """What each of the ranks had at most while it restored all of a state, beyond what it had with the state before."""
+    forebay.save(state_of(4, 0), f"{place}-small", step=1)
+    forebay.save(state_of(size, 1), place, step=1)
+
+    def work(rank: int) -> int:
+        state = state_of(size, 100)
+        # What the first call of anything takes is not the restore's.
+        with forebay.Checkpointer(f"{place}-small") as checkpointer:
+            assert checkpointer.restore(state_of(4, 0)) == 1
+        # The kernel forgets the most that there was.
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory("VmHWM")
+        with forebay.Checkpointer(place) as checkpointer:
+            assert checkpointer.restore(state) == 1
+            assert checkpointer.restored is not None and checkpointer.restored.tier == "store"
+        peak = memory("VmHWM")
+        assert all(bool((state[f"w{index}"] == 1 + index).all()) for index in range(4))
+        return peak - before
+
+    return run_ranks(ranks, work, with_gloo=False)
+
+
+def test_a_restore_from_a_folder(tmp_path: Path) -> None:
+    (most,) = taken(1, tmp_path / "run", 192 * MIB)
+    assert most <= IN_FLIGHT + SLACK, most
+
+
+def test_a_restore_from_s3(s3_endpoint: str) -> None:
+    (most,) = taken(1, f"s3://checkpoints/memory-{time.time_ns()}", 128 * MIB)
+    assert most <= IN_FLIGHT + SLACK, most
+
+
+def test_a_restore_of_ranks_that_read_together(tmp_path: Path) -> None:
+    """Both want all of the state, and each reads half of it. What they lend each other is counted in both: a rank has
+    its own twice, to fill it and to copy out of it, and that of the other."""
+    for most in taken(2, tmp_path / "run", 384 * MIB):
+        assert most <= 6 * HALF + IN_FLIGHT + SLACK, most
