@@ -1,0 +1,142 @@
+"""What `test_torchrun.py` has torchrun start, in each rank: `torchrun_program.py FOLDER ACT`.
+
+`train` trains modules of DDP and of FSDP2 for six steps, each of which is saved; where FOLDER holds a file `kill`, the
+last rank removes it and kills itself once step 3 is sealed, and torchrun starts all ranks again. What comes out is
+compared with a training that nobody interrupts, and written beside the steps. `restore` compares what it restores, at
+any number of ranks, with that. What each rank found it adds to FOLDER/`told`, and the process that saves for it to
+FOLDER/`agents`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import forebay
+
+LAST = 6
+KILLED_AT = 3
+
+
+def parts(seed: int) -> dict[str, Any]:
+    """Modules and optimizers, of the same values on all ranks."""
+    torch.manual_seed(seed)
+    state: dict[str, Any] = {"losses": []}
+    for kind in ("ddp", "fsdp"):
+        layers = [torch.nn.Linear(7, 13), torch.nn.BatchNorm1d(13), torch.nn.Dropout(0.1), torch.nn.Linear(13, 5)]
+        model = torch.nn.Sequential(*layers)
+        if kind == "ddp":
+            # Without it DDP orders gradients anew after its first step: four ranks' sums are rounded otherwise then.
+            model = DistributedDataParallel(model, find_unused_parameters=True)
+        else:
+            fully_shard(model)
+        state[kind] = model
+        state[f"{kind}_optim"] = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return state
+
+
+def train(state: dict[str, Any]) -> None:
+    """One step, on data of each rank's own generator."""
+    for kind in ("ddp", "fsdp"):
+        loss = state[kind](torch.randn(4, 7)).square().mean()
+        loss.backward()
+        state[f"{kind}_optim"].step()
+        state[f"{kind}_optim"].zero_grad()
+        state["losses"].append(loss.item())
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """All tensors of modules and optimizers, as one process would have them."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=False)
+    tensors: dict[str, Any] = {}
+    for kind in ("ddp", "fsdp"):
+        model, optim = get_state_dict(state[kind], state[f"{kind}_optim"], options=options)
+        tensors |= {f"{kind}.{name}": value.clone() for name, value in model.items()}
+        for name, own in optim["state"].items():
+            tensors |= {f"{kind}_optim.{name}.{key}": value.clone() for key, value in own.items()}
+    return tensors
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names of tensors that are not equal, bit by bit."""
+    assert one.keys() == other.keys() and len(one) == 2 * (9 + 6 * 3), list(one)
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def tell(path: Path, what: Any) -> None:
+    """Adds a line to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+def act_train(folder: Path, rank: int) -> dict[str, Any]:
+    """Trains, from where an earlier start got to."""
+    fate, state = folder / "kill", parts(0)
+    with forebay.Checkpointer(folder / "run", every=1) as checkpointer:
+        torch.manual_seed(100 + rank)
+        start = checkpointer.restore(state) or 0
+        for step in range(start + 1, LAST + 1):
+            train(state)
+            save = checkpointer.step(step, state)
+            assert save is not None
+            if step == start + 1:
+                tell(folder / "agents", checkpointer._agent.pid)
+            if step == KILLED_AT and fate.exists():
+                assert save.wait_sealed(60)
+                # It is sealed on all ranks, and all of them have seen the file.
+                dist.barrier()
+                if rank == dist.get_world_size() - 1:
+                    fate.unlink()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                signal.pause()
+        restored = checkpointer.restored
+        found: dict[str, Any] = {"start": start, "tier": restored and restored.tier}
+    expected = parts(0)
+    torch.manual_seed(100 + rank)
+    for _ in range(LAST):
+        train(expected)
+    tensors = whole(state)
+    found["wrong"] = differing(tensors, whole(expected))
+    found["losses_are_equal"] = state["losses"] == expected["losses"]
+    torch.save(tensors, folder / f"expected.{rank}.pt")
+    return found
+
+
+def act_restore(folder: Path, rank: int) -> dict[str, Any]:
+    """Restores into other values."""
+    state = parts(1)
+    with forebay.Checkpointer(folder / "run") as checkpointer:
+        start = checkpointer.restore(state)
+    # Of DDP's buffers those of rank 0 count; FSDP2 leaves each rank its own.
+    saved_by = len(list(folder.glob("expected.*.pt")))
+    first, own = (torch.load(folder / f"expected.{number}.pt") for number in (0, rank % saved_by))
+    expected = {name: first[name] if name.startswith("ddp.") else own[name] for name in first}
+    return {"start": start, "wrong": differing(whole(state), expected)}
+
+
+def main() -> None:
+    """Does what the command line says, as one rank."""
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found = {"train": act_train, "restore": act_restore}[sys.argv[2]](folder, rank)
+    tell(folder / "told", {"rank": rank, **found})
+    dist.barrier()
+    dist.destroy_process_group()
+    # torch 2.15 aborts now and then where a process ends that used gloo, with nothing of Forebay's in it.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
