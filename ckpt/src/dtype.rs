@@ -45,6 +45,7 @@ pub const DTYPES: &[Dtype] = &[
     opaque("float8_e5m2fnuz", 1),
     opaque("float8_e8m0fnu", 1),
     opaque("float4_e2m1fn_x2", 1),
+    opaque("bcomplex32", 4),
     opaque("complex32", 4),
     opaque("complex64", 8),
     opaque("complex128", 16),

@@ -174,11 +174,25 @@ def fill(address: int, leaf: Leaf) -> None:
     if torch is not None and isinstance(leaf.source, torch.Tensor):
         source = leaf.source.detach()
         target = torch.frombuffer(memory, dtype=torch.uint8).view(source.dtype).view(source.shape)
-        target.copy_(source)
+        copy_elements(target, source)
         return
     numpy = numpy_module()
     target = numpy.frombuffer(memory, dtype=leaf.source.dtype).reshape(leaf.source.shape)
     target[...] = leaf.source
+
+
+def copy_elements(place: Any, source: Any) -> None:
+    """Copies a torch tensor's elements into another one of its shape, whatever their strides: by torch, but for types that
+    it cannot copy (`torch.int4` and its like), which go as bytes."""
+    torch = torch_module()
+    is_narrow = source.dtype == place.dtype and str(source.dtype) in _NARROW
+    if is_narrow:
+        place, source = place.view(torch.uint8), source.view(torch.uint8)
+    place.copy_(source)
+
+
+_NARROW = frozenset(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+"""Types of fewer bits than a byte, each element of which has one."""
 
 
 def has_changed(leaf: Leaf) -> bool:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Callable, Iterator, Optional
 
 from ._errors import CheckpointMismatch
-from ._leaf import array_dtype, local_parts, numpy_module, torch_module
+from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, torch_module
 from ._objects import Pairs, give_state, is_stateful, state_of, tells_copies
 from ._tensors import Node
 from ._unflatten import Builder
@@ -199,7 +199,7 @@ class Placer:
 
         def copy() -> None:
             with torch.no_grad():
-                live.detach().copy_(make())
+                copy_elements(live.detach(), make())
 
         self._copies.append(copy)
 
@@ -279,7 +279,7 @@ class Placer:
 
         def copy() -> None:
             with torch.no_grad():
-                live.detach().copy_(make())
+                copy_elements(live.detach(), make())
 
         self._copies.append(copy)
 

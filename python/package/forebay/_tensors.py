@@ -10,7 +10,7 @@ from typing import Any, Callable, Optional
 
 from . import _native
 from ._errors import CheckpointCorrupt
-from ._leaf import array_dtype, local_parts, numpy_module, tensor_dtype, torch_module
+from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, tensor_dtype, torch_module
 
 Node = Any
 Part = Optional[tuple[list[int], list[int]]]
@@ -103,7 +103,7 @@ class Tensors:
         for place, staged in self._staged:
             if torch is not None and isinstance(place, torch.Tensor):
                 with torch.no_grad():
-                    place.detach().copy_(staged)
+                    copy_elements(place.detach(), staged)
             else:
                 place[...] = staged
 

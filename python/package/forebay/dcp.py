@@ -56,7 +56,7 @@ from ._errors import (
     CheckpointSuperseded,
 )
 from ._flatten import KEPT, Flattener
-from ._leaf import Leaf, tensor_dtype, tensor_leaf
+from ._leaf import Leaf, copy_elements, tensor_dtype, tensor_leaf
 from ._loading import default_threads, newest_steps, read_planned, state_tree, use_together, with_step
 from ._paths import Node, Path, flatten, nest
 from ._ranks import Ranks, meeting_place, new_start, surroundings
@@ -479,7 +479,7 @@ class _Opened:
                 continue
             for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):
                 value = value.narrow(dimension, offset, length)
-            place.copy_(value)
+            copy_elements(place, value)
         for item, place in places:
             planner.commit_tensor(item, place)
 
