@@ -19,6 +19,7 @@ pub mod agent;
 pub mod session;
 pub mod restore;
 pub mod verify;
+pub mod summary;
 pub mod diff;
 pub mod convert;
 

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use forebay_ckpt::catalog::{Start, begin_run, commit, newest_run};
 use forebay_ckpt::dtype::Dtype;
 use forebay_ckpt::manifest::{Checksum, Identity, Manifest, Shard, ShardKey, Slice, SliceKind, Tensor};
+use forebay_ckpt::region::Region;
 use forebay_ckpt::shard::{ShardLayout, TensorSpec};
 use forebay_core::crc32c;
 use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
@@ -298,6 +299,135 @@ async fn steps_that_refer_to_earlier_shards_are_shown_and_outlive_them() {
     run(&["verify", &source]).succeeded();
     let removed = parse(&run(&["rm", &source, "30", "--json"]).succeeded());
     assert_eq!(removed, json!({"manifests": 1, "shards": 2}));
+}
+
+/// Stores a rank's file of these parts of tensors and adds it to a manifest.
+async fn store_part(
+    bucket: &Bucket,
+    attempt: &str,
+    manifest: &mut Manifest,
+    rank: u32,
+    specs: &[TensorSpec],
+) {
+    let layout = ShardLayout::of(specs).expect("a layout");
+    let mut file = layout.header.clone();
+    file.resize(layout.size as usize, rank as u8);
+    for (spec, range) in specs.iter().zip(&layout.ranges) {
+        let bytes = &file[range.start as usize..range.end as usize];
+        let slice = Slice {
+            kind: spec.region.kind,
+            offsets: spec.region.offsets.clone(),
+            lengths: spec.region.lengths.clone(),
+            shard: manifest.shards.len() as u32,
+            start: range.start,
+            end: range.end,
+            crc32c: Checksum(crc32c(bytes)),
+            blake3: Identity::of(bytes),
+        };
+        let (name, dtype, shape) = (spec.name.clone(), spec.dtype.name.to_owned(), spec.shape.clone());
+        match manifest.tensors.iter_mut().find(|tensor| tensor.name == name) {
+            Some(tensor) => tensor.slices.push(slice),
+            None => manifest.tensors.push(Tensor { name, dtype, shape, slices: vec![slice] }),
+        }
+    }
+    let (step, layout_name) = (manifest.step, ShardKey::layout_of(&layout.header));
+    let key = ShardKey { step, incarnation: 1, attempt: attempt.into(), rank, save: 1, layout: layout_name };
+    let (header, crc32c) = (layout.header.len() as u64, Checksum(crc32c(&file)));
+    let key = key.object();
+    manifest.shards.push(Shard { key: key.as_str().into(), size: layout.size, header, crc32c, rank, step });
+    bucket.put(&key, Bytes::from(file), Condition::Always).await.expect("put");
+}
+
+#[tokio::test]
+async fn a_step_of_two_ranks_is_shown_with_its_placement_and_the_bytes_of_each() {
+    let scratch = Scratch::new();
+    let source = url(&scratch.folder("run"));
+    let place: BucketUrl = source.parse().expect("a URL");
+    let bucket = Bucket::open(&place, &StoreSettings::default()).await.expect("a bucket");
+    let start = Start { nonce: "0123456789abcdef".repeat(2), host: "h".into(), pid: 1, started_ms: 0 };
+    let run = begin_run(&bucket, start).await.expect("a run");
+    let mut manifest = Manifest {
+        commit: "1".repeat(32),
+        run: run.run.clone(),
+        incarnation: run.incarnation,
+        step: 7,
+        created_ms: 0,
+        world_size: 2,
+        parents: Vec::new(),
+        shards: Vec::new(),
+        tensors: Vec::new(),
+        extras: Vec::new(),
+    };
+    let spec = |name: &str, shape: &[u64], kind, offsets: &[u64], lengths: &[u64]| TensorSpec {
+        name: name.into(),
+        dtype: Dtype::named("float32").expect("a type"),
+        shape: shape.into(),
+        region: Region { kind, offsets: offsets.into(), lengths: lengths.into() },
+    };
+    let (flat, boxed) = (SliceKind::Flat, SliceKind::Box);
+    let first = [
+        spec("alike", &[100], flat, &[0], &[60]),
+        spec("rows", &[8, 4], boxed, &[0, 0], &[4, 4]),
+        spec("columns", &[2, 6], boxed, &[0, 0], &[2, 3]),
+    ];
+    let second = [
+        spec("alike", &[100], flat, &[60], &[40]),
+        spec("rows", &[8, 4], boxed, &[4, 0], &[4, 4]),
+        spec("columns", &[2, 6], boxed, &[0, 3], &[2, 3]),
+        spec("own@1", &[5], boxed, &[0], &[5]),
+    ];
+    store_part(&bucket, run.attempt(), &mut manifest, 0, &first).await;
+    store_part(&bucket, run.attempt(), &mut manifest, 1, &second).await;
+    commit(&bucket, &run, &manifest).await.expect("commit");
+    // The next step has only what rank 1 wrote anew: a tensor of its own, and its rows of another.
+    let mut next = Manifest { commit: "2".repeat(32), step: 8, parents: vec![7], ..manifest.clone() };
+    for tensor in &mut next.tensors {
+        tensor.slices.retain(|slice| slice.shard == 0 || !["own@1", "rows"].contains(&tensor.name.as_str()));
+    }
+    next.tensors.retain(|tensor| tensor.name != "own@1");
+    store_part(&bucket, run.attempt(), &mut next, 0, &[]).await;
+    store_part(&bucket, run.attempt(), &mut next, 1, &[second[1].clone(), second[3].clone()]).await;
+    commit(&bucket, &run, &next).await.expect("commit");
+
+    let run = |args: &[&str]| forebay(&scratch, &[&["ckpt", "show", &source], args].concat()).succeeded();
+    let tables = |shown: &str| shown.split_once("\n\n").expect("facts, and the rest").1.to_owned();
+    let expected = "\
+RANK  STORED  OF EARLIER STEPS
+0     328 B   0 B
+1     268 B   0 B
+
+TENSOR   TYPE     SHAPE   SIZE   PLACEMENT
+alike    float32  [100]   400 B  replicated, split over ranks 0-1
+rows     float32  [8, 4]  128 B  ranks 0-1, rows
+columns  float32  [2, 6]  48 B   ranks 0-1, columns
+own@1    float32  [5]     20 B   rank 1
+";
+    assert_eq!(tables(&run(&["7"])), expected);
+    let expected = "\
+RANK  STORED  OF EARLIER STEPS
+0     0 B     328 B
+1     84 B    184 B
+
+TENSOR   TYPE     SHAPE   SIZE   PLACEMENT
+alike    float32  [100]   400 B  replicated, split over ranks 0-1; all of step 7
+rows     float32  [8, 4]  128 B  ranks 0-1, rows; 64 B of step 7
+columns  float32  [2, 6]  48 B   ranks 0-1, columns; all of step 7
+own@1    float32  [5]     20 B   rank 1
+";
+    assert_eq!(tables(&run(&["8"])), expected);
+    let mut shown = parse(&run(&["8", "--json"]));
+    let placement = shown.as_object_mut().and_then(|fields| fields.remove("placement")).expect("it is told");
+    assert_eq!(shown, serde_json::to_value(&next).expect("JSON"), "the rest is the manifest");
+    let ranks = [
+        json!({ "rank": 0, "stored": 0, "earlier": 328 }),
+        json!({ "rank": 1, "stored": 84, "earlier": 184 }),
+    ];
+    assert_eq!(placement["ranks"], json!(ranks));
+    let rows = json!({
+        "name": "rows", "bytes": 128, "ranks": [0, 1], "kind": "box", "dimensions": [0],
+        "earlier": [{ "step": 7, "bytes": 64 }],
+    });
+    assert_eq!(placement["tensors"][1], rows);
 }
 
 #[tokio::test]

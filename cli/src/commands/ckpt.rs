@@ -1,6 +1,5 @@
 //! `forebay ckpt`: what a bucket of checkpoints holds, and whether it is whole. What changes it is in `ckpt_keep`,
-//! what compares and waits in `ckpt_compare`, what converts in
-//! `ckpt_convert`.
+//! what compares and waits in `ckpt_compare`, what converts in `ckpt_convert`, what `show` prints in `ckpt_show`.
 
 use std::process::ExitCode;
 
@@ -17,6 +16,7 @@ use serde_json::json;
 use super::ckpt_compare::{self, DiffArguments, WatchArguments};
 use super::ckpt_convert::{self, ConvertArguments};
 use super::ckpt_keep::{self, GcArguments, PinArguments, RmArguments};
+use super::ckpt_show::describe;
 use crate::arguments::Global;
 use crate::settings::Settings;
 use crate::{print, report, run};
@@ -189,42 +189,6 @@ fn list(steps: &[StepInfo], json: bool) -> Result<ExitCode> {
         print::row([&step, &start, &print::utc(info.committed), state])
     });
     let head = print::row(["STEP", "INCARNATION", "COMMITTED", ""]);
-    print::table(&std::iter::once(head).chain(rows).collect::<Vec<_>>());
-    Ok(ExitCode::SUCCESS)
-}
-
-fn describe(manifest: &Manifest, json: bool) -> Result<ExitCode> {
-    if json {
-        print::json(manifest)?;
-        return Ok(ExitCode::SUCCESS);
-    }
-    let files = |is_wanted: &dyn Fn(u64) -> bool| {
-        let sizes: Vec<u64> =
-            manifest.shards.iter().filter(|shard| is_wanted(shard.step)).map(|shard| shard.size).collect();
-        format!("{}, {}", sizes.len(), format_bytes(sizes.iter().sum()))
-    };
-    let fact = |name: &str, value: String| vec![name.to_owned(), value];
-    let mut facts = vec![
-        fact("step", manifest.step.to_string()),
-        fact("run", manifest.run.clone()),
-        fact("incarnation", manifest.incarnation.to_string()),
-        fact("world size", manifest.world_size.to_string()),
-        fact("shards", files(&|step| step == manifest.step)),
-        fact("tensors", manifest.tensors.len().to_string()),
-        fact("extras", manifest.extras.len().to_string()),
-        Vec::new(),
-    ];
-    if let (Some(first), Some(last)) = (manifest.parents.first(), manifest.parents.last()) {
-        let steps = if first == last { format!("step {first}") } else { format!("steps {first} to {last}") };
-        let files = files(&|step| step != manifest.step);
-        facts.insert(5, fact("shards of others", format!("{files}, of {steps}")));
-    }
-    print::table(&facts);
-    let head = print::row(["TENSOR", "TYPE", "SHAPE", "SIZE"]);
-    let rows = manifest.tensors.iter().map(|tensor| {
-        let bytes: u64 = tensor.slices.iter().map(|slice| slice.len()).sum();
-        print::row([&tensor.name, &tensor.dtype, &format!("{:?}", tensor.shape), &format_bytes(bytes)])
-    });
     print::table(&std::iter::once(head).chain(rows).collect::<Vec<_>>());
     Ok(ExitCode::SUCCESS)
 }

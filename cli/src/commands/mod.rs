@@ -16,5 +16,6 @@ pub(crate) mod doctor;
 pub(crate) mod ckpt_keep;
 pub(crate) mod ckpt_compare;
 pub(crate) mod ckpt_convert;
+pub(crate) mod ckpt_show;
 pub(crate) mod ckpt;
 pub(crate) mod version;
