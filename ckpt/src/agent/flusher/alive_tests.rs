@@ -1,14 +1,17 @@
 //! Saves that take longer than garbage may be old: they are left alone, and waited for.
 
+use std::collections::HashSet;
 use std::path::Path;
 
-use forebay_io::object::Faults;
+use forebay_core::ObjectKey;
+use forebay_io::object::{Condition, Faults, UploadOptions};
 
 use super::super::alive::EVERY;
 use super::tests::{flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
 use crate::catalog::{Garbage, LEAST_AGE, collect_garbage, list_ranks, list_steps, put_alive};
+use crate::manifest::ShardKey;
 use crate::verify::verify;
 
 /// Requests of one save at which it is held back: more than it makes.
@@ -76,6 +79,45 @@ async fn a_save_that_takes_hours_is_no_garbage() {
     }
     assert!(caught >= 2, "{caught}");
     assert_eq!(verify(&plain, None, &|_| {}).await.expect("verify"), []);
+}
+
+#[tokio::test]
+async fn old_uploads_of_dead_saves_are_aborted_and_young_ones_go_on() {
+    let directory = tempfile::tempdir().expect("directory");
+    let url: BucketUrl = format!("file://{}", directory.path().display()).parse().expect("url");
+    let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("bucket");
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let key = |step| {
+        let (attempt, layout) = (run.attempt().to_owned(), "00000000".to_owned());
+        ShardKey { step, incarnation: run.incarnation, attempt, rank: 0, save: 1, layout }.object()
+    };
+    let begin = async |key: &ObjectKey| {
+        let options = UploadOptions { part_bytes: Some(5 << 20), ..UploadOptions::default() };
+        let mut upload = bucket.upload_with(key, options).expect("upload");
+        upload.write(vec![7; (5 << 20) + 1].into()).await.expect("write");
+        upload
+    };
+    let keys = async || {
+        let found = bucket.list_uploads("").await.expect("list").into_iter();
+        found.map(|upload| upload.key).collect::<HashSet<_>>()
+    };
+    // Two of steps, and one that is no checkpoint's.
+    let other = ObjectKey::new("data/file");
+    let (dead, foreign) = (begin(&key(1)).await, begin(&other).await);
+    age(directory.path());
+    let young = begin(&key(2)).await;
+    let found = collect_garbage(&bucket, LEAST_AGE, true).await.expect("gc");
+    assert_eq!(found.uploads.iter().map(|(key, _)| key).collect::<Vec<_>>(), [&key(1)]);
+    assert_eq!(keys().await, HashSet::from([key(1), key(2), other.clone()]), "only looked for");
+    assert_eq!(collect_garbage(&bucket, LEAST_AGE, false).await.expect("gc"), found);
+    assert_eq!(keys().await, HashSet::from([key(2), other]));
+    assert_eq!(collect_garbage(&bucket, LEAST_AGE, false).await.expect("gc"), Garbage::default());
+    dead.complete(Condition::Always).await.expect_err("its parts are gone");
+    assert_eq!(bucket.head(&key(1)).await.expect("head"), None);
+    for upload in [young, foreign] {
+        upload.complete(Condition::Always).await.expect("it went on");
+    }
+    assert_eq!(bucket.head(&key(2)).await.expect("head").map(|info| info.size), Some((5 << 20) + 1));
 }
 
 #[tokio::test]
