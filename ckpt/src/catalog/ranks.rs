@@ -291,6 +291,82 @@ fn join(tensor: &mut Tensor, other: Tensor) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::catalog::{Start, begin_run};
+    use crate::manifest::{Checksum, Identity, Shard, ShardKey, Slice, SliceKind};
+
+    /// Four bytes of eight that two ranks hold alike, as one of them stored them in step 5.
+    fn index_of(run: &Run, rank: u32) -> Manifest {
+        let (attempt, layout) = (run.attempt().to_owned(), "0a0a0a0a".to_owned());
+        let (step, incarnation, first) = (5, run.incarnation, u64::from(rank) * 4);
+        let key = ShardKey { step, incarnation, attempt, rank, save: 1, layout }.object();
+        let shard =
+            Shard { key: key.as_str().into(), size: 4100, header: 4096, crc32c: Checksum(7), rank, step };
+        let slice = Slice {
+            kind: SliceKind::Flat,
+            offsets: vec![first],
+            lengths: vec![4],
+            shard: 0,
+            start: 4096,
+            end: 4100,
+            crc32c: Checksum(8),
+            blake3: Identity([9; 32]),
+        };
+        let tensor = Tensor { name: "w".into(), dtype: "uint8".into(), shape: vec![8], slices: vec![slice] };
+        Manifest {
+            commit: "c0".repeat(16),
+            run: run.run.clone(),
+            incarnation,
+            step,
+            created_ms: 1_700_000_000_000,
+            world_size: 2,
+            parents: Vec::new(),
+            shards: vec![shard],
+            tensors: vec![tensor],
+            extras: Vec::new(),
+        }
+    }
+
+    /// A step is never made of an index that is not what its rank wrote.
+    #[tokio::test]
+    async fn an_index_that_is_damaged_anywhere_is_named_and_no_step_is_made_of_it() {
+        let bucket = Bucket::in_memory();
+        let start = Start { nonce: "ab".repeat(16), host: "h".into(), pid: 1, started_ms: 0 };
+        let run = begin_run(&bucket, start).await.expect("run");
+        let save = run.save(5);
+        let merged = async || merge_ranks(&bucket, &save, 2, &"c0".repeat(16), &mut None).await;
+        let (mut keys, mut texts) = (Vec::new(), Vec::new());
+        for rank in 0..2 {
+            put_rank(&bucket, &run, rank, &index_of(&run, rank)).await.expect("put");
+            let key = RankKey { save: save.clone(), rank, note: Note::Index }.object();
+            texts.push(bucket.get_whole(&key).await.expect("get").0);
+            keys.push(key);
+        }
+        let put = async |rank: usize, data: Vec<u8>| {
+            bucket.put(&keys[rank], data.into(), Condition::Always).await.expect("put");
+        };
+        assert_eq!(merged().await.expect("whole").expect("of one round").shards.len(), 2);
+        for (rank, text) in texts.iter().enumerate() {
+            for position in 0..text.len() {
+                let mut damaged = text.to_vec();
+                damaged[position] ^= 1 << (position % 8);
+                for data in [damaged, text[..position].to_vec()] {
+                    put(rank, data).await;
+                    let error = merged().await.expect_err("a damaged index");
+                    let fact = format!("the index of rank {rank} of step 5");
+                    assert!(
+                        error.kind() == ErrorKind::Corrupt && error.to_string().contains(&fact),
+                        "{position}: {error}"
+                    );
+                }
+            }
+            // Whole, but the other's.
+            put(rank, texts[1 - rank].to_vec()).await;
+            let error = merged().await.expect_err("another's index");
+            assert!(error.to_string().contains("is another rank's index"), "{error}");
+            put(rank, text.to_vec()).await;
+        }
+        assert!(merged().await.expect("whole again").is_some());
+    }
 
     #[test]
     fn keys_round_trip() {
