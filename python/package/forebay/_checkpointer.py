@@ -24,6 +24,7 @@ from ._save import TICK_S, Save, Staging, now
 from ._saver import Saver
 from ._shares import Planner, share_size
 from ._signals import Names, Notice
+from ._sizes import Sizer
 from ._timeline import Timeline
 from ._url import bucket_url, exists
 
@@ -162,6 +163,7 @@ class Checkpointer(Saver):
         self.restored: Optional[Restored] = None
         """What the last `restore` did: which step, from which tier."""
         self._past = Timeline(self._ranks.rank)
+        self._has_memory = False
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -269,7 +271,10 @@ class Checkpointer(Saver):
         return found.step
 
     def step(self, step: int, state: Any) -> Optional[Save]:
-        """To be called once a step is done; saves if `every` says so. Tells what went wrong with earlier saves (`on_error`)."""
+        """To be called once a step is done; saves if `every` says so. Tells what went wrong with earlier saves (`on_error`).
+
+        Where there is a schedule and nothing was prepared or saved yet, the first call prepares (`prepare`).
+        """
         step = options.whole("step", step, least=0, may_lack=False)
         with self._lock:
             self._check_open()
@@ -280,6 +285,9 @@ class Checkpointer(Saver):
             saves = is_told or self._is_due(step)
             self._tell_before(saves)
             save = self._save(step, state, is_told) if saves else None
+            if not (saves or self._has_memory) and self._has_schedule and state is not None:
+                # Now, while the training warms up, rather than in its first save.
+                self._prepare(state)
             if is_told:
                 self.wait()
                 self._notice.pass_on()
@@ -309,17 +317,25 @@ class Checkpointer(Saver):
             self._finish_staging()
 
     def prepare(self, state: Any) -> None:
-        """Takes the memory for saves of a state like this one, so that the first save is as fast as the next."""
+        """Takes the memory for saves of a state like this one, so that the first save is as fast as the next.
+
+        Nothing of the state is changed. An optimizer of torch.optim that never stepped is given room for the state that its
+        first step makes. Without it the first `step` of a schedule does this.
+        """
         with self._lock:
             self._check_open()
             self._finish_staging()
             self._ensure_agent()
-            flattener = Flattener(self._allow_pickle, self._replicated)
-            flattener.tree("state", state)
-            self._devices.open(flattener.leaves)
-            size = sum(leaf.size for leaf in flattener.leaves)
-            header = 4096 + 512 * len(flattener.leaves)
-            self._session.prepare(size + header, self._threads)
+            self._prepare(state)
+
+    def _prepare(self, state: Any) -> None:
+        sizer = Sizer(self._allow_pickle, self._replicated, self._ranks)
+        sizer.tree("state", state)
+        if self._rng:
+            sizer.tree("rng", rng_state(), "rng")
+        self._devices.open(sizer.leaves)
+        self._session.prepare(sizer.size(), self._threads)
+        self._has_memory = True
 
     def wait(self, timeout: Optional[float] = None) -> bool:
         """Waits until no save is under way; False when `timeout` seconds passed first. Tells what went wrong (`on_error`)."""
@@ -382,6 +398,10 @@ class Checkpointer(Saver):
     def _let_go(self, is_done: bool = False) -> None:
         self._notice.release()
         super()._let_go(is_done)
+
+    @property
+    def _has_schedule(self) -> bool:
+        return self._every is not None or self._every_s is not None
 
     def _is_due(self, step: int) -> bool:
         if self._every is not None and step % self._every == 0:
@@ -454,6 +474,7 @@ class Checkpointer(Saver):
             # Rank 0's says the same.
             del extras[0]
         snapshot = self._begin(leaves, shares)
+        self._has_memory = True
         try:
             late = self._copy(step, snapshot, leaves, shares)
             self._saved_at = time.monotonic()

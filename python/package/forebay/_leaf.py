@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal, Optional
@@ -39,6 +40,8 @@ class Leaf:
     """Who else has it: nobody; others, of whom the lowest rank counts; others, all alike."""
     part: Optional[tuple[list[int], list[int]]] = None
     """Offsets and lengths of the box that is here, of a tensor that several ranks hold together."""
+    holders: int = 1
+    """Ranks that have that box alike."""
 
 
 def torch_module() -> Any:
@@ -138,9 +141,16 @@ def part_leaves(name: str, path: str, tensor: Any) -> list[Leaf]:
         if list(local.shape) != lengths:
             raise TypeError(f"{path}: a {type(tensor).__name__} placed as {placements} is no box on this rank")
         leaf = tensor_leaf(name, path, local, dtype)
-        leaf.shape, leaf.part = list(tensor.shape), (offsets, lengths)
+        leaf.shape, leaf.part, leaf.holders = list(tensor.shape), (offsets, lengths), holders(tensor)
         leaves.append(leaf)
     return leaves
+
+
+def holders(tensor: Any) -> int:
+    """Ranks that have the same part of a DTensor as this one; 1 for any other tensor."""
+    placements = getattr(tensor, "placements", ())
+    alike = [dimension for dimension, placement in enumerate(placements) if placement.is_replicate()]
+    return math.prod(tensor.device_mesh.size(dimension) for dimension in alike)
 
 
 def densify(leaf: Leaf) -> tuple[int, Any]:
