@@ -38,6 +38,9 @@ INLINE_BYTES = 256
 LATE_BYTES = 4096
 """Smaller tensors are copied at once: it costs nothing, and a scheduler may change a learning rate at any time."""
 
+MAX_DEPTH = 200
+"""Containers and objects within each other; Python goes about as deep when it takes them apart and builds them."""
+
 Node = Any
 """A part of the tree: what `json` reads and writes."""
 
@@ -107,9 +110,7 @@ class Flattener:
         return {"t": tag, "n": leaf.name}
 
     def _container(self, value: Any, path: str, name: str) -> Node:
-        if id(value) in self._open:
-            raise TypeError(f"{path}: it contains itself")
-        self._open.add(id(value))
+        self._enter(value, path)
         try:
             if isinstance(value, dict):
                 items = [self._item(key, item, path, name) for key, item in value.items()]
@@ -118,6 +119,13 @@ class Flattener:
             return parts if type(value) is list else {"t": _CONTAINERS[type(value)], "v": parts}
         finally:
             self._open.discard(id(value))
+
+    def _enter(self, value: Any, path: str) -> None:
+        if id(value) in self._open:
+            raise TypeError(f"{path}: it contains itself")
+        if len(self._open) >= MAX_DEPTH:
+            raise TypeError(f"{path[:80]}...: nested deeper than {MAX_DEPTH} levels")
+        self._open.add(id(value))
 
     def _item(self, key: Any, value: Any, path: str, name: str) -> Node:
         here = f"{path}.{key}" if path.endswith(_OBJECT) else f"{path}[{key!r}]"
@@ -259,9 +267,7 @@ class Flattener:
         return {"t": "array", "n": leaf.name}
 
     def _object(self, value: Any, path: str, name: str) -> Node:
-        if id(value) in self._open:
-            raise TypeError(f"{path.replace(_OBJECT, '')}: it contains itself")
-        self._open.add(id(value))
+        self._enter(value, path.replace(_OBJECT, ""))
         kind, state = state_of(value, self._pairs)
         was = self._is_late, self._is_replicated, self._buffers
         self._is_late = self._is_late or kind in ("optimizer", "optimizer-own")

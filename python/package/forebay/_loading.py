@@ -12,7 +12,8 @@ from typing import Any, Callable, Iterator, Optional, Protocol, TypeVar
 
 from . import _native
 from . import _options as options
-from ._errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, CheckpointWarning
+from ._errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointNotFound, CheckpointWarning
+from ._grammar import check_tree
 from ._ranks import Ranks
 from ._place import Placer, named_parts
 from ._tensors import Node, Tensors
@@ -161,7 +162,7 @@ def load_step(
         source, world_size, tree = _tree(step, ranks)
         # A generator's state is one rank's; a job of another size has other ranks.
         has_rng = with_rng and step.world_size == world_size
-        generators = parse(step, (has_rng and _extra(step, "rng", source)) or "null")
+        generators = parse(step, (has_rng and _extra(step, "rng", source)) or "null", source)
         tensors = Tensors(step, threads, source)
         builder = Builder(tensors, allow_pickle)
         placer = None if into is None else Placer(builder, into, only)
@@ -213,6 +214,8 @@ def load_weights(
 def load_rest(step: _native.Step, skipped: Sequence[str], rank: int = 0, allow_pickle: bool = False) -> dict[str, Any]:
     """Of a state that is a dict, as a rank of the saving job had it, what has other keys than those."""
     tree = state_tree(step, rank)
+    if not isinstance(tree, dict) or tree["t"] != "dict":
+        raise CheckpointCorrupt(f"step {step.step}: its state is no dict")
     rest = {"t": "dict", "v": [pair for pair in tree["v"] if pair[0] not in skipped]}
     tensors = Tensors(step, default_threads(), rank)
     tensors.want(rest)
@@ -254,7 +257,7 @@ def state_tree(step: _native.Step, rank: int) -> Node:
     text = _extra(step, "state", rank) or _extra(step, "state", 0)
     if text is None:
         raise CheckpointCorrupt(f"step {step.step} has no state")
-    return parse(step, text)
+    return parse(step, text, rank)
 
 
 def extra_name(name: str, rank: int) -> str:
@@ -266,9 +269,14 @@ def _extra(step: _native.Step, name: str, rank: int) -> Optional[str]:
     return step.extra(extra_name(name, rank))
 
 
-def parse(step: _native.Step, text: str) -> Node:
-    """The tree of an extra."""
+def parse(step: _native.Step, text: str, rank: int) -> Node:
+    """The tree of an extra of a rank."""
+    tensors = Tensors(step, 1, rank)
     try:
-        return json.loads(text)
+        tree = json.loads(text)
+        check_tree(tree, lambda name: tensors.entry(name)[1:])
+    except CheckpointError:
+        raise
     except (ValueError, RecursionError) as error:
         raise CheckpointCorrupt(f"step {step.step}: its state does not parse: {error}") from error
+    return tree

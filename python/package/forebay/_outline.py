@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from . import _native
 from ._loading import default_threads, state_tree
-from ._tensors import Node, Tensors
+from ._tensors import Node, Tensors, torch_dtype
 from ._unflatten import Builder
 
 Read = Callable[[torch.Tensor], torch.Tensor]
@@ -53,7 +53,7 @@ class _Outliner(Builder):
             return super().build(node)
         _, dtype, shape = self.tensors.entry(node["n"])
         size = node["view"][0] if "view" in node else shape
-        outline = torch.empty(size, dtype=getattr(torch, dtype), device="meta")
+        outline = torch.empty(size, dtype=torch_dtype(dtype), device="meta")
         self.outlined[id(outline)] = (outline, node)
         return outline
 

@@ -110,7 +110,7 @@ class Placer:
             self._place_object(node, live, path, name)
             return None
         if tag in ("dict", "odict") and is_stateful(live) and not isinstance(live, dict):
-            self._place_object(self._as_object(node, live), live, path, name)
+            self._place_object(self._as_object(node, live, path), live, path, name)
             return None
         in_place = self._in_place.get(tag or "")
         if in_place is not None:
@@ -139,7 +139,7 @@ class Placer:
         self._objects.append((path, live, kind, tree))
         self.needed.append(tree)
 
-    def _as_object(self, node: Node, live: Any) -> Node:
+    def _as_object(self, node: Node, live: Any, path: str) -> Node:
         """A dict that was saved as such, for one through torch.distributed.checkpoint, as the state of an object."""
         items = {self._builder.build(key): value for key, value in node["v"]}
         kind, torch = "own", torch_module()
@@ -148,11 +148,15 @@ class Placer:
             kind = "module" if items.keys() == state_of(live, self._pairs)[1].keys() else "own"
         elif torch is not None and isinstance(live, torch.optim.Optimizer):
             groups = items.get("param_groups", [])
-            by_name = any(isinstance(name, str) for group in self._builder.build(groups) for name in group["params"])
+            try:
+                names = [name for group in self._builder.build(groups) for name in group["params"]]
+                by_name = any(isinstance(name, str) for name in names)
+                # DCP loses that parameters' numbers are numbers, and a state that is empty.
+                state = items.get("state", {"v": []})["v"]
+                numbered = state if by_name else [[int(number), value] for number, value in state]
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointMismatch(f"{path}: a dict that is no optimizer's state ({error!r})") from error
             kind = "optimizer" if by_name else "optimizer-own"
-            # DCP loses that parameters' numbers are numbers, and a state that is empty.
-            state = items.get("state", {"v": []})["v"]
-            numbered = state if by_name else [[int(number), value] for number, value in state]
             node = {"t": "dict", "v": [["state", {"t": "dict", "v": numbered}], ["param_groups", groups]]}
         return {"t": "object", "k": kind, "v": node}
 

@@ -7,6 +7,7 @@ import struct
 import sys
 from typing import Any
 
+from ._errors import CheckpointCorrupt
 from ._leaf import numpy_module, torch_module
 
 
@@ -25,8 +26,19 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Sets every generator whose state was saved and which this program uses."""
+def set_rng_state(state: Any) -> None:
+    """Sets every generator whose state was saved and which this program uses.
+
+    Raises `CheckpointCorrupt` where it is none.
+    """
+    try:
+        _set(state)
+    except Exception as error:
+        text = "the state of the random number generators is none, all else was restored"
+        raise CheckpointCorrupt(f"{text}: {type(error).__name__}: {error}") from error
+
+
+def _set(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, struct.unpack(f"<{len(words) // 4}I", words), gauss))
     numpy, torch = numpy_module(), torch_module()

@@ -9,7 +9,7 @@ import ctypes
 from typing import Any, Callable, Optional
 
 from . import _native
-from ._errors import CheckpointCorrupt
+from ._errors import CheckpointCorrupt, CheckpointInvalid
 from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, tensor_dtype, torch_module
 
 Node = Any
@@ -125,7 +125,7 @@ class Tensors:
         if kind in ("tensor", "view"):
             import torch
 
-            self._loaded[kind, name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            self._loaded[kind, name] = torch.empty(shape, dtype=torch_dtype(dtype))
         elif kind == "bytes":
             if dtype != "uint8" or len(shape) != 1:
                 raise CheckpointCorrupt(f"step {self._step.step}: tensor `{name}` does not hold a byte string")
@@ -172,6 +172,16 @@ class Tensors:
         return start, size
 
 
+def torch_dtype(name: str) -> Any:
+    """The element type of torch that has this name. Raises `CheckpointInvalid` where this torch has none."""
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointInvalid(f"this version of torch has no element type `{name}`")
+    return found
+
+
 def _is_dense(tensor: Any) -> bool:
     """Whether a plain tensor's elements lie one behind the other, as they were saved."""
     return local_parts(tensor) is None and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
@@ -182,7 +192,7 @@ def _new_like(kind: str, place: Any, dtype: str) -> Any:
     if kind == "tensor":
         import torch
 
-        return torch.empty(place.shape, dtype=getattr(torch, dtype))
+        return torch.empty(place.shape, dtype=torch_dtype(dtype))
     import numpy
 
     return numpy.empty(place.shape, dtype=dtype)

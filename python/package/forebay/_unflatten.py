@@ -9,7 +9,8 @@ import struct
 from typing import Any, Callable
 
 from ._errors import CheckpointInvalid
-from ._tensors import Node, Tensors
+from ._leaf import SIZES
+from ._tensors import Node, Tensors, torch_dtype
 
 
 class Builder:
@@ -38,7 +39,10 @@ class Builder:
     def _scalar(self, node: Node) -> Any:
         import numpy
 
-        return numpy.frombuffer(bytes.fromhex(node["v"]), dtype=node["d"])[0]
+        data = bytes.fromhex(node["v"])
+        if SIZES[node["d"]] != len(data):
+            raise ValueError(f"{len(data)} bytes")
+        return numpy.frombuffer(data, dtype=node["d"])[0]
 
     def _bytes(self, node: Node) -> bytes:
         if "n" in node:
@@ -59,14 +63,12 @@ class Builder:
         return torch.Size(node["v"])
 
     def _dtype(self, node: Node) -> Any:
-        import torch
-
-        return getattr(torch, node["v"])
+        return torch_dtype(node["v"])
 
     def _device(self, node: Node) -> Any:
         import torch
 
-        return torch.device(node["v"])
+        return torch.device(str(node["v"]))
 
     def _items(self, node: Node) -> Any:
         return ((self.build(key), self.build(value)) for key, value in node["v"])

@@ -63,7 +63,7 @@ from ._ranks import Ranks, meeting_place, new_start, surroundings
 from ._save import Save
 from ._shares import Share
 from ._stager import Staged, Stager, box_of, is_stored
-from ._tensors import Tensors
+from ._tensors import Tensors, torch_dtype
 from ._unflatten import Builder
 from ._url import bucket_url, make_directory
 
@@ -443,7 +443,7 @@ class _Opened:
             _, dtype, shape = tensors.entry(node["n"])
             size = torch.Size(node["view"][0] if "view" in node else shape)
             chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-            properties = TensorProperties(dtype=getattr(torch, dtype))
+            properties = TensorProperties(dtype=torch_dtype(dtype))
             described[name] = TensorStorageMetadata(properties, size, [chunk])
         return Metadata(described, planner_data={name: path for name, (path, _) in self._entries.items()})
 
