@@ -2,9 +2,11 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use crate::Forebay;
+use crate::{Forebay, shell};
 
 /// Longest that mounting and unmounting may take.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -90,6 +92,31 @@ impl Mount {
         std::fs::create_dir_all(home).expect("a home can be made");
         self.home = home.to_owned();
         self.mount();
+    }
+
+    /// Does `work` on the mount, which is killed when that takes longer than `deadline`, so that a call that hangs fails
+    /// and the test with it.
+    #[track_caller]
+    pub fn within<T>(&self, deadline: Duration, work: impl FnOnce() -> T) -> T {
+        let (done, watched) = mpsc::channel::<()>();
+        let late = &AtomicBool::new(false);
+        let worked = std::thread::scope(|threads| {
+            threads.spawn(move || {
+                if watched.recv_timeout(deadline) == Err(mpsc::RecvTimeoutError::Timeout) {
+                    late.store(true, Ordering::Relaxed);
+                    eprintln!("a call took longer than {deadline:?}: the mount is killed");
+                    shell(Path::new("/"), &format!("kill -KILL {}", self.pid()));
+                }
+            });
+            // Dropped with the closure's end, also by a panic in `work`.
+            let _done = done;
+            work()
+        });
+        assert!(
+            !late.load(Ordering::Relaxed),
+            "a call took longer than {deadline:?}, and the mount was killed"
+        );
+        worked
     }
 
     /// What the process has printed so far.

@@ -2,11 +2,9 @@
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
-use std::sync::mpsc;
 use std::time::Duration;
 
-use forebay_tests::{Forebay, Mount, Scratch, shell, shrink};
+use forebay_tests::{Forebay, Mount, Scratch, shrink};
 
 use super::calls::{Answer, Program, Tree, differences};
 use super::layer::Layer;
@@ -75,11 +73,11 @@ impl Subject for Mounted {
     }
 
     fn apply(&mut self, operation: &Operation) -> Answer {
-        within_deadline(&self.mount, || self.program.run(operation))
+        self.mount.within(DEADLINE, || self.program.run(operation))
     }
 
     fn tree(&mut self) -> Tree {
-        within_deadline(&self.mount, || self.program.tree()).expect("the mount can be read")
+        self.mount.within(DEADLINE, || self.program.tree()).expect("the mount can be read")
     }
 
     fn move_on(&mut self) {
@@ -201,22 +199,6 @@ pub(crate) fn check(
         "step {steps}: {failure}\n{count} of {of} operations fail, too:\n{}\n{how}",
         lines.join("\n")
     ))
-}
-
-/// Does `work` on a mount, which is killed when that takes too long, so that a call that hangs fails.
-fn within_deadline<T>(mount: &Mount, work: impl FnOnce() -> T) -> T {
-    let (done, watched) = mpsc::channel::<()>();
-    std::thread::scope(|threads| {
-        threads.spawn(move || {
-            if watched.recv_timeout(DEADLINE) == Err(mpsc::RecvTimeoutError::Timeout) {
-                eprintln!("a call took longer than {DEADLINE:?}: the mount is killed");
-                shell(Path::new("/"), &format!("kill -KILL {}", mount.pid()));
-            }
-        });
-        // Dropped with the closure's end, also by a panic in `work`.
-        let _done = done;
-        work()
-    })
 }
 
 /// A difference in words, long byte strings shortened.

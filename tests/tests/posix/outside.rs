@@ -1,5 +1,13 @@
 //! What becomes of names that change without the kernel having asked for it.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use forebay_core::ObjectKey;
+use forebay_io::object::Condition;
+use forebay_tests::Door;
+use forebay_tests::s3::Server;
+
 use super::*;
 
 /// Promise S35: What `forebay refresh` finds in the bucket, and what `forebay clone` makes, is seen at once through the
@@ -39,6 +47,11 @@ fn outside_changes_are_seen_at_once_after_a_refresh() {
     assert_eq!(names, ["d", "new", "replaced"]);
 }
 
+/// Longest that a storm may take in all: it takes seconds, and a few deadlines of the store where that is in trouble.
+const STORM_DEADLINE: Duration = Duration::from_secs(150);
+/// Objects that come and go in it.
+const STORM: usize = 30;
+
 /// Notifications and requests in the same directories, all at once: none waits for the other for ever.
 #[test]
 fn a_storm_of_notifications_stops_no_request() {
@@ -47,49 +60,123 @@ fn a_storm_of_notifications_stops_no_request() {
     }
     let mut walk =
         Walk::with(&["-o", "ttl=3600"], |bucket| std::fs::create_dir(bucket.join("d")).expect("a folder"));
-    let (mount, bucket) = (walk.mount.path().to_owned(), walk.scratch.join("bucket"));
-    let home = walk.scratch.join("home");
-    let running = std::sync::atomic::AtomicBool::new(true);
-    let rounds = 20 * scale();
-    std::thread::scope(|scope| {
-        let (mount, running) = (&mount, &running);
-        let busy: Vec<_> = (0..4)
-            .map(|worker| {
-                scope.spawn(move || {
-                    let mut done = 0_u64;
-                    while running.load(std::sync::atomic::Ordering::Relaxed) {
-                        let own = mount.join(format!("d/own-{worker}-{}", done % 7));
-                        std::fs::write(&own, format!("{done}")).expect("written");
-                        // Objects of the storm come and go; that they can be asked for is what matters.
-                        for number in 0..30 {
-                            let _ = std::fs::metadata(mount.join(format!("d/storm-{number}")));
-                        }
-                        assert!(std::fs::read_dir(mount.join("d")).expect("a listing").flatten().count() > 0);
-                        let renamed = mount.join(format!("d/renamed-{worker}"));
-                        std::fs::rename(&own, &renamed).expect("renamed");
-                        assert_eq!(std::fs::read_to_string(&renamed).expect("read"), format!("{done}"));
-                        std::fs::remove_file(&renamed).expect("removed");
-                        done += 1;
-                    }
-                    done
-                })
-            })
-            .collect();
-        for round in 0..rounds {
-            for number in 0..30 {
-                let object = bucket.join(format!("d/storm-{number}"));
-                match (round + number) % 3 {
-                    0 => drop(std::fs::remove_file(&object)),
-                    _ => std::fs::write(&object, format!("{round}")).expect("an object"),
-                }
-            }
-            let directory = mount.join("d");
-            Forebay::new(&home, ["refresh".as_ref(), directory.as_os_str()]).run().succeeded();
+    let bucket = walk.scratch.join("bucket");
+    let put = |number, object: Option<String>| {
+        let path = bucket.join(format!("d/storm-{number}"));
+        match object {
+            None => drop(std::fs::remove_file(&path)),
+            Some(text) => std::fs::write(&path, text).expect("an object"),
         }
-        running.store(false, std::sync::atomic::Ordering::Relaxed);
-        for worker in busy {
-            assert!(worker.join().expect("a worker ends") > 0, "every worker got on");
-        }
-    });
+    };
+    storm(&walk.mount, &[], &walk.scratch.join("home"), 20 * scale(), put);
     walk.mount.unmount();
+}
+
+/// Nor while the store fails, delays and loses answers.
+#[test]
+fn a_storm_of_notifications_over_a_troubled_store_stops_no_request() {
+    if !require_fuse("a_storm_of_notifications_over_a_troubled_store_stops_no_request") {
+        return;
+    }
+    let (server, scratch, mut rng) = (Server::for_volume(), Scratch::new(), Seeded::new());
+    let door = Door::new(server.address()).expect("loopback has free ports");
+    let runtime = tokio::runtime::Runtime::new().expect("threads");
+    let bucket = runtime.block_on(server.bucket("a/prefix"));
+    let (home, variables) = (scratch.join("home"), server.envs_at(door.endpoint()));
+    let url = bucket.url().to_string();
+    let mut mount = Mount::new(&home, &url, &scratch.join("mnt"), &["-o", "ttl=3600"], &variables);
+    std::fs::create_dir(mount.path().join("d")).expect("a directory");
+    let put = |number, object: Option<String>| {
+        let key = ObjectKey::new(format!("d/storm-{number}"));
+        runtime.block_on(async {
+            match object {
+                None => bucket.delete(&key).await.expect("deleted"),
+                Some(text) => drop(bucket.put(&key, text.into(), Condition::Always).await.expect("put")),
+            }
+        });
+    };
+    door.trouble(rng.random(), 10);
+    storm(&mount, &variables, &home, 5 * scale(), put);
+    let troubles: usize = door.troubles().values().sum();
+    assert!(troubles >= 10, "the store failed too seldom: {:?}", door.troubles());
+    mount.unmount();
+}
+
+/// Programs write, list, rename and read in the directory `d` while it is refreshed after each of `rounds` changes that
+/// `put` makes to its objects outside: the one of a number has the text, or is gone.
+fn storm(
+    mount: &Mount,
+    variables: &[(String, String)],
+    home: &Path,
+    rounds: usize,
+    put: impl Fn(usize, Option<String>),
+) {
+    let directory = &mount.path().join("d");
+    let running = &AtomicBool::new(true);
+    let work = || {
+        std::thread::scope(|scope| {
+            // Ends the workers also when a refresh failed.
+            let _calm = Calm(running);
+            let busy: Vec<_> =
+                (0..4).map(|worker| scope.spawn(move || in_the_storm(directory, worker, running))).collect();
+            for round in 0..rounds {
+                for number in 0..STORM {
+                    put(number, ((round + number) % 3 != 0).then(|| round.to_string()));
+                }
+                let refresh = Forebay::new(home, ["refresh".as_ref(), directory.as_os_str()]);
+                refresh.envs(variables).run().succeeded();
+            }
+            running.store(false, Ordering::Relaxed);
+            for worker in busy {
+                assert!(worker.join().expect("a worker ends") > 0, "every worker got on");
+            }
+        });
+    };
+    mount.within(STORM_DEADLINE, work);
+}
+
+/// What one program does in `directory` until it is no longer `running`. Returns how often.
+fn in_the_storm(directory: &Path, worker: usize, running: &AtomicBool) -> u64 {
+    let mut done = 0;
+    while running.load(Ordering::Relaxed) {
+        let own = directory.join(format!("own-{worker}-{}", done % 7));
+        std::fs::write(&own, format!("{done}")).expect("written");
+        // Objects of the storm come and go; that they can be asked for is what matters.
+        for number in 0..STORM {
+            let _ = std::fs::metadata(directory.join(format!("storm-{number}")));
+        }
+        assert!(std::fs::read_dir(directory).expect("a listing").flatten().count() > 0);
+        let renamed = directory.join(format!("renamed-{worker}"));
+        std::fs::rename(&own, &renamed).expect("renamed");
+        assert_eq!(std::fs::read_to_string(&renamed).expect("read"), format!("{done}"));
+        std::fs::remove_file(&renamed).expect("removed");
+        done += 1;
+    }
+    done
+}
+
+/// Tells that nothing is running any more when it goes.
+struct Calm<'a>(&'a AtomicBool);
+
+impl Drop for Calm<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
+    }
+}
+
+/// The deadline above ends a call that would never return: the test that made it fails, and the next one runs.
+#[test]
+fn a_call_that_hangs_fails_the_test_that_made_it() {
+    if !require_fuse("a_call_that_hangs_fails_the_test_that_made_it") {
+        return;
+    }
+    let mut walk = Walk::new();
+    shell(Path::new("/"), &format!("kill -STOP {}", walk.mount.pid())).succeeded();
+    let (mount, name) = (&walk.mount, walk.mount.path().join("name"));
+    let call = || mount.within(Duration::from_millis(200), || std::fs::write(name, "never").is_err());
+    let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).expect_err("it hangs");
+    let message = failed.downcast_ref::<String>().expect("a message");
+    assert!(message.contains("took longer than 200ms"), "{message}");
+    assert!(!walk.mount.wait().success());
+    shell(Path::new("/"), &format!("umount -l {}", walk.mount.path().display())).succeeded();
 }
