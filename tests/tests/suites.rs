@@ -8,7 +8,7 @@ use std::path::Path;
 
 use forebay_tests::s3::Server;
 use forebay_tests::settings::{skip, tool};
-use forebay_tests::{Forebay, Mount, Outcome, Scratch, Seeded, require_fuse, scale, shell};
+use forebay_tests::{Door, Forebay, Manner, Mount, Outcome, Scratch, Seeded, require_fuse, scale, shell};
 use rand::RngExt;
 
 /// A mounted bucket; unmounted before what is below it goes.
@@ -16,20 +16,36 @@ struct Mounted {
     mount: Mount,
     scratch: Scratch,
     url: String,
-    server: Option<Server>,
+    /// Ends with it.
+    _server: Option<Server>,
+    /// The environment that reaches the bucket.
+    variables: Vec<(String, String)>,
 }
 
 impl Mounted {
     fn folder(options: &[&str]) -> Self {
         let scratch = Scratch::new();
         let url = format!("file://{}", scratch.folder("bucket").display());
-        Self::new(scratch, &url, options, None)
+        Self::new(scratch, &url, options, None, Vec::new())
     }
 
     fn s3(options: &[&str]) -> Self {
         let server = Server::for_volume();
         let url = format!("s3://{}/a/prefix", server.create_bucket());
-        Self::new(Scratch::new(), &url, options, Some(server))
+        let variables = server.envs();
+        Self::new(Scratch::new(), &url, options, Some(server), variables)
+    }
+
+    /// Over S3 behind a door, where a tenth of all requests fails, is delayed or loses its answer: less than what is
+    /// tried again until it succeeds.
+    fn troubled(options: &[&str], seed: u64) -> (Self, Door) {
+        let server = Server::for_volume();
+        let door = Door::new(server.address()).expect("loopback has free ports");
+        let url = format!("s3://{}/a/prefix", server.create_bucket());
+        let variables = server.envs_at(door.endpoint());
+        let mounted = Self::new(Scratch::new(), &url, options, Some(server), variables);
+        door.trouble(seed, 10);
+        (mounted, door)
     }
 
     /// Over a folder, with all directories packed.
@@ -40,10 +56,15 @@ impl Mounted {
         mounted
     }
 
-    fn new(scratch: Scratch, url: &str, options: &[&str], server: Option<Server>) -> Self {
-        let variables = server.as_ref().map(Server::envs).unwrap_or_default();
+    fn new(
+        scratch: Scratch,
+        url: &str,
+        options: &[&str],
+        server: Option<Server>,
+        variables: Vec<(String, String)>,
+    ) -> Self {
         let mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), options, &variables);
-        Self { scratch, mount, url: url.to_owned(), server }
+        Self { scratch, mount, url: url.to_owned(), _server: server, variables }
     }
 
     /// Runs `command` in a folder of the mount.
@@ -59,9 +80,23 @@ impl Mounted {
         let top = self.mount.path().display().to_string();
         let listed = Forebay::new(&home, ["trash", "ls", &top, "--json"]).run().succeeded();
         self.mount.unmount();
-        let variables = self.server.as_ref().map(Server::envs).unwrap_or_default();
-        Forebay::new(&home, ["fsck", &self.url]).envs(&variables).run().succeeded();
+        self.check();
         listed.lines().count()
+    }
+
+    /// Finds the volume sound, which is not mounted.
+    fn check(&self) {
+        let home = self.scratch.join("home");
+        Forebay::new(&home, ["fsck", &self.url]).envs(&self.variables).run().succeeded();
+    }
+
+    /// Unmounts what was in trouble often enough for that to count, and finds the volume sound.
+    fn end_of_trouble(mut self, door: &Door) {
+        let troubles: usize = door.troubles().values().sum();
+        assert!(troubles >= 10, "the store failed too seldom: {:?}", door.troubles());
+        self.mount.unmount();
+        door.set(Manner::Pass);
+        self.check();
     }
 
     /// Writes a file beside the mount and gives its path.
@@ -192,13 +227,21 @@ copy_file_range = 2
     )
 }
 
-fn run_fsx(program: &str, mounted: &Mounted, runs: usize) {
+/// Runs of fsx for one of the gate. A long run has fewer than it has rounds of other suites: each is longer, too.
+fn fsx_runs() -> usize {
+    scale().div_ceil(4)
+}
+
+/// Each of `runs` has as many times the operations of the gate as the scale says, up to `longest`: what goes wrong late
+/// in the life of a file is found by long runs only.
+fn run_fsx(program: &str, mounted: &Mounted, runs: usize, longest: usize) {
     let mut rng = Seeded::new();
     let small = mounted.file("small.toml", &fsx_config(256 << 10, 64 << 10));
     // Larger than two blocks of the cache.
     let large = mounted.file("large.toml", &fsx_config(9 << 20, 1 << 20));
+    let longer = scale().min(longest);
     for run in 0..runs {
-        for (config, operations) in [(&small, 600), (&large, 60)] {
+        for (config, operations) in [(&small, 600 * longer), (&large, 60 * longer)] {
             let seed: u32 = rng.random();
             let artifacts = mounted.scratch.folder("artifacts");
             let command = format!(
@@ -215,7 +258,7 @@ fn run_fsx(program: &str, mounted: &Mounted, runs: usize) {
 fn fsx_finds_no_wrong_byte() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte", "fsx", false) {
         let mut mounted = Mounted::folder(&[]);
-        run_fsx(&program, &mounted, 3 * scale());
+        run_fsx(&program, &mounted, 3 * fsx_runs(), 10);
         mounted.mount.unmount();
     }
 }
@@ -224,7 +267,7 @@ fn fsx_finds_no_wrong_byte() {
 fn fsx_finds_no_wrong_byte_in_what_is_written_back() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte_in_what_is_written_back", "fsx", false) {
         let mut mounted = Mounted::folder(&["--writeback", "--writeback-size", "16MiB"]);
-        run_fsx(&program, &mounted, scale());
+        run_fsx(&program, &mounted, fsx_runs(), 10);
         mounted.mount.unmount();
     }
 }
@@ -233,8 +276,18 @@ fn fsx_finds_no_wrong_byte_in_what_is_written_back() {
 fn fsx_finds_no_wrong_byte_on_s3() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte_on_s3", "fsx", false) {
         let mut mounted = Mounted::s3(&[]);
-        run_fsx(&program, &mounted, scale());
+        run_fsx(&program, &mounted, fsx_runs(), 3);
         mounted.mount.unmount();
+    }
+}
+
+/// Failures of the store cost time, and no byte.
+#[test]
+fn fsx_finds_no_wrong_byte_over_a_troubled_store() {
+    if let Some(program) = ready("fsx_finds_no_wrong_byte_over_a_troubled_store", "fsx", false) {
+        let (mounted, door) = Mounted::troubled(&[], Seeded::new().random());
+        run_fsx(&program, &mounted, fsx_runs(), 3);
+        mounted.end_of_trouble(&door);
     }
 }
 
@@ -249,8 +302,8 @@ fn pjdfstest_and_fsx_find_nothing_in_packed_directories() {
     }
     if let Some(program) = ready(test, "fsx", false) {
         let mounted = Mounted::packed(&["--trash", "1d"]);
-        run_fsx(&program, &mounted, scale());
-        assert_eq!(mounted.end_with_trash(), 2 * scale() - 1);
+        run_fsx(&program, &mounted, fsx_runs(), 10);
+        assert_eq!(mounted.end_with_trash(), 2 * fsx_runs() - 1);
     }
 }
 
@@ -259,8 +312,8 @@ fn pjdfstest_and_fsx_find_nothing_in_packed_directories() {
 fn fsx_finds_no_wrong_byte_with_a_trash() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte_with_a_trash", "fsx", false) {
         let mounted = Mounted::s3(&["--trash", "1d"]);
-        run_fsx(&program, &mounted, scale());
-        assert_eq!(mounted.end_with_trash(), 2 * scale() - 1);
+        run_fsx(&program, &mounted, fsx_runs(), 3);
+        assert_eq!(mounted.end_with_trash(), 2 * fsx_runs() - 1);
     }
 }
 
@@ -268,35 +321,72 @@ fn fsx_finds_no_wrong_byte_with_a_trash() {
 #[test]
 fn fio_verifies_what_it_wrote() {
     let Some(program) = ready("fio_verifies_what_it_wrote", "fio", false) else { return };
-    let mut mounted = Mounted::folder(&[]);
-    let mut rng = Seeded::new();
+    let (mut mounted, mut rng) = (Mounted::folder(&[]), Seeded::new());
+    let jobs = [
+        ("write", "128k", 0),
+        ("write", "128k", 1),
+        ("randwrite", "4k", 0),
+        ("randrw", "16k", 0),
+        ("randwrite", "64k", 1),
+    ];
     for round in 0..scale() {
-        for (pattern, block, direct) in
-            [("write", "128k", 0), ("randwrite", "4k", 0), ("randrw", "16k", 0), ("randwrite", "64k", 1)]
-        {
-            let seed: u32 = rng.random();
-            let outcome = mounted.run(&format!(
-                "{program} --name=f{round}-{pattern}-{direct} --rw={pattern} --bs={block} --size=8m --direct={direct} \
-                 --randseed={seed} --numjobs=2 --ioengine=psync --fsync=200 --verify=crc32c --verify_fatal=1 \
-                 --verify_state_save=0 --output-format=terse"
-            ));
-            assert_eq!(outcome.code, Some(0), "{outcome}");
+        for (pattern, block, direct) in jobs {
+            let name = format!("f{round}-{pattern}-{direct}");
+            let job = format!("--rw={pattern} --bs={block} --direct={direct} --fsync=200");
+            run_fio(&program, &mounted, &format!("--name={name} {job} --randseed={}", rng.random::<u32>()));
         }
     }
     mounted.mount.unmount();
 }
 
+/// And once more on another machine, which has every byte from the store.
+#[test]
+fn fio_verifies_what_it_wrote_over_a_troubled_store() {
+    let test = "fio_verifies_what_it_wrote_over_a_troubled_store";
+    let Some(program) = ready(test, "fio", false) else { return };
+    let mut rng = Seeded::new();
+    let (mut mounted, door) = Mounted::troubled(&[], rng.random());
+    for round in 0..scale() {
+        let jobs = [("write", "128k", 8), ("randwrite", "16k", 64)].map(|(pattern, block, fsync)| {
+            let job = format!("--name=f{round}-{pattern} --rw={pattern} --bs={block} --fsync={fsync}");
+            format!("{job} --randseed={}", rng.random::<u32>())
+        });
+        for job in &jobs {
+            run_fio(&program, &mounted, job);
+        }
+        mounted.mount.unmount();
+        mounted.mount.remount(&mounted.scratch.join(&format!("home-{round}")));
+        for job in &jobs {
+            run_fio(&program, &mounted, &format!("{job} --verify_only=1"));
+        }
+    }
+    mounted.end_of_trouble(&door);
+}
+
+fn run_fio(program: &str, mounted: &Mounted, job: &str) {
+    let outcome = mounted.run(&format!(
+        "{program} {job} --size=8m --numjobs=2 --ioengine=psync --verify=crc32c --verify_fatal=1 \
+         --verify_state_save=0 --output-format=terse"
+    ));
+    assert_eq!(outcome.code, Some(0), "{outcome}");
+}
+
 /// Calls of all kinds at once, whose results stress-ng checks. Left out of its class: what a mount over FUSE is not
 /// asked for (device files of the kernel, inode flags, notification) and what makes thousands of files first.
-const STRESSORS: [&str; 28] = [
+const STRESSORS: [&str; 36] = [
     "access",
+    "chdir",
     "chmod",
     "chown",
+    "copy-file",
     "dentry",
     "dir",
+    "dirdeep",
+    "dirmany",
     "dup",
     "fallocate",
     "fcntl",
+    "filename",
     "flock",
     "fpunch",
     "fsize",
@@ -304,8 +394,10 @@ const STRESSORS: [&str; 28] = [
     "getdent",
     "handle",
     "hdd",
+    "io",
     "iomix",
     "lease",
+    "link",
     "locka",
     "lockf",
     "lockofd",
@@ -313,6 +405,7 @@ const STRESSORS: [&str; 28] = [
     "open",
     "rename",
     "seek",
+    "symlink",
     "sync-file",
     "touch",
     "utime",
@@ -325,9 +418,13 @@ fn stress_ng_finds_no_wrong_result() {
     let mut mounted = Mounted::folder(&[]);
     let stressors: Vec<_> = STRESSORS.iter().map(|name| format!("--{name} 1")).collect();
     let bytes = ["hdd", "fallocate", "iomix", "sync-file"].map(|name| format!("--{name}-bytes 4m"));
+    // Few things to make first; the least that copy-file takes, of which it copies pieces of 2 MiB; and all bytes that
+    // names may have, which filename else finds out first.
+    let few =
+        "--chdir-dirs 64 --dirdeep-inodes 200 --copy-file-bytes 128m --copy-file-ops 4 --filename-opts ext";
     for _ in 0..scale() {
         let outcome = mounted.run(&format!(
-            "{program} {} {} --seek-size 4m --temp-path . --verify --timeout 3",
+            "{program} {} {} {few} --seek-size 4m --temp-path . --verify --timeout 3",
             stressors.join(" "),
             bytes.join(" ")
         ));
