@@ -3,14 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_core::{Error, ErrorKind, Result};
+use forebay_core::Result;
 use forebay_io::task::{Task, TaskGroup};
 use parking_lot::RwLock;
 use tokio::sync::{Mutex, Semaphore};
+use tokio::time::Instant;
 
 use super::gather::{Gathered, State, Want};
 use super::overlay::Overlay;
-use super::serial::{Attempt, Serial, closed};
+use super::serial::{Attempt, Serial, closed, late};
 use super::view::{Txn, View};
 use crate::kv::{Durability, Engine};
 
@@ -25,8 +26,8 @@ pub struct CommitterSettings {
     pub max_batch_bytes: usize,
     /// Bytes of changes that may wait behind the batch being written. Default 32 MiB.
     pub max_waiting_bytes: usize,
-    /// How long the reads of one run may take before the transaction fails with `Unavailable`, and a sync that somebody
-    /// waits for. Default 30 s.
+    /// How long the reads of one run may take before the transaction fails with `Unavailable`, the wait for room among
+    /// the changes that wait, and a sync that somebody waits for. Default 30 s.
     pub fetch_deadline: Duration,
     /// How often a transaction may run before it fails with `Bug`: once for every read that depends on one
     /// before it, on an engine whose reads wait. Default 1,000.
@@ -113,7 +114,8 @@ impl Committer {
     /// `work` may run several times (see [`super::Reads`]), each time over the newest state. With `Durable` the
     /// answer comes when its changes and everything it read are durable; with `Buffered` at once, and they
     /// become durable within the flush interval and before any later durable answer. An error of `work` itself
-    /// comes at once with either.
+    /// comes at once with either. `Unavailable`, and nothing changed, where too many changes wait for the engine past
+    /// [`CommitterSettings::fetch_deadline`].
     ///
     /// Dropping the future gives up waiting: `work` has then run whole or not at all.
     pub async fn transact<T: Send + 'static>(
@@ -123,7 +125,8 @@ impl Committer {
     ) -> Result<T> {
         let serial = &self.0.serial;
         let mut gathered: Option<Gathered> = None;
-        // Bounded by `max_runs` but for waiting.
+        let mut room_until: Option<Instant> = None;
+        // Bounded by `max_runs` and `fetch_deadline`.
         loop {
             match serial.attempt(durability, &mut work, gathered.as_mut())? {
                 Attempt::Done(value) => return Ok(value),
@@ -135,7 +138,10 @@ impl Committer {
                     let _place = self.0.set_aside.acquire().await.map_err(|_| closed())?;
                     gathered.get_or_insert_with(|| Gathered::new(self.0.state.clone())).fetch(wants).await?;
                 }
-                Attempt::Full => serial.wait_for_room().await,
+                Attempt::Full => {
+                    let until = || Instant::now() + self.0.state.fetch_deadline;
+                    serial.wait_for_room(*room_until.get_or_insert_with(until)).await?;
+                }
             }
         }
     }
@@ -194,9 +200,7 @@ impl Committer {
     /// # Errors
     /// `Unavailable` past [`CommitterSettings::fetch_deadline`]; the changes are kept and still on their way.
     pub async fn sync_in_time(&self) -> Result<()> {
-        let late =
-            |_| Error::new(ErrorKind::Unavailable, "the store of the tree did not take changes in time");
-        tokio::time::timeout(self.0.state.fetch_deadline, self.sync()).await.map_err(late)?
+        tokio::time::timeout(self.0.state.fetch_deadline, self.sync()).await.map_err(|_| late())?
     }
 
     /// Whether this process surely may act for the volume now.

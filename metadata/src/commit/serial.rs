@@ -73,7 +73,7 @@ pub(super) struct Serial {
     turn: Mutex<Turn>,
     /// The forming batch may be due earlier than before.
     changed: Notify,
-    /// A batch has been taken to be written: there is room in the next.
+    /// A batch has been taken to be written, so that there is room in the next, or nothing is taken any more.
     room: Notify,
 }
 
@@ -104,6 +104,8 @@ impl Serial {
             return Err(closed());
         }
         if turn.forming.bytes >= self.settings.max_waiting_bytes {
+            // Who could change nothing does not wait for room either.
+            self.state.overlay.read().check().and_then(|()| self.state.may_change(durability))?;
             return Ok(Attempt::Full);
         }
         let (value, changes) = match run(work, &self.state, durability, self.limits, gathered) {
@@ -147,8 +149,16 @@ impl Serial {
         overlay.apply(turn.number, changed);
     }
 
-    /// Returns when there may be room for further changes.
-    pub(super) async fn wait_for_room(&self) {
+    /// Returns when there may be room for further changes, or they may be refused by now: the right to the volume goes
+    /// without telling anybody, and is asked for again every flush interval.
+    ///
+    /// # Errors
+    /// `Unavailable` after `until`.
+    pub(super) async fn wait_for_room(&self, until: Instant) -> Result<()> {
+        let now = Instant::now();
+        if now >= until {
+            return Err(late().with_hint("see whether the store can be reached: this change was not made"));
+        }
         let freed = self.room.notified();
         tokio::pin!(freed);
         freed.as_mut().enable();
@@ -157,8 +167,10 @@ impl Serial {
             turn.forming.bytes >= self.settings.max_waiting_bytes && !turn.closed
         };
         if full {
-            freed.await;
+            // Either way the caller tries again.
+            let _ = tokio::time::timeout_at(until.min(now + self.settings.flush_interval), freed).await;
         }
+        Ok(())
     }
 
     /// Takes no more; what has run is written and then the writer ends.
@@ -215,6 +227,7 @@ impl Serial {
         if outcome.is_err() {
             // What formed meanwhile builds on what was lost. What comes now is refused.
             answer(std::mem::take(&mut self.turn.lock().forming).waiting, &outcome);
+            self.room.notify_waiters();
         }
         answer(forming.waiting, &outcome.and_then(|()| self.state.may_acknowledge()));
     }
@@ -251,6 +264,11 @@ fn answer(waiting: Vec<Waiting>, outcome: &Result<()>) {
         // A caller that went away does not want the answer; its change stands all the same.
         let _ = tell.send(outcome.as_ref().copied().map_err(Error::duplicate));
     }
+}
+
+/// The store did not take changes within the deadline.
+pub(super) fn late() -> Error {
+    Error::new(ErrorKind::Unavailable, "the store of the tree did not take changes in time")
 }
 
 pub(super) fn closed() -> Error {

@@ -14,6 +14,8 @@ use super::{Committer, CommitterSettings, Reads, Txn};
 use crate::kv::{Durability, Engine, LmdbEngine, LmdbSettings};
 use crate::testing::{Chance, rounds};
 
+mod room;
+
 fn start(twin: &Arc<Twin>) -> Committer {
     Committer::start(twin.clone(), CommitterSettings::default())
 }
@@ -422,30 +424,6 @@ async fn changes_that_nobody_waits_for_go_on_while_the_lease_has_lapsed() {
     for durability in [Durability::Buffered, Durability::Durable] {
         assert_eq!(change(durability).await.expect_err("lost").kind(), ErrorKind::Conflict);
     }
-}
-
-#[tokio::test(start_paused = true)]
-async fn what_waits_for_the_engine_is_bounded() {
-    let twin = Twin::held(true);
-    let settings = CommitterSettings { max_waiting_bytes: 3000, max_batch_bytes: 1000, ..Default::default() };
-    let committer = Committer::start(twin.clone(), settings);
-    let callers: Vec<_> = (0..50u32)
-        .map(|number| {
-            let committer = committer.clone();
-            let work = move |txn: &mut Txn<'_>| txn.put(number.to_be_bytes().to_vec(), vec![0; 500]);
-            tokio::spawn(async move { committer.transact(Durability::Buffered, work).await })
-        })
-        .collect();
-    tokio::time::sleep(Duration::from_secs(60)).await;
-    let answered = callers.iter().filter(|caller| caller.is_finished()).count();
-    assert!((6..30).contains(&answered), "{answered} answered while the store stands still");
-    twin.permits.add_permits(1000);
-    for caller in callers {
-        caller.await.expect("caller").expect("transaction");
-    }
-    committer.close().await.expect("close");
-    let written: usize = twin.batches.lock().iter().map(|batch| batch.len()).sum();
-    assert_eq!(written, 50);
 }
 
 /// Every transaction logs what it read and wrote under a number that the transactions themselves hand out, so
