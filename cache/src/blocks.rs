@@ -15,8 +15,8 @@ pub trait Blocks: Send + Sync + std::fmt::Debug {
     /// Bytes `within` (relative to the block) of one block, sharing the cache's memory.
     ///
     /// # Errors
-    /// `Invalid` when `within` leaves the block, `Stale` when the object was replaced, `NotFound` when it is gone,
-    /// `Unavailable` when the block is not cached and the origin does not answer.
+    /// `Invalid` when `within` leaves the block, `Stale` when the object was replaced or is gone, `NotFound` when it was
+    /// staged and is not in the bucket, `Unavailable` when the block is not cached and the origin does not answer.
     async fn get(&self, key: &BlockKey, within: Range<u64>) -> Result<Bytes>;
 
     /// The same, only if the block is in memory right now; never waits, and needs no async runtime.

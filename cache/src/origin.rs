@@ -47,7 +47,8 @@ impl Origin {
     /// Fetches a whole block, of exactly the version that the key names.
     ///
     /// # Errors
-    /// `Stale` when the object has another version or length now; what the bucket says otherwise.
+    /// `Stale` when the object has another version or length now, or is gone; what the bucket says otherwise.
+    /// `NotFound` is for staged blobs alone, which may not have come to the bucket yet.
     pub(crate) async fn fetch(&self, key: &BlockKey, _place: Place) -> Result<Block> {
         self.requests.fetch_add(1, Relaxed);
         match self.request(key).await {
@@ -78,10 +79,15 @@ impl Origin {
             let got = self.bucket.get_into(&blob.key, version, range, &mut buffer).await;
             got.map(|()| buffer.freeze())
         };
-        // The range is right for the blob, so an object that has no such range is another one.
+        let is_staged = blob.staged_on().is_some();
         got.map_err(|error| match error.kind() {
+            // The range is right for the blob, so an object that has no such range is another one.
             ErrorKind::Invalid => {
                 Error::new(ErrorKind::Stale, "the object has another length").with_source(error)
+            }
+            // There is the file, which says that these are its bytes: it is not what is missing.
+            ErrorKind::NotFound if !is_staged => {
+                Error::new(ErrorKind::Stale, "the object is gone").with_source(error)
             }
             _ => error,
         })

@@ -97,7 +97,8 @@ impl File {
     /// The bytes at `offset`, short at the end of the file.
     ///
     /// # Errors
-    /// `Stale` when an outsider replaced the object and no cached copy is left; `Unavailable` past the deadline.
+    /// `Stale` when an outsider replaced or deleted the object and no cached copy is left; `Unavailable` past the
+    /// deadline.
     pub async fn read(&self, offset: u64, length: u32) -> Result<Bytes> {
         let passed = self.look_around(offset, u64::from(length));
         self.walk_on(offset);

@@ -124,7 +124,7 @@ impl OpenInode {
     /// The bytes at `offset`, short at the end of the file.
     ///
     /// # Errors
-    /// `Stale` when an outsider replaced the object and no cached copy is left.
+    /// `Stale` when an outsider replaced or deleted the object and no cached copy is left.
     pub(crate) async fn read(&self, offset: u64, length: u64) -> Result<Bytes> {
         let range = offset..offset.saturating_add(length);
         let mut last: Option<(Vec<Piece>, Error)> = None;

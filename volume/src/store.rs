@@ -84,7 +84,7 @@ impl Store {
                 Placement::Owned { .. } => self.bucket.put(key, content.clone(), condition).await,
             };
             match put {
-                Err(error) if error.kind() == ErrorKind::Conflict => {}
+                Err(error) if is_refused(&error) => {}
                 Err(error) => return Err(error),
                 Ok(info) => {
                     let blob = info.blob();
@@ -164,7 +164,9 @@ impl Store {
         let step = self.write.buffer_bytes.max(1);
         for run in runs(layout, self.part_copy) {
             match run {
-                Run::Copied(blob, range) => upload.copy_from(&blob.key, &blob.version, range).await?,
+                Run::Copied(blob, range) => {
+                    upload.copy_from(&blob.key, &blob.version, range).await.map_err(lost_source)?;
+                }
                 Run::Carried(range) if range.end <= step && range == (0..layout.size()) => {
                     let whole = self.fetch.bytes(layout.pieces(range)).await?;
                     upload.write(whole.clone()).await?;
@@ -185,14 +187,27 @@ impl Store {
 
     /// Makes a streamed object visible.
     pub(crate) async fn complete(&self, upload: Upload, placement: &Placement) -> Result<ObjectInfo> {
-        upload.complete(condition(placement)).await.map_err(|error| match error.kind() {
-            ErrorKind::Conflict => Error::new(
+        upload.complete(condition(placement)).await.map_err(|error| match is_refused(&error) {
+            true => Error::new(
                 ErrorKind::Stale,
                 format!("`{}` was changed in the bucket while it was being written", placement.key()),
             )
             .with_source(error),
-            _ => error,
+            false => error,
         })
+    }
+}
+
+/// Whether a write did not find at its key what it was to replace: S3 says 412 for another version, 404 for none.
+fn is_refused(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::Conflict | ErrorKind::NotFound)
+}
+
+/// The error of copying bytes that a layout names: there is the file, and its object was replaced or is gone.
+fn lost_source(error: Error) -> Error {
+    match is_refused(&error) {
+        true => Error::new(ErrorKind::Stale, "what was to be copied is gone").with_source(error),
+        false => error,
     }
 }
 

@@ -84,7 +84,7 @@ async fn a_replaced_object_is_stale_and_never_mixed() {
     world.bucket.delete(&new.name.blob().key).await.expect("delete");
     new.check_all(&*node).await;
     let error = node.get(&old.name.block(1), 0..1).await.expect_err("gone");
-    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Stale, "{error}");
 }
 
 #[tokio::test]

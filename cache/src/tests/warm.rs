@@ -47,7 +47,7 @@ async fn failed_blocks_are_named_and_the_rest_goes_on() {
     let report = fill_many(&*node, stream::iter(keys.clone()), FILL, |_| (), &Stop::new()).await;
     assert_eq!((report.total.blocks, report.total.from_origin, report.total.failed), (2, 1, 1));
     let [(key, error)] = &report.failures[..] else { panic!("{report:?}") };
-    assert_eq!((key, error.kind()), (&keys[0], ErrorKind::NotFound));
+    assert_eq!((key, error.kind()), (&keys[0], ErrorKind::Stale));
     assert_eq!(prove(&*node, stream::iter(keys.clone())).await.expect("prove").missing, keys[..1]);
 }
 

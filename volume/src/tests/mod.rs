@@ -6,6 +6,7 @@ mod model;
 mod reading;
 mod writing;
 mod moving;
+mod outside;
 mod cloning;
 mod costs;
 mod packing;
