@@ -1,5 +1,6 @@
 //! What becomes of names that change without the kernel having asked for it.
 
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -51,6 +52,72 @@ fn outside_changes_are_seen_at_once_after_a_refresh() {
 const STORM_DEADLINE: Duration = Duration::from_secs(150);
 /// Objects that come and go in it.
 const STORM: usize = 30;
+
+/// Promise S68: Another tool may put, replace or delete an object while its file is open, or a clone of it is there: each
+/// read then gives the bytes of the version that was opened, or fails with ESTALE. ENOENT is for names: once a listing or
+/// `forebay refresh` finds the object gone, there is no such file.
+#[test]
+fn a_file_whose_object_is_gone_is_stale_while_it_is_open() {
+    if !require_fuse("a_file_whose_object_is_gone_is_stale_while_it_is_open") {
+        return;
+    }
+    for more in [&[][..], &["--read-only"], &["--dataset"]] {
+        let mut walk = Walk::with(more, |bucket| {
+            for name in ["data", "lent"] {
+                std::fs::write(bucket.join(name), vec![7; 6 << 20]).expect("an object");
+            }
+        });
+        let (home, is_writable) = (walk.scratch.join("home"), more.is_empty());
+        let path = |name: &str| walk.mount.path().join(name).into_os_string();
+        if is_writable {
+            Forebay::new(&home, ["clone".into(), path("lent"), path("copy")]).run().succeeded();
+        }
+        let file = std::fs::File::open(walk.mount.path().join("data")).expect("open");
+        for name in ["data", "lent"] {
+            std::fs::remove_file(walk.scratch.join("bucket").join(name)).expect("an object");
+        }
+        let read = |told: &str| {
+            let mut page = [0; 4096];
+            let refused = file.read_exact_at(&mut page, 5 << 20).expect_err("its bytes are gone");
+            assert_eq!(refused.raw_os_error(), Some(libc::ESTALE), "{more:?}, {told}: {refused}");
+        };
+        read("before a refresh");
+        assert!(walk.mount.log().contains("the object is gone"), "{}", walk.mount.log());
+        if is_writable {
+            walk.python(
+                r#"
+source, copy, own = os.open("lent", os.O_RDONLY), os.open("copy", os.O_RDWR), os.open("own", os.O_RDWR | os.O_CREAT)
+fails(errno.ESTALE, os.pread, source, 4096, 0)
+fails(errno.ESTALE, os.pread, copy, 4096, 0)
+fails(errno.ESTALE, os.sendfile, own, source, 0, 4096)
+assert os.copy_file_range(source, own, 1 << 20, 0, 0) == 1 << 20
+fails(errno.ESTALE, os.pread, own, 4096, 0)
+child = os.fork()
+if child == 0:
+    mmap.mmap(copy, 4096, prot=mmap.PROT_READ)[0]
+    os._exit(0)
+import signal
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGBUS
+os.pwrite(copy, b"new", 1 << 20)
+os.fsync(copy)
+fails(errno.ESTALE, os.pread, copy, 4096, 0)
+os.ftruncate(own, 0)
+os.pwrite(own, b"whole", 0)
+os.fsync(own)
+assert os.pread(own, 10, 0) == b"whole"
+"#,
+            );
+        }
+        if more != ["--dataset"] {
+            Forebay::new(&home, ["refresh".as_ref(), walk.mount.path().as_os_str()]).run().succeeded();
+            let missing = std::fs::File::open(walk.mount.path().join("data")).expect_err("it is gone");
+            assert_eq!(missing.raw_os_error(), Some(libc::ENOENT), "{more:?}: {missing}");
+            read("after a refresh");
+        }
+        drop(file);
+        walk.mount.unmount();
+    }
+}
 
 /// Notifications and requests in the same directories, all at once: none waits for the other for ever.
 #[test]
