@@ -338,10 +338,8 @@ async fn store_part(
     bucket.put(&key, Bytes::from(file), Condition::Always).await.expect("put");
 }
 
-#[tokio::test]
-async fn a_step_of_two_ranks_is_shown_with_its_placement_and_the_bytes_of_each() {
-    let scratch = Scratch::new();
-    let source = url(&scratch.folder("run"));
+/// Step 7 of two ranks, and step 8, which refers to it; gives the manifest of the latter.
+async fn steps_of_two_ranks(source: &str) -> Manifest {
     let place: BucketUrl = source.parse().expect("a URL");
     let bucket = Bucket::open(&place, &StoreSettings::default()).await.expect("a bucket");
     let start = Start { nonce: "0123456789abcdef".repeat(2), host: "h".into(), pid: 1, started_ms: 0 };
@@ -388,7 +386,14 @@ async fn a_step_of_two_ranks_is_shown_with_its_placement_and_the_bytes_of_each()
     store_part(&bucket, run.attempt(), &mut next, 0, &[]).await;
     store_part(&bucket, run.attempt(), &mut next, 1, &[second[1].clone(), second[3].clone()]).await;
     commit(&bucket, &run, &next).await.expect("commit");
+    next
+}
 
+#[tokio::test]
+async fn a_step_of_two_ranks_is_shown_with_its_placement_and_the_bytes_of_each() {
+    let scratch = Scratch::new();
+    let source = url(&scratch.folder("run"));
+    let next = steps_of_two_ranks(&source).await;
     let run = |args: &[&str]| forebay(&scratch, &[&["ckpt", "show", &source], args].concat()).succeeded();
     let tables = |shown: &str| shown.split_once("\n\n").expect("facts, and the rest").1.to_owned();
     let expected = "\
