@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -27,6 +29,18 @@ PATIENCE_S = 60.0
 def rounds(count: int) -> Iterator[int]:
     """Seeds for `count` rounds, times the scale."""
     return iter(range(count * SCALE))
+
+
+def chances(count: int, most: int) -> Iterator[random.Random]:
+    """Generators for `count` rounds, times the scale, and `most` at most, seeded by chance.
+
+    The seed of each is printed, which is seen when the test fails; `FOREBAY_TEST_SEED` repeats that round alone.
+    """
+    given = os.environ.get("FOREBAY_TEST_SEED")
+    seeds = [int(given)] if given else (secrets.randbits(48) for _ in range(min(count * SCALE, most)))
+    for seed in seeds:
+        print(f"repeat with FOREBAY_TEST_SEED={seed}")
+        yield random.Random(seed)
 
 
 def wait_until(happened: Callable[[], bool]) -> None:

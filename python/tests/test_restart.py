@@ -29,23 +29,6 @@ LINGER_S = 120.0
 """Longer than any test takes."""
 
 
-def parts(seed: int) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 8))
-    return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=1e-2), "losses": []}
-
-
-def train(state: dict[str, Any], checkpointer: forebay.Checkpointer, first: int, last: int) -> None:
-    for step in range(first, last + 1):
-        loss = state["model"](torch.randn(8, 32)).square().mean()
-        loss.backward()
-        checkpointer.before_optimizer_step()
-        state["optim"].step()
-        state["optim"].zero_grad()
-        state["losses"].append(loss.item())
-        checkpointer.step(step, state)
-
-
 def held_until(place: Path, last: int, first: int = 1) -> Child:
     """A trainer that saves steps and waits to be killed; gives the process, which sealed the last one."""
 
@@ -269,36 +252,6 @@ def test_an_agent_waits_no_longer_than_it_was_told(tmp_path: Path) -> None:
 
     agent = kill(Child(work))
     wait_until(lambda: not is_running(agent))
-
-
-def test_losses_are_bit_equal_after_kills_at_any_moment(tmp_path: Path) -> None:
-    last = 12
-    expected = parts(1)
-    with forebay.Checkpointer(tmp_path / "whole", every=1, keep=2) as checkpointer:
-        train(expected, checkpointer, 1, last)
-    for seed in rounds(3):
-        place, moment = tmp_path / str(seed), random.Random(seed)
-        while True:
-
-            def work(report: Report) -> None:
-                state = parts(1)
-                checkpointer = forebay.Checkpointer(place, every=1, keep=2, linger=LINGER_S)
-                start = checkpointer.restore(state) or 0
-                report(json.dumps(start))
-                train(state, checkpointer, start + 1, last)
-                checkpointer.close()
-                report(json.dumps(state["losses"]))
-
-            child = Child(work)
-            child.line()
-            if moment.random() < 0.35:
-                losses = json.loads(child.line())
-                assert child.join() == 0
-                break
-            time.sleep(moment.uniform(0, 0.15))
-            child.kill()
-        assert losses == expected["losses"], f"seed {seed}"
-        assert _native.verify(f"file://{place}", None) == [], f"seed {seed}"
 
 
 def rank_state() -> dict[str, Any]:

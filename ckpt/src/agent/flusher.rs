@@ -22,7 +22,7 @@ use super::trainer::Trainer;
 use super::{Hello, Origin, Reply, Seal};
 use crate::arena::{HeldStep, attempt_of};
 use crate::catalog::{
-    Round, Run, begin_run, find_run, put_failed, refuse_if_superseded, retain, superseded_by,
+    Round, Run, begin_run, find_run, put_failed, refuse_if_late, refuse_if_superseded, retain, superseded_by,
 };
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
@@ -81,8 +81,10 @@ impl Flusher {
     /// Settles every save that arrives, in order.
     pub(super) async fn settle_all(mut self, mut queue: mpsc::Receiver<Work>) {
         // The incarnation is taken at once, so that starts are ordered as they happened; what fails here fails again,
-        // and is told, at the first save.
-        self.open().await.ok();
+        // and is told, at the first save. One that died by now may have a successor, which it must not come after.
+        if !self.trainer.is_gone() {
+            self.open().await.ok();
+        }
         self.resume().await;
         while let Some(work) = queue.recv().await {
             match work {
@@ -325,7 +327,12 @@ impl Flusher {
                 run
             }
             (None, Some(member)) => member.run.clone(),
-            (None, None) => begin_run(&bucket, self.hello.start.clone()).await?,
+            (None, None) => {
+                if self.trainer.is_gone() {
+                    refuse_if_late(&bucket, &self.hello.start).await?;
+                }
+                begin_run(&bucket, self.hello.start.clone()).await?
+            }
         };
         if !run.conditional {
             let message = format!("{url} ignores conditional puts: make sure that only one job saves there");

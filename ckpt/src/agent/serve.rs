@@ -69,6 +69,9 @@ fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>) -> Result<
     });
     let copies = disk.as_ref().map(|_| copies);
     let mut desk = Desk::new(&hello, trainer.clone(), saves, copies.clone());
+    if stream.is_left() {
+        desk.trainer.set_gone();
+    }
     let flusher = tasks.spawn("flush", Flusher::new(*hello, trainer, copies).settle_all(queue));
     let served = desk.serve(&mut stream);
     drop(desk);

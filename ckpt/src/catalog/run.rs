@@ -97,17 +97,29 @@ pub async fn superseded_by(bucket: &Bucket, run: &Run) -> Result<Option<Run>> {
     Ok(newest.filter(|newest| newest.incarnation >= run.incarnation && newest.start.nonce != run.start.nonce))
 }
 
+/// Tells a start that has no number yet, and whose trainer has ended, that a later one took over.
+///
+/// # Errors
+/// `Stale` when one did.
+pub(crate) async fn refuse_if_late(bucket: &Bucket, start: &Start) -> Result<()> {
+    let newest = newest_run(bucket).await?;
+    let is_later = |other: &Start| other.nonce != start.nonce && other.started_ms > start.started_ms;
+    newest.filter(|newest| is_later(&newest.start)).map_or(Ok(()), |newer| Err(took_over(newer)))
+}
+
 /// Tells a start that a later one took over.
 ///
 /// # Errors
 /// `Stale` when one did.
 pub async fn refuse_if_superseded(bucket: &Bucket, run: &Run) -> Result<()> {
-    let Some(newer) = superseded_by(bucket, run).await? else { return Ok(()) };
+    superseded_by(bucket, run).await?.map_or(Ok(()), |newer| Err(took_over(newer)))
+}
+
+fn took_over(newer: Run) -> Error {
     let (number, host, pid) = (newer.incarnation, newer.start.host, newer.start.pid);
     let message =
         format!("a later start of this run (incarnation {number}, process {pid} on {host}) took over");
-    Err(Error::new(ErrorKind::Stale, message)
-        .with_hint("end this trainer, or give it a bucket prefix of its own"))
+    Error::new(ErrorKind::Stale, message).with_hint("end this trainer, or give it a bucket prefix of its own")
 }
 
 async fn create(bucket: &Bucket, record: &Run) -> Result<()> {

@@ -104,6 +104,13 @@ impl FdStream {
         Ok(Some((frame, fd)))
     }
 
+    /// Whether the other side has closed the connection; what it sent before may still be there to be received.
+    pub fn is_left(&self) -> bool {
+        let mut poll = libc::pollfd { fd: self.stream.as_raw_fd(), events: 0, revents: 0 };
+        // SAFETY: one live pollfd, and the count says one.
+        unsafe { libc::poll(&mut poll, 1, 0) > 0 && poll.revents & libc::POLLHUP != 0 }
+    }
+
     /// Waits until a frame, or the end of the connection, can be received; false when `timeout` passed first.
     pub fn readable(&self, timeout: Duration) -> Result<bool> {
         let mut poll = libc::pollfd { fd: self.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };

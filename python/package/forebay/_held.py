@@ -157,10 +157,14 @@ class Inheritance:
 def _reason_against(
     words: Sequence[Any], step: _native.Named, newest: Optional[str], store: Sequence[Sequence[Any]]
 ) -> Optional[str]:
-    """Why a step that is held is not used where the store has these steps, and this newest start; None where it may be."""
-    if newest is not None and newest not in [word["start"] for word in words]:
-        return "the job was started elsewhere since"
+    """Why a step that is held is not used where the store has these steps, newest first, and this newest start; None where it
+    may be."""
     start, number = step
+    # A start that died before its agent took over is none of these. Where the newest step is still one of theirs, it and
+    # others like it saved nothing.
+    own = {word["start"] for word in words} | {held[0] for word in words for held in word["held"]}
+    if newest is not None and newest not in own and store and store[0][0] not in {nonce[:8] for nonce in own}:
+        return "the job was started elsewhere since"
     # What the ranks said was said before the store was asked: what was committed by then is there unless it was deleted.
     is_durable = any([start, number] in word["durable"] for word in words)
     if is_durable and [start[:8], number] not in [list(entry) for entry in store]:

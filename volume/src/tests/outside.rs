@@ -177,8 +177,10 @@ async fn do_step(volume: &Arc<Volume>, file: &Arc<File>, step: &str) -> Result<(
     let resize = |size| volume.set_attributes(file.ino(), SetAttributes::default(), Some(size));
     match step {
         "write" => drop(file.write(MIB, pattern(4, 0..3 * MIB)).await?),
-        "grow" => drop(resize(SIZE + 1).await?),
-        "cut" => drop(resize(SIZE - 1).await?),
+        "grow" | "cut" => {
+            let size = if step == "grow" { SIZE + 1 } else { SIZE - 1 };
+            resize(size).await?;
+        }
         "share" => {
             let copy = create(volume, "copy").await;
             let shared = copy.share(file, 0..SIZE, 0).await;

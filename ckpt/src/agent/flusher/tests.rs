@@ -114,6 +114,23 @@ async fn a_start_that_another_took_over_from_leaves_nothing() {
     }
 }
 
+/// A trainer that was killed before its agent had the store's answer: its successor was superseded by it.
+#[tokio::test]
+async fn an_agent_whose_trainer_died_takes_no_number_after_its_successor() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let url = format!("file://{}", folder.path().display());
+    let bucket = Bucket::open(&url.parse().expect("a URL"), &StoreSettings::default()).await.expect("open");
+    let successor = Start { nonce: "fedcba9876543210".repeat(2), started_ms: 1, ..start() };
+    let run = begin_run(&bucket, successor).await.expect("the successor");
+    let (trainer, _listener) = trainer();
+    trainer.set_gone();
+    let hello = Hello::new(url, start(), Keep::default());
+    let mut late = Flusher::new(hello, trainer, None);
+    let error = late.flush(&sealed(1, 1000)).await.expect_err("it comes too late");
+    assert_eq!(error.kind(), ErrorKind::Stale, "{error}");
+    assert!(superseded_by(&bucket, &run).await.expect("newest").is_none());
+}
+
 #[tokio::test]
 async fn under_random_faults_every_listed_step_is_whole() {
     let scale = std::env::var("FOREBAY_TEST_SCALE").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
