@@ -65,8 +65,8 @@ pub fn summary(manifest: &Manifest) -> Summary {
     for (slice, shard) in manifest.tensors.iter().flat_map(|tensor| located(manifest, tensor)) {
         let entry = ranks.entry(shard.rank).or_insert_with(|| empty(shard.rank));
         match shard.step == manifest.step {
-            true => entry.stored += slice.len(),
-            false => entry.earlier += slice.len(),
+            true => entry.stored = entry.stored.saturating_add(slice.len()),
+            false => entry.earlier = entry.earlier.saturating_add(slice.len()),
         }
     }
     let tensors = manifest.tensors.iter().map(|tensor| place(manifest, tensor)).collect();
@@ -84,13 +84,14 @@ fn place(manifest: &Manifest, tensor: &Tensor) -> Place {
     for (slice, shard) in located(manifest, tensor) {
         parts.entry(shard.rank).or_default().push(slice);
         if shard.step != manifest.step {
-            *earlier.entry(shard.step).or_default() += slice.len();
+            let bytes: &mut u64 = earlier.entry(shard.step).or_default();
+            *bytes = bytes.saturating_add(slice.len());
         }
     }
     let kind = tensor.slices.first().map(|slice| slice.kind);
     Place {
         name: tensor.name.clone(),
-        bytes: tensor.slices.iter().map(Slice::len).sum(),
+        bytes: tensor.slices.iter().map(Slice::len).fold(0, u64::saturating_add),
         dimensions: match kind {
             Some(SliceKind::Box) if parts.len() > 1 => divided(&tensor.shape, &parts),
             _ => Vec::new(),

@@ -58,7 +58,9 @@ impl Mount {
     #[track_caller]
     pub fn unmount(&mut self) {
         let folder = &self.folder;
-        assert!(run("umount", &[folder.as_os_str()]), "umount {} failed\n{}", folder.display(), self.log());
+        let ended = Command::new("umount").arg(folder).stdin(Stdio::null()).output().expect("umount starts");
+        let told = String::from_utf8_lossy(&ended.stderr);
+        assert!(ended.status.success(), "{}\n{}", told.trim_end(), self.log());
         let status = self.wait();
         assert!(status.success(), "ended with {status}\n{}", self.log());
     }

@@ -337,8 +337,9 @@ impl OpenInode {
         match whole {
             Some(parts) => {
                 let stored = self.store.put_whole(self.ino, join(parts)).await?;
+                self.replace_layout(stored.layout.clone()).await?;
                 writer.permits.clear();
-                self.replace_layout(stored.layout.clone()).await
+                Ok(())
             }
             None => {
                 self.pack(writer).await?;
@@ -407,28 +408,17 @@ impl OpenInode {
             return self.pack(writer).await;
         }
         let (mut upload, placement) = self.store.start_upload(self.ino).await?;
-        let mut permits = writer.permits.drain(..);
-        match whole {
-            Some(parts) => {
-                let mut permit = permits.next();
-                for mut part in parts {
-                    while !part.is_empty() {
-                        let Some(charge) = &mut permit else {
-                            upload.write(std::mem::take(&mut part)).await?;
-                            break;
-                        };
-                        let bytes = charge.bytes().min(part.len() as u64);
-                        upload.write_charged(part.split_to(bytes as usize), charge.split(bytes)).await?;
-                        if charge.bytes() == 0 {
-                            permit = permits.next();
-                        }
-                    }
-                }
-            }
-            None => drop(self.store.copy_content(&layout, &mut upload).await?),
+        let sent = match whole {
+            Some(parts) => send_charged(&mut upload, parts, &mut writer.permits).await,
+            None => self.store.copy_content(&layout, &mut upload).await.map(drop),
+        };
+        if let Err(error) = sent {
+            // The bytes are still here.
+            writer.permits.append(&mut upload.take_permits());
+            return Err(error);
         }
-        // The rest is of bytes that were written over.
-        drop(permits);
+        // What is left is of bytes that were written over.
+        writer.permits.clear();
         self.content.write().start_stream();
         writer.stream = Some(Stream { upload, placement });
         Ok(())
@@ -482,6 +472,25 @@ impl OpenInode {
         *self.content.write() = Content::committed(layout, generation);
         self.store.settled(self.ino);
     }
+}
+
+/// Appends `parts` to an upload, and with them what charges them.
+async fn send_charged(upload: &mut Upload, parts: Vec<Bytes>, permits: &mut Vec<Permit>) -> Result<()> {
+    for mut part in parts {
+        while !part.is_empty() {
+            let Some(permit) = permits.last_mut() else {
+                upload.write(std::mem::take(&mut part)).await?;
+                break;
+            };
+            let bytes = permit.bytes().min(part.len() as u64);
+            let share = permit.split(bytes);
+            if permit.bytes() == 0 {
+                permits.pop();
+            }
+            upload.write_charged(part.split_to(bytes as usize), share).await?;
+        }
+    }
+    Ok(())
 }
 
 /// `layout`, which was made of new bytes and of `base`, after the tree went over to `now`: another place of the same

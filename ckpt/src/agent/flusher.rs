@@ -21,8 +21,10 @@ use super::protocol::now_us;
 use super::trainer::Trainer;
 use super::{Hello, Origin, Reply, Seal};
 use crate::arena::{HeldStep, attempt_of};
+#[cfg(test)]
+use crate::catalog::begin_run;
 use crate::catalog::{
-    Round, Run, begin_run, find_run, put_failed, refuse_if_late, refuse_if_superseded, retain, superseded_by,
+    Round, Run, Start, begin_run_unless, find_run, put_failed, refuse_if_superseded, retain, superseded_by,
 };
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
@@ -328,10 +330,12 @@ impl Flusher {
             }
             (None, Some(member)) => member.run.clone(),
             (None, None) => {
-                if self.trainer.is_gone() {
-                    refuse_if_late(&bucket, &self.hello.start).await?;
-                }
-                begin_run(&bucket, self.hello.start.clone()).await?
+                // A trainer that died may have a successor, of this host and by its clock.
+                let (own, trainer) = (&self.hello.start, &self.trainer);
+                let is_over = |newest: &Start| {
+                    trainer.is_gone() && newest.host == own.host && newest.started_ms > own.started_ms
+                };
+                begin_run_unless(&bucket, own.clone(), is_over).await?
             }
         };
         if !run.conditional {

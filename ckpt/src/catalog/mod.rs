@@ -33,7 +33,7 @@ pub use ranks::{
 pub(crate) use ranks::{list_notes, merge, of_save};
 pub use retain::{Keep, Removed, list_pins, pin, remove_steps, retain, unpin};
 pub use round::Round;
-pub(crate) use run::refuse_if_late;
+pub(crate) use run::begin_run_unless;
 pub use run::{Run, Start, begin_run, find_run, newest_run, refuse_if_superseded, superseded_by};
 pub use steps::{StepInfo, find_step, list_steps, load_manifest};
 pub use watch::Watch;

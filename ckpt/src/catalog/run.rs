@@ -57,6 +57,18 @@ impl Run {
 
 /// Takes the next incarnation.
 pub async fn begin_run(bucket: &Bucket, start: Start) -> Result<Run> {
+    begin_run_unless(bucket, start, |_| false).await
+}
+
+/// As [`begin_run`], unless this start `is_over` now that the newest one is that.
+///
+/// # Errors
+/// `Stale` then, if it has no number yet.
+pub(crate) async fn begin_run_unless(
+    bucket: &Bucket,
+    start: Start,
+    is_over: impl Fn(&Start) -> bool,
+) -> Result<Run> {
     if start.nonce.len() != 32 || !start.nonce.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Err(Error::invalid("a start's nonce is 32 hex digits"));
     }
@@ -65,6 +77,9 @@ pub async fn begin_run(bucket: &Bucket, start: Start) -> Result<Run> {
         // Our own record: the answer to an earlier try was lost, or another agent of the same start took it.
         if let Some(own) = last.as_ref().filter(|last| last.start.nonce == start.nonce) {
             return Ok(own.clone());
+        }
+        if let Some(last) = last.as_ref().filter(|last| is_over(&last.start)) {
+            return find_run(bucket, &start.nonce).await?.ok_or_else(|| took_over(last.clone()));
         }
         let run = match &last {
             Some(last) => last.run.clone(),
@@ -95,16 +110,6 @@ pub async fn begin_run(bucket: &Bucket, start: Start) -> Result<Run> {
 pub async fn superseded_by(bucket: &Bucket, run: &Run) -> Result<Option<Run>> {
     let newest = newest_run(bucket).await?;
     Ok(newest.filter(|newest| newest.incarnation >= run.incarnation && newest.start.nonce != run.start.nonce))
-}
-
-/// Tells a start that has no number yet, and whose trainer has ended, that a later one took over.
-///
-/// # Errors
-/// `Stale` when one did.
-pub(crate) async fn refuse_if_late(bucket: &Bucket, start: &Start) -> Result<()> {
-    let newest = newest_run(bucket).await?;
-    let is_later = |other: &Start| other.nonce != start.nonce && other.started_ms > start.started_ms;
-    newest.filter(|newest| is_later(&newest.start)).map_or(Ok(()), |newer| Err(took_over(newer)))
 }
 
 /// Tells a start that a later one took over.

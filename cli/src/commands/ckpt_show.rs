@@ -47,7 +47,7 @@ fn facts(manifest: &Manifest) -> Vec<Vec<String>> {
     let files = |is_wanted: &dyn Fn(u64) -> bool| {
         let sizes: Vec<u64> =
             manifest.shards.iter().filter(|shard| is_wanted(shard.step)).map(|shard| shard.size).collect();
-        format!("{}, {}", sizes.len(), format_bytes(sizes.iter().sum()))
+        format!("{}, {}", sizes.len(), format_bytes(sizes.iter().copied().fold(0, u64::saturating_add)))
     };
     let fact = |name: &str, value: String| vec![name.to_owned(), value];
     let mut facts = vec![
@@ -133,7 +133,7 @@ fn describe_place(place: &Place) -> String {
     let (Some(first), Some(last)) = (place.earlier.first(), place.earlier.last()) else {
         return held;
     };
-    let bytes: u64 = place.earlier.iter().map(|earlier| earlier.bytes).sum();
+    let bytes = place.earlier.iter().map(|earlier| earlier.bytes).fold(0, u64::saturating_add);
     let share = if bytes == place.bytes { "all".to_owned() } else { format_bytes(bytes) };
     format!("{held}; {share} of {}", steps(first.step, last.step))
 }

@@ -216,6 +216,11 @@ impl Upload {
         self.state().copy_from(from, version, range).await
     }
 
+    /// What charges the bytes that were not sent; they are charged to nobody then.
+    pub fn take_permits(&mut self) -> Vec<Permit> {
+        self.state().pending.iter_mut().filter_map(|piece| piece.permit.take()).collect()
+    }
+
     /// Whether any of it was sent: then it is not one PUT.
     pub fn is_in_parts(&self) -> bool {
         self.state.as_ref().is_some_and(|state| state.offset > 0)

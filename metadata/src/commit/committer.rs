@@ -114,18 +114,38 @@ impl Committer {
     /// `work` may run several times (see [`super::Reads`]), each time over the newest state. With `Durable` the
     /// answer comes when its changes and everything it read are durable; with `Buffered` at once, and they
     /// become durable within the flush interval and before any later durable answer. An error of `work` itself
-    /// comes at once with either. `Unavailable`, and nothing changed, where too many changes wait for the engine past
-    /// [`CommitterSettings::fetch_deadline`].
+    /// comes at once with either. Where too many changes wait for the engine, it waits until there is room.
     ///
     /// Dropping the future gives up waiting: `work` has then run whole or not at all.
     pub async fn transact<T: Send + 'static>(
         &self,
         durability: Durability,
+        work: impl FnMut(&mut Txn<'_>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.transact_until(durability, work, || None).await
+    }
+
+    /// As [`Self::transact`], for those who have somebody waiting and can do without.
+    ///
+    /// # Errors
+    /// `Unavailable`, and nothing changed, where there is no room past [`CommitterSettings::fetch_deadline`].
+    pub async fn transact_in_time<T: Send + 'static>(
+        &self,
+        durability: Durability,
+        work: impl FnMut(&mut Txn<'_>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.transact_until(durability, work, || Some(Instant::now() + self.0.state.fetch_deadline)).await
+    }
+
+    async fn transact_until<T: Send + 'static>(
+        &self,
+        durability: Durability,
         mut work: impl FnMut(&mut Txn<'_>) -> Result<T> + Send + 'static,
+        until: impl Fn() -> Option<Instant>,
     ) -> Result<T> {
         let serial = &self.0.serial;
         let mut gathered: Option<Gathered> = None;
-        let mut room_until: Option<Instant> = None;
+        let mut room_until: Option<Option<Instant>> = None;
         // Bounded by `max_runs` and `fetch_deadline`.
         loop {
             match serial.attempt(durability, &mut work, gathered.as_mut())? {
@@ -139,8 +159,7 @@ impl Committer {
                     gathered.get_or_insert_with(|| Gathered::new(self.0.state.clone())).fetch(wants).await?;
                 }
                 Attempt::Full => {
-                    let until = || Instant::now() + self.0.state.fetch_deadline;
-                    serial.wait_for_room(*room_until.get_or_insert_with(until)).await?;
+                    serial.wait_for_room(*room_until.get_or_insert_with(&until)).await?;
                 }
             }
         }

@@ -153,10 +153,10 @@ impl Serial {
     /// without telling anybody, and is asked for again every flush interval.
     ///
     /// # Errors
-    /// `Unavailable` after `until`.
-    pub(super) async fn wait_for_room(&self, until: Instant) -> Result<()> {
+    /// `Unavailable` after `until`, where that is said.
+    pub(super) async fn wait_for_room(&self, until: Option<Instant>) -> Result<()> {
         let now = Instant::now();
-        if now >= until {
+        if until.is_some_and(|until| now >= until) {
             return Err(late().with_hint("see whether the store can be reached: this change was not made"));
         }
         let freed = self.room.notified();
@@ -168,7 +168,8 @@ impl Serial {
         };
         if full {
             // Either way the caller tries again.
-            let _ = tokio::time::timeout_at(until.min(now + self.settings.flush_interval), freed).await;
+            let look_again = now + self.settings.flush_interval;
+            let _ = tokio::time::timeout_at(until.unwrap_or(look_again).min(look_again), freed).await;
         }
         Ok(())
     }

@@ -297,7 +297,18 @@ impl LocalTree {
     ) -> Result<T> {
         let shared = self.shared.clone();
         let closure = move |txn: &mut Txn<'_>| work(&mut Change::new(txn, &shared));
-        self.committer.transact(durability, closure).await
+        self.committer.transact_in_time(durability, closure).await
+    }
+
+    /// As `change`, for what was done already and is lost otherwise: it waits for room, however long.
+    pub(super) async fn change_patiently<T: Send + 'static>(
+        &self,
+        mut work: impl FnMut(&mut Change<'_, '_>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.check_writable()?;
+        let shared = self.shared.clone();
+        let closure = move |txn: &mut Txn<'_>| work(&mut Change::new(txn, &shared));
+        self.committer.transact(Durability::Buffered, closure).await
     }
 
     /// A change of a writable tree, answered at once.

@@ -299,7 +299,7 @@ impl Tree for LocalTree {
     ) -> Result<Attributes> {
         self.check_writable()?;
         let content = Content { expected, layout, mtime: Some(mtime), lender: None };
-        self.change(move |change| commit_layout(change, ino, &content)).await
+        self.change_patiently(move |change| commit_layout(change, ino, &content)).await
     }
 
     async fn commit_shared(
@@ -312,7 +312,7 @@ impl Tree for LocalTree {
     ) -> Result<Attributes> {
         self.check_writable()?;
         let content = Content { expected, layout, mtime: Some(mtime), lender: Some(lender) };
-        self.change(move |change| commit_layout(change, ino, &content)).await
+        self.change_patiently(move |change| commit_layout(change, ino, &content)).await
     }
 
     async fn clone_tree(
@@ -328,7 +328,7 @@ impl Tree for LocalTree {
 
     async fn relocate(&self, ino: InodeId, expected: u64, layout: FileLayout) -> Result<()> {
         let content = Content { expected, layout, mtime: None, lender: None };
-        self.change(move |change| commit_layout(change, ino, &content)).await.map(|_| ())
+        self.change_patiently(move |change| commit_layout(change, ino, &content)).await.map(|_| ())
     }
 
     async fn sync(&self) -> Result<()> {

@@ -158,6 +158,10 @@ class Checkpointer(Saver):
         self._on_busy = on_busy
         self._planner = Planner(self._ranks)
         self._last: Optional[Save] = None
+        self._newest: Optional[int] = None
+        """The step that all ranks last agreed to save."""
+        self._missed_before = 0
+        """Copies that sessions before this one missed."""
         self.skipped = 0
         """Saves that were skipped because both snapshots were busy."""
         self.restored: Optional[Restored] = None
@@ -262,10 +266,12 @@ class Checkpointer(Saver):
             set_rng_state(generators)
         seconds, rank, size = time.monotonic() - begun, self._ranks.rank, found.bytes_read
         self.restored = Restored(found.step, found.tier, rank, size, seconds, self._ladder.passed_over)
-        if goes_back and self._last is not None and found.step < self._last.step:
+        # As all ranks know it: this one may have failed where others saved.
+        if goes_back and self._newest is not None and found.step < self._newest:
             start = new_start()
+            self._missed_before += self._session.copies_missed
             self._begin_anew(start, self._open_session(start))
-            self._last = None
+            self._last, self._newest, self._has_memory = None, None, False
         self._session.go_on_from(found.attempt, found.step)
         self._past.append(self.restored)
         return found.step
@@ -354,7 +360,7 @@ class Checkpointer(Saver):
     @property
     def copies_missed(self) -> int:
         """Saves of this rank that have no copy on the local disk (`local`), which failed, hung, or had no room."""
-        return self._session.copies_missed
+        return self._missed_before + self._session.copies_missed
 
     @property
     def copies_hung(self) -> int:
@@ -465,6 +471,7 @@ class Checkpointer(Saver):
         if not all(word["room"] for word in words):
             self.skipped += 1
             return None
+        self._newest = step
         # What all ranks have is kept until they all have something newer.
         self._session.keep(newest_common([word["held"] for word in words]))
         leaves = flattener.leaves
@@ -483,7 +490,8 @@ class Checkpointer(Saver):
             self._staging = Staging(save, number, snapshot, late, named)
         except BaseException as error:
             self._staging = None
-            self._session.abandon(snapshot)
+            if snapshot is not None:
+                self._session.abandon(snapshot)
             self._give_up(step, number, error)
             raise
         self._last = save

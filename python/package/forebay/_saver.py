@@ -94,14 +94,17 @@ class Saver:
         """Goes on as a start that takes over from this one, once what this one saved is settled."""
         while self._session.is_busy:
             self._listen(TICK_S)
-        self._session.dismiss()
-        # It is in the way of the next one, and holds memory.
-        self._await_agent()
-        self._start, self._nonce, self._session = start, start[0], session
+        self._pass_warnings_on()
+        former, self._session = self._session, session
+        self._start, self._nonce = start, start[0]
         self._devices = Devices(session)
-        self._job, self._agent = None, None
+        self._job = None
         if self._local is not None:
             self._local.begin_anew()
+        former.dismiss()
+        # It is in the way of the next one, and holds memory.
+        self._await_agent()
+        self._agent = None
 
     def _await_agent(self) -> None:
         """Nothing is changed in the bucket after `close()`: the agent may still be deleting old steps."""

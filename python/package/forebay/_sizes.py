@@ -82,7 +82,9 @@ def coming_state(optimizer: Any) -> tuple[int, int]:
     state: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
     # A step that wants numbers (ASGD), a closure or sparse gradients fails, some of them when they have made their state.
     with contextlib.suppress(Exception), torch.no_grad():
-        stand_in = kind.__new__(kind)
+        # Of a class of its own: torch wraps the steps of classes once it has seen one.
+        own: Any = type(kind.__name__, (kind,), {})
+        stand_in = own.__new__(own)
         stand_in.__setstate__({"defaults": dict(optimizer.defaults), "state": state, "param_groups": groups})
         # What is wrapped calls hooks, those of all optimizers as well.
         kind.step.__wrapped__(stand_in)

@@ -26,7 +26,7 @@ fn settings() -> CommitterSettings {
 
 async fn put(committer: &Committer, number: u32) -> Result<()> {
     let work = move |txn: &mut Txn<'_>| txn.put(number.to_be_bytes().to_vec(), vec![0; 500]);
-    committer.transact(Durability::Buffered, work).await
+    committer.transact_in_time(Durability::Buffered, work).await
 }
 
 /// Makes changes until one would have to wait; returns how many there are.
@@ -75,7 +75,7 @@ async fn a_change_that_finds_no_room_is_refused_after_the_deadline() {
     let refused = put(&committer, made).await.expect_err("there is no room");
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     assert_eq!(started.elapsed(), DEADLINE);
-    let refused = committer.sync().await.expect_err("there is no room for who waits, either");
+    let refused = committer.sync_in_time().await.expect_err("there is no room for who waits, either");
     assert_eq!((refused.kind(), started.elapsed()), (ErrorKind::Unavailable, 2 * DEADLINE), "{refused}");
     let key = made.to_be_bytes();
     assert_eq!(committer.read(|view| view.get(&key)).await.expect("read"), None, "nothing was changed");
