@@ -68,7 +68,8 @@ def told(act: Any) -> tuple[list[str], Optional[str]]:
             raised = None
         except forebay.CheckpointError as error:
             raised = str(error)
-    assert all(issubclass(warning.category, forebay.CheckpointWarning) for warning in caught)
+    # What the interpreter collects meanwhile of others' sockets and files is no matter here.
+    caught = [warning for warning in caught if issubclass(warning.category, forebay.CheckpointWarning)]
     # What an agent warns of beside is not meant here.
     failures = [warning for warning in caught if str(warning.message).startswith("step ")]
     assert [warning.filename for warning in failures] == [__file__] * len(failures), "each points to the caller"
