@@ -248,7 +248,7 @@ async fn clone_beside(world: &World, mut tree: LocalTree, others: &mut Others, c
 /// Whatever others do between the steps, the copy is the tree as it was at the last one; what was cut off leaves nothing.
 #[tokio::test]
 async fn random_histories_beside_a_clone_show_one_moment() {
-    let (count, mut cloned) = (rounds(20), 0);
+    let (count, mut cloned) = (rounds(10), 0);
     for round in 0..count {
         let mut chance = Chance::fresh();
         let step = [1, 2, 5, 40][chance.below(4) as usize];
