@@ -15,6 +15,11 @@ pub(super) const ACCESS: &[u8] = b"system.posix_acl_access";
 /// Of a directory: the list that what is made in it starts with.
 pub(super) const DEFAULT: &[u8] = b"system.posix_acl_default";
 
+/// Whether an attribute of this name is an access control list.
+pub(super) fn is_list(name: &[u8]) -> bool {
+    name == ACCESS || name == DEFAULT
+}
+
 /// Version and tags of linux/posix_acl_xattr.h and linux/posix_acl.h.
 const VERSION: u32 = 2;
 const USER_OBJ: u16 = 0x01;

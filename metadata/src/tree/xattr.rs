@@ -48,7 +48,7 @@ pub(super) fn set(
     if value.len() > MOST_VALUE_BYTES {
         return Err(Error::new(ErrorKind::TooLarge, "an attribute's value has more than 64 KiB"));
     }
-    if name == acl::ACCESS || name == acl::DEFAULT {
+    if acl::is_list(name) {
         return acl::set(change, ino, name, value);
     }
     let key = change.keys().xattr(ino, name);
@@ -72,7 +72,8 @@ pub(super) fn remove(change: &mut Change<'_, '_>, ino: InodeId, name: &[u8]) -> 
     let key = change.keys().xattr(ino, name);
     if change.reads().get(&key)?.is_none() {
         change.inode(ino)?;
-        return Err(missing(ino, name));
+        // An access control list that is not there says what the permission bits do: Linux takes it away all the same.
+        return if acl::is_list(name) { Ok(()) } else { Err(missing(ino, name)) };
     }
     change.delete(key)?;
     touch(change, ino)

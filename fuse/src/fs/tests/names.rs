@@ -154,6 +154,18 @@ async fn extended_attributes_probe_sizes_and_keep_limits() {
     fails(fs.remove_xattr(ino, b"user.a").await, libc::ENODATA);
 }
 
+/// Found by the reference model (`tests/tests/model.rs`): taking away a list that was not there failed with ENODATA.
+#[tokio::test]
+async fn an_access_control_list_that_is_not_there_is_taken_away() {
+    let fs = writable().await;
+    let (file, folder) = (put(&fs, ROOT, "f", "1").await, InodeId::ROOT);
+    for (ino, name) in [(file, "access"), (folder, "access"), (folder, "default")] {
+        let name = format!("system.posix_acl_{name}");
+        fs.remove_xattr(ino, name.as_bytes()).await.expect("nothing to take away");
+        fails(fs.xattr(ino, name.as_bytes(), 100).await, libc::ENODATA);
+    }
+}
+
 /// Found by the reference model (`tests/tests/model.rs`): set-id bits stayed where chown(2) names neither user nor group.
 #[tokio::test]
 async fn a_chown_to_nobody_takes_set_id_bits_away() {
