@@ -16,6 +16,8 @@ use rand::RngExt;
 mod operation;
 #[path = "model/calls.rs"]
 mod calls;
+#[path = "model/neighbour.rs"]
+mod neighbour;
 #[path = "model/syscalls.rs"]
 mod syscalls;
 #[path = "model/layer.rs"]

@@ -33,6 +33,9 @@ pub(crate) enum Kind {
     Folder,
     Symlink,
     Pipe,
+    Socket,
+    CharDevice,
+    BlockDevice,
     Other,
 }
 
@@ -45,6 +48,8 @@ pub(crate) struct Status {
     pub user: u32,
     pub group: u32,
     pub size: u64,
+    /// Major and minor number of a device.
+    pub device: (u32, u32),
     pub accessed: Seen,
     pub modified: Seen,
 }
@@ -54,7 +59,9 @@ impl Status {
     pub(crate) fn promised(self) -> Self {
         let mode = if self.kind == Kind::Symlink { 0 } else { self.mode & 0o7777 };
         let size = if self.kind == Kind::Folder { 0 } else { self.size };
-        Self { mode, size, ..self }
+        let is_device = matches!(self.kind, Kind::CharDevice | Kind::BlockDevice);
+        let device = if is_device { self.device } else { (0, 0) };
+        Self { mode, size, device, ..self }
     }
 }
 
@@ -75,7 +82,7 @@ pub(crate) trait Calls {
     fn status(&mut self, file: usize) -> Called<Status>;
 
     fn make_folder(&mut self, path: &Path, mode: u32) -> Called<()>;
-    fn make_pipe(&mut self, path: &Path, mode: u32) -> Called<()>;
+    fn make_node(&mut self, path: &Path, kind: Kind, mode: u32, device: (u32, u32)) -> Called<()>;
     fn symlink(&mut self, target: &Path, path: &Path) -> Called<()>;
     fn read_link(&mut self, path: &Path) -> Called<Vec<u8>>;
     fn link(&mut self, from: &Path, to: &Path) -> Called<()>;
@@ -96,6 +103,19 @@ pub(crate) trait Calls {
     fn remove_xattr(&mut self, path: &Path, name: &str) -> Called<()>;
     /// Size of a block and longest name in bytes.
     fn space(&mut self, path: &Path) -> Called<(u64, u64)>;
+
+    /// Maps a file, shared and to be written, instead of what was mapped, and has it open by that alone.
+    fn map(&mut self, path: &Path, offset: u64, length: usize) -> Called<()>;
+    /// Stores what the file and the mapping have room for, and says how much.
+    fn store(&mut self, at: usize, bytes: &[u8]) -> Called<usize>;
+    /// What is there up to the end of the file's last page; EFAULT where nothing is.
+    fn load(&mut self, at: usize, length: usize) -> Called<Vec<u8>>;
+    fn sync_map(&mut self) -> Called<()>;
+    fn unmap(&mut self) -> Called<()>;
+    /// What only a kernel does.
+    fn beside(&mut self, operation: &Operation) -> Answer;
+    /// Nothing that runs beside the program holds anything.
+    fn rest(&mut self) -> Called<()>;
 }
 
 /// All that is below a root.
@@ -132,15 +152,19 @@ pub(crate) fn differences(expected: &Tree, got: &Tree) -> Option<String> {
 pub(crate) struct Program<C> {
     pub calls: C,
     open: [Option<usize>; SLOTS],
+    /// Something was stored in a mapping and not synced yet.
+    stored: bool,
 }
 
 impl<C: Calls> Program<C> {
     pub(crate) fn new(calls: C) -> Self {
-        Self { calls, open: [None; SLOTS] }
+        Self { calls, open: [None; SLOTS], stored: false }
     }
 
     /// Closes what is open.
     pub(crate) fn close_all(&mut self) -> Called<()> {
+        self.unmap()?;
+        self.calls.rest()?;
         (0..SLOTS).try_for_each(|slot| self.close(slot))
     }
 
@@ -171,17 +195,64 @@ impl<C: Calls> Program<C> {
             }
             Operation::Seek { slot, offset, whence } => self.seek(self.at(*slot)?, *offset, *whence),
             Operation::Copy { from, to, length } => self.copy(*from, *to, *length),
-            Operation::Status { slot } => said(self.calls.status(self.at(*slot)?)),
-            Operation::Remount => Ok(Vec::new()),
+            Operation::Status { slot } => {
+                let status = self.calls.status(self.at(*slot)?);
+                said(status.map(|status| self.settled(status)))
+            }
+            // What is mapped would change a tree while it is looked at.
+            Operation::Remount => said(self.unmap()),
+            _ if operation.is_the_kernels() => self.calls.beside(operation),
+            _ => self.run_on_mapping(operation),
+        }
+    }
+
+    fn run_on_mapping(&mut self, operation: &Operation) -> Answer {
+        match operation {
+            Operation::Map { path, offset, length } => {
+                self.calls.map(path, *offset, *length)?;
+                self.stored = false;
+                Ok(Vec::new())
+            }
+            Operation::Store { at, bytes } => {
+                let stored = self.calls.store(*at, &bytes.0)?;
+                self.stored |= stored > 0;
+                said(Ok(stored))
+            }
+            Operation::Load { at, length } => self.calls.load(*at, *length),
+            Operation::SyncMap => {
+                self.stored = false;
+                said(self.calls.sync_map())
+            }
+            Operation::Unmap => said(self.unmap()),
             _ => self.run_on_path(operation),
         }
     }
 
+    fn unmap(&mut self) -> Called<()> {
+        self.stored = false;
+        self.calls.unmap()
+    }
+
+    /// Storing in a mapping changes the time of modification at any moment until it is synced, says POSIX.
+    fn settled(&self, status: Status) -> Status {
+        if self.stored { Status { modified: Seen::Recent, ..status } } else { status }
+    }
+
     fn run_on_path(&mut self, operation: &Operation) -> Answer {
+        // The time that is set is to be the last.
+        if self.stored && matches!(operation, Operation::Times { .. }) {
+            self.run_on_mapping(&Operation::SyncMap)?;
+        }
+        if let Operation::Look { path } = operation {
+            let status = self.calls.look(path);
+            return said(status.map(|status| self.settled(status)));
+        }
         let calls = &mut self.calls;
         match operation {
             Operation::MakeFolder { path, mode } => said(calls.make_folder(path, *mode)),
-            Operation::MakePipe { path, mode } => said(calls.make_pipe(path, *mode)),
+            Operation::MakeNode { path, kind, mode, device } => {
+                said(calls.make_node(path, *kind, *mode, *device))
+            }
             Operation::Symlink { path, target } => said(calls.symlink(target, path)),
             Operation::ReadLink { path } => calls.read_link(path),
             Operation::Link { from, to } => said(calls.link(from, to)),
@@ -189,7 +260,6 @@ impl<C: Calls> Program<C> {
             Operation::RemoveFolder { path } => said(calls.remove_folder(path)),
             Operation::Rename { from, to, flags } => said(calls.rename(from, to, *flags)),
             Operation::List { path } => said(sorted(calls.list(path))),
-            Operation::Look { path } => said(calls.look(path)),
             Operation::Mode { path, mode } => said(calls.set_mode(path, *mode)),
             Operation::Owner { path, user, group } => said(calls.set_owner(path, *user, *group)),
             Operation::Times { path, accessed, modified } => {
@@ -201,6 +271,7 @@ impl<C: Calls> Program<C> {
             Operation::Xattr { path, name } => calls.xattr(path, name),
             Operation::Xattrs { path } => said(sorted(calls.xattrs(path))),
             Operation::RemoveXattr { path, name } => said(calls.remove_xattr(path, name)),
+            Operation::SetList { path, name, list } => said(calls.set_xattr(path, name, &list.encode(), 0)),
             Operation::Space { path } => said(calls.space(path)),
             _ => self.run_once(operation),
         }
@@ -253,6 +324,10 @@ impl<C: Calls> Program<C> {
         let Status { kind, size, .. } = self.calls.status(file)?;
         if kind != Kind::File {
             return Ok(b"of a directory, where nobody says what it is".to_vec());
+        }
+        // The kernel asks a FUSE file system where data is without writing what waits in a mapping (docs/semantics.md, S38).
+        if self.stored {
+            self.run_on_mapping(&Operation::SyncMap)?;
         }
         let found = self.calls.seek(file, offset, whence);
         if offset >= size || matches!(found, Err(errno) if errno != libc::ENXIO) {

@@ -5,8 +5,14 @@ use std::path::PathBuf;
 
 use rand::{Rng, RngExt};
 
+use super::calls::Kind;
+
 /// Files that a sequence has open at a time.
 pub(crate) const SLOTS: usize = 2;
+/// Files that programs beside the test have open for their locks, two for each.
+pub(crate) const HOLDERS: usize = 4;
+/// What a page of a mapping has.
+pub(crate) const PAGE: u64 = 4096;
 
 /// Bytes to be written, which are not shown.
 #[derive(Clone)]
@@ -15,6 +21,23 @@ pub(crate) struct Content(pub Vec<u8>);
 impl fmt::Debug for Content {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} random bytes", self.0.len())
+    }
+}
+
+/// A POSIX access control list: tag, permissions and id of its entries (linux/posix_acl_xattr.h).
+#[derive(Debug, Clone)]
+pub(crate) struct List(Vec<(u16, u16, u32)>);
+
+impl List {
+    pub(crate) const ACCESS: &str = "system.posix_acl_access";
+    pub(crate) const DEFAULT: &str = "system.posix_acl_default";
+
+    /// As the value of an attribute. No entries stand for no list.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let entries = self.0.iter().flat_map(|(tag, permissions, id)| {
+            [&tag.to_le_bytes()[..], &permissions.to_le_bytes(), &id.to_le_bytes()].concat()
+        });
+        2u32.to_le_bytes().into_iter().chain(entries).collect()
     }
 }
 
@@ -50,7 +73,8 @@ pub(crate) enum Operation {
     Read { path: PathBuf, offset: u64, length: usize },
 
     MakeFolder { path: PathBuf, mode: u32 },
-    MakePipe { path: PathBuf, mode: u32 },
+    /// A pipe, a socket or a device.
+    MakeNode { path: PathBuf, kind: Kind, mode: u32, device: (u32, u32) },
     Symlink { path: PathBuf, target: PathBuf },
     ReadLink { path: PathBuf },
     Link { from: PathBuf, to: PathBuf },
@@ -66,10 +90,33 @@ pub(crate) enum Operation {
     Xattr { path: PathBuf, name: &'static str },
     Xattrs { path: PathBuf },
     RemoveXattr { path: PathBuf, name: &'static str },
+    SetList { path: PathBuf, name: &'static str, list: List },
     Space { path: PathBuf },
+
+    // On what another program has mapped, shared and to be written.
+    Map { path: PathBuf, offset: u64, length: usize },
+    /// What of it the file has room for.
+    Store { at: usize, bytes: Content },
+    Load { at: usize, length: usize },
+    SyncMap,
+    Unmap,
+
+    // What other programs do and only a kernel answers.
+    Take { holder: usize, path: PathBuf },
+    Drop { holder: usize },
+    /// Of what the holder has open, else of `path`, which it opens.
+    Lock { holder: usize, path: PathBuf, kind: &'static str, how: &'static str, range: (u64, u64) },
+    May { path: PathBuf, user: u32, group: u32, wanted: i32 },
 
     /// All trees are compared, before and after the volume is mounted on another machine. Nothing stays open.
     Remount,
+}
+
+impl Operation {
+    /// Whether no file system is asked for it, or one that asks what others have tested.
+    pub(crate) fn is_the_kernels(&self) -> bool {
+        matches!(self, Self::Take { .. } | Self::Drop { .. } | Self::Lock { .. } | Self::May { .. })
+    }
 }
 
 /// Operations between two mounts.
@@ -83,10 +130,12 @@ pub(crate) fn sequence(rng: &mut impl Rng, rounds: usize) -> Vec<Operation> {
 
 fn operation(rng: &mut impl Rng) -> Operation {
     match rng.random_range(0..100) {
-        0..34 => on_open_file(rng),
-        34..58 => on_content(rng),
-        58..84 => on_names(rng),
-        _ => on_attributes(rng),
+        0..29 => on_open_file(rng),
+        29..48 => on_content(rng),
+        48..70 => on_names(rng),
+        70..84 => on_attributes(rng),
+        84..95 => on_mapping(rng),
+        _ => on_others(rng),
     }
 }
 
@@ -124,7 +173,12 @@ fn on_names(rng: &mut impl Rng) -> Operation {
     let path = path(rng);
     match rng.random_range(0..100) {
         0..28 => Operation::MakeFolder { path: folder(rng), mode: mode(rng) },
-        28..30 => Operation::MakePipe { path, mode: mode(rng) },
+        28..30 => {
+            let kind =
+                one_of(rng, &[Kind::Pipe, Kind::Pipe, Kind::Socket, Kind::CharDevice, Kind::BlockDevice]);
+            let device = (one_of(rng, &[0, 1, 259, 4095]), one_of(rng, &[0, 3, 256, 1_048_575]));
+            Operation::MakeNode { path, kind, mode: mode(rng), device }
+        }
         30..34 => Operation::Symlink { path, target: self::path(rng) },
         34..37 => Operation::ReadLink { path },
         37..50 => Operation::Link { from: path, to: self::path(rng) },
@@ -139,27 +193,115 @@ fn on_names(rng: &mut impl Rng) -> Operation {
 fn on_attributes(rng: &mut impl Rng) -> Operation {
     let (path, name) = (path(rng), one_of(rng, &["user.one", "user.two", "trusted.one"]));
     match rng.random_range(0..100) {
-        0..20 => Operation::Mode { path, mode: mode(rng) },
-        20..32 => {
+        0..17 => Operation::Mode { path, mode: mode(rng) },
+        17..27 => {
             let (user, group) = (id(rng), id(rng));
             Operation::Owner { path, user, group }
         }
-        32..50 => {
+        27..42 => {
             let (accessed, modified) = (time(rng), time(rng));
             Operation::Times { path, accessed, modified }
         }
-        50..68 => {
+        42..54 => {
             let mut value = vec![0; one_of(rng, &[0, 1, 30, 3000])];
             rng.fill_bytes(&mut value);
-            let (create, replace) = (libc::XATTR_CREATE, libc::XATTR_REPLACE);
-            let flags = one_of(rng, &[0, 0, 0, create, create, replace, replace, create | replace]);
-            Operation::SetXattr { path, name, value, flags }
+            Operation::SetXattr { path, name, value, flags: xattr_flags(rng) }
         }
-        68..75 => Operation::Xattr { path, name },
-        75..80 => Operation::Xattrs { path },
-        80..87 => Operation::RemoveXattr { path, name },
-        87..98 => Operation::Look { path },
+        54..60 => Operation::Xattr { path, name },
+        60..65 => Operation::Xattrs { path },
+        65..71 => Operation::RemoveXattr { path, name },
+        71..88 => on_list(rng),
+        88..98 => Operation::Look { path },
         _ => Operation::Space { path },
+    }
+}
+
+/// On an access control list. Directories have default ones, which what is made in them takes over.
+fn on_list(rng: &mut impl Rng) -> Operation {
+    let default = rng.random_bool(0.5);
+    let name = if default { List::DEFAULT } else { List::ACCESS };
+    let path = if default && rng.random_bool(0.8) { folder(rng) } else { likely(rng) };
+    match rng.random_range(0..20) {
+        0..15 => Operation::SetList { path, name, list: list(rng) },
+        15 => Operation::SetXattr { path, name, value: list(rng).encode(), flags: xattr_flags(rng) },
+        16..18 => Operation::Xattr { path, name },
+        _ => Operation::RemoveXattr { path, name },
+    }
+}
+
+/// A list that is right, most of the time.
+fn list(rng: &mut impl Rng) -> List {
+    const NOBODY: u32 = u32::MAX;
+    let permissions = |rng: &mut dyn Rng| rng.random_range(0..8);
+    let mut entries = vec![(0x01, permissions(rng), NOBODY)];
+    for id in [0, 1000, 4_000_000_000] {
+        if rng.random_bool(0.3) {
+            entries.push((0x02, permissions(rng), id));
+        }
+    }
+    entries.push((0x04, permissions(rng), NOBODY));
+    if rng.random_bool(0.4) {
+        entries.push((0x08, permissions(rng), 1000));
+    }
+    if entries.len() > 2 || rng.random_bool(0.2) {
+        entries.push((0x10, permissions(rng), NOBODY));
+    }
+    entries.push((0x20, permissions(rng), NOBODY));
+    let at = rng.random_range(0..entries.len());
+    match rng.random_range(0..30) {
+        0 => entries.clear(),
+        1 => drop(entries.remove(at)),
+        2 => entries[at].1 = 8,
+        3 => entries.swap(0, at),
+        _ => {}
+    }
+    List(entries)
+}
+
+fn xattr_flags(rng: &mut impl Rng) -> i32 {
+    let (create, replace) = (libc::XATTR_CREATE, libc::XATTR_REPLACE);
+    one_of(rng, &[0, 0, 0, create, create, replace, replace, create | replace])
+}
+
+fn on_mapping(rng: &mut impl Rng) -> Operation {
+    // Within most mappings, and beyond some.
+    let at = if rng.random_bool(0.5) { rng.random_range(0..5000) } else { rng.random_range(0..200_000) };
+    match rng.random_range(0..20) {
+        0..6 => {
+            let pages = one_of(rng, &[0, 0, 0, 1, 17, 100]);
+            let length = one_of(rng, &[1, 300_000, 600_000, 2 << 20]);
+            Operation::Map { path: likely(rng), offset: pages * PAGE, length }
+        }
+        6..14 => {
+            let mut bytes = vec![0; rng.random_range(1..20_000)];
+            rng.fill_bytes(&mut bytes);
+            Operation::Store { at, bytes: Content(bytes) }
+        }
+        14..18 => Operation::Load { at, length: rng.random_range(1..200_000) },
+        18 => Operation::SyncMap,
+        _ => Operation::Unmap,
+    }
+}
+
+fn on_others(rng: &mut impl Rng) -> Operation {
+    let holder = rng.random_range(0..HOLDERS);
+    match rng.random_range(0..20) {
+        0..2 => Operation::Take { holder, path: likely(rng) },
+        2 => Operation::Drop { holder },
+        3..14 => {
+            let kind = one_of(rng, &["flock", "process", "file"]);
+            let ways: &[_] = &["shared", "alone", "alone", "free", "ask"];
+            let how = one_of(rng, if kind == "flock" { &ways[..4] } else { ways });
+            // A length of 0 reaches to the end.
+            let range = (rng.random_range(0..4) * 10, rng.random_range(0..4) * 10);
+            Operation::Lock { holder, path: likely(rng), kind, how, range }
+        }
+        _ => {
+            let (user, group) =
+                one_of(rng, &[(1000, 1000), (1000, 0), (4_000_000_000, 1000), (65_534, 65_534)]);
+            let path = if rng.random_bool(0.3) { folder(rng) } else { likely(rng) };
+            Operation::May { path, user, group, wanted: rng.random_range(0..8) }
+        }
     }
 }
 
@@ -179,6 +321,11 @@ fn path(rng: &mut impl Rng) -> PathBuf {
         _ => one_of(rng, &["a", "b", "c"]).to_owned(),
     };
     above(rng).join(name)
+}
+
+/// Of what is there more often than not: most of what is asked about nothing tells nothing.
+fn likely(rng: &mut impl Rng) -> PathBuf {
+    if rng.random_bool(0.7) { one_of(rng, &["a", "b", "c"]).into() } else { path(rng) }
 }
 
 /// Where a directory is made, or looked for.
@@ -230,6 +377,7 @@ fn flags(rng: &mut impl Rng) -> i32 {
         (libc::O_TRUNC, 0.15),
         (libc::O_APPEND, 0.2),
         (libc::O_NOFOLLOW, 0.1),
+        (libc::O_DIRECT, 0.15),
     ] {
         if rng.random_bool(chance) {
             flags |= flag;

@@ -12,8 +12,9 @@ use rustix::fs::{self, AtFlags, CWD, FallocateFlags, FileType, Gid, Mode, OFlags
 use rustix::fs::{Stat, Timespec, Timestamps, Uid, XattrFlags};
 use rustix::io::{Errno, pread, pwrite};
 
-use super::calls::{Called, Calls, Kind, Seen, Status};
-use super::operation::Time;
+use super::calls::{Answer, Called, Calls, Kind, Seen, Status};
+use super::neighbour::Neighbours;
+use super::operation::{Operation, Time};
 
 /// A folder and what is open of it.
 pub(crate) struct Folder {
@@ -22,15 +23,27 @@ pub(crate) struct Folder {
     opened: usize,
     /// Whether fallocate knows FALLOC_FL_ZERO_RANGE.
     zero_range: bool,
+    /// Whether storing in a mapping changes a file's times.
+    marks_stores: bool,
+    /// Something was stored in a mapping and not synced yet.
+    stored: bool,
+    neighbours: Neighbours,
 }
 
 impl Folder {
     pub(crate) fn new(root: &Path) -> Self {
-        Self { root: root.to_owned(), open: HashMap::new(), opened: 0, zero_range: true }
+        let (root, neighbours) = (root.to_owned(), Neighbours::new(root));
+        let (open, stored) = (HashMap::new(), false);
+        Self { root, open, opened: 0, zero_range: true, marks_stores: true, stored, neighbours }
     }
 
     fn path(&self, path: &Path) -> PathBuf {
         self.root.join(path)
+    }
+
+    /// Gives a file the time that storing in a mapping should.
+    fn mark_stores(&mut self) -> Called<()> {
+        if std::mem::take(&mut self.stored) && !self.marks_stores { self.neighbours.touch() } else { Ok(()) }
     }
 
     /// As fallocate(2) says of FALLOC_FL_ZERO_RANGE, which tmpfs lacks: a hole, and the size grows.
@@ -52,8 +65,8 @@ impl Tmpfs {
     /// Says why where none can be mounted.
     pub(crate) fn new() -> Result<Self, String> {
         let folder = Scratch::new();
-        // Access times stay, as through Forebay.
-        let args = ["-t", "tmpfs", "-o", "size=4g,noatime,mode=755", "tmpfs"];
+        // Access times stay and devices lead nowhere, as through Forebay.
+        let args = ["-t", "tmpfs", "-o", "size=4g,noatime,nodev,mode=755", "tmpfs"];
         let mounted = Command::new("mount").args(args).arg(folder.path()).output();
         match mounted {
             Ok(done) if done.status.success() => Ok(Self { folder }),
@@ -71,9 +84,11 @@ impl Tmpfs {
     /// - tmpfs has no FALLOC_FL_ZERO_RANGE: a hole and the size stand for it, which is what it says to do;
     /// - tmpfs keeps data in pages, and calls what was allocated data: SEEK_DATA and SEEK_HOLE are held to what they
     ///   may say, and `st_blocks` is not compared;
+    /// - tmpfs changes no times when a page that was only read is stored to: what POSIX leaves to any moment until the
+    ///   next msync is done then;
     /// - directories have sizes of different kinds.
     pub(crate) fn calls(&self) -> Folder {
-        Folder { zero_range: false, ..Folder::new(self.folder.path()) }
+        Folder { zero_range: false, marks_stores: false, ..Folder::new(self.folder.path()) }
     }
 }
 
@@ -90,6 +105,9 @@ fn kind(kind: FileType) -> Kind {
         FileType::Directory => Kind::Folder,
         FileType::Symlink => Kind::Symlink,
         FileType::Fifo => Kind::Pipe,
+        FileType::Socket => Kind::Socket,
+        FileType::CharacterDevice => Kind::CharDevice,
+        FileType::BlockDevice => Kind::BlockDevice,
         _ => Kind::Other,
     }
 }
@@ -102,6 +120,7 @@ fn status(stat: Stat) -> Status {
         user: stat.st_uid,
         group: stat.st_gid,
         size: stat.st_size.cast_unsigned(),
+        device: (fs::major(stat.st_rdev), fs::minor(stat.st_rdev)),
         accessed: Seen::new(stat.st_atime, stat.st_atime_nsec as u32),
         modified: Seen::new(stat.st_mtime, stat.st_mtime_nsec as u32),
     };
@@ -195,8 +214,16 @@ impl Calls for Folder {
         called(fs::mkdir(self.path(path), Mode::from_raw_mode(mode)))
     }
 
-    fn make_pipe(&mut self, path: &Path, mode: u32) -> Called<()> {
-        called(fs::mknodat(CWD, self.path(path), FileType::Fifo, Mode::from_raw_mode(mode), 0))
+    fn make_node(&mut self, path: &Path, kind: Kind, mode: u32, device: (u32, u32)) -> Called<()> {
+        let kind = match kind {
+            Kind::Pipe => FileType::Fifo,
+            Kind::Socket => FileType::Socket,
+            Kind::CharDevice => FileType::CharacterDevice,
+            Kind::BlockDevice => FileType::BlockDevice,
+            other => unreachable!("{other:?} is no node"),
+        };
+        let device = fs::makedev(device.0, device.1);
+        called(fs::mknodat(CWD, self.path(path), kind, Mode::from_raw_mode(mode), device))
     }
 
     fn symlink(&mut self, target: &Path, path: &Path) -> Called<()> {
@@ -277,5 +304,38 @@ impl Calls for Folder {
     fn space(&mut self, path: &Path) -> Called<(u64, u64)> {
         let space = called(fs::statvfs(self.path(path)))?;
         Ok((space.f_bsize, space.f_namemax))
+    }
+
+    fn map(&mut self, path: &Path, offset: u64, length: usize) -> Called<()> {
+        self.mark_stores()?;
+        self.neighbours.map(path, offset, length)
+    }
+
+    fn store(&mut self, at: usize, bytes: &[u8]) -> Called<usize> {
+        let stored = self.neighbours.store(at, bytes)?;
+        self.stored |= stored > 0;
+        Ok(stored)
+    }
+
+    fn load(&mut self, at: usize, length: usize) -> Called<Vec<u8>> {
+        self.neighbours.load(at, length)
+    }
+
+    fn sync_map(&mut self) -> Called<()> {
+        self.neighbours.sync()?;
+        self.mark_stores()
+    }
+
+    fn unmap(&mut self) -> Called<()> {
+        self.mark_stores()?;
+        self.neighbours.unmap()
+    }
+
+    fn beside(&mut self, operation: &Operation) -> Answer {
+        self.neighbours.run(operation)
+    }
+
+    fn rest(&mut self) -> Called<()> {
+        self.neighbours.rest()
     }
 }
