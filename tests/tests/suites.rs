@@ -371,11 +371,13 @@ fn run_fio(program: &str, mounted: &Mounted, job: &str) {
     assert_eq!(outcome.code, Some(0), "{outcome}");
 }
 
-/// Calls of all kinds at once, whose results stress-ng checks. Left out of its class: what a mount over FUSE is not
-/// asked for (device files of the kernel, inode flags, notification), what makes thousands of files first, and `io`, which
-/// holds every mount of the machine open, those of the other tests, too.
-const STRESSORS: [&str; 35] = [
+/// Calls of all kinds at once, whose results stress-ng checks. Left out of its class: what is not about a mount
+/// (`binderfs`, `bind-mount`, `eventfd`, `procfs`), what the kernel passes to no FUSE file system and stress-ng therefore
+/// skips (`fiemap`, `verity`), and what holds every mount of the machine open, those of the other tests, too (`fanotify`,
+/// `io`).
+const STRESSORS: [&str; 41] = [
     "access",
+    "chattr",
     "chdir",
     "chmod",
     "chown",
@@ -384,9 +386,11 @@ const STRESSORS: [&str; 35] = [
     "dir",
     "dirdeep",
     "dirmany",
+    "dnotify",
     "dup",
     "fallocate",
     "fcntl",
+    "file-ioctl",
     "filename",
     "flock",
     "fpunch",
@@ -395,7 +399,10 @@ const STRESSORS: [&str; 35] = [
     "getdent",
     "handle",
     "hdd",
+    "inode-flags",
+    "inotify",
     "iomix",
+    "ioprio",
     "lease",
     "link",
     "locka",
