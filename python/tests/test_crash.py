@@ -245,3 +245,46 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
             checkpointer.save_now(1, {"n": 1})
     with pytest.raises(forebay.CheckpointInvalid, match="closed"):
         checkpointer.step(2, {})
+
+
+def test_uploads_of_killed_agents_are_aborted_by_the_next_run(s3_endpoint: str, tmp_path: Path) -> None:
+    """Here the server says of every upload that it is years old: what goes on is known by its note alone."""
+    import boto3
+
+    store = boto3.client("s3", endpoint_url=s3_endpoint)
+    bucket, prefix = "checkpoints", tmp_path.name
+
+    def uploads() -> dict[str, str]:
+        listed = store.list_multipart_uploads(Bucket=bucket, Prefix=f"{prefix}/")
+        return {upload["Key"]: upload["UploadId"] for upload in listed.get("Uploads", [])}
+
+    def train(report: Callable[[str], None]) -> None:
+        checkpointer = forebay.Checkpointer(f"s3://{bucket}/{prefix}", every=1, flush_rate="4MiB")
+        save = checkpointer.step(1, {"t": torch.zeros(24 << 20, dtype=torch.uint8)})
+        assert save is not None and save.wait_sealed(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    child = Child(train)
+    agent = int(child.line())
+    wait_until(lambda: bool(uploads()))
+    os.kill(agent, signal.SIGKILL)
+    child.kill()
+    (dead,) = uploads()
+    # Somebody's who goes on, as its note says, and two that are no checkpoint's.
+    _, _, _, start, name = dead.split("/")
+    live = f"{prefix}/shards/{2:020}/{start}/{name}"
+    store.put_object(Bucket=bucket, Key=f"{prefix}/ranks/{2:020}/{start}/000000.alive", Body=b"")
+    others = [live, f"{prefix}/shards/notes.bin", f"{prefix}/data/file"]
+    for key in others:
+        store.create_multipart_upload(Bucket=bucket, Key=key)
+    assert sorted(uploads()) == sorted([dead, *others])
+
+    with forebay.Checkpointer(f"s3://{bucket}/{prefix}") as checkpointer:
+        checkpointer.save_now(1, {"t": torch.zeros(3)})
+        wait_until(lambda: dead not in uploads())
+    assert sorted(uploads()) == sorted(others)
+    part = store.upload_part(Bucket=bucket, Key=live, UploadId=uploads()[live], PartNumber=1, Body=b"whole")
+    parts = {"Parts": [{"PartNumber": 1, "ETag": part["ETag"]}]}
+    store.complete_multipart_upload(Bucket=bucket, Key=live, UploadId=uploads()[live], MultipartUpload=parts)
+    assert store.get_object(Bucket=bucket, Key=live)["Body"].read() == b"whole"

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
-use forebay_io::clock::Clock;
+use forebay_io::clock::{Clock, Moment};
 use forebay_io::object::{Bucket, BucketUrl, Rate, StoreSettings};
 use tokio::sync::mpsc;
 
@@ -24,7 +24,8 @@ use crate::arena::{HeldStep, attempt_of};
 #[cfg(test)]
 use crate::catalog::begin_run;
 use crate::catalog::{
-    Round, Run, Start, begin_run_unless, find_run, put_failed, refuse_if_superseded, retain, superseded_by,
+    LEAST_AGE, Round, Run, Start, abort_dead_uploads, begin_run_unless, find_run, put_failed,
+    refuse_if_superseded, retain, superseded_by,
 };
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
@@ -72,12 +73,24 @@ pub(super) struct Flusher {
     copies: Option<Copies>,
     /// The nonce of another start, which ended, and whose saves these are.
     heir_of: Option<String>,
+    /// When uploads of the dead were last looked for.
+    looked_for_uploads: Option<Moment>,
 }
 
 impl Flusher {
     pub(super) fn new(hello: Hello, trainer: Trainer, copies: Option<Copies>) -> Self {
         let clock = Clock::system();
-        Self { clock, hello, trainer, target: None, base: None, origin: None, copies, heir_of: None }
+        Self {
+            clock,
+            hello,
+            trainer,
+            target: None,
+            base: None,
+            origin: None,
+            copies,
+            heir_of: None,
+            looked_for_uploads: None,
+        }
     }
 
     /// Settles every save that arrives, in order.
@@ -346,18 +359,34 @@ impl Flusher {
         Ok(())
     }
 
-    /// Deletes old steps, and steps that a later incarnation saved again. A failure costs space, not data: it is told,
-    /// and the next save tries again.
-    async fn clean_up(&self) {
+    /// Deletes old steps, and steps that a later incarnation saved again, and ends uploads of the dead. A failure costs
+    /// space, not data: it is told, and a later save tries again.
+    pub(super) async fn clean_up(&mut self) {
         let Some((bucket, run)) = &self.target else { return };
-        let cleaned = async {
+        let retained = async {
             match superseded_by(bucket, run).await? {
-                Some(_) => Ok(()),
-                None => retain(bucket, self.hello.keep).await.map(drop),
+                Some(_) => Ok(false),
+                None => retain(bucket, self.hello.keep).await.map(|_| true),
             }
         };
-        if let Err(error) = cleaned.await {
+        let is_newest = retained.await.unwrap_or_else(|error| {
             self.trainer.tell(&Reply::Warning { message: format!("old steps were not deleted: {error}") });
+            false
+        });
+        let now = self.clock.now();
+        // What is too young for this look is dead enough for the next.
+        let is_due = self.looked_for_uploads.is_none_or(|looked| now.since(looked) >= LEAST_AGE);
+        if !is_newest || !is_due {
+            return;
+        }
+        self.looked_for_uploads = Some(now);
+        match abort_dead_uploads(bucket, run).await {
+            Ok(0) => {}
+            Ok(aborted) => tracing::info!(aborted, "uploads that nobody would finish"),
+            Err(error) => {
+                let message = format!("uploads that agents left when they died were not aborted: {error}");
+                self.trainer.tell(&Reply::Warning { message });
+            }
         }
     }
 }

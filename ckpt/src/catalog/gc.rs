@@ -9,22 +9,14 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp};
-use forebay_io::object::{Bucket, Condition};
-use forebay_io::rng::Rng;
+use forebay_core::{Error, ObjectKey, Result, Timestamp};
+use forebay_io::object::Bucket;
 use futures::TryStreamExt;
 
 use super::named::Named;
 use super::ranks::RANKS;
+use super::uploads::{LEAST_AGE, SHARDS, abort, dead_uploads, save_of, stores_time};
 use super::{RankKey, StepKey, list_ranks};
-use crate::manifest::ShardKey;
-
-/// The least age of garbage: an agent tries for ten minutes to store its part, waits as long for the others', and tells
-/// every few minutes that it goes on where that takes longer.
-pub const LEAST_AGE: Duration = Duration::from_secs(3600);
-
-/// Where shards lie.
-const SHARDS: &str = "shards";
 
 /// What was found, and deleted unless it was only looked for.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -61,11 +53,7 @@ pub async fn collect_garbage(bucket: &Bucket, age: Duration, only_look: bool) ->
     let belongs = |key: &ObjectKey| RankKey::parse(key).is_some_and(|key| live.contains(&key.save));
     let old = indexes.iter().filter(|object| is_old(&object.modified) && !belongs(&object.key));
     let old: HashSet<ObjectKey> = old.map(|object| object.key.clone()).collect();
-    let is_under_way = |key: &ObjectKey| {
-        let shard = ShardKey::parse(key.as_str());
-        let save = |ShardKey { step, incarnation, attempt, .. }| StepKey { incarnation, step, attempt };
-        shard.map(save).is_some_and(|save| live.contains(&save))
-    };
+    let is_under_way = |key: &ObjectKey| save_of(key).is_some_and(|save| live.contains(&save));
     let mut named = Named::default();
     // Twice, for a save that noted what it refers to after the first look at the notes, and a step that was deleted
     // before the look at the steps.
@@ -82,33 +70,11 @@ pub async fn collect_garbage(bucket: &Bucket, age: Duration, only_look: bool) ->
             garbage.shards.push(object.key);
         }
     }
-    match bucket.list_uploads(SHARDS).await {
-        Ok(uploads) => garbage.uploads.extend(
-            uploads
-                .into_iter()
-                .filter(|upload| is_old(&upload.started) && !is_under_way(&upload.key))
-                .map(|upload| (upload.key, upload.id)),
-        ),
-        // A store that cannot tell frees them by rules of its own.
-        Err(error) if error.kind() == ErrorKind::Unsupported => {}
-        Err(error) => return Err(error),
-    }
+    garbage.uploads = dead_uploads(bucket, before, &live).await?;
     if !only_look {
         bucket.delete_many(&garbage.indexes).await?;
         bucket.delete_many(&garbage.shards).await?;
-        for (key, id) in &garbage.uploads {
-            bucket.abort_upload(key, id).await?;
-        }
+        abort(bucket, &garbage.uploads).await?;
     }
     Ok(garbage)
-}
-
-/// What time the store has: that of an object that was just written.
-async fn stores_time(bucket: &Bucket) -> Result<Timestamp> {
-    let key = ObjectKey::new(format!("{RANKS}/clock-{}", Rng::system().name()));
-    bucket.put(&key, Default::default(), Condition::Always).await?;
-    let found = bucket.head(&key).await;
-    bucket.delete(&key).await?;
-    let gone = || Error::new(ErrorKind::Unavailable, format!("`{key}` is gone right after it was written"));
-    Ok(found?.ok_or_else(gone)?.modified)
 }

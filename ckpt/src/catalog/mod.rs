@@ -20,11 +20,12 @@ mod round;
 mod ranks;
 mod named;
 mod retain;
+mod uploads;
 mod gc;
 
 pub use commit::commit;
 pub(crate) use commit::{expect_commit, saved_already};
-pub use gc::{Garbage, LEAST_AGE, collect_garbage};
+pub use gc::{Garbage, collect_garbage};
 pub use keys::{StepKey, incarnation_key};
 pub use ranks::{
     Note, RankKey, failure_of, forget_notes, forget_ranks, list_ranks, merge_ranks, put_alive, put_failed,
@@ -36,4 +37,5 @@ pub use round::Round;
 pub(crate) use run::begin_run_unless;
 pub use run::{Run, Start, begin_run, find_run, newest_run, refuse_if_superseded, superseded_by};
 pub use steps::{StepInfo, find_step, list_steps, load_manifest};
+pub use uploads::{LEAST_AGE, abort_dead_uploads};
 pub use watch::Watch;

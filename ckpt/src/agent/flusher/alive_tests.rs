@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use forebay_core::ObjectKey;
-use forebay_io::object::{Condition, Faults, UploadOptions};
+use forebay_io::object::{Condition, Faults, OperationKind, UploadOptions};
 
 use super::super::alive::EVERY;
 use super::tests::{flusher, sealed, start, trainer};
@@ -118,6 +118,70 @@ async fn old_uploads_of_dead_saves_are_aborted_and_young_ones_go_on() {
         upload.complete(Condition::Always).await.expect("it went on");
     }
     assert_eq!(bucket.head(&key(2)).await.expect("head").map(|info| info.size), Some((5 << 20) + 1));
+}
+
+/// A person need not run gc for that: parts that nobody will finish cost money.
+#[tokio::test]
+async fn the_next_start_aborts_old_uploads_of_the_dead_and_no_others() {
+    let directory = tempfile::tempdir().expect("directory");
+    let url: BucketUrl = format!("file://{}", directory.path().display()).parse().expect("url");
+    let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("bucket");
+    let earlier = begin_run(&bucket, start()).await.expect("run");
+    let later = Start { nonce: "fedcba9876543210".repeat(2), ..start() };
+    let later = begin_run(&bucket, later).await.expect("run");
+    let key = |run: &Run, step| {
+        let (attempt, layout) = (run.attempt().to_owned(), "00000000".to_owned());
+        ShardKey { step, incarnation: run.incarnation, attempt, rank: 0, save: 1, layout }.object()
+    };
+    let begin = async |key: &ObjectKey| {
+        let options = UploadOptions { part_bytes: Some(5 << 20), ..UploadOptions::default() };
+        let mut upload = bucket.upload_with(key, options).expect("upload");
+        upload.write(vec![7; (5 << 20) + 1].into()).await.expect("write");
+        upload
+    };
+    let keys = async || {
+        let found = bucket.list_uploads("").await.expect("list").into_iter();
+        found.map(|upload| upload.key).collect::<HashSet<_>>()
+    };
+    let (dead, live, young) = (key(&earlier, 1), key(&earlier, 2), key(&earlier, 3));
+    let (own, foreign, other) =
+        (key(&later, 1), ObjectKey::new("shards/notes.bin"), ObjectKey::new("data/file"));
+    let gone = begin(&dead).await;
+    let mut go_on = Vec::new();
+    for key in [&live, &own, &foreign, &other] {
+        go_on.push(begin(key).await);
+    }
+    age(directory.path());
+    put_alive(&bucket, earlier.save(2), 0).await.expect("put");
+    go_on.push(begin(&young).await);
+    let stay = HashSet::from([live, young.clone(), own, foreign, other]);
+
+    let clock = Clock::manual();
+    let mut agent = flusher(&bucket, &later, trainer().0);
+    agent.clock = clock.clone();
+    agent.clean_up().await;
+    assert_eq!(keys().await, stay, "the dead one's is gone, and nobody else's");
+    gone.complete(Condition::Always).await.expect_err("its parts are gone");
+    // Seldom: what was young the first time is old enough an hour later.
+    let asked = async |agent: &mut Flusher| {
+        let before = bucket.counters();
+        agent.clean_up().await;
+        bucket.counters().since(&before).of(OperationKind::ListUploads).requests
+    };
+    assert_eq!(asked(&mut agent).await, 0);
+    clock.advance(LEAST_AGE);
+    age(directory.path());
+    put_alive(&bucket, earlier.save(2), 0).await.expect("put");
+    assert!(asked(&mut agent).await > 0);
+    assert_eq!(keys().await, stay.into_iter().filter(|key| *key != young).collect::<HashSet<_>>());
+    // A start that was superseded leaves it to its successor.
+    begin_run(&bucket, Start { nonce: "00".repeat(16), ..start() }).await.expect("run");
+    clock.advance(LEAST_AGE);
+    assert_eq!(asked(&mut agent).await, 0);
+    drop(go_on.pop());
+    for upload in go_on {
+        upload.complete(Condition::Always).await.expect("it went on");
+    }
 }
 
 #[tokio::test]

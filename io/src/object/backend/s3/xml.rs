@@ -132,7 +132,8 @@ pub(super) fn read_uploads(body: &[u8]) -> Result<ListedUploads> {
     let answer: ListMultipartUploadsResult = parse(body)?;
     let decoded = answer.encoding_type.is_some();
     let entry = |upload: UploadEntry| {
-        let at = upload.initiated.unwrap_or_default();
+        // One of which the store does not tell when it was begun is never taken for an old one.
+        let at = upload.initiated.unwrap_or(DateTime::<Utc>::MAX_UTC);
         let started = Timestamp { seconds: at.timestamp(), nanos: at.timestamp_subsec_nanos() };
         Some((decode(upload.key, decoded)?, upload.upload_id, started))
     };
