@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,9 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "bytes of another type": (tree({"t": "bytes", "n": "t"}), "does not hold a byte string"),
     "a pickle of another type": (tree({"t": "pickle", "n": "half"}), "does not hold a byte string"),
     "a module as dtype": (saying("nn", "dtype"), "a `dtype` of nn"),
-    "no dtype": (saying("float7", "dtype"), "a `dtype` of float7"),
+    "no dtype": (saying("float 7", "dtype"), "a `dtype` of float 7"),
     "a number as dtype": (saying(7, "dtype"), "a `dtype` of 7"),
-    "no device": (saying("nonsense:1", "device"), "a `device` of nonsense"),
+    "no device": (saying("nonsense::1", "device"), "a `device` of nonsense"),
     "a dict as device": (saying({}, "device"), "a `device` of"),
     "a size of text": (saying(["a"], "size"), "a `size` of"),
     "a float of few digits": (saying("7f", "float"), "a `float` of 7f"),
@@ -188,6 +189,25 @@ def test_a_later_versions_state_is_told_from_a_damaged_one(tmp_path: Path) -> No
     written(tmp_path, tree({"t": "matrix", "rows": 3}))
     with pytest.raises(forebay.CheckpointInvalid, match="a `matrix`, which this version does not know"):
         forebay.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tag, value, fact",
+    [
+        ("dtype", "float7_e3m4", "has no element type `float7_e3m4`"),
+        ("device", "abacus:1", "has no kind of device `abacus:1`"),
+    ],
+)
+def test_what_another_torch_has_is_no_damage(tmp_path: Path, tag: str, value: str, fact: str) -> None:
+    """Nothing is wrong with the step: an older one is no stand-in for it."""
+    written(tmp_path, tree(1), step=1)
+    plain = {"t": tag, "v": value}
+    written(tmp_path, tree({"t": "odict", "v": [["deep", [0, {"t": "tuple", "v": [plain]}]]]}))
+    where = re.escape("state['x']['deep'][1][0]: torch ") + f".*{fact}.*hint"
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        for act in (lambda: checkpointer.restore({"x": 0}), lambda: forebay.load(tmp_path)):
+            with pytest.raises(forebay.CheckpointInvalid, match=where):
+                act()
 
 
 @pytest.mark.parametrize(

@@ -395,6 +395,9 @@ def looped() -> list[Any]:
         (numpy.zeros(2, ">f4"), "of >f4 cannot be saved"),
         (looped(), r"state\['x'\]\[0\]: it contains itself"),
         ({Foreign: 1}, r"a key of type type"),
+        ([{torch.nn.ReLU()}], r"state\['x'\]\[0\]\[0\]: object of type .*ReLU in a set or a key cannot be saved"),
+        (frozenset([(torch.nn.ReLU(),)]), r"state\['x'\]\[0\]\[0\]: object of type .*ReLU in a set or a key"),
+        ({(1, torch.nn.ReLU()): 1}, r"state\['x'\]\[\(1, ReLU\(\)\)\].*: object of type .*ReLU in a set or a key"),
     ],
 )
 def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path, value: Any, fact: str) -> None:

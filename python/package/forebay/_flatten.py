@@ -63,6 +63,7 @@ class Flattener:
         self._pairs = Pairs(())
         self._late: frozenset[int] = frozenset()
         self._is_late = False
+        self._is_hashed = False
 
     def tree(self, root: str, value: Any, name: str = "") -> str:
         """The tree of `value` as JSON text; its tensors are added to `leaves`, with names that begin with `name`."""
@@ -111,6 +112,8 @@ class Flattener:
 
     def _container(self, value: Any, path: str, name: str) -> Node:
         self._enter(value, path)
+        was = self._is_hashed
+        self._is_hashed = was or isinstance(value, (set, frozenset))
         try:
             if isinstance(value, dict):
                 items = [self._item(key, item, path, name) for key, item in value.items()]
@@ -118,6 +121,7 @@ class Flattener:
             parts = [self._node(part, f"{path}[{index}]", _join(name, str(index))) for index, part in enumerate(value)]
             return parts if type(value) is list else {"t": _CONTAINERS[type(value)], "v": parts}
         finally:
+            self._is_hashed = was
             self._open.discard(id(value))
 
     def _enter(self, value: Any, path: str) -> None:
@@ -134,7 +138,14 @@ class Flattener:
             raise TypeError(f"{here}: a key of type {_type_name(key)}")
         if type(key) is str and key.isascii():
             return [key, self._node(value, here, _join(name, key))]
-        return [self._node(key, here, ""), self._node(value, here, _join(name, str(key)))]
+        return [self._key(key, here), self._node(value, here, _join(name, str(key)))]
+
+    def _key(self, key: Any, path: str) -> Node:
+        was, self._is_hashed = self._is_hashed, True
+        try:
+            return self._node(key, path, "")
+        finally:
+            self._is_hashed = was
 
     def _foreign(self, value: Any, path: str, name: str) -> Node:
         node = self._torch(value, path, name)
@@ -267,6 +278,11 @@ class Flattener:
         return {"t": "array", "n": leaf.name}
 
     def _object(self, value: Any, path: str, name: str) -> Node:
+        if self._is_hashed:
+            # Its state would come back in its stead, which no set and no key can hold.
+            hint = "an object with a state is saved as a value of a dict, or in a list or tuple"
+            text = f"object of type {_type_name(value)} in a set or a key cannot be saved; {hint}"
+            raise TypeError(f"{path.replace(_OBJECT, '')}: {text}")
         self._enter(value, path.replace(_OBJECT, ""))
         kind, state = state_of(value, self._pairs)
         was = self._is_late, self._is_replicated, self._buffers

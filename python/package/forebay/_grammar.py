@@ -5,6 +5,7 @@ right was still written by somebody, and what it says reaches memory by way of t
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Callable
 
 from ._errors import CheckpointInvalid
@@ -39,13 +40,22 @@ _PLAIN = Builder(None, False)  # type: ignore[arg-type]
 """Builds what needs no tensor; anything else fails."""
 
 
+Place = Any
+"""Where a part of a tree is: where what it is a part of is, and its key there; None for the whole."""
+
+
 def check_tree(tree: Node, find: Find) -> None:
-    """Raises `ValueError` where a tree is none, and `CheckpointInvalid` where a later version's may be one."""
-    todo: list[tuple[Node, int, bool]] = [(tree, 0, False)]
+    """Raises `ValueError` where a tree is none, and `CheckpointInvalid` where a later version's may be one, or one of a
+    torch that has more types than this one."""
+    todo: list[tuple[Node, int, bool, Place]] = [(tree, 0, False, None)]
     while todo:
-        node, depth, is_key = todo.pop()
+        node, depth, is_key, place = todo.pop()
         if type(node) is dict:
-            parts, are_keys = _parts(node, find, is_key), is_key or node["t"] in ("set", "frozenset")
+            try:
+                parts = _parts(node, find, is_key)
+            except CheckpointInvalid as error:
+                raise CheckpointInvalid(f"{_path(place)}: {error}") from error
+            are_keys = is_key or node["t"] in ("set", "frozenset")
         elif type(node) is list:
             if is_key:
                 raise ValueError("a list as a key")
@@ -55,9 +65,22 @@ def check_tree(tree: Node, find: Find) -> None:
         if depth >= MAX_DEPTH and parts:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
         if type(node) is dict and node["t"] in ("dict", "odict"):
-            todo += [(key, depth + 1, True) for key, _ in parts if type(key) in (dict, list)]
-            parts = [value for _, value in parts]
-        todo += [(part, depth + 1, are_keys) for part in parts if type(part) in (dict, list)]
+            todo += [(key, depth + 1, True, place) for key, _ in parts if type(key) in (dict, list)]
+            below: list[tuple[Node, Place]] = [(value, (place, key)) for key, value in parts]
+        elif type(node) is dict and node["t"] == "object":
+            below = [(part, place) for part in parts]
+        else:
+            below = [(part, (place, index)) for index, part in enumerate(parts)]
+        todo += [(part, depth + 1, are_keys, at) for part, at in below if type(part) in (dict, list)]
+
+
+def _path(place: Place) -> str:
+    """As the errors of a save name it."""
+    keys: list[str] = []
+    while place is not None:
+        place, key = place
+        keys.append(f"[{_shown(key if isinstance(key, dict) else repr(key))}]")
+    return "state" + "".join(reversed(keys))
 
 
 def _parts(node: Node, find: Find, is_key: bool) -> list[Any]:
@@ -100,7 +123,24 @@ def _check_plain(tag: str, node: Node) -> None:
     except (ImportError, MemoryError):
         raise
     except Exception as error:
+        if _is_of_another_torch(tag, node["v"]):
+            import torch
+
+            what = {"dtype": "element type", "device": "kind of device"}[tag]
+            text = f"torch {torch.__version__} has no {what} `{_shown(node['v'])}`, which the state holds"
+            raise CheckpointInvalid(f"{text} (hint: load it with the torch that saved it, or a later one)") from error
         raise ValueError(f"a `{tag}` of {_shown(node['v'])} ({type(error).__name__}: {error})") from error
+
+
+def _is_of_another_torch(tag: str, value: Any) -> bool:
+    """Whether what cannot be built here may be whole nevertheless: another build or version of torch has more."""
+    import torch
+
+    if not isinstance(value, str):
+        return False
+    if tag == "dtype":
+        return re.fullmatch("[a-z][a-z0-9_]{0,40}", value) is not None and not hasattr(torch, value)
+    return tag == "device" and re.fullmatch("[a-z]{1,40}(:[0-9]{1,3})?", value) is not None
 
 
 def _check_tensor(tag: str, node: Node, find: Find) -> None:
