@@ -1,7 +1,7 @@
 //! The task that flushes: a save at a time, in the order of sealing, each tried until it is settled.
 //!
 //! A trainer that was superseded commits nothing more. Once the trainer is dead, no step can follow the sealed ones, and
-//! they are finished even so: they were promised.
+//! they are finished even so: they were promised. What cannot be, its successor on this host tells.
 
 use std::sync::Arc;
 use std::time::Duration;

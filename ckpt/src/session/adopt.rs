@@ -131,7 +131,9 @@ impl Session {
                 Ok(None) | Err(_) => None,
             };
             match reply {
-                Some(Reply::Stored { save, .. } | Reply::Failed { save, .. }) => {
+                Some(Reply::Stored { save, .. }) => self.free_inherited(|other| other == save),
+                Some(Reply::Failed { save, error }) => {
+                    self.warn_of_failure(save, &error.into());
                     self.free_inherited(|other| other == save);
                 }
                 Some(Reply::Durable { save, .. }) => self.hear_durable(save),
@@ -145,6 +147,26 @@ impl Session {
                 }
             }
         }
+    }
+
+    /// A step that was sealed, and so promised, is not going to be in the store: nobody else is told.
+    fn warn_of_failure(&mut self, save: u64, error: &Error) {
+        if self.warnings.len() >= MAX_WARNINGS {
+            return;
+        }
+        let slots = self.inherited.iter().chain(self.idle_slots());
+        let held = slots.filter_map(Slot::held).find(|held| held.seal.save == save);
+        let step = held.map_or_else(|| "a step".to_owned(), |held| format!("step {}", held.seal.step));
+        let rest = match self.goes_on {
+            true => {
+                "it is in this host's memory, and not in the store, until the next step is committed \
+                 (hint: `save_now` saves one at once)"
+            }
+            false => "this start does not go on from it",
+        };
+        self.warnings.push(format!(
+            "{step}, which a killed trainer had sealed, was not saved by its agent: {error}; {rest}"
+        ));
     }
 
     /// Gives back the inherited slots that hold nothing or a step that was saved under such a number.

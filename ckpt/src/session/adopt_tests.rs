@@ -85,6 +85,42 @@ fn a_killed_trainers_steps_are_read_and_taken_over() {
     assert!(visit(&place).is_none(), "a trainer that is done leaves nothing");
 }
 
+/// A start on this host took a number before the agent of the killed trainer could: that one's save is refused.
+#[test]
+fn a_sealed_step_that_its_agent_could_not_save_is_told_by_the_successor() {
+    for goes_on in [true, false] {
+        let (mut fixture, place) = (Fixture::new(), place(&format!("refused-{goes_on}")));
+        let (mut first, agent) = lingering(&mut fixture, &place);
+        let early = save(&mut first, 7, 1000);
+        assert!(matches!(settle(&mut first, &early), Progress::Durable));
+        first.disconnect();
+        let mut second = unattached(&mut fixture, &place);
+        second.adopt(visit(&place).expect("it waits"), goes_on).expect("adopt");
+        let own = attach(&mut second);
+        agent.join().expect("agent").expect("served");
+        // As if it had not been saved, and its agent tried until now.
+        let (near, mut far) = FdStream::pair().expect("pair");
+        second.predecessor = Some(near);
+        let refused = Error::new(ErrorKind::Stale, "a later start of this run took over");
+        let reply = Reply::Failed { save: early.number, error: (&refused).into() };
+        far.send(&serde_json::to_vec(&reply).expect("encodes"), None).expect("send");
+        second.take_replies(Duration::ZERO).expect("replies");
+        let warnings = second.take_warnings();
+        let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+        let (fact, rest) = match goes_on {
+            true => {
+                ("step 7, which a killed trainer had sealed, was not saved", "memory, and not in the store")
+            }
+            false => ("which a killed trainer had sealed, was not saved", "does not go on from it"),
+        };
+        assert!(warning.contains(fact) && warning.contains(rest), "{warning}");
+        assert!(warning.contains("a later start of this run took over"), "{warning}");
+        assert_eq!(numbers(&second.held()).contains(&7), goes_on);
+        second.dismiss();
+        own.join().expect("agent").expect("served");
+    }
+}
+
 #[test]
 fn what_is_durable_is_told_from_one_agent_to_the_next() {
     let (mut fixture, place) = (Fixture::new(), place("durable"));
