@@ -26,10 +26,12 @@ mod held;
 mod disk;
 mod source;
 mod together;
+mod through;
 
 use disk::Disk;
 pub use held::assemble;
 use source::Source;
+pub use through::Through;
 pub use together::{Together, Wish};
 
 /// Bytes of one request at most.
@@ -151,12 +153,50 @@ pub fn read_local(
     threads: usize,
 ) -> Result<()> {
     let disk = Disk::new(runtime, local.bucket(), clock);
-    read_from(&Source::Disk(&disk), manifest, targets, &HashSet::new(), threads).map_err(|error| match error
-        .kind()
-    {
+    read_from(&Source::Disk(&disk), manifest, targets, &HashSet::new(), threads)
+        .map_err(|error| told_of_disk(&disk, error))
+}
+
+fn told_of_disk(disk: &Disk<'_>, error: Error) -> Error {
+    match error.kind() {
         ErrorKind::Unavailable if disk.hangs() => error,
         _ => as_damage(error),
-    })
+    }
+}
+
+/// Where a step's shards are.
+pub enum Shards<'a> {
+    /// In the store.
+    Store(&'a Handle, &'a Bucket),
+    /// On this host's disk.
+    Local(&'a Handle, &'a Local, &'a Clock),
+    /// In memory, in the manifest's order.
+    Held(&'a [Bytes]),
+}
+
+/// Reads parts of tensors a piece at a time, for memory that cannot be read into; several threads read, and the caller's
+/// gives away.
+///
+/// # Errors
+/// As [`read_tensors`], or [`read_local`]; the first that giving away had, after which nothing more is given.
+pub fn read_through(
+    shards: &Shards<'_>,
+    manifest: &Manifest,
+    wishes: &[Wish],
+    through: Through<'_>,
+    threads: usize,
+) -> Result<()> {
+    match shards {
+        Shards::Store(runtime, bucket) => {
+            through::read(&Source::Store(runtime, bucket), manifest, wishes, through, threads)
+        }
+        Shards::Held(shards) => through::read(&Source::Held(shards), manifest, wishes, through, threads),
+        Shards::Local(runtime, local, clock) => {
+            let disk = Disk::new(runtime, local.bucket(), clock);
+            through::read(&Source::Disk(&disk), manifest, wishes, through, threads)
+                .map_err(|error| told_of_disk(&disk, error))
+        }
+    }
 }
 
 fn read_from(
@@ -193,13 +233,19 @@ fn wanted(manifest: &Manifest, target: &Target<'_>, skipped: &HashSet<SliceId>) 
         let (name, got) = (&tensor.name, target.bytes.len());
         return Err(Error::invalid(format!("the target of tensor `{name}` has {got} bytes, not {bytes:?}")));
     }
+    ways((target.tensor, tensor), &target.region, skipped)
+}
+
+/// The slices that a part of a tensor needs, and how they get into its memory.
+fn ways((number, tensor): (usize, &Tensor), part: &Region, skipped: &HashSet<SliceId>) -> Result<Vec<Want>> {
+    let dtype = Dtype::named(&tensor.dtype)?;
     let mut wants = Vec::new();
     for (index, slice) in tensor.slices.iter().enumerate() {
         let region = Region::of(slice);
-        if skipped.contains(&(target.tensor, index)) || !region.touches(&target.region, &tensor.shape) {
+        if skipped.contains(&(number, index)) || !region.touches(part, &tensor.shape) {
             continue;
         }
-        let Some((_, to, count)) = region.shared_with(&target.region, &tensor.shape).next() else { continue };
+        let Some((_, to, count)) = region.shared_with(part, &tensor.shape).next() else { continue };
         let is_direct = count == region.elements();
         let way = if is_direct { Way::Direct(to * dtype.size) } else { Way::Aside };
         wants.push(Want { slice: index, way });
@@ -359,13 +405,18 @@ fn check_slices(
             crc32c = combine(crc32c, part.crc32c, part.length);
         }
         if crc32c != slice.crc32c.0 {
-            let (step, name, Slice { start, end, .. }) = (manifest.step, &tensor.name, slice);
-            let shard = source.name_of(&manifest.shards[slice.shard as usize]);
-            let fact = format!("bytes {start}..{end} of {shard} are damaged");
-            return Err(Error::corrupt(format!("step {step}: tensor `{name}`: {fact}")));
+            return Err(damaged(source, manifest, tensor, slice));
         }
     }
     Ok(())
+}
+
+/// What is told of a slice with another checksum.
+fn damaged(source: &Source<'_>, manifest: &Manifest, tensor: &Tensor, slice: &Slice) -> Error {
+    let (step, name, Slice { start, end, .. }) = (manifest.step, &tensor.name, slice);
+    let shard = source.name_of(&manifest.shards[slice.shard as usize]);
+    let fact = format!("bytes {start}..{end} of {shard} are damaged");
+    Error::corrupt(format!("step {step}: tensor `{name}`: {fact}"))
 }
 
 /// Copies what a target wants of a slice that was read aside.

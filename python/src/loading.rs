@@ -11,7 +11,9 @@ use forebay_ckpt::dtype::Dtype;
 use forebay_ckpt::local::{Local, as_damage};
 use forebay_ckpt::manifest::{Manifest, SliceKind};
 use forebay_ckpt::region::Region;
-use forebay_ckpt::restore::{Target, read_held, read_local, read_tensors};
+use forebay_ckpt::restore::{
+    Shards, Target, Through, Wish, read_held, read_local, read_tensors, read_through,
+};
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::files::make_directory;
@@ -298,5 +300,46 @@ impl Step {
             }
         };
         py.detach(read).or_raise()
+    }
+
+    /// Reads tensors, given as tensor index and box, through a buffer, given as address and length. `give` is called with
+    /// the number of one of them, a byte of it, and address and length of what it holds from there on, for it to copy.
+    fn read_through(
+        &self,
+        py: Python<'_>,
+        wanted: Vec<(usize, Option<Boxed>)>,
+        buffer: (usize, usize),
+        give: Py<PyAny>,
+        threads: usize,
+    ) -> PyResult<()> {
+        let wish = |(tensor, part)| Wish { tensor, region: self.region(tensor, part) };
+        let wishes: Vec<Wish> = wanted.into_iter().map(wish).collect();
+        let mut raised = None;
+        let mut hand = |number: usize, at: u64, bytes: &[u8]| {
+            self.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+            let arguments = (number, at, bytes.as_ptr() as usize, bytes.len());
+            Python::attach(|py| give.call1(py, arguments).map(drop)).map_err(|error| {
+                raised = Some(error);
+                Error::bug("what was read is not taken")
+            })
+        };
+        let read = || {
+            let through = Through { buffer: buffer::bytes_mut(buffer), give: &mut hand };
+            let read = |shards: &Shards<'_>| read_through(shards, &self.manifest, &wishes, through, threads);
+            match &self.place {
+                Place::Held(shards) => read(&Shards::Held(&here(shards)?)),
+                Place::Store(url) => {
+                    let (runtime, bucket) = open(url)?;
+                    read(&Shards::Store(runtime.handle(), &bucket))
+                }
+                Place::Local(directory) => with_disk(|runtime| {
+                    let open = async { Local::open(directory).await.map_err(as_damage) };
+                    let (local, clock) = (while_it_answers(runtime, open)?, Clock::system());
+                    read(&Shards::Local(runtime, &local, &clock))
+                }),
+            }
+        };
+        let outcome = py.detach(read);
+        raised.map_or_else(|| outcome.or_raise(), Err)
     }
 }

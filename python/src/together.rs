@@ -55,6 +55,12 @@ impl Together {
         self.plan.rounds()
     }
 
+    /// Whether any of a part of a tensor is read in rounds.
+    fn shares(&self, index: usize, part: Option<Boxed>) -> bool {
+        let step = self.step.get();
+        self.plan.shares(&step.manifest, &Wish { tensor: index, region: step.region(index, part) })
+    }
+
     /// Lends this rank's memory to all and takes theirs; all ranks do so before the first round.
     fn lend(&self, py: Python<'_>, group: &Group, patience_s: f64) -> PyResult<()> {
         let half = self.plan.half_bytes();

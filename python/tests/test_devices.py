@@ -179,6 +179,58 @@ def test_a_missing_driver_leaves_the_copying_to_torch(tmp_path: Path, monkeypatc
         assert forebay.load(tmp_path)["w"].tolist() == [1.0] * 2000
 
 
+def test_a_restore_to_a_device_goes_through_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device is at hand: tensors of 4 KiB and more stand for those of one. A piece is read and checked, copied, and
+    its memory read into again."""
+    from forebay import _pieces, _tensors
+
+    buffers: list[tuple[int, int]] = []
+    copies: list[tuple[int, int]] = []
+
+    def memory(size: int, is_locked: bool, plain: Any = _pieces._memory) -> Any:
+        assert is_locked, "the device copies out of it"
+        made = plain(size, False)
+        buffers.append((ctypes.addressof(made[0]), size))
+        return made
+
+    def copy_elements(place: Any, source: Any, plain: Any = _pieces.copy_elements) -> None:
+        copies.append((source.data_ptr(), source.nbytes))
+        plain(place, source)
+
+    def take_span(self: Any, kind: str, place: Any, plain: Any = _tensors.Tensors._take_span) -> Any:
+        return None if kind == "tensor" and place.nbytes >= 4096 else plain(self, kind, place)
+
+    monkeypatch.setattr(_pieces, "BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr(_pieces, "_memory", memory)
+    monkeypatch.setattr(_pieces, "_is_devices", lambda aside: True)
+    monkeypatch.setattr(_pieces, "copy_elements", copy_elements)
+    monkeypatch.setattr(_tensors.Tensors, "_take_span", take_span)
+
+    def state_of(value: int) -> dict[str, Any]:
+        torch.manual_seed(value)
+        return {
+            "long": torch.randn(700_001),
+            "turned": torch.randn(3, 701, 211, dtype=torch.float64).permute(2, 0, 1),
+            "bytes": torch.randint(0, 100, (5003,), dtype=torch.int8),
+            "half": torch.randn(71, 73).bfloat16()[:, ::2],
+            "complex": torch.randn(50, 60, dtype=torch.complex128).t(),
+            "near": torch.randn(3),
+        }
+
+    saved, live = state_of(1), state_of(2)
+    forebay.save(saved, tmp_path)
+    forebay.load(tmp_path, live)
+    for name, tensor in saved.items():
+        assert torch.equal(live[name], tensor), name
+    ((address, size),) = buffers
+    assert size == 1 << 20
+    assert all(address <= start and start + length <= address + size for start, length in copies)
+    far = sum(tensor.nbytes for name, tensor in saved.items() if name != "near")
+    assert sum(length for _, length in copies) == far and far > 6 * size
+    # Once for each time that it was filled.
+    assert sum(start == address for start, _ in copies) == -(-far // size)
+
+
 def test_tensors_of_a_real_device(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("gpu: SKIPPED, this machine has none")

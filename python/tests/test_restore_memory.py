@@ -21,9 +21,10 @@ SLACK = 16 * MIB
 """Stacks, what allocators keep, and pages of code that nothing had run before."""
 
 
-def state_of(size: int, value: int) -> dict[str, Any]:
-    """Tensors of so many bytes in all, every page of them there."""
-    return {f"w{index}": torch.full((size // 4,), value + index, dtype=torch.uint8) for index in range(4)}
+def state_of(size: int, value: int, turned: bool = False) -> dict[str, Any]:
+    """Tensors of so many bytes in all, every page of them there; `turned`, their columns lie one behind the other."""
+    state = {f"w{index}": torch.full((size // 4,), value + index, dtype=torch.uint8) for index in range(4)}
+    return {name: tensor.view(-1, 1 << 12).t() for name, tensor in state.items()} if turned else state
 
 
 def memory(what: str) -> int:
@@ -31,13 +32,13 @@ def memory(what: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def taken(ranks: int, place: Any, size: int) -> list[int]:
+def taken(ranks: int, place: Any, size: int, turned: bool = False) -> list[int]:
     """What each of the ranks had at most while it restored all of a state, beyond what it had with the state before."""
     forebay.save(state_of(4, 0), f"{place}-small", step=1)
-    forebay.save(state_of(size, 1), place, step=1)
+    forebay.save(state_of(size, 1, turned), place, step=1)
 
     def work(rank: int) -> int:
-        state = state_of(size, 100)
+        state = state_of(size, 100, turned)
         # What the first call of anything takes is not the restore's.
         with forebay.Checkpointer(f"{place}-small") as checkpointer:
             assert checkpointer.restore(state_of(4, 0)) == 1
@@ -69,3 +70,13 @@ def test_a_restore_of_ranks_that_read_together(tmp_path: Path) -> None:
     its own twice, to fill it and to copy out of it, and that of the other."""
     for most in taken(2, tmp_path / "run", 384 * MIB):
         assert most <= 6 * HALF + IN_FLIGHT + SLACK, most
+
+
+def test_a_restore_into_memory_that_cannot_be_read_into(tmp_path: Path) -> None:
+    """Strided memory, as a device's, is filled out of one buffer."""
+    (most,) = taken(1, tmp_path / "run", 128 * MIB, turned=True)
+    assert most <= IN_FLIGHT + SLACK, most
+
+
+def test_ranks_that_read_together_fill_strided_memory(tmp_path: Path) -> None:
+    taken(2, tmp_path / "run", MIB, turned=True)

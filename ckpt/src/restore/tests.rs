@@ -171,6 +171,80 @@ async fn any_part_of_any_slicing_is_read() {
     assert_eq!(bucket.counters().of(OperationKind::Get).bytes - before, 48, "the other half was not read");
 }
 
+/// Reads parts of tensors of float32 through a buffer of so many bytes: what they hold, and how long the pieces were.
+async fn read_through_a_buffer(
+    bucket: &Bucket,
+    manifest: &Manifest,
+    wishes: Vec<Wish>,
+    size: usize,
+) -> Result<(Vec<Vec<u8>>, Vec<usize>)> {
+    let (runtime, bucket, manifest) = (Handle::current(), bucket.clone(), manifest.clone());
+    let work = move || {
+        let empty = |wish: &Wish| vec![0xee; wish.region.elements() as usize * 4];
+        let (mut found, mut lengths): (Vec<_>, Vec<_>) = (wishes.iter().map(empty).collect(), Vec::new());
+        let mut give = |wish: usize, at: u64, bytes: &[u8]| {
+            found[wish][at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
+            lengths.push(bytes.len());
+            Ok(())
+        };
+        let through = Through { buffer: &mut vec![0; size], give: &mut give };
+        super::read_through(&Shards::Store(&runtime, &bucket), &manifest, &wishes, through, 2)?;
+        Ok((found, lengths))
+    };
+    tokio::task::spawn_blocking(work).await.expect("join")
+}
+
+/// A device's memory is not read into: what is to get there passes through a buffer that is smaller than it.
+#[tokio::test]
+async fn what_is_read_through_a_buffer_never_takes_more() {
+    use SliceKind::{Box, Flat};
+    let bucket = Bucket::in_memory();
+    let shape: &[u64] = &[40, 10];
+    let tensors: [(&str, &[u64], &[Cut<'_>]); 5] = [
+        ("rows", shape, &[(Box, &[20, 0], &[20, 10], 1), (Box, &[0, 0], &[20, 10], 0)]),
+        ("scalar", &[], &[(Box, &[], &[], 0)]),
+        ("flat", shape, &[(Flat, &[0], &[77], 0), (Flat, &[77], &[323], 1)]),
+        ("empty", &[0, 5], &[]),
+        ("columns", shape, &[(Box, &[0, 0], &[40, 4], 0), (Box, &[0, 4], &[40, 6], 1)]),
+    ];
+    let (manifest, contents) = store(&bucket, &tensors).await;
+    let whole = |tensor: usize| Wish { tensor, region: Region::whole(&manifest.tensors[tensor].shape) };
+    let lower = Region { kind: Box, offsets: vec![20, 0], lengths: vec![20, 10] };
+    for size in [64, 100, 1000, 1 << 20] {
+        let mut wishes: Vec<Wish> = (0..4).map(whole).collect();
+        wishes.push(Wish { tensor: 0, region: lower.clone() });
+        let before = bucket.counters().of(OperationKind::Get).bytes;
+        let (found, lengths) = read_through_a_buffer(&bucket, &manifest, wishes, size).await.expect("read");
+        let mut expected = contents[..4].to_vec();
+        expected.push(contents[0][800..].to_vec());
+        assert_eq!(found, expected, "through {size} bytes");
+        assert!(lengths.iter().all(|length| *length <= size), "{lengths:?}");
+        let needed: usize = expected.iter().map(Vec::len).sum();
+        assert!(bucket.counters().of(OperationKind::Get).bytes - before >= needed as u64);
+        assert_eq!(lengths.iter().sum::<usize>(), needed);
+    }
+    // What lies scattered in its slices comes in one piece, whole or in part.
+    let part = Region { kind: Box, offsets: vec![1, 1], lengths: vec![2, 3] };
+    let wishes = vec![whole(4), Wish { tensor: 0, region: part }];
+    let (found, lengths) = read_through_a_buffer(&bucket, &manifest, wishes, 64).await.expect("read");
+    assert_eq!(found, [contents[4].clone(), cut(&contents[0], 4, shape, &[1, 1], &[2, 3])]);
+    assert_eq!(lengths, [1600, 24]);
+
+    // Damage of what fits the buffer is given to nobody, and that of what does not is told.
+    let key = manifest.shards[0].object();
+    let (sound, _) = bucket.get_whole(&key).await.expect("get");
+    for at in [4096, sound.len() - 1] {
+        let mut damaged = sound.to_vec();
+        damaged[at] ^= 1;
+        bucket.put(&key, damaged.into(), Condition::Always).await.expect("put");
+        for size in [64, 1 << 20] {
+            let wishes = [0, 1, 2, 4].map(whole).to_vec();
+            let error = read_through_a_buffer(&bucket, &manifest, wishes, size).await.expect_err("a bit");
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "byte {at}: {error}");
+        }
+    }
+}
+
 /// What each rank wants of the tensors, read together; the bytes that each fetched.
 async fn read_as_ranks(
     bucket: &Bucket,

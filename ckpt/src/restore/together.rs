@@ -175,6 +175,15 @@ impl Together {
         })
     }
 
+    /// Whether another rank may read any of what a wish is made of.
+    pub fn shares(&self, manifest: &Manifest, Wish { tensor: number, region }: &Wish) -> bool {
+        let Some(tensor) = manifest.tensors.get(*number) else { return false };
+        let mut slices = tensor.slices.iter().enumerate();
+        slices.any(|(index, slice)| {
+            self.shared.contains(&(*number, index)) && Region::of(slice).touches(region, &tensor.shape)
+        })
+    }
+
     /// Reads what only this rank wants into place.
     ///
     /// # Errors

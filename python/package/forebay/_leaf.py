@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
 from . import _native
+from ._errors import CheckpointInvalid
 
 SIZES: dict[str, int] = dict(_native.dtypes())
 """Bytes of one element, by the name of the element type."""
@@ -83,6 +84,16 @@ def array_dtype(array: Any) -> Optional[str]:
     name = array.dtype.name
     is_plain = array.dtype.kind in "biufc" and array.dtype.isnative
     return name if is_plain and name in SIZES else None
+
+
+def torch_dtype(name: str) -> Any:
+    """The element type of torch that has this name. Raises `CheckpointInvalid` where this torch has none."""
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointInvalid(f"this version of torch has no element type `{name}`")
+    return found
 
 
 def tensor_leaf(name: str, path: str, tensor: Any, dtype: str) -> Leaf:

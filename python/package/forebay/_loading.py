@@ -117,14 +117,13 @@ def read_planned(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], 
         # The step was saved again meanwhile, and some found the one and some the other.
         made[0].tensors.read()
     else:
-        made[0].tensors.read(partial(_read_together, step, ranks, [word["wishes"] for word in words]))
+        wishes = [word["wishes"] for word in words]
+        together = use_together(ranks, "share a restore", lambda: _native.Together(step, wishes, ranks.rank))
+        made[0].tensors.read(partial(_read_together, together, ranks), together.shares)
     return made[0]
 
 
-def _read_together(
-    step: _native.Step, ranks: Ranks, wishes: list[str], targets: list[_native.Wanted], threads: int
-) -> None:
-    together = use_together(ranks, "share a restore", lambda: _native.Together(step, wishes, ranks.rank))
+def _read_together(together: _native.Together, ranks: Ranks, targets: list[_native.Wanted], threads: int) -> None:
     if together.rounds == 0:
         together.read_rest(targets, threads)
         return

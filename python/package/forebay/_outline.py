@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from . import _native
 from ._loading import default_threads, state_tree
-from ._tensors import Node, Tensors, torch_dtype
+from ._leaf import torch_dtype
+from ._tensors import Node, Tensors
 from ._unflatten import Builder
 
 Read = Callable[[torch.Tensor], torch.Tensor]

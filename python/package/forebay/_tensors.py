@@ -1,5 +1,5 @@
 """The tensors of a step on their way into memory: into live ones that were bound, where these are dense and the
-processor's, and into fresh memory.
+processor's, and into fresh memory; through a buffer, a piece at a time, into a device's and into strided ones.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import ctypes
 from typing import Any, Callable, Optional
 
 from . import _native
-from ._errors import CheckpointCorrupt, CheckpointInvalid
-from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, tensor_dtype, torch_module
+from ._errors import CheckpointCorrupt
+from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, tensor_dtype, torch_dtype, torch_module
+from ._pieces import Aside, read_in_pieces
 
 Node = Any
 Part = Optional[tuple[list[int], list[int]]]
@@ -31,6 +32,7 @@ class Tensors:
         self._loaded: dict[tuple[str, str], Any] = {}
         self._targets: list[_native.Wanted] = []
         self._bound: list[Any] = []
+        self._asides: list[Aside] = []
         self._staged: list[tuple[Any, Any]] = []
         self._spans: list[tuple[int, int]] = []
 
@@ -85,20 +87,40 @@ class Tensors:
 
     def wishes(self) -> str:
         """What was noted, for the other ranks."""
-        return _native.wishes(self._step, [(index, part) for index, part, _, _ in self._targets])
+        targets = [(index, part) for index, part, _, _ in self._targets]
+        return _native.wishes(self._step, targets + [(aside.index, aside.part) for aside in self._asides])
 
-    def read(self, read: Optional[Callable[[list[_native.Wanted], int], None]] = None) -> None:
-        """Reads what was noted, by `read` or alone. Raises `CheckpointCorrupt` when any of it is not what was saved."""
+    def read(
+        self,
+        read: Optional[Callable[[list[_native.Wanted], int], None]] = None,
+        shares: Callable[[int, Part], bool] = lambda index, part: False,
+    ) -> None:
+        """Reads what was noted, by `read` or alone; `shares` tells what other ranks read for this one, which takes memory
+        where it cannot be read into place. Raises `CheckpointCorrupt` when any of it is not what was saved."""
         torch = torch_module()
+        alone: list[Aside] = []
+        targets = self._targets
+        for aside in self._asides:
+            if shares(aside.index, aside.part):
+                targets = [*targets, self._stage(aside)]
+            else:
+                alone.append(aside)
         try:
-            (read or self._step.read)(self._targets, self._threads)
+            (read or self._step.read)(targets, self._threads)
+            read_in_pieces(self._step, alone, self._threads)
         finally:
             for value in self._bound:
                 if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():
                     torch.autograd.graph.increment_version(value)
 
+    def _stage(self, aside: Aside) -> _native.Wanted:
+        """Memory of its own for what cannot be read into its place."""
+        staged = _new_like(aside.kind, aside.place, aside.dtype)
+        self._staged.append((aside.place, staged))
+        return (aside.index, aside.part, *_span(aside.kind, staged))
+
     def place(self) -> None:
-        """Copies what was read aside into its live tensors."""
+        """Copies what was read aside as a whole into its live tensors."""
         torch = torch_module()
         for place, staged in self._staged:
             if torch is not None and isinstance(place, torch.Tensor):
@@ -146,11 +168,8 @@ class Tensors:
             self._targets.append((index, part, *span))
 
     def _read_aside(self, kind: str, index: int, part: Part, place: Any, dtype: str) -> None:
-        """Has a tensor copied to its place once all is found right: a device's memory, a strided, a shared or another
-        one."""
-        staged = _new_like(kind, place, dtype)
-        self._staged.append((place, staged))
-        self._targets.append((index, part, *_span(kind, staged)))
+        """Has a tensor copied to its place: a device's memory, a strided, a shared or another one."""
+        self._asides.append(Aside(kind, index, part, place, dtype))
 
     def _take_span(self, kind: str, place: Any) -> Optional[tuple[int, int]]:
         """Where a tensor's or array's memory is; None where it cannot be read into: it is dense, the processor's, and
@@ -170,16 +189,6 @@ class Tensors:
                 return None
         self._spans.insert(at, (start, size))
         return start, size
-
-
-def torch_dtype(name: str) -> Any:
-    """The element type of torch that has this name. Raises `CheckpointInvalid` where this torch has none."""
-    import torch
-
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointInvalid(f"this version of torch has no element type `{name}`")
-    return found
 
 
 def _is_dense(tensor: Any) -> bool:

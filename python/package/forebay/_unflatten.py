@@ -9,8 +9,8 @@ import struct
 from typing import Any, Callable
 
 from ._errors import CheckpointInvalid
-from ._leaf import SIZES
-from ._tensors import Node, Tensors, torch_dtype
+from ._leaf import SIZES, torch_dtype
+from ._tensors import Node, Tensors
 
 
 class Builder:

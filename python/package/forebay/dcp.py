@@ -56,14 +56,14 @@ from ._errors import (
     CheckpointSuperseded,
 )
 from ._flatten import KEPT, Flattener
-from ._leaf import Leaf, copy_elements, tensor_dtype, tensor_leaf
+from ._leaf import Leaf, copy_elements, tensor_dtype, tensor_leaf, torch_dtype
 from ._loading import default_threads, newest_steps, read_planned, state_tree, use_together, with_step
 from ._paths import Node, Path, flatten, nest
 from ._ranks import Ranks, meeting_place, new_start, surroundings
 from ._save import Save
 from ._shares import Share
 from ._stager import Staged, Stager, box_of, is_stored
-from ._tensors import Tensors, torch_dtype
+from ._tensors import Tensors
 from ._unflatten import Builder
 from ._url import bucket_url, make_directory
 
