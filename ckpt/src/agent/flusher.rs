@@ -414,6 +414,8 @@ mod delta_tests;
 #[cfg(test)]
 mod disk_tests;
 #[cfg(test)]
+mod fault_tests;
+#[cfg(test)]
 mod origin_tests;
 #[cfg(test)]
 mod race_tests;
