@@ -169,6 +169,49 @@ fn a_volume_is_checked_mounted_or_not_and_repaired_unmounted() {
 }
 
 #[test]
+fn a_file_that_lost_bytes_comes_to_lost_and_found() {
+    if !require_fuse("a_file_that_lost_bytes_comes_to_lost_and_found") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (home, bucket, folder) = (scratch.folder("home"), scratch.folder("bucket"), scratch.join("mnt"));
+    let source = format!("file://{}", bucket.display());
+    let fsck = |more: &[&str]| forebay(&home, &[&["fsck", &source][..], more].concat());
+    let mut mount = Mount::new(&home, &source, &folder, &[], &[]);
+    fs::create_dir(folder.join("d")).expect("made");
+    fs::write(folder.join("d/sound"), "sound").expect("written");
+    // A name that is no key: the bytes lie in a blob of Forebay's.
+    fs::write(folder.join("d/name#1"), "bytes").expect("written");
+    fs::hard_link(folder.join("d/name#1"), folder.join("again")).expect("linked");
+    mount.unmount();
+    let blobs = bucket.join(".forebay/blobs");
+    assert_eq!(count(&blobs), (1, 5));
+    fs::remove_dir_all(&blobs).expect("lost");
+
+    fsck(&[]).failed_with("1 things are wrong", "--repair");
+    let mended = parse(&fsck(&["--repair", "--json"]).succeeded());
+    let [finding] = mended["findings"].as_array().expect("a list").as_slice() else { panic!("{mended}") };
+    let detail = finding["detail"].as_str().expect("text");
+    assert_eq!((&finding["kind"], &finding["mended"]), (&"dangling-extent".into(), &true.into()));
+    let refuge = detail.split('`').find(|word| word.starts_with("/lost+found/")).expect("its new place");
+    assert!(detail.contains("the bytes 0-4 of `d/name#1`"), "{detail}");
+    let again = parse(&fsck(&["--json"]).succeeded());
+    assert_eq!(again["findings"], Value::Array(Vec::new()));
+
+    mount.remount(&home);
+    let file = folder.join(refuge.trim_start_matches('/'));
+    assert_eq!(fs::read(&file).expect("bytes"), [0; 5]);
+    let script = "import os, sys; print([os.getxattr(sys.argv[1], 'user.forebay.' + name) for name in ('lost', 'lost-names')])";
+    let told =
+        forebay_tests::shell(&folder, &format!("python3 -c \"{script}\" '{}'", file.display())).succeeded();
+    assert_eq!(told.trim(), r"[b'0-4', b'd/name#1\nagain']");
+    let names = forebay_tests::shell(&folder, "find . -type f | sort").succeeded();
+    assert_eq!(names, format!("./d/sound\n.{refuge}\n"));
+    mount.unmount();
+    assert!(fsck(&[]).succeeded().starts_with("clean"));
+}
+
+#[test]
 fn a_tree_that_was_lost_is_loaded_from_its_dump() {
     if !require_fuse("a_tree_that_was_lost_is_loaded_from_its_dump") {
         return;

@@ -16,7 +16,8 @@ use crate::{print, run, upkeep};
 pub(crate) struct FsckArguments {
     /// The URL of the bucket, as it is mounted.
     pub(crate) source: String,
-    /// Mend what can be mended; what nothing leads to comes to /lost+found. The volume must not be mounted.
+    /// Mend what can be mended; what nothing leads to comes to /lost+found, and so does a file whose bytes are gone from
+    /// the bucket, with zeros for them: bring objects back before that. The volume must not be mounted.
     #[arg(long)]
     pub(crate) repair: bool,
     /// The state directory that it is mounted with.
@@ -58,7 +59,10 @@ pub(crate) fn run(global: &Global, arguments: &FsckArguments) -> Result<ExitCode
     let wrong = report.findings.iter().filter(|found| !found.mended).count() as u64 + report.further;
     let hint = match arguments.repair {
         true => "what cannot be mended is left as it is: restore those files from a backup",
-        false => "run `forebay fsck --repair` while it is not mounted; `forebay gc` frees what leaked",
+        false => {
+            "run `forebay fsck --repair` while it is not mounted, which gives up bytes that are gone; `forebay gc` frees \
+             what leaked"
+        }
     };
     Err(Error::corrupt(format!("{wrong} things are wrong with {}", arguments.source)).with_hint(hint))
 }

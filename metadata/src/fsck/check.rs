@@ -4,11 +4,12 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, InodeId, Result};
+use forebay_core::{Error, ErrorKind, InodeId, ObjectKey, Result};
 
 use super::damage::{Damage, FsckReport};
 use super::facts::{Facts, Gather};
 use super::judge::judge;
+use super::lost::{find_losses, is_final, path_of};
 use super::mend::mend;
 use super::objects::{Compared, compare};
 use crate::gc::Collector;
@@ -21,35 +22,44 @@ const MOST_FINDINGS: usize = 10_000;
 /// Passes of mending: what one brings to light the next mends.
 const MOST_PASSES: usize = 4;
 
+/// What one look found.
+struct Survey {
+    /// The counts.
+    report: FsckReport,
+    damage: Vec<Damage>,
+    /// The paths of files that lack bytes.
+    paths: HashMap<InodeId, String>,
+}
+
 /// Checks a tree against itself and its bucket, and mends what can be mended if `repair`, which nobody else may use
 /// meanwhile.
 ///
 /// # Errors
 /// `Unavailable` or `Corrupt` when engine or bucket cannot be read at all.
 pub(crate) async fn check(mover: &Mover, repair: bool) -> Result<FsckReport> {
-    let (mut report, mut damage) = survey(mover).await?;
+    let Survey { mut report, mut damage, mut paths } = survey(mover).await?;
     let mut seen: Vec<Damage> = Vec::new();
     for _ in 0..MOST_PASSES {
         if !repair || damage.is_empty() {
             break;
         }
-        let mut mended = 0;
-        let is_unsure = damage.iter().any(Damage::hides_others);
-        for one in damage.iter().filter(|one| !(is_unsure && one.takes_away())) {
-            let wrong = one.clone();
-            let work = mover.transact(Durability::Buffered, move |change| mend(change, &wrong)).await;
-            mended += usize::from(work.unwrap_or_else(|error| {
-                tracing::warn!(%error, damage = ?one, "could not mend");
-                false
-            }));
-        }
+        let mended = mend_all(mover, &damage).await;
         // Frees what leaked, if nothing that cannot be read stands against it.
         if let Err(error) = collector(mover, false).collect().await {
             tracing::warn!(%error, "could not free what leaked");
         }
-        seen.extend(damage.drain(..).filter(|one| !seen.contains(one)).collect::<Vec<_>>());
-        damage = survey(mover).await?.1;
-        if mended == 0 {
+        for (one, is_mended) in damage.drain(..).zip(&mended) {
+            // Bytes that came back without mending were never lost.
+            let is_loss = matches!(one, Damage::DanglingExtent(_));
+            if !seen.contains(&one) && (*is_mended || !is_loss) {
+                seen.push(one);
+            }
+        }
+        let left = survey(mover).await?;
+        damage = left.damage;
+        // Those that they had first.
+        paths = left.paths.into_iter().chain(paths).collect();
+        if !mended.contains(&true) {
             break;
         }
     }
@@ -60,9 +70,43 @@ pub(crate) async fn check(mover: &Mover, repair: bool) -> Result<FsckReport> {
     for (one, mended) in all.into_iter().take(MOST_FINDINGS) {
         let mut finding = one.finding();
         finding.mended = mended;
+        if let Damage::DanglingExtent(loss) = one {
+            finding.detail = loss.told(paths.get(&loss.ino).map(String::as_str), mended);
+        }
         report.findings.push(finding);
     }
     Ok(report)
+}
+
+/// Mends what can be mended. Returns of each whether it could.
+async fn mend_all(mover: &Mover, damage: &[Damage]) -> Vec<bool> {
+    let is_unsure = damage.iter().any(Damage::hides_others);
+    let misnamed: HashSet<InodeId> = damage.iter().filter_map(Damage::misnamed).collect();
+    let mut gone: HashMap<&ObjectKey, bool> = HashMap::new();
+    let mut mended = vec![false; damage.len()];
+    for (one, is_mended) in damage.iter().zip(&mut mended) {
+        if is_unsure && one.takes_away() {
+            continue;
+        }
+        if let Damage::DanglingExtent(loss) = one {
+            let is_gone = match gone.get(&loss.blob.key) {
+                Some(known) => *known,
+                None => is_final(mover, loss).await,
+            };
+            gone.insert(&loss.blob.key, is_gone);
+            // What leads to a file has to be known before it is all taken away: the next pass does.
+            if !is_gone || misnamed.contains(&loss.ino) {
+                continue;
+            }
+        }
+        let wrong = one.clone();
+        let work = mover.transact(Durability::Buffered, move |change| mend(change, &wrong)).await;
+        *is_mended = work.unwrap_or_else(|error| {
+            tracing::warn!(%error, damage = ?one, "could not mend");
+            false
+        });
+    }
+    mended
 }
 
 fn collector(mover: &Mover, dry_run: bool) -> Collector<'_> {
@@ -70,7 +114,7 @@ fn collector(mover: &Mover, dry_run: bool) -> Collector<'_> {
 }
 
 /// One look at everything.
-async fn survey(mover: &Mover) -> Result<(FsckReport, Vec<Damage>)> {
+async fn survey(mover: &Mover) -> Result<Survey> {
     let keys = mover.shared().keys;
     // A snapshot holds what was synced.
     mover.committer().sync().await?;
@@ -81,26 +125,30 @@ async fn survey(mover: &Mover) -> Result<(FsckReport, Vec<Damage>)> {
     drop(snapshot);
     let mut living: HashSet<u64> = facts.sessions.clone();
     living.insert(mover.shared().session);
-    let Compared { damage: lacking, objects, changed_outside } =
-        compare(mover.bucket(), &facts, &living).await?;
-    for one in lacking {
+    let compared = compare(mover.bucket(), &facts, &living).await?;
+    let Compared { damage: found, lacking, objects, changed_outside } = compared;
+    for one in found {
         if still_stands(mover, &one).await? {
             damage.push(one);
         }
+    }
+    let mut paths = HashMap::new();
+    for loss in find_losses(mover, &facts, &lacking).await? {
+        paths.extend(path_of(mover, loss.ino).await.map(|path| (loss.ino, path)));
+        damage.push(Damage::DanglingExtent(loss));
     }
     damage.extend(leaked_uploads(mover).await?);
     damage.sort_by_key(|one| one.finding().subject);
     let Facts { nodes, entries, .. } = facts;
     let inodes = nodes.len() as u64;
-    Ok((FsckReport { inodes, entries, objects, changed_outside, ..FsckReport::default() }, damage))
+    let report = FsckReport { inodes, entries, objects, changed_outside, ..FsckReport::default() };
+    Ok(Survey { report, damage, paths })
 }
 
 /// A file may have been written, moved or removed since the snapshot, and its older bytes be gone rightly.
 async fn still_stands(mover: &Mover, damage: &Damage) -> Result<bool> {
     use crate::records::Records;
-    let (Damage::DanglingExtent { ino, key, .. } | Damage::NotUploaded { ino, key, .. }) = damage else {
-        return Ok(true);
-    };
+    let Damage::NotUploaded { ino, key, .. } = damage else { return Ok(true) };
     let names_it = mover.look(|look| {
         let Some(inode) = look.find(*ino)? else { return Ok(false) };
         Ok(look.layout(*ino, &inode)?.blobs().any(|blob| blob.key == *key))

@@ -1,9 +1,12 @@
 //! What can be wrong, and how it is told.
 
+use std::ops::Range;
+
 use bytes::Bytes;
 use forebay_core::{Blob, FileKind, InodeId, ObjectKey};
 use serde::{Deserialize, Serialize};
 
+use crate::records::session_of;
 use crate::schema::{Counters, Usage};
 
 /// Something that is wrong.
@@ -24,7 +27,7 @@ pub(super) enum Damage {
     /// A layout whose extents overlap, pass its end or are missing.
     BadLayout { ino: InodeId, why: String },
     /// Bytes of a file that are not in the bucket as the layout says.
-    DanglingExtent { ino: InodeId, key: ObjectKey, why: &'static str },
+    DanglingExtent(Loss),
     /// Bytes of a file that a host staged and has not uploaded.
     NotUploaded { ino: InodeId, key: ObjectKey, host: String },
     /// A blob that more or fewer inodes refer to than is counted.
@@ -47,6 +50,22 @@ pub(super) enum Damage {
     LeakedBlob { key: ObjectKey, bytes: u64 },
     /// Unfinished uploads and staged files of dead sessions.
     LeakedUploads { uploads: u64, leftovers: u64 },
+}
+
+/// How an object is that is not there at all.
+pub(super) const MISSING: &str = "missing";
+
+/// Bytes of a file whose object is not in the bucket as the layout says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Loss {
+    pub(super) ino: InodeId,
+    pub(super) blob: Blob,
+    /// How the object is instead.
+    pub(super) why: &'static str,
+    /// The file's bytes; none when only an empty object is missed.
+    pub(super) ranges: Vec<Range<u64>>,
+    /// Of a file in the trash, until when.
+    pub(super) due_ms: Option<u64>,
 }
 
 /// Something that is wrong, as people and programs are told.
@@ -93,6 +112,16 @@ impl Damage {
         matches!(self, Self::UnreadableRecord { .. } | Self::BadLayout { .. })
     }
 
+    /// The inode of whose names more or fewer are there than it knows.
+    pub(super) fn misnamed(&self) -> Option<InodeId> {
+        match self {
+            Self::LostInode { ino, .. } | Self::WrongNames { ino, .. } | Self::WrongLinkCount { ino, .. } => {
+                Some(*ino)
+            }
+            _ => None,
+        }
+    }
+
     /// Whether mending takes something away because nothing was found that needs it.
     pub(super) fn takes_away(&self) -> bool {
         match self {
@@ -101,6 +130,7 @@ impl Damage {
             }
             Self::WrongMember { is_recorded, .. } => *is_recorded,
             Self::DanglingEntry { .. }
+            | Self::DanglingExtent(_)
             | Self::StrayTrash { .. }
             | Self::WrongQuota { .. }
             | Self::EmptyClaim { .. }
@@ -136,7 +166,7 @@ impl Damage {
                 ("wrong-link-count", inode(ino), format!("recorded {recorded}, found {found}"))
             }
             Self::BadLayout { ino, why } => ("bad-layout", inode(ino), why.clone()),
-            Self::DanglingExtent { ino, key, why } => ("dangling-extent", inode(ino), lacking(key, why)),
+            Self::DanglingExtent(loss) => ("dangling-extent", inode(&loss.ino), loss.told(None, false)),
             Self::NotUploaded { ino, key, host } => {
                 let detail =
                     format!("its bytes at `{key}` were staged with --writeback on host {host}, not uploaded");
@@ -169,7 +199,11 @@ impl Damage {
                 ("wrong-counters", "the volume".to_owned(), format!("recorded {recorded:?}, found {found:?}"))
             }
             Self::LeakedBlob { key, bytes } => {
-                ("leaked-blob", key.to_string(), format!("{bytes} bytes that nothing refers to"))
+                let whose = match session_of(key) {
+                    Some(_) => "",
+                    None => "; its name is none that Forebay gives: remove it by hand if it is nobody's",
+                };
+                ("leaked-blob", key.to_string(), format!("{bytes} bytes that nothing refers to{whose}"))
             }
             Self::LeakedUploads { uploads, leftovers } => {
                 let detail = format!("{uploads} unfinished uploads, {leftovers} staged files");
@@ -180,17 +214,52 @@ impl Damage {
     }
 }
 
-/// That the object of a layout is not there as it was, who can have done it, and what is to be done.
-fn lacking(key: &ObjectKey, why: &str) -> String {
-    let advice = match (key.as_str().starts_with(Blob::OWNED_PREFIX), why) {
-        (true, _) => "nobody but Forebay may write there; bring the object back, or remove the file",
-        (false, "missing") => {
-            "another program deleted that object, which held bytes of this file; bring it back, or remove the file"
+impl Loss {
+    /// The name that the file gets in `/lost+found`.
+    pub(super) fn refuge(ino: InodeId) -> String {
+        format!("damaged-inode-{ino}")
+    }
+
+    /// The bytes, first and last of each run: `0-4095,8192-8195`.
+    pub(super) fn spelled(&self) -> String {
+        let runs: Vec<String> =
+            self.ranges.iter().map(|range| format!("{}-{}", range.start, range.end - 1)).collect();
+        runs.join(",")
+    }
+
+    /// Which bytes of what, that the object is not there as it was, who can have done it, and what is to be done or was.
+    pub(super) fn told(&self, path: Option<&str>, is_mended: bool) -> String {
+        let of = path.map_or_else(String::new, |path| format!(" of `{path}`"));
+        let (key, why) = (&self.blob.key, self.why);
+        let (bytes, be) = match self.ranges.is_empty() {
+            true => (format!("the empty object{of}"), "is"),
+            false => (format!("the bytes {}{of}", self.spelled()), "are"),
+        };
+        if is_mended {
+            return match self.ranges.is_empty() {
+                true => format!("{bytes} at `{key}` was {why}: the file is one without an object now"),
+                false => format!(
+                    "{bytes} at `{key}` were {why} and read as zeros now; the file is `/lost+found/{}`",
+                    Self::refuge(self.ino)
+                ),
+            };
         }
-        (false, _) => {
-            "another program replaced that object, which held bytes of this file; bring that version of it back, or remove \
-             the file and copy it again"
-        }
-    };
-    format!("its bytes at `{key}` are {why}: {advice}")
+        let is_ours = key.as_str().starts_with(Blob::OWNED_PREFIX);
+        let (who, advice) = match (is_ours, why) {
+            (true, MISSING) => (
+                "nobody but Forebay may write there",
+                "bring the object back, or give these bytes up with --repair",
+            ),
+            (true, _) => ("nobody but Forebay may write there", "bring the object back, or remove the file"),
+            (false, MISSING) => (
+                "another program deleted that object, which held bytes of this file",
+                "bring it back, or give these bytes up with --repair",
+            ),
+            (false, _) => (
+                "another program replaced that object, which held bytes of this file",
+                "bring that version of it back, or remove the file and copy it again",
+            ),
+        };
+        format!("{bytes} at `{key}` {be} {why}: {who}; {advice}")
+    }
 }

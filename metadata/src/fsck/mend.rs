@@ -1,16 +1,15 @@
 //! Mending: one transaction for each damage, which looks again before it changes anything.
 //!
-//! Bytes that are gone and records that cannot be read are beyond mending; they are left as they are.
+//! Records that cannot be read are beyond mending; they are left as they are.
 
 use bytes::Bytes;
 use forebay_core::{FileKind, InodeId, Result};
 
 use super::damage::Damage;
+use super::lost::give_up;
+use super::refuge::{forget_links, lost_and_found};
 use crate::records::{Change, Records};
-use crate::schema::{Deletion, Dentry, ImportState, Inode, Loan, Tag, encode_plain};
-
-/// Where inodes go that nothing leads to.
-const LOST_AND_FOUND: &[u8] = b"lost+found";
+use crate::schema::{Deletion, Dentry, Loan, encode_plain};
 
 /// Mends one damage. Returns whether it could.
 pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool> {
@@ -59,12 +58,12 @@ pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool>
         Damage::WrongQuota { ino, found: None, .. } => change.delete(change.keys().quota(*ino))?,
         Damage::EmptyClaim { key } => change.delete_claim(key.as_str())?,
         Damage::WrongCounters { found, .. } => change.put(change.keys().counters(), found.encode())?,
-        // Leaks are gc's.
+        // Leaks are freed by the round of gc after each pass.
         Damage::LeakedBlob { .. } | Damage::LeakedUploads { .. } => {}
-        Damage::UnreadableRecord { .. }
-        | Damage::BadLayout { .. }
-        | Damage::DanglingExtent { .. }
-        | Damage::NotUploaded { .. } => return Ok(false),
+        Damage::DanglingExtent(loss) => return give_up(change, loss),
+        Damage::UnreadableRecord { .. } | Damage::BadLayout { .. } | Damage::NotUploaded { .. } => {
+            return Ok(false);
+        }
     }
     Ok(true)
 }
@@ -95,26 +94,6 @@ fn bring_back(change: &mut Change<'_, '_>, ino: InodeId, subdirectories: u32) ->
     Ok(true)
 }
 
-/// The directory, made if need be; `None` when something else has its name.
-fn lost_and_found(change: &mut Change<'_, '_>) -> Result<Option<InodeId>> {
-    if let Some(entry) = change.dentry(InodeId::ROOT, LOST_AND_FOUND)? {
-        return Ok(Some(entry.ino).filter(|_| entry.kind == FileKind::Directory));
-    }
-    let mut root = change.directory(InodeId::ROOT)?;
-    let ino = change.next_ino(&mut root)?;
-    let mut made = Inode::new(FileKind::Directory, 0o700, (root.uid, root.gid), change.now);
-    made.name = Bytes::from_static(LOST_AND_FOUND);
-    made.kept = true;
-    change.put_inode(ino, &made)?;
-    change.put_dentry(InodeId::ROOT, LOST_AND_FOUND, Dentry { ino, kind: FileKind::Directory })?;
-    root.nlink += 1;
-    change.put_changed_directory(InodeId::ROOT, root)?;
-    change.put_import_state(ino, &ImportState::default())?;
-    change.attach(ino)?;
-    change.count(1, 0)?;
-    Ok(Some(ino))
-}
-
 /// Makes an inode remember just the names that lead to it. A directory keeps one.
 fn set_names(change: &mut Change<'_, '_>, ino: InodeId, names: &[(InodeId, Bytes)]) -> Result<()> {
     let Some(mut inode) = change.find(ino)? else { return Ok(()) };
@@ -133,18 +112,4 @@ fn set_names(change: &mut Change<'_, '_>, ino: InodeId, names: &[(InodeId, Bytes
     (inode.parent, inode.name) = first;
     change.put_inode(ino, &inode)?;
     change.settle_home(ino, &inode)
-}
-
-fn forget_links(change: &mut Change<'_, '_>, ino: InodeId) -> Result<()> {
-    /// Names taken away in one step.
-    const STEP: usize = 256;
-    let (start, end) = change.keys().below(Tag::Link, ino.0);
-    loop {
-        let some = change.reads().scan(&start, &end, STEP)?;
-        let is_last = some.len() < STEP;
-        some.into_iter().try_for_each(|(key, _)| change.delete(key))?;
-        if is_last {
-            return Ok(());
-        }
-    }
 }

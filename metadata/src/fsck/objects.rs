@@ -6,7 +6,7 @@ use forebay_core::{Blob, ObjectKey, Result};
 use forebay_io::object::{Bucket, ObjectInfo};
 use futures::stream::TryStreamExt;
 
-use super::damage::Damage;
+use super::damage::{Damage, MISSING};
 use super::facts::{Facts, Use};
 use crate::records::session_of;
 use crate::schema::HolderState;
@@ -15,6 +15,8 @@ use crate::schema::HolderState;
 #[derive(Debug, Default)]
 pub(super) struct Compared {
     pub(super) damage: Vec<Damage>,
+    /// Blobs that only the tree knows of and that are not there as they were, and how they are instead.
+    pub(super) lacking: HashMap<Blob, &'static str>,
     pub(super) objects: u64,
     pub(super) changed_outside: u64,
 }
@@ -32,9 +34,9 @@ pub(super) async fn compare(bucket: &Bucket, facts: &Facts, living: &HashSet<u64
         match wanted.remove(&info.key) {
             Some(uses) => {
                 compared.objects += 1;
-                for (blob, used) in uses {
+                for (blob, _) in uses {
                     if let Some(why) = fault(blob, &info) {
-                        compared.lacking(facts, blob, used, why);
+                        compared.lacks(facts, blob, why);
                     }
                 }
             }
@@ -51,7 +53,7 @@ pub(super) async fn compare(bucket: &Bucket, facts: &Facts, living: &HashSet<u64
                 key: blob.key.clone(),
                 host: host.to_owned(),
             }),
-            None => compared.lacking(facts, blob, used, "missing"),
+            None => compared.lacks(facts, blob, MISSING),
         }
     }
     Ok(compared)
@@ -76,10 +78,10 @@ fn is_leaked(key: &ObjectKey, living: &HashSet<u64>) -> bool {
 impl Compared {
     /// An object at the path of its own file is the user's to change, and the next listing shows it. All others hold
     /// bytes that only the tree knows of.
-    fn lacking(&mut self, facts: &Facts, blob: &Blob, used: &Use, why: &'static str) {
+    fn lacks(&mut self, facts: &Facts, blob: &Blob, why: &'static str) {
         let is_held = matches!(facts.claims.get(&blob.key), Some(HolderState::Held(_)));
         if blob.is_owned() || is_held || facts.lent.contains_key(blob) {
-            self.damage.push(Damage::DanglingExtent { ino: used.ino, key: blob.key.clone(), why });
+            self.lacking.insert(blob.clone(), why);
         } else {
             self.changed_outside += 1;
         }

@@ -17,7 +17,7 @@ use crate::tree::{Existing, LocalTree, RenameMode, Tree, resolve};
 const ROOT: InodeId = InodeId::ROOT;
 
 /// A tree with one of everything.
-async fn sample(world: &World) -> LocalTree {
+pub(super) async fn sample(world: &World) -> LocalTree {
     for key in ["listed/a", "listed/deep/b", "top"] {
         world.put(key, key.as_bytes()).await;
     }
@@ -37,7 +37,7 @@ async fn sample(world: &World) -> LocalTree {
     tree
 }
 
-async fn write_over(world: &World, tree: &LocalTree, path: &str, offset: u64, bytes: &[u8]) {
+pub(super) async fn write_over(world: &World, tree: &LocalTree, path: &str, offset: u64, bytes: &[u8]) {
     let (key, bytes) = (tree.fresh_blob(), Bytes::copy_from_slice(bytes));
     let blob = world.bucket().put(&key, bytes, Condition::IfAbsent).await.expect("put").blob();
     let ino = resolve(tree, path).await.expect("found").ino;
@@ -46,14 +46,14 @@ async fn write_over(world: &World, tree: &LocalTree, path: &str, offset: u64, by
     tree.commit_layout(ino, generation, layout, world.clock.wall()).await.expect("committed");
 }
 
-fn kinds(report: &FsckReport) -> Vec<&str> {
+pub(super) fn kinds(report: &FsckReport) -> Vec<&str> {
     let mut kinds: Vec<&str> = report.findings.iter().map(|found| found.kind.as_str()).collect();
     kinds.sort_unstable();
     kinds.dedup();
     kinds
 }
 
-async fn fsck(tree: &LocalTree, repair: bool) -> FsckReport {
+pub(super) async fn fsck(tree: &LocalTree, repair: bool) -> FsckReport {
     tree.fsck(repair).await.expect("checked")
 }
 
@@ -201,22 +201,23 @@ async fn counts_claims_and_places_that_are_wrong() {
 #[tokio::test]
 async fn bytes_that_are_not_in_the_bucket_as_the_layout_says() {
     for kind in [Kind::Lmdb, Kind::Slate] {
-        for (change, why) in
-            [(None, "missing"), (Some("ta1l"), "of another version"), (Some("t"), "of another size")]
-        {
+        for (change, why) in [("ta1l", "of another version"), ("t", "of another size")] {
             let world = World::new(kind).await;
             let tree = sample(&world).await;
             let ino = resolve(&tree, "packed").await.expect("found").ino;
             let (layout, _) = tree.layout(ino).await.expect("a layout");
             let blob = layout.blobs().find(|blob| blob.is_owned()).cloned().expect("an owned blob");
-            match change {
-                None => world.delete(blob.key.as_str()).await,
-                Some(text) => world.put(blob.key.as_str(), text.as_bytes()).await,
+            world.put(blob.key.as_str(), change.as_bytes()).await;
+            // What is there may be a copy of what is missed: neither it nor what refers to it is touched.
+            for _ in 0..2 {
+                drop(fsck(&tree, true).await);
+                tree.drain().await.expect("drained");
             }
+            assert_eq!(world.objects().await[blob.key.as_str()], change.as_bytes());
             let found = fsck(&tree, true).await;
             assert_eq!(kinds(&found), ["dangling-extent"], "{:?}", found.findings);
             assert!(found.findings[0].detail.contains(why), "{:?}", found.findings);
-            assert!(!found.is_clean(), "bytes that are gone cannot be mended");
+            assert!(!found.is_clean() && paths(&tree).await.contains(&"packed".to_owned()));
             tree.close().await.expect("closed");
         }
         let world = World::new(kind).await;

@@ -15,4 +15,5 @@ mod clone;
 mod cloning;
 mod trash;
 mod quota;
+mod lost;
 mod crash;

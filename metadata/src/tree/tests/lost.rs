@@ -1,0 +1,259 @@
+//! Files whose bytes are gone from the bucket: found whoever shares them, given up only when asked for and only when it
+//! is certain, and never taken for whole files afterwards.
+
+use forebay_core::{Blob, FileKind, InodeId, Result};
+use forebay_io::object::{FaultMode, Faults, OperationKind};
+
+use super::fsck::{fsck, kinds, sample, write_over};
+use super::segments::write_packed;
+use super::sharing::share;
+use super::world::*;
+use crate::fsck::{Finding, FsckReport};
+use crate::tree::{LocalTree, QuotaLimits, Tree, resolve};
+
+const ROOT: InodeId = InodeId::ROOT;
+const KINDS: [Kind; 2] = [Kind::Lmdb, Kind::Slate];
+
+async fn ino(tree: &LocalTree, path: &str) -> InodeId {
+    resolve(tree, path).await.expect("found").ino
+}
+
+/// The owned blob of a file.
+async fn owned(tree: &LocalTree, path: &str) -> Blob {
+    let (layout, _) = tree.layout(ino(tree, path).await).await.expect("a layout");
+    layout.blobs().find(|blob| blob.is_owned()).cloned().expect("an owned blob")
+}
+
+/// Takes the owned blob of a file away. Returns its key.
+async fn lose(world: &World, tree: &LocalTree, path: &str) -> String {
+    let blob = owned(tree, path).await;
+    world.delete(blob.key.as_str()).await;
+    blob.key.as_str().to_owned()
+}
+
+async fn attribute(tree: &LocalTree, path: &str, name: &str) -> Result<String> {
+    let value = tree.xattr(ino(tree, path).await, name.as_bytes()).await?;
+    Ok(String::from_utf8_lossy(&value).into_owned())
+}
+
+#[track_caller]
+fn only(report: &FsckReport) -> &Finding {
+    assert_eq!(report.findings.len(), 1, "{:?}", report.findings);
+    &report.findings[0]
+}
+
+/// Asserts that nothing is wrong, now and after all that moves has moved and was listed.
+async fn sound(world: &World, tree: &LocalTree) {
+    for _ in 0..2 {
+        let found = fsck(tree, false).await;
+        assert!(found.findings.is_empty(), "{:?}", found.findings);
+        tree.drain().await.expect("drained");
+        world.pass_ttl();
+        paths(tree).await;
+    }
+}
+
+/// Promise S69: No byte that is gone from the bucket is read as a zero until `forebay fsck --repair` has given it up. Its
+/// file is then `/lost+found/damaged-inode-N` and has no other name; all other bytes are as they were.
+#[tokio::test]
+async fn a_file_that_lost_bytes_is_taken_away_under_all_its_names() {
+    for kind in KINDS {
+        let world = World::new(kind).await;
+        let tree = sample(&world).await;
+        let wide = QuotaLimits { bytes: Some(1 << 40), inodes: None };
+        for directory in [ROOT, ino(&tree, "d").await] {
+            tree.set_quota(directory, wide).await.expect("a quota");
+        }
+        let (packed, d) = (ino(&tree, "packed").await, ino(&tree, "d").await);
+        tree.link(packed, d, b"other").await.expect("linked");
+        let before = tree.attributes(packed).await.expect("attributes");
+        let key = lose(&world, &tree, "packed").await;
+
+        let found = fsck(&tree, false).await;
+        let finding = only(&found);
+        assert_eq!((finding.kind.as_str(), finding.mended), ("dangling-extent", false));
+        for fact in ["6-9", "`packed`", &key, "missing", "--repair"] {
+            assert!(finding.detail.contains(fact), "{fact}: {finding:?}");
+        }
+        assert!(world.read_path(&tree, "packed").await.is_err(), "no zeros are read before it is asked for");
+
+        let mended = fsck(&tree, true).await;
+        let (finding, refuge) = (only(&mended), format!("lost+found/damaged-inode-{packed}"));
+        for fact in ["6-9", "`packed`", &key, &refuge] {
+            assert!(finding.detail.contains(fact) && finding.mended, "{fact}: {finding:?}");
+        }
+        sound(&world, &tree).await;
+        assert_eq!(world.read_path(&tree, &refuge).await.expect("bytes"), "head\0\0\0\0\0\0");
+        let all = paths(&tree).await;
+        assert!(!all.contains(&"packed".to_owned()) && !all.contains(&"d/other".to_owned()), "{all:?}");
+        let after = tree.attributes(packed).await.expect("attributes");
+        assert_eq!((after.nlink, after.size, after.mtime), (1, before.size, before.mtime));
+        assert!(after.generation > before.generation, "nobody takes the old bytes for these");
+        assert_eq!(attribute(&tree, &refuge, "user.forebay.lost").await.expect("a value"), "6-9");
+        let names = attribute(&tree, &refuge, "user.forebay.lost-names").await.expect("a value");
+        assert_eq!(names, "packed\nd/other");
+
+        write_over(&world, &tree, &refuge, 1, b"EA").await;
+        lose(&world, &tree, &refuge).await;
+        assert!(fsck(&tree, true).await.is_clean());
+        sound(&world, &tree).await;
+        assert_eq!(world.read_path(&tree, &refuge).await.expect("bytes"), "h\0\0d\0\0\0\0\0\0");
+        assert_eq!(attribute(&tree, &refuge, "user.forebay.lost").await.expect("a value"), "6-9,1-2");
+        assert_eq!(attribute(&tree, &refuge, "user.forebay.lost-names").await.expect("a value"), names);
+        tree.close().await.expect("closed");
+    }
+}
+
+#[tokio::test]
+async fn everybody_who_shares_lost_bytes_is_found() {
+    for kind in KINDS {
+        let mut world = World::new(kind).await;
+        world.settings.trash_ms = 3_600_000;
+        let tree = sample(&world).await;
+        for to in ["two", "d/three", "deleted"] {
+            share(&world, &tree, "packed", to).await.expect("shared");
+        }
+        for to in ["borrower", "d/replaced"] {
+            share(&world, &tree, "top", to).await.expect("shared");
+        }
+        world.write_path(&tree, "d/replaced", "anew").await.expect("written");
+        unlink(&tree, "deleted").await.expect("deleted");
+        tree.drain().await.expect("drained");
+        write_packed(&world, &tree, &[("small", b"12345"), ("smaller", b"678")]).await;
+        lose(&world, &tree, "packed").await;
+        lose(&world, &tree, "small").await;
+        world.delete("top").await;
+
+        let found = fsck(&tree, false).await;
+        assert_eq!(
+            (kinds(&found), found.findings.len()),
+            (vec!["dangling-extent"], 7),
+            "{:?}",
+            found.findings
+        );
+        for path in ["packed", "two", "d/three", "deleted", "borrower", "small", "smaller"] {
+            let has_path = |one: &Finding| one.detail.contains(&format!("`{path}`"));
+            assert!(found.findings.iter().any(has_path), "{path}: {:?}", found.findings);
+        }
+        assert!(fsck(&tree, true).await.is_clean());
+        sound(&world, &tree).await;
+        let all = paths(&tree).await;
+        assert_eq!(all.iter().filter(|path| path.starts_with("lost+found/damaged-")).count(), 7, "{all:?}");
+        assert!(!all.contains(&"top".to_owned()), "what an outsider deleted is gone: {all:?}");
+        assert_eq!(world.read_path(&tree, "d/replaced").await.expect("bytes"), "anew");
+        assert!(tree.trash(None, 9).await.expect("the trash").is_empty());
+        tree.close().await.expect("closed");
+        let tree = world.open().await;
+        sound(&world, &tree).await;
+        tree.close().await.expect("closed");
+    }
+}
+
+/// An object that a file left behind by its new name holds bytes that only the tree knows of.
+#[tokio::test]
+async fn an_object_that_is_gone_before_it_moved_is_a_loss() {
+    let world = World::new(Kind::Lmdb).await;
+    let tree = sample(&world).await;
+    let top = ino(&tree, "top").await;
+    rename(&tree, "top", "d/top", crate::tree::RenameMode::Replace).await.expect("renamed");
+    world.delete("top").await;
+    let found = fsck(&tree, true).await;
+    assert!(only(&found).detail.contains("the bytes 0-2 of `d/top`"), "{found:?}");
+    sound(&world, &tree).await;
+    let refuge = format!("lost+found/damaged-inode-{top}");
+    assert_eq!(world.read_path(&tree, &refuge).await.expect("bytes"), "\0\0\0");
+    // The key is free again.
+    world.write_path(&tree, "top", "new").await.expect("written");
+    sound(&world, &tree).await;
+    assert_eq!(world.objects().await["top"], b"new");
+}
+
+/// Nothing is lost with an object of no bytes.
+#[tokio::test]
+async fn an_empty_object_that_is_gone_takes_nothing_away() {
+    let world = World::new(Kind::Lmdb).await;
+    let tree = sample(&world).await;
+    world.write_path(&tree, "d/empty", "").await.expect("written");
+    share(&world, &tree, "d/empty", "none").await.expect("shared");
+    rename(&tree, "d/empty", "moved/empty", crate::tree::RenameMode::Replace).await.expect("renamed");
+    world.delete("d/empty").await;
+    assert!(fsck(&tree, true).await.is_clean());
+    sound(&world, &tree).await;
+    assert_eq!(world.read_path(&tree, "moved/empty").await.expect("bytes"), "");
+    assert!(!paths(&tree).await.iter().any(|path| path.starts_with("lost+found")));
+}
+
+#[tokio::test]
+async fn nothing_is_given_up_that_is_not_certainly_gone() {
+    let world = World::new(Kind::Lmdb).await;
+    let tree = sample(&world).await;
+    lose(&world, &tree, "packed").await;
+    let before = paths(&tree).await;
+    tree.close().await.expect("closed");
+
+    // The store does not say whether the object is gone.
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(30))).await;
+    for nth in 1..200 {
+        faults.script(OperationKind::Head, nth, FaultMode::Before);
+    }
+    let found = fsck(&tree, true).await;
+    assert!(!found.is_clean() && !only(&found).mended, "{:?}", found.findings);
+    assert_eq!(paths(&tree).await, before);
+    tree.close().await.expect("closed");
+
+    // It cannot be listed at all.
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(30))).await;
+    faults.set_down(true);
+    assert!(tree.fsck(true).await.is_err());
+    faults.set_down(false);
+    assert_eq!(only(&fsck(&tree, false).await).kind, "dangling-extent");
+
+    // A record that cannot be read may say where the bytes are.
+    let link = ino(&tree, "link").await;
+    let spoil = move |change: &mut crate::records::Change<'_, '_>| {
+        let key = change.shared.keys.inode(link);
+        change.put(key, bytes::Bytes::from_static(b"?"))
+    };
+    tree.change(spoil).await.expect("damaged");
+    assert!(!fsck(&tree, true).await.is_clean());
+    assert!(world.read_path(&tree, "packed").await.is_err(), "no zeros are read");
+}
+
+/// A reader that has a deleted file open goes on to get an error for what is gone.
+#[tokio::test]
+async fn a_file_without_a_name_keeps_its_error() {
+    let world = World::new(Kind::Lmdb).await;
+    let tree = sample(&world).await;
+    let packed = ino(&tree, "packed").await;
+    tree.opened(packed).await.expect("opened");
+    unlink(&tree, "packed").await.expect("unlinked");
+    let (layout, _) = tree.layout(packed).await.expect("a layout");
+    let blob = layout.blobs().find(|blob| blob.is_owned()).cloned().expect("an owned blob");
+    world.delete(blob.key.as_str()).await;
+    assert!(!fsck(&tree, true).await.is_clean());
+    assert!(world.read(&tree, packed).await.is_err());
+    tree.closed(packed).await.expect("closed");
+    tree.drain().await.expect("drained");
+    sound(&world, &tree).await;
+}
+
+/// What leads to a file is put right first, in the same repair.
+#[tokio::test]
+async fn a_lost_inode_that_lost_bytes_gets_one_name() {
+    let world = World::new(Kind::Lmdb).await;
+    let tree = sample(&world).await;
+    let packed = ino(&tree, "packed").await;
+    lose(&world, &tree, "packed").await;
+    tree.change(|change| change.delete_dentry(ROOT, b"packed")).await.expect("damaged");
+    let found = fsck(&tree, true).await;
+    assert!(found.is_clean(), "{:?}", found.findings);
+    assert_eq!(kinds(&found), ["dangling-extent", "lost-inode"]);
+    sound(&world, &tree).await;
+    let lost = tree.attributes(ino(&tree, "lost+found").await).await.expect("attributes");
+    assert_eq!((lost.kind, lost.mode), (FileKind::Directory, 0o700));
+    let below: Vec<_> =
+        paths(&tree).await.into_iter().filter(|path| path.starts_with("lost+found/")).collect();
+    assert_eq!(below, ["lost+found/".to_owned(), format!("lost+found/damaged-inode-{packed}")]);
+}
