@@ -16,4 +16,5 @@ mod cloning;
 mod trash;
 mod quota;
 mod lost;
+mod large;
 mod crash;

@@ -42,6 +42,8 @@ struct Power {
     epoch: u64,
     /// Values and ranges asked for.
     reads: u64,
+    /// Records in each batch written.
+    batches: Vec<usize>,
 }
 
 impl Disk {
@@ -58,6 +60,11 @@ impl Disk {
     /// How often it was asked for anything, so far.
     pub(super) fn reads(&self) -> u64 {
         self.0.lock().reads
+    }
+
+    /// How many records each batch had that was written since this was asked last.
+    pub(super) fn batches(&self) -> Vec<usize> {
+        std::mem::take(&mut self.0.lock().batches)
     }
 
     fn open(&self) -> DiskEngine {
@@ -110,6 +117,7 @@ impl Engine for DiskEngine {
 
     async fn write(&self, batch: Batch, durability: Durability) -> Result<()> {
         self.with(|power| {
+            power.batches.push(batch.changes().len());
             for (key, value) in batch.changes() {
                 match value {
                     Some(value) => power.cached.insert(key.clone(), value.clone()),
