@@ -29,6 +29,9 @@ pub(super) enum Fault {
     /// Retries were exhausted.
     #[error("gave up after {attempts} attempts in {waited_ms} ms; last error: {cause}")]
     GaveUp { attempts: u64, waited_ms: u64, cause: object_store::Error },
+    /// A condition was said not to hold, and it does.
+    #[error("the store refused what holds: {cause}")]
+    Unfounded { cause: object_store::Error },
     /// No credentials could be obtained.
     #[error("no credentials from {origin}: {cause}")]
     Credentials { origin: String, cause: String, hint: String },
@@ -65,7 +68,9 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
     if let Some(fault) = find::<Fault>(error) {
         return match fault {
             Fault::Service { status, code, .. } => is_busy(*status, code),
-            Fault::Stalled { .. } | Fault::Short { .. } | Fault::Injected(_) => true,
+            Fault::Stalled { .. } | Fault::Short { .. } | Fault::Unfounded { .. } | Fault::Injected(_) => {
+                true
+            }
             Fault::GaveUp { .. } | Fault::Credentials { .. } | Fault::ReadOnly => false,
         };
     }

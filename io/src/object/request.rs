@@ -13,8 +13,8 @@ use forebay_core::{Timestamp, Version};
 use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, GetOptions, GetResult, ObjectMeta, PutMultipartOptions, PutOptions, PutPayload, PutResult,
-    Result,
+    CopyMode, CopyOptions, GetOptions, GetResult, ObjectMeta, PutMode, PutMultipartOptions, PutOptions,
+    PutPayload, PutResult, Result,
 };
 
 use super::OperationKind;
@@ -211,6 +211,34 @@ impl Request {
     pub(super) fn is_write(&self) -> bool {
         use Request::{Get, List, ListParts, ListUploads};
         !matches!(self, Get { .. } | List(_) | ListUploads { .. } | ListParts { .. })
+    }
+
+    /// What a store may refuse the request for: the object at which key is to be what.
+    pub(super) fn condition(&self) -> Option<(&Path, Condition)> {
+        let version = |tag: &Option<String>| tag.as_deref().map(Version::new).map(Condition::IfVersion);
+        match self {
+            Self::Get { key, options } => Some((key, version(&options.if_match)?)),
+            Self::Put { key, options, .. } => match &options.mode {
+                PutMode::Overwrite => None,
+                PutMode::Create => Some((key, Condition::IfAbsent)),
+                PutMode::Update(replaced) => Some((key, version(&replaced.e_tag)?)),
+            },
+            Self::Copy { to, options, .. } if options.mode == CopyMode::Create => {
+                Some((to, Condition::IfAbsent))
+            }
+            Self::CopyPart { from, version, .. } => Some((from, Condition::IfVersion(version.clone()?))),
+            Self::Complete { upload, condition, .. } => Some((&upload.key, condition.clone())),
+            _ => None,
+        }
+    }
+
+    /// By what a store knows the object that the request makes; empty where it does not.
+    pub(super) fn token(&self) -> &str {
+        match self {
+            Self::Put { token, .. } => token,
+            Self::Complete { upload, .. } => &upload.token,
+            _ => "",
+        }
     }
 
     /// The key or prefix that the request is about, for messages.

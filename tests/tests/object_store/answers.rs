@@ -111,7 +111,8 @@ async fn answers_that_mean_no_are_not() {
         ("501 Not Implemented", "NotImplemented", ErrorKind::Unsupported),
     ];
     for (status, code, kind) in cases {
-        let (bucket, _heads) = told(vec![failure(status, code)]).await;
+        // Whoever is refused looks what is there.
+        let (bucket, _heads) = told(vec![failure(status, code), found(1, "", "")]).await;
         let error = bucket.put(&key("a"), "x".into(), Condition::IfAbsent).await.expect_err(code);
         assert_eq!(error.kind(), kind, "{code}: {error}");
         assert!(kind == ErrorKind::Conflict || error.hint().is_some(), "{code}: {error}");

@@ -53,6 +53,54 @@ fn a_conditional_write_whose_reply_was_lost_has_succeeded() {
     });
 }
 
+/// The store says that a condition does not hold which does, having done as it was told or not: what is there tells.
+#[test]
+fn a_refusal_without_ground_is_not_believed() {
+    over_every_store(|Subject { store, bucket, .. }| async move {
+        let faults = Faults::new();
+        let bucket = bucket.with_faults(&faults);
+        for mode in [FaultMode::Refuse, FaultMode::DoAndRefuse] {
+            let (small, large) = (key(&format!("small-{mode:?}")), key(&format!("large-{mode:?}")));
+            let mut versions = Vec::new();
+            for text in ["one", "two"] {
+                let replaced = versions.last().cloned();
+                let condition = replaced.map_or(Condition::IfAbsent, Condition::IfVersion);
+                faults.script(OperationKind::Put, 1, mode);
+                let put = bucket.put(&small, text.into(), condition).await.expect("put");
+                faults.script(OperationKind::Get, 1, mode);
+                let read = bucket.get(&small, Some(&put.version), 0..3).await.expect("get");
+                assert_eq!(read, text);
+                versions.push(put.version);
+            }
+            faults.script(OperationKind::Put, 1, mode);
+            let stale = Condition::IfVersion(versions[0].clone());
+            assert_kind(bucket.put(&small, "three".into(), stale).await, ErrorKind::Conflict);
+            assert_eq!(bucket.get_whole(&small).await.expect("get").0, "two");
+            let options = UploadOptions { part_bytes: Some(MIN_PART_BYTES), ..UploadOptions::default() };
+            let mut upload = bucket.upload_with(&large, options).expect("upload");
+            let data = pattern(MIN_PART_BYTES as usize + 1);
+            upload.write(data.clone()).await.expect("write");
+            faults.script(OperationKind::Complete, 1, mode);
+            let done = upload.complete(Condition::IfAbsent).await.expect("complete");
+            // Where a body broke, the rest of it is asked for on a condition.
+            faults.script(OperationKind::Get, 1, FaultMode::BreakBody(1000)).script(
+                OperationKind::Get,
+                2,
+                mode,
+            );
+            let (read, info) = bucket.get_whole(&large).await.expect("get");
+            assert!(read == data && info.version == done.version, "{mode:?}");
+            assert_eq!(unfinished(store, &bucket).await.len(), 0);
+        }
+        // A store that goes on with it knows no conditions: what it says stands.
+        for nth in 1..20 {
+            faults.script(OperationKind::Put, nth, FaultMode::Refuse);
+        }
+        assert_kind(bucket.put(&key("a"), "a".into(), Condition::IfAbsent).await, ErrorKind::Conflict);
+        assert!(bucket.head(&key("a")).await.expect("head").is_none());
+    });
+}
+
 /// The same refusal, but because somebody else was first: it must stay a refusal.
 #[test]
 fn a_conditional_write_that_lost_the_race_is_refused() {

@@ -22,7 +22,7 @@ use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use super::plain::Plain;
 use super::s3::{read_e_tag, write_parts};
 use super::send::{Sender, generic, header};
-use crate::object::error::{is_refusal, unsupported};
+use crate::object::error::unsupported;
 use crate::object::key::address;
 use crate::object::request::{Reply, Request, Service, UploadId};
 use crate::object::types::{Condition, put_mode};
@@ -153,8 +153,8 @@ impl Google {
             Err(error) => return Err(error),
         }
         let copied = self.copy(&native.key, &upload.key, condition).await;
-        // Copied or refused, the bytes are not needed under that key any more.
-        if copied.as_ref().map_or_else(is_refusal, |_| true) {
+        // What is refused may be asked for again; an upload that is given up is deleted then.
+        if copied.is_ok() {
             self.discard(&native.key).await;
         }
         copied

@@ -24,6 +24,10 @@ pub enum FaultMode {
     LoseReply,
     /// The body of a GET breaks after this many bytes; other requests lose their reply.
     BreakBody(u64),
+    /// The store says that the condition does not hold, without having looked.
+    Refuse,
+    /// The store carries the request out and says that the condition does not hold: something on the way sent it twice.
+    DoAndRefuse,
     /// No reply ever comes: only the caller's patience ends it. The store does nothing.
     Hang,
 }
@@ -165,6 +169,12 @@ impl Service for Failing {
             None => self.next.call(request).await,
             Some(FaultMode::Before) => Err(Fault::Injected("the store cannot be reached").into()),
             Some(FaultMode::Hang) => std::future::pending().await,
+            Some(FaultMode::Refuse) => Err(refused(&request)),
+            Some(FaultMode::DoAndRefuse) => {
+                let refused = refused(&request);
+                drop(self.next.call(request).await);
+                Err(refused)
+            }
             Some(FaultMode::BreakBody(after)) if kind == OperationKind::Get => {
                 Ok(map_body(self.next.call(request).await?, |body| break_after(body, after)))
             }
@@ -175,6 +185,10 @@ impl Service for Failing {
             }
         }
     }
+}
+
+fn refused(request: &Request) -> object_store::Error {
+    object_store::Error::Precondition { path: request.subject(), source: "a test said so".into() }
 }
 
 fn break_after(body: super::body::Body, after: u64) -> super::body::Body {

@@ -10,6 +10,11 @@
 //! Otherwise, and where a store keeps no user metadata, the refusal stands (`Conflict`): the caller reads the key
 //! again and finds whatever is there, its own bytes included.
 //!
+//! **A refusal that has no ground** is not believed either: something between here and the store repeats requests on its
+//! own, or the store was wrong for a moment. Each request that was refused for its condition is followed by that HEAD,
+//! replies lost or not: if the object has the token, the write succeeded; if what the condition asks for is there, the
+//! request is sent again; otherwise the refusal stands.
+//!
 //! **An upload whose beginning went unanswered** may go on beside the one that a repetition began: [`Unanswered`] is told.
 
 use std::sync::Arc;
@@ -18,9 +23,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::StreamExt;
-use object_store::{
-    Attribute, GetOptions, GetRange, GetResult, GetResultPayload, PutMode, PutResult, Result,
-};
+use object_store::{Attribute, GetOptions, GetRange, GetResult, GetResultPayload, PutResult, Result};
 use tokio::time::Instant;
 
 use super::body::{Body, replace};
@@ -36,6 +39,8 @@ pub(in crate::object) const TOKEN_ATTRIBUTE: &str = "forebaywrite";
 
 const FIRST_WAIT_MS: u64 = 50;
 const LONGEST_WAIT_MS: u64 = 5_000;
+/// How often a refusal is not believed. A store that goes on like that does not understand conditions.
+const MOST_UNFOUNDED: u64 = 6;
 
 /// The decorator; its state is shared with the bodies that it watches.
 #[derive(Debug)]
@@ -54,36 +59,62 @@ pub(in crate::object) struct Retrying {
 }
 
 /// One request's failures so far.
+#[derive(Default)]
 struct Attempts {
     since: Option<Instant>,
     failed: u64,
 }
 
+/// What a look at the store says of a refusal.
+enum Finding {
+    /// The write had succeeded.
+    Done(Reply),
+    /// What was asked for holds.
+    Unfounded,
+    Stands,
+}
+
 #[async_trait]
 impl Service for Retry {
     async fn call(&self, request: Request) -> Result<Reply> {
-        let (reply, doubtful) = self.0.attempt(&request).await;
-        match reply {
-            Err(error) if doubtful && is_refusal(&error) => self.0.settle(&request, error).await,
-            Ok(Reply::Object(object)) => match request {
-                Request::Get { key, options } if !options.head => {
-                    let core = self.0.clone();
-                    let (version, range) = (object.meta.e_tag.clone(), object.range.clone());
-                    let open = Resume { core, key, options, version, range };
-                    Ok(Reply::Object(replace(object, |body| open.watch(body))))
-                }
-                _ => Ok(Reply::Object(object)),
-            },
-            other => other,
+        match (self.0.ask(&request).await?, request) {
+            (Reply::Object(object), Request::Get { key, options }) if !options.head => {
+                let core = self.0.clone();
+                let (version, range) = (object.meta.e_tag.clone(), object.range.clone());
+                let open = Resume { core, key, options, version, range };
+                Ok(Reply::Object(replace(object, |body| open.watch(body))))
+            }
+            (reply, _) => Ok(reply),
         }
     }
 }
 
 impl Retrying {
+    /// As [`Self::attempt`]; a refusal is looked into before it counts.
+    async fn ask(&self, request: &Request) -> Result<Reply> {
+        let (mut unfounded, mut doubtful) = (Attempts::default(), false);
+        loop {
+            let refusal = match self.attempt(request).await {
+                (Err(error), in_doubt) if is_refusal(&error) => {
+                    doubtful |= in_doubt;
+                    error
+                }
+                (done, _) => return done,
+            };
+            match self.settle(request, &refusal, doubtful).await? {
+                Finding::Done(reply) => return Ok(reply),
+                Finding::Unfounded if unfounded.failed < MOST_UNFOUNDED => {
+                    self.back_off(&mut unfounded, Fault::Unfounded { cause: refusal }.into()).await?;
+                }
+                Finding::Unfounded | Finding::Stands => return Err(refusal),
+            }
+        }
+    }
+
     /// Repeats `request` until it succeeds, is refused, or the deadline passes. The flag says whether an attempt
     /// failed in a way that leaves open whether the store carried it out.
     async fn attempt(&self, request: &Request) -> (Result<Reply>, bool) {
-        let mut attempts = Attempts { since: None, failed: 0 };
+        let mut attempts = Attempts::default();
         loop {
             let sent = Instant::now();
             let error = match self.next.call(request.clone()).await {
@@ -123,37 +154,57 @@ impl Retrying {
         Ok(())
     }
 
-    /// Finds out whether a refused write is refused because it succeeded before.
-    async fn settle(&self, request: &Request, refusal: object_store::Error) -> Result<Reply> {
-        let (key, token) = match request {
-            Request::Put { key, options, token, .. } if options.mode != PutMode::Overwrite => (key, token),
-            Request::Complete { upload, .. } => (&upload.key, &upload.token),
-            Request::Abort { .. } => return Ok(Reply::Done),
-            _ => return Err(refusal),
-        };
+    /// Looks whether a refused write is refused because it succeeded before, and whether what it was refused for holds.
+    /// `doubtful` says whether a reply was lost before.
+    async fn settle(
+        &self,
+        request: &Request,
+        refusal: &object_store::Error,
+        doubtful: bool,
+    ) -> Result<Finding> {
+        if matches!(request, Request::Abort { .. }) && doubtful {
+            return Ok(Finding::Done(Reply::Done));
+        }
+        let Some((key, condition)) = request.condition() else { return Ok(Finding::Stands) };
+        // An object or upload that is not there is no matter of conditions.
+        let is_missing = matches!(refusal, object_store::Error::NotFound { .. });
+        let can_be_ours = doubtful && !request.token().is_empty();
+        if (is_missing || condition == Condition::Always) && !can_be_ours {
+            return Ok(Finding::Stands);
+        }
         let head = match self.attempt(&Request::head(key.clone())).await.0 {
-            Ok(reply) => reply.object()?,
-            Err(error) if is_refusal(&error) => return Err(refusal),
+            Ok(reply) => Some(reply.object()?),
+            Err(object_store::Error::NotFound { .. }) => None,
+            // Nothing speaks against the refusal.
+            Err(error) if is_refusal(&error) || !doubtful => return Ok(Finding::Stands),
             Err(error) => return Err(error),
         };
-        let holds = head.attributes.get(&Attribute::Metadata(TOKEN_ATTRIBUTE.into()));
-        if !token.is_empty() && holds.is_some_and(|value| value.as_ref() == token.as_str()) {
-            tracing::info!(%key, "a write whose reply was lost had succeeded");
-            let (e_tag, version) = (head.meta.e_tag, head.meta.version);
-            return Ok(Reply::Put(PutResult { e_tag, version, extensions: Default::default() }));
+        if let Some(head) = head.as_ref().filter(|head| is_written_by(head, request.token())) {
+            tracing::info!(%key, "a write whose reply was lost, or that was refused, had succeeded");
+            let (e_tag, version) = (head.meta.e_tag.clone(), head.meta.version.clone());
+            let put = PutResult { e_tag, version, extensions: Default::default() };
+            return Ok(Finding::Done(Reply::Put(put)));
         }
-        // An unconditional completion whose upload is gone and whose object is not ours: both may be true only if
-        // an outsider came in between, which a caller must treat as a conflict.
-        match request {
-            Request::Complete { condition: Condition::Always, upload, .. } => {
-                Err(object_store::Error::Precondition {
-                    path: upload.key.to_string(),
-                    source: refusal.into(),
-                })
+        let found = head.as_ref().and_then(|head| head.meta.e_tag.as_deref());
+        let holds = match &condition {
+            Condition::IfAbsent => head.is_none(),
+            Condition::IfVersion(version) => found == Some(version.as_str()),
+            // An unconditional completion whose upload is gone and whose object is not ours: both may be true only if
+            // an outsider came in between, which a caller must treat as a conflict.
+            Condition::Always if head.is_some() => {
+                let source = format!("its upload is gone: {refusal}").into();
+                return Err(object_store::Error::Precondition { path: key.to_string(), source });
             }
-            _ => Err(refusal),
-        }
+            Condition::Always => false,
+        };
+        Ok(if holds && !is_missing { Finding::Unfounded } else { Finding::Stands })
     }
+}
+
+/// Whether the write that carried `token` put the object there.
+fn is_written_by(head: &GetResult, token: &str) -> bool {
+    let held = head.attributes.get(&Attribute::Metadata(TOKEN_ATTRIBUTE.into()));
+    !token.is_empty() && held.is_some_and(|held| held.as_ref() == token)
 }
 
 /// Where a body stands and how to go on with it.
@@ -168,14 +219,14 @@ struct Resume {
 
 impl Resume {
     fn watch(self, body: Body) -> Body {
-        let attempts = Attempts { since: None, failed: 0 };
+        let attempts = Attempts::default();
         let watched = futures::stream::unfold(Some((self, body, attempts)), |state| async move {
             let (mut open, mut body, mut attempts) = state?;
             loop {
                 let error = match body.next().await {
                     Some(Ok(bytes)) => {
                         open.range.start += bytes.len() as u64;
-                        let fresh = Attempts { since: None, failed: 0 };
+                        let fresh = Attempts::default();
                         return Some((Ok(bytes), Some((open, body, fresh))));
                     }
                     None if open.range.start >= open.range.end => return None,
@@ -207,13 +258,19 @@ impl Resume {
             ..self.options.clone()
         };
         let request = Request::Get { key: self.key.clone(), options };
-        let GetResult { payload, .. } = match self.core.next.call(request).await {
+        let GetResult { payload, .. } = match self.core.next.call(request.clone()).await {
             Ok(reply) => reply.object()?,
             // Counted as one more failure by the caller's loop.
             Err(error) if is_transient(&error) => {
                 return Ok(futures::stream::once(async { Err::<Bytes, _>(error) }).boxed());
             }
-            Err(error) => return Err(error),
+            Err(error) => match self.core.settle(&request, &error, false).await? {
+                Finding::Unfounded => {
+                    let error = Fault::Unfounded { cause: error }.into();
+                    return Ok(futures::stream::once(async { Err(error) }).boxed());
+                }
+                _ => return Err(error),
+            },
         };
         match payload {
             GetResultPayload::Stream(stream) => Ok(stream),
