@@ -110,8 +110,20 @@ async fn a_sync_waits_until_everything_is_in_the_bucket() {
     let mut later = File::create(folder.join("d/later")).expect("created");
     later.write_all(b"written without a store").expect("written");
     store.door.set(Manner::Shut);
-    let refused = sync();
+    let (refused, failed) = std::thread::scope(|threads| {
+        let fsync = threads.spawn(|| later.sync_all().expect_err("the store is shut"));
+        (sync(), fsync.join().expect("it ends"))
+    });
     assert!(refused.code.is_some_and(|code| code != 0) && refused.stderr.contains("error: "), "{refused}");
+    assert_eq!(failed.raw_os_error(), Some(libc::EIO), "{failed}");
+    // The log has the cause: what was asked of the store, how often, what came back, and which file that was for.
+    let log = mount.log();
+    let says = |said: &[&str]| log.lines().any(|line| said.iter().all(|words| line.contains(words)));
+    assert!(says(&["gave up on the store", "attempts=", "/data/d/later"]), "{log}");
+    assert!(
+        says(&["request failed", "inode ", " could not be written", "gave up after", "; the last: "]),
+        "{log}"
+    );
     store.door.set(Manner::Pass);
     sync().succeeded();
     mount.kill();

@@ -18,7 +18,7 @@ use tokio::sync::Mutex as AsyncMutex;
 use crate::content::Content;
 use crate::fetch::join;
 use crate::settings::SealPolicy;
-use crate::store::Store;
+use crate::store::{Store, not_written};
 
 mod seal;
 mod share;
@@ -440,7 +440,7 @@ impl OpenInode {
         let Some(Stream { upload, placement }) = writer.stream.take() else { return Ok(()) };
         let committed = match self.store.complete(upload, &placement).await {
             Ok(info) => self.replace_layout(FileLayout::of_blob(info.blob())).await,
-            Err(error) => Err(error),
+            Err(error) => Err(not_written(self.ino, placement.key(), error)),
         };
         match committed {
             Err(error) => Err(self.lose_stream(writer, error).await),
@@ -451,6 +451,10 @@ impl OpenInode {
     /// A streamed object could not be written: its bytes are gone, the file keeps its last committed content, and
     /// the next fsync or close says so.
     async fn lose_stream(&self, writer: &mut Writer, error: Error) -> Error {
+        let error = match &writer.stream {
+            Some(stream) => not_written(self.ino, stream.placement.key(), error),
+            None => error,
+        };
         tracing::error!(ino = %self.ino, %error, "lost written bytes: the upload failed");
         *self.failure.lock() = Some(error.duplicate());
         if let Some(stream) = writer.stream.take()

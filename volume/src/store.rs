@@ -51,7 +51,10 @@ impl Store {
 
     /// Where the next whole content of a file goes, as [`Tree::place`].
     async fn place(&self, ino: InodeId) -> Result<Placement> {
-        self.in_time("the intent to write reaches the store", self.tree.place(ino)).await
+        let placed = self.in_time("the intent to write reaches the store", self.tree.place(ino)).await;
+        placed.map_err(|error| {
+            error.context(format!("inode {ino} could not be written, for it found no place"))
+        })
     }
 
     async fn in_time<T>(&self, what: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
@@ -72,7 +75,9 @@ impl Store {
             return Ok(blob.into());
         }
         if self.packs(ino, content.len() as u64).await? {
-            return self.segments.put(content).await;
+            let put = self.segments.put(content).await;
+            return put
+                .map_err(|error| error.context(format!("inode {ino} could not be written to a segment")));
         }
         for _ in 0..PLACE_ATTEMPTS {
             let placement = self.place(ino).await?;
@@ -85,7 +90,7 @@ impl Store {
             };
             match put {
                 Err(error) if is_refused(&error) => {}
-                Err(error) => return Err(error),
+                Err(error) => return Err(not_written(ino, key, error)),
                 Ok(info) => {
                     let blob = info.blob();
                     self.fetch.remember(&blob, content);
@@ -107,7 +112,8 @@ impl Store {
             return Ok(blob);
         }
         let key = self.tree.fresh_blob();
-        let blob = self.bucket.put(&key, packed.clone(), Condition::IfAbsent).await?.blob();
+        let put = self.bucket.put(&key, packed.clone(), Condition::IfAbsent).await;
+        let blob = put.map_err(|error| not_written(ino, &key, error))?.blob();
         self.fetch.remember(&blob, packed);
         Ok(blob)
     }
@@ -196,6 +202,11 @@ impl Store {
             false => error,
         })
     }
+}
+
+/// An error that says which file's bytes did not get to which key: all that its log and whoever syncs learn.
+pub(crate) fn not_written(ino: InodeId, key: &ObjectKey, error: Error) -> Error {
+    error.context(format!("inode {ino} could not be written to `{key}`"))
 }
 
 /// Whether a write did not find at its key what it was to replace: S3 says 412 for another version, 404 for none.

@@ -139,6 +139,7 @@ assert os.preadv(file, [page], 0) == 8192 and page[:] == b"e" * 8192
 
 /// Promise S36: Bytes that cannot be brought into the bucket are told once by fsync or close, as EIO, ENOSPC or ESTALE; the
 /// file then has the content that was committed before.
+/// Promise S36: The cause is in the log, with the file's inode, the key and what the store said.
 #[test]
 fn a_full_bucket_is_told_once() {
     if !require_fuse("a_full_bucket_is_told_once") {
@@ -175,6 +176,10 @@ put("after", b"y" * 1000000)
 assert len(get("after")) == 1000000
 "#,
     );
+    let log = walk.mount.log();
+    let told = log.lines().find(|line| line.contains("lost written bytes: the upload failed"));
+    let told = told.unwrap_or_else(|| panic!("the log does not say it\n{log}"));
+    assert!(told.contains("could not be written to `big`") && told.contains("No space left"), "{told}");
     walk.mount.unmount();
     shell(Path::new("/"), &format!("umount -l {}", bucket.display())).succeeded();
 }
