@@ -17,7 +17,11 @@ use rand::{RngExt, SeedableRng};
 const HEAD_MAX: usize = 64 << 10;
 
 /// The headers by which clouds are told what must hold.
-const CONDITIONS: [&str; 3] = ["if-match", "if-none-match", "x-goog-if-generation-match"];
+const CONDITIONS: [&str; 4] =
+    ["if-match", "if-none-match", "x-goog-if-generation-match", "x-amz-copy-source-if-match"];
+
+/// What the door is told by itself.
+const FORGET: &str = "FORGET\r\n\r\n";
 
 /// What happens to a request at the door.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,8 +47,12 @@ pub enum Trouble {
     Internal,
     /// 503 before anything is done.
     SlowDown,
-    /// 409 before anything is done, as S3 answers when writes of one key meet.
+    /// 409 before anything is done, as S3 answers when writes of one key meet. Writes only: it has no other.
     Conflict,
+    /// 412 before anything is done, though the condition holds. Requests with a condition only, as the next.
+    Refused,
+    /// It is carried out and answered 412, as when something on the way sends it twice.
+    DoneAndRefused,
     /// The connection is closed before anything is done.
     Closed,
     /// It is carried out, and the answer is lost: a conditional write sent again then meets a true 412.
@@ -53,22 +61,47 @@ pub enum Trouble {
     AnswerCut,
     /// It goes through late.
     Late,
+    /// It goes through very late, though within the patience of whoever asks. One in [`STALLS`] that are late.
+    Stalled,
 }
 
 impl Trouble {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 9] = [
         Self::Internal,
         Self::SlowDown,
         Self::Conflict,
+        Self::Refused,
+        Self::DoneAndRefused,
         Self::Closed,
         Self::AnswerLost,
         Self::AnswerCut,
         Self::Late,
     ];
+
+    /// What befalls a request by chance, if it can.
+    fn draw(chance: &mut StdRng, request: &str, is_conditional: bool) -> Option<Self> {
+        let trouble = Self::ALL[chance.random_range(0..Self::ALL.len())];
+        let is_write = !request.starts_with("GET") && !request.starts_with("HEAD");
+        match trouble {
+            Self::Conflict => is_write.then_some(trouble),
+            Self::Refused | Self::DoneAndRefused => is_conditional.then_some(trouble),
+            Self::Late if chance.random_range(0..STALLS) == 0 => Some(Self::Stalled),
+            _ => Some(trouble),
+        }
+    }
+
+    /// How late a request is passed on.
+    fn delay(self) -> Duration {
+        match self {
+            Self::Late => Duration::from_millis(100),
+            Self::Stalled => Duration::from_secs(2),
+            _ => Duration::ZERO,
+        }
+    }
 }
 
-/// How late a late request is passed on.
-const LATE: Duration = Duration::from_millis(100);
+/// Of so many late requests one is stalled: each costs a test seconds.
+const STALLS: u32 = 20;
 
 /// A listening door; it stops with the test's process.
 #[derive(Debug)]
@@ -84,6 +117,8 @@ struct State {
     conditions: Vec<String>,
     chance: StdRng,
     troubles: BTreeMap<Trouble, usize>,
+    /// How often everything was forgotten.
+    age: u64,
 }
 
 impl Door {
@@ -93,14 +128,14 @@ impl Door {
         let address = listener.local_addr()?;
         let (chance, troubles) = (StdRng::seed_from_u64(0), BTreeMap::new());
         let (requests, conditions) = Default::default();
-        let state = State { manner: Manner::Pass, requests, conditions, chance, troubles };
+        let state = State { manner: Manner::Pass, requests, conditions, chance, troubles, age: 0 };
         let state = Arc::new(Mutex::new(state));
         let shared = state.clone();
         thread::spawn(move || {
             for client in listener.incoming().flatten() {
-                let state = shared.clone();
+                let (state, age) = (shared.clone(), lock(&shared).age);
                 // A client that goes away early is its own affair.
-                thread::spawn(move || serve(client, server, &state).ok());
+                thread::spawn(move || serve(client, server, &state, age).ok());
             }
         });
         Ok(Self { address, state })
@@ -120,6 +155,15 @@ impl Door {
     pub fn trouble(&self, seed: u64, percent: u32) {
         lock(&self.state).chance = StdRng::seed_from_u64(seed);
         self.set(Manner::Troubled(percent));
+    }
+
+    /// Lets nothing through any more that came before: what a client that was killed has left on its way here, or is
+    /// late. What went through already is the server's affair.
+    pub fn forget(&self) {
+        // Connections are taken in their order: all that were made before this one are older than its word.
+        let mut last = TcpStream::connect(self.address).expect("the door listens");
+        last.write_all(FORGET.as_bytes()).expect("the door reads");
+        last.read_to_end(&mut Vec::new()).expect("the door answers by its end");
     }
 
     /// How often each trouble came.
@@ -149,15 +193,15 @@ impl State {
         range: Option<&str>,
         conditions: Vec<&str>,
     ) -> (Manner, Option<Trouble>) {
+        let is_conditional = !conditions.is_empty();
         let range = range.map(|range| format!(" {range}")).unwrap_or_default();
         self.requests.push(format!("{}{range}", request.trim_end_matches(" HTTP/1.1")));
-        let conditional = !conditions.is_empty();
-        self.conditions.extend(conditions.into_iter().map(str::to_owned));
+        if !request.starts_with("GET") {
+            self.conditions.extend(conditions.into_iter().map(str::to_owned));
+        }
         let trouble = match self.manner {
             Manner::Troubled(percent) if self.chance.random_range(0..100) < percent => {
-                let trouble = Trouble::ALL[self.chance.random_range(0..Trouble::ALL.len())];
-                // Only conditional writes are ever answered 409.
-                (conditional || trouble != Trouble::Conflict).then_some(trouble)
+                Trouble::draw(&mut self.chance, request, is_conditional)
             }
             _ => None,
         };
@@ -178,14 +222,18 @@ fn lock(state: &Mutex<State>) -> std::sync::MutexGuard<'_, State> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn serve(mut client: TcpStream, server: SocketAddr, state: &Mutex<State>) -> io::Result<()> {
+fn serve(mut client: TcpStream, server: SocketAddr, state: &Mutex<State>, age: u64) -> io::Result<()> {
     let (head, rest) = read_head(&mut client)?;
+    if head == FORGET {
+        lock(state).age += 1;
+        return client.shutdown(Shutdown::Both);
+    }
     let mut lines = head.split("\r\n");
     let request = lines.next().unwrap_or_default();
     let name = |line: &str| line.split(':').next().unwrap_or_default().to_ascii_lowercase();
     let is_condition = |line: &str| CONDITIONS.contains(&name(line).as_str());
     let range = lines.clone().find(|line| name(line) == "range").map(|line| line[6..].trim());
-    let conditions = lines.clone().filter(|line| is_condition(line) && !request.starts_with("GET")).collect();
+    let conditions = lines.clone().filter(|line| is_condition(line)).collect();
     let (manner, trouble) = lock(state).meet(request, range, conditions);
     match (manner, trouble) {
         (Manner::Shut, _) | (_, Some(Trouble::Closed)) => return client.shutdown(Shutdown::Both),
@@ -193,7 +241,10 @@ fn serve(mut client: TcpStream, server: SocketAddr, state: &Mutex<State>) -> io:
         (_, Some(Trouble::Internal)) => return refuse(client, "500 Internal Error", "InternalError"),
         (_, Some(Trouble::SlowDown)) => return refuse(client, "503 Slow Down", "SlowDown"),
         (_, Some(Trouble::Conflict)) => return refuse(client, "409 Conflict", "ConditionalRequestConflict"),
-        (_, Some(Trouble::Late)) => thread::sleep(LATE),
+        (_, Some(Trouble::Refused)) => {
+            return refuse(client, "412 Precondition Failed", "PreconditionFailed");
+        }
+        (_, Some(trouble)) => thread::sleep(trouble.delay()),
         _ => {}
     }
     let kept = lines.filter(|line| {
@@ -201,7 +252,7 @@ fn serve(mut client: TcpStream, server: SocketAddr, state: &Mutex<State>) -> io:
         !line.is_empty() && name(line) != "connection" && !ignored
     });
     let head = kept.fold(format!("{request}\r\nConnection: close\r\n"), |head, line| head + line + "\r\n");
-    let mut upstream = TcpStream::connect(server)?;
+    let mut upstream = connect(server, state, age)?;
     upstream.write_all(format!("{head}\r\n").as_bytes())?;
     upstream.write_all(&rest)?;
     let (mut from_client, mut to_server) = (client.try_clone()?, upstream.try_clone()?);
@@ -212,10 +263,24 @@ fn serve(mut client: TcpStream, server: SocketAddr, state: &Mutex<State>) -> io:
     Ok(())
 }
 
+/// A connection to the server for a client of that age, unless it was forgotten.
+fn connect(server: SocketAddr, state: &Mutex<State>, age: u64) -> io::Result<TcpStream> {
+    let state = lock(state);
+    if state.age != age {
+        return Err(io::ErrorKind::ConnectionAborted.into());
+    }
+    // Under the lock: what is forgotten later has gone through.
+    TcpStream::connect(server)
+}
+
 /// Passes the answer on, as much of it as `trouble` leaves.
 fn answer(upstream: &mut TcpStream, client: &mut TcpStream, trouble: Option<Trouble>) -> io::Result<()> {
     match trouble {
         Some(Trouble::AnswerLost) => io::copy(upstream, &mut io::sink()).map(drop),
+        Some(Trouble::DoneAndRefused) => {
+            io::copy(upstream, &mut io::sink())?;
+            client.write_all(refusal("412 Precondition Failed", "PreconditionFailed").as_bytes())
+        }
         Some(Trouble::AnswerCut) => {
             let mut whole = Vec::new();
             upstream.read_to_end(&mut whole)?;
@@ -243,14 +308,19 @@ pub(crate) fn read_head(client: &mut TcpStream) -> io::Result<(String, Vec<u8>)>
     }
 }
 
-/// Answers with an error of S3 without doing anything.
-fn refuse(mut client: TcpStream, status: &str, code: &str) -> io::Result<()> {
+/// An answer with an error of S3.
+fn refusal(status: &str, code: &str) -> String {
     let body = format!(
         "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<Error><Code>{code}</Code>\
          <Message>This is a test of troubles.</Message></Error>"
     );
     let head = format!("HTTP/1.1 {status}\r\nConnection: close\r\nContent-Type: application/xml");
-    write!(client, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len())?;
+    format!("{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+}
+
+/// Answers with an error of S3 without doing anything.
+fn refuse(mut client: TcpStream, status: &str, code: &str) -> io::Result<()> {
+    client.write_all(refusal(status, code).as_bytes())?;
     client.shutdown(Shutdown::Write)?;
     // Read to the end, so that the answer is not lost to a reset.
     io::copy(&mut client, &mut io::sink()).map(drop)
@@ -308,20 +378,37 @@ mod tests {
         door.set(Manner::Pass);
         let whole = ask(&door);
         door.trouble(1, 100);
-        for _ in 0..100 {
+        for _ in 0..200 {
             let before = door.troubles();
             let answer = ask(&door);
             let after = door.troubles();
-            let trouble = Trouble::ALL.into_iter().find(|trouble| before.get(trouble) != after.get(trouble));
-            match trouble.expect("one came") {
+            let (trouble, _) =
+                after.iter().find(|(trouble, times)| before.get(trouble) != Some(times)).expect("one");
+            match trouble {
                 Trouble::Internal => assert!(answer.starts_with("HTTP/1.1 500"), "{answer}"),
                 Trouble::SlowDown => assert!(answer.starts_with("HTTP/1.1 503"), "{answer}"),
                 Trouble::Conflict => assert!(answer.starts_with("HTTP/1.1 409"), "{answer}"),
+                Trouble::Refused | Trouble::DoneAndRefused => {
+                    assert!(answer.starts_with("HTTP/1.1 412"), "{answer}");
+                }
                 Trouble::Closed | Trouble::AnswerLost => assert_eq!(answer, ""),
                 Trouble::AnswerCut => assert!(whole.starts_with(&answer) && answer.len() < whole.len()),
-                Trouble::Late => assert_eq!(answer, whole),
+                Trouble::Late | Trouble::Stalled => assert_eq!(answer, whole),
             }
         }
-        assert_eq!(door.troubles().len(), Trouble::ALL.len());
+        let came = door.troubles();
+        assert!(Trouble::ALL.iter().all(|trouble| came.contains_key(trouble)), "{came:?}");
+    }
+
+    #[test]
+    fn what_was_on_its_way_is_forgotten() {
+        let door = Door::new(echo()).expect("door");
+        let mut old = TcpStream::connect(door.address).expect("door");
+        door.forget();
+        old.write_all(b"PUT /b/k HTTP/1.1\r\nHost: x\r\n\r\n").expect("request");
+        let mut answer = String::new();
+        old.read_to_string(&mut answer).expect("answer");
+        assert_eq!(answer, "");
+        assert!(ask(&door).starts_with("HTTP/1.1 200"));
     }
 }

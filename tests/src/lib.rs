@@ -15,13 +15,15 @@ mod shrink;
 pub mod compare;
 pub mod process;
 pub mod mount;
+mod mounted;
 
 pub use bucket::TestBucket;
 pub use compare::{assert_same_trees, differences};
 pub use door::{Door, Manner, Trouble};
 pub use mount::Mount;
+pub use mounted::Mounted;
 pub use process::{Forebay, Outcome, shell};
 pub use sample::{Names, sample_tree};
 pub use scratch::Scratch;
-pub use settings::{Seeded, repository, require_fuse, scale};
+pub use settings::{Seeded, is_long, repository, require_fuse, scale};
 pub use shrink::shrink;

@@ -12,6 +12,11 @@ pub fn scale() -> usize {
     std::env::var("FOREBAY_TEST_SCALE").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
 }
 
+/// Whether this is a long run, which also does what the gate has no time for.
+pub fn is_long() -> bool {
+    scale() > 1
+}
+
 /// A generator that prints its seed when the test fails; `FOREBAY_TEST_SEED` repeats a run.
 #[derive(Debug)]
 pub struct Seeded {

@@ -4,21 +4,59 @@ use std::fs;
 use std::path::Path;
 
 use forebay_tests::settings::tool;
-use forebay_tests::{Mount, Scratch, assert_same_trees, require_fuse, shell};
+use forebay_tests::{
+    Mounted, Names, Seeded, assert_same_trees, is_long, require_fuse, sample_tree, scale, shell,
+};
 
-fn mounted(scratch: &Scratch) -> Mount {
-    let url = format!("file://{}", scratch.folder("bucket").display());
-    Mount::new(&scratch.join("home"), &url, &scratch.join("mnt"), &[], &[])
+/// Runs `program` on a mount of a folder.
+fn over_a_folder(test: &str, program: fn(&mut Mounted)) {
+    if require_fuse(test) {
+        let mut mounted = Mounted::folder(&[]);
+        program(&mut mounted);
+        mounted.end();
+    }
+}
+
+/// Runs `programs` one after the other while the store fails, delays, refuses and loses answers, which costs them time
+/// and nothing else.
+fn over_a_troubled_store(test: &str, programs: &[fn(&mut Mounted)]) {
+    if require_fuse(test) {
+        let mut rng = Seeded::new();
+        for _ in 0..scale().div_ceil(4) {
+            let mut mounted = Mounted::troubled(&[], &mut rng);
+            programs.iter().for_each(|program| program(&mut mounted));
+            mounted.end();
+        }
+    }
+}
+
+#[test]
+fn git_and_sqlite_work_over_a_troubled_store() {
+    const ROWS: u32 = 3;
+    let writers: fn(&mut Mounted) = match is_long() {
+        true => |mounted| sqlite_writers(mounted, &JOURNALS, 10 * ROWS),
+        // Two journals that work in different ways.
+        false => |mounted| sqlite_writers(mounted, &["delete", "wal"], ROWS),
+    };
+    over_a_troubled_store("git_and_sqlite_work_over_a_troubled_store", &[git, writers]);
+}
+
+/// Those that take longer.
+#[test]
+fn compilers_and_copiers_work_over_a_troubled_store() {
+    if is_long() {
+        let programs: &[fn(&mut Mounted)] = &[sqlite, rsync, tar, python, cargo];
+        over_a_troubled_store("compilers_and_copiers_work_over_a_troubled_store", programs);
+    }
 }
 
 #[test]
 fn git_clones_commits_and_checks_out() {
-    if !require_fuse("git_clones_commits_and_checks_out") {
-        return;
-    }
-    let scratch = Scratch::new();
-    let mut mount = mounted(&scratch);
-    let origin = scratch.folder("origin");
+    over_a_folder("git_clones_commits_and_checks_out", git);
+}
+
+fn git(mounted: &mut Mounted) {
+    let origin = mounted.folder_beside("origin");
     let identity = "git config user.name Tester && git config user.email tester@example.org";
     let first =
         "mkdir -p a/b && seq 20000 > a/b/numbers && head -c 300000 /dev/urandom > random && ln -s a link";
@@ -30,27 +68,23 @@ fn git_clones_commits_and_checks_out() {
     let clone = format!("git clone -q {} repo && cd repo && {identity}", origin.display());
     let second =
         "seq 10000 > a/b/numbers && git commit -qam two && git checkout -q HEAD~1 && git checkout -q main";
-    shell(mount.path(), &format!("{clone} && {second} && git gc -q && git fsck --strict")).succeeded();
-    mount.unmount();
-    mount.remount(&scratch.join("other-home"));
+    shell(mounted.path(), &format!("{clone} && {second} && git gc -q && git fsck --strict")).succeeded();
+    mounted.move_on();
     let state = shell(
-        &mount.path().join("repo"),
+        &mounted.path().join("repo"),
         "git fsck --strict && git status --porcelain && git log --format=%s",
     );
     assert_eq!(state.succeeded(), "two\none\n");
-    mount.unmount();
 }
 
 #[test]
 fn sqlite_commits_rolls_back_and_vacuums() {
-    if !require_fuse("sqlite_commits_rolls_back_and_vacuums") {
-        return;
-    }
-    let scratch = Scratch::new();
-    let mut mount = mounted(&scratch);
-    let script = scratch.join("walk.py");
-    std::fs::write(
-        &script,
+    over_a_folder("sqlite_commits_rolls_back_and_vacuums", sqlite);
+}
+
+fn sqlite(mounted: &mut Mounted) {
+    let script = mounted.file(
+        "walk.py",
         "
 import sqlite3
 for journal in ('delete', 'truncate', 'wal'):
@@ -70,16 +104,17 @@ for journal in ('delete', 'truncate', 'wal'):
     assert db.execute('pragma integrity_check').fetchone()[0] == 'ok'
     db.close()
 ",
-    )
-    .expect("the scratch folder is writable");
-    shell(mount.path(), &format!("python3 {}", script.display())).succeeded();
-    mount.unmount();
-    mount.remount(&scratch.join("other-home"));
+    );
+    shell(&mounted.folder_in("walk"), &format!("python3 {script}")).succeeded();
+    mounted.move_on();
     let check = "import sqlite3; print(*(sqlite3.connect(f'{j}.db').execute('pragma integrity_check').fetchone()[0] \
                  for j in ('delete', 'truncate', 'wal')))";
-    assert_eq!(shell(mount.path(), &format!("python3 -c \"{check}\"")).succeeded(), "ok ok ok\n");
-    mount.unmount();
+    let checked = shell(&mounted.folder_in("walk"), &format!("python3 -c \"{check}\""));
+    assert_eq!(checked.succeeded(), "ok ok ok\n");
 }
+
+/// How sqlite keeps what a transaction changes.
+const JOURNALS: [&str; 3] = ["delete", "truncate", "wal"];
 
 /// What four processes do at once to one database; each inserts its rows one commit at a time.
 const WRITER: &str = r#"
@@ -98,44 +133,47 @@ for row in range(rows):
 /// the index that shares memory with the others in WAL mode holds.
 #[test]
 fn sqlite_takes_four_writers() {
-    if !require_fuse("sqlite_takes_four_writers") {
-        return;
-    }
-    let scratch = Scratch::new();
-    let mut mount = mounted(&scratch);
-    let writer = scratch.join("writer.py");
-    fs::write(&writer, WRITER).expect("the scratch folder is writable");
-    const ROWS: u32 = 40;
-    for journal in ["delete", "truncate", "wal"] {
+    over_a_folder("sqlite_takes_four_writers", |mounted| {
+        sqlite_writers(mounted, &JOURNALS, 40);
+    });
+}
+
+/// Each writer inserts `rows` in each of `journals`.
+fn sqlite_writers(mounted: &mut Mounted, journals: &[&str], rows: u32) {
+    let writer = mounted.file("writer.py", WRITER);
+    let folder = mounted.folder_in("writers");
+    for journal in journals {
         let prepare = format!(
             "import sqlite3; db = sqlite3.connect('{journal}.db'); db.execute('pragma journal_mode={journal}'); \
              db.executescript('create table rows (writer, row, text, primary key (writer, row)); \
              create table sums (total); insert into sums values (0)')"
         );
-        let run = format!("python3 {} {journal} $writer {ROWS}", writer.display());
+        let run = format!("python3 {writer} {journal} $writer {rows}");
         let writers = format!("for writer in 1 2 3 4; do {run} & pids+=($!); done");
         shell(
-            mount.path(),
+            &folder,
             &format!(
                 "python3 -c \"{prepare}\"; pids=(); {writers}; for pid in ${{pids[@]}}; do wait $pid; done"
             ),
         )
         .succeeded();
     }
-    let check = "import sqlite3
-for journal in ('delete', 'truncate', 'wal'):
-    db = sqlite3.connect(f'{journal}.db')
+    let names = journals.join("', '");
+    let check = format!(
+        "import sqlite3
+for journal in ('{names}',):
+    db = sqlite3.connect(f'{{journal}}.db')
     print(*(db.execute(q).fetchone()[0] for q in ('pragma journal_mode', 'pragma integrity_check', \
-     'select count(*) from rows', 'select sum(row) from rows', 'select total from sums')))";
-    let sum = 4 * (0..ROWS).sum::<u32>();
-    let expected = |stored| format!("{stored} ok {} {sum} {sum}\n", 4 * ROWS);
+     'select count(*) from rows', 'select sum(row) from rows', 'select total from sums')))"
+    );
+    let sum = 4 * (0..rows).sum::<u32>();
     // How a journal is ended is the connection's affair; only WAL is written down in the database.
-    let expected = [expected("delete"), expected("delete"), expected("wal")].concat();
-    assert_eq!(shell(mount.path(), &format!("python3 -c \"{check}\"")).succeeded(), expected);
-    mount.unmount();
-    mount.remount(&scratch.join("other-home"));
-    assert_eq!(shell(mount.path(), &format!("python3 -c \"{check}\"")).succeeded(), expected);
-    mount.unmount();
+    let stored = |journal: &&str| if *journal == "wal" { "wal" } else { "delete" };
+    let line = |journal| format!("{} ok {} {sum} {sum}\n", stored(journal), 4 * rows);
+    let expected: String = journals.iter().map(line).collect();
+    assert_eq!(shell(&folder, &format!("python3 -c \"{check}\"")).succeeded(), expected);
+    mounted.move_on();
+    assert_eq!(shell(&folder, &format!("python3 -c \"{check}\"")).succeeded(), expected);
 }
 
 /// A workspace without dependencies: a library with a build script and tests of three kinds, and a program over it.
@@ -190,34 +228,31 @@ mod tests {
 /// A compiler maps, locks and links files there, and times tell it what is up to date, also after another mount.
 #[test]
 fn cargo_builds_and_tests() {
-    if !require_fuse("cargo_builds_and_tests") {
-        return;
-    }
-    let scratch = Scratch::new();
-    let mut mount = mounted(&scratch);
-    workspace(&mount.path().join("workspace"));
-    let cargo = |mount: &Mount, words: &str| {
+    over_a_folder("cargo_builds_and_tests", cargo);
+}
+
+fn cargo(mounted: &mut Mounted) {
+    workspace(&mounted.path().join("workspace"));
+    let cargo = |mounted: &Mounted, words: &str| {
         let environment =
             "env -u RUSTFLAGS -u CARGO_ENCODED_RUSTFLAGS CARGO_TARGET_DIR=target CARGO_TERM_COLOR=never";
-        shell(&mount.path().join("workspace"), &format!("{environment} cargo {words} --offline -j 2 2>&1"))
-            .succeeded()
+        let folder = mounted.path().join("workspace");
+        shell(&folder, &format!("{environment} cargo {words} --offline -j 2 2>&1")).succeeded()
     };
     let count = |text: &str, words: &str| text.lines().filter(|line| line.contains(words)).count();
-    let built = cargo(&mount, "build");
+    let built = cargo(mounted, "build");
     assert_eq!(count(&built, "Compiling"), 2, "{built}");
-    assert_eq!(shell(mount.path(), "workspace/target/debug/app").succeeded(), "42\n");
-    let tested = cargo(&mount, "test");
+    assert_eq!(shell(mounted.path(), "workspace/target/debug/app").succeeded(), "42\n");
+    let tested = cargo(mounted, "test");
     assert_eq!(count(&tested, "test result: ok. 1 passed"), 3, "{tested}");
-    let main = mount.path().join("workspace/app/src/main.rs");
+    let main = mounted.path().join("workspace/app/src/main.rs");
     fs::write(main, "fn main() {\n    println!(\"{}\", sum::sum(4));\n}\n").expect("a file can be written");
-    let built = cargo(&mount, "build");
+    let built = cargo(mounted, "build");
     assert_eq!((count(&built, "Compiling"), count(&built, "Compiling app")), (1, 1), "{built}");
-    mount.unmount();
-    mount.remount(&scratch.join("other-home"));
-    let built = cargo(&mount, "build");
+    mounted.move_on();
+    let built = cargo(mounted, "build");
     assert_eq!(count(&built, "Compiling"), 0, "{built}");
-    assert_eq!(shell(mount.path(), "workspace/target/debug/app").succeeded(), "44\n");
-    mount.unmount();
+    assert_eq!(shell(mounted.path(), "workspace/target/debug/app").succeeded(), "44\n");
 }
 
 /// Files transferred and bytes of them, by `rsync --stats`.
@@ -233,13 +268,12 @@ fn transferred(stats: &str) -> (u64, u64) {
 /// A copy with all that it keeps is up to date for the second run, onto the mount and from it.
 #[test]
 fn rsync_transfers_nothing_twice() {
+    over_a_folder("rsync_transfers_nothing_twice", rsync);
+}
+
+fn rsync(mounted: &mut Mounted) {
     let Some(rsync) = tool("rsync", "rsync_transfers_nothing_twice") else { return };
-    if !require_fuse("rsync_transfers_nothing_twice") {
-        return;
-    }
-    let scratch = Scratch::new();
-    let mut mount = mounted(&scratch);
-    let source = scratch.folder("source");
+    let source = mounted.folder_beside("source");
     let fill = "mkdir -p a/b/empty; for i in $(seq 200); do head -c $((i * 97)) /dev/urandom > a/$i; done
         head -c 9000000 /dev/urandom > a/b/large; ln -s ../large a/b/link; ln a/1 a/b/hard; mkfifo a/b/pipe
         chmod 640 a/2; touch -d '2001-02-03 04:05:06.789012345' a/3 a/b; : > a/none";
@@ -249,12 +283,11 @@ fn rsync_transfers_nothing_twice() {
         let command = format!("{} -aH --stats {more} {}/ {}/", rsync.display(), from.display(), to.display());
         transferred(&shell(Path::new("/"), &command).succeeded())
     };
-    let (copy, back) = (mount.path().join("copy"), scratch.folder("back"));
+    let (copy, back) = (mounted.path().join("copy"), mounted.folder_beside("back"));
     assert_eq!(run(&source, &copy, ""), (202, size));
     assert_eq!(run(&source, &copy, ""), (0, 0));
     assert_same_trees(&source, &copy, true);
-    mount.unmount();
-    mount.remount(&scratch.join("other-home"));
+    mounted.move_on();
     assert_eq!(run(&source, &copy, ""), (0, 0));
     assert_eq!(run(&source, &copy, "--checksum"), (0, 0));
     // What changed goes, alone; what went, goes.
@@ -264,5 +297,30 @@ fn rsync_transfers_nothing_twice() {
     assert_eq!(run(&copy, &back, ""), (201, size + 5 - 8 * 97));
     assert_eq!(run(&copy, &back, ""), (0, 0));
     assert_same_trees(&source, &back, true);
-    mount.unmount();
+}
+
+/// What tar packs and unpacks there is what it was, here and on another machine.
+fn tar(mounted: &mut Mounted) {
+    let source = mounted.folder_beside("tar-source");
+    sample_tree(&source, Names::Any);
+    let pack = format!("tar -C {} -cf archive.tar .", source.display());
+    shell(mounted.path(), &format!("{pack} && mkdir untarred && tar -C untarred -xf archive.tar"))
+        .succeeded();
+    assert_same_trees(&source, &mounted.path().join("untarred"), true);
+    mounted.move_on();
+    assert_same_trees(&source, &mounted.path().join("untarred"), true);
+    shell(mounted.path(), &format!("tar -C {} -df archive.tar", source.display())).succeeded();
+}
+
+#[test]
+fn a_python_environment_installs_and_runs() {
+    over_a_folder("a_python_environment_installs_and_runs", python);
+}
+
+fn python(mounted: &mut Mounted) {
+    let install =
+        "python3 -m venv venv && venv/bin/python -c 'import pip; print(pip.__file__)' | grep -q venv";
+    shell(mounted.path(), install).succeeded();
+    mounted.move_on();
+    shell(mounted.path(), "venv/bin/python -m pip --version").succeeded();
 }

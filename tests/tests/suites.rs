@@ -3,109 +3,11 @@
 //! `make setup` installs them; where one is missing, its test says that it is skipped.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::Path;
 
-use forebay_tests::s3::Server;
 use forebay_tests::settings::{skip, tool};
-use forebay_tests::{Door, Forebay, Manner, Mount, Outcome, Scratch, Seeded, require_fuse, scale, shell};
+use forebay_tests::{Mounted, Seeded, is_long, require_fuse, scale, shell};
 use rand::RngExt;
-
-/// A mounted bucket; unmounted before what is below it goes.
-struct Mounted {
-    mount: Mount,
-    scratch: Scratch,
-    url: String,
-    /// Ends with it.
-    _server: Option<Server>,
-    /// The environment that reaches the bucket.
-    variables: Vec<(String, String)>,
-}
-
-impl Mounted {
-    fn folder(options: &[&str]) -> Self {
-        let scratch = Scratch::new();
-        let url = format!("file://{}", scratch.folder("bucket").display());
-        Self::new(scratch, &url, options, None, Vec::new())
-    }
-
-    fn s3(options: &[&str]) -> Self {
-        let server = Server::for_volume();
-        let url = format!("s3://{}/a/prefix", server.create_bucket());
-        let variables = server.envs();
-        Self::new(Scratch::new(), &url, options, Some(server), variables)
-    }
-
-    /// Over S3 behind a door, where a tenth of all requests fails, is delayed or loses its answer: less than what is
-    /// tried again until it succeeds.
-    fn troubled(options: &[&str], seed: u64) -> (Self, Door) {
-        let server = Server::for_volume();
-        let door = Door::new(server.address()).expect("loopback has free ports");
-        let url = format!("s3://{}/a/prefix", server.create_bucket());
-        let variables = server.envs_at(door.endpoint());
-        let mounted = Self::new(Scratch::new(), &url, options, Some(server), variables);
-        door.trouble(seed, 10);
-        (mounted, door)
-    }
-
-    /// Over a folder, with all directories packed.
-    fn packed(options: &[&str]) -> Self {
-        let mounted = Self::folder(options);
-        let top = mounted.mount.path().display().to_string();
-        Forebay::new(&mounted.scratch.join("home"), ["volume", "policy", &top, "packed"]).run().succeeded();
-        mounted
-    }
-
-    fn new(
-        scratch: Scratch,
-        url: &str,
-        options: &[&str],
-        server: Option<Server>,
-        variables: Vec<(String, String)>,
-    ) -> Self {
-        let mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), options, &variables);
-        Self { scratch, mount, url: url.to_owned(), _server: server, variables }
-    }
-
-    /// Runs `command` in a folder of the mount.
-    fn run(&self, command: &str) -> Outcome {
-        let folder = self.mount.path().join("work");
-        fs::create_dir_all(&folder).expect("the mount takes a directory");
-        shell(&folder, command)
-    }
-
-    /// Unmounts, and finds the volume sound. Returns how much its trash held.
-    fn end_with_trash(mut self) -> usize {
-        let home = self.scratch.join("home");
-        let top = self.mount.path().display().to_string();
-        let listed = Forebay::new(&home, ["trash", "ls", &top, "--json"]).run().succeeded();
-        self.mount.unmount();
-        self.check();
-        listed.lines().count()
-    }
-
-    /// Finds the volume sound, which is not mounted.
-    fn check(&self) {
-        let home = self.scratch.join("home");
-        Forebay::new(&home, ["fsck", &self.url]).envs(&self.variables).run().succeeded();
-    }
-
-    /// Unmounts what was in trouble often enough for that to count, and finds the volume sound.
-    fn end_of_trouble(mut self, door: &Door) {
-        let troubles: usize = door.troubles().values().sum();
-        assert!(troubles >= 10, "the store failed too seldom: {:?}", door.troubles());
-        self.mount.unmount();
-        door.set(Manner::Pass);
-        self.check();
-    }
-
-    /// Writes a file beside the mount and gives its path.
-    fn file(&self, name: &str, text: &str) -> String {
-        let path = self.scratch.join(name);
-        fs::write(&path, text).expect("the scratch folder is writable");
-        path.display().to_string()
-    }
-}
 
 /// Whether `test` has the programs and rights that it needs.
 fn ready(test: &str, program: &str, as_root: bool) -> Option<String> {
@@ -152,7 +54,7 @@ const PJDFSTEST_SKIPS: [&str; 14] = [
 
 fn run_pjdfstest(program: &str, mounted: &Mounted) {
     let config = mounted.file("pjdfstest.toml", PJDFSTEST);
-    let other = mounted.scratch.folder("another-file-system");
+    let other = mounted.folder_beside("another-file-system");
     let outcome = mounted.run(&format!("NO_COLOR=1 {program} -c {config} -s {} -p .", other.display()));
     let ended = |word: &str| {
         let words = outcome.stdout.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
@@ -168,18 +70,32 @@ fn run_pjdfstest(program: &str, mounted: &Mounted) {
 #[test]
 fn pjdfstest_finds_no_failure() {
     if let Some(program) = ready("pjdfstest_finds_no_failure", "pjdfstest", true) {
-        let mut mounted = Mounted::folder(&["--allow-other"]);
+        let mounted = Mounted::folder(&["--allow-other"]);
         run_pjdfstest(&program, &mounted);
-        mounted.mount.unmount();
+        mounted.end();
     }
 }
 
 #[test]
 fn pjdfstest_finds_no_failure_on_s3() {
     if let Some(program) = ready("pjdfstest_finds_no_failure_on_s3", "pjdfstest", true) {
-        let mut mounted = Mounted::s3(&["--allow-other"]);
+        let mounted = Mounted::s3(&["--allow-other"]);
         run_pjdfstest(&program, &mounted);
-        mounted.mount.unmount();
+        mounted.end();
+    }
+}
+
+/// Nor while the store fails, delays, refuses and loses answers. It takes its time, so that only long runs do it.
+#[test]
+fn pjdfstest_finds_no_failure_over_a_troubled_store() {
+    if !is_long() {
+        return;
+    }
+    if let Some(program) = ready("pjdfstest_finds_no_failure_over_a_troubled_store", "pjdfstest", true) {
+        let mut rng = Seeded::new();
+        let mounted = Mounted::troubled(&["--allow-other"], &mut rng);
+        run_pjdfstest(&program, &mounted);
+        mounted.end();
     }
 }
 
@@ -196,9 +112,9 @@ fn pjdfstest_finds_no_failure_with_a_trash() {
 #[test]
 fn pjdfstest_finds_no_failure_in_what_is_written_back() {
     if let Some(program) = ready("pjdfstest_finds_no_failure_in_what_is_written_back", "pjdfstest", true) {
-        let mut mounted = Mounted::folder(&["--allow-other", "--writeback"]);
+        let mounted = Mounted::folder(&["--allow-other", "--writeback"]);
         run_pjdfstest(&program, &mounted);
-        mounted.mount.unmount();
+        mounted.end();
     }
 }
 
@@ -234,8 +150,7 @@ fn fsx_runs() -> usize {
 
 /// Each of `runs` has as many times the operations of the gate as the scale says, up to `longest`: what goes wrong late
 /// in the life of a file is found by long runs only.
-fn run_fsx(program: &str, mounted: &Mounted, runs: usize, longest: usize) {
-    let mut rng = Seeded::new();
+fn run_fsx(program: &str, mounted: &Mounted, rng: &mut Seeded, runs: usize, longest: usize) {
     let small = mounted.file("small.toml", &fsx_config(256 << 10, 64 << 10));
     // Larger than two blocks of the cache.
     let large = mounted.file("large.toml", &fsx_config(9 << 20, 1 << 20));
@@ -243,7 +158,7 @@ fn run_fsx(program: &str, mounted: &Mounted, runs: usize, longest: usize) {
     for run in 0..runs {
         for (config, operations) in [(&small, 600 * longer), (&large, 60 * longer)] {
             let seed: u32 = rng.random();
-            let artifacts = mounted.scratch.folder("artifacts");
+            let artifacts = mounted.folder_beside("artifacts");
             let command = format!(
                 "rm -f file; {program} -f {config} -S {seed} -N {operations} -P {} file",
                 artifacts.display()
@@ -257,27 +172,27 @@ fn run_fsx(program: &str, mounted: &Mounted, runs: usize, longest: usize) {
 #[test]
 fn fsx_finds_no_wrong_byte() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte", "fsx", false) {
-        let mut mounted = Mounted::folder(&[]);
-        run_fsx(&program, &mounted, 3 * fsx_runs(), 10);
-        mounted.mount.unmount();
+        let mounted = Mounted::folder(&[]);
+        run_fsx(&program, &mounted, &mut Seeded::new(), 3 * fsx_runs(), 10);
+        mounted.end();
     }
 }
 
 #[test]
 fn fsx_finds_no_wrong_byte_in_what_is_written_back() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte_in_what_is_written_back", "fsx", false) {
-        let mut mounted = Mounted::folder(&["--writeback", "--writeback-size", "16MiB"]);
-        run_fsx(&program, &mounted, fsx_runs(), 10);
-        mounted.mount.unmount();
+        let mounted = Mounted::folder(&["--writeback", "--writeback-size", "16MiB"]);
+        run_fsx(&program, &mounted, &mut Seeded::new(), fsx_runs(), 10);
+        mounted.end();
     }
 }
 
 #[test]
 fn fsx_finds_no_wrong_byte_on_s3() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte_on_s3", "fsx", false) {
-        let mut mounted = Mounted::s3(&[]);
-        run_fsx(&program, &mounted, fsx_runs(), 3);
-        mounted.mount.unmount();
+        let mounted = Mounted::s3(&[]);
+        run_fsx(&program, &mounted, &mut Seeded::new(), fsx_runs(), 3);
+        mounted.end();
     }
 }
 
@@ -285,9 +200,10 @@ fn fsx_finds_no_wrong_byte_on_s3() {
 #[test]
 fn fsx_finds_no_wrong_byte_over_a_troubled_store() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte_over_a_troubled_store", "fsx", false) {
-        let (mounted, door) = Mounted::troubled(&[], Seeded::new().random());
-        run_fsx(&program, &mounted, fsx_runs(), 3);
-        mounted.end_of_trouble(&door);
+        let mut rng = Seeded::new();
+        let mounted = Mounted::troubled(&[], &mut rng);
+        run_fsx(&program, &mounted, &mut rng, fsx_runs(), 3);
+        mounted.end();
     }
 }
 
@@ -296,13 +212,13 @@ fn fsx_finds_no_wrong_byte_over_a_troubled_store() {
 fn pjdfstest_and_fsx_find_nothing_in_packed_directories() {
     let test = "pjdfstest_and_fsx_find_nothing_in_packed_directories";
     if let Some(program) = ready(test, "pjdfstest", true) {
-        let mut mounted = Mounted::packed(&["--allow-other"]);
+        let mounted = Mounted::packed(&["--allow-other"]);
         run_pjdfstest(&program, &mounted);
-        mounted.mount.unmount();
+        mounted.end();
     }
     if let Some(program) = ready(test, "fsx", false) {
         let mounted = Mounted::packed(&["--trash", "1d"]);
-        run_fsx(&program, &mounted, fsx_runs(), 10);
+        run_fsx(&program, &mounted, &mut Seeded::new(), fsx_runs(), 10);
         assert_eq!(mounted.end_with_trash(), 2 * fsx_runs() - 1);
     }
 }
@@ -312,7 +228,7 @@ fn pjdfstest_and_fsx_find_nothing_in_packed_directories() {
 fn fsx_finds_no_wrong_byte_with_a_trash() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte_with_a_trash", "fsx", false) {
         let mounted = Mounted::s3(&["--trash", "1d"]);
-        run_fsx(&program, &mounted, fsx_runs(), 3);
+        run_fsx(&program, &mounted, &mut Seeded::new(), fsx_runs(), 3);
         assert_eq!(mounted.end_with_trash(), 2 * fsx_runs() - 1);
     }
 }
@@ -321,7 +237,7 @@ fn fsx_finds_no_wrong_byte_with_a_trash() {
 #[test]
 fn fio_verifies_what_it_wrote() {
     let Some(program) = ready("fio_verifies_what_it_wrote", "fio", false) else { return };
-    let (mut mounted, mut rng) = (Mounted::folder(&[]), Seeded::new());
+    let (mounted, mut rng) = (Mounted::folder(&[]), Seeded::new());
     let jobs = [
         ("write", "128k", 0),
         ("write", "128k", 1),
@@ -336,7 +252,7 @@ fn fio_verifies_what_it_wrote() {
             run_fio(&program, &mounted, &format!("--name={name} {job} --randseed={}", rng.random::<u32>()));
         }
     }
-    mounted.mount.unmount();
+    mounted.end();
 }
 
 /// And once more on another machine, which has every byte from the store.
@@ -345,7 +261,7 @@ fn fio_verifies_what_it_wrote_over_a_troubled_store() {
     let test = "fio_verifies_what_it_wrote_over_a_troubled_store";
     let Some(program) = ready(test, "fio", false) else { return };
     let mut rng = Seeded::new();
-    let (mut mounted, door) = Mounted::troubled(&[], rng.random());
+    let mut mounted = Mounted::troubled(&[], &mut rng);
     for round in 0..scale() {
         let jobs = [("write", "128k", 8), ("randwrite", "16k", 64)].map(|(pattern, block, fsync)| {
             let job = format!("--name=f{round}-{pattern} --rw={pattern} --bs={block} --fsync={fsync}");
@@ -354,13 +270,12 @@ fn fio_verifies_what_it_wrote_over_a_troubled_store() {
         for job in &jobs {
             run_fio(&program, &mounted, job);
         }
-        mounted.mount.unmount();
-        mounted.mount.remount(&mounted.scratch.join(&format!("home-{round}")));
+        mounted.move_on();
         for job in &jobs {
             run_fio(&program, &mounted, &format!("{job} --verify_only=1"));
         }
     }
-    mounted.end_of_trouble(&door);
+    mounted.end();
 }
 
 fn run_fio(program: &str, mounted: &Mounted, job: &str) {
@@ -422,30 +337,64 @@ const STRESSORS: [&str; 41] = [
 #[test]
 fn stress_ng_finds_no_wrong_result() {
     let Some(program) = ready("stress_ng_finds_no_wrong_result", "stress-ng", false) else { return };
-    let mut mounted = Mounted::folder(&[]);
-    let stressors: Vec<_> = STRESSORS.iter().map(|name| format!("--{name} 1")).collect();
+    let mounted = Mounted::folder(&[]);
+    for _ in 0..scale() {
+        run_stress_ng(&program, &mounted, &STRESSORS, 3);
+    }
+    mounted.end();
+}
+
+/// Nor while the store fails, delays, refuses and loses answers: of the gate's stressors some, by chance.
+#[test]
+fn stress_ng_finds_no_wrong_result_over_a_troubled_store() {
+    let test = "stress_ng_finds_no_wrong_result_over_a_troubled_store";
+    let Some(program) = ready(test, "stress-ng", false) else { return };
+    let mut rng = Seeded::new();
+    let mounted = Mounted::troubled(&[], &mut rng);
+    for _ in 0..scale() {
+        let stressors: Vec<_> = STRESSORS.into_iter().filter(|_| rng.random_bool(0.3)).collect();
+        run_stress_ng(&program, &mounted, &stressors, 2);
+    }
+    mounted.end();
+}
+
+/// Runs `stressors` at once for so many seconds.
+fn run_stress_ng(program: &str, mounted: &Mounted, stressors: &[&str], seconds: u32) {
+    let all: Vec<_> = stressors.iter().map(|name| format!("--{name} 1")).collect();
     let bytes = ["hdd", "fallocate", "iomix", "sync-file"].map(|name| format!("--{name}-bytes 4m"));
     // Few things to make first; the least that copy-file takes, of which it copies pieces of 2 MiB; and all bytes that
     // names may have, which filename else finds out first.
     let few =
         "--chdir-dirs 64 --dirdeep-inodes 200 --copy-file-bytes 128m --copy-file-ops 4 --filename-opts ext";
-    for _ in 0..scale() {
-        let outcome = mounted.run(&format!(
-            "{program} {} {} {few} --seek-size 4m --temp-path . --verify --timeout 3",
-            stressors.join(" "),
-            bytes.join(" ")
-        ));
-        assert_eq!(outcome.code, Some(0), "{outcome}");
-        assert!(outcome.stderr.contains("successful run completed"), "{outcome}");
-    }
-    mounted.mount.unmount();
+    let outcome = mounted.run(&format!(
+        "{program} {} {} {few} --seek-size 4m --temp-path . --verify --timeout {seconds}",
+        all.join(" "),
+        bytes.join(" ")
+    ));
+    assert_eq!(outcome.code, Some(0), "{outcome}");
+    assert!(outcome.stderr.contains("successful run completed"), "{outcome}");
 }
 
 /// The calls of a file server's clients.
 #[test]
 fn dbench_runs() {
     let Some(program) = ready("dbench_runs", "dbench", false) else { return };
-    let mut mounted = Mounted::folder(&[]);
+    let mounted = Mounted::folder(&[]);
+    run_dbench(&program, &mounted);
+    mounted.end();
+}
+
+/// The same while the store fails, delays, refuses and loses answers.
+#[test]
+fn dbench_runs_over_a_troubled_store() {
+    let Some(program) = ready("dbench_runs_over_a_troubled_store", "dbench", false) else { return };
+    let mut rng = Seeded::new();
+    let mounted = Mounted::troubled(&[], &mut rng);
+    run_dbench(&program, &mounted);
+    mounted.end();
+}
+
+fn run_dbench(program: &str, mounted: &Mounted) {
     // dbench takes the first semaphore of a machine, whose number is 0, for none, and goes on without.
     let has_failed = |line: &str| line.contains("failed") && !line.contains("barrier semaphore");
     for _ in 0..scale() {
@@ -454,5 +403,4 @@ fn dbench_runs() {
         assert!(outcome.stdout.contains("Throughput"), "{outcome}");
         assert!(!outcome.stdout.lines().any(has_failed), "{outcome}");
     }
-    mounted.mount.unmount();
 }

@@ -120,18 +120,6 @@ async fn copy_and_move(mut walk: Walk) {
     walk.mount.unmount();
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_python_environment_installs_and_runs() {
-    if !require_fuse("a_python_environment_installs_and_runs") {
-        return;
-    }
-    let mut walk = Walk::new().await;
-    walk.sh("python3 -m venv venv && venv/bin/python -c 'import pip; print(pip.__file__)' | grep -q venv");
-    walk.move_to_another_machine();
-    walk.sh("venv/bin/python -m pip --version");
-    walk.mount.unmount();
-}
-
 /// Promise S6: A rename replaces, refuses or exchanges its target in one step; a directory moves with all below it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn renames_of_files_and_directories() {
