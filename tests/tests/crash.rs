@@ -6,13 +6,13 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use forebay_io::object::Bucket;
 use forebay_tests::s3::Server;
 use forebay_tests::settings::skip;
-use forebay_tests::{Forebay, Mount, Scratch, Seeded, TestBucket, require_fuse, scale};
+use forebay_tests::{Door, Forebay, Manner, Mount, Scratch, Seeded, TestBucket, require_fuse, scale};
 use futures::StreamExt;
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
@@ -30,6 +30,8 @@ fn rounds() -> usize {
 /// What a mount that was killed leaves, and all that may be wrong with a volume before gc has freed it. What is
 /// staged is none of it: fsck through a mount uploads that first.
 const LEFT_BY_THE_DEAD: &[&str] = &["leaked-blob", "leaked-uploads"];
+/// How many requests of 100 are in trouble, in the rounds of it.
+const TROUBLED_PERCENT: u32 = 10;
 /// Threads that write at once, each in a directory of its own.
 const WRITERS: usize = 3;
 /// Longest that the first fsync of a round may take.
@@ -144,8 +146,8 @@ impl Writer {
         self.history.push(state);
     }
 
-    /// Works until the mount is gone, counting in `synced` how often fsync returned.
-    fn work(&mut self, synced: &AtomicUsize) {
+    /// Works until the mount is gone, counting in `synced` how often fsync returned. Nothing fails before it is `killed`.
+    fn work(&mut self, synced: &AtomicUsize, killed: &AtomicBool) {
         loop {
             let operation = operation(&mut self.rng);
             if !self.note(&operation) {
@@ -162,6 +164,7 @@ impl Writer {
                     let died = [libc::ENOTCONN, libc::ECONNABORTED, libc::EIO, libc::EINTR, libc::ENOENT];
                     let code = error.raw_os_error().unwrap_or_default();
                     assert!(died.contains(&code), "{operation:.100?}: {error}");
+                    assert!(killed.load(Ordering::SeqCst), "the mount lives, and {operation:.100?}: {error}");
                     return;
                 }
             }
@@ -358,9 +361,8 @@ async fn a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced() {
         }
         let bucket = server.bucket("a/prefix").await;
         let options = [WRITEBACK, &["--take-over"]].concat();
-        let variables = server.envs();
-        let load = Load { options: &options, variables: &variables, ..Load::of(&home, rounds()) };
-        load_and_kill(&bucket, || server.restart(), load).await;
+        load_and_kill_over_s3(&server, &bucket, Load { options: &options, ..Load::of(&home, rounds()) })
+            .await;
     }
 }
 
@@ -402,10 +404,9 @@ async fn a_load_on_s3_that_is_killed_keeps_what_was_synced() {
             return skip("a_load_on_s3_that_is_killed_keeps_what_was_synced", why);
         }
         let bucket = server.bucket("a/prefix").await;
-        // Requests of the killed mount are over before the next one starts, as they are when its lease has run out.
-        let (scratch, variables) = (Scratch::new(), server.envs());
-        let load = Load { options: &["--take-over"], variables: &variables, ..Load::of(&scratch, rounds()) };
-        load_and_kill(&bucket, || server.restart(), load).await;
+        let scratch = Scratch::new();
+        let load = Load { options: &["--take-over"], ..Load::of(&scratch, rounds()) };
+        load_and_kill_over_s3(&server, &bucket, load).await;
     }
 }
 
@@ -431,18 +432,33 @@ struct Load<'a> {
     is_packed: bool,
     options: &'a [&'a str],
     variables: &'a [(String, String)],
+    /// What all requests go through; in every third round, from its load to the next one's, they are in trouble.
+    door: Option<&'a Door>,
     rounds: usize,
 }
 
 impl<'a> Load<'a> {
     fn of(scratch: &'a Scratch, rounds: usize) -> Self {
-        Self { scratch, is_packed: false, options: &[], variables: &[], rounds }
+        Self { scratch, is_packed: false, options: &[], variables: &[], door: None, rounds }
     }
+}
+
+/// The same where the store fails, delays, refuses and loses answers in every third round.
+async fn load_and_kill_over_s3(server: &Server, bucket: &Bucket, load: Load<'_>) {
+    let door = Door::new(server.address()).expect("loopback has free ports");
+    let variables = server.envs_at(door.endpoint());
+    let load = Load { variables: &variables, door: Some(&door), ..load };
+    // Requests of the killed mount are over before the next one starts, as they are when its lease has run out.
+    let after = || {
+        door.forget();
+        server.restart();
+    };
+    load_and_kill(bucket, after, load).await;
 }
 
 /// Kills the mount under a load, so many rounds; `after` is what happens to its store then.
 async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>) {
-    let Load { scratch, is_packed, options, variables, rounds } = load;
+    let Load { scratch, is_packed, options, variables, door, rounds } = load;
     let (mut rng, keeps_state) = (Seeded::new(), options.contains(&"--writeback"));
     let (url, folder) = (bucket.url().to_string(), scratch.join("mnt"));
     let mut home = scratch.join("home");
@@ -459,11 +475,18 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
     }
     for round in 0..rounds {
         let more = Duration::from_millis(rng.random_range(0..200));
+        if let Some(door) = door {
+            match round % 3 {
+                2 => door.trouble(rng.random(), TROUBLED_PERCENT),
+                _ => door.set(Manner::Pass),
+            }
+        }
+        let killed = AtomicBool::new(false);
         let synced: Vec<_> = writers.iter().map(|_| AtomicUsize::new(0)).collect();
         let idle = || synced.iter().any(|synced| synced.load(Ordering::Relaxed) == 0);
         std::thread::scope(|threads| {
             for (writer, synced) in writers.iter_mut().zip(&synced) {
-                threads.spawn(|| writer.work(synced));
+                threads.spawn(|| writer.work(synced, &killed));
             }
             if is_packed {
                 // It ends with the mount, if not before.
@@ -474,6 +497,7 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
                 std::thread::sleep(Duration::from_millis(1));
             }
             std::thread::sleep(more);
+            killed.store(true, Ordering::SeqCst);
             mount.kill();
         });
         assert!(!idle(), "a writer had no fsync returned in round {round}: {synced:?}\n{}", mount.log());
@@ -486,6 +510,11 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
         mount.remount(&home);
         check_volume(&home, &url, variables, LEFT_BY_THE_DEAD);
         writers.iter_mut().for_each(|writer| writer.check(round));
+    }
+    if let Some(door) = door {
+        let troubles = door.troubles();
+        assert!(troubles.values().sum::<usize>() >= rounds, "the store failed too seldom: {troubles:?}");
+        door.set(Manner::Pass);
     }
     check_volume(&home, &url, variables, LEFT_BY_THE_DEAD);
     // Nothing at all is wrong once gc has freed that.
