@@ -4,9 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use forebay_tests::settings::tool;
-use forebay_tests::{
-    Mounted, Names, Seeded, assert_same_trees, is_long, require_fuse, sample_tree, scale, shell,
-};
+use forebay_tests::{Mounted, Seeded, assert_same_trees, is_long, require_fuse, scale, shell};
 
 /// Runs `program` on a mount of a folder.
 fn over_a_folder(test: &str, program: fn(&mut Mounted)) {
@@ -255,6 +253,11 @@ fn cargo(mounted: &mut Mounted) {
     assert_eq!(shell(mounted.path(), "workspace/target/debug/app").succeeded(), "44\n");
 }
 
+/// A tree of small files and a large one, with links, a pipe, modes and times.
+const FILL: &str = "mkdir -p a/b/empty; for i in $(seq 200); do head -c $((i * 97)) /dev/urandom > a/$i; done
+    head -c 9000000 /dev/urandom > a/b/large; ln -s ../large a/b/link; ln a/1 a/b/hard; mkfifo a/b/pipe
+    chmod 640 a/2; touch -d '2001-02-03 04:05:06.789012345' a/3 a/b; : > a/none";
+
 /// Files transferred and bytes of them, by `rsync --stats`.
 fn transferred(stats: &str) -> (u64, u64) {
     let number = |words: &str| {
@@ -274,10 +277,7 @@ fn rsync_transfers_nothing_twice() {
 fn rsync(mounted: &mut Mounted) {
     let Some(rsync) = tool("rsync", "rsync_transfers_nothing_twice") else { return };
     let source = mounted.folder_beside("source");
-    let fill = "mkdir -p a/b/empty; for i in $(seq 200); do head -c $((i * 97)) /dev/urandom > a/$i; done
-        head -c 9000000 /dev/urandom > a/b/large; ln -s ../large a/b/link; ln a/1 a/b/hard; mkfifo a/b/pipe
-        chmod 640 a/2; touch -d '2001-02-03 04:05:06.789012345' a/3 a/b; : > a/none";
-    shell(&source, fill).succeeded();
+    shell(&source, FILL).succeeded();
     let size = (1..=200).map(|i| i * 97).sum::<u64>() + 9_000_000;
     let run = |from: &Path, to: &Path, more: &str| {
         let command = format!("{} -aH --stats {more} {}/ {}/", rsync.display(), from.display(), to.display());
@@ -302,7 +302,7 @@ fn rsync(mounted: &mut Mounted) {
 /// What tar packs and unpacks there is what it was, here and on another machine.
 fn tar(mounted: &mut Mounted) {
     let source = mounted.folder_beside("tar-source");
-    sample_tree(&source, Names::Any);
+    shell(&source, FILL).succeeded();
     let pack = format!("tar -C {} -cf archive.tar .", source.display());
     shell(mounted.path(), &format!("{pack} && mkdir untarred && tar -C untarred -xf archive.tar"))
         .succeeded();
