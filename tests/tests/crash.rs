@@ -27,6 +27,11 @@ fn rounds() -> usize {
     (10 * scale()).max(20)
 }
 
+/// Rounds of a suite that differs from one of those in how bytes are written: fewer in the gate, as many in a long run.
+fn variant_rounds() -> usize {
+    if scale() == 1 { 6 } else { rounds() }
+}
+
 /// What a mount that was killed leaves, and all that may be wrong with a volume before gc has freed it. What is
 /// staged is none of it: fsck through a mount uploads that first.
 const LEFT_BY_THE_DEAD: &[&str] = &["leaked-blob", "leaked-uploads"];
@@ -321,7 +326,7 @@ async fn a_load_on_packed_directories_that_is_killed_keeps_what_was_synced() {
     if require_fuse("a_load_on_packed_directories_that_is_killed_keeps_what_was_synced") {
         let scratch = Scratch::new();
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
-        let load = Load { is_packed: true, ..Load::of(&scratch, rounds()) };
+        let load = Load { is_packed: true, ..Load::of(&scratch, variant_rounds()) };
         load_and_kill(&bucket, || {}, load).await;
     }
 }
@@ -334,7 +339,7 @@ async fn a_load_on_packed_directories_that_is_written_back_and_killed_keeps_what
     if require_fuse("a_load_on_packed_directories_that_is_written_back_and_killed_keeps_what_was_synced") {
         let (scratch, home) = (Scratch::new(), written_back_soon());
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
-        let load = Load { is_packed: true, options: WRITEBACK, ..Load::of(&home, rounds()) };
+        let load = Load { is_packed: true, options: WRITEBACK, ..Load::of(&home, variant_rounds()) };
         load_and_kill(&bucket, || {}, load).await;
     }
 }
@@ -345,7 +350,7 @@ async fn a_load_that_is_written_back_and_killed_keeps_what_was_synced() {
     if require_fuse("a_load_that_is_written_back_and_killed_keeps_what_was_synced") {
         let (scratch, home) = (Scratch::new(), written_back_soon());
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
-        let load = Load { options: WRITEBACK, ..Load::of(&home, rounds()) };
+        let load = Load { options: WRITEBACK, ..Load::of(&home, variant_rounds()) };
         load_and_kill(&bucket, || {}, load).await;
     }
 }
@@ -361,8 +366,12 @@ async fn a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced() {
         }
         let bucket = server.bucket("a/prefix").await;
         let options = [WRITEBACK, &["--take-over"]].concat();
-        load_and_kill_over_s3(&server, &bucket, Load { options: &options, ..Load::of(&home, rounds()) })
-            .await;
+        load_and_kill_over_s3(
+            &server,
+            &bucket,
+            Load { options: &options, ..Load::of(&home, variant_rounds()) },
+        )
+        .await;
     }
 }
 
@@ -378,7 +387,7 @@ async fn a_load_staged_on_a_disk_whose_power_fails_keeps_what_was_synced() {
         fs::create_dir(&folder).and_then(|()| File::open(disk.path())?.sync_all()).expect("a folder");
         let state = home.folder("home/state/forebay");
         std::os::unix::fs::symlink(&folder, state.join("staging")).expect("a link");
-        let load = Load { options: WRITEBACK, ..Load::of(&home, rounds()) };
+        let load = Load { options: WRITEBACK, ..Load::of(&home, variant_rounds()) };
         load_and_kill(&bucket, || disk.fail(), load).await;
     }
 }
