@@ -89,17 +89,19 @@ impl Clock {
     pub async fn sleep(&self, duration: Duration) {
         match &self.0 {
             Kind::System => tokio::time::sleep(duration).await,
-            Kind::Manual(time) => {
-                let end = time.borrow().saturating_add(duration);
-                // The sender lives in `self`, so the channel cannot close while this waits.
-                let _ = time.subscribe().wait_for(|now| *now >= end).await;
-            }
+            Kind::Manual(_) => self.sleep_until(self.now() + duration).await,
         }
     }
 
     /// Waits until `moment`. Cancel-safe.
     pub async fn sleep_until(&self, moment: Moment) {
-        self.sleep(moment.since(self.now())).await;
+        match &self.0 {
+            Kind::System => tokio::time::sleep(moment.since(self.now())).await,
+            Kind::Manual(time) => {
+                // The sender lives in `self`, so the channel cannot close while this waits.
+                let _ = time.subscribe().wait_for(|now| *now >= moment.0).await;
+            }
+        }
     }
 
     /// Moves a manual clock and wakes whoever it passes.
