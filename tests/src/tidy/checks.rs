@@ -154,6 +154,13 @@ pub const CHECKS: &[Check] = &[
             &[("docs/promises.md", "| it works | - | perhaps |")],
             &[("docs/promises.md", "| it works | not |")],
             &[("docs/promises.md", "| it works | `make demo` | not |")],
+            &[
+                (
+                    "docs/promises.md",
+                    "| it works on every day | `t.rs::b` | holds |\n| it works on every day of a year | `t.rs::b` | holds |",
+                ),
+                ("t.rs", "fn b() {}"),
+            ],
         ],
         good: &[
             (

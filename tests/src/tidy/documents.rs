@@ -122,13 +122,30 @@ fn quotes<'a>(path: &'a str, text: &str) -> Vec<Quote<'a>> {
 /// Rows of docs/promises.md that are not `| promise | shown by | holds, partly: why, or not |`.
 ///
 /// What holds, even partly, names in backquotes each test (`file::function`) or command (`make target`) that shows it,
-/// and these exist. What does not hold is shown by `-`.
+/// and these exist. What does not hold is shown by `-`. Nothing is promised twice, by rows that begin alike and name one test.
 pub(super) fn promise_table(repo: &Repo) -> Vec<Finding> {
     const FILE: &str = "docs/promises.md";
     let text = repo.text(FILE).unwrap_or_default();
     let rows = text.lines().enumerate().filter(|(_, line)| line.starts_with('|'));
     let body = rows.filter(|(_, line)| !line.starts_with("| promise |") && !line.starts_with("|---"));
-    body.filter_map(|(index, line)| row_fault(repo, line).map(|fault| at(FILE, index + 1, fault))).collect()
+    let mut seen = Vec::new();
+    let faults = body.filter_map(|(index, line)| {
+        let fault = row_fault(repo, line).or_else(|| twice_fault(line, &mut seen));
+        fault.map(|fault| at(FILE, index + 1, fault))
+    });
+    faults.collect()
+}
+
+/// A row that says what one of those `seen` says, as merges of two changes of it leave them.
+fn twice_fault<'a>(row: &'a str, seen: &mut Vec<(&'a str, Vec<&'a str>)>) -> Option<String> {
+    let begins = &row[..row.floor_char_boundary(22)];
+    let names: Vec<&str> = row.split('`').filter(|name| name.contains("::")).collect();
+    let is_said = |(other, others): &(&str, Vec<&str>)| {
+        *other == begins && others.iter().any(|name| names.contains(name))
+    };
+    let fault = seen.iter().any(is_said).then(|| "another row promises the same".into());
+    seen.push((begins, names));
+    fault
 }
 
 fn row_fault(repo: &Repo, row: &str) -> Option<String> {
