@@ -31,7 +31,7 @@ pub(super) enum Fault {
     GaveUp { attempts: u64, waited_ms: u64, cause: object_store::Error },
     /// A condition was said not to hold, and it does.
     #[error("the store refused what holds: {cause}")]
-    Unfounded { cause: object_store::Error },
+    Unfounded { cause: String },
     /// No credentials could be obtained.
     #[error("no credentials from {origin}: {cause}")]
     Credentials { origin: String, cause: String, hint: String },
@@ -116,6 +116,11 @@ pub(super) fn is_busy(status: u16, code: &str) -> bool {
 pub(super) fn is_refusal(error: &object_store::Error) -> bool {
     use object_store::Error as Store;
     matches!(error, Store::AlreadyExists { .. } | Store::Precondition { .. } | Store::NotFound { .. })
+}
+
+/// Whether this host's kernel said it, of a folder: it is never mistaken, and a directory may be in the way that is no object.
+pub(super) fn is_of_kernel(error: &object_store::Error) -> bool {
+    find::<std::io::Error>(error).is_some() && find::<HttpError>(error).is_none()
 }
 
 /// What a service calls its error, where it was asked from here.
@@ -276,7 +281,7 @@ fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
         Store::PermissionDenied { path, .. } | Store::Unauthenticated { path, .. } => {
             (ErrorKind::Denied, format!("access to {path} in {bucket} is denied"))
         }
-        _ => match find::<std::io::Error>(error).filter(|_| find::<HttpError>(error).is_none()) {
+        _ => match find::<std::io::Error>(error).filter(|_| is_of_kernel(error)) {
             Some(io) => {
                 let kind = Error::from(std::io::Error::from(io.kind())).kind();
                 (kind, format!("{bucket} failed"))

@@ -15,6 +15,8 @@ use super::{Bucket, ObjectInfo};
 const PART_BYTES: u64 = 8 << 20;
 /// Parts of one read in flight.
 const PARTS_IN_FLIGHT: usize = 8;
+/// How often an object that is read whole is begun, while others replace it.
+const MOST_WHOLE_READS: usize = 4;
 
 impl Bucket {
     /// Bytes `range` of the object, in one ranged GET; fewer where the object ends before the range does.
@@ -42,8 +44,22 @@ impl Bucket {
         Ok(object.into_stream().map_err(move |error| bucket.read_error(error)).boxed())
     }
 
-    /// A whole object and what the store says about it, from one GET.
+    /// A whole object and what the store says about it, from one GET. One that is replaced while it is read, and whose
+    /// body broke, is read again.
+    ///
+    /// # Errors
+    /// As [`Bucket::get`]; `Stale` where it was replaced again and again.
     pub async fn get_whole(&self, key: &ObjectKey) -> Result<(Bytes, ObjectInfo)> {
+        for _ in 1..MOST_WHOLE_READS {
+            match self.read_whole(key).await {
+                Err(error) if error.kind() == ErrorKind::Stale => {}
+                read => return read,
+            }
+        }
+        self.read_whole(key).await
+    }
+
+    async fn read_whole(&self, key: &ObjectKey) -> Result<(Bytes, ObjectInfo)> {
         let object = self.open_range(key, None, None).await?;
         let info = info(object.meta.clone());
         Ok((self.collect(object).await?, info))

@@ -212,6 +212,22 @@ async fn a_body_is_not_resumed_from_another_version() {
     assert_eq!(bucket.get(&key, Some(&old), 0..9).await.expect_err("stale").kind(), ErrorKind::Stale);
 }
 
+#[tokio::test]
+async fn an_object_that_is_replaced_while_it_is_read_whole_is_read_again() {
+    let (faults, inner, key) = (Faults::new(), Bucket::in_memory(), ObjectKey::new("a"));
+    let bucket = inner.with_faults(&faults);
+    inner.put(&key, Bytes::from(vec![1; 1000]), Condition::Always).await.expect("put");
+    faults.script(OperationKind::Get, 1, FaultMode::BreakBody(500));
+    let gate = faults.gate(2);
+    let replace = async {
+        gate.reached().await;
+        inner.put(&key, Bytes::from(vec![2; 1000]), Condition::Always).await.expect("replace");
+        gate.open();
+    };
+    let (read, ()) = tokio::join!(bucket.get_whole(&key), replace);
+    assert!(read.expect("read").0.iter().all(|byte| *byte == 2));
+}
+
 /// A store that answers nothing but one error.
 #[derive(Debug)]
 struct Failing {

@@ -92,6 +92,15 @@ fn a_refusal_without_ground_is_not_believed() {
             assert!(read == data && info.version == done.version, "{mode:?}");
             assert_eq!(unfinished(store, &bucket).await.len(), 0);
         }
+        // A completion that was sent twice: the upload of the second is gone.
+        for condition in [Condition::IfAbsent, Condition::Always] {
+            let options = UploadOptions { part_bytes: Some(MIN_PART_BYTES), ..UploadOptions::default() };
+            let name = key(&format!("twice-{condition:?}"));
+            let mut upload = bucket.upload_with(&name, options).expect("upload");
+            upload.write(pattern(MIN_PART_BYTES as usize + 1)).await.expect("write");
+            faults.script(OperationKind::Complete, 1, FaultMode::DoAndMiss);
+            upload.complete(condition).await.expect("complete");
+        }
         // A store that goes on with it knows no conditions: what it says stands.
         for nth in 1..20 {
             faults.script(OperationKind::Put, nth, FaultMode::Refuse);

@@ -28,6 +28,8 @@ pub enum FaultMode {
     Refuse,
     /// The store carries the request out and says that the condition does not hold: something on the way sent it twice.
     DoAndRefuse,
+    /// The store carries the request out and says that what it is about is not there: as when a completion is sent twice.
+    DoAndMiss,
     /// No reply ever comes: only the caller's patience ends it. The store does nothing.
     Hang,
 }
@@ -174,6 +176,11 @@ impl Service for Failing {
                 let refused = refused(&request);
                 drop(self.next.call(request).await);
                 Err(refused)
+            }
+            Some(FaultMode::DoAndMiss) => {
+                let (path, source) = (request.subject(), "a test said so".into());
+                drop(self.next.call(request).await);
+                Err(object_store::Error::NotFound { path, source })
             }
             Some(FaultMode::BreakBody(after)) if kind == OperationKind::Get => {
                 Ok(map_body(self.next.call(request).await?, |body| break_after(body, after)))

@@ -28,7 +28,7 @@ use tokio::time::Instant;
 
 use super::body::{Body, replace};
 use crate::object::counters::Meter;
-use crate::object::error::{Fault, is_refusal, is_transient, is_unanswered, is_unreachable};
+use crate::object::error::{Fault, is_of_kernel, is_refusal, is_transient, is_unanswered, is_unreachable};
 use crate::object::request::{Reply, Request, Service, Shared};
 use crate::object::types::Condition;
 use crate::object::unanswered::Unanswered;
@@ -104,7 +104,11 @@ impl Retrying {
             match self.settle(request, &refusal, doubtful).await? {
                 Finding::Done(reply) => return Ok(reply),
                 Finding::Unfounded if unfounded.failed < MOST_UNFOUNDED => {
-                    self.back_off(&mut unfounded, Fault::Unfounded { cause: refusal }.into()).await?;
+                    let cause = Fault::Unfounded { cause: refusal.to_string() };
+                    // However long a store goes on with it, it is a refusal.
+                    if self.back_off(&mut unfounded, cause.into()).await.is_err() {
+                        return Err(refusal);
+                    }
                 }
                 Finding::Unfounded | Finding::Stands => return Err(refusal),
             }
@@ -166,9 +170,11 @@ impl Retrying {
             return Ok(Finding::Done(Reply::Done));
         }
         let Some((key, condition)) = request.condition() else { return Ok(Finding::Stands) };
-        // An object or upload that is not there is no matter of conditions.
+        // An object or upload that is not there is no matter of conditions. But an upload may be gone because it is
+        // complete: something on the way sent its completion twice.
         let is_missing = matches!(refusal, object_store::Error::NotFound { .. });
-        let can_be_ours = doubtful && !request.token().is_empty();
+        let is_completion = matches!(request, Request::Complete { .. });
+        let can_be_ours = (doubtful || is_completion) && !request.token().is_empty();
         if (is_missing || condition == Condition::Always) && !can_be_ours {
             return Ok(Finding::Stands);
         }
@@ -191,13 +197,14 @@ impl Retrying {
             Condition::IfVersion(version) => found == Some(version.as_str()),
             // An unconditional completion whose upload is gone and whose object is not ours: both may be true only if
             // an outsider came in between, which a caller must treat as a conflict.
-            Condition::Always if head.is_some() => {
+            Condition::Always if head.is_some() && doubtful => {
                 let source = format!("its upload is gone: {refusal}").into();
                 return Err(object_store::Error::Precondition { path: key.to_string(), source });
             }
             Condition::Always => false,
         };
-        Ok(if holds && !is_missing { Finding::Unfounded } else { Finding::Stands })
+        let is_unfounded = holds && !is_missing && !is_of_kernel(refusal);
+        Ok(if is_unfounded { Finding::Unfounded } else { Finding::Stands })
     }
 }
 
@@ -266,7 +273,7 @@ impl Resume {
             }
             Err(error) => match self.core.settle(&request, &error, false).await? {
                 Finding::Unfounded => {
-                    let error = Fault::Unfounded { cause: error }.into();
+                    let error = Fault::Unfounded { cause: error.to_string() }.into();
                     return Ok(futures::stream::once(async { Err(error) }).boxed());
                 }
                 _ => return Err(error),

@@ -306,4 +306,25 @@ mod tests {
             () = deletes => {}
         }
     }
+
+    #[tokio::test]
+    async fn what_is_in_the_way_is_told_at_once() {
+        // Copied seven times and given up as unreachable, since nothing is at the key itself.
+        let folder = tempfile::tempdir().expect("scratch");
+        let url: BucketUrl = format!("file://{}", folder.path().display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let [from, file, below, directory] = ["from", "file", "file/below", "directory"].map(ObjectKey::new);
+        for key in [&from, &file] {
+            bucket.put(key, Bytes::from_static(b"bytes"), Condition::Always).await.expect("put");
+        }
+        std::fs::create_dir(folder.path().join("directory")).expect("an outsider's directory");
+        let before = bucket.counters();
+        for to in [&below, &directory] {
+            let told = bucket.copy(&from, to, 5, &Condition::IfAbsent).await.expect_err("in the way");
+            assert_eq!(told.kind(), ErrorKind::Conflict, "{told}");
+            let put = bucket.put(to, Bytes::from_static(b"put"), Condition::IfAbsent).await;
+            assert_eq!(put.expect_err("in the way").kind(), ErrorKind::Conflict);
+        }
+        assert_eq!(bucket.counters().retries, before.retries);
+    }
 }
