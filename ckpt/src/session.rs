@@ -17,7 +17,7 @@ use forebay_io::mem::SharedMemory;
 use forebay_io::net::FdStream;
 use parking_lot::Mutex;
 
-use crate::agent::{Hello, Linger, Member, Origin, Reply, Request};
+use crate::agent::{Hello, Linger, Member, Origin, Reply, Request, Told};
 use crate::arena::{Arena, Held, HeldStep, SLOTS, Seal, Slot, Snapshot, attempt_of};
 use crate::catalog::Round;
 use crate::local::LocalTier;
@@ -320,7 +320,6 @@ impl Session {
         let seal = Seal {
             save: number,
             round,
-            arena: 0,
             slot: slot.index(),
             size: shard.size,
             header: shard.header,
@@ -332,7 +331,7 @@ impl Session {
         };
         let member = self.hello.member.as_ref();
         let (rank, world_size) = member.map_or((0, 1), |member| (member.rank, member.world_size));
-        let held = Held { start: self.hello.start.nonce.clone(), rank, world_size, seal };
+        let held = Held::new(self.hello.start.nonce.clone(), rank, world_size, seal);
         *slot.held_mut() = Some(Box::new(held.clone()));
         let save =
             Arc::new(Save { step, number, progress: Mutex::new(Progress::Sent), times: Mutex::default() });
@@ -544,9 +543,9 @@ impl Session {
     /// Tells the agent of a sealed step, and of its memory first.
     fn send_held(
         &mut self,
-        mut held: Held,
+        held: Held,
         memory: &Arc<SharedMemory>,
-        what: fn(Box<Held>) -> Request,
+        what: fn(Box<Told>) -> Request,
     ) -> Result<()> {
         if !self.announced.as_ref().is_some_and(|announced| Arc::ptr_eq(announced, memory)) {
             self.arenas_sent += 1;
@@ -554,8 +553,7 @@ impl Session {
             self.send(&Request::Arena { arena, slot_bytes }, Some(memory))?;
             self.announced = Some(memory.clone());
         }
-        held.seal.arena = self.arenas_sent;
-        self.send(&what(Box::new(held)), None)
+        self.send(&what(Box::new(Told { arena: self.arenas_sent, held })), None)
     }
 
     fn send(&mut self, request: &Request, memory: Option<&SharedMemory>) -> Result<()> {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
+import torch
 
 import forebay
 from forebay import _native
@@ -23,7 +24,8 @@ from forebay import _native
 from .conftest import SCALE, Child, rounds
 from .test_damage import manifest_of, shard_of
 from .test_local import files, restored, save_steps, state_of
-from .test_restart import LINGER_S, end, kill
+from .test_ranks import run_ranks, start_ranks
+from .test_restart import LINGER_S, advance, end, kill, rank_state
 
 Places = list[tuple[int, int]]
 """Bytes and bits."""
@@ -111,6 +113,92 @@ def test_in_memory(tmp_path: Path) -> None:
     assert report.tier == "arena"
     checkpointer.close()
     end(agent)
+
+
+NAME, VALUE = "a tensor that is named once", "a value that is no tensor"
+
+
+def named_state(fill: float) -> dict[str, Any]:
+    return {NAME: torch.full((1000,), fill), "text": VALUE if fill else ""}
+
+
+def flip_told(agent: int, text: str) -> str:
+    """Flips a bit in each place where a text lies in a process's own memory; gives what stands there now."""
+    other = chr(ord(text[0]) ^ 1) + text[1:]
+    count = 0
+    try:
+        memory = open(f"/proc/{agent}/mem", "r+b")
+    except PermissionError:
+        end(agent)
+        pytest.skip("NOT TESTED: no other process's memory may be written here")
+    with memory:
+        for line in Path(f"/proc/{agent}/maps").read_text().splitlines():
+            bounds, access, *_, inode = line.split(maxsplit=5)[:5]
+            if access != "rw-p" or inode != "0":
+                continue
+            start, stop = (int(bound, 16) for bound in bounds.split("-"))
+            memory.seek(start)
+            data, at = memory.read(stop - start), -1
+            while (at := data.find(text.encode(), at + 1)) >= 0:
+                memory.seek(start + at)
+                memory.write(other[:1].encode())
+                count += 1
+    assert count, text
+    return other
+
+
+def test_in_what_an_agent_tells_of_its_memory(tmp_path: Path) -> None:
+    """A changed value was restored, and a changed name not found, as if the training had saved them so."""
+
+    def work(report: Callable[[str], None]) -> None:
+        checkpointer = forebay.Checkpointer(tmp_path, every=1, rng=False, linger=LINGER_S)
+        save = checkpointer.step(1, named_state(1))
+        assert save is not None and save.wait_durable(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    agent = kill(Child(work))
+
+    def tier() -> str:
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            state = named_state(0)
+            assert checkpointer.restore(state) == 1 and checkpointer.restored is not None
+            assert state["text"] == VALUE and bool((state[NAME] == 1).all())
+            return checkpointer.restored.tier
+
+    for text in (NAME, VALUE):
+        other = flip_told(agent, text)
+        with pytest.warns(forebay.CheckpointWarning, match="in memory is not used.*changed after it was sealed"):
+            assert tier() == "store", text
+        flip_told(agent, other)
+    assert tier() == "arena"
+    end(agent)
+
+
+def test_what_one_ranks_agent_tells_sends_all_to_the_store(tmp_path: Path) -> None:
+    def work(rank: int, report: Callable[[str], None]) -> None:
+        state = rank_state()
+        checkpointer = forebay.Checkpointer(tmp_path, every=1, replicated=["all"], linger=LINGER_S)
+        advance(state, rank)
+        save = checkpointer.step(1, state)
+        assert save is not None and save.wait_durable(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    agents = [kill(child) for child in start_ranks(2, work, with_gloo=False)]
+    flip_told(agents[1], "own@1")
+
+    def restore(rank: int) -> list[Any]:
+        state = rank_state()
+        with forebay.Checkpointer(tmp_path, replicated=["all"]) as checkpointer:
+            with pytest.warns(forebay.CheckpointWarning, match="in memory is not used.*rank 1's part changed"):
+                step = checkpointer.restore(state)
+            assert checkpointer.restored is not None
+            return [step, checkpointer.restored.tier, bool((state["own"] == 1 + rank).all())]
+
+    assert run_ranks(2, restore, with_gloo=False) == [[1, "store", True]] * 2
+    for agent in agents:
+        end(agent)
 
 
 def test_on_the_local_disk(tmp_path: Path) -> None:

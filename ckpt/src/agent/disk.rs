@@ -3,6 +3,8 @@
 //! The disk is a help and no promise: what fails there is told once, and saves go on without it. One that hangs gets
 //! nothing to do until it answers.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
@@ -19,7 +21,7 @@ use crate::local::{Local, LocalTier};
 /// What the disk is to do, in order.
 pub(super) enum Work {
     /// Write a shard, and let go of its slot.
-    Save { held: Box<Held>, slot: Bytes, ticket: Ticket },
+    Save { held: Arc<Held>, slot: Bytes, ticket: Ticket },
     /// Note that a step is in the store.
     Durable(HeldStep),
 }
@@ -39,7 +41,7 @@ impl Copies {
     }
 
     /// Has a shard copied; nothing where the disk hangs.
-    pub(super) fn save(&self, held: Box<Held>, slot: Bytes) -> Option<Copy> {
+    pub(super) fn save(&self, held: Arc<Held>, slot: Bytes) -> Option<Copy> {
         let (copy, ticket) = copy(&self.health, held.seal.size);
         let is_sent = !self.health.hangs() && self.queue.try_send(Work::Save { held, slot, ticket }).is_ok();
         is_sent.then_some(copy)

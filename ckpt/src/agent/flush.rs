@@ -15,6 +15,7 @@ use super::copy::Copy;
 use super::delta::{File, Lent, candidates, describe, named};
 use super::inspect::{expect_sound, inspect, slices_of};
 use super::{Member, Seal};
+use crate::arena::Held;
 use crate::catalog::{
     Note, RankKey, Round, Run, commit, expect_commit, failure_of, forget_notes, forget_ranks, list_notes,
     load_manifest, merge_ranks, of_save, put_intent, put_rank, saved_already,
@@ -28,7 +29,7 @@ const RANKS_PATIENCE: Duration = Duration::from_secs(600);
 
 /// A sealed snapshot and the memory that holds it.
 pub(super) struct Save {
-    pub(super) seal: Arc<Seal>,
+    pub(super) held: Arc<Held>,
     pub(super) slot: Bytes,
     /// Whether no other agent had it before.
     pub(super) is_first: bool,
@@ -55,7 +56,7 @@ impl Stored {
 /// Afterwards the slot is not needed. Whether this start may, as `allowed` tells, is asked beside the upload.
 ///
 /// # Errors
-/// `Unavailable` when it is to be tried again; `Corrupt` when the slot no longer holds what was sealed; what `allowed` says.
+/// `Unavailable` when it is to be tried again; `Corrupt` when the seal or the slot changed since; what `allowed` says.
 /// Then nothing is there under the shard's name.
 pub(super) async fn store(
     bucket: &Bucket,
@@ -65,7 +66,9 @@ pub(super) async fn store(
     base: Option<&Base>,
     allowed: impl Future<Output = Result<()>>,
 ) -> Result<Stored> {
-    let Save { seal, slot, .. } = save;
+    let Save { held, slot, .. } = save;
+    let seal = &held.seal;
+    held.expect_sound().map_err(|error| error.with_hint("nothing was saved; check the host's memory"))?;
     expect_sound(seal, slot)?;
     let mut identities = vec![None; slices_of(seal).count()];
     let found = base.and_then(|base| Some(Lent { base, slices: candidates(base, seal)? }));
@@ -88,7 +91,7 @@ pub(super) async fn store(
     let options = UploadOptions { conditional: false, past_cache, ..UploadOptions::default() };
     let mut upload = bucket.upload_with(&part.shards[0].object(), options)?;
     let sent_and_seen = async {
-        let (sent, seen) = tokio::join!(send(&mut upload, &file), look(seal, slot, &mut identities));
+        let (sent, seen) = tokio::join!(send(&mut upload, &file), look(held, slot, &mut identities));
         seen.and(sent)
     };
     let allowed = OptionFuture::from(unasked).map(|allowed| allowed.unwrap_or(Ok(())));
@@ -109,7 +112,7 @@ async fn borrow<'a>(
     bucket: &Bucket,
     run: &Run,
     member: Option<&Member>,
-    Save { seal, slot, is_first, .. }: &Save,
+    Save { held, slot, is_first, .. }: &Save,
     mut found: Lent<'a>,
     identities: &mut [Option<Identity>],
 ) -> Result<Option<Lent<'a>>> {
@@ -117,13 +120,13 @@ async fn borrow<'a>(
     // What an agent that died noted stays: a request of its last moment may still arrive, and what it stored may be what
     // is committed.
     let note = if *is_first { Note::Intent } else { Note::Again };
-    let key = RankKey { save: run.save(seal.step), rank: rank_of(member), note };
+    let key = RankKey { save: run.save(held.seal.step), rank: rank_of(member), note };
     put_intent(bucket, &key, shards.collect()).await?;
     if bucket.head(&found.base.key.object()).await?.is_none() {
         return Ok(None);
     }
     let wanted = (0..identities.len()).filter(|index| found.slices[*index].is_some()).collect();
-    look_at(seal, slot, wanted, identities).await?;
+    look_at(held, slot, wanted, identities).await?;
     for (slice, identity) in found.slices.iter_mut().zip(identities) {
         slice.take_if(|slice| *identity != Some(slice.blake3));
     }
@@ -131,19 +134,20 @@ async fn borrow<'a>(
 }
 
 /// Looks at the slices whose identities are not known yet.
-async fn look(seal: &Arc<Seal>, slot: &Bytes, identities: &mut [Option<Identity>]) -> Result<()> {
+async fn look(held: &Arc<Held>, slot: &Bytes, identities: &mut [Option<Identity>]) -> Result<()> {
     let unknown = (0..identities.len()).filter(|index| identities[*index].is_none()).collect();
-    look_at(seal, slot, unknown, identities).await
+    look_at(held, slot, unknown, identities).await
 }
 
 async fn look_at(
-    seal: &Arc<Seal>,
+    held: &Arc<Held>,
     slot: &Bytes,
     wanted: Vec<usize>,
     identities: &mut [Option<Identity>],
 ) -> Result<()> {
-    let (seal, slot) = (seal.clone(), slot.clone());
-    let seen = forebay_io::task::blocking(move || inspect(&seal, &slot, &wanted).map(|seen| (wanted, seen)));
+    let (held, slot) = (held.clone(), slot.clone());
+    let seen =
+        forebay_io::task::blocking(move || inspect(&held.seal, &slot, &wanted).map(|seen| (wanted, seen)));
     let (wanted, seen) = seen.await.map_err(|error| error.context("hash a shard")).flatten()?;
     wanted.into_iter().zip(seen).for_each(|(index, identity)| identities[index] = Some(identity));
     Ok(())

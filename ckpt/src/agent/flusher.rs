@@ -120,10 +120,10 @@ impl Flusher {
     async fn settle(&mut self, mut sealed: Save) {
         let begun = self.clock.now();
         if let Some(local) = sealed.local.take() {
-            self.await_copy(sealed.seal.save, local).await;
+            self.await_copy(sealed.held.seal.save, local).await;
         }
         let settled = self.flush(&sealed).await;
-        let Seal { save, round, step, size, .. } = *sealed.seal;
+        let Seal { save, round, step, size, .. } = sealed.held.seal;
         drop(sealed);
         self.log(step, size, self.clock.now().since(begun), &settled);
         match &settled {
@@ -180,7 +180,7 @@ impl Flusher {
         };
         let flushed = match part {
             Ok((held, slot)) => {
-                let save = Save { seal: Arc::new(held.seal), slot, is_first: false, local: None };
+                let save = Save { held: Arc::new(held), slot, is_first: false, local: None };
                 heir.flush(&save).await
             }
             Err(error) => heir.open().await.and(Err(error)),
@@ -240,12 +240,12 @@ impl Flusher {
             // Only between tries: an upload that works is never cut.
             let (now, got_on) = (self.clock.now(), progress.milestone() != milestone);
             let Some(pause) = patience.after(now, now.since(begun), got_on) else { break Err(error) };
-            let message = format!("step {}: {error}; trying again", save.seal.step);
+            let message = format!("step {}: {error}; trying again", save.held.seal.step);
             self.trainer.tell(&Reply::Warning { message });
             self.clock.sleep(pause).await;
         };
         let is_refused = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Conflict);
-        let outcome = outcome.map_err(|error| explain(error, save.seal.step));
+        let outcome = outcome.map_err(|error| explain(error, save.held.seal.step));
         let Some(stored) = progress.stored else { return outcome.map(|()| 0) };
         if let (true, Some((bucket, run))) = (is_refused, &self.target) {
             discard(bucket, run, self.hello.member.as_ref(), &stored).await;
@@ -284,10 +284,10 @@ impl Flusher {
                 false => refuse_if_superseded(bucket, run).await,
             }
         };
-        if self.heir_of.is_some() && bucket.head(&run.save(save.seal.step).object()).await?.is_some() {
+        if self.heir_of.is_some() && bucket.head(&run.save(save.held.seal.step).object()).await?.is_some() {
             return Ok(Ok(()));
         }
-        let (member, round) = (self.hello.member.as_ref(), self.round(save.seal.round));
+        let (member, round) = (self.hello.member.as_ref(), self.round(save.held.seal.round));
         let stored = match &mut progress.stored {
             Some(stored) => {
                 allowed.await?;
@@ -298,7 +298,7 @@ impl Flusher {
                     self.base = self.find_base(bucket, origin, save).await?;
                     self.origin = None;
                 }
-                let (key, rank) = (run.save(save.seal.step), self.hello.place().0);
+                let (key, rank) = (run.save(save.held.seal.step), self.hello.place().0);
                 let work = store(bucket, run, member, save, self.base.as_ref(), allowed);
                 let part = while_alive(&self.clock, bucket, &key, rank, &mut progress.is_told, work).await?;
                 stored.insert(Stored { has_notes: part.has_notes || progress.is_told, ..part })
@@ -308,7 +308,7 @@ impl Flusher {
             publish(bucket, run, member, &stored.part).await?;
             progress.is_published = true;
             if self.heir_of.is_none() {
-                self.trainer.tell(&Reply::Stored { save: save.seal.save, at_us: now_us(&self.clock) });
+                self.trainer.tell(&Reply::Stored { save: save.held.seal.save, at_us: now_us(&self.clock) });
             }
         }
         settle(&self.clock, bucket, run, member, stored, round).await
@@ -316,12 +316,13 @@ impl Flusher {
 
     /// The step to go on from, unless something that it needs is gone.
     async fn find_base(&self, bucket: &Bucket, origin: &Origin, save: &Save) -> Result<Option<Base>> {
-        let Some(base) = Base::find(bucket, origin, &save.seal).await? else { return Ok(None) };
+        let Some(base) = Base::find(bucket, origin, &save.held.seal).await? else { return Ok(None) };
         let Some(shard) = base.missing(bucket).await? else { return Ok(Some(base)) };
         // Else it was deleted just now, in order.
         if bucket.head(&base.key.object()).await?.is_some() {
             let message = format!("step {} is damaged: {shard} is not there, or cut off", base.key.step);
-            let effect = format!("step {} is stored whole, and refers to no earlier one", save.seal.step);
+            let effect =
+                format!("step {} is stored whole, and refers to no earlier one", save.held.seal.step);
             self.trainer.tell(&Reply::Warning { message: format!("{message}; {effect}") });
         }
         Ok(None)

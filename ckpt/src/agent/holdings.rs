@@ -11,7 +11,7 @@ use forebay_io::mem::SharedMemory;
 use forebay_io::net::FdStream;
 use serde::Serialize;
 
-use super::Answer;
+use super::{Answer, Told};
 use crate::arena::{Held, HeldStep, SLOTS, Seal};
 
 /// Memory and its slots, as this process sees them.
@@ -52,8 +52,8 @@ impl Holdings {
     ///
     /// # Errors
     /// `Invalid` for a slot that does not exist or is too small.
-    pub(super) fn hold(&mut self, held: Held) -> Result<Bytes> {
-        let Seal { arena, slot, header, size, .. } = held.seal;
+    pub(super) fn hold(&mut self, Told { arena, held }: Told) -> Result<Bytes> {
+        let Seal { slot, header, size, .. } = held.seal;
         let arena = self.arena.as_ref().filter(|known| known.number == arena);
         let found = arena.and_then(|arena| Some((arena.memory.clone(), arena.slots.get(slot)?.clone())));
         let fits = |(_, slot): &(_, Bytes)| header <= size && size <= slot.len() as u64;

@@ -16,7 +16,7 @@ mod holdings;
 mod door;
 mod serve;
 
-pub use protocol::{Answer, Hello, Linger, Member, Origin, Reply, Request, VISIT_VERSION, Visit};
+pub use protocol::{Answer, Hello, Linger, Member, Origin, Reply, Request, Told, VISIT_VERSION, Visit};
 pub use serve::serve;
 
 pub use crate::arena::Seal;

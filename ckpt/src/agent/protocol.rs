@@ -96,11 +96,11 @@ pub enum Request {
     /// What follows goes on from this step, and what did not change since is not to be stored again.
     GoOn(Origin),
     /// Bring this to the bucket, and hold it for a successor.
-    Seal(Box<Held>),
+    Seal(Box<Told>),
     /// The same, of a save that an agent that died may have brought there, or begun to.
-    SealAgain(Box<Held>),
+    SealAgain(Box<Told>),
     /// Hold this for a successor; it needs no flush.
-    Hold(Box<Held>),
+    Hold(Box<Told>),
     /// What it was told to hold of this step is committed in the bucket.
     Durable(HeldStep),
     /// The trainer will write where this lies.
@@ -123,7 +123,17 @@ pub enum Request {
     Bye,
 }
 
-/// The version of [`Visit`] and [`Answer`], and of what they carry.
+/// A sealed step, and where it lies.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Told {
+    /// The number of its memory, which was announced last.
+    pub arena: u64,
+    /// The step, as it was sealed.
+    pub held: Held,
+}
+
+/// The version of [`Visit`] and [`Answer`], and of what they carry. What an agent of an earlier build shows under it is
+/// refused, and told: it has no checksum.
 pub const VISIT_VERSION: u32 = 3;
 
 /// From whoever comes to an agent whose trainer was killed. An agent that has nothing to say closes the connection.

@@ -25,8 +25,8 @@ use super::holdings::Holdings;
 use super::pace::Pace;
 use super::protocol::now_us;
 use super::trainer::Trainer;
-use super::{Hello, Reply, Request, VISIT_VERSION, Visit};
-use crate::arena::{Held, SLOTS};
+use super::{Hello, Reply, Request, Told, VISIT_VERSION, Visit};
+use crate::arena::SLOTS;
 use crate::local::PATIENCE;
 
 /// Saves under way at most: two slots of the present arena, two of the one before.
@@ -144,9 +144,9 @@ impl Desk {
             Request::Hello(_) => return Err(Error::invalid("an agent is greeted once")),
             Request::Arena { arena, slot_bytes } => self.holdings.announce(arena, slot_bytes, fd)?,
             Request::GoOn(origin) => self.pass_on(Work::GoOn(origin))?,
-            Request::Seal(held) => self.begin(*held, true)?,
-            Request::SealAgain(held) => self.begin(*held, false)?,
-            Request::Hold(held) => drop(self.holdings.hold(*held)?),
+            Request::Seal(told) => self.begin(*told, true)?,
+            Request::SealAgain(told) => self.begin(*told, false)?,
+            Request::Hold(told) => drop(self.holdings.hold(*told)?),
             Request::Durable(step) => {
                 self.holdings.save_of(&step).into_iter().for_each(|save| self.trainer.set_durable(save));
             }
@@ -158,19 +158,18 @@ impl Desk {
         Ok(())
     }
 
-    fn begin(&mut self, held: Held, is_first: bool) -> Result<()> {
-        let seal = Arc::new(held.seal.clone());
-        let copied = self.copies.as_ref().map(|_| Box::new(held.clone()));
-        let (save, slot) = (seal.save, self.holdings.hold(held)?);
+    fn begin(&mut self, told: Told, is_first: bool) -> Result<()> {
+        let held = Arc::new(told.held.clone());
+        let (save, slot) = (held.seal.save, self.holdings.hold(told)?);
         self.trainer.begin(save, &self.holdings.saves());
         let mut local = None;
-        if let (Some(copies), Some(held)) = (&self.copies, copied) {
-            local = copies.save(held, slot.clone());
+        if let Some(copies) = &self.copies {
+            local = copies.save(held.clone(), slot.clone());
             if local.is_none() {
                 self.trainer.tell(&Reply::NoCopy { save });
             }
         }
-        self.pass_on(Work::Save(Save { seal, slot, is_first, local }))?;
+        self.pass_on(Work::Save(Save { held, slot, is_first, local }))?;
         self.trainer.tell(&Reply::Sealed { save, at_us: now_us(&Clock::system()) });
         Ok(())
     }

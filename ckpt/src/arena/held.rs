@@ -3,6 +3,7 @@
 use forebay_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
+use super::checksum::checksum;
 use crate::catalog::{Round, merge};
 use crate::manifest::{Checksum, Extra, Manifest, Shard, ShardKey, Tensor};
 
@@ -14,9 +15,7 @@ pub struct Seal {
     /// Which try of it, where several ranks save together; seals of former versions have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub round: Option<Round>,
-    /// Which arena, as announced.
-    pub arena: u64,
-    /// Which slot of it.
+    /// Which slot of its arena.
     pub slot: usize,
     /// Bytes of the shard.
     pub size: u64,
@@ -40,8 +39,8 @@ impl Seal {
     pub(crate) fn of_test(save: u64, step: u64, shard: &[u8], header: usize, tensors: Vec<Tensor>) -> Self {
         let header_crc32c = Checksum(forebay_core::crc32c(&shard[..header]));
         let (size, header, extras) = (shard.len() as u64, header as u64, Vec::new());
-        let (round, arena, slot, created_ms) = (None, 1, 0, 0);
-        Self { save, round, arena, slot, size, header, header_crc32c, step, created_ms, tensors, extras }
+        let (round, slot, created_ms) = (None, 0, 0);
+        Self { save, round, slot, size, header, header_crc32c, step, created_ms, tensors, extras }
     }
 }
 
@@ -78,9 +77,38 @@ pub struct Held {
     pub world_size: u32,
     /// The snapshot.
     pub seal: Seal,
+    /// CRC-32C of all that, taken by the trainer as it sealed, and never again; seals of former versions have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub crc32c: Option<Checksum>,
 }
 
 impl Held {
+    /// What was sealed just now: from here on a change is found.
+    pub(crate) fn new(start: String, rank: u32, world_size: u32, seal: Seal) -> Self {
+        let mut held = Self { start, rank, world_size, seal, crc32c: None };
+        held.crc32c = Some(checksum(&held));
+        held
+    }
+
+    /// As if it had been sealed as it is now.
+    pub(crate) fn sealed_again(self) -> Self {
+        Self::new(self.start, self.rank, self.world_size, self.seal)
+    }
+
+    /// That it is what was sealed.
+    ///
+    /// # Errors
+    /// `Corrupt` when it is not, or nobody can tell.
+    pub(crate) fn expect_sound(&self) -> Result<()> {
+        let (step, rank) = (self.seal.step, self.rank);
+        let fact = match self.crc32c {
+            Some(sealed) if sealed == checksum(self) => return Ok(()),
+            Some(_) => "changed after it was sealed",
+            None => "has no checksum: another version of Forebay sealed it",
+        };
+        Err(Error::corrupt(format!("step {step}: what is said of rank {rank}'s part {fact}")))
+    }
+
     /// What it is called.
     pub fn name(&self) -> HeldStep {
         HeldStep { start: self.start.clone(), step: self.seal.step }
@@ -96,7 +124,7 @@ impl Held {
     /// As its index in the bucket would be.
     fn into_index(self) -> Manifest {
         let key = self.key().object().as_str().to_owned();
-        let Held { start, rank, world_size, seal } = self;
+        let Held { start, rank, world_size, seal, crc32c: _ } = self;
         let Seal { step, size, header, created_ms, tensors, extras, .. } = seal;
         let shard = Shard { key, size, header, crc32c: Checksum(0), rank, step };
         Manifest {

@@ -1,5 +1,6 @@
 //! Where snapshots are taken: memory that outlives the trainer, filled by Forebay's own threads.
 
+mod checksum;
 mod copy;
 mod held;
 mod slots;

@@ -21,6 +21,11 @@ impl Round {
         Self(u64::from_be_bytes([a, b, c, d, e, f, g, h]))
     }
 
+    /// Its number.
+    pub(crate) fn number(self) -> u64 {
+        self.0
+    }
+
     /// Reads one; `None` for a text that stands for none.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let round = Self(u64::from_str_radix(text, 16).ok()?);

@@ -31,7 +31,7 @@ fn part(name: &HeldStep, rank: u32) -> (Held, Bytes) {
     let slices = vec![Slice { kind, offsets, lengths, shard: 0, start, end, crc32c, blake3 }];
     let tensor = Tensor { name: "t".into(), dtype: "uint8".into(), shape: vec![2 * LENGTH as u64], slices };
     let seal = Seal::of_test(name.step, name.step, &shard, HEADER, vec![tensor]);
-    (Held { start: name.start.clone(), rank, world_size: 2, seal }, shard.into())
+    (Held::new(name.start.clone(), rank, 2, seal), shard.into())
 }
 
 async fn put(local: &Local, name: &HeldStep, ranks: &[u32]) {
@@ -140,6 +140,25 @@ fn copies_are_read_and_damage_is_found() {
     assert_eq!(read().expect("sound again"), vec![4; 2 * LENGTH]);
 }
 
+/// The file's hash vouches for what was written, were it what was sealed or not.
+#[tokio::test]
+async fn a_seal_that_changed_before_it_was_written_is_refused() {
+    let (_directory, local) = open().await;
+    let name = named(1, 4);
+    local.begin(&[start(1)]).await.expect("begin");
+    put(&local, &name, &[1]).await;
+    let (mut held, shard) = part(&name, 0);
+    held.seal.tensors[0].name = "u".into();
+    assert!(local.put(&held, &shard, || true).await.expect("put"));
+    for error in [
+        local.manifest(&name).await.expect_err("changed"),
+        local.part(&name, 0, 2).await.map(drop).expect_err("changed"),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        assert!(error.message().contains("changed after it was sealed"), "{error}");
+    }
+}
+
 /// Parts of two tries of a step, where the second one was cut off, were restored as one step.
 #[tokio::test]
 async fn a_step_is_of_one_try_on_all_ranks() {
@@ -149,14 +168,16 @@ async fn a_step_is_of_one_try_on_all_ranks() {
     let put = async |rank, round: Option<u64>| {
         let (mut held, shard) = part(&name, rank);
         held.seal.round = round.map(Round::new);
-        let pinned = round.map_or("{\"save\":4,\"arena\":1,".to_owned(), |round| {
-            format!("{{\"save\":4,\"round\":\"{round:016x}\",\"arena\":1,")
+        held = held.sealed_again();
+        held.crc32c.take_if(|_| round.is_none());
+        let pinned = round.map_or("{\"save\":4,\"slot\":0,".to_owned(), |round| {
+            format!("{{\"save\":4,\"round\":\"{round:016x}\",\"slot\":0,")
         });
         let told = serde_json::to_string(&held.seal).expect("encode");
         assert!(told.starts_with(&pinned), "{told}");
         assert!(local.put(&held, &shard, || true).await.expect("put"));
     };
-    // Seals of former versions have none.
+    // Seals of former versions have none, and no checksum.
     for (rounds, is_one) in
         [([Some(1); 2], true), ([Some(2), Some(1)], false), ([None, Some(1)], false), ([None; 2], true)]
     {
@@ -267,6 +288,7 @@ async fn another_save_of_a_step_is_counted_beside_the_first() {
     let one = (bytes(&local).await - fixed) / 2;
     let (mut again, shard) = part(&name, 0);
     again.seal.save += 1;
+    again = again.sealed_again();
     // It is all that a restore would take, until it is in the store.
     assert!(!local.make_room(&again, &starts, 3 * one).await.expect("make room"));
     assert_eq!(steps(&local).await, [(name.clone(), false)]);

@@ -5,6 +5,7 @@ use std::thread::JoinHandle;
 use super::tests::{Fixture, PATIENCE, attach, save, settle, snapshot};
 use super::*;
 use crate::agent::Answer;
+use crate::manifest::Encoding;
 use crate::region::Region;
 use crate::restore::{Target, assemble, read_held};
 
@@ -245,7 +246,7 @@ fn what_is_damaged_or_of_two_saves_is_refused() {
     let damaged = changes.into_iter().map(|change| {
         let mut held = found.held[0].read().expect("sound");
         change(&mut held);
-        serde_json::to_vec(&held).expect("encode")
+        serde_json::to_vec(&held.sealed_again()).expect("encode")
     });
     for (number, told) in damaged.chain([sound[1..].to_vec()]).collect::<Vec<_>>().into_iter().enumerate() {
         found.held[0].told = told;
@@ -277,9 +278,16 @@ impl Session {
     }
 }
 
-/// Every number, text and truth of a document, each changed once; with the path to it.
+/// Every number, text and truth of a document, each changed once, and left out once; with the path to it.
 fn changed_once(whole: &serde_json::Value) -> Vec<(String, serde_json::Value)> {
     use serde_json::Value;
+    let without = |path: &String| {
+        let mut other = whole.clone();
+        let (parent, name) = path.rsplit_once('/')?;
+        let parent = other.pointer_mut(parent).and_then(Value::as_object_mut)?;
+        parent.remove(name)?;
+        Some((format!("without {path}"), other))
+    };
     fn paths(value: &Value, path: String, found: &mut Vec<String>) {
         match value {
             Value::Object(fields) => {
@@ -310,36 +318,45 @@ fn changed_once(whole: &serde_json::Value) -> Vec<(String, serde_json::Value)> {
         };
         (path, other)
     };
-    found.into_iter().map(change).collect()
+    let without: Vec<_> = found.iter().filter_map(without).collect();
+    found.into_iter().map(change).chain(without).collect()
 }
 
-/// What neither places bytes nor says whose they are: what a restore finds wrong later (a tensor's name), and numbers.
-const NOT_OF_THE_BYTES: [&str; 4] = ["/seal/arena", "/seal/created_ms", "/seal/save", "/seal/tensors/0/name"];
-
+/// Names of tensors, values that are no tensors, and numbers were taken as they were told.
 #[test]
 fn every_field_of_a_seal_in_memory_is_looked_at() {
     let (mut fixture, place) = (Fixture::new(), place("fields"));
     let (mut session, agent) = lingering(&mut fixture, &place);
-    let save = save(&mut session, 1, 5000);
+    let extra = |name: &str| Extra { name: name.into(), encoding: Encoding::Json, data: "[1]".into() };
+    let filled = snapshot(&mut session, 5000, 1);
+    let (round, extras) = (Some(Round::new(5)), vec![extra("state"), extra("rng")]);
+    let save = session.seal(filled, 1, round, 1_700_000_000_000, extras).expect("seal");
     assert!(matches!(settle(&mut session, &save), Progress::Durable));
     session.disconnect();
     let mut found = visit(&place).expect("it waits");
     let step = found.held()[0].clone();
     let sound = found.held[0].told.clone();
-    let mut passed = Vec::new();
-    for (path, told) in changed_once(&serde_json::from_slice(&sound).expect("JSON")) {
-        found.held[0].told = serde_json::to_vec(&told).expect("encode");
-        match read(&found, &step) {
-            Ok(bytes) => assert_eq!(bytes, vec![1; 5000], "{path}"),
-            Err(error) => {
-                assert_eq!(error.kind(), ErrorKind::Corrupt, "{path}: {error}");
-                continue;
-            }
-        }
-        passed.push(path);
+    let changes = changed_once(&serde_json::from_slice(&sound).expect("JSON"));
+    for field in
+        ["/crc32c", "/seal/created_ms", "/seal/extras/1/data", "/seal/tensors/0/name", "without /seal/round"]
+    {
+        assert!(changes.iter().any(|(path, _)| path == field), "{field}");
     }
-    assert_eq!(passed, NOT_OF_THE_BYTES);
-    found.held[0].told = sound;
+    for (path, told) in changes {
+        found.held[0].told = serde_json::to_vec(&told).expect("encode");
+        let error = found.part(&step).map(drop).expect_err(&path);
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{path}: {error}");
+    }
+    let mut unchecked: Held = serde_json::from_slice(&sound).expect("parses");
+    unchecked.crc32c = None;
+    found.held[0].told = serde_json::to_vec(&unchecked).expect("encode");
+    let mut other = unattached(&mut fixture, &place);
+    other.adopt(found, true).expect("left");
+    let warnings = other.take_warnings();
+    let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+    assert!(warning.contains("another version of Forebay sealed it"), "{warning}");
+    let found = visit(&place).expect("it still waits");
+    assert_eq!(read(&found, &step).expect("sound"), vec![1; 5000]);
     let mut last = unattached(&mut fixture, &place);
     last.adopt(found, true).expect("adopt");
     let end = attach(&mut last);

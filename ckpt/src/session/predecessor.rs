@@ -102,7 +102,7 @@ impl Predecessor {
     /// The part of `step` that it holds.
     ///
     /// # Errors
-    /// `Corrupt` when it holds none, or one that does not fit its memory.
+    /// `Corrupt` when it holds none, or what it tells of it is not what was sealed, or does not fit its memory.
     pub fn part(&self, step: &HeldStep) -> Result<Part> {
         let absent = || Error::corrupt(format!("step {} is not held", step.step));
         let shown = self.held.iter().find(|shown| shown.step == *step).ok_or_else(absent)?;
@@ -122,9 +122,10 @@ impl Shown {
     /// What the agent says of the step.
     ///
     /// # Errors
-    /// `Invalid` when it does not parse, or is of another step.
+    /// `Invalid` when it does not parse, or is of another step; `Corrupt` when it is not what was sealed.
     pub(super) fn read(&self) -> Result<Held> {
         let held: Held = parse(&self.told)?;
+        held.expect_sound()?;
         if held.name() != self.step {
             let (told, step) = (held.seal.step, self.step.step);
             return Err(Error::invalid(format!("an agent tells of step {told} where it names step {step}")));

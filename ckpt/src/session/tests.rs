@@ -257,7 +257,7 @@ fn save_what_changed(length: usize) {
     let (index, memory) = (slot.index(), slot.memory().clone());
     let sealed = &slot.bytes_mut()[..shard.size as usize];
     let seal = Seal { slot: index, ..Seal::of_test(1, 1, sealed, shard.header as usize, shard.tensors) };
-    let held = Held { start: "x".into(), rank: 0, world_size: 1, seal };
+    let held = Held::new("x".into(), 0, 1, seal);
     let save =
         Arc::new(Save { step: 1, number: 1, progress: Mutex::new(Progress::Sent), times: Mutex::default() });
     session.pending.push_back(Pending { save: save.clone(), slot, was_resent: false });

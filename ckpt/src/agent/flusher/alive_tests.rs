@@ -7,7 +7,7 @@ use forebay_core::ObjectKey;
 use forebay_io::object::{Condition, Faults, OperationKind, UploadOptions};
 
 use super::super::alive::EVERY;
-use super::tests::{flusher, sealed, start, trainer};
+use super::tests::{change, flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
 use crate::catalog::{Garbage, LEAST_AGE, collect_garbage, list_ranks, list_steps, put_alive};
@@ -18,7 +18,7 @@ use crate::verify::verify;
 const MOMENTS: u64 = 14;
 
 /// Has everything below a directory be two hours old.
-fn age(directory: &Path) {
+pub(super) fn age(directory: &Path) {
     let past = std::time::SystemTime::now() - Duration::from_secs(7200);
     for entry in std::fs::read_dir(directory).into_iter().flatten() {
         let path = entry.expect("entry").path();
@@ -198,8 +198,7 @@ async fn a_rank_that_takes_long_is_waited_for_while_it_says_so() {
         first.clock = clock.clone();
         let (mut one, mut other) = (sealed(1, 1000), sealed(1, 2000));
         for (rank, save) in [&mut one, &mut other].into_iter().enumerate() {
-            let seal = Arc::get_mut(&mut save.seal).expect("its own");
-            seal.tensors[0].name = format!("t@{rank}");
+            change(save, |seal| seal.tensors[0].name = format!("t@{rank}"));
         }
         let pass = async |seconds: u64| {
             for _ in 0..seconds {

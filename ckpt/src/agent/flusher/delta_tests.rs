@@ -11,6 +11,7 @@ use futures::TryStreamExt;
 use super::tests::{flusher, start, trainer};
 use super::*;
 use crate::agent::{Member, Seal};
+use crate::arena::Held;
 use crate::catalog::{Keep, Start, find_step, list_steps, load_manifest, remove_steps};
 use crate::manifest::{Checksum, Identity, Slice, SliceKind, Tensor};
 use crate::testing::{chance, rounds};
@@ -48,7 +49,8 @@ pub(super) fn part_of(name: &str, (save, step): (u64, u64), fills: &[u8], own: R
     let shape = vec![(fills.len() * SLICE) as u64];
     let tensors = vec![Tensor { name: name.into(), dtype: "uint8".into(), shape, slices }];
     let seal = Seal::of_test(save, step, &slot, HEADER, tensors);
-    Save { seal: Arc::new(seal), slot: slot.into(), is_first: true, local: None }
+    let held = Arc::new(Held::new(start().nonce, 0, 1, seal));
+    Save { held, slot: slot.into(), is_first: true, local: None }
 }
 
 pub(super) fn state(step: u64, fills: &[u8]) -> Save {

@@ -7,7 +7,6 @@ use super::tests::{flusher, hello, sealed, start, trainer};
 use super::*;
 use crate::agent::copy::{Health, copy};
 use crate::agent::disk::Disk;
-use crate::arena::Held;
 use crate::catalog::list_steps;
 use crate::local::PATIENCE;
 
@@ -45,8 +44,7 @@ async fn hang_at(request: u64) -> Vec<u64> {
     (agent.clock, agent.copies) = (clock.clone(), Some(copies.clone()));
     let save = |step| {
         let mut save = sealed(step, 1000);
-        let (start, seal) = (start().nonce, (*save.seal).clone());
-        save.local = copies.save(Box::new(Held { start, rank: 0, world_size: 1, seal }), save.slot.clone());
+        save.local = copies.save(save.held.clone(), save.slot.clone());
         save
     };
     agent.settle(save(1)).await;
@@ -101,8 +99,7 @@ async fn a_copy_that_is_there_is_not_missed() {
     disk.local = Some(local.clone());
     faults.script(OperationKind::List, 1, FaultMode::Before);
     let save = sealed(1, 1000);
-    let held = Held { start: start().nonce, rank: 0, world_size: 1, seal: (*save.seal).clone() };
-    assert!(copies.save(Box::new(held), save.slot.clone()).is_some());
+    assert!(copies.save(save.held.clone(), save.slot.clone()).is_some());
     drop(copies);
     disk.do_all(copy(&Health::default(), 0).1, work).await;
     assert_eq!(faults.injected(), 1);

@@ -7,7 +7,7 @@ use forebay_io::object::Faults;
 use forebay_io::rng::Rng;
 
 use super::delta_tests::{expect_content, expect_whole, manifest, part_of};
-use super::tests::{flusher, start, trainer};
+use super::tests::{change, flusher, start, trainer};
 use super::*;
 use crate::agent::Member;
 use crate::catalog::{list_ranks, list_steps};
@@ -95,7 +95,7 @@ async fn job(seed: u64) -> (u64, u64) {
         let [first, second] = &mut ranks;
         let halves = [(first, 0..SLICES / 2), (second, SLICES / 2..SLICES)].map(|(rank, own)| {
             let mut save = part_of("t", (step, step), &fills, own);
-            Arc::get_mut(&mut save.seal).expect("its own").round = Some(round);
+            change(&mut save, |seal| seal.round = Some(round));
             let lives: Vec<_> = (0..rng.below(3)).map(|_| rng.below(40)).collect();
             let held = (1 + rng.below(MOMENTS), Duration::from_millis(rng.below(8000)));
             let run = &run;

@@ -2,7 +2,7 @@
 
 use futures::TryStreamExt;
 
-use super::tests::{flusher, sealed, start, trainer};
+use super::tests::{change, flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
 use crate::catalog::{Round, Start, list_ranks, list_steps, load_manifest};
@@ -23,7 +23,7 @@ fn agent(bucket: &Bucket, run: &Run, rank: u32, clock: &Clock) -> Flusher {
 /// A rank's part of a step: a tensor of its own, of so many bytes.
 fn part(rank: u32, step: u64, length: usize) -> Save {
     let mut save = sealed(step, length);
-    Arc::get_mut(&mut save.seal).expect("its own").tensors[0].name = format!("t@{rank}");
+    change(&mut save, |seal| seal.tensors[0].name = format!("t@{rank}"));
     save
 }
 
@@ -97,8 +97,7 @@ async fn what_an_earlier_start_gave_up_is_no_reason_for_its_heirs() {
 
 /// That part, in the try of that number.
 fn in_round(mut save: Save, number: u64) -> Save {
-    let seal = Arc::get_mut(&mut save.seal).expect("its own");
-    (seal.round, seal.save) = (Some(Round::new(number)), number);
+    change(&mut save, |seal| (seal.round, seal.save) = (Some(Round::new(number)), number));
     save
 }
 

@@ -8,6 +8,7 @@ use super::super::pace::Pace;
 use super::super::patience::LONGEST_PAUSE;
 use super::*;
 use crate::agent::Seal;
+use crate::arena::Held;
 use crate::catalog::{Keep, Start, list_steps};
 use crate::manifest::{Checksum, Identity, Slice, SliceKind, Tensor};
 use crate::verify::verify;
@@ -48,7 +49,15 @@ pub(super) fn sealed(step: u64, length: usize) -> Save {
     let (dtype, shape) = ("uint8".to_owned(), vec![length as u64]);
     let tensors = vec![Tensor { name: "t".into(), dtype, shape, slices: vec![slice] }];
     let seal = Seal::of_test(step, step, &slot, header, tensors);
-    Save { seal: Arc::new(seal), slot: slot.into(), is_first: true, local: None }
+    let held = Arc::new(Held::new(start().nonce, 0, 1, seal));
+    Save { held, slot: slot.into(), is_first: true, local: None }
+}
+
+/// Has a save be one of another seal.
+pub(super) fn change(save: &mut Save, change: impl FnOnce(&mut Seal)) {
+    let mut held = (*save.held).clone();
+    change(&mut held.seal);
+    save.held = Arc::new(held.sealed_again());
 }
 
 /// What flushes into `bucket`, as the start that `run` records.
@@ -92,10 +101,32 @@ async fn a_second_agent_of_a_save_writes_the_same_objects() {
     assert_eq!(before, after);
     // Another save of that step is told, and leaves nothing behind.
     let mut other = sealed(1, 999);
-    Arc::get_mut(&mut other.seal).expect("its own").save = 2;
+    change(&mut other, |seal| seal.save = 2);
     assert_eq!(settle(&bucket, &run, &other).await.expect_err("refused").kind(), ErrorKind::Conflict);
     assert_eq!(objects().await.len(), before.len());
     assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
+}
+
+/// What changed in the agent's memory came into the store, under a hash of its own.
+#[tokio::test]
+async fn a_seal_that_changed_in_memory_is_in_no_step() {
+    let bucket = Bucket::in_memory();
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let changes: [fn(&mut Held); 4] = [
+        |held| held.seal.tensors[0].name = "u".into(),
+        |held| held.seal.created_ms ^= 1,
+        |held| held.world_size ^= 2,
+        |held| held.crc32c = None,
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        let mut save = sealed(1, 1000);
+        change(Arc::get_mut(&mut save.held).expect("its own"));
+        let error = settle(&bucket, &run, &save).await.expect_err("changed");
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{number}: {error}");
+        assert!(error.hint().is_some_and(|hint| hint.contains("nothing was saved")), "{number}: {error}");
+    }
+    assert_eq!(list_steps(&bucket).await.expect("list"), []);
+    assert_eq!(bucket.list("shards").try_collect::<Vec<_>>().await.expect("list"), []);
 }
 
 /// Whether it may is asked beside the upload.
@@ -250,7 +281,9 @@ async fn an_agent_sends_no_faster_than_it_was_told() {
     let Some((bucket, _)) = &agent.target else { panic!("it opened the bucket") };
     let counters = bucket.counters();
     let sent = counters.of(OperationKind::Part).bytes + counters.of(OperationKind::Put).bytes;
-    assert!(flushed == save.seal.size && sent > flushed && counters.of(OperationKind::Part).requests == 3);
+    assert!(
+        flushed == save.held.seal.size && sent > flushed && counters.of(OperationKind::Part).requests == 3
+    );
     let longest = 8 << 20;
     assert!(clock.now().since_boot().as_secs() >= (sent - longest) / rate, "{:?}", clock.now());
 }
