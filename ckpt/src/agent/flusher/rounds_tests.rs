@@ -1,11 +1,16 @@
 //! Tries of a save that come after another one of the same step: what the earlier one left is not taken for theirs.
 
+use forebay_core::ObjectKey;
+use forebay_io::object::{Condition, ObjectInfo};
 use futures::TryStreamExt;
 
+use super::alive_tests::age;
 use super::tests::{change, flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
-use crate::catalog::{Round, Start, list_ranks, list_steps, load_manifest};
+use crate::catalog::{
+    Garbage, Keep, LEAST_AGE, Round, Start, collect_garbage, list_ranks, list_steps, load_manifest, retain,
+};
 use crate::verify::verify;
 
 /// More than any rank waits for another one.
@@ -166,5 +171,64 @@ async fn what_another_try_committed_is_told() {
     let error = waited.expect_err("it is another one's");
     assert_eq!(error.kind(), ErrorKind::Conflict, "{error}");
     assert_eq!(lengths(&bucket, &run).await, [1000, 2000]);
+    assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
+}
+
+/// A rank's index may arrive again after another rank's agent committed the step and took the notes away: its answer was
+/// lost, or its agent died and another one took its place.
+#[tokio::test]
+async fn an_index_that_comes_after_the_commit_goes() {
+    let directory = tempfile::tempdir().expect("directory");
+    let url: BucketUrl = format!("file://{}", directory.path().display()).parse().expect("url");
+    let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("bucket");
+    let clock = Clock::system();
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let mut agents = [0, 1].map(|rank| agent(&bucket, &run, rank, &clock));
+    let keys = async |prefix| {
+        let found: Vec<ObjectInfo> = bucket.list(prefix).try_collect().await.expect("list");
+        found.into_iter().map(|object| object.key).collect::<Vec<_>>()
+    };
+    // Saves a step, and then has what rank 0 told of its part arrive once more.
+    let mut save = async |step| {
+        let [first, second] = &mut agents;
+        let parts = [part(0, step, 1000), part(1, step, 2000)];
+        let one = first.flush(&parts[0]);
+        tokio::pin!(one);
+        let told = async {
+            loop {
+                let is_its = |key: &ObjectKey| {
+                    key.as_str().contains(&format!("/{step:020}/")) && key.as_str().ends_with("/000000.json")
+                };
+                match keys("ranks").await.into_iter().find(is_its) {
+                    Some(index) => break index,
+                    None => tokio::task::yield_now().await,
+                }
+            }
+        };
+        let index = tokio::select! { done = &mut one => panic!("{done:?}"), index = told => index };
+        let (data, _) = bucket.get_whole(&index).await.expect("the index");
+        let (one, other) = tokio::join!(one, second.flush(&parts[1]));
+        one.and(other).expect("durable");
+        bucket.put(&index, data, Condition::Always).await.expect("put");
+        index
+    };
+    let first = save(1).await;
+    assert_eq!(keys("ranks").await, [first]);
+    // The next commit takes it.
+    let second = save(2).await;
+    assert_eq!(keys("ranks").await, std::slice::from_ref(&second));
+    let data = bucket.get_whole(&second).await.expect("the index").0;
+    // It keeps nothing that retention takes.
+    let last = save(3).await;
+    bucket.put(&second, data, Condition::Always).await.expect("put");
+    let keep = Keep { newest: Some(1), every: None };
+    let removed = retain(&bucket, keep).await.expect("retain");
+    assert_eq!((removed.manifests, removed.shards, keys("shards").await.len()), (2, 4, 2));
+    // Of a start that saves no more they go once they are old, whether their step is there or not.
+    assert_eq!(collect_garbage(&bucket, LEAST_AGE, false).await.expect("gc"), Garbage::default());
+    age(directory.path());
+    let found = collect_garbage(&bucket, LEAST_AGE, false).await.expect("gc");
+    assert_eq!(found, Garbage { indexes: vec![second, last], ..Garbage::default() });
+    assert_eq!(keys("ranks").await, []);
     assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
 }
