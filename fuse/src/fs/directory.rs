@@ -2,9 +2,10 @@
 
 use bytes::Bytes;
 use forebay_core::{Attributes, FileKind, InodeId};
+use forebay_metadata::tree::{DirectoryEntry, DirectoryPage};
 
 use super::FileSystem;
-use super::listing::{DOT, DOT_DOT, Resume};
+use super::listing::{DOT, DOT_DOT, Seek};
 use super::state::Directory;
 use crate::errno::{Errno, FsResult};
 use crate::handle::Handle;
@@ -83,34 +84,35 @@ impl FileSystem {
                 return Ok(());
             }
         }
-        let wanted = offset.max(DOT_DOT);
-        let Resume { mut after, mut number } = cursor.resume(wanted);
-        let mut skipped = wanted - number;
+        let mut number = offset.max(DOT_DOT);
+        let mut page = self.page_at(ino, cursor.seek(number)).await?;
         loop {
-            let page = self.volume.read_directory(ino, after.as_deref(), PAGE).await?;
-            after = page.entries.last().map(|entry| entry.name.clone());
+            let last = page.entries.last().map(|entry| entry.name.clone());
             for entry in page.entries {
                 number = cursor.number_after(number, &entry.name);
-                if skipped > 0 {
-                    skipped -= 1;
-                } else if !self.hand_out(&mut take, number, &entry, references) {
+                if !self.hand_out(&mut take, number, &entry, references) {
                     return Ok(());
                 }
-                cursor.note(number, entry.name);
+                cursor.note(number, &entry.name);
             }
-            if page.complete || after.is_none() {
-                return Ok(());
+            let Some(after) = last.filter(|_| !page.complete) else { return Ok(()) };
+            page = self.volume.read_directory(ino, Some(&after), PAGE).await?;
+        }
+    }
+
+    /// The first entries after a position.
+    async fn page_at(&self, ino: InodeId, mut seek: Seek<'_>) -> FsResult<DirectoryPage> {
+        loop {
+            let mut page = self.volume.read_directory(ino, seek.after.as_deref(), PAGE).await?;
+            let names: Vec<&Bytes> = page.entries.iter().map(|entry| &entry.name).collect();
+            if let Some(passed) = seek.advance(&names, page.complete) {
+                page.entries.drain(..passed);
+                return Ok(page);
             }
         }
     }
 
-    fn hand_out<F>(
-        &self,
-        take: &mut F,
-        number: u64,
-        entry: &forebay_metadata::tree::DirectoryEntry,
-        references: bool,
-    ) -> bool
+    fn hand_out<F>(&self, take: &mut F, number: u64, entry: &DirectoryEntry, references: bool) -> bool
     where
         F: FnMut(u64, &Listed) -> bool,
     {

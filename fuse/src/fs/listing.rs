@@ -1,15 +1,21 @@
 //! Where a reader stands in a directory that changes under it.
 //!
 //! The tree lists by name and the kernel resumes by number. A cursor numbers the names that it hands out, 3 for the
-//! first (1 and 2 are `.` and `..`), and remembers which name went under which number: a position that was handed out
-//! once leads to the same place for as long as the directory is open, whatever came and went meanwhile. A name that is
-//! read again keeps its number; one that has come in between starts a run of new numbers.
+//! first (1 and 2 are `.` and `..`): a position that was handed out once leads to the same place for as long as the
+//! directory is open, whatever came and went meanwhile. A name that is read again keeps its number; where another one
+//! is found than before, a run of new numbers starts.
 //!
-//! Memory is bounded for any directory. Names lie in blocks, each name without what it shares with the one before: a
-//! million short ones take some 5 MiB. Past `LOG_BYTES`, every second old block goes; a position in one is found by
-//! counting on from the block before, which is exact while nothing changed there.
+//! A block remembers names that followed each other: the first and the last as they are, and a hash of each. A
+//! [`Seek`] reads the directory from the block's first name on, and goes on after the last name found that the block has
+//! up to the position; what has none of its hashes came later. So a name that stays is neither missed nor doubled. Of
+//! one that came where a name was removed nobody can tell on which side of that it lies.
+//!
+//! In a large directory a name takes 9 to 13 bytes, however long it is. Memory is bounded for any: past `LOG_BYTES`,
+//! every second old block goes. A position in one is found by counting on from the block before, which is exact while
+//! nothing changed there.
 
 use std::collections::VecDeque;
+use std::hash::{BuildHasher, RandomState};
 
 use bytes::Bytes;
 
@@ -17,115 +23,146 @@ use bytes::Bytes;
 pub(super) const DOT: u64 = 1;
 /// Number of `..`.
 pub(super) const DOT_DOT: u64 = 2;
-/// Names in one block: one of them is kept whole.
-const BLOCK_NAMES: u64 = 32;
-/// Bytes of one cursor's names before old blocks are thinned out.
-const LOG_BYTES: usize = 16 << 20;
+/// Names in one block: two of them are kept whole, and a seek reads up to so many.
+const BLOCK_NAMES: usize = 128;
+/// Bytes of one cursor's blocks before old ones are thinned out: 2,600,000 names of 255 bytes.
+const LOG_BYTES: usize = 32 << 20;
+/// Blocks that stay when others are thinned out. The kernel asks again for what did not fit a program's buffer, which
+/// holds 1,365 names at most where it has the usual 32 KiB.
+const NEWEST_BLOCKS: usize = 16;
 
 /// The position of a reader in a directory.
 #[derive(Debug)]
 pub(super) struct Cursor {
-    /// Names in the order of their numbers, with gaps where blocks were thinned out.
+    /// In the order of their numbers, with gaps where blocks were thinned out and before each run of new numbers.
     blocks: VecDeque<Block>,
     /// The number after the last one given.
     end: u64,
-    /// The name last noted.
-    last: Bytes,
+    /// Bytes of all blocks but the last.
     bytes: usize,
     limit: usize,
+    /// With a key of its own: nobody can make names that are taken for each other.
+    hasher: RandomState,
 }
 
-/// Up to [`BLOCK_NAMES`] names with numbers in a row.
+/// Up to [`BLOCK_NAMES`] names that followed each other, with numbers in a row.
 #[derive(Debug)]
 struct Block {
     first: u64,
-    count: u64,
-    /// For each name: how many bytes it shares with the one before, how many follow, and those.
-    packed: Vec<u8>,
+    head: Box<[u8]>,
+    tail: Vec<u8>,
+    /// Of all names, in their order. That two names among so few have one hash of 64 bits is left out of account.
+    hashes: Vec<u64>,
 }
 
-/// Where to go on.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Resume {
-    /// The listing goes on after this name.
+/// The way to a position: entries are to be read after `after`, from the start when there is none, until
+/// [`Seek::advance`] has found it among them.
+#[derive(Debug)]
+pub(super) struct Seek<'a> {
     pub(super) after: Option<Bytes>,
-    /// The number of that name.
-    pub(super) number: u64,
+    cursor: &'a Cursor,
+    target: Target<'a>,
+}
+
+#[derive(Debug)]
+enum Target<'a> {
+    /// So many entries on.
+    Count(u64),
+    /// After the last name there is of those that the block has up to `index`. `found` is the last one seen.
+    Known { block: &'a Block, index: usize, found: Bytes },
 }
 
 impl Default for Cursor {
     fn default() -> Self {
-        let last = Bytes::new();
-        Self { blocks: VecDeque::new(), end: DOT_DOT + 1, last, bytes: 0, limit: LOG_BYTES }
+        let (blocks, hasher) = (VecDeque::new(), RandomState::new());
+        Self { blocks, end: DOT_DOT + 1, bytes: 0, limit: LOG_BYTES, hasher }
     }
 }
 
 impl Block {
-    /// The name of its number `number`, or of the last before it.
-    fn name(&self, number: u64) -> Bytes {
-        let wanted = number.min(self.first + self.count - 1) - self.first;
-        let (mut name, mut rest) = (Vec::with_capacity(64), self.packed.as_slice());
-        for _ in 0..=wanted {
-            let [shared, more, tail @ ..] = rest else { break };
-            let (suffix, next) = tail.split_at(usize::from(*more));
-            name.truncate(usize::from(*shared));
-            name.extend_from_slice(suffix);
-            rest = next;
-        }
-        name.into()
+    fn new(first: u64, name: &[u8], hash: u64) -> Self {
+        Self { first, head: name.into(), tail: name.into(), hashes: vec![hash] }
     }
 
-    fn push(&mut self, name: &[u8], before: &[u8]) {
-        let shared = match self.count {
-            0 => 0,
-            _ => name.iter().zip(before).take_while(|(a, b)| a == b).count(),
-        };
-        // Names have at most 255 bytes.
-        self.packed.extend([shared as u8, (name.len() - shared) as u8]);
-        self.packed.extend_from_slice(&name[shared..]);
-        self.count += 1;
+    fn push(&mut self, name: &[u8], hash: u64) {
+        self.tail.clear();
+        self.tail.extend_from_slice(name);
+        self.hashes.push(hash);
+    }
+
+    /// The hash of the name that has the number.
+    fn hash(&self, number: u64) -> Option<u64> {
+        let index = usize::try_from(number.checked_sub(self.first)?).ok()?;
+        self.hashes.get(index).copied()
+    }
+
+    fn index(&self, hash: u64) -> Option<usize> {
+        self.hashes.iter().position(|known| *known == hash)
+    }
+
+    /// How many of the names lie up to the last that the block has at or before `index`, and whether one lies beyond.
+    fn pass(&self, index: usize, names: &[&Bytes], hasher: &RandomState) -> (usize, bool) {
+        let mut passed = 0;
+        for (at, name) in names.iter().enumerate() {
+            match self.index(hasher.hash_one(&name[..])) {
+                Some(known) if known <= index => passed = at + 1,
+                None if name[..] < self.tail[..] => {}
+                _ => return (passed, true),
+            }
+        }
+        (passed, false)
     }
 
     fn size(&self) -> usize {
-        size_of::<Self>() + self.packed.capacity()
+        size_of::<Self>() + self.head.len() + self.tail.capacity() + self.hashes.capacity() * size_of::<u64>()
     }
 }
 
 impl Cursor {
-    /// The nearest known name at or before `number`. Entries between its number and `number` are to be skipped.
-    pub(super) fn resume(&self, number: u64) -> Resume {
-        match self.block(number) {
-            Some(block) => {
-                let number = number.min(block.first + block.count - 1);
-                Resume { after: Some(block.name(number)), number }
+    /// The way to the place after the name with this number.
+    pub(super) fn seek(&self, number: u64) -> Seek<'_> {
+        let Some(block) = self.block(number) else {
+            return Seek { after: None, cursor: self, target: Target::Count(number.saturating_sub(DOT_DOT)) };
+        };
+        let (on, last) = (number - block.first, block.hashes.len() - 1);
+        let (from, target) = match usize::try_from(on) {
+            Ok(0) => (&block.head[..], Target::Count(0)),
+            Ok(index) if index < last => {
+                let found = Bytes::copy_from_slice(&block.head);
+                (&block.head[..], Target::Known { block, index, found })
             }
-            None => Resume { after: None, number: DOT_DOT },
-        }
+            _ => (&block.tail[..], Target::Count(on - last as u64)),
+        };
+        Seek { after: Some(Bytes::copy_from_slice(from)), cursor: self, target }
     }
 
     /// The number of `name`, which follows the one that has the number `previous`.
     pub(super) fn number_after(&self, previous: u64, name: &[u8]) -> u64 {
         let next = previous + 1;
-        match self.block(next) {
-            Some(block) if next < block.first + block.count && block.name(next) != name => self.end,
-            _ => next,
+        if next >= self.end {
+            return next;
+        }
+        match self.block(next).and_then(|block| block.hash(next)) {
+            Some(hash) if hash == self.hasher.hash_one(name) => next,
+            // One number is left out: this name does not follow the last one noted.
+            _ => self.end + 1,
         }
     }
 
     /// Notes that `name` was handed out under `number`. Numbers that were given before keep their names.
-    pub(super) fn note(&mut self, number: u64, name: Bytes) {
+    pub(super) fn note(&mut self, number: u64, name: &[u8]) {
         if number < self.end {
             return;
         }
-        if self.blocks.back().is_none_or(|block| block.count == BLOCK_NAMES) {
-            self.seal_last();
-            self.blocks.push_back(Block { first: number, count: 0, packed: Vec::new() });
-        }
-        if let Some(block) = self.blocks.back_mut() {
-            block.push(&name, &self.last);
+        let hash = self.hasher.hash_one(name);
+        match self.blocks.back_mut() {
+            Some(block) if number == self.end && block.hashes.len() < BLOCK_NAMES => block.push(name, hash),
+            _ => {
+                self.seal_last();
+                self.blocks.push_back(Block::new(number, name, hash));
+            }
         }
         self.end = number + 1;
-        self.last = name;
     }
 
     /// The last block that begins at or before `number`.
@@ -134,16 +171,17 @@ impl Cursor {
         self.blocks.get(later.checked_sub(1)?)
     }
 
-    /// Counts the block that is full, and makes room when there are too many.
+    /// Counts the block that is done, and makes room when there are too many.
     fn seal_last(&mut self) {
         let Some(block) = self.blocks.back_mut() else { return };
-        block.packed.shrink_to_fit();
+        block.tail.shrink_to_fit();
+        block.hashes.shrink_to_fit();
         self.bytes += block.size();
         if self.bytes > self.limit {
-            let mut keeps = false;
+            let (mut at, old) = (0, self.blocks.len().saturating_sub(NEWEST_BLOCKS));
             self.blocks.retain(|_| {
-                keeps = !keeps;
-                keeps
+                at += 1;
+                at > old || at % 2 == 1
             });
             self.bytes = self.blocks.iter().map(Block::size).sum();
         }
@@ -151,59 +189,51 @@ impl Cursor {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn name(number: u64) -> Bytes {
-        format!("{number:09}").into()
+impl Cursor {
+    /// With room for so many bytes of blocks.
+    pub(super) fn with_limit(limit: usize) -> Self {
+        Self { limit, ..Self::default() }
     }
 
-    fn filled(count: u64) -> Cursor {
-        let mut cursor = Cursor::default();
-        for number in 3..3 + count {
-            cursor.note(cursor.number_after(number - 1, &name(number)), name(number));
-        }
-        cursor
-    }
-
-    #[test]
-    fn a_new_cursor_starts_behind_dot_dot() {
-        assert_eq!(Cursor::default().resume(DOT_DOT), Resume { after: None, number: DOT_DOT });
-    }
-
-    #[test]
-    fn every_name_of_a_million_is_found_exactly_in_little_memory() {
-        let cursor = filled(1_000_000);
-        for number in (3..1_000_003).step_by(997) {
-            assert_eq!(cursor.resume(number), Resume { after: Some(name(number)), number });
-        }
-        assert!(cursor.bytes < LOG_BYTES, "{}", cursor.bytes);
-    }
-
-    #[test]
-    fn names_read_again_keep_their_numbers_and_new_ones_get_new_numbers() {
-        let mut cursor = filled(5000);
-        assert_eq!(cursor.number_after(2, &name(3)), 3);
-        let newcomer = Bytes::from_static(b"000000003x");
-        assert_eq!(cursor.number_after(3, &newcomer), 5003);
-        cursor.note(5003, newcomer.clone());
-        assert_eq!(cursor.number_after(5003, &name(4)), 5004, "the run of new numbers goes on");
-        for number in [3, 4, 777, 5002] {
-            assert_eq!(cursor.resume(number), Resume { after: Some(name(number)), number });
-        }
-        assert_eq!(cursor.resume(5003), Resume { after: Some(newcomer), number: 5003 });
-    }
-
-    #[test]
-    fn memory_is_bounded_for_any_directory() {
-        let mut cursor = Cursor { limit: 64 << 10, ..Cursor::default() };
-        for number in 3..200_003 {
-            cursor.note(number, name(number));
-            assert!(cursor.bytes <= 64 << 10, "{number}");
-        }
-        let Resume { after, number } = cursor.resume(100_000);
-        assert_eq!(after, Some(name(number)));
-        assert!(number <= 100_000);
-        assert_eq!(cursor.resume(200_002), Resume { after: Some(name(200_002)), number: 200_002 });
+    /// Whether the name of `number` is in a block.
+    pub(super) fn knows(&self, number: u64) -> bool {
+        self.block(number).is_some_and(|block| block.hash(number).is_some())
     }
 }
+
+impl Seek<'_> {
+    /// Takes the names that were read after `after`; nothing follows them when they are `complete`. Returns how many of
+    /// them lie before the position, or `None` while that is not known: `after` then says where to read next.
+    pub(super) fn advance(&mut self, names: &[&Bytes], complete: bool) -> Option<usize> {
+        let complete = complete || names.is_empty();
+        let last = names.last().map(|name| Bytes::clone(name));
+        match &mut self.target {
+            Target::Count(left) => {
+                let here = usize::try_from(*left).map_or(names.len(), |left| left.min(names.len()));
+                if here < names.len() || complete {
+                    return Some(here);
+                }
+                *left -= here as u64;
+                self.after = last;
+            }
+            Target::Known { block, index, found } => {
+                let (passed, decided) = block.pass(*index, names, &self.cursor.hasher);
+                if let Some(name) = passed.checked_sub(1).and_then(|at| names.get(at)) {
+                    *found = Bytes::clone(name);
+                }
+                if !decided && !complete {
+                    self.after = last;
+                } else if passed > 0 || self.after.as_ref() == Some(found) {
+                    return Some(passed);
+                } else {
+                    // It was seen some reads ago, and only names that came later were after it.
+                    (self.after, self.target) = (Some(found.clone()), Target::Count(0));
+                }
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests;

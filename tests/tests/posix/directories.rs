@@ -56,13 +56,19 @@ put("../left", "\n".join(left).encode())
     );
 }
 
+/// A name as long and as unlike its neighbours as a UUID; [`LIST`] makes the same.
+fn spread_name(number: usize) -> String {
+    let spread = (number as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    format!("{spread:016x}-{number:019}")
+}
+
 /// Lists `large` again and again while entries come and go: changed by the reader between two names, and by others all
 /// the time. Prints the listings, and the changes that the reader made.
 const LIST: &str = r#"
 import random
 count, seed = int(os.environ["COUNT"]), int(os.environ["SEED"])
 chance = random.Random(seed)
-entry = lambda number: f"large/entry-{number:08}"
+entry = lambda number: f"large/{number * 0x9E3779B97F4A7C15 % 2 ** 64:016x}-{number:019}"
 going = chance.sample(range(count), min(count // 10, 20_000))
 stays = set(range(count)).difference(going)
 
@@ -93,9 +99,9 @@ while workers or own:
     with os.scandir("large") as entries:
         for at, found in enumerate(entries):
             name = found.name
-            if name.startswith("entry-") and len(name) == 14:
-                assert not seen[int(name[6:])], f"{name} comes twice"
-                seen[int(name[6:])] = 1
+            if len(name) == 36:
+                assert not seen[int(name[17:])], f"{name} comes twice"
+                seen[int(name[17:])] = 1
             else:
                 assert name not in all_seen, f"{name} comes twice"
                 all_seen.add(name)
@@ -128,7 +134,7 @@ fn a_million_entries_are_listed_while_others_come_and_go() {
     let mut walk = Walk::over(|bucket| {
         std::fs::create_dir(bucket.join("large")).expect("a folder");
         for number in 0..count {
-            std::fs::File::create(bucket.join(format!("large/entry-{number:08}"))).expect("an object");
+            std::fs::File::create(bucket.join("large").join(spread_name(number))).expect("an object");
         }
     });
     let before = resident(&walk);

@@ -4,6 +4,7 @@ mod directories;
 mod files;
 mod access;
 mod names;
+mod positions;
 mod sharing;
 
 use std::sync::Arc;
