@@ -248,6 +248,13 @@ impl Step {
         tensors.collect()
     }
 
+    /// Whether two tensors, by their places in `tensors`, hold the same: by the checksums of their slices, and by their hashes
+    /// where both have them.
+    fn are_same(&self, one: usize, other: usize) -> bool {
+        let tensors = &self.manifest.tensors;
+        tensors.get(one).zip(tensors.get(other)).is_some_and(|(one, other)| one.holds_what(other))
+    }
+
     /// The JSON text of an extra, if the step has one of that name.
     fn extra(&self, name: &str) -> Option<&str> {
         self.manifest.extras.iter().find(|extra| extra.name == name).map(|extra| extra.data.as_str())

@@ -196,6 +196,13 @@ class Checkpointer(Saver):
         that was still on its way to the store is brought there once this start saves. `restored` tells where the step
         came from.
 
+        Ranks may hold other parts of the state than those that saved: stages of another pipeline, or all of it in one
+        process. Where what the rank of the same number saved (modulo how many did) does not fit on every rank, each looks up
+        what it has, by its names, in what all saved: keys of dicts, modules' tensors, and the state of optimizers that lie
+        in the state beside their modules. What only one rank saved, or several alike, is taken. `CheckpointMismatch` names
+        what several saved and not alike (a loader's place), what goes by number (an optimizer's own `state_dict`), what
+        none saved, and what no rank asks for.
+
         With `only`, patterns (as of `fnmatch`) of names such as `model.encoder.*`, nothing else is read or changed, and
         may be missing on either side. Tensors go by their own names, values by theirs, and objects other than modules
         (`optim.*`) whole or not at all. Random number generators stay as they are.

@@ -14,9 +14,10 @@ from . import _native
 from . import _options as options
 from ._errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointNotFound, CheckpointWarning
 from ._grammar import check_tree
+from ._merge import merged, rename, tensor_names
 from ._ranks import Ranks
 from ._place import Placer, named_parts
-from ._tensors import Node, Tensors
+from ._tensors import NOBODY, Node, Tensors
 from ._unflatten import Builder
 
 T = TypeVar("T")
@@ -75,6 +76,17 @@ def use_together(ranks: Optional[Ranks], act: str, use: Callable[[], T]) -> T:
 
     ranks.gather_whole(act, try_here)
     return used[0]
+
+
+@dataclasses.dataclass
+class _Tree:
+    """A state as it was saved."""
+
+    node: Node
+    rank: int
+    """Whose tensors it names."""
+    left: Optional[list[str]] = None
+    """Where it is of all ranks: what is there and not asked for, to be noted. None where it is one rank's."""
 
 
 @dataclasses.dataclass
@@ -154,24 +166,33 @@ def load_step(
     """The state of a step, put in place into `into` if that is given, and its random number generators.
 
     Those are None where the step has none of this rank's or they are not asked for. What each rank has of its own is
-    taken from the rank of the same number, modulo how many saved. With `only`, of `into` what has such names.
+    taken from the rank of the same number, modulo how many saved; where that does not fit on every rank, all goes by
+    names. With `only`, of `into` what has such names.
     """
 
-    def plan() -> _Plan:
-        source, world_size, tree = _tree(step, ranks)
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    source = rank % step.world_size
+
+    def plan(tree: _Tree) -> _Plan:
         # A generator's state is one rank's; a job of another size has other ranks.
         has_rng = with_rng and step.world_size == world_size
         generators = parse(step, (has_rng and _extra(step, "rng", source)) or "null", source)
-        tensors = Tensors(step, threads, source)
+        rename(generators, Tensors(step, threads, source).full_name)
+        tensors = Tensors(step, threads, tree.rank)
         builder = Builder(tensors, allow_pickle)
         placer = None if into is None else Placer(builder, into, only)
         if placer is not None:
-            placer.plan(tree)
-        tensors.want(tree if placer is None else placer.needed)
+            placer.plan(tree.node, tree.left)
+        tensors.want(tree.node if placer is None else placer.needed)
         tensors.want(generators)
-        return _Plan(tensors, builder, placer, tree, generators)
+        return _Plan(tensors, builder, placer, tree.node, generators)
 
-    found = read_planned(step, ranks, plan)
+    def fit() -> _Plan:
+        if into is None:
+            return plan(_Tree(*whole_tree(step, source)))
+        return _fitting(step, ranks, source, plan, only is not None)
+
+    found = read_planned(step, ranks, fit)
     if found.placer is not None:
         found.placer.apply()
     state = found.builder.build(found.tree) if found.placer is None else into
@@ -188,24 +209,24 @@ def load_weights(
 ) -> None:
     """Puts the weights of one module of a step into `model`, in place, and reads nothing else."""
 
-    def plan() -> _Plan:
-        source, _, tree = _tree(step, ranks)
-        modules = dict(_modules(tree, ""))
-        node = _find(tree, name) if name is not None else None
+    def plan(tree: _Tree) -> _Plan:
+        modules = dict(_modules(tree.node, ""))
+        node = _find(tree.node, name) if name is not None else None
         if name is None and len(modules) == 1:
             (node,) = modules.values()
         if node is None:
             known = ", ".join(repr(found) for found in modules) or "none"
             what = f"no module or dict {name!r}" if name is not None else "not one module alone"
             raise CheckpointMismatch(f"step {step.step} holds {what} (hint: name= says which; its modules: {known})")
-        tensors = Tensors(step, threads, source)
+        tensors = Tensors(step, threads, tree.rank)
         builder = Builder(tensors, allow_pickle=False)
         placer = Placer(builder, model, only)
-        placer.plan_model(node)
+        placer.plan_model(node, tree.left)
         tensors.want(placer.needed)
-        return _Plan(tensors, builder, placer, tree)
+        return _Plan(tensors, builder, placer, tree.node)
 
-    placer = read_planned(step, ranks, plan).placer
+    source = 0 if ranks is None else ranks.rank % step.world_size
+    placer = read_planned(step, ranks, lambda: _fitting(step, ranks, source, plan, only is not None)).placer
     if placer is not None:
         placer.apply()
 
@@ -244,11 +265,64 @@ def _find(node: Node, name: str) -> Optional[Node]:
     return None
 
 
-def _tree(step: _native.Step, ranks: Optional[Ranks]) -> tuple[int, int, Node]:
-    """Whose of the saving ranks' trees is this one's, ranks here, and that tree."""
-    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-    source = rank % step.world_size
-    return source, world_size, state_tree(step, source)
+def _fitting(
+    step: _native.Step, ranks: Optional[Ranks], source: int, plan: Callable[[_Tree], _Plan], is_part: bool
+) -> _Plan:
+    """A plan by what the rank `source` saved; where that does not fit on every rank, by names from what all saved.
+
+    By names each rank takes what it asks for, and all together everything, unless a part alone is wanted.
+    """
+    made: list[_Plan] = []
+    failure: Optional[CheckpointMismatch] = None
+
+    def try_own() -> dict[str, Any]:
+        nonlocal failure
+        try:
+            made.append(plan(_Tree(state_tree(step, source), source)))
+        except CheckpointMismatch as error:
+            failure = error
+        return {"fits": failure is None}
+
+    is_alone = ranks is None or ranks.alone
+    words = [try_own()] if ranks is None else ranks.gather("compare the state", try_own)
+    if all(word["fits"] for word in words):
+        return made.pop()
+    if failure is not None and is_alone and step.world_size == 1:
+        raise failure
+    left: list[str] = []
+
+    def try_names() -> dict[str, Any]:
+        made.append(plan(_Tree(_merged(step, range(step.world_size))[0], NOBODY, left)))
+        return {"left": left}
+
+    words = [try_names()] if ranks is None else ranks.gather("look for names", try_names)
+    nobodys = set(left).intersection(*(word["left"] for word in words))
+    if nobodys and not is_part:
+        raise CheckpointMismatch(f"the state lacks what was saved, on every rank: {', '.join(sorted(nobodys)[:5])}")
+    return made.pop()
+
+
+def whole_tree(step: _native.Step, rank: int) -> tuple[Node, int]:
+    """The state as a rank of the saving job had it, with what only others had; and whose tensors that names."""
+    tree = state_tree(step, rank)
+    if step.world_size == 1:
+        return tree, rank
+    named = tensor_names([tree, parse(step, _extra(step, "rng", rank) or "null", rank)])
+    if all(name.partition("@")[0] in named for name, _, _, _ in step.tensors()):
+        return tree, rank
+    others = [other for other in range(step.world_size) if other != rank]
+    whole, differing = _merged(step, [rank, *others], first_counts=True)
+    if differing:
+        text = f"step {step.step}: ranks differ in {', '.join(differing[:5])}, of which rank {rank}'s is given"
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
+    return whole, NOBODY
+
+
+def _merged(step: _native.Step, ranks: Sequence[int], first_counts: bool = False) -> tuple[Node, list[str]]:
+    trees = [(rank, state_tree(step, rank)) for rank in ranks]
+    for rank, tree in trees:
+        rename(tree, Tensors(step, 1, rank).full_name)
+    return merged(trees, Tensors(step, 1, NOBODY).are_same, first_counts)
 
 
 def state_tree(step: _native.Step, rank: int) -> Node:

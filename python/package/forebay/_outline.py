@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from . import _native
-from ._loading import default_threads, state_tree
+from ._loading import default_threads, whole_tree
 from ._leaf import torch_dtype
 from ._tensors import Node, Tensors
 from ._unflatten import Builder
@@ -61,15 +61,15 @@ class _Outliner(Builder):
 
 def outline(step: _native.Step, allow_pickle: bool) -> tuple[Any, Read]:
     """The state, and what reads the tensor of an outline in it."""
-    tree, threads = state_tree(step, 0), default_threads()
-    rest = _Rest(step, threads)
+    (tree, rank), threads = whole_tree(step, 0), default_threads()
+    rest = _Rest(step, threads, rank)
     rest.want(tree)
     rest.read()
     builder = _Outliner(rest, allow_pickle)
 
     def read(outline: torch.Tensor) -> torch.Tensor:
         _, node = builder.outlined[id(outline)]
-        tensors = Tensors(step, threads)
+        tensors = Tensors(step, threads, rank)
         tensors.want(node)
         tensors.read()
         tensor: torch.Tensor = Builder(tensors, allow_pickle).build(node)

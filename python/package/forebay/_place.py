@@ -14,6 +14,7 @@ from typing import Any, Callable, Iterator, Optional
 
 from ._errors import CheckpointMismatch
 from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, torch_module
+from ._merge import MARK, asked, groups_of, refuse_mark
 from ._objects import Pairs, give_state, is_stateful, state_of, tells_copies
 from ._tensors import Node
 from ._unflatten import Builder
@@ -45,16 +46,22 @@ class Placer:
             "odict": self._place_items,
         }
 
-    def plan(self, node: Node) -> None:
-        """Compares the tree with the live state."""
+    def plan(self, node: Node, left: Optional[list[str]] = None) -> None:
+        """Compares the tree with the live state. With `left`, a list, the tree may have more, which is noted there."""
+        if left is not None:
+            self._match_all(node, "")
+            node = asked(node, self._state, self._known, left)
         node = fitted(node, self._state, self._names_of)
         # A tensor or object at the root is its own place; anything immutable there could not be replaced.
         if self._place(node, self._state, "state", "") is not None:
             raise CheckpointMismatch("state: a value that cannot be changed in place")
         self._check_matched()
 
-    def plan_model(self, node: Node) -> None:
+    def plan_model(self, node: Node, left: Optional[list[str]] = None) -> None:
         """As `plan`, of a module's weights alone: the tree is a module's, or a dict of tensors."""
+        if left is not None:
+            self._match_all(node["v"] if node["t"] == "object" else node, "")
+            node = asked(node, self._state, self._known, left, "model")
         tree = node["v"] if node["t"] == "object" else fitted(node, self._state, self._names_of)
         if not self._place_module(tree, self._state, "model", ""):
             self._objects.append(("model", self._state, "module", tree))
@@ -63,6 +70,17 @@ class Placer:
 
     def _names_of(self, module: Any) -> Any:
         return state_of(module, self._pairs)[1].keys()
+
+    def _known(self, live: Any) -> tuple[str, Any]:
+        return state_of(live, self._pairs, with_state=True)
+
+    def _match_all(self, node: Node, name: str) -> None:
+        """Notes which patterns name anything in a tree, of which the live state may lack that."""
+        if self._only is not None:
+            state = node["v"] if isinstance(node, dict) and node.get("t") == "object" else node
+            for below, part in named_parts(state, name):
+                self._wants(below)
+                self._match_all(part, below)
 
     def _check_matched(self) -> None:
         if self._unmatched:
@@ -104,6 +122,9 @@ class Placer:
         tag = node.get("t") if isinstance(node, dict) else None
         if not self._wants_any(node, name):
             return None
+        if tag == MARK:
+            # Refused once all else is found to fit.
+            return self._later(node)
         if tag == "object":
             if not is_stateful(live):
                 raise _mismatch(path, "an object with a state", live)
@@ -135,6 +156,7 @@ class Placer:
         elif kind in ("optimizer", "optimizer-own"):
             has_kind, has = state_of(live, self._pairs, kind == "optimizer")
             if has_kind == kind:
+                _check_names(tree, has, path)
                 self._bind_all(tree, has)
         self._objects.append((path, live, kind, tree))
         self.needed.append(tree)
@@ -196,6 +218,7 @@ class Placer:
     def _copy_entry(self, node: Node, live: Any, path: str) -> None:
         """Has one tensor of a module copied, of whatever type; the module as a whole is not given its state."""
         torch = torch_module()
+        refuse_mark(node)
         is_tensor = isinstance(live, torch.Tensor) and isinstance(node, dict) and node.get("t") == "tensor"
         if not is_tensor or local_parts(live) is not None:
             raise CheckpointMismatch(f"{path}: it is restored with its whole module only")
@@ -300,6 +323,17 @@ class Placer:
         if not self._tensors.bind(node, live):
             make = self._later(node)
             self._copies.append(lambda: numpy.copyto(live, make()))
+
+
+def _check_names(tree: Node, live: Any, path: str) -> None:
+    """Whether all that an optimizer's state is asked for by name is there: torch finds that only while it loads."""
+    groups = groups_of(tree)
+    if groups is not None:
+        saved = {name for names, _ in groups for name in names}
+        lacking = [name for group in live["param_groups"] for name in group["params"] if name not in saved]
+        for name in lacking:
+            if name in live["state"]:
+                raise CheckpointMismatch(f"{path}: the checkpoint lacks {name!r}")
 
 
 def _differences(saved: dict[Any, Any], live: dict[Any, Any]) -> Iterator[tuple[str, str]]:

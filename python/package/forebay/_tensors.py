@@ -11,6 +11,7 @@ from typing import Any, Callable, Optional
 from . import _native
 from ._errors import CheckpointCorrupt
 from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, tensor_dtype, torch_dtype, torch_module
+from ._merge import refuse_mark
 from ._pieces import Aside, read_in_pieces
 
 Node = Any
@@ -18,10 +19,14 @@ Part = Optional[tuple[list[int], list[int]]]
 """Offsets and lengths of a box of a tensor; none for all of it."""
 
 
+NOBODY = -1
+"""No rank."""
+
+
 class Tensors:
     """The tensors of a step, on `read` read into live ones that were bound, and into fresh memory.
 
-    `rank` is the one of the saving job whose own tensors are meant.
+    `rank` is the one of the saving job whose own tensors are meant; with `NOBODY` names are those in the step.
     """
 
     def __init__(self, step: _native.Step, threads: int, rank: int = 0) -> None:
@@ -38,10 +43,19 @@ class Tensors:
 
     def entry(self, name: str) -> tuple[int, str, list[int]]:
         """Index, element type and shape. Raises `CheckpointCorrupt` when the step holds no such tensor."""
-        found = self._entries.get(f"{name}@{self._rank}") or self._entries.get(name)
+        found = self._entries.get(self.full_name(name))
         if found is None:
             raise CheckpointCorrupt(f"step {self._step.step}: its state names tensor `{name}`, which it does not hold")
         return found
+
+    def full_name(self, name: str) -> str:
+        """What the step calls a tensor that a tree names."""
+        own = f"{name}@{self._rank}"
+        return own if self._rank != NOBODY and own in self._entries else name
+
+    def are_same(self, one: str, other: str) -> bool:
+        """Whether two tensors hold the same, as far as the step tells."""
+        return self._step.are_same(self.entry(one)[0], self.entry(other)[0])
 
     def bind(self, node: Node, live: Any) -> bool:
         """Has the tensor that a tree names read into a live one; of one that several ranks hold, what is here.
@@ -77,6 +91,7 @@ class Tensors:
                 self.want(part)
         elif isinstance(node, dict):
             tag = node.get("t")
+            refuse_mark(node)
             if "n" in node:
                 kind = tag if tag in ("tensor", "array") else "bytes"
                 live = self._loaded.get((kind, node["n"]))

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Optional
 
 from ._leaf import torch_module
-from ._tensors import Node
+
+Node = Any
 
 _WRAPPERS = frozenset(("module", "_orig_mod"))
 """What DistributedDataParallel and `torch.compile` call what they wrap."""
@@ -56,14 +57,19 @@ def _renamed(node: Node, live: Iterable[Any]) -> Node:
     saved, has = [key for key, _ in node["v"]], list(live)
     if not all(isinstance(key, str) for key in (*saved, *has)) or set(saved) == set(has):
         return node
-    bare, wanted = _bare(saved), _bare(has)
-    if bare is None or wanted is None or bare.keys() != wanted.keys():
+    found, wanted = _bare(saved), _bare(has)
+    if found is None or wanted is None or found.keys() != wanted.keys():
         return node
-    names = {bare[name]: wanted[name] for name in bare}
+    names = {found[name]: wanted[name] for name in found}
     return {**node, "v": [[names[key], value] for key, value in node["v"]]}
 
 
 def _bare(names: Sequence[str]) -> Optional[dict[str, str]]:
     """Names by what they are without those of wrappers; None where two are the same then."""
-    found = {".".join(part for part in name.split(".") if part not in _WRAPPERS): name for name in names}
+    found = {bare(name): name for name in names}
     return found if len(found) == len(names) else None
+
+
+def bare(name: str) -> str:
+    """A name without those of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

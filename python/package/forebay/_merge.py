@@ -1,0 +1,262 @@
+"""The trees of all ranks that saved, as one by names: for ranks that hold other parts of the state, such as stages of
+another pipeline.
+
+What goes by names: values of dicts whose keys are text, tensors of modules, and state of optimizers that was saved by
+parameters' names. What only one rank has, or several have alike, is taken. What several have under one name and not
+alike is one rank's own; so is what goes by number (an optimizer's own `state_dict`, a dict with other keys), since a
+number means another parameter on each rank. A mark stands in its place, which is refused when it is wanted. Pure; the
+tree itself is described in docs/formats-checkpoint.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Callable, Optional
+
+from ._errors import CheckpointMismatch
+from ._objects import is_stateful
+from ._wrappers import bare
+
+Node = Any
+Same = Callable[[str, str], bool]
+"""Whether two tensors of the step hold the same."""
+
+Known = Callable[[Any], tuple[str, Any]]
+"""How a live object's state is taken, and the state."""
+
+Groups = list[tuple[list[str], Node]]
+"""Of each group of an optimizer the parameters' names and the options."""
+
+MARK = "differs"
+"""The tag of what ranks have that is not alike. No step holds it."""
+
+_BY_NUMBER = "a number means another parameter on each rank: save the optimizer itself, in one state beside its module"
+_OWN = "leave it out with only=, or restore as many ranks with the parts that saved"
+
+
+def merged(trees: list[tuple[int, Node]], same: Same, first_counts: bool = False) -> tuple[Node, list[str]]:
+    """One tree of those of several ranks, and where they differ. With `first_counts` the first one's stands there."""
+    merger = _Merger(same, first_counts)
+    return merger.merge(trees, "state"), merger.differing
+
+
+def asked(node: Node, live: Any, known: Known, left: list[str], path: str = "state") -> Node:
+    """What a live state asks for of a tree, by its own names; what it leaves is noted in `left`."""
+    tag = tag_of(node)
+    if tag == "object":
+        if node["k"] not in ("module", "optimizer") or not is_stateful(live):
+            return node
+        return {**node, "v": _asked_of_object(node["v"], *known(live), left, path)}
+    if tag in ("dict", "odict"):
+        if not isinstance(live, dict):
+            return _asked_of_object(node, *known(live), left, path) if is_stateful(live) else node
+        chosen = _chosen(node, live, left, path)
+        items = []
+        for key, value in node["v"]:
+            if type(key) is not str:
+                items.append([key, value])
+            elif key in chosen:
+                items.append([key, asked(value, live[chosen[key]], known, left, f"{path}[{key!r}]")])
+        return {**node, "v": items}
+    parts = node if isinstance(node, list) else node["v"] if tag == "tuple" else []
+    if not parts or not isinstance(live, (list, tuple)) or len(live) != len(parts):
+        return node
+    found = [
+        asked(part, value, known, left, f"{path}[{index}]") for index, (part, value) in enumerate(zip(parts, live))
+    ]
+    return found if isinstance(node, list) else {**node, "v": found}
+
+
+def _chosen(node: Node, names: Iterable[Any], left: list[str], path: str) -> dict[str, Any]:
+    """Which of the live names each of a dict's keys is, if any: the same, or one that differs by wrappers' names."""
+    saved = [key for key, _ in node["v"] if type(key) is str]
+    chosen = {key: key for key in set(saved) & set(names)}
+    others = {bare(name): name for name in names if type(name) is str and name not in chosen}
+    chosen.update({key: others[bare(key)] for key in saved if key not in chosen and bare(key) in others})
+    left += [f"{path}: {key!r}" for key in saved if key not in chosen]
+    return chosen
+
+
+def _asked_of_object(node: Node, kind: str, live: Any, left: list[str], path: str) -> Node:
+    if kind == "module" and tag_of(node) in ("dict", "odict"):
+        chosen = _chosen(node, live, left, path)
+        return {**node, "v": [pair for pair in node["v"] if type(pair[0]) is not str or pair[0] in chosen]}
+    groups = groups_of(node) if kind == "optimizer" else None
+    return node if groups is None else _asked_of_optimizer(node, groups, live, left, path)
+
+
+def _asked_of_optimizer(node: Node, groups: Groups, live: Any, left: list[str], path: str) -> Node:
+    """Its groups are the live ones: each gets the options that all of its parameters had."""
+    holding: dict[str, list[int]] = {}
+    for index, (names, _) in enumerate(groups):
+        for name in names:
+            holding.setdefault(name, []).append(index)
+    found = []
+    for number, group in enumerate(live["param_groups"]):
+        lacking = [name for name in group["params"] if name not in holding and name in live["state"]]
+        if lacking:
+            raise CheckpointMismatch(f"{path}: the checkpoint lacks {', '.join(map(repr, lacking[:5]))}")
+        names = [name for name in group["params"] if name in holding]
+        # One without parameters has no names; its options change nothing.
+        among = [index for name in names for index in holding[name]] or ([number] if number < len(groups) else [])
+        options = [groups[index][1] for index in dict.fromkeys(among)]
+        if not options or any(other != options[0] for other in options):
+            what = ", ".join(map(repr, names[:5])) or "no parameters"
+            raise CheckpointMismatch(f"{path}: no one group of options was saved for the live group of {what}")
+        beside = [["param_names", group["param_names"]]] if "param_names" in group else []
+        found.append(_as_dict([["params", names], *options[0]["v"], *beside]))
+    wanted = {name for group in live["param_groups"] for name in group["params"]}
+    left += [f"{path}: {name!r}" for name in holding if name not in wanted]
+    state = dict(node["v"])["state"]
+    kept = {**state, "v": [pair for pair in state["v"] if pair[0] in wanted]}
+    return _as_dict([["state", kept], ["param_groups", found]])
+
+
+def rename(tree: Node, name_of: Callable[[str], str]) -> None:
+    """Gives a tree other names for its tensors, in place."""
+    for node in _tensors(tree):
+        node["n"] = name_of(node["n"])
+
+
+def tensor_names(tree: Node) -> set[str]:
+    """What a tree calls its tensors."""
+    return {node["n"] for node in _tensors(tree)}
+
+
+def _tensors(tree: Node) -> Iterator[Node]:
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, list):
+            todo += node
+        elif isinstance(node, dict):
+            if "n" in node:
+                yield node
+            todo.append(node.get("v"))
+
+
+def tag_of(node: Node) -> Optional[str]:
+    """What an object of the tree is; None for plain JSON."""
+    return node.get("t") if isinstance(node, dict) else None
+
+
+def refuse_mark(node: Node) -> None:
+    """Raises `CheckpointMismatch` for what ranks have that is not alike."""
+    if tag_of(node) == MARK:
+        ranks = " and ".join(map(str, node["ranks"]))
+        text = f"{node['path']}: what ranks {ranks} saved differs, and the parts of the state are other ones here"
+        raise CheckpointMismatch(f"{text} (hint: {node['hint']})")
+
+
+class _Merger:
+    def __init__(self, same: Same, first_counts: bool) -> None:
+        self._same = same
+        self._first_counts = first_counts
+        self.differing: list[str] = []
+
+    def merge(self, held: list[tuple[int, Node]], path: str) -> Node:
+        """One node of those that ranks have in one place."""
+        first = held[0][1]
+        if all(self._is_same(first, other) for _, other in held[1:]):
+            return first
+        nodes = [node for _, node in held]
+        tags = {tag_of(node) for node in nodes}
+        if tags <= {"dict"} or tags <= {"odict"}:
+            items = [(rank, node["v"]) for rank, node in held]
+            if all(type(key) is str for _, pairs in items for key, _ in pairs):
+                return {**first, "v": self._items(items, path)}
+        elif tags == {"object"} and all(node["k"] == first["k"] for node in nodes):
+            states = [(rank, node["v"]) for rank, node in held]
+            if first["k"] == "module":
+                tree = self.merge(states, path)
+                return tree if tag_of(tree) == MARK else {**first, "v": tree}
+            if first["k"] == "optimizer" and all(groups_of(state) is not None for _, state in states):
+                return {**first, "v": self._optimizer(states, path)}
+        elif all(isinstance(node, list) for node in nodes) or tags == {"tuple"}:
+            lists = [(rank, node if isinstance(node, list) else node["v"]) for rank, node in held]
+            if all(len(parts) == len(lists[0][1]) for _, parts in lists):
+                found = [
+                    self.merge([(rank, parts[index]) for rank, parts in lists], f"{path}[{index}]")
+                    for index in range(len(lists[0][1]))
+                ]
+                return found if isinstance(first, list) else {**first, "v": found}
+        return self._differs(held, path)
+
+    def _items(self, held: list[tuple[int, Node]], path: str) -> Node:
+        values: dict[str, list[tuple[int, Node]]] = {}
+        for rank, pairs in held:
+            for key, value in pairs:
+                values.setdefault(key, []).append((rank, value))
+        return [[key, self.merge(having, f"{path}[{key!r}]")] for key, having in values.items()]
+
+    def _optimizer(self, held: list[tuple[int, Node]], path: str) -> Node:
+        """Groups whose options are the same become one, of the parameters of all."""
+        states = [(rank, dict(node["v"])["state"]) for rank, node in held]
+        found: list[tuple[Node, list[str]]] = []
+        for _, node in held:
+            # Groups of one rank stay apart.
+            free = list(range(len(found)))
+            taken = {name for _, names in found for name in names} if self._first_counts else set()
+            for names, options in groups_of(node) or []:
+                at = next((index for index in free if self._is_same(found[index][0], options)), None)
+                if at is None:
+                    found.append((options, []))
+                    at = len(found) - 1
+                else:
+                    free.remove(at)
+                found[at][1].extend(name for name in names if name not in taken and name not in found[at][1])
+        groups = [_as_dict([["params", names], *options["v"]]) for options, names in found]
+        return _as_dict([["state", self.merge(states, path)], ["param_groups", groups]])
+
+    def _differs(self, held: list[tuple[int, Node]], path: str) -> Node:
+        rank, first = held[0]
+        self.differing.append(path)
+        if self._first_counts:
+            return first
+        other = next(other for other, node in held[1:] if not self._is_same(first, node))
+        is_dict = tag_of(first) in ("dict", "odict")
+        by_number = is_dict or (tag_of(first) == "object" and first["k"] == "optimizer-own")
+        return {"t": MARK, "path": path, "ranks": [rank, other], "hint": _BY_NUMBER if by_number else _OWN}
+
+    def _is_same(self, one: Node, other: Node) -> bool:
+        todo = [(one, other)]
+        while todo:
+            one, other = todo.pop()
+            if one is other:
+                continue
+            if type(one) is not type(other):
+                return False
+            if isinstance(one, list):
+                if len(one) != len(other):
+                    return False
+                todo += zip(one, other)
+            elif not isinstance(one, dict):
+                if one != other:
+                    return False
+            elif one.keys() != other.keys():
+                return False
+            elif "n" in one and one["n"] != other["n"] and not self._same(one["n"], other["n"]):
+                return False
+            else:
+                todo += [(one[key], other[key]) for key in one if key != "n"]
+        return True
+
+
+def groups_of(state: Node) -> Optional[Groups]:
+    """The parameters' names and the options of each group of an optimizer's state, where that goes by names."""
+    items = dict(pair for pair in state["v"] if type(pair[0]) is str) if tag_of(state) in ("dict", "odict") else {}
+    if items.keys() != {"state", "param_groups"} or not isinstance(items["param_groups"], list):
+        return None
+    groups = []
+    for group in items["param_groups"]:
+        pairs = group["v"] if tag_of(group) == "dict" else []
+        names = next((value for key, value in pairs if key == "params"), None)
+        if not isinstance(names, list) or not all(type(name) is str for name in names):
+            return None
+        # What torch calls them beside, in optimizers that were given names, says nothing more.
+        groups.append((names, _as_dict([pair for pair in pairs if pair[0] not in ("params", "param_names")])))
+    return groups if tag_of(items["state"]) == "dict" else None
+
+
+def _as_dict(pairs: list[list[Node]]) -> Node:
+    return {"t": "dict", "v": pairs}

@@ -1,0 +1,312 @@
+"""Stages of pipelines, saved by some ranks and restored by others that have other parts of the model: by names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import forebay
+from forebay._merge import asked, merged, refuse_mark
+
+from .conftest import SCALE
+from .test_ranks import run_ranks
+
+LAYERS, WIDTH, STEPS = 4, 64, 3
+
+
+class Net(torch.nn.Module):
+    """The layers of a stage, under the names that they have in the whole model. Each learns by itself, so that what it
+    learns does not depend on where the others are."""
+
+    def __init__(self, first: int = 0, end: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleDict()
+        for index in range(first, end):
+            torch.manual_seed(index)
+            self.layers[str(index)] = torch.nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return sum(layer(batch).square().mean() for layer in self.layers.values())
+
+
+def part(mesh: str, rate: float = 0.5) -> dict[str, Any]:
+    """What this rank has of a model with its optimizer: on so many stages, or stages by parts of each (FSDP2)."""
+    stages, _, replicas = mesh.partition("x")
+    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    count, stage = int(stages), rank // (size // int(stages))
+    net = Net(stage * LAYERS // count, (stage + 1) * LAYERS // count)
+    if replicas:
+        shards = init_device_mesh("cpu", (count, int(replicas)), mesh_dim_names=("stage", "shard"))["shard"]
+        for layer in net.layers.values():
+            fully_shard(layer, mesh=shards)
+        fully_shard(net, mesh=shards)
+    groups = [
+        {"params": [value for name, value in net.named_parameters() if name.endswith("weight")], "weight_decay": 0.1},
+        {"params": [value for name, value in net.named_parameters() if name.endswith("bias")], "weight_decay": 0.0},
+    ]
+    return {"model": net, "optim": torch.optim.AdamW(groups, lr=rate), "epoch": 0}
+
+
+def trained(mesh: str) -> dict[str, Any]:
+    state = part(mesh, rate=0.01)
+    torch.manual_seed(99)
+    batch = torch.randn(4, WIDTH)
+    for _ in range(STEPS):
+        state["model"](batch).backward()
+        state["optim"].step()
+        state["optim"].zero_grad()
+    return {**state, "epoch": 7}
+
+
+def values(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights, and all that the optimizer knows of each."""
+    found = dict(state["model"].state_dict())
+    for group in state["optim"].param_groups:
+        names = {id(value): name for name, value in state["model"].named_parameters()}
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            found[f"{name}.rate"] = torch.tensor([group["lr"], group["weight_decay"]])
+            of_it = state["optim"].state.get(parameter, {})
+            found.update({f"{name}.{key}": torch.as_tensor(value) for key, value in of_it.items()})
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+
+
+def save_at(mesh: str, place: Path, **more: Any) -> None:
+    def save(rank: int) -> Any:
+        state = trained(mesh)
+        own = {name: value(rank) for name, value in more.items()}
+        with forebay.Checkpointer(place, rng=False) as checkpointer:
+            checkpointer.save_now(5, {**state, **own})
+        return None
+
+    run_ranks(ranks_of(mesh), save)
+
+
+def ranks_of(mesh: str) -> int:
+    stages, _, replicas = mesh.partition("x")
+    return int(stages) * int(replicas or 1)
+
+
+class Place:
+    """An object with a state of its own, such as a loader's place in the data."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+PAIRS = [("2", "1"), ("2", "4"), ("2", "2x2"), ("4", "2x2"), ("1", "2"), ("2x2", "1")]
+ALL = ["1", "2", "4", "1x2", "2x2"]
+
+
+@pytest.mark.parametrize("saved, live", [(one, two) for one in ALL for two in ALL] if SCALE > 1 else PAIRS)
+def test_stages_with_their_optimizers_are_restored_on_any_mesh(tmp_path: Path, saved: str, live: str) -> None:
+    def restore(rank: int) -> Any:
+        expected, state, fresh = values(trained("1")), part(live), part(live)["model"]
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            assert checkpointer.restore(state) == 5 and state["epoch"] == 7
+            read = checkpointer.restored.bytes if checkpointer.restored is not None else 0
+            assert checkpointer.load_model(fresh, name="model") == 5
+        found = values(state)
+        mine = {name for name in expected if name == "scale" or name.split(".")[1] in state["model"].layers}
+        assert found.keys() == mine
+        assert [name for name in mine if not torch.equal(found[name], expected[name])] == []
+        weights = values({"model": fresh, "optim": torch.optim.AdamW(fresh.parameters())})
+        assert [name for name in fresh.state_dict() if not torch.equal(weights[name], expected[name])] == []
+        return read
+
+    save_at(saved, tmp_path)
+    read = sum(run_ranks(ranks_of(live), restore))
+    expected = trained("1")
+    # Weights and both moments; a buffer on each rank and counters of steps beside.
+    needed = 3 * sum(value.nbytes for value in expected["model"].parameters())
+    assert needed <= read <= 1.02 * needed
+    loaded = forebay.load(tmp_path)
+    assert loaded["model"].keys() == expected["model"].state_dict().keys()
+    for name, value in expected["model"].named_parameters():
+        assert torch.equal(loaded["model"][name], value)
+        assert torch.equal(loaded["optim"]["state"][name]["exp_avg"], expected["optim"].state[value]["exp_avg"])
+
+
+def test_what_has_no_one_value_is_refused_by_name_and_the_rest_can_be_taken(tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path / "place", rng=False) as checkpointer:
+            checkpointer.save_now(5, {**trained("2"), "loader": Place(10 + rank)})
+        state = trained("2")
+        with forebay.Checkpointer(tmp_path / "numbers", rng=False) as checkpointer:
+            # Without its module, and as a dict: by numbers that are 0 to 3 on both ranks.
+            checkpointer.save_now(5, {"model": state["model"].state_dict(), "optim": state["optim"].state_dict()})
+        return None
+
+    def restore(rank: int) -> Any:
+        state = {**part("4"), "loader": Place(0)}
+        before = {name: value.clone() for name, value in values(state).items()}
+        with forebay.Checkpointer(tmp_path / "place", rng=False) as checkpointer:
+            words = r"state\['loader'\]: what ranks 0 and 1 saved differs.*only="
+            with pytest.raises(forebay.CheckpointMismatch, match=words):
+                checkpointer.restore(state)
+            after = values(state)
+            assert all(torch.equal(after[name], value) for name, value in before.items())
+            assert state["epoch"] == 0 and state["loader"].at == 0
+            assert checkpointer.restore(state, only=["model.*", "optim", "epoch"]) == 5
+        expected = values(trained("1"))
+        assert all(torch.equal(value, expected[name]) for name, value in values(state).items())
+        live = part("4")
+        tensors = {"model": live["model"].state_dict(), "optim": trained("4")["optim"].state_dict()}
+        with forebay.Checkpointer(tmp_path / "numbers", rng=False) as checkpointer:
+            words = r"state\['optim'\]\['state'\]: what ranks 0 and 1 saved differs.*beside its module"
+            with pytest.raises(forebay.CheckpointMismatch, match=words):
+                checkpointer.restore(tensors)
+            # One layer, which one of the stages has; the others have nothing of that name.
+            assert checkpointer.restore(tensors, only=["model.layers.3.*"]) == 5
+        name = f"layers.{rank}.weight"
+        taken = torch.equal(live["model"].state_dict()[name], expected[name])
+        return [state["loader"].at, taken]
+
+    run_ranks(2, save)
+    assert run_ranks(4, restore) == [[0, False], [0, False], [0, False], [0, True]]
+    # Who saved has a place of its own.
+    def again(rank: int) -> Any:
+        state = {**part("2"), "loader": Place(0)}
+        with forebay.Checkpointer(tmp_path / "place", rng=False) as checkpointer:
+            assert checkpointer.restore(state) == 5
+        return state["loader"].at
+
+    assert run_ranks(2, again) == [10, 11]
+    with pytest.warns(forebay.CheckpointWarning, match=r"ranks differ in state\['loader'\], of which rank 0's is"):
+        assert forebay.load(tmp_path / "place")["loader"] == {"at": 10}
+
+
+def test_what_no_rank_asks_for_and_what_none_saved_are_refused(tmp_path: Path) -> None:
+    save_at("4", tmp_path)
+
+    def restore(rank: int) -> Any:
+        words = []
+        for first, end in ((rank, rank + 1), (rank + 2, rank + 4)):
+            state = {"model": Net(first, end), "epoch": 0}
+            with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+                with pytest.raises(forebay.CheckpointMismatch) as caught:
+                    checkpointer.restore(state)
+            assert state["epoch"] == 0
+            words.append(str(caught.value))
+        return words
+
+    for lacks, unknown in run_ranks(2, restore):
+        assert lacks == (
+            "the state lacks what was saved, on every rank: state: 'optim', "
+            "state['model']: 'layers.2.bias', state['model']: 'layers.2.weight', "
+            "state['model']: 'layers.3.bias', state['model']: 'layers.3.weight'"
+        )
+        assert "the checkpoint lacks 'layers.4.bias', 'layers.4.weight'" in unknown
+
+
+def test_stages_of_torchs_pipelining(tmp_path: Path) -> None:
+    """Made by `pipeline`, trained by a schedule, and restored into the model that they were made of."""
+
+    def save(rank: int) -> Any:
+        from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+
+        torch.manual_seed(1)
+        net, batch = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))), torch.randn(4, 8)
+        pipe = pipeline(net, (batch[:2],), split_spec={"2": SplitPoint.BEGINNING})
+        stage = pipe.build_stage(rank, torch.device("cpu"))
+        optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=0.1)
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda found, wanted: (found - wanted).square().mean())
+        schedule.step(*([batch] if rank == 0 else []), **({"target": batch} if rank == 1 else {}))
+        optimizer.step()
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save_now(1, {"model": stage.submod, "optim": optimizer})
+        return {
+            name: [value.tolist(), optimizer.state[value]["exp_avg"].tolist()]
+            for name, value in stage.submod.named_parameters()
+        }
+
+    first, second = run_ranks(2, save)
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    optimizer = torch.optim.AdamW(net.parameters())
+    forebay.load(tmp_path, {"model": net, "optim": optimizer})
+    found = {
+        name: [value.tolist(), optimizer.state[value]["exp_avg"].tolist()] for name, value in net.named_parameters()
+    }
+    assert found == {**first, **second} and first.keys().isdisjoint(second)
+
+
+def tree(value: Any) -> Any:
+    """A state's tree; of a text with a capital a tensor of that name."""
+    if isinstance(value, dict):
+        return {"t": "dict", "v": [[key, tree(part)] for key, part in value.items()]}
+    if isinstance(value, list):
+        return [tree(part) for part in value]
+    return {"t": "tensor", "n": value} if isinstance(value, str) and value[:1].isupper() else value
+
+
+def an_optimizer(state: Any, *groups: Any) -> Any:
+    return {"t": "object", "k": "optimizer", "v": tree({"state": state, "param_groups": list(groups)})}
+
+
+def a_mark(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("t") == "differs"
+
+
+def merge(*trees: Any, same: tuple[str, ...] = ()) -> Any:
+    return merged(list(enumerate(trees)), lambda one, two: {one, two} <= set(same))[0]
+
+
+def test_trees_are_merged_by_names_and_by_nothing_else() -> None:
+    one, two = tree({"m": {"a": "A", "x": "X@0"}, "n": 1}), tree({"m": {"b": "B", "x": "X@1"}, "n": 1})
+    assert merge(one, two, same=("X@0", "X@1")) == tree({"m": {"a": "A", "x": "X@0", "b": "B"}, "n": 1})
+    (_, model), _ = merge(one, two)["v"]
+    assert a_mark(dict(model["v"])["x"]) and dict(model["v"])["a"] == tree("A")
+    assert dict(model["v"])["x"]["path"] == "state['m']['x']"
+    with pytest.raises(forebay.CheckpointMismatch, match="ranks 0 and 1"):
+        refuse_mark(dict(model["v"])["x"])
+    for first, second in [
+        (1, 2),
+        (1, True),
+        (1, 1.0),
+        ({"a": 1}, [1]),
+        ([1], [1, 2]),
+        # Numbers are no names, though only one of the two has the second.
+        ({0: 1, 1: 2}, {0: 1}),
+    ]:
+        assert a_mark(merge(tree(first), tree(second))), (first, second)
+    assert merge(tree([{"a": 1}]), tree([{"b": 2}])) == tree([{"a": 1, "b": 2}])
+    own = {"t": "object", "k": "optimizer-own", "v": tree({"state": {}, "param_groups": []})}
+    assert a_mark(merge(own, {**own, "v": tree({"state": {0: "A"}, "param_groups": []})}))
+    assert merge(own, own, own) == own
+
+
+def test_groups_of_optimizers_are_merged_by_their_options() -> None:
+    one = an_optimizer({"a": {"m": "A"}}, {"params": ["a"], "lr": 1, "param_names": ["a"]}, {"params": ["b"], "lr": 1})
+    two = an_optimizer({"c": {"m": "C"}}, {"params": ["c"], "lr": 1}, {"params": ["d"], "lr": 2})
+    whole = merge(one, two)
+    groups = [{"params": ["a", "c"], "lr": 1}, {"params": ["b"], "lr": 1}, {"params": ["d"], "lr": 2}]
+    assert whole == an_optimizer({"a": {"m": "A"}, "c": {"m": "C"}}, *groups)
+
+    def ask(*groups: list[str]) -> tuple[Any, list[str]]:
+        state = {name: {} for group in groups for name in group}
+        left: list[str] = []
+        live = {"state": state, "param_groups": [{"params": group} for group in groups]}
+        return asked(whole, torch.optim.SGD([torch.ones(1)]), lambda _: ("optimizer", live), left)["v"], left
+
+    # One may join what groups of the same options had.
+    found, left = ask(["c", "b"], ["d"])
+    groups = [{"params": ["c", "b"], "lr": 1}, {"params": ["d"], "lr": 2}]
+    assert found == tree({"state": {"c": {"m": "C"}}, "param_groups": groups})
+    assert left == ["state: 'a'"]
+    for groups_asked, words in ((["a", "d"], "no one group of options"), (["a", "e"], "the checkpoint lacks 'e'")):
+        with pytest.raises(forebay.CheckpointMismatch, match=words):
+            ask(groups_asked)
