@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import forebay
 from forebay._merge import asked, merged, refuse_mark
+from forebay.convert import to_dcp, to_hugging_face
 
 from .conftest import SCALE
 from .test_ranks import run_ranks
@@ -228,7 +232,8 @@ def test_stages_of_torchs_pipelining(tmp_path: Path) -> None:
         schedule.step(*([batch] if rank == 0 else []), **({"target": batch} if rank == 1 else {}))
         optimizer.step()
         with forebay.Checkpointer(tmp_path) as checkpointer:
-            checkpointer.save_now(1, {"model": stage.submod, "optim": optimizer})
+            by_names = get_optimizer_state_dict(stage.submod, optimizer)
+            checkpointer.save_now(1, {"model": stage.submod, "optim": optimizer, "named": by_names})
         return {
             name: [value.tolist(), optimizer.state[value]["exp_avg"].tolist()]
             for name, value in stage.submod.named_parameters()
@@ -237,11 +242,26 @@ def test_stages_of_torchs_pipelining(tmp_path: Path) -> None:
     first, second = run_ranks(2, save)
     net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     optimizer = torch.optim.AdamW(net.parameters())
-    forebay.load(tmp_path, {"model": net, "optim": optimizer})
+    taken = torch.optim.AdamW(net.parameters())
+    state = {"model": net, "optim": optimizer, "named": get_optimizer_state_dict(net, taken)}
+    forebay.load(tmp_path, state)
+    set_optimizer_state_dict(net, taken, state["named"])
+    assert [group["lr"] for group in taken.param_groups] == [0.1]
+    for value in net.parameters():
+        assert torch.equal(taken.state[value]["exp_avg"], optimizer.state[value]["exp_avg"])
     found = {
         name: [value.tolist(), optimizer.state[value]["exp_avg"].tolist()] for name, value in net.named_parameters()
     }
     assert found == {**first, **second} and first.keys().isdisjoint(second)
+    # Other formats have all of it, too.
+    (tmp_path / "hf").mkdir()
+    to_hugging_face(str(tmp_path), tmp_path / "hf")
+    to_dcp(str(tmp_path), tmp_path / "dcp")
+    loaded = {"model": {name: torch.zeros_like(value) for name, value in net.state_dict().items()}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    weights = {name: value for name, (value, _) in found.items()}
+    for model in (load_file(tmp_path / "hf" / "model.safetensors"), loaded["model"]):
+        assert {name: value.tolist() for name, value in model.items()} == weights
 
 
 def tree(value: Any) -> Any:

@@ -1,10 +1,10 @@
 //! A part of a step as a directory of safetensors files.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
-use forebay_core::{Error, Result};
+use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::files::{NewFile, exists};
 use forebay_io::object::Bucket;
 use serde::Serialize;
@@ -74,10 +74,6 @@ impl<'a> Export<'a> {
     /// # Errors
     /// `Invalid` when there is no such part, or safetensors cannot hold what it has.
     pub fn plan(manifest: &'a Manifest, part: &str, file_bytes: u64) -> Result<Self> {
-        let text = manifest.extras.iter().find(|extra| extra.name == "state").map(|extra| &extra.data);
-        let none = || Error::corrupt(format!("step {} has no state", manifest.step));
-        let tree = serde_json::from_str(text.ok_or_else(none)?)
-            .map_err(|error| Error::corrupt(format!("step {}: its state: {error}", manifest.step)))?;
         let known: HashMap<&str, usize> = manifest
             .tensors
             .iter()
@@ -85,10 +81,11 @@ impl<'a> Export<'a> {
             .map(|(index, tensor)| (tensor.name.as_str(), index))
             .collect();
         let (mut files, mut held): (Vec<Vec<Entry>>, u64) = (Vec::new(), 0);
-        let mut names = std::collections::HashSet::new();
-        for named in tensors(&tree, part)? {
-            // Rank 0's own comes before what all have.
-            let found = known.get(local_name(&named.tensor, 0).as_str()).or(known.get(named.tensor.as_str()));
+        let mut names = HashSet::new();
+        for (rank, named) in all_tensors(manifest, part)? {
+            // A rank's own comes before what all have.
+            let own = local_name(&named.tensor, rank);
+            let found = known.get(own.as_str()).or(known.get(named.tensor.as_str()));
             let lost = || {
                 Error::corrupt(format!("its state names tensor `{}`, which it does not hold", named.tensor))
             };
@@ -156,6 +153,35 @@ impl<'a> Export<'a> {
             file.finish()?;
         }
         Ok(exported)
+    }
+}
+
+/// The tensors of one part of the state as rank 0 has it, then those that only other ranks have (stages of a pipeline), each
+/// with whose tree names it.
+fn all_tensors(manifest: &Manifest, part: &str) -> Result<Vec<(usize, Named)>> {
+    let mut found: Vec<(usize, Named)> = Vec::new();
+    let mut first = None;
+    for rank in 0..manifest.world_size as usize {
+        let name = if rank == 0 { "state".to_owned() } else { local_name("state", rank) };
+        let Some(extra) = manifest.extras.iter().find(|extra| extra.name == name) else { continue };
+        let tree = serde_json::from_str(&extra.data)
+            .map_err(|error| Error::corrupt(format!("step {}: its state: {error}", manifest.step)))?;
+        match tensors(&tree, part) {
+            Ok(there) => {
+                let known: HashSet<String> = found.iter().map(|(_, named)| named.path.clone()).collect();
+                found.extend(
+                    there.into_iter().filter(|named| !known.contains(&named.path)).map(|named| (rank, named)),
+                );
+            }
+            // A rank may lack the part; what is wrong with it is told where all do.
+            Err(error) if error.kind() == ErrorKind::Invalid => first = first.or(Some(error)),
+            Err(error) => return Err(error),
+        }
+    }
+    match first {
+        Some(error) if found.is_empty() => Err(error),
+        None if found.is_empty() => Err(Error::corrupt(format!("step {} has no state", manifest.step))),
+        _ => Ok(found),
     }
 }
 

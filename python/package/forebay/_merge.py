@@ -50,6 +50,9 @@ def asked(node: Node, live: Any, known: Known, left: list[str], path: str = "sta
     if tag in ("dict", "odict"):
         if not isinstance(live, dict):
             return _asked_of_object(node, *known(live), left, path) if is_stateful(live) else node
+        groups = groups_of(node) if _has_groups(live) else None
+        if groups is not None:
+            return _asked_of_optimizer(node, groups, live, left, path)
         chosen = _chosen(node, live, left, path)
         items = []
         for key, value in node["v"]:
@@ -108,7 +111,7 @@ def _asked_of_optimizer(node: Node, groups: Groups, live: Any, left: list[str], 
     wanted = {name for group in live["param_groups"] for name in group["params"]}
     left += [f"{path}: {name!r}" for name in holding if name not in wanted]
     state = dict(node["v"])["state"]
-    kept = {**state, "v": [pair for pair in state["v"] if pair[0] in wanted]}
+    kept = {**state, "v": [pair for pair in state["v"] if type(pair[0]) is str and pair[0] in wanted]}
     return _as_dict([["state", kept], ["param_groups", found]])
 
 
@@ -162,6 +165,8 @@ class _Merger:
         nodes = [node for _, node in held]
         tags = {tag_of(node) for node in nodes}
         if tags <= {"dict"} or tags <= {"odict"}:
+            if all(groups_of(node) is not None for node in nodes):
+                return self._optimizer(held, path)
             items = [(rank, node["v"]) for rank, node in held]
             if all(type(key) is str for _, pairs in items for key, _ in pairs):
                 return {**first, "v": self._items(items, path)}
@@ -244,7 +249,8 @@ class _Merger:
 
 def groups_of(state: Node) -> Optional[Groups]:
     """The parameters' names and the options of each group of an optimizer's state, where that goes by names."""
-    items = dict(pair for pair in state["v"] if type(pair[0]) is str) if tag_of(state) in ("dict", "odict") else {}
+    pairs = state["v"] if tag_of(state) in ("dict", "odict") else []
+    items = dict(pairs) if all(type(key) is str for key, _ in pairs) else {}
     if items.keys() != {"state", "param_groups"} or not isinstance(items["param_groups"], list):
         return None
     groups = []
@@ -256,6 +262,13 @@ def groups_of(state: Node) -> Optional[Groups]:
         # What torch calls them beside, in optimizers that were given names, says nothing more.
         groups.append((names, _as_dict([pair for pair in pairs if pair[0] not in ("params", "param_names")])))
     return groups if tag_of(items["state"]) == "dict" else None
+
+
+def _has_groups(live: dict[Any, Any]) -> bool:
+    """Whether a dict is what torch's `get_optimizer_state_dict` gives."""
+    groups = live.get("param_groups")
+    is_dict = isinstance(live.get("state"), dict) and isinstance(groups, list)
+    return is_dict and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
 
 
 def _as_dict(pairs: list[list[Node]]) -> Node:
