@@ -267,8 +267,9 @@ def groups_of(state: Node) -> Optional[Groups]:
 def _has_groups(live: dict[Any, Any]) -> bool:
     """Whether a dict is what torch's `get_optimizer_state_dict` gives."""
     groups = live.get("param_groups")
-    is_dict = isinstance(live.get("state"), dict) and isinstance(groups, list)
-    return is_dict and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    if not isinstance(live.get("state"), dict) or not isinstance(groups, list):
+        return False
+    return all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
 
 
 def _as_dict(pairs: list[list[Node]]) -> Node:
