@@ -128,6 +128,10 @@ pub struct Session {
     durable: Vec<HeldStep>,
     /// Slots that a predecessor may still be reading.
     inherited: Vec<Slot>,
+    /// Steps that the predecessor has said neither of that they are committed nor that they will not be: save and step.
+    unsaved: Vec<(u64, u64)>,
+    /// The newest save of the predecessor that is committed.
+    last_durable: u64,
     predecessor: Option<FdStream>,
     has_succeeded: bool,
     /// The step that the next one goes on from, as far as is known.
@@ -156,6 +160,8 @@ impl Session {
             former: Vec::new(),
             durable: Vec::new(),
             inherited: Vec::new(),
+            unsaved: Vec::new(),
+            last_durable: 0,
             predecessor: None,
             has_succeeded: false,
             origin: None,

@@ -210,6 +210,9 @@ pub enum Reply {
         /// Those of all that is held that are committed.
         #[serde(default)]
         durable: Vec<u64>,
+        /// Those that will not be committed, and why.
+        #[serde(default)]
+        failed: Vec<(u64, WireError)>,
     },
     /// The step of an earlier start that was to be brought to the bucket is there, or never will be.
     Resumed,

@@ -1,6 +1,6 @@
 //! The way back to whoever is to hear what becomes of the saves: the trainer, or the one that came after it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,6 +10,10 @@ use parking_lot::Mutex;
 
 use super::Reply;
 use super::pace::Pace;
+use super::protocol::WireError;
+
+/// Warnings kept for a successor at most; later ones are dropped.
+const MAX_UNHEARD: usize = 16;
 
 /// Shared by the thread that reads requests and the task that flushes.
 #[derive(Clone)]
@@ -25,11 +29,16 @@ struct Link {
     unsettled: BTreeSet<u64>,
     /// Saves that are committed, as far as they are still held.
     durable: BTreeSet<u64>,
+    /// Saves that will not be committed, as far as they are still held: a successor may go on from one.
+    failed: BTreeMap<u64, WireError>,
+    /// What nobody was there to be warned of.
+    unheard: Vec<String>,
 }
 
 impl Trainer {
     pub(super) fn new(stream: FdStream, pace: Arc<Pace>) -> Self {
-        let link = Link { stream, unsettled: BTreeSet::new(), durable: BTreeSet::new() };
+        let (unsettled, durable, failed) = Default::default();
+        let link = Link { stream, unsettled, durable, failed, unheard: Vec::new() };
         Self { link: Arc::new(Mutex::new(link)), gone: Arc::new(AtomicBool::new(false)), pace }
     }
 
@@ -42,6 +51,7 @@ impl Trainer {
     pub(super) fn begin(&self, save: u64, held: &[u64]) {
         let mut link = self.link.lock();
         link.durable.retain(|save| held.contains(save));
+        link.failed.retain(|save, _| held.contains(save));
         link.unsettled.insert(save);
     }
 
@@ -64,12 +74,18 @@ impl Trainer {
         if let Reply::Durable { save, .. } = reply {
             link.durable.insert(*save);
         }
+        if let Reply::Failed { save, error } = reply {
+            link.failed.insert(*save, error.clone());
+        }
         if let Reply::Durable { save, .. } | Reply::Failed { save, .. } = reply {
             self.pace.settled(*save);
         }
         let sent = serde_json::to_vec(reply).map(|frame| link.stream.send(&frame, None));
         if !matches!(sent, Ok(Ok(()))) {
             self.set_gone();
+            if let Reply::Warning { message } = reply {
+                link.keep_unheard(message);
+            }
         }
     }
 
@@ -87,11 +103,70 @@ impl Trainer {
     pub(super) fn hand_over(&self, mut successor: FdStream) -> Result<()> {
         let mut link = self.link.lock();
         let numbers = |saves: &BTreeSet<u64>| saves.iter().copied().collect();
-        let reply = Reply::Unsettled { saves: numbers(&link.unsettled), durable: numbers(&link.durable) };
-        let frame = serde_json::to_vec(&reply)
-            .map_err(|error| forebay_core::Error::bug(format!("encode a reply: {error}")))?;
-        successor.send(&frame, None)?;
+        let unsettled = Reply::Unsettled {
+            saves: numbers(&link.unsettled),
+            durable: numbers(&link.durable),
+            failed: link.failed.iter().map(|(save, error)| (*save, error.clone())).collect(),
+        };
+        let unheard = link.unheard.iter().map(|message| Reply::Warning { message: message.clone() });
+        for reply in std::iter::once(unsettled).chain(unheard) {
+            let frame = serde_json::to_vec(&reply)
+                .map_err(|error| forebay_core::Error::bug(format!("encode a reply: {error}")))?;
+            successor.send(&frame, None)?;
+        }
         link.stream = successor;
         Ok(())
+    }
+}
+
+impl Link {
+    /// Each once: a store that is away is told of again and again.
+    fn keep_unheard(&mut self, message: &String) {
+        if self.unheard.len() < MAX_UNHEARD && !self.unheard.contains(message) {
+            self.unheard.push(message.clone());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_core::{Error, ErrorKind};
+
+    use super::*;
+
+    #[test]
+    fn a_successor_hears_what_nobody_was_there_to_hear() {
+        let (near, far) = FdStream::pair().expect("pair");
+        let trainer = Trainer::new(near, Arc::new(Pace::new(None)));
+        let warn = |text: &str| trainer.tell(&Reply::Warning { message: text.to_owned() });
+        warn("heard");
+        drop(far);
+        for number in 0..MAX_UNHEARD {
+            warn("the store is away");
+            warn(&format!("warning {number}"));
+        }
+        for save in [1, 2, 3, 4] {
+            trainer.begin(save, &[2, 3, 4]);
+        }
+        let error = Error::new(ErrorKind::Unavailable, "the store stayed away");
+        trainer.tell(&Reply::Failed { save: 2, error: (&error).into() });
+        trainer.tell(&Reply::Durable { save: 3, at_us: 0 });
+        let (successor, mut hears) = FdStream::pair().expect("pair");
+        trainer.hand_over(successor).expect("hand over");
+        let mut hear = || -> Reply {
+            let (frame, _) = hears.receive().expect("receive").expect("a frame");
+            serde_json::from_slice(&frame).expect("parses")
+        };
+        let Reply::Unsettled { saves, durable, failed } = hear() else { panic!("that comes first") };
+        assert_eq!((saves, durable), (vec![1, 3, 4], vec![3]));
+        let [(2, error)] = &failed[..] else { panic!("{failed:?}") };
+        assert!(Error::from(error.clone()).message().contains("stayed away"));
+        for number in 0..MAX_UNHEARD {
+            let Reply::Warning { message } = hear() else { panic!("{number}") };
+            let expected =
+                if number == 0 { "the store is away".to_owned() } else { format!("warning {}", number - 1) };
+            assert_eq!(message, expected, "each once, and no more than so many");
+        }
+        assert!(!hears.readable(std::time::Duration::ZERO).expect("readable"));
     }
 }

@@ -28,6 +28,10 @@ impl Session {
         self.arena = Some(arena);
         self.inherited = slots;
         for (held, memory) in held {
+            match durable.contains(&held.name()) {
+                true => self.last_durable = self.last_durable.max(held.seal.save),
+                false => self.unsaved.push((held.seal.save, held.seal.step)),
+            }
             let is_at =
                 |slot: &&mut Slot| slot.index() == held.seal.slot && Arc::ptr_eq(slot.memory(), &memory);
             self.last_save = self.last_save.max(held.seal.save);
@@ -66,6 +70,8 @@ impl Session {
 
     /// Passes on to this session's agent that a save of the predecessor is committed.
     fn hear_durable(&mut self, save: u64) {
+        self.unsaved.retain(|(other, _)| *other != save);
+        self.last_durable = self.last_durable.max(save);
         let step = self.idle_slots().filter_map(Slot::held).find(|held| held.seal.save == save);
         let Some(step) = step.map(Held::name) else { return };
         if !self.durable.contains(&step) {
@@ -96,10 +102,8 @@ impl Session {
         let answer = match say(&mut stream, &Visit::Succeed).and_then(|()| stream.receive()) {
             Ok(Some((frame, _))) => parse(&frame)?,
             // It ended by itself.
-            Ok(None) => Reply::Unsettled { saves: Vec::new(), durable: Vec::new() },
-            Err(_) if stream.readable(Duration::ZERO)? => {
-                Reply::Unsettled { saves: Vec::new(), durable: Vec::new() }
-            }
+            Ok(None) => nothing_more(),
+            Err(_) if stream.readable(Duration::ZERO)? => nothing_more(),
             Err(_) => {
                 // It may still be reading: the memory is left to it.
                 (self.arena, self.announced) = (None, None);
@@ -111,8 +115,9 @@ impl Session {
                 return Ok(());
             }
         };
-        if let Reply::Unsettled { saves, durable } = answer {
+        if let Reply::Unsettled { saves, durable, failed } = answer {
             durable.into_iter().for_each(|save| self.hear_durable(save));
+            failed.into_iter().for_each(|(save, error)| self.warn_of_failure(save, Some(error.into())));
             self.free_inherited(|save| !saves.contains(&save));
         }
         (self.predecessor, self.has_succeeded) = (Some(stream), true);
@@ -133,7 +138,7 @@ impl Session {
             match reply {
                 Some(Reply::Stored { save, .. }) => self.free_inherited(|other| other == save),
                 Some(Reply::Failed { save, error }) => {
-                    self.warn_of_failure(save, &error.into());
+                    self.warn_of_failure(save, Some(error.into()));
                     self.free_inherited(|other| other == save);
                 }
                 Some(Reply::Durable { save, .. }) => self.hear_durable(save),
@@ -143,30 +148,34 @@ impl Session {
                 Some(_) => {}
                 None => {
                     self.predecessor = None;
+                    // It tells what became of every save before it ends, unless it is killed, too.
+                    self.unsaved.clone().into_iter().for_each(|(save, _)| self.warn_of_failure(save, None));
                     self.free_inherited(|_| true);
                 }
             }
         }
     }
 
-    /// A step that was sealed, and so promised, is not going to be in the store: nobody else is told.
-    fn warn_of_failure(&mut self, save: u64, error: &Error) {
-        if self.warnings.len() >= MAX_WARNINGS {
+    /// A step that was sealed, and so promised, is not going to be in the store, for this cause where one was told: nobody
+    /// else hears of it. Nothing is lost where a later one is there.
+    fn warn_of_failure(&mut self, save: u64, error: Option<Error>) {
+        let Some(place) = self.unsaved.iter().position(|(other, _)| *other == save) else { return };
+        let (_, step) = self.unsaved.remove(place);
+        if self.warnings.len() >= MAX_WARNINGS || save < self.last_durable {
             return;
         }
-        let slots = self.inherited.iter().chain(self.idle_slots());
-        let held = slots.filter_map(Slot::held).find(|held| held.seal.save == save);
-        let step = held.map_or_else(|| "a step".to_owned(), |held| format!("step {}", held.seal.step));
+        let fate = match &error {
+            Some(error) => format!("was not saved by its agent: {error}"),
+            None => "may not be saved: its agent ended before it told that it was".to_owned(),
+        };
         let rest = match self.goes_on {
             true => {
-                "it is in this host's memory, and not in the store, until the next step is committed \
+                "it is in this host's memory alone until the next step is committed \
                  (hint: `save_now` saves one at once)"
             }
             false => "this start does not go on from it",
         };
-        self.warnings.push(format!(
-            "{step}, which a killed trainer had sealed, was not saved by its agent: {error}; {rest}"
-        ));
+        self.warnings.push(format!("step {step}, which a killed trainer had sealed, {fate}; {rest}"));
     }
 
     /// Gives back the inherited slots that hold nothing or a step that was saved under such a number.
@@ -182,4 +191,9 @@ impl Session {
             self.give_back(slot);
         }
     }
+}
+
+/// What is taken from a predecessor that ended by itself.
+fn nothing_more() -> Reply {
+    Reply::Unsettled { saves: Vec::new(), durable: Vec::new(), failed: Vec::new() }
 }

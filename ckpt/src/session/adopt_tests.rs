@@ -5,6 +5,7 @@ use std::thread::JoinHandle;
 use super::tests::{Fixture, PATIENCE, attach, save, settle, snapshot};
 use super::*;
 use crate::agent::Answer;
+use crate::catalog::{Note, RankKey, begin_run, list_ranks};
 use crate::manifest::Encoding;
 use crate::region::Region;
 use crate::restore::{Target, assemble, read_held};
@@ -102,6 +103,7 @@ fn a_sealed_step_that_its_agent_could_not_save_is_told_by_the_successor() {
         // As if it had not been saved, and its agent tried until now.
         let (near, mut far) = FdStream::pair().expect("pair");
         second.predecessor = Some(near);
+        (second.unsaved, second.last_durable) = (vec![(early.number, 7)], 0);
         let refused = Error::new(ErrorKind::Stale, "a later start of this run took over");
         let reply = Reply::Failed { save: early.number, error: (&refused).into() };
         far.send(&serde_json::to_vec(&reply).expect("encodes"), None).expect("send");
@@ -110,13 +112,106 @@ fn a_sealed_step_that_its_agent_could_not_save_is_told_by_the_successor() {
         let [warning] = &warnings[..] else { panic!("{warnings:?}") };
         let (fact, rest) = match goes_on {
             true => {
-                ("step 7, which a killed trainer had sealed, was not saved", "memory, and not in the store")
+                ("step 7, which a killed trainer had sealed, was not saved", "in this host's memory alone")
             }
             false => ("which a killed trainer had sealed, was not saved", "does not go on from it"),
         };
         assert!(warning.contains(fact) && warning.contains(rest), "{warning}");
         assert!(warning.contains("a later start of this run took over"), "{warning}");
         assert_eq!(numbers(&second.held()).contains(&7), goes_on);
+        second.dismiss();
+        own.join().expect("agent").expect("served");
+    }
+}
+
+/// The store failed before anybody came, and whether that trainer heard of it or not, the next one goes on from the step.
+#[test]
+fn a_sealed_step_that_was_given_up_before_anybody_came_is_told() {
+    for trainer_lives in [true, false] {
+        let (mut fixture, place) = (Fixture::new(), place(&format!("given-up-{trainer_lives}")));
+        let mut first = unattached(&mut fixture, &place);
+        let run =
+            fixture.runtime.block_on(begin_run(&fixture.bucket(), first.hello.start.clone())).expect("run");
+        first.join(Member { run: run.clone(), rank: 0, world_size: 1 });
+        let agent = attach(&mut first);
+        let early = save(&mut first, 6, 1000);
+        assert!(matches!(settle(&mut first, &early), Progress::Durable));
+        let shards = fixture.directory.path().join("shards");
+        std::fs::rename(&shards, shards.with_extension("away")).expect("rename");
+        std::fs::write(&shards, "in the way").expect("write");
+        let late = save(&mut first, 7, 1000);
+        while !late.progress().is_settled() && (trainer_lives || matches!(late.progress(), Progress::Sent)) {
+            first.take_replies(PATIENCE).expect("replies");
+        }
+        first.disconnect();
+        // Its agent tells the other ranks right before it tells whoever listens.
+        let note = RankKey { save: run.save(7), rank: 0, note: Note::Failed(None) };
+        let told = || fixture.runtime.block_on(list_ranks(&fixture.bucket())).expect("list").contains(&note);
+        while !told() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let found = visit(&place).expect("it waits");
+        assert_eq!((numbers(&found.held()), numbers(found.durable())), (vec![7, 6], vec![6]));
+        let mut second = unattached(&mut fixture, &place);
+        second.adopt(found, true).expect("adopt");
+        let own = attach(&mut second);
+        while second.predecessor.is_some() {
+            second.take_replies(Duration::from_millis(50)).expect("replies");
+        }
+        agent.join().expect("agent").expect("served");
+        let warnings = second.take_warnings();
+        let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+        let fact = "step 7, which a killed trainer had sealed, was not saved by its agent: ";
+        assert!(warning.starts_with(fact) && warning.contains("memory alone"), "{warning}");
+        assert_eq!(numbers(&second.held()), [7, 6]);
+        // Once a later one is durable, nothing is lost that anybody need hear of.
+        std::fs::remove_file(&shards).expect("remove");
+        std::fs::rename(shards.with_extension("away"), &shards).expect("rename");
+        let next = save(&mut second, 8, 1000);
+        assert!(matches!(settle(&mut second, &next), Progress::Durable));
+        second.disconnect();
+        let mut last = unattached(&mut fixture, &place);
+        last.adopt(visit(&place).expect("it waits"), true).expect("adopt");
+        let end = attach(&mut last);
+        while last.predecessor.is_some() {
+            last.take_replies(Duration::from_millis(50)).expect("replies");
+        }
+        own.join().expect("agent").expect("served");
+        assert_eq!((numbers(&last.held()), last.take_warnings()), (vec![8, 7], vec![]));
+        last.dismiss();
+        end.join().expect("agent").expect("served");
+    }
+}
+
+#[test]
+fn a_sealed_step_whose_agent_died_before_it_was_saved_is_told() {
+    for goes_on in [true, false] {
+        let (mut fixture, place) = (Fixture::new(), place(&format!("agent-died-{goes_on}")));
+        let (mut first, agent) = lingering(&mut fixture, &place);
+        for step in [6, 7] {
+            let save = save(&mut first, step, 1000);
+            assert!(matches!(settle(&mut first, &save), Progress::Durable));
+        }
+        first.disconnect();
+        let mut found = visit(&place).expect("it waits");
+        // As if it were still at the second one, and killed right after it was asked.
+        assert_eq!(found.durable.pop().map(|step| step.step), Some(7));
+        let (near, far) = FdStream::pair().expect("pair");
+        let mut living = std::mem::replace(&mut found.stream, near);
+        drop(far);
+        let mut second = unattached(&mut fixture, &place);
+        second.adopt(found, goes_on).expect("adopt");
+        let own = attach(&mut second);
+        while second.predecessor.is_some() {
+            second.take_replies(Duration::from_millis(50)).expect("replies");
+        }
+        let warnings = second.take_warnings();
+        let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+        let fact = "step 7, which a killed trainer had sealed, may not be saved: its agent ended before";
+        let rest = if goes_on { "memory alone" } else { "does not go on from it" };
+        assert!(warning.starts_with(fact) && warning.contains(rest), "{warning}");
+        predecessor::say(&mut living, &crate::agent::Visit::Succeed).expect("say");
+        agent.join().expect("agent").expect("served");
         second.dismiss();
         own.join().expect("agent").expect("served");
     }

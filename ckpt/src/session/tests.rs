@@ -23,8 +23,8 @@ use crate::verify::verify;
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 pub(super) struct Fixture {
-    directory: tempfile::TempDir,
-    runtime: tokio::runtime::Runtime,
+    pub(super) directory: tempfile::TempDir,
+    pub(super) runtime: tokio::runtime::Runtime,
     starts: u32,
 }
 
@@ -38,7 +38,7 @@ impl Fixture {
         format!("file://{}", self.directory.path().display())
     }
 
-    fn bucket(&self) -> Bucket {
+    pub(super) fn bucket(&self) -> Bucket {
         let url: BucketUrl = self.url().parse().expect("url");
         self.runtime.block_on(Bucket::open(&url, &StoreSettings::default())).expect("bucket")
     }
