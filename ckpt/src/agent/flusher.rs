@@ -11,7 +11,6 @@ use forebay_io::clock::{Clock, Moment};
 use forebay_io::object::{Bucket, BucketUrl, Rate, StoreSettings};
 use tokio::sync::mpsc;
 
-use super::alive::while_alive;
 use super::base::Base;
 use super::copy::{Copy, Settled};
 use super::disk::Copies;
@@ -24,7 +23,7 @@ use crate::arena::{HeldStep, attempt_of};
 #[cfg(test)]
 use crate::catalog::begin_run;
 use crate::catalog::{
-    LEAST_AGE, Round, Run, Start, abort_dead_uploads, begin_run_unless, find_run, put_failed,
+    Alive, LEAST_AGE, Round, Run, Start, abort_dead_uploads, begin_run_unless, find_run, put_failed,
     refuse_if_superseded, retain, superseded_by,
 };
 use crate::local::{Local, LocalTier};
@@ -300,7 +299,10 @@ impl Flusher {
                 }
                 let (key, rank) = (run.save(save.held.seal.step), self.hello.place().0);
                 let work = store(bucket, run, member, save, self.base.as_ref(), allowed);
-                let part = while_alive(&self.clock, bucket, &key, rank, &mut progress.is_told, work).await?;
+                let mut alive = Alive::new(self.clock.clone(), bucket.clone(), key, rank);
+                let part = alive.during(work).await;
+                progress.is_told |= alive.is_told();
+                let part = part?;
                 stored.insert(Stored { has_notes: part.has_notes || progress.is_told, ..part })
             }
         };

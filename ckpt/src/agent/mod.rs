@@ -4,7 +4,6 @@ mod protocol;
 mod inspect;
 mod base;
 mod delta;
-mod alive;
 mod flush;
 mod pace;
 mod patience;

@@ -18,11 +18,15 @@ mod run;
 mod commit;
 mod round;
 mod ranks;
+mod alive;
 mod named;
 mod retain;
 mod uploads;
 mod gc;
 
+pub(crate) use alive::Alive;
+#[cfg(test)]
+pub(crate) use alive::EVERY;
 pub use commit::commit;
 pub(crate) use commit::{expect_commit, saved_already};
 pub use gc::{Garbage, collect_garbage};

@@ -9,9 +9,10 @@ use std::collections::HashMap;
 use bytes::Bytes;
 use forebay_core::checksum::Crc32c;
 use forebay_core::{Error, Result};
-use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
+use forebay_io::clock::Clock;
+use forebay_io::object::{Bucket, Condition, ObjectInfo, Upload, UploadOptions};
 
-use crate::catalog::{Run, Start, begin_run, commit};
+use crate::catalog::{Alive, Run, Start, begin_run, commit};
 use crate::manifest::{Checksum, Extra, Identity, Manifest, Shard, ShardKey, Slice, Tensor};
 use crate::shard::{ShardLayout, TensorSpec};
 
@@ -38,6 +39,8 @@ pub struct StepWriter {
     bucket: Bucket,
     run: Run,
     upload: Upload,
+    /// Else a start that goes on in the same place takes an upload of hours for a dead one's.
+    alive: Alive,
     /// What will be committed, but for checksums of what was not written yet.
     manifest: Manifest,
     order: Order,
@@ -77,7 +80,9 @@ impl StepWriter {
         let upload = bucket.upload_with(&manifest.shards[0].object(), options)?;
         let mut whole = Crc32c::default();
         whole.update(&layout.header);
-        let mut writer = Self { bucket: bucket.clone(), run, upload, manifest, order, written: 0, whole };
+        let alive = Alive::new(Clock::system(), bucket.clone(), run.save(step), 0);
+        let mut writer =
+            Self { bucket: bucket.clone(), run, upload, alive, manifest, order, written: 0, whole };
         if let Err(error) = writer.upload.write(layout.header.into()).await {
             writer.abort().await;
             return Err(error);
@@ -109,16 +114,31 @@ impl StepWriter {
         (slice.crc32c, slice.blake3) = (Checksum(forebay_core::crc32c(&data)), Identity::of(&data));
         self.whole.update(&data);
         self.written += 1;
-        self.upload.write(data).await
+        self.alive.during(self.upload.write(data)).await
     }
 
     /// Makes the step exist, once all pieces were written.
     pub async fn commit(self, extras: Vec<Extra>) -> Result<()> {
-        let Self { bucket, run, upload, mut manifest, order, written, whole } = self;
+        let Self { bucket, run, upload, mut alive, mut manifest, order, written, whole } = self;
         if written != order.len() {
-            return Err(Error::bug(format!("{written} pieces of {} were written", order.len())));
+            let message = format!("{written} pieces of {} were written", order.len());
+            forget(&alive).await;
+            return Err(Error::bug(message));
         }
-        let stored = upload.complete(Condition::Always).await?.size;
+        let stored = alive.during(upload.complete(Condition::Always)).await;
+        let committed = Self::conclude(&bucket, &run, &mut manifest, (stored, whole), extras).await;
+        forget(&alive).await;
+        committed
+    }
+
+    async fn conclude(
+        bucket: &Bucket,
+        run: &Run,
+        manifest: &mut Manifest,
+        (stored, whole): (Result<ObjectInfo>, Crc32c),
+        extras: Vec<Extra>,
+    ) -> Result<()> {
+        let stored = stored?.size;
         let shard = &mut manifest.shards[0];
         if stored != shard.size {
             let (key, size) = (&shard.key, shard.size);
@@ -126,7 +146,7 @@ impl StepWriter {
         }
         shard.crc32c = Checksum(whole.value());
         manifest.extras = extras;
-        commit(&bucket, &run, &manifest).await.map(drop)
+        commit(bucket, run, manifest).await.map(drop)
     }
 
     /// Gives the step up.
@@ -134,6 +154,14 @@ impl StepWriter {
         if let Err(error) = self.upload.abort().await {
             tracing::warn!(%error, "an upload that is not wanted stays until garbage is collected");
         }
+        forget(&self.alive).await;
+    }
+}
+
+/// A note that stays is garbage, not a failure of the step.
+async fn forget(alive: &Alive) {
+    if let Err(error) = alive.forget().await {
+        tracing::warn!(%error, "a note of a save that is over stays until garbage is collected");
     }
 }
 

@@ -6,11 +6,10 @@ use std::path::Path;
 use forebay_core::ObjectKey;
 use forebay_io::object::{Condition, Faults, OperationKind, UploadOptions};
 
-use super::super::alive::EVERY;
 use super::tests::{change, flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
-use crate::catalog::{Garbage, LEAST_AGE, collect_garbage, list_ranks, list_steps, put_alive};
+use crate::catalog::{EVERY, Garbage, LEAST_AGE, collect_garbage, list_ranks, list_steps, put_alive};
 use crate::manifest::ShardKey;
 use crate::verify::verify;
 

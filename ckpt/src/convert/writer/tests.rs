@@ -1,9 +1,12 @@
 //! What is written piece by piece is a step like any other, and what does not hold together is none.
 
+use std::time::Duration;
+
 use forebay_core::ErrorKind;
+use forebay_io::object::Faults;
 
 use super::*;
-use crate::catalog::{list_steps, load_manifest};
+use crate::catalog::{EVERY, Note, RankKey, forget_notes, list_ranks, list_steps, load_manifest};
 use crate::dtype::Dtype;
 use crate::manifest::SliceKind;
 use crate::region::Region;
@@ -85,4 +88,50 @@ async fn a_step_that_was_not_written_whole_is_none() {
     assert_eq!(writer.commit(Vec::new()).await.expect_err("not written").kind(), ErrorKind::Bug);
     StepWriter::begin(&bucket, start(2), 7, &whole).await.expect("begin").abort().await;
     assert!(list_steps(&bucket).await.expect("steps").is_empty());
+}
+
+/// One that takes hours is no dead agent's: what says so is there while it goes on, and no longer.
+#[tokio::test]
+async fn a_step_that_takes_hours_is_told_to_go_on() {
+    let tensor = |name| TensorSpec::whole(name, Dtype::named("uint8").expect("a type"), vec![9 << 20]);
+    for commits in [true, false] {
+        let (plain, faults, clock) = (Bucket::in_memory(), Faults::new(), Clock::manual());
+        let bucket = plain.with_faults(&faults);
+        let specs = [tensor("a"), tensor("b")];
+        let mut writer = StepWriter::begin(&bucket, start(1), 7, &specs).await.expect("begin");
+        let save = writer.run.save(7);
+        writer.alive = Alive::new(clock.clone(), bucket.clone(), save.clone(), 0);
+        let notes = async || list_ranks(&plain).await.expect("list");
+        let note = RankKey { save: save.clone(), rank: 0, note: Note::Alive };
+        // One piece comes late, and another is on its way for long.
+        clock.advance(EVERY);
+        assert_eq!(notes().await, []);
+        let mut pieces: Vec<_> = writer.pieces().map(|piece| vec![7; piece.length as usize]).collect();
+        writer.write(pieces.remove(0).into()).await.expect("write");
+        assert_eq!(notes().await, std::slice::from_ref(&note));
+        forget_notes(&plain, &save, 0).await.expect("forget");
+        let gate = faults.gate(1);
+        let finish = async {
+            for piece in pieces {
+                writer.write(piece.into()).await.expect("write");
+            }
+            match commits {
+                true => writer.commit(Vec::new()).await.expect("commit"),
+                false => writer.abort().await,
+            }
+        };
+        tokio::pin!(finish);
+        tokio::select! { () = &mut finish => panic!("it is held back"), () = gate.reached() => {} }
+        clock.advance(EVERY);
+        let told = async {
+            while notes().await != std::slice::from_ref(&note) {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::select! { () = &mut finish => panic!("it is held back"), () = told => {} }
+        gate.open();
+        finish.await;
+        assert_eq!(notes().await, []);
+        assert_eq!(list_steps(&plain).await.expect("steps").len(), usize::from(commits));
+    }
 }
