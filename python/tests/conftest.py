@@ -43,9 +43,9 @@ def chances(count: int, most: int) -> Iterator[random.Random]:
         yield random.Random(seed)
 
 
-def wait_until(happened: Callable[[], bool]) -> None:
+def wait_until(happened: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
     """Waits for something that must happen."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not happened():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)

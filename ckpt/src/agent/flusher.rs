@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
-use forebay_io::clock::{Clock, Moment};
+use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, BucketUrl, Rate, StoreSettings};
 use tokio::sync::mpsc;
 
@@ -17,17 +17,21 @@ use super::disk::Copies;
 use super::flush::{Save, Stored, discard, publish, settle, store};
 use super::patience::{GIVE_UP_AFTER, Patience};
 use super::protocol::now_us;
+use super::sweep::Sweeper;
 use super::trainer::Trainer;
 use super::{Hello, Origin, Reply, Seal};
 use crate::arena::{HeldStep, attempt_of};
 #[cfg(test)]
 use crate::catalog::begin_run;
 use crate::catalog::{
-    Alive, LEAST_AGE, Round, Run, Start, abort_dead_uploads, begin_run_unless, find_run, put_failed,
-    refuse_if_superseded, retain, superseded_by,
+    Alive, Round, Run, Start, begin_run_unless, find_run, put_failed, refuse_if_superseded, retain,
+    superseded_by,
 };
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
+
+/// How often a save's upload is begun anew that somebody else aborted, at most.
+const MOST_BEGUN_ANEW: u32 = 3;
 
 /// What the flusher is to do, in order.
 pub(super) enum Work {
@@ -48,6 +52,8 @@ struct Progress {
     /// Whether it was told, while it was being stored, that it goes on.
     is_told: bool,
     is_published: bool,
+    /// How often its upload was begun anew.
+    begun_anew: u32,
 }
 
 impl Progress {
@@ -72,28 +78,26 @@ pub(super) struct Flusher {
     copies: Option<Copies>,
     /// The nonce of another start, which ended, and whose saves these are.
     heir_of: Option<String>,
-    /// When uploads of the dead were last looked for.
-    looked_for_uploads: Option<Moment>,
 }
 
 impl Flusher {
     pub(super) fn new(hello: Hello, trainer: Trainer, copies: Option<Copies>) -> Self {
         let clock = Clock::system();
-        Self {
-            clock,
-            hello,
-            trainer,
-            target: None,
-            base: None,
-            origin: None,
-            copies,
-            heir_of: None,
-            looked_for_uploads: None,
+        Self { clock, hello, trainer, target: None, base: None, origin: None, copies, heir_of: None }
+    }
+
+    /// Settles every save that arrives, in order; beside them, uploads of the dead are ended.
+    pub(super) async fn settle_all(self, queue: mpsc::Receiver<Work>) {
+        let (sweep, asked) = mpsc::channel(1);
+        let sweeper = Sweeper::new(self.clock.clone(), self.trainer.clone());
+        tokio::select! {
+            () = self.settle_each(queue, sweep) => {}
+            // Only when nobody can ask any more.
+            () = sweeper.serve(asked) => {}
         }
     }
 
-    /// Settles every save that arrives, in order.
-    pub(super) async fn settle_all(mut self, mut queue: mpsc::Receiver<Work>) {
+    async fn settle_each(mut self, mut queue: mpsc::Receiver<Work>, sweep: mpsc::Sender<(Bucket, Run)>) {
         // The incarnation is taken at once, so that starts are ordered as they happened; what fails here fails again,
         // and is told, at the first save. One that died by now may have a successor, which it must not come after.
         if !self.trainer.is_gone() {
@@ -111,7 +115,11 @@ impl Flusher {
             }
             // Of a job's agents one is enough.
             if self.hello.member.as_ref().is_none_or(|member| member.rank == 0) {
-                self.clean_up().await;
+                let is_newest = self.clean_up().await;
+                if let (true, Some(target)) = (is_newest, &self.target) {
+                    // It may still be at it.
+                    sweep.try_send(target.clone()).ok();
+                }
             }
         }
     }
@@ -234,6 +242,11 @@ impl Flusher {
             let (begun, milestone) = (self.clock.now(), progress.milestone());
             let error = match self.try_flush(save, &mut progress).await {
                 Err(error) if error.kind() == ErrorKind::Unavailable => error,
+                Err(error) if self.may_begin_anew(&error, &progress) => {
+                    tracing::warn!(step = save.seal.step, %error, "the upload is gone, and is begun anew");
+                    progress.begun_anew += 1;
+                    continue;
+                }
                 other => break other.flatten(),
             };
             // Only between tries: an upload that works is never cut.
@@ -253,6 +266,12 @@ impl Flusher {
         let uploaded = stored.uploaded();
         self.go_on_from(save, stored.part);
         Ok(uploaded)
+    }
+
+    /// Whether what failed may be an upload that somebody took for a dead agent's.
+    fn may_begin_anew(&self, error: &Error, progress: &Progress) -> bool {
+        let is_uploading = self.target.is_some() && progress.stored.is_none();
+        is_uploading && error.kind() == ErrorKind::NotFound && progress.begun_anew < MOST_BEGUN_ANEW
     }
 
     /// Has the next save refer to this one.
@@ -362,35 +381,20 @@ impl Flusher {
         Ok(())
     }
 
-    /// Deletes old steps, and steps that a later incarnation saved again, and ends uploads of the dead. A failure costs
-    /// space, not data: it is told, and a later save tries again.
-    pub(super) async fn clean_up(&mut self) {
-        let Some((bucket, run)) = &self.target else { return };
+    /// Deletes old steps, and steps that a later incarnation saved again. A failure costs space, not data: it is told, and a
+    /// later save tries again. Whether it was done: a start that was superseded leaves it to its successor.
+    pub(super) async fn clean_up(&mut self) -> bool {
+        let Some((bucket, run)) = &self.target else { return false };
         let retained = async {
             match superseded_by(bucket, run).await? {
                 Some(_) => Ok(false),
                 None => retain(bucket, self.hello.keep).await.map(|_| true),
             }
         };
-        let is_newest = retained.await.unwrap_or_else(|error| {
+        retained.await.unwrap_or_else(|error| {
             self.trainer.tell(&Reply::Warning { message: format!("old steps were not deleted: {error}") });
             false
-        });
-        let now = self.clock.now();
-        // What is too young for this look is dead enough for the next.
-        let is_due = self.looked_for_uploads.is_none_or(|looked| now.since(looked) >= LEAST_AGE);
-        if !is_newest || !is_due {
-            return;
-        }
-        self.looked_for_uploads = Some(now);
-        match abort_dead_uploads(bucket, run).await {
-            Ok(0) => {}
-            Ok(aborted) => tracing::info!(aborted, "uploads that nobody would finish"),
-            Err(error) => {
-                let message = format!("uploads that agents left when they died were not aborted: {error}");
-                self.trainer.tell(&Reply::Warning { message });
-            }
-        }
+        })
     }
 }
 

@@ -10,6 +10,7 @@ mod patience;
 mod trainer;
 mod copy;
 mod disk;
+mod sweep;
 mod flusher;
 mod holdings;
 mod door;

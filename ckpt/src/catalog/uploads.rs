@@ -10,7 +10,9 @@ use std::time::Duration;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp};
 use forebay_io::object::{Bucket, Condition};
 use forebay_io::rng::Rng;
+use futures::stream::{self, StreamExt, TryStreamExt};
 
+use super::alive::EVERY;
 use super::ranks::{RANKS, list_notes};
 use super::{Run, StepKey};
 use crate::manifest::ShardKey;
@@ -22,29 +24,54 @@ pub const LEAST_AGE: Duration = Duration::from_secs(3600);
 /// Where shards lie.
 pub(super) const SHARDS: &str = "shards";
 
+/// How long after the first look at uploads the second is: a save that goes on tells in between, whatever a store says of
+/// when its upload was begun.
+pub(crate) const SECOND_LOOK: Duration = EVERY.saturating_mul(2);
+/// Uploads aborted at once.
+const PARALLEL: usize = 16;
+
 /// An upload as the store names it: key and id.
 type Upload = (ObjectKey, String);
 
-/// Aborts the dead uploads to shards that starts other than `own` began; returns how many there were. Where there is no
-/// upload at all it costs one request, and none of its own start's is looked at: those it ends itself, or its successor.
+/// Uploads that seem to be dead.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    /// Which.
+    pub(crate) uploads: Vec<Upload>,
+    /// A save that told anything since this second goes on.
+    before: i64,
+}
+
+/// The uploads to shards that starts other than `own` began, and that seem to be dead. Where there is no upload at all it
+/// costs one request, and none of its own start's is looked at: those it ends itself, or its successor.
 ///
 /// # Errors
 /// What the store says. One that cannot tell of uploads frees them by rules of its own: that is no error.
-pub async fn abort_dead_uploads(bucket: &Bucket, own: &Run) -> Result<usize> {
+pub(crate) async fn find_dead_uploads(bucket: &Bucket, own: &Run) -> Result<Found> {
     let is_own = |save: StepKey| save == own.save(save.step);
-    let mut uploads = list(bucket).await?;
+    let mut uploads = list(bucket, SHARDS).await?;
     uploads.retain(|((key, _), _)| !save_of(key).is_some_and(is_own));
     if uploads.is_empty() {
-        return Ok(0);
+        return Ok(Found::default());
     }
     let age = i64::try_from(LEAST_AGE.as_secs()).unwrap_or(i64::MAX);
     let before = stores_time(bucket).await?.seconds.saturating_sub(age);
     // Looked for after the uploads: a save tells long before its upload is old.
+    let live = live(bucket, before).await?;
+    Ok(Found { uploads: dead(uploads, before, &live), before })
+}
+
+/// Those of them whose saves still have told nothing.
+pub(crate) async fn still_dead(bucket: &Bucket, Found { mut uploads, before }: Found) -> Result<Vec<Upload>> {
+    let live = live(bucket, before).await?;
+    uploads.retain(|(key, _)| save_of(key).is_some_and(|save| !live.contains(&save)));
+    Ok(uploads)
+}
+
+/// The saves that told anything since that second.
+async fn live(bucket: &Bucket, before: i64) -> Result<HashSet<StepKey>> {
     let notes = list_notes(bucket).await?.into_iter();
-    let live = notes.filter(|(_, put)| put.seconds >= before).map(|(key, _)| key.save).collect();
-    let dead = dead(uploads, before, &live);
-    abort(bucket, &dead).await?;
-    Ok(dead.len())
+    Ok(notes.filter(|(_, put)| put.seconds >= before).map(|(key, _)| key.save).collect())
 }
 
 /// The dead ones, all starts' of them: those that were begun before that second, and not of a save that is `live`.
@@ -53,15 +80,16 @@ pub(super) async fn dead_uploads(
     before: i64,
     live: &HashSet<StepKey>,
 ) -> Result<Vec<Upload>> {
-    Ok(dead(list(bucket).await?, before, live))
+    Ok(dead(list(bucket, SHARDS).await?, before, live))
 }
 
 /// Aborts uploads; one that is gone by now is no error.
-pub(super) async fn abort(bucket: &Bucket, uploads: &[Upload]) -> Result<()> {
-    for (key, id) in uploads {
-        bucket.abort_upload(key, id).await?;
-    }
-    Ok(())
+pub(crate) async fn abort(bucket: &Bucket, uploads: &[Upload]) -> Result<()> {
+    let abort = |(key, id): &Upload| {
+        let (key, id) = (key.clone(), id.clone());
+        async move { bucket.abort_upload(&key, &id).await }
+    };
+    stream::iter(uploads.iter().map(abort)).buffer_unordered(PARALLEL).try_collect().await
 }
 
 /// What time the store has: that of an object that was just written.
@@ -80,8 +108,8 @@ pub(super) fn save_of(key: &ObjectKey) -> Option<StepKey> {
     Some(StepKey { incarnation, step, attempt })
 }
 
-async fn list(bucket: &Bucket) -> Result<Vec<(Upload, Timestamp)>> {
-    match bucket.list_uploads(SHARDS).await {
+async fn list(bucket: &Bucket, folder: &str) -> Result<Vec<(Upload, Timestamp)>> {
+    match bucket.list_uploads(folder).await {
         Ok(found) => Ok(found.into_iter().map(|upload| ((upload.key, upload.id), upload.started)).collect()),
         Err(error) if error.kind() == ErrorKind::Unsupported => Ok(Vec::new()),
         Err(error) => Err(error),

@@ -4,8 +4,9 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use forebay_core::ObjectKey;
-use forebay_io::object::{Condition, Faults, OperationKind, UploadOptions};
+use forebay_io::object::{Condition, Faults, OperationKind, Upload, UploadOptions};
 
+use super::super::sweep::{MOST, Sweeper};
 use super::tests::{change, flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
@@ -119,67 +120,229 @@ async fn old_uploads_of_dead_saves_are_aborted_and_young_ones_go_on() {
     assert_eq!(bucket.head(&key(2)).await.expect("head").map(|info| info.size), Some((5 << 20) + 1));
 }
 
-/// A person need not run gc for that: parts that nobody will finish cost money.
-#[tokio::test]
-async fn the_next_start_aborts_old_uploads_of_the_dead_and_no_others() {
-    let directory = tempfile::tempdir().expect("directory");
-    let url: BucketUrl = format!("file://{}", directory.path().display()).parse().expect("url");
+/// A start's shard in parts, of which one was sent.
+async fn begin_upload(bucket: &Bucket, key: &ObjectKey) -> Upload {
+    let options = UploadOptions { part_bytes: Some(5 << 20), ..UploadOptions::default() };
+    let mut upload = bucket.upload_with(key, options).expect("upload");
+    upload.write(vec![7; (5 << 20) + 1].into()).await.expect("write");
+    upload
+}
+
+async fn uploads(bucket: &Bucket) -> HashSet<ObjectKey> {
+    let found = bucket.list_uploads("").await.expect("list").into_iter();
+    found.map(|upload| upload.key).collect()
+}
+
+fn shard(run: &Run, step: u64, rank: u32) -> ObjectKey {
+    let (attempt, layout) = (run.attempt().to_owned(), "00000000".to_owned());
+    ShardKey { step, incarnation: run.incarnation, attempt, rank, save: 1, layout }.object()
+}
+
+async fn two_starts(directory: &Path) -> (Bucket, Run, Run) {
+    let url: BucketUrl = format!("file://{}", directory.display()).parse().expect("url");
     let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("bucket");
     let earlier = begin_run(&bucket, start()).await.expect("run");
     let later = Start { nonce: "fedcba9876543210".repeat(2), ..start() };
     let later = begin_run(&bucket, later).await.expect("run");
-    let key = |run: &Run, step| {
-        let (attempt, layout) = (run.attempt().to_owned(), "00000000".to_owned());
-        ShardKey { step, incarnation: run.incarnation, attempt, rank: 0, save: 1, layout }.object()
-    };
-    let begin = async |key: &ObjectKey| {
-        let options = UploadOptions { part_bytes: Some(5 << 20), ..UploadOptions::default() };
-        let mut upload = bucket.upload_with(key, options).expect("upload");
-        upload.write(vec![7; (5 << 20) + 1].into()).await.expect("write");
-        upload
-    };
-    let keys = async || {
-        let found = bucket.list_uploads("").await.expect("list").into_iter();
-        found.map(|upload| upload.key).collect::<HashSet<_>>()
-    };
-    let (dead, live, young) = (key(&earlier, 1), key(&earlier, 2), key(&earlier, 3));
+    (bucket, earlier, later)
+}
+
+/// Does it while time passes, far less than an hour.
+async fn while_time_passes<T>(clock: &Clock, work: impl Future<Output = T>) -> T {
+    tokio::pin!(work);
+    loop {
+        tokio::select! {
+            done = &mut work => return done,
+            () = tokio::time::sleep(Duration::from_millis(1)) => clock.advance(Duration::from_secs(1)),
+        }
+    }
+}
+
+/// A person need not run gc for that: parts that nobody will finish cost money.
+#[tokio::test]
+async fn the_next_start_aborts_old_uploads_of_the_dead_and_no_others() {
+    let directory = tempfile::tempdir().expect("directory");
+    let (bucket, earlier, later) = two_starts(directory.path()).await;
+    let (dead, live, young, late) =
+        (shard(&earlier, 1, 0), shard(&earlier, 2, 0), shard(&earlier, 3, 0), shard(&earlier, 4, 0));
     let (own, foreign, other) =
-        (key(&later, 1), ObjectKey::new("shards/notes.bin"), ObjectKey::new("data/file"));
-    let gone = begin(&dead).await;
+        (shard(&later, 1, 0), ObjectKey::new("shards/notes.bin"), ObjectKey::new("data/file"));
+    let gone = begin_upload(&bucket, &dead).await;
     let mut go_on = Vec::new();
-    for key in [&live, &own, &foreign, &other] {
-        go_on.push(begin(key).await);
+    for key in [&live, &own, &foreign, &other, &late] {
+        go_on.push(begin_upload(&bucket, key).await);
     }
     age(directory.path());
     put_alive(&bucket, earlier.save(2), 0).await.expect("put");
-    go_on.push(begin(&young).await);
-    let stay = HashSet::from([live, young.clone(), own, foreign, other]);
+    go_on.push(begin_upload(&bucket, &young).await);
+    let stay = HashSet::from([live, young.clone(), own, foreign, other, late.clone()]);
 
     let clock = Clock::manual();
-    let mut agent = flusher(&bucket, &later, trainer().0);
-    agent.clock = clock.clone();
-    agent.clean_up().await;
-    assert_eq!(keys().await, stay, "the dead one's is gone, and nobody else's");
+    let mut sweeper = Sweeper::new(clock.clone(), trainer().0);
+    // One that a store says to be old, and that told nothing yet, has told before the second look.
+    let tells = async {
+        while clock.now().since_boot() < EVERY {
+            tokio::task::yield_now().await;
+        }
+        put_alive(&bucket, earlier.save(4), 0).await.expect("put");
+    };
+    let look = sweeper.look(&bucket, &later, MOST);
+    while_time_passes(&clock, async { tokio::join!(look, tells) }).await;
+    assert_eq!(uploads(&bucket).await, stay, "the dead one's is gone, and nobody else's");
     gone.complete(Condition::Always).await.expect_err("its parts are gone");
     // Seldom: what was young the first time is old enough an hour later.
-    let asked = async |agent: &mut Flusher| {
+    let asked = async |sweeper: &mut Sweeper| {
         let before = bucket.counters();
-        agent.clean_up().await;
+        while_time_passes(&clock, sweeper.look(&bucket, &later, MOST)).await;
         bucket.counters().since(&before).of(OperationKind::ListUploads).requests
     };
-    assert_eq!(asked(&mut agent).await, 0);
+    assert_eq!(asked(&mut sweeper).await, 0);
     clock.advance(LEAST_AGE);
     age(directory.path());
-    put_alive(&bucket, earlier.save(2), 0).await.expect("put");
-    assert!(asked(&mut agent).await > 0);
-    assert_eq!(keys().await, stay.into_iter().filter(|key| *key != young).collect::<HashSet<_>>());
-    // A start that was superseded leaves it to its successor.
-    begin_run(&bucket, Start { nonce: "00".repeat(16), ..start() }).await.expect("run");
-    clock.advance(LEAST_AGE);
-    assert_eq!(asked(&mut agent).await, 0);
+    for step in [2, 4] {
+        put_alive(&bucket, earlier.save(step), 0).await.expect("put");
+    }
+    assert!(asked(&mut sweeper).await > 0);
+    assert_eq!(uploads(&bucket).await, stay.into_iter().filter(|key| *key != young).collect::<HashSet<_>>());
     drop(go_on.pop());
     for upload in go_on {
         upload.complete(Condition::Always).await.expect("it went on");
+    }
+    // A start that was superseded leaves it to its successor.
+    let mut agent = flusher(&bucket, &later, trainer().0);
+    assert!(agent.clean_up().await);
+    begin_run(&bucket, Start { nonce: "00".repeat(16), ..start() }).await.expect("run");
+    assert!(!agent.clean_up().await);
+}
+
+#[tokio::test]
+async fn one_look_aborts_no_more_than_so_many_and_the_next_goes_on() {
+    let directory = tempfile::tempdir().expect("directory");
+    let (bucket, earlier, later) = two_starts(directory.path()).await;
+    let mut begun = Vec::new();
+    for step in 1..=5 {
+        begun.push(begin_upload(&bucket, &shard(&earlier, step, 0)).await);
+    }
+    age(directory.path());
+    let clock = Clock::manual();
+    let mut sweeper = Sweeper::new(clock.clone(), trainer().0);
+    for left in [3, 1, 0, 0] {
+        while_time_passes(&clock, sweeper.look(&bucket, &later, 2)).await;
+        assert_eq!(uploads(&bucket).await.len(), left);
+    }
+}
+
+/// The store's refusal costs space: the training hears of it once, and what to do.
+#[tokio::test]
+async fn a_store_that_refuses_to_list_uploads_is_told_once() {
+    let (plain, faults, clock) = (Bucket::in_memory(), Faults::new(), Clock::manual());
+    let run = begin_run(&plain, start()).await.expect("run");
+    let (trainer, mut hears) = trainer();
+    let mut warnings = || {
+        let mut warnings = Vec::new();
+        while hears.readable(Duration::ZERO).expect("readable") {
+            let (frame, _) = hears.receive().expect("receive").expect("a frame");
+            let Ok(Reply::Warning { message }) = serde_json::from_slice(&frame) else { panic!("a warning") };
+            warnings.push(message);
+        }
+        warnings
+    };
+    let bucket = plain.with_faults(&faults).with_deadline_ms(100);
+    let mut sweeper = Sweeper::new(clock.clone(), trainer.clone());
+    for expected in [1, 0] {
+        faults.set_down(true);
+        sweeper.look(&bucket, &run, MOST).await;
+        clock.advance(LEAST_AGE);
+        assert_eq!(warnings().len(), expected);
+    }
+    faults.set_down(false);
+    let mut sweeper = Sweeper::new(clock.clone(), trainer);
+    for expected in [1, 0] {
+        sweeper.tell(Error::new(ErrorKind::Denied, "the store refuses access"));
+        let told = warnings();
+        assert_eq!(told.len(), expected);
+        assert!(told.iter().all(|told| told.contains("s3:ListBucketMultipartUploads")), "{told:?}");
+    }
+    let before = bucket.counters();
+    sweeper.look(&bucket, &run, MOST).await;
+    assert_eq!(bucket.counters().since(&before).of(OperationKind::ListUploads).requests, 0, "not again");
+}
+
+/// Thousands of uploads take minutes to abort, and the second look comes minutes after the first.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn saves_go_on_while_uploads_of_the_dead_are_aborted() {
+    let directory = tempfile::tempdir().expect("directory");
+    let (bucket, earlier, later) = two_starts(directory.path()).await;
+    let dead = shard(&earlier, 1, 0);
+    let _begun = begin_upload(&bucket, &dead).await;
+    age(directory.path());
+    let clock = Clock::manual();
+    let (trainer, mut hears) = trainer();
+    let mut agent = flusher(&bucket, &later, trainer);
+    (agent.clock, agent.hello.url, agent.hello.start) =
+        (clock.clone(), bucket.url().to_string(), later.start.clone());
+    let (queue, work) = mpsc::channel(4);
+    let agent = tokio::spawn(agent.settle_all(work));
+    for step in [11, 12, 13] {
+        queue.send(Work::Save(sealed(step, 1000))).await.expect("send");
+    }
+    let durable = tokio::task::spawn_blocking(move || {
+        let mut durable = Vec::new();
+        while durable.len() < 3 {
+            let (frame, _) = hears.receive().expect("receive").expect("a frame");
+            match serde_json::from_slice(&frame).expect("parses") {
+                Reply::Durable { save, .. } => durable.push(save),
+                Reply::Stored { .. } => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        durable
+    });
+    assert_eq!(durable.await.expect("join"), [11, 12, 13]);
+    assert_eq!(uploads(&bucket).await, HashSet::from([dead]), "the second look is still to come");
+    let gone = async {
+        while !uploads(&bucket).await.is_empty() {
+            tokio::task::yield_now().await;
+        }
+    };
+    while_time_passes(&clock, gone).await;
+    drop(queue);
+    agent.await.expect("it ends");
+}
+
+/// As by a person, or by a start that took it for a dead one's.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_save_whose_upload_is_aborted_begins_it_anew() {
+    for aborts in [1, 2, MOST_BEGUN_ANEW + 1] {
+        let directory = tempfile::tempdir().expect("directory");
+        let (plain, _, run) = two_starts(directory.path()).await;
+        let faults = Faults::new();
+        let mut agent = flusher(&plain.with_faults(&faults), &run, trainer().0);
+        let save = sealed(1, 20 << 20);
+        let mut left = aborts;
+        let flush = agent.flush(&save);
+        tokio::pin!(flush);
+        let flushed = loop {
+            // Whatever it does next, an upload that is under way then is gone.
+            let gate = faults.gate(1);
+            tokio::select! { done = &mut flush => break done, () = gate.reached() => {} }
+            let found = plain.list_uploads("shards").await.expect("list");
+            if let Some(upload) = found.first().filter(|_| left > 0) {
+                plain.abort_upload(&upload.key, &upload.id).await.expect("abort");
+                left -= 1;
+            }
+            gate.open();
+        };
+        if aborts <= MOST_BEGUN_ANEW {
+            flushed.expect("durable");
+            assert_eq!(verify(&plain, None, &|_| {}).await.expect("verify"), []);
+        } else {
+            assert_eq!(flushed.expect_err("given up").kind(), ErrorKind::NotFound);
+        }
+        assert_eq!(left, 0);
+        let steps = list_steps(&plain).await.expect("list").len();
+        assert_eq!(steps, usize::from(aborts <= MOST_BEGUN_ANEW), "aborted {aborts} times");
+        assert_eq!(uploads(&plain).await, HashSet::new());
     }
 }
 
