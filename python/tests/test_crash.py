@@ -247,6 +247,29 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
         checkpointer.step(2, {})
 
 
+def test_what_a_killed_agent_had_begun_is_aborted_by_the_one_that_takes_its_place(
+    s3_endpoint: str, tmp_path: Path
+) -> None:
+    import boto3
+
+    store = boto3.client("s3", endpoint_url=s3_endpoint)
+    bucket, prefix = "checkpoints", tmp_path.name
+
+    def uploads() -> set[str]:
+        listed = store.list_multipart_uploads(Bucket=bucket, Prefix=f"{prefix}/")
+        return {upload["UploadId"] for upload in listed.get("Uploads", [])}
+
+    with forebay.Checkpointer(f"s3://{bucket}/{prefix}", every=1, flush_rate="8MiB") as checkpointer:
+        save = checkpointer.step(1, {"t": torch.arange(24 << 20, dtype=torch.uint8)})
+        assert save is not None and save.wait_sealed(60)
+        wait_until(lambda: bool(uploads()))
+        dead = uploads()
+        os.kill(checkpointer._agent.pid, signal.SIGKILL)
+        with pytest.warns(forebay.CheckpointWarning, match="ended unexpectedly"):
+            assert save.wait_durable(60)
+    assert len(dead) == 1 and uploads() == set()
+
+
 def test_uploads_of_killed_agents_are_aborted_by_the_next_run(s3_endpoint: str, tmp_path: Path) -> None:
     """Here the server says of every upload that it is years old: what goes on is known by its note alone.
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, Result};
+use forebay_core::{Error, ErrorKind, ObjectKey, Result};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
 use futures::future::{FutureExt, OptionFuture};
@@ -17,8 +17,8 @@ use super::inspect::{expect_sound, inspect, slices_of};
 use super::{Member, Seal};
 use crate::arena::Held;
 use crate::catalog::{
-    Note, RankKey, Round, Run, commit, expect_commit, failure_of, forget_notes, forget_ranks, list_notes,
-    load_manifest, merge_ranks, of_save, put_intent, put_rank, saved_already,
+    Note, RankKey, Round, Run, abort_uploads_to, commit, expect_commit, failure_of, forget_notes,
+    forget_ranks, list_notes, load_manifest, merge_ranks, of_save, put_intent, put_rank, saved_already,
 };
 use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 
@@ -89,7 +89,11 @@ pub(super) async fn store(
     // Shards are large, and seldom read soon: a folder's page cache is for what the training reads.
     let past_cache = Some(file.size);
     let options = UploadOptions { conditional: false, past_cache, ..UploadOptions::default() };
-    let mut upload = bucket.upload_with(&part.shards[0].object(), options)?;
+    let key = part.shards[0].object();
+    if !save.is_first {
+        end_dead_uploads(bucket, &key).await;
+    }
+    let mut upload = bucket.upload_with(&key, options)?;
     let sent_and_seen = async {
         let (sent, seen) = tokio::join!(send(&mut upload, &file), look(held, slot, &mut identities));
         seen.and(sent)
@@ -321,6 +325,16 @@ async fn finish(upload: Upload, shard: &Shard) -> Result<()> {
 async fn give_up(upload: Upload) {
     if let Err(error) = upload.abort().await {
         tracing::warn!(%error, "an upload that is not wanted stays until garbage is collected");
+    }
+}
+
+/// Ends what an agent that died had begun of this shard: no other start does, before an hour has passed.
+async fn end_dead_uploads(bucket: &Bucket, key: &ObjectKey) {
+    let Some(shard) = ShardKey::parse(key.as_str()) else { return };
+    match abort_uploads_to(bucket, &shard).await {
+        Ok(0) => {}
+        Ok(aborted) => tracing::info!(%key, aborted, "uploads that an agent left when it died"),
+        Err(error) => tracing::warn!(%key, %error, "uploads that an agent left when it died stay"),
     }
 }
 

@@ -42,5 +42,7 @@ pub(crate) use run::begin_run_unless;
 pub use run::{Run, Start, begin_run, find_run, newest_run, refuse_if_superseded, superseded_by};
 pub use steps::{StepInfo, find_step, list_steps, load_manifest};
 pub use uploads::LEAST_AGE;
-pub(crate) use uploads::{SECOND_LOOK, abort as abort_uploads, find_dead_uploads, still_dead};
+pub(crate) use uploads::{
+    SECOND_LOOK, abort as abort_uploads, abort_uploads_to, find_dead_uploads, still_dead,
+};
 pub use watch::Watch;

@@ -43,7 +43,7 @@ pub(crate) struct Found {
 }
 
 /// The uploads to shards that starts other than `own` began, and that seem to be dead. Where there is no upload at all it
-/// costs one request, and none of its own start's is looked at: those it ends itself, or its successor.
+/// costs one request, and none of its own start's is looked at: those end with it, see [`abort_uploads_to`].
 ///
 /// # Errors
 /// What the store says. One that cannot tell of uploads frees them by rules of its own: that is no error.
@@ -66,6 +66,21 @@ pub(crate) async fn still_dead(bucket: &Bucket, Found { mut uploads, before }: F
     let live = live(bucket, before).await?;
     uploads.retain(|(key, _)| save_of(key).is_some_and(|save| !live.contains(&save)));
     Ok(uploads)
+}
+
+/// Aborts what other agents of the same start, which died, left of a rank's part of a save, in whatever layout; returns how
+/// many there were.
+pub(crate) async fn abort_uploads_to(bucket: &Bucket, shard: &ShardKey) -> Result<usize> {
+    let of_save = |key: &ObjectKey| {
+        ShardKey::parse(key.as_str())
+            .is_some_and(|other| other == ShardKey { layout: other.layout.clone(), ..shard.clone() })
+    };
+    let key = shard.object();
+    let folder = key.as_str().rsplit_once('/').map_or(SHARDS, |(folder, _)| folder);
+    let uploads = list(bucket, folder).await?.into_iter().map(|(upload, _)| upload);
+    let uploads: Vec<_> = uploads.filter(|(key, _)| of_save(key)).collect();
+    abort(bucket, &uploads).await?;
+    Ok(uploads.len())
 }
 
 /// The saves that told anything since that second.

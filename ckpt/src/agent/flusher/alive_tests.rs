@@ -346,6 +346,28 @@ async fn a_save_whose_upload_is_aborted_begins_it_anew() {
     }
 }
 
+/// Nobody else of this start does, and other starts only after an hour.
+#[tokio::test]
+async fn an_agent_that_takes_over_ends_the_dead_ones_upload_first() {
+    for is_first in [true, false] {
+        let directory = tempfile::tempdir().expect("directory");
+        let (bucket, _, run) = two_starts(directory.path()).await;
+        let mut agent = flusher(&bucket, &run, trainer().0);
+        let mut save = sealed(1, 9 << 20);
+        save.is_first = is_first;
+        // The dead one stored other slices, in another layout; another rank, and another step's agent, go on.
+        let (dead, rank, step) = (shard(&run, 1, 0), shard(&run, 1, 1), shard(&run, 2, 0));
+        let mut begun = Vec::new();
+        for key in [&dead, &rank, &step] {
+            begun.push(begin_upload(&bucket, key).await);
+        }
+        agent.flush(&save).await.expect("durable");
+        let mut stay = HashSet::from([rank, step]);
+        stay.extend(is_first.then_some(dead));
+        assert_eq!(uploads(&bucket).await, stay);
+    }
+}
+
 #[tokio::test]
 async fn a_rank_that_takes_long_is_waited_for_while_it_says_so() {
     for says_so in [true, false] {
