@@ -243,7 +243,7 @@ impl Flusher {
             let error = match self.try_flush(save, &mut progress).await {
                 Err(error) if error.kind() == ErrorKind::Unavailable => error,
                 Err(error) if self.may_begin_anew(&error, &progress) => {
-                    tracing::warn!(step = save.seal.step, %error, "the upload is gone, and is begun anew");
+                    tracing::warn!(step = save.held.seal.step, %error, "the upload is gone, and is begun anew");
                     progress.begun_anew += 1;
                     continue;
                 }
