@@ -40,8 +40,8 @@ const READ: u64 = 8 << 20;
 const PARALLEL: usize = 8;
 /// Bytes read for nothing between two wanted ranges, at most, to save a request.
 const MAX_GAP: u64 = 64 << 10;
-/// Bytes read aside at once, unless a single target needs more.
-const MAX_ASIDE: u64 = 256 << 20;
+/// Bytes read aside at once, unless a single slice has more: as many as are in flight.
+const MAX_ASIDE: u64 = PARALLEL as u64 * READ;
 
 /// A part of a tensor that is wanted, and where its bytes go.
 #[derive(Debug)]
@@ -213,12 +213,9 @@ fn read_from(
     });
     let shards: BTreeSet<u32> = slices.filter(|slice| !slice.is_empty()).map(|slice| slice.shard).collect();
     source.check(manifest, shards)?;
-    let (mut targets, mut wants) = (targets.as_mut_slice(), wants.as_slice());
-    while !targets.is_empty() {
-        let count = batch(manifest, targets, wants);
-        let (now, later) = targets.split_at_mut(count);
-        fill(source, manifest, (now, &wants[..count]), threads)?;
-        (targets, wants) = (later, &wants[count..]);
+    for Batch { first, wants } in batches(manifest, &targets, &wants, MAX_ASIDE) {
+        let targets = &mut targets[first..first + wants.len()];
+        fill(source, manifest, (targets, &wants), threads)?;
     }
     Ok(())
 }
@@ -253,22 +250,44 @@ fn ways((number, tensor): (usize, &Tensor), part: &Region, skipped: &HashSet<Sli
     Ok(wants)
 }
 
-/// How many of the first targets are filled together.
-fn batch(manifest: &Manifest, targets: &[Target<'_>], wants: &[Vec<Want>]) -> usize {
-    let mut aside = 0;
-    let fits = |(target, wants): &(&Target<'_>, &Vec<Want>)| {
+/// What is read at once.
+struct Batch<'a> {
+    /// The first target.
+    first: usize,
+    /// What it and each of those behind it are filled with.
+    wants: Vec<&'a [Want]>,
+}
+
+/// Shares out what is wanted, so that of what is read aside no more than `room` is there at once, or one slice.
+fn batches<'a>(
+    manifest: &Manifest,
+    targets: &[Target<'_>],
+    wants: &'a [Vec<Want>],
+    room: u64,
+) -> Vec<Batch<'a>> {
+    let (mut batches, mut batch, mut aside) = (Vec::new(), Batch { first: 0, wants: Vec::new() }, 0);
+    for (number, (target, wants)) in targets.iter().zip(wants).enumerate() {
         let slices = &manifest.tensors[target.tensor].slices;
-        let through = wants.iter().filter(|want| matches!(want.way, Way::Aside));
-        aside += through.map(|want| slices[want.slice].len()).sum::<u64>();
-        aside <= MAX_ASIDE
-    };
-    targets.iter().zip(wants).take_while(fits).count().max(1)
+        let mut from = 0;
+        for (at, want) in wants.iter().enumerate() {
+            let length = if matches!(want.way, Way::Aside) { slices[want.slice].len() } else { 0 };
+            if length > 0 && aside > 0 && aside + length > room {
+                batch.wants.push(&wants[from..at]);
+                batches.push(std::mem::replace(&mut batch, Batch { first: number, wants: Vec::new() }));
+                (from, aside) = (at, 0);
+            }
+            aside += length;
+        }
+        batch.wants.push(&wants[from..]);
+    }
+    batches.push(batch);
+    batches
 }
 
 fn fill(
     source: &Source<'_>,
     manifest: &Manifest,
-    (targets, wants): (&mut [Target<'_>], &[Vec<Want>]),
+    (targets, wants): (&mut [Target<'_>], &[&[Want]]),
     threads: usize,
 ) -> Result<()> {
     let tensors: Vec<&Tensor> = targets.iter().map(|target| &manifest.tensors[target.tensor]).collect();

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 import forebay
+from forebay import _native
+from forebay._loading import newest_steps
 
 from .test_ranks import run_ranks
 
@@ -17,6 +19,8 @@ IN_FLIGHT = 64 * MIB
 """What is asked of the store at once: eight requests of 8 MiB. Of a folder as much of the files is mapped at most."""
 HALF = 32 * MIB
 """What ranks that read together lend each other, each of them two of it."""
+ASIDE = 64 * MIB
+"""What of slices that are only partly wanted is there at once."""
 SLACK = 16 * MIB
 """Stacks, what allocators keep, and pages of code that nothing had run before."""
 
@@ -76,6 +80,25 @@ def test_a_restore_into_memory_that_cannot_be_read_into(tmp_path: Path) -> None:
     """Strided memory, as a device's, is filled out of one buffer."""
     (most,) = taken(1, tmp_path / "run", 128 * MIB, turned=True)
     assert most <= IN_FLIGHT + SLACK, most
+
+
+def test_columns_of_one_tensor(tmp_path: Path) -> None:
+    """A part of each of its slices: these are read whole, a few at a time, whatever the tensor's size."""
+    size, place = 192 * MIB, f"file://{tmp_path}"
+    forebay.save({"w": torch.arange(size // 4, dtype=torch.int32).view(-1, 1 << 10)}, place, step=1)
+    ((number, incarnation, attempt),) = newest_steps(place)
+    step = _native.open_step(place, number, incarnation, attempt)
+    (index,) = [index for index, (name, *_) in enumerate(step.tensors()) if name == "w"]
+    columns = torch.zeros(size >> 12, 256, dtype=torch.int32)
+    wanted = (index, ([0, 256], [size >> 12, 256]), columns.data_ptr(), columns.nbytes)
+    columns.fill_(-1)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmHWM")
+    step.read([wanted], 2)
+    taken = memory("VmHWM") - before
+    assert torch.equal(columns[:, 0], torch.arange(size >> 12, dtype=torch.int32) * 1024 + 256)
+    assert bool((columns[:, 1:] - columns[:, :-1] == 1).all())
+    assert taken <= IN_FLIGHT + ASIDE + SLACK, taken
 
 
 def test_ranks_that_read_together_fill_strided_memory(tmp_path: Path) -> None:

@@ -171,6 +171,34 @@ async fn any_part_of_any_slicing_is_read() {
     assert_eq!(bucket.counters().of(OperationKind::Get).bytes - before, 48, "the other half was not read");
 }
 
+/// However many slices a target takes parts of, few of them are there at once.
+#[tokio::test]
+async fn what_is_read_aside_is_shared_out_within_a_target() {
+    let shape: &[u64] = &[8, 4];
+    let offsets: Vec<[u64; 2]> = (0..8).map(|row| [row, 0]).collect();
+    let rows: Vec<Cut<'_>> = offsets.iter().map(|at| (SliceKind::Box, &at[..], &[1, 4][..], 0)).collect();
+    let tensors = [("one", shape, &rows[..]), ("two", shape, &rows[..])];
+    let (manifest, _) = store(&Bucket::in_memory(), &tensors).await;
+    let columns = Region { kind: SliceKind::Box, offsets: vec![0, 1], lengths: vec![8, 2] };
+    let (mut one, mut two) = ([0; 64], [0; 64]);
+    let target = |tensor, bytes| Target { tensor, region: columns.clone(), bytes };
+    let targets = [target(0, &mut one[..]), target(1, &mut two[..])];
+    let wants: Vec<Vec<Want>> =
+        targets.iter().map(|target| wanted(&manifest, target, &HashSet::new()).expect("wants")).collect();
+    // A slice has 16 bytes.
+    for (room, counts) in [(48, vec![3, 3, 3, 3, 3, 1]), (1, vec![1; 16]), (1000, vec![16])] {
+        let (mut found, mut sizes) = (vec![Vec::new(), Vec::new()], Vec::new());
+        for Batch { first, wants } in batches(&manifest, &targets, &wants, room) {
+            sizes.push(wants.iter().map(|wants| wants.len()).sum::<usize>());
+            for (target, wants) in (first..).zip(wants) {
+                found[target].extend(wants.iter().map(|want| want.slice));
+            }
+        }
+        assert_eq!(sizes, counts, "in {room} bytes");
+        assert_eq!(found, vec![(0..8).collect::<Vec<_>>(); 2]);
+    }
+}
+
 /// Reads parts of tensors of float32 through a buffer of so many bytes: what they hold, and how long the pieces were.
 async fn read_through_a_buffer(
     bucket: &Bucket,
