@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
 
 import forebay
 from forebay import _native
-from forebay._grammar import is_within
+from forebay._grammar import check_tree, is_within
 from forebay._loading import with_step
 from forebay._outline import outline
 from forebay._ranks import new_start
@@ -257,6 +258,24 @@ def test_views_are_within_exactly_where_all_their_elements_are() -> None:
         count = torch.Size(shape).numel()
         expected = all(place < count for place in places) if places else offset <= count
         assert is_within([sizes, strides, offset], shape) == expected, f"seed {seed}"
+
+
+@pytest.mark.parametrize("tag", [None, "tuple", "dict"])
+def test_a_long_list_is_looked_at_as_it_is(tag: Optional[str]) -> None:
+    """Of plain values nothing is made: a hundred bytes for each of millions would be much for a moment."""
+    values = [[str(index), index] for index in range(50_000)] if tag == "dict" else list(range(50_000))
+    node = values if tag is None else {"t": tag, "v": values}
+    tracemalloc.start()
+    try:
+        check_tree(node, no_tensors)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 20_000, most
+
+
+def no_tensors(name: str) -> tuple[str, list[int]]:
+    raise AssertionError(name)
 
 
 def nested(kind: str, levels: int) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 from ._errors import CheckpointInvalid
 from ._flatten import MAX_DEPTH
@@ -64,14 +64,16 @@ def check_tree(tree: Node, find: Find) -> None:
             continue
         if depth >= MAX_DEPTH and parts:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        below: Iterator[tuple[Place, Node]]
+        # Of a list of plain values nothing is made, however long it is.
         if type(node) is dict and node["t"] in ("dict", "odict"):
             todo += [(key, depth + 1, True, place) for key, _ in parts if type(key) in (dict, list)]
-            below: list[tuple[Node, Place]] = [(value, (place, key)) for key, value in parts]
+            below = (((place, key), value) for key, value in parts if type(value) in (dict, list))
         elif type(node) is dict and node["t"] == "object":
-            below = [(part, place) for part in parts]
+            below = ((place, part) for part in parts if type(part) in (dict, list))
         else:
-            below = [(part, (place, index)) for index, part in enumerate(parts)]
-        todo += [(part, depth + 1, are_keys, at) for part, at in below if type(part) in (dict, list)]
+            below = (((place, index), part) for index, part in enumerate(parts) if type(part) in (dict, list))
+        todo += [(part, depth + 1, are_keys, at) for at, part in below]
 
 
 def _path(place: Place) -> str:
@@ -111,7 +113,7 @@ def _parts(node: Node, find: Find, is_key: bool) -> list[Any]:
         if tag in ("dict", "odict"):
             if not all(type(pair) is list and len(pair) == 2 for pair in value):
                 raise ValueError(f"a `{tag}` that is not made of pairs")
-        return list(value)
+        return value
     _check_plain(tag, node)
     return []
 
