@@ -31,7 +31,7 @@ mod through;
 use disk::Disk;
 pub use held::assemble;
 use source::Source;
-pub use through::Through;
+pub use through::{Spot, Through};
 pub use together::{Together, Wish};
 
 /// Bytes of one request at most.
@@ -186,6 +186,8 @@ pub fn read_through(
     through: Through<'_>,
     threads: usize,
 ) -> Result<()> {
+    let none = HashSet::new();
+    let wishes = (wishes, &none);
     match shards {
         Shards::Store(runtime, bucket) => {
             through::read(&Source::Store(runtime, bucket), manifest, wishes, through, threads)
@@ -303,7 +305,7 @@ fn fill(
         segments.extend(segments_of(tensors[index], index, target.bytes, wants, asides));
     }
     let named: BTreeSet<SliceId> = segments.iter().map(|segment| segment.slice).collect();
-    let parts = read_all(source, manifest, plan(segments), threads)?;
+    let parts = read_all(source, manifest, plan(segments, READ), (threads, PARALLEL))?;
     check_slices(source, manifest, &tensors, named, parts)?;
     for ((target, tensor), (wants, asides)) in targets.iter_mut().zip(tensors).zip(wants.iter().zip(asides)) {
         let through = wants.iter().filter(|want| matches!(want.way, Way::Aside));
@@ -348,8 +350,8 @@ fn segments_of<'a>(
     segments
 }
 
-/// Gathers neighbouring segments into requests and cuts long ones.
-fn plan(mut segments: Vec<Segment<'_>>) -> Vec<Read<'_>> {
+/// Gathers neighbouring segments into requests of so many bytes at most, and cuts long ones.
+fn plan(mut segments: Vec<Segment<'_>>, most: u64) -> Vec<Read<'_>> {
     segments.sort_by_key(|segment| (segment.shard, segment.start));
     let mut reads: Vec<Read<'_>> = Vec::new();
     for mut segment in segments {
@@ -359,14 +361,14 @@ fn plan(mut segments: Vec<Segment<'_>>) -> Vec<Read<'_>> {
                 read.shard == segment.shard
                     && segment.start >= read.range.end
                     && segment.start - read.range.end <= MAX_GAP
-                    && segment.start - read.range.start < READ
+                    && segment.start - read.range.start < most
             });
             if !joins {
                 let range = segment.start..segment.start;
                 reads.push(Read { shard: segment.shard, range, segments: Vec::new() });
             }
             let Some(read) = reads.last_mut() else { break };
-            let room = READ - (segment.start - read.range.start);
+            let room = most - (segment.start - read.range.start);
             let length = room.min(segment.target.len() as u64);
             let (now, later) = std::mem::take(&mut segment.target).split_at_mut(length as usize);
             read.range.end = segment.start + length;
@@ -383,10 +385,11 @@ fn read_all(
     source: &Source<'_>,
     manifest: &Manifest,
     reads: Vec<Read<'_>>,
-    threads: usize,
+    (threads, in_flight): (usize, usize),
 ) -> Result<Vec<Part>> {
+    source.go_on();
     let threads = threads.clamp(1, reads.len().max(1));
-    let in_flight = PARALLEL.div_ceil(threads);
+    let in_flight = in_flight.div_ceil(threads);
     let queue = Mutex::new(reads.into_iter());
     let work = || {
         let parts = source.read(manifest, || queue.lock().next(), in_flight);

@@ -12,7 +12,7 @@ use forebay_ckpt::local::{Local, as_damage};
 use forebay_ckpt::manifest::{Manifest, SliceKind};
 use forebay_ckpt::region::Region;
 use forebay_ckpt::restore::{
-    Shards, Target, Through, Wish, read_held, read_local, read_tensors, read_through,
+    Shards, Spot, Target, Through, Wish, read_held, read_local, read_tensors, read_through,
 };
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
@@ -193,6 +193,32 @@ impl Step {
         part.map_or_else(|| Region::whole(shape), boxed)
     }
 
+    /// Parts of tensors, none for all of one, as wishes.
+    pub(crate) fn wishes(&self, wanted: Vec<(usize, Option<Boxed>)>) -> Vec<Wish> {
+        let wish = |(tensor, part)| Wish { tensor, region: self.region(tensor, part) };
+        wanted.into_iter().map(wish).collect()
+    }
+
+    /// Has a function take what is given away; what it raises is kept.
+    pub(crate) fn taken_by<'a>(
+        &'a self,
+        give: &'a Py<PyAny>,
+        raised: &'a mut Option<PyErr>,
+    ) -> impl FnMut(usize, &Spot, &[u8]) -> Result<()> + Send + 'a {
+        move |number, spot, bytes| {
+            self.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+            let (at, part) = match spot {
+                Spot::From(at) => (*at, None),
+                Spot::Box(offsets, lengths) => (0, Some((offsets, lengths))),
+            };
+            let arguments = (number, at, part, bytes.as_ptr() as usize, bytes.len());
+            Python::attach(|py| give.call1(py, arguments).map(drop)).map_err(|error| {
+                *raised = Some(error);
+                Error::bug("what was read is not taken")
+            })
+        }
+    }
+
     pub(crate) fn count(&self, wanted: &[Wanted]) {
         let size: usize = wanted.iter().map(|(_, _, _, length)| length).sum();
         self.bytes_read.fetch_add(size as u64, Ordering::Relaxed);
@@ -310,7 +336,7 @@ impl Step {
     }
 
     /// Reads tensors, given as tensor index and box, through a buffer, given as address and length. `give` is called with
-    /// the number of one of them, a byte of it, and address and length of what it holds from there on, for it to copy.
+    /// the number of one of them, a byte of it or a box, and address and length of what it holds there, for it to copy.
     fn read_through(
         &self,
         py: Python<'_>,
@@ -319,17 +345,9 @@ impl Step {
         give: Py<PyAny>,
         threads: usize,
     ) -> PyResult<()> {
-        let wish = |(tensor, part)| Wish { tensor, region: self.region(tensor, part) };
-        let wishes: Vec<Wish> = wanted.into_iter().map(wish).collect();
+        let wishes = self.wishes(wanted);
         let mut raised = None;
-        let mut hand = |number: usize, at: u64, bytes: &[u8]| {
-            self.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-            let arguments = (number, at, bytes.as_ptr() as usize, bytes.len());
-            Python::attach(|py| give.call1(py, arguments).map(drop)).map_err(|error| {
-                raised = Some(error);
-                Error::bug("what was read is not taken")
-            })
-        };
+        let mut hand = self.taken_by(&give, &mut raised);
         let read = || {
             let through = Through { buffer: buffer::bytes_mut(buffer), give: &mut hand };
             let read = |shards: &Shards<'_>| read_through(shards, &self.manifest, &wishes, through, threads);
@@ -347,6 +365,7 @@ impl Step {
             }
         };
         let outcome = py.detach(read);
+        drop(hand);
         raised.map_or_else(|| outcome.or_raise(), Err)
     }
 }

@@ -1,6 +1,6 @@
 //! Reading one step by several ranks of a job, each slice once between them.
 
-use forebay_ckpt::restore::{self, Wish};
+use forebay_ckpt::restore::{self, Through, Wish};
 use forebay_core::{Error, Result};
 use forebay_io::mem::{ReadMapping, SharedMemory, WriteMapping};
 use forebay_io::object::Bucket;
@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use tokio::runtime::Runtime;
 
+use crate::buffer;
 use crate::errors::OrRaise;
 use crate::loading::{Boxed, Place, Step, Wanted, open};
 use crate::ranks::{Group, parse, patience};
@@ -27,8 +28,7 @@ pub(crate) struct Together {
 /// What this rank wants, for [`Together`].
 #[pyfunction]
 pub(crate) fn wishes(step: &Step, targets: Vec<(usize, Option<Boxed>)>) -> PyResult<String> {
-    let wish = |(tensor, part)| Wish { tensor, region: step.region(tensor, part) };
-    let wishes: Vec<Wish> = targets.into_iter().map(wish).collect();
+    let wishes = step.wishes(targets);
     serde_json::to_string(&wishes).map_err(|error| Error::bug(format!("encode wishes: {error}"))).or_raise()
 }
 
@@ -53,12 +53,6 @@ impl Together {
     #[getter]
     fn rounds(&self) -> usize {
         self.plan.rounds()
-    }
-
-    /// Whether any of a part of a tensor is read in rounds.
-    fn shares(&self, index: usize, part: Option<Boxed>) -> bool {
-        let step = self.step.get();
-        self.plan.shares(&step.manifest, &Wish { tensor: index, region: step.region(index, part) })
     }
 
     /// Lends this rank's memory to all and takes theirs; all ranks do so before the first round.
@@ -87,6 +81,49 @@ impl Together {
         let (runtime, bucket) = &self.place;
         let place = (runtime.handle(), bucket, &step.manifest);
         py.detach(|| self.plan.read_rest(place, step.targets(targets), threads)).or_raise()
+    }
+
+    /// As `Step.read_through`, what no other rank wants.
+    fn read_rest_through(
+        &self,
+        py: Python<'_>,
+        wanted: Vec<(usize, Option<Boxed>)>,
+        buffer: (usize, usize),
+        give: Py<PyAny>,
+        threads: usize,
+    ) -> PyResult<()> {
+        let step = self.step.get();
+        let wishes = step.wishes(wanted);
+        let mut raised = None;
+        let mut hand = step.taken_by(&give, &mut raised);
+        let (runtime, bucket) = &self.place;
+        let place = (runtime.handle(), bucket, &step.manifest);
+        let through = Through { buffer: buffer::bytes_mut(buffer), give: &mut hand };
+        let outcome = py.detach(|| self.plan.read_rest_through(place, &wishes, through, threads));
+        drop(hand);
+        raised.map_or_else(|| outcome.or_raise(), Err)
+    }
+
+    /// Calls `give`, as `Step.read_through` does, with what of a round belongs into tensors that cannot be copied into.
+    fn give(
+        &self,
+        py: Python<'_>,
+        round: usize,
+        wanted: Vec<(usize, Option<Boxed>)>,
+        give: Py<PyAny>,
+    ) -> PyResult<()> {
+        let step = self.step.get();
+        let wishes = step.wishes(wanted);
+        let mut raised = None;
+        let mut hand = step.taken_by(&give, &mut raised);
+        let work = || {
+            let lent = self.lent.lock();
+            let halves: Vec<&[u8]> = lent.iter().map(|halves| halves[round % 2].as_ref()).collect();
+            self.plan.give(&step.manifest, round, &halves, &wishes, &mut hand)
+        };
+        let outcome = py.detach(work);
+        drop(hand);
+        raised.map_or_else(|| outcome.or_raise(), Err)
     }
 
     /// Reads this rank's part of a round for all.

@@ -102,4 +102,6 @@ def test_columns_of_one_tensor(tmp_path: Path) -> None:
 
 
 def test_ranks_that_read_together_fill_strided_memory(tmp_path: Path) -> None:
-    taken(2, tmp_path / "run", MIB, turned=True)
+    """Out of what they lend each other: it takes them no more than dense memory does."""
+    for most in taken(2, tmp_path / "run", 320 * MIB, turned=True):
+        assert most <= 6 * HALF + IN_FLIGHT + SLACK, most

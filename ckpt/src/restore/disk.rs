@@ -48,6 +48,11 @@ impl<'a> Disk<'a> {
         self.hangs.load(Ordering::SeqCst)
     }
 
+    /// It is asked for something again, after a time when it was not.
+    pub(super) fn go_on(&self) {
+        *self.answered.lock() = self.clock.now();
+    }
+
     /// Waits for something of the disk, as long as it gives anything to anyone of this restore: pieces are small, so that a
     /// large state is a reason to wait for more of them, not to wait longer for one.
     ///

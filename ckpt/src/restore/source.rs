@@ -43,6 +43,13 @@ impl Source<'_> {
         }
     }
 
+    /// What passed since something was read of it was no waiting for it.
+    pub(super) fn go_on(&self) {
+        if let Self::Disk(disk) = self {
+            disk.go_on();
+        }
+    }
+
     /// What people know a shard by.
     pub(super) fn name_of(&self, shard: &Shard) -> String {
         match self {

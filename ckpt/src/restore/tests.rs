@@ -5,6 +5,7 @@ use forebay_io::object::{Condition, OperationKind};
 
 use forebay_core::ErrorKind;
 
+use super::through::tests::taker;
 use super::*;
 use crate::manifest::{Checksum, Identity, Shard, ShardKey, SliceKind};
 use crate::testing::{chance, rounds};
@@ -15,7 +16,7 @@ fn pattern(length: usize) -> Vec<u8> {
 }
 
 /// Elements of the box of `tensor`, whose elements have `size` bytes.
-fn cut(tensor: &[u8], size: usize, shape: &[u64], offsets: &[u64], lengths: &[u64]) -> Vec<u8> {
+pub(super) fn cut(tensor: &[u8], size: usize, shape: &[u64], offsets: &[u64], lengths: &[u64]) -> Vec<u8> {
     let count: u64 = lengths.iter().product();
     let mut out = Vec::new();
     for number in 0..count {
@@ -199,82 +200,8 @@ async fn what_is_read_aside_is_shared_out_within_a_target() {
     }
 }
 
-/// Reads parts of tensors of float32 through a buffer of so many bytes: what they hold, and how long the pieces were.
-async fn read_through_a_buffer(
-    bucket: &Bucket,
-    manifest: &Manifest,
-    wishes: Vec<Wish>,
-    size: usize,
-) -> Result<(Vec<Vec<u8>>, Vec<usize>)> {
-    let (runtime, bucket, manifest) = (Handle::current(), bucket.clone(), manifest.clone());
-    let work = move || {
-        let empty = |wish: &Wish| vec![0xee; wish.region.elements() as usize * 4];
-        let (mut found, mut lengths): (Vec<_>, Vec<_>) = (wishes.iter().map(empty).collect(), Vec::new());
-        let mut give = |wish: usize, at: u64, bytes: &[u8]| {
-            found[wish][at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
-            lengths.push(bytes.len());
-            Ok(())
-        };
-        let through = Through { buffer: &mut vec![0; size], give: &mut give };
-        super::read_through(&Shards::Store(&runtime, &bucket), &manifest, &wishes, through, 2)?;
-        Ok((found, lengths))
-    };
-    tokio::task::spawn_blocking(work).await.expect("join")
-}
-
-/// A device's memory is not read into: what is to get there passes through a buffer that is smaller than it.
-#[tokio::test]
-async fn what_is_read_through_a_buffer_never_takes_more() {
-    use SliceKind::{Box, Flat};
-    let bucket = Bucket::in_memory();
-    let shape: &[u64] = &[40, 10];
-    let tensors: [(&str, &[u64], &[Cut<'_>]); 5] = [
-        ("rows", shape, &[(Box, &[20, 0], &[20, 10], 1), (Box, &[0, 0], &[20, 10], 0)]),
-        ("scalar", &[], &[(Box, &[], &[], 0)]),
-        ("flat", shape, &[(Flat, &[0], &[77], 0), (Flat, &[77], &[323], 1)]),
-        ("empty", &[0, 5], &[]),
-        ("columns", shape, &[(Box, &[0, 0], &[40, 4], 0), (Box, &[0, 4], &[40, 6], 1)]),
-    ];
-    let (manifest, contents) = store(&bucket, &tensors).await;
-    let whole = |tensor: usize| Wish { tensor, region: Region::whole(&manifest.tensors[tensor].shape) };
-    let lower = Region { kind: Box, offsets: vec![20, 0], lengths: vec![20, 10] };
-    for size in [64, 100, 1000, 1 << 20] {
-        let mut wishes: Vec<Wish> = (0..4).map(whole).collect();
-        wishes.push(Wish { tensor: 0, region: lower.clone() });
-        let before = bucket.counters().of(OperationKind::Get).bytes;
-        let (found, lengths) = read_through_a_buffer(&bucket, &manifest, wishes, size).await.expect("read");
-        let mut expected = contents[..4].to_vec();
-        expected.push(contents[0][800..].to_vec());
-        assert_eq!(found, expected, "through {size} bytes");
-        assert!(lengths.iter().all(|length| *length <= size), "{lengths:?}");
-        let needed: usize = expected.iter().map(Vec::len).sum();
-        assert!(bucket.counters().of(OperationKind::Get).bytes - before >= needed as u64);
-        assert_eq!(lengths.iter().sum::<usize>(), needed);
-    }
-    // What lies scattered in its slices comes in one piece, whole or in part.
-    let part = Region { kind: Box, offsets: vec![1, 1], lengths: vec![2, 3] };
-    let wishes = vec![whole(4), Wish { tensor: 0, region: part }];
-    let (found, lengths) = read_through_a_buffer(&bucket, &manifest, wishes, 64).await.expect("read");
-    assert_eq!(found, [contents[4].clone(), cut(&contents[0], 4, shape, &[1, 1], &[2, 3])]);
-    assert_eq!(lengths, [1600, 24]);
-
-    // Damage of what fits the buffer is given to nobody, and that of what does not is told.
-    let key = manifest.shards[0].object();
-    let (sound, _) = bucket.get_whole(&key).await.expect("get");
-    for at in [4096, sound.len() - 1] {
-        let mut damaged = sound.to_vec();
-        damaged[at] ^= 1;
-        bucket.put(&key, damaged.into(), Condition::Always).await.expect("put");
-        for size in [64, 1 << 20] {
-            let wishes = [0, 1, 2, 4].map(whole).to_vec();
-            let error = read_through_a_buffer(&bucket, &manifest, wishes, size).await.expect_err("a bit");
-            assert_eq!(error.kind(), ErrorKind::Corrupt, "byte {at}: {error}");
-        }
-    }
-}
-
 /// What each rank wants of the tensors, read together; the bytes that each fetched.
-async fn read_as_ranks(
+pub(super) async fn read_as_ranks(
     bucket: &Bucket,
     manifest: &Manifest,
     wishes: Vec<Vec<Wish>>,
@@ -289,6 +216,8 @@ async fn read_as_ranks(
         buffers
             .extend(wishes.iter().map(|wishes| wishes.iter().map(|wish| vec![0xee; size(wish)]).collect()));
         let mut halves = vec![vec![vec![0u8; ranks[0].half_bytes()]; wishes.len()]; 2];
+        // The same through a buffer of few bytes, for what cannot be read into.
+        let mut given = buffers.clone();
         let mut fetched = vec![0; wishes.len()];
         let got = || bucket.counters().of(OperationKind::Get).bytes;
         fn targets<'a>(wishes: &[Wish], buffers: &'a mut [Vec<u8>]) -> Vec<Target<'a>> {
@@ -305,6 +234,9 @@ async fn read_as_ranks(
             let before = got();
             together.read_rest(place, targets(&wishes[rank], &mut buffers[rank]), 2)?;
             fetched[rank] += got() - before;
+            let mut give = taker(&wishes[rank], &mut given[rank]);
+            let through = Through { buffer: &mut [0; 256], give: &mut give };
+            together.read_rest_through(place, &wishes[rank], through, 2)?;
         }
         for round in 0..ranks[0].rounds() {
             let turn = &mut halves[round % 2];
@@ -316,8 +248,11 @@ async fn read_as_ranks(
             let lent: Vec<&[u8]> = turn.iter().map(Vec::as_slice).collect();
             for (rank, together) in ranks.iter().enumerate() {
                 together.copy(&manifest, round, &lent, targets(&wishes[rank], &mut buffers[rank]), 2)?;
+                let mut give = taker(&wishes[rank], &mut given[rank]);
+                together.give(&manifest, round, &lent, &wishes[rank], &mut give)?;
             }
         }
+        assert!(given == buffers);
         Ok((buffers, fetched))
     };
     tokio::task::spawn_blocking(work).await.expect("join")
@@ -486,8 +421,10 @@ fn small_neighbours_share_a_request_and_large_ones_are_cut() {
     let (small, rest) = memory.split_at_mut(1000);
     let (other, large) = rest.split_at_mut(1000);
     let segment = |shard, start, slice, target| Segment { shard, start, slice: (slice, 0), target };
-    let reads =
-        plan(vec![segment(0, 6000, 1, other), segment(0, 4096, 0, small), segment(0, 10 << 20, 2, large)]);
+    let reads = plan(
+        vec![segment(0, 6000, 1, other), segment(0, 4096, 0, small), segment(0, 10 << 20, 2, large)],
+        READ,
+    );
     let shape: Vec<_> = reads.iter().map(|read| (read.range.clone(), read.segments.len())).collect();
     let end = (10 << 20) + (30 << 20) - 2000;
     let chunk = |i: u64| (10 << 20) + i * READ;

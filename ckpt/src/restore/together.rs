@@ -17,7 +17,8 @@ use serde::{Deserialize, Serialize};
 use tokio::runtime::Handle;
 
 use super::source::Source;
-use super::{Segment, SliceId, Target, check_slices, plan, read_all, read_from, scatter};
+use super::through::{self, Give, Through};
+use super::{PARALLEL, READ, Segment, SliceId, Target, check_slices, plan, read_all, read_from, scatter};
 use crate::manifest::{Manifest, Tensor};
 use crate::region::Region;
 
@@ -42,6 +43,9 @@ struct Placed {
     slice: SliceId,
     at: usize,
 }
+
+/// A slice, by its number in its tensor, and its bytes in a rank's half.
+type Lent<'a> = (usize, &'a [u8]);
 
 /// Who reads what, as one of the ranks sees it.
 #[derive(Debug)]
@@ -131,7 +135,7 @@ impl Together {
             rest = after;
         }
         let named: BTreeSet<SliceId> = segments.iter().map(|segment| segment.slice).collect();
-        let parts = read_all(&source, manifest, plan(segments), threads)?;
+        let parts = read_all(&source, manifest, plan(segments, READ), (threads, PARALLEL))?;
         check_slices(&source, manifest, &tensors, named, parts)
     }
 
@@ -147,15 +151,7 @@ impl Together {
         targets: Vec<Target<'_>>,
         threads: usize,
     ) -> Result<()> {
-        let mut of_tensors: Vec<Vec<(usize, &[u8])>> = vec![Vec::new(); manifest.tensors.len()];
-        for (rank, half) in halves.iter().enumerate() {
-            for Placed { slice, at } in self.placed(round, rank) {
-                let length = manifest.tensors[slice.0].slices[slice.1].len() as usize;
-                let bytes = half.get(*at..at + length);
-                let short = || Error::bug("lent memory that is shorter than what is in it");
-                of_tensors[slice.0].push((slice.1, bytes.ok_or_else(short)?));
-            }
-        }
+        let of_tensors = self.lent(manifest, round, halves)?;
         let queue = Mutex::new(targets.into_iter());
         let work = || {
             loop {
@@ -175,13 +171,26 @@ impl Together {
         })
     }
 
-    /// Whether another rank may read any of what a wish is made of.
-    pub fn shares(&self, manifest: &Manifest, Wish { tensor: number, region }: &Wish) -> bool {
-        let Some(tensor) = manifest.tensors.get(*number) else { return false };
-        let mut slices = tensor.slices.iter().enumerate();
-        slices.any(|(index, slice)| {
-            self.shared.contains(&(*number, index)) && Region::of(slice).touches(region, &tensor.shape)
-        })
+    /// Gives away what the wishes take of a round out of all ranks' halves.
+    ///
+    /// # Errors
+    /// `Bug` when a half is too short, and the first that giving away had.
+    pub fn give(
+        &self,
+        manifest: &Manifest,
+        round: usize,
+        halves: &[&[u8]],
+        wishes: &[Wish],
+        give: &mut Give<'_>,
+    ) -> Result<()> {
+        let of_tensors = self.lent(manifest, round, halves)?;
+        for (number, Wish { tensor, region }) in wishes.iter().enumerate() {
+            let (found, tensor) = (&of_tensors[*tensor], &manifest.tensors[*tensor]);
+            for (slice, bytes) in found {
+                through::give_slice(tensor, &tensor.slices[*slice], (number, region), bytes, give)?;
+            }
+        }
+        Ok(())
     }
 
     /// Reads what only this rank wants into place.
@@ -195,6 +204,35 @@ impl Together {
         threads: usize,
     ) -> Result<()> {
         read_from(&Source::Store(runtime, bucket), manifest, targets, &self.shared, threads)
+    }
+
+    /// As [`super::read_through`], what only this rank wants.
+    ///
+    /// # Errors
+    /// As [`super::read_through`].
+    pub fn read_rest_through(
+        &self,
+        (runtime, bucket, manifest): (&Handle, &Bucket, &Manifest),
+        wishes: &[Wish],
+        through: Through<'_>,
+        threads: usize,
+    ) -> Result<()> {
+        let source = Source::Store(runtime, bucket);
+        through::read(&source, manifest, (wishes, &self.shared), through, threads)
+    }
+
+    /// What lies in all ranks' halves of each tensor: slices and their bytes.
+    fn lent<'a>(&self, manifest: &Manifest, round: usize, halves: &[&'a [u8]]) -> Result<Vec<Vec<Lent<'a>>>> {
+        let mut of_tensors: Vec<Vec<Lent<'a>>> = vec![Vec::new(); manifest.tensors.len()];
+        for (rank, half) in halves.iter().enumerate() {
+            for Placed { slice, at } in self.placed(round, rank) {
+                let length = manifest.tensors[slice.0].slices[slice.1].len() as usize;
+                let bytes = half.get(*at..at + length);
+                let short = || Error::bug("lent memory that is shorter than what is in it");
+                of_tensors[slice.0].push((slice.1, bytes.ok_or_else(short)?));
+            }
+        }
+        Ok(of_tensors)
     }
 
     fn placed(&self, round: usize, rank: usize) -> &[Placed] {

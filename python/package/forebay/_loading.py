@@ -16,6 +16,7 @@ from ._errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, Che
 from ._grammar import check_tree
 from ._merge import merged, rename, tensor_names
 from ._ranks import Ranks
+from ._pieces import Pieces
 from ._place import Placer, named_parts
 from ._tensors import NOBODY, Node, Tensors
 from ._unflatten import Builder
@@ -131,27 +132,39 @@ def read_planned(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], 
     else:
         wishes = [word["wishes"] for word in words]
         together = use_together(ranks, "share a restore", lambda: _native.Together(step, wishes, ranks.rank))
-        made[0].tensors.read(partial(_read_together, together, ranks), together.shares)
+        made[0].tensors.read(partial(_read_together, together, ranks))
     return made[0]
 
 
-def _read_together(together: _native.Together, ranks: Ranks, targets: list[_native.Wanted], threads: int) -> None:
-    if together.rounds == 0:
+def _read_together(
+    together: _native.Together, ranks: Ranks, targets: list[_native.Wanted], pieces: Pieces, threads: int
+) -> None:
+    """Reads into targets, and through a buffer what cannot be read into."""
+
+    def read_rest() -> None:
         together.read_rest(targets, threads)
+        pieces.read(together.read_rest_through, threads)
+
+    def copy(number: int) -> None:
+        together.copy(number, targets, threads)
+        together.give(number, pieces.wanted, pieces.take)
+
+    if together.rounds == 0:
+        read_rest()
         return
     ranks.lend(together)
 
     def take_turn(number: int) -> dict[str, Any]:
         if number == 0:
-            together.read_rest(targets, threads)
+            read_rest()
         else:
-            together.copy(number - 1, targets, threads)
+            copy(number - 1)
         together.read(number, threads)
         return {}
 
     for number in range(together.rounds):
         ranks.gather_whole("read together", partial(take_turn, number))
-    together.copy(together.rounds - 1, targets, threads)
+    copy(together.rounds - 1)
 
 
 def load_step(

@@ -1,23 +1,29 @@
 """Tensors that cannot be read into where they are, a device's and strided ones: through one buffer, a piece at a time.
 
-The engine fills the buffer and checks what it read; the piece is copied into its place, by torch or numpy, before the
-next one is read. So a restore takes the buffer, however large the tensors are.
+The engine fills one half of the buffer and checks what it read; that is copied into its place, by torch or numpy, while
+the other half is filled. So a restore takes the buffer, however large the tensors are.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 from . import _native
 from ._leaf import SIZES, copy_elements, numpy_module, torch_dtype, torch_module
 
 BUFFER_BYTES = 32 << 20
-"""With as much again on its way from the store it is what a restore in place takes."""
+"""In two halves, of which one is read into while the other is copied. With as much again on its way from the store it is
+what a restore in place takes."""
 
 ALIGNMENT = 64
 """Of pieces in the buffer."""
+
+ReadThrough = Callable[
+    [list[tuple[int, Optional[tuple[list[int], list[int]]]]], tuple[int, int], "_native.Give", int], None
+]
+"""As `Step.read_through`."""
 
 
 @dataclass
@@ -43,56 +49,72 @@ class Aside:
         return -(-int(count) * SIZES[self.dtype] // ALIGNMENT) * ALIGNMENT
 
 
-def read_in_pieces(step: _native.Step, asides: list[Aside], threads: int) -> None:
-    """Reads each into its place. Raises as `Step.read`; what was copied by then stays."""
-    size = min(sum(aside.size for aside in asides), BUFFER_BYTES)
-    if size == 0:
-        return
-    memory = _memory(size, any(_is_devices(aside) for aside in asides))
+class Pieces:
+    """Tensors that cannot be read into, and the buffer that is read into in their stead."""
 
-    def give(number: int, at: int, address: int, length: int) -> None:
-        aside = asides[number]
+    def __init__(self, asides: list[Aside]) -> None:
+        self._asides = asides
+        size = min(sum(aside.size for aside in asides), BUFFER_BYTES)
+        if size > 0 and any(aside.part is not None for aside in asides):
+            # Slices of which parts are wanted are read whole.
+            size = BUFFER_BYTES
+        # There before the first byte is read into anything.
+        self._memory = _memory(size, any(_is_devices(aside) for aside in asides)) if size > 0 else None
+
+    @property
+    def wanted(self) -> list[tuple[int, Optional[tuple[list[int], list[int]]]]]:
+        return [(aside.index, aside.part) for aside in self._asides]
+
+    def read(self, read_through: ReadThrough, threads: int) -> None:
+        """Reads each into its place, by the engine. Raises as `Step.read`; what was copied by then stays."""
+        if self._memory is not None:
+            memory = self._memory[0]
+            read_through(self.wanted, (ctypes.addressof(memory), len(memory)), self.take, threads)
+
+    def take(self, number: int, at: int, part: Optional[tuple[list[int], list[int]]], address: int, length: int) -> None:
+        """Copies bytes into a place, from its byte `at` on or into a box of it, given as offsets and lengths."""
+        aside = self._asides[number]
+        memory = (ctypes.c_char * length).from_address(address)
         if aside.is_tensor:
-            _give_tensor(aside.place.detach(), aside.dtype, at, (address, length))
+            torch = torch_module()
+            piece = torch.frombuffer(memory, dtype=torch.uint8).view(torch_dtype(aside.dtype))
+            with torch.no_grad():
+                _put(aside.place.detach(), at // SIZES[aside.dtype], part, piece, copy_elements)
         else:
-            _give_array(aside.place, aside.dtype, at, (address, length))
-
-    wanted = [(aside.index, aside.part) for aside in asides]
-    step.read_through(wanted, (ctypes.addressof(memory[0]), len(memory[0])), give, threads)
+            numpy = numpy_module()
+            # A matrix has rows of two dimensions.
+            place = numpy.asarray(aside.place)
+            piece = numpy.frombuffer(memory, dtype=aside.dtype)
+            _put(place, at // SIZES[aside.dtype], part, piece, numpy.copyto)
 
 
 def _memory(size: int, is_locked: bool) -> tuple[Any, Any]:
     """A buffer, and what keeps it there."""
-    if not is_locked:
-        memory = (ctypes.c_char * size)()
-        return memory, memory
-    torch = torch_module()
-    # Locked, so that the device reads it without a copy between.
-    tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    return (ctypes.c_char * size).from_address(tensor.data_ptr()), tensor
+    if is_locked:
+        torch = torch_module()
+        try:
+            # Locked, so that the device reads it without a copy between.
+            tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return (ctypes.c_char * size).from_address(tensor.data_ptr()), tensor
+        except RuntimeError:
+            # There is no more to be locked; the device takes it from any other, which costs a copy.
+            pass
+    memory = (ctypes.c_char * size)()
+    return memory, memory
 
 
 def _is_devices(aside: Aside) -> bool:
     return aside.is_tensor and bool(aside.place.is_cuda)
 
 
-def _give_tensor(place: Any, dtype: str, at: int, span: tuple[int, int]) -> None:
-    torch = torch_module()
-    memory = (ctypes.c_char * span[1]).from_address(span[0])
-    piece = torch.frombuffer(memory, dtype=torch.uint8).view(torch_dtype(dtype))
-    with torch.no_grad():
-        _spread(place, at // piece.element_size(), piece, copy_elements)
-
-
-def _give_array(place: Any, dtype: str, at: int, span: tuple[int, int]) -> None:
-    numpy = numpy_module()
-    memory = (ctypes.c_char * span[1]).from_address(span[0])
-    piece = numpy.frombuffer(memory, dtype=dtype)
-
-    def copy(place: Any, source: Any) -> None:
-        place[...] = source
-
-    _spread(place, at // piece.itemsize, piece, copy)
+def _put(place: Any, start: int, part: Optional[tuple[list[int], list[int]]], piece: Any, copy: Any) -> None:
+    """Copies elements into a tensor or array, from its element `start` on or into a box of it."""
+    if part is None:
+        _spread(place, start, piece, copy)
+        return
+    offsets, lengths = part
+    box = tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+    copy(place[box], piece.reshape(lengths))
 
 
 def _spread(place: Any, start: int, piece: Any, copy: Any) -> None:

@@ -108,7 +108,6 @@ class Placer:
         """Puts everything into place that was not read there; objects after what lies outside of them."""
         states = [(path, value, kind, self._builder.build(node)) for path, value, kind, node in self._objects]
         states.sort(key=lambda entry: not entry[2].startswith("optimizer"))
-        self._tensors.place()
         for copy in self._copies:
             copy()
         for path, value, kind, state in states:

@@ -10,9 +10,9 @@ from typing import Any, Callable, Optional
 
 from . import _native
 from ._errors import CheckpointCorrupt
-from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, tensor_dtype, torch_dtype, torch_module
+from ._leaf import array_dtype, local_parts, numpy_module, tensor_dtype, torch_dtype, torch_module
 from ._merge import refuse_mark
-from ._pieces import Aside, read_in_pieces
+from ._pieces import Aside, Pieces
 
 Node = Any
 Part = Optional[tuple[list[int], list[int]]]
@@ -38,7 +38,6 @@ class Tensors:
         self._targets: list[_native.Wanted] = []
         self._bound: list[Any] = []
         self._asides: list[Aside] = []
-        self._staged: list[tuple[Any, Any]] = []
         self._spans: list[tuple[int, int]] = []
 
     def entry(self, name: str) -> tuple[int, str, list[int]]:
@@ -106,43 +105,21 @@ class Tensors:
         return _native.wishes(self._step, targets + [(aside.index, aside.part) for aside in self._asides])
 
     def read(
-        self,
-        read: Optional[Callable[[list[_native.Wanted], int], None]] = None,
-        shares: Callable[[int, Part], bool] = lambda index, part: False,
+        self, read: Optional[Callable[[list[_native.Wanted], Pieces, int], None]] = None
     ) -> None:
-        """Reads what was noted, by `read` or alone; `shares` tells what other ranks read for this one, which takes memory
-        where it cannot be read into place. Raises `CheckpointCorrupt` when any of it is not what was saved."""
+        """Reads what was noted, by `read` or alone. Raises `CheckpointCorrupt` when any of it is not what was saved."""
         torch = torch_module()
-        alone: list[Aside] = []
-        targets = self._targets
-        for aside in self._asides:
-            if shares(aside.index, aside.part):
-                targets = [*targets, self._stage(aside)]
-            else:
-                alone.append(aside)
+        pieces = Pieces(self._asides)
         try:
-            (read or self._step.read)(targets, self._threads)
-            read_in_pieces(self._step, alone, self._threads)
+            if read is not None:
+                read(self._targets, pieces, self._threads)
+            else:
+                self._step.read(self._targets, self._threads)
+                pieces.read(self._step.read_through, self._threads)
         finally:
             for value in self._bound:
                 if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():
                     torch.autograd.graph.increment_version(value)
-
-    def _stage(self, aside: Aside) -> _native.Wanted:
-        """Memory of its own for what cannot be read into its place."""
-        staged = _new_like(aside.kind, aside.place, aside.dtype)
-        self._staged.append((aside.place, staged))
-        return (aside.index, aside.part, *_span(aside.kind, staged))
-
-    def place(self) -> None:
-        """Copies what was read aside as a whole into its live tensors."""
-        torch = torch_module()
-        for place, staged in self._staged:
-            if torch is not None and isinstance(place, torch.Tensor):
-                with torch.no_grad():
-                    copy_elements(place.detach(), staged)
-            else:
-                place[...] = staged
 
     def get(self, kind: str, name: str) -> Any:
         """A tensor, array or byte string that was read."""
@@ -209,17 +186,6 @@ class Tensors:
 def _is_dense(tensor: Any) -> bool:
     """Whether a plain tensor's elements lie one behind the other, as they were saved."""
     return local_parts(tensor) is None and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _new_like(kind: str, place: Any, dtype: str) -> Any:
-    """Dense memory of a tensor's or array's shape."""
-    if kind == "tensor":
-        import torch
-
-        return torch.empty(place.shape, dtype=torch_dtype(dtype))
-    import numpy
-
-    return numpy.empty(place.shape, dtype=dtype)
 
 
 def _span(kind: str, value: Any) -> tuple[int, int]:

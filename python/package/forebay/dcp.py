@@ -471,7 +471,6 @@ class _Opened:
             return builder
 
         builder = read_planned(self.step, ranks, plan)
-        builder.tensors.place()
         for item, place, node in aside:
             value = builder.build(node)
             if place is None:
