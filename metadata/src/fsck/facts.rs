@@ -70,6 +70,8 @@ pub(super) struct Facts {
     /// Keys of objects that are to be deleted, with the times.
     pub(super) deletions: HashSet<(ObjectKey, u64)>,
     pub(super) counters: Option<Counters>,
+    /// The first inode number that no inode has and no directory has set aside.
+    pub(super) first_free: u64,
     /// What was wrong with single records.
     pub(super) damage: Vec<Damage>,
 }
@@ -264,6 +266,7 @@ impl Facts {
         if inode.kind == FileKind::File {
             self.bytes += inode.size;
         }
+        self.first_free = self.first_free.max(ino.0.saturating_add(1)).max(inode.run.end);
         let node = Node {
             kind: inode.kind,
             nlink: inode.nlink,

@@ -169,9 +169,9 @@ fn is_made(facts: &Facts, key: &ObjectKey, state: &HolderState) -> bool {
 }
 
 fn judge_counters(facts: &Facts) -> Option<Damage> {
-    let last = facts.nodes.keys().map(|ino| ino.0).max().unwrap_or(InodeId::ROOT.0);
     let recorded = facts.counters;
-    let next_ino = recorded.map_or(0, |counters| counters.next_ino).max(last + 1);
+    let next_ino =
+        recorded.map_or(0, |counters| counters.next_ino).max(facts.first_free).max(InodeId::ROOT.0 + 1);
     let found = Counters { next_ino, inodes: facts.nodes.len() as u64, bytes: facts.bytes };
     (recorded != Some(found)).then_some(Damage::WrongCounters { recorded, found })
 }

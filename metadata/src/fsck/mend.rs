@@ -3,13 +3,13 @@
 //! Records that cannot be read are beyond mending; they are left as they are.
 
 use bytes::Bytes;
-use forebay_core::{FileKind, InodeId, Result};
+use forebay_core::{ErrorKind, FileKind, InodeId, Result};
 
 use super::damage::Damage;
 use super::lost::give_up;
 use super::refuge::{forget_links, lost_and_found};
 use crate::records::{Change, Records};
-use crate::schema::{Deletion, Dentry, Loan, encode_plain};
+use crate::schema::{Counters, Deletion, Dentry, Loan, encode_plain};
 
 /// Mends one damage. Returns whether it could.
 pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool> {
@@ -57,7 +57,7 @@ pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool>
         }
         Damage::WrongQuota { ino, found: None, .. } => change.delete(change.keys().quota(*ino))?,
         Damage::EmptyClaim { key } => change.delete_claim(key.as_str())?,
-        Damage::WrongCounters { found, .. } => change.put(change.keys().counters(), found.encode())?,
+        Damage::WrongCounters { recorded, found } => correct_counters(change, *recorded, *found)?,
         // Leaks are freed by the round of gc after each pass.
         Damage::LeakedBlob { .. } | Damage::LeakedUploads { .. } => {}
         Damage::DanglingExtent(loss) => return give_up(change, loss),
@@ -66,6 +66,25 @@ pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool>
         }
     }
     Ok(true)
+}
+
+/// Corrects what the volume counts by what a survey found it to be off by: what was mended since has counted on, and taken
+/// numbers that nobody may be given again.
+fn correct_counters(change: &mut Change<'_, '_>, recorded: Option<Counters>, found: Counters) -> Result<()> {
+    let now = match change.counters() {
+        Err(error) if error.kind() == ErrorKind::Corrupt => None,
+        now => Some(now?),
+    };
+    let corrected = match (now, recorded) {
+        (Some(now), Some(recorded)) => Counters {
+            next_ino: now.next_ino.max(found.next_ino),
+            inodes: now.inodes.wrapping_add(found.inodes).wrapping_sub(recorded.inodes),
+            bytes: now.bytes.wrapping_add(found.bytes).wrapping_sub(recorded.bytes),
+        },
+        // Without counters nothing was made since.
+        _ => found,
+    };
+    change.put(change.keys().counters(), corrected.encode())
 }
 
 /// Gives an inode that nothing leads to a name in `/lost+found`.
