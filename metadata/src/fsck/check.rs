@@ -6,7 +6,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, InodeId, ObjectKey, Result};
 
-use super::damage::{Damage, FsckReport};
+use super::damage::{Damage, FsckReport, Mended};
 use super::facts::{Facts, Gather};
 use super::judge::judge;
 use super::lost::{find_losses, is_final, path_of};
@@ -101,10 +101,16 @@ async fn mend_all(mover: &Mover, damage: &[Damage]) -> Vec<bool> {
         }
         let wrong = one.clone();
         let work = mover.transact(Durability::Buffered, move |change| mend(change, &wrong)).await;
-        *is_mended = work.unwrap_or_else(|error| {
-            tracing::warn!(%error, damage = ?one, "could not mend");
-            false
-        });
+        *is_mended = match work {
+            Ok(Mended::Done) => true,
+            // Of bytes that need not be given up nothing is to be told.
+            Ok(Mended::Nothing) => !matches!(one, Damage::DanglingExtent(_)),
+            Ok(Mended::Cannot) => false,
+            Err(error) => {
+                tracing::warn!(%error, damage = ?one, "could not mend");
+                false
+            }
+        };
     }
     mended
 }

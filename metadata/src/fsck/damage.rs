@@ -52,6 +52,17 @@ pub(super) enum Damage {
     LeakedUploads { uploads: u64, leftovers: u64 },
 }
 
+/// What mending came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mended {
+    /// It was mended.
+    Done,
+    /// It is not wrong any more, by somebody else's doing.
+    Nothing,
+    /// It is as wrong as before.
+    Cannot,
+}
+
 /// How an object is that is not there at all.
 pub(super) const MISSING: &str = "missing";
 

@@ -10,7 +10,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use bytes::Bytes;
 use forebay_core::{Blob, ErrorKind, Extent, FileKind, FileLayout, InodeId, ObjectKey, Result, Source};
 
-use super::damage::{Loss, MISSING};
+use super::damage::{Loss, MISSING, Mended};
 use super::facts::Facts;
 use super::refuge::{forget_links, lost_and_found};
 use crate::gc::names_in;
@@ -120,20 +120,20 @@ fn is_listed(records: &dyn Records, ino: InodeId, inode: &Inode, blob: &Blob) ->
     Ok(is_home && claim.is_none_or(|claim| claim.state != HolderState::Held(ino)))
 }
 
-/// Makes a hole of bytes that are gone, in a file that was brought to `/lost+found` before. Returns whether it could.
-/// All other bytes of the file stay as they are.
-pub(super) fn give_up(change: &mut Change<'_, '_>, loss: &Loss) -> Result<bool> {
+/// Makes a hole of bytes that are gone, in a file that was brought to `/lost+found` before. All other bytes of the
+/// file stay as they are. There is nothing to do where the file is gone meanwhile, or has its bytes elsewhere.
+pub(super) fn give_up(change: &mut Change<'_, '_>, loss: &Loss) -> Result<Mended> {
     let ino = loss.ino;
-    let Some(mut inode) = change.find(ino)? else { return Ok(true) };
+    let Some(mut inode) = change.find(ino)? else { return Ok(Mended::Nothing) };
     let layout = change.layout(ino, &inode)?;
     let is_lost = |extent: &Extent| matches!(&extent.source, Source::Blob { blob, .. } if *blob == loss.blob);
     let (lost, kept): (Vec<_>, Vec<_>) = layout.extents().iter().cloned().partition(is_lost);
     if lost.is_empty() || is_listed(change, ino, &inode, &loss.blob)? {
-        return Ok(true);
+        return Ok(Mended::Nothing);
     }
     if !loss.ranges.is_empty() {
         if !seclude(change, ino, &mut inode, loss.due_ms)? {
-            return Ok(false);
+            return Ok(Mended::Cannot);
         }
         append(change, ino, LOST, b",", loss.spelled().as_bytes())?;
     }
@@ -147,7 +147,7 @@ pub(super) fn give_up(change: &mut Change<'_, '_>, loss: &Loss) -> Result<bool> 
     inode.ctime = change.now;
     change.put_inode(ino, &inode)?;
     change.settle_home(ino, &inode)?;
-    Ok(true)
+    Ok(Mended::Done)
 }
 
 /// Takes a file away under all its names, and out of the trash, to the one that says what became of it. Returns whether

@@ -5,14 +5,14 @@
 use bytes::Bytes;
 use forebay_core::{ErrorKind, FileKind, InodeId, Result};
 
-use super::damage::Damage;
+use super::damage::{Damage, Mended};
 use super::lost::give_up;
 use super::refuge::{forget_links, lost_and_found};
 use crate::records::{Change, Records};
 use crate::schema::{Counters, Deletion, Dentry, Loan, encode_plain};
 
-/// Mends one damage. Returns whether it could.
-pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool> {
+/// Mends one damage.
+pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<Mended> {
     match damage {
         Damage::DanglingEntry { parent, name, ino } => {
             if change.dentry(*parent, name)?.is_some_and(|entry| entry.ino == *ino) {
@@ -62,10 +62,10 @@ pub(super) fn mend(change: &mut Change<'_, '_>, damage: &Damage) -> Result<bool>
         Damage::LeakedBlob { .. } | Damage::LeakedUploads { .. } => {}
         Damage::DanglingExtent(loss) => return give_up(change, loss),
         Damage::UnreadableRecord { .. } | Damage::BadLayout { .. } | Damage::NotUploaded { .. } => {
-            return Ok(false);
+            return Ok(Mended::Cannot);
         }
     }
-    Ok(true)
+    Ok(Mended::Done)
 }
 
 /// Corrects what the volume counts by what a survey found it to be off by: what was mended since has counted on, and taken
@@ -88,12 +88,12 @@ fn correct_counters(change: &mut Change<'_, '_>, recorded: Option<Counters>, fou
 }
 
 /// Gives an inode that nothing leads to a name in `/lost+found`.
-fn bring_back(change: &mut Change<'_, '_>, ino: InodeId, subdirectories: u32) -> Result<bool> {
-    let Some(mut inode) = change.find(ino)? else { return Ok(true) };
-    let Some(parent) = lost_and_found(change)? else { return Ok(false) };
+fn bring_back(change: &mut Change<'_, '_>, ino: InodeId, subdirectories: u32) -> Result<Mended> {
+    let Some(mut inode) = change.find(ino)? else { return Ok(Mended::Nothing) };
+    let Some(parent) = lost_and_found(change)? else { return Ok(Mended::Cannot) };
     let name = Bytes::from(format!("inode-{ino}"));
     if change.dentry(parent, &name)?.is_some() {
-        return Ok(false);
+        return Ok(Mended::Cannot);
     }
     forget_links(change, ino)?;
     let is_directory = inode.kind == FileKind::Directory;
@@ -110,7 +110,7 @@ fn bring_back(change: &mut Change<'_, '_>, ino: InodeId, subdirectories: u32) ->
     change.put_inode(ino, &inode)?;
     change.put_dentry(parent, &name, Dentry { ino, kind: inode.kind })?;
     change.settle_home(ino, &inode)?;
-    Ok(true)
+    Ok(Mended::Done)
 }
 
 /// Makes an inode remember just the names that lead to it. A directory keeps one.

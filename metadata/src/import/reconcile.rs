@@ -362,10 +362,16 @@ impl Window<'_, '_, '_> {
         }
         match self.claim(key)?.map(|claim| claim.state) {
             None => {}
-            Some(HolderState::Held(holder)) if holder == entry.ino => {}
+            // Of a renamed file the move is noted: its record is all that says what is missed.
+            Some(HolderState::Held(holder)) if holder == entry.ino && !self.is_moving(holder)? => {}
             Some(_) => return Ok(()),
         }
         self.vanish(entry.ino, inode)
+    }
+
+    fn is_moving(&self, ino: InodeId) -> Result<bool> {
+        let record = self.change.keys().movement(ino);
+        Ok(self.change.reads().get(&record)?.is_some())
     }
 
     fn make_file(&mut self, name: &Bytes, info: &ObjectInfo) -> Result<()> {

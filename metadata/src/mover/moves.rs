@@ -41,8 +41,10 @@ enum Copied {
     /// An outsider's object is where it should go. The next listing shows that one instead, or it is gone by the next
     /// attempt.
     TargetTaken,
-    /// An outsider deleted or replaced the bytes before they could be copied.
+    /// An outsider replaced the bytes before they could be copied.
     SourceLost,
+    /// There is no object where the bytes were.
+    SourceMissing,
 }
 
 /// What is to be done about one file.
@@ -128,9 +130,13 @@ impl Mover {
                 self.transact(Durability::Buffered, commit).await
             }
             Ok(failed) => {
-                let is_lost = failed == Copied::SourceLost;
+                let (from, is_lost) = (plan.from.clone(), failed == Copied::SourceLost);
                 let end = move |change: &mut Change<'_, '_>| give_up(change, ino, &plan.from, is_lost);
-                self.transact(Durability::Buffered, end).await.map(|()| is_lost)
+                self.transact(Durability::Buffered, end).await?;
+                match failed {
+                    Copied::SourceMissing => Err(missing(ino, &from)),
+                    _ => Ok(is_lost),
+                }
             }
             Err(error) => {
                 // Whether the copy was made is not known: the intent says what to look for.
@@ -160,9 +166,10 @@ impl Mover {
     }
 
     async fn copy_object(&self, ino: InodeId, plan: &Plan) -> Result<Copied> {
-        let source = self.bucket().head(&plan.from.key).await?;
-        if source.is_none_or(|source| source.version != plan.from.version) {
-            return Ok(Copied::SourceLost);
+        match self.bucket().head(&plan.from.key).await? {
+            None => return Ok(Copied::SourceMissing),
+            Some(source) if source.version != plan.from.version => return Ok(Copied::SourceLost),
+            Some(_) => {}
         }
         let target = self.bucket().head(&plan.to).await?;
         if target.as_ref().map(|target| &target.version) != plan.replaces.as_ref() {
@@ -344,13 +351,24 @@ pub(super) fn discard(
     change.doom_plain(copy)
 }
 
-/// Ends an attempt that cannot be made. A file whose bytes are lost goes with them; any other stays where it is, and its
-/// claim and the move with it.
+/// One look proves nothing, and the file's record is all that says what is missed: it stays, and the move with it.
+fn missing(ino: InodeId, from: &Blob) -> Error {
+    Error::new(
+        ErrorKind::NotFound,
+        format!("the object `{}` is missing, whose bytes inode {ino} has", from.key),
+    )
+    .with_hint("bring it back; `forebay fsck` names the files that need it")
+}
+
+/// Ends an attempt that cannot be made. A file whose bytes were replaced goes with them; any other stays where it is, and
+/// its claim and the move with it.
 fn give_up(change: &mut Change<'_, '_>, ino: InodeId, from: &Blob, is_lost: bool) -> Result<()> {
     if let Some(intent) = change.intent(ino)? {
         change.end_intent(ino, &intent)?;
         // The intent may have stood for the claim on an object that the file left behind meanwhile.
-        if let Some(inode) = change.find(ino)? {
+        if let Some(inode) = change.find(ino)?
+            && !holds_home(change, ino, &inode)?
+        {
             change.settle_home(ino, &inode)?;
         }
     }
@@ -366,9 +384,16 @@ fn give_up(change: &mut Change<'_, '_>, ino: InodeId, from: &Blob, is_lost: bool
     change.delete(change.keys().movement(ino))?;
     match inode.filter(|inode| inode.home.as_ref() == Some(from)) {
         Some(inode) => {
-            warn!(%ino, key = %from.key, "somebody took an object away before its file was moved");
+            warn!(%ino, key = %from.key, "somebody replaced an object before its file was moved");
             change.vanish(ino, inode)
         }
         None => Ok(()),
     }
+}
+
+/// Whether the object that the file left behind is claimed as it should be: then the move is noted, too, and to note it
+/// again would wake the mover for it at once.
+fn holds_home(change: &Change<'_, '_>, ino: InodeId, inode: &Inode) -> Result<bool> {
+    let Some(home) = &inode.home else { return Ok(false) };
+    Ok(change.claim(home.key.as_str())?.is_some_and(|claim| claim.state == HolderState::Held(ino)))
 }

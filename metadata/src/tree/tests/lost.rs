@@ -168,6 +168,39 @@ async fn an_object_that_is_gone_before_it_moved_is_a_loss() {
     assert_eq!(world.objects().await["top"], b"new");
 }
 
+/// The mover finds that out before anybody asks for a check, and listings do.
+#[tokio::test]
+async fn a_file_whose_object_is_gone_before_it_moved_stays_until_it_is_given_up() {
+    use futures::future::FutureExt;
+    for (kind, to) in KINDS.into_iter().flat_map(|kind| [(kind, "d/top"), (kind, "near")]) {
+        let world = World::new(kind).await;
+        let tree = sample(&world).await;
+        let top = ino(&tree, "top").await;
+        rename(&tree, "top", to, crate::tree::RenameMode::Replace).await.expect("renamed");
+        world.delete("top").await;
+        tree.drain().await.expect("drained");
+        let _ = tree.shared.work.notified().now_or_never();
+        tree.drain().await.expect("drained");
+        assert_eq!(tree.shared.work.notified().now_or_never(), None, "what is missing keeps nobody busy");
+        world.pass_ttl();
+        paths(&tree).await;
+        tree.close().await.expect("closed");
+
+        let tree = world.open_moving().await;
+        tree.drain().await.expect("drained");
+        assert_eq!(ino(&tree, to).await, top);
+        assert!(world.read_path(&tree, to).await.is_err(), "no zeros are read");
+        assert!(!only(&fsck(&tree, false).await).mended);
+        let found = fsck(&tree, true).await;
+        assert!(only(&found).detail.contains(&format!("the bytes 0-2 of `{to}`")), "{found:?}");
+        sound(&world, &tree).await;
+        let refuge = format!("lost+found/damaged-inode-{top}");
+        assert_eq!(world.read_path(&tree, &refuge).await.expect("bytes"), "\0\0\0");
+        assert_eq!(attribute(&tree, &refuge, "user.forebay.lost-names").await.expect("a value"), to);
+        tree.close().await.expect("closed");
+    }
+}
+
 /// Nothing is lost with an object of no bytes.
 #[tokio::test]
 async fn an_empty_object_that_is_gone_takes_nothing_away() {

@@ -263,10 +263,20 @@ impl World {
     }
 
     pub(super) async fn try_open(&self, bucket: Option<Bucket>) -> Result<LocalTree> {
+        LocalTree::prepare(self.parts(bucket).await?, self.settings.clone()).await
+    }
+
+    /// Opens the tree as a mount does: its mover works by itself.
+    pub(super) async fn open_moving(&self) -> LocalTree {
+        let parts = self.parts(self.bucket.clone()).await.expect("an engine");
+        LocalTree::open(parts, self.settings.clone()).await.expect("the tree opens")
+    }
+
+    async fn parts(&self, bucket: Option<Bucket>) -> Result<TreeParts> {
         let engine = self.engine().await?;
         let tasks = TaskGroup::new("session");
         *self.tasks.lock() = tasks.clone();
-        let parts = TreeParts {
+        Ok(TreeParts {
             volume: VolumeId(7),
             committer: Committer::start(engine, self.committing.clone()),
             bucket,
@@ -274,8 +284,7 @@ impl World {
             clock: self.clock.clone(),
             rng: Rng::system(),
             tasks,
-        };
-        LocalTree::prepare(parts, self.settings.clone()).await
+        })
     }
 
     /// The power goes. Unsynced changes are lost unless `keeps_cache`.
