@@ -104,6 +104,7 @@ mod tests {
             "forebay sync /mnt --json",
             "forebay gc s3://b/p --dry-run --json",
             "forebay fsck file:///b --repair --json",
+            "forebay fsck file:///b --repair --accept-loss",
             "forebay volume dump s3://b/p tree.dump",
             "forebay volume load - s3://b/p --force",
             "forebay clone /mnt/a /mnt/b",

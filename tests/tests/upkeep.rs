@@ -189,22 +189,30 @@ fn a_file_that_lost_bytes_comes_to_lost_and_found() {
     fs::remove_dir_all(&blobs).expect("lost");
 
     fsck(&[]).failed_with("1 things are wrong", "--repair");
-    let mended = parse(&fsck(&["--repair", "--json"]).succeeded());
+    // All that ever was there is missing, as where a file system is not mounted.
+    fsck(&["--repair"]).failed_with("1 things are wrong", "--accept-loss");
+    assert_eq!(fsck(&["--accept-loss"]).code, Some(2), "it says how to repair");
+    let repaired = fsck(&["--repair", "--accept-loss", "--json"]);
+    assert_eq!(repaired.code, Some(3), "a repair that gives bytes up is no success: {repaired}");
+    let mended = parse(&repaired.stdout);
+    assert_eq!(mended["lost"], 1, "{mended}");
     let [finding] = mended["findings"].as_array().expect("a list").as_slice() else { panic!("{mended}") };
     let detail = finding["detail"].as_str().expect("text");
     assert_eq!((&finding["kind"], &finding["mended"]), (&"dangling-extent".into(), &true.into()));
     let refuge = detail.split('`').find(|word| word.starts_with("/lost+found/")).expect("its new place");
     assert!(detail.contains("the bytes 0-4 of `d/name#1`"), "{detail}");
+    let object = finding["lost"][0].as_str().expect("text");
+    assert!(object.starts_with("0-4 .forebay/blobs/") && object.ends_with("@0+5"), "{object}");
     let again = parse(&fsck(&["--json"]).succeeded());
     assert_eq!(again["findings"], Value::Array(Vec::new()));
 
     mount.remount(&home);
     let file = folder.join(refuge.trim_start_matches('/'));
     assert_eq!(fs::read(&file).expect("bytes"), [0; 5]);
-    let script = "import os, sys; print([os.getxattr(sys.argv[1], 'user.forebay.' + name) for name in ('lost', 'lost-names')])";
+    let script = "import os, sys; print([os.getxattr(sys.argv[1], 'user.forebay.' + name) for name in ('lost', 'lost-names', 'lost-objects')])";
     let told =
         forebay_tests::shell(&folder, &format!("python3 -c \"{script}\" '{}'", file.display())).succeeded();
-    assert_eq!(told.trim(), r"[b'0-4', b'd/name#1\nagain']");
+    assert_eq!(told.trim(), format!(r"[b'0-4', b'd/name#1\x00again', b'{object}']"));
     let names = forebay_tests::shell(&folder, "find . -type f | sort").succeeded();
     assert_eq!(names, format!("./d/sound\n.{refuge}\n"));
     mount.unmount();

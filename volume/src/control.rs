@@ -199,7 +199,7 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
         Ok(Request::Status) => Reply::Status(Box::new(volume.status(&identity))),
         Ok(Request::Refresh { path }) => done(refresh(&volume, &path).await),
         Ok(Request::Sync) => done(sync(&volume).await),
-        Ok(Request::Upkeep(upkeep::Request::Fsck { repair: true })) => failed(
+        Ok(Request::Upkeep(upkeep::Request::Fsck { repair: true, .. })) => failed(
             &Error::invalid("a volume cannot be repaired while it is mounted")
                 .with_hint("unmount it, then run `forebay fsck --repair` again"),
         ),

@@ -11,7 +11,7 @@ use std::time::Duration;
 use forebay_core::{Error, Result};
 use forebay_io::task::blocking;
 use forebay_metadata::dump::DumpReport;
-use forebay_metadata::fsck::FsckReport;
+use forebay_metadata::fsck::{FsckReport, Repair};
 use forebay_metadata::gc::GcReport;
 use forebay_metadata::tree::LocalTree;
 use serde::{Deserialize, Serialize};
@@ -33,6 +33,9 @@ pub enum Request {
     Fsck {
         /// Mend what can be mended. Not while it is mounted.
         repair: bool,
+        /// Give up all that the store says is missing, however much that is.
+        #[serde(default)]
+        accept_loss: bool,
     },
     /// Write the tree to a new file.
     Dump {
@@ -69,10 +72,14 @@ pub async fn upkeep(volume: &Volume, request: &Request) -> Result<Report> {
             })?;
             tree.dump(made).await.map(Report::Dump)
         }
-        Request::Fsck { repair } => {
+        Request::Fsck { repair, accept_loss } => {
+            let repair = match (repair, accept_loss) {
+                (true, true) => Repair::AcceptLoss,
+                (repair, _) => Repair::from(*repair),
+            };
             // What this host has staged is not missing.
             volume.bring_all_in().await?;
-            tree.fsck(*repair).await.map(Report::Fsck)
+            tree.fsck(repair).await.map(Report::Fsck)
         }
     }
 }

@@ -20,16 +20,24 @@ pub(crate) struct FsckArguments {
     /// the bucket, with zeros for them: bring objects back before that. The volume must not be mounted.
     #[arg(long)]
     pub(crate) repair: bool,
+    /// With --repair: give up all that the store says is missing, also where a tenth of all objects are, or none is seen
+    /// where they were. Make sure that all of the bucket is there, and that it is the right one.
+    #[arg(long, requires = "repair")]
+    pub(crate) accept_loss: bool,
     /// The state directory that it is mounted with.
     #[arg(long, value_name = "DIRECTORY")]
     pub(crate) state_dir: Option<PathBuf>,
 }
 
-/// Checks and shows what is wrong. The exit code is 0 when nothing is, or nothing any more.
+/// The exit code of a repair after which nothing is wrong any more, but that gave bytes up.
+const LOST_BYTES: u8 = 3;
+
+/// Checks and shows what is wrong. The exit code is 0 when nothing is, or nothing any more; 3 when bytes were given up for
+/// that.
 pub(crate) fn run(global: &Global, arguments: &FsckArguments) -> Result<ExitCode> {
     let settings = Settings::load(global)?;
     let (source, state) = (&arguments.source, arguments.state_dir.as_deref());
-    let request = Request::Fsck { repair: arguments.repair };
+    let request = Request::Fsck { repair: arguments.repair, accept_loss: arguments.accept_loss };
     let report = run::block_on(upkeep::perform(source, state, &settings, &request))?;
     let Report::Fsck(report) = report else {
         return Err(Error::corrupt("fsck was answered with something else"));
@@ -49,17 +57,25 @@ pub(crate) fn run(global: &Global, arguments: &FsckArguments) -> Result<ExitCode
                 "{} inodes, {} entries, {} objects; {} objects changed outside",
                 report.inodes, report.entries, report.objects, report.changed_outside
             );
+            if report.lost > 0 {
+                let lost = format!("{} files lost bytes and are in /lost+found", report.lost);
+                rows.push(print::row(["lost", &lost]));
+            }
             rows.push(print::row([if report.is_clean() { "clean" } else { "damaged" }, &counts]));
             print::table(&rows);
         }
     }
     if report.is_clean() {
-        return Ok(ExitCode::SUCCESS);
+        return Ok(if report.lost > 0 { ExitCode::from(LOST_BYTES) } else { ExitCode::SUCCESS });
     }
     let wrong = report.findings.iter().filter(|found| !found.mended).count() as u64 + report.further;
-    let hint = match arguments.repair {
-        true => "what cannot be mended is left as it is: restore those files from a backup",
-        false => {
+    let refused = report.refused.as_ref().map(|why| {
+        format!("bytes that are missing were not given up: {why} With --accept-loss they are, for good")
+    });
+    let hint = match (arguments.repair, &refused) {
+        (true, Some(refused)) => refused,
+        (true, None) => "what cannot be mended is left as it is: restore those files from a backup",
+        (false, _) => {
             "run `forebay fsck --repair` while it is not mounted, which gives up bytes that are gone; `forebay gc` frees \
              what leaked"
         }

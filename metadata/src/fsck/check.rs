@@ -4,12 +4,13 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, InodeId, ObjectKey, Result};
+use forebay_core::{Error, ErrorKind, InodeId, Result};
 
 use super::damage::{Damage, FsckReport, Mended};
+use super::evidence::{Evidence, Known, Repair};
 use super::facts::{Facts, Gather};
 use super::judge::judge;
-use super::lost::{find_losses, is_final, path_of};
+use super::lost::{find_losses, path_of};
 use super::mend::mend;
 use super::objects::{Compared, compare};
 use crate::gc::Collector;
@@ -29,21 +30,24 @@ struct Survey {
     damage: Vec<Damage>,
     /// The paths of files that lack bytes.
     paths: HashMap<InodeId, String>,
+    known: Known,
 }
 
-/// Checks a tree against itself and its bucket, and mends what can be mended if `repair`, which nobody else may use
+/// Checks a tree against itself and its bucket, and mends what can be mended as `repair` says, which nobody else may use
 /// meanwhile.
 ///
 /// # Errors
 /// `Unavailable` or `Corrupt` when engine or bucket cannot be read at all.
-pub(crate) async fn check(mover: &Mover, repair: bool) -> Result<FsckReport> {
-    let Survey { mut report, mut damage, mut paths } = survey(mover).await?;
-    let mut seen: Vec<Damage> = Vec::new();
+pub(crate) async fn check(mover: &Mover, repair: Repair) -> Result<FsckReport> {
+    let Survey { mut report, mut damage, mut paths, mut known } = survey(mover).await?;
+    let (mut seen, mut told) = (Vec::new(), HashSet::new());
+    let mut lost = HashSet::new();
     for _ in 0..MOST_PASSES {
-        if !repair || damage.is_empty() {
+        if repair == Repair::No || damage.is_empty() {
             break;
         }
-        let mended = mend_all(mover, &damage).await;
+        let (mended, refused) = mend_all(mover, &damage, &known, repair).await;
+        report.refused = report.refused.or(refused);
         // Frees what leaked, if nothing that cannot be read stands against it.
         if let Err(error) = collector(mover, false).collect().await {
             tracing::warn!(%error, "could not free what leaked");
@@ -51,12 +55,18 @@ pub(crate) async fn check(mover: &Mover, repair: bool) -> Result<FsckReport> {
         for (one, is_mended) in damage.drain(..).zip(&mended) {
             // Bytes that came back without mending were never lost.
             let is_loss = matches!(one, Damage::DanglingExtent(_));
-            if !seen.contains(&one) && (*is_mended || !is_loss) {
+            if let Damage::DanglingExtent(loss) = &one
+                && *is_mended
+                && !loss.runs.is_empty()
+            {
+                lost.insert(loss.ino);
+            }
+            if (*is_mended || !is_loss) && told.insert(one.clone()) {
                 seen.push(one);
             }
         }
         let left = survey(mover).await?;
-        damage = left.damage;
+        (damage, known) = (left.damage, left.known);
         // Those that they had first.
         paths = left.paths.into_iter().chain(paths).collect();
         if !mended.contains(&true) {
@@ -64,13 +74,16 @@ pub(crate) async fn check(mover: &Mover, repair: bool) -> Result<FsckReport> {
         }
     }
     let left = damage;
-    let mended = seen.iter().filter(|one| !left.contains(one)).map(|one| (one, true));
+    report.lost = lost.len() as u64;
+    let still: HashSet<&Damage> = left.iter().collect();
+    let mended = seen.iter().filter(|one| !still.contains(one)).map(|one| (one, true));
     let all: Vec<_> = mended.chain(left.iter().map(|one| (one, false))).collect();
     report.further = all.len().saturating_sub(MOST_FINDINGS) as u64;
     for (one, mended) in all.into_iter().take(MOST_FINDINGS) {
         let mut finding = one.finding();
         finding.mended = mended;
         if let Damage::DanglingExtent(loss) = one {
+            finding.lost = loss.places();
             finding.detail = loss.told(paths.get(&loss.ino).map(String::as_str), mended);
         }
         report.findings.push(finding);
@@ -78,24 +91,33 @@ pub(crate) async fn check(mover: &Mover, repair: bool) -> Result<FsckReport> {
     Ok(report)
 }
 
-/// Mends what can be mended. Returns of each whether it could.
-async fn mend_all(mover: &Mover, damage: &[Damage]) -> Vec<bool> {
+/// Mends what can be mended: bytes that are gone last, so that there is work between the two looks at them. Returns of each
+/// whether it could, and why bytes that are missing were not given up.
+async fn mend_all(
+    mover: &Mover,
+    damage: &[Damage],
+    known: &Known,
+    repair: Repair,
+) -> (Vec<bool>, Option<String>) {
     let is_unsure = damage.iter().any(Damage::hides_others);
     let misnamed: HashSet<InodeId> = damage.iter().filter_map(Damage::misnamed).collect();
-    let mut gone: HashMap<&ObjectKey, bool> = HashMap::new();
+    let mut losses = Vec::new();
+    for one in damage {
+        if let Damage::DanglingExtent(loss) = one {
+            losses.push(loss);
+        }
+    }
+    let mut evidence = Evidence::gather(mover, known, repair, losses).await;
     let mut mended = vec![false; damage.len()];
-    for (one, is_mended) in damage.iter().zip(&mut mended) {
+    let (last, first): (Vec<_>, Vec<_>) =
+        damage.iter().zip(&mut mended).partition(|(one, _)| matches!(one, Damage::DanglingExtent(_)));
+    for (one, is_mended) in first.into_iter().chain(last) {
         if is_unsure && one.takes_away() {
             continue;
         }
         if let Damage::DanglingExtent(loss) = one {
-            let is_gone = match gone.get(&loss.blob.key) {
-                Some(known) => *known,
-                None => is_final(mover, loss).await,
-            };
-            gone.insert(&loss.blob.key, is_gone);
             // What leads to a file has to be known before it is all taken away: the next pass does.
-            if !is_gone || misnamed.contains(&loss.ino) {
+            if misnamed.contains(&loss.ino) || !evidence.is_final(loss).await {
                 continue;
             }
         }
@@ -112,7 +134,8 @@ async fn mend_all(mover: &Mover, damage: &[Damage]) -> Vec<bool> {
             }
         };
     }
-    mended
+    let refused = evidence.refused;
+    (mended, refused)
 }
 
 fn collector(mover: &Mover, dry_run: bool) -> Collector<'_> {
@@ -132,7 +155,7 @@ async fn survey(mover: &Mover) -> Result<Survey> {
     let mut living: HashSet<u64> = facts.sessions.clone();
     living.insert(mover.shared().session);
     let compared = compare(mover.bucket(), &facts, &living).await?;
-    let Compared { damage: found, lacking, objects, changed_outside } = compared;
+    let Compared { damage: found, lacking, known, objects, changed_outside } = compared;
     for one in found {
         if still_stands(mover, &one).await? {
             damage.push(one);
@@ -148,7 +171,7 @@ async fn survey(mover: &Mover) -> Result<Survey> {
     let Facts { nodes, entries, .. } = facts;
     let inodes = nodes.len() as u64;
     let report = FsckReport { inodes, entries, objects, changed_outside, ..FsckReport::default() };
-    Ok(Survey { report, damage, paths })
+    Ok(Survey { report, damage, paths, known })
 }
 
 /// A file may have been written, moved or removed since the snapshot, and its older bytes be gone rightly.

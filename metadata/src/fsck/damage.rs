@@ -10,7 +10,7 @@ use crate::records::session_of;
 use crate::schema::{Counters, Usage};
 
 /// Something that is wrong.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) enum Damage {
     /// A record that cannot be read.
     UnreadableRecord { key: Bytes, why: String },
@@ -66,15 +66,25 @@ pub(super) enum Mended {
 /// How an object is that is not there at all.
 pub(super) const MISSING: &str = "missing";
 
+/// A run of a file's bytes and where its object has them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Run {
+    /// First byte in the file.
+    pub(super) at: u64,
+    pub(super) length: u64,
+    /// First byte in the object.
+    pub(super) offset: u64,
+}
+
 /// Bytes of a file whose object is not in the bucket as the layout says.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Loss {
     pub(super) ino: InodeId,
     pub(super) blob: Blob,
     /// How the object is instead.
     pub(super) why: &'static str,
     /// The file's bytes; none when only an empty object is missed.
-    pub(super) ranges: Vec<Range<u64>>,
+    pub(super) runs: Vec<Run>,
     /// Of a file in the trash, until when.
     pub(super) due_ms: Option<u64>,
 }
@@ -90,6 +100,10 @@ pub struct Finding {
     pub detail: String,
     /// Whether it was mended.
     pub mended: bool,
+    /// Of bytes that are not in the bucket, where they were: `FIRST-LAST KEY@OFFSET+LENGTH` for each run, first and last
+    /// byte in the file, and which bytes of which object these were.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lost: Vec<String>,
 }
 
 /// What a check came to.
@@ -108,6 +122,12 @@ pub struct FsckReport {
     pub findings: Vec<Finding>,
     /// How much more is wrong.
     pub further: u64,
+    /// Files whose bytes were given up by this check.
+    #[serde(default)]
+    pub lost: u64,
+    /// Why bytes that are missing were not given up, though it was to mend.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refused: Option<String>,
 }
 
 impl FsckReport {
@@ -221,7 +241,7 @@ impl Damage {
                 ("leaked-uploads", "the bucket".to_owned(), detail)
             }
         };
-        Finding { kind: kind.to_owned(), subject, detail, mended: false }
+        Finding { kind: kind.to_owned(), subject, detail, mended: false, lost: Vec::new() }
     }
 }
 
@@ -233,21 +253,36 @@ impl Loss {
 
     /// The bytes, first and last of each run: `0-4095,8192-8195`.
     pub(super) fn spelled(&self) -> String {
-        let runs: Vec<String> =
-            self.ranges.iter().map(|range| format!("{}-{}", range.start, range.end - 1)).collect();
-        runs.join(",")
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        for run in &self.runs {
+            match ranges.last_mut() {
+                Some(last) if last.end == run.at => last.end += run.length,
+                _ => ranges.push(run.at..run.at + run.length),
+            }
+        }
+        let ranges: Vec<String> =
+            ranges.iter().map(|range| format!("{}-{}", range.start, range.end - 1)).collect();
+        ranges.join(",")
+    }
+
+    /// Where each run was.
+    pub(super) fn places(&self) -> Vec<String> {
+        let key = &self.blob.key;
+        let place =
+            |Run { at, length, offset }: &Run| format!("{at}-{} {key}@{offset}+{length}", at + length - 1);
+        self.runs.iter().map(place).collect()
     }
 
     /// Which bytes of what, that the object is not there as it was, who can have done it, and what is to be done or was.
     pub(super) fn told(&self, path: Option<&str>, is_mended: bool) -> String {
         let of = path.map_or_else(String::new, |path| format!(" of `{path}`"));
         let (key, why) = (&self.blob.key, self.why);
-        let (bytes, be) = match self.ranges.is_empty() {
+        let (bytes, be) = match self.runs.is_empty() {
             true => (format!("the empty object{of}"), "is"),
             false => (format!("the bytes {}{of}", self.spelled()), "are"),
         };
         if is_mended {
-            return match self.ranges.is_empty() {
+            return match self.runs.is_empty() {
                 true => format!("{bytes} at `{key}` was {why}: the file is one without an object now"),
                 false => format!(
                     "{bytes} at `{key}` were {why} and read as zeros now; the file is `/lost+found/{}`",

@@ -7,6 +7,7 @@ use forebay_core::{Blob, Extent, FileKind, FileLayout, InodeId, ObjectKey, Resul
 
 use super::damage::Damage;
 use crate::kv::Snapshot;
+use crate::records::given_up_in;
 use crate::schema::{
     Claim, Counters, Dentry, HolderState, ImportState, Inode, Intent, Keys, Loan, Member, Move, Quota,
     References, Tag, decode_extents,
@@ -69,6 +70,8 @@ pub(super) struct Facts {
     pub(super) sessions: HashSet<u64>,
     /// Keys of objects that are to be deleted, with the times.
     pub(super) deletions: HashSet<(ObjectKey, u64)>,
+    /// Objects that damaged files say they lost.
+    pub(super) given_up: HashSet<ObjectKey>,
     pub(super) counters: Option<Counters>,
     /// The first inode number that no inode has and no directory has set aside.
     pub(super) first_free: u64,
@@ -245,6 +248,11 @@ impl Gather<'_> {
         .await?;
         self.each(facts, Tag::Quota, |facts, keys, key, value| {
             facts.quotas.insert(InodeId(keys.number_in(&key)?), Quota::decode(value)?);
+            Ok(())
+        })
+        .await?;
+        self.each(facts, Tag::Xattr, |facts, _, key, value| {
+            facts.given_up.extend(given_up_in(&key, value)?);
             Ok(())
         })
         .await?;

@@ -10,34 +10,20 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use bytes::Bytes;
 use forebay_core::{Blob, ErrorKind, Extent, FileKind, FileLayout, InodeId, ObjectKey, Result, Source};
 
-use super::damage::{Loss, MISSING, Mended};
+use super::damage::{Loss, Mended, Run};
 use super::facts::Facts;
 use super::refuge::{forget_links, lost_and_found};
 use crate::gc::names_in;
 use crate::mover::Mover;
-use crate::records::{Change, Charge, Look, Records, names_of, usage_of};
+use crate::records::{Change, Charge, LOST_OBJECTS, Look, Records, path_or_name, usage_of};
 use crate::schema::{Dentry, HolderState, Inode, Tag, decode_plain, encode_plain};
 
 /// The attribute that names the bytes that a file lost: first and last of each run, counted from 0.
 const LOST: &[u8] = b"user.forebay.lost";
-/// The attribute that has the paths of such a file, one in a line.
+/// The attribute that has the paths of such a file, with NUL between them, which no name has.
 const NAMES: &[u8] = b"user.forebay.lost-names";
 /// Longest value of an extended attribute.
 const MOST_VALUE_BYTES: usize = 64 << 10;
-
-/// Whether the object is gone now. Only the store's own answer proves it.
-pub(super) async fn is_final(mover: &Mover, loss: &Loss) -> bool {
-    if loss.why != MISSING {
-        return false;
-    }
-    match mover.bucket().head(&loss.blob.key).await {
-        Ok(found) => found.is_none(),
-        Err(error) => {
-            tracing::warn!(%error, key = %loss.blob.key, "not given up: the store does not say that it is gone");
-            false
-        }
-    }
-}
 
 /// Looks for the files that need what is `lacking`, as they are now.
 pub(super) async fn find_losses(
@@ -73,8 +59,8 @@ pub(super) async fn find_losses(
 
 /// The path of a file, or where it was before it came to the trash.
 pub(super) async fn path_of(mover: &Mover, ino: InodeId) -> Option<String> {
-    let names = mover.look(|look| names_of(look, &look.inode(ino)?)).await.ok()?;
-    Some(String::from_utf8_lossy(&names.join(&b'/')).into_owned())
+    let path = mover.look(|look| path_or_name(look, &look.inode(ino)?)).await.ok()?;
+    Some(String::from_utf8_lossy(&path).into_owned())
 }
 
 fn losses_of(
@@ -100,17 +86,25 @@ fn losses_of(
         }
         let known = losses.iter().position(|loss| loss.blob == *blob);
         let at = known.unwrap_or_else(|| {
-            losses.push(Loss { ino, blob: blob.clone(), why, ranges: Vec::new(), due_ms });
+            losses.push(Loss { ino, blob: blob.clone(), why, runs: Vec::new(), due_ms });
             losses.len() - 1
         });
-        let ranges = &mut losses[at].ranges;
-        match ranges.last_mut() {
-            _ if extent.length == 0 => {}
-            Some(last) if last.end == extent.offset => last.end = extent.end(),
-            _ => ranges.push(extent.offset..extent.end()),
-        }
+        add_run(&mut losses[at].runs, extent);
     }
     Ok(losses)
+}
+
+/// Adds the bytes of an extent to the runs, to the last of them where it goes on in file and object.
+fn add_run(runs: &mut Vec<Run>, extent: &Extent) {
+    let Source::Blob { offset, .. } = extent.source else { return };
+    let (at, length) = (extent.offset, extent.length);
+    match runs.last_mut() {
+        _ if length == 0 => {}
+        Some(last) if last.at + last.length == at && last.offset + last.length == offset => {
+            last.length += length;
+        }
+        _ => runs.push(Run { at, length, offset }),
+    }
 }
 
 /// Whether it is the object at the file's own path: the user's to change, and the next listing sees to it.
@@ -131,14 +125,19 @@ pub(super) fn give_up(change: &mut Change<'_, '_>, loss: &Loss) -> Result<Mended
     if lost.is_empty() || is_listed(change, ino, &inode, &loss.blob)? {
         return Ok(Mended::Nothing);
     }
-    if !loss.ranges.is_empty() {
+    // As it is now.
+    let mut loss = Loss { runs: Vec::new(), ..loss.clone() };
+    lost.iter().for_each(|extent| add_run(&mut loss.runs, extent));
+    if !loss.runs.is_empty() {
         if !seclude(change, ino, &mut inode, loss.due_ms)? {
             return Ok(Mended::Cannot);
         }
         append(change, ino, LOST, b",", loss.spelled().as_bytes())?;
+        append(change, ino, LOST_OBJECTS, b"\0", loss.places().join("\0").as_bytes())?;
     }
     let home = inode.home.clone().filter(|home| *home != loss.blob);
     let is_gone = inode.home != home;
+    change.is_gone = true;
     change.replace_layout((ino, &mut inode), &FileLayout::from_parts(layout.size(), kept)?, home)?;
     if is_gone {
         change.delete_claim(loss.blob.key.as_str())?;
@@ -223,7 +222,7 @@ fn note_names(
     let last = [(inode.parent, inode.name.clone())];
     for (parent, name) in if names.is_empty() { &last } else { names } {
         let named = Inode { parent: *parent, name: name.clone(), ..inode.clone() };
-        append(change, ino, NAMES, b"\n", &names_of(change, &named)?.join(&b'/'))?;
+        append(change, ino, NAMES, b"\0", &path_or_name(change, &named)?)?;
     }
     Ok(())
 }

@@ -7,9 +7,11 @@ use forebay_io::object::{Bucket, ObjectInfo};
 use futures::stream::TryStreamExt;
 
 use super::damage::{Damage, MISSING};
+use super::evidence::Known;
 use super::facts::{Facts, Use};
 use crate::records::session_of;
 use crate::schema::HolderState;
+use crate::volume_file::VolumeRecord;
 
 /// What the comparison came to.
 #[derive(Debug, Default)]
@@ -17,6 +19,7 @@ pub(super) struct Compared {
     pub(super) damage: Vec<Damage>,
     /// Blobs that only the tree knows of and that are not there as they were, and how they are instead.
     pub(super) lacking: HashMap<Blob, &'static str>,
+    pub(super) known: Known,
     pub(super) objects: u64,
     pub(super) changed_outside: u64,
 }
@@ -34,26 +37,35 @@ pub(super) async fn compare(bucket: &Bucket, facts: &Facts, living: &HashSet<u64
         match wanted.remove(&info.key) {
             Some(uses) => {
                 compared.objects += 1;
+                compared.known.there(&info.key, uses.iter().any(|(blob, _)| is_held(facts, blob)));
                 for (blob, _) in uses {
                     if let Some(why) = fault(blob, &info) {
                         compared.lacks(facts, blob, why);
                     }
                 }
             }
+            None if info.key.as_str() == VolumeRecord::KEY => compared.known.has_record = true,
+            // What came back after it was given up is for people to look at.
+            None if facts.given_up.contains(&info.key) => {}
             None if is_leaked(&info.key, living) && !queued.contains(&info.key) => {
                 compared.damage.push(Damage::LeakedBlob { key: info.key, bytes: info.size });
             }
             None => {}
         }
     }
-    for (blob, used) in wanted.into_values().flatten() {
-        match blob.staged_on() {
-            Some(host) => compared.damage.push(Damage::NotUploaded {
-                ino: used.ino,
-                key: blob.key.clone(),
-                host: host.to_owned(),
-            }),
-            None => compared.lacks(facts, blob, MISSING),
+    for (key, uses) in wanted {
+        if uses.iter().any(|(blob, _)| blob.staged_on().is_none() && is_held(facts, blob)) {
+            compared.known.missing(key);
+        }
+        for (blob, used) in uses {
+            match blob.staged_on() {
+                Some(host) => compared.damage.push(Damage::NotUploaded {
+                    ino: used.ino,
+                    key: blob.key.clone(),
+                    host: host.to_owned(),
+                }),
+                None => compared.lacks(facts, blob, MISSING),
+            }
         }
     }
     Ok(compared)
@@ -75,12 +87,16 @@ fn is_leaked(key: &ObjectKey, living: &HashSet<u64>) -> bool {
         && session_of(key).is_none_or(|session| !living.contains(&session))
 }
 
+/// Whether it holds bytes that only the tree knows of: all do but an object at the path of its own file, which is the
+/// user's to change, and the next listing shows it.
+fn is_held(facts: &Facts, blob: &Blob) -> bool {
+    let is_claimed = matches!(facts.claims.get(&blob.key), Some(HolderState::Held(_)));
+    blob.is_owned() || is_claimed || facts.lent.contains_key(blob)
+}
+
 impl Compared {
-    /// An object at the path of its own file is the user's to change, and the next listing shows it. All others hold
-    /// bytes that only the tree knows of.
     fn lacks(&mut self, facts: &Facts, blob: &Blob, why: &'static str) {
-        let is_held = matches!(facts.claims.get(&blob.key), Some(HolderState::Held(_)));
-        if blob.is_owned() || is_held || facts.lent.contains_key(blob) {
+        if is_held(facts, blob) {
             self.lacking.insert(blob.clone(), why);
         } else {
             self.changed_outside += 1;

@@ -174,6 +174,10 @@ impl Collector<'_> {
             }
             self.mover.pages(self.pause).each(tag, |_, value| suspects.clear(tag, value)).await?;
         }
+        if suspects.len() > 0 {
+            let name = |key: bytes::Bytes, value| suspects.clear_given_up(&key, value);
+            self.mover.pages(self.pause).each(Tag::Xattr, name).await?;
+        }
         let garbage = suspects.into_garbage();
         report.blobs += garbage.len() as u64;
         report.blob_bytes += garbage.iter().map(|info| info.size).sum::<u64>();

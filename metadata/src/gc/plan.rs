@@ -6,7 +6,7 @@ use bytes::Bytes;
 use forebay_core::{Extent, ObjectKey, Result, Source};
 use forebay_io::object::ObjectInfo;
 
-use crate::records::session_of;
+use crate::records::{given_up_in, session_of};
 use crate::schema::{Claim, Deletion, Inode, Intent, Loan, References, Tag, decode_extents};
 
 /// The families whose records name owned blobs.
@@ -27,6 +27,14 @@ impl Suspects {
     /// Clears what a record names of suspicion.
     pub(super) fn clear(&mut self, tag: Tag, value: Bytes) -> Result<()> {
         for key in names_in(tag, value)? {
+            self.0.remove(&key);
+        }
+        Ok(())
+    }
+
+    /// Clears what a damaged file says it lost, and what came back since.
+    pub(super) fn clear_given_up(&mut self, key: &[u8], value: Bytes) -> Result<()> {
+        for key in given_up_in(key, value)? {
             self.0.remove(&key);
         }
         Ok(())

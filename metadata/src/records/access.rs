@@ -209,6 +209,8 @@ pub(crate) struct Change<'a, 't> {
     pub(crate) is_import: bool,
     /// Whether what it takes away goes to the trash, if there is one: not so when its bytes are gone already.
     pub(crate) keeps_deleted: bool,
+    /// Whether the blobs that it gives up are gone from the bucket: should they come back, nothing is to delete them.
+    pub(crate) is_gone: bool,
     /// Whether it put a claim.
     pub(crate) has_claimed: bool,
     /// Names that a listing changed so far.
@@ -228,7 +230,16 @@ impl Records for Change<'_, '_> {
 impl<'a, 't> Change<'a, 't> {
     pub(crate) fn new(txn: &'a mut Txn<'t>, shared: &'a Shared) -> Self {
         let (now, outside) = (shared.now(), Vec::new());
-        Self { txn, shared, now, is_import: false, keeps_deleted: true, has_claimed: false, outside }
+        Self {
+            txn,
+            shared,
+            now,
+            is_import: false,
+            keeps_deleted: true,
+            is_gone: false,
+            has_claimed: false,
+            outside,
+        }
     }
 
     fn touch_name(&mut self, parent: InodeId, name: &[u8]) {

@@ -105,7 +105,9 @@ impl Change<'_, '_> {
             if blob.is_segment() {
                 self.leave_segment(blob, ino, count <= 1)?;
             }
-            if count <= 1 {
+            if count <= 1 && self.is_gone {
+                self.delete(self.keys().references(key))?;
+            } else if count <= 1 {
                 let due_ms = self.shared.now_ms().saturating_add(self.shared.settings.delete_delay_ms);
                 self.queue_deletion(due_ms, Deletion { blob: (*blob).clone(), session: None })?;
             }

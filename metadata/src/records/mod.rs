@@ -6,6 +6,7 @@
 
 mod settings;
 mod owned;
+mod given_up;
 mod pages;
 mod outside;
 mod counted;
@@ -28,11 +29,12 @@ pub use clones::Cloned;
 #[cfg(test)]
 pub(crate) use clones::MOST_CHANGED;
 pub(crate) use clones::{Building, Changed, CloneTicket, Clones, Made, Read};
+pub(crate) use given_up::{LOST_OBJECTS, given_up_in};
 pub(crate) use name::{check_name, check_new_name, is_reserved};
 pub use outside::{OutsideChange, OutsideChanges, OutsideListener};
 pub(crate) use owned::{owned_key, session_of};
 pub(crate) use pages::Pages;
-pub(crate) use path::{Spelling, child_prefix, names_of, prefix_with_slash};
+pub(crate) use path::{Spelling, child_prefix, names_of, path_or_name, prefix_with_slash};
 pub(crate) use quota::{Charge, usage_of};
 pub use segments::SegmentPin;
 pub use settings::{GcSettings, ImportSettings, TreeSettings};

@@ -1,7 +1,7 @@
 //! Paths and the object keys that they spell.
 
 use bytes::Bytes;
-use forebay_core::{Error, InodeId, Result};
+use forebay_core::{Error, ErrorKind, InodeId, Result};
 
 use super::{Change, Records};
 use crate::schema::Inode;
@@ -72,6 +72,16 @@ pub(crate) fn names_of(records: &dyn Records, inode: &Inode) -> Result<Vec<Bytes
     }
     names.reverse();
     Ok(names)
+}
+
+/// The path of an inode, or to where it last was. Where a directory on the way is gone for good, which only what is in the
+/// trash outlives, `?` stands for it and all above it.
+pub(crate) fn path_or_name(records: &dyn Records, inode: &Inode) -> Result<Bytes> {
+    match names_of(records, inode) {
+        Ok(names) => Ok(names.join(&b'/').into()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok([b"?/", &inode.name[..]].concat().into()),
+        Err(error) => Err(error),
+    }
 }
 
 impl Change<'_, '_> {

@@ -10,7 +10,7 @@ use super::codec::{Decoder, Encoder};
 
 /// What lies below a directory, or how much more than before. While a directory is being counted it may be negative: what
 /// left it was there before the count began.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Usage {
     /// Inodes, the directory itself not among them.

@@ -455,7 +455,7 @@ impl UploadRecord {
 }
 
 /// `N`: what a whole volume counts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Counters {
     /// The next inode number that no directory has been given.

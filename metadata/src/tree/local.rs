@@ -15,7 +15,7 @@ use tracing::{debug, warn};
 
 use crate::commit::{Committer, Txn};
 use crate::dump::{self, DumpReport};
-use crate::fsck::{self, FsckReport};
+use crate::fsck::{self, FsckReport, Repair};
 use crate::gc::{self, Collector, GcReport};
 use crate::import::Importer;
 use crate::kv::Durability;
@@ -234,10 +234,10 @@ impl LocalTree {
     /// # Errors
     /// `ReadOnly` on a read-only tree; `Unsupported` for one without a bucket; others when engine or bucket cannot be
     /// read at all.
-    pub async fn fsck(&self, repair: bool) -> Result<FsckReport> {
+    pub async fn fsck(&self, repair: impl Into<Repair>) -> Result<FsckReport> {
         self.check_writable()?;
         let mover = self.mover.as_ref().ok_or_else(fsck::no_bucket)?;
-        fsck::check(mover, repair).await
+        fsck::check(mover, repair.into()).await
     }
 
     pub(super) async fn shut_down(&self) -> Result<()> {

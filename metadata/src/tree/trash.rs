@@ -1,12 +1,12 @@
 //! Looking into the trash, bringing back, emptying. Whoever deletes puts there what can be brought back
 //! ([`crate::records`]), and the mover frees what is past its time.
 
-use bytes::{BufMut, Bytes, BytesMut};
-use forebay_core::{Attributes, ErrorKind, InodeId, Result, Timestamp};
+use bytes::Bytes;
+use forebay_core::{Attributes, InodeId, Result, Timestamp};
 
 use super::local::LocalTree;
 use crate::kv::Durability;
-use crate::records::{Look, Records, TrashId, names_of};
+use crate::records::{Look, Records, TrashId, path_or_name};
 use crate::schema::{Inode, Tag};
 
 /// Something deleted that can be brought back.
@@ -66,15 +66,7 @@ impl LocalTree {
 }
 
 fn trashed(look: &Look<'_, '_>, id: TrashId, inode: &Inode) -> Result<Trashed> {
-    let mut path = BytesMut::new();
-    match names_of(look, inode) {
-        Ok(names) => path.put_slice(&names.join(&b'/')),
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            path.put_slice(b"?/");
-            path.put_slice(&inode.name);
-        }
-        Err(error) => return Err(error),
-    }
+    let path = path_or_name(look, inode)?;
     let attributes = inode.attributes(id.ino);
-    Ok(Trashed { id, path: path.freeze(), deleted: attributes.ctime, attributes })
+    Ok(Trashed { id, path, deleted: attributes.ctime, attributes })
 }

@@ -4,15 +4,24 @@
 use forebay_core::{Blob, FileKind, InodeId, Result};
 use forebay_io::object::{FaultMode, Faults, OperationKind};
 
-use super::fsck::{fsck, kinds, sample, write_over};
+use super::fsck::{fsck, kinds, write_over};
 use super::segments::write_packed;
 use super::sharing::share;
 use super::world::*;
-use crate::fsck::{Finding, FsckReport};
+use crate::fsck::{Finding, FsckReport, Repair};
 use crate::tree::{LocalTree, QuotaLimits, Tree, resolve};
 
 const ROOT: InodeId = InodeId::ROOT;
 const KINDS: [Kind; 2] = [Kind::Lmdb, Kind::Slate];
+
+/// A tree with one of everything, and one more object where owned blobs are: where none is seen, nothing is given up.
+async fn sample(world: &World) -> LocalTree {
+    let tree = super::fsck::sample(world).await;
+    world.write_path(&tree, "witness", "here").await.expect("written");
+    write_over(world, &tree, "witness", 6, b"tail").await;
+    tree.drain().await.expect("drained");
+    tree
+}
 
 async fn ino(tree: &LocalTree, path: &str) -> InodeId {
     resolve(tree, path).await.expect("found").ino
@@ -65,7 +74,7 @@ async fn a_file_that_lost_bytes_is_taken_away_under_all_its_names() {
             tree.set_quota(directory, wide).await.expect("a quota");
         }
         let (packed, d) = (ino(&tree, "packed").await, ino(&tree, "d").await);
-        tree.link(packed, d, b"other").await.expect("linked");
+        tree.link(packed, d, b"oth\ner").await.expect("linked");
         let before = tree.attributes(packed).await.expect("attributes");
         let key = lose(&world, &tree, "packed").await;
 
@@ -77,7 +86,10 @@ async fn a_file_that_lost_bytes_is_taken_away_under_all_its_names() {
         }
         assert!(world.read_path(&tree, "packed").await.is_err(), "no zeros are read before it is asked for");
 
+        assert_eq!(finding.lost, [format!("6-9 {key}@0+4")]);
+
         let mended = fsck(&tree, true).await;
+        assert_eq!((found.lost, mended.lost), (0, 1));
         let (finding, refuge) = (only(&mended), format!("lost+found/damaged-inode-{packed}"));
         for fact in ["6-9", "`packed`", &key, &refuge] {
             assert!(finding.detail.contains(fact) && finding.mended, "{fact}: {finding:?}");
@@ -85,20 +97,22 @@ async fn a_file_that_lost_bytes_is_taken_away_under_all_its_names() {
         sound(&world, &tree).await;
         assert_eq!(world.read_path(&tree, &refuge).await.expect("bytes"), "head\0\0\0\0\0\0");
         let all = paths(&tree).await;
-        assert!(!all.contains(&"packed".to_owned()) && !all.contains(&"d/other".to_owned()), "{all:?}");
+        assert!(!all.contains(&"packed".to_owned()) && !all.contains(&"d/oth\ner".to_owned()), "{all:?}");
         let after = tree.attributes(packed).await.expect("attributes");
         assert_eq!((after.nlink, after.size, after.mtime), (1, before.size, before.mtime));
         assert!(after.generation > before.generation, "nobody takes the old bytes for these");
         assert_eq!(attribute(&tree, &refuge, "user.forebay.lost").await.expect("a value"), "6-9");
         let names = attribute(&tree, &refuge, "user.forebay.lost-names").await.expect("a value");
-        assert_eq!(names, "packed\nd/other");
+        assert_eq!(names, "packed\0d/oth\ner", "a name may have any byte but NUL");
 
         write_over(&world, &tree, &refuge, 1, b"EA").await;
-        lose(&world, &tree, &refuge).await;
+        let again = lose(&world, &tree, &refuge).await;
         assert!(fsck(&tree, true).await.is_clean());
         sound(&world, &tree).await;
         assert_eq!(world.read_path(&tree, &refuge).await.expect("bytes"), "h\0\0d\0\0\0\0\0\0");
         assert_eq!(attribute(&tree, &refuge, "user.forebay.lost").await.expect("a value"), "6-9,1-2");
+        let objects = attribute(&tree, &refuge, "user.forebay.lost-objects").await.expect("a value");
+        assert_eq!(objects, format!("6-9 {key}@0+4\01-2 {again}@0+2"));
         assert_eq!(attribute(&tree, &refuge, "user.forebay.lost-names").await.expect("a value"), names);
         tree.close().await.expect("closed");
     }
@@ -224,16 +238,19 @@ async fn nothing_is_given_up_that_is_not_certainly_gone() {
     let before = paths(&tree).await;
     tree.close().await.expect("closed");
 
-    // The store does not say whether the object is gone.
-    let faults = Faults::new();
-    let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(30))).await;
-    for nth in 1..200 {
-        faults.script(OperationKind::Head, nth, FaultMode::Before);
+    // The store does not say, at the first look, whether the object is gone; whether another is still there; whether it
+    // is gone at the second look.
+    for first in 1..4 {
+        let faults = Faults::new();
+        let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(30))).await;
+        for nth in first..200 {
+            faults.script(OperationKind::Head, nth, FaultMode::Before);
+        }
+        let found = fsck(&tree, true).await;
+        assert!(!found.is_clean() && !only(&found).mended, "{first}: {:?}", found.findings);
+        assert_eq!(paths(&tree).await, before);
+        tree.close().await.expect("closed");
     }
-    let found = fsck(&tree, true).await;
-    assert!(!found.is_clean() && !only(&found).mended, "{:?}", found.findings);
-    assert_eq!(paths(&tree).await, before);
-    tree.close().await.expect("closed");
 
     // It cannot be listed at all.
     let faults = Faults::new();
@@ -289,4 +306,91 @@ async fn a_lost_inode_that_lost_bytes_gets_one_name() {
     let below: Vec<_> =
         paths(&tree).await.into_iter().filter(|path| path.starts_with("lost+found/")).collect();
     assert_eq!(below, ["lost+found/".to_owned(), format!("lost+found/damaged-inode-{packed}")]);
+}
+
+/// Where a file system is not mounted, or a server is empty, all that was there seems to be gone.
+#[tokio::test]
+async fn nothing_is_given_up_where_no_other_object_is_seen() {
+    for kind in KINDS {
+        let world = World::new(kind).await;
+        let tree = super::fsck::sample(&world).await;
+        lose(&world, &tree, "packed").await;
+        let before = paths(&tree).await;
+        let found = fsck(&tree, true).await;
+        assert!(!only(&found).mended && found.lost == 0, "{found:?}");
+        assert!(found.refused.expect("a reason").contains("none of the objects"));
+        assert_eq!(paths(&tree).await, before);
+        let found = tree.fsck(Repair::AcceptLoss).await.expect("checked");
+        assert!(found.is_clean() && found.lost == 1 && found.refused.is_none(), "{found:?}");
+        sound(&world, &tree).await;
+        tree.close().await.expect("closed");
+    }
+}
+
+#[tokio::test]
+async fn little_is_given_up_at_once() {
+    let world = World::new(Kind::Lmdb).await;
+    let tree = sample(&world).await;
+    for n in 0..10 {
+        let path = format!("d/{n}");
+        world.write_path(&tree, &path, "head").await.expect("written");
+        write_over(&world, &tree, &path, 6, b"tail").await;
+        lose(&world, &tree, &path).await;
+    }
+    let before = paths(&tree).await;
+    let found = fsck(&tree, true).await;
+    assert_eq!((found.findings.len(), found.lost), (10, 0));
+    assert!(found.findings.iter().all(|found| !found.mended));
+    assert!(found.refused.expect("a reason").contains("10 of the 12 objects"));
+    assert_eq!(paths(&tree).await, before);
+    let found = tree.fsck(Repair::AcceptLoss).await.expect("checked");
+    assert!(found.is_clean() && found.lost == 10, "{found:?}");
+    sound(&world, &tree).await;
+}
+
+/// The bytes may lie behind a delete marker, or on a disk that was away.
+#[tokio::test]
+async fn what_comes_back_after_it_was_given_up_is_not_deleted() {
+    for kind in KINDS {
+        let world = World::new(kind).await;
+        let tree = sample(&world).await;
+        let packed = ino(&tree, "packed").await;
+        let key = lose(&world, &tree, "packed").await;
+        assert!(fsck(&tree, true).await.is_clean());
+        world.put(&key, b"tail").await;
+        sound(&world, &tree).await;
+        tree.close().await.expect("closed");
+        let tree = world.open().await;
+        assert_eq!(tree.collect_garbage(false).await.expect("collected").blobs, 0);
+        assert!(fsck(&tree, true).await.findings.is_empty());
+        assert_eq!(world.objects().await[&key], b"tail");
+        // It goes with the file that says what it was.
+        unlink(&tree, &format!("lost+found/damaged-inode-{packed}")).await.expect("unlinked");
+        assert_eq!(tree.collect_garbage(false).await.expect("collected").blobs, 1);
+        assert!(!world.objects().await.contains_key(&key));
+        tree.close().await.expect("closed");
+    }
+}
+
+#[tokio::test]
+async fn a_file_in_the_trash_whose_directory_is_gone_is_given_up() {
+    let mut world = World::new(Kind::Lmdb).await;
+    world.settings.trash_ms = 3_600_000;
+    let tree = sample(&world).await;
+    make_directory(&tree, "gone").await.expect("made");
+    world.write_path(&tree, "gone/file", "head").await.expect("written");
+    write_over(&world, &tree, "gone/file", 6, b"tail").await;
+    let file = ino(&tree, "gone/file").await;
+    lose(&world, &tree, "gone/file").await;
+    unlink(&tree, "gone/file").await.expect("unlinked");
+    tree.remove_directory(ROOT, b"gone").await.expect("removed");
+    let trash = tree.trash(None, 9).await.expect("the trash");
+    let directory = trash.iter().find(|one| one.attributes.kind == FileKind::Directory);
+    tree.purge(directory.expect("a directory").id).await.expect("purged");
+
+    let found = fsck(&tree, true).await;
+    assert!(only(&found).mended && only(&found).detail.contains("`?/file`"), "{found:?}");
+    sound(&world, &tree).await;
+    let refuge = format!("lost+found/damaged-inode-{file}");
+    assert_eq!(attribute(&tree, &refuge, "user.forebay.lost-names").await.expect("a value"), "?/file");
 }
