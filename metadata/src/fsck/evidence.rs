@@ -72,7 +72,7 @@ impl Known {
         if is_owned(key) {
             self.owned.get_or_insert_with(|| key.clone());
         }
-        if !self.places.get(directory(key)).is_some_and(|place| place.seen.is_some()) {
+        if self.places.get(directory(key)).is_none_or(|place| place.seen.is_none()) {
             self.places.entry(directory(key).to_owned()).or_default().seen = Some(key.clone());
         }
     }
