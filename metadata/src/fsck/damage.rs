@@ -229,13 +229,7 @@ impl Damage {
             Self::WrongCounters { recorded, found } => {
                 ("wrong-counters", "the volume".to_owned(), format!("recorded {recorded:?}, found {found:?}"))
             }
-            Self::LeakedBlob { key, bytes } => {
-                let whose = match session_of(key) {
-                    Some(_) => "",
-                    None => "; its name is none that Forebay gives: remove it by hand if it is nobody's",
-                };
-                ("leaked-blob", key.to_string(), format!("{bytes} bytes that nothing refers to{whose}"))
-            }
+            Self::LeakedBlob { key, bytes } => ("leaked-blob", key.to_string(), leak_of(key, *bytes)),
             Self::LeakedUploads { uploads, leftovers } => {
                 let detail = format!("{uploads} unfinished uploads, {leftovers} staged files");
                 ("leaked-uploads", "the bucket".to_owned(), detail)
@@ -243,6 +237,14 @@ impl Damage {
         };
         Finding { kind: kind.to_owned(), subject, detail, mended: false, lost: Vec::new() }
     }
+}
+
+fn leak_of(key: &ObjectKey, bytes: u64) -> String {
+    let whose = match session_of(key) {
+        Some(_) => "",
+        None => "; its name is none that Forebay gives: remove it by hand if it is nobody's",
+    };
+    format!("{bytes} bytes that nothing refers to{whose}")
 }
 
 impl Loss {
