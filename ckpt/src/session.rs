@@ -32,6 +32,10 @@ pub use predecessor::{Part, Predecessor};
 /// Warnings kept for the caller at most; later ones are dropped.
 const MAX_WARNINGS: usize = 16;
 
+/// Agents that a save may lose before it is given up, as what may be killing them. One may have been dead by the time it was
+/// given the save.
+const AGENTS_A_SAVE: u32 = 3;
+
 /// What became of a save.
 #[derive(Debug, Clone)]
 pub enum Progress {
@@ -97,7 +101,8 @@ struct Pending {
     save: Arc<Save>,
     /// Holds the step.
     slot: Slot,
-    was_resent: bool,
+    /// Agents that were given it.
+    agents: u32,
 }
 
 /// The agent's process ended with saves unsettled.
@@ -217,11 +222,12 @@ impl Session {
             self.send(&Request::GoOn(origin), None)?;
         }
         for pending in std::mem::take(&mut self.pending) {
-            if !pending.was_resent {
+            if pending.agents < AGENTS_A_SAVE {
                 self.pending.push_back(pending);
                 continue;
             }
-            let message = format!("two agents died while they saved step {}", pending.save.step);
+            let message =
+                format!("{} agents died while they saved step {}", pending.agents, pending.save.step);
             let hint = "the host may be short of memory; see the agent's log (agent_log=)";
             self.settle(pending, Err(Error::new(ErrorKind::Unavailable, message).with_hint(hint)));
         }
@@ -234,7 +240,7 @@ impl Session {
         }
         for index in 0..self.pending.len() {
             let pending = &mut self.pending[index];
-            pending.was_resent = true;
+            pending.agents += 1;
             let (held, memory) = (pending.slot.held().cloned(), pending.slot.memory().clone());
             if let Some(held) = held {
                 self.send_held(held, &memory, Request::SealAgain)?;
@@ -342,7 +348,7 @@ impl Session {
         let save =
             Arc::new(Save { step, number, progress: Mutex::new(Progress::Sent), times: Mutex::default() });
         let memory = slot.memory().clone();
-        self.pending.push_back(Pending { save: save.clone(), slot, was_resent: false });
+        self.pending.push_back(Pending { save: save.clone(), slot, agents: 1 });
         // A failure here is the agent's death: the next connection sends the save again.
         self.send_held(held, &memory, Request::Seal).ok();
         Ok(save)

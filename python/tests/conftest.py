@@ -202,8 +202,19 @@ def url(request: pytest.FixtureRequest, tmp_path: os.PathLike[str]) -> str:
     return f"s3://checkpoints/{os.path.basename(tmp_path)}-{time.time_ns()}"
 
 
+@pytest.fixture(autouse=True)
+def children_end_with_their_test() -> Iterator[None]:
+    """What a failed test leaves would keep whoever reads its output waiting."""
+    yield
+    for child in list(Child.alive):
+        child.kill()
+
+
 class Child:
     """A forked process in a group of its own; forked, because torch is imported already."""
+
+    alive: set[Child] = set()
+    """Those that were not waited for."""
 
     def __init__(self, work: Callable[[Callable[[str], None]], None]) -> None:
         read, write = os.pipe()
@@ -223,6 +234,7 @@ class Child:
             os._exit(0)
         os.close(write)
         self._lines = os.fdopen(read)
+        Child.alive.add(self)
 
     def line(self) -> str:
         """The next line that the child reported; empty once it ended."""
@@ -236,5 +248,6 @@ class Child:
     def join(self) -> int:
         """Waits for the child's end; gives its exit code."""
         _, status = os.waitpid(self.pid, 0)
+        Child.alive.discard(self)
         self._lines.close()
         return os.waitstatus_to_exitcode(status)

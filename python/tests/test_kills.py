@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def start(place: Path, world_size: int, is_last: bool) -> list[Child]:
         torch.set_num_threads(1)
         state = parts(1 + rank)
         report("begun")
+        # Killed before all ranks had sealed their first step, or before a sealed one was known to be durable.
+        warnings.simplefilter("ignore", forebay.CheckpointWarning)
         try:
             checkpointer = forebay.Checkpointer(place, every=1, keep=2, linger=LINGER_S)
             restored = checkpointer.restore(state) or 0
