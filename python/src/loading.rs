@@ -293,14 +293,15 @@ impl Step {
         }
     }
 
-    /// Writes a part of the state as a Hugging Face directory; gives the files' names.
+    /// Writes a part of the state as a Hugging Face directory; gives the files' names, and the tensors of which ranks had
+    /// others than those written.
     fn export(
         &self,
         py: Python<'_>,
         folder: PathBuf,
         part: String,
         file_bytes: u64,
-    ) -> PyResult<Vec<String>> {
+    ) -> PyResult<(Vec<String>, Vec<String>)> {
         let write = || {
             let Place::Store(url) = &self.place else {
                 return Err(Error::invalid("a step in memory cannot be exported"));
@@ -308,7 +309,8 @@ impl Step {
             let plan = Export::plan(&self.manifest, &part, file_bytes)?;
             make_directory(&folder)?;
             let (runtime, bucket) = open(url)?;
-            Ok(plan.write((runtime.handle(), &bucket), &folder, None, &|_| {})?.files)
+            let exported = plan.write((runtime.handle(), &bucket), &folder, None, &|_| {})?;
+            Ok((exported.files, exported.differing))
         };
         py.detach(write).or_raise()
     }

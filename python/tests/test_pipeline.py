@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import forebay
-from forebay._merge import asked, merged, refuse_mark
+from forebay._merge import asked, left_by_all, merged, refuse_mark
 from forebay.convert import to_dcp, to_hugging_face
 
 from .conftest import SCALE
@@ -210,11 +210,69 @@ def test_what_no_rank_asks_for_and_what_none_saved_are_refused(tmp_path: Path) -
 
     for lacks, unknown in run_ranks(2, restore):
         assert lacks == (
-            "the state lacks what was saved, on every rank: state: 'optim', "
-            "state['model']: 'layers.2.bias', state['model']: 'layers.2.weight', "
-            "state['model']: 'layers.3.bias', state['model']: 'layers.3.weight'"
+            "the state lacks what was saved, on every rank: "
+            "state['model']['layers.2.bias'], state['model']['layers.2.weight'], "
+            "state['model']['layers.3.bias'], state['model']['layers.3.weight'], state['optim']"
         )
         assert "the checkpoint lacks 'layers.4.bias', 'layers.4.weight'" in unknown
+
+
+def test_what_ranks_leave_at_different_depths_is_seen() -> None:
+    first, second = [("state", "model"), ("state", "loader", "at")], [("state", "model", "a"), ("state", "model", "b")]
+    assert left_by_all([first, second]) == ["state['model']['a']", "state['model']['b']"]
+    assert left_by_all([second, first]) == left_by_all([first, second])
+    assert left_by_all([first, second, []]) == []
+    assert left_by_all([first]) == ["state['loader']['at']", "state['model']"]
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_a_part_that_one_rank_has_none_of_and_another_too_little_is_refused(tmp_path: Path, has_model: bool) -> None:
+    save_at("2", tmp_path)
+
+    def restore(rank: int) -> Any:
+        ends = LAYERS if has_model else 3
+        state: dict[str, Any] = {"epoch": 0} if rank == 0 else {"model": Net(0, ends), "epoch": 0}
+        try:
+            with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+                checkpointer.restore(state)
+        except forebay.CheckpointMismatch as error:
+            return str(error)
+        return None
+
+    found = run_ranks(2, restore)
+    model = "" if has_model else "state['model']['layers.3.bias'], state['model']['layers.3.weight'], "
+    assert found == [f"the state lacks what was saved, on every rank: {model}state['optim']"] * 2
+
+
+def test_what_is_not_asked_for_is_not_even_made(tmp_path: Path) -> None:
+    """A fresh optimizer has no state; torch's way to ask for it makes one."""
+    save_at("2", tmp_path)
+
+    def restore(rank: int) -> Any:
+        state = part("4")
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            assert checkpointer.restore(state, only=["model.*", "epoch"]) == 5
+        expected = values(trained("1"))
+        weights = state["model"].state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+        return [state["epoch"], len(state["optim"].state)]
+
+    assert run_ranks(4, restore) == [[7, 0]] * 4
+
+
+def test_an_export_tells_what_ranks_have_otherwise(tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        own = {"alike": torch.ones(3), "own": torch.full((3,), float(rank)), f"stage.{rank}": torch.full((2,), 5.0)}
+        with forebay.Checkpointer(tmp_path / "run", rng=False) as checkpointer:
+            checkpointer.save_now(1, {"model": own})
+        return None
+
+    run_ranks(2, save)
+    (tmp_path / "hf").mkdir()
+    with pytest.warns(forebay.CheckpointWarning, match="step 1: ranks differ in own, of which the lowest rank's is"):
+        to_hugging_face(str(tmp_path / "run"), tmp_path / "hf")
+    found = {name: value.tolist() for name, value in load_file(tmp_path / "hf" / "model.safetensors").items()}
+    assert found == {"alike": [1.0] * 3, "own": [0.0] * 3, "stage.0": [5.0] * 2, "stage.1": [5.0] * 2}
 
 
 def test_stages_of_torchs_pipelining(tmp_path: Path) -> None:
@@ -316,17 +374,17 @@ def test_groups_of_optimizers_are_merged_by_their_options() -> None:
     groups = [{"params": ["a", "c"], "lr": 1}, {"params": ["b"], "lr": 1}, {"params": ["d"], "lr": 2}]
     assert whole == an_optimizer({"a": {"m": "A"}, "c": {"m": "C"}}, *groups)
 
-    def ask(*groups: list[str]) -> tuple[Any, list[str]]:
+    def ask(*groups: list[str]) -> tuple[Any, list[Any]]:
         state = {name: {} for group in groups for name in group}
-        left: list[str] = []
+        left: list[Any] = []
         live = {"state": state, "param_groups": [{"params": group} for group in groups]}
-        return asked(whole, torch.optim.SGD([torch.ones(1)]), lambda _: ("optimizer", live), left)["v"], left
+        return asked(whole, torch.optim.SGD([torch.ones(1)]), lambda *_: ("optimizer", live), left)["v"], left
 
     # One may join what groups of the same options had.
     found, left = ask(["c", "b"], ["d"])
     groups = [{"params": ["c", "b"], "lr": 1}, {"params": ["d"], "lr": 2}]
     assert found == tree({"state": {"c": {"m": "C"}}, "param_groups": groups})
-    assert left == ["state: 'a'"]
+    assert left == [("state", "a")]
     for groups_asked, words in ((["a", "d"], "no one group of options"), (["a", "e"], "the checkpoint lacks 'e'")):
         with pytest.raises(forebay.CheckpointMismatch, match=words):
             ask(groups_asked)

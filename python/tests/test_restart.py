@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 import forebay
 from forebay import _held, _native
+from forebay._held import Inheritance
 
 from .conftest import Child, rounds, wait_until
 from .test_crash import is_running
@@ -309,6 +311,30 @@ def test_ranks_restore_each_others_parts_from_memory(tmp_path: Path) -> None:
     assert rank_restores(run) == [[3, "arena", True]] * 2
     for agent in agents:
         wait_until(lambda: not is_running(agent))
+
+
+def test_memory_that_one_rank_cannot_open_is_left_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int, report: Report) -> None:
+        state = rank_state()
+        advance(state, rank)
+        checkpointer = forebay.Checkpointer(tmp_path, every=1, replicated=["all"], linger=LINGER_S)
+        save = checkpointer.step(1, state)
+        assert save is not None and save.wait_durable(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    agents = [kill(child) for child in start_ranks(2, work, with_gloo=False)]
+    visit = Inheritance._visit
+
+    def one_is_gone(self: Inheritance, rank: int) -> Any:
+        # Of the other's; its own it looked for before.
+        return None if (self._ranks.rank, rank) == (0, 1) else visit(self, rank)
+
+    monkeypatch.setattr(Inheritance, "_visit", one_is_gone)
+    warnings.simplefilter("ignore", forebay.CheckpointWarning)
+    assert rank_restores(tmp_path) == [[1, "store", True]] * 2
+    for agent in agents:
+        end(agent)
 
 
 def test_a_step_that_one_rank_did_not_seal_is_left_by_all(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 import forebay
@@ -105,3 +106,15 @@ def test_ranks_that_read_together_fill_strided_memory(tmp_path: Path) -> None:
     """Out of what they lend each other: it takes them no more than dense memory does."""
     for most in taken(2, tmp_path / "run", 320 * MIB, turned=True):
         assert most <= 6 * HALF + IN_FLIGHT + SLACK, most
+
+
+def test_an_array_without_dimensions_that_has_two_names_is_filled_by_ranks_together(tmp_path: Path) -> None:
+    forebay.save({"a": numpy.array(3.0), "b": numpy.array(3.0)}, tmp_path, step=1)
+
+    def work(rank: int) -> float:
+        array = numpy.array(0.0)
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            assert checkpointer.restore({"a": array, "b": array}) == 1
+        return float(array)
+
+    assert run_ranks(2, work, with_gloo=False) == [3.0, 3.0]

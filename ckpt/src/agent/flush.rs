@@ -31,10 +31,20 @@ const RANKS_PATIENCE: Duration = Duration::from_secs(600);
 pub(super) struct Save {
     pub(super) held: Arc<Held>,
     pub(super) slot: Bytes,
-    /// Whether no other agent had it before.
-    pub(super) is_first: bool,
+    pub(super) given: Given,
     /// The copy on this host's disk, which comes first.
     pub(super) local: Option<Copy>,
+}
+
+/// Whether other agents had a save before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Given {
+    /// None had.
+    First,
+    /// One of this start and rank, which died.
+    Again,
+    /// One of an earlier start, which may live, left it on this host's disk.
+    Left,
 }
 
 /// What a save brought to the bucket.
@@ -90,7 +100,7 @@ pub(super) async fn store(
     let past_cache = Some(file.size);
     let options = UploadOptions { conditional: false, past_cache, ..UploadOptions::default() };
     let key = part.shards[0].object();
-    if !save.is_first {
+    if save.given == Given::Again {
         end_dead_uploads(bucket, &key).await;
     }
     let mut upload = bucket.upload_with(&key, options)?;
@@ -116,14 +126,14 @@ async fn borrow<'a>(
     bucket: &Bucket,
     run: &Run,
     member: Option<&Member>,
-    Save { held, slot, is_first, .. }: &Save,
+    Save { held, slot, given, .. }: &Save,
     mut found: Lent<'a>,
     identities: &mut [Option<Identity>],
 ) -> Result<Option<Lent<'a>>> {
     let shards = named(found.base, &found.slices).into_iter().map(|shard| shard.key.clone());
     // What an agent that died noted stays: a request of its last moment may still arrive, and what it stored may be what
     // is committed.
-    let note = if *is_first { Note::Intent } else { Note::Again };
+    let note = if *given == Given::First { Note::Intent } else { Note::Again };
     let key = RankKey { save: run.save(held.seal.step), rank: rank_of(member), note };
     put_intent(bucket, &key, shards.collect()).await?;
     if bucket.head(&found.base.key.object()).await?.is_none() {

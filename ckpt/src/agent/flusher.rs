@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use super::base::Base;
 use super::copy::{Copy, Settled};
 use super::disk::Copies;
-use super::flush::{Save, Stored, discard, publish, settle, store};
+use super::flush::{Given, Save, Stored, discard, publish, settle, store};
 use super::patience::{GIVE_UP_AFTER, Patience};
 use super::protocol::now_us;
 use super::sweep::Sweeper;
@@ -187,7 +187,7 @@ impl Flusher {
         };
         let flushed = match part {
             Ok((held, slot)) => {
-                let save = Save { held: Arc::new(held), slot, is_first: false, local: None };
+                let save = Save { held: Arc::new(held), slot, given: Given::Left, local: None };
                 heir.flush(&save).await
             }
             Err(error) => heir.open().await.and(Err(error)),
@@ -278,7 +278,7 @@ impl Flusher {
     fn go_on_from(&mut self, save: &Save, part: Manifest) {
         let earlier = self.base.take();
         let Some((_, run)) = &self.target else { return };
-        if save.is_first {
+        if save.given == Given::First {
             self.base = Some(Base::after(earlier, run.save(part.step), part));
         } else {
             // Which agent's shards the step names is seen there.

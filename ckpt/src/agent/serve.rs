@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use super::copy::{Settled, copy};
 use super::disk::{Copies, Disk};
 use super::door::Door;
-use super::flush::Save;
+use super::flush::{Given, Save};
 use super::flusher::{Flusher, Work, disk_hangs};
 use super::holdings::Holdings;
 use super::pace::Pace;
@@ -144,8 +144,8 @@ impl Desk {
             Request::Hello(_) => return Err(Error::invalid("an agent is greeted once")),
             Request::Arena { arena, slot_bytes } => self.holdings.announce(arena, slot_bytes, fd)?,
             Request::GoOn(origin) => self.pass_on(Work::GoOn(origin))?,
-            Request::Seal(told) => self.begin(*told, true)?,
-            Request::SealAgain(told) => self.begin(*told, false)?,
+            Request::Seal(told) => self.begin(*told, Given::First)?,
+            Request::SealAgain(told) => self.begin(*told, Given::Again)?,
             Request::Hold(told) => drop(self.holdings.hold(*told)?),
             Request::Durable(step) => {
                 self.holdings.save_of(&step).into_iter().for_each(|save| self.trainer.set_durable(save));
@@ -158,7 +158,7 @@ impl Desk {
         Ok(())
     }
 
-    fn begin(&mut self, told: Told, is_first: bool) -> Result<()> {
+    fn begin(&mut self, told: Told, given: Given) -> Result<()> {
         let held = Arc::new(told.held.clone());
         let (save, slot) = (held.seal.save, self.holdings.hold(told)?);
         self.trainer.begin(save, &self.holdings.saves());
@@ -169,7 +169,7 @@ impl Desk {
                 self.trainer.tell(&Reply::NoCopy { save });
             }
         }
-        self.pass_on(Work::Save(Save { held, slot, is_first, local }))?;
+        self.pass_on(Work::Save(Save { held, slot, given, local }))?;
         self.trainer.tell(&Reply::Sealed { save, at_us: now_us(&Clock::system()) });
         Ok(())
     }

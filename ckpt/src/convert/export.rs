@@ -1,6 +1,6 @@
 //! A part of a step as a directory of safetensors files.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::json;
 use tokio::runtime::Handle;
 
-use super::tree::{Named, tensors};
+use super::tree::{Named, View, tensors};
 use super::{INDEX, WHOLE};
 use crate::dtype::{Dtype, elements};
 use crate::manifest::{Manifest, Slice};
@@ -32,6 +32,7 @@ const THREADS: usize = 4;
 pub struct Export<'a> {
     manifest: &'a Manifest,
     files: Vec<Vec<Entry>>,
+    differing: Vec<String>,
 }
 
 /// A tensor that will be written.
@@ -41,6 +42,14 @@ struct Entry {
     /// Which of the step's.
     tensor: usize,
     content: Content,
+}
+
+/// Whose tensor is written under a name.
+#[derive(Debug)]
+struct Taken {
+    rank: usize,
+    tensor: usize,
+    view: Option<View>,
 }
 
 /// What of the step's tensor it is.
@@ -65,6 +74,8 @@ pub struct Exported {
     pub shared_bytes: u64,
     /// Where bytes are shared: the tensors that had to be read and written all the same.
     pub streamed: Vec<String>,
+    /// Tensors of which a rank had another than the one that was written, a lower rank's.
+    pub differing: Vec<String>,
 }
 
 impl<'a> Export<'a> {
@@ -81,7 +92,8 @@ impl<'a> Export<'a> {
             .map(|(index, tensor)| (tensor.name.as_str(), index))
             .collect();
         let (mut files, mut held): (Vec<Vec<Entry>>, u64) = (Vec::new(), 0);
-        let mut names = HashSet::new();
+        let mut taken: HashMap<String, Taken> = HashMap::new();
+        let mut differing = BTreeSet::new();
         for (rank, named) in all_tensors(manifest, part)? {
             // A rank's own comes before what all have.
             let own = local_name(&named.tensor, rank);
@@ -89,10 +101,18 @@ impl<'a> Export<'a> {
             let lost = || {
                 Error::corrupt(format!("its state names tensor `{}`, which it does not hold", named.tensor))
             };
-            let entry = entry(manifest, *found.ok_or_else(lost)?, &named)?;
-            if !names.insert(named.path.clone()) {
-                return Err(Error::invalid(format!("two tensors would be called `{}`", named.path)));
+            let index = *found.ok_or_else(lost)?;
+            if let Some(earlier) = taken.get(&named.path) {
+                if earlier.rank == rank {
+                    return Err(Error::invalid(format!("two tensors would be called `{}`", named.path)));
+                }
+                let is_same = manifest.tensors[earlier.tensor].holds_what(&manifest.tensors[index]);
+                if !is_same || earlier.view != named.view {
+                    differing.insert(named.path);
+                }
+                continue;
             }
+            let entry = entry(manifest, index, &named)?;
             let bytes = entry.spec.dtype.bytes_of(&entry.spec.shape).unwrap_or(u64::MAX);
             match files.last_mut().filter(|_| held == 0 || held.saturating_add(bytes) <= file_bytes) {
                 Some(file) => file.push(entry),
@@ -102,8 +122,9 @@ impl<'a> Export<'a> {
                 }
             }
             held = held.saturating_add(bytes);
+            taken.insert(named.path, Taken { rank, tensor: index, view: named.view });
         }
-        Ok(Self { manifest, files })
+        Ok(Self { manifest, files, differing: differing.into_iter().collect() })
     }
 
     /// Writes the files into `folder`, which exists; no file has its name before all are whole. Where `shared` is given,
@@ -128,7 +149,8 @@ impl<'a> Export<'a> {
         let count = self.files.len();
         let name = |index: usize| format!("model-{:05}-of-{count:05}.safetensors", index + 1);
         let names: Vec<String> = if count == 1 { vec![WHOLE.into()] } else { (0..count).map(name).collect() };
-        let mut exported = Exported { files: names.clone(), ..Exported::default() };
+        let mut exported =
+            Exported { files: names.clone(), differing: self.differing.clone(), ..Exported::default() };
         let (mut files, mut weights) = (Vec::new(), BTreeMap::new());
         for (name, entries) in names.iter().zip(&self.files) {
             let source = Source { runtime, bucket, manifest: self.manifest, shared };
@@ -156,8 +178,7 @@ impl<'a> Export<'a> {
     }
 }
 
-/// The tensors of one part of the state as rank 0 has it, then those that only other ranks have (stages of a pipeline), each
-/// with whose tree names it.
+/// The tensors of one part of the state as each rank has it, those of rank 0 first, each with whose tree names it.
 fn all_tensors(manifest: &Manifest, part: &str) -> Result<Vec<(usize, Named)>> {
     let mut found: Vec<(usize, Named)> = Vec::new();
     let mut first = None;
@@ -167,12 +188,7 @@ fn all_tensors(manifest: &Manifest, part: &str) -> Result<Vec<(usize, Named)>> {
         let tree = serde_json::from_str(&extra.data)
             .map_err(|error| Error::corrupt(format!("step {}: its state: {error}", manifest.step)))?;
         match tensors(&tree, part) {
-            Ok(there) => {
-                let known: HashSet<String> = found.iter().map(|(_, named)| named.path.clone()).collect();
-                found.extend(
-                    there.into_iter().filter(|named| !known.contains(&named.path)).map(|named| (rank, named)),
-                );
-            }
+            Ok(there) => found.extend(there.into_iter().map(|named| (rank, named))),
             // A rank may lack the part; what is wrong with it is told where all do.
             Err(error) if error.kind() == ErrorKind::Invalid => first = first.or(Some(error)),
             Err(error) => return Err(error),

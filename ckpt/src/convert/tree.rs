@@ -10,8 +10,11 @@ pub(super) struct Named {
     pub(super) path: String,
     /// What the step calls it.
     pub(super) tensor: String,
-    pub(super) view: Option<(Vec<u64>, Vec<u64>, u64)>,
+    pub(super) view: Option<View>,
 }
+
+/// Shape, strides and the first element.
+pub(super) type View = (Vec<u64>, Vec<u64>, u64);
 
 /// The tensors of the part of a state that `part` names, keys with dots between them; empty for all of it.
 ///

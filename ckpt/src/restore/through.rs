@@ -1,9 +1,10 @@
 //! Tensors on their way to where the engine does not write, the memory of a device or strided memory: a piece at a time,
 //! through one buffer, whatever their size.
 //!
-//! The buffer has two halves: while one is given away, the other is read into. A slice that fits a half is checked before
-//! any of it is given away; of a longer one the pieces are, and what they are together is told after the last. A slice of
-//! which a part is wanted is read whole, and the part is moved together where it lies.
+//! The buffer has two halves: while one is given away, the other is read into. A slice that lies in one half is checked
+//! before any of it is given away; of one that goes on in the next, which any may, the pieces are given away as they come, and
+//! it is checked after the last. A slice of which a part is wanted is read whole, and the part is moved together where it
+//! lies.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};

@@ -178,7 +178,7 @@ fn show_files(exported: &Exported, json: bool) -> Result<()> {
     if json {
         return print::json(exported);
     }
-    let Exported { files, tensors, bytes, shared_bytes, streamed } = exported;
+    let Exported { files, tensors, bytes, shared_bytes, streamed, differing } = exported;
     let mut rows = vec![
         print::row(["files", &files.len().to_string()]),
         print::row(["tensors", &tensors.to_string()]),
@@ -188,6 +188,7 @@ fn show_files(exported: &Exported, json: bool) -> Result<()> {
         rows.push(print::row(["shared, not read", &format_bytes(*shared_bytes)]));
     }
     rows.extend(streamed.iter().map(|name| print::row(["in too many pieces to share", name])));
+    rows.extend(differing.iter().map(|name| print::row(["another on other ranks", name])));
     print::table(&rows);
     Ok(())
 }

@@ -34,8 +34,8 @@ def load(url: Place, into: Any = None, *, step: Optional[int] = None, allow_pick
     new state is, with objects as their state dicts. Every byte is checked; when that fails, the tensors of `into` may
     hold anything.
 
-    Of a step of several ranks: with `into` as `Checkpointer.restore` does; else what rank 0 had, and what only others had,
-    such as further stages of a pipeline. Where others had something else under a name of rank 0's, a warning tells it.
+    Of a step of several ranks: with `into` as `Checkpointer.restore` does; else what rank 0 had, or, where others had more,
+    such as further stages of a pipeline, all of that, and a warning tells what they had otherwise than rank 0.
 
     Raises `CheckpointNotFound`, `CheckpointCorrupt`, or `CheckpointMismatch` when `into` is shaped otherwise.
     """

@@ -76,7 +76,7 @@ class Inheritance:
             self.passed_over.append(f"arena: {reason}")
             return None
         try:
-            used = use_together(self._ranks, "read a step", lambda: self._read(use, common))
+            used = self._read(use, common)
         except CheckpointCorrupt as error:
             self.has_touched = True
             self.passed_over.append(f"arena: {error}")
@@ -137,12 +137,15 @@ class Inheritance:
             return None
 
     def _read(self, use: Callable[[_native.Step], T], step: _native.Named) -> T:
-        opened = self._open(step)
+        opened: list[_native.Step] = []
         try:
-            return use(opened)
+            # Apart: ranks meet while they use it, and one that cannot open it would not be there.
+            use_together(self._ranks, "open what is in memory", lambda: opened.append(self._open(step)))
+            return use_together(self._ranks, "read a step", lambda: use(opened[0]))
         finally:
-            # What reads it may refer to itself, and be collected late.
-            opened.release()
+            for one in opened:
+                # What reads it may refer to itself, and be collected late.
+                one.release()
 
     def _open(self, step: _native.Named) -> _native.Step:
         agents = []

@@ -14,7 +14,7 @@ from . import _native
 from . import _options as options
 from ._errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointNotFound, CheckpointWarning
 from ._grammar import check_tree
-from ._merge import merged, rename, tensor_names
+from ._merge import Path, left_by_all, merged, rename, tensor_names
 from ._ranks import Ranks
 from ._pieces import Pieces
 from ._place import Placer, named_parts
@@ -86,7 +86,7 @@ class _Tree:
     node: Node
     rank: int
     """Whose tensors it names."""
-    left: Optional[list[str]] = None
+    left: Optional[list[Path]] = None
     """Where it is of all ranks: what is there and not asked for, to be noted. None where it is one rank's."""
 
 
@@ -302,16 +302,16 @@ def _fitting(
         return made.pop()
     if failure is not None and is_alone and step.world_size == 1:
         raise failure
-    left: list[str] = []
+    left: list[Path] = []
 
     def try_names() -> dict[str, Any]:
         made.append(plan(_Tree(_merged(step, range(step.world_size))[0], NOBODY, left)))
         return {"left": left}
 
     words = [try_names()] if ranks is None else ranks.gather("look for names", try_names)
-    nobodys = set(left).intersection(*(word["left"] for word in words))
+    nobodys = left_by_all([[tuple(path) for path in word["left"]] for word in words])
     if nobodys and not is_part:
-        raise CheckpointMismatch(f"the state lacks what was saved, on every rank: {', '.join(sorted(nobodys)[:5])}")
+        raise CheckpointMismatch(f"the state lacks what was saved, on every rank: {', '.join(nobodys[:5])}")
     return made.pop()
 
 

@@ -10,7 +10,7 @@ tree itself is described in docs/formats-checkpoint.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Callable, Optional
 
 from ._errors import CheckpointMismatch
@@ -21,8 +21,12 @@ Node = Any
 Same = Callable[[str, str], bool]
 """Whether two tensors of the step hold the same."""
 
-Known = Callable[[Any], tuple[str, Any]]
-"""How a live object's state is taken, and the state."""
+Path = tuple[Any, ...]
+"""The keys that lead to a place, after what the root is called."""
+
+Known = Callable[[Any, Node, Path], Optional[tuple[str, Any]]]
+"""How the state of a live object is taken, for which that node was saved at that place, and the state; None where nothing
+of it is wanted."""
 
 Groups = list[tuple[list[str], Node]]
 """Of each group of an optimizer the parameters' names and the options."""
@@ -40,16 +44,16 @@ def merged(trees: list[tuple[int, Node]], same: Same, first_counts: bool = False
     return merger.merge(trees, "state"), merger.differing
 
 
-def asked(node: Node, live: Any, known: Known, left: list[str], path: str = "state") -> Node:
+def asked(node: Node, live: Any, known: Known, left: list[Path], path: Path = ("state",)) -> Node:
     """What a live state asks for of a tree, by its own names; what it leaves is noted in `left`."""
     tag = tag_of(node)
     if tag == "object":
         if node["k"] not in ("module", "optimizer") or not is_stateful(live):
             return node
-        return {**node, "v": _asked_of_object(node["v"], *known(live), left, path)}
+        return {**node, "v": _asked_of_object(node["v"], known(live, node, path), left, path)}
     if tag in ("dict", "odict"):
         if not isinstance(live, dict):
-            return _asked_of_object(node, *known(live), left, path) if is_stateful(live) else node
+            return _asked_of_object(node, known(live, node, path), left, path) if is_stateful(live) else node
         groups = groups_of(node) if _has_groups(live) else None
         if groups is not None:
             return _asked_of_optimizer(node, groups, live, left, path)
@@ -59,28 +63,48 @@ def asked(node: Node, live: Any, known: Known, left: list[str], path: str = "sta
             if type(key) is not str:
                 items.append([key, value])
             elif key in chosen:
-                items.append([key, asked(value, live[chosen[key]], known, left, f"{path}[{key!r}]")])
+                items.append([key, asked(value, live[chosen[key]], known, left, (*path, key))])
         return {**node, "v": items}
     parts = node if isinstance(node, list) else node["v"] if tag == "tuple" else []
     if not parts or not isinstance(live, (list, tuple)) or len(live) != len(parts):
         return node
     found = [
-        asked(part, value, known, left, f"{path}[{index}]") for index, (part, value) in enumerate(zip(parts, live))
+        asked(part, value, known, left, (*path, index)) for index, (part, value) in enumerate(zip(parts, live))
     ]
     return found if isinstance(node, list) else {**node, "v": found}
 
 
-def _chosen(node: Node, names: Iterable[Any], left: list[str], path: str) -> dict[str, Any]:
+def left_by_all(left: Sequence[Sequence[Path]]) -> list[str]:
+    """What every rank leaves, as people read it, from what each of them does: the place itself, or one that it lies in."""
+    known = [set(paths) for paths in left]
+    found = sorted({path for paths in left for path in paths}, key=shown)
+
+    def leaves(paths: set[Path], path: Path) -> bool:
+        return any(path[:length] in paths for length in range(1, len(path) + 1))
+
+    return [shown(path) for path in found if all(leaves(paths, path) for paths in known)]
+
+
+def shown(path: Path) -> str:
+    """A place, for people."""
+    root, *keys = path
+    return str(root) + "".join(f"[{key!r}]" for key in keys)
+
+
+def _chosen(node: Node, names: Iterable[Any], left: list[Path], path: Path) -> dict[str, Any]:
     """Which of the live names each of a dict's keys is, if any: the same, or one that differs by wrappers' names."""
     saved = [key for key, _ in node["v"] if type(key) is str]
     chosen = {key: key for key in set(saved) & set(names)}
     others = {bare(name): name for name in names if type(name) is str and name not in chosen}
     chosen.update({key: others[bare(key)] for key in saved if key not in chosen and bare(key) in others})
-    left += [f"{path}: {key!r}" for key in saved if key not in chosen]
+    left += [(*path, key) for key in saved if key not in chosen]
     return chosen
 
 
-def _asked_of_object(node: Node, kind: str, live: Any, left: list[str], path: str) -> Node:
+def _asked_of_object(node: Node, has: Optional[tuple[str, Any]], left: list[Path], path: Path) -> Node:
+    if has is None:
+        return node
+    kind, live = has
     if kind == "module" and tag_of(node) in ("dict", "odict"):
         chosen = _chosen(node, live, left, path)
         return {**node, "v": [pair for pair in node["v"] if type(pair[0]) is not str or pair[0] in chosen]}
@@ -88,7 +112,7 @@ def _asked_of_object(node: Node, kind: str, live: Any, left: list[str], path: st
     return node if groups is None else _asked_of_optimizer(node, groups, live, left, path)
 
 
-def _asked_of_optimizer(node: Node, groups: Groups, live: Any, left: list[str], path: str) -> Node:
+def _asked_of_optimizer(node: Node, groups: Groups, live: Any, left: list[Path], path: Path) -> Node:
     """Its groups are the live ones: each gets the options that all of its parameters had."""
     holding: dict[str, list[int]] = {}
     for index, (names, _) in enumerate(groups):
@@ -98,18 +122,18 @@ def _asked_of_optimizer(node: Node, groups: Groups, live: Any, left: list[str], 
     for number, group in enumerate(live["param_groups"]):
         lacking = [name for name in group["params"] if name not in holding and name in live["state"]]
         if lacking:
-            raise CheckpointMismatch(f"{path}: the checkpoint lacks {', '.join(map(repr, lacking[:5]))}")
+            raise CheckpointMismatch(f"{shown(path)}: the checkpoint lacks {', '.join(map(repr, lacking[:5]))}")
         names = [name for name in group["params"] if name in holding]
         # One without parameters has no names; its options change nothing.
         among = [index for name in names for index in holding[name]] or ([number] if number < len(groups) else [])
         options = [groups[index][1] for index in dict.fromkeys(among)]
         if not options or any(other != options[0] for other in options):
             what = ", ".join(map(repr, names[:5])) or "no parameters"
-            raise CheckpointMismatch(f"{path}: no one group of options was saved for the live group of {what}")
+            raise CheckpointMismatch(f"{shown(path)}: no one group of options was saved for the live group of {what}")
         beside = [["param_names", group["param_names"]]] if "param_names" in group else []
         found.append(_as_dict([["params", names], *options[0]["v"], *beside]))
     wanted = {name for group in live["param_groups"] for name in group["params"]}
-    left += [f"{path}: {name!r}" for name in holding if name not in wanted]
+    left += [(*path, name) for name in holding if name not in wanted]
     state = dict(node["v"])["state"]
     kept = {**state, "v": [pair for pair in state["v"] if type(pair[0]) is str and pair[0] in wanted]}
     return _as_dict([["state", kept], ["param_groups", found]])

@@ -109,7 +109,8 @@ def _is_devices(aside: Aside) -> bool:
 
 def _put(place: Any, start: int, part: Optional[tuple[list[int], list[int]]], piece: Any, copy: Any) -> None:
     """Copies elements into a tensor or array, from its element `start` on or into a box of it."""
-    if part is None:
+    if part is None or not part[0]:
+        # What has no dimension has no box: indexed, it is no place any more.
         _spread(place, start, piece, copy)
         return
     offsets, lengths = part

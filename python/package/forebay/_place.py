@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, Optional
 
 from ._errors import CheckpointMismatch
 from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, torch_module
-from ._merge import MARK, asked, groups_of, refuse_mark
+from ._merge import MARK, Path, asked, groups_of, refuse_mark
 from ._objects import Pairs, give_state, is_stateful, state_of, tells_copies
 from ._tensors import Node
 from ._unflatten import Builder
@@ -46,7 +46,7 @@ class Placer:
             "odict": self._place_items,
         }
 
-    def plan(self, node: Node, left: Optional[list[str]] = None) -> None:
+    def plan(self, node: Node, left: Optional[list[Path]] = None) -> None:
         """Compares the tree with the live state. With `left`, a list, the tree may have more, which is noted there."""
         if left is not None:
             self._match_all(node, "")
@@ -57,11 +57,11 @@ class Placer:
             raise CheckpointMismatch("state: a value that cannot be changed in place")
         self._check_matched()
 
-    def plan_model(self, node: Node, left: Optional[list[str]] = None) -> None:
+    def plan_model(self, node: Node, left: Optional[list[Path]] = None) -> None:
         """As `plan`, of a module's weights alone: the tree is a module's, or a dict of tensors."""
         if left is not None:
             self._match_all(node["v"] if node["t"] == "object" else node, "")
-            node = asked(node, self._state, self._known, left, "model")
+            node = asked(node, self._state, self._known, left, ("model",))
         tree = node["v"] if node["t"] == "object" else fitted(node, self._state, self._names_of)
         if not self._place_module(tree, self._state, "model", ""):
             self._objects.append(("model", self._state, "module", tree))
@@ -71,8 +71,13 @@ class Placer:
     def _names_of(self, module: Any) -> Any:
         return state_of(module, self._pairs)[1].keys()
 
-    def _known(self, live: Any) -> tuple[str, Any]:
-        return state_of(live, self._pairs, with_state=True)
+    def _known(self, live: Any, node: Node, path: Path) -> Optional[tuple[str, Any]]:
+        name = ".".join(map(str, path[1:]))
+        torch = torch_module()
+        is_module = torch is not None and isinstance(live, torch.nn.Module)
+        # An optimizer's state is made where there is none yet.
+        is_wanted = is_module or self._wants_any(node, name)
+        return state_of(live, self._pairs, with_state=True) if is_wanted else None
 
     def _match_all(self, node: Node, name: str) -> None:
         """Notes which patterns name anything in a tree, of which the live state may lack that."""

@@ -22,11 +22,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Optional
 
 from . import _native
-from ._errors import CheckpointError, CheckpointInvalid, CheckpointMismatch
+from ._errors import CheckpointError, CheckpointInvalid, CheckpointMismatch, CheckpointWarning
 from ._loading import newest_steps, with_step
 from ._ranks import new_start
 from ._url import bucket_url, make_directory
@@ -39,13 +40,19 @@ def to_hugging_face(
 ) -> list[str]:
     """Writes the tensors of one part of a state as a Hugging Face directory; gives the files' names.
 
-    `part` is a key of the state, or several with dots between them; empty for all of it. Memory: some 64 MiB.
+    `part` is a key of the state, or several with dots between them; empty for all of it. Of tensors that ranks have under
+    one name and not alike the lowest rank's is written, with a warning. Memory: some 64 MiB.
 
     Raises `CheckpointInvalid` when the step has no such part, it holds a type that safetensors has not, or the directory
     holds a model already.
     """
     place = bucket_url(url)
-    return with_step(place, _newest(place, step), None, lambda found: found.export(str(folder), part, shard_bytes))
+    step = _newest(place, step)
+    files, differing = with_step(place, step, None, lambda found: found.export(str(folder), part, shard_bytes))
+    if differing:
+        text = f"step {step}: ranks differ in {', '.join(differing[:5])}, of which the lowest rank's is written"
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
+    return files
 
 
 def _newest(place: str, step: Optional[int]) -> Optional[int]:

@@ -50,7 +50,7 @@ pub(super) fn part_of(name: &str, (save, step): (u64, u64), fills: &[u8], own: R
     let tensors = vec![Tensor { name: name.into(), dtype: "uint8".into(), shape, slices }];
     let seal = Seal::of_test(save, step, &slot, HEADER, tensors);
     let held = Arc::new(Held::new(start().nonce, 0, 1, seal));
-    Save { held, slot: slot.into(), is_first: true, local: None }
+    Save { held, slot: slot.into(), given: Given::First, local: None }
 }
 
 pub(super) fn state(step: u64, fills: &[u8]) -> Save {
@@ -199,7 +199,7 @@ async fn a_save_of_two_agents_is_one_step_whoever_stored_what() {
     agent.flush(&state(2, &fills)).await.expect("durable");
     // It died before it could say so. The next one knows no earlier step, and has all of the save.
     let mut second = flusher(&bucket, &run, trainer().0);
-    let again = Save { is_first: false, ..state(2, &fills) };
+    let again = Save { given: Given::Again, ..state(2, &fills) };
     second.flush(&again).await.expect("durable already");
     assert_eq!(manifest(&bucket, 2).await.shards.len(), 2, "the first one's counts");
     // What the second one stored is named by no step: the next one refers to what is.
@@ -223,7 +223,7 @@ async fn a_save_of_two_agents_is_one_step_whoever_stored_what() {
         settled = died => panic!("there is no manifest: {settled:?}"),
         () = async { while objects(&bucket, "shards").await.len() < 5 { tokio::task::yield_now().await; } } => {}
     }
-    let again = Save { is_first: false, ..state(4, &fills) };
+    let again = Save { given: Given::Again, ..state(4, &fills) };
     flusher(&bucket, &run, trainer().0).flush(&again).await.expect("durable");
     expect_content(&bucket, 4, &fills).await;
     expect_whole(&bucket).await;
@@ -273,7 +273,7 @@ impl Saver {
                     () = gate.reached() => {}
                 }
                 assert_eq!(objects(bucket, "shards").await.len(), shards + 1);
-                save.is_first = false;
+                save.given = Given::Again;
                 run
             }
         };

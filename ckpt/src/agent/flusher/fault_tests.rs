@@ -61,7 +61,7 @@ impl Rank {
                 _ = &mut delay => {}
                 () = tokio::time::sleep(Duration::from_millis(*life_ms)) => {
                     self.agent = agent(self.number, &self.bucket, run, &self.clock);
-                    save.is_first = false;
+                    save.given = Given::Again;
                     deaths += 1;
                 }
             }

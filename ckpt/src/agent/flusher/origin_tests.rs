@@ -149,7 +149,7 @@ async fn what_a_dead_agent_left_is_saved_as_it_would_have() {
     // It died, and step 2 is sent to another one, which knows what the trainer heard of last.
     let mut second = flusher(&bucket, &run, trainer().0);
     second.origin = origin(&run, 1);
-    let again = Save { is_first: false, ..state(2, &fills_at(2)) };
+    let again = Save { given: Given::Again, ..state(2, &fills_at(2)) };
     assert_eq!(second.flush(&again).await.expect("durable"), CHANGED);
     assert_eq!(save(&mut second, 3).await, CHANGED);
     expect_whole(&bucket).await;
@@ -157,7 +157,7 @@ async fn what_a_dead_agent_left_is_saved_as_it_would_have() {
     // A step that only a local disk has, of a start that ended.
     let mut heir = flusher(&bucket, &run, trainer().0);
     (heir.heir_of, heir.origin) = (Some(run.start.nonce.clone()), origin(&run, 4));
-    let left = Save { is_first: false, ..state(4, &fills_at(4)) };
+    let left = Save { given: Given::Left, ..state(4, &fills_at(4)) };
     assert_eq!(heir.flush(&left).await.expect("durable"), CHANGED);
     expect_content(&bucket, 4, &fills_at(4)).await;
 }
