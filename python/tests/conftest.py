@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,19 @@ def wait_until(happened: Callable[[], bool], patience_s: float = PATIENCE_S) -> 
     while not happened():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
+
+
+def arenas_of(process: int) -> list[Path]:
+    """The descriptors of checkpoint memory that a process has open."""
+    found = []
+    for entry in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            if "memfd:forebay-checkpoint" in os.readlink(entry):
+                found.append(entry)
+        except FileNotFoundError:
+            # Closed meanwhile, or the listing's own.
+            continue
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import SCALE, Child, rounds, wait_until
+from .conftest import SCALE, Child, Gate, rounds, wait_until
 
 
 def parts(seed: int) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_agent_had_begun_is_aborted_by_the_one_that_takes_its_place(
-    s3_endpoint: str, tmp_path: Path
+    gate: Gate, s3_endpoint: str, tmp_path: Path
 ) -> None:
     import boto3
 
@@ -259,12 +259,15 @@ def test_what_a_killed_agent_had_begun_is_aborted_by_the_one_that_takes_its_plac
         listed = store.list_multipart_uploads(Bucket=bucket, Prefix=f"{prefix}/")
         return {upload["UploadId"] for upload in listed.get("Uploads", [])}
 
+    gate.open()
     with forebay.Checkpointer(f"s3://{bucket}/{prefix}", every=1, flush_rate="8MiB") as checkpointer:
         save = checkpointer.step(1, {"t": torch.arange(24 << 20, dtype=torch.uint8)})
         assert save is not None and save.wait_sealed(60)
         wait_until(lambda: bool(uploads()))
+        gate.shut()
         dead = uploads()
         os.kill(checkpointer._agent.pid, signal.SIGKILL)
+        gate.open()
         with pytest.warns(forebay.CheckpointWarning, match="ended unexpectedly"):
             assert save.wait_durable(60)
     assert len(dead) == 1 and uploads() == set()

@@ -21,7 +21,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import SCALE, Child, rounds
+from .conftest import SCALE, Child, arenas_of, rounds
 from .test_damage import manifest_of, shard_of
 from .test_local import files, restored, save_steps, state_of
 from .test_ranks import run_ranks, start_ranks
@@ -101,7 +101,7 @@ def test_in_memory(tmp_path: Path) -> None:
     body, shard = body_of(manifest_of(tmp_path, 1)), shard_of(tmp_path, 1).read_bytes()
     header = body["shards"][0]["header"]
     places = some(slice_ends(body), 14) + some(header_fields(shard, header), 12) + by_chance(len(shard))
-    (arena,) = [path for path in Path(f"/proc/{agent}/fd").iterdir() if "forebay-checkpoint" in os.readlink(path)]
+    (arena,) = arenas_of(agent)
     with open(arena, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         start = memory.find(shard)
         assert start >= 0

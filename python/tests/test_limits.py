@@ -97,9 +97,10 @@ def nice_levels(agent: int) -> set[int]:
     return thread_levels(agent) | ({level} if level is not None else set())
 
 
-def test_an_agent_gives_way_but_to_a_trainer_that_waits_or_is_gone(tmp_path: Path) -> None:
-    checkpointer = forebay.Checkpointer(tmp_path, flush_rate="4MiB")
-    save = checkpointer.save_now(1, {"t": torch.zeros(12 * MIB, dtype=torch.uint8)})
+def test_an_agent_gives_way_but_to_a_trainer_that_waits_or_is_gone(gate: Gate, tmp_path: Path) -> None:
+    place = f"s3://checkpoints/{tmp_path.name}-gives-way"
+    checkpointer = forebay.Checkpointer(place)
+    save = checkpointer.save_now(1, {"t": torch.zeros(MIB, dtype=torch.uint8)})
     agent = checkpointer._agent
     wait_until(lambda: nice_levels(agent.pid) == {19})
     level = os.getpriority(os.PRIO_PROCESS, 0)
@@ -110,20 +111,23 @@ def test_an_agent_gives_way_but_to_a_trainer_that_waits_or_is_gone(tmp_path: Pat
         pytest.skip("NO CAP_SYS_NICE: that an agent hurries is not tested")
     assert not save.wait_durable(0.01), "it was waited for"
     wait_until(lambda: nice_levels(agent.pid) == {0})
+    gate.open()
     save.wait_durable()
     wait_until(lambda: nice_levels(agent.pid) == {19})
-    checkpointer.save_now(2, {"t": torch.ones(12 * MIB, dtype=torch.uint8)})
+    gate.shut()
+    checkpointer.save_now(2, {"t": torch.ones(MIB, dtype=torch.uint8)})
     wait_until(lambda: nice_levels(agent.pid) == {19})
     checkpointer._let_go()
-    wait_until(lambda: agent.poll() is not None or nice_levels(agent.pid) == {0})
-    assert agent.wait(60) == 0 and forebay.load(tmp_path, step=2)["t"].min() == 1
+    wait_until(lambda: nice_levels(agent.pid) == {0})
+    gate.open()
+    assert agent.wait(60) == 0 and forebay.load(place, step=2)["t"].min() == 1
 
 
-def test_an_agent_that_cannot_hurry_keeps_a_part_of_the_processor(tmp_path: Path) -> None:
+def test_an_agent_that_cannot_hurry_keeps_a_part_of_the_processor(gate: Gate, tmp_path: Path) -> None:
     program = """
 import sys, torch, forebay
-checkpointer = forebay.Checkpointer(sys.argv[1], flush_rate="4MiB")
-save = checkpointer.save_now(1, {"t": torch.zeros(8 << 20, dtype=torch.uint8)})
+checkpointer = forebay.Checkpointer(sys.argv[1])
+save = checkpointer.save_now(1, {"t": torch.zeros(1 << 20, dtype=torch.uint8)})
 assert not save.wait_durable(0.01)
 print(checkpointer._agent.pid, flush=True)
 input()
@@ -133,13 +137,14 @@ input()
 checkpointer.close()
 """
 
-    run = [sys.executable, "-c", program, str(tmp_path)]
+    run = [sys.executable, "-c", program, f"s3://checkpoints/{tmp_path.name}-keeps"]
     pipe = subprocess.PIPE
     with subprocess.Popen(run, stdin=pipe, stdout=pipe, text=True, preexec_fn=lambda: without(CAP_SYS_NICE)) as child:
         assert child.stdin is not None and child.stdout is not None
         agent = int(child.stdout.readline())
         # A thread that the first one made has that one's level for a moment.
         wait_until(lambda: thread_levels(agent) == {10})
+        gate.open()
         print(file=child.stdin, flush=True)
         assert child.stdout.readline() == "durable\n"
         wait_until(lambda: thread_levels(agent) == {10})
@@ -147,14 +152,14 @@ checkpointer.close()
         assert child.wait(60) == 0
 
 
-def test_agents_that_are_waited_for_at_once_all_hurry(tmp_path: Path) -> None:
+def test_agents_that_are_waited_for_at_once_all_hurry(gate: Gate, tmp_path: Path) -> None:
     """The kernel lets one write of a session's level through in 100 ms; the others kept theirs while they were waited for."""
     if not Path("/proc/self/autogroup").exists():
         pytest.skip("NO AUTOGROUPS: that sessions hurry is not tested")
     program = """
 import sys, torch, forebay
-checkpointers = [forebay.Checkpointer(place, flush_rate="1MiB") for place in sys.argv[1:]]
-state = {"t": torch.zeros(6 << 20, dtype=torch.uint8)}
+checkpointers = [forebay.Checkpointer(place) for place in sys.argv[1:]]
+state = {"t": torch.zeros(1 << 20, dtype=torch.uint8)}
 saves = [checkpointer.save_now(1, state) for checkpointer in checkpointers]
 print(*[checkpointer._agent.pid for checkpointer in checkpointers], flush=True)
 input()
@@ -163,10 +168,8 @@ input()
 for checkpointer in checkpointers:
     checkpointer.close()
 """
-    places = [tmp_path / name for name in "abcd"]
-    for place in places:
-        place.mkdir()
-    run = [sys.executable, "-c", program, *map(str, places)]
+    places = [f"s3://checkpoints/{tmp_path.name}-{name}" for name in "abcd"]
+    run = [sys.executable, "-c", program, *places]
     pipe = subprocess.PIPE
     with subprocess.Popen(run, stdin=pipe, stdout=pipe, text=True, preexec_fn=lambda: without(CAP_SYS_ADMIN)) as child:
         assert child.stdin is not None and child.stdout is not None
@@ -175,6 +178,7 @@ for checkpointer in checkpointers:
         print(file=child.stdin, flush=True)
         assert child.stdout.readline().split() == ["False"] * len(places), "they were waited for"
         wait_until(lambda: all(session_level(agent) == 0 for agent in agents))
+        gate.open()
         print(file=child.stdin, flush=True)
         assert child.wait(60) == 0
 

@@ -21,7 +21,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import Child, Gate, Instead, raising, rounds, wait_until
+from .conftest import Child, Gate, Instead, arenas_of, raising, rounds, wait_until
 from .test_crash import is_running
 from .test_limits import MIB, small_disk  # noqa: F401
 from .test_ranks import run_ranks, start_ranks
@@ -136,7 +136,7 @@ def test_nearer_tiers_need_none_that_is_farther(gate: Gate, tmp_path: Path, tier
         assert report.passed_over == ()
     else:
         (shard,) = [path for path in files(disk, "shards/*/*/*") if int(path.parts[-3]) == 2]
-        (arena,) = [path for path in Path(f"/proc/{agent}/fd").iterdir() if "forebay-checkpoint" in os.readlink(path)]
+        (arena,) = arenas_of(agent)
         with open(arena, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
             memory[memory.find(shard.read_bytes()) + shard.stat().st_size - 1] ^= 1
         with pytest.warns(forebay.CheckpointWarning, match="step 2 in memory is not used"):
@@ -317,8 +317,7 @@ def test_a_copy_that_one_rank_lacks_is_left_by_all(tmp_path: Path) -> None:
 def test_damage_of_one_ranks_copy_sends_all_to_the_store(tmp_path: Path) -> None:
     run, disk = tmp_path / "run", tmp_path / "disk"
     ranks_save(run, disk, 3)
-    wait_until(lambda: (run / "steps").exists())
-    newest = max(int(path.name) for path in (run / "steps").iterdir())
+    newest = max(step for step, *_ in _native.list_steps(f"file://{run}"))
     for shard in files(disk, "shards/*/*/000001-*"):
         data = bytearray(shard.read_bytes())
         data[-1] ^= 1

@@ -13,18 +13,13 @@ import torch
 
 import forebay
 
+from .conftest import arenas_of
+
 
 def slots() -> tuple[int, int]:
     """Mappings of checkpoint memory in this process, and descriptors of it."""
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:forebay-checkpoint" in line]
-    fds = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            fds += "memfd:forebay-checkpoint" in os.readlink(entry)
-        except FileNotFoundError:
-            # The listing's own.
-            continue
-    return len(maps), fds
+    return len(maps), len(arenas_of(os.getpid()))
 
 
 @pytest.fixture(autouse=True)

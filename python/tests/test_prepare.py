@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import forebay
 from forebay._sizes import Sizer, coming_state
 
+from .conftest import arenas_of
 from .test_ranks import fsdp_parts, run_ranks
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -26,15 +27,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 def arenas() -> set[int]:
     """The memory for snapshots that this process holds, by inode."""
-    found = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            if "memfd:forebay-checkpoint" in os.readlink(entry):
-                found.add(entry.stat().st_ino)
-        except FileNotFoundError:
-            # The listing's own.
-            continue
-    return found
+    return {entry.stat().st_ino for entry in arenas_of(os.getpid())}
 
 
 def faults() -> int:

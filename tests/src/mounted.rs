@@ -96,6 +96,20 @@ impl Mounted {
         shell(&self.folder_in("work"), command)
     }
 
+    /// Plays so many times; over a store in trouble on until that failed often enough, since how many requests a play makes
+    /// is chance, too.
+    pub fn play(&self, times: usize, mut play: impl FnMut()) {
+        const MOST_MORE: usize = 4;
+        for played in 1..=times + MOST_MORE {
+            play();
+            let is_enough = |door: &Door| door.troubles().values().sum::<usize>() >= ENOUGH_TROUBLES;
+            let has_enough = self.door.as_ref().is_none_or(is_enough);
+            if played >= times && has_enough {
+                return;
+            }
+        }
+    }
+
     /// Unmounts, and mounts on a machine that never saw the bucket.
     pub fn move_on(&mut self) {
         self.mount.unmount();

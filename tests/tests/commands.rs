@@ -467,7 +467,8 @@ async fn steps_are_compared_and_waited_for() {
         fs::rename(parked, back).expect("move");
     });
     let watched =
-        run(&["watch", &source, "--once", "--timeout", "60", "--interval", "1", "--json"]).succeeded();
+        run(&["watch", &source, "--after", "10", "--once", "--timeout", "60", "--interval", "1", "--json"])
+            .succeeded();
     mover.join().expect("the mover");
     assert_eq!(watched.lines().map(|line| parse(line)["step"].clone()).collect::<Vec<_>>(), [json!(20)]);
 }

@@ -351,10 +351,10 @@ fn stress_ng_finds_no_wrong_result_over_a_troubled_store() {
     let Some(program) = ready(test, "stress-ng", false) else { return };
     let mut rng = Seeded::new();
     let mounted = Mounted::troubled(&[], &mut rng);
-    for _ in 0..scale() {
+    mounted.play(scale(), || {
         let stressors: Vec<_> = STRESSORS.into_iter().filter(|_| rng.random_bool(0.3)).collect();
         run_stress_ng(&program, &mounted, &stressors, 2);
-    }
+    });
     mounted.end();
 }
 
@@ -380,7 +380,7 @@ fn run_stress_ng(program: &str, mounted: &Mounted, stressors: &[&str], seconds: 
 fn dbench_runs() {
     let Some(program) = ready("dbench_runs", "dbench", false) else { return };
     let mounted = Mounted::folder(&[]);
-    run_dbench(&program, &mounted);
+    mounted.play(scale(), || run_dbench(&program, &mounted));
     mounted.end();
 }
 
@@ -390,17 +390,15 @@ fn dbench_runs_over_a_troubled_store() {
     let Some(program) = ready("dbench_runs_over_a_troubled_store", "dbench", false) else { return };
     let mut rng = Seeded::new();
     let mounted = Mounted::troubled(&[], &mut rng);
-    run_dbench(&program, &mounted);
+    mounted.play(scale(), || run_dbench(&program, &mounted));
     mounted.end();
 }
 
 fn run_dbench(program: &str, mounted: &Mounted) {
     // dbench takes the first semaphore of a machine, whose number is 0, for none, and goes on without.
     let has_failed = |line: &str| line.contains("failed") && !line.contains("barrier semaphore");
-    for _ in 0..scale() {
-        let outcome = mounted.run(&format!("{program} -D . -t 2 4"));
-        assert_eq!(outcome.code, Some(0), "{outcome}");
-        assert!(outcome.stdout.contains("Throughput"), "{outcome}");
-        assert!(!outcome.stdout.lines().any(has_failed), "{outcome}");
-    }
+    let outcome = mounted.run(&format!("{program} -D . -t 2 4"));
+    assert_eq!(outcome.code, Some(0), "{outcome}");
+    assert!(outcome.stdout.contains("Throughput"), "{outcome}");
+    assert!(!outcome.stdout.lines().any(has_failed), "{outcome}");
 }

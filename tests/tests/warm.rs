@@ -278,8 +278,8 @@ async fn behind_a_door() -> (Machine, Door, String) {
     (Machine::new(server.envs_at(door.endpoint())), door, bucket.url().to_string())
 }
 
-/// Shuts the door when `wanted` objects have been asked for.
-fn shut_after(door: &Door, wanted: usize) {
+/// Waits until so many objects have been asked for.
+fn wait_for(door: &Door, wanted: usize) {
     let (started, mut seen) = (Instant::now(), 0);
     while seen < wanted {
         assert!(started.elapsed() < DEADLINE, "only {seen} objects were asked for");
@@ -287,7 +287,6 @@ fn shut_after(door: &Door, wanted: usize) {
         seen += requests.iter().filter(|line| line.starts_with("GET") && line.contains("part-")).count();
         std::thread::sleep(Duration::from_millis(2));
     }
-    door.set(Manner::Shut);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -298,10 +297,13 @@ async fn a_warmup_that_was_killed_goes_on_where_it_was() {
     let (machine, door, source) = behind_a_door().await;
     let mut mount = machine.mount(&source, &["--read-only"]);
     let place = mount.path().display().to_string();
+    // From here on every request is for an object.
+    machine.warm(&place, &["--dry-run"], true);
+    door.set(Manner::Few(OBJECTS / 4));
     let line = ["warmup", place.as_str(), "--jobs", "4"];
     let mut warmup =
         Forebay::new(&machine.home(), line).envs(&machine.variables).spawn(&machine.scratch.join("log"));
-    shut_after(&door, OBJECTS / 4);
+    wait_for(&door, OBJECTS / 4);
     mount.kill();
     let status = warmup.wait().expect("a child can be waited for");
     assert_eq!(status.code(), Some(1), "a warmup whose mount died has failed");
@@ -327,9 +329,11 @@ async fn a_warmup_that_is_interrupted_says_what_it_did() {
     let (machine, door, source) = behind_a_door().await;
     let mount = machine.mount(&source, &["--read-only"]);
     let place = mount.path().display().to_string();
+    machine.warm(&place, &["--dry-run"], true);
+    door.set(Manner::Few(OBJECTS / 4));
     let (line, log) = (["warmup", place.as_str(), "--jobs", "2", "--json"], machine.scratch.join("log"));
     let mut warmup = Forebay::new(&machine.home(), line).envs(&machine.variables).spawn(&log);
-    shut_after(&door, OBJECTS / 4);
+    wait_for(&door, OBJECTS / 4);
     forebay_tests::shell(machine.scratch.path(), &format!("kill -INT {}", warmup.id())).succeeded();
     // The store answers nothing until the mount has heard of it; what is on its way then ends well.
     let started = Instant::now();

