@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -143,6 +148,33 @@ def test_stages_with_their_optimizers_are_restored_on_any_mesh(tmp_path: Path, s
     for name, value in expected["model"].named_parameters():
         assert torch.equal(loaded["model"][name], value)
         assert torch.equal(loaded["optim"]["state"][name]["exp_avg"], expected["optim"].state[value]["exp_avg"])
+
+
+@pytest.mark.parametrize("saved, live", [("2", "1"), ("2", "4"), ("2", "2")])
+def test_stages_that_a_checkpointer_saved_are_read_by_dcp(tmp_path: Path, saved: str, live: str) -> None:
+    save_at(saved, tmp_path, own=lambda rank: torch.full((2,), float(rank)))
+
+    def restore(rank: int) -> Any:
+        expected, state = values(trained("1")), part(live)
+        tensors = {
+            "model": get_model_state_dict(state["model"]),
+            "optim": get_optimizer_state_dict(state["model"], state["optim"]),
+            "epoch": 0,
+        }
+        if live == saved:
+            tensors["own"] = torch.full((2,), -1.0)
+            dcp.load(tensors, storage_reader=forebay.dcp.Reader(tmp_path))
+            assert tensors["own"].tolist() == [float(rank)] * 2
+        else:
+            with pytest.warns(forebay.CheckpointWarning, match=r"ranks differ in state\['own'\]"):
+                dcp.load(tensors, storage_reader=forebay.dcp.Reader(tmp_path))
+        set_model_state_dict(state["model"], tensors["model"])
+        set_optimizer_state_dict(state["model"], state["optim"], tensors["optim"])
+        found = values(state)
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+        return tensors["epoch"]
+
+    assert run_ranks(ranks_of(live), restore) == [7] * ranks_of(live)
 
 
 def test_what_has_no_one_value_is_refused_by_name_and_the_rest_can_be_taken(tmp_path: Path) -> None:

@@ -315,8 +315,9 @@ def _fitting(
     return made.pop()
 
 
-def whole_tree(step: _native.Step, rank: int) -> tuple[Node, int]:
-    """The state as a rank of the saving job had it, with what only others had; and whose tensors that names."""
+def whole_tree(step: _native.Step, rank: int, tells: bool = True) -> tuple[Node, int]:
+    """The state as a rank of the saving job had it, with what only others had; and whose tensors that names. Where others
+    had something else, a warning tells so."""
     tree = state_tree(step, rank)
     if step.world_size == 1:
         return tree, rank
@@ -325,7 +326,7 @@ def whole_tree(step: _native.Step, rank: int) -> tuple[Node, int]:
         return tree, rank
     others = [other for other in range(step.world_size) if other != rank]
     whole, differing = _merged(step, [rank, *others], first_counts=True)
-    if differing:
+    if differing and tells:
         text = f"step {step.step}: ranks differ in {', '.join(differing[:5])}, of which rank {rank}'s is given"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
     return whole, NOBODY

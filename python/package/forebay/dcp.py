@@ -57,7 +57,7 @@ from ._errors import (
 )
 from ._flatten import KEPT, Flattener
 from ._leaf import Leaf, copy_elements, tensor_dtype, tensor_leaf, torch_dtype
-from ._loading import default_threads, newest_steps, read_planned, state_tree, use_together, with_step
+from ._loading import default_threads, newest_steps, read_planned, use_together, whole_tree, with_step
 from ._paths import Node, Path, flatten, nest
 from ._ranks import Ranks, meeting_place, new_start, surroundings
 from ._save import Save
@@ -426,8 +426,10 @@ class _Opened:
         self.step = step
         self._allow_pickle = allow_pickle
         self._threads = threads
-        self._source = surroundings()[0] % step.world_size
-        self._entries = flatten(state_tree(step, self._source), self._builder().build)
+        rank, world_size = surroundings()
+        # As many ranks have what they saved; others find by name what any of them had.
+        tree, self._source = whole_tree(step, rank % step.world_size, tells=world_size != step.world_size)
+        self._entries = flatten(tree, self._builder().build)
 
     def _builder(self) -> Builder:
         return Builder(Tensors(self.step, self._threads, self._source), self._allow_pickle)
