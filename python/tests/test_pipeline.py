@@ -57,11 +57,15 @@ def part(mesh: str, rate: float = 0.5) -> dict[str, Any]:
         for layer in net.layers.values():
             fully_shard(layer, mesh=shards)
         fully_shard(net, mesh=shards)
+    return {"model": net, "optim": optimizer_of(net, rate), "epoch": 0}
+
+
+def optimizer_of(net: Net, rate: float = 0.5) -> torch.optim.AdamW:
     groups = [
         {"params": [value for name, value in net.named_parameters() if name.endswith("weight")], "weight_decay": 0.1},
         {"params": [value for name, value in net.named_parameters() if name.endswith("bias")], "weight_decay": 0.0},
     ]
-    return {"model": net, "optim": torch.optim.AdamW(groups, lr=rate), "epoch": 0}
+    return torch.optim.AdamW(groups, lr=rate)
 
 
 def trained(mesh: str) -> dict[str, Any]:
@@ -206,6 +210,13 @@ def test_what_has_no_one_value_is_refused_by_name_and_the_rest_can_be_taken(tmp_
             words = r"state\['optim'\]\['state'\]: what ranks 0 and 1 saved differs.*beside its module"
             with pytest.raises(forebay.CheckpointMismatch, match=words):
                 checkpointer.restore(tensors)
+            # Where it fits one rank's by chance, too.
+            net = Net(0, 2)
+            optimizer = optimizer_of(net)
+            net(torch.zeros(4, WIDTH)).backward()
+            optimizer.step()
+            with pytest.raises(forebay.CheckpointMismatch, match=words):
+                checkpointer.restore({"optim": optimizer.state_dict()}, only=["optim*"])
             # One layer, which one of the stages has; the others have nothing of that name.
             assert checkpointer.restore(tensors, only=["model.layers.3.*"]) == 5
         name = f"layers.{rank}.weight"

@@ -294,15 +294,19 @@ def _fitting(
             made.append(plan(_Tree(state_tree(step, source), source)))
         except CheckpointMismatch as error:
             failure = error
-        return {"fits": failure is None}
+        # That the numbers of a rank's parameters fit another's says nothing where there are not as many.
+        has_numbers = failure is None and made[0].placer is not None and made[0].placer.has_numbers
+        return {"fits": failure is None and not (has_numbers and step.world_size != world_size)}
 
     is_alone = ranks is None or ranks.alone
+    world_size = 1 if ranks is None else ranks.world_size
     words = [try_own()] if ranks is None else ranks.gather("compare the state", try_own)
     if all(word["fits"] for word in words):
         return made.pop()
     if failure is not None and is_alone and step.world_size == 1:
         raise failure
     left: list[Path] = []
+    made.clear()
 
     def try_names() -> dict[str, Any]:
         made.append(plan(_Tree(_merged(step, range(step.world_size))[0], NOBODY, left)))

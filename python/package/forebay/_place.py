@@ -34,6 +34,8 @@ class Placer:
         self._state = state
         self._only = only
         self._unmatched = set(only or ())
+        self.has_numbers = False
+        """Whether what was planned goes by numbers, which mean another parameter on each rank of a job."""
         self.needed: list[Node] = []
         """Parts of the tree that `apply` builds."""
         self._pairs = Pairs(state)
@@ -154,6 +156,7 @@ class Placer:
 
     def _place_object(self, node: Node, live: Any, path: str, name: str) -> None:
         kind, tree = node["k"], node["v"]
+        self.has_numbers |= kind == "optimizer-own"
         if kind == "module":
             if self._place_module(tree, live, path, name):
                 return
@@ -252,6 +255,7 @@ class Placer:
         if not isinstance(live, dict):
             raise _mismatch(path, "a dict", live)
         saved = {self._builder.build(key): value for key, value in node["v"]}
+        self.has_numbers |= any(type(key) is not str for key in saved)
         has = live
         if self._only is not None:
             saved = {key: value for key, value in saved.items() if self._wants_any(value, _join(name, str(key)))}
