@@ -9,7 +9,7 @@ use super::deletions::after;
 use super::moves::{discard, is_still};
 use super::run::{PAGE, Tally};
 use crate::kv::Durability;
-use crate::records::{Change, Records};
+use crate::records::{Change, Records, session_of};
 use crate::schema::{Inode, Intent, Tag};
 
 /// Seconds that a store's clock may differ from this host's: past that, stores refuse what it has signed.
@@ -157,6 +157,10 @@ fn settle(
         return Ok(());
     }
     change.end_intent(ino, intent)?;
+    if intent.copies.is_some() && found.is_none() && session_of(&intent.key) == Some(change.shared.session) {
+        // What stepped aside in this session: no copy of it is on its way.
+        change.forget_uncommitted(&intent.key)?;
+    }
     let inode = change.find(ino)?;
     let may_be_others = inode.as_ref().is_some_and(|inode| inode.nlink > 0);
     let found = found
@@ -179,7 +183,7 @@ fn settle(
                 inode => discard(change, ino, inode, &found.blob()),
             }
         }
-        (_, Some(inode), _) => change.settle_home(ino, &inode),
+        (_, Some(inode), _) => change.resettle_home(ino, &inode),
         _ => Ok(()),
     }
 }

@@ -131,7 +131,7 @@ impl Mover {
             }
             Ok(failed) => {
                 let (from, is_lost) = (plan.from.clone(), failed == Copied::SourceLost);
-                let end = move |change: &mut Change<'_, '_>| give_up(change, ino, &plan.from, is_lost);
+                let end = move |change: &mut Change<'_, '_>| give_up(change, ino, &plan, is_lost);
                 self.transact(Durability::Buffered, end).await?;
                 match failed {
                     Copied::SourceMissing => Err(missing(ino, &from)),
@@ -155,7 +155,9 @@ impl Mover {
     /// The copy of a file to where it is in nobody's way, if `error` says that the store does not take it where it should go:
     /// in a folder, for one, the path may lead through a file that waits for just this one.
     async fn aside(&self, ino: InodeId, plan: &Plan, error: &Error) -> Result<Option<Plan>> {
-        if error.kind() != ErrorKind::Conflict || plan.from.is_owned() {
+        // Nobody else writes where it would go aside: a store that refuses that, too, refuses all.
+        let is_aside = plan.to.as_str().starts_with(Blob::OWNED_PREFIX);
+        if error.kind() != ErrorKind::Conflict || plan.from.is_owned() || is_aside {
             return Ok(None);
         }
         let (from, fresh) = (plan.from.clone(), self.fresh_key());
@@ -357,21 +359,22 @@ fn missing(ino: InodeId, from: &Blob) -> Error {
         ErrorKind::NotFound,
         format!("the object `{}` is missing, whose bytes inode {ino} has", from.key),
     )
-    .with_hint("bring it back; `forebay fsck` names the files that need it")
+    .with_hint("restore that version of it, or run `forebay fsck --repair` and copy the bytes in")
 }
 
 /// Ends an attempt that cannot be made. A file whose bytes were replaced goes with them; any other stays where it is, and
 /// its claim and the move with it.
-fn give_up(change: &mut Change<'_, '_>, ino: InodeId, from: &Blob, is_lost: bool) -> Result<()> {
+fn give_up(change: &mut Change<'_, '_>, ino: InodeId, plan: &Plan, is_lost: bool) -> Result<()> {
+    let from = &plan.from;
     if let Some(intent) = change.intent(ino)? {
         change.end_intent(ino, &intent)?;
         // The intent may have stood for the claim on an object that the file left behind meanwhile.
-        if let Some(inode) = change.find(ino)?
-            && !holds_home(change, ino, &inode)?
-        {
-            change.settle_home(ino, &inode)?;
+        if let Some(inode) = change.find(ino)? {
+            change.resettle_home(ino, &inode)?;
         }
     }
+    // The store was not asked for the copy.
+    change.forget_uncommitted(&plan.to)?;
     let inode = change.find(ino)?;
     let has_changed = match &inode {
         Some(inode) => whole(change, ino, inode)?.as_ref() != Some(from),
@@ -389,11 +392,4 @@ fn give_up(change: &mut Change<'_, '_>, ino: InodeId, from: &Blob, is_lost: bool
         }
         None => Ok(()),
     }
-}
-
-/// Whether the object that the file left behind is claimed as it should be: then the move is noted, too, and to note it
-/// again would wake the mover for it at once.
-fn holds_home(change: &Change<'_, '_>, ino: InodeId, inode: &Inode) -> Result<bool> {
-    let Some(home) = &inode.home else { return Ok(false) };
-    Ok(change.claim(home.key.as_str())?.is_some_and(|claim| claim.state == HolderState::Held(ino)))
 }

@@ -129,6 +129,19 @@ impl Change<'_, '_> {
         self.settle_home(ino, &inode)
     }
 
+    /// The same after an attempt came to nothing: where all is noted as it should be, to note it again would wake the mover
+    /// for it at once.
+    pub(crate) fn resettle_home(&mut self, ino: InodeId, inode: &Inode) -> Result<()> {
+        let claim = inode.home.as_ref().map(|home| self.claim(home.key.as_str())).transpose()?.flatten();
+        let is_held = claim.is_some_and(|claim| claim.state == HolderState::Held(ino));
+        if is_held && self.is_moving(ino)? { Ok(()) } else { self.settle_home(ino, inode) }
+    }
+
+    /// Whether the mover was asked to bring the bytes of a file to its key, or to walk a directory.
+    pub(crate) fn is_moving(&self, ino: InodeId) -> Result<bool> {
+        Ok(self.reads().get(&self.keys().movement(ino))?.is_some())
+    }
+
     /// Asks the mover to bring a file's bytes to the key that its path spells.
     pub(crate) fn queue_move(&mut self, ino: InodeId) -> Result<()> {
         self.shared.work.notify_one();

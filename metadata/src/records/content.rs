@@ -116,11 +116,17 @@ impl Change<'_, '_> {
     }
 
     /// Notes that an owned blob is about to be written. The record of its deletion says by whom, and goes when a layout
-    /// refers to it.
+    /// refers to it. Nobody is woken for it: it is left alone while this session lives.
     pub(crate) fn note_uncommitted(&mut self, key: &ObjectKey) -> Result<()> {
         let blob = Blob { key: key.clone(), version: Version::new(""), size: 0 };
         let session = Some(self.shared.session);
-        self.queue_deletion(Deletion::UNCOMMITTED_MS, Deletion { blob, session })
+        let record = self.keys().deletion(Deletion::UNCOMMITTED_MS, key.as_str());
+        self.put(record, Deletion { blob, session }.encode())
+    }
+
+    /// Takes that back of a blob that was certainly not written and will not be.
+    pub(crate) fn forget_uncommitted(&mut self, key: &ObjectKey) -> Result<()> {
+        self.delete(self.keys().deletion(Deletion::UNCOMMITTED_MS, key.as_str()))
     }
 
     /// Notes how many inodes refer to an owned blob.

@@ -4,9 +4,12 @@ use std::time::Duration;
 
 use forebay_core::{InodeId, ObjectKey};
 use forebay_io::object::{FaultMode, Faults, OperationKind};
+use futures::future::FutureExt;
 
 use super::sharing::{no_loans, share};
 use super::world::*;
+use crate::records::Records;
+use crate::schema::Tag;
 use crate::tree::{LocalTree, Placement, RenameMode, SetAttributes, Tree, resolve};
 
 /// When nothing comes any more of a copy that was not answered.
@@ -215,5 +218,68 @@ async fn writers_do_not_wait_for_copies_of_others() {
     assert_eq!(world.bucket().head(&ObjectKey::new("x")).await.expect("an answer"), None);
     for (path, text) in [("a", "new"), ("b", "a"), ("d", "new"), ("y", "new")] {
         assert_eq!(world.read_path(&tree, path).await.expect("bytes"), text);
+    }
+}
+
+/// Lets the mover work until nothing can be done, then once more. Returns how many copies it asked for then, and asserts
+/// that it rests after that, and that no record is left of what it tried.
+async fn copies_of_a_pass(tree: &LocalTree) -> u64 {
+    let records = || {
+        tree.change(|change| {
+            let (start, end) = change.keys().family(Tag::Deletion);
+            Ok(change.reads().scan(&start, &end, 1000)?.len())
+        })
+    };
+    tree.drain().await.expect("drained");
+    let _ = tree.shared.work.notified().now_or_never();
+    let (noted, before) =
+        (records().await.expect("records"), tree.mover.as_ref().expect("a mover").bucket().counters());
+    tree.drain().await.expect("drained");
+    assert_eq!(tree.shared.work.notified().now_or_never(), None, "what fails keeps nobody busy");
+    assert_eq!(records().await.expect("records"), noted, "nothing is left of what was not made");
+    tree.mover.as_ref().expect("a mover").bucket().counters().since(&before).of(OperationKind::Copy).requests
+}
+
+#[tokio::test]
+async fn a_copy_that_the_store_does_not_make_is_not_asked_for_again_at_once() {
+    // What is refused as if something were in the way is tried aside, once.
+    for (mode, copies) in [(FaultMode::Deny, 1), (FaultMode::Refuse, 2)] {
+        let world = World::memory().await;
+        world.put("a", b"old").await;
+        let faults = Faults::new();
+        let tree = world.open_over(Some(world.bucket().with_faults(&faults))).await;
+        rename(&tree, "a", "b", RenameMode::Replace).await.expect("renamed");
+        for nth in 1..200 {
+            faults.script(OperationKind::Copy, nth, mode);
+        }
+        assert_eq!(copies_of_a_pass(&tree).await, copies, "{mode:?}");
+        faults.clear();
+        tree.drain().await.expect("drained");
+        world.check_objects(&[("b", "old")]).await;
+    }
+}
+
+#[tokio::test]
+async fn exchanged_files_whose_objects_are_gone_keep_nobody_busy() {
+    for mode in [None, Some(FaultMode::Deny)] {
+        let world = World::memory().await;
+        let faults = Faults::new();
+        let tree = world.open_over(Some(world.bucket().with_faults(&faults))).await;
+        for name in ["a", "b"] {
+            world.put(name, name.as_bytes()).await;
+        }
+        rename(&tree, "a", "b", RenameMode::Exchange).await.expect("exchanged");
+        match mode {
+            None => {
+                world.delete("a").await;
+                world.delete("b").await;
+            }
+            Some(mode) => {
+                for nth in 1..200 {
+                    faults.script(OperationKind::Copy, nth, mode);
+                }
+            }
+        }
+        assert_eq!(copies_of_a_pass(&tree).await, if mode.is_some() { 2 } else { 0 });
     }
 }
