@@ -296,16 +296,19 @@ impl Loss {
         let (who, advice) = match (is_ours, why) {
             (true, MISSING) => (
                 "nobody but Forebay may write there",
-                "bring the object back, or give these bytes up with --repair",
+                "restore that version of it, or give these bytes up with --repair and copy them in",
             ),
-            (true, _) => ("nobody but Forebay may write there", "bring the object back, or remove the file"),
+            (true, _) => (
+                "nobody but Forebay may write there",
+                "restore that version of it, or remove the file and copy it again",
+            ),
             (false, MISSING) => (
                 "another program deleted that object, which held bytes of this file",
-                "bring it back, or give these bytes up with --repair",
+                "restore that version of it, or give these bytes up with --repair and copy them in",
             ),
             (false, _) => (
                 "another program replaced that object, which held bytes of this file",
-                "bring that version of it back, or remove the file and copy it again",
+                "restore that version of it, or remove the file and copy it again",
             ),
         };
         format!("{bytes} at `{key}` {be} {why}: {who}; {advice}")

@@ -221,12 +221,14 @@ impl Window<'_, '_, '_> {
         Ok(true)
     }
 
-    /// Whether an outsider replaced the object that held the bytes of a file elsewhere; takes that file away then.
+    /// Whether an outsider replaced the object that held all bytes of a file elsewhere; takes that file away then. One
+    /// with further bytes of its own is fsck's to tell of.
     fn is_lost(&mut self, holder: InodeId, info: &ObjectInfo) -> Result<bool> {
         let inode = self.change.find(holder)?;
         let held = |inode: &Inode| inode.home.as_ref().filter(|home| home.key == info.key).cloned();
         match inode.as_ref().and_then(held) {
             Some(home) if home == info.blob() => Ok(false),
+            Some(_) if self.has_others(holder, inode.as_ref())? => Ok(false),
             Some(_) => {
                 warn!(key = %info.key, ino = %holder, "somebody replaced an object before its file was moved");
                 inode.map_or(Ok(()), |inode| self.vanish(holder, inode)).map(|()| true)
@@ -362,16 +364,25 @@ impl Window<'_, '_, '_> {
         }
         match self.claim(key)?.map(|claim| claim.state) {
             None => {}
-            // Of a renamed file the move is noted: its record is all that says what is missed.
-            Some(HolderState::Held(holder)) if holder == entry.ino && !self.is_moving(holder)? => {}
+            // An object that was listed beside a directory, under the name of that. Of a renamed file, whether or not it can
+            // ever be moved, and of one with further bytes, the record is all that says what is missed.
+            Some(HolderState::Held(holder))
+                if holder == entry.ino
+                    && beside(last.as_bytes()) == *name
+                    && !self.is_moving(holder)?
+                    && !self.has_others(holder, Some(&inode))? => {}
             Some(_) => return Ok(()),
         }
         self.vanish(entry.ino, inode)
     }
 
     fn is_moving(&self, ino: InodeId) -> Result<bool> {
-        let record = self.change.keys().movement(ino);
-        Ok(self.change.reads().get(&record)?.is_some())
+        self.change.is_moving(ino)
+    }
+
+    /// Whether a file has bytes beside those of its plain object.
+    fn has_others(&self, ino: InodeId, inode: Option<&Inode>) -> Result<bool> {
+        inode.map_or(Ok(false), |inode| self.change.is_mixed(ino, inode))
     }
 
     fn make_file(&mut self, name: &Bytes, info: &ObjectInfo) -> Result<()> {

@@ -1,6 +1,6 @@
 //! The end of inodes: without a name they live while somebody has them open, or in the trash.
 
-use forebay_core::{FileKind, FileLayout, InodeId, Result};
+use forebay_core::{Extent, FileKind, FileLayout, InodeId, Result, Source};
 
 use super::{Change, Charge, Records, usage_of};
 use crate::schema::{HolderState, Inode, Orphan, Tag};
@@ -40,6 +40,15 @@ impl Change<'_, '_> {
             self.remove_name(left.parent, &left.name, ino)?;
         }
         Ok(())
+    }
+
+    /// Whether a file has bytes of its plain object and others beside them.
+    pub(crate) fn is_mixed(&self, ino: InodeId, inode: &Inode) -> Result<bool> {
+        let Some(home) = &inode.home else { return Ok(false) };
+        let layout = self.layout(ino, inode)?;
+        let is_home = |extent: &Extent| matches!(&extent.source, Source::Blob { blob, .. } if blob == home);
+        let of_home = layout.extents().iter().filter(|extent| is_home(extent)).count();
+        Ok(of_home > 0 && of_home < layout.extents().len())
     }
 
     /// Forgets that a plain object is a file's, which is one more borrower of it then.

@@ -113,6 +113,12 @@ async fn an_object_beside_keys_below_it_shows_as_object() {
     world.put("m", b"object").await;
     world.pass_ttl();
     assert_eq!(paths(&tree).await, ["a", "m.object", "m/"]);
+    world.delete("m").await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["a", "m/"], "it goes with its object");
+    world.put("m", b"object").await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["a", "m.object", "m/"]);
     unlink(&tree, "m.object").await.expect("unlinked");
     tree.drain().await.expect("drained");
     world.check_objects(&[("a", "object")]).await;

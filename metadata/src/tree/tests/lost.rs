@@ -186,7 +186,9 @@ async fn an_object_that_is_gone_before_it_moved_is_a_loss() {
 #[tokio::test]
 async fn a_file_whose_object_is_gone_before_it_moved_stays_until_it_is_given_up() {
     use futures::future::FutureExt;
-    for (kind, to) in KINDS.into_iter().flat_map(|kind| [(kind, "d/top"), (kind, "near")]) {
+    let spelled = KINDS.into_iter().flat_map(|kind| [(kind, "d/top"), (kind, "near")]);
+    // No key of a folder: the object stays where it is, and no move is noted.
+    for (kind, to) in spelled.chain([(Kind::Lmdb, "near#1")]) {
         let world = World::new(kind).await;
         let tree = sample(&world).await;
         let top = ino(&tree, "top").await;
@@ -211,6 +213,62 @@ async fn a_file_whose_object_is_gone_before_it_moved_stays_until_it_is_given_up(
         let refuge = format!("lost+found/damaged-inode-{top}");
         assert_eq!(world.read_path(&tree, &refuge).await.expect("bytes"), "\0\0\0");
         assert_eq!(attribute(&tree, &refuge, "user.forebay.lost-names").await.expect("a value"), to);
+        tree.close().await.expect("closed");
+    }
+}
+
+/// Nor is a file with other bytes of its own ever taken away, for which no move is noted either.
+#[tokio::test]
+async fn a_partly_written_file_keeps_its_bytes_when_its_object_is_gone_or_replaced() {
+    for (kind, other) in KINDS.into_iter().flat_map(|kind| [(kind, None), (kind, Some(b"TOP"))]) {
+        let world = World::new(kind).await;
+        let tree = sample(&world).await;
+        let top = ino(&tree, "top").await;
+        write_over(&world, &tree, "top", 1, b"O").await;
+        rename(&tree, "top", "near", crate::tree::RenameMode::Replace).await.expect("renamed");
+        tree.drain().await.expect("drained");
+        match other {
+            None => world.delete("top").await,
+            Some(other) => world.put("top", other).await,
+        }
+        for _ in 0..2 {
+            world.pass_ttl();
+            let all = paths(&tree).await;
+            assert!(all.contains(&"near".to_owned()) && !all.contains(&"top".to_owned()), "{all:?}");
+            tree.drain().await.expect("drained");
+        }
+        assert_eq!(ino(&tree, "near").await, top);
+        assert!(only(&fsck(&tree, false).await).detail.contains("`near`"));
+        let found = fsck(&tree, true).await;
+        assert_eq!(only(&found).mended, other.is_none(), "{found:?}");
+        if other.is_none() {
+            let refuge = format!("lost+found/damaged-inode-{top}");
+            assert_eq!(world.read_path(&tree, &refuge).await.expect("bytes"), "\0O\0");
+        } else {
+            // As it says, the file is removed; then the outsider's object is shown.
+            unlink(&tree, "near").await.expect("unlinked");
+            tree.drain().await.expect("drained");
+            world.pass_ttl();
+            assert_eq!(world.read_path(&tree, "top").await.expect("bytes"), "TOP");
+        }
+        sound(&world, &tree).await;
+        tree.close().await.expect("closed");
+    }
+}
+
+/// The bytes are gone for certain: they are not in that object any more, and it is shown where it is.
+#[tokio::test]
+async fn a_renamed_file_whose_whole_object_is_replaced_is_gone() {
+    for to in ["near", "d/top", "near#1"] {
+        let world = World::new(Kind::Lmdb).await;
+        let tree = sample(&world).await;
+        rename(&tree, "top", to, crate::tree::RenameMode::Replace).await.expect("renamed");
+        world.put("top", b"other").await;
+        tree.drain().await.expect("drained");
+        world.pass_ttl();
+        assert!(!paths(&tree).await.contains(&to.to_owned()), "{to}");
+        assert_eq!(world.read_path(&tree, "top").await.expect("bytes"), "other");
+        sound(&world, &tree).await;
         tree.close().await.expect("closed");
     }
 }
