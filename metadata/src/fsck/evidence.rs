@@ -46,6 +46,9 @@ pub(super) struct Known {
     /// Objects that hold bytes which only the tree knows of, and those of them that were missing.
     held: u64,
     missing: u64,
+    /// All that the tree knows of, and those of them that were missing.
+    all: u64,
+    absent: u64,
     /// Whether the volume's own record was there.
     pub(super) has_record: bool,
 }
@@ -68,6 +71,7 @@ impl Known {
     /// Notes an object that is there; `is_held` if only the tree knows what it holds.
     pub(super) fn there(&mut self, key: &ObjectKey, is_held: bool) {
         self.held += u64::from(is_held);
+        self.all += 1;
         self.any.get_or_insert_with(|| key.clone());
         if is_owned(key) {
             self.owned.get_or_insert_with(|| key.clone());
@@ -77,10 +81,12 @@ impl Known {
         }
     }
 
-    /// Notes one that is missing, and held bytes that only the tree knows of.
-    pub(super) fn missing(&mut self, key: &ObjectKey) {
-        self.held += 1;
-        self.missing += 1;
+    /// Notes one that is missing; `is_held` if only the tree knew what it held.
+    pub(super) fn missing(&mut self, key: &ObjectKey, is_held: bool) {
+        self.held += u64::from(is_held);
+        self.missing += u64::from(is_held);
+        self.all += 1;
+        self.absent += 1;
         self.places.entry(directory(key).to_owned()).or_default().missing += 1;
     }
 
@@ -98,13 +104,17 @@ impl Known {
 
     /// Why nothing at all is to be given up.
     fn is_too_much(&self) -> Option<String> {
-        let Self { missing, held, .. } = self;
-        (*missing >= FEW && missing.saturating_mul(MOST_SHARE) > *held).then(|| {
-            format!(
-                "{missing} of the {held} objects that hold bytes of files are missing: is all of the bucket there, and is \
-                 it the right one?"
-            )
-        })
+        let is_many = |missing: u64, of: u64| missing >= FEW && missing.saturating_mul(MOST_SHARE) > of;
+        let (missing, of, which) = match self {
+            Self { missing, held, .. } if is_many(*missing, *held) => (missing, held, "hold bytes of files"),
+            Self { absent, all, .. } if is_many(*absent, *all) => {
+                (absent, all, "files need or were listed for")
+            }
+            _ => return None,
+        };
+        Some(format!(
+            "{missing} of the {of} objects that {which} are missing: is all of the bucket there, and is it the right one?"
+        ))
     }
 }
 

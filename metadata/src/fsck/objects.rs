@@ -54,8 +54,9 @@ pub(super) async fn compare(bucket: &Bucket, facts: &Facts, living: &HashSet<u64
         }
     }
     for (key, uses) in wanted {
-        if uses.iter().any(|(blob, _)| blob.staged_on().is_none() && is_held(facts, blob)) {
-            compared.known.missing(key);
+        if uses.iter().any(|(blob, _)| blob.staged_on().is_none()) {
+            let is_held = |(blob, _): &(&Blob, &Use)| blob.staged_on().is_none() && is_held(facts, blob);
+            compared.known.missing(key, uses.iter().any(is_held));
         }
         for (blob, used) in uses {
             match blob.staged_on() {

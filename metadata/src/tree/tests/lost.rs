@@ -406,6 +406,34 @@ async fn little_is_given_up_at_once() {
     sound(&world, &tree).await;
 }
 
+/// Objects at the paths of their own files are the user's to delete, but where none of them is seen any more, or many are
+/// missing, what others hold beside them may be there all the same.
+#[tokio::test]
+async fn plain_objects_that_are_missing_speak_against_giving_up() {
+    let many: Vec<String> = (0..10).map(|n| format!("d/w{n}")).collect();
+    let cases = [(vec!["listed/a".to_owned()], "none of the objects"), (many, "of the 2")];
+    for (missing, why) in cases {
+        let world = World::new(Kind::Lmdb).await;
+        let tree = sample(&world).await;
+        for n in 0..10 {
+            world.write_path(&tree, &format!("d/w{n}"), "w").await.expect("written");
+        }
+        world.write_path(&tree, "listed/x", "lost").await.expect("written");
+        rename(&tree, "listed/x", "d/x", crate::tree::RenameMode::Replace).await.expect("renamed");
+        world.delete("listed/x").await;
+        for key in &missing {
+            world.delete(key).await;
+        }
+        let found = fsck(&tree, true).await;
+        assert!(!only(&found).mended && found.lost == 0, "{found:?}");
+        assert!(found.refused.as_ref().expect("a reason").contains(why), "{found:?}");
+        let found = tree.fsck(Repair::AcceptLoss).await.expect("checked");
+        assert!(found.is_clean() && found.lost == 1, "{found:?}");
+        sound(&world, &tree).await;
+        tree.close().await.expect("closed");
+    }
+}
+
 /// The bytes may lie behind a delete marker, or on a disk that was away.
 #[tokio::test]
 async fn what_comes_back_after_it_was_given_up_is_not_deleted() {
