@@ -11,8 +11,9 @@
 //! one that came where a name was removed nobody can tell on which side of that it lies.
 //!
 //! In a large directory a name takes 9 to 13 bytes, however long it is. Memory is bounded for any: past `LOG_BYTES`,
-//! every second old block goes. A position in one is found by counting on from the block before, which is exact while
-//! nothing changed there.
+//! every second old block goes, but not the first of a run. A position in one is found by counting on from the block before,
+//! which is exact while nothing changed there. Only where runs are so many that their first blocks take most of the room do
+//! these go, too; a position there is off.
 
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
@@ -49,6 +50,8 @@ pub(super) struct Cursor {
 #[derive(Debug)]
 struct Block {
     first: u64,
+    /// Whether a run of numbers begins here: the names before are others than the numbers say.
+    begins_run: bool,
     head: Box<[u8]>,
     tail: Vec<u8>,
     /// Of all names, in their order. That two names among so few have one hash of 64 bits is left out of account.
@@ -80,8 +83,8 @@ impl Default for Cursor {
 }
 
 impl Block {
-    fn new(first: u64, name: &[u8], hash: u64) -> Self {
-        Self { first, head: name.into(), tail: name.into(), hashes: vec![hash] }
+    fn new(first: u64, begins_run: bool, name: &[u8], hash: u64) -> Self {
+        Self { first, begins_run, head: name.into(), tail: name.into(), hashes: vec![hash] }
     }
 
     fn push(&mut self, name: &[u8], hash: u64) {
@@ -159,7 +162,7 @@ impl Cursor {
             Some(block) if number == self.end && block.hashes.len() < BLOCK_NAMES => block.push(name, hash),
             _ => {
                 self.seal_last();
-                self.blocks.push_back(Block::new(number, name, hash));
+                self.blocks.push_back(Block::new(number, number != self.end, name, hash));
             }
         }
         self.end = number + 1;
@@ -177,14 +180,21 @@ impl Cursor {
         block.tail.shrink_to_fit();
         block.hashes.shrink_to_fit();
         self.bytes += block.size();
-        if self.bytes > self.limit {
-            let (mut at, old) = (0, self.blocks.len().saturating_sub(NEWEST_BLOCKS));
-            self.blocks.retain(|_| {
-                at += 1;
-                at > old || at % 2 == 1
-            });
-            self.bytes = self.blocks.iter().map(Block::size).sum();
+        // With less room made than that it would soon be full again, and each time takes a look at all blocks.
+        if self.bytes > self.limit && self.thin_out(true) > self.limit / 4 * 3 {
+            self.thin_out(false);
         }
+    }
+
+    /// Takes every second old block away, be it the first of a run or not unless `keeps_runs`. Returns the bytes left.
+    fn thin_out(&mut self, keeps_runs: bool) -> usize {
+        let (mut at, old) = (0, self.blocks.len().saturating_sub(NEWEST_BLOCKS));
+        self.blocks.retain(|block| {
+            at += 1;
+            at > old || at % 2 == 1 || (keeps_runs && block.begins_run)
+        });
+        self.bytes = self.blocks.iter().map(Block::size).sum();
+        self.bytes
     }
 }
 

@@ -209,3 +209,33 @@ fn memory_is_bounded_for_any_directory() {
     assert!(reads > 100, "{reads}");
     assert!(!cursor.knows(100_000));
 }
+
+#[test]
+fn a_position_in_a_later_run_is_counted_from_names_of_that_run() {
+    let directory = Directory { shape: SHORT, count: 200_000, changed: false };
+    let mut cursor = Cursor::with_limit(64 << 10);
+    let (early, late) = (3 * BLOCK_NAMES as u64, 100 * BLOCK_NAMES as u64);
+    for at in 0..early {
+        cursor.note(at + 3, &SHORT.name(100_000 + at));
+    }
+    let first = cursor.number_after(DOT_DOT, &SHORT.name(0));
+    for at in 0..late {
+        cursor.note(first + at, &SHORT.name(at));
+        assert!(cursor.bytes <= 64 << 10, "{at}");
+    }
+    assert!((0..late).any(|at| !cursor.knows(first + at)), "blocks were thinned out");
+    let mut reads = 0;
+    for at in (0..late).step_by(61) {
+        let next = directory.go_on(&cursor, first + at, &mut reads);
+        assert_eq!(next.first(), Some(&SHORT.name(at + 1)), "{at}");
+    }
+}
+
+#[test]
+fn memory_is_bounded_for_any_number_of_runs() {
+    let mut cursor = Cursor::with_limit(64 << 10);
+    for at in 0..5_000 {
+        cursor.note(2 * at + 3, &SHORT.name(at));
+        assert!(cursor.bytes <= 64 << 10, "{at}");
+    }
+}
