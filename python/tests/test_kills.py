@@ -64,7 +64,8 @@ def start(place: Path, world_size: int, is_last: bool) -> list[Child]:
         state = parts(1 + rank)
         report("begun")
         # Killed before all ranks had sealed their first step, or before a sealed one was known to be durable.
-        warnings.simplefilter("ignore", forebay.CheckpointWarning)
+        for words in ("nothing is restored: arena: not all ranks hold the step", "which a killed trainer had sealed, may not be"):
+            warnings.filterwarnings("ignore", f".*{words}", forebay.CheckpointWarning)
         try:
             checkpointer = forebay.Checkpointer(place, every=1, keep=2, linger=LINGER_S)
             restored = checkpointer.restore(state) or 0

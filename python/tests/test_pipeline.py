@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -235,6 +236,58 @@ def test_what_has_no_one_value_is_refused_by_name_and_the_rest_can_be_taken(tmp_
     assert run_ranks(2, again) == [10, 11]
     with pytest.warns(forebay.CheckpointWarning, match=r"ranks differ in state\['loader'\], of which rank 0's is"):
         assert forebay.load(tmp_path / "place")["loader"] == {"at": 10}
+
+
+def test_numbered_parameters_that_all_ranks_have_alike_come_back_to_any_ranks(tmp_path: Path) -> None:
+    """As in data parallel jobs, whose loaders have places of their own."""
+
+    def state(rank: int, is_trained: bool) -> dict[str, Any]:
+        net = Net()
+        optimizer = optimizer_of(net, 0.01)
+        if is_trained:
+            net(torch.ones(4, WIDTH)).backward()
+            optimizer.step()
+        # Without its module beside it, an optimizer goes by numbers.
+        return {"model": net.state_dict(), "optim": optimizer, "loader": Place(10 + rank), "seen": {0: 20 + rank}}
+
+    def save(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.save_now(5, state(rank, is_trained=True))
+        return None
+
+    def restore(rank: int) -> Any:
+        live, expected = state(-10, is_trained=False), state(0, is_trained=True)
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            assert checkpointer.restore(live) == 5
+        known, wanted = (one["optim"].state_dict()["state"] for one in (live, expected))
+        assert all(torch.equal(known[number]["exp_avg"], wanted[number]["exp_avg"]) for number in wanted)
+        return [live["loader"].at, live["seen"]]
+
+    run_ranks(2, save)
+    # json has no other keys than text.
+    assert run_ranks(4, restore) == [[10 + rank % 2, {"0": 20 + rank % 2}] for rank in range(4)]
+    assert run_ranks(1, restore) == [[10, {"0": 20}]]
+
+
+def test_dcp_takes_no_numbered_parameters_that_ranks_mean_otherwise(tmp_path: Path) -> None:
+    def numbers(net: Net) -> Any:
+        optimizer = optimizer_of(net, 0.01)
+        net(torch.ones(4, WIDTH)).backward()
+        optimizer.step()
+        return {"optim": optimizer.state_dict(), "n": 1}
+
+    def save(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.save_now(5, numbers(Net(2 * rank, 2 * rank + 2)))
+        return None
+
+    run_ranks(2, save)
+    live = numbers(Net(0, 2))
+    with pytest.raises(CheckpointException, match=r"state\['optim'\]\['state'\] goes by numbers"):
+        dcp.load(live, storage_reader=forebay.dcp.Reader(tmp_path), no_dist=True)
+    rest = {"n": 0}
+    dcp.load(rest, storage_reader=forebay.dcp.Reader(tmp_path), no_dist=True)
+    assert rest == {"n": 1}
 
 
 def test_what_no_rank_asks_for_and_what_none_saved_are_refused(tmp_path: Path) -> None:

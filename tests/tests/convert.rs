@@ -54,7 +54,9 @@ fn models_go_both_ways_and_paths_are_places() {
     let words = ["convert", &place, &format!("hf:{to}"), "--max-shard-size", "2MiB", "--json"];
     let written = parse(&ckpt(&scratch, &words).succeeded());
     let files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
-    let expected = json!({"files": files, "tensors": 3, "bytes": 3 << 20, "shared_bytes": 0, "streamed": []});
+    let expected = json!({
+        "files": files, "tensors": 3, "bytes": 3 << 20, "shared_bytes": 0, "streamed": [], "differing": []
+    });
     assert_eq!(written, expected);
     let found = [tensors(&out.join(files[0])), tensors(&out.join(files[1]))].concat();
     assert!(found == tensors(&hub.join("model.safetensors")), "every byte is back");

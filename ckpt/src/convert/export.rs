@@ -94,7 +94,7 @@ impl<'a> Export<'a> {
         let (mut files, mut held): (Vec<Vec<Entry>>, u64) = (Vec::new(), 0);
         let mut taken: HashMap<String, Taken> = HashMap::new();
         let mut differing = BTreeSet::new();
-        for (rank, named) in all_tensors(manifest, part)? {
+        for_each_tensor(manifest, part, |rank, named| {
             // A rank's own comes before what all have.
             let own = local_name(&named.tensor, rank);
             let found = known.get(own.as_str()).or(known.get(named.tensor.as_str()));
@@ -110,7 +110,7 @@ impl<'a> Export<'a> {
                 if !is_same || earlier.view != named.view {
                     differing.insert(named.path);
                 }
-                continue;
+                return Ok(());
             }
             let entry = entry(manifest, index, &named)?;
             let bytes = entry.spec.dtype.bytes_of(&entry.spec.shape).unwrap_or(u64::MAX);
@@ -123,7 +123,8 @@ impl<'a> Export<'a> {
             }
             held = held.saturating_add(bytes);
             taken.insert(named.path, Taken { rank, tensor: index, view: named.view });
-        }
+            Ok(())
+        })?;
         Ok(Self { manifest, files, differing: differing.into_iter().collect() })
     }
 
@@ -178,26 +179,32 @@ impl<'a> Export<'a> {
     }
 }
 
-/// The tensors of one part of the state as each rank has it, those of rank 0 first, each with whose tree names it.
-fn all_tensors(manifest: &Manifest, part: &str) -> Result<Vec<(usize, Named)>> {
-    let mut found: Vec<(usize, Named)> = Vec::new();
-    let mut first = None;
+/// Gives the tensors of one part of the state as each rank has it, rank 0 first, with whose tree names it; of one rank at a time.
+fn for_each_tensor(
+    manifest: &Manifest,
+    part: &str,
+    mut give: impl FnMut(usize, Named) -> Result<()>,
+) -> Result<()> {
+    let (mut has_any, mut first) = (false, None);
     for rank in 0..manifest.world_size as usize {
         let name = if rank == 0 { "state".to_owned() } else { local_name("state", rank) };
         let Some(extra) = manifest.extras.iter().find(|extra| extra.name == name) else { continue };
         let tree = serde_json::from_str(&extra.data)
             .map_err(|error| Error::corrupt(format!("step {}: its state: {error}", manifest.step)))?;
         match tensors(&tree, part) {
-            Ok(there) => found.extend(there.into_iter().map(|named| (rank, named))),
+            Ok(there) => {
+                has_any = true;
+                there.into_iter().try_for_each(|named| give(rank, named))?;
+            }
             // A rank may lack the part; what is wrong with it is told where all do.
             Err(error) if error.kind() == ErrorKind::Invalid => first = first.or(Some(error)),
             Err(error) => return Err(error),
         }
     }
     match first {
-        Some(error) if found.is_empty() => Err(error),
-        None if found.is_empty() => Err(Error::corrupt(format!("step {} has no state", manifest.step))),
-        _ => Ok(found),
+        _ if has_any => Ok(()),
+        Some(error) => Err(error),
+        None => Err(Error::corrupt(format!("step {} has no state", manifest.step))),
     }
 }
 

@@ -27,7 +27,17 @@ impl Mover {
         let noted = fresh.clone();
         let note = move |change: &mut Change<'_, '_>| change.note_uncommitted(&noted);
         self.transact(Durability::Durable, note).await?;
-        let copy = self.copy_inside(blob, &fresh, Condition::Always).await?.blob();
+        let copy = match self.copy_inside(blob, &fresh, Condition::Always).await {
+            Ok(copied) => copied.blob(),
+            Err(error) => {
+                // One that was not answered may still come.
+                if error.kind() != ErrorKind::Unavailable {
+                    let forget = move |change: &mut Change<'_, '_>| change.forget_uncommitted(&fresh);
+                    self.transact(Durability::Buffered, forget).await?;
+                }
+                return Err(error);
+            }
+        };
         let found = self.bucket().head(&blob.key).await?;
         if copy.size != blob.size || found.is_none_or(|found| found.version != blob.version) {
             return Err(Error::new(

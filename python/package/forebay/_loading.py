@@ -291,12 +291,14 @@ def _fitting(
     def try_own() -> dict[str, Any]:
         nonlocal failure
         try:
-            made.append(plan(_Tree(state_tree(step, source), source)))
+            planned = plan(_Tree(state_tree(step, source), source))
+            if planned.placer is not None and step.world_size != world_size:
+                for place in meant_otherwise(step, planned.placer.numbered):
+                    raise CheckpointMismatch(f"{place} {MEANT_OTHERWISE}")
+            made.append(planned)
         except CheckpointMismatch as error:
             failure = error
-        # That the numbers of a rank's parameters fit another's says nothing where there are not as many.
-        has_numbers = failure is None and made[0].placer is not None and made[0].placer.has_numbers
-        return {"fits": failure is None and not (has_numbers and step.world_size != world_size)}
+        return {"fits": failure is None}
 
     is_alone = ranks is None or ranks.alone
     world_size = 1 if ranks is None else ranks.world_size
@@ -319,9 +321,20 @@ def _fitting(
     return made.pop()
 
 
+MEANT_OTHERWISE = "goes by numbers, of which ranks mean other parameters by each: that they fit is chance"
+
+
+def meant_otherwise(step: _native.Step, places: Sequence[str]) -> list[str]:
+    """Which of the places that go by numbers of parameters differ between the ranks that saved."""
+    if not places or all("@" not in name for name, _, _, _ in step.tensors()):
+        return []
+    differing = _merged(step, range(step.world_size), first_counts=True)[1]
+    return [place for place in places if any(one.startswith(place) or place.startswith(one) for one in differing)]
+
+
 def whole_tree(step: _native.Step, rank: int, tells: bool = True) -> tuple[Node, int]:
-    """The state as a rank of the saving job had it, with what only others had; and whose tensors that names. Where others
-    had something else, a warning tells so."""
+    """The state as a rank of the saving job had it, with what only others had; and whose tensors that names. Where there is
+    such, a warning tells what they had otherwise than that rank."""
     tree = state_tree(step, rank)
     if step.world_size == 1:
         return tree, rank

@@ -162,6 +162,23 @@ def _tensors(tree: Node) -> Iterator[Node]:
             todo.append(node.get("v"))
 
 
+def numbered(node: Node, path: Path = ("state",)) -> Iterator[Path]:
+    """The places of a tree that go by numbers of parameters: an optimizer's own state, and dicts with such keys."""
+    tag = tag_of(node)
+    if tag == "object":
+        if node["k"] == "optimizer-own":
+            yield path
+        yield from numbered(node["v"], path)
+    elif tag in ("dict", "odict"):
+        if any(type(key) is not str and tensor_names(value) for key, value in node["v"]):
+            yield path
+        for key, value in node["v"]:
+            yield from numbered(value, (*path, key))
+    elif isinstance(node, list) or tag == "tuple":
+        for index, value in enumerate(node if isinstance(node, list) else node["v"]):
+            yield from numbered(value, (*path, index))
+
+
 def tag_of(node: Node) -> Optional[str]:
     """What an object of the tree is; None for plain JSON."""
     return node.get("t") if isinstance(node, dict) else None

@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, Optional
 
 from ._errors import CheckpointMismatch
 from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, torch_module
-from ._merge import MARK, Path, asked, groups_of, refuse_mark
+from ._merge import MARK, Path, asked, groups_of, refuse_mark, tensor_names
 from ._objects import Pairs, give_state, is_stateful, state_of, tells_copies
 from ._tensors import Node
 from ._unflatten import Builder
@@ -34,8 +34,8 @@ class Placer:
         self._state = state
         self._only = only
         self._unmatched = set(only or ())
-        self.has_numbers = False
-        """Whether what was planned goes by numbers, which mean another parameter on each rank of a job."""
+        self.numbered: list[str] = []
+        """Places of what was planned that go by numbers of parameters, which mean others on each rank of a job."""
         self.needed: list[Node] = []
         """Parts of the tree that `apply` builds."""
         self._pairs = Pairs(state)
@@ -156,7 +156,8 @@ class Placer:
 
     def _place_object(self, node: Node, live: Any, path: str, name: str) -> None:
         kind, tree = node["k"], node["v"]
-        self.has_numbers |= kind == "optimizer-own"
+        if kind == "optimizer-own":
+            self.numbered.append(path)
         if kind == "module":
             if self._place_module(tree, live, path, name):
                 return
@@ -255,13 +256,14 @@ class Placer:
         if not isinstance(live, dict):
             raise _mismatch(path, "a dict", live)
         saved = {self._builder.build(key): value for key, value in node["v"]}
-        self.has_numbers |= any(type(key) is not str for key in saved)
         has = live
         if self._only is not None:
             saved = {key: value for key, value in saved.items() if self._wants_any(value, _join(name, str(key)))}
             has = {key: value for key, value in live.items() if key in saved or self._wants(_join(name, str(key)))}
         for what, keys in _differences(saved, has):
             raise CheckpointMismatch(f"{path}: {what} {keys}")
+        if any(type(key) is not str and tensor_names(value) for key, value in saved.items()):
+            self.numbered.append(path)
         for key, value in saved.items():
             make = self._place(value, live[key], f"{path}[{key!r}]", _join(name, str(key)))
             if make is not None:

@@ -52,12 +52,23 @@ from ._errors import (
     CheckpointConflict,
     CheckpointError,
     CheckpointInvalid,
+    CheckpointMismatch,
     CheckpointNotFound,
     CheckpointSuperseded,
 )
 from ._flatten import KEPT, Flattener
 from ._leaf import Leaf, copy_elements, tensor_dtype, tensor_leaf, torch_dtype
-from ._loading import default_threads, newest_steps, read_planned, use_together, whole_tree, with_step
+from ._loading import (
+    MEANT_OTHERWISE,
+    default_threads,
+    meant_otherwise,
+    newest_steps,
+    read_planned,
+    use_together,
+    whole_tree,
+    with_step,
+)
+from ._merge import numbered, shown
 from ._paths import Node, Path, flatten, nest
 from ._ranks import Ranks, meeting_place, new_start, surroundings
 from ._save import Save
@@ -427,9 +438,11 @@ class _Opened:
         self._allow_pickle = allow_pickle
         self._threads = threads
         rank, world_size = surroundings()
-        # As many ranks have what they saved; others find by name what any of them had.
-        tree, self._source = whole_tree(step, rank % step.world_size, tells=world_size != step.world_size)
+        is_other = world_size != step.world_size
+        tree, self._source = whole_tree(step, rank % step.world_size, tells=is_other)
         self._entries = flatten(tree, self._builder().build)
+        places = {shown(path): ".".join(map(str, path[1:])) for path in numbered(tree)} if is_other else {}
+        self._refused = {place: places[place] for place in meant_otherwise(step, list(places))}
 
     def _builder(self) -> Builder:
         return Builder(Tensors(self.step, self._threads, self._source), self._allow_pickle)
@@ -457,7 +470,11 @@ class _Opened:
         def plan() -> Builder:
             builder = self._builder()
             for item in items:
-                _, node = self._entries[item.storage_index.fqn]
+                name = item.storage_index.fqn
+                for place, start in self._refused.items():
+                    if name == start or name.startswith(f"{start}."):
+                        raise CheckpointMismatch(f"{place} {MEANT_OTHERWISE} (`{name}`)")
+                _, node = self._entries[name]
                 if item.type == LoadItemType.BYTE_IO:
                     aside.append((item, None, node))
                     builder.tensors.want(node)

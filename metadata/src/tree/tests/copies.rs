@@ -259,6 +259,26 @@ async fn a_copy_that_the_store_does_not_make_is_not_asked_for_again_at_once() {
     }
 }
 
+/// Nor of what another file shares, before its object goes.
+#[tokio::test]
+async fn a_copy_of_lent_bytes_that_is_denied_leaves_no_record_behind() {
+    let world = World::memory().await;
+    world.put("a", b"shared").await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults))).await;
+    share(&world, &tree, "a", "b").await.expect("shared");
+    unlink(&tree, "a").await.expect("removed");
+    for nth in 1..200 {
+        faults.script(OperationKind::Copy, nth, FaultMode::Deny);
+    }
+    // Once among others, and once more before the object would be deleted.
+    assert_eq!(copies_of_a_pass(&tree).await, 2);
+    faults.clear();
+    tree.drain().await.expect("drained");
+    assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), "shared");
+    world.check_objects(&[("*", "shared")]).await;
+}
+
 #[tokio::test]
 async fn exchanged_files_whose_objects_are_gone_keep_nobody_busy() {
     for mode in [None, Some(FaultMode::Deny)] {
