@@ -199,6 +199,7 @@ impl Session {
 
     /// What is saved next goes on from a step that was restored: what did not change since is not stored again.
     pub fn go_on_from(&mut self, origin: Origin) {
+        self.hello.comes_after(&origin.attempt);
         // A failure here is the agent's death, and the next one is told.
         self.send(&Request::GoOn(origin.clone()), None).ok();
         self.origin = Some(origin);

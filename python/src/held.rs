@@ -64,6 +64,11 @@ impl Predecessor {
         self.with(|found| Ok(found.start().to_owned())).or_raise()
     }
 
+    /// The starts that it came after, as far as it knows, by the first eight characters of their nonces.
+    fn after(&self) -> PyResult<Vec<String>> {
+        self.with(|found| Ok(found.after().to_vec())).or_raise()
+    }
+
     /// The steps that it holds, newest first.
     fn held(&self) -> PyResult<Vec<Named>> {
         self.with(|found| Ok(found.held().into_iter().map(named).collect())).or_raise()

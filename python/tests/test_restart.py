@@ -227,6 +227,15 @@ def test_a_later_start_elsewhere_makes_memory_stale(tmp_path: Path) -> None:
     checkpointer.close()
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_memory_is_newer_than_the_starts_that_its_own_came_after(known: bool) -> None:
+    """Until the agent of a start takes its number, that of the one before is the newest, and so is a step of that."""
+    before, own = "b" * 32, "c" * 32
+    word = {"start": own, "after": [before[:8]] if known else [], "held": [[own, 4], [own, 3]], "durable": []}
+    reason = _held._reason_against([word, {**word, "after": []}], (own, 4), before, [(before[:8], 2)])
+    assert reason == (None if known else "the job was started elsewhere since")
+
+
 def test_a_living_trainer_is_left_alone(tmp_path: Path) -> None:
     child = held_until(tmp_path, 2)
     agent = int(child.line())

@@ -90,17 +90,18 @@ impl Holdings {
         held.find(|held| held.name() == *step).map(|held| held.seal.save)
     }
 
-    /// Shows a visitor everything, and which saves of it `is_durable` has to be committed.
+    /// Shows a visitor everything, which start it is of, and which ones that came after, and which saves of it `is_durable` has to be committed.
     pub(super) fn show(
         &mut self,
-        start: &str,
+        (start, after): (&str, &[String]),
         is_durable: impl Fn(u64) -> bool,
         visitor: &mut FdStream,
     ) -> Result<()> {
         self.held.sort_by_key(|holding| holding.held.seal.save);
         let all = || self.held.iter().map(|holding| &holding.held);
         let durable = all().filter(|held| is_durable(held.seal.save)).map(Held::name).collect();
-        let answer = Answer { start: start.to_owned(), held: all().map(Held::name).collect(), durable };
+        let held = all().map(Held::name).collect();
+        let answer = Answer { start: start.to_owned(), held, durable, after: after.to_vec() };
         visitor.send(&frame(&answer)?, None)?;
         for Holding { held, memory } in &self.held {
             visitor.send(&frame(held)?, Some(memory.as_fd()))?;

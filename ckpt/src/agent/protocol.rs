@@ -31,12 +31,35 @@ pub struct Hello {
     pub flush_rate: Option<NonZeroU64>,
     /// Where copies are kept on this host's disk, if they are.
     pub local: Option<LocalTier>,
+    /// The starts that this one comes after, by the beginnings of their nonces, which name attempts.
+    #[serde(default)]
+    pub after: Vec<String>,
 }
+
+/// Starts that are remembered: an older one is nobody's newest any more.
+const MOST_AFTER: usize = 64;
 
 impl Hello {
     /// That of a trainer which saves alone, with nothing else asked for.
     pub fn new(url: String, start: Start, keep: Keep) -> Self {
-        Self { url, start, keep, member: None, linger: None, flush_rate: None, local: None }
+        Self {
+            url,
+            start,
+            keep,
+            member: None,
+            linger: None,
+            flush_rate: None,
+            local: None,
+            after: Vec::new(),
+        }
+    }
+
+    /// Notes that this start comes after another one.
+    pub(crate) fn comes_after(&mut self, attempt: &str) {
+        self.after.retain(|known| known != attempt);
+        self.after.push(attempt.to_owned());
+        let many = self.after.len().saturating_sub(MOST_AFTER);
+        self.after.drain(..many);
     }
 
     /// This rank, and ranks in all.
@@ -158,6 +181,9 @@ pub struct Answer {
     /// Those of them that were committed in the bucket.
     #[serde(default)]
     pub durable: Vec<HeldStep>,
+    /// As [`Hello::after`].
+    #[serde(default)]
+    pub after: Vec<String>,
 }
 
 /// From the agent.

@@ -98,7 +98,7 @@ fn parse(frame: &[u8]) -> Result<Request> {
 
 /// The thread that hears the trainer, and those that come after it.
 struct Desk {
-    start: String,
+    hello: Hello,
     linger: Duration,
     trainer: Trainer,
     saves: mpsc::Sender<Work>,
@@ -113,8 +113,7 @@ impl Desk {
         let linger = hello.linger.as_ref();
         let door = Door::new(linger.map(|linger| linger.place.clone()));
         let linger = Duration::from_millis(linger.map_or(0, |linger| linger.for_ms));
-        let start = hello.start.nonce.clone();
-        Self { start, linger, trainer, saves, copies, holdings: Holdings::default(), door }
+        Self { hello: hello.clone(), linger, trainer, saves, copies, holdings: Holdings::default(), door }
     }
 
     fn serve(&mut self, stream: &mut FdStream) -> Result<()> {
@@ -143,7 +142,10 @@ impl Desk {
         match request {
             Request::Hello(_) => return Err(Error::invalid("an agent is greeted once")),
             Request::Arena { arena, slot_bytes } => self.holdings.announce(arena, slot_bytes, fd)?,
-            Request::GoOn(origin) => self.pass_on(Work::GoOn(origin))?,
+            Request::GoOn(origin) => {
+                self.hello.comes_after(&origin.attempt);
+                self.pass_on(Work::GoOn(origin))?;
+            }
             Request::Seal(told) => self.begin(*told, Given::First)?,
             Request::SealAgain(told) => self.begin(*told, Given::Again)?,
             Request::Hold(told) => drop(self.holdings.hold(*told)?),
@@ -192,8 +194,9 @@ impl Desk {
             }
             match self.door.next(left)? {
                 Some((Visit::Look { version }, mut visitor)) if version == VISIT_VERSION => {
+                    let start = (self.hello.start.nonce.as_str(), self.hello.after.as_slice());
                     let is_durable = |save| self.trainer.is_durable(save);
-                    if self.holdings.show(&self.start, is_durable, &mut visitor).is_ok() {
+                    if self.holdings.show(start, is_durable, &mut visitor).is_ok() {
                         self.door.keep(visitor);
                         deadline = clock.now() + self.linger;
                     }

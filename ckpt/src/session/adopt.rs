@@ -13,6 +13,10 @@ impl Session {
     /// steps stay held only where this start `goes_on` from one of them; else the store may have a newer one. A session
     /// that has memory of its own already leaves it, and one that cannot read all that it is told of.
     pub fn adopt(&mut self, predecessor: Predecessor, goes_on: bool) -> Result<()> {
+        for attempt in predecessor.after() {
+            self.hello.comes_after(attempt);
+        }
+        self.hello.comes_after(attempt_of(predecessor.start()));
         let Predecessor { stream, held, durable, .. } = predecessor;
         let Some(newest) = held.last().filter(|_| self.arena.is_none()) else { return Ok(()) };
         let (arena, slots) = Arena::adopt(newest.memory.clone())?;

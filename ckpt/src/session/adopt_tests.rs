@@ -255,13 +255,16 @@ fn what_is_durable_is_told_from_one_agent_to_the_next() {
     // Its agent may be about to open the door that the one before it closed.
     let found = wait_for(&place);
     assert_eq!((numbers(&found.held()), numbers(found.durable())), (vec![2, 1], vec![1, 2]));
+    assert_eq!(found.after(), ["00000001"], "the start whose memory it took over");
     // An agent of an earlier build says nothing of it.
     let told = serde_json::json!({ "start": "s", "held": [found.held()[0]] });
     let answer: Answer = serde_json::from_value(told).expect("parses");
-    assert_eq!((answer.held.len(), answer.durable), (1, vec![]));
+    assert_eq!((answer.held.len(), answer.durable, answer.after), (1, vec![], vec![]));
     let mut last = unattached(&mut fixture, &place);
     last.adopt(found, true).expect("adopt");
     let end = attach(&mut last);
+    // Told to the agent that is there.
+    last.go_on_from(Origin { attempt: "elsewher".into(), step: 1 });
     own.join().expect("agent").expect("served");
     last.leave();
     assert!(
@@ -270,6 +273,7 @@ fn what_is_durable_is_told_from_one_agent_to_the_next() {
     );
     let found = wait_for(&place);
     assert_eq!(numbers(found.durable()), [1, 2]);
+    assert_eq!(found.after(), ["00000001", "00000002", "elsewher"]);
     let mut done = unattached(&mut fixture, &place);
     done.adopt(found, true).expect("adopt");
     let ended = attach(&mut done);

@@ -23,6 +23,7 @@ const MAX_HELD: usize = 3 * SLOTS;
 pub struct Predecessor {
     pub(super) stream: FdStream,
     start: String,
+    after: Vec<String>,
     /// Oldest first.
     pub(super) held: Vec<Shown>,
     /// Those that are committed.
@@ -68,7 +69,7 @@ impl Predecessor {
     fn look(mut stream: FdStream) -> Result<Option<Self>> {
         say(&mut stream, &Visit::Look { version: VISIT_VERSION })?;
         let Some((frame, _)) = stream.receive()? else { return Ok(None) };
-        let Answer { start, held: steps, mut durable } = parse(&frame)?;
+        let Answer { start, held: steps, mut durable, after } = parse(&frame)?;
         if steps.len() > MAX_HELD {
             return Err(Error::invalid(format!("an agent that holds {} steps", steps.len())));
         }
@@ -81,12 +82,17 @@ impl Predecessor {
             let memory = known.map_or_else(|| Arc::new(memory), |known| known.memory.clone());
             held.push(Shown { step, told, memory });
         }
-        Ok(Some(Self { stream, start, held, durable }))
+        Ok(Some(Self { stream, start, after, held, durable }))
     }
 
     /// The nonce of the start that the agent served.
     pub fn start(&self) -> &str {
         &self.start
+    }
+
+    /// The starts that it came after, as far as it knows, by the beginnings of their nonces.
+    pub fn after(&self) -> &[String] {
+        &self.after
     }
 
     /// The steps that it holds, newest first.

@@ -212,6 +212,24 @@ async fn a_body_is_not_resumed_from_another_version() {
     assert_eq!(bucket.get(&key, Some(&old), 0..9).await.expect_err("stale").kind(), ErrorKind::Stale);
 }
 
+/// As the tree in the bucket reads, which asks for what changed since: it is answered 304 or the object.
+#[tokio::test]
+async fn a_412_to_a_read_that_no_condition_forbids_is_asked_again() {
+    let (faults, inner, key) = (Faults::new(), Bucket::in_memory(), ObjectKey::new("a"));
+    let bucket = inner.with_faults(&faults);
+    inner.put(&key, Bytes::from(vec![1; 10]), Condition::Always).await.expect("put");
+    let known = |e_tag: &str| GetOptions { if_none_match: Some(e_tag.to_owned()), ..GetOptions::default() };
+    faults.script(OperationKind::Get, 1, FaultMode::Refuse);
+    let read = bucket.store().get_opts(&Path::from("a"), known("\"another\"")).await.expect("read");
+    assert_eq!(read.bytes().await.expect("bytes"), vec![1; 10]);
+    // One that goes on is told.
+    for nth in 1..100 {
+        faults.script(OperationKind::Get, nth, FaultMode::Refuse);
+    }
+    let refused = bucket.store().get_opts(&Path::from("a"), known("\"another\"")).await;
+    assert!(matches!(refused, Err(object_store::Error::Precondition { .. })), "{refused:?}");
+}
+
 #[tokio::test]
 async fn an_object_that_is_replaced_while_it_is_read_whole_is_read_again() {
     let (faults, inner, key) = (Faults::new(), Bucket::in_memory(), ObjectKey::new("a"));

@@ -98,9 +98,9 @@ class Inheritance:
     def _say(self) -> dict[str, Any]:
         own = self._look()
         if own is None:
-            return {"start": None, "held": [], "durable": []}
-        held, durable = own.held(), own.durable()
-        return {"start": own.start, "held": [list(entry) for entry in held], "durable": [list(entry) for entry in durable]}
+            return {"start": None, "after": [], "held": [], "durable": []}
+        held, durable = ([list(entry) for entry in entries] for entries in (own.held(), own.durable()))
+        return {"start": own.start, "after": own.after(), "held": held, "durable": durable}
 
     def _tell_of_absence(self, step: _native.Named) -> None:
         """Warns where what does not answer is a directory that is not there: away with its disk, or deleted."""
@@ -166,7 +166,9 @@ def _reason_against(
     # A start that died before its agent took over is none of these. Where the newest step is still one of theirs, it and
     # others like it saved nothing.
     own = {word["start"] for word in words} | {held[0] for word in words for held in word["held"]}
-    if newest is not None and newest not in own and store and store[0][0] not in {nonce[:8] for nonce in own}:
+    # Nor one that they came after, whose number stays the newest until their agents take theirs.
+    known = {nonce[:8] for nonce in own if nonce} | {attempt for word in words for attempt in word["after"]}
+    if newest is not None and newest[:8] not in known and store and store[0][0] not in known:
         return "the job was started elsewhere since"
     # What the ranks said was said before the store was asked: what was committed by then is there unless it was deleted.
     is_durable = any([start, number] in word["durable"] for word in words)

@@ -169,6 +169,14 @@ impl Retrying {
         if matches!(request, Request::Abort { .. }) && doubtful {
             return Ok(Finding::Done(Reply::Done));
         }
+        // A read of what is another version than one that is known has no condition that could fail (RFC 9110, 13.1.2).
+        if let Request::Get { options, .. } = request
+            && matches!(refusal, object_store::Error::Precondition { .. })
+            && options.if_match.is_none()
+            && options.if_none_match.is_some()
+        {
+            return Ok(Finding::Unfounded);
+        }
         let Some((key, condition)) = request.condition() else { return Ok(Finding::Stands) };
         // An object or upload that is not there is no matter of conditions. But an upload may be gone because it is
         // complete: something on the way sent its completion twice.
