@@ -26,6 +26,11 @@ impl OpenFlags {
         Ok(Access { read, write, append: write && self.has(libc::O_APPEND), truncate })
     }
 
+    /// As [`Opened::direct`].
+    fn is_direct(self) -> bool {
+        self.0 & libc::O_ACCMODE == libc::O_WRONLY || self.has(libc::O_APPEND) && self.has(libc::O_DIRECT)
+    }
+
     fn has(self, flag: i32) -> bool {
         self.0 & flag != 0
     }
@@ -41,7 +46,9 @@ pub struct Opened {
     /// Whether close(2) has anything to flush through this handle.
     pub flushes: bool,
     /// Whether writes come without a stop in the kernel's page cache. So it is for handles that cannot read: nobody
-    /// would look at those pages before the next open drops them, and filling them costs as much as all the rest.
+    /// would look at those pages before the next open drops them, and filling them costs as much as all the rest. And for
+    /// O_DIRECT with O_APPEND: else the kernel sends the pieces of one long write at once, each of which goes to the end as
+    /// it comes.
     pub direct: bool,
 }
 
@@ -55,7 +62,7 @@ impl FileSystem {
         }
         let access = flags.access()?;
         let file = self.volume.open(ino, access).await?;
-        self.register(file, access.write).await
+        self.register(file, access.write, flags).await
     }
 
     /// Opens `parent/name`, making it if need be.
@@ -73,7 +80,7 @@ impl FileSystem {
         let (attributes, file) = self.volume.create(parent, name, new, existing, access).await?;
         let attributes = self.enter(attributes);
         // Even a file that is made for reading only has something to flush: itself.
-        match self.register(file, true).await {
+        match self.register(file, true, flags).await {
             Ok(opened) => Ok((attributes, opened)),
             Err(errno) => {
                 self.inodes.forget(attributes.ino, 1);
@@ -82,9 +89,9 @@ impl FileSystem {
         }
     }
 
-    async fn register(&self, file: Arc<File>, write: bool) -> FsResult<Opened> {
+    async fn register(&self, file: Arc<File>, write: bool, flags: OpenFlags) -> FsResult<Opened> {
         let keep_cache = self.inodes.keeps_cache(file.ino(), file.generation());
-        let direct = !file.access().read;
+        let direct = flags.is_direct();
         match self.files.insert(file) {
             Ok(handle) => Ok(Opened { handle, keep_cache, flushes: write, direct }),
             Err(file) => {

@@ -104,6 +104,9 @@ def remap(path, offset, length):
 
 def take(slot, path):
     drop(slot)
+    if stat.S_ISFIFO(os.stat(path).st_mode):
+        # Held open it would have a reader, of which what has no kernel knows nothing.
+        raise OSError(errno.ENXIO, "a pipe")
     held[slot] = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

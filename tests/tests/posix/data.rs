@@ -132,6 +132,20 @@ put("direct", b"e" * 8192)
 assert os.preadv(file, [page], 0) == 8192 and page[:] == b"e" * 8192
 "#,
     );
+    walk.python(
+        r#"
+# One write of many requests, which the kernel may send at once: each goes to the end.
+long = b"".join(number.to_bytes(4, "big") * 1024 for number in range(4096))[:-5]
+for mode in (os.O_RDWR, os.O_WRONLY):
+    for kind in (0, os.O_DIRECT):
+        file = os.open("appended", mode | os.O_CREAT | os.O_APPEND | kind)
+        os.write(file, b"abc")
+        assert os.write(file, long) == len(long)
+        os.close(file)
+        assert get("appended") == b"abc" + long, (mode, kind)
+        os.unlink("appended")
+"#,
+    );
     walk.mount.unmount();
     walk.mount.remount(&walk.scratch.join("other-home"));
     walk.python("mapped = get('mapped'); assert mapped[:5] == b'first' and mapped[8192:8196] == b'last'");
