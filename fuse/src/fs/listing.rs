@@ -25,7 +25,7 @@ pub(super) const DOT: u64 = 1;
 /// Number of `..`.
 pub(super) const DOT_DOT: u64 = 2;
 /// Names in one block: two of them are kept whole, and a seek reads up to so many.
-const BLOCK_NAMES: usize = 128;
+pub(super) const BLOCK_NAMES: usize = 128;
 /// Bytes of one cursor's blocks before old ones are thinned out: 2,600,000 names of 255 bytes.
 const LOG_BYTES: usize = 32 << 20;
 /// Blocks that stay when others are thinned out. The kernel asks again for what did not fit a program's buffer, which

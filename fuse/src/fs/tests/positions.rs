@@ -6,7 +6,7 @@ use std::ops::Bound;
 use forebay_core::FileKind;
 
 use super::*;
-use crate::fs::listing::Cursor;
+use crate::fs::listing::{BLOCK_NAMES, Cursor};
 
 /// One open directory, and what is in it.
 struct Walk {
@@ -107,6 +107,11 @@ impl Walk {
         if offset == 2 || stay(after) {
             assert_eq!(names, expected.collect::<Vec<_>>(), "after {offset}");
         } else {
+            // What came before a name of the position's block was handed out, and later than others of it, has no place
+            // among them; where the names on one side of it went, nobody can tell on which side of the position it lies.
+            let block = self.positions.range(offset.saturating_sub(BLOCK_NAMES as u64)..=offset);
+            let begun = block.map(|(_, (_, when))| when).min().expect("the position's own");
+            let stay = |name: &Vec<u8>| self.names.get(name).is_some_and(|since| since <= begun);
             let stayed: Vec<_> = names.into_iter().filter(|name| stay(name)).collect();
             let expected: Vec<_> = expected.filter(|name| stay(name)).collect();
             assert_eq!(stayed, expected, "after {offset}");
