@@ -296,3 +296,16 @@ def test_what_can_be_saved_can_be_loaded(tmp_path: Path, kind: str) -> None:
         assert torch.equal(value, torch.ones(1))
     with pytest.raises(TypeError, match="nested deeper than 200 levels"):
         forebay.save(nested(kind, 201), tmp_path, step=1)
+
+
+@pytest.mark.parametrize("length", [0, 7, 1 << 20, 1 << 40, (1 << 63) - 1, (1 << 64) - 1])
+def test_a_shards_header_of_any_length_is_found_and_harms_no_restore(tmp_path: Path, length: int) -> None:
+    """The first eight bytes of a shard say how long its header is: nobody takes memory for what they say."""
+    forebay.save({"t": torch.arange(1000)}, tmp_path, step=1)
+    (shard,) = [path for path in (tmp_path / "shards").rglob("*") if path.is_file()]
+    with open(shard, "r+b") as file:
+        file.write(length.to_bytes(8, "little"))
+    (fault,) = _native.verify(f"file://{tmp_path}", None)
+    assert shard.name in str(fault), fault
+    # It goes by the manifest.
+    assert torch.equal(forebay.load(tmp_path)["t"], torch.arange(1000))

@@ -90,7 +90,8 @@ impl Holdings {
         held.find(|held| held.name() == *step).map(|held| held.seal.save)
     }
 
-    /// Shows a visitor everything, which start it is of, and which ones that came after, and which saves of it `is_durable` has to be committed.
+    /// Shows a visitor everything: of which start it is, which ones that came after, and which saves of it `is_durable` has
+    /// to be committed.
     pub(super) fn show(
         &mut self,
         (start, after): (&str, &[String]),

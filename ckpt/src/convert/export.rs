@@ -179,7 +179,8 @@ impl<'a> Export<'a> {
     }
 }
 
-/// Gives the tensors of one part of the state as each rank has it, rank 0 first, with whose tree names it; of one rank at a time.
+/// Gives the tensors of one part of the state as each rank has it, rank 0 first, and whose they are. What one rank's tree
+/// says is in memory at a time.
 fn for_each_tensor(
     manifest: &Manifest,
     part: &str,

@@ -192,16 +192,17 @@ class Checkpointer(Saver):
 
         Where the agents of this job's killed processes still hold a step that all ranks had sealed, that is the newest:
         it is copied out of their memory, every byte checked, and the store is only asked whether the job was started
-        elsewhere meanwhile, or the step, once committed, deleted. Next come the copies on the local disk (`local`), unless the store has a newer step; a step
-        that was still on its way to the store is brought there once this start saves. `restored` tells where the step
-        came from.
+        elsewhere meanwhile, or the step, once committed, deleted. Next come the copies on the local disk (`local`), unless
+        the store has a newer step; a step that was still on its way to the store is brought there once this start saves.
+        `restored` tells where the step came from.
 
         Ranks may hold other parts of the state than those that saved: stages of another pipeline, or all of it in one
         process. Where what the rank of the same number saved (modulo how many did) does not fit on every rank, each looks up
         what it has, by its names, in what all saved: keys of dicts, modules' tensors, and the state of optimizers that lie
         in the state beside their modules. What only one rank saved, or several alike, is taken. `CheckpointMismatch` names
         what several saved and not alike (a loader's place), what goes by number (an optimizer's own `state_dict`), what
-        none saved, and what no rank asks for.
+        none saved, and what no rank asks for. Numbers of parameters that not all who saved mean alike are refused by other
+        numbers of ranks even where they fit.
 
         With `only`, patterns (as of `fnmatch`) of names such as `model.encoder.*`, nothing else is read or changed, and
         may be missing on either side. Tensors go by their own names, values by theirs, and objects other than modules
