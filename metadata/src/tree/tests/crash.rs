@@ -6,6 +6,7 @@ use forebay_core::{ErrorKind, FileLayout, InodeId};
 use forebay_io::object::{Condition, Faults, OperationKind};
 
 use super::world::*;
+use crate::fsck::Repair;
 use crate::records::Records;
 use crate::schema::{Deletion, Inode, Tag};
 use crate::testing::{Chance, rounds};
@@ -216,8 +217,12 @@ async fn random_histories_with_outsiders_stay_whole() {
             world.pass_ttl();
             paths(&tree).await;
         }
-        let found = tree.fsck(true).await.expect("checked");
-        assert!(found.is_clean(), "{:?}", found.findings);
+        let mut found = tree.fsck(true).await.expect("checked");
+        // Outsiders took all that was in some directory: a careful repair asks whether it is the right bucket.
+        if found.refused.is_some() {
+            found = tree.fsck(Repair::AcceptLoss).await.expect("checked");
+        }
+        assert!(found.is_clean(), "{found:?}");
         tree.drain().await.expect("drained");
         let mut shown = BTreeMap::new();
         let is_whole = |path: &String| !path.ends_with('/') && !path.starts_with("lost+found/damaged-");
