@@ -20,8 +20,6 @@ pub struct Access {
     pub read: bool,
     /// O_WRONLY or O_RDWR.
     pub write: bool,
-    /// O_APPEND: every write goes to the end, whatever offset it names.
-    pub append: bool,
     /// O_TRUNC.
     pub truncate: bool,
 }
@@ -148,9 +146,9 @@ impl File {
         self.inode.note_access(now);
     }
 
-    /// Writes `data` at `offset`, or at the end with O_APPEND. Returns the bytes taken: all of them.
-    pub async fn write(&self, offset: u64, data: Bytes) -> Result<u32> {
-        let position = if self.access.append { Position::End } else { Position::At(offset) };
+    /// Writes `data` at an offset, or at the end. Returns the bytes taken: all of them.
+    pub async fn write(&self, position: impl Into<Position>, data: Bytes) -> Result<u32> {
+        let position = position.into();
         let permit = self.volume.charge_write(data.len() as u64).await?;
         self.inode.write(position, data, permit).await
     }

@@ -3,6 +3,7 @@
 //! Writers of an inode take turns (`writer`); readers do not wait for them: they cut what they need out of `content`
 //! and fetch it without a lock. Methods that write are not cancel-safe: callers run them in tasks of their own.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
@@ -52,6 +53,8 @@ struct Writer {
     stream: Option<Stream>,
     /// What charges the inline bytes to the memory budget.
     permits: Vec<Permit>,
+    /// Where pieces of long appends are still to come, each before some that is there.
+    gaps: Vec<Range<u64>>,
 }
 
 /// A whole object on its way to the store, front to back.
@@ -62,10 +65,47 @@ struct Stream {
 }
 
 /// Where a write goes.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Position {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Position {
+    /// To an offset.
     At(u64),
+    /// To the end of the file, wherever that is.
     End,
+    /// To the end, as a piece of a write whose pieces may come in any order: the offset that the sender reckoned with. It
+    /// counts if it is past the end, or in a gap that a piece which came too early has left.
+    PieceAt(u64),
+}
+
+impl From<u64> for Position {
+    fn from(offset: u64) -> Self {
+        Self::At(offset)
+    }
+}
+
+impl Writer {
+    /// The offset that `position` comes to for `length` bytes, in a file of `size`.
+    fn offset(&self, position: Position, length: u64, size: u64) -> u64 {
+        match position {
+            Position::At(offset) => offset,
+            Position::PieceAt(offset) if offset > size || self.gap(offset, length).is_some() => offset,
+            Position::PieceAt(_) | Position::End => size,
+        }
+    }
+
+    /// Notes what a piece at `offset`, in a file of `size` before it came, fills and leaves open.
+    fn note_piece(&mut self, offset: u64, length: u64, size: u64) {
+        if offset > size {
+            self.gaps.push(size..offset);
+        } else if let Some(found) = self.gap(offset, length) {
+            let gap = self.gaps.swap_remove(found);
+            let rest = [gap.start..offset, offset + length..gap.end];
+            self.gaps.extend(rest.into_iter().filter(|rest| !rest.is_empty()));
+        }
+    }
+
+    fn gap(&self, offset: u64, length: u64) -> Option<usize> {
+        self.gaps.iter().position(|gap| gap.start <= offset && offset.saturating_add(length) <= gap.end)
+    }
 }
 
 impl OpenInode {
@@ -173,11 +213,12 @@ impl OpenInode {
     pub(crate) async fn write(&self, position: Position, data: Bytes, permit: Permit) -> Result<u32> {
         let mut writer = self.writer.lock().await;
         let length = data.len();
-        let offset = match position {
-            Position::At(offset) => offset,
-            Position::End => self.look(Content::size),
-        };
+        let size = self.look(Content::size);
+        let offset = writer.offset(position, length as u64, size);
         self.let_in(offset.saturating_add(length as u64)).await?;
+        if matches!(position, Position::PieceAt(_)) {
+            writer.note_piece(offset, length as u64, size);
+        }
         if let Some(stream) = &mut writer.stream {
             if offset == self.look(Content::size) {
                 if let Err(error) = stream.upload.write_charged(data, permit).await {
@@ -293,6 +334,7 @@ impl OpenInode {
         let mut writer = self.writer.lock().await;
         self.finish_stream(&mut writer).await?;
         edit(&mut self.content.write());
+        writer.gaps.clear();
         if self.look(Content::dirty) == 0 {
             // What was written and cut off again is in memory no more.
             writer.permits.clear();

@@ -31,5 +31,6 @@ mod tests;
 
 pub use connect::connect;
 pub use file::{Access, File, Seek};
+pub use inode::Position;
 pub use settings::VolumeSettings;
 pub use volume::{Parts, Volume, Writeback};

@@ -296,17 +296,20 @@ impl Filesystem for Dispatch {
         offset: u64,
         data: &[u8],
         write_flags: WriteFlags,
-        _flags: Flags,
+        flags: Flags,
         lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
         let data = self.buffers.copy(data);
         let clears_setid = write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         let (file, handle) = (convert::inode(ino), convert::handle(handle));
+        // Pages that are written back belong where they are, through whichever handle they come.
+        let is_page = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
+        let position = if is_page { offset.into() } else { OpenFlags(flags.0).position(offset) };
         let writer = lock_owner.map(|owner| owner.0);
         self.run("write", ino, |fs| async move {
             fs.note_writer(handle, writer);
-            replies::written(reply, fs.write(file, handle, offset, data, clears_setid).await);
+            replies::written(reply, fs.write(file, handle, position, data, clears_setid).await);
         });
     }
 

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use forebay_core::{ErrorKind, InodeId};
 use forebay_io::task::may_block;
-use forebay_volume::Seek;
+use forebay_volume::{Position, Seek};
 
 use super::FileSystem;
 use crate::errno::{Errno, FsResult};
@@ -37,10 +37,11 @@ impl FileSystem {
         &self,
         ino: InodeId,
         handle: Handle,
-        offset: u64,
+        position: impl Into<Position>,
         data: Bytes,
         clears_setid: bool,
     ) -> FsResult<u32> {
+        let position = position.into();
         let file = self.file(ino, handle).await?;
         if clears_setid {
             self.clear_setid(ino).await?;
@@ -48,7 +49,7 @@ impl FileSystem {
         if !file.access().read {
             self.clear_capability(ino).await?;
         }
-        Ok(file.write(offset, data).await?)
+        Ok(file.write(position, data).await?)
     }
 
     /// Allocates or frees a range; `mode` has fallocate(2)'s flags.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use forebay_core::{Attributes, FileKind, InodeId};
 use forebay_metadata::tree::Existing;
-use forebay_volume::{Access, File};
+use forebay_volume::{Access, File, Position};
 
 use super::{Caller, FileSystem};
 use crate::errno::{Errno, FsResult};
@@ -23,12 +23,22 @@ impl OpenFlags {
             _ => return Err(Errno(libc::EINVAL)),
         };
         let truncate = self.has(libc::O_TRUNC);
-        Ok(Access { read, write, append: write && self.has(libc::O_APPEND), truncate })
+        Ok(Access { read, write, truncate })
+    }
+
+    /// Where a write goes that the kernel has put at `offset`, with the flags that its descriptor has by now: fcntl(2)
+    /// changes O_APPEND and O_DIRECT. Pieces of a long direct write come in any order.
+    pub fn position(self, offset: u64) -> Position {
+        match (self.has(libc::O_APPEND), self.has(libc::O_DIRECT)) {
+            (false, _) => Position::At(offset),
+            (true, false) => Position::End,
+            (true, true) => Position::PieceAt(offset),
+        }
     }
 
     /// As [`Opened::direct`].
     fn is_direct(self) -> bool {
-        self.0 & libc::O_ACCMODE == libc::O_WRONLY || self.has(libc::O_APPEND) && self.has(libc::O_DIRECT)
+        self.0 & libc::O_ACCMODE == libc::O_WRONLY
     }
 
     fn has(self, flag: i32) -> bool {
@@ -46,9 +56,7 @@ pub struct Opened {
     /// Whether close(2) has anything to flush through this handle.
     pub flushes: bool,
     /// Whether writes come without a stop in the kernel's page cache. So it is for handles that cannot read: nobody
-    /// would look at those pages before the next open drops them, and filling them costs as much as all the rest. And for
-    /// O_DIRECT with O_APPEND: else the kernel sends the pieces of one long write at once, each of which goes to the end as
-    /// it comes.
+    /// would look at those pages before the next open drops them, and filling them costs as much as all the rest.
     pub direct: bool,
 }
 
@@ -103,7 +111,7 @@ impl FileSystem {
 
     /// Opens a file for a mount without handles and keeps it until the kernel forgets the inode.
     pub(super) async fn share_file(&self, ino: InodeId) -> FsResult<Arc<File>> {
-        let access = Access { read: true, write: false, append: false, truncate: false };
+        let access = Access { read: true, write: false, truncate: false };
         let file = self.volume.open(ino, access).await?;
         let (file, dropped) = self.shared_files.insert(ino, file);
         release_shared(dropped).await;

@@ -132,6 +132,18 @@ put("direct", b"e" * 8192)
 assert os.preadv(file, [page], 0) == 8192 and page[:] == b"e" * 8192
 "#,
     );
+    walk.mount.unmount();
+    walk.mount.remount(&walk.scratch.join("other-home"));
+    walk.python("mapped = get('mapped'); assert mapped[:5] == b'first' and mapped[8192:8196] == b'last'");
+}
+
+/// Promise S37: O_APPEND and O_DIRECT count as they are at the write: fcntl(F_SETFL) may have changed them since open(2).
+#[test]
+fn appends_keep_their_order_however_they_are_sent() {
+    if !require_fuse("appends_keep_their_order_however_they_are_sent") {
+        return;
+    }
+    let walk = Walk::new();
     walk.python(
         r#"
 # One write of many requests, which the kernel may send at once: each goes to the end.
@@ -144,11 +156,51 @@ for mode in (os.O_RDWR, os.O_WRONLY):
         os.close(file)
         assert get("appended") == b"abc" + long, (mode, kind)
         os.unlink("appended")
+
+# The flags of the moment count, not those of open.
+file = os.open("changing", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+os.write(file, b"a" * 4096)
+fcntl.fcntl(file, fcntl.F_SETFL, 0)
+assert os.pwrite(file, b"b" * 10, 0) == 10 and get("changing") == b"b" * 10 + b"a" * 4086
+os.lseek(file, 0, os.SEEK_SET)
+fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND | os.O_DIRECT)
+assert os.write(file, long) == len(long)
+assert get("changing") == b"b" * 10 + b"a" * 4086 + long
+
+# So it is for writes that do not wait: io_setup(2), io_submit(2) and io_getevents(2) of x86-64 and others.
+if os.uname().machine == "x86_64":
+    import ctypes
+    call, context = ctypes.CDLL(None, use_errno=True).syscall, ctypes.c_ulong(0)
+    assert call(206, 1, ctypes.byref(context)) == 0
+    memory = mmap.mmap(-1, 8 << 20)
+    memory[:] = (long + bytes(5))[:4096] * 2048
+    for number in range(2048):
+        memory[number * 4096:number * 4096 + 2] = number.to_bytes(2, "big")
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    def iocb(file, address, length, IOCB_CMD_PWRITE=1):
+        return struct.pack("QIiHhIQQqQII", 0, 0, 0, IOCB_CMD_PWRITE, 0, file, address, length, 0, 0, 0, 0)
+    file = os.open("asynchronous", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_DIRECT)
+    for _ in range(2):
+        block = ctypes.create_string_buffer(iocb(file, address, len(memory)))
+        blocks, events = (ctypes.c_void_p * 1)(ctypes.addressof(block)), (ctypes.c_int64 * 4)()
+        assert call(209, context, 1, blocks) == 1 and call(208, context, 1, 1, events, None) == 1
+        assert events[2] == len(memory)
+    assert get("asynchronous") == bytes(memory) * 2
+
+# A page that is written back through a handle that appends stays where it is.
+file = os.open("mapped-log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+os.write(file, bytes(8192))
+memory = mmap.mmap(file, 8192)
+memory[:5] = b"first"
+memory.flush()
+os.write(file, b"end")
+assert get("mapped-log") == b"first" + bytes(8187) + b"end"
+os.close(file)
+memory[4096:4100] = b"last"
+memory.close()
+assert get("mapped-log") == b"first" + bytes(4091) + b"last" + bytes(4092) + b"end"
 "#,
     );
-    walk.mount.unmount();
-    walk.mount.remount(&walk.scratch.join("other-home"));
-    walk.python("mapped = get('mapped'); assert mapped[:5] == b'first' and mapped[8192:8196] == b'last'");
 }
 
 /// Promise S36: Bytes that cannot be brought into the bucket are told once by fsync or close, as EIO, ENOSPC or ESTALE; the

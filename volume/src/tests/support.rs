@@ -24,8 +24,8 @@ use crate::settings::WriteSettings;
 use crate::staging::{Durable, Staging, WritebackSettings};
 use crate::{Access, File, Parts, Volume, Writeback};
 
-pub(crate) const READ_WRITE: Access = Access { read: true, write: true, append: false, truncate: false };
-pub(crate) const READ: Access = Access { read: true, write: false, append: false, truncate: false };
+pub(crate) const READ_WRITE: Access = Access { read: true, write: true, truncate: false };
+pub(crate) const READ: Access = Access { read: true, write: false, truncate: false };
 const VOLUME: VolumeId = VolumeId(7);
 
 /// `base` rounds, or more in a long run.

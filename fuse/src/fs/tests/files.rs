@@ -34,9 +34,21 @@ async fn open_flags_mean_what_open_says() {
     );
     fs.release(opened.handle).await.expect("release");
     let append = open(&fs, ino, libc::O_WRONLY | libc::O_APPEND).await.expect("append");
-    fs.write(ino, append, 0, "45".into(), false).await.expect("write");
+    let write = |flags, at, text: &'static str| {
+        let position = OpenFlags(libc::O_WRONLY | flags).position(at);
+        fs.write(ino, append, position, text.into(), false)
+    };
+    write(libc::O_APPEND, 0, "45").await.expect("append");
+    write(0, 0, "0").await.expect("the flag was taken away since");
+    let pieces = libc::O_APPEND | libc::O_DIRECT;
+    for (at, text) in [(10, "AB"), (8, "89"), (12, "C"), (6, "6"), (7, "7")] {
+        write(pieces, at, text).await.expect("a piece of one long append");
+    }
+    assert_eq!(content(&fs, ino).await, "0123456789ABC");
+    write(pieces, 6, "DE").await.expect("by somebody who does not know of those");
+    assert_eq!(content(&fs, ino).await, "0123456789ABCDE");
     fs.release(append).await.expect("release");
-    assert_eq!(content(&fs, ino).await, "012345");
+    assert_eq!(content(&fs, ino).await, "0123456789ABCDE");
     for access in [libc::O_WRONLY, libc::O_RDONLY] {
         let handle = open(&fs, ino, access).await.expect("open");
         let empty = crate::fs::Change { size: Some(0), ..Default::default() };
