@@ -67,7 +67,7 @@ def test_one_file_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     fails(capsys, [f"{tmp_path / 'run'}", f"hf:{tmp_path / 'out'}"], "holds a model already")
     fails(capsys, [f"{tmp_path / 'run'}", f"hf:{tmp_path / 'x'}", "--part", "net"], "is not among `model`, `optim`")
     fails(capsys, [f"{tmp_path / 'run'}@5", f"hf:{tmp_path / 'x'}"], "holds no step 5")
-    fails(capsys, [str(tmp_path / "run"), str(tmp_path / "x")], "one of SOURCE and TARGET is Forebay's")
+    fails(capsys, [str(tmp_path / "run"), str(tmp_path / "x")], "SOURCE and TARGET are of one kind, forebay")
     assert main([str(tmp_path / "run"), f"hf:{tmp_path / 'optim'}", "--part", "optim"]) == 0
     assert list(load_file(tmp_path / "optim/model.safetensors")) == ["m"]
     forebay.save({"model": {"c": torch.zeros(2, dtype=torch.complex64)}}, tmp_path / "complex")
@@ -136,6 +136,27 @@ def test_torchs_own_directories_go_both_ways(tmp_path: Path, capsys: pytest.Capt
     assert same(loaded.pop("model"), state["model"])
     assert loaded["optim"] == state["optim"] and loaded["n"] == 3 and loaded["list"][1] == {"n": 5}
     fails(capsys, [str(tmp_path / "run"), f"dcp:{tmp_path / 'files'}"], "holds a checkpoint already")
+
+
+def test_other_formats_go_to_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {name: tensor.contiguous() for name, tensor in tensors().items()}
+    (tmp_path / "hub").mkdir()
+    save_file(model, tmp_path / "hub/model.safetensors")
+    assert main([f"hf:{tmp_path / 'hub'}", f"dcp:{tmp_path / 'new/dcp'}"]) == 0
+    into = {"model": {name: torch.zeros_like(tensor) for name, tensor in model.items()}}
+    dcp.load(into, storage_reader=dcp.FileSystemReader(tmp_path / "new/dcp"))
+    assert same(into["model"], model)
+    fails(capsys, [f"dcp:{tmp_path / 'new/dcp'}", f"hf:{tmp_path / 'new/hub'}"], "--allow-pickle")
+    words = [f"dcp:{tmp_path / 'new/dcp'}", f"hf:{tmp_path / 'new/hub'}", "--allow-pickle", "--shard-size", "500"]
+    assert main(words) == 0
+    files = capsys.readouterr().out.split()
+    assert len(files) > 1
+    assert same({name: t for file in files for name, t in load_file(tmp_path / "new/hub" / file).items()}, model)
+    torch.save({"net": {"w": torch.arange(5)}}, tmp_path / "net.pt")
+    assert main([f"pt:{tmp_path / 'net.pt'}", f"hf:{tmp_path / 'new/net'}", "--part", "net"]) == 0
+    assert same(load_file(tmp_path / "new/net/model.safetensors"), {"w": torch.arange(5)})
+    fails(capsys, [f"pt:{tmp_path / 'net.pt'}", f"hf:{tmp_path / 'new/net'}", "--part", "net"], "holds a model already")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["dcp", "hub", "net"], "nothing between is left"
 
 
 def test_tensors_in_tuples_are_written_with_them(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ fn what_cannot_be_converted_is_told() {
     ckpt(&scratch, &["convert", &from, &place]).succeeded();
     let convert =
         |from: &str, to: &str, more: &[&str]| ckpt(&scratch, &[&["convert", from, to], more].concat());
-    convert(&place, "other", &[]).failed_with("one of SOURCE and TARGET is Forebay's", "hf:./model");
+    convert(&place, "other", &[]).failed_with("SOURCE and TARGET are of one kind", "hf:./model");
     convert(&format!("{place}@9"), "hf:/nowhere", &[]).failed_with("no step 9", "the last 0");
     convert(&place, &from, &[]).failed_with("holds a model already", "another directory");
     convert(&place, "pt:model.pt", &[]).failed_with("pt:FILE is a SOURCE only", "torch.save(");

@@ -24,7 +24,7 @@ use crate::{mounts, print};
 pub(crate) struct ConvertArguments {
     /// URL@STEP, a URL for its newest step, hf:DIRECTORY, dcp:DIRECTORY, or pt:FILE, one of torch.save's.
     pub(crate) source: String,
-    /// The same, but no file; one side is Forebay's, and there a step that is saved has the number 0 unless given.
+    /// The same, but no file, and of another kind. A step that is saved has the number 0 unless given.
     pub(crate) target: String,
     /// The part of the state that is a model: a key, or several with dots between them, '' for all of it.
     #[arg(long, default_value = "model")]
@@ -80,19 +80,17 @@ pub(crate) async fn run(settings: &Settings, arguments: &ConvertArguments, json:
             let step = step.unwrap_or(0);
             show_step(&read(settings, folder, url, step, &arguments.part).await?, json)?;
         }
-        (Side::Torch | Side::TorchFile, Side::Forebay(..)) | (Side::Forebay(..), Side::Torch) => {
-            hand_over(arguments)?;
-        }
         (_, Side::TorchFile) => {
             return Err(Error::invalid("pt:FILE is a SOURCE only")
                 .with_hint("torch.save(forebay.load(URL), FILE) writes one"));
         }
-        _ => {
-            return Err(Error::invalid(
-                "one of SOURCE and TARGET is Forebay's, the other hf:DIR, dcp:DIR or, of a SOURCE, pt:FILE",
-            )
-            .with_hint("forebay ckpt convert s3://bucket/run@500 hf:./model"));
+        (Side::Forebay(..), Side::Forebay(..))
+        | (Side::HuggingFace(_), Side::HuggingFace(_))
+        | (Side::Torch, Side::Torch) => {
+            return Err(Error::invalid("SOURCE and TARGET are of one kind")
+                .with_hint("forebay ckpt convert s3://bucket/run@500 hf:./model; dcp:DIR and pt:FILE are others"));
         }
+        (Side::Torch | Side::TorchFile, _) | (_, Side::Torch) => hand_over(arguments)?,
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -164,7 +162,9 @@ fn hand_over(arguments: &ConvertArguments) -> Result<()> {
             Error::new(ErrorKind::NotFound, format!("`{python}` has no package forebay")).with_hint(hint)
         );
     }
+    let size = arguments.max_shard_size.to_string();
     let mut words = vec!["-m", "forebay.convert", &arguments.source, &arguments.target];
+    words.extend(["--part", &arguments.part, "--shard-size", &size]);
     if arguments.allow_pickle {
         words.push("--allow-pickle");
     }

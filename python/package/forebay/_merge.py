@@ -162,15 +162,25 @@ def _tensors(tree: Node) -> Iterator[Node]:
             todo.append(node.get("v"))
 
 
+def goes_by_number(kind: str) -> bool:
+    """Whether an object's state of this kind names parameters by their numbers."""
+    return kind == "optimizer-own"
+
+
+def is_numbered(pairs: Iterable[Sequence[Any]]) -> bool:
+    """Whether tensors of a dict with these keys and values lie at keys that are no text."""
+    return any(type(key) is not str and tensor_names(value) for key, value in pairs)
+
+
 def numbered(node: Node, path: Path = ("state",)) -> Iterator[Path]:
     """The places of a tree that go by numbers of parameters: an optimizer's own state, and dicts with such keys."""
     tag = tag_of(node)
     if tag == "object":
-        if node["k"] == "optimizer-own":
+        if goes_by_number(node["k"]):
             yield path
         yield from numbered(node["v"], path)
     elif tag in ("dict", "odict"):
-        if any(type(key) is not str and tensor_names(value) for key, value in node["v"]):
+        if is_numbered(node["v"]):
             yield path
         for key, value in node["v"]:
             yield from numbered(value, (*path, key))
@@ -261,7 +271,7 @@ class _Merger:
             return first
         other = next(other for other, node in held[1:] if not self._is_same(first, node))
         is_dict = tag_of(first) in ("dict", "odict")
-        by_number = is_dict or (tag_of(first) == "object" and first["k"] == "optimizer-own")
+        by_number = is_dict or (tag_of(first) == "object" and goes_by_number(first["k"]))
         return {"t": MARK, "path": path, "ranks": [rank, other], "hint": _BY_NUMBER if by_number else _OWN}
 
     def _is_same(self, one: Node, other: Node) -> bool:

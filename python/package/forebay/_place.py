@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, Optional
 
 from ._errors import CheckpointMismatch
 from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, torch_module
-from ._merge import MARK, Path, asked, groups_of, refuse_mark, tensor_names
+from ._merge import MARK, Path, asked, goes_by_number, groups_of, is_numbered, refuse_mark, tensor_names
 from ._objects import Pairs, give_state, is_stateful, state_of, tells_copies
 from ._tensors import Node
 from ._unflatten import Builder
@@ -156,7 +156,7 @@ class Placer:
 
     def _place_object(self, node: Node, live: Any, path: str, name: str) -> None:
         kind, tree = node["k"], node["v"]
-        if kind == "optimizer-own":
+        if goes_by_number(kind):
             self.numbered.append(path)
         if kind == "module":
             if self._place_module(tree, live, path, name):
@@ -262,7 +262,7 @@ class Placer:
             has = {key: value for key, value in live.items() if key in saved or self._wants(_join(name, str(key)))}
         for what, keys in _differences(saved, has):
             raise CheckpointMismatch(f"{path}: {what} {keys}")
-        if any(type(key) is not str and tensor_names(value) for key, value in saved.items()):
+        if is_numbered(saved.items()):
             self.numbered.append(path)
         for key, value in saved.items():
             make = self._place(value, live[key], f"{path}[{key!r}]", _join(name, str(key)))

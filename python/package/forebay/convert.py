@@ -2,13 +2,14 @@
 
 SOURCE and TARGET are told apart by what they are: `hf:DIR` is a Hugging Face directory (`model.safetensors`, or shards
 with `model.safetensors.index.json`), `dcp:DIR` one of torch.distributed.checkpoint's own files, anything else a place
-of Forebay's steps; `URL@STEP` is one of them. One side is Forebay's. A SOURCE may also be `pt:FILE`, one of
-`torch.save`'s.
+of Forebay's steps; `URL@STEP` is one of them. A SOURCE may also be `pt:FILE`, one of `torch.save`'s. Where neither side
+is Forebay's, a step between them takes the state's room in the directory that holds TARGET, until all is done.
 
     python -m forebay.convert s3://bucket/run7@500 hf:./export --part model
     python -m forebay.convert hf:./llama s3://bucket/start
     python -m forebay.convert dcp:./old-run s3://bucket/run7@500 --allow-pickle
     python -m forebay.convert pt:./model.pt s3://bucket/start
+    python -m forebay.convert dcp:./old-run hf:./export --part model --allow-pickle
 
 To Hugging Face's go the tensors of one part of the state, a few at a time; nothing else of it can be kept there. From
 there comes a state `{PART: {name: tensor}}`. (`forebay ckpt convert` does the same, without Python.) A DCP directory
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Optional
@@ -150,22 +152,38 @@ def _place(text: str) -> tuple[str, str, Optional[int]]:
 
 def _run(arguments: argparse.Namespace) -> None:
     (kind, source, step), (other, target, number) = _place(arguments.source), _place(arguments.target)
-    if (kind == "forebay") == (other == "forebay"):
-        text = "one of SOURCE and TARGET is Forebay's, the other hf:DIR, dcp:DIR or, of a SOURCE, pt:FILE"
-        raise CheckpointInvalid(text)
+    if kind == other:
+        raise CheckpointInvalid(
+            f"SOURCE and TARGET are of one kind, {kind} (hint: hf:DIR, dcp:DIR and, of a SOURCE, pt:FILE are others)"
+        )
     if other == "pt":
         raise CheckpointInvalid("pt:FILE is a SOURCE only (hint: torch.save(forebay.load(URL), FILE) writes one)")
-    if other == "hf":
-        files = to_hugging_face(source, Path(target), step, arguments.part, arguments.shard_size)
-        print("\n".join(files))
-    elif other == "dcp":
-        to_dcp(source, Path(target), step, arguments.allow_pickle)
-    elif kind == "hf":
-        from_hugging_face(Path(source), target, number or 0, arguments.part)
-    elif kind == "pt":
-        from_file(Path(source), target, number or 0, arguments.allow_pickle)
+    if kind == "forebay":
+        _export(source, step, other, Path(target), arguments)
+    elif other == "forebay":
+        _import(kind, Path(source), target, number or 0, arguments)
     else:
-        from_dcp(Path(source), target, number or 0, arguments.allow_pickle)
+        folder = Path(target).absolute().parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".forebay-convert-") as between:
+            _import(kind, Path(source), between, 0, arguments)
+            _export(between, 0, other, Path(target), arguments)
+
+
+def _export(url: str, step: Optional[int], kind: str, folder: Path, arguments: argparse.Namespace) -> None:
+    if kind == "hf":
+        print("\n".join(to_hugging_face(url, folder, step, arguments.part, arguments.shard_size)))
+    else:
+        to_dcp(url, folder, step, arguments.allow_pickle)
+
+
+def _import(kind: str, source: Path, url: str, step: int, arguments: argparse.Namespace) -> None:
+    if kind == "hf":
+        from_hugging_face(source, url, step, arguments.part)
+    elif kind == "pt":
+        from_file(source, url, step, arguments.allow_pickle)
+    else:
+        from_dcp(source, url, step, arguments.allow_pickle)
 
 
 def main(words: Optional[list[str]] = None) -> int:
