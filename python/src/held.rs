@@ -92,32 +92,41 @@ pub(crate) fn open_held(py: Python<'_>, agents: Vec<Py<Predecessor>>, step: Name
     opened.or_raise().map(|(manifest, shards)| Step::held(manifest, shards))
 }
 
-/// What the store has: the nonce of the run's newest start, if there was one, and every committed step, newest first, as
-/// the first eight digits of its start's nonce and its number.
+/// What the store has: the nonce of the run's newest start, if there was one, empty where its record is damaged, and every
+/// committed step, newest first, as the first eight digits of its start's nonce and its number.
 type Survey = (Option<String>, Vec<(String, u64)>);
 
-/// Asks the store at `url` what it has; `None` when it does not tell in time.
+/// Asks the store at `url` what it has.
+///
+/// # Errors
+/// `Unavailable` when it does not tell in time.
 #[pyfunction]
-pub(crate) fn survey(py: Python<'_>, url: &str, patience_s: f64) -> PyResult<Option<Survey>> {
+pub(crate) fn survey(py: Python<'_>, url: &str, patience_s: f64) -> PyResult<Survey> {
     let patience = Duration::try_from_secs_f64(patience_s).unwrap_or_default();
-    let ask = || -> Result<Option<Survey>> {
+    let ask = || -> Result<Survey> {
         let clock = Clock::system();
         let url: BucketUrl = url.parse()?;
         let runtime = runtime()?;
         let asked = runtime.block_on(async {
             let look = async {
                 let bucket = Bucket::open(&url, &StoreSettings::default()).await?;
-                let start = newest_run(&bucket).await?.map(|run| run.start.nonce);
+                let start = match newest_run(&bucket).await {
+                    Err(error) if error.kind() == ErrorKind::Corrupt => Some(String::new()),
+                    run => run?.map(|run| run.start.nonce),
+                };
                 let steps = list_steps(&bucket).await?.into_iter().rev();
                 Ok::<Survey, Error>((start, steps.map(|info| (info.key.attempt, info.key.step)).collect()))
             };
             tokio::select! {
-                found = look => found.ok(),
-                () = clock.sleep(patience) => None,
+                found = look => found,
+                () = clock.sleep(patience) => {
+                    let late = format!("{url} did not answer for {patience_s} s");
+                    Err(Error::new(ErrorKind::Unavailable, late))
+                }
             }
         });
         end(runtime);
-        Ok(asked)
+        asked
     };
     py.detach(ask).or_raise()
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any, Callable
 
@@ -164,6 +165,32 @@ def test_nothing_whole_is_an_error_and_changes_nothing(run: Path) -> None:
         with pytest.raises(forebay.CheckpointCorrupt, match="no step that is whole.*step 2.*step 1"):
             checkpointer.restore(target)
     assert equal(target, state_of(0))
+
+
+def test_steps_that_are_deleted_while_they_are_read_are_not_damaged(
+    run: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Retention of another job goes on beside it: the newest step is taken, as it is by then."""
+    opened: list[int] = []
+    inner = _native.open_step
+
+    def open_step(url: str, number: int, incarnation: int, attempt: str) -> _native.Step:
+        opened.append(number)
+        if len(opened) <= 2:
+            last = max(forebay.Checkpointer(run).steps())
+            forebay.save(state_of(last + 1), run, step=last + 1)
+            for step in range(1, last + 1):
+                shutil.rmtree(run / "steps" / f"{step:020}", ignore_errors=True)
+        return inner(url, number, incarnation, attempt)
+
+    monkeypatch.setattr(_native, "open_step", open_step)
+    assert equal(forebay.load(run), state_of(4))
+    assert opened == [2, 3, 4] and not recwarn.list
+    del opened[:]
+    with pytest.raises(forebay.CheckpointNotFound, match="step 4 was deleted while it was read"):
+        forebay.load(run, step=4)
+    monkeypatch.undo()
+    assert equal(forebay.load(run), state_of(5))
 
 
 def test_damage_on_an_object_store(s3_endpoint: str, tmp_path: Path) -> None:

@@ -384,6 +384,34 @@ def test_a_writer_that_was_superseded_stays_so_whatever_its_saves_fail_of(tmp_pa
     assert forebay.load(tmp_path)["n"] == 7
 
 
+def test_ranks_that_saw_a_step_before_and_after_it_was_saved_again_read_one(tmp_path: Path) -> None:
+    def save(value: float) -> None:
+        forebay.save({"w": torch.full((4096,), value)}, tmp_path, step=5)
+
+    def load(rank: int) -> Any:
+        if rank == 0:
+            save(1.0)
+        dist.barrier()
+        reader = forebay.dcp.Reader(tmp_path)
+        look = reader.read_metadata
+
+        def look_in_turn() -> Any:
+            if rank == 1:
+                dist.barrier()
+                save(2.0)
+            found = look()
+            if rank == 0:
+                dist.barrier()
+            return found
+
+        reader.read_metadata = look_in_turn  # type: ignore[method-assign]
+        state = {"w": torch.zeros(4096)}
+        dcp.load(state, storage_reader=reader)
+        return state["w"].unique().tolist()
+
+    assert run_ranks(2, load) == [[2.0], [2.0]]
+
+
 def test_ranks_meet_in_a_bucket(url: str) -> None:
     def save(rank: int) -> Any:
         with forebay.dcp.Writer(url, keep=1) as writer:

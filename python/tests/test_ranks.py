@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import tempfile
 import time
@@ -295,6 +296,33 @@ def test_what_goes_wrong_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
     assert "rank 1 failed to save: TypeError: state['x']: object of type object cannot be saved" in first[0]
     assert second[0].startswith("state['x']") and len(first) == len(second) == 1
     assert [path.name for path in (tmp_path / "steps").iterdir()] == [f"{2:020}"]
+
+
+def test_a_rank_that_has_no_memory_for_a_snapshot_is_told_on_all(tmp_path: Path) -> None:
+    """The others have sealed the step by then."""
+
+    def save(rank: int) -> Any:
+        checkpointer = forebay.Checkpointer(tmp_path)
+        assert checkpointer.save_now(1, {"x": torch.zeros(4)}).wait_durable(60)
+        large = {"x": torch.zeros(16 << 20)}
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        if rank == 1:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), limits[1]))
+        try:
+            checkpointer.save_now(2, large).wait_durable(60)
+            told = "nothing"
+        except forebay.CheckpointError as error:
+            told = f"{type(error).__name__}: {error}"
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert checkpointer.save_now(3, large).wait_durable(60)
+        checkpointer.close()
+        return told
+
+    first, second = run_ranks(2, save, with_gloo=False)
+    assert second.startswith("CheckpointNoSpace: no memory for a snapshot of ") and "hint: " in second
+    assert "step 2 was not saved: rank 1: no memory for a snapshot" in first
+    assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == [f"{1:020}", f"{3:020}"]
 
 
 def test_a_rank_that_dies_is_named_and_the_step_is_not_there(tmp_path: Path) -> None:

@@ -77,6 +77,14 @@ def memory_of(agent: int) -> set[int]:
     return {int(line.split()[4]) for line in lines if "memfd:forebay-checkpoint" in line}
 
 
+def damage_newest_start(run: Path) -> None:
+    """One bit of what says who started last."""
+    record = max((run / "runs").iterdir())
+    data = bytearray(record.read_bytes())
+    data[data.index(b'"nonce"') + 1] ^= 1
+    record.write_bytes(data)
+
+
 def test_a_killed_trainer_goes_on_without_the_store(tmp_path: Path) -> None:
     run, away = tmp_path / "run", tmp_path / "away"
     agent = kill(held_until(run, 3))
@@ -111,10 +119,15 @@ def test_a_directory_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: p
     agent = kill(held_until(run, 3))
     answers = threading.Event()
     monkeypatch.setattr(_held, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(_held._native, "survey", lambda url, patience_s: None)
+
+    def hang(url: str, patience_s: float) -> Any:
+        raise forebay.CheckpointUnavailable(f"{url} did not answer for {patience_s} s")
+
+    monkeypatch.setattr(_held._native, "survey", hang)
     monkeypatch.setattr(_held, "exists", lambda url: answers.wait() and False)
     try:
-        state, report, checkpointer = restored(run)
+        with pytest.warns(forebay.CheckpointWarning, match="step 3 is restored from memory, and it is not known.*0.1 s"):
+            state, report, checkpointer = restored(run)
     finally:
         answers.set()
     assert (report.step, report.tier, report.passed_over) == (3, "arena", ())
@@ -201,7 +214,9 @@ def test_a_killed_agent_leaves_the_store(tmp_path: Path) -> None:
     checkpointer.close()
 
 
-def test_a_later_start_elsewhere_makes_memory_stale(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_later_start_elsewhere_makes_memory_stale(tmp_path: Path, is_damaged: bool) -> None:
+    """Also one whose record cannot be read."""
     agent = kill(held_until(tmp_path, 2))
     # On another host the agent would not be found.
     elsewhere = forebay.Checkpointer(tmp_path, every=1)
@@ -209,6 +224,8 @@ def test_a_later_start_elsewhere_makes_memory_stale(tmp_path: Path) -> None:
     elsewhere.restore({"t": torch.zeros(300_000), "n": 0})
     elsewhere.step(3, {"t": torch.full((300_000,), 3.0), "n": 3})
     elsewhere.close()
+    if is_damaged:
+        damage_newest_start(tmp_path)
     _, report, checkpointer = restored(tmp_path)
     assert (report.step, report.tier) == (3, "store") and "started elsewhere" in report.passed_over[0]
     checkpointer._let_go()

@@ -36,13 +36,24 @@ pub struct Slot {
     held: Option<Box<Held>>,
 }
 
+fn no_memory(bytes: usize, error: &forebay_core::Error) -> forebay_core::Error {
+    let message = format!("no memory for a snapshot of {bytes} bytes: {error}");
+    forebay_core::Error::new(ErrorKind::NoSpace, message)
+        .with_hint("a checkpointer keeps two copies of the state in host memory")
+}
+
 impl Arena {
     /// An arena whose slots hold `bytes` each and a quarter more, for a state that grows; the memory that is not
     /// written is not taken.
+    ///
+    /// # Errors
+    /// `NoSpace` when the process may not have so much.
     pub fn create(bytes: usize) -> Result<Self> {
         let slot_bytes = (bytes + bytes / 4).next_multiple_of(SLOT_ALIGNMENT).max(SLOT_ALIGNMENT);
-        let memory = Arc::new(SharedMemory::create("forebay-checkpoint", SLOTS * slot_bytes)?);
-        let (mut arena, slots) = Self::adopt(memory)?;
+        let made = SharedMemory::create("forebay-checkpoint", SLOTS * slot_bytes);
+        let (mut arena, slots) = made
+            .and_then(|memory| Self::adopt(Arc::new(memory)))
+            .map_err(|error| no_memory(bytes, &error))?;
         slots.into_iter().for_each(|slot| drop(arena.give_back(slot)));
         Ok(arena)
     }
@@ -145,11 +156,7 @@ impl Slot {
             let bug = |_| Err(forebay_core::Error::bug("a thread that faults pages in panicked"));
             workers.into_iter().map(|worker| worker.join().unwrap_or_else(bug)).collect()
         });
-        outcomes.into_iter().collect::<Result<()>>().map_err(|error| {
-            let message = format!("no memory for a snapshot of {bytes} bytes: {error}");
-            forebay_core::Error::new(ErrorKind::NoSpace, message)
-                .with_hint("a checkpointer keeps two copies of the state in host memory")
-        })?;
+        outcomes.into_iter().collect::<Result<()>>().map_err(|error| no_memory(bytes, &error))?;
         self.populated = bytes;
         Ok(())
     }

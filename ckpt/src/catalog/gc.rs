@@ -4,7 +4,8 @@
 //! A save under way has bytes in the bucket that no manifest names yet. Its ranks note something well before those are
 //! old, and again and again for as long as they go on: what belongs to a save that has any young note stays. Of the rest what
 //! is old is taken, by the store's own clock on both sides of the comparison; and what is named is looked up after the
-//! shards were listed, indexes before manifests, the order in which a save makes them.
+//! shards were listed, indexes before manifests, the order in which a save makes them. What lies beside them under names
+//! that are none of a checkpoint's is somebody else's, and stays.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -15,7 +16,7 @@ use futures::TryStreamExt;
 
 use super::named::Named;
 use super::ranks::RANKS;
-use super::uploads::{LEAST_AGE, SHARDS, abort, dead_uploads, save_of, stores_time};
+use super::uploads::{LEAST_AGE, SHARDS, abort, dead_uploads, is_clock, save_of, stores_time};
 use super::{RankKey, StepKey, list_ranks};
 
 /// What was found, and deleted unless it was only looked for.
@@ -50,10 +51,11 @@ pub async fn collect_garbage(bucket: &Bucket, age: Duration, only_look: bool) ->
     let young = indexes.iter().filter(|object| !is_old(&object.modified));
     let live: HashSet<StepKey> =
         young.filter_map(|object| RankKey::parse(&object.key)).map(|key| key.save).collect();
-    let belongs = |key: &ObjectKey| RankKey::parse(key).is_some_and(|key| live.contains(&key.save));
-    let old = indexes.iter().filter(|object| is_old(&object.modified) && !belongs(&object.key));
+    let is_garbage =
+        |key: &ObjectKey| RankKey::parse(key).map_or(is_clock(key), |key| !live.contains(&key.save));
+    let old = indexes.iter().filter(|object| is_old(&object.modified) && is_garbage(&object.key));
     let old: HashSet<ObjectKey> = old.map(|object| object.key.clone()).collect();
-    let is_under_way = |key: &ObjectKey| save_of(key).is_some_and(|save| live.contains(&save));
+    let is_over = |key: &ObjectKey| save_of(key).is_some_and(|save| !live.contains(&save));
     let mut named = Named::default();
     // Twice, for a save that noted what it refers to after the first look at the notes, and a step that was deleted
     // before the look at the steps.
@@ -65,7 +67,7 @@ pub async fn collect_garbage(bucket: &Bucket, age: Duration, only_look: bool) ->
     let mut garbage = Garbage { indexes: old.into_iter().collect(), ..Garbage::default() };
     garbage.indexes.sort();
     for object in shards {
-        if is_old(&object.modified) && !named.contains(object.key.as_str()) && !is_under_way(&object.key) {
+        if is_old(&object.modified) && !named.contains(object.key.as_str()) && is_over(&object.key) {
             garbage.bytes += object.size;
             garbage.shards.push(object.key);
         }

@@ -107,14 +107,24 @@ pub(crate) async fn abort(bucket: &Bucket, uploads: &[Upload]) -> Result<()> {
     stream::iter(uploads.iter().map(abort)).buffer_unordered(PARALLEL).try_collect().await
 }
 
+/// What the names of objects begin with that are written to learn the time.
+const CLOCK: &str = "clock-";
+
 /// What time the store has: that of an object that was just written.
 pub(super) async fn stores_time(bucket: &Bucket) -> Result<Timestamp> {
-    let key = ObjectKey::new(format!("{RANKS}/clock-{}", Rng::system().name()));
+    let key = ObjectKey::new(format!("{RANKS}/{CLOCK}{}", Rng::system().name()));
     bucket.put(&key, Default::default(), Condition::Always).await?;
     let found = bucket.head(&key).await;
     bucket.delete(&key).await?;
     let gone = || Error::new(ErrorKind::Unavailable, format!("`{key}` is gone right after it was written"));
     Ok(found?.ok_or_else(gone)?.modified)
+}
+
+/// Whether the object is one that was written for [`stores_time`].
+pub(super) fn is_clock(key: &ObjectKey) -> bool {
+    let name = key.as_str().strip_prefix(RANKS).and_then(|name| name.strip_prefix('/'));
+    let name = name.and_then(|name| name.strip_prefix(CLOCK));
+    name.is_some_and(|name| !name.contains(['/', '.']))
 }
 
 /// Which save a shard is of; `None` for a key that is no shard's.

@@ -87,8 +87,9 @@ pub(crate) async fn run(settings: &Settings, arguments: &ConvertArguments, json:
         (Side::Forebay(..), Side::Forebay(..))
         | (Side::HuggingFace(_), Side::HuggingFace(_))
         | (Side::Torch, Side::Torch) => {
-            return Err(Error::invalid("SOURCE and TARGET are of one kind")
-                .with_hint("forebay ckpt convert s3://bucket/run@500 hf:./model; dcp:DIR and pt:FILE are others"));
+            return Err(Error::invalid("SOURCE and TARGET are of one kind").with_hint(
+                "forebay ckpt convert s3://bucket/run@500 hf:./model; dcp:DIR and pt:FILE are others",
+            ));
         }
         (Side::Torch | Side::TorchFile, _) | (_, Side::Torch) => hand_over(arguments)?,
     }

@@ -483,14 +483,15 @@ class Checkpointer(Saver):
         # What all ranks have is kept until they all have something newer.
         self._session.keep(newest_common([word["held"] for word in words]))
         leaves = flattener.leaves
-        shares = self._planner.plan(leaves, [word["structure"] for word in words])
         rank, number = self._ranks.rank, words[0]["round"]
         if rank > 0 and words[rank]["tree"] == words[0]["tree"]:
             # Rank 0's says the same.
             del extras[0]
-        snapshot = self._begin(leaves, shares)
-        self._has_memory = True
+        snapshot: Optional[_native.Snapshot] = None
         try:
+            shares = self._planner.plan(leaves, [word["structure"] for word in words])
+            snapshot = self._begin(leaves, shares)
+            self._has_memory = True
             late = self._copy(step, snapshot, leaves, shares)
             self._saved_at = time.monotonic()
             save = Save(self, step, sum(share_size(leaves[share.leaf], share.part) for share in shares), begun)

@@ -68,9 +68,7 @@ class Inheritance:
             if any(word["held"] for word in words):
                 self.passed_over.append("arena: not all ranks hold the step")
             return None
-        store = self._ranks.first("look for later starts", lambda: _native.survey(self._url, PATIENCE_S))
-        if store is None:
-            self._tell_of_absence(common)
+        store = survey(self._url, self._ranks, f"step {common[1]} is restored from memory")
         reason = None if store is None else _reason_against(words, common, *store)
         if reason is not None:
             self.passed_over.append(f"arena: {reason}")
@@ -101,25 +99,6 @@ class Inheritance:
             return {"start": None, "after": [], "held": [], "durable": []}
         held, durable = ([list(entry) for entry in entries] for entries in (own.held(), own.durable()))
         return {"start": own.start, "after": own.after(), "held": held, "durable": durable}
-
-    def _tell_of_absence(self, step: _native.Named) -> None:
-        """Warns where what does not answer is a directory that is not there: away with its disk, or deleted."""
-        if self._ranks.rank != 0:
-            return
-        gone = threading.Event()
-
-        def look() -> None:
-            if not exists(self._url):
-                gone.set()
-
-        # A file system that hangs is away, and is not waited for.
-        looking = threading.Thread(target=look, daemon=True)
-        looking.start()
-        looking.join(PATIENCE_S)
-        if gone.is_set():
-            text = f"{self._url}: the directory is missing, and step {step[1]} is restored from memory"
-            hint = "where it was deleted to begin anew, make an empty one first"
-            warnings.warn(f"{text} (hint: {hint})", CheckpointWarning, stacklevel=6)
 
     def _look(self) -> Optional[_native.Predecessor]:
         if not self._has_looked:
@@ -155,6 +134,44 @@ class Inheritance:
                 raise CheckpointCorrupt(f"the agent of rank {rank} is gone")
             agents.append(agent)
         return _native.open_held(agents, step)
+
+
+def survey(url: str, ranks: Ranks, act: str) -> Optional[tuple[Optional[str], list[tuple[str, int]]]]:
+    """What the store has, as rank 0 finds: the newest start's nonce, and the steps, newest first.
+
+    None where it does not tell, with a warning of what is done without: it may be what is out of reach.
+    """
+
+    def ask() -> dict[str, Any]:
+        try:
+            return {"found": _native.survey(url, PATIENCE_S), "why": None}
+        except CheckpointError as error:
+            return {"found": None, "why": str(error)}
+
+    answer = ranks.first("look for later starts", ask)
+    found: Optional[tuple[Optional[str], list[tuple[str, int]]]] = answer["found"]
+    if found is None and ranks.rank == 0:
+        if _is_gone(url):
+            text = f"the directory is missing, and {act} (hint: where it was deleted to begin anew, make an empty one first)"
+        else:
+            text = f"{act}, and it is not known whether the job went on elsewhere: {answer['why']}"
+        warnings.warn(f"{url}: {text}", CheckpointWarning, stacklevel=6)
+    return found
+
+
+def _is_gone(url: str) -> bool:
+    """Whether the store is a directory that is not there: away with its disk, or deleted."""
+    gone = threading.Event()
+
+    def look() -> None:
+        if not exists(url):
+            gone.set()
+
+    # A file system that hangs is away, and is not waited for.
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(PATIENCE_S)
+    return gone.is_set()
 
 
 def _reason_against(

@@ -12,7 +12,14 @@ from typing import Any, Callable, Iterator, Optional, Protocol, TypeVar
 
 from . import _native
 from . import _options as options
-from ._errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointNotFound, CheckpointWarning
+from ._errors import (
+    CheckpointConflict,
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointWarning,
+)
 from ._grammar import check_tree
 from ._merge import Path, left_by_all, merged, rename, tensor_names
 from ._ranks import Ranks
@@ -22,6 +29,9 @@ from ._tensors import NOBODY, Node, Tensors
 from ._unflatten import Builder
 
 T = TypeVar("T")
+
+MOST_DELETED = 10
+"""Steps that may be deleted while they are read before it is an error."""
 
 
 def default_threads() -> int:
@@ -39,24 +49,37 @@ def with_step(url: str, step: Optional[int], ranks: Optional[Ranks], use: Callab
     """Calls `use` with the step asked for, or with the newest one that is whole on every rank.
 
     Raises `CheckpointCorrupt` when the step asked for is damaged, or all of them are, and `CheckpointNotFound` when
-    there is none. An older step than the newest is used with a warning only.
+    there is none. An older step than the newest is used with a warning only. What is deleted while it is read, as
+    retention does beside a job that saves, is not damaged: what is there instead is looked for.
     """
     step = options.whole("step", step, least=0)
-    list_all = partial(newest_steps, url)
-    found = list_all() if ranks is None else ranks.first("list the steps", list_all)
-    if step is not None:
-        found = [entry for entry in found if entry[0] == step]
+
+    def look() -> list[tuple[int, int, str]]:
+        list_all = partial(newest_steps, url)
+        found = list_all() if ranks is None else ranks.first("list the steps", list_all)
+        return [entry for entry in found if step is None or entry[0] == step]
+
+    found = look()
     if not found:
         raise CheckpointNotFound(f"{url} holds no step" if step is None else f"{url} holds no step {step}")
     damaged: list[str] = []
-    for number, incarnation, attempt in found:
+    deleted = 0
+    while found:
+        entry = number, incarnation, attempt = found.pop(0)
         try:
             opened = use_together(ranks, "open a step", partial(_native.open_step, url, number, incarnation, attempt))
             used = use_together(ranks, "read a step", partial(use, opened))
         except CheckpointCorrupt as error:
-            if step is not None:
-                raise
-            damaged.append(str(error))
+            there = look()
+            if entry in there:
+                if step is not None:
+                    raise
+                damaged.append(str(error))
+            elif deleted == MOST_DELETED or not there:
+                text = f"{url}: step {number} was deleted while it was read, and so were {deleted} before it"
+                raise CheckpointNotFound(f"{text} (hint: a larger `keep`)") from error
+            else:
+                found, damaged, deleted = there, [], deleted + 1
             continue
         if damaged:
             text = f"{url}: step {number} is used instead of a newer one that is damaged: {'; '.join(damaged)}"
@@ -127,12 +150,10 @@ def read_planned(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], 
 
     words = ranks.gather_whole("plan a restore", wish)
     if any(word["commit"] != step.commit for word in words):
-        # The step was saved again meanwhile, and some found the one and some the other.
-        made[0].tensors.read()
-    else:
-        wishes = [word["wishes"] for word in words]
-        together = use_together(ranks, "share a restore", lambda: _native.Together(step, wishes, ranks.rank))
-        made[0].tensors.read(partial(_read_together, together, ranks))
+        raise CheckpointConflict(f"step {step.step} was saved again, and ranks read both (hint: load it again)")
+    wishes = [word["wishes"] for word in words]
+    together = use_together(ranks, "share a restore", lambda: _native.Together(step, wishes, ranks.rank))
+    made[0].tensors.read(partial(_read_together, together, ranks))
     return made[0]
 
 

@@ -16,7 +16,7 @@ from ._errors import (
     CheckpointWarning,
     CopiesHang,
 )
-from ._held import PATIENCE_S
+from ._held import survey
 from ._loading import use_together
 from ._ranks import Ranks
 from ._url import digest, store_name
@@ -63,7 +63,7 @@ class LocalCopies:
             common = [entry for entry in common if entry[0][1] == step]
         if not common:
             return None
-        store = self._ranks.first("look at the store", lambda: _native.survey(self._url, PATIENCE_S))
+        store = survey(self._url, self._ranks, f"step {common[0][0][1]} is restored from the local disk")
         if store is not None and store[0] is not None and store[0] not in starts:
             self.passed_over.append("local: the job was started elsewhere since")
             return None

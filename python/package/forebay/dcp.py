@@ -373,13 +373,19 @@ class Reader(StorageReader):  # type: ignore[misc]
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return dataclasses.replace(plan, storage_data=_Share(self._present().step.step, meeting_place()))
+        step = self._present().step
+        return dataclasses.replace(plan, storage_data=_Share(step.step, step.commit, meeting_place()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         shares: list[_Share] = [plan.storage_data for plan in plans]
         can_meet = len(plans) > 1 and len({share.place for share in shares}) == 1
-        # A step that was committed meanwhile may have been seen by some ranks and not by others.
-        common = dataclasses.replace(shares[0], meeting=secrets.token_hex(16) if can_meet else None, ranks=len(plans))
+        # A step that was committed meanwhile may have been seen by some ranks and not by others. One that was saved again
+        # counts as it is now.
+        step, commit = shares[0].step, shares[0].commit
+        if any(share.step == step and share.commit != commit for share in shares):
+            commit = self._open(step).step.commit
+        meeting = secrets.token_hex(16) if can_meet else None
+        common = dataclasses.replace(shares[0], commit=commit, meeting=meeting, ranks=len(plans))
         shares = [dataclasses.replace(common, rank=rank) for rank in range(len(plans))]
         return [dataclasses.replace(plan, storage_data=share) for plan, share in zip(plans, shares)]
 
@@ -388,19 +394,21 @@ class Reader(StorageReader):  # type: ignore[misc]
         ranks = None
         if share.meeting is not None:
             ranks = Ranks(share.meeting, (share.rank, share.ranks), _PATIENCE_S)
-        opened = use_together(ranks, "open a step", lambda: self._reopened(share.step))
+        opened = use_together(ranks, "open a step", lambda: self._reopened(share.step, share.commit))
         opened.read(plan.items, planner, ranks)
         _LOADED[self._url] = (opened.step.attempt, opened.step.step)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _reopened(self, step: int) -> _Opened:
+    def _reopened(self, step: int, commit: str) -> _Opened:
         """The step that all ranks read, which this one may not have seen when it looked for the newest."""
         planned = self._present()
-        if planned.step.step == step:
+        if planned.step.commit == commit:
             return planned
         opened = self._open(step)
+        if opened.step.commit != commit:
+            raise CheckpointConflict(f"step {step} was saved again while the ranks looked for it (hint: load it again)")
         if opened.metadata() != planned.metadata():
             steps = f"{planned.step.step} and {opened.step.step}"
             raise CheckpointConflict(f"the ranks saw steps {steps} as the newest, which differ; give one of them")
@@ -421,9 +429,11 @@ class Reader(StorageReader):  # type: ignore[misc]
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """What a rank knows of a load: the step and where it is; from the coordinator, which rank it is and where to meet."""
+    """What a rank knows of a load: the step, as which start saved it, and where the rank is; from the coordinator, which
+    rank it is and where to meet."""
 
     step: int
+    commit: str
     place: str
     meeting: Optional[str] = None
     rank: int = 0

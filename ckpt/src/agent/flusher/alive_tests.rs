@@ -418,3 +418,30 @@ async fn a_rank_that_takes_long_is_waited_for_while_it_says_so() {
         }
     }
 }
+
+/// `shards/` is what other programs call their folders, too.
+#[tokio::test]
+async fn what_others_keep_beside_checkpoints_is_no_garbage() {
+    let directory = tempfile::tempdir().expect("directory");
+    let url: BucketUrl = format!("file://{}", directory.path().display()).parse().expect("url");
+    let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("bucket");
+    let others =
+        ["shards/train-00000.tar", "shards/a/b.safetensors", "ranks/mine.csv", "ranks/clock-1.csv", "notes"];
+    let left = [
+        format!("shards/{:020}/0000000001-00000001/000000-000001-00000000.safetensors", 1),
+        format!("ranks/{:020}/0000000001-00000001/000000.alive", 1),
+        "ranks/clock-0a1b".to_owned(),
+    ];
+    for key in others.into_iter().chain(left.iter().map(String::as_str)) {
+        bucket.put(&ObjectKey::new(key), "bytes".into(), Condition::Always).await.expect("put");
+    }
+    age(directory.path());
+    let found = collect_garbage(&bucket, LEAST_AGE, false).await.expect("gc");
+    assert_eq!((found.shards.len(), found.indexes.len(), found.bytes), (1, 2, 5));
+    for key in others {
+        assert!(bucket.head(&ObjectKey::new(key)).await.expect("head").is_some(), "{key}");
+    }
+    for key in &left {
+        assert_eq!(bucket.head(&ObjectKey::new(key)).await.expect("head"), None, "{key}");
+    }
+}
