@@ -127,8 +127,10 @@ def _asked_of_optimizer(node: Node, groups: Groups, live: Any, left: list[Path],
         # One without parameters has no names; its options change nothing.
         among = [index for name in names for index in holding[name]] or ([number] if number < len(groups) else [])
         options = [groups[index][1] for index in dict.fromkeys(among)]
-        if not options or any(other != options[0] for other in options):
+        differing = {differing_option(options[0], other, lambda *_: False) for other in options[1:]} - {None}
+        if not options or differing:
             what = ", ".join(map(repr, names[:5])) or "no parameters"
+            what += f": they differ in {', '.join(map(repr, sorted(filter(None, differing))))}" if differing else ""
             raise CheckpointMismatch(f"{shown(path)}: no one group of options was saved for the live group of {what}")
         beside = [["param_names", group["param_names"]]] if "param_names" in group else []
         found.append(_as_dict([["params", names], *options[0]["v"], *beside]))
@@ -275,27 +277,43 @@ class _Merger:
         return {"t": MARK, "path": path, "ranks": [rank, other], "hint": _BY_NUMBER if by_number else _OWN}
 
     def _is_same(self, one: Node, other: Node) -> bool:
-        todo = [(one, other)]
-        while todo:
-            one, other = todo.pop()
-            if one is other:
-                continue
-            if type(one) is not type(other):
+        return same_nodes(one, other, self._same)
+
+
+def same_nodes(one: Node, other: Node, same: Same) -> bool:
+    """Whether two parts of trees say the same, and tensors that they name hold it."""
+    todo = [(one, other)]
+    while todo:
+        one, other = todo.pop()
+        if one is other:
+            continue
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, list):
+            if len(one) != len(other):
                 return False
-            if isinstance(one, list):
-                if len(one) != len(other):
-                    return False
-                todo += zip(one, other)
-            elif not isinstance(one, dict):
-                if one != other:
-                    return False
-            elif one.keys() != other.keys():
+            todo += zip(one, other)
+        elif not isinstance(one, dict):
+            if one != other:
                 return False
-            elif "n" in one and one["n"] != other["n"] and not self._same(one["n"], other["n"]):
-                return False
-            else:
-                todo += [(one[key], other[key]) for key in one if key != "n"]
-        return True
+        elif one.keys() != other.keys():
+            return False
+        elif "n" in one and one["n"] != other["n"] and not same(one["n"], other["n"]):
+            return False
+        else:
+            todo += [(one[key], other[key]) for key in one if key != "n"]
+    return True
+
+
+def differing_option(one: Node, other: Node, same: Same) -> Optional[str]:
+    """The first option of two groups that is not the same, if any; 0 and 0.0 are."""
+    options, others = ({str(key): value for key, value in group["v"]} for group in (one, other))
+    for key in [*options, *others]:
+        if key not in options or key not in others:
+            return key
+        if options[key] != others[key] and not same_nodes(options[key], others[key], same):
+            return key
+    return None
 
 
 def groups_of(state: Node) -> Optional[Groups]:

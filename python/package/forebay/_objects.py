@@ -3,15 +3,15 @@
 A module and the optimizer of its parameters go through `torch.distributed.checkpoint.state_dict`, which names
 optimizer state by parameter, not by number. An optimizer that never stepped has no state yet, and asking torch for
 it there would make a step; it goes through its own `state_dict`, as does one whose parameters are in no module of
-the state.
+the state, and one that has more to tell than torch's functions take.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Iterator, Optional
 
 from ._leaf import torch_module
+from ._optimizers import give_by_names, has_own, state_by_names
 
 MAX_DEPTH = 8
 """How deep modules and optimizers are looked for in nested containers."""
@@ -81,17 +81,25 @@ def buffer_addresses(value: Any) -> frozenset[int]:
     return frozenset(buffer.data_ptr() for buffer in buffers if buffer.numel() > 0)
 
 
-def state_of(value: Any, pairs: Pairs, with_state: bool = False) -> tuple[str, Any]:
-    """How the state was taken, and the state. `with_state` has torch make that of an optimizer that never stepped."""
+def state_of(value: Any, pairs: Pairs) -> tuple[str, Any]:
+    """How the state was taken, and the state."""
     torch = torch_module()
     if torch is not None and isinstance(value, torch.nn.Module):
         return "module", _api().get_model_state_dict(value)
     if torch is not None and isinstance(value, torch.optim.Optimizer):
         module = pairs.module_of(value)
-        if module is not None and (value.state or with_state):
+        if module is not None and value.state and not has_own(module, value):
             return "optimizer", _api().get_optimizer_state_dict(module, value)
         return "optimizer-own", value.state_dict()
     return "own", value.state_dict()
+
+
+def state_to_fill(value: Any, pairs: Pairs) -> tuple[str, Any]:
+    """As `state_of`, for what is restored: an optimizer beside its module goes by names, and state that it has not yet is
+    made where that can be."""
+    torch = torch_module()
+    module = pairs.module_of(value) if torch is not None and isinstance(value, torch.optim.Optimizer) else None
+    return state_of(value, pairs) if module is None else ("optimizer", state_by_names(module, value))
 
 
 def give_state(value: Any, kind: str, state: Any, pairs: Pairs) -> None:
@@ -101,33 +109,14 @@ def give_state(value: Any, kind: str, state: Any, pairs: Pairs) -> None:
     elif kind == "optimizer":
         module = pairs.module_of(value)
         if module is None:
-            raise ValueError("it was saved with the module that has its parameters; restore both together")
-        _give_optimizer_state(module, value, state)
+            raise ValueError(APART)
+        give_by_names(module, value, state)
     else:
         value.load_state_dict(state)
 
 
-def _give_optimizer_state(module: Any, optimizer: Any, state: Any) -> None:
-    """Gives an optimizer its state, and none to parameters that had none: those that no step had changed yet.
-
-    torch asks for the state of every parameter; it gets what the optimizer has, which is then taken away.
-    """
-    named = {name for group in state["param_groups"] for name in group["params"]}
-    lacking = named - state["state"].keys()
-    if lacking:
-        has = _api().get_optimizer_state_dict(module, optimizer)["state"]
-        kept = {name: has[name] for name in lacking & has.keys()}
-        state = {**state, "state": {**state["state"], **kept}}
-    _api().set_optimizer_state_dict(module, optimizer, state)
-    for name, parameter in module.named_parameters() if lacking else ():
-        if _api()._get_fqns(module, name) <= lacking:
-            optimizer.state.pop(parameter, None)
-
-
-def tells_copies(module: Any) -> bool:
-    """Whether the tensors of a module's state are not its own: FSDP1 makes them."""
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    return fsdp is not None and any(isinstance(part, fsdp) for part in module.modules())
+APART = "it was saved with the module that has its parameters; restore both together"
+"""Why an optimizer's state by names is not taken."""
 
 
 def _api() -> Any:

@@ -14,8 +14,10 @@ from typing import Any, Callable, Iterator, Optional
 
 from ._errors import CheckpointMismatch
 from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, torch_module
-from ._merge import MARK, Path, asked, goes_by_number, groups_of, is_numbered, refuse_mark, tensor_names
-from ._objects import Pairs, give_state, is_stateful, state_of, tells_copies
+from ._merge import MARK, Path, asked, goes_by_number, is_numbered, refuse_mark, shown, tensor_names
+from ._objects import Pairs, give_state, is_stateful, state_of
+from ._optimizers import tells_copies
+from ._place_optimizer import OptimizerPlacer, taken
 from ._tensors import Node
 from ._unflatten import Builder
 from ._wrappers import fitted
@@ -39,6 +41,7 @@ class Placer:
         self.needed: list[Node] = []
         """Parts of the tree that `apply` builds."""
         self._pairs = Pairs(state)
+        self._optimizers = OptimizerPlacer(builder, self._pairs)
         self._objects: list[tuple[str, Any, str, Node]] = []
         self._copies: list[Callable[[], Any]] = []
         self._in_place: dict[str, Callable[[Node, Any, str, str], None]] = {
@@ -79,7 +82,7 @@ class Placer:
         is_module = torch is not None and isinstance(live, torch.nn.Module)
         # An optimizer's state is made where there is none yet.
         is_wanted = is_module or self._wants_any(node, name)
-        return state_of(live, self._pairs, with_state=True) if is_wanted else None
+        return taken(live, self._pairs, shown(path)) if is_wanted else None
 
     def _match_all(self, node: Node, name: str) -> None:
         """Notes which patterns name anything in a tree, of which the live state may lack that."""
@@ -162,10 +165,7 @@ class Placer:
             if self._place_module(tree, live, path, name):
                 return
         elif kind in ("optimizer", "optimizer-own"):
-            has_kind, has = state_of(live, self._pairs, kind == "optimizer")
-            if has_kind == kind:
-                _check_names(tree, has, path)
-                self._bind_all(tree, has)
+            self._optimizers.place(kind, tree, live, path)
         self._objects.append((path, live, kind, tree))
         self.needed.append(tree)
 
@@ -213,9 +213,9 @@ class Placer:
         for key, value in saved.items():
             is_tensor = isinstance(value, dict) and value.get("t") == "tensor"
             if is_tensor and isinstance(has[key], torch.Tensor):
-                shape = self._shape(value)
-                if shape != list(has[key].shape):
-                    shapes = f"{shape} was saved, the state has {list(has[key].shape)}"
+                shape, live_shape = self._tensors.shape(value), list(has[key].shape)
+                if shape != live_shape:
+                    shapes = f"{shape} was saved, the state has {live_shape}"
                     raise CheckpointMismatch(f"{path}.{key}: {shapes}")
             is_bound = is_tensor and self._tensors.bind(value, has[key])
             if is_part and not is_bound:
@@ -237,20 +237,6 @@ class Placer:
                 copy_elements(live.detach(), make())
 
         self._copies.append(copy)
-
-    def _bind_all(self, node: Node, live: Any) -> None:
-        """Binds the tensors of a tree that a live value has in the same places."""
-        tag = node.get("t") if isinstance(node, dict) else None
-        if tag == "tensor":
-            self._tensors.bind(node, live)
-        elif tag in ("dict", "odict") and isinstance(live, dict):
-            for key, value in node["v"]:
-                key = self._builder.build(key)
-                if key in live:
-                    self._bind_all(value, live[key])
-
-    def _shape(self, node: Node) -> list[int]:
-        return node["view"][0] if "view" in node else self._tensors.entry(node["n"])[2]
 
     def _place_items(self, node: Node, live: Any, path: str, name: str) -> None:
         if not isinstance(live, dict):
@@ -301,10 +287,10 @@ class Placer:
         torch = torch_module()
         if torch is None or not isinstance(live, torch.Tensor):
             raise _mismatch(path, "a torch tensor", live)
-        dtype, shape = self._tensors.entry(node["n"])[1], self._shape(node)
-        if shape != list(live.shape) or f"torch.{dtype}" != str(live.dtype):
+        dtype, shape, live_shape = self._tensors.entry(node["n"])[1], self._tensors.shape(node), list(live.shape)
+        if shape != live_shape or f"torch.{dtype}" != str(live.dtype):
             saved = f"torch.{dtype} {shape}"
-            raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {list(live.shape)}")
+            raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {live_shape}")
         is_plain = local_parts(live) is None and live.layout is torch.strided
         if is_plain and any(stride == 0 and size > 1 for size, stride in zip(live.shape, live.stride())):
             raise CheckpointMismatch(f"{path}: elements of the tensor share memory (an expanded one): clone() it")
@@ -333,17 +319,6 @@ class Placer:
         if not self._tensors.bind(node, live):
             make = self._later(node)
             self._copies.append(lambda: numpy.copyto(live, make()))
-
-
-def _check_names(tree: Node, live: Any, path: str) -> None:
-    """Whether all that an optimizer's state is asked for by name is there: torch finds that only while it loads."""
-    groups = groups_of(tree)
-    if groups is not None:
-        saved = {name for names, _ in groups for name in names}
-        lacking = [name for group in live["param_groups"] for name in group["params"] if name not in saved]
-        for name in lacking:
-            if name in live["state"]:
-                raise CheckpointMismatch(f"{path}: the checkpoint lacks {name!r}")
 
 
 def _differences(saved: dict[Any, Any], live: dict[Any, Any]) -> Iterator[tuple[str, str]]:

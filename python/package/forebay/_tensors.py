@@ -47,6 +47,11 @@ class Tensors:
             raise CheckpointCorrupt(f"step {self._step.step}: its state names tensor `{name}`, which it does not hold")
         return found
 
+    def shape(self, node: Node) -> list[int]:
+        """The shape of what a tree names: a tensor of the step, or a view of one."""
+        shape: list[int] = node["view"][0] if "view" in node else self.entry(node["n"])[2]
+        return shape
+
     def full_name(self, name: str) -> str:
         """What the step calls a tensor that a tree names."""
         own = f"{name}@{self._rank}"

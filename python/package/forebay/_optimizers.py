@@ -1,0 +1,136 @@
+"""Optimizers beside the module that has their parameters: their state by the parameters' names, and back.
+
+torch names it (`torch.distributed.checkpoint.state_dict`), and makes that of an optimizer that never stepped, so that there
+is something to read into: by a step of gradients that are zero. Some take no such step; those get their state as they do
+from a dict of their own, by `load_state_dict` and their parameters' numbers, which needs neither a step nor state of every
+parameter. FSDP1 alone names and takes what it has flattened, and goes through torch both ways.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+from ._leaf import torch_module
+
+TOLD = frozenset(("state", "param_groups"))
+"""What torch's functions give of an optimizer."""
+
+
+def tells_copies(module: Any) -> bool:
+    """Whether the tensors of a module's state are not its own: FSDP1 makes them."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return fsdp is not None and any(isinstance(part, fsdp) for part in module.modules())
+
+
+def has_own(module: Any, optimizer: Any) -> bool:
+    """Whether an optimizer has state that torch's functions lose or refuse: what belongs to no parameter, and keys of its
+    own beside the state and the groups."""
+    torch = torch_module()
+    if tells_copies(module):
+        return False
+    if any(not isinstance(key, torch.Tensor) for key in optimizer.state):
+        return True
+    # torch's functions ask one that tells more by a method or hooks of its own as well.
+    is_torchs = type(optimizer).state_dict is torch.optim.Optimizer.state_dict and "state_dict" not in vars(optimizer)
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    return bool((hooks or not is_torchs) and optimizer.state_dict().keys() - TOLD)
+
+
+def names(module: Any) -> dict[Any, list[str]]:
+    """What torch calls each parameter of a module, without wrappers' names; several names for what FSDP1 flattened."""
+    return {parameter: sorted(_api()._get_fqns(module, name)) for name, parameter in module.named_parameters()}
+
+
+def state_by_names(module: Any, optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state by names, for something to be read into: of one that never stepped, what a step makes.
+
+    Of one that takes no step without gradients it is the groups alone; whatever the step did to them is undone.
+    """
+    if optimizer.state:
+        found: dict[str, Any] = _api().get_optimizer_state_dict(module, optimizer)
+        return found
+    was = [(group, dict(group)) for group in optimizer.param_groups]
+    lacking = [parameter for group, _ in was for parameter in group["params"] if parameter.grad is None]
+    try:
+        found = _api().get_optimizer_state_dict(module, optimizer)
+        return found
+    except Exception:
+        optimizer.state.clear()
+        for group, options in was:
+            group.clear()
+            group.update(options)
+        for parameter in lacking:
+            parameter.grad = None
+        if tells_copies(module):
+            raise
+    called = names(module)
+    groups = [
+        {**group, "params": [name for parameter in group["params"] for name in called[parameter]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": {}, "param_groups": groups}
+
+
+def give_by_names(module: Any, optimizer: Any, state: Any) -> None:
+    """Gives an optimizer its state, and none to parameters that had none: those that no step had changed yet."""
+    torch = torch_module()
+    called = names(module)
+    groups = _regrouped(optimizer, called, state["param_groups"])
+    if tells_copies(module):
+        _give_by_torch(module, optimizer, {**state, "param_groups": groups})
+        return
+    if any(type(name) is not str for name in state["state"]):
+        raise ValueError("its state does not name its parameters")
+    ordered = [name for group in groups for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(ordered)}
+    own = {numbers[name]: value for name, value in state["state"].items() if name in numbers}
+    for group in groups:
+        group["params"] = [numbers[name] for name in group["params"]]
+    with torch.no_grad():
+        optimizer.load_state_dict({"state": own, "param_groups": groups})
+
+
+def _regrouped(optimizer: Any, called: dict[Any, list[str]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The live groups, each with the options that its parameters were saved with; with its own where none of them was."""
+    holding = {name: group for group in saved for name in group["params"]}
+    empty = [group for group in saved if not group["params"]]
+    found: list[dict[str, Any]] = []
+    taken: set[int] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        has = [name for parameter in group["params"] for name in called[parameter]]
+        options = next((holding[name] for name in has if name in holding), None)
+        if options is None and not has:
+            # One without parameters has no names to be known by, but its place.
+            at_place = [other for other in saved[number : number + 1] if not other["params"]]
+            options = next(iter(at_place or empty), None)
+        # What the program calls its parameters, one by one, is the live group's own, or of that very group.
+        is_whole = options is not None and options["params"] == has and "param_names" not in group
+        own = {key: group[key] for key in ("param_names",) if key in group}
+        given = {key: value for key, value in (options or group).items() if key != "param_names" or is_whole}
+        given = {key: value for key, value in given.items() if key != "params"}
+        # Groups that were one have a learning rate each, where that is a tensor.
+        found.append({**(copy.deepcopy(given) if id(options) in taken else given), **own, "params": has})
+        taken.add(id(options))
+    return found
+
+
+def _give_by_torch(module: Any, optimizer: Any, state: Any) -> None:
+    """torch asks for the state of every parameter; it gets what the optimizer has, which is then taken away."""
+    named = {name for group in state["param_groups"] for name in group["params"]}
+    lacking = named - state["state"].keys()
+    if lacking:
+        has = _api().get_optimizer_state_dict(module, optimizer)["state"]
+        kept = {name: has[name] for name in lacking & has.keys()}
+        state = {**state, "state": {**state["state"], **kept}}
+    _api().set_optimizer_state_dict(module, optimizer, state)
+    for name, parameter in module.named_parameters() if lacking else ():
+        if _api()._get_fqns(module, name) <= lacking:
+            optimizer.state.pop(parameter, None)
+
+
+def _api() -> Any:
+    import torch.distributed.checkpoint.state_dict as api
+
+    return api

@@ -1,0 +1,150 @@
+"""An optimizer's state on its way into a live optimizer: compared before anything is changed, and read into place.
+
+By the parameters' names where it lies beside its module, else by their numbers. A tensor that the live one has not yet is
+made here where it is a part of one that several ranks hold, or a device's; any other is built like the rest of the state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from ._errors import CheckpointError, CheckpointMismatch
+from ._leaf import local_parts, torch_dtype, torch_module
+from ._merge import Groups, differing_option, goes_by_number, groups_of, tag_of
+from ._objects import APART, Pairs, state_to_fill
+from ._optimizers import names, tells_copies
+from ._tensors import Node
+from ._unflatten import Builder
+
+
+class OptimizerPlacer:
+    """Plans how the states of optimizers go into live ones."""
+
+    def __init__(self, builder: Builder, pairs: Pairs) -> None:
+        self._builder = builder
+        self._tensors = builder.tensors
+        self._pairs = pairs
+
+    def place(self, kind: str, tree: Node, live: Any, path: str) -> None:
+        """Binds the tensors of an optimizer's state. Raises `CheckpointMismatch` where the live one is not like it."""
+        torch = torch_module()
+        is_optimizer = torch is not None and isinstance(live, torch.optim.Optimizer)
+        module = self._pairs.module_of(live) if is_optimizer else None
+        if goes_by_number(kind):
+            if is_optimizer:
+                has = taken(live, self._pairs, path, by_names=False)[1]
+                has = has if isinstance(has, dict) else {}
+                self._check_sizes(tree, live, path)
+                self._bind_all(tree, has)
+                numbered = itertools.chain.from_iterable(group["params"] for group in live.param_groups)
+                self._bind_made(tree, has, dict(enumerate(numbered)), path)
+            return
+        if not is_optimizer:
+            raise CheckpointMismatch(f"{path}: a torch optimizer was saved, the state has a {type(live).__name__}")
+        if module is None:
+            raise CheckpointMismatch(f"{path}: {APART}")
+        has = taken(live, self._pairs, path)[1]
+        named = {name: parameter for parameter, called in names(module).items() for name in called}
+        own = {} if tells_copies(module) else named
+        groups = groups_of(tree)
+        if groups is not None:
+            _check_names(groups, has, own, path)
+            _check_order(groups, has, live, path)
+            self._check_options(groups, has, path)
+        self._bind_all(tree, has)
+        self._bind_made(tree, has, own, path)
+
+    def _check_options(self, groups: Groups, has: Any, path: str) -> None:
+        """Whether the parameters of each live group had the same options: it has one of each."""
+        options_of = {name: options for called, options in groups for name in called}
+        for group in has["param_groups"]:
+            # One parameter of each group that was saved.
+            among: dict[int, str] = {}
+            for name in group["params"]:
+                if name in options_of:
+                    among.setdefault(id(options_of[name]), name)
+            for first, other in itertools.pairwise(among.values()):
+                option = differing_option(options_of[first], options_of[other], self._tensors.are_same)
+                if option is not None:
+                    which = f"{first!r} and {other!r} were saved in groups that differ in {option!r}"
+                    raise CheckpointMismatch(f"{path}: {which}, and are in one group of the state")
+
+    def _check_sizes(self, tree: Node, live: Any, path: str) -> None:
+        """Whether as many parameters were saved, where torch's own method takes the state: it finds that only then."""
+        torch = torch_module()
+        groups = self._entries(tree).get("param_groups")
+        if type(live).load_state_dict is not torch.optim.Optimizer.load_state_dict or not isinstance(groups, list):
+            return
+        params = [self._entries(group).get("params") for group in groups]
+        saved = [len(part) if isinstance(part, list) else 0 for part in params]
+        sizes = [len(group["params"]) for group in live.param_groups]
+        if saved != sizes:
+            text = f"groups of {saved} parameters were saved, the state has {sizes}"
+            raise CheckpointMismatch(f"{path}: {text}")
+
+    def _bind_all(self, node: Node, live: Any) -> None:
+        """Binds the tensors of a tree that a live value has in the same places."""
+        if tag_of(node) == "tensor":
+            self._tensors.bind(node, live)
+        elif isinstance(live, dict):
+            for key, value in self._entries(node).items():
+                if key in live:
+                    self._bind_all(value, live[key])
+
+    def _bind_made(self, tree: Node, has: Any, parameters: dict[Any, Any], path: str) -> None:
+        """Binds tensors made anew for state that the live optimizer lacks."""
+        torch = torch_module()
+        known = has.get("state", {})
+        for key, state in self._entries(self._entries(tree).get("state")).items():
+            parameter = parameters.get(key)
+            if parameter is None or key in known:
+                continue
+            is_spread = local_parts(parameter) is not None
+            if parameter.is_cpu and not is_spread:
+                continue
+            for name, node in self._entries(state).items():
+                if tag_of(node) != "tensor":
+                    continue
+                shape = self._tensors.shape(node)
+                is_bound = False
+                if shape == list(parameter.shape):
+                    dtype = torch_dtype(self._tensors.entry(node["n"])[1])
+                    is_bound = self._tensors.bind(node, torch.empty_like(parameter, dtype=dtype))
+                is_ranks_own = "@" in self._tensors.full_name(node["n"])
+                if is_spread and not is_bound and not is_ranks_own and math.prod(shape) > 1:
+                    text = f"what ranks had of {key!r}'s {name!r} only a step of the optimizer tells"
+                    raise CheckpointMismatch(f"{path}: {text}, and it took none (hint: restore after a step)")
+
+    def _entries(self, node: Node) -> dict[Any, Node]:
+        """What a dict of the tree has; nothing where it is something else."""
+        pairs = node["v"] if tag_of(node) in ("dict", "odict") else ()
+        return {self._builder.build(key): value for key, value in pairs}
+
+
+def taken(live: Any, pairs: Pairs, path: str, by_names: bool = True) -> tuple[str, Any]:
+    """The state of a live object to be filled. Raises `CheckpointMismatch`, whatever the object raises."""
+    try:
+        return state_to_fill(live, pairs) if by_names else ("own", live.state_dict())
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointMismatch(f"{path}: it does not tell its state, to be restored into: {error}") from error
+
+
+def _check_names(groups: Groups, has: Any, own: dict[str, Any], path: str) -> None:
+    """Whether all that an optimizer's state is asked for by name is there; of what is frozen there may be none."""
+    known = {name for called, _ in groups for name in called}
+    for name in (name for group in has["param_groups"] for name in group["params"] if name not in known):
+        if name in has["state"] or (name in own and own[name].requires_grad):
+            raise CheckpointMismatch(f"{path}: the checkpoint lacks {name!r}")
+
+
+def _check_order(groups: Groups, has: Any, live: Any, path: str) -> None:
+    """Whether an optimizer that has one state for all parameters has them as they were."""
+    torch = torch_module()
+    saved = [name for called, _ in groups for name in called]
+    asked = [name for group in has["param_groups"] for name in group["params"]]
+    if isinstance(live, torch.optim.LBFGS) and asked != saved:
+        raise CheckpointMismatch(f"{path}: LBFGS has one state of all parameters, which had another order")

@@ -1,0 +1,366 @@
+"""Optimizers beside their modules that are not like torch's Adam: those that cannot step bare, have state of their own, or
+groups with other options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import forebay
+
+from .test_ranks import run_ranks
+
+State = dict[str, Any]
+
+
+class Closing(torch.optim.SGD):
+    """Steps with a closure only, as those do that look at two places."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["looks"] = group.get("looks", 0) + 1
+        assert closure is not None, "it takes a closure"
+        return super().step(closure)
+
+
+class Moded(torch.optim.SGD):
+    """Steps while its groups say that it trains, as those without schedules do."""
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.param_groups[0].get("train"):
+            raise Exception("Optimizer was not in train mode when step is called")
+        return super().step(closure)
+
+
+class Rowed(torch.optim.SGD):
+    """Has state of a shape of its own, and takes no step without a closure."""
+
+    rows: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "it takes a closure"
+        closure()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["rows"] = self.rows
+
+
+class Counting(torch.optim.Adam):
+    """Its own state has a key that torch's have not."""
+
+    counter = 0
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "counter": self.counter}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        state = dict(state_dict)
+        self.counter = state.pop("counter", -1)
+        super().load_state_dict(state)
+
+
+def linear() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+
+
+def embedding() -> torch.nn.Module:
+    return torch.nn.Embedding(6, 3, sparse=True)
+
+
+def moded(parameters: Any) -> torch.optim.Optimizer:
+    """Restored before the loop says that it trains."""
+    return Moded(parameters, lr=0.1, momentum=0.9)
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+KINDS: dict[str, tuple[Callable[[], torch.nn.Module], Make]] = {
+    "lbfgs": (linear, lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)),
+    "sparse": (embedding, lambda parameters: torch.optim.SparseAdam(list(parameters), lr=0.1)),
+    "closing": (linear, lambda parameters: Closing(parameters, lr=0.1, momentum=0.9)),
+    "moded": (linear, moded),
+    "counting": (linear, lambda parameters: Counting(parameters, lr=0.1)),
+}
+
+
+def made(kind: str, seed: int) -> State:
+    make, optimizer = KINDS[kind]
+    torch.manual_seed(seed)
+    model = make()
+    return {"model": model, "optim": optimizer(model.parameters())}
+
+
+def train(state: State, first: int, last: int) -> None:
+    model, optim = state["model"], state["optim"]
+    for step in range(first, last + 1):
+        if isinstance(optim, Moded):
+            optim.param_groups[0]["train"] = True
+        torch.manual_seed(step)
+        inputs = torch.randint(6, (4,)) if isinstance(model, torch.nn.Embedding) else torch.randn(4, 4)
+
+        def closure(inputs: torch.Tensor = inputs) -> torch.Tensor:
+            optim.zero_grad()
+            loss: torch.Tensor = model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        optim.step(closure)
+        optim.zero_grad()
+        if isinstance(optim, Counting):
+            optim.counter += 1
+
+
+def whole(value: Any) -> Any:
+    """A value in which tensors are lists of their elements."""
+    if isinstance(value, torch.Tensor):
+        return (value.full_tensor() if isinstance(value, DTensor) else value).tolist()
+    if isinstance(value, dict):
+        return {key: whole(part) for key, part in value.items()}
+    return [whole(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def values(state: State) -> Any:
+    return [whole(state["model"].state_dict()), whole(state["optim"].state_dict())]
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_optimizer_goes_on_as_it_was(tmp_path: Path, kind: str, steps_before: int) -> None:
+    """Also into one that has state of its own already. Of some, torch can make no state by a step without a closure, or
+    with gradients of zero."""
+    state = made(kind, 1)
+    train(state, 1, 2)
+    forebay.save(state, tmp_path)
+    found = made(kind, 2)
+    train(found, 11, 10 + steps_before)
+    forebay.load(tmp_path, found)
+    assert values(found) == values(state)
+    for one in (state, found):
+        train(one, 3, 4)
+    assert values(found) == values(state)
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sharded_parameters_get_sharded_state(tmp_path: Path) -> None:
+    """Whether or not their optimizer can step bare, and where there are gradients already."""
+
+    def sharded(kind: str, seed: int) -> State:
+        state = made(kind, seed)
+        fully_shard(state["model"], mesh=mesh())
+        optim = KINDS[kind][1](state["model"].parameters())
+        return {"model": state["model"], "optim": optim}
+
+    def work(rank: int) -> Any:
+        for kind in ("closing", "counting"):
+            state, found = sharded(kind, 1), sharded(kind, 2)
+            train(state, 1, 2)
+            if kind == "closing":
+                found["model"](torch.ones(2, 4)).sum().backward()
+            with forebay.Checkpointer(tmp_path / kind, rng=False) as checkpointer:
+                checkpointer.save_now(2, state)
+            with forebay.Checkpointer(tmp_path / kind, rng=False) as checkpointer:
+                assert checkpointer.restore(found) == 2
+            parameter = next(iter(found["model"].parameters()))
+            sharded_state = [value for value in found["optim"].state[parameter].values() if value.dim() > 0]
+            assert all(isinstance(value, DTensor) for value in sharded_state) and sharded_state
+            assert values(found) == values(state)
+            for one in (state, found):
+                train(one, 3, 3)
+            assert values(found) == values(state)
+        return True
+
+    assert run_ranks(2, work) == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_state_that_cannot_be_sharded_anew_is_refused(tmp_path: Path) -> None:
+    """Which part of it a rank had only the optimizer knows, by a step that it does not take. What each had as its own comes
+    back."""
+
+    def work(rank: int) -> Any:
+        model = torch.nn.Linear(4, 6)
+        fully_shard(model, mesh=mesh())
+        own = torch.tensor([7.0, 8.0, rank])
+        for name, rows in (("own", own), ("spread", distribute_tensor(torch.ones(3), mesh(), [Shard(0)]))):
+            state = {"model": model, "optim": Rowed(model.parameters(), lr=0.1)}
+            state["optim"].rows = rows
+            train(state, 1, 1)
+            with forebay.Checkpointer(tmp_path / name, rng=False) as checkpointer:
+                checkpointer.save_now(1, state)
+            torch.nn.init.zeros_(model.bias)
+            found = {"model": model, "optim": Rowed(model.parameters(), lr=0.1)}
+            with forebay.Checkpointer(tmp_path / name, rng=False) as checkpointer:
+                if name == "own":
+                    assert checkpointer.restore(found) == 1
+                    assert all(torch.equal(entry["rows"], own) for entry in found["optim"].state.values())
+                    assert len(found["optim"].state) == 2 and model.bias.full_tensor().any()
+                    continue
+                with pytest.raises(forebay.CheckpointMismatch, match=r"state\['optim'\]: .*'weight'.*'rows'"):
+                    checkpointer.restore(found)
+            assert not found["optim"].state and not model.bias.full_tensor().any()
+        return True
+
+    assert run_ranks(2, work) == [True, True]
+
+
+def test_a_step_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    """A restore that is refused afterwards changed nothing."""
+    state = made("closing", 1)
+    train(state, 1, 1)
+    forebay.save({**state, "n": 1}, tmp_path)
+    found = made("closing", 2)
+    before = values(found)
+    with pytest.raises(forebay.CheckpointMismatch, match=r"state: the checkpoint lacks 'm'"):
+        forebay.load(tmp_path, {**found, "m": 1})
+    assert values(found) == before and not found["optim"].state
+    assert all(parameter.grad is None for parameter in found["model"].parameters())
+
+
+class Closed(torch.optim.SGD):
+    """Tells nothing of itself until it was used."""
+
+    def state_dict(self) -> State:
+        if not self.state:
+            raise RuntimeError("nothing to tell yet")
+        return super().state_dict()
+
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("nothing to step yet")
+
+
+def test_what_an_optimizer_raises_names_its_place(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    state = {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    model(torch.ones(2, 3)).sum().backward()
+    state["optim"].step()
+    forebay.save({"model": model, "optim": {"all": [state["optim"]]}}, tmp_path / "named")
+    forebay.save({"optim": {"all": [state["optim"]]}}, tmp_path / "numbered")
+    for name in ("named", "numbered"):
+        other = torch.nn.Linear(3, 3)
+        before = other.weight.tolist()
+        found = {"model": other, "optim": {"all": [Closed(other.parameters(), lr=0.1, momentum=0.9)]}}
+        if name == "numbered":
+            del found["model"]
+            fact = r"state\['optim'\]\['all'\]\[0\]: .*nothing to tell yet"
+            with pytest.raises(forebay.CheckpointMismatch, match=fact):
+                forebay.load(tmp_path / name, found)
+        else:
+            # Its own state is not asked for: it is given by the parameters' names.
+            forebay.load(tmp_path / name, found)
+            before = model.weight.tolist()
+        assert other.weight.tolist() == before
+
+
+def test_state_by_the_order_of_all_parameters_is_refused_in_another(tmp_path: Path) -> None:
+    """torch's LBFGS has one state for all, at the first one."""
+    state = made("lbfgs", 1)
+    train(state, 1, 2)
+    forebay.save(state, tmp_path)
+    found = made("lbfgs", 2)
+    found["optim"] = torch.optim.LBFGS(list(found["model"].parameters())[::-1], lr=0.1)
+    before = values(found)
+    with pytest.raises(forebay.CheckpointMismatch, match=r"state\['optim'\]: .*order"):
+        forebay.load(tmp_path, found)
+    assert values(found) == before
+
+
+def test_an_optimizer_without_its_module_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    state = made("closing", 1)
+    train(state, 1, 1)
+    forebay.save({**state, "t": torch.ones(3)}, tmp_path)
+    found = {"model": linear(), "optim": made("closing", 2)["optim"], "t": torch.zeros(3)}
+    with pytest.raises(forebay.CheckpointMismatch, match=r"state\['optim'\]: it was saved with the module"):
+        forebay.load(tmp_path, found)
+    assert not found["t"].any()
+
+
+def test_state_of_no_parameter_comes_back(tmp_path: Path) -> None:
+    """Numbers that an optimizer keeps beside its parameters' state, and keys that hooks add to what it tells."""
+    state, found = ({"model": linear()} for _ in range(2))
+    for one in (state, found):
+        one["optim"] = torch.optim.Adam(one["model"].parameters(), lr=0.1)
+    state["optim"].state["global_step"] = 5
+    train(state, 1, 2)
+    forebay.save(state, tmp_path / "state")
+    forebay.load(tmp_path / "state", found)
+    assert found["optim"].state["global_step"] == 5 and values(found) == values(state)
+
+    del state["optim"].state["global_step"]
+    state["optim"].register_state_dict_post_hook(lambda optimizer, own: own.update(epoch=3))
+    forebay.save(state, tmp_path / "hook")
+    assert forebay.load(tmp_path / "hook")["optim"]["epoch"] == 3
+
+
+def groups(model: Any, *options: tuple[str, State]) -> torch.optim.Optimizer:
+    """Groups of the layers that begin with a name, each with its options."""
+    named = list(model.named_parameters())
+    found = []
+    for begin, more in options:
+        found.append({"params": [parameter for name, parameter in named if name.startswith(begin)], **more})
+    return torch.optim.AdamW(found, lr=0.1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_of_other_options_are_not_put_together(tmp_path: Path, ranks: int) -> None:
+    """By one rank's state, and by names from what all saved."""
+
+    def work(rank: int) -> Any:
+        state = {"model": linear()}
+        state["optim"] = groups(state["model"], ("0", {"weight_decay": 0.1}), ("2", {"weight_decay": 0.0}))
+        train(state, 1, 2)
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.save_now(1, state)
+        found = {"model": linear()}
+        found["optim"] = groups(found["model"], ("", {"weight_decay": 0.1}))
+        before = values(found)
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            fact = r"state\['optim'\]: .*'0.weight'.*'2.(weight|bias)'.*'weight_decay'"
+            with pytest.raises(forebay.CheckpointMismatch, match=fact):
+                checkpointer.restore(found)
+        return values(found)[0] == before[0] and found["optim"].param_groups[0]["weight_decay"] == 0.1
+
+    assert run_ranks(ranks, work, with_gloo=False) == [True] * ranks
+
+
+@pytest.mark.parametrize("begins", [("2", "0"), ("0.w", "0.b", "2"), ("2.bias", "0", "2.weight")])
+def test_groups_in_another_order_and_split_further(tmp_path: Path, begins: tuple[str, ...]) -> None:
+    decay = {"0": 0.1, "2": 0}
+    state = {"model": linear()}
+    state["optim"] = groups(state["model"], *((name, {"weight_decay": decay[name]}) for name in decay))
+    train(state, 1, 2)
+    forebay.save(state, tmp_path)
+    found = {"model": linear()}
+    found["optim"] = groups(found["model"], *((name, {"weight_decay": 0.5}) for name in begins))
+    forebay.load(tmp_path, found)
+    assert [group["weight_decay"] for group in found["optim"].param_groups] == [decay[name[0]] for name in begins]
+    for one in (state, found):
+        train(one, 3, 3)
+    assert values(found)[0] == values(state)[0]
+
+
+def test_options_that_are_tensors_are_compared_by_what_they_hold(tmp_path: Path) -> None:
+    def of(first: float, second: float) -> State:
+        model = linear()
+        options = [("0", {"lr": torch.tensor(first)}), ("2", {"lr": torch.tensor(second)})]
+        return {"model": model, "optim": groups(model, *options)}
+
+    for second in (0.1, 0.2):
+        state = of(0.1, second)
+        state["optim"].param_groups[0]["weight_decay"], state["optim"].param_groups[1]["weight_decay"] = 0, 0.0
+        train(state, 1, 2)
+        forebay.save(state, tmp_path / str(second))
+    found = {"model": linear()}
+    found["optim"] = groups(found["model"], ("", {}))
+    forebay.load(tmp_path / "0.1", found)
+    with pytest.raises(forebay.CheckpointMismatch, match="'lr'"):
+        forebay.load(tmp_path / "0.2", found)
