@@ -392,6 +392,11 @@ def quantized(kind: torch.dtype) -> list[torch.Tensor]:
     ]
 
 
+def nested(layout: torch.layout) -> torch.Tensor:
+    """Two rows of other lengths."""
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4])
 def test_quantized_tensors_are_refused_by_name(tmp_path: Path, kind: torch.dtype) -> None:
@@ -415,6 +420,8 @@ def test_quantized_tensors_are_refused_by_name(tmp_path: Path, kind: torch.dtype
         (lambda: 0, r"state\['x'\]: object of type function"),
         (torch.zeros(3).to_sparse(), r"state\['x'\]: object of type torch.Tensor \(torch.sparse_coo tensor"),
         (torch.zeros(3, device="meta"), r"on meta\) cannot be saved"),
+        (nested(torch.strided), r"state\['x'\]: .* torch.Tensor \(nested torch.strided tensor of torch.float32"),
+        ([nested(torch.jagged)], r"state\['x'\]\[0\]: object of type .*NestedTensor \(nested torch.jagged tensor"),
         (numpy.array(["a"]), r"state\['x'\]: object of type numpy.ndarray of <U1"),
         (numpy.array([object()]), "of object cannot be saved"),
         (numpy.zeros(2, ">f4"), "of >f4 cannot be saved"),
@@ -429,6 +436,20 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path, va
     with pytest.raises(TypeError, match=fact):
         forebay.save({"fine": torch.zeros(3), "x": value}, tmp_path / "run")
     assert not list(tmp_path.glob("run/shards/*")) and not list(tmp_path.glob("run/steps/*"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nested_tensors_are_refused_where_they_are_restored_into(tmp_path: Path) -> None:
+    for name, path in (("x", r"state\['x'\]"), ("model", r"state\['model'\]\.rows")):
+        state = {"x": torch.zeros(2), "model": torch.nn.Module()}
+        state["model"].register_buffer("rows", torch.zeros(2))
+        forebay.save(state, tmp_path)
+        for layout in (torch.strided, torch.jagged):
+            state = {"x": torch.zeros(2), "model": torch.nn.Module()}
+            state["model"].register_buffer("rows", nested(layout) if name == "model" else torch.zeros(2))
+            state["x"] = nested(layout) if name == "x" else state["x"]
+            with pytest.raises(forebay.CheckpointMismatch, match=rf"{path}: .* was saved, the state has .*nested"):
+                forebay.load(tmp_path, state)
 
 
 def test_pickles_only_where_they_are_allowed(tmp_path: Path) -> None:

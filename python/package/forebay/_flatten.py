@@ -22,6 +22,7 @@ from ._leaf import (
     array_dtype,
     array_leaf,
     bytes_leaf,
+    layout_of,
     local_parts,
     numpy_module,
     part_leaves,
@@ -182,7 +183,7 @@ class Flattener:
             return self._spread(value, path, name)
         dtype = tensor_dtype(value) if is_plain else None
         if dtype is None:
-            what = f"{value.layout} tensor of {value.dtype} on {value.device}"
+            what = f"{layout_of(value)} tensor of {value.dtype} on {value.device}"
             raise TypeError(f"{path}: object of type {_type_name(value)} ({what}) cannot be saved")
         known = self._starts.setdefault(value.data_ptr(), [])
         for leaf in known:

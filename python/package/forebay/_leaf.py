@@ -58,13 +58,26 @@ def numpy_module() -> Any:
 def tensor_dtype(tensor: Any) -> Optional[str]:
     """The element type's name of a torch tensor that can be saved; None for any other."""
     torch = torch_module()
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return None
     dtype = tensor.dtype
     if dtype not in _NAMES:
         name = str(dtype).removeprefix("torch.")
         _NAMES[dtype] = name if name in SIZES else None
     return _NAMES[dtype]
+
+
+def shape_of(tensor: Any) -> Any:
+    """The shape of a torch tensor as a list; a word for a nested one, which has another for each row."""
+    sharded = sharded_class()
+    # One of several ranks cannot even be asked.
+    is_whole = sharded is None or not isinstance(tensor, sharded)
+    return "nested" if is_whole and tensor.is_nested else list(tensor.shape)
+
+
+def layout_of(tensor: Any) -> str:
+    """How a torch tensor is laid out, for people."""
+    return f"nested {tensor.layout}" if tensor.is_nested else str(tensor.layout)
 
 
 _NAMES: dict[Any, Optional[str]] = {}

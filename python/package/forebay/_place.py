@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Callable, Iterator, Optional
 
 from ._errors import CheckpointMismatch
-from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, torch_module
+from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, shape_of, torch_module
 from ._merge import MARK, Path, asked, goes_by_number, is_numbered, refuse_mark, shown, tensor_names
 from ._objects import Pairs, give_state, is_stateful, state_of
 from ._optimizers import tells_copies
@@ -213,7 +213,7 @@ class Placer:
         for key, value in saved.items():
             is_tensor = isinstance(value, dict) and value.get("t") == "tensor"
             if is_tensor and isinstance(has[key], torch.Tensor):
-                shape, live_shape = self._tensors.shape(value), list(has[key].shape)
+                shape, live_shape = self._tensors.shape(value), shape_of(has[key])
                 if shape != live_shape:
                     shapes = f"{shape} was saved, the state has {live_shape}"
                     raise CheckpointMismatch(f"{path}.{key}: {shapes}")
@@ -287,7 +287,7 @@ class Placer:
         torch = torch_module()
         if torch is None or not isinstance(live, torch.Tensor):
             raise _mismatch(path, "a torch tensor", live)
-        dtype, shape, live_shape = self._tensors.entry(node["n"])[1], self._tensors.shape(node), list(live.shape)
+        dtype, shape, live_shape = self._tensors.entry(node["n"])[1], self._tensors.shape(node), shape_of(live)
         if shape != live_shape or f"torch.{dtype}" != str(live.dtype):
             saved = f"torch.{dtype} {shape}"
             raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {live_shape}")

@@ -10,7 +10,7 @@ from typing import Any, Callable, Optional
 
 from . import _native
 from ._errors import CheckpointCorrupt
-from ._leaf import array_dtype, local_parts, numpy_module, tensor_dtype, torch_dtype, torch_module
+from ._leaf import array_dtype, local_parts, numpy_module, shape_of, tensor_dtype, torch_dtype, torch_module
 from ._merge import refuse_mark
 from ._pieces import Aside, Pieces
 
@@ -207,7 +207,7 @@ def _places(kind: str, live: Any, dtype: str, shape: list[int]) -> Optional[list
     None for another value, and one that cannot be written."""
     torch, numpy = torch_module(), numpy_module()
     if kind == "tensor":
-        if torch is None or not isinstance(live, torch.Tensor) or list(live.shape) != shape:
+        if torch is None or not isinstance(live, torch.Tensor) or shape_of(live) != shape:
             return None
         parts = local_parts(live)
         places: list[tuple[Part, Any]] = [(None, live)]
