@@ -16,6 +16,7 @@ use forebay_ckpt::shard::TensorSpec;
 use forebay_core::units::parse_bytes;
 use forebay_core::{Error, Result};
 use forebay_io::device::DeviceBytes;
+use forebay_io::net::Notice;
 use forebay_io::priority::Priority;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -43,7 +44,9 @@ pub(crate) fn parse_size(text: &str) -> PyResult<u64> {
 pub(crate) fn run_agent(py: Python<'_>, fd: i32) -> PyResult<()> {
     // One line of JSON for each event, to wherever standard error goes.
     tracing_subscriber::fmt().json().with_writer(std::io::stderr).try_init().ok();
-    py.detach(|| serve(buffer::stream(fd), Priority::of_process())).or_raise()
+    // Before any thread begins.
+    let notice = Notice::take().or_raise()?;
+    py.detach(|| serve(buffer::stream(fd), Priority::of_process(), Some(notice))).or_raise()
 }
 
 /// A part of a tensor: whether it is a flat range, offsets, lengths.

@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 use forebay_core::Result;
-use forebay_io::net::{FdStream, Meeting, wait_readable};
+use forebay_io::net::{FdStream, Meeting, Notice, wait_readable};
 
 use super::Visit;
 
@@ -58,14 +58,20 @@ impl Door {
         }
     }
 
-    /// The next visitor and what it wants; `None` when `patience` passed first, or for no reason.
-    pub(super) fn next(&mut self, patience: Duration) -> Result<Option<(Visit, FdStream)>> {
+    /// The next visitor and what it wants; `None` when `patience` passed first, `notice` was given, or for no reason.
+    pub(super) fn next(
+        &mut self,
+        patience: Duration,
+        notice: Option<&Notice>,
+    ) -> Result<Option<(Visit, FdStream)>> {
         let Some(meeting) = &self.meeting else { return Ok(None) };
+        let visitors = self.visitors.iter().map(AsFd::as_fd);
         let fds: Vec<BorrowedFd<'_>> =
-            std::iter::once(meeting.as_fd()).chain(self.visitors.iter().map(AsFd::as_fd)).collect();
+            std::iter::once(meeting.as_fd()).chain(visitors).chain(notice.map(AsFd::as_fd)).collect();
         let ready = wait_readable(&fds, patience)?;
         match ready.first() {
             None => Ok(None),
+            Some(index) if *index > self.visitors.len() => Ok(None),
             Some(0) => {
                 let visitor = meeting.welcome(Duration::ZERO)?;
                 if let Some(visitor) = visitor.filter(|_| self.visitors.len() < MAX_VISITORS) {

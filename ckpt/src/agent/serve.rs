@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
-use forebay_io::net::FdStream;
+use forebay_io::net::{FdStream, Notice};
 use forebay_io::priority::Priority;
 use forebay_io::task::{TaskGroup, end};
 use tokio::runtime::Runtime;
@@ -31,10 +31,13 @@ use crate::local::PATIENCE;
 
 /// Saves under way at most: two slots of the present arena, two of the one before.
 const MAX_SAVES: usize = 2 * SLOTS;
+/// How often an agent that was asked to end, and may not yet, looks whether it may.
+const GLANCE: Duration = Duration::from_millis(100);
 
 /// Serves the trainer at the other end of `stream` until it is gone, every sealed save is settled, and nobody is to come
-/// for what is in memory. With the `priority` of this process, the trainer goes first.
-pub fn serve(stream: FdStream, priority: Option<Priority>) -> Result<()> {
+/// for what is in memory. With the `priority` of this process, the trainer goes first. Once `notice` to end was given,
+/// nobody is waited for beyond the last sealed save.
+pub fn serve(stream: FdStream, priority: Option<Priority>, notice: Option<Notice>) -> Result<()> {
     let pace = Arc::new(Pace::new(priority));
     let of_threads = pace.clone();
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -42,13 +45,13 @@ pub fn serve(stream: FdStream, priority: Option<Priority>) -> Result<()> {
         .on_thread_start(move || of_threads.join())
         .enable_all()
         .build()?;
-    let served = serve_on(&runtime, stream, pace);
+    let served = serve_on(&runtime, stream, pace, notice);
     // What hangs does not keep the process.
     end(runtime);
     served
 }
 
-fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>) -> Result<()> {
+fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>, notice: Option<Notice>) -> Result<()> {
     let (trainer, clock) = (Trainer::new(stream.try_clone()?, pace), Clock::system());
     let Some((frame, _)) = stream.receive()? else { return Ok(()) };
     let Request::Hello(hello) = parse(&frame)? else {
@@ -68,7 +71,7 @@ fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>) -> Result<
         disk
     });
     let copies = disk.as_ref().map(|_| copies);
-    let mut desk = Desk::new(&hello, trainer.clone(), saves, copies.clone());
+    let mut desk = Desk::new(&hello, trainer.clone(), saves, copies.clone(), notice);
     if stream.is_left() {
         desk.trainer.set_gone();
     }
@@ -106,14 +109,22 @@ struct Desk {
     copies: Option<Copies>,
     holdings: Holdings,
     door: Door,
+    notice: Option<Notice>,
 }
 
 impl Desk {
-    fn new(hello: &Hello, trainer: Trainer, saves: mpsc::Sender<Work>, copies: Option<Copies>) -> Self {
+    fn new(
+        hello: &Hello,
+        trainer: Trainer,
+        saves: mpsc::Sender<Work>,
+        copies: Option<Copies>,
+        notice: Option<Notice>,
+    ) -> Self {
         let linger = hello.linger.as_ref();
         let door = Door::new(linger.map(|linger| linger.place.clone()));
         let linger = Duration::from_millis(linger.map_or(0, |linger| linger.for_ms));
-        Self { hello: hello.clone(), linger, trainer, saves, copies, holdings: Holdings::default(), door }
+        let (hello, holdings) = (hello.clone(), Holdings::default());
+        Self { hello, linger, trainer, saves, copies, holdings, door, notice }
     }
 
     fn serve(&mut self, stream: &mut FdStream) -> Result<()> {
@@ -180,7 +191,8 @@ impl Desk {
         self.saves.blocking_send(work).map_err(|_| Error::bug("the flusher is gone"))
     }
 
-    /// Holds what there is until another trainer has it, or none came for long enough.
+    /// Holds what there is until another trainer has it, or none came for long enough, or, once this process was asked to
+    /// end, as long as there are sealed saves that are not in the store.
     fn await_successor(&mut self) -> Result<()> {
         if self.holdings.is_empty() || self.linger.is_zero() || !self.door.open() {
             return Ok(());
@@ -192,7 +204,16 @@ impl Desk {
             if left.is_zero() {
                 return Ok(());
             }
-            match self.door.next(left)? {
+            let is_asked = self.notice.as_ref().map(Notice::is_given).transpose()?.unwrap_or(false);
+            if is_asked && !self.trainer.has_open() {
+                tracing::info!("ends, as it was asked to: every sealed save is settled");
+                return Ok(());
+            }
+            let next = match is_asked {
+                true => self.door.next(left.min(GLANCE), None),
+                false => self.door.next(left, self.notice.as_ref()),
+            };
+            match next? {
                 Some((Visit::Look { version }, mut visitor)) if version == VISIT_VERSION => {
                     let start = (self.hello.start.nonce.as_str(), self.hello.after.as_slice());
                     let is_durable = |save| self.trainer.is_durable(save);

@@ -27,6 +27,8 @@ struct Link {
     stream: FdStream,
     /// Saves whose slots are still needed.
     unsettled: BTreeSet<u64>,
+    /// Saves of which nobody knows yet whether they will be committed.
+    open: BTreeSet<u64>,
     /// Saves that are committed, as far as they are still held.
     durable: BTreeSet<u64>,
     /// Saves that will not be committed, as far as they are still held: a successor may go on from one.
@@ -37,8 +39,8 @@ struct Link {
 
 impl Trainer {
     pub(super) fn new(stream: FdStream, pace: Arc<Pace>) -> Self {
-        let (unsettled, durable, failed) = Default::default();
-        let link = Link { stream, unsettled, durable, failed, unheard: Vec::new() };
+        let (unsettled, open, durable, failed) = Default::default();
+        let link = Link { stream, unsettled, open, durable, failed, unheard: Vec::new() };
         Self { link: Arc::new(Mutex::new(link)), gone: Arc::new(AtomicBool::new(false)), pace }
     }
 
@@ -53,6 +55,7 @@ impl Trainer {
         link.durable.retain(|save| held.contains(save));
         link.failed.retain(|save, _| held.contains(save));
         link.unsettled.insert(save);
+        link.open.insert(save);
     }
 
     /// Notes that a save that is held is committed.
@@ -78,6 +81,7 @@ impl Trainer {
             link.failed.insert(*save, error.clone());
         }
         if let Reply::Durable { save, .. } | Reply::Failed { save, .. } = reply {
+            link.open.remove(save);
             self.pace.settled(*save);
         }
         let sent = serde_json::to_vec(reply).map(|frame| link.stream.send(&frame, None));
@@ -87,6 +91,11 @@ impl Trainer {
                 link.keep_unheard(message);
             }
         }
+    }
+
+    /// Whether there are saves of which nobody knows yet whether they will be committed.
+    pub(super) fn has_open(&self) -> bool {
+        !self.link.lock().open.is_empty()
     }
 
     /// Whether the trainer whose saves these are has ended.
@@ -151,6 +160,7 @@ mod tests {
         let error = Error::new(ErrorKind::Unavailable, "the store stayed away");
         trainer.tell(&Reply::Failed { save: 2, error: (&error).into() });
         trainer.tell(&Reply::Durable { save: 3, at_us: 0 });
+        assert!(trainer.has_open(), "1 and 4");
         let (successor, mut hears) = FdStream::pair().expect("pair");
         trainer.hand_over(successor).expect("hand over");
         let mut hear = || -> Reply {

@@ -89,7 +89,7 @@ impl Fixture {
 
 pub(super) fn attach(session: &mut Session) -> JoinHandle<Result<()>> {
     let (near, far) = FdStream::pair().expect("pair");
-    let agent = std::thread::spawn(move || serve(far, None));
+    let agent = std::thread::spawn(move || serve(far, None, None));
     session.connect(near).expect("connect");
     agent
 }

@@ -48,7 +48,12 @@ class Save:
 
     @property
     def sealed(self) -> bool:
-        """Whether the agent has it: it will be committed even if this process is killed now."""
+        """Whether the agent has it: it will be committed even if this process is killed now.
+
+        The agent, a process of this host, goes on until then when it is asked to end (SIGTERM, SIGINT, SIGHUP), as service
+        managers and batch systems ask every process of a job. What is not committed when it is killed itself (SIGKILL, at
+        the end of their grace period, or of its container) is lost, unless a copy is on the local disk (`local`).
+        """
         return self._progress() in ("sealed", "durable")
 
     @property
