@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import os
+import time
 import types
 import warnings
 from pathlib import Path
@@ -15,8 +18,12 @@ import torch
 import forebay
 from forebay import _native
 
+from .conftest import Child
+
 pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="LIGHTNING is not installed")
 transformers = pytest.importorskip("transformers", reason="TRANSFORMERS is not installed")
+
+import safetensors.torch  # noqa: E402
 
 import forebay.huggingface  # noqa: E402
 import forebay.lightning  # noqa: E402
@@ -157,6 +164,131 @@ def test_the_trainer_of_hugging_face_resumes_bit_equal(tmp_path: Path) -> None:
     with pytest.raises(forebay.CheckpointNotFound):
         forebay.huggingface.checkpoint(place, folder, step=4)
     assert sorted(os.listdir(folder)) == ["checkpoint-3"]
+
+
+def put(place: Path, step: int, value: float, scaler: Any = None) -> None:
+    """A step as the callback saves it, of a model of that one value."""
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if scaler is not None:
+        optimizer.scaler = scaler  # type: ignore[attr-defined]
+    state, scheduler = transformers.TrainerState(global_step=step), torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with forebay.Checkpointer(place, rng=False, linger=0) as checkpointer:
+        checkpointer.save_now(step, forebay.huggingface._state(state, model, optimizer, scheduler))
+
+
+def got(place: Path, folder: Path, step: Any = None) -> tuple[str, float]:
+    """What `checkpoint` writes: its name, and the model's one value."""
+    source = forebay.huggingface.checkpoint(place, folder, step)
+    assert source is not None
+    value: float = safetensors.torch.load_file(f"{source}/model.safetensors")["weight"][0, 0].item()
+    return os.path.basename(source), value
+
+
+def test_a_directory_of_a_step_that_was_saved_anew_is_written_anew(tmp_path: Path) -> None:
+    """One that went back and trained on resumed from the weights that it had left."""
+    place, folder = tmp_path / "run", tmp_path / "out"
+    put(place, 500, 1.0)
+    put(place, 1000, 2.0)
+    assert got(place, folder) == ("checkpoint-1000", 2.0)
+    assert got(place, folder, 500) == ("checkpoint-500", 1.0)
+    put(place, 1000, 7.0)
+    assert got(place, folder) == ("checkpoint-1000", 7.0)
+    other = tmp_path / "other"
+    put(other, 1000, 9.0)
+    assert got(other, folder) == ("checkpoint-1000", 9.0), "nor is it another run's"
+    inode = (folder / "checkpoint-1000").stat().st_ino
+    assert got(other, folder) == ("checkpoint-1000", 9.0)
+    assert (folder / "checkpoint-1000").stat().st_ino == inode, "what is there is not written again"
+    assert sorted(os.listdir(folder)) == ["checkpoint-1000", "checkpoint-500"]
+
+
+@pytest.mark.parametrize("named", [None, "not JSON", "[]"])
+def test_a_directory_that_another_program_wrote_is_left(tmp_path: Path, named: Any) -> None:
+    place, folder = tmp_path / "run", tmp_path / "out"
+    put(place, 3, 1.0)
+    (folder / "checkpoint-3").mkdir(parents=True)
+    (folder / "checkpoint-3" / "model.safetensors").write_text("the Trainer's own")
+    if named is not None:
+        (folder / "checkpoint-3" / "forebay.json").write_text(named)
+    with pytest.raises(forebay.CheckpointInvalid, match=r"checkpoint-3 is not of .*checkpoint.*hint: "):
+        forebay.huggingface.checkpoint(place, folder)
+    assert (folder / "checkpoint-3" / "model.safetensors").read_text() == "the Trainer's own"
+    assert os.listdir(folder) == ["checkpoint-3"]
+
+
+def killed_at(change: int, place: Path, folder: Path) -> bool:
+    """Whether a process that `checkpoint` is called in, and that is killed before that change of names, comes to it."""
+
+    def work(report: Any) -> None:
+        rename, changes = os.rename, itertools.count(1)
+
+        def rename_or_die(source: Any, target: Any) -> None:
+            if next(changes) == change:
+                os._exit(0)
+            rename(source, target)
+
+        os.rename = rename_or_die  # type: ignore[assignment]
+        forebay.huggingface.checkpoint(place, folder)
+        report("done")
+
+    child = Child(work)
+    line = child.line()
+    assert child.join() == 0
+    return line != "done"
+
+
+def test_a_kill_while_a_directory_is_written_leaves_a_whole_one_or_none(tmp_path: Path) -> None:
+    place, folder = tmp_path / "run", tmp_path / "out"
+    put(place, 3, 1.0)
+    got(place, folder)
+    put(place, 3, 2.0)
+    seen: list[Any] = []
+    for change in range(1, 10):
+        if not killed_at(change, place, folder):
+            break
+        names = [name for name in os.listdir(folder) if not name.startswith(".")]
+        assert names in ([], ["checkpoint-3"])
+        values = [safetensors.torch.load_file(folder / name / "model.safetensors")["weight"][0, 0] for name in names]
+        seen.append([value.item() for value in values])
+    # The new one cannot take the place of the old; that goes; the new one cannot come.
+    assert seen == [[1.0], [1.0], []] and got(place, folder) == ("checkpoint-3", 2.0)
+    left = list(folder.glob(".checkpoint-3.*"))
+    assert len(left) == len(seen)
+    # What is locked is in use; what nobody locks any more is left, but just begun it may be about to be locked.
+    lock = open(left[0] / "lock")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    far = left[1].rename(folder / ".checkpoint-3.another-host.x.part")
+    for one in (left[0], far, left[2]):
+        os.utime(one, (time.time() - 3600,) * 2)
+    put(place, 3, 3.0)
+    assert got(place, folder) == ("checkpoint-3", 3.0)
+    assert set(folder.glob(".*")) == {left[0], far}
+    lock.close()
+    os.utime(far, (0, 0))
+    put(place, 3, 4.0)
+    assert got(place, folder) == ("checkpoint-3", 4.0) and os.listdir(folder) == ["checkpoint-3"]
+
+
+@pytest.mark.parametrize("change", [1, 2, 3])
+def test_others_may_write_a_directory_at_the_same_time(
+    tmp_path: Path, change: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, folder = tmp_path / "run", tmp_path / "out"
+    put(place, 3, 1.0)
+    got(place, folder)
+    put(place, 3, 2.0)
+    rename, changes = os.rename, itertools.count(1)
+
+    def rename_late(source: Any, target: Any) -> None:
+        if next(changes) == change:
+            assert got(place, folder) == ("checkpoint-3", 2.0)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", rename_late)
+    assert got(place, folder) == ("checkpoint-3", 2.0)
+    assert next(changes) > change and os.listdir(folder) == ["checkpoint-3"]
 
 
 def test_trainers_that_shard_their_models_are_refused(tmp_path: Path) -> None:

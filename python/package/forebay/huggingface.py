@@ -5,10 +5,10 @@
                       callbacks=[forebay.huggingface.Callback(place, every=500)])
     trainer.train(resume_from_checkpoint=forebay.huggingface.checkpoint(place, "out"))
 
-The callback saves model, optimizer, scheduler, the Trainer's own state and its random number generators, while the
-training goes on. `checkpoint` writes a step as the directory that the Trainer resumes from, which is also one that
-`from_pretrained` reads. Under torchrun every process does the same; what all of them hold is stored once. For Trainers that
-shard their models (FSDP, DeepSpeed) there is `forebay.dcp`.
+The callback saves model, optimizer, scheduler, the Trainer's own state and its random number
+generators, while the training goes on. `checkpoint` writes a step as the directory that the Trainer resumes from, which is
+also one that `from_pretrained` reads. Under torchrun every process does the same; what all of them hold is stored once. For
+Trainers that shard their models (FSDP, DeepSpeed) there is `forebay.dcp`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import dataclasses
 import json
 import os
 import random
-import shutil
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -26,6 +25,7 @@ import torch
 from transformers import TrainerCallback
 
 from . import _native
+from ._aside import NOTE, Foreign, ensure
 from ._checkpointer import Checkpointer
 from ._errors import CheckpointInvalid, CheckpointNotFound
 from ._loading import load_rest, with_step
@@ -114,14 +114,17 @@ class Callback(TrainerCallback):  # type: ignore[misc]
 def checkpoint(url: Place, folder: Place, step: Optional[int] = None) -> Optional[str]:
     """Writes a step of `Callback`'s, by default the newest, as `folder/checkpoint-STEP`, and gives that path.
 
-    None if there is no step. One that was written already is given as it is. Every byte read is checked. Under torchrun
-    every process calls it, and the first one writes.
+    None if there is no step. One that was written already is given as it is, if the step is still the one that it was
+    written from: a training that went back saves a step of that number anew, and then it is written anew, too. Every byte
+    read is checked. Under torchrun every process calls it, and the first one writes.
+
+    Raises `CheckpointInvalid` where a directory of that name is not of this function's, such as the Trainer's own.
     """
     place = bucket_url(url)
 
     def write() -> Optional[str]:
         try:
-            return with_step(place, step, None, lambda found: _write(found, Path(folder)))
+            return with_step(place, step, None, lambda found: _written(found, Path(folder)))
         except CheckpointNotFound:
             if step is None:
                 return None
@@ -152,12 +155,17 @@ def _state(state: Any, model: Any, optimizer: Any, lr_scheduler: Any, **others: 
     }
 
 
-def _write(step: _native.Step, folder: Path) -> str:
+def _written(step: _native.Step, folder: Path) -> str:
     place = folder / f"checkpoint-{step.step}"
-    if place.exists():
-        return str(place)
-    part = folder / f"checkpoint-{step.step}.part"
-    shutil.rmtree(part, ignore_errors=True)
+    try:
+        ensure(place, {"commit": step.commit}, lambda part: _write(step, part))
+    except Foreign:
+        text = f"{place} is not of forebay.huggingface.checkpoint, whose directories have a {NOTE}"
+        raise CheckpointInvalid(f"{text} (hint: move or delete it, or give another folder)") from None
+    return str(place)
+
+
+def _write(step: _native.Step, part: Path) -> None:
     step.export(str(part), "model", SHARD_BYTES)
     state = load_rest(step, ["model", "rng"])
     for name, key in (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler")):
@@ -168,6 +176,3 @@ def _write(step: _native.Step, folder: Path) -> str:
     if state["config"] is not None:
         (part / "config.json").write_text(state["config"])
     (part / "trainer_state.json").write_text(state["trainer"])
-    # A directory of that name is whole.
-    part.rename(place)
-    return str(place)
