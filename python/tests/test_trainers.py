@@ -291,6 +291,44 @@ def test_others_may_write_a_directory_at_the_same_time(
     assert next(changes) > change and os.listdir(folder) == ["checkpoint-3"]
 
 
+def test_the_scale_of_the_loss_is_saved_and_resumed(tmp_path: Path) -> None:
+    """Without it, the first steps of a training with 16-bit numbers are lost to a scale that is too large."""
+    place, folder = tmp_path / "run", tmp_path / "out"
+
+    def scaled(place: Path, source: Any) -> tuple[dict[str, Any], Recorder]:
+        trainer, recorder = small_trainer(place, folder, 1, 20)
+        # As accelerate makes one on a GPU; it changes with each second step.
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        trainer.train(resume_from_checkpoint=source)
+        return trainer.accelerator.scaler.state_dict(), recorder
+
+    (scale, whole), source = scaled(place, None), forebay.huggingface.checkpoint(place, folder, 3)
+    assert scale["scale"] == 64.0 * 2**4
+    saved = torch.load(folder / "checkpoint-3" / "scaler.pt", weights_only=True)
+    assert (saved["scale"], saved["_growth_tracker"]) == (128.0, 1)
+    again, resumed = scaled(tmp_path / "other", source)
+    assert again == scale and list(resumed.weights) == [4, 5, 6, 7, 8]
+    assert all(same(resumed.weights[step], whole.weights[step]) for step in resumed.weights)
+    put(tmp_path / "none", 3, 1.0)
+    got(tmp_path / "none", tmp_path / "without")
+    assert not (tmp_path / "without" / "checkpoint-3" / "scaler.pt").exists(), "which a Trainer without one would load"
+
+
+def test_who_resumes_states_of_callbacks_is_warned_that_they_are_not_saved(tmp_path: Path) -> None:
+    stopping = transformers.EarlyStoppingCallback()
+    for restores, stateful, warns in ((True, [stopping], 1), (False, [stopping], 0), (True, [], 0)):
+        callback = forebay.huggingface.Callback(tmp_path)
+        state = transformers.TrainerState(stateful_callbacks=[*stateful, transformers.TrainerControl()])
+        args = types.SimpleNamespace(restore_callback_states_from_checkpoint=restores)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            callback.on_train_begin(args, state, None)
+        messages = [str(one.message) for one in told if one.category is forebay.CheckpointWarning]
+        assert ["EarlyStoppingCallback" in message for message in messages] == [True] * warns
+        assert callback._checkpointer is not None
+        callback._checkpointer.close()
+
+
 def test_trainers_that_shard_their_models_are_refused(tmp_path: Path) -> None:
     callback = forebay.huggingface.Callback(tmp_path)
     for sharding in ({"fsdp": ["full_shard"]}, {"deepspeed": {"zero_optimization": {"stage": 2}}}):

@@ -5,7 +5,7 @@
                       callbacks=[forebay.huggingface.Callback(place, every=500)])
     trainer.train(resume_from_checkpoint=forebay.huggingface.checkpoint(place, "out"))
 
-The callback saves model, optimizer, scheduler, the Trainer's own state and its random number
+The callback saves model, optimizer, scheduler, the scale of the loss, the Trainer's own state and its random number
 generators, while the training goes on. `checkpoint` writes a step as the directory that the Trainer resumes from, which is
 also one that `from_pretrained` reads. Under torchrun every process does the same; what all of them hold is stored once. For
 Trainers that shard their models (FSDP, DeepSpeed) there is `forebay.dcp`.
@@ -17,6 +17,7 @@ import dataclasses
 import json
 import os
 import random
+import warnings
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -27,7 +28,7 @@ from transformers import TrainerCallback
 from . import _native
 from ._aside import NOTE, Foreign, ensure
 from ._checkpointer import Checkpointer
-from ._errors import CheckpointInvalid, CheckpointNotFound
+from ._errors import CheckpointInvalid, CheckpointNotFound, CheckpointWarning
 from ._loading import load_rest, with_step
 from ._ranks import Ranks, surroundings
 from ._url import bucket_url
@@ -43,6 +44,11 @@ _PATIENCE_S = 3600.0
 
 class Callback(TrainerCallback):  # type: ignore[misc]
     """Saves while a Trainer trains, and once more at the end.
+
+    Two things it cannot save as the Trainer does. States of other callbacks (what early stopping has counted) are those of
+    the start of the training, as no callback is told of the others; who resumes them
+    (`restore_callback_states_from_checkpoint`) is warned. And a step is saved before the Trainer evaluates it: what comes
+    of that, such as which step is the best, is saved with the next one.
 
     Args:
         url: Where the steps lie, as for `Checkpointer`.
@@ -67,6 +73,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
             raise CheckpointInvalid("Trainers that shard their models are not saved by this callback, but by forebay.dcp")
         self._every = self._every or max(int(state.save_steps), 1)
+        _warn_of_callbacks(args, state)
         keep, keep_every = self._keep
         # What the Trainer's processes all have; each has its own random numbers.
         alike = [f"{name}.*" for name in ("model", "optimizer", "scheduler")]
@@ -133,6 +140,14 @@ def checkpoint(url: Place, folder: Place, step: Optional[int] = None) -> Optiona
     return Ranks(place, None, _PATIENCE_S).first("write a checkpoint", write)
 
 
+def _warn_of_callbacks(args: Any, state: Any) -> None:
+    # That of the control means nothing beyond a step.
+    names = sorted(state.stateful_callbacks.keys() - {"TrainerControl"})
+    if names and getattr(args, "restore_callback_states_from_checkpoint", False):
+        text = f"what {', '.join(names)} will have counted is not saved: a resume has it as it is now"
+        warnings.warn(f"{text} (hint: the Trainer's own saves hold it)", CheckpointWarning, stacklevel=3)
+
+
 def _state(state: Any, model: Any, optimizer: Any, lr_scheduler: Any, **others: Any) -> dict[str, Any]:
     """What a Trainer resumes from."""
     config = getattr(model, "config", None)
@@ -144,10 +159,13 @@ def _state(state: Any, model: Any, optimizer: Any, lr_scheduler: Any, **others: 
     if torch.cuda.is_available():
         several = surroundings()[1] > 1
         generators["cuda"] = torch.cuda.random.get_rng_state_all() if several else torch.cuda.random.get_rng_state()
+    # What accelerate wraps an optimizer in knows it.
+    scaler = getattr(optimizer, "scaler", None)
     return {
         "model": model,
         "optimizer": optimizer.state_dict(),
         "scheduler": lr_scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
         "rng": generators,
         # As the Trainer writes them.
         "trainer": json.dumps(dataclasses.asdict(state)),
@@ -168,8 +186,10 @@ def _written(step: _native.Step, folder: Path) -> str:
 def _write(step: _native.Step, part: Path) -> None:
     step.export(str(part), "model", SHARD_BYTES)
     state = load_rest(step, ["model", "rng"])
-    for name, key in (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler")):
-        torch.save(state[key], part / name)
+    for name, key in (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler"), ("scaler.pt", "scaler")):
+        # Most have no scaler, and the Trainer takes one that is there.
+        if state.get(key) is not None:
+            torch.save(state[key], part / name)
     for rank in range(step.world_size):
         name = f"rng_state_{rank}.pth" if step.world_size > 1 else "rng_state.pth"
         torch.save(load_rest(step, ["model", *state], rank)["rng"], part / name)
