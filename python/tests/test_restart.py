@@ -352,7 +352,7 @@ def test_memory_that_one_rank_cannot_open_is_left_by_all(tmp_path: Path, monkeyp
     warnings.simplefilter("ignore", forebay.CheckpointWarning)
     assert rank_restores(tmp_path) == [[1, "store", True]] * 2
     for agent in agents:
-        end(agent)
+        wait_until(lambda: not is_running(agent))
 
 
 def test_a_step_that_one_rank_did_not_seal_is_left_by_all(tmp_path: Path) -> None:
