@@ -84,7 +84,8 @@ fn mount(scratch: &Scratch) -> Mount {
 fn staged(home: &Path) -> Vec<PathBuf> {
     let folders = fs::read_dir(home.join("state/forebay/staging")).into_iter().flatten();
     let files = folders.flat_map(|folder| fs::read_dir(folder.expect("entry").path()).expect("a folder"));
-    files.map(|file| file.expect("entry").path()).filter(|path| !path.ends_with("lock")).collect()
+    let paths = files.map(|file| file.expect("entry").path());
+    paths.filter(|path| !path.ends_with("lock") && !path.ends_with("bucket")).collect()
 }
 
 /// Promise S65: Unmounting a volume with staged bytes ends at once for programs; its process goes on until they are in the

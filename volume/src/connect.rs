@@ -89,7 +89,8 @@ impl Records {
             let writeback = match read_only {
                 true => None,
                 false => {
-                    staging::open(&settings.state_directory, volume, record, &settings.writeback).await?
+                    let state = &settings.state_directory;
+                    staging::open(state, &bucket, volume, record, &settings.writeback).await?
                 }
             };
             Ok((home.engine(&bucket).await?, writeback))

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! lock                 held by the process that uses the folder
+//! bucket               whose bytes they are ([`super::origin`])
 //! SESSION-NAME         the blob `.forebay/blobs/SESSION/NAME`
 //! ```
 //! With the tree, which is durable by itself, the folder is the journal: a blob that a layout refers to is wanted, any
@@ -21,6 +22,7 @@ use forebay_core::{Blob, Error, ErrorKind, InodeId, ObjectKey, Result};
 use forebay_io::clock::{Clock, Moment};
 use forebay_io::files::is_want;
 use forebay_io::lock_file::{LockFile, Locked};
+use forebay_io::object::BucketUrl;
 use forebay_io::task::blocking;
 use futures::stream::{self, StreamExt};
 use parking_lot::Mutex;
@@ -28,6 +30,7 @@ use tokio::sync::watch;
 
 use super::Staged;
 use super::file::{self, Tail};
+use super::origin;
 
 const LOCK: &str = "lock";
 /// Files that are synced at once: the disk's own journal makes one write of several.
@@ -118,12 +121,17 @@ impl Staging {
     /// Opens the folder, which is made if need be, and finds what an earlier process left in it.
     ///
     /// # Errors
-    /// `Conflict` while another process uses it; those of the disk.
-    pub(crate) async fn open(folder: PathBuf, ceiling: u64, clock: Clock) -> Result<Arc<Self>> {
+    /// `Conflict` while another process uses it; `Invalid` while it holds bytes for another bucket; those of the disk.
+    pub(crate) async fn open(
+        folder: PathBuf,
+        bucket: &BucketUrl,
+        ceiling: u64,
+        clock: Clock,
+    ) -> Result<Arc<Self>> {
         let host = forebay_io::host::name().await;
         let now = clock.wall().seconds;
-        let path = folder.clone();
-        let (lock, blobs) = blocking(move || {
+        let (path, bucket) = (folder.clone(), bucket.clone());
+        let (lock, blobs, is_marked) = blocking(move || {
             fs::create_dir_all(&path)?;
             // What is durable below a folder is of no use if the folder is not.
             path.ancestors().skip(1).take(2).try_for_each(sync)?;
@@ -134,10 +142,14 @@ impl Staging {
                     return Err(Error::new(ErrorKind::Conflict, message));
                 }
             };
-            Ok((lock, find(&path, now)?))
+            let blobs = find(&path, now)?;
+            let is_marked = origin::mark(&path, &bucket, blobs.entries.is_empty())?;
+            Ok((lock, blobs, is_marked))
         })
         .await?
-        .map_err(|error| error.context("the folder of staged bytes"))?;
+        .map_err(|error: Error| error.context(format!("the folder of staged bytes {}", folder.display())))?;
+        // Nobody could tell later whose bytes they are.
+        let ceiling = if is_marked { ceiling } else { 0 };
         let (changes, blobs) = (watch::Sender::new(0), Mutex::new(blobs));
         let lock = Mutex::new(Some(lock));
         Ok(Arc::new(Self { folder, host, ceiling, clock, blobs, changes, lock }))
@@ -520,7 +532,7 @@ impl Blobs {
 }
 
 /// Makes a file or folder durable; one that is gone needs nothing.
-fn sync(path: &Path) -> Result<()> {
+pub(super) fn sync(path: &Path) -> Result<()> {
     #[cfg(test)]
     crate::tests::refuse_sync(path)?;
     match File::open(path).and_then(|file| file.sync_all()) {

@@ -6,6 +6,7 @@
 
 mod settings;
 mod file;
+mod origin;
 mod folder;
 mod schedule;
 mod uploads;

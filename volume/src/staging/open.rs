@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use forebay_core::{Result, VolumeId};
+use forebay_core::{ErrorKind, Result, VolumeId};
 use forebay_io::clock::Clock;
 use forebay_io::object::Bucket;
 use forebay_io::task::blocking;
@@ -25,6 +25,7 @@ fn folder(state: &Path, volume: VolumeId, record: Option<&VolumeRecord>) -> Path
 /// As [`Staging::open`].
 pub(crate) async fn open(
     state: &Path,
+    bucket: &Bucket,
     volume: VolumeId,
     record: Option<&VolumeRecord>,
     settings: &WritebackSettings,
@@ -35,7 +36,7 @@ pub(crate) async fn open(
         return Ok(None);
     }
     let ceiling = if settings.enabled { settings.bytes } else { 0 };
-    let staging = Staging::open(folder, ceiling, Clock::system()).await?;
+    let staging = Staging::open(folder, bucket.url(), ceiling, Clock::system()).await?;
     Ok(Some(Writeback { staging, settings: settings.clone() }))
 }
 
@@ -49,7 +50,11 @@ pub(crate) async fn heal(state: &Path, bucket: &Bucket, record: &VolumeRecord) -
     if !blocking(move || look.exists()).await? {
         return Ok(());
     }
-    upload_all(&Staging::open(folder, 0, Clock::system()).await?, bucket).await
+    match Staging::open(folder, bucket.url(), 0, Clock::system()).await {
+        // By a mount of this host, which sees to it.
+        Err(error) if error.kind() == ErrorKind::Conflict => Ok(()),
+        staging => upload_all(&staging?, bucket).await,
+    }
 }
 
 /// Uploads every blob under its own key.

@@ -114,9 +114,13 @@ impl Fixture {
         };
         let mut writeback = None;
         if let Some((folder, settings)) = &self.writeback {
-            let staging =
-                Staging::open(folder.path().join("staging"), settings.bytes, self.clock.clone()).await;
-            let staging = staging.expect("a folder for staged bytes");
+            let staging = Staging::open(
+                folder.path().join("staging"),
+                self.bucket.url(),
+                settings.bytes,
+                self.clock.clone(),
+            );
+            let staging = staging.await.expect("a folder for staged bytes");
             writeback = Some(Writeback { staging, settings: settings.clone() });
         }
         let engine = match &writeback {

@@ -2,6 +2,7 @@
 
 mod away;
 mod lost;
+mod copied;
 
 use std::sync::Arc;
 
@@ -397,6 +398,7 @@ fn another_host_is_told_where_the_bytes_are() {
         let (folder, settings) = here.as_ref().expect("a folder");
         let staging = crate::staging::Staging::open(
             folder.path().join("staging"),
+            fixture.bucket.url(),
             settings.bytes,
             volume.clock().clone(),
         );

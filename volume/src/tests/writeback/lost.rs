@@ -21,7 +21,7 @@ const PAUSES: usize = 40;
 fn spoil(staging: &Path) {
     for entry in std::fs::read_dir(staging).expect("a folder") {
         let path = entry.expect("entry").path();
-        if path.file_name().is_some_and(|name| name != "lock" && name != REFUSES_SYNC) {
+        if path.file_name().is_some_and(|name| name != "lock" && name != "bucket" && name != REFUSES_SYNC) {
             std::fs::remove_file(&path).expect("removed");
             std::fs::create_dir(&path).expect("a folder");
         }
