@@ -77,8 +77,10 @@ impl Records {
         let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
         let claim = match home.claim(&bucket, access, settings.take_over).await {
             Err(error) if error.kind() == ErrorKind::Conflict => {
-                heal(&bucket, &home, settings).await;
-                return Err(error);
+                return Err(match heal(&bucket, &home, settings).await {
+                    Ok(()) => error,
+                    Err(why) => error.context(format!("bytes that were staged here stay here ({why})")),
+                });
             }
             claim => claim?.map(Arc::new),
         };
@@ -130,15 +132,14 @@ impl Records {
 }
 
 /// Where another has the volume, uploads what this host staged of it before.
-async fn heal(bucket: &Bucket, home: &Home, settings: &VolumeSettings) {
+async fn heal(bucket: &Bucket, home: &Home, settings: &VolumeSettings) -> Result<()> {
     let record = match home.claim(bucket, Access::ReadOnly, false).await {
         Ok(Some(claim)) => claim.record().cloned(),
         _ => None,
     };
-    if let Some(record) = record
-        && let Err(error) = staging::heal(&settings.state_directory, bucket, &record).await
-    {
-        tracing::warn!(%error, "bytes that were staged here stay here");
+    match record {
+        Some(record) => staging::heal(&settings.state_directory, bucket, &record).await,
+        None => Ok(()),
     }
 }
 
@@ -257,7 +258,6 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
     };
     let tree = LocalTree::open(parts, tree_settings(&settings, &home)).await?;
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
-    let staging = writeback.as_ref().map(|writeback| writeback.staging.clone());
     let volume = Volume::assemble(Parts {
         tree: Arc::new(tree),
         blocks: blocks.clone(),
@@ -273,8 +273,9 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
         tasks,
         clock,
     });
-    if let Some(staging) = staging {
-        volume.drop_unfinished(&staging).await?;
+    // It is asked again when all is to be in the bucket: what cannot be told now keeps nobody waiting.
+    if let Err(error) = volume.settle_damaged().await {
+        tracing::warn!(%error, "what became of damaged staged bytes is not known yet");
     }
     compact::start(&volume, settings.gc.interval_ms);
     Ok(volume)

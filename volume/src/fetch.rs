@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use forebay_cache::Blocks;
-use forebay_core::{Blob, BlockKey, FileLayout, Piece, Result, Source, VolumeBlob, VolumeId};
+use forebay_core::{Blob, BlockKey, ErrorKind, FileLayout, Piece, Result, Source, VolumeBlob, VolumeId};
 use futures::stream::{self, StreamExt, TryStreamExt};
 
 use crate::staging::Staging;
@@ -67,14 +67,25 @@ impl Fetch {
     }
 
     async fn staged(&self, blob: &Blob, range: Range<u64>) -> Result<Bytes> {
-        if let Some(staging) = &self.staging
-            && let Some(bytes) = staging.read(&blob.key, range.clone()).await?
-        {
-            return Ok(bytes);
-        }
+        let here = match &self.staging {
+            Some(staging) => staging.read(&blob.key, range.clone()).await,
+            None => Ok(None),
+        };
+        let failed = match here {
+            Ok(Some(bytes)) => return Ok(bytes),
+            Ok(None) => None,
+            Err(error) => Some(error),
+        };
         let mut parts = Vec::new();
         for (key, within) in forebay_cache::pieces(&self.name(blob), range) {
-            parts.push(self.blocks.get(&key, within).await?);
+            match (self.blocks.get(&key, within).await, failed.as_ref()) {
+                (Ok(part), _) => parts.push(part),
+                // It was not uploaded before, as one is whose file a failure of power brought back.
+                (Err(error), Some(failed)) if error.kind() == ErrorKind::NotFound => {
+                    return Err(failed.duplicate());
+                }
+                (Err(error), _) => return Err(error),
+            }
         }
         Ok(join(parts))
     }

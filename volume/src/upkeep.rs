@@ -8,7 +8,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use forebay_core::{Error, Result};
+use forebay_core::{Error, ObjectKey, Result};
 use forebay_io::task::blocking;
 use forebay_metadata::dump::DumpReport;
 use forebay_metadata::fsck::{FsckReport, Repair};
@@ -19,6 +19,9 @@ use serde::{Deserialize, Serialize};
 use crate::Volume;
 use crate::compact::{Compacted, compact};
 use crate::volume::local;
+
+/// What fsck calls bytes that a host staged, and that are not in the bucket.
+const NOT_UPLOADED: &str = "not-uploaded";
 
 /// What is to be done.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,8 +81,20 @@ pub async fn upkeep(volume: &Volume, request: &Request) -> Result<Report> {
                 (repair, _) => Repair::from(*repair),
             };
             // What this host has staged is not missing.
-            volume.bring_all_in().await?;
-            tree.fsck(repair).await.map(Report::Fsck)
+            let lost = volume.bring_in_or_tell().await?;
+            let mut report = tree.fsck(repair).await?;
+            tell_lost(&mut report, &lost);
+            Ok(Report::Fsck(report))
+        }
+    }
+}
+
+/// Says of bytes that this host staged, and whose blobs its disk `lost`, that nobody is going to upload them.
+fn tell_lost(report: &mut FsckReport, lost: &[ObjectKey]) {
+    for finding in report.findings.iter_mut().filter(|finding| finding.kind == NOT_UPLOADED) {
+        if let Some(key) = lost.iter().find(|key| finding.detail.contains(&format!("`{key}`"))) {
+            finding.detail =
+                format!("its bytes at `{key}` were staged on this host and its disk damaged them");
         }
     }
 }

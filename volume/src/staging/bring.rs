@@ -4,10 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{ErrorKind, InodeId, ObjectKey, Result};
+use forebay_core::{Error, ErrorKind, InodeId, ObjectKey, Result};
 use forebay_io::object::{Bucket, Condition};
+use futures::future::ready;
+use futures::stream::{self, StreamExt, TryStreamExt};
 
-use super::uploads::Brought;
+use super::uploads::{AT_ONCE, Brought};
 use super::{Staging, Uploads};
 use crate::Volume;
 use crate::content::Content;
@@ -99,16 +101,32 @@ impl Volume {
         staging.forget(doomed).await
     }
 
-    /// Drops files that were not written to their end, if nothing refers to them.
-    pub(crate) async fn drop_unfinished(&self, staging: &Staging) -> Result<()> {
-        for key in staging.damaged() {
-            match self.tree().is_referred(&key).await? {
-                true => tracing::error!(%key, "the staged bytes of a file are damaged and lost"),
-                false => staging.forget(vec![key]).await?,
+    /// Deletes damaged files that are of no use: nothing refers to them, as where they were not written to their end, or the
+    /// bucket has their bytes, as where a failure of power brought them back. Returns how many are left: their bytes are lost.
+    pub(crate) async fn settle_damaged(&self) -> Result<usize> {
+        let Some(staging) = self.staging() else { return Ok(0) };
+        let each = staging.damaged().into_iter().map(|(key, size)| async move {
+            if !self.tree().is_referred(&key).await? {
+                staging.doom(&key);
+                return Ok::<usize, Error>(0);
             }
-        }
-        Ok(())
+            if is_there(self.bucket(), &key, size).await? {
+                staging.forget(vec![key]).await?;
+                return Ok(0);
+            }
+            tracing::error!(%key, "the staged bytes of a file are damaged and lost");
+            Ok(1)
+        });
+        let lost =
+            stream::iter(each).buffer_unordered(AT_ONCE).try_fold(0, |sum, one| ready(Ok(sum + one))).await?;
+        self.forget_doomed().await?;
+        Ok(lost)
     }
+}
+
+/// Whether the bucket has a blob, of the size that it should have. An object appears whole or not at all.
+pub(super) async fn is_there(bucket: &Bucket, key: &ObjectKey, size: Option<u64>) -> Result<bool> {
+    Ok(bucket.head(key).await?.is_some_and(|found| size.is_none_or(|size| size == found.size)))
 }
 
 /// Whether a file that is being written has had staged bytes for so long that they are not to wait for its close.
@@ -118,9 +136,12 @@ fn is_old(uploads: &Uploads, ino: InodeId) -> bool {
 
 /// Uploads one staged blob under its own key and forgets it.
 pub(super) async fn upload(staging: &Arc<Staging>, bucket: &Bucket, key: ObjectKey, size: u64) -> Result<()> {
-    match staging.read(&key, 0..size).await? {
-        Some(data) => put(staging, bucket, key, data).await,
-        None => Ok(()),
+    match staging.read(&key, 0..size).await {
+        Ok(Some(data)) => put(staging, bucket, key, data).await,
+        Ok(None) => Ok(()),
+        // It was, and a failure of power brought something back under its name.
+        Err(_) if is_there(bucket, &key, Some(size)).await? => staging.forget(vec![key]).await,
+        Err(error) => Err(error),
     }
 }
 

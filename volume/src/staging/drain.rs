@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use forebay_core::Result;
+use forebay_core::{Error, ObjectKey, Result};
 
 use super::{Staged, Staging};
 use crate::Volume;
@@ -24,13 +24,25 @@ impl Volume {
     /// mount with the same state directory goes on.
     ///
     /// # Errors
-    /// When what was written cannot be committed.
+    /// When what was written cannot be committed; `Corrupt` while files lack staged bytes that the disk lost.
     pub async fn drain(&self, progress: impl FnMut(&Staged)) -> Result<()> {
         let Some(uploads) = &self.store().uploads else { return Ok(()) };
         self.ending.store(true, Ordering::Relaxed);
         // What cannot be committed keeps nothing else from the bucket.
         let synced = self.sync().await;
-        uploads.drain(self, (u64::MAX, None), progress).await.and(synced)
+        uploads.drain(self, (u64::MAX, None), progress).await.and(synced)?;
+        self.check_damaged().await
+    }
+
+    /// Fails while files refer to staged bytes that the disk lost.
+    async fn check_damaged(&self) -> Result<()> {
+        match self.settle_damaged().await? {
+            0 => Ok(()),
+            lost => Err(Error::corrupt(format!("{lost} staged blobs are damaged on the local disk, and lost"))
+                .with_hint(
+                    "the log names them, and `forebay fsck` their files: remove these for good, or write them anew",
+                )),
+        }
     }
 
     /// Commits what was written, and returns when what was staged before is in the bucket.
@@ -46,15 +58,26 @@ impl Volume {
         uploads.drain(self, (end, Some(patience)), |_| {}).await
     }
 
-    /// As [`Self::sync`], brings in what is staged, and fails, too, while bytes of an open file are lost and its writers
-    /// do not know it yet. They are told all the same.
+    /// As [`Self::sync`], brings in what is staged, and fails, too, while files lack staged bytes that the disk lost, or bytes of
+    /// an open file are lost and its writers do not know it yet. They are told all the same.
     pub(crate) async fn sync_all(&self) -> Result<()> {
         self.sync().await?;
         self.bring_all_in().await?;
         let lost = self.open_inodes().into_iter().find_map(|inode| Some((inode.ino(), inode.failure()?)));
         match lost {
             Some((ino, error)) => Err(error.context(format!("written bytes of inode {ino} are lost"))),
-            None => Ok(()),
+            None => self.check_damaged().await,
         }
+    }
+
+    /// Brings in what is staged, and returns the blobs whose bytes the disk lost.
+    ///
+    /// # Errors
+    /// As [`Self::bring_all_in`].
+    pub(crate) async fn bring_in_or_tell(&self) -> Result<Vec<ObjectKey>> {
+        self.bring_all_in().await?;
+        self.settle_damaged().await?;
+        let damaged = self.staging().map(|staging| staging.damaged()).unwrap_or_default();
+        Ok(damaged.into_iter().map(|(key, _)| key).collect())
     }
 }

@@ -10,7 +10,7 @@
 //! ```
 //! Numbers are little-endian. A file cut short by a crash lacks its tail, and is no blob.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Write};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -18,7 +18,7 @@ use std::path::Path;
 
 use bytes::Bytes;
 use forebay_core::units::KIB;
-use forebay_core::{Error, InodeId, Result, crc32c};
+use forebay_core::{Error, InodeId, crc32c};
 
 const MAGIC: [u8; 8] = *b"FBSTAGE1";
 /// Bytes under one checksum: little more than a reader asks for is read.
@@ -55,11 +55,17 @@ pub(super) fn write(path: &Path, ino: InodeId, data: &Bytes) -> io::Result<Tail>
 /// Reads the tail of a file.
 ///
 /// # Errors
-/// `Corrupt` when it is no whole file of a staged blob.
-pub(super) fn read_tail(path: &Path) -> Result<Tail> {
-    let damaged = |why: &str| Error::corrupt(format!("staged file {}: {why}", path.display()));
-    let file = File::open(path)?;
-    let length = file.metadata()?.len();
+/// `InvalidData` when it is no whole file of a staged blob; those of the disk.
+pub(super) fn read_tail(path: &Path) -> io::Result<Tail> {
+    let damaged = |why: &str| {
+        io::Error::new(io::ErrorKind::InvalidData, format!("staged file {}: {why}", path.display()))
+    };
+    let found = fs::metadata(path)?;
+    // Before it is opened: a pipe would have to be written by somebody.
+    if !found.is_file() {
+        return Err(damaged("it is no file"));
+    }
+    let (file, length) = (File::open(path)?, found.len());
     let mut footer = [0; FOOTER as usize];
     let start = length.checked_sub(FOOTER).ok_or_else(|| damaged("it was cut short"))?;
     file.read_exact_at(&mut footer, start)?;
@@ -117,6 +123,11 @@ impl Tail {
         Self { ino: InodeId(0), size: 0, sums: Box::default() }
     }
 
+    /// Whether it is that.
+    pub(super) fn is_missing(&self) -> bool {
+        self.ino == InodeId(0)
+    }
+
     fn encode(&self) -> Vec<u8> {
         let mut tail: Vec<u8> = self.sums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
         tail.extend_from_slice(&MAGIC);
@@ -171,7 +182,7 @@ mod tests {
         let written = std::fs::read(&path).expect("read");
         let check_damaged = |bytes: &[u8], what: &str| {
             std::fs::write(&path, bytes).expect("write");
-            let got = read_tail(&path).and_then(|tail| read(&path, &tail, 0..tail.size).map_err(told));
+            let got = read_tail(&path).and_then(|tail| read(&path, &tail, 0..tail.size)).map_err(told);
             assert_eq!(got.expect_err(what).kind(), ErrorKind::Corrupt, "{what}");
         };
         for bit in 0..written.len() * 8 {
@@ -184,6 +195,6 @@ mod tests {
         }
         check_damaged(&[&written[..], b"x"].concat(), "one byte more");
         std::fs::remove_file(&path).expect("remove");
-        assert_eq!(read_tail(&path).expect_err("gone").kind(), ErrorKind::NotFound);
+        assert_eq!(read_tail(&path).expect_err("gone").kind(), io::ErrorKind::NotFound);
     }
 }

@@ -85,6 +85,8 @@ struct Entry {
     since: i64,
     on_disk: OnDisk,
     state: State,
+    /// No commit that would refer to it is on its way.
+    is_settled: bool,
     /// Failed reads since the disk did not make it durable.
     failed_reads: u32,
     /// Whoever writes the file knows that its bytes are lost.
@@ -118,7 +120,7 @@ enum State {
 }
 
 impl Staging {
-    /// Opens the folder, which is made if need be, and finds what an earlier process left in it.
+    /// Opens the folder, which is made if need be, and finds what an earlier process left in it for the bucket.
     ///
     /// # Errors
     /// `Conflict` while another process uses it; `Invalid` while it holds bytes for another bucket; those of the disk.
@@ -288,9 +290,9 @@ impl Staging {
         let Blobs { entries, inodes, .. } = &mut *blobs;
         let mut is_any = false;
         for name in inodes.get(&ino).into_iter().flatten() {
-            if let Some(entry) = entries.get_mut(name)
-                && entry.state == State::Fresh
-            {
+            let Some(entry) = entries.get_mut(name) else { continue };
+            entry.is_settled = true;
+            if entry.state == State::Fresh {
                 entry.state = State::Ready;
                 is_any = true;
             }
@@ -325,6 +327,10 @@ impl Staging {
         if let Some(name) = name_of(key)
             && let Some(entry) = self.blobs.lock().entries.get_mut(&name)
         {
+            if entry.state == State::Damaged {
+                // The disk is not asked to keep it.
+                entry.on_disk = OnDisk::Lost;
+            }
             entry.state = State::Done;
         }
         self.tell();
@@ -332,18 +338,20 @@ impl Staging {
 
     /// The blobs that nothing refers to.
     pub(crate) fn doomed(&self) -> Vec<ObjectKey> {
-        self.in_state(State::Done)
-    }
-
-    /// The blobs whose files are damaged.
-    pub(crate) fn damaged(&self) -> Vec<ObjectKey> {
-        self.in_state(State::Damaged)
-    }
-
-    fn in_state(&self, state: State) -> Vec<ObjectKey> {
         let blobs = self.blobs.lock();
-        let found = blobs.entries.iter().filter(|(_, entry)| entry.state == state);
+        let found = blobs.entries.iter().filter(|(_, entry)| entry.state == State::Done);
         found.filter_map(|(name, _)| key_of(name)).collect()
+    }
+
+    /// The blobs whose files are damaged, but for those that a commit may be about to refer to; with their sizes, where
+    /// those are known.
+    pub(crate) fn damaged(&self) -> Vec<(ObjectKey, Option<u64>)> {
+        let blobs = self.blobs.lock();
+        let found =
+            blobs.entries.iter().filter(|(_, entry)| entry.state == State::Damaged && entry.is_settled);
+        let sized =
+            found.map(|(name, entry)| (name, Some(entry.tail.size).filter(|_| !entry.tail.is_missing())));
+        sized.filter_map(|(name, size)| Some((key_of(name)?, size))).collect()
     }
 
     /// Forgets blobs and deletes their files: the bucket has them, or a durable tree does not refer to them.
@@ -508,7 +516,9 @@ impl Blobs {
         self.next += 1;
         self.is_folder_dirty = true;
         let on_disk = OnDisk::Written;
-        let entry = Entry { tail, number, since, on_disk, state, failed_reads: 0, is_told: false };
+        let is_settled = state != State::Fresh;
+        let entry =
+            Entry { tail, number, since, on_disk, state, is_settled, failed_reads: 0, is_told: false };
         self.entries.insert(name, entry);
     }
 
@@ -555,12 +565,18 @@ fn find(folder: &Path, now: i64) -> Result<Blobs> {
         }
         let (tail, state) = match file::read_tail(&path) {
             Ok(tail) => (tail, State::Ready),
-            Err(error) if error.kind() == ErrorKind::Corrupt => (Tail::missing(), State::Damaged),
-            Err(error) => return Err(error),
+            // That says nothing about the file.
+            Err(error) if is_want(&error) => return Err(Error::from(error).context(path.display())),
+            // It is kept, if it is wanted: the next start may be able to read it.
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "a staged file cannot be read");
+                (Tail::missing(), State::Damaged)
+            }
         };
-        let written = fs::metadata(&path)?.modified()?.duration_since(std::time::UNIX_EPOCH);
+        let written = fs::metadata(&path).and_then(|found| found.modified()).ok();
+        let since = written.and_then(|written| written.duration_since(std::time::UNIX_EPOCH).ok());
         blobs.bytes += file::file_bytes(tail.size);
-        blobs.add(name, tail, written.map_or(now, |since| since.as_secs() as i64), state);
+        blobs.add(name, tail, since.map_or(now, |since| since.as_secs() as i64), state);
     }
     Ok(blobs)
 }

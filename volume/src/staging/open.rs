@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use forebay_core::{ErrorKind, Result, VolumeId};
+use forebay_core::{Error, ErrorKind, Result, VolumeId};
 use forebay_io::clock::Clock;
 use forebay_io::object::Bucket;
 use forebay_io::task::blocking;
 use forebay_metadata::volume_file::VolumeRecord;
 
-use super::bring::upload;
+use super::bring::{is_there, upload};
 use super::{Staging, WritebackSettings};
 use crate::volume::Writeback;
 
@@ -57,19 +57,37 @@ pub(crate) async fn heal(state: &Path, bucket: &Bucket, record: &VolumeRecord) -
     }
 }
 
-/// Uploads every blob under its own key.
+/// Uploads every blob under its own key. One that cannot be read keeps no other here.
 ///
 /// # Errors
-/// As [`heal`].
+/// As [`heal`]: the first; `Corrupt` when damaged ones stay.
 pub(crate) async fn upload_all(staging: &Arc<Staging>, bucket: &Bucket) -> Result<()> {
+    let mut outcome = Ok(());
     for ino in staging.inodes() {
         for (key, size) in staging.ready(ino) {
             tracing::warn!(
                 %key,
                 "the volume is another host's: bytes that were staged here are uploaded, so that it can read them"
             );
-            upload(staging, bucket, key, size).await?;
+            if let Err(error) = upload(staging, bucket, key.clone(), size).await {
+                tracing::warn!(%key, %error, "they stay here for now");
+                // Each would wait for a store that is away.
+                if error.kind() == ErrorKind::Unavailable && bucket.check().await.is_err() {
+                    return Err(error);
+                }
+                outcome = outcome.and(Err(error));
+            }
         }
     }
-    Ok(())
+    for (key, size) in staging.damaged() {
+        if is_there(bucket, &key, size).await? {
+            staging.forget(vec![key]).await?;
+        }
+    }
+    match staging.damaged().len() {
+        0 => outcome,
+        left => {
+            outcome.and(Err(Error::corrupt(format!("{left} staged blobs are damaged on the local disk"))))
+        }
+    }
 }

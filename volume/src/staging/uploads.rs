@@ -15,7 +15,7 @@ use super::{Staged, Staging, WritebackSettings};
 use crate::Volume;
 
 /// Files that are brought in at once: small ones are a round trip each.
-const AT_ONCE: usize = 8;
+pub(super) const AT_ONCE: usize = 8;
 /// How long blobs that nothing refers to wait for others, so that one write of the tree makes all of it certain.
 const SWEEP_DELAY: Duration = Duration::from_secs(1);
 /// One permit of the share, in bytes: a semaphore counts less far than memory goes.

@@ -2,6 +2,7 @@
 
 mod away;
 mod lost;
+mod torn;
 mod copied;
 
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use super::REFUSES_SYNC;
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
 use crate::settings::VolumeSettings;
 use crate::staging::{Staged, WritebackSettings};
+use crate::upkeep::{Report, Request, upkeep};
 use crate::{File, Volume};
 
 /// Nothing is uploaded before someone waits for it.
@@ -412,6 +414,8 @@ fn another_host_is_told_where_the_bytes_are() {
 }
 
 /// Promise S67: Staged bytes carry checksums: damaged ones are neither returned nor uploaded, but told.
+/// Promise S67: As long as files need bytes that are lost, `forebay sync` and the process of an unmounted volume fail: removing
+/// the files for good, or writing them anew, ends that.
 #[test]
 fn damaged_bytes_are_neither_read_nor_uploaded() {
     run(async {
@@ -431,9 +435,18 @@ fn damaged_bytes_are_neither_read_nor_uploaded() {
         assert_eq!(file.read(70_000, 10).await.expect_err("damaged").kind(), ErrorKind::Corrupt);
         file.release().await.expect("release");
         let before = fixture.bucket.counters();
-        volume.bring_all_in().await.expect("nothing else is staged");
+        for told in [volume.sync_all().await, volume.drain(|_| {}).await] {
+            let told = told.expect_err("its bytes are lost");
+            assert!(told.kind() == ErrorKind::Corrupt && told.to_string().contains("lost"), "{told}");
+        }
         assert_eq!(puts(&fixture.bucket.counters().since(&before)).0, 0);
         assert_eq!(volume.staged().damaged, 1);
+        let check = Request::Fsck { repair: false, accept_loss: false };
+        let Report::Fsck(report) = upkeep(&volume, &check).await.expect("fsck") else { panic!("of fsck") };
+        let [finding] = report.findings.as_slice() else { panic!("{report:?}") };
+        assert!(finding.kind == "not-uploaded" && finding.detail.contains("damaged"), "{finding:?}");
+        volume.unlink(InodeId::ROOT, b"f").await.expect("unlink");
+        drain(&volume).await;
         volume.close().await.expect("close");
     });
 }

@@ -175,11 +175,17 @@ async fn bring_in(volume: &Volume, signals: &mut Signals) -> Result<()> {
 /// Says what is left staged.
 ///
 /// # Errors
-/// `Unavailable` when there is something.
+/// `Unavailable` when there is something; `Corrupt` when all that there is was lost by the disk.
 fn left_staged(volume: &Volume) -> Result<()> {
-    let Staged { files, bytes, .. } = volume.staged();
+    let Staged { files, bytes, damaged, .. } = volume.staged();
     if files == 0 {
-        return Ok(());
+        return match damaged {
+            0 => Ok(()),
+            _ => {
+                let message = format!("{damaged} staged blobs are damaged on the local disk, and lost");
+                Err(Error::corrupt(message))
+            }
+        };
     }
     let message = format!("{files} files, {} of them staged, are not in the bucket yet", format_bytes(bytes));
     Err(Error::new(ErrorKind::Unavailable, message)

@@ -82,13 +82,20 @@ fn bytes_that_a_dead_disk_does_not_give_back_hold_up_nothing() {
         for file in [lost, replaced, kept, again] {
             file.release().await.expect("release");
         }
-        let own = volume.clone();
-        let drained = tokio::spawn(async move { own.drain(|_| {}).await });
-        while !drained.is_finished() {
-            fixture.clock.advance(Duration::from_secs(1));
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        drained.await.expect("it ends").expect("nothing else is left");
+        let drained = async || {
+            let own = volume.clone();
+            let drained = tokio::spawn(async move { own.drain(|_| {}).await });
+            while !drained.is_finished() {
+                fixture.clock.advance(Duration::from_secs(1));
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            drained.await.expect("it ends")
+        };
+        let told = drained().await.expect_err("a file is there that lost its bytes");
+        assert!(told.kind() == ErrorKind::Corrupt && told.to_string().contains("1 staged blob"), "{told}");
+        assert_eq!(volume.staged().files, 0, "nothing else is left");
+        volume.unlink(InodeId::ROOT, b"lost").await.expect("unlink");
+        drained().await.expect("nothing is lost any more");
         assert!(object(&fixture.bucket, "kept").await == pattern(2, 0..100 * KIB));
         assert_eq!(object(&fixture.bucket, "replaced").await, "again");
         volume.close().await.expect("close");
