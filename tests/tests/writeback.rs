@@ -226,6 +226,7 @@ async fn object(bucket: &Bucket, key: &str) -> Vec<u8> {
 
 /// Promise S64: Once that host has uploaded them they are read: it does so when the volume is mounted there again, or a
 /// mount of it is refused there because another host has it.
+/// Promise S66: It shows, as `left`, what mounts that ended left staged and nobody uploads, with the bucket.
 #[test]
 fn a_refused_mount_uploads_what_it_staged_for_the_host_that_has_the_volume() {
     if !require_fuse("a_refused_mount_uploads_what_it_staged_for_the_host_that_has_the_volume") {
@@ -241,6 +242,23 @@ fn a_refused_mount_uploads_what_it_staged_for_the_host_that_has_the_volume() {
     drop(file);
     mount.kill();
     assert_eq!(staged(&home).len(), 1);
+    // Once the dead mount's socket is gone its bytes are still told of.
+    for _ in 0..2 {
+        let shown = Forebay::new(&home, ["status", "--json"]).run().succeeded();
+        let shown: Value = serde_json::from_str(&shown).expect("JSON");
+        let left: Vec<_> = shown["mounts"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .filter(|mount| mount["state"] == "left")
+            .collect();
+        let [left] = left.as_slice() else { panic!("{shown}") };
+        assert_eq!((left["blobs"].as_u64(), left["bytes"].as_u64()), (Some(1), Some(6)), "{shown}");
+        assert_eq!(left["source"].as_str(), Some(url.as_str()), "{shown}");
+    }
+    let table = Forebay::new(&home, ["status"]).run();
+    assert!(table.stderr.contains("nobody uploads them"), "{table}");
+    assert!(table.succeeded().contains("left"));
 
     mount.remount(&other);
     let error = fs::read(folder.join("f")).expect_err("the bytes are elsewhere");

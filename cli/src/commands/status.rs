@@ -7,7 +7,7 @@ use clap::Args;
 use forebay_core::Result;
 use forebay_core::units::format_bytes;
 use forebay_volume::control::Status;
-use forebay_volume::staging::Staged;
+use forebay_volume::staging::{self, Left, Staged};
 use serde_json::{Value, json};
 
 use crate::arguments::Global;
@@ -40,26 +40,34 @@ const HEAD: [&str; 12] = [
     "FETCHED",
 ];
 
-/// Asks the mounts and shows them. Sockets that dead processes left are shown once and removed.
+/// Asks the mounts and shows them, and what dead ones left staged. Sockets that dead processes left are shown once and
+/// removed.
 pub(crate) fn run(global: &Global, arguments: &StatusArguments) -> Result<ExitCode> {
     let state = mounts::state_directory(arguments.state_dir.as_deref(), &Settings::load(global)?);
-    let found = run::block_on(async {
-        let Some(path) = &arguments.path else { return mounts::all(&state).await };
+    let (found, left) = run::block_on(async {
+        let Some(path) = &arguments.path else {
+            return Ok((mounts::all(&state).await?, staging::left(&state).await?));
+        };
         let place = mounts::holding(path, &state).await?;
-        Ok(vec![Mount { socket: place.socket, state: State::Serving(Box::new(place.status)) }])
+        let mount = Mount { socket: place.socket, state: State::Serving(Box::new(place.status)) };
+        Ok((vec![mount], Vec::new()))
     })?;
     for mount in found.iter().filter(|mount| matches!(mount.state, State::Dead)) {
         // Another look may have removed it at the same moment.
         let _ = std::fs::remove_file(&mount.socket);
     }
     match global.json {
-        true => print::json(&json!({ "mounts": found.iter().map(as_json).collect::<Result<Vec<_>>>()? }))?,
+        true => {
+            let all = found.iter().map(as_json).chain(left.iter().map(left_as_json));
+            print::json(&json!({ "mounts": all.collect::<Result<Vec<_>>>()? }))?;
+        }
         false => {
             for mount in &found {
                 warn_of_staged(mount);
             }
+            left.iter().for_each(warn_of_left);
             let rows = std::iter::once(print::row(HEAD)).chain(found.iter().map(as_row));
-            print::table(&rows.collect::<Vec<_>>());
+            print::table(&rows.chain(left.iter().map(left_as_row)).collect::<Vec<_>>());
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -79,6 +87,31 @@ fn warn_of_staged(mount: &Mount) {
             false,
         );
     }
+}
+
+/// Says what is to be done about what a mount left.
+fn warn_of_left(left: &Left) {
+    let Left { folder, source, blobs, bytes } = left;
+    let source = source.as_deref().unwrap_or("the volume");
+    let message = format!(
+        "{}: {} in {blobs} blobs are staged and nobody uploads them: mount {source} with this state directory",
+        folder.display(),
+        format_bytes(*bytes)
+    );
+    report::warning(&message, false);
+}
+
+fn left_as_json(left: &Left) -> Result<Value> {
+    let mut value =
+        serde_json::to_value(left).map_err(|error| forebay_core::Error::bug(error.to_string()))?;
+    value["state"] = "left".into();
+    Ok(value)
+}
+
+fn left_as_row(left: &Left) -> Vec<String> {
+    let source = left.source.as_deref().unwrap_or("-");
+    let staged = format!("{} in {} blobs", format_bytes(left.bytes), left.blobs);
+    print::row(["-", source, "left", "-", "-", "-", &staged])
 }
 
 /// The status with `state` and `socket` beside it.

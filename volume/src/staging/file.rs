@@ -42,6 +42,12 @@ pub(super) fn file_bytes(size: u64) -> u64 {
     size + 4 * size.div_ceil(PIECE) + FOOTER
 }
 
+/// Bytes of the blob whose file takes so many; of one that was cut short, about what is there.
+pub(super) fn data_bytes(length: u64) -> u64 {
+    let rest = length.saturating_sub(FOOTER);
+    rest.saturating_sub(4 * rest.div_ceil(PIECE + 4))
+}
+
 /// Writes the file of a blob, which must not exist. A failed write leaves a file to be removed.
 pub(super) fn write(path: &Path, ino: InodeId, data: &Bytes) -> io::Result<Tail> {
     let sums: Box<[u32]> = data.chunks(PIECE as usize).map(crc32c).collect();
@@ -159,11 +165,13 @@ mod tests {
     #[test]
     fn any_range_is_read_back() {
         let folder = tempfile::tempdir().expect("scratch");
+        assert_eq!([0, FOOTER, FOOTER + 1].map(data_bytes), [0; 3], "of torn files");
         for size in [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5] {
             let path = folder.path().join(size.to_string());
             let data: Bytes = (0..size).map(|at| (at / 7) as u8).collect();
             let tail = write(&path, InodeId(1), &data).expect("write");
             assert_eq!(read_tail(&path).expect("tail"), tail);
+            assert_eq!(data_bytes(file_bytes(size)), size);
             for start in [0, size / 2, size.saturating_sub(1), size] {
                 for end in [start, (start + 1).min(size), size] {
                     let got = read(&path, &tail, start..end).expect("read");

@@ -32,7 +32,7 @@ use super::Staged;
 use super::file::{self, Tail};
 use super::origin;
 
-const LOCK: &str = "lock";
+pub(super) const LOCK: &str = "lock";
 /// Files that are synced at once: the disk's own journal makes one write of several.
 const SYNCS_AT_ONCE: usize = 8;
 /// How long a disk that did not make files durable is left alone: there may be room again then.
@@ -588,7 +588,7 @@ fn name_of(key: &ObjectKey) -> Option<String> {
 }
 
 /// The key of the blob in the file `name`.
-fn key_of(name: &str) -> Option<ObjectKey> {
+pub(super) fn key_of(name: &str) -> Option<ObjectKey> {
     let (session, name) = name.split_once('-')?;
     let is_session = session.len() == 16 && session.bytes().all(|byte| byte.is_ascii_hexdigit());
     is_session.then(|| ObjectKey::new(format!("{}{session}/{name}", Blob::OWNED_PREFIX)))

@@ -15,11 +15,13 @@ mod drain;
 mod open;
 mod bring;
 mod durable;
+mod left;
 
 use serde::{Deserialize, Serialize};
 
 pub(crate) use durable::Durable;
 pub(crate) use folder::Staging;
+pub use left::{Left, left};
 #[cfg(test)]
 pub(crate) use open::upload_all;
 pub(crate) use open::{heal, open};
