@@ -106,7 +106,7 @@ mod tests {
             "forebay fsck file:///b --repair --json",
             "forebay fsck file:///b --repair --accept-loss",
             "forebay volume dump s3://b/p tree.dump",
-            "forebay volume load - s3://b/p --force",
+            "forebay volume load - s3://b/p --force --of-another-volume",
             "forebay clone /mnt/a /mnt/b",
             "forebay quota set /mnt/a --bytes 10TiB --inodes none",
             "forebay quota get /mnt/a --json",

@@ -243,6 +243,8 @@ fn a_tree_that_was_lost_is_loaded_from_its_dump() {
     mount.unmount();
     volume(&["dump", &source, &path("offline")]).succeeded();
     volume(&["load", &path("online"), &source]).failed_with("has a tree already", "--force");
+    let other = format!("file://{}", scratch.folder("other").display());
+    volume(&["load", &path("online"), &other]).failed_with("is of the volume", "--of-another-volume");
 
     fs::remove_dir_all(bucket.join(".forebay/tree.lmdb")).expect("the tree is lost");
     let mut damaged = fs::read(path("offline")).expect("the dump");

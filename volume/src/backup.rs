@@ -7,6 +7,8 @@ use forebay_io::clock::Clock;
 use forebay_metadata::dump::{self, DumpReport, LoadReport};
 use forebay_metadata::schema::Keys;
 
+pub use forebay_metadata::dump::LoadOptions;
+
 use crate::connect::Records;
 use crate::settings::VolumeSettings;
 
@@ -42,10 +44,10 @@ pub async fn load(
     source: &str,
     settings: &VolumeSettings,
     from: impl Read + Seek + Send + 'static,
-    force: bool,
+    options: LoadOptions,
 ) -> Result<LoadReport> {
     let records = Records::open(source, settings).await?;
-    let loaded = dump::load(&records.committer, Keys(records.volume), from, force).await;
+    let loaded = dump::load(&records.committer, Keys(records.volume), from, options).await;
     let closed = records.close().await;
     loaded.and_then(|report| closed.map(|()| report))
 }

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use forebay_core::{Error, Result};
+use forebay_volume::backup::LoadOptions;
 use forebay_volume::upkeep::{Report, Request};
 use forebay_volume::{VolumeSettings, backup};
 
@@ -52,6 +53,9 @@ pub(crate) struct LoadArguments {
     /// Replace the tree that the volume has.
     #[arg(long)]
     pub(crate) force: bool,
+    /// Load the dump of a volume with another id: right only over the objects that it was taken beside.
+    #[arg(long)]
+    pub(crate) of_another_volume: bool,
     /// The state directory that it is mounted with.
     #[arg(long, value_name = "DIRECTORY")]
     pub(crate) state_dir: Option<PathBuf>,
@@ -121,7 +125,9 @@ fn load(global: &Global, arguments: &LoadArguments, settings: &Settings) -> Resu
                 .with_hint("unmount it, then load again")),
             Place::Nowhere(volume) => {
                 let from = source(&arguments.file, &volume)?;
-                backup::load(&arguments.source, &volume, from, arguments.force).await
+                let LoadArguments { force, of_another_volume, .. } = *arguments;
+                let options = LoadOptions { force, of_another_volume };
+                backup::load(&arguments.source, &volume, from, options).await
             }
         }
     })?;

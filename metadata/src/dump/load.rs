@@ -3,13 +3,14 @@
 use std::io::{Read, Seek};
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, Result};
+use forebay_core::{Error, ErrorKind, Result, VolumeId};
 use forebay_io::task::blocking;
 use futures::future::join;
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 
 use super::line::Header;
+use super::sound::Sound;
 use super::verify::Lines;
 use crate::commit::{Committer, Reads};
 use crate::kv::{Durability, Pair};
@@ -29,29 +30,41 @@ pub struct LoadReport {
     pub records: u64,
 }
 
+/// What a load may do that is seldom meant.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LoadOptions {
+    /// Replace the tree that is there.
+    pub force: bool,
+    /// Load the dump of a volume with another id.
+    pub of_another_volume: bool,
+}
+
 /// Replaces the tree that `committer` serves by the dump `from`, which is read twice. Nobody else may use the tree
 /// meanwhile, and no `LocalTree` may be open over it.
 ///
 /// # Errors
 /// `Corrupt` or `Unsupported` for a dump that cannot be read, before anything is changed; `Exists` when the tree is not
-/// empty and `force` does not say that it may go. When it is cut off later, the tree is refused until it is loaded
-/// again.
+/// empty and `force` does not say that it may go; `Invalid` for the dump of another volume, unless that is meant. When it
+/// is cut off later, the tree is refused until it is loaded again.
 pub async fn load(
     committer: &Committer,
     keys: Keys,
     mut from: impl Read + Seek + Send + 'static,
-    force: bool,
+    options: LoadOptions,
 ) -> Result<LoadReport> {
-    if !force && !is_empty(committer, keys).await? {
+    if !options.force && !is_empty(committer, keys).await? {
         return Err(Error::new(ErrorKind::Exists, "the volume has a tree already")
             .with_hint("--force replaces it, all its names, attributes and layouts; dump it first"));
     }
     let checked = blocking(move || {
-        let report = check(&mut from)?;
+        let report = check(&mut from, keys)?;
         from.rewind()?;
         Ok::<_, Error>((report, from))
     });
     let (report, from) = checked.await??;
+    if report.header.volume != keys.0 && !options.of_another_volume {
+        return Err(another(report.header.volume, keys.0));
+    }
     let mark = keys.loading();
     committer.transact(Durability::Durable, move |txn| txn.put(mark.clone(), encode_plain(b""))).await?;
     clear(committer, keys).await?;
@@ -87,13 +100,23 @@ async fn is_empty(committer: &Committer, keys: Keys) -> Result<bool> {
     committer.read(look).await
 }
 
+fn another(of: VolumeId, here: VolumeId) -> Error {
+    Error::invalid(format!("the dump is of the volume {of}, and this is {here}")).with_hint(
+        "a dump belongs to the objects that it was taken beside: over others, files lose their bytes, and gc frees those that \
+         no name leads to any more. See whether file and URL are the right ones. --of-another-volume loads it all the same: \
+         right only where these are the same objects, copied here, or under a new URL without their `.forebay/volume.json`",
+    )
+}
+
 /// Reads a dump to its end.
-fn check(from: &mut (impl Read + Seek)) -> Result<LoadReport> {
+fn check(from: &mut (impl Read + Seek), keys: Keys) -> Result<LoadReport> {
     let (header, mut lines) = Lines::begin(from)?;
-    let mut records = 0;
-    while lines.next()?.is_some() {
+    let (mut records, mut sound) = (0, Sound::new(keys));
+    while let Some(line) = lines.next()? {
+        sound.take(&line).map_err(|error| lines.damaged(error))?;
         records += 1;
     }
+    sound.finish().map_err(|error| lines.damaged(error))?;
     Ok(LoadReport { header, records })
 }
 

@@ -15,6 +15,8 @@ pub(super) struct Lines<R: Read> {
     from: Decompressor<R>,
     /// Where the next line begins, in bytes before compression.
     at: u64,
+    /// Where the last one that was read does.
+    line: u64,
     hash: blake3::Hasher,
     records: u64,
 }
@@ -26,7 +28,7 @@ impl<R: Read> Lines<R> {
     /// `Corrupt` when there is none; `Unsupported` when a newer Forebay wrote it.
     pub(super) fn begin(from: R) -> Result<(Header, Self)> {
         let from = Decompressor::new(from).map_err(|error| damaged(0, error))?;
-        let mut lines = Self { from, at: 0, hash: blake3::Hasher::new(), records: 0 };
+        let mut lines = Self { from, at: 0, line: 0, hash: blake3::Hasher::new(), records: 0 };
         let text = lines.next_text()?;
         match serde_json::from_slice(&text) {
             Ok(Line::Header(header)) if header.forebay_dump > FORMAT => {
@@ -47,6 +49,7 @@ impl<R: Read> Lines<R> {
     /// # Errors
     /// `Corrupt`, with the offset.
     pub(super) fn next(&mut self) -> Result<Option<Line>> {
+        self.line = self.at;
         let text = self.next_text()?;
         let line: Line = serde_json::from_slice(&text).map_err(|error| damaged(self.at, error))?;
         match &line {
@@ -58,6 +61,11 @@ impl<R: Read> Lines<R> {
                 Ok(Some(line))
             }
         }
+    }
+
+    /// That the line read last makes no tree.
+    pub(super) fn damaged(&self, why: impl std::fmt::Display) -> Error {
+        damaged(self.line, why)
     }
 
     fn next_text(&mut self) -> Result<Vec<u8>> {

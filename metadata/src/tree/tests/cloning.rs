@@ -15,7 +15,7 @@ use super::segments::{compact, write_packed};
 use super::sharing::{no_loans, share};
 use super::world::*;
 use crate::commit::{Committer, CommitterSettings};
-use crate::dump::load;
+use crate::dump::{LoadOptions, load};
 use crate::records::{Changed, MOST_CHANGED, Records};
 use crate::schema::{Keys, Orphan, QuotaLimits, Tag};
 use crate::testing::{Chance, rounds};
@@ -434,7 +434,9 @@ async fn a_dump_beside_a_clone_loads_without_it() {
     world.crash(tree, true).await;
     let committer = Committer::start(world.engine().await.expect("an engine"), CommitterSettings::default());
     let dump = Cursor::new(std::fs::read(&file).expect("a dump"));
-    load(&committer, Keys(VolumeId(7)), dump, true).await.expect("loaded");
+    load(&committer, Keys(VolumeId(7)), dump, LoadOptions { force: true, ..LoadOptions::default() })
+        .await
+        .expect("loaded");
     committer.close().await.expect("closed");
     let tree = world.open().await;
     is_clean(&tree, "as it was loaded").await;

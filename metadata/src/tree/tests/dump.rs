@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use super::world::*;
 use crate::commit::{Committer, CommitterSettings};
-use crate::dump::{LoadReport, dump, load};
+use crate::dump::{LoadOptions, LoadReport, dump, load};
 use crate::kv::Durability;
 use crate::schema::{Keys, encode_plain};
 use crate::testing::Chance;
@@ -88,7 +88,8 @@ async fn records_dumped(world: &World, taken: Timestamp) -> Vec<u8> {
 
 async fn load_into(world: &World, stream: &[u8], force: bool) -> Result<LoadReport> {
     let committer = records(world).await;
-    let loaded = load(&committer, KEYS, Cursor::new(stream.to_vec()), force).await;
+    let options = LoadOptions { force, ..LoadOptions::default() };
+    let loaded = load(&committer, KEYS, Cursor::new(stream.to_vec()), options).await;
     committer.close().await.expect("closed");
     loaded
 }
@@ -97,6 +98,28 @@ fn text(stream: &[u8]) -> String {
     let mut text = String::new();
     Decompressor::new(stream).expect("a stream").read_to_string(&mut text).expect("text");
     text
+}
+
+/// The text with the end that belongs to it: what is wrong with it, no checksum tells.
+fn sealed(text: &str) -> String {
+    let kept: Vec<&str> = text.lines().filter(|line| !line.starts_with("{\"end\"")).collect();
+    let body = format!("{}\n", kept.join("\n"));
+    let end = serde_json::json!({
+        "records": kept.len() - 1,
+        "blake3": blake3::hash(body.as_bytes()).to_hex().to_string(),
+    });
+    format!("{body}{}\n", serde_json::json!({ "end": end }))
+}
+
+/// The text with one line changed, and where that line begins.
+fn edited(text: &str, of: &str, edit: impl FnOnce(&mut serde_json::Value)) -> (String, usize) {
+    let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
+    let line = lines.iter().position(|line| line.contains(of)).unwrap_or_else(|| panic!("no {of}"));
+    let mut value = serde_json::from_str(&lines[line]).expect("JSON");
+    edit(&mut value);
+    lines[line] = value.to_string();
+    let at = lines[..line].iter().map(|line| line.len() + 1).sum();
+    (sealed(&lines.join("\n")), at)
 }
 
 fn compressed(text: &str) -> Vec<u8> {
@@ -166,6 +189,35 @@ async fn a_tree_is_replaced_only_by_force() {
     tree.close().await.expect("closed");
 }
 
+/// With a mistyped URL a tree was replaced by that of another bucket, and the next gc freed all that it had owned.
+#[tokio::test]
+async fn a_dump_of_another_volume_is_refused_unless_it_is_meant() {
+    let world = World::new(Kind::Lmdb).await;
+    let tree = sample(&world).await;
+    let stream = dumped(&tree).await;
+    tree.close().await.expect("closed");
+    let before = text(&records_dumped(&world, Timestamp::default()).await);
+    let other = Keys(VolumeId(0xb4));
+    let committer = records(&world).await;
+    let mut options = LoadOptions { force: true, of_another_volume: false };
+    // Be it empty: what its bucket holds is another's, too.
+    let refused = load(&committer, other, Cursor::new(stream.clone()), options).await.expect_err("another's");
+    assert_eq!(refused.kind(), ErrorKind::Invalid);
+    for part in ["0000000000000007", "00000000000000b4"] {
+        assert!(refused.message().contains(part), "{refused}");
+    }
+    assert!(refused.hint().is_some_and(|hint| hint.contains("--of-another-volume")), "{refused:?}");
+    options.of_another_volume = true;
+    load(&committer, other, Cursor::new(stream), options).await.expect("it is meant");
+    let foreign = Shared::default();
+    dump(&committer, other, Timestamp::default(), foreign.clone()).await.expect("dumped");
+    options.of_another_volume = false;
+    let refused = load(&committer, KEYS, Cursor::new(foreign.taken()), options).await.expect_err("another's");
+    assert_eq!(refused.kind(), ErrorKind::Invalid);
+    committer.close().await.expect("closed");
+    assert_eq!(text(&records_dumped(&world, Timestamp::default()).await), before, "nothing was changed");
+}
+
 #[tokio::test]
 async fn a_tree_whose_loading_was_cut_off_is_refused_until_it_is_loaded_again() {
     let (world, other) = (World::new(Kind::Lmdb).await, World::memory().await);
@@ -182,6 +234,40 @@ async fn a_tree_whose_loading_was_cut_off_is_refused_until_it_is_loaded_again() 
     assert_eq!(kind_of(load_into(&other, &stream, false).await), ErrorKind::Exists);
     load_into(&other, &stream, true).await.expect("loaded");
     other.open_over(world.bucket.clone()).await.close().await.expect("closed");
+}
+
+/// What makes a whole dump no tree: a line that has such text, a field of it, and its value.
+fn no_trees() -> Vec<(&'static str, &'static str, serde_json::Value)> {
+    let extent = |offset: u64, length: u64| {
+        let blob = serde_json::json!({ "key": "k", "version": "v", "size": u64::MAX });
+        serde_json::json!({
+            "offset": offset, "length": length, "source": { "Blob": { "blob": blob, "offset": 0 } }
+        })
+    };
+    let inline = serde_json::json!({ "offset": 0, "length": 5, "source": { "Inline": [1] } });
+    let (extents, entry) = ("/inode/inode/extents", "/entry/name");
+    let (file, root) = ("\"kind\":\"File\",\"mode\"", "{\"inode\":{\"ino\":1,");
+    let long = "n".repeat(256);
+    vec![
+        (file, extents, vec![extent(9, 1), extent(0, 1)].into()),
+        (file, extents, vec![extent(0, 9), extent(8, 1)].into()),
+        (file, extents, vec![extent(1, u64::MAX)].into()),
+        (file, extents, vec![inline].into()),
+        (file, "/inode/inode/mtime/nanos", 2_000_000_000.into()),
+        (file, "/inode/inode/name", "../../evil".into()),
+        (file, "/inode/inode/target", "a file leads nowhere".into()),
+        (root, "/inode/inode/kind", "File".into()),
+        ("{\"entry\"", entry, "".into()),
+        ("{\"entry\"", entry, "../../evil".into()),
+        ("{\"entry\"", entry, ".".into()),
+        ("{\"entry\"", entry, "..".into()),
+        ("{\"entry\"", entry, "a\0b".into()),
+        ("{\"entry\"", entry, ".forebay".into()),
+        ("{\"entry\"", entry, long.clone().into()),
+        ("{\"link\"", "/link/name", "..".into()),
+        ("{\"xattr\"", "/xattr/name", "".into()),
+        ("{\"xattr\"", "/xattr/name", long.into()),
+    ]
 }
 
 #[tokio::test]
@@ -217,6 +303,25 @@ async fn damaged_dumps_are_refused_where_they_are_damaged_and_change_nothing() {
     refuse(b"not a dump at all", None).await;
     let newer = compressed(&before.replacen("\"forebay_dump\":1", "\"forebay_dump\":2", 1));
     assert_eq!(kind_of(load_into(&world, &newer, true).await), ErrorKind::Unsupported);
+
+    // Whole by its checksum, and no tree.
+    load_into(&world, &compressed(&sealed(&before)), true)
+        .await
+        .expect("the checksum is made as it should be");
+    for (of, field, value) in no_trees() {
+        let (text, at) = edited(&before, of, |line| *line.pointer_mut(field).expect(field) = value);
+        refuse(&compressed(&text), Some(at)).await;
+    }
+    let (root, end) = (format!("{}\n", lines[inode]), format!("{}\n", lines[last]));
+    assert!(root.starts_with("{\"inode\":{\"ino\":1,"), "{root}");
+    let rootless = sealed(&before.replacen(&root, "", 1));
+    refuse(&compressed(&rootless), Some(before.len() - root.len() - end.len())).await;
+    // A record twice, and two that changed places.
+    let twice = sealed(&before.replacen(&root, &format!("{root}{root}"), 1));
+    refuse(&compressed(&twice), Some(offset(inode + 1))).await;
+    let (first, second) = (lines[inode], lines[inode + 1]);
+    let swapped = before.replacen(&format!("{first}\n{second}"), &format!("{second}\n{first}"), 1);
+    refuse(&compressed(&sealed(&swapped)), Some(offset(inode) + second.len() + 1)).await;
 
     assert_eq!(text(&records_dumped(&world, Timestamp::default()).await), before, "nothing was changed");
 }
