@@ -8,24 +8,44 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use forebay_core::{Error, Result};
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
 
-/// A file that is being written, as `<its name>.part`. Dropped before it is finished, it is removed.
+use crate::rng::Rng;
+
+/// A file that is being written, under its name with `.part` at the end. Dropped before it is finished, it is removed.
 #[derive(Debug)]
 pub struct NewFile {
     file: File,
     part: PathBuf,
     path: PathBuf,
+    /// Whether it may take the place of another.
+    replaces: bool,
     is_finished: bool,
 }
 
 impl NewFile {
     /// Begins it, in place of what an earlier attempt left.
     pub fn create(path: &Path) -> Result<Self> {
-        let mut part = path.as_os_str().to_owned();
-        part.push(".part");
-        let (part, path) = (PathBuf::from(part), path.to_owned());
+        let part = with_suffix(path, ".part");
         let file = File::create(&part).map_err(|error| named(error, &part))?;
-        Ok(Self { file, part, path, is_finished: false })
+        Ok(Self { file, part, path: path.to_owned(), replaces: true, is_finished: false })
+    }
+
+    /// Begins one that takes nothing's place, under a name that no other attempt has.
+    ///
+    /// # Errors
+    /// `Exists` when there is something of that name, here or once it is finished.
+    pub fn create_new(path: &Path) -> Result<Self> {
+        refuse_taken(path)?;
+        let part = with_suffix(path, &format!(".{:016x}.part", Rng::system().u64()));
+        let file = File::create_new(&part).map_err(|error| named(error, &part))?;
+        Ok(Self { file, part, path: path.to_owned(), replaces: false, is_finished: false })
+    }
+
+    /// Another handle of it, to write through.
+    pub fn handle(&self) -> Result<File> {
+        self.file.try_clone().map_err(|error| named(error, &self.part))
     }
 
     /// Adds bytes.
@@ -54,10 +74,25 @@ impl NewFile {
 
     /// Gives it its name, once it is on disk.
     pub fn finish(mut self) -> Result<()> {
-        let finished = self.file.sync_all().and_then(|()| fs::rename(&self.part, &self.path));
-        finished.map_err(|error| named(error, &self.path))?;
+        self.file.sync_all().map_err(|error| named(error, &self.part))?;
+        match self.replaces {
+            true => fs::rename(&self.part, &self.path).map_err(|error| named(error, &self.path))?,
+            false => self.take_free_name()?,
+        }
         self.is_finished = true;
         Ok(())
+    }
+
+    fn take_free_name(&self) -> Result<()> {
+        let renamed = renameat_with(CWD, &self.part, CWD, &self.path, RenameFlags::NOREPLACE);
+        match renamed {
+            // Some file systems of networks know no such rename.
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+                refuse_taken(&self.path)?;
+                fs::rename(&self.part, &self.path).map_err(|error| named(error, &self.path))
+            }
+            renamed => renamed.map_err(|error| named(error.into(), &self.path)),
+        }
     }
 }
 
@@ -90,6 +125,19 @@ pub fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
 
+fn refuse_taken(path: &Path) -> Result<()> {
+    match exists(path) {
+        true => Err(named(io::ErrorKind::AlreadyExists.into(), path)),
+        false => Ok(()),
+    }
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
+
 /// Makes a directory and those above it, unless they are there.
 pub fn make_directory(path: &Path) -> Result<()> {
     fs::create_dir_all(path).map_err(|error| named(error, path))
@@ -101,6 +149,8 @@ fn named(error: io::Error, path: &Path) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use forebay_core::ErrorKind;
+
     use super::*;
 
     /// A process that may open no more files says nothing about the disk: no bytes are given up for that.
@@ -134,5 +184,20 @@ mod tests {
         assert!(!exists(&path));
         file.finish().expect("finish");
         assert_eq!(fs::read(&path).expect("whole"), b"0123456789");
+    }
+    #[test]
+    fn a_file_that_replaces_nothing_finds_its_name_taken() {
+        let folder = tempfile::tempdir().expect("scratch");
+        let path = folder.path().join("new");
+        let names = || fs::read_dir(folder.path()).expect("a directory").count();
+        let mut first = NewFile::create_new(&path).expect("create");
+        let second = NewFile::create_new(&path).expect("nothing has the name yet");
+        assert_eq!(names(), 2);
+        first.write(b"first").expect("write");
+        second.handle().and_then(|mut file| Ok(file.write_all(b"second")?)).expect("write");
+        first.finish().expect("finish");
+        assert_eq!(second.finish().expect_err("it is taken").kind(), ErrorKind::Exists);
+        assert_eq!(NewFile::create_new(&path).expect_err("it is taken").kind(), ErrorKind::Exists);
+        assert_eq!((fs::read(&path).expect("whole"), names()), (b"first".to_vec(), 1));
     }
 }

@@ -234,6 +234,10 @@ fn a_tree_that_was_lost_is_loaded_from_its_dump() {
     shell(
         "mkdir d && echo bytes > d/f && chmod 741 d/f && ln d/f g && ln -s d/f l && touch -d @1000000000 d/f",
     );
+    let inside = folder.join("inside").display().to_string();
+    let warned = volume(&["dump", &source, &inside]);
+    assert!(warned.stderr.contains("inside lies in the volume that it is a dump of"), "{warned}");
+    fs::remove_file(&inside).expect("removed");
     let before = shell("sync && find . -printf '%p %y %m %n %s %T@ %l\\n' | sort");
     let online = parse(&volume(&["dump", &source, &path("online"), "--json"]).succeeded());
     assert!(online["records"].as_u64().is_some_and(|records| records > 8), "{online}");
@@ -245,6 +249,7 @@ fn a_tree_that_was_lost_is_loaded_from_its_dump() {
     volume(&["load", &path("online"), &source]).failed_with("has a tree already", "--force");
     let other = format!("file://{}", scratch.folder("other").display());
     volume(&["load", &path("online"), &other]).failed_with("is of the volume", "--of-another-volume");
+    volume(&["dump", &source, &path("offline")]).failed_with("offline", "a new file only");
 
     fs::remove_dir_all(bucket.join(".forebay/tree.lmdb")).expect("the tree is lost");
     let mut damaged = fs::read(path("offline")).expect("the dump");

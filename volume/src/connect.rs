@@ -21,7 +21,7 @@ use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile};
 
 use crate::compact;
 use crate::settings::VolumeSettings;
-use crate::staging::{self, Durable};
+use crate::staging::{self, Durable, Staging};
 use crate::{Parts, Volume, Writeback};
 
 /// Longer than any mount lives.
@@ -114,10 +114,9 @@ impl Records {
         }
     }
 
-    /// How many files have bytes on this host that are not in the bucket yet.
-    pub(crate) fn staged(&self) -> u64 {
-        let staging = self.writeback.as_ref().map(|writeback| &writeback.staging);
-        staging.map_or(0, |staging| staging.pending(u64::MAX).files)
+    /// What this host has staged of the volume, if it ever did.
+    pub(crate) fn staging(&self) -> Option<&Arc<Staging>> {
+        self.writeback.as_ref().map(|writeback| &writeback.staging)
     }
 
     /// Makes everything durable and gives the volume back.

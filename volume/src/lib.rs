@@ -19,6 +19,7 @@ mod sealing;
 pub mod warmup;
 mod compact;
 pub mod packed;
+mod dumping;
 pub mod upkeep;
 pub mod clone;
 pub mod trash;

@@ -4,12 +4,10 @@
 //! A request and its report are plain data, so that a mount does for a command what the command does by itself where
 //! nothing is mounted.
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use forebay_core::{Error, ObjectKey, Result};
-use forebay_io::task::blocking;
+use forebay_core::{ObjectKey, Result};
 use forebay_metadata::dump::DumpReport;
 use forebay_metadata::fsck::{FsckReport, Repair};
 use forebay_metadata::gc::GcReport;
@@ -18,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Volume;
 use crate::compact::{Compacted, compact};
+use crate::dumping;
 use crate::volume::local;
 
 /// What fsck calls bytes that a host staged, and that are not in the bucket.
@@ -67,14 +66,7 @@ pub async fn upkeep(volume: &Volume, request: &Request) -> Result<Report> {
     let tree = local(volume)?;
     match request {
         Request::Gc { dry_run } => gc(volume, tree, *dry_run).await.map(Report::Gc),
-        Request::Dump { file } => {
-            let path = file.clone();
-            let made = blocking(move || File::create_new(path)).await?;
-            let made = made.map_err(|error| {
-                Error::from(error).context(file.display()).with_hint("a dump is written to a new file only")
-            })?;
-            tree.dump(made).await.map(Report::Dump)
-        }
+        Request::Dump { file } => dumping::dump(volume, file, async || {}).await.map(Report::Dump),
         Request::Fsck { repair, accept_loss } => {
             let repair = match (repair, accept_loss) {
                 (true, true) => Repair::AcceptLoss,

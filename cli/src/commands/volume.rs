@@ -1,13 +1,13 @@
 //! `forebay volume dump|load`: back a volume's tree up, and bring it back. `policy|export` are in `packed`.
 
 use std::fs::File;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use forebay_core::{Error, Result};
-use forebay_volume::backup::LoadOptions;
+use forebay_volume::backup::{LoadOptions, Target};
 use forebay_volume::upkeep::{Report, Request};
 use forebay_volume::{VolumeSettings, backup};
 
@@ -15,7 +15,7 @@ use super::packed::{self, ExportArguments, PolicyArguments};
 use crate::arguments::Global;
 use crate::settings::Settings;
 use crate::upkeep::{self, Place};
-use crate::{print, run};
+use crate::{mounts, print, report, run};
 
 /// What can be done.
 #[derive(Debug, Subcommand)]
@@ -82,20 +82,30 @@ fn dump(global: &Global, arguments: &DumpArguments, settings: &Settings) -> Resu
         return Err(Error::invalid("a dump is not text, and nothing else fits beside it")
             .with_hint("name a file, or send stdout into one, without --json"));
     }
+    let state = arguments.state_dir.as_deref();
     let report = run::block_on(async {
-        match upkeep::find(&arguments.source, arguments.state_dir.as_deref(), settings).await? {
+        match upkeep::find(&arguments.source, state, settings).await? {
             Place::Mount(_) if is_standard(file) => {
                 Err(Error::invalid("a mounted volume is dumped by its mount, into a file")
                     .with_hint("name a file"))
             }
             Place::Mount(socket) => {
                 let request = Request::Dump { file: std::path::absolute(file)? };
-                match upkeep::ask(&socket, &request).await? {
-                    Report::Dump(report) => Ok(report),
-                    _ => Err(Error::corrupt("the dump was answered with something else")),
+                let report = match upkeep::ask(&socket, &request).await? {
+                    Report::Dump(report) => report,
+                    _ => return Err(Error::corrupt("the dump was answered with something else")),
+                };
+                let state = mounts::state_directory(state, settings);
+                if mounts::holding(file, &state).await.is_ok_and(|place| place.socket == socket) {
+                    let text = format!(
+                        "{} lies in the volume that it is a dump of, and is lost with it: keep a copy elsewhere",
+                        file.display()
+                    );
+                    report::warning(&text, global.json);
                 }
+                Ok(report)
             }
-            Place::Nowhere(volume) => backup::dump(&arguments.source, &volume, out(file)?).await,
+            Place::Nowhere(volume) => backup::dump(&arguments.source, &volume, target(file)).await,
         }
     })?;
     match (is_standard(file), global.json) {
@@ -108,14 +118,11 @@ fn dump(global: &Global, arguments: &DumpArguments, settings: &Settings) -> Resu
     Ok(ExitCode::SUCCESS)
 }
 
-fn out(file: &Path) -> Result<Box<dyn Write + Send>> {
-    if is_standard(file) {
-        return Ok(Box::new(io::stdout()));
+fn target(file: &Path) -> Target {
+    match is_standard(file) {
+        true => Target::Stream(Box::new(io::stdout())),
+        false => Target::File(file.to_owned()),
     }
-    let made = File::create_new(file).map_err(|error| {
-        Error::from(error).context(file.display()).with_hint("a dump is written to a new file only")
-    })?;
-    Ok(Box::new(made))
 }
 
 fn load(global: &Global, arguments: &LoadArguments, settings: &Settings) -> Result<ExitCode> {

@@ -13,4 +13,4 @@ mod load;
 
 pub use line::Header;
 pub use load::{LoadOptions, LoadReport, load};
-pub use write::{DumpReport, dump};
+pub use write::{DumpReport, Dumped, Frozen, dump, freeze};

@@ -14,7 +14,7 @@ use forebay_io::task::TaskGroup;
 use tracing::{debug, warn};
 
 use crate::commit::{Committer, Txn};
-use crate::dump::{self, DumpReport};
+use crate::dump::{self, DumpReport, Frozen};
 use crate::fsck::{self, FsckReport, Repair};
 use crate::gc::{self, Collector, GcReport};
 use crate::import::Importer;
@@ -226,6 +226,14 @@ impl LocalTree {
     /// As [`dump::dump`].
     pub async fn dump(&self, out: impl Write + Send + 'static) -> Result<DumpReport> {
         dump::dump(&self.committer, self.shared.keys, self.shared.now(), out).await
+    }
+
+    /// Holds on to the tree as it is at this moment, for a dump that may not name every blob.
+    ///
+    /// # Errors
+    /// As [`dump::freeze`].
+    pub async fn freeze(&self) -> Result<Frozen> {
+        dump::freeze(&self.committer, self.shared.keys, self.shared.now()).await
     }
 
     /// Checks the tree against itself and its bucket; with `repair`, mends what can be mended without destroying bytes.

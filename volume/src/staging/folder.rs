@@ -9,7 +9,7 @@
 //! other is of no use. Files are written before the commit that refers to them, and made durable before it is
 //! ([`super::Durable`]). They go once they are in the bucket, or once a durable tree does not refer to them any more.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
@@ -320,6 +320,17 @@ impl Staging {
     /// The files whose bytes are here.
     pub(crate) fn inodes(&self) -> Vec<InodeId> {
         self.blobs.lock().inodes.keys().copied().collect()
+    }
+
+    /// Every blob that is here, and the number that the next one gets.
+    pub(crate) fn keys(&self) -> (HashSet<ObjectKey>, u64) {
+        let blobs = self.blobs.lock();
+        (blobs.entries.keys().filter_map(|name| key_of(name)).collect(), blobs.next)
+    }
+
+    /// Where their files lie.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
     }
 
     /// Notes that nothing refers to a blob any more.

@@ -26,7 +26,7 @@ use crate::{Access, File, Parts, Volume, Writeback};
 
 pub(crate) const READ_WRITE: Access = Access { read: true, write: true, truncate: false };
 pub(crate) const READ: Access = Access { read: true, write: false, truncate: false };
-const VOLUME: VolumeId = VolumeId(7);
+pub(crate) const VOLUME: VolumeId = VolumeId(7);
 
 /// `base` rounds, or more in a long run.
 pub(crate) fn rounds(base: u64) -> u64 {

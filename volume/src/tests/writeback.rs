@@ -1,6 +1,7 @@
 //! Bytes that are staged on the local disk: what they cost, where they are read, how they get to the store.
 
 mod away;
+mod dumping;
 mod lost;
 mod torn;
 mod copied;
@@ -566,11 +567,14 @@ fn a_dump_is_refused_while_bytes_are_staged() {
         let volume = crate::connect(&source, settings.clone()).await.expect("a volume");
         write(&volume, "f", pattern(1, 0..KIB)).await;
         volume.close().await.expect("close");
-        let told = crate::backup::dump(&source, &settings, Vec::new()).await.expect_err("it is staged");
+        let file = scratch.path().join("dump");
+        let to = || crate::backup::Target::File(file.clone());
+        let told = crate::backup::dump(&source, &settings, to()).await.expect_err("it is staged");
         assert!(told.to_string().contains("1 files have bytes that are staged"), "{told}");
+        assert!(!file.exists());
         let volume = crate::connect(&source, settings.clone()).await.expect("a volume");
         drain(&volume).await;
         volume.close().await.expect("close");
-        crate::backup::dump(&source, &settings, Vec::new()).await.expect("nothing is staged");
+        crate::backup::dump(&source, &settings, to()).await.expect("nothing is staged");
     });
 }
