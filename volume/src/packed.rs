@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use forebay_core::{ErrorKind, FileKind, InodeId, Result};
-use forebay_metadata::tree::{LocalTree, Walked, resolve, walk};
+use forebay_metadata::tree::{LocalTree, Walked, resolve, resolve_directory, walk};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
@@ -80,7 +80,7 @@ impl Exported {
 /// `NotFound`; `NotDirectory`; `ReadOnly`; `Unsupported` when the tree is served elsewhere.
 pub async fn policy(volume: &Volume, path: &str, set: Option<Policy>) -> Result<Policy> {
     let tree = local(volume)?;
-    let directory = resolve(tree, path).await?.ino;
+    let directory = resolve_directory(tree, path).await?;
     if let Some(set) = set {
         tree.set_packed(directory, set == Policy::Packed).await?;
         volume.sync_names().await?;

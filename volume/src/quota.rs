@@ -1,7 +1,7 @@
 //! Quotas of a volume by paths. A request and its report are plain data, as a mount's control socket carries them.
 
 use forebay_core::{Error, ErrorKind, Result};
-use forebay_metadata::tree::{DirectoryQuota, LocalTree, QuotaLimits, resolve};
+use forebay_metadata::tree::{DirectoryQuota, LocalTree, QuotaLimits, resolve_directory};
 use serde::{Deserialize, Serialize};
 
 use crate::Volume;
@@ -77,13 +77,13 @@ impl From<DirectoryQuota> for Entry {
 /// Does what is asked, and tells the quotas that it is about.
 ///
 /// # Errors
-/// `NotFound` for a path that is missing, or a directory without a quota; `Unsupported` when the tree is served
+/// `NotFound` for a path that is missing, or a directory without a quota; `NotDirectory`; `Unsupported` when the tree is served
 /// elsewhere.
 pub async fn quota(volume: &Volume, request: &Request) -> Result<Vec<Entry>> {
     let tree = local(volume)?;
     match request {
         Request::Set { path, bytes, inodes } => {
-            let directory = resolve(tree, path).await?.ino;
+            let directory = resolve_directory(tree, path).await?;
             let now = tree.quota(directory).await?.map(|quota| quota.limits).unwrap_or_default();
             let limits =
                 QuotaLimits { bytes: chosen(*bytes, now.bytes), inodes: chosen(*inodes, now.inodes) };
@@ -108,7 +108,7 @@ fn chosen(asked: Option<Limit>, now: Option<u64>) -> Option<u64> {
 }
 
 async fn of(tree: &LocalTree, path: &str) -> Result<Option<Entry>> {
-    let ino = resolve(tree, path).await?.ino;
+    let ino = resolve_directory(tree, path).await?;
     let quota = tree.quota(ino).await?;
     let path = bytes::Bytes::copy_from_slice(path.as_bytes());
     Ok(quota.map(|quota| DirectoryQuota { ino, path, quota }.into()))
@@ -128,4 +128,35 @@ async fn list(tree: &LocalTree, path: &str) -> Result<Vec<Entry>> {
     }
     found.sort_by(|one, other| one.path.cmp(&other.path));
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_io::object::Bucket;
+
+    use super::*;
+    use crate::packed::{Policy, policy};
+    use crate::tests::support::{Fixture, create, run};
+
+    /// It said `inode 3 is not a directory`, and a person knows no numbers.
+    #[test]
+    fn what_is_no_directory_is_named() {
+        run(async {
+            let volume = Fixture::new(Bucket::in_memory()).open().await;
+            create(&volume, "file").await.release().await.expect("release");
+            let path = "file".to_owned();
+            let set = Request::Set { path: path.clone(), bytes: Some(Limit::At(1)), inodes: None };
+            let told = [
+                quota(&volume, &set).await.expect_err("a file"),
+                quota(&volume, &Request::Get { path }).await.expect_err("a file"),
+                policy(&volume, "file", None).await.expect_err("a file"),
+                policy(&volume, "file", Some(Policy::Packed)).await.expect_err("a file"),
+            ];
+            for error in told {
+                assert_eq!(error.kind(), ErrorKind::NotDirectory, "{error}");
+                assert_eq!(error.to_string(), "`file` is not a directory");
+            }
+            volume.close().await.expect("close");
+        });
+    }
 }

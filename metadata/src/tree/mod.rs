@@ -28,7 +28,7 @@ pub use api::{
     SetAttributes, Statistics, Tree, XattrMode,
 };
 pub use local::{LocalTree, TreeParts};
-pub use paths::{Walked, resolve, walk};
+pub use paths::{Walked, resolve, resolve_directory, walk};
 
 pub use quota::DirectoryQuota;
 pub use trash::Trashed;

@@ -29,6 +29,19 @@ pub async fn resolve(tree: &dyn Tree, path: &str) -> Result<Attributes> {
     Ok(at)
 }
 
+/// The directory at a path.
+///
+/// # Errors
+/// As [`resolve`]; `NotDirectory`, with the path.
+pub async fn resolve_directory(tree: &dyn Tree, path: &str) -> Result<InodeId> {
+    let found = resolve(tree, path).await?;
+    match found.kind {
+        FileKind::Directory => Ok(found.ino),
+        _ => Err(Error::new(ErrorKind::NotDirectory, format!("`{path}` is not a directory"))
+            .with_hint("name the directory that it is in")),
+    }
+}
+
 /// Something met on a walk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Walked {
