@@ -127,7 +127,7 @@ pub fn exists(path: &Path) -> bool {
 
 fn refuse_taken(path: &Path) -> Result<()> {
     match exists(path) {
-        true => Err(named(io::ErrorKind::AlreadyExists.into(), path)),
+        true => Err(named(Errno::EXIST.into(), path)),
         false => Ok(()),
     }
 }

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use forebay_core::{Error, ErrorKind, InodeId, ObjectKey, Result};
+use forebay_core::{Blob, Error, ErrorKind, InodeId, ObjectKey, Result};
 use forebay_io::files::NewFile;
 use forebay_io::task::blocking;
 use forebay_metadata::dump::{DumpReport, Dumped, Frozen};
@@ -62,7 +62,7 @@ pub(crate) async fn dump(
 
 /// Writes a frozen tree that may not name the blobs that this host holds.
 pub(crate) async fn write(frozen: Frozen, target: Target, held: &HashSet<ObjectKey>) -> Result<Dumped> {
-    let may_not_name = |blob: &forebay_core::Blob| held.contains(&blob.key);
+    let may_not_name = |blob: &Blob| held.contains(&blob.key);
     let path = match target {
         Target::Stream(out) => return frozen.write(out, may_not_name).await,
         Target::File(path) => path,

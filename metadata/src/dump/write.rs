@@ -142,7 +142,7 @@ impl Frozen {
 }
 
 /// The first blob in a layout that is one of those.
-fn first_blob<'a>(line: &'a Line, is_one: impl Fn(&Blob) -> bool) -> Option<(InodeId, &'a Blob)> {
+fn first_blob(line: &Line, is_one: impl Fn(&Blob) -> bool) -> Option<(InodeId, &Blob)> {
     let (ino, extents): (_, &[Extent]) = match line {
         Line::Inode { ino, inode } => (*ino, &inode.extents),
         Line::Extents { ino, extents, .. } => (*ino, extents),
