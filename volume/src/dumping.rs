@@ -50,7 +50,7 @@ pub(crate) async fn dump(
             continue;
         }
         match write(frozen, Target::File(file.to_owned()), &held).await? {
-            Dumped::Names { blob, .. } if !staging.damaged().contains(&blob.key) => {}
+            Dumped::Names { blob, .. } if staging.damaged().iter().all(|(key, _)| *key != blob.key) => {}
             dumped => return whole(dumped),
         }
     }
