@@ -324,6 +324,9 @@ def _forget_in_children(saver: Saver) -> None:
         parent = reference()
         if parent is not None:
             parent._is_closed = True
+            # What a killed trainer left is the parent's, and a snapshot under way lies in its memory.
+            parent._ladder.arena.leave()
+            parent._staging = None
             parent._session.forget()
             parent._ranks.forget()
 
