@@ -6,18 +6,21 @@
 //! the group is over. All ranks are on one host.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::{Clock, Moment};
 use forebay_io::mem::SharedMemory;
-use forebay_io::net::{FdStream, Meeting, meet};
+use forebay_io::net::{FdStream, Inherited, MAX_FRAME, Meeting, meet};
 use serde::{Deserialize, Serialize};
 
 /// How much longer a rank waits than the collecting thread does, which then names those it waits for.
 const GRACE: Duration = Duration::from_secs(5);
 /// The longest that nobody says anything before the thread looks whether its own process let it go.
 const TICK: Duration = Duration::from_secs(3600);
+/// The longest words of one rank, and of all together, in bytes as they are sent.
+const MOST_BYTES: usize = if cfg!(test) { 1 << 20 } else { MAX_FRAME };
 
 /// A rank's way to the others.
 #[derive(Debug)]
@@ -25,6 +28,8 @@ pub struct Group {
     rank: usize,
     world_size: usize,
     stream: Option<FdStream>,
+    /// What rank 0's thread holds: the meeting place, and the other ends of all connections.
+    ends: Arc<Inherited>,
 }
 
 /// A rank's first words.
@@ -39,6 +44,9 @@ struct Joining {
 struct Word {
     text: String,
     patience_ms: u64,
+    /// Why it says nothing: it would be too long.
+    #[serde(default)]
+    too_long: Option<String>,
 }
 
 /// What all hear at the end of a round.
@@ -47,6 +55,8 @@ enum Answer {
     /// What each rank said, and how many descriptors follow, an empty frame each.
     All(Vec<String>, usize),
     Over(String),
+    /// As `Over`: what was said is too long, which it would be again.
+    TooLong(String),
 }
 
 impl Group {
@@ -59,11 +69,12 @@ impl Group {
         if rank >= world_size {
             return Err(Error::invalid(format!("rank {rank} of {world_size}")));
         }
+        let ends = Arc::new(Inherited::new());
         let stream = match rank {
-            0 => host(name, world_size, patience)?,
+            0 => host(name, world_size, patience, ends.clone())?,
             _ => visit(name, Joining { rank, world_size }, patience)?,
         };
-        let mut group = Self { rank, world_size, stream: Some(stream) };
+        let mut group = Self { rank, world_size, stream: Some(stream), ends };
         group.gather("", patience).map(|_| group)
     }
 
@@ -81,7 +92,7 @@ impl Group {
     ///
     /// # Errors
     /// `Unavailable`, naming the ranks, when one is gone or says nothing within `patience` of the first one; the
-    /// group is over then.
+    /// group is over then. `TooLarge` when one rank, or all together, say more than one frame takes, which ends it as well.
     pub fn gather(&mut self, text: &str, patience: Duration) -> Result<Vec<String>> {
         self.take_part(text, None, patience).map(|(texts, _)| texts)
     }
@@ -107,7 +118,7 @@ impl Group {
         let over = || Error::new(ErrorKind::Unavailable, "the job's group is over");
         let stream = self.stream.as_mut().ok_or_else(over)?;
         let patience_ms = patience.as_millis().min(u128::from(u64::MAX)) as u64;
-        let word = text_of(&Word { text: text.to_owned(), patience_ms })?;
+        let word = word_of(self.rank, text, patience_ms)?;
         // Where the group was over already, why can still be heard.
         stream.send(&word, fd).ok();
         let heard = match is_readable(stream, patience + GRACE) {
@@ -135,21 +146,27 @@ impl Group {
                 Err(Error::new(ErrorKind::Unavailable, message)
                     .with_hint("all ranks must save and restore together; start the job again"))
             }
+            Answer::TooLong(message) => {
+                self.stream = None;
+                Err(Error::new(ErrorKind::TooLarge, message)
+                    .with_hint("the ranks tell each other of every tensor and every other value; save fewer"))
+            }
         }
     }
 
     /// Forgets the connection without ending it, in a forked child that must not speak for its parent. A child of rank 0
-    /// still keeps the other ends open: others then find a dead rank 0 silent, not gone.
+    /// lets go of the meeting place and of the other ends as well: nobody takes it for its parent.
     pub fn forget(&mut self) {
         self.stream = None;
+        self.ends.close_in_child();
     }
 }
 
 /// Holds the meeting place, and gives rank 0's own connection: it is there whoever else comes, and when.
-fn host(name: &str, world_size: usize, patience: Duration) -> Result<FdStream> {
+fn host(name: &str, world_size: usize, patience: Duration, ends: Arc<Inherited>) -> Result<FdStream> {
     let meeting = Meeting::hold(name)?;
     let (own, other) = FdStream::pair()?;
-    let serve = move || serve(&meeting, other, world_size, patience);
+    let serve = move || serve(&meeting, other, world_size, patience, &ends);
     std::thread::Builder::new().name("forebay-group".into()).spawn(serve)?;
     Ok(own)
 }
@@ -159,7 +176,7 @@ fn visit(name: &str, joining: Joining, patience: Duration) -> Result<FdStream> {
     let Some(mut stream) = meet(name, patience + GRACE)? else {
         return Err(missing(&[0], "join the job's group", patience));
     };
-    stream.send(&text_of(&joining)?, None).ok();
+    stream.send(&frame_of(&joining)?, None).ok();
     Ok(stream)
 }
 
@@ -178,8 +195,26 @@ fn is_readable(stream: &FdStream, patience: Duration) -> Result<bool> {
     }
 }
 
-fn text_of(value: &impl Serialize) -> Result<Vec<u8>> {
-    serde_json::to_vec(value).map_err(|error| Error::bug(format!("encode a group's words: {error}")))
+/// # Errors
+/// `TooLarge` when no frame takes it.
+fn frame_of(value: &impl Serialize) -> Result<Vec<u8>> {
+    let frame =
+        serde_json::to_vec(value).map_err(|error| Error::bug(format!("encode a group's words: {error}")))?;
+    match frame.len() {
+        0..=MOST_BYTES => Ok(frame),
+        bytes => Err(Error::new(ErrorKind::TooLarge, format!("{bytes} bytes, of {MOST_BYTES} at most"))),
+    }
+}
+
+/// What a rank says; where that is too long, why it does not: the others are not to wait for it.
+fn word_of(rank: usize, text: &str, patience_ms: u64) -> Result<Vec<u8>> {
+    match frame_of(&Word { text: text.to_owned(), patience_ms, too_long: None }) {
+        Err(error) if error.kind() == ErrorKind::TooLarge => {
+            let why = format!("what rank {rank} tells the others is too long: {}", error.message());
+            frame_of(&Word { text: String::new(), patience_ms, too_long: Some(why) })
+        }
+        framed => framed,
+    }
 }
 
 fn parse<T: for<'a> Deserialize<'a>>(frame: &[u8]) -> Result<T> {
@@ -198,19 +233,22 @@ fn list(ranks: &[usize]) -> String {
 }
 
 /// The life of rank 0's thread: until a rank is gone or silent, and all others were told.
-fn serve(meeting: &Meeting, first: FdStream, world_size: usize, patience: Duration) {
+fn serve(meeting: &Meeting, first: FdStream, world_size: usize, patience: Duration, ends: &Inherited) {
     // Those who came to a group that did not come about were told already.
     let Ok(mut ranks) = welcome_all(meeting, first, world_size, patience) else { return };
+    let fds = ranks.iter().map(AsFd::as_fd).chain([meeting.as_fd()]);
+    // Before rank 0 hears that all are there, and until right before they are closed.
+    let _noted = ends.note(fds);
     let over = loop {
-        match collect(&mut ranks) {
-            Ok((texts, fds)) => {
-                let fds: Vec<OwnedFd> = fds.into_iter().flatten().collect();
-                tell_all(&mut ranks, &Answer::All(texts, fds.len()), &fds);
-            }
-            Err(error) => break error,
+        let told = collect(&mut ranks).and_then(|(texts, fds)| {
+            let fds: Vec<OwnedFd> = fds.into_iter().flatten().collect();
+            tell_all(&mut ranks, &Answer::All(texts, fds.len()), &fds)
+        });
+        if let Err(error) = told {
+            break error;
         }
     };
-    tell_all(&mut ranks, &Answer::Over(over.message().to_owned()), &[]);
+    end_all(&mut ranks, &over);
 }
 
 /// The connections of all ranks, in order, `first` that of rank 0. Where some are missing, those that came are told.
@@ -250,7 +288,7 @@ fn welcome_all(
         places[rank] = Some(visitor);
     };
     let mut came: Vec<FdStream> = places.into_iter().flatten().collect();
-    tell_all(&mut came, &Answer::Over(refused.message().to_owned()), &[]);
+    end_all(&mut came, &refused);
     Err(refused)
 }
 
@@ -278,7 +316,10 @@ fn collect(ranks: &mut [FdStream]) -> Result<(Vec<String>, Vec<Option<OwnedFd>>)
                 return Err(Error::new(ErrorKind::Unavailable, format!("rank {rank} of the job is gone")));
             };
             fds[rank] = fd;
-            let Word { text, patience_ms } = parse(&frame)?;
+            let Word { text, patience_ms, too_long } = parse(&frame)?;
+            if let Some(why) = too_long {
+                return Err(Error::new(ErrorKind::TooLarge, why));
+            }
             let patience = Duration::from_millis(patience_ms);
             waiting.get_or_insert((clock.now() + patience, patience));
             texts[rank] = Some(text);
@@ -287,11 +328,33 @@ fn collect(ranks: &mut [FdStream]) -> Result<(Vec<String>, Vec<Option<OwnedFd>>)
 }
 
 /// A rank that cannot be told is found gone in the next round. Rank 0 is told last: this thread may end with it.
-fn tell_all(ranks: &mut [FdStream], answer: &Answer, fds: &[OwnedFd]) {
-    let Ok(frame) = text_of(answer) else { return };
+///
+/// # Errors
+/// `TooLarge` when no frame takes the answer; nobody was told anything then.
+fn tell_all(ranks: &mut [FdStream], answer: &Answer, fds: &[OwnedFd]) -> Result<()> {
+    let frame = frame_of(answer).map_err(|error| match error.kind() {
+        ErrorKind::TooLarge => {
+            let fact = format!("what the ranks tell each other is too long: {}", error.message());
+            Error::new(ErrorKind::TooLarge, fact)
+        }
+        _ => error,
+    })?;
     for stream in ranks.iter_mut().rev() {
         stream.send(&frame, None).ok();
         fds.iter().for_each(|fd| drop(stream.send(&[], Some(fd.as_fd()))));
+    }
+    Ok(())
+}
+
+/// Tells all why the group is over.
+fn end_all(ranks: &mut [FdStream], over: &Error) {
+    let message = over.message().to_owned();
+    let answer = match over.kind() {
+        ErrorKind::TooLarge => Answer::TooLong(message),
+        _ => Answer::Over(message),
+    };
+    if let Err(error) = tell_all(ranks, &answer, &[]) {
+        tracing::warn!(%error, "the ranks were not told why their group is over");
     }
 }
 
@@ -367,6 +430,32 @@ mod tests {
             group.gather("", PATIENCE).expect_err("it is over")
         });
         assert!(errors.iter().all(|error| error.kind() == ErrorKind::Unavailable));
+    }
+
+    /// The ranks waited for each other, and heard in the end that rank 0 did not answer.
+    #[test]
+    fn ranks_that_say_too_much_hear_so_at_once() {
+        // Each alone fits; and one that does not fit alone, while the others wait for it.
+        for (test, lengths, fact) in [
+            ("much", [MOST_BYTES * 2 / 3; 2], "what the ranks tell each other is too long: 139"),
+            ("more", [1, MOST_BYTES + 1], "what rank 1 tells the others is too long: 104"),
+        ] {
+            let errors = on_ranks(test, 2, |mut group| {
+                let text = "x".repeat(lengths[group.rank()]);
+                let error = group.gather(&text, PATIENCE).expect_err("too long");
+                (error, group.gather("", PATIENCE).expect_err("it is over"))
+            });
+            for (error, after) in errors {
+                assert_eq!(error.kind(), ErrorKind::TooLarge, "{error}");
+                assert!(error.message().contains(fact), "{error}");
+                assert!(after.message().contains("is over"), "{after}");
+            }
+        }
+        let longest = on_ranks("longest", 2, |mut group| {
+            let text = "x".repeat(MOST_BYTES / 2 - 100);
+            group.gather(&text, PATIENCE).expect("it fits").concat().len()
+        });
+        assert_eq!(longest, [MOST_BYTES - 200; 2]);
     }
 
     #[test]

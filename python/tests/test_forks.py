@@ -7,6 +7,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+import forebay
+
 from .conftest import Child, arenas_of
 from .test_restart import held_until, kill, restored
 
@@ -33,3 +37,46 @@ def test_a_forked_child_holds_nothing_of_what_a_killed_trainer_left(tmp_path: Pa
         checkpointer.close()
     finally:
         worker.kill()
+
+
+def test_a_child_of_rank_0_that_outlives_it_is_in_nobodys_way(tmp_path: Path) -> None:
+    """The next rank 0 found the meeting place taken, and the other ranks waited for one that nobody was at."""
+    place = f"{os.getpid()}-{tmp_path.name}"
+
+    def rank_of(rank: int, forks: bool) -> Callable[[Report], None]:
+        def run(report: Report) -> None:
+            os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=place)
+            with forebay.Checkpointer(tmp_path / "run", every=1, linger=0, patience=60) as checkpointer:
+                state = {"w": torch.zeros(3)}
+                report(str(checkpointer.restore(state)))
+                if not forks:
+                    return
+                save = checkpointer.step(1, state)
+                assert save is not None and save.wait_durable(60)
+                if rank == 0 and os.fork() == 0:
+                    # In a group of its own, which outlives its parent's.
+                    os.setsid()
+                    report(str(os.getpid()))
+                    signal.pause()
+                if rank == 0:
+                    signal.pause()
+                # It hears that rank 0 is gone, and not that it is silent.
+                try:
+                    checkpointer._ranks.gather("wait", dict)
+                except forebay.CheckpointError as error:
+                    report(str(error))
+
+        return run
+
+    first = [Child(rank_of(rank, True)) for rank in range(2)]
+    assert [child.line() for child in first] == ["None"] * 2
+    orphan = int(first[0].line())
+    try:
+        first[0].kill()
+        assert "is gone" in first[1].line()
+        first[1].kill()
+        again = [Child(rank_of(rank, False)) for rank in range(2)]
+        assert [child.line() for child in again] == ["1"] * 2
+        assert [child.join() for child in again] == [0, 0]
+    finally:
+        os.kill(orphan, signal.SIGKILL)

@@ -12,7 +12,7 @@ use std::time::Duration;
 use forebay_core::{Error, ErrorKind, Result};
 
 /// The longest frame, in bytes: a manifest of a million tensors fits, a broken length does not exhaust memory.
-const MAX_FRAME: usize = 512 << 20;
+pub const MAX_FRAME: usize = 512 << 20;
 
 /// Room for the control message that carries one descriptor; larger than any platform's header and padding.
 const CONTROL: usize = 64;

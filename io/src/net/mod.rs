@@ -1,9 +1,11 @@
 //! Ways from one process to another.
 
 mod fd_stream;
+mod inherited;
 mod meeting;
 mod notice;
 
-pub use fd_stream::{FdStream, wait_readable};
+pub use fd_stream::{FdStream, MAX_FRAME, wait_readable};
+pub use inherited::{Inherited, Noted};
 pub use meeting::{Meeting, meet};
 pub use notice::Notice;
