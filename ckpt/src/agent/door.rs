@@ -19,7 +19,13 @@ const TICK: Duration = Duration::from_secs(3600);
 pub(super) struct Door {
     place: Option<String>,
     meeting: Option<Meeting>,
-    visitors: Vec<FdStream>,
+    visitors: Vec<Visitor>,
+}
+
+struct Visitor {
+    stream: FdStream,
+    /// Whether it saw what is held, and may come to want it.
+    has_looked: bool,
 }
 
 impl Door {
@@ -65,7 +71,7 @@ impl Door {
         notice: Option<&Notice>,
     ) -> Result<Option<(Visit, FdStream)>> {
         let Some(meeting) = &self.meeting else { return Ok(None) };
-        let visitors = self.visitors.iter().map(AsFd::as_fd);
+        let visitors = self.visitors.iter().map(|visitor| visitor.stream.as_fd());
         let fds: Vec<BorrowedFd<'_>> =
             std::iter::once(meeting.as_fd()).chain(visitors).chain(notice.map(AsFd::as_fd)).collect();
         let ready = wait_readable(&fds, patience)?;
@@ -76,12 +82,12 @@ impl Door {
                 let visitor = meeting.welcome(Duration::ZERO)?;
                 if let Some(visitor) = visitor.filter(|_| self.visitors.len() < MAX_VISITORS) {
                     visitor.set_patience(PATIENCE)?;
-                    self.visitors.push(visitor);
+                    self.visitors.push(Visitor { stream: visitor, has_looked: false });
                 }
                 Ok(None)
             }
             Some(index) => {
-                let mut visitor = self.visitors.swap_remove(index - 1);
+                let mut visitor = self.visitors.swap_remove(index - 1).stream;
                 // One that left, or says what this build does not know, is let go.
                 let Ok(Some((frame, _))) = visitor.receive() else { return Ok(None) };
                 Ok(serde_json::from_slice(&frame).ok().map(|visit| (visit, visitor)))
@@ -89,8 +95,13 @@ impl Door {
         }
     }
 
-    /// Has a visitor stay, for what it may want later.
+    /// Has a visitor stay that has looked, for what it may want later.
     pub(super) fn keep(&mut self, visitor: FdStream) {
-        self.visitors.push(visitor);
+        self.visitors.push(Visitor { stream: visitor, has_looked: true });
+    }
+
+    /// Whether one that has looked is still there.
+    pub(super) fn is_watched(&self) -> bool {
+        self.visitors.iter().any(|visitor| visitor.has_looked)
     }
 }

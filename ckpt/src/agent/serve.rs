@@ -1,6 +1,10 @@
 //! The agent's life: it serves one trainer, and ends when that is done, or when it was killed, nothing is left to bring
 //! home, and another one took over what is in memory, or did not come in time.
 //!
+//! What is in memory is held for as long as the trainer allowed, anew from each time that nobody is there who looked at it:
+//! a trainer that restored from it takes it over at its first save, however long it prepares until then. A bound on all
+//! of it lets go where starts restore again and again and never save.
+//!
 //! One thread reads requests, and afterwards receives successors; one task flushes, see `flusher`, and one writes to this
 //! host's disk, see `disk`.
 
@@ -9,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
-use forebay_io::clock::Clock;
+use forebay_io::clock::{Clock, Moment};
 use forebay_io::net::{FdStream, Notice};
 use forebay_io::priority::Priority;
 use forebay_io::task::{TaskGroup, end};
@@ -33,6 +37,9 @@ use crate::local::PATIENCE;
 const MAX_SAVES: usize = 2 * SLOTS;
 /// How often an agent that was asked to end, and may not yet, looks whether it may.
 const GLANCE: Duration = Duration::from_millis(100);
+/// How many times as long as a successor is waited for the memory is held at most, whoever looks at it meanwhile: four hours
+/// where nothing else was asked for, longer than a start compiles.
+const MOST_LINGERS: u32 = 24;
 
 /// Serves the trainer at the other end of `stream` until it is gone, every sealed save is settled, and nobody is to come
 /// for what is in memory. With the `priority` of this process, the trainer goes first. Once `notice` to end was given,
@@ -198,12 +205,13 @@ impl Desk {
             return Ok(());
         }
         let clock = Clock::system();
-        let mut deadline = clock.now() + self.linger;
+        let mut vigil = Vigil::new(self.linger, clock.now());
         loop {
-            let left = deadline.since(clock.now());
+            let left = vigil.left(clock.now());
             if left.is_zero() {
                 return Ok(());
             }
+            let was_watched = self.door.is_watched();
             let is_asked = self.notice.as_ref().map(Notice::is_given).transpose()?.unwrap_or(false);
             if is_asked && !self.trainer.has_open() {
                 tracing::info!("ends, as it was asked to: every sealed save is settled");
@@ -219,7 +227,6 @@ impl Desk {
                     let is_durable = |save| self.trainer.is_durable(save);
                     if self.holdings.show(start, is_durable, &mut visitor).is_ok() {
                         self.door.keep(visitor);
-                        deadline = clock.now() + self.linger;
                     }
                 }
                 Some((Visit::Succeed, visitor)) => {
@@ -229,6 +236,54 @@ impl Desk {
                 }
                 Some((Visit::Look { .. }, _)) | None => {}
             }
+            if was_watched || self.door.is_watched() {
+                vigil.begin_anew(clock.now());
+            }
         }
+    }
+}
+
+/// How long what is in memory is held without a trainer.
+struct Vigil {
+    linger: Duration,
+    /// Until when, unless somebody looks.
+    deadline: Moment,
+    /// Until when at most.
+    last: Moment,
+}
+
+impl Vigil {
+    fn new(linger: Duration, now: Moment) -> Self {
+        Self { linger, deadline: now + linger, last: now + linger.saturating_mul(MOST_LINGERS) }
+    }
+
+    /// Somebody looked by now.
+    fn begin_anew(&mut self, now: Moment) {
+        self.deadline = now + self.linger;
+    }
+
+    fn left(&self, now: Moment) -> Duration {
+        self.deadline.min(self.last).since(now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_held_anew_from_the_last_look_and_not_for_ever() {
+        let (clock, linger) = (Clock::manual(), Duration::from_secs(10));
+        let mut vigil = Vigil::new(linger, clock.now());
+        clock.advance(linger - Duration::from_secs(1));
+        assert_eq!(vigil.left(clock.now()), Duration::from_secs(1));
+        let mut held = linger - Duration::from_secs(1);
+        while !vigil.left(clock.now()).is_zero() {
+            vigil.begin_anew(clock.now());
+            assert!(vigil.left(clock.now()) <= linger);
+            clock.advance(Duration::from_secs(3));
+            held += Duration::from_secs(3);
+        }
+        assert_eq!(held, MOST_LINGERS * linger, "and no longer, though somebody is always there");
     }
 }

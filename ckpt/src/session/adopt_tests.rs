@@ -194,6 +194,37 @@ fn a_sealed_step_that_was_given_up_before_anybody_came_is_told() {
     }
 }
 
+/// A start that restored, and compiled for longer than an agent waits, died before its first save: nobody held the step.
+#[test]
+fn memory_is_held_while_a_start_that_read_it_lives() {
+    let (mut fixture, place) = (Fixture::new(), place("watched"));
+    let mut first = fixture.unattached(None);
+    let linger = Duration::from_secs(3);
+    first.set_linger(Some(Linger { place: place.clone(), for_ms: linger.as_millis() as u64 }));
+    let agent = attach(&mut first);
+    let save = save(&mut first, 1, 5000);
+    assert!(matches!(settle(&mut first, &save), Progress::Durable));
+    first.disconnect();
+    let starts = wait_for(&place);
+    let clock = forebay_io::clock::Clock::system();
+    let begun = clock.now();
+    while clock.now().since(begun) < linger * 3 / 2 {
+        assert!(!agent.is_finished(), "after {:?}", clock.now().since(begun));
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    // It dies, and another one comes, to which the steps are held anew.
+    drop(starts);
+    let found = visit(&place).expect("it waits");
+    let step = found.held()[0].clone();
+    assert_eq!(read(&found, &step).expect("sound"), vec![1; 5000]);
+    let mut last = unattached(&mut fixture, &place);
+    last.adopt(found, true).expect("adopt");
+    let end = attach(&mut last);
+    agent.join().expect("agent").expect("served");
+    last.dismiss();
+    end.join().expect("agent").expect("served");
+}
+
 #[test]
 fn a_sealed_step_whose_agent_died_before_it_was_saved_is_told() {
     for goes_on in [true, false] {
