@@ -1,11 +1,11 @@
 //! From a slot to a committed step: upload, and check meanwhile; complete, commit.
 
-use std::collections::BTreeSet;
+use std::cmp::Reverse;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, ObjectKey, Result};
+use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
 use futures::future::{FutureExt, OptionFuture};
@@ -17,8 +17,9 @@ use super::inspect::{expect_sound, inspect, slices_of};
 use super::{Member, Seal};
 use crate::arena::Held;
 use crate::catalog::{
-    Note, RankKey, Round, Run, abort_uploads_to, commit, expect_commit, failure_of, forget_notes,
-    forget_ranks, list_notes, load_manifest, merge_ranks, of_save, put_intent, put_rank, saved_already,
+    self, Note, RankKey, Round, Run, StepKey, abort_uploads_to, commit, expect_commit, failure_of,
+    forget_notes, forget_ranks, list_notes_of, list_ranks, load_manifest, merge_ranks, put_intent, put_rank,
+    saved_already,
 };
 use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 
@@ -26,6 +27,12 @@ use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
 /// How long the other ranks are waited for, from when one of them last told that it goes on.
 const RANKS_PATIENCE: Duration = Duration::from_secs(600);
+/// Ranks that may look once a second, each; where there are more, each looks less often.
+const RANKS_A_SECOND: u32 = 8;
+/// How long a rank that is to put a step together has for it before the next one takes its turn: many times what it takes.
+const TURN: Duration = Duration::from_secs(5);
+/// When the last one does.
+const LAST_TURN: Duration = Duration::from_secs(300);
 
 /// A sealed snapshot and the memory that holds it.
 pub(super) struct Save {
@@ -220,7 +227,8 @@ pub(super) async fn settle(
     Ok(Ok(()))
 }
 
-/// Waits until every rank stored its part, and commits the step unless another rank's agent was first.
+/// Waits until every rank stored its part, and commits the step when it is this rank's turn, unless another rank's agent
+/// was first.
 async fn commit_together(
     clock: &Clock,
     bucket: &Bucket,
@@ -228,53 +236,88 @@ async fn commit_together(
     part: &Manifest,
     round: Option<Round>,
 ) -> Result<Result<()>> {
-    let Member { run, world_size, .. } = member;
     let (step, save) = (part.step, member.save(part.step));
     let mut late = None;
     let mut deadline = clock.now() + RANKS_PATIENCE;
-    let mut signs = Vec::new();
-    let mut pause = PAUSES[0];
+    let mut seen = Vec::new();
+    let (mut complete, mut rest) = (None, pauses(member.world_size));
     loop {
         if bucket.head(&save.object()).await?.is_some() {
             return expect_commit(bucket, &save, &part.commit).await.map(Ok);
         }
-        let notes = list_notes(bucket).await?;
-        let seen: Vec<_> =
-            notes.iter().filter(|(key, _)| key.save == save && key.note == Note::Alive).cloned().collect();
-        if seen != signs {
-            (signs, deadline) = (seen, clock.now() + RANKS_PATIENCE);
+        let notes = list_notes_of(bucket, &save).await?;
+        let of = |note: Note| notes.iter().filter(move |(key, _)| key.note == note);
+        let signs: Vec<_> = of(Note::Alive).cloned().collect();
+        if signs != seen {
+            (seen, deadline) = (signs, clock.now() + RANKS_PATIENCE);
         }
-        let keys: Vec<_> = notes.into_iter().map(|(key, _)| key).collect();
         let refused = |why: String| {
             Ok(Err(Error::new(ErrorKind::Unavailable, format!("step {step} was not saved: {why}"))))
         };
-        if let Some(failed) = of_save(&keys, &save).find(|key| key.note == Note::Failed(round)) {
+        if let Some((failed, _)) = of(Note::Failed(round)).next() {
             let rank = failed.rank;
             return refused(format!("rank {rank}: {}", failure_of(bucket, failed).await?));
         }
-        let stored = of_save(&keys, &save).filter(|key| key.note == Note::Index);
-        let there: BTreeSet<u32> = stored.map(|key| key.rank).collect();
-        if there.len() == *world_size as usize {
-            match merge_ranks(bucket, &save, *world_size, &part.commit, &mut late).await {
-                Ok(Some(manifest)) => {
-                    commit(bucket, run, &manifest).await?;
-                    return forget_ranks(bucket, &keys, &save).await.map(Ok);
+        let stored: Vec<(u32, Timestamp)> = of(Note::Index).map(|(key, at)| (key.rank, *at)).collect();
+        let mut may_wait = false;
+        if stored.len() == member.world_size as usize {
+            let since = *complete.get_or_insert_with(|| {
+                // Whoever commits it does so soon.
+                rest = pauses(member.world_size);
+                clock.now()
+            });
+            may_wait = clock.now().since(since) < turn(&stored, member.rank);
+            if !may_wait {
+                match commit_whole(bucket, member, &save, &part.commit, &mut late).await {
+                    Ok(true) => return Ok(Ok(())),
+                    Ok(false) => {}
+                    // Another agent just committed the step and took the indexes away.
+                    Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                    Err(error) if error.kind() == ErrorKind::Invalid => return Ok(Err(error)),
+                    Err(error) => return Err(error),
                 }
-                Ok(None) => {}
-                // Another agent just committed the step and took the indexes away.
-                Err(error) if error.kind() == ErrorKind::NotFound => continue,
-                Err(error) if error.kind() == ErrorKind::Invalid => return Ok(Err(error)),
-                Err(error) => return Err(error),
             }
         }
-        if clock.now() > deadline {
-            let is_late = |rank: &u32| !there.contains(rank) || late == Some(*rank);
-            let late: Vec<u32> = (0..*world_size).filter(is_late).collect();
+        if clock.now() > deadline && !may_wait {
+            let is_there = |rank: &u32| stored.iter().any(|(other, _)| other == rank);
+            let is_late = |rank: &u32| !is_there(rank) || late == Some(*rank);
+            let late: Vec<u32> = (0..member.world_size).filter(is_late).collect();
             return refused(format!("ranks {late:?} did not store their parts in time"));
         }
-        clock.sleep(pause).await;
-        pause = (pause * 3 / 2).min(PAUSES[1]);
+        clock.sleep(rest.next().unwrap_or(PAUSES[1])).await;
     }
+}
+
+/// Commits a step all of whose indexes are there; whether they are all of the round of `commit`.
+async fn commit_whole(
+    bucket: &Bucket,
+    member: &Member,
+    save: &StepKey,
+    commit: &str,
+    late: &mut Option<u32>,
+) -> Result<bool> {
+    // Listed before the commit, and with what earlier steps left.
+    let merged = merge_ranks(bucket, save, member.world_size, commit, late).await?;
+    let Some(manifest) = merged else { return Ok(false) };
+    let keys = list_ranks(bucket).await?;
+    catalog::commit(bucket, &member.run, &manifest).await?;
+    forget_ranks(bucket, &keys, save).await.map(|()| true)
+}
+
+/// The pauses between a rank's looks for the others: short at first, and in the end as long as so many ranks allow.
+fn pauses(world_size: u32) -> impl Iterator<Item = Duration> {
+    let longest = PAUSES[1] * world_size.div_ceil(RANKS_A_SECOND).max(1);
+    std::iter::successors(Some(PAUSES[0]), move |pause| Some((*pause * 3 / 2).min(longest)))
+}
+
+/// How long after all of a step is there `rank` puts it together, of those that stored their parts, with when by the store's
+/// clock. One is enough, and reads what all of them wrote: first the one that came last, which looks right then; the
+/// others, one after another, stand in for one that died.
+fn turn(stored: &[(u32, Timestamp)], rank: u32) -> Duration {
+    let place = |(rank, at): &(u32, Timestamp)| (Reverse(*at), *rank);
+    let own = stored.iter().find(|(other, _)| *other == rank).map(place);
+    let before = stored.iter().filter(|other| Some(place(other)) < own).count() as u32;
+    TURN.min(LAST_TURN / (stored.len() as u32).max(1)) * before
 }
 
 /// What a manifest says of a sealed shard that begins with `header`, but for what is known only once it was looked at.

@@ -430,3 +430,5 @@ mod race_tests;
 mod rounds_tests;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod together_tests;

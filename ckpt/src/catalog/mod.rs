@@ -35,7 +35,7 @@ pub use ranks::{
     Note, RankKey, failure_of, forget_notes, forget_ranks, list_ranks, merge_ranks, put_alive, put_failed,
     put_intent, put_rank,
 };
-pub(crate) use ranks::{list_notes, merge, of_save};
+pub(crate) use ranks::{list_notes_of, merge};
 pub use retain::{Keep, Removed, list_pins, pin, remove_steps, retain, unpin};
 pub use round::Round;
 pub(crate) use run::begin_run_unless;

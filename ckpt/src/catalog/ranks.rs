@@ -82,9 +82,8 @@ impl Note {
 
 impl RankKey {
     pub(super) fn object(&self) -> ObjectKey {
-        let StepKey { step, incarnation, attempt } = &self.save;
-        let suffix = self.note.suffix();
-        ObjectKey::new(format!("{RANKS}/{step:020}/{incarnation:010}-{attempt}/{:06}.{suffix}", self.rank))
+        let (directory, suffix) = (directory_of(&self.save), self.note.suffix());
+        ObjectKey::new(format!("{directory}/{:06}.{suffix}", self.rank))
     }
 
     /// Reads a key; `None` for one that is no note's.
@@ -100,14 +99,28 @@ impl RankKey {
     }
 }
 
+/// Where the notes of a save are.
+fn directory_of(StepKey { step, incarnation, attempt }: &StepKey) -> String {
+    format!("{RANKS}/{step:020}/{incarnation:010}-{attempt}")
+}
+
 /// Which ranks' notes there are, of all saves under way.
 pub async fn list_ranks(bucket: &Bucket) -> Result<Vec<RankKey>> {
     Ok(list_notes(bucket).await?.into_iter().map(|(key, _)| key).collect())
 }
 
 /// As [`list_ranks`], each with when it was put last, by the store's clock.
-pub(crate) async fn list_notes(bucket: &Bucket) -> Result<Vec<(RankKey, Timestamp)>> {
-    let objects: Vec<_> = bucket.list(RANKS).try_collect().await?;
+pub(super) async fn list_notes(bucket: &Bucket) -> Result<Vec<(RankKey, Timestamp)>> {
+    list_notes_below(bucket, RANKS).await
+}
+
+/// As [`list_notes`], of one save: what others left is not read with them.
+pub(crate) async fn list_notes_of(bucket: &Bucket, save: &StepKey) -> Result<Vec<(RankKey, Timestamp)>> {
+    list_notes_below(bucket, &directory_of(save)).await
+}
+
+async fn list_notes_below(bucket: &Bucket, prefix: &str) -> Result<Vec<(RankKey, Timestamp)>> {
+    let objects: Vec<_> = bucket.list(prefix).try_collect().await?;
     let note = |object: ObjectInfo| Some((RankKey::parse(&object.key)?, object.modified));
     Ok(objects.into_iter().filter_map(note).collect())
 }
@@ -208,11 +221,6 @@ pub async fn forget_ranks(bucket: &Bucket, keys: &[RankKey], save: &StepKey) -> 
     };
     let keys: Vec<_> = keys.iter().filter(|key| of_start(key)).map(RankKey::object).collect();
     bucket.delete_many(&keys).await
-}
-
-/// The notes of one save.
-pub(crate) fn of_save<'a>(keys: &'a [RankKey], save: &StepKey) -> impl Iterator<Item = &'a RankKey> {
-    keys.iter().filter(move |key| key.save == *save)
 }
 
 /// The shards that a note names; none of one that is gone by now.

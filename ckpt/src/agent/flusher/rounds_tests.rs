@@ -26,7 +26,7 @@ fn agent(bucket: &Bucket, run: &Run, rank: u32, clock: &Clock) -> Flusher {
 }
 
 /// A rank's part of a step: a tensor of its own, of so many bytes.
-fn part(rank: u32, step: u64, length: usize) -> Save {
+pub(super) fn part(rank: u32, step: u64, length: usize) -> Save {
     let mut save = sealed(step, length);
     change(&mut save, |seal| seal.tensors[0].name = format!("t@{rank}"));
     save
@@ -50,7 +50,11 @@ async fn stored(bucket: &Bucket, shards: usize) {
 }
 
 /// What becomes of work where time passes once so many shards were stored.
-async fn in_time<T>((bucket, clock): (&Bucket, &Clock), shards: usize, work: impl Future<Output = T>) -> T {
+pub(super) async fn in_time<T>(
+    (bucket, clock): (&Bucket, &Clock),
+    shards: usize,
+    work: impl Future<Output = T>,
+) -> T {
     let time = async {
         stored(bucket, shards).await;
         pass(clock, LONG.as_secs()).await;
