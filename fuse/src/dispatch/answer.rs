@@ -2,7 +2,8 @@
 //!
 //! A worker thread of the FUSE session takes each request as far as it goes without waiting, which for most of them
 //! is to the end, and so without any switch of threads. What has to wait moves, with its reply, to a task. Tasks are
-//! bounded: at the bound the worker waits, the kernel's queue grows, and callers slow down.
+//! bounded: at the bound the worker waits, the kernel's queue grows, and callers slow down. Its last request does not wait
+//! with it, so there are as many more as there are workers.
 //!
 //! A panic ends one request only: its reply is dropped, and a dropped reply answers EIO.
 
@@ -15,7 +16,7 @@ use std::time::Duration;
 use forebay_core::InodeId;
 use forebay_io::task::TaskGroup;
 use tokio::runtime::Handle as Runtime;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, oneshot};
 use tracing::{debug, error, warn};
 
 /// Requests in waiting. The kernel sends at most its background limit (128) plus one for each blocked thread.
@@ -61,6 +62,14 @@ impl Answerer {
     where
         F: Future<Output = ()> + Send + 'static,
     {
+        let (give, place) = oneshot::channel();
+        // First, and without a place: it may have a lock already that those wait for who have the places.
+        self.tasks.spawn(operation, async move {
+            if futures::FutureExt::catch_unwind(AssertUnwindSafe(work)).await.is_err() {
+                error!(operation, %ino, "a request panicked and answers EIO");
+            }
+            drop(place);
+        });
         let permit = match self.waiting.clone().try_acquire_owned() {
             Ok(permit) => permit,
             Err(_) => {
@@ -69,12 +78,8 @@ impl Answerer {
                 self.runtime.block_on(acquire).expect("the semaphore is never closed")
             }
         };
-        self.tasks.spawn(operation, async move {
-            let _permit = permit;
-            if futures::FutureExt::catch_unwind(AssertUnwindSafe(work)).await.is_err() {
-                error!(operation, %ino, "a request panicked and answers EIO");
-            }
-        });
+        // Comes back by itself where the task has ended.
+        drop(give.send(permit));
     }
 
     /// Returns when no request waits any more, or after `deadline`.
@@ -125,6 +130,34 @@ mod tests {
         go.send(true).expect("gate");
         runtime.block_on(answerer.drain(Duration::from_secs(60)));
         assert_eq!(done.load(Ordering::SeqCst), 10);
+    }
+
+    /// Work that finds all places taken may have a lock already that those who have them wait for: it waited for a place,
+    /// and they for the lock.
+    #[test]
+    fn work_goes_on_while_its_worker_waits_for_a_place() {
+        let runtime = runtime();
+        let answerer = Answerer::new(runtime.handle().clone());
+        let taken = answerer.waiting.clone().try_acquire_many_owned(WAITING_MAX).expect("all places");
+        let (sender, ended) = std::sync::mpsc::channel();
+        let own = answerer.clone();
+        let worker = std::thread::spawn(move || {
+            for number in 0..2 {
+                let sender = sender.clone();
+                own.run("test", INO, async move {
+                    tokio::task::yield_now().await;
+                    sender.send(number).expect("send");
+                });
+            }
+        });
+        assert_eq!(ended.recv_timeout(Duration::from_secs(60)), Ok(0), "it ends without a place");
+        assert!(!worker.is_finished(), "who sends more than there are places for slows down");
+        assert!(ended.try_recv().is_err());
+        drop(taken);
+        assert_eq!(ended.recv_timeout(Duration::from_secs(60)), Ok(1));
+        worker.join().expect("the worker goes on");
+        runtime.block_on(answerer.drain(Duration::from_secs(60)));
+        assert_eq!(answerer.waiting.available_permits(), WAITING_MAX as usize);
     }
 
     /// A dropped value stands for the reply: it must be dropped, so that EIO goes out, and the next request served.
