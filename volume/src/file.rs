@@ -38,6 +38,9 @@ const KEEP_SIZE: i32 = 0x01;
 const PUNCH_HOLE: i32 = 0x02;
 const ZERO_RANGE: i32 = 0x10;
 
+/// The largest size that a file may get; one that was larger before stays so.
+pub(crate) const LARGEST_BYTES: u64 = 16 << 40;
+
 /// Processes that are told apart as writers of one handle.
 const MAX_WRITERS: usize = 32;
 
@@ -216,8 +219,9 @@ impl File {
     /// # Errors
     /// `Unsupported` for other modes, which need blocks that exist apart from their content.
     pub async fn allocate(&self, mode: i32, offset: u64, length: u64) -> Result<()> {
-        let end =
-            offset.checked_add(length).ok_or_else(|| Error::invalid("fallocate past the largest offset"))?;
+        let end = offset
+            .checked_add(length)
+            .ok_or_else(|| Error::new(ErrorKind::TooLarge, "fallocate past the largest offset"))?;
         let keep_size = mode & KEEP_SIZE != 0;
         match mode & !KEEP_SIZE {
             0 => {}

@@ -240,12 +240,13 @@ impl OpenInode {
     /// Asks whether the file may grow to `end`, before it does.
     ///
     /// # Errors
-    /// `OverQuota`.
+    /// `TooLarge` past the largest size, `OverQuota`.
     pub(crate) async fn let_in(&self, end: u64) -> Result<()> {
-        match end > self.look(Content::size) {
-            true => self.store.tree.reserve(self.ino, end).await,
-            false => Ok(()),
+        if end <= self.look(Content::size) {
+            return Ok(());
         }
+        self.check_size(end)?;
+        self.store.tree.reserve(self.ino, end).await
     }
 
     /// Sets the size; what lay past it is gone, what is new reads as zeros.

@@ -272,7 +272,7 @@ impl Gather<'_> {
 impl Facts {
     fn node(&mut self, ino: InodeId, inode: Inode) {
         if inode.kind == FileKind::File {
-            self.bytes += inode.size;
+            self.bytes = self.bytes.saturating_add(inode.size);
         }
         self.first_free = self.first_free.max(ino.0.saturating_add(1)).max(inode.run.end);
         let node = Node {

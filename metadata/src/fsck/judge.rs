@@ -99,7 +99,7 @@ fn judge_quotas(facts: &Facts) -> Vec<Damage> {
         }
         for directory in counting {
             let counted = found.entry(directory).or_default();
-            *counted = *counted + Usage { inodes: 1, bytes: node.size as i64 };
+            *counted = *counted + Usage { inodes: 1, ..Usage::of_bytes(node.size) };
         }
     }
     let is_directory =

@@ -36,7 +36,7 @@ pub struct Cloned {
 impl Cloned {
     /// What it counts where it is.
     pub(crate) fn usage(&self) -> Usage {
-        Usage { inodes: (self.directories + self.files) as i64, bytes: self.bytes as i64 }
+        Usage { inodes: (self.directories + self.files) as i64, ..Usage::of_bytes(self.bytes) }
     }
 }
 

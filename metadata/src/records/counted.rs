@@ -69,7 +69,8 @@ impl Quotas {
         self.release(ino);
         let mut state = self.0.lock();
         for directory in &reservation.directories {
-            *state.promised.entry(*directory).or_default() += reservation.bytes;
+            let promised = state.promised.entry(*directory).or_default();
+            *promised = promised.saturating_add(reservation.bytes);
         }
         state.reserved.insert(ino, reservation);
     }

@@ -27,8 +27,8 @@ pub(crate) enum Charge {
 
 /// What an inode counts.
 pub(crate) fn usage_of(inode: &Inode) -> Usage {
-    let bytes = if inode.kind == FileKind::File { inode.size as i64 } else { 0 };
-    Usage { inodes: 1, bytes }
+    let bytes = if inode.kind == FileKind::File { inode.size } else { 0 };
+    Usage { inodes: 1, ..Usage::of_bytes(bytes) }
 }
 
 impl Change<'_, '_> {
@@ -148,7 +148,7 @@ impl Change<'_, '_> {
         if bytes <= held {
             return Ok(());
         }
-        let more = Usage { inodes: 0, bytes: (bytes - held) as i64 };
+        let more = Usage::of_bytes(bytes - held);
         for directory in &directories {
             if let Some(quota) = self.quota(*directory)? {
                 check(*directory, &quota, more, self.shared.quotas.promised(*directory))?;
@@ -160,10 +160,10 @@ impl Change<'_, '_> {
 
     /// Counts a file's new size, which was let in before.
     pub(crate) fn charge_size(&mut self, inode: &Inode, size: u64) -> Result<()> {
-        let bytes = size as i64 - inode.size as i64;
-        match bytes == 0 || inode.nlink == 0 {
+        let more = Usage::of_bytes(size) - Usage::of_bytes(inode.size);
+        match more.bytes == 0 || inode.nlink == 0 {
             true => Ok(()),
-            false => self.charge(inode.parent, Usage { inodes: 0, bytes }, Charge::Forced),
+            false => self.charge(inode.parent, more, Charge::Forced),
         }
     }
 

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::codec::{Decoder, Encoder};
 
 /// What lies below a directory, or how much more than before. While a directory is being counted it may be negative: what
-/// left it was there before the count began.
+/// left it was there before the count began. Sums that no number holds stay at the largest: files of earlier versions may
+/// be so large.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Usage {
@@ -19,11 +20,21 @@ pub struct Usage {
     pub bytes: i64,
 }
 
+impl Usage {
+    /// So many bytes, and no inode.
+    pub(crate) fn of_bytes(bytes: u64) -> Self {
+        Self { inodes: 0, bytes: i64::try_from(bytes).unwrap_or(i64::MAX) }
+    }
+}
+
 impl Add for Usage {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
-        Self { inodes: self.inodes + other.inodes, bytes: self.bytes + other.bytes }
+        Self {
+            inodes: self.inodes.saturating_add(other.inodes),
+            bytes: self.bytes.saturating_add(other.bytes),
+        }
     }
 }
 
@@ -31,7 +42,7 @@ impl Neg for Usage {
     type Output = Self;
 
     fn neg(self) -> Self {
-        Self { inodes: -self.inodes, bytes: -self.bytes }
+        Self { inodes: self.inodes.saturating_neg(), bytes: self.bytes.saturating_neg() }
     }
 }
 

@@ -225,3 +225,13 @@ fn long_layouts_are_split_and_joined() {
     assert_eq!((head.len(), further.len()), (0, 1), "an extent larger than a record has one of its own");
     assert_eq!(split(&[]).1.len(), 0);
 }
+
+/// Sizes that no file may have any more can be there: a sum of them ended the mount.
+#[test]
+fn sums_that_no_number_holds_stay_at_the_largest() {
+    let most = Usage { inodes: 1, bytes: i64::MAX };
+    assert_eq!(most + most, Usage { inodes: 2, bytes: i64::MAX });
+    assert_eq!(-most - most, Usage { inodes: -2, bytes: i64::MIN });
+    let least = Usage { inodes: i64::MIN, bytes: i64::MIN };
+    assert_eq!(-least, Usage { inodes: i64::MAX, bytes: i64::MAX });
+}

@@ -30,6 +30,10 @@ for _ in range(2):
     fails(errno.ENXIO, os.lseek, file, end, os.SEEK_DATA)
     assert os.pread(file, 3, (1 << 20) - 1) == b"\0a\0" and os.pread(file, 3, end - 2) == b"\0z"
     os.fsync(file)
+fails(errno.EFBIG, os.ftruncate, file, end + 1)
+fails(errno.EFBIG, os.pwrite, file, b"z", end)
+fails(errno.EFBIG, fallocate, file, 0, end, 1)
+assert os.fstat(file).st_size == end
 os.close(file)
 
 KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 1, 2, 16

@@ -3,10 +3,11 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use forebay_core::{ErrorKind, Result};
+use forebay_core::{Error, ErrorKind, Result};
 
 use super::{OpenInode, Writer};
 use crate::content::Content;
+use crate::file::LARGEST_BYTES;
 
 impl OpenInode {
     /// Puts `range` of `source`, which may be this very file, over what is at `to`. Returns the bytes shared: fewer at
@@ -35,6 +36,18 @@ impl OpenInode {
             self.pack(&mut own).await?;
         }
         self.share_committed(source, range, to).await
+    }
+
+    /// Whether a file may be so large, or is larger already.
+    ///
+    /// # Errors
+    /// `TooLarge` where it may not.
+    pub(super) fn check_size(&self, end: u64) -> Result<()> {
+        if end <= LARGEST_BYTES.max(self.look(Content::size)) {
+            return Ok(());
+        }
+        let message = format!("a file of {end} bytes: {LARGEST_BYTES} are the most");
+        Err(Error::new(ErrorKind::TooLarge, message))
     }
 
     /// Commits everything written so far, and leaves failures to those who wrote.
@@ -71,6 +84,7 @@ impl OpenInode {
             return Ok(0);
         }
         let (mut layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
+        self.check_size(to.saturating_add(length))?;
         layout.copy(&from, range, to);
         let (tree, now) = (&self.store.tree, self.store.now());
         let committed = tree.commit_shared(self.ino, generation, layout.clone(), now, source.ino).await?;

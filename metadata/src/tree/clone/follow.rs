@@ -118,7 +118,8 @@ fn take_away(
         }
         kind => {
             tally.files -= 1;
-            tally.bytes -= if kind == FileKind::File { inode.size as i64 } else { 0 };
+            let bytes = if kind == FileKind::File { inode.size } else { 0 };
+            tally.bytes = tally.bytes.saturating_sub_unsigned(bytes);
         }
     }
     change.free_copy(change.shared.session, ino, inode)
@@ -147,7 +148,7 @@ impl Work {
             self.waiting.push(Reading { directory: source.ino, copy: ino, after: None });
         } else {
             tally.files += 1;
-            tally.bytes += source.bytes() as i64;
+            tally.bytes = tally.bytes.saturating_add_unsigned(source.bytes());
         }
         Ok(())
     }

@@ -216,7 +216,7 @@ fn clone_file(change: &mut Change<'_, '_>, job: &Job, (inode, directory): (Inode
     let mut cloned = Cloned::default();
     for source in &found {
         cloned.files += 1;
-        cloned.bytes += source.bytes();
+        cloned.bytes = cloned.bytes.saturating_add(source.bytes());
         change.charge(*parent, cloned.usage(), Charge::Checked)?;
         copy::put_copy(change, source, (*parent, name))?;
     }
@@ -369,7 +369,7 @@ impl Work {
         let mut cloned = building.cloned;
         for made in gone.iter().filter_map(|source| building.made.get(source)) {
             cloned.files -= made.files;
-            cloned.bytes -= made.bytes;
+            cloned.bytes = cloned.bytes.saturating_sub(made.bytes);
         }
         for (copy, tally) in &self.tallies {
             let is_there = |made: Option<&Made>| made.is_some_and(|made| made.copy == *copy);

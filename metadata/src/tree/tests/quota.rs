@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use forebay_core::{ErrorKind, FileKind, InodeId, Result};
+use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, Result};
 use forebay_io::object::{Bucket, Faults};
 
 use super::sharing::share;
@@ -378,4 +378,29 @@ async fn without_quotas_nothing_more_is_read() {
     }
     assert_eq!(found["none"], found["ended"], "{found:?}");
     assert!(found["none"] < found["set"], "{found:?}");
+}
+
+/// A quota over files whose sizes sum up to more than a number holds is set, kept and counted anew; a panic of the count
+/// kept the volume from being mounted.
+#[tokio::test]
+async fn sizes_that_no_sum_holds_are_counted() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    let d = make_directory(&tree, "d").await.expect("made").ino;
+    let (mut huge, mut files) = (FileLayout::default(), Vec::new());
+    huge.truncate(i64::MAX as u64);
+    for name in [b"a", b"b", b"c"] {
+        let (file, _) = tree.create(d, name, new_file(), Existing::Refuse).await.expect("made");
+        tree.commit_layout(file.ino, file.generation, huge.clone(), time(1)).await.expect("committed");
+        files.push(file.ino);
+    }
+    set(&tree, "d", limits(10, 1 << 40)).await;
+    assert_eq!(used(&tree, "d").await, (3, i64::MAX));
+    assert!(is_over(tree.reserve(files[0], u64::MAX).await));
+    tree.create(d, b"e", new_file(), Existing::Refuse).await.expect("an empty file fits");
+    sound(&tree).await;
+    let (file, _) = tree.create(ROOT, b"f", new_file(), Existing::Refuse).await.expect("made");
+    tree.commit_layout(file.ino, file.generation, huge, time(1)).await.expect("committed");
+    rename(&tree, "f", "d/a", RenameMode::Replace).await.expect_err("it does not fit");
+    sound(&tree).await;
 }
