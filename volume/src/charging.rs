@@ -1,5 +1,9 @@
 //! Memory for what is being written.
 
+use std::pin::pin;
+use std::task::Poll;
+use std::time::Duration;
+
 use forebay_core::{ErrorKind, Result};
 use forebay_io::mem::{Class, Permit};
 use forebay_io::object::MIN_PART_BYTES;
@@ -7,9 +11,14 @@ use forebay_io::object::MIN_PART_BYTES;
 use crate::content::Content;
 use crate::volume::Volume;
 
+/// How long a writer waits for memory before it looks again at what others hold: doubled each time.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
 impl Volume {
-    /// Memory for `bytes` that are about to be written. When there is none left, what other files hold in memory
-    /// goes to the store first, a file at a time; then the writer waits its turn.
+    /// Memory for `bytes` that are about to be written. When there is none left, the writer takes its place among those
+    /// that wait, and brings what open files hold in memory to the store meanwhile, a file at a time. It does so again
+    /// and again: a file that it has passed may be filled by one who then writes no more.
     ///
     /// Parts on their way give their memory back by themselves. What an upload keeps after [`Upload::relieve`] is
     /// less than the least part, so waiting is safe as long as that much for every upload leaves room for `bytes`;
@@ -23,27 +32,35 @@ impl Volume {
         if let Some(permit) = self.budget.try_acquire(Class::Write, bytes) {
             return Ok(permit);
         }
-        let open = self.open_inodes();
-        let uploads = open.iter().filter(|inode| !inode.look(Content::readable)).count() as u64;
-        let finish = uploads * MIN_PART_BYTES + bytes > self.budget.largest();
-        let mut failure = None;
-        for inode in open {
-            // It sticks to its own file; here it matters only if there is no room without it.
-            if let Err(error) = inode.relieve(finish).await {
-                let is_away = error.kind() == ErrorKind::Unavailable;
-                failure = Some(error);
-                if is_away {
-                    break;
+        let mut granted = pin!(self.budget.acquire(Class::Write, bytes));
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let open = self.open_inodes();
+            let uploads = open.iter().filter(|inode| !inode.look(Content::readable)).count() as u64;
+            let finish = uploads * MIN_PART_BYTES + bytes > self.budget.largest();
+            let mut failure = None;
+            for inode in open {
+                if let Poll::Ready(permit) = futures::poll!(granted.as_mut()) {
+                    return Ok(permit);
+                }
+                // It sticks to its own file; here it matters only if there is no room without it.
+                if let Err(error) = inode.relieve(finish).await {
+                    let is_away = error.kind() == ErrorKind::Unavailable;
+                    failure = Some(error);
+                    if is_away {
+                        break;
+                    }
                 }
             }
-            if let Some(permit) = self.budget.try_acquire(Class::Write, bytes) {
+            match (futures::poll!(granted.as_mut()), failure) {
+                (Poll::Ready(permit), _) => return Ok(permit),
+                (Poll::Pending, Some(error)) => return Err(error),
+                (Poll::Pending, None) => {}
+            }
+            if let Ok(permit) = tokio::time::timeout(pause, granted.as_mut()).await {
                 return Ok(permit);
             }
-        }
-        match (self.budget.try_acquire(Class::Write, bytes), failure) {
-            (Some(permit), _) => Ok(permit),
-            (None, Some(error)) => Err(error),
-            (None, None) => Ok(self.budget.acquire(Class::Write, bytes).await),
+            pause = (2 * pause).min(LONGEST_PAUSE);
         }
     }
 }

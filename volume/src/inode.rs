@@ -356,9 +356,13 @@ impl OpenInode {
     }
 
     /// Frees the memory that written bytes take: a running upload sends what it holds back, or is completed when
-    /// `finish` says so, and inline bytes go to a blob of their own.
+    /// `finish` says so, and inline bytes go to a blob of their own. Does nothing where somebody has the turn, and so never
+    /// waits for another writer: that one brings the bytes to the store itself, or is done soon.
     pub(crate) async fn relieve(&self, finish: bool) -> Result<()> {
-        let mut writer = self.writer.lock().await;
+        if self.look(|content| content.dirty() == 0 && content.readable()) {
+            return Ok(());
+        }
+        let Ok(mut writer) = self.writer.try_lock() else { return Ok(()) };
         if finish {
             self.finish_stream(&mut writer).await?;
         }

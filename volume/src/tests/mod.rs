@@ -5,6 +5,7 @@ mod unlucky;
 mod model;
 mod reading;
 mod writing;
+mod memory;
 mod sizes;
 mod moving;
 mod outside;

@@ -1,0 +1,112 @@
+//! Writers at the ceiling of memory: each gets its turn, whatever others do or leave undone.
+
+use forebay_core::units::MIB;
+use forebay_io::mem::{Budget, Class};
+use forebay_io::object::{Bucket, Faults};
+use futures::FutureExt;
+
+use super::support::{Fixture, create, pattern, run};
+use crate::inode::Position;
+
+/// Room for 12 MiB that are being written, and files that keep 8 MiB of them in memory.
+fn narrow(faults: &Faults) -> Fixture {
+    let mut fixture = Fixture::new(Bucket::in_memory().with_faults(faults));
+    fixture.write.buffer_bytes = 8 * MIB;
+    fixture.budget = Budget::new(16 * MIB);
+    fixture
+}
+
+/// A file that was looked at, and filled after that by one who then writes no more, held what a writer waited for, for ever.
+#[test]
+fn a_writer_without_room_comes_back_to_files_that_were_filled_meanwhile() {
+    run(async {
+        let faults = Faults::new();
+        let fixture = narrow(&faults);
+        let volume = fixture.open().await;
+        let mut files = Vec::new();
+        for name in ["a", "b", "c"] {
+            files.push(create(&volume, name).await);
+        }
+        // In the order in which they are looked at.
+        let open = volume.open_inodes();
+        let permit = volume.charge_write(6 * MIB).await.expect("room");
+        let full = volume.charge_write(6 * MIB).await.expect("room");
+        open[1].write(Position::At(0), pattern(1, 0..6 * MIB), full).await.expect("write");
+        let gate = faults.gate(1);
+        let (own, waiting) = (volume.clone(), open[2].clone());
+        let writer = tokio::spawn(async move {
+            let permit = own.charge_write(12 * MIB).await.expect("room");
+            waiting.write(Position::At(0), pattern(2, 0..12 * MIB), permit).await
+        });
+        gate.reached().await;
+        open[0].write(Position::At(0), pattern(0, 0..6 * MIB), permit).await.expect("write");
+        gate.open();
+        assert_eq!(writer.await.expect("it ends").expect("write"), 12 << 20);
+        for file in files {
+            file.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+        assert_eq!(fixture.budget.used(Class::Write), 0);
+        assert!(fixture.budget.peak() <= 16 * MIB);
+    });
+}
+
+/// A file that is being copied inside the store holds nothing in memory: writers of others waited for that copy.
+#[test]
+fn a_writer_without_room_does_not_wait_for_a_file_that_is_being_sealed() {
+    run(async {
+        let faults = Faults::new();
+        let fixture = narrow(&faults);
+        let volume = fixture.open().await;
+        let sealed = create(&volume, "sealed").await;
+        for at in [0, MIB] {
+            sealed.write(at, pattern(0, at..at + MIB)).await.expect("write");
+            sealed.fsync().await.expect("fsync");
+        }
+        let ino = sealed.ino();
+        let gate = faults.gate(1);
+        sealed.release().await.expect("release");
+        gate.reached().await;
+        let files = [create(&volume, "a").await, create(&volume, "b").await, create(&volume, "c").await];
+        for file in &files[..2] {
+            file.write(0, pattern(1, 0..6 * MIB)).await.expect("write");
+        }
+        let being_sealed = volume.open_inodes().into_iter().find(|inode| inode.ino() == ino);
+        let relieved = being_sealed.expect("it is being sealed").relieve(false).now_or_never();
+        relieved.expect("nobody waits").expect("it holds nothing");
+        files[2].write(0, pattern(2, 0..12 * MIB)).await.expect("write");
+        gate.open();
+        for file in &files {
+            file.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+    });
+}
+
+/// Whoever has a file's turn may wait for the store for long: what others need is found in other files meanwhile.
+#[test]
+fn a_writer_without_room_does_not_wait_for_a_file_that_is_being_committed() {
+    run(async {
+        let faults = Faults::new();
+        let fixture = narrow(&faults);
+        let volume = fixture.open().await;
+        let files = [create(&volume, "a").await, create(&volume, "b").await];
+        for file in &files {
+            file.write(0, pattern(1, 0..6 * MIB)).await.expect("write");
+        }
+        let gate = faults.gate(1);
+        let committed = files[0].clone();
+        let flush = tokio::spawn(async move { committed.flush().await });
+        gate.reached().await;
+        for inode in volume.open_inodes().iter().filter(|inode| inode.ino() == files[0].ino()) {
+            inode.relieve(true).now_or_never().expect("nobody waits").expect("others see to it");
+        }
+        files[1].write(6 * MIB, pattern(1, 6 * MIB..7 * MIB)).await.expect("write");
+        gate.open();
+        flush.await.expect("it ends").expect("flush");
+        for file in &files {
+            file.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+    });
+}
