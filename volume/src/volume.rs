@@ -261,7 +261,14 @@ impl Volume {
         let inode = self.acquire(ino).await?;
         let file = Arc::new(File::new(inode.clone(), self.clone(), access));
         if access.truncate && access.write && inode.look(|content| content.size()) > 0 {
-            inode.truncate(0).await?;
+            if let Err(error) = inode.truncate(0).await {
+                // Nobody will: there is no handle.
+                inode.leave_writer();
+                if let Err(error) = self.release(&inode, true).await {
+                    tracing::warn!(%ino, %error, "could not close what could not be emptied");
+                }
+                return Err(error);
+            }
         }
         Ok(file)
     }
@@ -290,15 +297,25 @@ impl Volume {
 
     /// Removes a name. A file that is being written is committed first, so that its object and its name stay one.
     pub async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<()> {
-        self.settle(parent, name).await?;
+        self.settle_removed(parent, name).await;
         self.store.tree.unlink(parent, name).await
     }
 
     /// Moves or exchanges names, as [`Tree::rename`].
     pub async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()> {
         self.settle(from.0, from.1).await?;
-        self.settle(to.0, to.1).await?;
+        match mode {
+            RenameMode::Replace => self.settle_removed(to.0, to.1).await,
+            _ => self.settle(to.0, to.1).await?,
+        }
         self.store.tree.rename(from, to, mode).await
+    }
+
+    /// The same for a path that is about to be removed: what its file fails with is for those who wrote it.
+    async fn settle_removed(&self, parent: InodeId, name: &[u8]) {
+        if let Err(error) = self.settle(parent, name).await {
+            tracing::debug!(%error, "could not complete what is removed");
+        }
     }
 
     /// Completes uploads to the path that is about to change and to all below it: what comes to that path next may leave

@@ -7,6 +7,7 @@ mod reading;
 mod writing;
 mod memory;
 mod sizes;
+mod removing;
 mod moving;
 mod outside;
 mod cloning;
