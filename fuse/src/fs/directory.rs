@@ -3,6 +3,7 @@
 use bytes::Bytes;
 use forebay_core::{Attributes, FileKind, InodeId};
 use forebay_metadata::tree::{DirectoryEntry, DirectoryPage};
+use tracing::debug;
 
 use super::FileSystem;
 use super::listing::{DOT, DOT_DOT, Seek};
@@ -96,7 +97,14 @@ impl FileSystem {
                 cursor.note(number, &entry.name);
             }
             let Some(after) = last.filter(|_| !page.complete) else { return Ok(()) };
-            page = self.volume.read_directory(ino, Some(&after), PAGE).await?;
+            page = match self.volume.read_directory(ino, Some(&after), PAGE).await {
+                Ok(page) => page,
+                Err(error) => {
+                    // What was taken is told, since its references count. Who comes for the rest is told of the error.
+                    debug!(%ino, %error, "a listing ends early");
+                    return Ok(());
+                }
+            };
         }
     }
 

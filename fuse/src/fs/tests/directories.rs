@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use forebay_io::object::Faults;
 use forebay_metadata::kv::{SlateEngine, SlateSettings};
+use futures::FutureExt;
 
 use super::*;
 
@@ -197,6 +198,32 @@ async fn positions_stay_while_names_come_and_go() {
         assert_eq!(page(&fs, ino, handle, at_400, 3).await.0, ["n00399x", "n00400", "n00401"]);
     }
     assert_eq!(page(&fs, ino, handle, 0, 4).await.0, [".", "..", "n00000x", "n00001"]);
+}
+
+/// An error on a later page took back what was listed before it, and the kernel never gave up references that it had not
+/// heard of.
+#[tokio::test]
+async fn what_was_taken_before_an_error_is_listed() {
+    let engine: Arc<dyn Engine> = Arc::new(MemEngine::new());
+    let volume = over(engine.clone(), &Bucket::in_memory(), false, WriteSettings::default()).await;
+    let fs = FileSystem::new(volume, policy(false), Clock::system());
+    let ino = filled(&fs, 300).await;
+    fs.sync_directory().await.expect("synced");
+    let handle = fs.open_directory().expect("opendir");
+    let (mut names, mut last) = (Vec::new(), 0);
+    let take = |number, entry: &crate::fs::Listed| {
+        if names.len() == 2 {
+            // The first page is there.
+            engine.close().now_or_never().expect("at once").expect("closed");
+        }
+        names.push(entry.name().to_vec());
+        last = number;
+        true
+    };
+    fs.read_directory(ino, handle, 0, true, take).await.expect("what was taken");
+    assert!(names.len() > 2 && names.len() < 302, "{} names", names.len());
+    let told = fs.read_directory(ino, handle, last, true, |_, _| true).await;
+    assert!(told.is_err(), "who goes on is told");
 }
 
 /// A program that synced a directory while the store was away hung until it was back.
