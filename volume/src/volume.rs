@@ -260,15 +260,17 @@ impl Volume {
     pub async fn open(self: &Arc<Self>, ino: InodeId, access: Access) -> Result<Arc<File>> {
         let inode = self.acquire(ino).await?;
         let file = Arc::new(File::new(inode.clone(), self.clone(), access));
-        if access.truncate && access.write && inode.look(|content| content.size()) > 0 {
-            if let Err(error) = inode.truncate(0).await {
-                // Nobody will: there is no handle.
-                inode.leave_writer();
-                if let Err(error) = self.release(&inode, true).await {
-                    tracing::warn!(%ino, %error, "could not close what could not be emptied");
-                }
-                return Err(error);
+        if access.truncate
+            && access.write
+            && inode.look(|content| content.size()) > 0
+            && let Err(error) = inode.truncate(0).await
+        {
+            // There is no handle that would do this.
+            inode.leave_writer();
+            if let Err(error) = self.release(&inode, true).await {
+                tracing::warn!(%ino, %error, "could not close what could not be emptied");
             }
+            return Err(error);
         }
         Ok(file)
     }
