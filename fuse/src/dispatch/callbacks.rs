@@ -18,7 +18,7 @@ use fuser::{
 use tokio::sync::watch;
 
 use super::{Answerer, convert, reply as replies};
-use crate::fs::{Caller, Change, FileSystem, OpenFlags};
+use crate::fs::{Caller, Change, FileSystem, OpenFlags, Write};
 
 /// Largest READ and WRITE in bytes: what 256 pages, the kernel's default limit, hold.
 const REQUEST_BYTES_MAX: u32 = 1 << 20;
@@ -305,11 +305,13 @@ impl Filesystem for Dispatch {
         let (file, handle) = (convert::inode(ino), convert::handle(handle));
         // Pages that are written back belong where they are, through whichever handle they come.
         let is_page = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
-        let position = if is_page { offset.into() } else { OpenFlags(flags.0).position(offset) };
+        let flags = OpenFlags(flags.0);
+        let position = if is_page { offset.into() } else { flags.position(offset) };
+        let write = Write { position, clears_setid, syncs: !is_page && flags.syncs() };
         let writer = lock_owner.map(|owner| owner.0);
         self.run("write", ino, |fs| async move {
             fs.note_writer(handle, writer);
-            replies::written(reply, fs.write(file, handle, position, data, clears_setid).await);
+            replies::written(reply, fs.write(file, handle, write, data).await);
         });
     }
 

@@ -9,6 +9,25 @@ use super::FileSystem;
 use crate::errno::{Errno, FsResult};
 use crate::handle::Handle;
 
+/// How bytes are to be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Write {
+    /// Where to.
+    pub position: Position,
+    /// Whether set-id bits go, as the kernel asks for callers without CAP_FSETID.
+    pub clears_setid: bool,
+    /// Whether they are durable on return: see [`OpenFlags::syncs`].
+    ///
+    /// [`OpenFlags::syncs`]: super::OpenFlags::syncs
+    pub syncs: bool,
+}
+
+impl<P: Into<Position>> From<P> for Write {
+    fn from(position: P) -> Self {
+        Self { position: position.into(), clears_setid: false, syncs: false }
+    }
+}
+
 impl FileSystem {
     /// Up to `length` bytes at `offset`; fewer only at the end of the file.
     pub async fn read(&self, ino: InodeId, handle: Handle, offset: u64, length: u32) -> FsResult<Bytes> {
@@ -31,17 +50,16 @@ impl FileSystem {
         Ok(file.read(offset, length).await?)
     }
 
-    /// Writes `data`. `clears_setid` asks that set-id bits go, as the kernel does for callers without CAP_FSETID. File
-    /// capabilities go with any write; what passes through the page cache has been seen to by the kernel.
+    /// Writes `data`. File capabilities go with any write; what passes through the page cache has been seen to by the
+    /// kernel.
     pub async fn write(
         &self,
         ino: InodeId,
         handle: Handle,
-        position: impl Into<Position>,
+        write: impl Into<Write>,
         data: Bytes,
-        clears_setid: bool,
     ) -> FsResult<u32> {
-        let position = position.into();
+        let Write { position, clears_setid, syncs } = write.into();
         let file = self.file(ino, handle).await?;
         if clears_setid {
             self.clear_setid(ino).await?;
@@ -49,7 +67,11 @@ impl FileSystem {
         if !file.access().read {
             self.clear_capability(ino).await?;
         }
-        Ok(file.write(position, data).await?)
+        let written = file.write(position, data).await?;
+        if syncs {
+            file.fsync().await?;
+        }
+        Ok(written)
     }
 
     /// Allocates or frees a range; `mode` has fallocate(2)'s flags.

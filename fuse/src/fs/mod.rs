@@ -13,6 +13,7 @@ mod data;
 mod directory;
 mod xattr;
 
+pub use data::Write;
 pub use directory::Listed;
 pub use inodes::{Change, Space, TimeChange};
 pub use names::Caller;

@@ -36,6 +36,13 @@ impl OpenFlags {
         }
     }
 
+    /// Whether a write with these flags, or with RWF_DSYNC, is durable once it is answered, and that is left to who answers
+    /// it: the kernel sends FSYNC after writes through its page cache, and none after direct or asynchronous ones.
+    pub fn syncs(self) -> bool {
+        // O_SYNC contains O_DSYNC.
+        self.has(libc::O_DSYNC) && (self.is_direct() || self.has(libc::O_DIRECT))
+    }
+
     /// As [`Opened::direct`].
     fn is_direct(self) -> bool {
         self.0 & libc::O_ACCMODE == libc::O_WRONLY

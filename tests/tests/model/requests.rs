@@ -150,7 +150,7 @@ impl Calls for Layer {
         for part in bytes.chunks(REQUEST_BYTES) {
             self.fs.note_writer(at.handle, Some(OWNER));
             let data = Bytes::copy_from_slice(part);
-            let written = self.ask(self.fs.write(at.ino, at.handle, offset, data, false))?;
+            let written = self.ask(self.fs.write(at.ino, at.handle, offset, data))?;
             assert_eq!(written as usize, part.len(), "a request is written whole");
             offset += u64::from(written);
         }

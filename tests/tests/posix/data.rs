@@ -254,6 +254,63 @@ assert len(get("after")) == 1000000
     shell(Path::new("/"), &format!("umount -l {}", bucket.display())).succeeded();
 }
 
+/// Promise S4: The same holds when a write with O_SYNC, O_DSYNC, RWF_SYNC or RWF_DSYNC returns, with O_DIRECT and asynchronous
+/// ones included.
+///
+/// The kernel sends no FSYNC after writes that do not come through its page cache: those were lost.
+#[test]
+fn what_was_written_synchronously_survives_a_kill() {
+    if !require_fuse("what_was_written_synchronously_survives_a_kill") {
+        return;
+    }
+    let mut walk = Walk::new();
+    let pid = walk.mount.pid();
+    walk.python(&format!(
+        r#"
+put("direct", b"o" * 12288)
+put("queued", b"o" * 12288)
+os.fsync(os.open("queued", os.O_RDONLY))
+for name, flags in [("sync", os.O_WRONLY | os.O_SYNC), ("both", os.O_RDWR | os.O_SYNC),
+                    ("log", os.O_WRONLY | os.O_APPEND | os.O_DSYNC)]:
+    file = os.open(name, flags | os.O_CREAT, 0o644)
+    for number in range(3):
+        os.write(file, b"record %d\n" % number)
+file = os.open("once", os.O_WRONLY | os.O_CREAT, 0o644)
+os.pwritev(file, [b"flagged"], 0, os.RWF_DSYNC)
+page = mmap.mmap(-1, 4096)
+page[:] = b"d" * 4096
+os.pwritev(os.open("direct", os.O_RDWR | os.O_DIRECT | os.O_DSYNC), [page], 4096)
+
+file = os.open("queued", os.O_RDWR | os.O_DIRECT | os.O_DSYNC)
+# io_setup(2), io_submit(2) and io_getevents(2) of x86-64.
+if os.uname().machine == "x86_64":
+    context = ctypes.c_ulong(0)
+    assert libc.syscall(206, 1, ctypes.byref(context)) == 0
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    block = struct.pack("QIiHhIQQqQII", 0, 0, 0, 1, 0, file, address, 4096, 4096, 0, 0, 0)
+    block, events = ctypes.create_string_buffer(block), (ctypes.c_int64 * 4)()
+    blocks = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+    assert libc.syscall(209, context, 1, blocks) == 1
+    assert libc.syscall(208, context, 1, 1, events, None) == 1 and events[2] == 4096
+else:
+    os.pwritev(file, [page], 4096)
+os.kill({pid}, 9)
+os._exit(0)
+"#
+    ));
+    walk.mount.kill();
+    walk.mount.remount(&walk.scratch.join("other-home"));
+    walk.python(
+        r#"
+for name in ["sync", "both", "log"]:
+    assert get(name) == b"record 0\nrecord 1\nrecord 2\n", name
+assert get("once") == b"flagged"
+for name in ["direct", "queued"]:
+    assert get(name) == b"o" * 4096 + b"d" * 4096 + b"o" * 4096, name
+"#,
+    );
+}
+
 /// Promise S47: A file that is being written through a write-only descriptor is published by its writers' close or fsync,
 /// not by a child that was forked meanwhile and closes its copy of the descriptor
 #[test]

@@ -164,7 +164,7 @@ async fn a_listing_shows_writes_not_committed_yet() {
     let ino = filled(&fs, 1).await;
     let file = find(&fs, ino, &name(0)).await.ino;
     let handle = open(&fs, file, libc::O_WRONLY).await.expect("open");
-    fs.write(file, handle, 0, "pending".into(), false).await.expect("write");
+    fs.write(file, handle, 0, "pending".into()).await.expect("write");
     let (directory, mut sizes) = (fs.open_directory().expect("opendir"), Vec::new());
     let take = |_, entry: &crate::fs::Listed| {
         if let crate::fs::Listed::Name(_, attributes) = entry {

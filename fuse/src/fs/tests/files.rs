@@ -10,7 +10,7 @@ async fn what_is_written_is_read_back() {
     let ino = put(&fs, ROOT, "f", "hello").await;
     assert_eq!(content(&fs, ino).await, "hello");
     let handle = open(&fs, ino, libc::O_RDWR).await.expect("open");
-    fs.write(ino, handle, 10, "world".into(), false).await.expect("write");
+    fs.write(ino, handle, 10, "world".into()).await.expect("write");
     assert_eq!(fs.read(ino, handle, 3, 100).await, Ok(Bytes::from("lo\0\0\0\0\0world")));
     assert_eq!(fs.read(ino, handle, 15, 100).await, Ok(Bytes::new()), "at the end there is nothing");
     assert_eq!(fs.attributes(ino).await.expect("stat").size, 15, "before anything was flushed");
@@ -36,7 +36,7 @@ async fn open_flags_mean_what_open_says() {
     let append = open(&fs, ino, libc::O_WRONLY | libc::O_APPEND).await.expect("append");
     let write = |flags, at, text: &'static str| {
         let position = OpenFlags(libc::O_WRONLY | flags).position(at);
-        fs.write(ino, append, position, text.into(), false)
+        fs.write(ino, append, position, text.into())
     };
     write(libc::O_APPEND, 0, "45").await.expect("append");
     write(0, 0, "0").await.expect("the flag was taken away since");
@@ -77,9 +77,9 @@ async fn handles_that_only_write_are_direct_and_clear_capabilities() {
         let opened = fs.open(made.ino, OpenFlags(access)).await.expect("open");
         assert_eq!(opened.direct, direct);
         if direct {
-            fs.write(made.ino, opened.handle, 0, "x".into(), false).await.expect("write");
+            fs.write(made.ino, opened.handle, 0, "x".into()).await.expect("write");
             fails(fs.xattr(made.ino, b"security.capability", 0).await, libc::ENODATA);
-            fs.write(made.ino, opened.handle, 1, "y".into(), false).await.expect("write again");
+            fs.write(made.ino, opened.handle, 1, "y".into()).await.expect("write again");
         }
         fs.release(opened.handle).await.expect("release");
     }
@@ -87,7 +87,7 @@ async fn handles_that_only_write_are_direct_and_clear_capabilities() {
 
 async fn put_content(fs: &FileSystem, ino: InodeId, content: &str) {
     let handle = open(fs, ino, libc::O_WRONLY).await.expect("open");
-    fs.write(ino, handle, 0, Bytes::copy_from_slice(content.as_bytes()), false).await.expect("write");
+    fs.write(ino, handle, 0, Bytes::copy_from_slice(content.as_bytes())).await.expect("write");
     fs.close(handle, 0).await.expect("flush");
     fs.release(handle).await.expect("release");
 }
@@ -119,7 +119,7 @@ async fn a_removed_file_lives_until_its_last_close() {
     let handle = open(&fs, ino, libc::O_RDWR).await.expect("open");
     fs.unlink(ROOT, b"f").await.expect("unlink");
     assert_eq!(fs.lookup(ROOT, b"f").await, Ok(None));
-    fs.write(ino, handle, 4, " on".into(), false).await.expect("write");
+    fs.write(ino, handle, 4, " on".into()).await.expect("write");
     assert_eq!(fs.read(ino, handle, 0, 100).await, Ok(Bytes::from("kept on")));
     assert_eq!(fs.attributes(ino).await.expect("fstat").nlink, 0);
     fs.close(handle, 0).await.expect("flush");
@@ -167,7 +167,7 @@ async fn a_new_name_does_not_hide_what_was_not_committed_yet() {
     let fs = writable().await;
     let ino = put(&fs, ROOT, "f", "").await;
     let handle = open(&fs, ino, libc::O_WRONLY).await.expect("open");
-    fs.write(ino, handle, 0, "pending".into(), false).await.expect("write");
+    fs.write(ino, handle, 0, "pending".into()).await.expect("write");
     assert_eq!(fs.link(ino, ROOT, b"g").await.expect("link").size, 7);
     assert_eq!(find(&fs, ROOT, "g").await.size, 7);
     fs.release(handle).await.expect("release");
@@ -178,7 +178,7 @@ async fn seeking_finds_data_and_holes() {
     let fs = writable().await;
     let ino = put(&fs, ROOT, "f", "data").await;
     let handle = open(&fs, ino, libc::O_RDWR).await.expect("open");
-    fs.write(ino, handle, 1 << 20, "more".into(), false).await.expect("write");
+    fs.write(ino, handle, 1 << 20, "more".into()).await.expect("write");
     let seek = |offset, whence| fs.seek(ino, handle, offset, whence);
     assert_eq!(seek(0, libc::SEEK_DATA).await, Ok(0));
     assert_eq!(seek(0, libc::SEEK_HOLE).await, Ok(4));
@@ -224,7 +224,7 @@ async fn what_is_still_open_is_written_at_the_end_of_the_mount() {
     let fs = FileSystem::new(volume(&bucket, false).await, policy(false), Clock::system());
     let flags = OpenFlags(libc::O_WRONLY | libc::O_CREAT);
     let (attributes, opened) = fs.create(CALLER, ROOT, b"f", 0o644, flags).await.expect("create");
-    fs.write(attributes.ino, opened.handle, 0, "late".into(), false).await.expect("write");
+    fs.write(attributes.ino, opened.handle, 0, "late".into()).await.expect("write");
     fs.release_all().await;
     assert_eq!(fs.open_handles(), 0);
     let object = bucket.get(&forebay_core::ObjectKey::new("f"), None, 0..4).await.expect("the object");

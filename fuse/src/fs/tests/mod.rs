@@ -107,7 +107,7 @@ async fn put(fs: &FileSystem, parent: InodeId, name: &str, content: &str) -> Ino
     let (attributes, opened) =
         fs.create(CALLER, parent, name.as_bytes(), 0o644, flags).await.expect("create");
     let content = Bytes::copy_from_slice(content.as_bytes());
-    fs.write(attributes.ino, opened.handle, 0, content, false).await.expect("write");
+    fs.write(attributes.ino, opened.handle, 0, content).await.expect("write");
     fs.close(opened.handle, 0).await.expect("flush");
     fs.release(opened.handle).await.expect("release");
     attributes.ino

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use forebay_core::{FileKind, Timestamp};
 
 use super::*;
-use crate::fs::{Change, TimeChange, XattrReply};
+use crate::fs::{Change, TimeChange, Write, XattrReply};
 
 #[tokio::test]
 async fn every_reference_is_counted_and_forgotten() {
@@ -122,7 +122,8 @@ async fn set_id_bits_go_when_others_change_the_content() {
     }
     fs.set_attributes(ino, mode(0o4755), true).await.expect("chmod");
     let handle = open(&fs, ino, libc::O_WRONLY).await.expect("open");
-    fs.write(ino, handle, 0, "y".into(), true).await.expect("write");
+    let write = Write { clears_setid: true, ..0.into() };
+    fs.write(ino, handle, write, "y".into()).await.expect("write");
     assert_eq!(fs.attributes(ino).await.expect("stat").mode, 0o755);
     fs.release(handle).await.expect("release");
 }
