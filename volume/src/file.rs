@@ -8,7 +8,7 @@ use forebay_core::{BlockKey, Error, ErrorKind, InodeId, Result, Timestamp};
 use parking_lot::Mutex;
 
 use crate::content::Content;
-use crate::inode::{OpenInode, Position};
+use crate::inode::{OpenInode, Position, Told};
 use crate::prefetch::Prefetch;
 use crate::prefetch::directory::SMALL_FILE;
 use crate::volume::Volume;
@@ -52,6 +52,7 @@ pub struct File {
     access: Access,
     prefetch: Mutex<Prefetch>,
     writers: Mutex<Writers>,
+    told: Told,
 }
 
 /// Who wrote through a handle and has not closed it since. Forked processes share a handle.
@@ -68,7 +69,8 @@ impl File {
         if access.write {
             inode.enter_writer();
         }
-        Self { inode, volume, access, prefetch, writers: Mutex::default() }
+        let told = inode.begin_telling();
+        Self { inode, volume, access, prefetch, writers: Mutex::default(), told }
     }
 
     /// The inode.
@@ -167,7 +169,7 @@ impl File {
 
     /// close(2): commits what was written. The bytes are in the bucket on return, the name within 5 s.
     pub async fn flush(&self) -> Result<()> {
-        if self.access.write { self.inode.flush().await } else { Ok(()) }
+        if self.access.write { self.inode.flush(&self.told).await } else { Ok(()) }
     }
 
     /// Notes that the next write is made by the process whose descriptors are `writer`.
@@ -195,18 +197,20 @@ impl File {
 
     /// fsync(2): bytes and metadata are in the bucket on return.
     pub async fn fsync(&self) -> Result<()> {
-        self.inode.flush().await?;
+        self.inode.flush(&self.told).await?;
         self.inode.store().sync_tree().await?;
         // The local disk may have lost them meanwhile.
-        self.inode.tell_failure()
+        self.inode.tell_failure(&self.told)
     }
 
-    /// The last reference to the handle is gone. Commits what a mapping wrote after the last flush.
+    /// The last reference to the handle is gone. Commits what a mapping wrote after the last flush. No program hears what
+    /// fails here: what others wrote is still theirs to be told of.
     pub async fn release(&self) -> Result<()> {
         let flushed = match self.access.write {
             true => {
                 self.inode.leave_writer();
-                self.inode.flush().await
+                let committed = self.inode.commit_now().await;
+                self.inode.untold_failure(&self.told).and(committed)
             }
             false => Ok(()),
         };

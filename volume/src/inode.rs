@@ -21,8 +21,12 @@ use crate::fetch::join;
 use crate::settings::SealPolicy;
 use crate::store::{Store, not_written};
 
+mod failures;
 mod seal;
 mod share;
+
+use failures::Failures;
+pub(crate) use failures::Told;
 
 /// Times a new content is laid over what the tree went over to meanwhile.
 const COMMIT_ATTEMPTS: usize = 4;
@@ -43,8 +47,8 @@ pub(crate) struct OpenInode {
     awaits_seal: AtomicBool,
     /// When it was last read, if that is kept and the tree was not told yet.
     accessed: Mutex<Option<Timestamp>>,
-    /// The last failure that lost bytes, until fsync or close has told about it.
-    failure: Mutex<Option<Error>>,
+    /// What lost bytes, until fsync and close have told about it.
+    failures: Failures,
 }
 
 /// What only the one writer at a time may touch.
@@ -119,7 +123,7 @@ impl OpenInode {
             shares: AtomicBool::new(false),
             awaits_seal: AtomicBool::new(false),
             accessed: Mutex::default(),
-            failure: Mutex::default(),
+            failures: Failures::default(),
         }
     }
 
@@ -261,20 +265,6 @@ impl OpenInode {
         self.finish_stream(&mut writer).await
     }
 
-    /// The last failure that lost bytes, while nobody was told about it.
-    pub(crate) fn failure(&self) -> Option<Error> {
-        self.failure.lock().as_ref().map(Error::duplicate).or_else(|| self.lost(false))
-    }
-
-    /// The last failure that lost bytes, for those who write: once.
-    pub(crate) fn tell_failure(&self) -> Result<()> {
-        self.failure.lock().take().or_else(|| self.lost(true)).map_or(Ok(()), Err)
-    }
-
-    fn lost(&self, tells: bool) -> Option<Error> {
-        self.look(|content| self.store.lost(self.ino, content.layout(), tells))
-    }
-
     /// Whether the file is committed and lies in something else than one plain object or segments.
     pub(crate) fn needs_seal(&self) -> bool {
         let settings = &self.store.write;
@@ -343,16 +333,13 @@ impl OpenInode {
         Ok(())
     }
 
-    /// Commits everything written so far. What failed since the last call is told here, once.
-    pub(crate) async fn flush(&self) -> Result<()> {
+    /// Commits everything written so far. What failed since this handle was `told` last is told here, once.
+    pub(crate) async fn flush(&self, told: &Told) -> Result<()> {
         let mut writer = self.writer.lock().await;
-        self.tell_failure()?;
-        if let Err(failure) = self.finish_stream(&mut writer).await {
-            // Told here and now.
-            self.failure.lock().take();
-            return Err(failure);
-        }
-        self.commit(&mut writer).await
+        self.tell_failure(told)?;
+        let committed = self.commit_all(&mut writer).await;
+        // One that lost bytes is told here and now.
+        committed.or_else(|error| self.failures.tell(told).and(Err(error)))
     }
 
     /// Frees the memory that written bytes take: a running upload sends what it holds back, or is completed when
@@ -394,6 +381,7 @@ impl OpenInode {
                     // What was written lies over bytes that are gone: trying again would never do.
                     Err(error) if error.kind() == ErrorKind::Stale => {
                         tracing::error!(ino = %self.ino, %error, "lost written bytes: what they were written over was replaced");
+                        self.failures.record(error.duplicate());
                         self.fall_back().await;
                         Err(error)
                     }
@@ -493,35 +481,6 @@ impl OpenInode {
             Err(error) => Err(self.lose_stream(writer, error).await),
             Ok(()) => Ok(()),
         }
-    }
-
-    /// A streamed object could not be written: its bytes are gone, the file keeps its last committed content, and
-    /// the next fsync or close says so.
-    async fn lose_stream(&self, writer: &mut Writer, error: Error) -> Error {
-        let error = match &writer.stream {
-            Some(stream) => not_written(self.ino, stream.placement.key(), error),
-            None => error,
-        };
-        tracing::error!(ino = %self.ino, %error, "lost written bytes: the upload failed");
-        *self.failure.lock() = Some(error.duplicate());
-        if let Some(stream) = writer.stream.take()
-            && let Err(abort) = stream.upload.abort().await
-        {
-            tracing::warn!(ino = %self.ino, error = %abort, "could not abort the failed upload");
-        }
-        self.fall_back().await;
-        error
-    }
-
-    /// Shows what was committed last instead of bytes that are lost.
-    async fn fall_back(&self) {
-        let known = self.look(|content| (content.base().clone(), content.generation()));
-        let (layout, generation) = self.store.tree.layout(self.ino).await.unwrap_or_else(|error| {
-            tracing::warn!(ino = %self.ino, %error, "the last content is the one that this mount knew");
-            known
-        });
-        *self.content.write() = Content::committed(layout, generation);
-        self.store.settled(self.ino);
     }
 }
 

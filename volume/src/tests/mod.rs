@@ -8,6 +8,7 @@ mod writing;
 mod memory;
 mod sizes;
 mod removing;
+mod failing;
 mod moving;
 mod outside;
 mod cloning;

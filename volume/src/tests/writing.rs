@@ -351,6 +351,7 @@ fn a_failure_stays_for_its_writer() {
         assert_eq!(file.fsync().await.expect_err("the loss is told").kind(), ErrorKind::Stale);
         file.fsync().await.expect("once");
         volume.sync_all().await.expect("its writer knows");
+        assert_eq!(stream.flush().await.expect_err("each of them is told").kind(), ErrorKind::Stale);
         for handle in [file, stream, other] {
             handle.release().await.expect("release");
         }

@@ -1,0 +1,125 @@
+//! Failures that lost bytes of a file, and who knows of them.
+//!
+//! As Linux tells of them (errseq): each open file that was open when one happened is told of it by its own fsync or close,
+//! once; one that nobody was told of yet is told to who opens the file next.
+
+use forebay_core::{Error, Result};
+use parking_lot::Mutex;
+
+use super::{OpenInode, Writer};
+use crate::content::Content;
+use crate::store::not_written;
+
+/// What happened to one file.
+#[derive(Debug, Default)]
+pub(super) struct Failures {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// How many there were.
+    count: u64,
+    last: Option<Error>,
+    /// Whether some open file was told of the last one.
+    is_known: bool,
+}
+
+/// How far one open file was told: the number of failures before what it does not know.
+#[derive(Debug)]
+pub(crate) struct Told(Mutex<u64>);
+
+impl Failures {
+    pub(super) fn record(&self, error: Error) {
+        let mut state = self.state.lock();
+        *state = State { count: state.count + 1, last: Some(error), is_known: false };
+    }
+
+    /// What a file that is opened now counts as told.
+    pub(super) fn begin(&self) -> Told {
+        let state = self.state.lock();
+        Told(Mutex::new(if state.is_known { state.count } else { state.count.saturating_sub(1) }))
+    }
+
+    /// The last failure, if an open file was not told of it: once.
+    pub(super) fn tell(&self, told: &Told) -> Result<()> {
+        let mut state = self.state.lock();
+        let before = std::mem::replace(&mut *told.0.lock(), state.count);
+        if before == state.count {
+            return Ok(());
+        }
+        state.is_known = true;
+        state.last.as_ref().map_or(Ok(()), |error| Err(error.duplicate()))
+    }
+
+    /// The last failure, while an open file was not told of it.
+    pub(super) fn untold(&self, told: &Told) -> Result<()> {
+        let state = self.state.lock();
+        let error = state.last.as_ref().filter(|_| *told.0.lock() < state.count);
+        error.map_or(Ok(()), |error| Err(error.duplicate()))
+    }
+
+    /// The last failure, while nobody was told of it.
+    pub(super) fn unknown(&self) -> Option<Error> {
+        let state = self.state.lock();
+        state.last.as_ref().filter(|_| !state.is_known).map(Error::duplicate)
+    }
+}
+
+impl OpenInode {
+    /// The last failure that lost bytes, while nobody was told about it.
+    pub(crate) fn failure(&self) -> Option<Error> {
+        self.failures.unknown().or_else(|| self.lost(false))
+    }
+
+    /// What a handle that is opened now was told of failures.
+    pub(crate) fn begin_telling(&self) -> Told {
+        self.failures.begin()
+    }
+
+    /// The last failure that lost bytes, for each handle once.
+    pub(crate) fn tell_failure(&self, told: &Told) -> Result<()> {
+        if let Some(error) = self.lost(true) {
+            self.failures.record(error);
+        }
+        self.failures.tell(told)
+    }
+
+    /// The same for a handle that is on its way out, where nobody listens: it stays untold.
+    pub(crate) fn untold_failure(&self, told: &Told) -> Result<()> {
+        self.failures.untold(told)
+    }
+
+    fn lost(&self, tells: bool) -> Option<Error> {
+        self.look(|content| self.store.lost(self.ino, content.layout(), tells))
+    }
+
+    /// A streamed object could not be written: its bytes are gone, the file keeps its last committed content, and
+    /// the next fsync or close of each handle says so.
+    pub(super) async fn lose_stream(&self, writer: &mut Writer, error: Error) -> Error {
+        let error = match &writer.stream {
+            Some(stream) => not_written(self.ino, stream.placement.key(), error),
+            None => error,
+        };
+        tracing::error!(ino = %self.ino, %error, "lost written bytes: the upload failed");
+        self.failures.record(error.duplicate());
+        if let Some(stream) = writer.stream.take()
+            && let Err(abort) = stream.upload.abort().await
+        {
+            tracing::warn!(ino = %self.ino, error = %abort, "could not abort the failed upload");
+        }
+        self.fall_back().await;
+        error
+    }
+
+    /// Shows what was committed last instead of bytes that are lost.
+    pub(super) async fn fall_back(&self) {
+        let known = self.look(|content| (content.base().clone(), content.generation()));
+        let (layout, generation) = self.store.tree.layout(self.ino).await.unwrap_or_else(|error| {
+            tracing::warn!(ino = %self.ino, %error, "the last content is the one that this mount knew");
+            known
+        });
+        *self.content.write() = Content::committed(layout, generation);
+        self.store.settled(self.ino);
+    }
+}

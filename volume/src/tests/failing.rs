@@ -1,0 +1,86 @@
+//! Who is told of bytes that did not reach the store, and what becomes of them.
+
+use bytes::Bytes;
+use forebay_core::units::MIB;
+use forebay_core::{ErrorKind, FileLayout, ObjectKey, Timestamp};
+use forebay_io::object::{Bucket, Condition, Faults};
+
+use super::support::{Fixture, READ, READ_WRITE, create, open, pattern, run};
+
+/// A volume over a store that can be taken away.
+fn failing() -> (Fixture, Faults) {
+    let faults = Faults::new();
+    (Fixture::new(Bucket::in_memory().with_deadline_ms(200).with_faults(&faults)), faults)
+}
+
+/// Promise S36: So it is for each descriptor that was open for writing when they were lost
+///
+/// Whoever closed first was told, or a command that asked for the commit: the fsync of who wrote returned 0.
+#[test]
+fn a_lost_upload_is_told_to_each_handle_once() {
+    for is_synced in [false, true] {
+        run(async move {
+            let (fixture, faults) = failing();
+            let volume = fixture.open().await;
+            let (writer, other) = (create(&volume, "f").await, open(&volume, "f", READ_WRITE).await);
+            writer.write(0, pattern(1, 0..4 * MIB)).await.expect("an upload begins");
+            faults.set_down(true);
+            if is_synced {
+                volume.sync().await.expect_err("the store is away");
+            }
+            other.flush().await.expect_err("the loss is told to who closes first");
+            faults.set_down(false);
+            writer.fsync().await.expect_err("and to who wrote");
+            for file in [&writer, &other, &open(&volume, "f", READ_WRITE).await] {
+                file.fsync().await.expect("told once, and to nobody who came later");
+                file.release().await.expect("release");
+            }
+        });
+    }
+}
+
+/// Promise S36: a loss that none was told of yet is told to one that is opened later, as Linux does.
+#[test]
+fn a_loss_that_nobody_knows_of_is_told_to_the_next_handle() {
+    run(async {
+        let (fixture, faults) = failing();
+        let volume = fixture.open().await;
+        let (writer, reader) = (create(&volume, "f").await, open(&volume, "f", READ).await);
+        writer.write(0, pattern(1, 0..4 * MIB)).await.expect("an upload begins");
+        faults.set_down(true);
+        volume.sync().await.expect_err("the store is away");
+        faults.set_down(false);
+        writer.release().await.expect_err("no program hears this");
+        let next = open(&volume, "f", READ_WRITE).await;
+        next.flush().await.expect_err("it is told");
+        next.flush().await.expect("once");
+        for file in [next, reader] {
+            file.release().await.expect("release");
+        }
+    });
+}
+
+/// Promise S36: So it is for each descriptor that was open for writing when they were lost
+#[test]
+fn bytes_over_a_replaced_object_are_told_to_who_wrote_them() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let put = async |key: &ObjectKey| {
+            let put = fixture.bucket.put(key, "before".into(), Condition::IfAbsent).await;
+            FileLayout::of_blob(put.expect("put").blob())
+        };
+        put(&ObjectKey::new("f")).await;
+        let volume = fixture.open().await;
+        let writer = open(&volume, "f", READ_WRITE).await;
+        writer.write(2, Bytes::from_static(b"ours")).await.expect("write");
+        let (tree, ino) = (volume.tree(), writer.ino());
+        let (theirs, (_, generation)) =
+            (put(&tree.fresh_blob()).await, tree.layout(ino).await.expect("a layout"));
+        tree.commit_layout(ino, generation, theirs, Timestamp::default()).await.expect("a commit");
+        let told = volume.sync().await.expect_err("what it was written over is gone");
+        assert_eq!(told.kind(), ErrorKind::Stale);
+        assert_eq!(writer.fsync().await.expect_err("its writer is told").kind(), ErrorKind::Stale);
+        writer.fsync().await.expect("once");
+        writer.release().await.expect("release");
+    });
+}
