@@ -14,7 +14,7 @@ use forebay_io::mem::Permit;
 use forebay_io::object::Upload;
 use forebay_metadata::tree::Placement;
 use parking_lot::{Mutex, RwLock};
-use tokio::sync::Mutex as AsyncMutex;
+use tokio::sync::{Mutex as AsyncMutex, MutexGuard};
 
 use crate::content::Content;
 use crate::fetch::join;
@@ -47,6 +47,8 @@ pub(crate) struct OpenInode {
     awaits_seal: AtomicBool,
     /// When it was last read, if that is kept and the tree was not told yet.
     accessed: Mutex<Option<Timestamp>>,
+    /// Whether no handle is open on it any more: who opens the file now gets another, and this one changes nothing.
+    is_retired: AtomicBool,
     /// What lost bytes, until fsync and close have told about it.
     failures: Failures,
 }
@@ -123,6 +125,7 @@ impl OpenInode {
             shares: AtomicBool::new(false),
             awaits_seal: AtomicBool::new(false),
             accessed: Mutex::default(),
+            is_retired: AtomicBool::new(false),
             failures: Failures::default(),
         }
     }
@@ -148,6 +151,21 @@ impl OpenInode {
     /// Whether a flush is certain to come.
     pub(crate) fn has_writers(&self) -> bool {
         self.writers.load(SeqCst) > 0
+    }
+
+    /// The writers' turn: nothing is committed while it is kept.
+    pub(crate) async fn turn(&self) -> MutexGuard<'_, impl Sized> {
+        self.writer.lock().await
+    }
+
+    /// Notes that its last handle is gone. What it holds uncommitted, if anything, is older than what comes to the file
+    /// from now on; the caller has the turn then.
+    pub(crate) fn retire(&self) {
+        self.is_retired.store(true, SeqCst);
+    }
+
+    fn is_retired(&self) -> bool {
+        self.is_retired.load(SeqCst)
     }
 
     /// A look at the content under its lock; `look` must not wait.
@@ -364,7 +382,7 @@ impl OpenInode {
 
     /// Brings inline bytes into the store and commits the layout.
     async fn commit(&self, writer: &mut Writer) -> Result<()> {
-        if self.look(Content::modified).is_none() {
+        if self.look(Content::modified).is_none() || self.is_retired() {
             return Ok(());
         }
         let whole = self.look(Content::whole_inline);
@@ -461,6 +479,9 @@ impl OpenInode {
 
     /// Puts all inline bytes into one owned blob.
     async fn pack(&self, writer: &mut Writer) -> Result<()> {
+        if self.is_retired() {
+            return Ok(());
+        }
         let packed = self.look(Content::pack);
         if !packed.is_empty() {
             let blob = self.store.put_owned(self.ino, packed).await?;
@@ -473,6 +494,9 @@ impl OpenInode {
     /// Completes a running upload and commits it as the whole file.
     async fn finish_stream(&self, writer: &mut Writer) -> Result<()> {
         let Some(Stream { upload, placement }) = writer.stream.take() else { return Ok(()) };
+        if self.is_retired() {
+            return upload.abort().await;
+        }
         let committed = match self.store.complete(upload, &placement).await {
             Ok(info) => self.replace_layout(FileLayout::of_blob(info.blob())).await,
             Err(error) => Err(not_written(self.ino, placement.key(), error)),

@@ -103,6 +103,19 @@ struct Opened {
     handles: usize,
 }
 
+/// What came of giving back a handle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Left {
+    /// It is counted off.
+    Counted,
+    /// It goes on, to seal the file.
+    Seals,
+    /// It is the last one of a file with uncommitted bytes.
+    Pending,
+    /// It was not open.
+    Gone,
+}
+
 /// The tree where it is served in this process.
 ///
 /// # Errors
@@ -469,22 +482,16 @@ impl Volume {
             // Before the handle goes: a reader's may be the last one.
             inode.await_seal();
         }
-        let seals = {
-            let mut open = self.open.lock();
-            let Some(opened) = open.get_mut(&ino) else { return told };
-            let seals = opened.handles == 1 && !is_staged && inode.needs_seal() && inode.begin_seal();
-            if !seals {
-                opened.handles -= 1;
-                if opened.handles == 0 {
-                    open.remove(&ino);
-                    self.gone.fetch_add(1, Ordering::SeqCst);
-                    // While nobody can begin to write: what was not committed by now never will be.
-                    self.store.settled(ino);
-                }
-            }
-            seals
-        };
-        if seals {
+        let mut left = self.leave(inode, !is_staged, false);
+        if left == Left::Pending {
+            // Others may be committing it: nothing of that may come after what the next to open the file writes.
+            let _turn = inode.turn().await;
+            left = self.leave(inode, !is_staged, true);
+        }
+        if left == Left::Gone {
+            return told;
+        }
+        if left == Left::Seals {
             self.seal_behind(inode.clone());
             return told;
         }
@@ -493,6 +500,29 @@ impl Volume {
             uploads.closed(ino, behind);
         }
         told.and(closed)
+    }
+
+    /// Counts one handle off, unless it is the last one and the file is to be sealed, if it `may_seal`, or has something
+    /// uncommitted, which takes the writers' turn.
+    fn leave(&self, inode: &OpenInode, may_seal: bool, has_turn: bool) -> Left {
+        let mut open = self.open.lock();
+        let Some(opened) = open.get_mut(&inode.ino()) else { return Left::Gone };
+        if opened.handles > 1 {
+            opened.handles -= 1;
+            return Left::Counted;
+        }
+        if may_seal && inode.needs_seal() && inode.begin_seal() {
+            return Left::Seals;
+        }
+        if !has_turn && inode.look(Content::modified).is_some() {
+            return Left::Pending;
+        }
+        inode.retire();
+        open.remove(&inode.ino());
+        self.gone.fetch_add(1, Ordering::SeqCst);
+        // While nobody can begin to write: what was not committed by now never will be.
+        self.store.settled(inode.ino());
+        Left::Counted
     }
 
     /// The shared state of an open inode with one more handle.

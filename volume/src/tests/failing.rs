@@ -5,7 +5,7 @@ use forebay_core::units::MIB;
 use forebay_core::{ErrorKind, FileLayout, ObjectKey, Timestamp};
 use forebay_io::object::{Bucket, Condition, Faults};
 
-use super::support::{Fixture, READ, READ_WRITE, create, open, pattern, run};
+use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
 
 /// A volume over a store that can be taken away.
 fn failing() -> (Fixture, Faults) {
@@ -82,5 +82,28 @@ fn bytes_over_a_replaced_object_are_told_to_who_wrote_them() {
         assert_eq!(writer.fsync().await.expect_err("its writer is told").kind(), ErrorKind::Stale);
         writer.fsync().await.expect("once");
         writer.release().await.expect("release");
+    });
+}
+
+/// A commit that comes late, as `forebay sync` takes up one open file after another, put the old bytes over newer ones.
+#[test]
+fn what_was_given_up_is_not_committed_over_newer_bytes() {
+    run(async {
+        let (fixture, faults) = failing();
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"old")).await.expect("write");
+        let given_up = volume.open_inodes().pop().expect("it is open");
+        faults.set_down(true);
+        file.flush().await.expect_err("the store is away");
+        file.release().await.expect_err("the store is away");
+        faults.set_down(false);
+        let again = open(&volume, "f", READ_WRITE).await;
+        again.write(0, Bytes::from_static(b"new")).await.expect("write");
+        again.fsync().await.expect("fsync");
+        given_up.commit_now().await.expect("there is nothing to do");
+        assert_eq!(again.read(0, 10).await.expect("read"), "new");
+        assert_eq!(object(&fixture.bucket, "f").await, "new");
+        again.release().await.expect("release");
     });
 }
