@@ -238,6 +238,10 @@ impl OpenInode {
         let size = self.look(Content::size);
         let offset = writer.offset(position, length as u64, size);
         self.let_in(offset.saturating_add(length as u64)).await?;
+        if writer.stream.is_none() && self.look(Content::dirty) >= self.store.write.buffer_bytes {
+            // Kept by a write that could not bring it away. Nothing of this one is taken if that fails again.
+            self.spill(&mut writer).await?;
+        }
         if matches!(position, Position::PieceAt(_)) {
             writer.note_piece(offset, length as u64, size);
         }
@@ -253,8 +257,12 @@ impl OpenInode {
         }
         self.content.write().write(offset, data, self.store.now());
         writer.permits.push(permit);
-        if self.look(Content::dirty) >= self.store.write.buffer_bytes {
-            self.spill(&mut writer).await?;
+        if self.look(Content::dirty) >= self.store.write.buffer_bytes
+            && let Err(error) = self.spill(&mut writer).await
+        {
+            // The bytes are kept, so this write has succeeded: a program that was told otherwise would append them again.
+            // The next write and fsync try again, and tell.
+            tracing::debug!(ino = %self.ino, %error, "written bytes stay in memory");
         }
         Ok(length as u32)
     }

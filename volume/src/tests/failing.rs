@@ -6,6 +6,7 @@ use forebay_core::{ErrorKind, FileLayout, ObjectKey, Timestamp};
 use forebay_io::object::{Bucket, Condition, Faults};
 
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
+use crate::Position;
 
 /// A volume over a store that can be taken away.
 fn failing() -> (Fixture, Faults) {
@@ -105,5 +106,33 @@ fn what_was_given_up_is_not_committed_over_newer_bytes() {
         assert_eq!(again.read(0, 10).await.expect("read"), "new");
         assert_eq!(object(&fixture.bucket, "f").await, "new");
         again.release().await.expect("release");
+    });
+}
+
+/// What write(2) fails with is not in the file: a program that appends it again has it once.
+#[test]
+fn a_write_that_fails_leaves_nothing_to_append_twice() {
+    run(async {
+        let (fixture, faults) = failing();
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"before")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        let (mut all, mut failures) = (b"before".to_vec(), 0);
+        for number in 0..5 {
+            let record = pattern(number, 0..MIB / 2);
+            all.extend(&record);
+            // The second one fills the buffer.
+            faults.set_down(number > 0 && failures == 0);
+            while let Err(error) = file.write(Position::End, record.clone()).await {
+                assert_eq!(error.kind(), ErrorKind::Unavailable);
+                faults.set_down(false);
+                failures += 1;
+            }
+        }
+        assert_eq!(failures, 1);
+        file.fsync().await.expect("fsync");
+        assert!(file.read(0, 4 << 20).await.expect("read") == all);
+        file.release().await.expect("release");
     });
 }
