@@ -14,7 +14,7 @@ fn failing() -> (Fixture, Faults) {
     (Fixture::new(Bucket::in_memory().with_deadline_ms(200).with_faults(&faults)), faults)
 }
 
-/// Promise S36: So it is for each descriptor that was open for writing when they were lost
+/// Promise S36: So it is for each descriptor that was open for writing when they were lost.
 ///
 /// Whoever closed first was told, or a command that asked for the commit: the fsync of who wrote returned 0.
 #[test]
@@ -40,7 +40,7 @@ fn a_lost_upload_is_told_to_each_handle_once() {
     }
 }
 
-/// Promise S36: a loss that none was told of yet is told to one that is opened later, as Linux does.
+/// Promise S36: A loss that none was told of yet is told to one that is opened later, as Linux does.
 #[test]
 fn a_loss_that_nobody_knows_of_is_told_to_the_next_handle() {
     run(async {
@@ -61,7 +61,7 @@ fn a_loss_that_nobody_knows_of_is_told_to_the_next_handle() {
     });
 }
 
-/// Promise S36: So it is for each descriptor that was open for writing when they were lost
+/// Promise S36: So it is for each descriptor that was open for writing when they were lost.
 #[test]
 fn bytes_over_a_replaced_object_are_told_to_who_wrote_them() {
     run(async {
