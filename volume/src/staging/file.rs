@@ -18,7 +18,7 @@ use std::path::Path;
 
 use bytes::Bytes;
 use forebay_core::units::KIB;
-use forebay_core::{Error, InodeId, crc32c};
+use forebay_core::{Blob, Error, InodeId, ObjectKey, crc32c};
 
 const MAGIC: [u8; 8] = *b"FBSTAGE1";
 /// Bytes under one checksum: little more than a reader asks for is read.
@@ -142,6 +142,19 @@ impl Tail {
         tail.extend_from_slice(&crc32c(&tail).to_le_bytes());
         tail
     }
+}
+
+/// The file of the blob at `key`; `None` for keys that are not owned.
+pub(super) fn name_of(key: &ObjectKey) -> Option<String> {
+    let (session, name) = key.as_str().strip_prefix(Blob::OWNED_PREFIX)?.split_once('/')?;
+    (!name.contains('/')).then(|| format!("{session}-{name}"))
+}
+
+/// The key of the blob in the file `name`.
+pub(super) fn key_of(name: &str) -> Option<ObjectKey> {
+    let (session, name) = name.split_once('-')?;
+    let is_session = session.len() == 16 && session.bytes().all(|byte| byte.is_ascii_hexdigit());
+    is_session.then(|| ObjectKey::new(format!("{}{session}/{name}", Blob::OWNED_PREFIX)))
 }
 
 #[cfg(test)]

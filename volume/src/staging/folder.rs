@@ -29,7 +29,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::Staged;
-use super::file::{self, Tail};
+use super::file::{self, Tail, key_of, name_of};
 use super::origin;
 
 pub(super) const LOCK: &str = "lock";
@@ -568,10 +568,7 @@ fn find(folder: &Path, now: i64) -> Result<Blobs> {
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
-        if name == LOCK {
-            continue;
-        }
-        if key_of(&name).is_none() {
+        if name == LOCK || key_of(&name).is_none() {
             continue;
         }
         let (tail, state) = match file::read_tail(&path) {
@@ -590,17 +587,4 @@ fn find(folder: &Path, now: i64) -> Result<Blobs> {
         blobs.add(name, tail, since.map_or(now, |since| since.as_secs() as i64), state);
     }
     Ok(blobs)
-}
-
-/// The file of the blob at `key`; `None` for keys that are not owned.
-fn name_of(key: &ObjectKey) -> Option<String> {
-    let (session, name) = key.as_str().strip_prefix(Blob::OWNED_PREFIX)?.split_once('/')?;
-    (!name.contains('/')).then(|| format!("{session}-{name}"))
-}
-
-/// The key of the blob in the file `name`.
-pub(super) fn key_of(name: &str) -> Option<ObjectKey> {
-    let (session, name) = name.split_once('-')?;
-    let is_session = session.len() == 16 && session.bytes().all(|byte| byte.is_ascii_hexdigit());
-    is_session.then(|| ObjectKey::new(format!("{}{session}/{name}", Blob::OWNED_PREFIX)))
 }

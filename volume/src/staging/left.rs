@@ -8,7 +8,8 @@ use forebay_core::{Error, Result};
 use forebay_io::task::blocking;
 use serde::Serialize;
 
-use super::folder::{LOCK, key_of};
+use super::file::key_of;
+use super::folder::LOCK;
 use super::{file, origin};
 
 /// A folder of staged bytes that no process uses.

@@ -7,7 +7,8 @@ use super::support::{Fixture, create, pattern, run};
 use crate::Position;
 use crate::file::LARGEST_BYTES;
 
-/// Promise S30: a file may have 16 TiB; what would go past that fails with EFBIG, and leaves the file as it is.
+/// Promise S30: What would make a file larger than 16 TiB fails with EFBIG; one that is larger already keeps its size, and
+/// can be cut.
 #[test]
 fn no_file_grows_past_16_tib() {
     run(async {
