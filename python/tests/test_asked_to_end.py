@@ -26,6 +26,8 @@ def sealed(place: Path, **settings: object) -> tuple[Child, int]:
     """A trainer that has sealed a step and waits, and its agent."""
 
     def train(report: Callable[[str], None]) -> None:
+        # What started the tests may have had it ignored, as nohup does.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         checkpointer = forebay.Checkpointer(place, linger=LINGER_S, **settings)  # type: ignore[arg-type]
         save = checkpointer.save_now(1, {"t": torch.ones(BYTES, dtype=torch.uint8)})
         assert save.wait_sealed(60)
