@@ -7,7 +7,7 @@ use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::object::Bucket;
 use futures::stream::{self, StreamExt};
 
-use crate::catalog::{StepInfo, find_step, list_steps, load_manifest};
+use crate::catalog::{StepInfo, StepName, find_step, list_steps, load_manifest};
 use crate::manifest::{Identity, Manifest, Shard, Slice, Tensor};
 
 /// Bytes of one request.
@@ -26,22 +26,22 @@ pub struct Finding {
     pub fact: String,
 }
 
-/// The manifest that counts for `step`.
+/// The manifest that is meant by `name`.
 ///
 /// # Errors
 /// `NotFound`, or `Corrupt` with the fact.
-pub async fn show(bucket: &Bucket, step: u64) -> Result<Manifest> {
-    load_manifest(bucket, &find_step(bucket, step).await?.key).await
+pub async fn show(bucket: &Bucket, name: StepName) -> Result<Manifest> {
+    load_manifest(bucket, &find_step(bucket, name).await?.key).await
 }
 
 /// Checks one step, or every one that counts; nothing found means that they are whole. `progress` is told the
 /// number of bytes read since it was told last.
 ///
 /// # Errors
-/// Only what keeps it from looking: a store that cannot be reached, or a `step` that is not there.
-pub async fn verify(bucket: &Bucket, step: Option<u64>, progress: &dyn Fn(u64)) -> Result<Vec<Finding>> {
-    let steps: Vec<StepInfo> = match step {
-        Some(step) => vec![find_step(bucket, step).await?],
+/// Only what keeps it from looking: a store that cannot be reached, or a step that is not there.
+pub async fn verify(bucket: &Bucket, name: Option<StepName>, progress: &dyn Fn(u64)) -> Result<Vec<Finding>> {
+    let steps: Vec<StepInfo> = match name {
+        Some(name) => vec![find_step(bucket, name).await?],
         None => list_steps(bucket).await?.into_iter().filter(|info| !info.superseded).collect(),
     };
     let mut findings = Vec::new();

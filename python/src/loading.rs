@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use forebay_ckpt::catalog::{Start, StepKey, load_manifest};
+use forebay_ckpt::catalog::{Start, StepKey, StepName, load_manifest};
 use forebay_ckpt::convert::{Export, import};
 use forebay_ckpt::dtype::Dtype;
 use forebay_ckpt::local::{Local, as_damage};
@@ -87,7 +87,7 @@ pub(crate) fn list_steps(py: Python<'_>, url: &str) -> PyResult<Vec<Listed>> {
 #[pyfunction]
 pub(crate) fn verify(py: Python<'_>, url: &str, step: Option<u64>) -> PyResult<Vec<(u64, String, String)>> {
     with_bucket(py, url, |bucket| async move {
-        let findings = forebay_ckpt::verify(&bucket, step, &|_| {}).await?;
+        let findings = forebay_ckpt::verify(&bucket, step.map(StepName::from), &|_| {}).await?;
         Ok(findings.into_iter().map(|finding| (finding.step, finding.object, finding.fact)).collect())
     })
 }

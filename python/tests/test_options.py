@@ -131,7 +131,7 @@ def test_steps_that_are_none_are_refused_and_take_no_slot(tmp_path: Path) -> Non
                 with pytest.raises(forebay.CheckpointInvalid, match="^step is .*a whole number, at least 0"):
                     refuse(value, state)
         checkpointer.save_now(1, state).wait_durable()
-        for value in ("1", -1, 2.5, True):
+        for value in ("", "x", "1.", ".1", "1.1.1", "-1", "1e3", -1, 2.5, True):
             with pytest.raises(forebay.CheckpointInvalid, match="^step is .*, or None"):
                 checkpointer.restore(state, value)
             with pytest.raises(forebay.CheckpointInvalid, match="^step is .*, or None"):

@@ -67,6 +67,46 @@ def test_steps_are_saved_again_after_a_job_went_back(tmp_path: Path, ranks: int)
         assert later.latest() == 4
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pinned_step_that_was_saved_again_comes_back_as_it_was(tmp_path: Path, ranks: int) -> None:
+    place = tmp_path / "run"
+    settings: dict[str, Any] = {"local": tmp_path / "local", "replicated": ["frozen"], "keep": 1}
+
+    def start(rank: int, attempt: int) -> Any:
+        with forebay.Checkpointer(place, every=1, ranks=(rank, ranks), **settings) as job:
+            save_all(job, rank, range(2, 5), attempt)
+            assert job.wait()
+            state, found = state_of(rank, 0, 0), []
+            for step in ("2.1", "4", 4) if attempt == 3 else ():
+                assert job.restore(state, step=step) == state["n"] and job.restored is not None
+                assert bool((state[f"own{rank}"] == 100.0 * state["attempt"] + state["n"] + rank).all())
+                found.append((state["n"], state["attempt"], job.restored.tier))
+            if attempt == 3:
+                with pytest.raises(forebay.CheckpointNotFound, match="no step 2.2"):
+                    job.restore(state, step="2.2")
+            return found
+
+    def save_and_pin(rank: int) -> None:
+        with forebay.Checkpointer(place, every=1, ranks=(rank, ranks), **settings) as job:
+            save_all(job, rank, range(2, 3), attempt=1)
+            assert job.wait()
+
+    run_ranks(ranks, save_and_pin, with_gloo=False)
+    # As `forebay ckpt pin` does.
+    (manifest,) = (place / "steps" / f"{2:020}").iterdir()
+    pin = place / "pins" / f"{2:020}" / manifest.stem
+    pin.parent.mkdir(parents=True)
+    pin.touch()
+    run_ranks(ranks, lambda rank: start(rank, 2), with_gloo=False)
+    found = run_ranks(ranks, lambda rank: start(rank, 3), with_gloo=False)
+    assert [entry[:2] for entry in found[0]] == [[2, 1], [4, 3], [4, 3]] and found[0][0][2] == "store"
+    loaded = forebay.load(place, step="2.1")
+    assert loaded["attempt"] == 1 and bool((loaded["own0"] == 102.0).all())
+    assert _native.verify(f"file://{place}", None) == []
+    kept = {path.parent.name[-1] + path.stem[9] for path in (place / "steps").rglob("*.json")}
+    assert kept == {"21", "43"}
+
+
 def test_a_step_that_failed_is_saved_again(tmp_path: Path) -> None:
     place = tmp_path / "run"
     with forebay.Checkpointer(place, every=1) as checkpointer:

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
-use forebay_ckpt::catalog::{Start, begin_run, commit, newest_run};
+use forebay_ckpt::catalog::{Start, StepName, begin_run, commit, newest_run};
 use forebay_ckpt::dtype::Dtype;
 use forebay_ckpt::manifest::{Checksum, Identity, Manifest, Shard, ShardKey, Slice, SliceKind, Tensor};
 use forebay_ckpt::region::Region;
@@ -241,6 +241,12 @@ async fn steps_are_pinned_and_deleted_and_garbage_goes() {
         json!({"step": 10, "pinned": true})
     );
     run(&["rm", &source, "20", "10"]).failed_with("step 10 is pinned", "unpin");
+    let listed = parse(&run(&["ls", &source, "--json"]).succeeded());
+    assert_eq!([&listed["steps"][0]["pinned"], &listed["steps"][1]["pinned"]], [&json!(true), &json!(false)]);
+    assert!(run(&["ls", &source]).succeeded().contains("pinned"));
+    let shown = |step: &str| parse(&run(&["show", &format!("{source}@{step}"), "--json"]).succeeded());
+    assert_eq!(shown("10.1"), shown("10"));
+    run(&["show", &source, "10.2"]).failed_with("no step 10 of start 2", "2 steps are committed");
     run(&["unpin", &source, "10"]).succeeded();
     let removed = parse(&run(&["rm", &source, "10", "--json"]).succeeded());
     assert_eq!(removed, json!({"manifests": 1, "shards": 1}));
@@ -275,7 +281,7 @@ async fn steps_that_refer_to_earlier_shards_are_shown_and_outlive_them() {
         .await
         .expect("open");
     let run = newest_run(&bucket).await.expect("runs").expect("a run");
-    let mut manifest = forebay_ckpt::show(&bucket, 20).await.expect("step 20");
+    let mut manifest = forebay_ckpt::show(&bucket, StepName::from(20)).await.expect("step 20");
     let header = ShardLayout::of(&[]).expect("a layout").header;
     let (attempt, layout) = (run.attempt().to_owned(), ShardKey::layout_of(&header));
     let key = ShardKey { step: 30, incarnation: 1, attempt, rank: 0, save: 1, layout }.object();

@@ -4,7 +4,7 @@
 //! runs/<incarnation>.json                      one for each start of the run
 //! steps/<step>/<incarnation>-<attempt>.json    a manifest: its existence is the commit
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.*  what a rank notes of a save, until the manifest is there
-//! pins/<step>                                  steps that retention keeps
+//! pins/<step>/<incarnation>-<attempt>           a manifest that retention keeps
 //! shards/<step>/<incarnation>-<attempt>/<rank>-<save>-<layout>.safetensors  bytes, never changed
 //! ```
 //! Numbers are decimal with leading zeros, so that listings are in order. `attempt` is the first eight digits of
@@ -40,7 +40,7 @@ pub use retain::{Keep, Removed, list_pins, pin, remove_steps, retain, unpin};
 pub use round::Round;
 pub(crate) use run::begin_run_unless;
 pub use run::{Run, Start, begin_run, find_run, newest_run, refuse_if_superseded, superseded_by};
-pub use steps::{StepInfo, find_step, list_steps, load_manifest};
+pub use steps::{StepInfo, StepName, find_step, list_steps, load_manifest};
 pub use uploads::LEAST_AGE;
 pub(crate) use uploads::{
     SECOND_LOOK, abort as abort_uploads, abort_uploads_to, find_dead_uploads, still_dead,

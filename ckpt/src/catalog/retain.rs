@@ -3,7 +3,7 @@
 //! Manifests go first, then the shards that only they named: a crash in between leaves bytes without a name, never
 //! a step without its bytes. What a save under way is about to name is never touched, see `named`.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 
 use forebay_core::{Error, ErrorKind, ObjectKey, Result};
 use forebay_io::object::{Bucket, Condition};
@@ -11,9 +11,9 @@ use futures::TryStreamExt;
 use serde::{Deserialize, Serialize};
 
 use super::named::Named;
-use super::{StepInfo, StepKey, find_step, list_steps, load_manifest};
+use super::{StepKey, StepName, find_step, list_steps, load_manifest};
 
-/// The prefix of pins: `pins/<step>`, 20 digits, an empty object for each step that is kept whatever the schedule.
+/// The prefix of pins: an empty object for each manifest that is kept whatever the schedule, see [`pin_key`].
 const PINS: &str = "pins";
 
 /// What retention takes away, and what it took.
@@ -42,41 +42,42 @@ pub async fn retain(bucket: &Bucket, keep: Keep) -> Result<Removed> {
     let steps = list_steps(bucket).await?;
     let alive = steps.iter().filter(|info| !info.superseded).count();
     let mut surplus = keep.newest.map_or(0, |newest| alive.saturating_sub(newest.max(1)));
-    let pins = if surplus > 0 { list_pins(bucket).await? } else { BTreeSet::new() };
     let mut going = HashSet::new();
     for info in &steps {
-        let step = info.key.step;
         let old = !info.superseded && surplus > 0;
         surplus -= usize::from(old);
-        let stays = pins.contains(&step) || keep.every.is_some_and(|every| step.is_multiple_of(every));
+        let stays = keep.every.is_some_and(|every| info.key.step.is_multiple_of(every));
         if info.superseded || (old && !stays) {
             going.insert(info.key.clone());
         }
     }
-    remove(bucket, steps, |info| going.contains(&info.key)).await
+    if !going.is_empty() {
+        let pins = list_pins(bucket).await?;
+        going.retain(|key| !pins.contains(key));
+    }
+    remove(bucket, going).await
 }
 
 /// Deletes steps, given by number.
 ///
 /// # Errors
-/// `NotFound` for one that is not there, `Denied` for one that is pinned; nothing is deleted then. `Corrupt` as in
-/// [`retain`].
+/// `NotFound` for one that is not there, `Denied` for one that is pinned, or was before another start saved it again;
+/// nothing is deleted then. `Corrupt` as in [`retain`].
 pub async fn remove_steps(bucket: &Bucket, numbers: &[u64]) -> Result<Removed> {
     let pins = list_pins(bucket).await?;
     for step in numbers {
-        find_step(bucket, *step).await?;
-        if pins.contains(step) {
-            return Err(Error::new(ErrorKind::Denied, format!("step {step} is pinned"))
+        find_step(bucket, (*step).into()).await?;
+        if let Some(key) = pins.iter().filter(|key| key.step == *step).min() {
+            let text = format!("step {step} is pinned, as start {} saved it", key.incarnation);
+            return Err(Error::new(ErrorKind::Denied, text)
                 .with_hint("`forebay ckpt unpin` leaves it to deletion again"));
         }
     }
-    let steps = list_steps(bucket).await?;
-    remove(bucket, steps, |info| numbers.contains(&info.key.step)).await
+    let steps = list_steps(bucket).await?.into_iter().map(|info| info.key);
+    remove(bucket, steps.filter(|key| numbers.contains(&key.step)).collect()).await
 }
 
-async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, goes: impl Fn(&StepInfo) -> bool) -> Result<Removed> {
-    let steps: Vec<StepInfo> = steps.into_iter().filter(goes).collect();
-    let mut going: HashSet<StepKey> = steps.iter().map(|info| info.key.clone()).collect();
+async fn remove(bucket: &Bucket, mut going: HashSet<StepKey>) -> Result<Removed> {
     if going.is_empty() {
         return Ok(Removed::default());
     }
@@ -93,9 +94,7 @@ async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, goes: impl Fn(&StepInfo) 
     }
     // All that reading takes time: what was pinned meanwhile stays.
     let pins = list_pins(bucket).await?;
-    for info in steps.iter().filter(|info| !info.superseded && pins.contains(&info.key.step)) {
-        going.remove(&info.key);
-    }
+    going.retain(|key| !pins.contains(key));
     bucket.delete_many(&going.iter().map(StepKey::object).collect::<Vec<_>>()).await?;
     named.look(bucket, &going).await?;
     let unnamed = unnamed.into_iter().filter(|shard| !named.contains(shard));
@@ -104,39 +103,46 @@ async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, goes: impl Fn(&StepInfo) 
     Ok(Removed { manifests: going.len(), shards: shards.len() })
 }
 
-/// Keeps a step until it is unpinned.
+/// Keeps a step as it is saved now until it is unpinned: also when another start saves that step again.
 ///
 /// # Errors
 /// `NotFound` when it is not there, or was deleted meanwhile.
-pub async fn pin(bucket: &Bucket, step: u64) -> Result<()> {
-    find_step(bucket, step).await?;
-    bucket.put(&pin_key(step), Default::default(), Condition::Always).await?;
+pub async fn pin(bucket: &Bucket, name: StepName) -> Result<()> {
+    let key = find_step(bucket, name).await?.key;
+    bucket.put(&pin_key(&key), Default::default(), Condition::Always).await?;
     // Who deletes steps looks for pins once more before: one that did not see this pin has deleted the step by now, or
     // is about to.
-    match find_step(bucket, step).await {
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            unpin(bucket, step).await?;
-            Err(error)
-        }
-        found => found.map(drop),
+    let is_there = list_steps(bucket).await?.iter().any(|info| info.key == key);
+    if !is_there {
+        bucket.delete(&pin_key(&key)).await?;
+        let text = format!("{} holds no step {name}: it was deleted a moment ago", bucket.url());
+        return Err(Error::new(ErrorKind::NotFound, text));
     }
+    Ok(())
 }
 
-/// Leaves a step to retention again; one that is not pinned is no error.
-pub async fn unpin(bucket: &Bucket, step: u64) -> Result<()> {
-    bucket.delete(&pin_key(step)).await
+/// Leaves a step to retention again, or where `name` tells no start, all that were saved under its number; one that is
+/// not pinned is no error.
+pub async fn unpin(bucket: &Bucket, name: StepName) -> Result<()> {
+    let pins = list_pins(bucket).await?;
+    let keys: Vec<_> = pins.iter().filter(|key| name.means(key)).map(pin_key).collect();
+    bucket.delete_many(&keys).await
 }
 
-/// The steps that are pinned.
-pub async fn list_pins(bucket: &Bucket) -> Result<BTreeSet<u64>> {
+/// What is pinned.
+pub async fn list_pins(bucket: &Bucket) -> Result<HashSet<StepKey>> {
     let objects: Vec<_> = bucket.list(PINS).try_collect().await?;
-    let step = |key: &ObjectKey| {
-        let step = key.as_str().strip_prefix(PINS)?.strip_prefix('/')?.parse().ok()?;
-        (pin_key(step) == *key).then_some(step)
+    let pinned = |key: &ObjectKey| {
+        let manifest =
+            format!("{}/{}.json", StepKey::PREFIX, key.as_str().strip_prefix(PINS)?.strip_prefix('/')?);
+        StepKey::parse(&ObjectKey::new(manifest))
     };
-    Ok(objects.iter().filter_map(|object| step(&object.key)).collect())
+    Ok(objects.iter().filter_map(|object| pinned(&object.key)).collect())
 }
 
-fn pin_key(step: u64) -> ObjectKey {
-    ObjectKey::new(format!("{PINS}/{step:020}"))
+/// `pins/<step>/<start>-<attempt>`, spelled as the manifest's name is.
+fn pin_key(key: &StepKey) -> ObjectKey {
+    let manifest = key.object();
+    let name = manifest.as_str().trim_start_matches(StepKey::PREFIX).trim_end_matches(".json");
+    ObjectKey::new(format!("{PINS}{name}"))
 }

@@ -3,6 +3,9 @@
 //! The newest is the highest step of the highest incarnation, not the highest number: a run that went back to an
 //! earlier step and saved again means its own steps. Of one step, the highest incarnation's manifest counts.
 
+use std::fmt;
+use std::str::FromStr;
+
 use forebay_core::{Error, ErrorKind, Result, Timestamp};
 use forebay_io::object::Bucket;
 use futures::TryStreamExt;
@@ -21,6 +24,51 @@ pub struct StepInfo {
     pub superseded: bool,
 }
 
+/// Which committed step is meant: `500`, or `500.2`, as start 2 saved it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepName {
+    /// The step.
+    pub step: u64,
+    /// The start of the run that saved it; `None` means the highest that did.
+    pub start: Option<u64>,
+}
+
+impl StepName {
+    /// Whether this names, perhaps among others, the manifest.
+    pub fn means(&self, key: &StepKey) -> bool {
+        self.step == key.step && self.start.is_none_or(|start| start == key.incarnation)
+    }
+}
+
+impl From<u64> for StepName {
+    fn from(step: u64) -> Self {
+        Self { step, start: None }
+    }
+}
+
+impl FromStr for StepName {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let (step, start) = text.split_once('.').map_or((text, None), |(step, start)| (step, Some(start)));
+        let parsed = step.parse().ok().zip(start.map(str::parse).transpose().ok());
+        let (step, start) = parsed.ok_or_else(|| {
+            Error::invalid(format!("`{text}` names no step"))
+                .with_hint("a number, such as 500, or 500.2 for step 500 as start 2 of the run saved it")
+        })?;
+        Ok(Self { step, start })
+    }
+}
+
+impl fmt::Display for StepName {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.start {
+            None => write!(formatter, "{}", self.step),
+            Some(start) => write!(formatter, "{} of start {start}", self.step),
+        }
+    }
+}
+
 /// Every committed step, oldest first.
 pub async fn list_steps(bucket: &Bucket) -> Result<Vec<StepInfo>> {
     let objects: Vec<_> = bucket.list(StepKey::PREFIX).try_collect().await?;
@@ -37,13 +85,13 @@ pub async fn list_steps(bucket: &Bucket) -> Result<Vec<StepInfo>> {
     Ok(steps)
 }
 
-/// The manifest that counts for `step`.
+/// The manifest that is meant by `name`.
 ///
 /// # Errors
 /// `NotFound`, with the steps that there are as the hint.
-pub async fn find_step(bucket: &Bucket, step: u64) -> Result<StepInfo> {
+pub async fn find_step(bucket: &Bucket, name: StepName) -> Result<StepInfo> {
     let steps = list_steps(bucket).await?;
-    let found = steps.iter().find(|info| info.key.step == step && !info.superseded).cloned();
+    let found = steps.iter().rfind(|info| name.means(&info.key)).cloned();
     found.ok_or_else(|| {
         let url = bucket.url();
         let mut there: Vec<_> =
@@ -53,7 +101,7 @@ pub async fn find_step(bucket: &Bucket, step: u64) -> Result<StepInfo> {
             [] => "it holds no committed step at all".to_owned(),
             [.., last] => format!("{} steps are committed there, the last {last}", there.len()),
         };
-        Error::new(ErrorKind::NotFound, format!("{url} holds no step {step}")).with_hint(hint)
+        Error::new(ErrorKind::NotFound, format!("{url} holds no step {name}")).with_hint(hint)
     })
 }
 

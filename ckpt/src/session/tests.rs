@@ -10,8 +10,8 @@ use super::*;
 use crate::agent::{Member, serve};
 use crate::arena::Source;
 use crate::catalog::{
-    Keep, LEAST_AGE, Note, RankKey, Start, StepKey, begin_run, collect_garbage, list_steps, load_manifest,
-    pin, put_alive, put_failed, put_intent, remove_steps, retain, unpin,
+    Keep, LEAST_AGE, Note, RankKey, Removed, Start, StepKey, StepName, begin_run, collect_garbage,
+    list_steps, load_manifest, pin, put_alive, put_failed, put_intent, remove_steps, retain, unpin,
 };
 use crate::dtype::Dtype;
 use crate::manifest::Encoding;
@@ -441,21 +441,66 @@ fn pinned_steps_and_every_so_many_stay() {
     let bucket = fixture.bucket();
     let numbers = |fixture: &Fixture| fixture.steps().iter().map(|entry| entry.1).collect::<Vec<_>>();
     fixture.runtime.block_on(async {
-        assert_eq!(pin(&bucket, 99).await.expect_err("no such step").kind(), ErrorKind::NotFound);
-        pin(&bucket, 2).await.expect("pin");
+        assert_eq!(
+            pin(&bucket, StepName::from(99)).await.expect_err("no such step").kind(),
+            ErrorKind::NotFound
+        );
+        pin(&bucket, StepName::from(2)).await.expect("pin");
         retain(&bucket, Keep { newest: Some(2), every: Some(4) }).await.expect("retain");
     });
     assert_eq!((numbers(&fixture), fixture.shards()), (vec![2, 4, 6, 7], 4));
     fixture.runtime.block_on(async {
         let error = remove_steps(&bucket, &[4, 2]).await.expect_err("pinned");
         assert!(error.message().contains("step 2 is pinned"), "{error}");
-        unpin(&bucket, 2).await.expect("unpin");
+        unpin(&bucket, StepName::from(2)).await.expect("unpin");
         remove_steps(&bucket, &[4, 2]).await.expect("remove");
         assert_eq!(remove_steps(&bucket, &[4]).await.expect_err("gone").kind(), ErrorKind::NotFound);
     });
     assert_eq!((numbers(&fixture), fixture.shards()), (vec![6, 7], 2));
     let findings = fixture.runtime.block_on(verify(&bucket, None, &|_| {})).expect("verify");
     assert_eq!(findings, []);
+}
+
+#[test]
+fn a_pinned_step_that_another_start_saves_again_stays_as_it_was() {
+    let mut fixture = Fixture::new();
+    for length in [10, 20, 30] {
+        let (mut session, agent) = fixture.session(None);
+        for step in [2, 3] {
+            let save = save(&mut session, step, length);
+            assert!(matches!(settle(&mut session, &save), Progress::Durable));
+        }
+        drop(session);
+        agent.join().expect("agent").expect("served");
+        let pinned = fixture.runtime.block_on(pin(&fixture.bucket(), "2".parse().expect("a name")));
+        pinned.expect("what counts now");
+        if length == 20 {
+            let name = "2.2".parse().expect("a name");
+            fixture.runtime.block_on(unpin(&fixture.bucket(), name)).expect("that of one start alone");
+        }
+    }
+    let (bucket, keep) = (fixture.bucket(), Keep { newest: Some(1), every: None });
+    fixture.runtime.block_on(retain(&bucket, keep)).expect("retain");
+    let left = vec![(1, 2, true), (3, 2, false), (3, 3, false)];
+    assert_eq!((fixture.steps(), fixture.shards()), (left.clone(), 3));
+    let size = |name: &str| {
+        let shown = fixture.runtime.block_on(crate::verify::show(&bucket, name.parse().expect("a name")));
+        shown.map(|manifest| manifest.tensors[0].shape[0]).map_err(|error| error.message().to_owned())
+    };
+    assert_eq!(["2", "2.1", "2.3"].map(size), [Ok(30), Ok(10), Ok(30)]);
+    assert!(size("2.2").expect_err("deleted").ends_with("holds no step 2 of start 2"));
+    let remove = || fixture.runtime.block_on(remove_steps(&bucket, &[2])).map_err(|error| error.to_string());
+    for (pinned, name) in [(1, "2.1"), (3, "2.3")] {
+        let error = remove().expect_err("pinned");
+        assert!(error.contains(&format!("step 2 is pinned, as start {pinned} saved it")), "{error}");
+        assert_eq!(fixture.steps(), left);
+        fixture.runtime.block_on(unpin(&bucket, name.parse().expect("a name"))).expect("unpin");
+    }
+    assert_eq!(remove(), Ok(Removed { manifests: 2, shards: 2 }));
+    assert_eq!(fixture.steps(), left[2..]);
+    for none in ["", "2.", ".1", "2.1.1", "-2", "x"] {
+        assert!(none.parse::<StepName>().is_err(), "{none}");
+    }
 }
 
 /// Deleting reads what the other steps need, which takes its time; a pin that came in it was put, and the step went.
@@ -480,11 +525,11 @@ fn a_step_that_is_pinned_while_others_are_read_stays() {
                 done = &mut removing => panic!("it went before request {}: {done:?}", held.len() + 1),
                 () = gate.reached() => {}
             }
-            pin(&bucket, 1).await.expect("pin");
+            pin(&bucket, StepName::from(1)).await.expect("pin");
             gate.open();
             // Refused, or of no step.
             let removed = removing.await.map_or(0, |removed| removed.manifests);
-            unpin(&bucket, 1).await.expect("unpin");
+            unpin(&bucket, StepName::from(1)).await.expect("unpin");
             removed == 0
         }));
     }

@@ -1,10 +1,11 @@
 //! `forebay ckpt`: what a bucket of checkpoints holds, and whether it is whole. What changes it is in `ckpt_keep`,
 //! what compares and waits in `ckpt_compare`, what converts in `ckpt_convert`, what `show` prints in `ckpt_show`.
 
+use std::collections::HashSet;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use forebay_ckpt::catalog::{StepInfo, list_steps, load_manifest};
+use forebay_ckpt::catalog::{StepInfo, StepKey, StepName, list_pins, list_steps, load_manifest};
 use forebay_ckpt::manifest::Manifest;
 use forebay_ckpt::{Finding, show, verify};
 use forebay_core::units::format_bytes;
@@ -58,9 +59,9 @@ pub(crate) struct LsArguments {
 pub(crate) struct VerifyArguments {
     /// URL@STEP, or a URL for all of its steps.
     pub(crate) url: String,
-    /// Only this step.
+    /// Only this step, or STEP.START.
     #[arg(long, value_name = "N")]
-    pub(crate) step: Option<u64>,
+    pub(crate) step: Option<StepName>,
 }
 
 /// The arguments of `forebay ckpt show`.
@@ -68,8 +69,8 @@ pub(crate) struct VerifyArguments {
 pub(crate) struct ShowArguments {
     /// URL@STEP, or a URL for its newest step.
     pub(crate) url: String,
-    /// The step, where the URL does not say it.
-    pub(crate) step: Option<u64>,
+    /// The step, or STEP.START, where the URL does not say it.
+    pub(crate) step: Option<StepName>,
 }
 
 /// Runs one of them.
@@ -79,11 +80,12 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
         match command {
             CkptCommand::Convert(arguments) => ckpt_convert::run(&settings, arguments, global.json).await,
             CkptCommand::Ls(arguments) => {
-                let steps = list_steps(&open(&arguments.url, &settings).await?).await?;
+                let bucket = open(&arguments.url, &settings).await?;
+                let (steps, pins) = (list_steps(&bucket).await?, list_pins(&bucket).await?);
                 if steps.is_empty() {
                     report::warning(&format!("{} holds no checkpoints", arguments.url), global.json);
                 }
-                list(&steps, global.json)
+                list(&steps, &pins, global.json)
             }
             CkptCommand::Show(arguments) => {
                 let (url, step) = addressed(&arguments.url, arguments.step);
@@ -138,19 +140,19 @@ pub(super) fn url_of(text: &str) -> Result<BucketUrl> {
     format!("file://{}", path.display()).parse()
 }
 
-/// A URL, and the step behind its last `@`, if there is one.
-pub(super) fn split(text: &str) -> (&str, Option<u64>) {
+/// A URL, and the step behind its last `@`, if there is one: `@500`, or `@500.2` as start 2 of the run saved it.
+pub(super) fn split(text: &str) -> (&str, Option<StepName>) {
     let parsed = text.rsplit_once('@').and_then(|(url, step)| Some((url, step.parse().ok()?)));
     parsed.map_or((text, None), |(url, step)| (url, Some(step)))
 }
 
 /// The same where the step may be given beside the URL, which then is one as it stands.
-fn addressed(text: &str, step: Option<u64>) -> (&str, Option<u64>) {
+fn addressed(text: &str, step: Option<StepName>) -> (&str, Option<StepName>) {
     step.map_or_else(|| split(text), |step| (text, Some(step)))
 }
 
 /// The manifest of a step, or of the newest one.
-pub(super) async fn manifest((bucket, step): (&Bucket, Option<u64>)) -> Result<Manifest> {
+pub(super) async fn manifest((bucket, step): (&Bucket, Option<StepName>)) -> Result<Manifest> {
     if let Some(step) = step {
         return show(bucket, step).await;
     }
@@ -166,7 +168,7 @@ pub(super) fn bar(what: &str) -> ProgressBar {
     ProgressBar::no_length().with_style(style)
 }
 
-fn list(steps: &[StepInfo], json: bool) -> Result<ExitCode> {
+fn list(steps: &[StepInfo], pins: &HashSet<StepKey>, json: bool) -> Result<ExitCode> {
     if json {
         let steps: Vec<_> = steps
             .iter()
@@ -176,6 +178,7 @@ fn list(steps: &[StepInfo], json: bool) -> Result<ExitCode> {
                     "incarnation": info.key.incarnation,
                     "committed": print::utc(info.committed),
                     "superseded": info.superseded,
+                    "pinned": pins.contains(&info.key),
                     "manifest": info.key.object().as_str(),
                 })
             })
@@ -184,16 +187,17 @@ fn list(steps: &[StepInfo], json: bool) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let rows = steps.iter().map(|info| {
-        let state = if info.superseded { "superseded" } else { "" };
+        let states = [("superseded", info.superseded), ("pinned", pins.contains(&info.key))];
+        let state: Vec<_> = states.into_iter().filter_map(|(state, is)| is.then_some(state)).collect();
         let (step, start) = (info.key.step.to_string(), info.key.incarnation.to_string());
-        print::row([&step, &start, &print::utc(info.committed), state])
+        print::row([&step, &start, &print::utc(info.committed), &state.join(", ")])
     });
     let head = print::row(["STEP", "INCARNATION", "COMMITTED", ""]);
     print::table(&std::iter::once(head).chain(rows).collect::<Vec<_>>());
     Ok(ExitCode::SUCCESS)
 }
 
-async fn check(bucket: &Bucket, step: Option<u64>, json: bool) -> Result<ExitCode> {
+async fn check(bucket: &Bucket, step: Option<StepName>, json: bool) -> Result<ExitCode> {
     let steps = list_steps(bucket).await?;
     let counted = match step {
         Some(_) => 1,

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use forebay_ckpt::catalog::{StepInfo, Watch};
+use forebay_ckpt::catalog::{StepInfo, StepName, Watch};
 use forebay_ckpt::diff::{Change, Diff, ExtraChange, Side, TensorChange, diff, settle};
 use forebay_ckpt::manifest::Manifest;
 use forebay_core::units::format_bytes;
@@ -51,7 +51,7 @@ pub(crate) struct WatchArguments {
 
 impl DiffArguments {
     /// URLs and steps of both sides.
-    pub(crate) fn sides(&self) -> [(&str, Option<u64>); 2] {
+    pub(crate) fn sides(&self) -> [(&str, Option<StepName>); 2] {
         let before = split(&self.before);
         let (url, step) = split(&self.after);
         [before, (if url.is_empty() { before.0 } else { url }, step)]
@@ -59,7 +59,7 @@ impl DiffArguments {
 }
 
 /// Tells what the second step holds differently.
-pub(crate) async fn compare(sides: [(&Bucket, Option<u64>); 2], read: bool, json: bool) -> Result<ExitCode> {
+pub(crate) async fn compare(sides: [(&Bucket, Option<StepName>); 2], read: bool, json: bool) -> Result<ExitCode> {
     let (before, after) = (manifest(sides[0]).await?, manifest(sides[1]).await?);
     let mut found = diff(&before, &after);
     if read {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use clap::Args;
-use forebay_ckpt::catalog::Start;
+use forebay_ckpt::catalog::{Start, StepName};
 use forebay_ckpt::convert::{Export, Exported, Imported, import};
 use forebay_core::units::{format_bytes, parse_bytes};
 use forebay_core::{Error, ErrorKind, Result};
@@ -48,7 +48,7 @@ enum Side<'a> {
     HuggingFace(&'a str),
     Torch,
     TorchFile,
-    Forebay(&'a str, Option<u64>),
+    Forebay(&'a str, Option<StepName>),
 }
 
 impl<'a> Side<'a> {
@@ -77,7 +77,13 @@ pub(crate) async fn run(settings: &Settings, arguments: &ConvertArguments, json:
             show_files(&write(settings, arguments, (url, step), Path::new(folder)).await?, json)?;
         }
         (Side::HuggingFace(folder), Side::Forebay(url, step)) => {
-            let step = step.unwrap_or(0);
+            let step = match step {
+                None => 0,
+                Some(StepName { step, start: None }) => step,
+                Some(name) => {
+                    return Err(Error::invalid(format!("{name}: what is saved is given its start")));
+                }
+            };
             show_step(&read(settings, folder, url, step, &arguments.part).await?, json)?;
         }
         (_, Side::TorchFile) => {
@@ -100,7 +106,7 @@ pub(crate) async fn run(settings: &Settings, arguments: &ConvertArguments, json:
 async fn write(
     settings: &Settings,
     arguments: &ConvertArguments,
-    (url, step): (&str, Option<u64>),
+    (url, step): (&str, Option<StepName>),
     folder: &Path,
 ) -> Result<Exported> {
     let bucket = open(url, settings).await?;

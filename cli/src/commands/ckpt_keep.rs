@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use forebay_ckpt::catalog::{Garbage, collect_garbage, pin, remove_steps, unpin};
+use forebay_ckpt::catalog::{Garbage, StepName, collect_garbage, pin, remove_steps, unpin};
 use forebay_core::Result;
 use forebay_core::units::format_bytes;
 use forebay_io::object::Bucket;
@@ -27,8 +27,8 @@ pub(crate) struct RmArguments {
 pub(crate) struct PinArguments {
     /// The URL, or the directory, that was saved to.
     pub(crate) url: String,
-    /// The step.
-    pub(crate) step: u64,
+    /// The step, or STEP.START, as that start of the run saved it.
+    pub(crate) step: StepName,
 }
 
 /// The arguments of `forebay ckpt gc`.
@@ -71,7 +71,7 @@ pub(crate) async fn set_pin(
         false => unpin(bucket, arguments.step).await?,
     }
     if json {
-        print::json(&json!({ "step": arguments.step, "pinned": pinned }))?;
+        print::json(&json!({ "step": arguments.step.step, "pinned": pinned }))?;
     }
     Ok(ExitCode::SUCCESS)
 }

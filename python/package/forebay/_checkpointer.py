@@ -183,7 +183,7 @@ class Checkpointer(Saver):
         self._notice.pass_on()
 
     def restore(
-        self, state: Any, step: Optional[int] = None, *, only: Optional[Sequence[str]] = None
+        self, state: Any, step: Optional[options.StepName] = None, *, only: Optional[Sequence[str]] = None
     ) -> Optional[int]:
         """Brings `state` back to the newest step that is whole, or to `step`; gives the step, or None if there is none.
 
@@ -212,7 +212,8 @@ class Checkpointer(Saver):
 
         A job that goes back to a step before its last save, and on from there, may save the steps after it again: once
         what it saved is committed, it goes on as another start would, and a step that it saves again counts instead of
-        the one before.
+        the one before. That one is deleted, unless it was pinned: `step="500.2"` is step 500 as start 2 of the run saved it
+        (the incarnation in `forebay ckpt ls`).
 
         Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
         `CheckpointMismatch` when the state is not shaped like the one that was saved.
@@ -231,7 +232,7 @@ class Checkpointer(Saver):
     def load_model(
         self,
         model: Any,
-        step: Optional[int] = None,
+        step: Optional[options.StepName] = None,
         *,
         name: Optional[str] = None,
         only: Optional[Sequence[str]] = None,
@@ -258,12 +259,11 @@ class Checkpointer(Saver):
 
     def _bring(
         self,
-        step: Optional[int],
+        step: Optional[options.StepName],
         use: Callable[[_native.Step], Optional[dict[str, Any]]],
         goes_back: bool = False,
     ) -> Optional[int]:
         """Calls `use` with the newest step that is whole, or `step`, and sets the generators that it gives."""
-        step = options.whole("step", step, least=0)
         begun = time.monotonic()
 
         def note(found: _native.Step) -> tuple[_native.Step, Optional[dict[str, Any]]]:

@@ -27,8 +27,9 @@ def save(state: Any, url: Place, *, step: int = 0, allow_pickle: bool = False) -
         checkpointer.save_now(step, state)
 
 
-def load(url: Place, into: Any = None, *, step: Optional[int] = None, allow_pickle: bool = False) -> Any:
-    """Loads a state: the newest one that is whole, or that of `step`.
+def load(url: Place, into: Any = None, *, step: Optional[options.StepName] = None, allow_pickle: bool = False) -> Any:
+    """Loads a state: the newest one that is whole, or that of `step`; `"500.2"` is step 500 as start 2 of the run saved it
+    (the incarnation in `forebay ckpt ls`), where that is pinned and another start saved it again.
 
     With `into`, its tensors are filled in place and its objects are given their state, and it is returned; else a
     new state is, with objects as their state dicts. Every byte is checked; when that fails, the tensors of `into` may
@@ -47,7 +48,7 @@ def load_model(
     url: Place,
     model: Any,
     *,
-    step: Optional[int] = None,
+    step: Optional[options.StepName] = None,
     name: Optional[str] = None,
     only: Optional[Sequence[str]] = None,
 ) -> int:

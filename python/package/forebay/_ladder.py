@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Literal, Optional, TypeVar
 
 from . import _native
+from . import _options as options
 from ._errors import CheckpointCorrupt, CheckpointNotFound, CheckpointWarning
 from ._held import Inheritance
 from ._loading import with_step
@@ -51,12 +52,17 @@ class Ladder:
         self.passed_over: tuple[str, ...] = ()
         """Why nearer tiers were not used by the last `use`, where they had something."""
 
-    def use(self, step: Optional[int], use: Callable[[_native.Step], T]) -> Optional[T]:
+    def use(self, step: Optional[options.StepName], use: Callable[[_native.Step], T]) -> Optional[T]:
         """Calls `use` with the newest step that all ranks can get from any tier, or with `step`, out of the nearest one
         whose copy is whole on all ranks; None when there is no step at all.
 
         Raises as `with_step` does.
         """
+        self.passed_over = ()
+        if options.step_name(step)[1] is not None:
+            # Nearer tiers hold what this job saves, of which no other start saved anything again.
+            return with_step(self._url, step, self._ranks, use)
+        step = options.step_name(step)[0]
         local = self._local
         used = self.arena.use(step, use)
         passed_over, has_touched = self.arena.passed_over, self.arena.has_touched

@@ -39,29 +39,31 @@ def default_threads() -> int:
     return min(4, len(os.sched_getaffinity(0)))
 
 
-def newest_steps(url: str) -> list[tuple[int, int, str]]:
+def newest_steps(url: str, also_superseded: bool = False) -> list[tuple[int, int, str]]:
     """Every step that counts as (step, incarnation, attempt), newest first."""
-    listed = _native.list_steps(url)
-    return [(step, number, attempt) for step, number, attempt, _, superseded in reversed(listed) if not superseded]
+    listed = reversed(_native.list_steps(url))
+    return [(step, number, attempt) for step, number, attempt, _, superseded in listed if also_superseded or not superseded]
 
 
-def with_step(url: str, step: Optional[int], ranks: Optional[Ranks], use: Callable[[_native.Step], T]) -> T:
-    """Calls `use` with the step asked for, or with the newest one that is whole on every rank.
+def with_step(url: str, step: Optional[options.StepName], ranks: Optional[Ranks], use: Callable[[_native.Step], T]) -> T:
+    """Calls `use` with the step asked for (also one that another start saved again, where its start is named), or with
+    the newest one that is whole on every rank.
 
     Raises `CheckpointCorrupt` when the step asked for is damaged, or all of them are, and `CheckpointNotFound` when
     there is none. An older step than the newest is used with a warning only. What is deleted while it is read, as
     retention does beside a job that saves, is not damaged: what is there instead is looked for.
     """
-    step = options.whole("step", step, least=0)
+    asked = "" if step is None else f" {step}"
+    step, start = options.step_name(step)
 
     def look() -> list[tuple[int, int, str]]:
-        list_all = partial(newest_steps, url)
+        list_all = partial(newest_steps, url, start is not None)
         found = list_all() if ranks is None else ranks.first("list the steps", list_all)
-        return [entry for entry in found if step is None or entry[0] == step]
+        return [entry for entry in found if step in (None, entry[0]) and start in (None, entry[1])]
 
     found = look()
     if not found:
-        raise CheckpointNotFound(f"{url} holds no step" if step is None else f"{url} holds no step {step}")
+        raise CheckpointNotFound(f"{url} holds no step{asked}")
     damaged: list[str] = []
     deleted = 0
     while found:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from . import _native
 from ._errors import CheckpointInvalid
@@ -35,6 +36,20 @@ def whole(name: str, value: Any, least: int = 1, most: int = _MOST, may_lack: bo
         return number
     limits = f"at least {least}" if most == _MOST else f"from {least} to {most}"
     raise refused(name, value, f"a whole number, {limits}{', or None' if may_lack else ''}")
+
+
+StepName = Union[int, str]
+"""A step's number, or `"500.2"`: step 500 as start 2 of the run saved it, where another start saved it again."""
+
+
+def step_name(step: Any) -> tuple[Optional[int], Optional[int]]:
+    """The step and the start that `step` names; None for what it leaves open."""
+    if not isinstance(step, str):
+        return whole("step", step, least=0), None
+    found = re.fullmatch(r"(\d{1,19})(?:\.(\d{1,19}))?", step, re.ASCII)
+    if found is None:
+        raise refused("step", step, "a whole number, at least 0, one such as '500.2' (as start 2 saved it), or None")
+    return int(found[1]), None if found[2] is None else int(found[2])
 
 
 def real(name: str, value: Any, unit: str, may_lack: bool = True, may_be_zero: bool = False) -> Any:

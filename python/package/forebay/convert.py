@@ -31,6 +31,7 @@ from typing import Optional
 from . import _native
 from ._errors import CheckpointError, CheckpointInvalid, CheckpointMismatch, CheckpointWarning
 from ._loading import newest_steps, with_step
+from ._options import StepName, step_name
 from ._ranks import new_start
 from ._url import bucket_url, make_directory
 
@@ -38,7 +39,7 @@ SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in a file of a Hugging Face directory at most, unless one tensor has more."""
 
 def to_hugging_face(
-    url: str, folder: Path, step: Optional[int] = None, part: str = "model", shard_bytes: int = SHARD_BYTES
+    url: str, folder: Path, step: Optional[StepName] = None, part: str = "model", shard_bytes: int = SHARD_BYTES
 ) -> list[str]:
     """Writes the tensors of one part of a state as a Hugging Face directory; gives the files' names.
 
@@ -57,7 +58,7 @@ def to_hugging_face(
     return files
 
 
-def _newest(place: str, step: Optional[int]) -> Optional[int]:
+def _newest(place: str, step: Optional[StepName]) -> Optional[StepName]:
     """The step, or the newest one. A damaged one is an error here: an older one is not what was asked for."""
     return next((newest for newest, _, _ in newest_steps(place)), None) if step is None else step
 
@@ -72,7 +73,7 @@ def from_hugging_face(folder: Path, url: str, step: int = 0, part: str = "model"
     _native.import_model(bucket_url(folder), place, new_start(), step, part)
 
 
-def to_dcp(url: str, folder: Path, step: Optional[int] = None, allow_pickle: bool = False) -> None:
+def to_dcp(url: str, folder: Path, step: Optional[StepName] = None, allow_pickle: bool = False) -> None:
     """Writes a state as a directory of torch.distributed.checkpoint.
 
     Memory: two of its largest tensors, all that are arrays or bytes, and what the allocator keeps of freed ones below 32 MiB.
@@ -141,13 +142,13 @@ def _size_of(text: str) -> int:
     return size
 
 
-def _place(text: str) -> tuple[str, str, Optional[int]]:
+def _place(text: str) -> tuple[str, str, Optional[StepName]]:
     """What a SOURCE or TARGET is: its kind, where it is, and the step."""
     kind, _, rest = text.partition(":")
     if kind in ("hf", "dcp", "pt"):
         return kind, rest, None
-    found = re.fullmatch(r"(.*)@(\d+)", text)
-    return ("forebay", text, None) if found is None else ("forebay", found.group(1), int(found.group(2)))
+    found = re.fullmatch(r"(.*)@(\d+(?:\.\d+)?)", text)
+    return ("forebay", text, None) if found is None else ("forebay", found.group(1), found.group(2))
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -161,7 +162,10 @@ def _run(arguments: argparse.Namespace) -> None:
     if kind == "forebay":
         _export(source, step, other, Path(target), arguments)
     elif other == "forebay":
-        _import(kind, Path(source), target, number or 0, arguments)
+        saved, start = step_name(number)
+        if start is not None:
+            raise CheckpointInvalid(f"{arguments.target} names a start, which a step that is saved is given")
+        _import(kind, Path(source), target, saved or 0, arguments)
     else:
         folder = Path(target).absolute().parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,7 +174,7 @@ def _run(arguments: argparse.Namespace) -> None:
             _export(between, 0, other, Path(target), arguments)
 
 
-def _export(url: str, step: Optional[int], kind: str, folder: Path, arguments: argparse.Namespace) -> None:
+def _export(url: str, step: Optional[StepName], kind: str, folder: Path, arguments: argparse.Namespace) -> None:
     if kind == "hf":
         print("\n".join(to_hugging_face(url, folder, step, arguments.part, arguments.shard_size)))
     else:

@@ -349,13 +349,14 @@ class Reader(StorageReader):  # type: ignore[misc]
     def __init__(
         self,
         url: Union[str, "os.PathLike[str]"],
-        step: Optional[int] = None,
+        step: Optional[options.StepName] = None,
         *,
         allow_pickle: bool = False,
         threads: Optional[int] = None,
     ) -> None:
         self._url = bucket_url(url)
-        self._step = options.whole("step", step, least=0)
+        options.step_name(step)
+        self._step = step
         self._allow_pickle = options.flag("allow_pickle", allow_pickle)
         self._threads = options.whole("threads", threads) or default_threads()
         self._opened: Optional[_Opened] = None
@@ -423,7 +424,7 @@ class Reader(StorageReader):  # type: ignore[misc]
             raise CheckpointNotFound("read_metadata() comes first")
         return self._opened
 
-    def _open(self, step: Optional[int]) -> _Opened:
+    def _open(self, step: Optional[options.StepName]) -> _Opened:
         return with_step(self._url, step, None, lambda found: _Opened(found, self._allow_pickle, self._threads))
 
 

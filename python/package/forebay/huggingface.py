@@ -26,6 +26,7 @@ import torch
 from transformers import TrainerCallback
 
 from . import _native
+from . import _options as options
 from ._aside import NOTE, Foreign, ensure
 from ._checkpointer import Checkpointer
 from ._errors import CheckpointInvalid, CheckpointNotFound, CheckpointWarning
@@ -118,7 +119,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
             self._saved = state.global_step
 
 
-def checkpoint(url: Place, folder: Place, step: Optional[int] = None) -> Optional[str]:
+def checkpoint(url: Place, folder: Place, step: Optional[options.StepName] = None) -> Optional[str]:
     """Writes a step of `Callback`'s, by default the newest, as `folder/checkpoint-STEP`, and gives that path.
 
     None if there is no step. One that was written already is given as it is, if the step is still the one that it was

@@ -58,7 +58,7 @@ pub(super) fn state(step: u64, fills: &[u8]) -> Save {
 }
 
 pub(super) async fn manifest(bucket: &Bucket, step: u64) -> Manifest {
-    let key = find_step(bucket, step).await.expect("the step").key;
+    let key = find_step(bucket, step.into()).await.expect("the step").key;
     load_manifest(bucket, &key).await.expect("its manifest")
 }
 

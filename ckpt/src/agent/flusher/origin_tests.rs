@@ -8,7 +8,7 @@ use super::delta_tests::{
 use super::tests::{flusher, start, trainer};
 use super::*;
 use crate::agent::Member;
-use crate::catalog::{Keep, Start, find_step, remove_steps};
+use crate::catalog::{Keep, Start, StepName, find_step, remove_steps};
 use crate::manifest::Manifest;
 
 /// Slices of the states here, of which nine in ten never change.
@@ -88,7 +88,7 @@ async fn a_start_refers_to_no_step_but_the_one_it_went_on_from_and_those_before(
     }
     let (_, mut other) = restart(&bucket, Some(Origin { attempt: "f".repeat(8), step: 3 })).await;
     assert_eq!(save(&mut other, last).await, WHOLE);
-    let key = find_step(&bucket, 3).await.expect("step").key.object();
+    let key = find_step(&bucket, StepName::from(3)).await.expect("step").key.object();
     bucket.put(&key, "damaged".into(), forebay_io::object::Condition::Always).await.expect("put");
     let (_, mut other) = restart(&bucket, origin(&run, 3)).await;
     assert_eq!(save(&mut other, last + 1).await, WHOLE);

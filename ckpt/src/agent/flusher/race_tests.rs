@@ -6,7 +6,7 @@ use futures::future::join3;
 
 use super::tests::{flusher, sealed, trainer};
 use super::*;
-use crate::catalog::{Start, find_step, list_steps, load_manifest};
+use crate::catalog::{Start, StepName, find_step, list_steps, load_manifest};
 use crate::testing::{chance, rounds};
 use crate::verify::verify;
 
@@ -40,10 +40,11 @@ async fn race(seed: u64) {
         }
     };
     let (one, other, ()) = join3(job(&buckets[0], 1, 1000), job(&buckets[1], 2, 2000), opener).await;
-    let found = find_step(&bucket, 5).await.expect("one of them saved it");
+    let found = find_step(&bucket, StepName::from(5)).await.expect("one of them saved it");
     let commit = load_manifest(&bucket, &found.key).await.expect("its manifest").commit;
-    let again =
-        load_manifest(&bucket, &find_step(&bucket, 5).await.expect("still").key).await.expect("again");
+    let again = load_manifest(&bucket, &find_step(&bucket, StepName::from(5)).await.expect("still").key)
+        .await
+        .expect("again");
     assert_eq!(commit, again.commit);
     let steps = list_steps(&bucket).await.expect("list");
     assert_eq!(steps.iter().filter(|info| !info.superseded).count(), 1);
