@@ -24,8 +24,8 @@ use crate::arena::{HeldStep, attempt_of};
 #[cfg(test)]
 use crate::catalog::begin_run;
 use crate::catalog::{
-    Alive, Round, Run, Start, begin_run_unless, find_run, put_failed, refuse_if_superseded, retain,
-    superseded_by,
+    Alive, KnownShards, Round, Run, Start, begin_run_unless, find_run, put_failed, refuse_if_superseded,
+    retain, superseded_by,
 };
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
@@ -70,6 +70,8 @@ pub(super) struct Flusher {
     trainer: Trainer,
     /// The bucket and this start's place in it, once both are known.
     target: Option<(Bucket, Run)>,
+    /// What retention knows of its steps.
+    known: KnownShards,
     /// The next step refers to what did not change since this one.
     base: Option<Base>,
     /// Where to find one, unless this agent stored it itself.
@@ -83,7 +85,17 @@ pub(super) struct Flusher {
 impl Flusher {
     pub(super) fn new(hello: Hello, trainer: Trainer, copies: Option<Copies>) -> Self {
         let clock = Clock::system();
-        Self { clock, hello, trainer, target: None, base: None, origin: None, copies, heir_of: None }
+        Self {
+            clock,
+            hello,
+            trainer,
+            target: None,
+            known: KnownShards::default(),
+            base: None,
+            origin: None,
+            copies,
+            heir_of: None,
+        }
     }
 
     /// Settles every save that arrives, in order; beside them, uploads of the dead are ended.
@@ -388,7 +400,7 @@ impl Flusher {
         let retained = async {
             match superseded_by(bucket, run).await? {
                 Some(_) => Ok(false),
-                None => retain(bucket, self.hello.keep).await.map(|_| true),
+                None => retain(bucket, self.hello.keep, &mut self.known).await.map(|_| true),
             }
         };
         retained.await.unwrap_or_else(|error| {

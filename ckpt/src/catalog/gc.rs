@@ -14,7 +14,7 @@ use forebay_core::{Error, ObjectKey, Result, Timestamp};
 use forebay_io::object::Bucket;
 use futures::TryStreamExt;
 
-use super::named::Named;
+use super::named::{KnownShards, Named};
 use super::ranks::RANKS;
 use super::uploads::{LEAST_AGE, SHARDS, abort, dead_uploads, is_clock, save_of, stores_time};
 use super::{RankKey, StepKey, list_ranks};
@@ -56,7 +56,8 @@ pub async fn collect_garbage(bucket: &Bucket, age: Duration, only_look: bool) ->
     let old = indexes.iter().filter(|object| is_old(&object.modified) && is_garbage(&object.key));
     let old: HashSet<ObjectKey> = old.map(|object| object.key.clone()).collect();
     let is_over = |key: &ObjectKey| save_of(key).is_some_and(|save| !live.contains(&save));
-    let mut named = Named::default();
+    let mut known = KnownShards::default();
+    let mut named = Named::new(&mut known);
     // Twice, for a save that noted what it refers to after the first look at the notes, and a step that was deleted
     // before the look at the steps.
     for _ in 0..2 {

@@ -31,6 +31,7 @@ pub use commit::commit;
 pub(crate) use commit::{expect_commit, saved_already};
 pub use gc::{Garbage, collect_garbage};
 pub use keys::{StepKey, incarnation_key};
+pub use named::KnownShards;
 pub use ranks::{
     Note, RankKey, failure_of, forget_notes, forget_ranks, list_ranks, merge_ranks, put_alive, put_failed,
     put_intent, put_rank,

@@ -4,27 +4,82 @@
 //! note back. Deletion takes manifests first, then looks here: at the notes, then at the manifests. So a save that
 //! found the step in place is seen, by its note or by its manifest; one that did not refers to nothing.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
-use forebay_core::{ErrorKind, Result};
+use forebay_core::{ErrorKind, Result, Version};
 use forebay_io::object::Bucket;
 use futures::stream::{self, StreamExt, TryStreamExt};
 
 use super::ranks::shards_of_note;
-use super::{Note, RankKey, StepKey, list_ranks, list_steps, load_manifest};
+use super::{Note, RankKey, StepInfo, StepKey, list_ranks, list_steps, load_manifest};
 
 /// Notes and manifests read at once.
 const PARALLEL: usize = 8;
 
-/// What was seen to be named so far.
+/// Which shards manifests name: whoever deletes steps again and again, as an agent does, keeps this, and reads each
+/// manifest once.
 #[derive(Debug, Default)]
-pub(super) struct Named {
+pub struct KnownShards(HashMap<StepKey, Shards>);
+
+#[derive(Debug)]
+struct Shards {
+    /// Of the manifest, as it was listed before it was read: one that was deleted and saved again is read again.
+    version: Version,
+    keys: Vec<String>,
+}
+
+impl Shards {
+    fn are_of(&self, listed: &Version) -> bool {
+        !listed.as_str().is_empty() && self.version == *listed
+    }
+}
+
+impl KnownShards {
+    /// The shards that a listed manifest names; `None` for one that is gone.
+    ///
+    /// # Errors
+    /// `Corrupt` when it cannot be read.
+    pub(super) async fn of(&mut self, bucket: &Bucket, listed: &StepInfo) -> Result<Option<&[String]>> {
+        if !self.0.get(&listed.key).is_some_and(|shards| shards.are_of(&listed.version)) {
+            self.0.remove(&listed.key);
+            self.learn(bucket, vec![(listed.key.clone(), listed.version.clone())]).await?;
+        }
+        Ok(self.0.get(&listed.key).map(|shards| shards.keys.as_slice()))
+    }
+
+    async fn learn(&mut self, bucket: &Bucket, mut steps: Vec<(StepKey, Version)>) -> Result<()> {
+        steps.retain(|(key, _)| !self.0.contains_key(key));
+        let read = |(key, version): (StepKey, Version)| async move {
+            match load_manifest(bucket, &key).await {
+                // Another deletion took it.
+                Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+                manifest => manifest.map(|manifest| Some((manifest, key, version))),
+            }
+        };
+        let mut found = stream::iter(steps).map(read).buffer_unordered(PARALLEL);
+        while let Some(found) = found.try_next().await? {
+            let Some((manifest, key, version)) = found else { continue };
+            let keys = manifest.shards.into_iter().map(|shard| shard.key).collect();
+            self.0.insert(key, Shards { version, keys });
+        }
+        Ok(())
+    }
+}
+
+/// What was seen to be named so far.
+#[derive(Debug)]
+pub(super) struct Named<'a> {
+    known: &'a mut KnownShards,
     shards: HashSet<String>,
-    /// Steps that were read: they never change.
+    /// Steps whose shards are among them.
     steps: HashSet<StepKey>,
 }
 
-impl Named {
+impl<'a> Named<'a> {
+    pub(super) fn new(known: &'a mut KnownShards) -> Self {
+        Self { known, shards: HashSet::new(), steps: HashSet::new() }
+    }
+
     /// Looks at what saves under way refer to, and then at the steps, but for those that are `going`.
     pub(super) async fn look(&mut self, bucket: &Bucket, going: &HashSet<StepKey>) -> Result<()> {
         let notes = list_ranks(bucket).await?;
@@ -53,20 +108,19 @@ impl Named {
     /// # Errors
     /// `Corrupt` when one cannot be read: it is unknown what it needs.
     pub(super) async fn look_at_steps(&mut self, bucket: &Bucket, going: &HashSet<StepKey>) -> Result<()> {
-        let new = list_steps(bucket).await?.into_iter().map(|info| info.key);
-        let new: Vec<_> = new.filter(|key| !going.contains(key) && !self.steps.contains(key)).collect();
-        let read = |key: StepKey| async move {
-            match load_manifest(bucket, &key).await {
-                // Another deletion took it.
-                Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-                manifest => manifest.map(|manifest| Some((manifest, key))),
+        let listed = list_steps(bucket).await?.into_iter().map(|info| (info.key, info.version));
+        let mut listed: HashMap<_, _> = listed.filter(|(key, _)| !going.contains(key)).collect();
+        self.known.0.retain(|key, shards| {
+            going.contains(key) || listed.get(key).is_some_and(|version| shards.are_of(version))
+        });
+        listed.retain(|key, _| !self.steps.contains(key));
+        let new: Vec<_> = listed.keys().cloned().collect();
+        self.known.learn(bucket, listed.into_iter().collect()).await?;
+        for key in new {
+            if let Some(shards) = self.known.0.get(&key) {
+                self.shards.extend(shards.keys.iter().cloned());
+                self.steps.insert(key);
             }
-        };
-        let mut found = stream::iter(new).map(read).buffer_unordered(PARALLEL);
-        while let Some(found) = found.try_next().await? {
-            let Some((manifest, key)) = found else { continue };
-            self.shards.extend(manifest.shards.into_iter().map(|shard| shard.key));
-            self.steps.insert(key);
         }
         Ok(())
     }

@@ -10,8 +10,8 @@ use forebay_io::object::{Bucket, Condition};
 use futures::TryStreamExt;
 use serde::{Deserialize, Serialize};
 
-use super::named::Named;
-use super::{StepKey, StepName, find_step, list_steps, load_manifest};
+use super::named::{KnownShards, Named};
+use super::{StepInfo, StepKey, StepName, find_step, list_steps};
 
 /// The prefix of pins: an empty object for each manifest that is kept whatever the schedule, see [`pin_key`].
 const PINS: &str = "pins";
@@ -38,24 +38,24 @@ pub struct Keep {
 ///
 /// # Errors
 /// `Corrupt` when a step to be kept cannot be read: then nothing is deleted, for it is unknown what it needs.
-pub async fn retain(bucket: &Bucket, keep: Keep) -> Result<Removed> {
+pub async fn retain(bucket: &Bucket, keep: Keep, known: &mut KnownShards) -> Result<Removed> {
     let steps = list_steps(bucket).await?;
     let alive = steps.iter().filter(|info| !info.superseded).count();
     let mut surplus = keep.newest.map_or(0, |newest| alive.saturating_sub(newest.max(1)));
-    let mut going = HashSet::new();
-    for info in &steps {
+    let mut going = Vec::new();
+    for info in steps {
         let old = !info.superseded && surplus > 0;
         surplus -= usize::from(old);
         let stays = keep.every.is_some_and(|every| info.key.step.is_multiple_of(every));
         if info.superseded || (old && !stays) {
-            going.insert(info.key.clone());
+            going.push(info);
         }
     }
     if !going.is_empty() {
         let pins = list_pins(bucket).await?;
-        going.retain(|key| !pins.contains(key));
+        going.retain(|info| !pins.contains(&info.key));
     }
-    remove(bucket, going).await
+    remove(bucket, going, known).await
 }
 
 /// Deletes steps, given by number.
@@ -73,25 +73,27 @@ pub async fn remove_steps(bucket: &Bucket, numbers: &[u64]) -> Result<Removed> {
                 .with_hint("`forebay ckpt unpin` leaves it to deletion again"));
         }
     }
-    let steps = list_steps(bucket).await?.into_iter().map(|info| info.key);
-    remove(bucket, steps.filter(|key| numbers.contains(&key.step)).collect()).await
+    let mut steps = list_steps(bucket).await?;
+    steps.retain(|info| numbers.contains(&info.key.step));
+    remove(bucket, steps, &mut KnownShards::default()).await
 }
 
-async fn remove(bucket: &Bucket, mut going: HashSet<StepKey>) -> Result<Removed> {
+async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, known: &mut KnownShards) -> Result<Removed> {
+    let mut going: HashSet<StepKey> = steps.iter().map(|info| info.key.clone()).collect();
     if going.is_empty() {
         return Ok(Removed::default());
     }
-    let mut named = Named::default();
-    named.look_at_steps(bucket, &going).await?;
-    let mut unnamed = HashSet::new();
-    for key in &going {
-        match load_manifest(bucket, key).await {
-            Ok(manifest) => unnamed.extend(manifest.shards.into_iter().map(|shard| shard.key)),
+    let mut unnamed: HashSet<String> = HashSet::new();
+    for info in &steps {
+        match known.of(bucket, info).await {
+            Ok(shards) => unnamed.extend(shards.into_iter().flatten().cloned()),
             // A damaged manifest names nothing that could be trusted; its shards stay.
-            Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotFound) => {}
+            Err(error) if error.kind() == ErrorKind::Corrupt => {}
             Err(error) => return Err(error),
         }
     }
+    let mut named = Named::new(known);
+    named.look_at_steps(bucket, &going).await?;
     // All that reading takes time: what was pinned meanwhile stays.
     let pins = list_pins(bucket).await?;
     going.retain(|key| !pins.contains(key));

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use forebay_core::{Error, ErrorKind, Result, Timestamp};
+use forebay_core::{Error, ErrorKind, Result, Timestamp, Version};
 use forebay_io::object::Bucket;
 use futures::TryStreamExt;
 
@@ -18,6 +18,8 @@ use crate::manifest::Manifest;
 pub struct StepInfo {
     /// Its name.
     pub key: StepKey,
+    /// Of its manifest; empty where the store gives none.
+    pub version: Version,
     /// When it was committed, by the store's clock.
     pub committed: Timestamp,
     /// Whether a later incarnation saved the same step again, which then counts in its place.
@@ -74,7 +76,7 @@ pub async fn list_steps(bucket: &Bucket) -> Result<Vec<StepInfo>> {
     let objects: Vec<_> = bucket.list(StepKey::PREFIX).try_collect().await?;
     let found = objects.into_iter().filter_map(|object| {
         let key = StepKey::parse(&object.key)?;
-        Some(StepInfo { key, committed: object.modified, superseded: false })
+        Some(StepInfo { key, version: object.version, committed: object.modified, superseded: false })
     });
     let mut steps: Vec<StepInfo> = found.collect();
     steps.sort_by(|a, b| a.key.cmp(&b.key));

@@ -10,8 +10,9 @@ use super::*;
 use crate::agent::{Member, serve};
 use crate::arena::Source;
 use crate::catalog::{
-    Keep, LEAST_AGE, Note, RankKey, Removed, Start, StepKey, StepName, begin_run, collect_garbage,
-    list_steps, load_manifest, pin, put_alive, put_failed, put_intent, remove_steps, retain, unpin,
+    Keep, KnownShards, LEAST_AGE, Note, RankKey, Removed, Start, StepKey, StepName, begin_run,
+    collect_garbage, list_steps, load_manifest, pin, put_alive, put_failed, put_intent, remove_steps, retain,
+    unpin,
 };
 use crate::dtype::Dtype;
 use crate::manifest::Encoding;
@@ -317,9 +318,13 @@ fn a_damaged_manifest_under_retention_deletes_nothing_it_may_need() {
     fixture.runtime.block_on(async {
         let steps = list_steps(&bucket).await.expect("list");
         bucket.put(&steps[2].key.object(), "{}".into(), Condition::Always).await.expect("put");
-        let error = crate::catalog::retain(&bucket, Keep { newest: Some(1), every: None })
-            .await
-            .expect_err("unreadable");
+        let error = crate::catalog::retain(
+            &bucket,
+            Keep { newest: Some(1), every: None },
+            &mut KnownShards::default(),
+        )
+        .await
+        .expect_err("unreadable");
         assert_eq!(error.kind(), ErrorKind::Corrupt);
     });
     assert_eq!((fixture.steps().len(), fixture.shards()), (3, 3));
@@ -446,7 +451,9 @@ fn pinned_steps_and_every_so_many_stay() {
             ErrorKind::NotFound
         );
         pin(&bucket, StepName::from(2)).await.expect("pin");
-        retain(&bucket, Keep { newest: Some(2), every: Some(4) }).await.expect("retain");
+        retain(&bucket, Keep { newest: Some(2), every: Some(4) }, &mut KnownShards::default())
+            .await
+            .expect("retain");
     });
     assert_eq!((numbers(&fixture), fixture.shards()), (vec![2, 4, 6, 7], 4));
     fixture.runtime.block_on(async {
@@ -480,7 +487,7 @@ fn a_pinned_step_that_another_start_saves_again_stays_as_it_was() {
         }
     }
     let (bucket, keep) = (fixture.bucket(), Keep { newest: Some(1), every: None });
-    fixture.runtime.block_on(retain(&bucket, keep)).expect("retain");
+    fixture.runtime.block_on(retain(&bucket, keep, &mut KnownShards::default())).expect("retain");
     let left = vec![(1, 2, true), (3, 2, false), (3, 3, false)];
     assert_eq!((fixture.steps(), fixture.shards()), (left.clone(), 3));
     let size = |name: &str| {

@@ -59,7 +59,11 @@ impl DiffArguments {
 }
 
 /// Tells what the second step holds differently.
-pub(crate) async fn compare(sides: [(&Bucket, Option<StepName>); 2], read: bool, json: bool) -> Result<ExitCode> {
+pub(crate) async fn compare(
+    sides: [(&Bucket, Option<StepName>); 2],
+    read: bool,
+    json: bool,
+) -> Result<ExitCode> {
     let (before, after) = (manifest(sides[0]).await?, manifest(sides[1]).await?);
     let mut found = diff(&before, &after);
     if read {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use forebay_core::ObjectKey;
-use forebay_io::object::{FaultMode, Faults, ObjectInfo, OperationKind};
+use forebay_io::object::{Condition, FaultMode, Faults, ObjectInfo, OperationKind};
 use forebay_io::rng::Rng;
 use futures::TryStreamExt;
 
@@ -12,7 +12,7 @@ use super::tests::{flusher, start, trainer};
 use super::*;
 use crate::agent::{Member, Seal};
 use crate::arena::Held;
-use crate::catalog::{Keep, Start, find_step, list_steps, load_manifest, remove_steps};
+use crate::catalog::{Keep, KnownShards, Start, find_step, list_steps, load_manifest, remove_steps};
 use crate::manifest::{Checksum, Identity, Slice, SliceKind, Tensor};
 use crate::testing::{chance, rounds};
 use crate::verify::verify;
@@ -440,6 +440,7 @@ async fn history(rng: &Rng) {
     let mut fills: Vec<u8> = vec![0; 30];
     // Which start saved them, and what they hold.
     let mut steps: HashMap<u64, (u64, Vec<u8>)> = HashMap::new();
+    let mut known = KnownShards::default();
     let mut step = 0;
     for _ in 0..60 {
         match rng.below(10) {
@@ -482,7 +483,7 @@ async fn history(rng: &Rng) {
             }
             _ => {
                 let newest = Some(1 + rng.below(4) as usize);
-                retain(&bucket, Keep { newest, every: None }).await.expect("retain");
+                retain(&bucket, Keep { newest, every: None }, &mut known).await.expect("retain");
                 let left = list_steps(&bucket).await.expect("list");
                 steps.retain(|step, _| left.iter().any(|info| info.key.step == *step));
             }
@@ -491,7 +492,9 @@ async fn history(rng: &Rng) {
         assert_eq!(listed.iter().filter(|info| !info.superseded).count(), steps.len());
         expect_whole(&bucket).await;
     }
-    retain(&bucket, Keep::default()).await.expect("what later starts saved again goes");
+    retain(&bucket, Keep::default(), &mut KnownShards::default())
+        .await
+        .expect("what later starts saved again goes");
     for (step, (_, fills)) in &steps {
         expect_content(&bucket, *step, fills).await;
     }
@@ -525,7 +528,38 @@ async fn under_random_faults_deltas_are_whole() {
             // What was noted for a save may stay for the collector, and the step's bytes are there.
             expect_content(&plain, step, &fills).await;
             expect_whole(&plain).await;
-            retain(&plain, Keep { newest: Some(2), every: None }).await.expect("retain");
+            retain(&plain, Keep { newest: Some(2), every: None }, &mut KnownShards::default())
+                .await
+                .expect("retain");
         }
     }
+}
+
+/// An agent that keeps a hundred steps read them all again for each step that it deleted.
+#[tokio::test]
+async fn retention_reads_each_manifest_once() {
+    let plain = Bucket::in_memory();
+    let run = begin_run(&plain, start()).await.expect("run");
+    let mut agent = flusher(&plain, &run, trainer().0);
+    let (mut known, keep) = (KnownShards::default(), Keep { newest: Some(6), every: None });
+    let count = || plain.counters().of(OperationKind::Get).requests;
+    let mut reads = Vec::new();
+    for step in 1..=12 {
+        agent.flush(&state(step, &[step as u8; 20])).await.expect("durable");
+        let before = count();
+        retain(&plain, keep, &mut known).await.expect("retain");
+        reads.push(count() - before);
+    }
+    assert_eq!(reads, [0, 0, 0, 0, 0, 0, 7, 1, 1, 1, 1, 1]);
+    // One that was deleted and saved again is another.
+    let key = find_step(&plain, 9.into()).await.expect("a step").key;
+    let mut other = load_manifest(&plain, &key).await.expect("a manifest");
+    other.parents = vec![8];
+    let data = other.encode().expect("a manifest");
+    plain.put(&key.object(), data.into(), Condition::Always).await.expect("put");
+    agent.flush(&state(13, &[13; 20])).await.expect("durable");
+    let before = count();
+    retain(&plain, keep, &mut known).await.expect("retain");
+    assert_eq!(count() - before, 2);
+    expect_whole(&plain).await;
 }

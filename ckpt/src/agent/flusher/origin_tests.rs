@@ -8,7 +8,7 @@ use super::delta_tests::{
 use super::tests::{flusher, start, trainer};
 use super::*;
 use crate::agent::Member;
-use crate::catalog::{Keep, Start, StepName, find_step, remove_steps};
+use crate::catalog::{Keep, KnownShards, Start, StepName, find_step, remove_steps};
 use crate::manifest::Manifest;
 
 /// Slices of the states here, of which nine in ten never change.
@@ -54,7 +54,9 @@ async fn a_run_that_is_restarted_stores_what_changed_alone() {
         assert_eq!(save(&mut agent, step).await, CHANGED);
         let sent = bucket.counters().since(&before).of(OperationKind::Put).bytes;
         assert!(sent < CHANGED + (160 << 10), "{sent} bytes, with intent and manifest");
-        retain(&bucket, Keep { newest: Some(2), every: None }).await.expect("retain");
+        retain(&bucket, Keep { newest: Some(2), every: None }, &mut KnownShards::default())
+            .await
+            .expect("retain");
         expect_content(&bucket, step, &fills_at(step)).await;
         expect_whole(&bucket).await;
     }
@@ -194,7 +196,9 @@ async fn other_numbers_of_ranks_store_what_changed_alone() {
         let (next, uploaded) = save_with(&bucket, ranks, step, origin(&run, step - 9)).await;
         let changed = ((SLICES - FROZEN) * SLICE) as u64;
         assert_eq!(uploaded - (ranks * HEADER) as u64, changed, "{ranks} ranks");
-        retain(&bucket, Keep { newest: Some(1), every: None }).await.expect("retain");
+        retain(&bucket, Keep { newest: Some(1), every: None }, &mut KnownShards::default())
+            .await
+            .expect("retain");
         expect_content(&bucket, step + 1, &fills_at(step)).await;
         expect_whole(&bucket).await;
         (run, step) = (next, step + 10);

@@ -9,7 +9,8 @@ use super::tests::{change, flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
 use crate::catalog::{
-    Garbage, Keep, LEAST_AGE, Round, Start, collect_garbage, list_ranks, list_steps, load_manifest, retain,
+    Garbage, Keep, KnownShards, LEAST_AGE, Round, Start, collect_garbage, list_ranks, list_steps,
+    load_manifest, retain,
 };
 use crate::verify::verify;
 
@@ -226,7 +227,7 @@ async fn an_index_that_comes_after_the_commit_goes() {
     let last = save(3).await;
     bucket.put(&second, data, Condition::Always).await.expect("put");
     let keep = Keep { newest: Some(1), every: None };
-    let removed = retain(&bucket, keep).await.expect("retain");
+    let removed = retain(&bucket, keep, &mut KnownShards::default()).await.expect("retain");
     assert_eq!((removed.manifests, removed.shards, keys("shards").await.len()), (2, 4, 2));
     // Of a start that saves no more they go once they are old, whether their step is there or not.
     assert_eq!(collect_garbage(&bucket, LEAST_AGE, false).await.expect("gc"), Garbage::default());
