@@ -323,6 +323,45 @@ def test_a_copy_that_one_rank_lacks_is_left_by_all(tmp_path: Path) -> None:
     assert lines == [[2, "local", True]] * 2
 
 
+@pytest.mark.parametrize(("alone", "found"), [(0, None), (1, ([], []))])
+def test_ranks_that_go_on_from_memory_agree_whose_copies_stay(tmp_path: Path, alone: int, found: Any) -> None:
+    """A rank that could not look, or saw something else than the others, had the others' older copies deleted."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    settings: dict[str, Any] = {"every": 1, "replicated": ["all"], "linger": LINGER_S, "local": disk, "local_keep": 9}
+
+    def save(rank: int, report: Report) -> None:
+        state, checkpointer = rank_state(), forebay.Checkpointer(run, **settings)
+        for step in (1, 2):
+            advance(state, rank)
+            save = checkpointer.step(step, state)
+            assert save is not None and save.wait_local(60) and save.wait_durable(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    def go_on(rank: int) -> Any:
+        warnings.simplefilter("ignore", forebay.CheckpointWarning)
+        if rank == alone:
+            away = forebay.CheckpointError("the disk is away")
+            _native.look_local = (lambda _: found) if found else raising(away)  # type: ignore[assignment]
+        state = rank_state()
+        with forebay.Checkpointer(run, **settings) as checkpointer:
+            step = checkpointer.restore(state)
+            advance(state, rank)
+            save = checkpointer.step(3, state)
+            assert save is not None and save.wait_local(60) and checkpointer.restored is not None
+            return step, checkpointer.restored.tier
+
+    children = start_ranks(2, save, with_gloo=False)
+    agents = [int(child.line()) for child in children]
+    for child in children:
+        child.kill()
+    assert run_ranks(2, go_on, with_gloo=False) == [[2, "arena"]] * 2
+    wait_until(lambda: not any(map(is_running, agents)))
+    there = sorted((int(path.parts[-3]), path.name[:6]) for path in files(disk, "seals/*/*/*.json"))
+    assert there == [(step, f"{rank:06}") for step in (1, 2, 3) for rank in (0, 1)]
+    assert len(files(disk, "shards/*/*/*")) == 6
+
+
 def test_damage_of_one_ranks_copy_sends_all_to_the_store(tmp_path: Path) -> None:
     run, disk = tmp_path / "run", tmp_path / "disk"
     ranks_save(run, disk, 3)

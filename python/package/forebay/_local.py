@@ -105,9 +105,11 @@ class LocalCopies:
             raise CopiesHang(str(error)) from error
 
     def follow(self, start: Optional[str]) -> None:
-        """Goes on from the copies of a start that ended, whose memory was used."""
-        starts = self._look()["starts"]
-        self._starts, self._resumes = starts if start in starts else [], None
+        """Goes on from the copies of a start that ended, whose memory was used: all ranks alike, as rank 0 found them, or where
+        it could not look, the next one. What one rank takes for stale its agent deletes, the other ranks' parts as well."""
+        words = self._ranks.gather("follow local copies", lambda: {"start": start, **self._look()})
+        word = next((word for word in words if word["is_known"]), words[0])
+        self._starts, self._resumes = word["starts"] if word["start"] in word["starts"] else [], None
 
     def begin(self, nonce: str) -> None:
         """Makes the copies those of the start of that nonce, before it takes its number: by then others are stale."""
@@ -138,9 +140,10 @@ class LocalCopies:
             self._hangs = isinstance(error, CheckpointUnavailable)
             self.hung += self._hangs
             warnings.warn(f"copies on the local disk are not used: {error}", CheckpointWarning, stacklevel=6)
-            return {"starts": [], "steps": []}
+            return {"starts": [], "steps": [], "is_known": False}
         self._hangs = False
-        return {"starts": starts, "steps": [[list(name), is_durable] for name, is_durable in steps]}
+        found = [[list(name), is_durable] for name, is_durable in steps]
+        return {"starts": starts, "steps": found, "is_known": True}
 
 
 def _has(word: dict[str, Any], entry: list[Any]) -> bool:
