@@ -11,10 +11,11 @@
 //! A directory is a bucket to this module: files appear whole, under their names, once they are on the disk.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, ObjectKey, Result};
+use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version};
 use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings, UploadOptions};
 use futures::TryStreamExt;
 use serde::de::DeserializeOwned;
@@ -82,6 +83,24 @@ pub struct Found {
 /// The copies in one directory.
 #[derive(Debug, Clone)]
 pub struct Local(Bucket);
+
+/// A rank's shard on the disk.
+#[derive(Debug, Clone)]
+pub struct LocalShard {
+    bucket: Bucket,
+    key: ObjectKey,
+    version: Version,
+}
+
+impl LocalShard {
+    /// Reads some bytes, of the file that was found, into memory of their own.
+    ///
+    /// # Errors
+    /// `Corrupt` where they are not there, or cannot be read.
+    pub async fn read(&self, range: Range<u64>) -> Result<Bytes> {
+        self.bucket.get_own(&self.key, Some(&self.version), range).await.map_err(as_damage)
+    }
+}
 
 /// Names what a rank notes.
 struct NoteKey {
@@ -212,20 +231,19 @@ impl Local {
         manifest_of(parts)
     }
 
-    /// A rank's part of a step: its seal and its shard, unchecked.
-    pub async fn part(&self, step: &HeldStep, rank: u32, world_size: u32) -> Result<(Held, Bytes)> {
+    /// A rank's part of a step: its seal, and where its shard is read, which is as long as sealed and else unchecked.
+    pub async fn part(&self, step: &HeldStep, rank: u32, world_size: u32) -> Result<(Held, LocalShard)> {
         let held = self.seal(step, rank, world_size).await?;
         let (key, size) = (held.key().object(), held.seal.size);
-        let found = self.0.head(&key).await?.map(|info| info.size);
-        if found != Some(size) {
-            return Err(Error::corrupt(format!(
-                "`{key}` has {} bytes, not {size}",
-                found.unwrap_or_default()
-            )));
+        match self.0.head(&key).await? {
+            Some(info) if info.size == size => {
+                Ok((held, LocalShard { bucket: self.0.clone(), key, version: info.version }))
+            }
+            found => {
+                let found = found.map_or(0, |info| info.size);
+                Err(Error::corrupt(format!("`{key}` has {found} bytes, not {size}")))
+            }
         }
-        let mut shard = vec![0; size as usize];
-        self.0.get_into(&key, None, 0..size, &mut shard).await?;
-        Ok((held, shard.into()))
     }
 
     /// Deletes what no start after `starts` can use: all but the `keep` newest steps that are whole, and newer ones.

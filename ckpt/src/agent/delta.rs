@@ -5,6 +5,7 @@
 //! in the shards that first had them, so that steps never hang on one another.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 
 use bytes::Bytes;
 use forebay_core::Result;
@@ -78,8 +79,8 @@ pub(super) struct Lent<'a> {
 /// The file that a save writes: its header, and where the slices in it lie.
 pub(super) struct File {
     pub(super) header: Bytes,
-    /// What follows, in order.
-    pub(super) runs: Vec<Bytes>,
+    /// Where what follows lies in the shard, in order.
+    pub(super) runs: Vec<Range<usize>>,
     pub(super) size: u64,
     crc32c: u32,
     /// Of each slice of the seal where it begins in the file, if it is in it.
@@ -87,16 +88,15 @@ pub(super) struct File {
 }
 
 impl File {
-    /// All of a shard, as it lies in its slot.
-    pub(super) fn whole(seal: &Seal, slot: &Bytes) -> Self {
+    /// All of a shard, with the header that it has.
+    pub(super) fn whole(seal: &Seal, header: Bytes) -> Self {
         let starts = slices_of(seal).map(|(_, slice)| Some(slice.start)).collect();
-        let header = slot.slice(..seal.header as usize);
-        let runs = vec![slot.slice(seal.header as usize..seal.size as usize)];
-        Self::new(seal, header, runs, starts, seal.size)
+        let run = seal.header as usize..seal.size as usize;
+        Self::new(seal, header, vec![run], starts, seal.size)
     }
 
     /// Only the slices that are `wanted`.
-    pub(super) fn of(seal: &Seal, slot: &Bytes, wanted: &[bool]) -> Result<Self> {
+    pub(super) fn of(seal: &Seal, wanted: &[bool]) -> Result<Self> {
         let mut specs = Vec::new();
         for tensor in &seal.tensors {
             let dtype = Dtype::named(&tensor.dtype)?;
@@ -114,30 +114,36 @@ impl File {
             .iter()
             .map(|wanted| wanted.then(|| ranges.next().map(|range| range.start)).flatten())
             .collect();
-        let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
-        for (_, slice) in in_order(seal, &starts) {
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for (_, _, slice) in in_order(seal, &starts) {
             let (start, end) = (slice.start as usize, slice.end as usize);
             match runs.last_mut().filter(|last| last.end == start) {
                 Some(last) => last.end = end,
                 None => runs.push(start..end),
             }
         }
-        let runs = runs.into_iter().map(|run| slot.slice(run)).collect();
         Ok(Self::new(seal, layout.header.into(), runs, starts, layout.size))
     }
 
-    fn new(seal: &Seal, header: Bytes, runs: Vec<Bytes>, starts: Vec<Option<u64>>, size: u64) -> Self {
-        let join = |crc32c, (_, slice): &(u64, &Slice)| combine(crc32c, slice.crc32c.0, slice.len());
+    fn new(seal: &Seal, header: Bytes, runs: Vec<Range<usize>>, starts: Vec<Option<u64>>, size: u64) -> Self {
+        let join =
+            |crc32c, (_, _, slice): &(u64, usize, &Slice)| combine(crc32c, slice.crc32c.0, slice.len());
         let crc32c = in_order(seal, &starts).iter().fold(forebay_core::crc32c(&header), join);
         Self { header, runs, size, crc32c, starts }
     }
+
+    /// Which of the seal's slices are in it, in the order of its bytes.
+    pub(super) fn slices(&self, seal: &Seal) -> Vec<usize> {
+        in_order(seal, &self.starts).into_iter().map(|(_, index, _)| index).collect()
+    }
 }
 
-/// The slices that are in a file, in the order of its bytes.
-fn in_order<'a>(seal: &'a Seal, starts: &[Option<u64>]) -> Vec<(u64, &'a Slice)> {
-    let placed = starts.iter().zip(slices_of(seal));
-    let mut order: Vec<_> = placed.filter_map(|(start, (_, slice))| Some(((*start)?, slice))).collect();
-    order.sort_by_key(|(start, slice)| (*start, slice.len()));
+/// The slices that are in a file, in the order of its bytes, each with where it begins and its number.
+fn in_order<'a>(seal: &'a Seal, starts: &[Option<u64>]) -> Vec<(u64, usize, &'a Slice)> {
+    let placed = starts.iter().zip(slices_of(seal)).enumerate();
+    let mut order: Vec<_> =
+        placed.filter_map(|(index, (start, (_, slice)))| Some(((*start)?, index, slice))).collect();
+    order.sort_by_key(|(start, _, slice)| (*start, slice.len()));
     order
 }
 

@@ -13,7 +13,8 @@ use futures::future::{FutureExt, OptionFuture};
 use super::base::Base;
 use super::copy::Copy;
 use super::delta::{File, Lent, candidates, describe, named};
-use super::inspect::{expect_sound, inspect, slices_of};
+use super::inspect::{inspect, slices_of};
+use super::source::Source;
 use super::{Member, Seal};
 use crate::arena::Held;
 use crate::catalog::{
@@ -34,10 +35,10 @@ const TURN: Duration = Duration::from_secs(5);
 /// When the last one does.
 const LAST_TURN: Duration = Duration::from_secs(300);
 
-/// A sealed snapshot and the memory that holds it.
+/// A sealed snapshot and where it lies.
 pub(super) struct Save {
     pub(super) held: Arc<Held>,
-    pub(super) slot: Bytes,
+    pub(super) source: Source,
     pub(super) given: Given,
     /// The copy on this host's disk, which comes first.
     pub(super) local: Option<Copy>,
@@ -70,10 +71,10 @@ impl Stored {
 }
 
 /// Brings a sealed shard to the bucket, or what of it is not there since `base`, and looks at it meanwhile.
-/// Afterwards the slot is not needed. Whether this start may, as `allowed` tells, is asked beside the upload.
+/// Afterwards where it lies is not needed. Whether this start may, as `allowed` tells, is asked beside the upload.
 ///
 /// # Errors
-/// `Unavailable` when it is to be tried again; `Corrupt` when the seal or the slot changed since; what `allowed` says.
+/// `Unavailable` when it is to be tried again; `Corrupt` when the seal or the shard changed since; what `allowed` says.
 /// Then nothing is there under the shard's name.
 pub(super) async fn store(
     bucket: &Bucket,
@@ -83,10 +84,10 @@ pub(super) async fn store(
     base: Option<&Base>,
     allowed: impl Future<Output = Result<()>>,
 ) -> Result<Stored> {
-    let Save { held, slot, .. } = save;
+    let Save { held, source, .. } = save;
     let seal = &held.seal;
     held.expect_sound().map_err(|error| error.with_hint("nothing was saved; check the host's memory"))?;
-    expect_sound(seal, slot)?;
+    let header = source.header(seal).await?;
     let mut identities = vec![None; slices_of(seal).count()];
     let found = base.and_then(|base| Some(Lent { base, slices: candidates(base, seal)? }));
     let has_notes = found.is_some();
@@ -99,22 +100,19 @@ pub(super) async fn store(
         None => (None, Some(allowed)),
     };
     let file = match &lent {
-        Some(lent) => File::of(seal, slot, &lent.slices.iter().map(Option::is_none).collect::<Vec<_>>())?,
-        None => File::whole(seal, slot),
+        Some(lent) => File::of(seal, &lent.slices.iter().map(Option::is_none).collect::<Vec<_>>())?,
+        None => File::whole(seal, header),
     };
     let mut part = manifest_of(run, member, seal, &file.header);
     // Shards are large, and seldom read soon: a folder's page cache is for what the training reads.
     let past_cache = Some(file.size);
-    let options = UploadOptions { conditional: false, past_cache, ..UploadOptions::default() };
+    let options = UploadOptions { conditional: false, past_cache, ..source.upload_options(file.size) };
     let key = part.shards[0].object();
     if save.given == Given::Again {
         end_dead_uploads(bucket, &key).await;
     }
     let mut upload = bucket.upload_with(&key, options)?;
-    let sent_and_seen = async {
-        let (sent, seen) = tokio::join!(send(&mut upload, &file), look(held, slot, &mut identities));
-        seen.and(sent)
-    };
+    let sent_and_seen = send_and_look(&mut upload, &file, save, &mut identities);
     let allowed = OptionFuture::from(unasked).map(|allowed| allowed.unwrap_or(Ok(())));
     // Nothing takes the shard's name before all of it was found sound.
     if let Err(error) = tokio::try_join!(sent_and_seen, allowed) {
@@ -133,10 +131,11 @@ async fn borrow<'a>(
     bucket: &Bucket,
     run: &Run,
     member: Option<&Member>,
-    Save { held, slot, given, .. }: &Save,
+    save: &Save,
     mut found: Lent<'a>,
     identities: &mut [Option<Identity>],
 ) -> Result<Option<Lent<'a>>> {
+    let Save { held, given, .. } = save;
     let shards = named(found.base, &found.slices).into_iter().map(|shard| shard.key.clone());
     // What an agent that died noted stays: a request of its last moment may still arrive, and what it stored may be what
     // is committed.
@@ -147,11 +146,38 @@ async fn borrow<'a>(
         return Ok(None);
     }
     let wanted = (0..identities.len()).filter(|index| found.slices[*index].is_some()).collect();
-    look_at(held, slot, wanted, identities).await?;
+    match &save.source {
+        Source::Slot(slot) => look_at(held, slot, wanted, identities).await?,
+        Source::Disk(disk) => {
+            let seen = disk.read_through(held, wanted, None).await?;
+            seen.into_iter().for_each(|(index, identity)| identities[index] = Some(identity));
+        }
+    }
     for (slice, identity) in found.slices.iter_mut().zip(identities) {
         slice.take_if(|slice| *identity != Some(slice.blake3));
     }
     Ok(Some(found))
+}
+
+/// Sends what can be sent before it is known that all of it is to be there, and looks at what was not looked at yet.
+async fn send_and_look(
+    upload: &mut Upload,
+    file: &File,
+    Save { held, source, .. }: &Save,
+    identities: &mut [Option<Identity>],
+) -> Result<()> {
+    match source {
+        Source::Slot(slot) => {
+            let (sent, seen) = tokio::join!(send(upload, file, slot), look(held, slot, identities));
+            seen.and(sent)
+        }
+        Source::Disk(disk) => {
+            upload.write(file.header.clone()).await?;
+            let seen = disk.read_through(held, file.slices(&held.seal), Some(&mut *upload)).await?;
+            seen.into_iter().for_each(|(index, identity)| identities[index] = Some(identity));
+            send_rest(upload).await
+        }
+    }
 }
 
 /// Looks at the slices whose identities are not known yet.
@@ -354,12 +380,16 @@ fn rank_of(member: Option<&Member>) -> u32 {
     member.map_or(0, |member| member.rank)
 }
 
-/// Sends what can be sent before it is known that all of it is to be there. What fits one PUT is sent later.
-async fn send(upload: &mut Upload, file: &File) -> Result<()> {
+async fn send(upload: &mut Upload, file: &File, slot: &Bytes) -> Result<()> {
     upload.write(file.header.clone()).await?;
     for run in &file.runs {
-        upload.write(run.clone()).await?;
+        upload.write(slot.slice(run.clone())).await?;
     }
+    send_rest(upload).await
+}
+
+/// What fits one PUT is sent later.
+async fn send_rest(upload: &mut Upload) -> Result<()> {
     if upload.is_in_parts() {
         upload.relieve().await?;
     }

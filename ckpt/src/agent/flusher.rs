@@ -17,6 +17,7 @@ use super::disk::Copies;
 use super::flush::{Given, Save, Stored, discard, publish, settle, store};
 use super::patience::{GIVE_UP_AFTER, Patience};
 use super::protocol::now_us;
+use super::source::{Disk, Source};
 use super::sweep::Sweeper;
 use super::trainer::Trainer;
 use super::{Hello, Origin, Reply, Seal};
@@ -198,8 +199,9 @@ impl Flusher {
             () = self.clock.sleep(GIVE_UP_AFTER) => Err(Error::new(ErrorKind::Unavailable, disk_hangs(GIVE_UP_AFTER))),
         };
         let flushed = match part {
-            Ok((held, slot)) => {
-                let save = Save { held: Arc::new(held), slot, given: Given::Left, local: None };
+            Ok((held, shard)) => {
+                let source = Source::Disk(Disk::new(shard, self.clock.clone()));
+                let save = Save { held: Arc::new(held), source, given: Given::Left, local: None };
                 heir.flush(&save).await
             }
             Err(error) => heir.open().await.and(Err(error)),

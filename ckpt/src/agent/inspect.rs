@@ -58,7 +58,11 @@ pub(super) fn expect_sound(seal: &Seal, slot: &[u8]) -> Result<()> {
     expect_no_gaps(seal)
 }
 
-fn expect_no_gaps(seal: &Seal) -> Result<()> {
+/// That its slices lie in a shard one after another, from the header's end to its own.
+///
+/// # Errors
+/// `Bug` when they do not.
+pub(super) fn expect_no_gaps(seal: &Seal) -> Result<()> {
     let mut slices: Vec<_> = slices_of(seal).collect();
     slices.sort_by_key(|(_, slice)| (slice.start, slice.end));
     let mut at = seal.header;

@@ -2,6 +2,7 @@
 
 mod protocol;
 mod inspect;
+mod source;
 mod base;
 mod delta;
 mod flush;

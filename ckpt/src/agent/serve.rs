@@ -28,6 +28,7 @@ use super::flusher::{Flusher, Work, disk_hangs};
 use super::holdings::Holdings;
 use super::pace::Pace;
 use super::protocol::now_us;
+use super::source::Source;
 use super::trainer::Trainer;
 use super::{Hello, Reply, Request, Told, VISIT_VERSION, Visit};
 use crate::arena::SLOTS;
@@ -189,7 +190,7 @@ impl Desk {
                 self.trainer.tell(&Reply::NoCopy { save });
             }
         }
-        self.pass_on(Work::Save(Save { held, slot, given, local }))?;
+        self.pass_on(Work::Save(Save { held, source: Source::Slot(slot), given, local }))?;
         self.trainer.tell(&Reply::Sealed { save, at_us: now_us(&Clock::system()) });
         Ok(())
     }

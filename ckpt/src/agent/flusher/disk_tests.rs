@@ -1,14 +1,37 @@
-//! A local disk that hangs: the store goes on, what the disk still writes is nothing, and it is used again.
+//! A local disk that hangs: the store goes on, what the disk still writes is nothing, and it is used again. What only a disk
+//! has is brought to the store a piece at a time.
 
+use bytes::Bytes;
 use forebay_io::net::FdStream;
-use forebay_io::object::{FaultMode, Faults, OperationKind};
+use forebay_io::object::{Condition, FaultMode, Faults, OperationKind};
+use futures::TryStreamExt;
 
 use super::tests::{flusher, hello, sealed, start, trainer};
 use super::*;
 use crate::agent::copy::{Health, copy};
 use crate::agent::disk::Disk;
+use crate::agent::source;
+use crate::arena::Held;
 use crate::catalog::list_steps;
 use crate::local::PATIENCE;
+use crate::verify::verify;
+
+/// The memory that a save lies in.
+fn slot_of(save: &Save) -> Bytes {
+    match &save.source {
+        Source::Slot(slot) => slot.clone(),
+        Source::Disk(_) => panic!("it lies on the disk"),
+    }
+}
+
+/// A save that lies on a disk alone, left by an earlier start.
+pub(super) async fn left_on(disk: &Bucket, save: &Save) -> Save {
+    let (local, Held { rank, world_size, .. }) = (Local::of_test(disk.clone()), &*save.held);
+    assert!(local.put(&save.held, &slot_of(save), || true).await.expect("put"));
+    let (held, shard) = local.part(&save.held.name(), *rank, *world_size).await.expect("a part");
+    let source = Source::Disk(source::Disk::new(shard, Clock::system()));
+    Save { held: Arc::new(held), source, given: Given::Left, local: None }
+}
 
 /// What the trainer heard: saves with a copy, saves without, warnings.
 fn heard(listener: &mut FdStream) -> (Vec<u64>, Vec<u64>, Vec<String>) {
@@ -44,7 +67,7 @@ async fn hang_at(request: u64) -> Vec<u64> {
     (agent.clock, agent.copies) = (clock.clone(), Some(copies.clone()));
     let save = |step| {
         let mut save = sealed(step, 1000);
-        save.local = copies.save(save.held.clone(), save.slot.clone());
+        save.local = copies.save(save.held.clone(), slot_of(&save));
         save
     };
     agent.settle(save(1)).await;
@@ -99,11 +122,120 @@ async fn a_copy_that_is_there_is_not_missed() {
     disk.local = Some(local.clone());
     faults.script(OperationKind::List, 1, FaultMode::Before);
     let save = sealed(1, 1000);
-    assert!(copies.save(save.held.clone(), save.slot.clone()).is_some());
+    assert!(copies.save(save.held.clone(), slot_of(&save)).is_some());
     drop(copies);
     disk.do_all(copy(&Health::default(), 0).1, work).await;
     assert_eq!(faults.injected(), 1);
     let (with, without, warnings) = heard(&mut listener);
     assert_eq!((with, without, warnings.len()), (vec![1], vec![], 1), "the failure itself is told");
     assert_eq!(local.look().await.expect("look").steps.len(), 1);
+}
+
+/// An agent that brings home what the start of `run` left.
+fn heir(bucket: &Bucket, run: &Run) -> Flusher {
+    let mut heir = flusher(bucket, run, trainer().0);
+    heir.heir_of = Some(run.start.nonce.clone());
+    heir
+}
+
+/// All of it was read into memory before the first byte was sent.
+#[tokio::test]
+async fn a_step_on_disk_is_brought_home_a_piece_at_a_time() {
+    const MIB: u64 = 1 << 20;
+    let (plain, disk, clock) = (Bucket::in_memory(), Bucket::in_memory(), Clock::manual());
+    let run = begin_run(&plain, start()).await.expect("run");
+    let save = sealed(1, 80 << 20);
+    let left = left_on(&disk, &save).await;
+    let (size, before) = (save.held.seal.size, disk.counters());
+    // The store takes little: what is read and not sent is what is in memory.
+    let slow = plain.with_rate(&Rate::new(std::num::NonZeroU64::new(MIB).expect("some"), clock.clone()));
+    let mut heir = heir(&slow, &run);
+    heir.clock = clock.clone();
+    let read = || disk.counters().since(&before).of(OperationKind::Get);
+    let mut most = 0;
+    let time = async {
+        let (mut last, mut looks) = (0, 0);
+        loop {
+            let (now, sent) = (read().bytes, plain.counters().of(OperationKind::Part).bytes);
+            most = most.max(now.saturating_sub(sent));
+            looks = if now == last { looks + 1 } else { 0 };
+            last = now;
+            // Once it reads no further.
+            if looks > 5 || now == size {
+                clock.advance(Duration::from_secs(1));
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let uploaded = tokio::select! {
+        flushed = heir.flush(&left) => flushed.expect("durable"),
+        () = time => unreachable!("the clock runs for ever"),
+    };
+    assert_eq!((uploaded, read().bytes), (size, size), "each byte is read once");
+    assert!(read().requests > size / MIB, "no read is of more than a MiB: {:?}", read());
+    assert!(most <= 42 * MIB, "{most} bytes are in memory: four parts, one that fills, and a piece");
+    assert_eq!(verify(&plain, None, &|_| {}).await.expect("verify"), []);
+}
+
+#[tokio::test]
+async fn a_damaged_copy_is_found_before_its_step_is_there() {
+    for length in [1000, 20 << 20] {
+        let size = 4096 + length;
+        for position in [0, 4095, 4096, size - 1] {
+            let (bucket, disk) = (Bucket::in_memory(), Bucket::in_memory());
+            let run = begin_run(&bucket, start()).await.expect("run");
+            let save = sealed(1, length);
+            let mut damaged = slot_of(&save).to_vec();
+            damaged[position] ^= 1;
+            let damaged = Save { source: Source::Slot(damaged.into()), ..sealed(1, length) };
+            let error =
+                heir(&bucket, &run).flush(&left_on(&disk, &damaged).await).await.expect_err("damaged");
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+            assert!(error.message().contains("is damaged on the local disk"), "{error}");
+            // Nor is one that another file took the place of meanwhile, or that is gone.
+            let left = left_on(&disk, &save).await;
+            let key = save.held.key().object();
+            for other in [Some(slot_of(&damaged)), None] {
+                match other {
+                    Some(other) => drop(disk.put(&key, other, Condition::Always).await.expect("put")),
+                    None => disk.delete(&key).await.expect("delete"),
+                }
+                let error = heir(&bucket, &run).flush(&left).await.expect_err("another file");
+                assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+            }
+            assert_eq!(list_steps(&bucket).await.expect("list"), []);
+            for prefix in ["shards", "ranks"] {
+                assert_eq!(bucket.list(prefix).try_collect::<Vec<_>>().await.expect("list"), [], "{prefix}");
+            }
+            assert_eq!(bucket.list_uploads("").await.expect("list"), []);
+            // The copy itself, whole, is brought home.
+            heir(&bucket, &run).flush(&left_on(&disk, &save).await).await.expect("durable");
+            assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_disk_that_hangs_brings_nothing_home_and_is_waited_for_once() {
+    let (bucket, faults, clock) = (Bucket::in_memory(), Faults::new(), Clock::manual());
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let mut left = left_on(&Bucket::in_memory().with_faults(&faults), &sealed(1, 20 << 20)).await;
+    let Source::Disk(disk) = &mut left.source else { panic!("it lies on the disk") };
+    disk.set_clock(clock.clone());
+    let gate = faults.gate(9);
+    let mut heir = heir(&bucket, &run);
+    let time = async {
+        gate.reached().await;
+        loop {
+            clock.advance(PATIENCE);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let error = tokio::select! {
+        flushed = heir.flush(&left) => flushed.expect_err("it hangs"),
+        () = time => unreachable!("the clock runs for ever"),
+    };
+    assert!(error.message().contains("did not answer for 60 s"), "{error}");
+    assert_eq!(list_steps(&bucket).await.expect("list"), []);
+    assert_eq!(bucket.list_uploads("").await.expect("list"), []);
 }

@@ -5,6 +5,7 @@ use forebay_io::object::OperationKind;
 use super::delta_tests::{
     HEADER, SLICE, agent, expect_content, expect_whole, manifest, objects, part_of, state,
 };
+use super::disk_tests::left_on;
 use super::tests::{flusher, start, trainer};
 use super::*;
 use crate::agent::Member;
@@ -159,7 +160,8 @@ async fn what_a_dead_agent_left_is_saved_as_it_would_have() {
     // A step that only a local disk has, of a start that ended.
     let mut heir = flusher(&bucket, &run, trainer().0);
     (heir.heir_of, heir.origin) = (Some(run.start.nonce.clone()), origin(&run, 4));
-    let left = Save { given: Given::Left, ..state(4, &fills_at(4)) };
+    let disk = Bucket::in_memory();
+    let left = left_on(&disk, &state(4, &fills_at(4))).await;
     assert_eq!(heir.flush(&left).await.expect("durable"), CHANGED);
     expect_content(&bucket, 4, &fills_at(4)).await;
 }
