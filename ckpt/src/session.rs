@@ -205,6 +205,16 @@ impl Session {
         self.origin = Some(origin);
     }
 
+    /// This start and those that it comes after, by the beginnings of their nonces.
+    pub fn lineage(&self) -> Vec<String> {
+        self.hello.after.iter().cloned().chain([attempt_of(&self.hello.start.nonce).to_owned()]).collect()
+    }
+
+    /// Notes that this start comes after those of a `lineage`; said before an agent is greeted.
+    pub fn come_after(&mut self, lineage: &[String]) {
+        lineage.iter().for_each(|attempt| self.hello.comes_after(attempt));
+    }
+
     /// From now on slots are locked in memory before they are filled, for `device` to copy into.
     pub fn pin_for(&mut self, device: Arc<Device>) {
         self.device.get_or_insert(device);

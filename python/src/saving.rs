@@ -152,6 +152,14 @@ impl Session {
         py.detach(|| self.0.lock().go_on_from(Origin { attempt, step }));
     }
 
+    /// Notes that this start comes after that of `former`, and after whatever that came after, before an agent is greeted.
+    fn come_after(&self, py: Python<'_>, former: &Session) {
+        py.detach(|| {
+            let lineage = former.0.lock().lineage();
+            self.0.lock().come_after(&lineage);
+        });
+    }
+
     /// From now on slots are locked in memory, for `device` to copy into.
     fn pin_for(&self, py: Python<'_>, device: &Device) {
         py.detach(|| self.0.lock().pin_for(device.inner()));

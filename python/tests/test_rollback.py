@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import wait_until
+from .conftest import Child, wait_until
 from .test_crash import is_running
 from .test_ranks import run_ranks
-from .test_restart import memory_of
+from .test_restart import end, held_until, kill, memory_of, restored
 
 
 def state_of(rank: int, step: int, attempt: int) -> dict[str, Any]:
@@ -139,3 +141,36 @@ def test_what_does_not_go_back_goes_on_as_it_was(tmp_path: Path) -> None:
         assert checkpointer._agent.pid == agent
     wait_until(lambda: not is_running(agent))
     assert {key[1:] for key in map(tuple, _native.list_steps(f"file://{tmp_path}"))} and checkpointer.steps() == [1, 2, 3, 4]
+
+
+def test_memory_of_a_job_that_went_back_is_newer_than_what_it_left(tmp_path: Path) -> None:
+    """Its former start was taken for another host's as long as the new one had no number in the store."""
+    run = tmp_path / "run"
+    first = held_until(run, 2)
+    end(kill(first))
+
+    def work(report: Callable[[str], None]) -> None:
+        state, told, job = restored(run)
+        assert (told.step, told.tier) == (2, "store")
+        state["n"], state["t"] = 3, state["t"] + 1
+        save = job.step(3, state)
+        assert save is not None and save.wait_durable(60)
+        # To a step of the first start, not of this one's.
+        assert job.restore(state, step=1) == 1
+        (run / "runs").rename(run / "away")
+        (run / "runs").write_text("in the way")
+        state["n"], state["t"] = 2, state["t"] + 1
+        save = job.step(2, state)
+        assert save is not None
+        while save._progress() != "failed":
+            job._listen(0.1)
+        report(str(job._agent.pid))
+        signal.pause()
+
+    agent = kill(Child(work))
+    (run / "runs").unlink()
+    (run / "away").rename(run / "runs")
+    _, told, job = restored(run)
+    assert (told.step, told.tier, told.passed_over) == (2, "arena", ())
+    job.close()
+    end(agent)

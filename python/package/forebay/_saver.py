@@ -96,6 +96,8 @@ class Saver:
             self._listen(TICK_S)
         self._pass_warnings_on()
         former, self._session = self._session, session
+        # Until the new start takes its number, that of the former is the newest in the store: nobody else's.
+        session.come_after(former)
         self._start, self._nonce = start, start[0]
         self._devices = Devices(session)
         self._job = None
