@@ -4,12 +4,13 @@
 //! hold alike is laid end to end and cut into as many equal shares as there are holders; a cut goes between elements
 //! of a whole tensor, and between rows of a part of one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use forebay_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::Dtype;
+use crate::manifest::TextLength;
 use crate::region::Region;
 
 /// Who else has the same.
@@ -96,6 +97,37 @@ pub fn plan(ranks: &[Vec<Descriptor>]) -> Result<Vec<Vec<Share>>> {
         shares[rank].sort_by_key(|share| share.tensor);
     }
     Ok(shares)
+}
+
+/// What a manifest says of the tensors of all ranks beside those of one, whose own text is counted as its snapshot begins: the sum
+/// is the same on every rank.
+///
+/// # Errors
+/// `Invalid` for an element type that there is not, and a part that lies outside of its tensor.
+pub fn text_beside(ranks: &[Vec<Descriptor>], shares: &[Vec<Share>], rank: usize) -> Result<TextLength> {
+    let mut named = HashSet::new();
+    let (mut all, mut own) = (TextLength::default(), TextLength::default());
+    for (number, (descriptors, shares)) in ranks.iter().zip(shares).enumerate() {
+        let (mut names, mut slices) = (TextLength::default(), TextLength::default());
+        for Share { tensor, name, region } in shares {
+            let Descriptor { dtype, shape, .. } = &descriptors[*tensor];
+            if !region.fits(shape) {
+                return Err(Error::invalid(format!("a part of tensor `{name}` lies outside of it")));
+            }
+            let size = Dtype::named(dtype)?.size;
+            slices = slices + region.pieces(shape, size).iter().map(Region::text).sum();
+            let text = TextLength::of_tensor(name, dtype, shape);
+            names = names + text;
+            // A tensor is named once, whoever has slices of it.
+            all = all + if named.insert(name.as_str()) { text } else { TextLength::default() };
+        }
+        let part = slices + TextLength::of_files(slices.slices);
+        all = all + part;
+        if number == rank {
+            own = names + part;
+        }
+    }
+    Ok(all.less(own))
 }
 
 /// Everything that is not one rank's own, in the order of names.
@@ -273,6 +305,22 @@ mod tests {
     fn a_leads_tensor_is_written_by_the_lowest_rank() {
         let stage = vec![tensor("running_mean", &[5], Placement::Lead)];
         assert_eq!(check(&[vec![], stage.clone(), stage]), [0, 5, 0]);
+    }
+
+    /// Each of them counts its own beside what this gives.
+    #[test]
+    fn a_tensor_that_several_ranks_write_is_named_once() {
+        let part = |first: u64| Placement::Part(boxed(&[first, 0], &[4, 10]));
+        let ranks = [vec![tensor("w", &[8, 10], part(0))], vec![tensor("w", &[8, 10], part(4))]];
+        let shares = plan(&ranks).expect("plan");
+        let slice = boxed(&[4, 0], &[4, 10]).text();
+        for rank in 0..2 {
+            let beside = text_beside(&ranks, &shares, rank).expect("text");
+            assert_eq!(beside, slice + TextLength::of_files(1));
+        }
+        let outside = [vec![tensor("w", &[8, 10], part(5))]];
+        let error = text_beside(&outside, &plan(&outside).expect("plan"), 0).expect_err("outside");
+        assert!(error.message().contains("`w` lies outside of it"), "{error}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::elements;
-use crate::manifest::{Slice, SliceKind};
+use crate::manifest::{Slice, SliceKind, TextLength};
 
 /// Pieces that a whole tensor is cut into at most, unless they would be large: a multiple of the usual numbers of ranks,
 /// so that their bounds are bounds of pieces.
@@ -46,6 +46,11 @@ impl Region {
     /// What a slice holds.
     pub fn of(slice: &Slice) -> Self {
         Self { kind: slice.kind, offsets: slice.offsets.clone(), lengths: slice.lengths.clone() }
+    }
+
+    /// What a manifest says of it as a slice.
+    pub(crate) fn text(&self) -> TextLength {
+        TextLength::of_slice(self.kind, &self.offsets, &self.lengths)
     }
 
     /// Whether it is a part of a tensor of `shape`.

@@ -18,10 +18,10 @@ use forebay_io::net::FdStream;
 use parking_lot::Mutex;
 
 use crate::agent::{Hello, Linger, Member, Origin, Reply, Request, Told};
-use crate::arena::{Arena, Held, HeldStep, SLOTS, Seal, Slot, Snapshot, attempt_of};
+use crate::arena::{Arena, Cut, Held, HeldStep, SLOTS, Seal, Slot, Snapshot, attempt_of};
 use crate::catalog::Round;
 use crate::local::LocalTier;
-use crate::manifest::{Extra, check_length};
+use crate::manifest::{Extra, TextLength};
 use crate::shard::{ShardLayout, TensorSpec};
 
 mod adopt;
@@ -147,6 +147,8 @@ pub struct Session {
     device: Option<Arc<Device>>,
     copies_missed: u64,
     warnings: Vec<String>,
+    /// The longest manifest, in bytes.
+    most_text: u64,
 }
 
 impl Session {
@@ -174,6 +176,7 @@ impl Session {
             device: None,
             copies_missed: 0,
             warnings: Vec::new(),
+            most_text: TextLength::MOST,
         }
     }
 
@@ -299,14 +302,21 @@ impl Session {
         Ok(has_room(&mut self.arena))
     }
 
-    /// A snapshot to be filled; `None` when no slot is free, even after the agent was heard or `patience` passed.
+    /// A snapshot to be filled; `None` when no slot is free, even after the agent was heard or `patience` passed. `beside` is
+    /// what the manifest will say beside these tensors, as far as it is known: of other values and of other ranks.
+    ///
+    /// # Errors
+    /// `TooLarge` when all that is too long for a manifest: on every rank, where each gave what the others have.
     pub fn begin(
         &mut self,
         tensors: Vec<TensorSpec>,
+        beside: TextLength,
         threads: usize,
         patience: Duration,
     ) -> Result<Option<Snapshot>> {
         let layout = ShardLayout::of(&tensors)?;
+        let cut = Cut::of(tensors);
+        (cut.text() + beside).expect_within(self.most_text)?;
         self.make_room(layout.size)?;
         self.drop_former();
         self.take_replies(Duration::ZERO)?;
@@ -317,14 +327,14 @@ impl Session {
         }
         let Some(mut slot) = slot else { return Ok(None) };
         self.make_ready(&mut slot, layout.size, threads)?;
-        Ok(Some(Snapshot::new(slot, tensors, layout)))
+        Ok(Some(Snapshot::new(slot, cut, layout)))
     }
 
     /// Gives a filled snapshot to the agent, as this rank's part of the try of the step that all ranks know as `round`; a
     /// job that saves each step once needs none.
     ///
     /// # Errors
-    /// `TooLarge` when the extras are too long for a manifest; the slot is free again then.
+    /// `TooLarge` when tensors and extras are too long for a manifest; the slot is free again then.
     pub fn seal(
         &mut self,
         snapshot: Snapshot,
@@ -333,7 +343,8 @@ impl Session {
         created_ms: u64,
         extras: Vec<Extra>,
     ) -> Result<Arc<Save>> {
-        if let Err(error) = check_length(extras.iter().map(|extra| extra.data.len()).sum()) {
+        let said = extras.iter().map(|extra| TextLength::of_extra(&extra.name, &extra.data)).sum();
+        if let Err(error) = (snapshot.text() + said).expect_within(self.most_text) {
             self.abandon(snapshot);
             return Err(error);
         }
@@ -594,5 +605,7 @@ impl Session {
 
 #[cfg(test)]
 mod adopt_tests;
+#[cfg(test)]
+mod length_tests;
 #[cfg(test)]
 mod tests;

@@ -26,7 +26,7 @@ mod _native {
     #[pymodule_export]
     use super::ranks::{Group, begin_job, hash_bytes, join_job, plan_shares, refuse_if_superseded};
     #[pymodule_export]
-    use super::saving::{Save, Session, Snapshot, dtypes, parse_size, run_agent};
+    use super::saving::{Save, Session, Snapshot, dtypes, parse_size, run_agent, text_length};
     #[pymodule_export]
     use super::together::{Together, wishes};
     #[pymodule_export]

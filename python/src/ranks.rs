@@ -5,7 +5,7 @@ use std::time::Duration;
 use forebay_ckpt::agent::Member;
 use forebay_ckpt::catalog::{self, Run, Start, begin_run, find_run};
 use forebay_ckpt::group;
-use forebay_ckpt::plan::{Descriptor, Share, plan};
+use forebay_ckpt::plan::{Descriptor, Share, plan, text_beside};
 use forebay_core::{Error, Result};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -14,7 +14,7 @@ use serde::de::DeserializeOwned;
 use crate::buffer;
 use crate::errors::OrRaise;
 use crate::loading::with_bucket;
-use crate::saving::{Part, Session};
+use crate::saving::{Part, Session, Text};
 
 /// A rank's way to the others.
 #[pyclass(frozen, module = "forebay._native")]
@@ -78,14 +78,18 @@ pub(crate) fn join_job(session: &Session, run: &str, rank: u32, world_size: u32)
     joined.or_raise()
 }
 
+/// A share: number of the tensor, name in the manifest, part.
+type Planned = (usize, String, Part);
+
 /// What `rank` writes, from all ranks' descriptors as JSON: for each part the number of the tensor there, its name in
-/// the manifest, and the part's kind, offsets and lengths.
+/// the manifest, and the part's kind, offsets and lengths. With it goes what the manifest says of the other ranks' tensors:
+/// slices, and bytes of text.
 #[pyfunction]
 pub(crate) fn plan_shares(
     py: Python<'_>,
     descriptors: Vec<String>,
     rank: usize,
-) -> PyResult<Vec<(usize, String, Part)>> {
+) -> PyResult<(Vec<Planned>, Text)> {
     let planned = py.detach(|| {
         let ranks: Vec<Vec<Descriptor>> =
             descriptors.iter().map(|text| parse(text)).collect::<Result<_>>()?;
@@ -93,10 +97,12 @@ pub(crate) fn plan_shares(
         if rank >= shares.len() {
             return Err(Error::invalid(format!("rank {rank} of {}", shares.len())));
         }
-        Ok(shares.swap_remove(rank))
+        let beside = text_beside(&ranks, &shares, rank)?;
+        Ok((shares.swap_remove(rank), beside))
     });
+    let (shares, beside) = planned.or_raise()?;
     let share = |Share { tensor, name, region }| (tensor, name, Part::from(region));
-    Ok(planned.or_raise()?.into_iter().map(share).collect())
+    Ok((shares.into_iter().map(share).collect(), (beside.slices, beside.bytes)))
 }
 
 /// What the bytes at an address hash to, to be compared between ranks.

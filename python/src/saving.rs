@@ -9,7 +9,7 @@ use forebay_ckpt::arena::{self, Source};
 use forebay_ckpt::catalog::{Keep, Round, Start};
 use forebay_ckpt::dtype::{DTYPES, Dtype};
 use forebay_ckpt::local::LocalTier;
-use forebay_ckpt::manifest::{Encoding, Extra, SliceKind};
+use forebay_ckpt::manifest::{Encoding, Extra, SliceKind, TextLength};
 use forebay_ckpt::region::Region;
 use forebay_ckpt::session::{self, Progress};
 use forebay_ckpt::shard::TensorSpec;
@@ -64,6 +64,15 @@ impl From<Region> for Part {
     fn from(Region { kind, offsets, lengths }: Region) -> Self {
         Self(kind == SliceKind::Flat, offsets, lengths)
     }
+}
+
+/// What a manifest says: slices, and bytes of text.
+pub(crate) type Text = (u64, u64);
+
+/// Bytes of text that a value which is no tensor takes in a manifest.
+#[pyfunction]
+pub(crate) fn text_length(name: &str, data: &str) -> u64 {
+    TextLength::of_extra(name, data).bytes
 }
 
 /// A tensor, or a part of one, to be saved: name, element type, shape, and the part, none for all of it.
@@ -216,17 +225,20 @@ impl Session {
     }
 
     /// A snapshot with place for tensors of these names, types, shapes and parts (none for all of it); `None` when no
-    /// slot is free.
+    /// slot is free. `beside` is what the manifest says beside these, as far as it is known.
+    #[pyo3(signature = (tensors, threads, patience_s, beside=(0, 0)))]
     fn begin(
         &self,
         py: Python<'_>,
         tensors: Vec<Described>,
         threads: usize,
         patience_s: f64,
+        beside: Text,
     ) -> PyResult<Option<Snapshot>> {
         let begun = py.detach(|| {
             let specs = tensors.into_iter().map(spec).collect::<Result<_>>()?;
-            self.0.lock().begin(specs, threads, patience(patience_s))
+            let beside = TextLength { slices: beside.0, bytes: beside.1 };
+            self.0.lock().begin(specs, beside, threads, patience(patience_s))
         });
         Ok(begun.or_raise()?.map(|snapshot| Snapshot(Mutex::new(Stage::Idle(Box::new(snapshot))))))
     }

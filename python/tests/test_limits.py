@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import forebay
 from forebay import _native
 
 from .conftest import Gate, wait_until
+from .test_ranks import run_ranks
 
 MIB = 1 << 20
 
@@ -44,6 +46,33 @@ def test_a_flush_rate_is_a_size_and_more_than_nothing(tmp_path: Path) -> None:
     with forebay.Checkpointer(tmp_path, flush_rate="1GiB") as checkpointer:
         checkpointer.save_now(1, {"t": torch.zeros(MIB)}).wait_durable()
         assert checkpointer.steps() == [1]
+
+
+def test_what_the_ranks_only_together_cannot_say_is_refused_on_all(tmp_path: Path) -> None:
+    """Each alone would fit, and all that they have would be uploaded before it was found."""
+
+    def save(rank: int) -> Any:
+        checkpointer, length = forebay.Checkpointer(tmp_path, rng=False), _native.text_length
+        sent = checkpointer.save_now(1, {"x": torch.zeros(4), "rank": rank})
+        assert sent is not None and sent.wait_durable(60)
+        before = sorted(str(path) for path in tmp_path.rglob("*.safetensors"))
+        _native.text_length = lambda name, data: 150 * MIB
+        told = []
+        for _ in range(3):
+            with pytest.raises(forebay.CheckpointInvalid) as refused:
+                checkpointer.save_now(2, {"x": torch.ones(4), "rank": rank})
+            told.append(str(refused.value))
+        _native.text_length = length
+        assert sorted(str(path) for path in tmp_path.rglob("*.safetensors")) == before
+        sent = checkpointer.save_now(2, {"x": torch.ones(4), "rank": rank})
+        assert sent is not None and sent.wait_durable(60)
+        checkpointer.close()
+        return told
+
+    first, second = run_ranks(2, save, with_gloo=False)
+    assert first == second and len(set(first)) == 1
+    assert re.search(r"2 slices of tensors.* take up to \d+ bytes of text, more than 268435456 \(hint: ", first[0])
+    assert forebay.Checkpointer(tmp_path).steps() == [1, 2]
 
 
 @pytest.mark.parametrize("mib", [6, 12])

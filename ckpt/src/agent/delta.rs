@@ -15,7 +15,7 @@ use super::Seal;
 use super::base::{Base, Place, place};
 use super::inspect::slices_of;
 use crate::dtype::Dtype;
-use crate::manifest::{Checksum, Identity, Manifest, Shard, Slice, Tensor};
+use crate::manifest::{Checksum, Identity, MAX_FILES, Manifest, Shard, Slice, Tensor};
 use crate::region::Region;
 use crate::shard::{ShardLayout, TensorSpec};
 
@@ -23,8 +23,6 @@ use crate::shard::{ShardLayout, TensorSpec};
 const LEAST_SAVING: u64 = 20;
 /// Nor are fewer bytes than these worth another file: requests and headers cost as much.
 const LEAST_BYTES: u64 = 32 << 10;
-/// Files that a rank's part may lie in at most; then it is stored whole again.
-const MAX_FILES: usize = 64;
 
 /// Of each slice of the seal where the base has one of the same place and checksum; nothing where too little would be
 /// saved.

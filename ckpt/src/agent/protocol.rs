@@ -263,7 +263,7 @@ pub struct WireError {
 }
 
 /// The kinds that an agent's errors have; any other arrives as `Unavailable`.
-const KINDS: [ErrorKind; 10] = [
+const KINDS: [ErrorKind; 11] = [
     ErrorKind::NotFound,
     ErrorKind::Invalid,
     ErrorKind::Conflict,
@@ -271,6 +271,7 @@ const KINDS: [ErrorKind; 10] = [
     ErrorKind::Stale,
     ErrorKind::Corrupt,
     ErrorKind::NoSpace,
+    ErrorKind::TooLarge,
     ErrorKind::Denied,
     ErrorKind::Unsupported,
     ErrorKind::Bug,
@@ -291,5 +292,27 @@ impl From<WireError> for Error {
             Some(hint) => error.with_hint(hint),
             None => error,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What will not help when it is tried again is not told as if it did.
+    #[test]
+    fn an_agents_errors_arrive_as_they_were() {
+        for kind in KINDS {
+            let sent = Error::new(kind, "what").with_hint("how");
+            let frame = serde_json::to_vec(&WireError::from(&sent)).expect("encode");
+            let heard = Error::from(serde_json::from_slice::<WireError>(&frame).expect("decode"));
+            assert_eq!(
+                (heard.kind(), heard.to_string(), heard.hint()),
+                (kind, sent.to_string(), sent.hint())
+            );
+        }
+        assert!(KINDS.contains(&ErrorKind::TooLarge), "a manifest that is too long");
+        let other = Error::from(WireError::from(&Error::new(ErrorKind::IsDirectory, "what")));
+        assert_eq!(other.kind(), ErrorKind::Unavailable);
     }
 }

@@ -11,4 +11,5 @@ pub(crate) use held::attempt_of;
 pub use held::{Held, HeldStep, Seal, manifest_of};
 pub(crate) use slots::SLOTS;
 pub use slots::{Arena, Slot};
+pub(crate) use snapshot::Cut;
 pub use snapshot::Snapshot;

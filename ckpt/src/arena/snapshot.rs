@@ -3,7 +3,7 @@
 use forebay_core::{Error, Result};
 
 use super::{Job, Slot, Source, copy};
-use crate::manifest::{Checksum, Identity, Slice, Tensor};
+use crate::manifest::{Checksum, Identity, Slice, Tensor, TextLength};
 use crate::region::Region;
 use crate::shard::{ShardLayout, TensorSpec};
 
@@ -13,8 +13,42 @@ pub struct Snapshot {
     slot: Slot,
     tensors: Vec<TensorSpec>,
     layout: ShardLayout,
-    /// Of each tensor the pieces that get a checksum each, in the order of their bytes.
+    /// Of each tensor its own.
     pieces: Vec<Vec<Piece>>,
+    text: TextLength,
+}
+
+/// Tensors, and of each the pieces that get a checksum each, in the order of their bytes.
+#[derive(Debug)]
+pub(crate) struct Cut {
+    tensors: Vec<TensorSpec>,
+    pieces: Vec<Vec<Piece>>,
+    text: TextLength,
+}
+
+impl Cut {
+    pub(crate) fn of(tensors: Vec<TensorSpec>) -> Self {
+        let pieces = tensors.iter().map(|tensor| {
+            let piece = |region: Region| {
+                let bytes = region.elements() * tensor.dtype.size;
+                Piece { region, bytes, crc32c: None }
+            };
+            tensor.region.pieces(&tensor.shape, tensor.dtype.size).into_iter().map(piece).collect()
+        });
+        let pieces: Vec<Vec<Piece>> = pieces.collect();
+        let names: TextLength = tensors
+            .iter()
+            .map(|TensorSpec { name, dtype, shape, .. }| TextLength::of_tensor(name, dtype.name, shape))
+            .sum();
+        let slices: TextLength = pieces.iter().flatten().map(|piece| piece.region.text()).sum();
+        let text = names + slices + TextLength::of_files(slices.slices);
+        Self { tensors, pieces, text }
+    }
+
+    /// What a manifest says of it.
+    pub(crate) fn text(&self) -> TextLength {
+        self.text
+    }
 }
 
 /// A part of a tensor with a checksum of its own.
@@ -27,17 +61,15 @@ struct Piece {
 
 impl Snapshot {
     /// Writes the header into `slot`, which must be large enough.
-    pub(crate) fn new(mut slot: Slot, tensors: Vec<TensorSpec>, layout: ShardLayout) -> Self {
+    pub(crate) fn new(mut slot: Slot, cut: Cut, layout: ShardLayout) -> Self {
         slot.bytes_mut()[..layout.header.len()].copy_from_slice(&layout.header);
-        let pieces = tensors.iter().map(|tensor| {
-            let piece = |region: Region| {
-                let bytes = region.elements() * tensor.dtype.size;
-                Piece { region, bytes, crc32c: None }
-            };
-            tensor.region.pieces(&tensor.shape, tensor.dtype.size).into_iter().map(piece).collect()
-        });
-        let pieces = pieces.collect();
-        Self { slot, tensors, layout, pieces }
+        let Cut { tensors, pieces, text } = cut;
+        Self { slot, tensors, layout, pieces, text }
+    }
+
+    /// What a manifest says of its tensors.
+    pub(crate) fn text(&self) -> TextLength {
+        self.text
     }
 
     /// Bytes in the shard.

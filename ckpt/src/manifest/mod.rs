@@ -4,9 +4,12 @@ mod name;
 mod model;
 mod check;
 mod text;
+mod length;
 
 pub use check::Fault;
+pub(crate) use length::MAX_FILES;
+pub use length::TextLength;
 pub use model::{Checksum, Encoding, Extra, Identity, Manifest, Shard, Slice, SliceKind, Tensor};
 pub use name::ShardKey;
 pub use text::Intent;
-pub(crate) use text::{check_length, read_local, write_local};
+pub(crate) use text::{read_local, write_local};

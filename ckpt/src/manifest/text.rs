@@ -26,9 +26,12 @@ const COMMIT: &str = r#"{"commit":""#;
 const TAIL: &str = "}\n";
 
 /// The longest manifest that is read, in bytes: over a million tensors, and no surprise for the reader's memory.
-const MAX_MANIFEST: usize = 256 << 20;
+pub(super) const MAX_MANIFEST: usize = 256 << 20;
+/// What helps where there would be more.
+pub(super) const LESS_TEXT: &str = "save fewer and larger tensors, or from fewer ranks; long lists of numbers are text in a state: \
+     keep them as tensors";
 /// More than what stands around a body.
-const FRAMING_MAX: usize = 1024;
+pub(super) const FRAMING_MAX: usize = 1024;
 
 impl Manifest {
     /// The version of the format that this code writes.
@@ -122,13 +125,12 @@ fn write(head: &str, body: &impl Serialize) -> Result<Bytes> {
 ///
 /// # Errors
 /// `TooLarge`.
-pub(crate) fn check_length(bytes: usize) -> Result<()> {
+fn check_length(bytes: usize) -> Result<()> {
     if bytes <= MAX_MANIFEST {
         return Ok(());
     }
     let message = format!("what a step says of itself takes {bytes} bytes of text, more than {MAX_MANIFEST}");
-    Err(Error::new(ErrorKind::TooLarge, message)
-        .with_hint("long lists of numbers are text in a state: keep them as tensors"))
+    Err(Error::new(ErrorKind::TooLarge, message).with_hint(LESS_TEXT))
 }
 
 fn read<T: DeserializeOwned>(data: &[u8], head: &str) -> Result<T, Fault> {

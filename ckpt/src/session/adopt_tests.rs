@@ -410,7 +410,9 @@ fn what_is_damaged_or_of_two_saves_is_refused() {
 impl Session {
     /// Whether another snapshot could be begun.
     fn begin_again(&mut self) -> bool {
-        self.begin(Vec::new(), 1, PATIENCE.min(Duration::from_millis(50))).expect("begin").is_some()
+        self.begin(Vec::new(), TextLength::default(), 1, PATIENCE.min(Duration::from_millis(50)))
+            .expect("begin")
+            .is_some()
     }
 }
 

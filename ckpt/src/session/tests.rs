@@ -15,7 +15,7 @@ use crate::catalog::{
     unpin,
 };
 use crate::dtype::Dtype;
-use crate::manifest::Encoding;
+use crate::manifest::{Encoding, Manifest};
 use crate::region::Region;
 use crate::restore::{Target, read_tensors};
 use crate::verify::verify;
@@ -73,13 +73,24 @@ impl Fixture {
         objects.iter().map(|object| self.directory.path().join(object.key.as_str())).collect()
     }
 
-    /// The first tensor of a step, through everything that a reader does.
-    fn load(&self, incarnation: u64, step: u64) -> Vec<u8> {
+    /// The keys of everything that is in the bucket.
+    pub(super) fn objects(&self) -> Vec<String> {
+        let listed = self.bucket().list("").try_collect::<Vec<_>>();
+        let objects = self.runtime.block_on(listed).expect("list");
+        objects.iter().map(|object| object.key.as_str().to_owned()).collect()
+    }
+
+    pub(super) fn manifest(&self, incarnation: u64, step: u64) -> Manifest {
         let bucket = self.bucket();
         let steps = self.runtime.block_on(list_steps(&bucket)).expect("list");
         let named = |info: &&crate::StepInfo| (info.key.incarnation, info.key.step) == (incarnation, step);
         let key: StepKey = steps.iter().find(named).expect("the step is listed").key.clone();
-        let manifest = self.runtime.block_on(load_manifest(&bucket, &key)).expect("manifest");
+        self.runtime.block_on(load_manifest(&bucket, &key)).expect("manifest")
+    }
+
+    /// The first tensor of a step, through everything that a reader does.
+    pub(super) fn load(&self, incarnation: u64, step: u64) -> Vec<u8> {
+        let (bucket, manifest) = (self.bucket(), self.manifest(incarnation, step));
         let mut bytes = vec![0; manifest.tensors[0].shape[0] as usize];
         let region = Region::whole(&manifest.tensors[0].shape);
         let targets = vec![Target { tensor: 0, region, bytes: &mut bytes }];
@@ -99,7 +110,9 @@ pub(super) fn attach(session: &mut Session) -> JoinHandle<Result<()>> {
 pub(super) fn snapshot(session: &mut Session, length: usize, fill: u8) -> Snapshot {
     let tensor = TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![length as u64]);
     let mut snapshot = loop {
-        if let Some(snapshot) = session.begin(vec![tensor.clone()], 2, PATIENCE).expect("begin") {
+        if let Some(snapshot) =
+            session.begin(vec![tensor.clone()], TextLength::default(), 2, PATIENCE).expect("begin")
+        {
             break snapshot;
         }
     };
@@ -282,7 +295,7 @@ fn without_a_free_slot_a_save_waits_or_is_skipped() {
     let second = snapshot(&mut session, 10, 2);
     let tensor = TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![10]);
     assert!(!session.has_room(Duration::ZERO).expect("room"));
-    assert!(session.begin(vec![tensor], 1, Duration::ZERO).expect("begin").is_none());
+    assert!(session.begin(vec![tensor], TextLength::default(), 1, Duration::ZERO).expect("begin").is_none());
     session.abandon(first);
     session.abandon(second);
     let third = save(&mut session, 3, 10);
@@ -294,9 +307,10 @@ fn without_a_free_slot_a_save_waits_or_is_skipped() {
 fn what_no_manifest_can_say_is_refused_and_takes_no_slot() {
     let mut fixture = Fixture::new();
     let (mut session, _agent) = fixture.session(None);
+    session.most_text = 1 << 20;
     for step in 1..=3 {
         let snapshot = snapshot(&mut session, 10, 1);
-        let extra = Extra { name: "state".into(), encoding: Encoding::Json, data: "1".repeat(257 << 20) };
+        let extra = Extra { name: "state".into(), encoding: Encoding::Json, data: "1".repeat(1 << 20) };
         let refused = session.seal(snapshot, step, None, 0, vec![extra]).expect_err("too long");
         assert_eq!(refused.kind(), ErrorKind::TooLarge);
     }
@@ -331,14 +345,14 @@ fn a_damaged_manifest_under_retention_deletes_nothing_it_may_need() {
 }
 
 /// Two ranks that save together: replicated bytes in two shares, and one tensor of rank 1's own.
-struct Pair {
+pub(super) struct Pair {
     start: Start,
-    sessions: [Session; 2],
+    pub(super) sessions: [Session; 2],
     agents: Vec<JoinHandle<Result<()>>>,
 }
 
 impl Pair {
-    fn new(fixture: &mut Fixture) -> Self {
+    pub(super) fn new(fixture: &mut Fixture) -> Self {
         fixture.starts += 1;
         let nonce = format!("{:08x}{:024}", fixture.starts, 0);
         let start = Start { nonce, host: "host".into(), pid: 7, started_ms: 0 };
@@ -357,7 +371,7 @@ impl Pair {
     }
 
     /// Seals a rank's part of a step: elements `share` of tensor `w`, all of the step's number.
-    fn save(&mut self, rank: usize, step: u64, share: std::ops::Range<u64>) -> Arc<Save> {
+    pub(super) fn save(&mut self, rank: usize, step: u64, share: std::ops::Range<u64>) -> Arc<Save> {
         let dtype = Dtype::named("uint8").expect("u8");
         let mut tensors = vec![TensorSpec::whole("w", dtype, vec![1 << 20])];
         tensors[0].region = Region::flat(share.clone());
@@ -366,7 +380,9 @@ impl Pair {
         }
         let session = &mut self.sessions[rank];
         let mut snapshot = loop {
-            if let Some(snapshot) = session.begin(tensors.clone(), 2, PATIENCE).expect("begin") {
+            if let Some(snapshot) =
+                session.begin(tensors.clone(), TextLength::default(), 2, PATIENCE).expect("begin")
+            {
                 break snapshot;
             }
         };

@@ -470,7 +470,8 @@ class Checkpointer(Saver):
             fact = None if trouble is None else trouble.as_fact()
             # Tells this try of the step from another one, of which something may be in the store.
             number = None if is_alone else secrets.randbits(64)
-            agreed = {"step": step, "tree": tree, "structure": structure, "round": number}
+            texts = [_native.text_length(extra_name(name, self._ranks.rank), data) for name, data in extras]
+            agreed = {"step": step, "tree": tree, "structure": structure, "round": number, "texts": texts}
             return {**agreed, "room": room, "held": self._session.held(), "trouble": fact}
 
         words = self._ranks.gather("save", take)
@@ -492,7 +493,8 @@ class Checkpointer(Saver):
         snapshot: Optional[_native.Snapshot] = None
         try:
             shares = self._planner.plan(leaves, [word["structure"] for word in words])
-            snapshot = self._begin(leaves, shares)
+            # All ranks count alike: what no manifest can say is refused on each of them.
+            snapshot = self._begin(leaves, shares, self._planner.beside(words))
             self._has_memory = True
             late = self._copy(step, snapshot, leaves, shares)
             self._saved_at = time.monotonic()

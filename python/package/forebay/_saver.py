@@ -124,16 +124,19 @@ class Saver:
         if self._is_closed:
             raise CheckpointInvalid("the checkpointer is closed (or this is a forked child, which may not save)")
 
-    def _begin(self, leaves: list[Leaf], shares: list[Share]) -> _native.Snapshot:
+    def _begin(
+        self, leaves: list[Leaf], shares: list[Share], beside: _native.Text = (0, 0)
+    ) -> _native.Snapshot:
+        """`beside` is what the step says beside these, as far as it is known: slices, and bytes of text."""
         self._devices.open(leaves)
         tensors = []
         for share in shares:
             leaf = leaves[share.leaf]
             tensors.append((share.name, leaf.dtype, leaf.shape, share.part))
-        snapshot = self._session.begin(tensors, self._threads, 0.0)
+        snapshot = self._session.begin(tensors, self._threads, 0.0, beside)
         while snapshot is None:
             self._listen(TICK_S)
-            snapshot = self._session.begin(tensors, self._threads, TICK_S)
+            snapshot = self._session.begin(tensors, self._threads, TICK_S, beside)
         return snapshot
 
     def _copy(

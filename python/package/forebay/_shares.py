@@ -30,6 +30,17 @@ class Planner:
         self._ranks = ranks
         self._structures: list[str] = []
         self._shares: list[Share] = []
+        self._beside: _native.Text = (0, 0)
+
+    def beside(self, words: list[dict[str, Any]]) -> _native.Text:
+        """What the step says beside this rank's tensors: of those of others, by the last plan, and of other values, by what
+        all ranks said of theirs (`texts`, in bytes, that of the tree first)."""
+        slices, size = self._beside
+        for rank, word in enumerate(words):
+            # A tree that is as rank 0's is not saved again.
+            is_told = rank > 0 and word["tree"] == words[0]["tree"]
+            size += sum(word["texts"][1:] if is_told else word["texts"])
+        return slices, size
 
     def structure(self, leaves: list[Leaf]) -> str:
         """What is equal as long as a plan may be kept."""
@@ -45,7 +56,8 @@ class Planner:
             # Only the first time: later on equal steps keep equal what was equal.
             if alike and not self._structures:
                 described = self._gather("compare", leaves, alike)
-            planned = _native.plan_shares([json.dumps(each) for each in described], self._ranks.rank)
+            texts = [json.dumps(each) for each in described]
+            planned, self._beside = _native.plan_shares(texts, self._ranks.rank)
             self._shares = [Share(index, name, part) for index, name, part in planned]
             self._structures = structures
         return self._shares
