@@ -556,7 +556,7 @@ async fn retention_reads_each_manifest_once() {
     let mut other = load_manifest(&plain, &key).await.expect("a manifest");
     other.parents = vec![8];
     let data = other.encode().expect("a manifest");
-    plain.put(&key.object(), data.into(), Condition::Always).await.expect("put");
+    plain.put(&key.object(), data, Condition::Always).await.expect("put");
     agent.flush(&state(13, &[13; 20])).await.expect("durable");
     let before = count();
     retain(&plain, keep, &mut known).await.expect("retain");
