@@ -1,6 +1,6 @@
 //! Stores and disks in trouble, seen from a mount and from the command line.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -232,7 +232,7 @@ fn a_full_disk_under_the_cache_costs_no_reads() {
     let scratch = Scratch::new();
     let (source, cache) = (scratch.folder("bucket"), scratch.folder("cache"));
     sample_tree(&source, Names::Keys);
-    let Some(_disk) = SmallDisk::mount(&cache) else {
+    let Some(_disk) = SmallDisk::mount(&cache, "3m") else {
         return settings::skip("a_full_disk_under_the_cache_costs_no_reads", "mounting a tmpfs needs root");
     };
     let url = format!("file://{}", source.display());
@@ -245,12 +245,54 @@ fn a_full_disk_under_the_cache_costs_no_reads() {
     mount.unmount();
 }
 
-/// A disk of 3 MiB, less than the sample.
+/// A `file://` bucket, and with it its tree, on a disk that is full for a moment.
+#[test]
+fn a_full_disk_under_the_bucket_is_told_and_goes_on_once_there_is_room() {
+    if !require_fuse("a_full_disk_under_the_bucket_is_told_and_goes_on_once_there_is_room") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let folder = scratch.folder("disk");
+    let Some(_disk) = SmallDisk::mount(&folder, "16m") else {
+        return settings::skip(
+            "a_full_disk_under_the_bucket_is_told_and_goes_on_once_there_is_room",
+            "mounting a tmpfs needs root",
+        );
+    };
+    let url = format!("file://{}", scratch.folder("disk/bucket").display());
+    let mut mount = Mount::new(&scratch.join("home"), &url, &scratch.join("mnt"), &[], &[]);
+    let synced = |name: &str| {
+        let mut file = File::create(mount.path().join(name))?;
+        file.write_all(name.as_bytes())?;
+        file.sync_all()
+    };
+    synced("before").expect("there is room");
+    let filler = folder.join("filler");
+    let full = fs::write(&filler, vec![1; 32 << 20]).expect_err("the disk is full");
+    let is_full = |error: std::io::Error| error.raw_os_error() == full.raw_os_error();
+    assert!(is_full(synced("beneath").expect_err("there is no room")));
+    let folders = || (0..200).map(|index| mount.path().join(format!("folder{index}")));
+    folders().for_each(|folder| fs::create_dir(folder).expect("it is not synced"));
+    let sync = || File::open(mount.path()).and_then(|folder| folder.sync_all());
+    assert!(is_full(sync().expect_err("there is no room for the tree")));
+    fs::remove_file(&filler).expect("room is made");
+    sync().expect("there is room");
+    synced("after").expect("there is room");
+    mount.unmount();
+    let mut mount = Mount::new(&scratch.join("home"), &url, &scratch.join("mnt"), &[], &[]);
+    for name in ["before", "after"] {
+        assert_eq!(fs::read_to_string(mount.path().join(name)).expect("it is there"), name);
+    }
+    assert!((0..200).all(|index| mount.path().join(format!("folder{index}")).is_dir()));
+    mount.unmount();
+}
+
+/// A small disk, in memory.
 struct SmallDisk(PathBuf);
 
 impl SmallDisk {
-    fn mount(folder: &Path) -> Option<Self> {
-        let mounted = shell(folder, "mount -t tmpfs -o size=3m forebay-test .");
+    fn mount(folder: &Path, size: &str) -> Option<Self> {
+        let mounted = shell(folder, &format!("mount -t tmpfs -o size={size} forebay-test ."));
         (mounted.code == Some(0)).then(|| Self(folder.to_owned()))
     }
 }

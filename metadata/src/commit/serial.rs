@@ -214,8 +214,8 @@ impl Serial {
     }
 
     async fn write_batch(&self) {
-        let Some((number, batch, forming)) = self.take() else { return };
-        let outcome = self.state.engine.write(batch, Durability::Durable).await;
+        let Some((number, batch, mut forming)) = self.take() else { return };
+        let outcome = self.write_once_there_is_room(batch, &mut forming.waiting).await;
         let mut overlay = self.state.overlay.write();
         match &outcome {
             Ok(()) => overlay.commit(number, forming.keys),
@@ -231,6 +231,26 @@ impl Serial {
             self.room.notify_waiters();
         }
         answer(forming.waiting, &outcome.and_then(|()| self.state.may_acknowledge()));
+    }
+
+    /// A disk that is full takes the batch again once it is not, so that nothing is lost: until then whoever waits for it to
+    /// be durable is told, and changes form the next one. Ends with the error as the tree is closed.
+    async fn write_once_there_is_room(&self, batch: Batch, waiting: &mut Vec<Waiting>) -> Result<()> {
+        let mut was_told = false;
+        loop {
+            let outcome = self.state.engine.write(batch.clone(), Durability::Durable).await;
+            let Err(error) = &outcome else { return outcome };
+            if error.kind() != ErrorKind::NoSpace || self.turn.lock().closed {
+                return outcome;
+            }
+            if !was_told {
+                was_told = true;
+                tracing::error!(%error, "changes of the tree wait for room on the disk that it lies on");
+            }
+            answer(std::mem::take(waiting), &outcome);
+            answer(std::mem::take(&mut self.turn.lock().forming.waiting), &outcome);
+            let _ = tokio::time::timeout(self.settings.flush_interval, self.changed.notified()).await;
+        }
     }
 
     /// The batch that formed; `None`, with those answered who wait, where nothing has changed since the last one.

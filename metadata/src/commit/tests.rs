@@ -177,6 +177,35 @@ async fn a_refused_batch_poisons_everything_after_it() {
     assert_eq!(twin.batches.lock().len(), 1, "nothing more reached the engine");
 }
 
+/// The tree took no more changes after one moment without room, until it was mounted again.
+#[tokio::test(start_paused = true)]
+async fn a_batch_that_found_no_room_is_written_once_there_is_some() {
+    let twin = Twin::new(true);
+    let committer = start(&twin);
+    twin.is_full.store(true, Ordering::SeqCst);
+    committer.transact(Durability::Buffered, |txn| txn.put("a", "1")).await.expect("it is not waited for");
+    let told = |result: Result<()>| assert_eq!(result.expect_err("no room").kind(), ErrorKind::NoSpace);
+    told(committer.sync().await);
+    for value in ["2", "3"] {
+        told(committer.transact(Durability::Durable, move |txn| txn.put("b", value)).await);
+    }
+    assert!(twin.batches.lock().is_empty());
+    // What changed stands.
+    let value = committer.read(|view| view.get(b"b")).await.expect("read");
+    assert_eq!(value.as_deref(), Some(&b"3"[..]));
+    twin.is_full.store(false, Ordering::SeqCst);
+    committer.sync().await.expect("there is room");
+    committer.transact(Durability::Durable, |txn| txn.put("c", "4")).await.expect("as ever");
+    for (key, value) in [("a", "1"), ("b", "3"), ("c", "4")] {
+        let found = twin.memory.get(key.as_bytes()).await.expect("get");
+        assert_eq!(found.as_deref(), Some(value.as_bytes()), "{key}");
+    }
+    // A tree that is closed does not wait for room.
+    twin.is_full.store(true, Ordering::SeqCst);
+    committer.transact(Durability::Buffered, |txn| txn.put("a", "5")).await.expect("it is not waited for");
+    told(committer.close().await);
+}
+
 #[tokio::test]
 async fn waiters_of_a_refused_batch_and_of_the_next_all_learn_of_it() {
     let twin = Twin::held(true);

@@ -23,6 +23,8 @@ pub(super) struct Twin {
     pub(super) batches: Mutex<Vec<Batch>>,
     /// Every write takes one permit, or fails once this is closed.
     pub(super) permits: Semaphore,
+    /// Every write fails while there is no room.
+    pub(super) is_full: AtomicBool,
     /// Reads wait while a test holds this for writing.
     pub(super) gate: tokio::sync::RwLock<()>,
     /// Reads fail.
@@ -46,6 +48,7 @@ impl Twin {
             fetches: AtomicUsize::new(0),
             batches: Mutex::default(),
             permits: Semaphore::new(0),
+            is_full: AtomicBool::new(false),
             gate: tokio::sync::RwLock::default(),
             reads_fail: AtomicBool::new(false),
             chance: Mutex::new(Chance::fresh()),
@@ -96,6 +99,9 @@ impl Engine for Twin {
     }
 
     async fn write(&self, batch: Batch, durability: Durability) -> Result<()> {
+        if self.is_full.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::NoSpace, "the disk is full"));
+        }
         let refused = |_| Error::new(ErrorKind::Unavailable, "the write failed");
         self.permits.acquire().await.map_err(refused)?.forget();
         self.batches.lock().push(batch.clone());
