@@ -149,7 +149,9 @@ impl Blocks for Node {
                 let error = Error::new(ErrorKind::Unsupported, "a cache in memory only cannot pin");
                 return Err(error.with_hint("give the cache a directory"));
             }
-            return self.block(key, Keep::Behind).await.map(|(_, filled)| filled);
+            let (_, filled) = self.block(key, Keep::Behind).await?;
+            self.sources.memory.touch(&BlockId::of(key));
+            return Ok(filled);
         };
         if let Some(slot) = disk.peek(key)
             && (!pin || slot.pinned || disk.set_pinned(slot, true).await?)

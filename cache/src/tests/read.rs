@@ -53,6 +53,28 @@ async fn random_reads_of_a_large_blob_fetch_each_block_once() {
     }
 }
 
+/// Of a full cache, a tenth took what was fetched ahead: it left before it was read, and was fetched again.
+#[tokio::test]
+async fn what_is_fetched_ahead_into_a_full_cache_is_there_when_it_is_read() {
+    let world = World::new();
+    let (hot, ahead) = (world.put("hot", 15 * BLOCK_SIZE).await, world.put("ahead", 32 * BLOCK_SIZE).await);
+    let node = world.open_memory(16 * (BLOCK_SIZE + 256)).await;
+    for _ in 0..2 {
+        hot.check_all(&*node).await;
+    }
+    assert_eq!(node.counters().origin_requests, 15);
+    for window in ahead.keys().chunks(8) {
+        for key in window {
+            node.fill(key, false).await.expect("fill");
+        }
+        for key in window {
+            node.get(key, 0..key.len()).await.expect("read");
+            node.spend(key);
+        }
+    }
+    assert_eq!(node.counters().origin_requests, 15 + 32);
+}
+
 #[tokio::test]
 async fn a_failure_reaches_all_who_waited_and_none_who_come_later() {
     let world = World::new();

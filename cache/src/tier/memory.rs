@@ -86,6 +86,12 @@ impl MemoryTier {
         }
     }
 
+    /// Keeps a block that was fetched ahead from being the first to leave: of those that nobody read yet S3-FIFO evicts the
+    /// oldest, which its reader needs next.
+    pub(crate) fn touch(&self, id: &BlockId) {
+        self.look(id, |_| ());
+    }
+
     /// Gives up the block of `bytes` bytes soon, unless it is spent again: see [`Spent`].
     pub(crate) fn spend(&self, id: BlockId, bytes: u64) {
         let leave = self.spent.lock().add(id, bytes + OVERHEAD as u64);
