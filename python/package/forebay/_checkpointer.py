@@ -461,10 +461,11 @@ class Checkpointer(Saver):
             extras.append(("state", flattener.tree("state", state)))
             if self._rng:
                 extras.append(("rng", flattener.tree("rng", rng_state(), "rng")))
-            # What ranks compare.
+            # What ranks compare; trees are told apart by which of their names may become others as well.
             is_alone = self._ranks.alone
-            tree = "" if is_alone else hashlib.sha256(extras[0][1].encode()).hexdigest()
-            structure = "" if is_alone else self._planner.structure(flattener.leaves)
+            said = [extras[0][1], *flattener.ties]
+            tree = "" if is_alone else hashlib.sha256("\0".join(said).encode()).hexdigest()
+            structure = "" if is_alone else self._planner.structure(flattener.leaves, flattener.ties)
             # What is to be raised is not kept waiting.
             room = trouble is not None or self._has_room(must or self._on_busy == "wait")
             fact = None if trouble is None else trouble.as_fact()
@@ -487,12 +488,14 @@ class Checkpointer(Saver):
         self._session.keep(newest_common([word["held"] for word in words]))
         leaves = flattener.leaves
         rank, number = self._ranks.rank, words[0]["round"]
-        if rank > 0 and words[rank]["tree"] == words[0]["tree"]:
-            # Rank 0's says the same.
-            del extras[0]
         snapshot: Optional[_native.Snapshot] = None
         try:
-            shares = self._planner.plan(leaves, [word["structure"] for word in words])
+            shares = self._planner.plan(leaves, flattener.ties, [word["structure"] for word in words])
+            if self._planner.aliases:
+                extras = [(name, text) for (name, _), text in zip(extras, flattener.renamed(self._planner.aliases))]
+            if rank > 0 and words[rank]["tree"] == words[0]["tree"]:
+                # Rank 0's says the same.
+                del extras[0]
             # All ranks count alike: what no manifest can say is refused on each of them.
             snapshot = self._begin(leaves, shares, self._planner.beside(words))
             self._has_memory = True

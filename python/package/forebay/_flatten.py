@@ -32,6 +32,7 @@ from ._leaf import (
     torch_module,
 )
 from ._objects import Pairs, buffer_addresses, is_stateful, state_of
+from ._ties import Ties
 
 INLINE_BYTES = 256
 """Byte strings up to this length lie in the tree; longer ones are tensors of bytes."""
@@ -51,6 +52,8 @@ class Flattener:
 
     def __init__(self, allow_pickle: bool, replicated: Sequence[str] = ()) -> None:
         self.leaves: list[Leaf] = []
+        self.ties: Ties = {}
+        """Of each tensor that several ranks hold, which one of this rank it is: all of them have leaves."""
         self._allow_pickle = allow_pickle
         self._replicated = replicated
         self._is_replicated = False
@@ -58,8 +61,11 @@ class Flattener:
         self._plain = plain_kinds()
         self._names: set[str] = set()
         self._tensors: dict[Any, str] = {}
+        self._classes: dict[Any, int] = {}
         self._starts: dict[int, list[Leaf]] = {}
         self._nodes: dict[str, list[Node]] = {}
+        self._spread_nodes: list[Node] = []
+        self._trees: list[Node] = []
         self._open: set[int] = set()
         self._pairs = Pairs(())
         self._late: frozenset[int] = frozenset()
@@ -73,7 +79,14 @@ class Flattener:
         before = len(self.leaves)
         node = self._node(value, root, name)
         self._share_storage(self.leaves[before:])
-        return json.dumps(node, separators=(",", ":"), allow_nan=False)
+        self._trees.append(node)
+        return _as_json(node)
+
+    def renamed(self, aliases: dict[str, str]) -> list[str]:
+        """The trees, with other names in the stead of some that several ranks hold."""
+        for node in self._spread_nodes:
+            node["n"] = aliases.get(node["n"], node["n"])
+        return [_as_json(node) for node in self._trees]
 
     def _node(self, value: Any, path: str, name: str) -> Node:
         if value is None or value is True or value is False:
@@ -197,19 +210,20 @@ class Flattener:
         return self._reference(leaf.name)
 
     def _spread(self, value: Any, path: str, name: str) -> Node:
-        """A tensor that several ranks hold together."""
+        """A tensor that several ranks hold together. Whether it is one that has a name already, they say together."""
         leaves = part_leaves(name, path, value)
-        places = tuple((leaf.source.data_ptr(), *map(tuple, leaf.part or ())) for leaf in leaves if leaf.size > 0)
-        identity = (type(value), str(value.dtype), value.shape, places)
-        if places and identity in self._tensors:
-            return {"t": "tensor", "n": self._tensors[identity]}
         unique = self.unique(name)
         for leaf in leaves:
             leaf.name = unique
             leaf.is_late = self._may_wait(leaf)
         self.leaves += leaves
-        self._tensors[identity] = unique
-        return {"t": "tensor", "n": unique}
+        # What has no elements on any rank is told apart by none.
+        like: Any = unique if 0 in value.shape else tuple(map(_place_of, leaves))
+        identity = (type(value), str(value.dtype), value.shape, like)
+        self.ties[unique] = self._classes.setdefault(identity, len(self._classes))
+        node = {"t": "tensor", "n": unique}
+        self._spread_nodes.append(node)
+        return node
 
     def _may_wait(self, leaf: Leaf) -> bool:
         """Whether only an optimizer's step changes it, and it can be copied behind the training's back."""
@@ -231,7 +245,7 @@ class Flattener:
 
     def _share_storage(self, leaves: list[Leaf]) -> None:
         """Tensors that are views into another one of `leaves` refer to it: their bytes are stored once."""
-        if not _overlap(leaves):
+        if not _overlap([leaf for leaf in leaves if leaf.part is None]):
             return
         storages: dict[int, list[Leaf]] = {}
         for leaf in leaves:
@@ -348,11 +362,21 @@ def _overlap(leaves: list[Leaf]) -> bool:
     return False
 
 
+def _place_of(leaf: Leaf) -> tuple[Any, ...]:
+    """Which elements a part of a tensor is and where they are; all places are one for what has none."""
+    box = tuple(map(tuple, leaf.part or ()))
+    return (box, leaf.source.data_ptr()) if leaf.size > 0 else (box,)
+
+
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two tensors that begin at one address are the same elements."""
     is_like = one.device == other.device and one.dtype == other.dtype and one.shape == other.shape
     is_like = is_like and one.stride() == other.stride()
     return bool(is_like and one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg())
+
+
+def _as_json(node: Node) -> str:
+    return json.dumps(node, separators=(",", ":"), allow_nan=False)
 
 
 def _join(name: str, part: str) -> str:

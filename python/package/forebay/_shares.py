@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from . import _native
+from ._errors import CheckpointInvalid
 from ._leaf import SIZES, Leaf, densify
 from ._ranks import Ranks
+from ._ties import Ties, aliases
 
 
 @dataclass
@@ -31,6 +33,8 @@ class Planner:
         self._structures: list[str] = []
         self._shares: list[Share] = []
         self._beside: _native.Text = (0, 0)
+        self.aliases: dict[str, str] = {}
+        """Names of the last plan that mean a tensor of another name, and of which."""
 
     def beside(self, words: list[dict[str, Any]]) -> _native.Text:
         """What the step says beside this rank's tensors: of those of others, by the last plan, and of other values, by what
@@ -42,27 +46,40 @@ class Planner:
             size += sum(word["texts"][1:] if is_told else word["texts"])
         return slices, size
 
-    def structure(self, leaves: list[Leaf]) -> str:
+    def structure(self, leaves: list[Leaf], ties: Ties) -> str:
         """What is equal as long as a plan may be kept."""
-        return hashlib.sha256(json.dumps([_describe(leaf) for leaf in leaves]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([ties, [_describe(leaf) for leaf in leaves]]).encode()).hexdigest()
 
-    def plan(self, leaves: list[Leaf], structures: list[str]) -> list[Share]:
-        """This rank's shares; `structures` are those of all ranks."""
+    def plan(self, leaves: list[Leaf], ties: Ties, structures: list[str]) -> list[Share]:
+        """This rank's shares; `structures` are those of all ranks. Raises `CheckpointInvalid` where a rank has a name for
+        what none of them has."""
         if self._ranks.alone:
-            return [Share(index, leaf.name, leaf.part and (False, *leaf.part)) for index, leaf in enumerate(leaves)]
+            self.aliases = aliases([ties])
+            if ties:
+                _check_held([[_describe(leaf) for leaf in leaves]], [ties], self.aliases)
+            kept = [(index, leaf) for index, leaf in enumerate(leaves) if not _is_again(leaf, self.aliases)]
+            return [Share(index, leaf.name, leaf.part and (False, *leaf.part)) for index, leaf in kept]
         if structures != self._structures:
-            described = self._gather("plan", leaves, frozenset())
-            alike = _alike(described)
-            # Only the first time: later on equal steps keep equal what was equal.
-            if alike and not self._structures:
-                described = self._gather("compare", leaves, alike)
-            texts = [json.dumps(each) for each in described]
-            planned, self._beside = _native.plan_shares(texts, self._ranks.rank)
-            self._shares = [Share(index, name, part) for index, name, part in planned]
+            self.aliases, self._shares = self._agree(leaves, ties)
             self._structures = structures
         return self._shares
 
-    def _gather(self, act: str, leaves: list[Leaf], hashed: frozenset[str]) -> list[list[dict[str, Any]]]:
+    def _agree(self, leaves: list[Leaf], ties: Ties) -> tuple[dict[str, str], list[Share]]:
+        words = self._ranks.gather("plan", lambda: {"tensors": [_describe(leaf) for leaf in leaves], "ties": ties})
+        again = aliases([word["ties"] for word in words])
+        _check_held([word["tensors"] for word in words], [word["ties"] for word in words], again)
+        kept = [index for index, leaf in enumerate(leaves) if not _is_again(leaf, again)]
+        described = [
+            [text for text in word["tensors"] if text["name"] not in again or not _is_part(text)] for word in words
+        ]
+        alike = _alike(described)
+        # Only the first time: later on equal steps keep equal what was equal.
+        if alike and not self._structures:
+            described = self._compare([leaves[index] for index in kept], alike)
+        planned, self._beside = _native.plan_shares([json.dumps(each) for each in described], self._ranks.rank)
+        return again, [Share(kept[index], name, part) for index, name, part in planned]
+
+    def _compare(self, leaves: list[Leaf], hashed: frozenset[str]) -> list[list[dict[str, Any]]]:
         """What all ranks have, and of what is `hashed` the hashes."""
 
         def describe() -> dict[str, Any]:
@@ -73,7 +90,35 @@ class Planner:
                     text["hash"] = _native.hash_bytes(address, leaf.size)
             return {"tensors": described}
 
-        return [word["tensors"] for word in self._ranks.gather(act, describe)]
+        return [word["tensors"] for word in self._ranks.gather("compare", describe)]
+
+
+def _check_held(ranks: list[list[dict[str, Any]]], ties: list[Ties], again: dict[str, str]) -> None:
+    """Raises `CheckpointInvalid` where a rank names a tensor of several ranks of which none has anything to save."""
+    held = {text["name"] for described in ranks for text in described if _is_there(text)}
+    for rank, named in enumerate(ties):
+        lacking = [name for name in named if again.get(name, name) not in held]
+        if lacking:
+            names = ", ".join(f"`{name}`" for name in lacking[:5])
+            text = f"rank {rank} has nothing of {names}, and the state of no other rank has a part of it"
+            raise CheckpointInvalid(f"{text} (hint: save a tensor on all ranks that hold it)")
+
+
+def _is_there(described: dict[str, Any]) -> bool:
+    """Whether something is saved of a tensor: a part of nothing is, where all of it is nothing."""
+    return _is_part(described) and (
+        0 not in described["placement"]["part"]["lengths"] or 0 in described["shape"]
+    )
+
+
+def _is_part(described: dict[str, Any]) -> bool:
+    """Whether several ranks hold the tensor together."""
+    return isinstance(described["placement"], dict)
+
+
+def _is_again(leaf: Leaf, again: dict[str, str]) -> bool:
+    """Whether a tensor of several ranks is saved under another name."""
+    return leaf.part is not None and leaf.name in again
 
 
 def _place_of(described: dict[str, Any]) -> str:

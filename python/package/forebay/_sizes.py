@@ -17,6 +17,7 @@ from typing import Any
 from ._flatten import Flattener, Node
 from ._leaf import holders, local_parts, torch_module
 from ._ranks import Ranks
+from ._ties import aliases
 
 _HEADER, _ENTRY = 4096, 512
 """Bytes of a shard's header at most: beside its entries, and for each tensor."""
@@ -33,7 +34,10 @@ class Sizer(Flattener):
     def size(self) -> int:
         """Bytes of memory for what this rank saves: of what several ranks have, its share, but for cuts between rows."""
         count, size = self._coming
+        again = aliases([self.ties])
         for leaf in self.leaves:
+            if leaf.part is not None and leaf.name in again:
+                continue
             size += -(-leaf.size // (self._world_size if leaf.placement == "replicated" else leaf.holders))
         return size + _HEADER + _ENTRY * (len(self.leaves) + count)
 
