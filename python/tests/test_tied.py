@@ -147,6 +147,19 @@ def test_parts_of_one_buffer_are_not_tied_where_a_rank_has_nothing_of_them(tmp_p
     assert bool((loaded["one"] == 1).all() and (loaded["two"] == 2).all()) and loaded["two again"] is loaded["two"]
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_tensor_that_is_nothing_on_all_ranks(tmp_path: Path, dim: int) -> None:
+    """The step was committed, and refused as damaged where the other dimension was spread: nobody stored such a tensor."""
+
+    def make() -> State:
+        return {name: spread(torch.zeros(shape), Shard(dim)) for name, shape in {"a": (5, 0), "b": (0, 5), "c": (5, 0)}.items()}
+
+    assert saved(tmp_path, 3, make) == ["a", "b", "c"]
+    for size in (3, 2):
+        restored(tmp_path, size, make, {"a": torch.zeros(5, 0), "b": torch.zeros(0, 5)})
+    assert [list(value.shape) for value in forebay.load(tmp_path).values()] == [[5, 0], [0, 5], [5, 0]]
+
+
 def test_a_tensor_that_no_rank_would_store_is_told(tmp_path: Path) -> None:
     def save(rank: int) -> None:
         # A collective of torch's makes them: each rank has both, and one saves both.

@@ -166,6 +166,9 @@ def part_leaves(name: str, path: str, tensor: Any) -> list[Leaf]:
             raise TypeError(f"{path}: a {type(tensor).__name__} placed as {placements} is no box on this rank")
         leaf = tensor_leaf(name, path, local, dtype)
         leaf.shape, leaf.part, leaf.holders = list(tensor.shape), (offsets, lengths), holders(tensor)
+        if 0 in leaf.shape:
+            # There is nothing to be spread: each rank has all of it, whatever its box is, and one of them names it.
+            leaf.part = ([0] * len(leaf.shape), leaf.shape)
         leaves.append(leaf)
     return leaves
 
