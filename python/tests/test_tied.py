@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import forebay
 import forebay.dcp
@@ -89,7 +90,7 @@ class Tied(torch.nn.Module):
             parameter.data = value + torch.arange(float(parameter.numel())).view(parameter.shape)
 
 
-def fsdp(value: float) -> State:
+def fsdp(value: float = 7) -> State:
     model = Tied(value)
     fully_shard(model, mesh=mesh())
     return {"m": model}
@@ -102,7 +103,7 @@ def test_tied_weights_of_which_a_rank_has_nothing(tmp_path: Path) -> None:
     weight = 1 + torch.arange(15.0).view(5, 3)
     expected = {"m.emb.weight": weight, "m.head.weight": weight, "m.body.weight": 1 + torch.arange(12.0).view(4, 3)}
     for size in (4, 1, 2, 6):
-        restored(tmp_path, size, lambda: fsdp(7), expected)
+        restored(tmp_path, size, fsdp, expected)
     loaded = forebay.load(tmp_path)["m"]
     assert torch.equal(loaded["emb.weight"], weight) and loaded["head.weight"] is loaded["emb.weight"]
 
@@ -127,6 +128,72 @@ def test_one_tensor_under_several_names(tmp_path: Path) -> None:
         loaded = forebay.load(tmp_path, step=step)
         assert torch.equal(loaded["b"], value) and torch.equal(loaded["b2"], second)
         assert (loaded["b"] is loaded["b2"]) == (step != 1)
+
+
+def test_several_names_are_restored_into_any_memory(tmp_path: Path) -> None:
+    """Into the very structure that was saved, too: that was refused as a part of another tensor."""
+    value = torch.arange(8.0).view(4, 2)
+    columns, rows = Shard(1), Shard(0)
+
+    def tied(value: torch.Tensor) -> State:
+        one = spread(value, columns)
+        return {"a": one, "b": one, "c": one.detach()}
+
+    def live(*places: Any) -> State:
+        """Each in memory of its own, as it is placed; none for a plain tensor."""
+        zeros = torch.zeros(4, 2)
+        return {name: zeros.clone() if at is None else spread(zeros, at) for name, at in zip("abc", places)}
+
+    makes = [
+        lambda: tied(torch.zeros(4, 2)),
+        lambda: live(columns, columns, columns),
+        lambda: live(rows, columns, Replicate()),
+        lambda: live(None, rows, None),
+        lambda: live(rows, None, rows),
+    ]
+    assert saved(tmp_path, 3, lambda: tied(value)) == ["a"]
+    for make in makes:
+        restored(tmp_path, 3, make, dict.fromkeys("abc", value))
+    for size in (1, 2, 5):
+        restored(tmp_path, size, makes[0], dict.fromkeys("abc", value))
+
+    def count(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            for make in makes[:2]:
+                checkpointer.restore(make())
+                assert checkpointer.restored is not None
+                yield checkpointer.restored.bytes
+
+    assert run_ranks(3, lambda rank: [*count(rank)]) == [[16, 16], [16, 16], [0, 0]], "what is here of it is read once"
+
+
+def test_tied_weights_of_a_module_and_of_its_state_dict(tmp_path: Path) -> None:
+    """They are restored in part as well, and into weights that are not tied."""
+    weight = 1 + torch.arange(15.0).view(5, 3)
+
+    def apart() -> State:
+        model = Tied(7)
+        model.head.weight = torch.nn.Parameter(torch.zeros(5, 3))
+        fully_shard(model, mesh=mesh())
+        return {"m": model}
+
+    def restore(rank: int) -> None:
+        for way, make, only in itertools.product(("module", "dict"), (fsdp, apart), (None, ["m.head.*"], ["m.*.weight"])):
+            for as_dict in (False, True) if way == "dict" else (False,):
+                state = make()
+                if as_dict:
+                    state = {"m": state["m"].state_dict()}
+                with forebay.Checkpointer(tmp_path / way, rng=False) as checkpointer:
+                    assert checkpointer.restore(state, only=only) == 1
+                held = state["m"] if as_dict else state["m"].state_dict()
+                names = ["head.weight"] if make is apart and only == ["m.head.*"] else ["head.weight", "emb.weight"]
+                wrong = [name for name in names if not torch.equal(whole(held[name]), weight)]
+                assert wrong == [], (way, make, as_dict, only)
+
+    saved(tmp_path / "module", 2, lambda: fsdp(1))
+    saved(tmp_path / "dict", 2, lambda: {"m": fsdp(1)["m"].state_dict()})
+    for size in (1, 4):
+        run_ranks(size, restore)
 
 
 def test_parts_of_one_buffer_are_not_tied_where_a_rank_has_nothing_of_them(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ._leaf import (
     array_dtype,
     array_leaf,
     bytes_leaf,
+    is_same,
     layout_of,
     local_parts,
     numpy_module,
@@ -200,7 +201,7 @@ class Flattener:
             raise TypeError(f"{path}: object of type {_type_name(value)} ({what}) cannot be saved")
         known = self._starts.setdefault(value.data_ptr(), [])
         for leaf in known:
-            if leaf.size > 0 and _is_same(leaf.source, value):
+            if leaf.size > 0 and is_same(leaf.source, value):
                 return self._reference(leaf.name)
         leaf = tensor_leaf(self.unique(name), path, value, dtype)
         self._place(leaf)
@@ -366,13 +367,6 @@ def _place_of(leaf: Leaf) -> tuple[Any, ...]:
     """Which elements a part of a tensor is and where they are; all places are one for what has none."""
     box = tuple(map(tuple, leaf.part or ()))
     return (box, leaf.source.data_ptr()) if leaf.size > 0 else (box,)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two tensors that begin at one address are the same elements."""
-    is_like = one.device == other.device and one.dtype == other.dtype and one.shape == other.shape
-    is_like = is_like and one.stride() == other.stride()
-    return bool(is_like and one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg())
 
 
 def _as_json(node: Node) -> str:

@@ -122,6 +122,13 @@ def tensor_leaf(name: str, path: str, tensor: Any, dtype: str) -> Leaf:
     return Leaf(name, dtype, list(tensor.shape), size, tensor, address, device_address, version, path)
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two plain torch tensors are the same elements in one memory."""
+    is_like = one.device == other.device and one.dtype == other.dtype and one.shape == other.shape
+    is_like = is_like and one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+    return bool(is_like and one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg())
+
+
 def is_on_device(tensor: Any) -> bool:
     """Whether a tensor's bytes are in a CUDA device's memory."""
     return bool(tensor.is_cuda)

@@ -10,7 +10,17 @@ from typing import Any, Callable, Optional
 
 from . import _native
 from ._errors import CheckpointCorrupt
-from ._leaf import array_dtype, local_parts, numpy_module, shape_of, tensor_dtype, torch_dtype, torch_module
+from ._leaf import (
+    array_dtype,
+    copy_elements,
+    is_same,
+    local_parts,
+    numpy_module,
+    shape_of,
+    tensor_dtype,
+    torch_dtype,
+    torch_module,
+)
 from ._merge import refuse_mark
 from ._pieces import Aside, Pieces
 
@@ -38,6 +48,7 @@ class Tensors:
         self._targets: list[_native.Wanted] = []
         self._bound: list[Any] = []
         self._asides: list[Aside] = []
+        self._repeats: list[tuple[Any, Any]] = []
         self._spans: list[tuple[int, int]] = []
 
     def entry(self, name: str) -> tuple[int, str, list[int]]:
@@ -64,19 +75,28 @@ class Tensors:
     def bind(self, node: Node, live: Any) -> bool:
         """Has the tensor that a tree names read into a live one; of one that several ranks hold, what is here.
 
-        False where another place was bound already, where the tree names a view, and where types or shapes differ.
+        False where the tree names a view, where types or shapes differ, and for an array where another place was bound
+        already. A tensor goes to any number of places.
         """
         kind, name = node["t"], node["n"]
         index, dtype, shape = self.entry(name)
-        if (kind, name) in self._loaded or "view" in node:
-            return False
-        places = _places(kind, live, dtype, shape)
+        places = None if "view" in node else _places(kind, live, dtype, shape)
         if places is None:
             return False
+        former = self._loaded.get((kind, name))
+        if former is not None:
+            if kind != "tensor":
+                return False
+            parts = _places(kind, former, dtype, shape) or []
+            if [part for part, _ in parts] == [part for part, _ in places]:
+                pairs = [(place, source) for (_, place), (_, source) in zip(places, parts)]
+                self._repeats += [pair for pair in pairs if not is_same(*pair)]
+                return True
+        # What is here of it may be another part than in the place before, and is read for itself.
         for part, place in places:
             self._bound.append(place)
             self._aim(kind, index, part, place, dtype)
-        self._loaded[kind, name] = live
+        self._loaded.setdefault((kind, name), live)
         return True
 
     def bind_part(self, name: str, part: tuple[list[int], list[int]], place: Any) -> None:
@@ -121,6 +141,9 @@ class Tensors:
             else:
                 self._step.read(self._targets, self._threads)
                 pieces.read(self._step.read_through, self._threads)
+            for place, source in self._repeats:
+                with torch.no_grad():
+                    copy_elements(place.detach(), source.detach())
         finally:
             for value in self._bound:
                 if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():
