@@ -196,6 +196,34 @@ def test_tied_weights_of_a_module_and_of_its_state_dict(tmp_path: Path) -> None:
         run_ranks(size, restore)
 
 
+def test_views_of_one_memory_are_not_tied(tmp_path: Path) -> None:
+    """Transposed, conjugated or negated: what came back in the stead of the second was the first."""
+    square, row = torch.arange(9.0).view(3, 3), torch.complex(torch.arange(6.0), 10 + torch.arange(6.0)).view(3, 2)
+    expected = {"w": square, "turned": square.t(), "c": row, "conj": row.conj().resolve_conj()}
+    expected |= {"negative": -square, "both": -row.conj().resolve_conj()}
+
+    def views(square: torch.Tensor, row: torch.Tensor) -> State:
+        w, s, c = (spread(value, at) for value, at in ((square, Replicate()), (square, Shard(0)), (row, Shard(0))))
+        # torch negates parts of imaginary ones so; of a DTensor it knows no such view.
+        negative, both = (torch._neg_view(part) for part in (s.to_local(), c.to_local().conj()))
+        like = {"run_check": False, "shape": row.shape, "stride": row.stride()}
+        state = {"w": w, "turned": w.t(), "c": c, "conj": c.conj(), "both": DTensor.from_local(both, mesh(), [Shard(0)], **like)}
+        like |= {"shape": square.shape, "stride": square.stride()}
+        return {**state, "s": s, "negative": DTensor.from_local(negative, mesh(), [Shard(0)], **like)}
+
+    def save(rank: int) -> None:
+        with forebay.dcp.Writer(tmp_path / "dcp") as writer:
+            dcp.save(views(square, row), checkpoint_id=1, storage_writer=writer)
+
+    assert saved(tmp_path / "own", 2, lambda: views(square, row)) == sorted([*expected, "s"])
+    run_ranks(2, save)
+    for place in (tmp_path / "own", tmp_path / "dcp"):
+        for size in (2, 4):
+            restored(place, size, lambda: views(torch.zeros(3, 3), torch.zeros(3, 2) + 0j), expected)
+        loaded = forebay.load(place)
+        assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+
+
 def test_parts_of_one_buffer_are_not_tied_where_a_rank_has_nothing_of_them(tmp_path: Path) -> None:
     """On the last rank both begin where the buffer ends."""
 

@@ -364,9 +364,11 @@ def _overlap(leaves: list[Leaf]) -> bool:
 
 
 def _place_of(leaf: Leaf) -> tuple[Any, ...]:
-    """Which elements a part of a tensor is and where they are; all places are one for what has none."""
-    box = tuple(map(tuple, leaf.part or ()))
-    return (box, leaf.source.data_ptr()) if leaf.size > 0 else (box,)
+    """Which elements a part of a tensor is, and which in memory; all places are one for what has none."""
+    box, source = tuple(map(tuple, leaf.part or ())), leaf.source
+    if leaf.size == 0:
+        return (box,)
+    return box, source.device, source.data_ptr(), source.stride(), source.is_conj(), source.is_neg()
 
 
 def _as_json(node: Node) -> str:
