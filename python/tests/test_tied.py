@@ -255,6 +255,30 @@ def test_a_tensor_that_is_nothing_on_all_ranks(tmp_path: Path, dim: int) -> None
     assert [list(value.shape) for value in forebay.load(tmp_path).values()] == [[5, 0], [0, 5], [5, 0]]
 
 
+def test_a_rank_outside_of_a_tensors_mesh(tmp_path: Path) -> None:
+    """What torch says of its part there is no box of the tensor: what was saved could not be restored."""
+    rows, number = torch.arange(6.0).view(3, 2), torch.tensor(3.0)
+
+    def make(rows: torch.Tensor = 0 * rows, number: torch.Tensor = 0 * number) -> State:
+        few = DeviceMesh("cpu", list(range(min(2, dist.get_world_size()))))
+        one, same = distribute_tensor(rows.clone(), few, [Shard(0)]), distribute_tensor(number.clone(), few, [Replicate()])
+        return {"rows": one, "again": one.detach(), "number": same, "all": spread(rows, Shard(1))}
+
+    def check(rank: int) -> None:
+        state = make()
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.prepare(state)
+            assert checkpointer.restore(state) == 1
+        expected = make(rows, number)
+        assert all(torch.equal(state[name].to_local(), expected[name].to_local()) for name in expected)
+
+    assert saved(tmp_path, 3, lambda: make(rows, number)) == ["all", "number", "rows"]
+    for size in (3, 4):
+        run_ranks(size, check)
+    loaded = forebay.load(tmp_path)
+    assert torch.equal(loaded["again"], rows) and torch.equal(loaded["number"], number)
+
+
 def test_a_tensor_that_no_rank_would_store_is_told(tmp_path: Path) -> None:
     def save(rank: int) -> None:
         # A collective of torch's makes them: each rank has both, and one saves both.

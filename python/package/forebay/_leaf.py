@@ -151,6 +151,9 @@ def local_parts(tensor: Any) -> Optional[list[tuple[Any, list[int], list[int]]]]
     boxes that they are. None for any other tensor."""
     dtensor, sharded = dtensor_class(), sharded_class()
     if dtensor is not None and isinstance(tensor, dtensor):
+        if tensor.device_mesh.get_coordinate() is None:
+            # Its ranks are others; torch gives a part that is no box of it.
+            return []
         (chunk,) = tensor.__create_chunk_list__()
         return [(tensor._local_tensor, list(chunk.offsets), list(chunk.sizes))]
     if sharded is not None and isinstance(tensor, sharded):

@@ -72,7 +72,8 @@ def coming_state(optimizer: Any) -> tuple[int, int]:
         for parameter in group["params"]:
             if not parameter.requires_grad or parameter in optimizer.state:
                 continue
-            for local, _, _ in local_parts(parameter) or [(parameter, [], [])]:
+            parts = local_parts(parameter)
+            for local in [parameter] if parts is None else [local for local, _, _ in parts]:
                 like = alike.get((local.shape, local.dtype))
                 if like is None:
                     like = torch.empty(local.shape, dtype=local.dtype, device="meta", requires_grad=True)

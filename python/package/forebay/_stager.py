@@ -117,7 +117,8 @@ def _leaf(name: str, tensor: Any) -> Optional[Leaf]:
     if dtensor is not None and isinstance(tensor, dtensor):
         if any(placement.is_partial() for placement in tensor.placements):
             return None
-        ((local, offsets, lengths),) = local_parts(tensor) or [(tensor, [], [])]
+        # A rank outside of its mesh has a part that is no box of it, which is not stored.
+        ((local, offsets, lengths),) = local_parts(tensor) or [(tensor._local_tensor, [], [0])]
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or list(local.shape) != lengths:
         return None
     dtype = tensor_dtype(local)
