@@ -117,7 +117,7 @@ pub(crate) fn mapped_bytes() -> u64 {
     forebay_io::mem::mapped_bytes()
 }
 
-/// Saves the tensors of a Hugging Face directory, by its URL, as a step of a start of its own.
+/// Saves the tensors of a Hugging Face directory, by its URL, as a step of a start of its own; gives what to warn of.
 #[pyfunction]
 pub(crate) fn import_model(
     py: Python<'_>,
@@ -126,12 +126,12 @@ pub(crate) fn import_model(
     start: (String, String, u32, u64),
     step: u64,
     part: String,
-) -> PyResult<()> {
+) -> PyResult<Vec<String>> {
     let (nonce, host, pid, started_ms) = start;
     let start = Start { nonce, host, pid, started_ms };
     with_bucket(py, target, |to| async move {
         let from = Bucket::open(&source.parse()?, &StoreSettings::default()).await?.read_only();
-        import(&from, &to, start, step, &part, &|_| {}).await.map(drop)
+        import(&from, &to, start, step, &part, &|_| {}).await.map(|imported| imported.warnings)
     })
 }
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import forebay
-from forebay.convert import main
+from forebay.convert import from_hugging_face, main
 
 TYPES = (
     "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 "
@@ -73,6 +73,32 @@ def test_one_file_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     forebay.save({"model": {"c": torch.zeros(2, dtype=torch.complex64)}}, tmp_path / "complex")
     fails(capsys, [str(tmp_path / "complex"), f"hf:{tmp_path / 'x'}"], "complex64, which safetensors has not")
     assert not (tmp_path / "x").exists()
+
+
+def test_directories_come_in_as_their_index_says(tmp_path: Path) -> None:
+    """A directory of two files of which one is of another version gave a step that lacked a tensor."""
+    hub, names = tmp_path / "hub", ["one.safetensors", "two.safetensors"]
+    hub.mkdir()
+    save_file({"a": torch.ones(1), "b": torch.ones(2)}, hub / names[0])
+    save_file({"b": torch.ones(3)}, hub / names[1])
+
+    def convert(index: dict[str, str]) -> None:
+        (hub / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        from_hugging_face(hub, str(tmp_path / "run"), step=1)
+
+    def lengths() -> dict[str, int]:
+        return {name: len(value) for name, value in forebay.load(tmp_path / "run", step=1)["model"].items()}
+
+    with pytest.raises(forebay.CheckpointCorrupt, match="`lm_head` in `two.safetensors`, which does not hold it"):
+        convert(dict(zip(("a", "lm_head"), names)))
+    assert not (tmp_path / "run/steps").exists()
+    with pytest.warns(forebay.CheckpointWarning, match="left out of the step: `b` of `one.safetensors`"):
+        convert(dict(zip("ab", names)))
+    assert lengths() == {"a": 1, "b": 3}
+    save_file({"a": torch.ones(9)}, hub / "model.safetensors")
+    with pytest.warns(forebay.CheckpointWarning, match="the first alone is read, as by transformers"):
+        convert(dict(zip("ab", names)))
+    assert lengths() == {"a": 9}
 
 
 def test_large_models_are_cut_into_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,27 @@ fn what_cannot_be_converted_is_told() {
         .failed_with("holds no `model.safetensors`", "a directory with a model");
 }
 
+#[test]
+fn what_the_index_does_not_say_is_warned_of() {
+    let scratch = Scratch::new();
+    let (hub, place) = (scratch.join("hub"), scratch.join("run").display().to_string());
+    model(&hub, 2);
+    let from = format!("hf:{}", hub.display());
+    let convert = |file: &str, name: &str| {
+        let index = json!({"metadata": {}, "weight_map": {name: file}}).to_string();
+        fs::write(hub.join("model.safetensors.index.json"), index).expect("write");
+        ckpt(&scratch, &["convert", &from, &place])
+    };
+    convert("model.safetensors", "lm_head").failed_with("`lm_head` in `model.safetensors`", "anew");
+    assert!(!scratch.join("run/steps").exists(), "no step was committed");
+    let told = convert("other.safetensors", "layers.00");
+    assert!(told.stderr.contains("warning: ") && told.stderr.contains("the first alone is read"), "{told}");
+    assert!(told.succeeded().contains("2.00 MiB"));
+    let told = convert("model.safetensors", "layers.00");
+    assert!(told.stderr.contains("in the step nevertheless: `layers.01`"), "{told}");
+    told.succeeded();
+}
+
 /// Bytes that went to and from the store, by `forebay status`.
 fn moved_bytes(scratch: &Scratch) -> u64 {
     let shown = parse(&Forebay::new(&scratch.folder("home"), ["status", "--json"]).run().succeeded());

@@ -93,7 +93,7 @@ async fn a_directory_becomes_a_step_and_a_directory_again() {
     let imported =
         import(&directory(&one).await, &run, start(1), 7, "nets.actor", &|_| {}).await.expect("import");
     let bytes = (3 << 20) + 5 * 4 + 4;
-    assert_eq!(imported, Imported { step: 7, tensors: 4, bytes });
+    assert_eq!(imported, Imported { step: 7, tensors: 4, bytes, warnings: Vec::new() });
     assert_eq!(crate::verify(&run, None, &|_| {}).await.expect("verify"), []);
     let manifest = newest(&run).await;
     let names: Vec<_> = manifest.tensors.iter().map(|tensor| tensor.name.as_str()).collect();
@@ -233,4 +233,99 @@ async fn damage_is_neither_exported_nor_saved() {
     assert_eq!(list_steps(&run).await.expect("steps").len(), steps);
     let nothing = import(&directory(&out).await, &run, start(4), 2, "", &|_| {}).await.expect_err("nothing");
     assert_eq!(nothing.kind(), ErrorKind::NotFound);
+}
+
+/// Tensors and their shapes.
+type Shapes<'a> = [(&'a str, &'a [u64])];
+
+/// A directory of two files, `one` and `two`, and what its index says. What comes of importing it, and the step's tensors.
+async fn import_indexed(
+    one: &Shapes<'_>,
+    two: &Shapes<'_>,
+    index: Value,
+    whole: bool,
+) -> Result<(Vec<(String, Vec<u64>)>, Vec<String>)> {
+    let scratch = tempfile::tempdir().expect("scratch");
+    let write = |name: &str, data: Vec<u8>| std::fs::write(scratch.path().join(name), data).expect("write");
+    write("one.safetensors", file(one));
+    write("two.safetensors", file(two));
+    write(INDEX, json!({"metadata": {}, "weight_map": index}).to_string().into());
+    if whole {
+        write(WHOLE, file(&[("a", &[9])]));
+    }
+    let run = Bucket::in_memory();
+    let imported = import(&directory(scratch.path()).await, &run, start(1), 1, "", &|_| {}).await;
+    let steps = list_steps(&run).await.expect("steps").len();
+    assert_eq!(steps, usize::from(imported.is_ok()), "a step is there, or none was begun");
+    let tensors = match &imported {
+        Ok(_) => newest(&run).await.tensors.into_iter().map(|tensor| (tensor.name, tensor.shape)).collect(),
+        Err(_) => Vec::new(),
+    };
+    imported.map(|imported| (tensors, imported.warnings))
+}
+
+/// Files of two versions of a model lay in one directory: the step lacked what the index had in a file that was without it.
+#[tokio::test]
+async fn a_tensor_that_its_file_lacks_is_told() {
+    let map = json!({"a": "one.safetensors", "lm_head": "two.safetensors"});
+    for two in [&[("b", &[2u64] as &[u64])] as &[_], &[]] {
+        let error = import_indexed(&[("a", &[1])], two, map.clone(), false).await.expect_err("lacks one");
+        let told = "has tensor `lm_head` in `two.safetensors`, which does not hold it";
+        assert!(error.kind() == ErrorKind::Corrupt && error.message().contains(told), "{error}");
+    }
+    // In another file than the index says it is another tensor.
+    let one: &Shapes<'_> = &[("a", &[1]), ("lm_head", &[1])];
+    let error = import_indexed(one, &[], map, false).await.expect_err("lacks one");
+    assert!(error.message().contains("`lm_head` in `two.safetensors`"), "{error}");
+    let error = import_indexed(one, &[], json!({}), false).await.expect_err("an empty index");
+    assert!(error.kind() == ErrorKind::Corrupt && error.message().contains("names no tensors"), "{error}");
+}
+
+#[tokio::test]
+async fn each_tensor_comes_from_the_file_that_the_index_says() {
+    let found = |names: &[(&str, u64)]| {
+        names.iter().map(|(name, length)| ((*name).to_owned(), vec![*length])).collect::<Vec<_>>()
+    };
+    let map =
+        |b: &str| json!({"a": "one.safetensors", "b": format!("{b}.safetensors"), "c": "two.safetensors"});
+    let (one, two): (&Shapes<'_>, &Shapes<'_>) = (&[("a", &[1]), ("b", &[2])], &[("b", &[3]), ("c", &[4])]);
+    for (place, length, left) in
+        [("two", 3, "`b` of `one.safetensors`;"), ("one", 2, "`b` of `two.safetensors`;")]
+    {
+        let (tensors, warnings) = import_indexed(one, two, map(place), false).await.expect("import");
+        assert_eq!(tensors, found(&[("a", 1), ("b", length), ("c", 4)]), "{place}");
+        assert!(
+            warnings.len() == 1 && warnings[0].contains(&format!("left out of the step: {left}")),
+            "{warnings:?}"
+        );
+    }
+    // What the index does not know is in the step as well, where it is clear which.
+    let map = json!({"a": "one.safetensors", "c": "two.safetensors"});
+    let (tensors, warnings) = import_indexed(one, &[("c", &[4])], map.clone(), false).await.expect("import");
+    assert_eq!(tensors, found(&[("a", 1), ("b", 2), ("c", 4)]));
+    let told = "in the step nevertheless: `b` of `one.safetensors`;";
+    assert!(warnings.len() == 1 && warnings[0].contains(told), "{warnings:?}");
+    let error = import_indexed(one, two, map, false).await.expect_err("two of them");
+    let told = "tensor `b` is in `one.safetensors` and in `two.safetensors`";
+    assert!(error.kind() == ErrorKind::Invalid && error.message().contains(told), "{error}");
+    let many: Vec<String> = (0..5).map(|number| format!("x{number}")).collect();
+    let many: Vec<(&str, &[u64])> = many.iter().map(|name| (name.as_str(), &[1u64] as &[u64])).collect();
+    let (_, warnings) =
+        import_indexed(&many, &[], json!({"x0": "one.safetensors"}), false).await.expect("import");
+    assert!(warnings[0].contains("`x3` of `one.safetensors` and 1 more;"), "{warnings:?}");
+}
+
+/// The index's files were read, and transformers loads the other one.
+#[tokio::test]
+async fn of_a_file_and_an_index_the_file_is_read() {
+    let map = json!({"a": "one.safetensors", "b": "one.safetensors"});
+    let one: &Shapes<'_> = &[("a", &[1]), ("b", &[2])];
+    let (tensors, warnings) = import_indexed(one, &[], map, true).await.expect("import");
+    assert_eq!(tensors, [("a".to_owned(), vec![9])]);
+    assert!(warnings.len() == 1 && warnings[0].contains("the first alone is read"), "{warnings:?}");
+    // An index of that file says the same.
+    let (tensors, warnings) = import_indexed(&[], &[], json!({"a": WHOLE}), true).await.expect("import");
+    assert_eq!((tensors, warnings), (vec![("a".to_owned(), vec![9])], Vec::new()));
+    let error = import_indexed(&[], &[], json!({"b": WHOLE}), true).await.expect_err("another's index");
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
 }

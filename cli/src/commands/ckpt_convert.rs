@@ -17,7 +17,7 @@ use tokio::runtime::Handle;
 
 use super::ckpt::{bar, manifest, open, open_to_change, split, url_of};
 use crate::settings::Settings;
-use crate::{mounts, print};
+use crate::{mounts, print, report};
 
 /// The arguments of `forebay ckpt convert`.
 #[derive(Debug, Args)]
@@ -84,7 +84,9 @@ pub(crate) async fn run(settings: &Settings, arguments: &ConvertArguments, json:
                     return Err(Error::invalid(format!("{name}: what is saved is given its start")));
                 }
             };
-            show_step(&read(settings, folder, url, step, &arguments.part).await?, json)?;
+            let imported = read(settings, folder, url, step, &arguments.part).await?;
+            imported.warnings.iter().for_each(|text| report::warning(text, json));
+            show_step(&imported, json)?;
         }
         (_, Side::TorchFile) => {
             return Err(Error::invalid("pt:FILE is a SOURCE only")
@@ -204,7 +206,7 @@ fn show_step(imported: &Imported, json: bool) -> Result<()> {
     if json {
         return print::json(imported);
     }
-    let Imported { step, tensors, bytes } = imported;
+    let Imported { step, tensors, bytes, warnings: _ } = imported;
     print::table(&[
         print::row(["step", &step.to_string()]),
         print::row(["tensors", &tensors.to_string()]),

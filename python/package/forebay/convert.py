@@ -66,11 +66,12 @@ def _newest(place: str, step: Optional[StepName]) -> Optional[StepName]:
 def from_hugging_face(folder: Path, url: str, step: int = 0, part: str = "model") -> None:
     """Saves the tensors of a Hugging Face directory as the state `{part: {name: tensor}}`, or as the state itself.
 
-    Memory: some 128 MiB.
+    What the directory holds beside what its index says is warned of. Memory: some 128 MiB.
     """
     place = bucket_url(url)
     make_directory(place)
-    _native.import_model(bucket_url(folder), place, new_start(), step, part)
+    for text in _native.import_model(bucket_url(folder), place, new_start(), step, part):
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
 
 
 def to_dcp(url: str, folder: Path, step: Optional[StepName] = None, allow_pickle: bool = False) -> None:
