@@ -12,6 +12,7 @@ pub mod manifest;
 pub mod region;
 pub mod plan;
 pub mod group;
+mod trees;
 pub mod catalog;
 pub mod arena;
 pub mod local;

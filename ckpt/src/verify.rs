@@ -1,4 +1,5 @@
-//! Reading a step as a sceptic does: every byte of every shard, against everything that the manifest says of it.
+//! Reading a step as a sceptic does: every byte of every shard, against everything that the manifest says of it, and the
+//! tensors that its trees name, against those that it has.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,6 +10,7 @@ use futures::stream::{self, StreamExt};
 
 use crate::catalog::{StepInfo, StepName, find_step, list_steps, load_manifest};
 use crate::manifest::{Identity, Manifest, Shard, Slice, Tensor};
+use crate::trees;
 
 /// Bytes of one request.
 const READ: u64 = 8 << 20;
@@ -57,6 +59,9 @@ pub async fn verify(bucket: &Bucket, name: Option<StepName>, progress: &dyn Fn(u
             }
             Err(error) => return Err(error),
         };
+        let lacks = trees::faults(&manifest).into_iter();
+        let object = info.key.object();
+        findings.extend(lacks.map(|fact| Finding { step, object: object.as_str().to_owned(), fact }));
         for (index, shard) in (0u32..).zip(&manifest.shards) {
             let slices = slices_of(&manifest, index);
             // The first of the steps that share a shard has most of its slices.

@@ -23,6 +23,7 @@ use crate::catalog::{
     saved_already,
 };
 use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
+use crate::trees;
 
 /// The first pause between two looks for the other ranks, and the longest.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
@@ -245,6 +246,9 @@ pub(super) async fn settle(
     let part = &stored.part;
     if let Some(member) = member {
         return commit_together(clock, bucket, member, part, round).await;
+    }
+    if let Err(error) = trees::check(part) {
+        return Ok(Err(error));
     }
     commit(bucket, run, part).await?;
     if stored.has_notes {

@@ -24,6 +24,7 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 
 use super::{Round, Run, StepKey};
 use crate::manifest::{Intent, Manifest, Tensor};
+use crate::trees;
 
 /// The prefix of all indexes.
 pub(super) const RANKS: &str = "ranks";
@@ -172,7 +173,7 @@ pub async fn failure_of(bucket: &Bucket, key: &RankKey) -> Result<String> {
 ///
 /// # Errors
 /// `Corrupt` when one is damaged, `Invalid` when together they are no checkpoint: a tensor that is not covered exactly
-/// once is named.
+/// once is named, as is one that a tree names and nobody stored.
 pub async fn merge_ranks(
     bucket: &Bucket,
     save: &StepKey,
@@ -194,7 +195,11 @@ pub async fn merge_ranks(
     *late = (0..).zip(&indexes).find(|(_, index)| index.commit != commit).map(|(rank, _)| rank);
     match late {
         Some(_) => Ok(None),
-        None => merge(indexes).map(Some),
+        None => {
+            let whole = merge(indexes)?;
+            trees::check(&whole)?;
+            Ok(Some(whole))
+        }
     }
 }
 

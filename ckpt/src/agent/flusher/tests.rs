@@ -10,7 +10,7 @@ use super::*;
 use crate::agent::Seal;
 use crate::arena::Held;
 use crate::catalog::{Keep, Start, list_steps};
-use crate::manifest::{Checksum, Identity, Slice, SliceKind, Tensor};
+use crate::manifest::{Checksum, Encoding, Extra, Identity, Slice, SliceKind, Tensor};
 use crate::verify::verify;
 
 /// Milliseconds until the store's own retries give a request up.
@@ -60,6 +60,14 @@ pub(super) fn change(save: &mut Save, change: impl FnOnce(&mut Seal)) {
     save.held = Arc::new(held.sealed_again());
 }
 
+/// Has a save's tree name a tensor.
+pub(super) fn naming(mut save: Save, tree: &str, tensor: &str) -> Save {
+    let data = format!("[null, {{\"t\": \"tensor\", \"n\": \"{tensor}\"}}]");
+    let extra = Extra { name: tree.into(), encoding: Encoding::Json, data };
+    change(&mut save, |seal| seal.extras.push(extra));
+    save
+}
+
 /// What flushes into `bucket`, as the start that `run` records.
 pub(super) fn flusher(bucket: &Bucket, run: &Run, trainer: Trainer) -> Flusher {
     let mut flusher = Flusher::new(hello(), trainer, None);
@@ -105,6 +113,24 @@ async fn a_second_agent_of_a_save_writes_the_same_objects() {
     assert_eq!(settle(&bucket, &run, &other).await.expect_err("refused").kind(), ErrorKind::Conflict);
     assert_eq!(objects().await.len(), before.len());
     assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
+}
+
+/// A step that no rank could restore was committed, and older ones deleted for it.
+#[tokio::test]
+async fn a_step_that_lacks_what_its_state_names_is_refused() {
+    let bucket = Bucket::in_memory();
+    let run = begin_run(&bucket, start()).await.expect("run");
+    settle(&bucket, &run, &naming(sealed(1, 1000), "state", "t")).await.expect("durable");
+    for tree in ["state", "rng"] {
+        let save = naming(sealed(2, 1000), tree, "lost");
+        let error = settle(&bucket, &run, &save).await.expect_err("refused");
+        let told = format!(
+            "step 2: what the ranks stored is no checkpoint: it lacks tensor `lost`, which the `{tree}`"
+        );
+        assert!(error.kind() == ErrorKind::Invalid && error.message().contains(&told), "{error}");
+    }
+    let steps = list_steps(&bucket).await.expect("list");
+    assert_eq!(steps.iter().map(|step| step.key.step).collect::<Vec<_>>(), [1]);
 }
 
 /// What changed in the agent's memory came into the store, under a hash of its own.

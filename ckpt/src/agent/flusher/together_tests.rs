@@ -5,7 +5,7 @@ use futures::TryStreamExt;
 use futures::future::join_all;
 
 use super::rounds_tests::{in_time, part};
-use super::tests::{flusher, start, trainer};
+use super::tests::{flusher, naming, start, trainer};
 use super::*;
 use crate::agent::Member;
 use crate::catalog::{Note, RankKey, list_ranks, list_steps};
@@ -92,6 +92,30 @@ async fn a_rank_whose_turn_it_was_and_that_died_is_stood_in_for() {
     in_time((&bucket, &clock), ranks as usize, lives).await.expect("durable");
     let waited = clock.now().since(begun).as_secs();
     assert!((15..=20).contains(&waited), "five seconds for each of the others: {waited} s");
+    assert_eq!(list_steps(&bucket).await.expect("list").len(), 1);
+    assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
+}
+
+/// What one rank's state names another may have stored; what nobody did makes the step none, for all of them.
+#[tokio::test]
+async fn what_a_rank_names_and_nobody_stored_is_no_step() {
+    let (bucket, clock) = (Bucket::in_memory(), Clock::manual());
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let flush = async |step, named: [&str; 2]| {
+        let rank = async |rank: u32, tree| {
+            let save = naming(part(rank, step, 1000), tree, named[rank as usize]);
+            agent(&bucket, &run, (rank, 2), &clock).flush(&save).await
+        };
+        let both = async { tokio::join!(rank(0, "state"), rank(1, "state@1")) };
+        in_time((&bucket, &clock), 2 * step as usize, both).await
+    };
+    let durable = flush(1, ["t", "t@0"]).await;
+    assert!(durable.0.is_ok() && durable.1.is_ok(), "{durable:?}");
+    let refused = flush(2, ["t", "u"]).await;
+    for refused in [refused.0, refused.1] {
+        let error = refused.expect_err("no step");
+        assert!(error.message().contains("lacks tensor `u`, which the `state` of rank 1 names"), "{error}");
+    }
     assert_eq!(list_steps(&bucket).await.expect("list").len(), 1);
     assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
 }
