@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
@@ -221,3 +224,164 @@ def test_ranks_that_hear_at_different_moments_raise_at_the_same_call(
         assert on_error == "raise" or said.startswith("2 saves in a row failed (max_failures=2), the last one: step 6 was")
         assert after == saved == [[], None], "nobody is told twice"
         assert steps == [2, 2 + 2 * failures + 4]
+
+
+def check_again(checkpointer: forebay.Checkpointer, steps: list[int]) -> None:
+    """That the step which failed, the first of these, is saved, once, and so are those after it."""
+    for step in steps:
+        save = checkpointer.save_now(step, state(step + 100))
+        assert save is not None and save.wait_durable(60)
+        held = checkpointer._session.held()
+        assert len(held) == len(set(held)), "nobody could tell one try from the other"
+        with pytest.raises(forebay.CheckpointConflict, match=f"step {step} was saved already"):
+            checkpointer.save_now(step, state(step))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_step_that_failed_is_saved_by_the_next_try(tmp_path: Path, is_first: bool) -> None:
+    if is_first:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "shards").write_text("in the way")
+    with forebay.Checkpointer(tmp_path, every=1) if is_first else begun(tmp_path) as checkpointer:
+        for _ in range(2):
+            # Both tries of it.
+            fail(checkpointer, 2)
+            with pytest.raises(forebay.CheckpointError, match="^(?!step 2 was saved already)"):
+                checkpointer.save_now(2, state(2))
+        mend(tmp_path)
+        check_again(checkpointer, [2, 3, 4, 5])
+    assert checkpointer.steps() == ([] if is_first else [1]) + [2, 3, 4, 5]
+    assert [forebay.load(tmp_path, step=step)["t"][0] for step in (2, 5)] == [102, 105]
+
+
+def spoilt(checkpointer: forebay.Checkpointer, step: int) -> Any:
+    """Begins a save whose tensors are changed while they are copied."""
+    model = torch.nn.Linear(300, 300)
+    checkpointer.before_optimizer_step()
+    save = checkpointer.save_now(step, {"model": model})
+    with torch.no_grad():
+        model.weight.add_(1)
+    return save
+
+
+def test_a_step_whose_tensors_changed_is_saved_by_the_next_try(tmp_path: Path) -> None:
+    with begun(tmp_path) as checkpointer:
+        mend(tmp_path)
+        spoilt(checkpointer, 2)
+        with pytest.raises(forebay.CheckpointMutated):
+            checkpointer.before_optimizer_step()
+        check_again(checkpointer, [2, 3])
+    assert checkpointer.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("hears", [0, 1])
+def test_ranks_that_hear_at_different_moments_save_a_step_again_together(tmp_path: Path, hears: int) -> None:
+    def work(rank: int) -> Any:
+        checkpointer = forebay.Checkpointer(tmp_path, every=1, patience=30)
+        session = checkpointer._session
+        save = checkpointer.step(1, state(1))
+        assert save is not None and save.wait_durable(60)
+        checkpointer._ranks.first("break the store", lambda: shut(tmp_path))
+        save = checkpointer.step(2, state(2))
+        if rank == hears:
+            hear(checkpointer, save, "failed")
+        else:
+            # What its agent says is not listened to.
+            silent: dict[str, Any] = {"take_replies": lambda patience_s: None, "has_room": lambda patience_s: True}
+            checkpointer._session = Instead(session, **silent)
+        checkpointer._ranks.first("wait for the other", lambda: None)
+        raised = told(lambda: checkpointer.save_now(2, state(2)))[1]
+        checkpointer._ranks.first("mend the store", lambda: mend(tmp_path))
+        assert (save is not None and save._progress() == "failed") == (rank == hears)
+        again = checkpointer.save_now(2, state(3))
+        checkpointer._session = session
+        assert again is not None and again.wait_durable(60)
+        conflict = told(lambda: checkpointer.save_now(2, state(2)))[1]
+        checkpointer.step(3, state(3))
+        checkpointer.close()
+        return raised, conflict, checkpointer.steps()
+
+    for raised, conflict, steps in run_ranks(2, work, with_gloo=False):
+        assert "exists already" in raised and conflict == "step 2 was saved already in this run"
+        assert steps == [1, 2, 3]
+    assert bool((forebay.load(tmp_path, step=2)["t"] == 3).all())
+
+
+@pytest.fixture
+def asked() -> Iterator[list[int]]:
+    """The signals that came through to this process."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("has_heard", [True, False])
+def test_a_signal_saves_whatever_failed_before(
+    tmp_path: Path, asked: list[int], on_error: Any, step: int, has_heard: bool
+) -> None:
+    """At a preemption the step that had failed, or what was to be told of it, was all that the job did."""
+    log = tmp_path / "log"
+    checkpointer = begun(tmp_path, on_error=on_error, max_failures=1, on_signal="SIGUSR1", agent_log=log)
+    save = checkpointer.step(2, state(2))
+    if has_heard:
+        hear(checkpointer, save, "failed")
+    wait_until(lambda: "exists already" in log.read_text())
+    mend(tmp_path)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    saves: list[Any] = []
+    texts, raised = told(lambda: saves.append(checkpointer.step(step, state(100 + step))))
+    assert raised is None and [text[:20] for text in texts] == ["step 2 was not saved"]
+    assert saves[0].durable and saves[0] is not save and len(asked) == 1
+    assert told(checkpointer.close) == ([], None), "it is told once"
+    assert checkpointer.steps() == [1, step] and forebay.load(tmp_path)["t"][0] == 100 + step
+
+
+def test_a_signal_saves_whatever_could_not_be_copied_before(tmp_path: Path, asked: list[int]) -> None:
+    checkpointer = begun(tmp_path, on_signal="SIGUSR1")
+    mend(tmp_path)
+    spoilt(checkpointer, 2)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    (text,), raised = told(lambda: checkpointer.step(3, state(3)))
+    assert raised is None and text.startswith("step 2 was not saved: ") and "weight changed" in text and len(asked) == 1
+    spoilt(checkpointer, 4)
+    # Nobody asks for another one first.
+    with pytest.raises(forebay.CheckpointMutated):
+        checkpointer.step(5, state(5))
+    assert told(checkpointer.close) == ([], None) and checkpointer.steps() == [1, 3]
+
+
+def test_a_last_save_that_fails_is_told_as_any_other(tmp_path: Path, asked: list[int]) -> None:
+    checkpointer = begun(tmp_path, on_signal="SIGUSR1")
+    fail(checkpointer, 2)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    for step in (2, 3):
+        # What failed before, and then the last one.
+        assert str(told(lambda: checkpointer.step(3, state(3)))[1]).count("exists already") == 1 and asked == []
+    mend(tmp_path)
+    save = checkpointer.step(4, state(4))
+    assert save is not None and save.durable and len(asked) == 1
+    checkpointer.close()
+
+
+def test_a_signal_to_one_rank_saves_whatever_failed_on_another(tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        came: list[int] = []
+        signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+        checkpointer = forebay.Checkpointer(tmp_path, every=1, on_signal="SIGUSR1", patience=30)
+        save = checkpointer.step(1, state(1))
+        assert save is not None and save.wait_durable(60)
+        checkpointer._ranks.first("break the store", lambda: shut(tmp_path))
+        save = checkpointer.step(2, state(2))
+        if rank == 0:
+            hear(checkpointer, save, "failed")
+            os.kill(os.getpid(), signal.SIGUSR1)
+        checkpointer._ranks.first("mend the store", lambda: mend(tmp_path))
+        texts, raised = told(lambda: checkpointer.step(2, state(3)))
+        checkpointer.close()
+        return [text[:20] for text in texts], raised, len(came), checkpointer.steps()
+
+    assert run_ranks(2, work, with_gloo=False) == [[["step 2 was not saved"], None, 1, [1, 2]]] * 2
+    assert bool((forebay.load(tmp_path)["t"] == 3).all())

@@ -11,10 +11,11 @@ from typing import Any, Callable, Literal, Optional, Union
 
 from . import _native
 from . import _options as options
-from ._errors import CheckpointConflict, CheckpointInvalid, CheckpointNotFound
+from ._errors import CheckpointConflict, CheckpointError, CheckpointInvalid, CheckpointNotFound
 from ._flatten import Flattener
 from ._held import newest_common
 from ._ladder import Restored
+from ._leaf import Leaf
 from ._loading import default_threads, extra_name, load_step, load_weights, newest_steps
 from ._local import LocalCopies
 from ._outcomes import MAX_FAILURES, OnError, Outcomes, Trouble
@@ -60,7 +61,8 @@ class Checkpointer(Saver):
         max_failures: With `warn`, saves that fail in a row before it is raised after all; one that becomes durable starts
             the count anew, and so does raising it.
         on_signal: Signals, such as `SIGTERM`, upon which the next `step` saves, waits until that is committed, and then
-            lets the signal do what it did before; a second one does so at once. Wherever it arrives, all ranks save.
+            lets the signal do what it did before; a second one does so at once. Wherever it arrives, all ranks save. What went
+            wrong with saves before comes after that one, as a `CheckpointWarning` where it is committed.
         allow_pickle: Whether objects of any other type may be pickled. Loading a pickle can run any code.
         copy_threads: Threads that copy; by default up to four, as the processors allow.
         agent_log: A file for whatever the agent process prints; by default it is dropped.
@@ -159,9 +161,10 @@ class Checkpointer(Saver):
         self._saved_at = time.monotonic()
         self._on_busy = on_busy
         self._planner = Planner(self._ranks)
-        self._last: Optional[Save] = None
         self._newest: Optional[int] = None
         """The step that all ranks last agreed to save."""
+        self._last: Optional[Save] = None
+        """The save of it, unless it failed here before it was one."""
         self._missed_before = 0
         """Copies that sessions before this one missed."""
         self.skipped = 0
@@ -294,23 +297,30 @@ class Checkpointer(Saver):
         step = options.whole("step", step, least=0, may_lack=False)
         with self._lock:
             self._check_open()
-            self._finish_staging()
+            failed = self._finish_staging_first()
             self._ensure_agent()
             # These may be meetings of all ranks, which none may leave out.
             is_told = self._is_told()
+            if failed is not None and not is_told:
+                failed._raise_if_failed()
+            elif failed is not None:
+                self._outcomes.follow(failed)
             saves = is_told or self._is_due(step)
-            self._tell_before(saves)
+            if not is_told:
+                self._tell_before(saves)
             save = self._save(step, state, is_told) if saves else None
             if not (saves or self._has_memory) and self._has_schedule and state is not None:
                 # Now, while the training warms up, rather than in its first save.
                 self._prepare(state)
             if is_told:
-                self.wait()
-                self._notice.pass_on()
+                self._end_with(save)
             return save
 
     def save_now(self, step: int, state: Any) -> Optional[Save]:
-        """Saves whatever the schedule; None when `on_busy` is `skip` and both snapshots are busy."""
+        """Saves whatever the schedule; None when `on_busy` is `skip` and both snapshots are busy.
+
+        Raises `CheckpointConflict` for the step that was saved last, unless that save failed.
+        """
         step = options.whole("step", step, least=0, may_lack=False)
         with self._lock:
             self._check_open()
@@ -358,12 +368,8 @@ class Checkpointer(Saver):
         with self._lock:
             self._check_open()
             self._finish_staging()
-            deadline = None if timeout is None else time.monotonic() + timeout
-            while self._session.is_busy:
-                left = TICK_S if deadline is None else min(TICK_S, deadline - time.monotonic())
-                if left < 0:
-                    return False
-                self._listen(left)
+            if not self._settle(timeout):
+                return False
             self._tell_failures(may_count=True)
             return True
 
@@ -438,6 +444,27 @@ class Checkpointer(Saver):
             self._notice.received = told[0]
         return bool(told)
 
+    def _finish_staging_first(self) -> Optional[Save]:
+        """Finishes a copy under way. Gives its save where that failed, which a signal that asks for another save puts off."""
+        staging = self._staging
+        try:
+            self._finish_staging()
+        except CheckpointError:
+            if staging is None or not self._notice.is_used:
+                raise
+            return staging.save
+        return None
+
+    def _end_with(self, save: Optional[Save]) -> None:
+        """Waits for the save that a signal asked for; then tells what went wrong with any, and passes the signal on."""
+        self._finish_staging()
+        self._settle()
+        if save is not None and save.durable:
+            # It makes up for those that failed before.
+            self._warn_of_failures(all_pass=True)
+        self._tell_failures(may_count=True)
+        self._notice.pass_on()
+
     def _tell_before(self, saves: bool) -> None:
         """Tells of earlier saves, unless several ranks are about to do so together, in `_save`."""
         if self._ranks.alone or not saves:
@@ -445,11 +472,7 @@ class Checkpointer(Saver):
             self._tell_failures(may_count=self._ranks.alone)
 
     def _save(self, step: int, state: Any, must: bool = False) -> Optional[Save]:
-        """Saves; None where there is no room, unless it `must`."""
-        if must and self._last is not None and self._last.step == step:
-            return self._last
-        if self._last is not None and self._last.step == step:
-            raise CheckpointConflict(f"step {step} was saved already in this run")
+        """Saves; None where there is no room, unless it `must`: then a save of the step that is there, or on its way, will do."""
         begun = now()
         flattener = Flattener(self._allow_pickle, self._replicated)
         extras: list[tuple[str, str]] = []
@@ -457,7 +480,12 @@ class Checkpointer(Saver):
 
         def take() -> dict[str, Any]:
             nonlocal trouble
-            trouble = self._find_trouble()
+            if not must:
+                trouble = self._find_trouble()
+            elif step == self._newest:
+                # Where it comes to nothing there is another try.
+                self._settle()
+            fate = self._fate(step)
             extras.append(("state", flattener.tree("state", state)))
             if self._rng:
                 extras.append(("rng", flattener.tree("rng", rng_state(), "rng")))
@@ -467,12 +495,13 @@ class Checkpointer(Saver):
             tree = "" if is_alone else hashlib.sha256("\0".join(said).encode()).hexdigest()
             structure = "" if is_alone else self._planner.structure(flattener.leaves, flattener.ties)
             # What is to be raised is not kept waiting.
-            room = trouble is not None or self._has_room(must or self._on_busy == "wait")
+            is_over = trouble is not None or fate == "saved"
+            room = is_over or self._has_room(must or self._on_busy == "wait")
             fact = None if trouble is None else trouble.as_fact()
             # Tells this try of the step from another one, of which something may be in the store.
             number = None if is_alone else secrets.randbits(64)
             texts = [_native.text_length(extra_name(name, self._ranks.rank), data) for name, data in extras]
-            agreed = {"step": step, "tree": tree, "structure": structure, "round": number, "texts": texts}
+            agreed = {"step": step, "tree": tree, "structure": structure, "round": number, "fate": fate, "texts": texts}
             return {**agreed, "room": room, "held": self._session.held(), "trouble": fact}
 
         words = self._ranks.gather("save", take)
@@ -480,12 +509,39 @@ class Checkpointer(Saver):
         if steps != [step] * len(steps):
             raise CheckpointInvalid(f"the ranks are at different steps: {steps}")
         self._raise_together(trouble, [word["trouble"] for word in words])
+        fates = [word["fate"] for word in words]
+        # What failed on one rank will on all, which may not have heard yet.
+        is_again = "failed" in fates
+        if "saved" in fates and not is_again:
+            if must:
+                return self._last
+            raise CheckpointConflict(f"step {step} was saved already in this run")
         if not all(word["room"] for word in words):
             self.skipped += 1
             return None
-        self._newest = step
-        # What all ranks have is kept until they all have something newer.
-        self._session.keep(newest_common([word["held"] for word in words]))
+        self._newest, self._last = step, None
+        return self._take_snapshot(step, words, flattener, extras, begun, is_again)
+
+    def _fate(self, step: int) -> Optional[Literal["saved", "failed"]]:
+        """What became of a save of the step that all ranks agreed upon last, as far as this rank knows."""
+        if step != self._newest:
+            return None
+        return "failed" if self._last is None or self._last._find_failure() is not None else "saved"
+
+    def _take_snapshot(
+        self,
+        step: int,
+        words: list[dict[str, Any]],
+        flattener: Flattener,
+        extras: list[tuple[str, str]],
+        begun: float,
+        is_again: bool,
+    ) -> Save:
+        """Saves what all ranks agreed upon."""
+        again = (self._nonce, step)
+        # What all ranks have is kept until they all have something newer, which what failed is not.
+        held = [[entry for entry in word["held"] if tuple(entry) != again] for word in words]
+        self._session.keep(newest_common(held))
         leaves = flattener.leaves
         rank, number = self._ranks.rank, words[0]["round"]
         snapshot: Optional[_native.Snapshot] = None
@@ -497,7 +553,8 @@ class Checkpointer(Saver):
                 # Rank 0's says the same.
                 del extras[0]
             # All ranks count alike: what no manifest can say is refused on each of them.
-            snapshot = self._begin(leaves, shares, self._planner.beside(words))
+            beside = self._planner.beside(words)
+            snapshot = self._begin(leaves, shares, beside, again if is_again else None)
             self._has_memory = True
             late = self._copy(step, snapshot, leaves, shares)
             self._saved_at = time.monotonic()

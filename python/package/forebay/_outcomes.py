@@ -46,14 +46,12 @@ class Outcomes:
         self._untold: list[Save] = []
         self._in_a_row = 0
         self._last_failed: Optional[Save] = None
-        # Steps of pending saves that another rank told of before this one heard.
-        self._told_ahead: set[int] = set()
+        # Pending saves that another rank told of before this one heard.
+        self._told_ahead: list[Save] = []
 
     def follow(self, save: Save) -> None:
         """The agent was given one."""
         with self._lock:
-            # A step may be saved again once it failed.
-            self._told_ahead.discard(save.step)
             self._pending.append(save)
 
     def was_told(self, save: Save) -> None:
@@ -82,15 +80,16 @@ class Outcomes:
         told = set(steps)
         with self._lock:
             self._untold = [save for save in self._untold if save.step not in told]
-            self._told_ahead |= told & {save.step for save in self._pending}
+            # Not those of the step that come after: it may be saved again once it failed.
+            self._told_ahead = [save for save in self._pending if save.step in told or save in self._told_ahead]
             self._in_a_row, self._last_failed = 0, None
 
-    def next_warning(self) -> Optional[str]:
-        """A failure that is only warned about, if there is one; each is given once."""
+    def next_warning(self, all_pass: bool = False) -> Optional[str]:
+        """A failure that is only warned about, as each is if `all_pass`; each is given once."""
         with self._lock:
             self._hear()
-            for save in self._untold if self._warns else ():
-                if save._failure is not None and _may_pass(save._failure):
+            for save in self._untold if self._warns or all_pass else ():
+                if save._failure is not None and (all_pass or _may_pass(save._failure)):
                     self._untold.remove(save)
                     return _sentence(save)
         return None
@@ -102,11 +101,11 @@ class Outcomes:
                 self._in_a_row, self._last_failed = 0, None
             elif save._find_failure() is None:
                 continue
-            elif save.step not in self._told_ahead:
+            elif save not in self._told_ahead:
                 self._in_a_row, self._last_failed = self._in_a_row + 1, save
                 self._untold.append(save)
             self._pending.remove(save)
-            self._told_ahead.discard(save.step)
+            self._told_ahead = [other for other in self._told_ahead if other is not save]
 
 
 def _may_pass(error: CheckpointError) -> bool:

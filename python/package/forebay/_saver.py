@@ -92,8 +92,7 @@ class Saver:
 
     def _begin_anew(self, start: Start, session: _native.Session) -> None:
         """Goes on as a start that takes over from this one, once what this one saved is settled."""
-        while self._session.is_busy:
-            self._listen(TICK_S)
+        self._settle()
         self._pass_warnings_on()
         former, self._session = self._session, session
         # Until the new start takes its number, that of the former is the newest in the store: nobody else's.
@@ -125,19 +124,32 @@ class Saver:
             raise CheckpointInvalid("the checkpointer is closed (or this is a forked child, which may not save)")
 
     def _begin(
-        self, leaves: list[Leaf], shares: list[Share], beside: _native.Text = (0, 0)
+        self,
+        leaves: list[Leaf],
+        shares: list[Share],
+        beside: _native.Text = (0, 0),
+        again: Optional[_native.Named] = None,
     ) -> _native.Snapshot:
-        """`beside` is what the step says beside these, as far as it is known: slices, and bytes of text."""
+        """Takes a slot; where a failed save of the same step lies in memory, which nobody could tell from this one, its.
+        `beside` is what the step says beside these tensors, as far as it is known: slices, and bytes of text."""
         self._devices.open(leaves)
         tensors = []
         for share in shares:
             leaf = leaves[share.leaf]
             tensors.append((share.name, leaf.dtype, leaf.shape, share.part))
-        snapshot = self._session.begin(tensors, self._threads, 0.0, beside)
-        while snapshot is None:
-            self._listen(TICK_S)
-            snapshot = self._session.begin(tensors, self._threads, TICK_S, beside)
-        return snapshot
+        taken: list[_native.Snapshot] = []
+        try:
+            while not taken or again in self._session.held():
+                # One that is on its way, as far as this rank heard, is free once it failed here, too.
+                snapshot = self._session.begin(tensors, self._threads, 0.0, beside)
+                if snapshot is None:
+                    self._listen(TICK_S)
+                else:
+                    taken.append(snapshot)
+            return taken.pop()
+        finally:
+            for snapshot in taken:
+                self._session.abandon(snapshot)
 
     def _copy(
         self, step: int, snapshot: _native.Snapshot, leaves: list[Leaf], shares: list[Share]
@@ -254,6 +266,16 @@ class Saver:
         self._nonce = json.loads(job)["start"]["nonce"]
         _native.join_job(self._session, job, self._ranks.rank, self._ranks.world_size)
 
+    def _settle(self, timeout: Optional[float] = None) -> bool:
+        """Waits until no sealed save is under way; False when `timeout` seconds passed first."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._session.is_busy:
+            left = TICK_S if deadline is None else min(TICK_S, deadline - time.monotonic())
+            if left < 0:
+                return False
+            self._listen(left)
+        return True
+
     def _listen(self, patience_s: float) -> None:
         """Takes what the agent said; replaces it if it died."""
         self._session.take_replies(patience_s)
@@ -282,8 +304,8 @@ class Saver:
             self._warn_of_failures()
         return trouble
 
-    def _warn_of_failures(self) -> None:
-        while (text := self._outcomes.next_warning()) is not None:
+    def _warn_of_failures(self, all_pass: bool = False) -> None:
+        while (text := self._outcomes.next_warning(all_pass)) is not None:
             _warn(text)
 
     def _raise_together(self, own: Optional[Trouble], facts: list[Optional[dict[str, Any]]]) -> None:
