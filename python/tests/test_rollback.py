@@ -5,6 +5,11 @@ from __future__ import annotations
 import signal
 import warnings
 from collections.abc import Callable
+import contextlib
+import os
+import signal
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ import forebay
 from forebay import _native
 
 from .conftest import Child, wait_until
+from .conftest import Gate, wait_until
 from .test_crash import is_running
 from .test_ranks import run_ranks
 from .test_restart import end, held_until, kill, memory_of, restored
@@ -174,3 +180,98 @@ def test_memory_of_a_job_that_went_back_is_newer_than_what_it_left(tmp_path: Pat
     assert (told.step, told.tier, told.passed_over) == (2, "arena", ())
     job.close()
     end(agent)
+@contextlib.contextmanager
+def held_up(job: forebay.Checkpointer) -> Iterator[None]:
+    """The agent goes on once it is waited for, and not before."""
+    listen, agent = job._listen, job._agent.pid
+
+    def wait(patience_s: float) -> None:
+        if patience_s > 0:
+            os.kill(agent, signal.SIGCONT)
+        listen(patience_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "_listen", wait)
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(agent, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_under_way_is_restored_as_the_newest(tmp_path: Path, ranks: int) -> None:
+    """It was passed over: a job that went on from there was a fresh start, or an older one, beside its own later step."""
+
+    def work(rank: int) -> Any:
+        found = []
+        with forebay.Checkpointer(tmp_path, every=1, ranks=(rank, ranks)) as job:
+            job.prepare(state_of(rank, 0, 0))
+            for step in (1, 2):
+                with held_up(job):
+                    state, save = state_of(rank, 0, 0), job.step(step, state_of(rank, step, 1))
+                    before = job.latest()
+                    found.append((before, job.restore(state), state["n"], save is not None and save.durable))
+            saved, live = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+            with held_up(job):
+                save = job.step(3, {"model": saved})
+                # What is in the store already does not wait for it.
+                found.append((job.restore(state, step=2, only=["n"]), save is not None and save.durable, job.latest()))
+                found.append((job.load_model(live), torch.equal(live.weight, saved.weight), job.latest()))
+        return found
+
+    expected = [[None, 1, 1, True], [1, 2, 2, True], [2, False, 2], [3, True, 3]]
+    assert run_ranks(ranks, work, with_gloo=False) == [expected] * ranks
+
+
+def test_a_save_under_way_that_fails_is_passed_over_and_told(tmp_path: Path) -> None:
+    place, log = tmp_path / "run", tmp_path / "log"
+    with forebay.Checkpointer(place, every=1, agent_log=log) as job:
+        save_all(job, 0, range(1, 2), attempt=1)
+        assert job.wait()
+        (place / "shards").rename(place / "away")
+        (place / "shards").write_text("in the way")
+        save = job.step(2, state_of(0, 2, 1))
+        # Sealed; and this process has not heard what came of it.
+        job.before_optimizer_step()
+        wait_until(lambda: "exists already" in log.read_text())
+        (place / "shards").unlink()
+        (place / "away").rename(place / "shards")
+        assert save is not None and not save.durable
+        assert job.restore(state_of(0, 0, 0)) == 1
+        with pytest.raises(forebay.CheckpointError, match="exists already"):
+            job.step(2, state_of(0, 2, 2))
+        save_all(job, 0, range(2, 3), attempt=3)
+    assert job.steps() == [1, 2] and forebay.load(place)["attempt"] == 3
+
+
+def test_a_copy_of_what_is_under_way_is_restored_while_the_store_is_away(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay._held.PATIENCE_S", 0.1)
+    gate.open()
+    with forebay.Checkpointer(f"s3://checkpoints/{tmp_path.name}", every=1, local=tmp_path) as job:
+        save_all(job, 0, range(1, 2), attempt=1)
+        assert job.wait()
+        gate.shut()
+        save = job.step(2, state_of(0, 2, 1))
+        assert save is not None and save.wait_local(60)
+        state = state_of(0, 0, 0)
+        for step in (None, 2):
+            with pytest.warns(forebay.CheckpointWarning, match="step 2 is restored from the local disk, and it is not known"):
+                assert job.restore(state, step=step) == 2
+            assert state["n"] == 2 and job.restored is not None and job.restored.tier == "local" and not save.durable
+        gate.open()
+        assert save.wait_durable(60)
+
+
+def test_what_is_not_under_way_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with forebay.Checkpointer(tmp_path, every=1) as job:
+        waits: list[float] = []
+        listen = job._listen
+        monkeypatch.setattr(job, "_listen", lambda patience_s: (waits.append(patience_s), listen(patience_s))[1])
+        assert job.restore(state_of(0, 0, 0)) is None and waits == []
+        save_all(job, 0, range(1, 2), attempt=1)
+        assert job.wait()
+        waits.clear()
+        assert job.restore(state_of(0, 0, 0)) == 1 and not any(waits)

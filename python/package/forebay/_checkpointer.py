@@ -195,6 +195,11 @@ class Checkpointer(Saver):
         (`_orig_mod.`) put before names in dicts does not matter. When a newer step is damaged, that is a warning; when
         all are, tensors may hold anything, and all else is as it was.
 
+        What this checkpointer itself saved is newer than what is in the store: where it is still on its way there, it is waited
+        for, on all ranks, as `wait` does; one that fails is passed over, and told by the next call. While the store is away
+        that takes until the agents give up, ten minutes. It is not waited for where another `step` is asked for, nor where each
+        rank has a copy of it on the local disk (`local`), which is used at once.
+
         Where the agents of this job's killed processes still hold a step that all ranks had sealed, that is the newest:
         it is copied out of their memory, every byte checked, and the store is only asked whether the job was started
         elsewhere meanwhile, or the step, once committed, deleted. Next come the copies on the local disk (`local`), unless
@@ -245,6 +250,8 @@ class Checkpointer(Saver):
         `name` says which module (or dict of tensors) of the saved state is meant where it holds several, such as
         `model` or `models.ema`; `only` takes patterns of names inside of it, as in `restore`.
 
+        A save that is under way is waited for, as `restore` does.
+
         Raises `CheckpointNotFound`, `CheckpointCorrupt` or `CheckpointMismatch`, as `restore` does.
         """
         only = None if only is None else options.patterns("only", only)
@@ -272,7 +279,12 @@ class Checkpointer(Saver):
         def note(found: _native.Step) -> tuple[_native.Step, Optional[dict[str, Any]]]:
             return found, use(found)
 
-        found, generators = self._ladder.use(step, note) or (None, None)
+        def settle(number: Optional[int], may_be_near: bool) -> None:
+            # All ranks saved, or none did.
+            if self._newest is not None:
+                self._settle_together(number, may_be_near)
+
+        found, generators = self._ladder.use(step, note, settle) or (None, None)
         if found is None:
             return None
         if generators is not None:

@@ -17,6 +17,9 @@ from ._ranks import Ranks
 
 T = TypeVar("T")
 
+Settle = Callable[[Optional[int], bool], None]
+"""Waits for this process's own saves of a step, or for all; if so told, not for those that are on the local disk."""
+
 
 @dataclass(frozen=True)
 class Restored:
@@ -52,17 +55,21 @@ class Ladder:
         self.passed_over: tuple[str, ...] = ()
         """Why nearer tiers were not used by the last `use`, where they had something."""
 
-    def use(self, step: Optional[options.StepName], use: Callable[[_native.Step], T]) -> Optional[T]:
+    def use(self, step: Optional[options.StepName], use: Callable[[_native.Step], T], settle: Settle) -> Optional[T]:
         """Calls `use` with the newest step that all ranks can get from any tier, or with `step`, out of the nearest one
-        whose copy is whole on all ranks; None when there is no step at all.
+        whose copy is whole on all ranks; None when there is no step at all. Before the store is asked, what is on its way
+        there has to `settle`; before nearer tiers are, that which they do not have.
 
         Raises as `with_step` does.
         """
         self.passed_over = ()
-        if options.step_name(step)[1] is not None:
+        number, start = options.step_name(step)
+        if start is not None:
             # Nearer tiers hold what this job saves, of which no other start saved anything again.
+            settle(number, False)
             return with_step(self._url, step, self._ranks, use)
-        step = options.step_name(step)[0]
+        step = number
+        settle(step, True)
         local = self._local
         used = self.arena.use(step, use)
         passed_over, has_touched = self.arena.passed_over, self.arena.has_touched
@@ -74,6 +81,7 @@ class Ladder:
         self.passed_over = tuple(passed_over)
         if used is not None:
             return used
+        settle(step, False)
         try:
             return with_step(self._url, step, self._ranks, use)
         except CheckpointNotFound:

@@ -54,6 +54,12 @@ class Outcomes:
         with self._lock:
             self._pending.append(save)
 
+    def under_way(self, step: Optional[int]) -> list[Save]:
+        """Saves of the step, or all if that is None, that are neither durable nor failed, as far as this rank heard."""
+        with self._lock:
+            self._hear()
+            return [save for save in self._pending if step in (None, save.step)]
+
     def was_told(self, save: Save) -> None:
         """Its own handle raised what went wrong: it counts, and is not told again."""
         with self._lock:

@@ -276,6 +276,21 @@ class Saver:
             self._listen(left)
         return True
 
+    def _settle_together(self, step: Optional[int], may_be_near: bool) -> None:
+        """Waits until no rank has a save of `step` under way, or any save if that is None; one with a copy on the local disk
+        of each rank, if it is the newest, will do where it `may_be_near`."""
+        waits = False
+
+        def look() -> dict[str, Any]:
+            nonlocal waits
+            self._listen(TICK_S if waits else 0.0)
+            under_way = self._outcomes.under_way(step)
+            waits = bool(under_way) and not (may_be_near and under_way[-1].local)
+            return {"waits": waits}
+
+        while any(word["waits"] for word in self._ranks.gather("settle saves", look)):
+            pass
+
     def _listen(self, patience_s: float) -> None:
         """Takes what the agent said; replaces it if it died."""
         self._session.take_replies(patience_s)
