@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Callable
 
 import pytest
 import torch
 
 import forebay
+from forebay import _errors
 
 from .conftest import arenas_of
+from .test_failures import begun, fail, mend, spoilt, state
+from .test_ranks import run_ranks
 
 
 def slots() -> tuple[int, int]:
@@ -68,3 +73,86 @@ def test_a_loop_that_fails_leaves_none_to_its_process(tmp_path: Path, is_copied_
     assert save.wait_staged() and save.timeline()["durable_s"] is None
     checkpointer._agent.wait(60)
     assert checkpointer.steps() == [1]
+
+
+class Batch:
+    """What lies in the frames of a training, such as memory of a device."""
+
+
+def left_by(act: Callable[[], Any], expected: type[forebay.CheckpointError]) -> list[Batch]:
+    """What stays of three calls that fail."""
+    batches = []
+
+    def train() -> None:
+        batch = Batch()
+        batches.append(weakref.ref(batch))
+        act()
+
+    for _ in range(3):
+        try:
+            train()
+        except expected:
+            continue
+        raise AssertionError("it did not fail")
+    return [batch for batch in (reference() for reference in batches) if batch is not None]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_saves_that_fail_keep_nothing_of_who_is_told(tmp_path: Path, on_error: Any) -> None:
+    """While the store was away the frames of every call that told it stayed, as long as the last hundred saves."""
+    checkpointer = begun(tmp_path, on_error=on_error, max_failures=1)
+    save = fail(checkpointer, 2)
+    assert left_by(save.wait_durable, forebay.CheckpointError) == []
+
+    def save_and_step() -> None:
+        # The one that is told while another is about to be saved.
+        fail(checkpointer, 3)
+        checkpointer.save_now(3, state(3))
+
+    assert left_by(save_and_step, forebay.CheckpointError) == []
+    mend(tmp_path)
+
+    def spoil() -> None:
+        spoilt(checkpointer, 4)
+        checkpointer.before_optimizer_step()
+
+    assert left_by(spoil, forebay.CheckpointMutated) == []
+    checkpointer.close()
+
+
+def test_ranks_of_which_one_fails_keep_nothing_of_their_callers(tmp_path: Path) -> None:
+    def refuse() -> dict[str, Any]:
+        raise forebay.CheckpointInvalid("no")
+
+    def work(rank: int) -> int:
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            meet = checkpointer._ranks.gather
+            return len(left_by(lambda: meet("try", refuse if rank == 1 else dict), forebay.CheckpointInvalid))
+
+    assert run_ranks(2, work, with_gloo=False) == [0, 0]
+
+
+def test_a_save_that_nobody_refers_to_is_told_of_and_let_go(tmp_path: Path) -> None:
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        first = weakref.ref(checkpointer.save_now(1, state(1)))
+        assert checkpointer.wait()
+        checkpointer.save_now(2, state(2))
+        assert checkpointer.wait() and first() is None
+        assert [entry["durable_s"] is not None for entry in checkpointer.timeline()] == [True, True]
+
+
+def test_an_error_is_told_again_as_it_was() -> None:
+    first = forebay.CheckpointDenied("no", 7)
+    first.__cause__ = OSError(2, "gone", "there")
+    first.hint = "ask"  # type: ignore[attr-defined]
+    first.add_note("twice")
+    try:
+        raise first
+    except forebay.CheckpointDenied as caught:
+        told = _errors.anew(caught)
+    assert type(told) is forebay.CheckpointDenied and told is not first and (told.args, str(told)) == (first.args, str(first))
+    assert vars(told) == {"hint": "ask", "__notes__": ["twice"]} and told.__traceback__ is None and told.__suppress_context__
+    cause = told.__cause__
+    assert isinstance(cause, FileNotFoundError) and (cause.filename, str(cause)) == ("there", str(first.__cause__))
+    told.add_note("once")
+    assert vars(first)["__notes__"] == ["twice"]

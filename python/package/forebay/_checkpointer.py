@@ -580,10 +580,10 @@ class Checkpointer(Saver):
             self._give_up(step, number, error)
             raise
         self._last = save
-        self._past.append(save)
+        self._past.append(save._record)
         if not self._hook_is_used:
             self._finish_staging()
-        save._returned_at = now()
+        save._record.returned_at = now()
         return save
 
     def _has_room(self, waits: bool) -> bool:

@@ -1,5 +1,12 @@
 """Every exception of this package. The engine's errors become these in one place, `python/src/errors.rs`."""
 
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 
 class CheckpointError(Exception):
     """Something about saving or loading failed; the classes below say what can be done about it."""
@@ -51,3 +58,18 @@ class CheckpointMutated(CheckpointError):
 
 class CheckpointWarning(UserWarning):
     """Something went wrong that Forebay made up for; a person should know."""
+
+
+def anew(error: E) -> E:
+    """Another error that says the same (class, message, attributes, cause), and nothing of where that one was raised.
+
+    For what is kept and told later, maybe several times: an error that was raised holds all frames that it passed, up to who
+    caught it, with whatever lies in them.
+    """
+    made = copy.copy(error)
+    if hasattr(error, "__notes__"):
+        vars(made)["__notes__"] = list(error.__notes__)
+    if error.__cause__ is not None:
+        made.__cause__ = anew(error.__cause__)
+    made.__suppress_context__ = error.__suppress_context__
+    return made

@@ -28,6 +28,7 @@ class Trouble:
     def __init__(self, step: int, error: CheckpointError, text: str) -> None:
         self.step = step
         self.error = error
+        """As it is kept: `anew` makes what is raised."""
         self._text = text
 
     def as_fact(self) -> dict[str, Any]:

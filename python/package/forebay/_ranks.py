@@ -71,7 +71,11 @@ class Ranks:
             if failure is None:
                 raise
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                # Else all frames that it passes refer to themselves, through it and this one.
+                failure = None
         words = [json.loads(text) for text in texts]
         for rank, word in enumerate(words):
             if word["act"] != act:

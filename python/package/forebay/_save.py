@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from . import _native
-from ._errors import CheckpointError, CheckpointInvalid, CheckpointMutated
+from ._errors import CheckpointError, CheckpointInvalid, CheckpointMutated, anew
 from ._leaf import Leaf, has_changed
 
 if TYPE_CHECKING:
@@ -16,6 +16,30 @@ TICK_S = 0.2
 """How long the engine waits before Python may look at signals, in seconds."""
 
 
+class Record:
+    """What is told of a save: plain facts, which hold neither the state nor whoever saved it."""
+
+    def __init__(self, step: int, rank: int, size: Optional[int], begun: float) -> None:
+        self.step = step
+        self.rank = rank
+        self.size = size
+        self.begun = begun
+        self.started = time.time()
+        self.returned_at: Optional[float] = None
+        self.staged_at: Optional[float] = None
+        self.native: Optional[_native.Save] = None
+        self.failed: Optional[str] = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `Save.timeline` says."""
+        times = (None, None, None, None) if self.native is None else self.native.times
+        names = ("returned_s", "staged_s", "sealed_s", "local_s", "stored_s", "durable_s")
+        moments = zip(names, (self.returned_at, self.staged_at, *times))
+        seconds = {name: None if moment is None else round(moment - self.begun, 6) for name, moment in moments}
+        facts = {"step": self.step, "rank": self.rank, "bytes": self.size, "started": self.started}
+        return {"act": "save", **facts, **seconds, "failed": self.failed}
+
+
 class Save:
     """One save, from `step` or `save_now`: how far it is."""
 
@@ -23,28 +47,22 @@ class Save:
         self, owner: Saver, step: int, size: Optional[int] = None, begun: Optional[float] = None
     ) -> None:
         self._owner = owner
-        self._step = step
-        self._rank = owner._ranks.rank
-        self._size = size
-        self._begun = now() if begun is None else begun
-        self._started = time.time()
-        self._returned_at: Optional[float] = None
-        self._staged_at: Optional[float] = None
-        self._native: Optional[_native.Save] = None
+        self._record = Record(step, owner._ranks.rank, size, now() if begun is None else begun)
         self._failure: Optional[CheckpointError] = None
+        """What went wrong, as nobody raised it: see `anew`."""
 
     def __repr__(self) -> str:
-        return f"<forebay.Save step={self._step} {self._progress()}>"
+        return f"<forebay.Save step={self._record.step} {self._progress()}>"
 
     @property
     def step(self) -> int:
         """The step."""
-        return self._step
+        return self._record.step
 
     @property
     def staged(self) -> bool:
         """Whether everything is copied: the state may change."""
-        return self._native is not None
+        return self._record.native is not None
 
     @property
     def sealed(self) -> bool:
@@ -59,7 +77,7 @@ class Save:
     @property
     def local(self) -> bool:
         """Whether a copy of this rank's part is on the local disk (`local=`)."""
-        return self._native is not None and self._native.times[1] is not None
+        return self._record.native is not None and self._record.native.times[1] is not None
 
     @property
     def durable(self) -> bool:
@@ -73,13 +91,9 @@ class Save:
 
         None for what did not happen yet, as far as this process heard (`wait_durable` hears all), or is not known.
         """
-        times = (None, None, None, None) if self._native is None else self._native.times
-        names = ("returned_s", "staged_s", "sealed_s", "local_s", "stored_s", "durable_s")
-        moments = zip(names, (self._returned_at, self._staged_at, *times))
-        seconds = {name: None if moment is None else round(moment - self._begun, 6) for name, moment in moments}
-        failed = None if self._failure is None else str(self._failure)
-        facts = {"step": self._step, "rank": self._rank, "bytes": self._size, "started": self._started}
-        return {**facts, **seconds, "failed": failed}
+        told = self._record.as_dict()
+        del told["act"]
+        return told
 
     def wait_staged(self, timeout: Optional[float] = None) -> bool:
         """Waits until everything is copied; False when `timeout` seconds passed first.
@@ -90,7 +104,7 @@ class Save:
         if not self._owner._stage(deadline):
             return False
         self._raise_if_failed()
-        return self._native is not None
+        return self._record.native is not None
 
     def wait_sealed(self, timeout: Optional[float] = None) -> bool:
         """Waits until the agent has it; False when `timeout` seconds passed first."""
@@ -116,7 +130,7 @@ class Save:
             if happened():
                 return True
             if is_over:
-                text = f"the checkpointer was closed before step {self._step} was known to be there"
+                text = f"the checkpointer was closed before step {self._record.step} was known to be there"
                 raise CheckpointInvalid(f"{text} (hint: `forebay ckpt ls` tells what is in the store)")
             left = TICK_S if deadline is None else min(TICK_S, deadline - time.monotonic())
             if left < 0:
@@ -126,21 +140,25 @@ class Save:
     def _progress(self) -> str:
         if self._failure is not None:
             return "failed"
-        return "staging" if self._native is None else self._native.progress
+        return "staging" if self._record.native is None else self._record.native.progress
 
     def _find_failure(self) -> Optional[CheckpointError]:
-        if self._native is not None:
+        if self._failure is None and self._record.native is not None:
             try:
-                self._native.raise_if_failed()
+                self._record.native.raise_if_failed()
             except CheckpointError as error:
-                self._failure = error
+                self._fail(error)
         return self._failure
+
+    def _fail(self, error: CheckpointError) -> None:
+        """Takes note of what went wrong."""
+        self._failure, self._record.failed = anew(error), str(error)
 
     def _raise_if_failed(self) -> None:
         failure = self._find_failure()
         if failure is not None:
             self._owner._outcomes.was_told(self)
-            raise failure
+            raise anew(failure)
 
 
 class Staging:

@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from . import _native
 from ._devices import Devices, Sources
-from ._errors import CheckpointError, CheckpointInvalid, CheckpointWarning
+from ._errors import CheckpointError, CheckpointInvalid, CheckpointWarning, anew
 from ._ladder import Ladder
 from ._leaf import Leaf, densify, fill
 from ._local import LocalCopies
@@ -209,15 +209,15 @@ class Saver:
             try:
                 staging.snapshot.join()
                 check_unchanged(save.step, staging.late)
-                save._staged_at = now()
-                save._native = self._session.seal(
+                save._record.staged_at = now()
+                save._record.native = self._session.seal(
                     staging.snapshot, save.step, staging.round, staging.created_ms, staging.extras
                 )
             except CheckpointError as error:
                 self._staging = None
                 self._session.abandon(staging.snapshot)
                 self._give_up(save.step, staging.round, error)
-                save._failure = error
+                save._fail(error)
                 raise
             # What a signal's handler raised before leaves all of it to the next call.
             self._staging = None
@@ -308,7 +308,7 @@ class Saver:
         trouble = self._outcomes.trouble(may_count)
         if trouble is not None:
             self._outcomes.were_raised([trouble.step])
-            raise trouble.error
+            raise anew(trouble.error)
         self._warn_of_failures()
 
     def _find_trouble(self) -> Optional[Trouble]:
@@ -330,7 +330,7 @@ class Saver:
             return
         self._outcomes.were_raised([fact["step"] for _, fact in others])
         if own is not None:
-            raise own.error
+            raise anew(own.error)
         rank, fact = others[0]
         raise error_named(fact["kind"])(f"rank {rank}: {fact['text']}")
 

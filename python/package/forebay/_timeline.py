@@ -7,7 +7,7 @@ import threading
 from typing import Any, Union
 
 from ._ladder import Restored
-from ._save import Save
+from ._save import Record
 
 _MAX_PAST = 100
 """Saves and restores that are told one by one."""
@@ -40,29 +40,29 @@ class Timeline:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.Lock()
-        self._past: collections.deque[Union[Save, Restored]] = collections.deque()
+        self._past: collections.deque[Union[Record, Restored]] = collections.deque()
         # Of what is not told one by one any more.
         self._totals: _Totals = collections.defaultdict(float)
         self._durable = -1
 
-    def append(self, act: Union[Save, Restored]) -> None:
+    def append(self, act: Union[Record, Restored]) -> None:
         """Something has begun, or is done."""
         with self._lock:
             self._past.append(act)
             if len(self._past) > _MAX_PAST:
-                gone = _as_dict(self._past.popleft())
+                gone = self._past.popleft().as_dict()
                 self._durable = max(self._durable, _durable_step(gone))
                 _count(self._totals, gone)
 
     def entries(self) -> list[dict[str, Any]]:
         """The last ones, oldest first."""
         with self._lock:
-            return [_as_dict(act) for act in self._past]
+            return [act.as_dict() for act in self._past]
 
     def metrics(self, skipped: int, copies_missed: int) -> str:
         """All of them, in the text format of Prometheus (version 0.0.4)."""
         with self._lock:
-            entries = [_as_dict(act) for act in self._past]
+            entries = [act.as_dict() for act in self._past]
             totals, durable = self._totals.copy(), self._durable
         for entry in entries:
             _count(totals, entry)
@@ -72,10 +72,6 @@ class Timeline:
         if durable >= 0:
             totals["forebay_durable_step", ""] = durable
         return "".join(_family(family, totals, self._rank) for family in _FAMILIES)
-
-
-def _as_dict(act: Union[Save, Restored]) -> dict[str, Any]:
-    return {"act": "save", **act.timeline()} if isinstance(act, Save) else act.as_dict()
 
 
 def _durable_step(entry: dict[str, Any]) -> int:

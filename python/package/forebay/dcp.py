@@ -590,5 +590,5 @@ def _seal(held: _Held, extras: list[tuple[str, str]]) -> Save:
     save = Save(held.checkpointer, held.step)
     created_ms = time.time_ns() // 1_000_000
     # A job saves a step once: another try is another job's.
-    save._native = held.checkpointer._session.seal(held.snapshot, held.step, None, created_ms, extras)
+    save._record.native = held.checkpointer._session.seal(held.snapshot, held.step, None, created_ms, extras)
     return save
