@@ -307,6 +307,31 @@ def test_ranks_that_hear_at_different_moments_save_a_step_again_together(tmp_pat
     assert bool((forebay.load(tmp_path, step=2)["t"] == 3).all())
 
 
+def test_ranks_save_a_step_again_that_one_of_them_gave_up(tmp_path: Path) -> None:
+    """The one may not have heard yet what the other knows."""
+
+    def work(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, patience=30) as checkpointer:
+            if rank == 1:
+                spoilt(checkpointer, 1)
+                with pytest.raises(forebay.CheckpointMutated):
+                    checkpointer.before_optimizer_step()
+            else:
+                checkpointer.save_now(1, state(1))
+            raised = told(lambda: checkpointer.save_now(1, state(2)))[1]
+            if raised is not None:
+                # Rank 0 had heard of it by then.
+                assert "weight changed" in raised and told(lambda: checkpointer.save_now(1, state(2))) == ([], None)
+            for step in (2, 3):
+                assert told(lambda: checkpointer.save_now(step, state(step))) == ([], None), "nobody is told twice"
+            held = checkpointer._session.held()
+            assert len(held) == len(set(held))
+        return checkpointer.steps()
+
+    assert run_ranks(2, work, with_gloo=False) == [[1, 2, 3]] * 2
+    assert bool((forebay.load(tmp_path, step=1)["t"] == 2).all())
+
+
 @pytest.fixture
 def asked() -> Iterator[list[int]]:
     """The signals that came through to this process."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import warnings
-from collections.abc import Callable
 import contextlib
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import Child, wait_until
-from .conftest import Gate, wait_until
+from .conftest import Child, Gate, wait_until
 from .test_crash import is_running
 from .test_ranks import run_ranks
 from .test_restart import end, held_until, kill, memory_of, restored

@@ -531,6 +531,8 @@ class Checkpointer(Saver):
         if not all(word["room"] for word in words):
             self.skipped += 1
             return None
+        if is_again and not must:
+            self._outcomes.is_known(step)
         self._newest, self._last = step, None
         return self._take_snapshot(step, words, flattener, extras, begun, is_again)
 

@@ -87,9 +87,13 @@ class Outcomes:
         told = set(steps)
         with self._lock:
             self._untold = [save for save in self._untold if save.step not in told]
-            # Not those of the step that come after: it may be saved again once it failed.
-            self._told_ahead = [save for save in self._pending if save.step in told or save in self._told_ahead]
+            self._tell_no_more(told)
             self._in_a_row, self._last_failed = 0, None
+
+    def is_known(self, step: int) -> None:
+        """That saves of the step failed is known to the ranks, which save it again: who hears it later need not tell."""
+        with self._lock:
+            self._tell_no_more({step})
 
     def next_warning(self, all_pass: bool = False) -> Optional[str]:
         """A failure that is only warned about, as each is if `all_pass`; each is given once."""
@@ -100,6 +104,10 @@ class Outcomes:
                     self._untold.remove(save)
                     return _sentence(save)
         return None
+
+    def _tell_no_more(self, steps: set[int]) -> None:
+        # Of saves that are pending now: a step may be saved again once it failed.
+        self._told_ahead = [save for save in self._pending if save.step in steps or save in self._told_ahead]
 
     def _hear(self) -> None:
         """Takes note of saves that ended, in their order."""
