@@ -224,7 +224,7 @@ class Checkpointer(Saver):
         (the incarnation in `forebay ckpt ls`).
 
         Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
-        `CheckpointMismatch` when the state is not shaped like the one that was saved.
+        `CheckpointMismatch` when the state is not shaped like the one that was saved, or has tensors on the meta device.
         """
         only = None if only is None else options.patterns("only", only)
         with self._lock:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
 from . import _native
-from ._errors import CheckpointInvalid
+from ._errors import CheckpointInvalid, CheckpointMismatch
 
 SIZES: dict[str, int] = dict(_native.dtypes())
 """Bytes of one element, by the name of the element type."""
@@ -65,6 +65,15 @@ def tensor_dtype(tensor: Any) -> Optional[str]:
         name = str(dtype).removeprefix("torch.")
         _NAMES[dtype] = name if name in SIZES else None
     return _NAMES[dtype]
+
+
+def refuse_meta(tensor: Any, path: str) -> None:
+    """Raises `CheckpointMismatch` for a tensor that has a shape and no memory: what is copied into it is gone, and nobody
+    is told."""
+    parts = local_parts(tensor)
+    if any(local.is_meta for local in ([tensor] if parts is None else [local for local, _, _ in parts])):
+        text = "the tensor is on the meta device and has no memory to be restored into"
+        raise CheckpointMismatch(f"{path}: {text} (hint: to_empty() first)")
 
 
 def shape_of(tensor: Any) -> Any:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Callable, Iterator, Optional
 
 from ._errors import CheckpointMismatch
-from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, shape_of, torch_module
+from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, refuse_meta, shape_of, torch_module
 from ._merge import MARK, Path, asked, goes_by_number, is_numbered, refuse_mark, shown, tensor_names
 from ._objects import Pairs, give_state, is_stateful, state_of
 from ._optimizers import tells_copies
@@ -166,6 +166,8 @@ class Placer:
                 return
         elif kind in ("optimizer", "optimizer-own"):
             self._optimizers.place(kind, tree, live, path)
+        else:
+            _refuse_meta_module(live, path)
         self._objects.append((path, live, kind, tree))
         self.needed.append(tree)
 
@@ -217,6 +219,7 @@ class Placer:
                 if shape != live_shape:
                     shapes = f"{shape} was saved, the state has {live_shape}"
                     raise CheckpointMismatch(f"{path}.{key}: {shapes}")
+                refuse_meta(has[key], f"{path}.{key}")
             is_bound = is_tensor and self._tensors.bind(value, has[key])
             if is_part and not is_bound:
                 self._copy_entry(value, has[key], f"{path}.{key}")
@@ -291,6 +294,7 @@ class Placer:
         if shape != live_shape or f"torch.{dtype}" != str(live.dtype):
             saved = f"torch.{dtype} {shape}"
             raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {live_shape}")
+        refuse_meta(live, path)
         is_plain = local_parts(live) is None and live.layout is torch.strided
         if is_plain and any(stride == 0 and size > 1 for size, stride in zip(live.shape, live.stride())):
             raise CheckpointMismatch(f"{path}: elements of the tensor share memory (an expanded one): clone() it")
@@ -330,6 +334,15 @@ def _differences(saved: dict[Any, Any], live: dict[Any, Any]) -> Iterator[tuple[
     ):
         if keys:
             yield what, ", ".join(sorted(map(repr, keys))[:5])
+
+
+def _refuse_meta_module(live: Any, path: str) -> None:
+    """Raises `CheckpointMismatch` for a module that takes its state by itself and has no memory for it."""
+    torch = torch_module()
+    if torch is not None and isinstance(live, torch.nn.Module):
+        for key, value in live.state_dict().items():
+            if isinstance(value, torch.Tensor):
+                refuse_meta(value, f"{path}.{key}")
 
 
 def is_empty(value: Any) -> bool:

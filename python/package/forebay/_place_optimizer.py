@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from ._errors import CheckpointError, CheckpointMismatch
-from ._leaf import local_parts, torch_dtype, torch_module
+from ._leaf import local_parts, refuse_meta, torch_dtype, torch_module
 from ._merge import Groups, differing_option, goes_by_number, groups_of, tag_of
 from ._objects import APART, Pairs, state_to_fill
 from ._optimizers import names, tells_copies
@@ -34,19 +34,22 @@ class OptimizerPlacer:
         module = self._pairs.module_of(live) if is_optimizer else None
         if goes_by_number(kind):
             if is_optimizer:
+                numbered = itertools.chain.from_iterable(group["params"] for group in live.param_groups)
+                parameters = dict(enumerate(numbered))
+                self._refuse_meta(tree, parameters, path)
                 has = taken(live, self._pairs, path, by_names=False)[1]
                 has = has if isinstance(has, dict) else {}
                 self._check_sizes(tree, live, path)
                 self._bind_all(tree, has)
-                numbered = itertools.chain.from_iterable(group["params"] for group in live.param_groups)
-                self._bind_made(tree, has, dict(enumerate(numbered)), path)
+                self._bind_made(tree, has, parameters, path)
             return
         if not is_optimizer:
             raise CheckpointMismatch(f"{path}: a torch optimizer was saved, the state has a {type(live).__name__}")
         if module is None:
             raise CheckpointMismatch(f"{path}: {APART}")
-        has = taken(live, self._pairs, path)[1]
         named = {name: parameter for parameter, called in names(module).items() for name in called}
+        self._refuse_meta(tree, named, path)
+        has = taken(live, self._pairs, path)[1]
         own = {} if tells_copies(module) else named
         groups = groups_of(tree)
         if groups is not None:
@@ -70,6 +73,12 @@ class OptimizerPlacer:
                 if option is not None:
                     which = f"{first!r} and {other!r} were saved in groups that differ in {option!r}"
                     raise CheckpointMismatch(f"{path}: {which}, and are in one group of the state")
+
+    def _refuse_meta(self, tree: Node, parameters: dict[Any, Any], path: str) -> None:
+        """Refuses state of parameters without memory: torch puts it where they are."""
+        for key in self._entries(self._entries(tree).get("state")):
+            if key in parameters:
+                refuse_meta(parameters[key], f"{path}[{key!r}]")
 
     def _check_sizes(self, tree: Node, live: Any, path: str) -> None:
         """Whether as many parameters were saved, where torch's own method takes the state: it finds that only then."""
