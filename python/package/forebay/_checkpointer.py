@@ -190,7 +190,8 @@ class Checkpointer(Saver):
     ) -> Optional[int]:
         """Brings `state` back to the newest step that is whole, or to `step`; gives the step, or None if there is none.
 
-        Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Nothing is
+        Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Modules, and
+        optimizers beside them, keep the element types that they have; any other tensor is of the one that was saved. Nothing is
         changed unless the state is shaped like the one that was saved; what DDP (`module.`) and `torch.compile`
         (`_orig_mod.`) put before names in dicts does not matter. When a newer step is damaged, that is a warning; when
         all are, tensors may hold anything, and all else is as it was.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import sys
 from dataclasses import dataclass
@@ -116,6 +117,22 @@ def torch_dtype(name: str) -> Any:
     if not isinstance(found, torch.dtype):
         raise CheckpointInvalid(f"this version of torch has no element type `{name}`")
     return found
+
+
+@functools.cache
+def converts(saved: str, live: Any, any_kind: bool) -> bool:
+    """Whether torch makes elements of a type out of those that were saved; of `any_kind`, or of floating point alone."""
+    torch = torch_module()
+    dtype = torch_dtype(saved)
+    if dtype == live:
+        return True
+    if dtype.is_complex > live.is_complex or not (any_kind or (dtype.is_floating_point and live.is_floating_point)):
+        return False
+    try:
+        copy_elements(torch.zeros(1, dtype=live), torch.zeros(1, dtype=dtype))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def tensor_leaf(name: str, path: str, tensor: Any, dtype: str) -> Leaf:

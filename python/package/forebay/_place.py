@@ -220,7 +220,9 @@ class Placer:
                     shapes = f"{shape} was saved, the state has {live_shape}"
                     raise CheckpointMismatch(f"{path}.{key}: {shapes}")
                 refuse_meta(has[key], f"{path}.{key}")
-            is_bound = is_tensor and self._tensors.bind(value, has[key])
+            is_bound = is_tensor and (self._tensors.bind(value, has[key]) or self._tensors.bind_apart(value, has[key]))
+            if is_tensor and not is_bound:
+                _refuse_whole(has[key], f"{path}.{key}")
             if is_part and not is_bound:
                 self._copy_entry(value, has[key], f"{path}.{key}")
             is_all = is_all and is_bound
@@ -300,8 +302,7 @@ class Placer:
             raise CheckpointMismatch(f"{path}: elements of the tensor share memory (an expanded one): clone() it")
         if self._tensors.bind(node, live):
             return
-        if local_parts(live) is not None:
-            raise CheckpointMismatch(f"{path}: a {type(live).__name__} that was saved as part of another tensor")
+        _refuse_whole(live, path)
         make = self._later(node)
 
         def copy() -> None:
@@ -334,6 +335,13 @@ def _differences(saved: dict[Any, Any], live: dict[Any, Any]) -> Iterator[tuple[
     ):
         if keys:
             yield what, ", ".join(sorted(map(repr, keys))[:5])
+
+
+def _refuse_whole(live: Any, path: str) -> None:
+    """Raises `CheckpointMismatch` for a tensor that several ranks hold, of which each could only be given all."""
+    if local_parts(live) is not None:
+        text = "that was saved as part of another tensor, or of a type that is not converted to its own"
+        raise CheckpointMismatch(f"{path}: a {type(live).__name__} {text}")
 
 
 def _refuse_meta_module(live: Any, path: str) -> None:

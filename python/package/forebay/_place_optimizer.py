@@ -96,7 +96,8 @@ class OptimizerPlacer:
     def _bind_all(self, node: Node, live: Any) -> None:
         """Binds the tensors of a tree that a live value has in the same places."""
         if tag_of(node) == "tensor":
-            self._tensors.bind(node, live)
+            if not self._tensors.bind(node, live):
+                self._tensors.bind_apart(node, live)
         elif isinstance(live, dict):
             for key, value in self._entries(node).items():
                 if key in live:

@@ -11,11 +11,14 @@ from typing import Any, Callable, Optional
 from . import _native
 from ._errors import CheckpointCorrupt
 from ._leaf import (
+    SIZES,
     array_dtype,
+    converts,
     copy_elements,
     is_same,
     local_parts,
     numpy_module,
+    plain_kinds,
     shape_of,
     tensor_dtype,
     torch_dtype,
@@ -50,6 +53,8 @@ class Tensors:
         self._asides: list[Aside] = []
         self._repeats: list[tuple[Any, Any]] = []
         self._spans: list[tuple[int, int]] = []
+        self._apart: dict[int, tuple[Node, Any]] = {}
+        self._apart_at: set[Any] = set()
 
     def entry(self, name: str) -> tuple[int, str, list[int]]:
         """Index, element type and shape. Raises `CheckpointCorrupt` when the step holds no such tensor."""
@@ -99,6 +104,35 @@ class Tensors:
         self._loaded.setdefault((kind, name), live)
         return True
 
+    def bind_apart(self, node: Node, live: Any) -> bool:
+        """Has the tensor that this one place of a tree names read into a live one of another element type, converted.
+
+        A tensor that several ranks hold gets its parts so whatever its type, and whatever else was bound; any other where
+        both types are of floating point, as modules may make something else of those that are not. False for the rest.
+        """
+        index, dtype, shape = self.entry(node["n"])
+        places = None if "view" in node else _places("tensor", live, None, shape)
+        if places is None:
+            return False
+        is_spread = local_parts(live) is not None
+        if not is_spread and (type(live) not in plain_kinds() or tensor_dtype(live) == dtype):
+            return False
+        if not all(converts(dtype, place.dtype, any_kind=is_spread) for _, place in places):
+            return False
+        self._apart[id(node)] = (node, live)
+        for part, place in places:
+            # Tied weights are read once.
+            where = (index, str(part), place.data_ptr(), place.dtype, place.shape, place.stride())
+            if where not in self._apart_at:
+                self._apart_at.add(where)
+                self._bound.append(place)
+                self._read_aside("tensor", index, part, place, dtype)
+        return True
+
+    def apart(self, node: Node) -> Any:
+        """The live tensor that this place of a tree was read into alone; None for any other place."""
+        return self._apart.get(id(node), (None, None))[1]
+
     def bind_part(self, name: str, part: tuple[list[int], list[int]], place: Any) -> None:
         """Has a box of a tensor, given as offsets and lengths, read into a plain tensor of its shape and any type."""
         index, dtype, _ = self.entry(name)
@@ -116,7 +150,7 @@ class Tensors:
         elif isinstance(node, dict):
             tag = node.get("t")
             refuse_mark(node)
-            if "n" in node:
+            if "n" in node and id(node) not in self._apart:
                 kind = tag if tag in ("tensor", "array") else "bytes"
                 live = self._loaded.get((kind, node["n"]))
                 # A view is into memory as it was saved.
@@ -225,9 +259,9 @@ def _span(kind: str, value: Any) -> tuple[int, int]:
     return value.ctypes.data, value.nbytes
 
 
-def _places(kind: str, live: Any, dtype: str, shape: list[int]) -> Optional[list[tuple[Part, Any]]]:
-    """The tensors or arrays of that element type that a live value of that shape is made of, each with its part of it;
-    None for another value, and one that cannot be written."""
+def _places(kind: str, live: Any, dtype: Optional[str], shape: list[int]) -> Optional[list[tuple[Part, Any]]]:
+    """The tensors or arrays of that element type (`None`: of any) that a live value of that shape is made of, each with its
+    part of it; None for another value, and one that cannot be written."""
     torch, numpy = torch_module(), numpy_module()
     if kind == "tensor":
         if torch is None or not isinstance(live, torch.Tensor) or shape_of(live) != shape:
@@ -236,6 +270,7 @@ def _places(kind: str, live: Any, dtype: str, shape: list[int]) -> Optional[list
         places: list[tuple[Part, Any]] = [(None, live)]
         if parts is not None:
             places = [((offsets, lengths), local) for local, offsets, lengths in parts]
-        return places if all(tensor_dtype(place) == dtype for _, place in places) else None
+        are_like = all(tensor_dtype(place) in ((dtype,) if dtype else SIZES) for _, place in places)
+        return places if are_like else None
     is_like = numpy is not None and isinstance(live, numpy.ndarray) and array_dtype(live) == dtype
     return [(None, live)] if is_like and live.flags.writeable and list(live.shape) == shape else None

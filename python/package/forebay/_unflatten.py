@@ -32,6 +32,9 @@ class Builder:
         return build(self, node)
 
     def _tensor(self, node: Node) -> Any:
+        live = self.tensors.apart(node)
+        if live is not None:
+            return live
         if "view" not in node:
             return self.tensors.get("tensor", node["n"])
         return self.tensors.view(node["n"], *node["view"])
