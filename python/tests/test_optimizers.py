@@ -65,6 +65,38 @@ class Counting(torch.optim.Adam):
         super().load_state_dict(state)
 
 
+class Mastered(torch.optim.Optimizer):
+    """Keeps more of each parameter, and of how it moves, than its own type holds; and what is no number of floating point."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+                    own = self.state[parameter]
+                    if not own:
+                        own.update(master=parameter.float(), moves=torch.zeros_like(parameter.float()), way="down")
+                        own.update(inner={"seen": [torch.tensor((1 << 53) + 1)], "rate": torch.tensor(0.1)})
+                    own["moves"].mul_(0.9).add_(parameter.grad.float(), alpha=0.1)
+                    own["master"].sub_(own["moves"], alpha=own["inner"]["rate"].item())
+                    own["inner"]["seen"][0].add_(2)
+                    own["inner"]["rate"].mul_(0.99)
+                    parameter.copy_(own["master"])
+        return loss
+
+
+class ClosingMastered(Mastered):
+    """Takes no step from which its state could be known."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "it takes a closure"
+        return super().step(closure)
+
+
 def linear() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
 
@@ -86,6 +118,8 @@ KINDS: dict[str, tuple[Callable[[], torch.nn.Module], Make]] = {
     "closing": (linear, lambda parameters: Closing(parameters, lr=0.1, momentum=0.9)),
     "moded": (linear, moded),
     "counting": (linear, lambda parameters: Counting(parameters, lr=0.1)),
+    "mastered": (lambda: linear().bfloat16(), Mastered),
+    "closing mastered": (lambda: linear().bfloat16(), ClosingMastered),
 }
 
 
@@ -102,7 +136,8 @@ def train(state: State, first: int, last: int) -> None:
         if isinstance(optim, Moded):
             optim.param_groups[0]["train"] = True
         torch.manual_seed(step)
-        inputs = torch.randint(6, (4,)) if isinstance(model, torch.nn.Embedding) else torch.randn(4, 4)
+        dtype = next(model.parameters()).dtype
+        inputs = torch.randint(6, (4,)) if isinstance(model, torch.nn.Embedding) else torch.randn(4, 4).to(dtype)
 
         def closure(inputs: torch.Tensor = inputs) -> torch.Tensor:
             optim.zero_grad()
@@ -117,9 +152,9 @@ def train(state: State, first: int, last: int) -> None:
 
 
 def whole(value: Any) -> Any:
-    """A value in which tensors are lists of their elements."""
+    """A value in which tensors are their types and lists of their elements."""
     if isinstance(value, torch.Tensor):
-        return (value.full_tensor() if isinstance(value, DTensor) else value).tolist()
+        return str(value.dtype), (value.full_tensor() if isinstance(value, DTensor) else value).tolist()
     if isinstance(value, dict):
         return {key: whole(part) for key, part in value.items()}
     return [whole(part) for part in value] if isinstance(value, (list, tuple)) else value
@@ -146,6 +181,62 @@ def test_any_optimizer_goes_on_as_it_was(tmp_path: Path, kind: str, steps_before
     assert values(found) == values(state)
 
 
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("kind", ["mastered", "closing mastered"])
+def test_state_by_numbers_keeps_its_types(tmp_path: Path, kind: str, steps_before: int) -> None:
+    """Without its module beside it, an optimizer that never stepped says nothing of its types; what was saved does."""
+    state = made(kind, 1)
+    train(state, 1, 2)
+    forebay.save({"optim": state["optim"]}, tmp_path)
+    found = made(kind, 1)
+    train(found, 11, 10 + steps_before)
+    found["model"].load_state_dict(state["model"].state_dict())
+    forebay.load(tmp_path, {"optim": found["optim"]})
+    for one in (state, found):
+        train(one, 3, 4)
+    assert values(found) == values(state)
+
+
+def test_state_of_another_type_is_converted_to_the_live_one(tmp_path: Path) -> None:
+    """As a module's tensors are, in both directions; torch's own optimizers have their parameters' type."""
+    coarse, fine = made("counting", 1), made("mastered", 1)
+    train(coarse, 1, 2)
+    train(fine, 1, 2)
+    forebay.save({"coarse": coarse, "fine": fine}, tmp_path)
+    for steps_before in (0, 2):
+        found = {"coarse": made("counting", 2), "fine": made("mastered", 2)}
+        found["coarse"]["model"].bfloat16()
+        found["fine"]["model"].double()
+        for state in found.values():
+            train(state, 1, steps_before)
+        forebay.load(tmp_path, found)
+        for name, dtype, key in ("coarse", torch.bfloat16, "exp_avg"), ("fine", torch.float32, "master"):
+            pairs = zip(found[name]["optim"].state.values(), {"coarse": coarse, "fine": fine}[name]["optim"].state.values())
+            for mine, theirs in pairs:
+                assert mine[key].dtype == dtype and torch.equal(mine[key], theirs[key].to(dtype))
+        for state in found.values():
+            train(state, 3, 3)
+
+
+def test_optimizers_that_take_their_state_by_themselves_have_the_last_word(tmp_path: Path) -> None:
+    """What its own `load_state_dict` makes of a type that the live one has not, Forebay leaves."""
+
+    class Packing(Mastered):
+        def load_state_dict(self, state_dict: State) -> None:
+            super().load_state_dict(state_dict)
+            for own in self.state.values():
+                own["master"] = own["master"].half()
+
+    state = made("mastered", 1)
+    train(state, 1, 1)
+    forebay.save(state, tmp_path)
+    found = made("mastered", 2)
+    found["optim"] = Packing(found["model"].parameters())
+    found["optim"].load_state_dict(state["optim"].state_dict())
+    forebay.load(tmp_path, found)
+    assert all(own["master"].dtype == torch.float16 for own in found["optim"].state.values())
+
+
 def mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -161,17 +252,19 @@ def test_sharded_parameters_get_sharded_state(tmp_path: Path) -> None:
         return {"model": state["model"], "optim": optim}
 
     def work(rank: int) -> Any:
-        for kind in ("closing", "counting"):
+        for kind in ("closing", "counting", "mastered", "closing mastered"):
             state, found = sharded(kind, 1), sharded(kind, 2)
             train(state, 1, 2)
             if kind == "closing":
+                # Of what has gradients torch takes a step.
                 found["model"](torch.ones(2, 4)).sum().backward()
             with forebay.Checkpointer(tmp_path / kind, rng=False) as checkpointer:
                 checkpointer.save_now(2, state)
             with forebay.Checkpointer(tmp_path / kind, rng=False) as checkpointer:
                 assert checkpointer.restore(found) == 2
             parameter = next(iter(found["model"].parameters()))
-            sharded_state = [value for value in found["optim"].state[parameter].values() if value.dim() > 0]
+            own = [value for value in found["optim"].state[parameter].values() if isinstance(value, torch.Tensor)]
+            sharded_state = [value for value in own if value.dim() > 0]
             assert all(isinstance(value, DTensor) for value in sharded_state) and sharded_state
             assert values(found) == values(state)
             for one in (state, found):

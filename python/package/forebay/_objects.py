@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Iterator, Optional
 
 from ._leaf import torch_module
-from ._optimizers import give_by_names, has_own, state_by_names
+from ._optimizers import give_by_names, has_own, load_exactly, state_by_names
 
 MAX_DEPTH = 8
 """How deep modules and optimizers are looked for in nested containers."""
@@ -111,6 +111,8 @@ def give_state(value: Any, kind: str, state: Any, pairs: Pairs) -> None:
         if module is None:
             raise ValueError(APART)
         give_by_names(module, value, state)
+    elif kind == "optimizer-own":
+        load_exactly(value, state)
     else:
         value.load_state_dict(state)
 

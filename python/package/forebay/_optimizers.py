@@ -89,7 +89,66 @@ def give_by_names(module: Any, optimizer: Any, state: Any) -> None:
     for group in groups:
         group["params"] = [numbers[name] for name in group["params"]]
     with torch.no_grad():
-        optimizer.load_state_dict({"state": own, "param_groups": groups})
+        load_exactly(optimizer, {"state": own, "param_groups": groups})
+
+
+def load_exactly(optimizer: Any, state: Any) -> None:
+    """Has an optimizer load a state of its own kind, and gives back what torch made of another type on the way.
+
+    torch gives all state the type of its parameter, which cuts down what an optimizer keeps more of than that: copies of
+    16-bit parameters in float32, counts. An entry has the type that the live one had; where there was none, the one that it
+    was saved with, but for torch's own optimizers, whose state is of their parameters' type. What an optimizer's own
+    `load_state_dict`, or a hook, makes of an entry stays, unless the entry had the type before that it was saved with.
+    """
+    torch = torch_module()
+    if torch is None or not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.load_state_dict(state)
+        return
+    was = {parameter: _types(own) for parameter, own in optimizer.state.items() if isinstance(parameter, torch.Tensor)}
+    optimizer.load_state_dict(state)
+    if not isinstance(state, dict) or not state.keys() >= TOLD:
+        return
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
+    is_torchs = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not hooks
+    is_torchs = is_torchs and "load_state_dict" not in vars(optimizer)
+    keeps_saved = is_torchs and not f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    for number, parameter in zip(numbers, parameters):
+        if number in state["state"] and parameter in optimizer.state:
+            given, has = state["state"][number], optimizer.state[parameter]
+            optimizer.state[parameter] = _exactly(given, has, was.get(parameter), is_torchs, keeps_saved)
+
+
+def _types(value: Any) -> Any:
+    """The element types of what an optimizer has of a parameter, as it has them."""
+    if isinstance(value, dict):
+        return {key: _types(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_types(part) for part in value]
+    return getattr(value, "dtype", None)
+
+
+def _exactly(given: Any, has: Any, was: Any, is_torchs: bool, keeps_saved: bool) -> Any:
+    """What an optimizer is to have for what it was given, of which it made what it has; `was` is what types it had."""
+    torch = torch_module()
+    if isinstance(given, torch.Tensor) and isinstance(has, torch.Tensor):
+        wanted = was if isinstance(was, torch.dtype) else given.dtype if keeps_saved else has.dtype
+        are_floating = given.is_floating_point() and wanted.is_floating_point
+        if wanted == has.dtype or not (wanted == given.dtype or (is_torchs and are_floating)):
+            return has
+        return given.to(device=has.device, dtype=wanted)
+    if isinstance(given, dict) and isinstance(has, dict):
+        types = was if isinstance(was, dict) else {}
+        for key in given.keys() & has.keys():
+            has[key] = _exactly(given[key], has[key], types.get(key), is_torchs, keeps_saved)
+        return has
+    if type(given) in (list, tuple) and type(has) is type(given) and len(has) == len(given):
+        kinds = was if isinstance(was, list) and len(was) == len(given) else [None] * len(given)
+        parts = zip(given, has, kinds)
+        return type(given)(_exactly(one, other, kind, is_torchs, keeps_saved) for one, other, kind in parts)
+    # torch takes text for a container, and makes another text of it.
+    return given if is_torchs and isinstance(given, (str, bytes)) else has
 
 
 def _regrouped(optimizer: Any, called: dict[Any, list[str]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
