@@ -22,6 +22,8 @@ import forebay
 import forebay.dcp
 from forebay import _native
 
+from .test_reading import read_bytes
+
 DTYPES = sorted(
     {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 )
@@ -450,6 +452,42 @@ def test_nested_tensors_are_refused_where_they_are_restored_into(tmp_path: Path)
             state["x"] = nested(layout) if name == "x" else state["x"]
             with pytest.raises(forebay.CheckpointMismatch, match=rf"{path}: .* was saved, the state has .*nested"):
                 forebay.load(tmp_path, state)
+
+
+def test_a_pickle_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    class Noted(torch.nn.Linear):
+        """Has something to tell that is no tensor."""
+
+        noted: Any = None
+
+        def get_extra_state(self) -> Any:
+            return self.noted
+
+        def set_extra_state(self, state: Any) -> None:
+            self.noted = state
+
+    model = Noted(64, 64)
+    model.noted = Path("x")
+    forebay.save({"w": torch.ones(1 << 20), "model": model, "deep": [{"at": Path("y")}]}, tmp_path, allow_pickle=True)
+    found, told = {"w": torch.zeros(1 << 20), "model": Noted(64, 64), "deep": [{"at": None}]}, "allow_pickle=True"
+    was = found["model"].weight.detach().clone()
+    with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+        before = read_bytes()
+        for act, place in (
+            (lambda: checkpointer.restore(found), "(model._extra_state|deep.0.at)"),
+            (lambda: checkpointer.restore(found, only=["w", "deep.*"]), "deep.0.at"),
+            (lambda: forebay.load(tmp_path, found), "(model._extra_state|deep.0.at)"),
+            (lambda: forebay.load_model(tmp_path, found["model"]), "model._extra_state"),
+            (lambda: forebay.load(tmp_path), "(model._extra_state|deep.0.at)"),
+        ):
+            with pytest.raises(forebay.CheckpointInvalid, match=f"'{place}'.*{told}"):
+                act()
+        assert read_bytes() - before < 1 << 20
+        assert not found["w"].any() and torch.equal(found["model"].weight, was)
+        checkpointer.restore(found, only=["w", "model.weight"])
+    assert found["w"].all() and torch.equal(found["model"].weight, model.weight)
+    forebay.load(tmp_path, found, allow_pickle=True)
+    assert found["model"].noted == Path("x") and found["deep"] == [{"at": Path("y")}]
 
 
 def test_pickles_only_where_they_are_allowed(tmp_path: Path) -> None:

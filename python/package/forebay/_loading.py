@@ -219,7 +219,9 @@ def load_step(
         placer = None if into is None else Placer(builder, into, only)
         if placer is not None:
             placer.plan(tree.node, tree.left)
-        tensors.want(tree.node if placer is None else placer.needed)
+        wanted = tree.node if placer is None else placer.needed
+        builder.refuse_pickles(wanted)
+        tensors.want(wanted)
         tensors.want(generators)
         return _Plan(tensors, builder, placer, tree.node, generators)
 
@@ -258,6 +260,7 @@ def load_weights(
         builder = Builder(tensors, allow_pickle=False)
         placer = Placer(builder, model, only)
         placer.plan_model(node, tree.left)
+        builder.refuse_pickles(placer.needed)
         tensors.want(placer.needed)
         return _Plan(tensors, builder, placer, tree.node)
 

@@ -31,6 +31,19 @@ class Builder:
             raise CheckpointInvalid(f"the state holds a `{node.get('t')}`, which this version does not know")
         return build(self, node)
 
+    def refuse_pickles(self, node: Node) -> None:
+        """Raises `CheckpointInvalid` where a tree holds a pickle that is not to be loaded: `build` would, once tensors were
+        read into their places."""
+        todo = [] if self._allow_pickle else [node]
+        while todo:
+            node = todo.pop()
+            if isinstance(node, list):
+                todo += node
+            elif isinstance(node, dict):
+                if node.get("t") == "pickle":
+                    raise CheckpointInvalid(_PICKLED.format(node["n"]))
+                todo.append(node.get("v"))
+
     def _tensor(self, node: Node) -> Any:
         live = self.tensors.apart(node)
         if live is not None:
@@ -54,10 +67,7 @@ class Builder:
 
     def _unpickle(self, node: Node) -> Any:
         if not self._allow_pickle:
-            raise CheckpointInvalid(
-                "the state holds a pickled object, and loading it can run any code; "
-                "pass allow_pickle=True if you trust whoever saved it"
-            )
+            raise CheckpointInvalid(_PICKLED.format(node["n"]))
         return pickle.loads(self._bytes(node))
 
     def _size(self, node: Node) -> Any:
@@ -76,6 +86,11 @@ class Builder:
     def _items(self, node: Node) -> Any:
         return ((self.build(key), self.build(value)) for key, value in node["v"])
 
+
+_PICKLED = (
+    "the state holds a pickled object ({!r}), and loading it can run any code; "
+    "pass allow_pickle=True if you trust whoever saved it"
+)
 
 _BUILDERS: dict[str, Callable[[Builder, Node], Any]] = {
     "float": lambda builder, node: struct.unpack(">d", bytes.fromhex(node["v"]))[0],

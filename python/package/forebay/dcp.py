@@ -487,6 +487,7 @@ class _Opened:
                         raise CheckpointMismatch(f"{place} {MEANT_OTHERWISE} (`{name}`)")
                 _, node = self._entries[name]
                 if item.type == LoadItemType.BYTE_IO:
+                    builder.refuse_pickles(node)
                     aside.append((item, None, node))
                     builder.tensors.want(node)
                     continue
