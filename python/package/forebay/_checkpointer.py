@@ -191,7 +191,9 @@ class Checkpointer(Saver):
         """Brings `state` back to the newest step that is whole, or to `step`; gives the step, or None if there is none.
 
         Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Modules, and
-        optimizers beside them, keep the element types that they have; any other tensor is of the one that was saved. Nothing is
+        optimizers beside them, keep the element types that they have; any other tensor is of the one that was saved. Where the
+        state has nothing yet (None, an empty dict or list), it gets what was saved there by this rank, if as many ranks saved:
+        plain values, and tensors in the processor's memory, but no objects and no parts of what ranks hold together. Nothing is
         changed unless the state is shaped like the one that was saved; what DDP (`module.`) and `torch.compile`
         (`_orig_mod.`) put before names in dicts does not matter. When a newer step is damaged, that is a warning; when
         all are, tensors may hold anything, and all else is as it was.

@@ -216,7 +216,9 @@ def load_step(
         rename(generators, Tensors(step, threads, source).full_name)
         tensors = Tensors(step, threads, tree.rank)
         builder = Builder(tensors, allow_pickle)
-        placer = None if into is None else Placer(builder, into, only)
+        # Of a job of another size, what a rank has nothing of may be what another one had.
+        fills = tree.left is None and step.world_size == world_size
+        placer = None if into is None else Placer(builder, into, only, fills)
         if placer is not None:
             placer.plan(tree.node, tree.left)
         wanted = tree.node if placer is None else placer.needed

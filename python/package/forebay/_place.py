@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, Optional
 
 from ._errors import CheckpointMismatch
 from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, refuse_meta, shape_of, torch_module
-from ._merge import MARK, Path, asked, goes_by_number, is_numbered, refuse_mark, shown, tensor_names
+from ._merge import MARK, Path, asked, goes_by_number, is_numbered, refuse_mark, shown, tag_of, tensor_names
 from ._objects import Pairs, give_state, is_stateful, state_of
 from ._optimizers import tells_copies
 from ._place_optimizer import OptimizerPlacer, taken
@@ -27,14 +27,18 @@ class Placer:
     """Plans how a tree goes into a live state, and then does it.
 
     `plan` changes nothing; it raises `CheckpointMismatch` at the first place where the two differ in shape. With `only`,
-    patterns of names, everything else is left as it is, on both sides.
+    patterns of names, everything else is left as it is, on both sides. Where it `fills`, what the state has nothing of yet
+    (None, an empty dict or list) becomes what was saved there.
     """
 
-    def __init__(self, builder: Builder, state: Any, only: Optional[Sequence[str]] = None) -> None:
+    def __init__(
+        self, builder: Builder, state: Any, only: Optional[Sequence[str]] = None, fills: bool = False
+    ) -> None:
         self._builder = builder
         self._tensors = builder.tensors
         self._state = state
         self._only = only
+        self._fills = fills
         self._unmatched = set(only or ())
         self.numbered: list[str] = []
         """Places of what was planned that go by numbers of parameters, which mean others on each rank of a job."""
@@ -134,6 +138,10 @@ class Placer:
         if tag == MARK:
             # Refused once all else is found to fit.
             return self._later(node)
+        # An empty dict or list that the program holds is filled.
+        is_dict, is_list = tag in ("dict", "odict") and isinstance(live, dict), isinstance(node, list) and isinstance(live, list)
+        if self._is_blank(live) and not is_dict and not is_list:
+            return self._later(self._new(node, path, name))
         if tag == "object":
             if not is_stateful(live):
                 raise _mismatch(path, "an object with a state", live)
@@ -156,6 +164,35 @@ class Placer:
         """What builds a part of the tree once its tensors were read."""
         self.needed.append(node)
         return lambda: self._builder.build(node)
+
+    def _is_blank(self, live: Any) -> bool:
+        """Whether something was yet to come there. A state that holds nothing at all is a mistake."""
+        is_empty = live is None or (isinstance(live, (dict, list)) and not live)
+        return self._fills and is_empty and live is not self._state
+
+    def _new(self, node: Node, path: str, name: str) -> Node:
+        """What is wanted of a part of the tree of which the state has nothing. Raises `CheckpointMismatch` for what no value
+        can be made of."""
+        tag = tag_of(node)
+        if tag == "object":
+            raise CheckpointMismatch(f"{path}: an object's state was saved, the state has no object there to take it")
+        if tag == "tensor" and self._tensors.is_shared(node):
+            text = "a tensor was saved that ranks hold together, the state has none there that tells its parts"
+            raise CheckpointMismatch(f"{path}: {text}")
+        if tag in ("dict", "odict"):
+            pairs = ((key, value, self._builder.build(key)) for key, value in node["v"])
+            return {
+                **node,
+                "v": [
+                    [key, self._new(value, f"{path}[{called!r}]", _join(name, str(called)))]
+                    for key, value, called in pairs
+                    if self._wants_any(value, _join(name, str(called)))
+                ],
+            }
+        for index, part in enumerate(node if isinstance(node, list) else node["v"] if tag == "tuple" else ()):
+            if isinstance(part, (dict, list)):
+                self._new(part, f"{path}[{index}]", _join(name, str(index)))
+        return node
 
     def _place_object(self, node: Node, live: Any, path: str, name: str) -> None:
         kind, tree = node["k"], node["v"]
@@ -251,6 +288,11 @@ class Placer:
         if self._only is not None:
             saved = {key: value for key, value in saved.items() if self._wants_any(value, _join(name, str(key)))}
             has = {key: value for key, value in live.items() if key in saved or self._wants(_join(name, str(key)))}
+        if self._is_blank(live):
+            for key, value in saved.items():
+                new = self._later(self._new(value, f"{path}[{key!r}]", _join(name, str(key))))
+                self._copies.append(partial(_set, live, key, new))
+            return
         for what, keys in _differences(saved, has):
             raise CheckpointMismatch(f"{path}: {what} {keys}")
         if is_numbered(saved.items()):
@@ -268,7 +310,7 @@ class Placer:
         holds_state = any(torch_like(part) or is_stateful(part) or isinstance(part, (dict, list)) for part in live)
         if not holds_state:
             # Plain values are replaced as a whole, whatever their number.
-            whole = self._later(node)
+            whole = self._later(self._new(node, path, name) if self._is_blank(live) else node)
             if wanted is tuple:
                 return whole
             self._copies.append(partial(_set, live, slice(None), whole))

@@ -73,6 +73,10 @@ class Tensors:
         own = f"{name}@{self._rank}"
         return own if self._rank != NOBODY and own in self._entries else name
 
+    def is_shared(self, node: Node) -> bool:
+        """Whether the tensor that a tree names is not one rank's own, in a step of several ranks."""
+        return self._step.world_size > 1 and "@" not in self.full_name(node["n"])
+
     def are_same(self, one: str, other: str) -> bool:
         """Whether two tensors hold the same, as far as the step tells."""
         return self._step.are_same(self.entry(one)[0], self.entry(other)[0])
