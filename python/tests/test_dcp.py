@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import subprocess
 import sys
@@ -155,7 +156,9 @@ def test_what_a_checkpointer_saved_is_loaded_by_dcp(tmp_path: Path) -> None:
         model(numbers(4, 30)).sum().backward()
         optim.step()
         tied = numbers(6, 6, seed=seed)
-        return {"model": model, "optim": optim, "tied": [tied, tied[2:4, 1:3]], "n": seed, "own": numbers(3, seed=seed)}
+        seen, lists = collections.Counter(a=seed), collections.defaultdict(list, b=[{"c": numbers(2, seed=seed)}, seed])
+        more = {"n": seed, "own": numbers(3, seed=seed), "seen": seen, "lists": lists}
+        return {"model": model, "optim": optim, "tied": [tied, tied[2:4, 1:3]], **more}
 
     def states(state: dict[str, Any]) -> dict[str, Any]:
         named, moments = get_state_dict(state["model"], state["optim"])

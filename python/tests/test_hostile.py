@@ -124,6 +124,17 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "a dict of numbers": (saying([1], "dict"), "a `dict` that is not made of pairs"),
     "a dict of triples": (saying([[1, 2, 3]], "odict"), "a `odict` that is not made of pairs"),
     "a dict as key": (saying([[{"t": "dict", "v": []}, 1]], "dict"), "a `dict` as a key"),
+    "a counter of numbers": (saying([1], "counter"), "a `counter` that is not made of pairs"),
+    "a counter of text": (saying("ab", "counter"), "a `counter` of ab"),
+    "a counter as key": (saying([[{"t": "counter", "v": []}, 1]], "counter"), "a `counter` as a key"),
+    "a counter with a factory": (tree({"t": "counter", "f": "int", "v": []}), "a `counter` with the fields"),
+    "a defaultdict of nothing": (saying([], "defaultdict"), "a `defaultdict` with the fields"),
+    "a defaultdict of null": (tree({"t": "defaultdict", "f": None, "v": []}), "a `defaultdict` of None"),
+    "a defaultdict of a list": (tree({"t": "defaultdict", "f": ["int"], "v": []}), r"a `defaultdict` of \['int'\]"),
+    "a defaultdict of triples": (tree({"t": "defaultdict", "f": "int", "v": [[1, 2, 3]]}), "is not made of pairs"),
+    "a defaultdict in a set": (saying([{"t": "defaultdict", "f": "int", "v": []}], "set"), "a `defaultdict` as a key"),
+    "a list as a counter's key": (saying([[[], 1]], "counter"), "a list as a key"),
+    "deep counters": (deep('{"t":"counter","v":[["x",', "1", "]]}", 201), "nested deeper than 200 levels"),
     "a list as key": (saying([[[], 1]], "dict"), "a list as a key"),
     "a list within a key": (saying([[{"t": "tuple", "v": [[1]]}, 1]], "dict"), "a list as a key"),
     "a set of lists": (saying([[1]], "set"), "a list as a key"),
@@ -195,9 +206,12 @@ def test_an_older_step_is_used_in_its_stead(tmp_path: Path) -> None:
 
 
 def test_a_later_versions_state_is_told_from_a_damaged_one(tmp_path: Path) -> None:
-    written(tmp_path, tree({"t": "matrix", "rows": 3}))
-    with pytest.raises(forebay.CheckpointInvalid, match="a `matrix`, which this version does not know"):
-        forebay.load(tmp_path)
+    later = [("a `matrix`", {"t": "matrix", "rows": 3})]
+    later += [(f"a `defaultdict` of `{name}`", {"t": "defaultdict", "f": name, "v": []}) for name in ("eval", "tuple", "")]
+    for fact, node in later:
+        written(tmp_path, tree(node))
+        with pytest.raises(forebay.CheckpointInvalid, match=f"{fact}, which this version does not know"):
+            forebay.load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -458,6 +458,16 @@ def test_trees_are_merged_by_names_and_by_nothing_else() -> None:
     ]:
         assert a_mark(merge(tree(first), tree(second))), (first, second)
     assert merge(tree([{"a": 1}]), tree([{"b": 2}])) == tree([{"a": 1, "b": 2}])
+    # What is counted is one value; a defaultdict has names where tensors lie in it.
+    for kind, beside in (("counter", {}), ("defaultdict", {"f": "int"})):
+        counts: Any = [{"t": kind, **beside, "v": [["a", 1], [key, number]]} for key, number in (("b", 1), ("b", 2), ("c", 1))]
+        assert merge(counts[0], dict(counts[0])) == counts[0]
+        assert a_mark(merge(*counts[:2])) and a_mark(merge(counts[0], counts[2])) and a_mark(merge(counts[0], tree({"a": 1})))
+        assert "leave it out" in merge(*counts)["hint"] and asked(counts[0], {"a": 0}, lambda *_: None, []) is counts[0]
+    held = [{"t": "defaultdict", "f": "dict", "v": [[key, tree({"w": name})]]} for key, name in (("a", "A"), ("b", "B"))]
+    both = {**held[0], "v": [*held[0]["v"], *held[1]["v"]]}
+    assert merge(*held) == both and a_mark(merge(held[0], {**held[1], "f": "list"})) and a_mark(merge(*held[:1], tree({})))
+    assert asked(both, {"b": {"w": 0}}, lambda *_: None, left := []) == held[1] and left == [("state", "a")]
     own = {"t": "object", "k": "optimizer-own", "v": tree({"state": {}, "param_groups": []})}
     assert a_mark(merge(own, {**own, "v": tree({"state": {0: "A"}, "param_groups": []})}))
     assert merge(own, own, own) == own

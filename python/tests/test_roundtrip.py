@@ -72,6 +72,8 @@ def same(left: Any, right: Any) -> bool:
         )
     if type(left) is not type(right):
         return False
+    if isinstance(left, collections.defaultdict) and left.default_factory is not right.default_factory:
+        return False
     if isinstance(left, dict):
         return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)):
@@ -212,6 +214,11 @@ def test_plain_values_of_every_type(url: str) -> None:
         "set": {1, 2},
         "frozen": frozenset({"a"}),
         "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
+        "counter": collections.Counter({"b": 2, (1, "a"): -1, 3: 0, "half": 0.5}),
+        "made": [
+            collections.defaultdict(kind, {"b": torch.arange(3), 1: collections.Counter()})
+            for kind in (int, float, list, dict, set, str, bool, None)
+        ],
         "keys": {1: "int", 2.5: "float", None: "none", True and "t": "str", (1, "a"): "tuple"},
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
@@ -379,6 +386,10 @@ class Holder(Loader):
         return {"foo": {"bar": [Foreign(1)]}}
 
 
+class Tally(collections.Counter):  # type: ignore[type-arg]
+    """One of its own kind."""
+
+
 def looped() -> list[Any]:
     loop: list[Any] = []
     loop.append(loop)
@@ -429,6 +440,12 @@ def test_quantized_tensors_are_refused_by_name(tmp_path: Path, kind: torch.dtype
         (numpy.zeros(2, ">f4"), "of >f4 cannot be saved"),
         (looped(), r"state\['x'\]\[0\]: it contains itself"),
         ({Foreign: 1}, r"a key of type type"),
+        (collections.defaultdict(lambda: 0), r"state\['x'\]: object of type collections.defaultdict of <lambda> cannot"),
+        ([collections.defaultdict(collections.Counter)], r"state\['x'\]\[0\]: .*defaultdict of Counter cannot be saved"),
+        (collections.defaultdict(Foreign(1).__eq__), "collections.defaultdict of Foreign.__eq__ cannot be saved"),
+        (Tally("aab"), r"state\['x'\]: object of type tests.test_roundtrip.Tally cannot be saved"),
+        (collections.Counter({Foreign: 1}), r"a key of type type"),
+        ({(1, collections.Counter): 1}, r"object of type type"),
         ([{torch.nn.ReLU()}], r"state\['x'\]\[0\]\[0\]: object of type .*ReLU in a set or a key cannot be saved"),
         (frozenset([(torch.nn.ReLU(),)]), r"state\['x'\]\[0\]\[0\]: object of type .*ReLU in a set or a key"),
         ({(1, torch.nn.ReLU()): 1}, r"state\['x'\]\[\(1, ReLU\(\)\)\].*: object of type .*ReLU in a set or a key"),
@@ -491,12 +508,13 @@ def test_a_pickle_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
 
 
 def test_pickles_only_where_they_are_allowed(tmp_path: Path) -> None:
-    state = {"x": Foreign(3), "names": numpy.array(["a", "b"])}
+    state = {"x": Foreign(3), "names": numpy.array(["a", "b"]), "made": collections.defaultdict(Tally)}
     forebay.save(state, tmp_path, allow_pickle=True)
     with pytest.raises(forebay.CheckpointInvalid, match="allow_pickle=True"):
         forebay.load(tmp_path)
     loaded = forebay.load(tmp_path, allow_pickle=True)
     assert loaded["x"] == Foreign(3) and list(loaded["names"]) == ["a", "b"]
+    assert loaded["made"].default_factory is Tally
 
 
 def test_random_numbers_go_on_where_they_stopped(url: str) -> None:

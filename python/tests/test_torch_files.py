@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import subprocess
 import sys
@@ -64,7 +65,8 @@ def test_files_of_torch_save_come_in(tmp_path: Path, capsys: pytest.CaptureFixtu
     file, place = tmp_path / "model.pt", tmp_path / "run"
     model = tensors()
     tied = {**model, "tied": model["float32"], "rows": model["float32"][1:3], "twice": model["int64"]}
-    state = {"model": tied, "optim": {"lr": 0.5, "betas": (0.9, 0.99)}, "n": 3, "names": ["a", "b"]}
+    plain = {"n": 3, "names": ["a", "b"], "milestones": collections.Counter([2, 3, 3])}
+    state = {"model": tied, "optim": {"lr": 0.5, "betas": (0.9, 0.99)}, **plain}
     torch.save(state, file)
     assert main([f"pt:{file}", f"{place}@5"]) == 0
     loaded = forebay.load(place, step=5)

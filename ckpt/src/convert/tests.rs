@@ -167,7 +167,9 @@ async fn views_columns_and_shared_bytes_are_exported() {
     let state = json!({"t": "dict", "v": [
         ["m", {"t": "object", "k": "module", "v": {"t": "odict", "v": [
             ["w", tensor("w")], ["many", tensor("many")], [3, view(json!([2, 6]), json!([6, 1]), 12)],
-            ["turned", view(json!([6, 8]), json!([1, 6]), 0)], ["list", [tensor("w"), {"t": "bytes", "v": ""}]]
+            ["turned", view(json!([6, 8]), json!([1, 6]), 0)], ["list", [tensor("w"), {"t": "bytes", "v": ""}]],
+            ["seen", {"t": "counter", "v": [["w", 3]]}],
+            ["z", {"t": "defaultdict", "f": "dict", "v": [["x", {"t": "counter", "v": [["y", tensor("w")]]}]]}]
         ]}}],
         ["bad", view(json!([2, 6]), json!([6, 1]), 37)],
         ["lost", tensor("x")],
@@ -178,9 +180,9 @@ async fn views_columns_and_shared_bytes_are_exported() {
         let exported = export((&run, &manifest), "m", u64::MAX, &out, shared).await.expect("export");
         let found = contents(&out).await;
         let names: Vec<_> = found.iter().map(|(name, _, _)| name.as_str()).collect();
-        assert_eq!(names, ["3", "list.0", "many", "turned", "w"]);
+        assert_eq!(names, ["3", "list.0", "many", "turned", "w", "z.x.y"]);
         let w = &found[4].2;
-        assert_eq!((&found[1].2, &found[0].2[..]), (w, &w[48..96]));
+        assert_eq!((&found[1].2, &found[5].2, &found[0].2[..]), (w, w, &w[48..96]));
         let turned: Vec<u8> = (0..48).flat_map(|at| w[(at % 8 * 6 + at / 8) * 4..][..4].to_vec()).collect();
         assert_eq!((found[3].2.as_ref(), &found[3].1), (turned.as_slice(), &vec![6, 8]));
         let rows: Vec<u8> =
@@ -189,7 +191,7 @@ async fn views_columns_and_shared_bytes_are_exported() {
         match shared {
             None => assert_eq!((exported.shared_bytes, exported.streamed.len()), (0, 0)),
             Some(_) => {
-                assert_eq!(exported.shared_bytes, 192 + 192 + 48);
+                assert_eq!(exported.shared_bytes, 3 * 192 + 48);
                 assert_eq!(exported.streamed, ["many", "turned"], "what lies in too many runs");
             }
         }

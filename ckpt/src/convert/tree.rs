@@ -3,6 +3,9 @@
 use forebay_core::{Error, Result};
 use serde_json::{Value, json};
 
+/// The tags of dicts of every kind, whose `v` are pairs of a key and a value.
+const KEYED: [&str; 4] = ["dict", "odict", "counter", "defaultdict"];
+
 /// A tensor that the tree names, and how it lies in it if it is a view: shape, stride and offset, in elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Named {
@@ -72,7 +75,7 @@ fn entries(node: &Value) -> Result<Option<Vec<(String, &Value)>>> {
         Some(parts) if node["t"] == "tuple" => {
             return Ok(Some(numbered(parts).into_iter().zip(parts).collect()));
         }
-        Some(parts) if node["t"] == "dict" || node["t"] == "odict" => parts,
+        Some(parts) if KEYED.iter().any(|tag| node["t"] == *tag) => parts,
         _ => return Ok(None),
     };
     let mut entries = Vec::with_capacity(parts.len());

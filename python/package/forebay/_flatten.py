@@ -17,6 +17,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Optional
 
+from ._keyed import TAGS, factory_name
 from ._leaf import (
     Leaf,
     array_dtype,
@@ -106,7 +107,7 @@ class Flattener:
         if kind is complex:
             parts = [self._node(part, path, name) for part in (value.real, value.imag)]
             return {"t": "complex", "v": parts}
-        if kind in _CONTAINERS:
+        if kind in _CONTAINERS and (kind is not collections.defaultdict or factory_name(value) is not None):
             return self._container(value, path, name)
         return self._foreign(value, path, name)
 
@@ -132,7 +133,8 @@ class Flattener:
         try:
             if isinstance(value, dict):
                 items = [self._item(key, item, path, name) for key, item in value.items()]
-                return {"t": _CONTAINERS[type(value)], "v": items}
+                made = {"f": factory_name(value)} if type(value) is collections.defaultdict else {}
+                return {"t": TAGS[type(value)], **made, "v": items}
             parts = [self._node(part, f"{path}[{index}]", _join(name, str(index))) for index, part in enumerate(value)]
             return parts if type(value) is list else {"t": _CONTAINERS[type(value)], "v": parts}
         finally:
@@ -340,8 +342,7 @@ _OBJECT = "\0"
 """Ends the path of an object whose state follows: its first keys are shown as attributes."""
 
 _CONTAINERS: dict[type, str] = {
-    dict: "dict",
-    collections.OrderedDict: "odict",
+    **TAGS,
     list: "list",
     tuple: "tuple",
     set: "set",
@@ -381,4 +382,7 @@ def _join(name: str, part: str) -> str:
 
 def _type_name(value: Any) -> str:
     kind = type(value)
+    if kind is collections.defaultdict:
+        made = value.default_factory
+        return f"collections.defaultdict of {made.__qualname__ if hasattr(made, '__qualname__') else _type_name(made)}"
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

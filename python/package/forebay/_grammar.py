@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterator
 
 from ._errors import CheckpointInvalid
 from ._flatten import MAX_DEPTH
+from ._keyed import FACTORIES, KEYED
 from ._tensors import Node
 from ._unflatten import Builder
 
@@ -17,7 +18,8 @@ Find = Callable[[str], tuple[str, list[int]]]
 """Element type and shape of a tensor of the step; raises what there is to say where there is none of that name."""
 
 _FIELDS: dict[str, tuple[set[str], ...]] = {
-    **dict.fromkeys(("dict", "odict", "tuple", "set", "frozenset"), ({"v"},)),
+    **dict.fromkeys(("dict", "odict", "counter", "tuple", "set", "frozenset"), ({"v"},)),
+    "defaultdict": ({"f", "v"},),
     **dict.fromkeys(("float", "str", "complex", "size", "dtype", "device"), ({"v"},)),
     **dict.fromkeys(("bytes", "bytearray"), ({"v"}, {"n"})),
     "scalar": ({"d", "v"},),
@@ -28,7 +30,7 @@ _FIELDS: dict[str, tuple[set[str], ...]] = {
 }
 """Which fields an object of each tag has."""
 
-_NO_KEYS = ("dict", "odict", "set", "bytearray", "array", "object")
+_NO_KEYS = (*KEYED, "set", "bytearray", "array", "object")
 """What is neither a key nor in a set: Python finds it by no hash."""
 
 _ARRAYS = ("bool", "complex64", "complex128", "float16", "float32", "float64")
@@ -66,7 +68,7 @@ def check_tree(tree: Node, find: Find) -> None:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
         below: Iterator[tuple[Place, Node]]
         # Of a list of plain values nothing is made, however long it is.
-        if type(node) is dict and node["t"] in ("dict", "odict"):
+        if type(node) is dict and node["t"] in KEYED:
             todo += [(key, depth + 1, True, place) for key, _ in parts if type(key) in (dict, list)]
             below = (((place, key), value) for key, value in parts if type(value) in (dict, list))
         elif type(node) is dict and node["t"] == "object":
@@ -107,15 +109,25 @@ def _parts(node: Node, find: Find, is_key: bool) -> list[Any]:
         if node["k"] == "module" and not is_dict:
             raise ValueError("a module that is no dict")
         return [value]
-    if tag in ("dict", "odict", "tuple", "set", "frozenset"):
+    if tag == "defaultdict":
+        _check_factory(node["f"])
+    if tag in (*KEYED, "tuple", "set", "frozenset"):
         if type(value) is not list:
             raise ValueError(f"a `{tag}` of {_shown(value)}")
-        if tag in ("dict", "odict"):
+        if tag in KEYED:
             if not all(type(pair) is list and len(pair) == 2 for pair in value):
                 raise ValueError(f"a `{tag}` that is not made of pairs")
         return value
     _check_plain(tag, node)
     return []
+
+
+def _check_factory(name: Any) -> None:
+    """Whether a defaultdict makes what this version knows."""
+    if not isinstance(name, str):
+        raise ValueError(f"a `defaultdict` of {_shown(name)}")
+    if name not in FACTORIES:
+        raise CheckpointInvalid(f"the state holds a `defaultdict` of `{_shown(name)}`, which this version does not know")
 
 
 def _check_plain(tag: str, node: Node) -> None:

@@ -21,6 +21,7 @@ from ._errors import (
     CheckpointWarning,
 )
 from ._grammar import check_tree
+from ._keyed import KEYED
 from ._merge import Path, left_by_all, merged, rename, tensor_names
 from ._ranks import Ranks
 from ._pieces import Pieces
@@ -300,7 +301,7 @@ def _find(node: Node, name: str) -> Optional[Node]:
     while todo:
         found, node = todo.pop()
         tag = node.get("t") if isinstance(node, dict) else None
-        if found == name and (tag in ("dict", "odict") or (tag == "object" and node["k"] == "module")):
+        if found == name and (tag in KEYED or (tag == "object" and node["k"] == "module")):
             return node
         todo += named_parts(node, found)
     return None

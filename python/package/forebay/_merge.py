@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Callable, Optional
 
 from ._errors import CheckpointMismatch
+from ._keyed import is_data, pairs_of
 from ._objects import is_stateful
 from ._wrappers import bare
 
@@ -51,7 +52,9 @@ def asked(node: Node, live: Any, known: Known, left: list[Path], path: Path = ("
         if node["k"] not in ("module", "optimizer") or not is_stateful(live):
             return node
         return {**node, "v": _asked_of_object(node["v"], known(live, node, path), left, path)}
-    if tag in ("dict", "odict"):
+    if is_data(node):
+        return node
+    if pairs_of(node) is not None:
         if not isinstance(live, dict):
             return _asked_of_object(node, known(live, node, path), left, path) if is_stateful(live) else node
         groups = groups_of(node) if _has_groups(live) else None
@@ -105,7 +108,7 @@ def _asked_of_object(node: Node, has: Optional[tuple[str, Any]], left: list[Path
     if has is None:
         return node
     kind, live = has
-    if kind == "module" and tag_of(node) in ("dict", "odict"):
+    if kind == "module" and pairs_of(node) is not None:
         chosen = _chosen(node, live, left, path)
         return {**node, "v": [pair for pair in node["v"] if type(pair[0]) is not str or pair[0] in chosen]}
     groups = groups_of(node) if kind == "optimizer" else None
@@ -181,10 +184,10 @@ def numbered(node: Node, path: Path = ("state",)) -> Iterator[Path]:
         if goes_by_number(node["k"]):
             yield path
         yield from numbered(node["v"], path)
-    elif tag in ("dict", "odict"):
-        if is_numbered(node["v"]):
+    elif (pairs := pairs_of(node)) is not None:
+        if is_numbered(pairs):
             yield path
-        for key, value in node["v"]:
+        for key, value in pairs:
             yield from numbered(value, (*path, key))
     elif isinstance(node, list) or tag == "tuple":
         for index, value in enumerate(node if isinstance(node, list) else node["v"]):
@@ -217,7 +220,7 @@ class _Merger:
             return first
         nodes = [node for _, node in held]
         tags = {tag_of(node) for node in nodes}
-        if tags <= {"dict"} or tags <= {"odict"}:
+        if tags <= {"dict"} or tags <= {"odict"} or _are_named(nodes):
             if all(groups_of(node) is not None for node in nodes):
                 return self._optimizer(held, path)
             items = [(rank, node["v"]) for rank, node in held]
@@ -272,7 +275,7 @@ class _Merger:
         if self._first_counts:
             return first
         other = next(other for other, node in held[1:] if not self._is_same(first, node))
-        is_dict = tag_of(first) in ("dict", "odict")
+        is_dict = pairs_of(first) is not None and not is_data(first)
         by_number = is_dict or (tag_of(first) == "object" and goes_by_number(first["k"]))
         return {"t": MARK, "path": path, "ranks": [rank, other], "hint": _BY_NUMBER if by_number else _OWN}
 
@@ -339,6 +342,12 @@ def _has_groups(live: dict[Any, Any]) -> bool:
     if not isinstance(live.get("state"), dict) or not isinstance(groups, list):
         return False
     return all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+
+
+def _are_named(nodes: list[Node]) -> bool:
+    """Whether all are of one kind of defaultdict, whose keys are names."""
+    kinds = {(tag_of(node), node["f"] if tag_of(node) == "defaultdict" else None) for node in nodes}
+    return len(kinds) == 1 and tag_of(nodes[0]) == "defaultdict" and not all(map(is_data, nodes))
 
 
 def _as_dict(pairs: list[list[Node]]) -> Node:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Callable, Union
 
 from ._errors import CheckpointInvalid
+from ._keyed import pairs_of
 
 Node = Any
 Path = tuple[Union[str, int], ...]
@@ -60,7 +61,7 @@ def _items(node: Node) -> Any:
         return None
     if node.get("t") == "object":
         return _items(node["v"])
-    return node["v"] if node.get("t") in ("dict", "odict") else None
+    return pairs_of(node)
 
 
 def _is_entry(node: Node) -> bool:

@@ -8,11 +8,13 @@ bytes leaves tensors that hold anything, and all else as it was.
 from __future__ import annotations
 
 import fnmatch
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Callable, Iterator, Optional
 
 from ._errors import CheckpointMismatch
+from ._keyed import FACTORIES, KEYED, TAGS, is_data
 from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, refuse_meta, shape_of, torch_module
 from ._merge import MARK, Path, asked, goes_by_number, is_numbered, refuse_mark, shown, tag_of, tensor_names
 from ._objects import Pairs, give_state, is_stateful, state_of
@@ -51,8 +53,7 @@ class Placer:
         self._in_place: dict[str, Callable[[Node, Any, str, str], None]] = {
             "tensor": self._place_tensor,
             "array": self._place_array,
-            "dict": self._place_items,
-            "odict": self._place_items,
+            **dict.fromkeys(KEYED, self._place_items),
         }
 
     def plan(self, node: Node, left: Optional[list[Path]] = None) -> None:
@@ -116,6 +117,8 @@ class Placer:
             node = node["v"]
             if self._wants(f"{name}."):
                 return True
+        elif is_data(node) and self._wants(f"{name}."):
+            return True
         return any(self._wants_any(value, below) for below, value in named_parts(node, name))
 
     def apply(self) -> None:
@@ -139,7 +142,8 @@ class Placer:
             # Refused once all else is found to fit.
             return self._later(node)
         # An empty dict or list that the program holds is filled.
-        is_dict, is_list = tag in ("dict", "odict") and isinstance(live, dict), isinstance(node, list) and isinstance(live, list)
+        is_dict = isinstance(live, dict) and (tag in ("dict", "odict") or TAGS.get(type(live)) == tag)
+        is_list = isinstance(node, list) and isinstance(live, list)
         if self._is_blank(live) and not is_dict and not is_list:
             return self._later(self._new(node, path, name))
         if tag == "object":
@@ -147,7 +151,7 @@ class Placer:
                 raise _mismatch(path, "an object with a state", live)
             self._place_object(node, live, path, name)
             return None
-        if tag in ("dict", "odict") and is_stateful(live) and not isinstance(live, dict):
+        if tag in KEYED and is_stateful(live) and not isinstance(live, dict):
             self._place_object(self._as_object(node, live, path), live, path, name)
             return None
         in_place = self._in_place.get(tag or "")
@@ -283,8 +287,9 @@ class Placer:
     def _place_items(self, node: Node, live: Any, path: str, name: str) -> None:
         if not isinstance(live, dict):
             raise _mismatch(path, "a dict", live)
+        _check_factory(node, live, path)
         saved = {self._builder.build(key): value for key, value in node["v"]}
-        has = live
+        has, are_data = live, is_data(node) and TAGS.get(type(live)) == node["t"]
         if self._only is not None:
             saved = {key: value for key, value in saved.items() if self._wants_any(value, _join(name, str(key)))}
             has = {key: value for key, value in live.items() if key in saved or self._wants(_join(name, str(key)))}
@@ -293,6 +298,12 @@ class Placer:
                 new = self._later(self._new(value, f"{path}[{key!r}]", _join(name, str(key))))
                 self._copies.append(partial(_set, live, key, new))
             return
+        then = self._exchange(live, saved, has) if are_data else None
+        if are_data:
+            saved, has = (
+                {key: value for key, value in saved.items() if key in has},
+                {key: value for key, value in has.items() if key in saved or _has_parts(value)},
+            )
         for what, keys in _differences(saved, has):
             raise CheckpointMismatch(f"{path}: {what} {keys}")
         if is_numbered(saved.items()):
@@ -301,6 +312,14 @@ class Placer:
             make = self._place(value, live[key], f"{path}[{key!r}]", _join(name, str(key)))
             if make is not None:
                 self._copies.append(partial(_set, live, key, make))
+        if then is not None:
+            self._copies.append(then)
+
+    def _exchange(self, live: dict[Any, Any], saved: dict[Any, Node], has: dict[Any, Any]) -> Callable[[], Any]:
+        """What brings keys that are data to those that were saved."""
+        new = {key: self._later(value) for key, value in saved.items() if key not in has}
+        gone = [key for key in has if key not in saved]
+        return partial(_give_keys, live, new, gone, list(saved))
 
     def _place_sequence(self, node: Node, live: Any, path: str, name: str) -> Optional[Callable[[], Any]]:
         parts = node if isinstance(node, list) else node["v"]
@@ -395,6 +414,20 @@ def _refuse_meta_module(live: Any, path: str) -> None:
                 refuse_meta(value, f"{path}.{key}")
 
 
+def _check_factory(node: Node, live: Any, path: str) -> None:
+    """Whether a live defaultdict makes what the saved one made."""
+    if node["t"] == "defaultdict" and type(live) is defaultdict and live.default_factory is not FACTORIES[node["f"]]:
+        made = getattr(live.default_factory, "__qualname__", live.default_factory)
+        raise CheckpointMismatch(f"{path}: a defaultdict of {node['f']} was saved, the state has one of {made}")
+
+
+def _has_parts(live: Any) -> bool:
+    """Whether tensors, arrays or objects with a state lie in a live value."""
+    if isinstance(live, (dict, list, tuple)):
+        return any(map(_has_parts, live.values() if isinstance(live, dict) else live))
+    return torch_like(live) or is_stateful(live)
+
+
 def is_empty(value: Any) -> bool:
     """Whether a value is an empty dict."""
     return isinstance(value, dict) and not value
@@ -411,7 +444,7 @@ def torch_like(value: Any) -> bool:
 def named_parts(node: Node, name: str) -> Iterator[tuple[str, Node]]:
     """The entries of a container of the tree, and their names."""
     tag = node.get("t") if isinstance(node, dict) else None
-    if tag in ("dict", "odict"):
+    if tag in KEYED:
         for key, value in node["v"]:
             # As the saving side names them; keys of other kinds have no pattern's names.
             yield _join(name, str(key)), value
@@ -426,6 +459,18 @@ def _join(name: str, part: str) -> str:
 
 def _set(container: Any, key: Any, make: Callable[[], Any]) -> None:
     container[key] = make()
+
+
+def _give_keys(live: dict[Any, Any], new: dict[Any, Callable[[], Any]], gone: list[Any], order: list[Any]) -> None:
+    """Brings the keys of a dict to those that were saved, and into their order where no others are left."""
+    for key in gone:
+        del live[key]
+    # A Counter's own ways to be changed count.
+    dict.update(live, {key: make() for key, make in new.items()})
+    if live.keys() == set(order):
+        ordered = [(key, live[key]) for key in order]
+        live.clear()
+        dict.update(live, ordered)
 
 
 def _mismatch(path: str, saved: str, live: Any) -> CheckpointMismatch:

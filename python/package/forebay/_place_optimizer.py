@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from ._errors import CheckpointError, CheckpointMismatch
+from ._keyed import pairs_of
 from ._leaf import local_parts, refuse_meta, torch_dtype, torch_module
 from ._merge import Groups, differing_option, goes_by_number, groups_of, tag_of
 from ._objects import APART, Pairs, state_to_fill
@@ -129,8 +130,7 @@ class OptimizerPlacer:
 
     def _entries(self, node: Node) -> dict[Any, Node]:
         """What a dict of the tree has; nothing where it is something else."""
-        pairs = node["v"] if tag_of(node) in ("dict", "odict") else ()
-        return {self._builder.build(key): value for key, value in pairs}
+        return {self._builder.build(key): value for key, value in pairs_of(node) or ()}
 
 
 def taken(live: Any, pairs: Pairs, path: str, by_names: bool = True) -> tuple[str, Any]:

@@ -9,6 +9,7 @@ import struct
 from typing import Any, Callable
 
 from ._errors import CheckpointInvalid
+from ._keyed import FACTORIES
 from ._leaf import SIZES, torch_dtype
 from ._tensors import Node, Tensors
 
@@ -100,6 +101,9 @@ _BUILDERS: dict[str, Callable[[Builder, Node], Any]] = {
     "complex": lambda builder, node: complex(*builder.build(node["v"])),
     "dict": lambda builder, node: dict(builder._items(node)),
     "odict": lambda builder, node: collections.OrderedDict(builder._items(node)),
+    # One that is given pairs counts these.
+    "counter": lambda builder, node: collections.Counter(dict(builder._items(node))),
+    "defaultdict": lambda builder, node: collections.defaultdict(FACTORIES[node["f"]], builder._items(node)),
     "tuple": lambda builder, node: tuple(builder.build(node["v"])),
     "set": lambda builder, node: set(builder.build(node["v"])),
     "frozenset": lambda builder, node: frozenset(builder.build(node["v"])),

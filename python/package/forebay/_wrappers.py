@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Optional
 
+from ._keyed import is_data, pairs_of
 from ._leaf import torch_module
 
 Node = Any
@@ -28,7 +29,7 @@ def fitted(node: Node, live: Any, names_of: Callable[[Any], Iterable[Any]]) -> N
     if tag == "tuple":
         parts = _fitted_parts(node["v"], live, names_of)
         return node if parts is node["v"] else {**node, "v": parts}
-    if tag not in ("dict", "odict"):
+    if pairs_of(node) is None or is_data(node):
         return node
     if not isinstance(live, dict):
         torch = torch_module()
