@@ -8,6 +8,7 @@ the state, and one that has more to tell than torch's functions take.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Iterator, Optional
 
 from ._leaf import torch_module
@@ -61,7 +62,7 @@ class Pairs:
             return False
         if isinstance(value, torch.optim.Optimizer):
             value = self.module_of(value)
-        return isinstance(value, torch.nn.parallel.DistributedDataParallel)
+        return isinstance(uncompiled(value), torch.nn.parallel.DistributedDataParallel)
 
     def parameter_addresses(self) -> frozenset[int]:
         """Where the bytes of the modules' parameters are that only an optimizer's step changes. A module without any that
@@ -73,6 +74,15 @@ class Pairs:
             for parameter in module.parameters()
             if parameter.device.type in ("cpu", "cuda")
         )
+
+
+def uncompiled(value: Any) -> Any:
+    """What `torch.compile` has wrapped, however often; anything else as it is."""
+    # It is imported by whoever compiles, and slow.
+    compiled = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
+    while compiled is not None and isinstance(value, compiled):
+        value = value._orig_mod
+    return value
 
 
 def buffer_addresses(value: Any) -> frozenset[int]:
