@@ -6,9 +6,9 @@
     trainer.train(resume_from_checkpoint=forebay.huggingface.checkpoint(place, "out"))
 
 The callback saves model, optimizer, scheduler, the scale of the loss, the Trainer's own state and its random number
-generators, while the training goes on. `checkpoint` writes a step as the directory that the Trainer resumes from, which is
-also one that `from_pretrained` reads. Under torchrun every process does the same; what all of them hold is stored once. For
-Trainers that shard their models (FSDP, DeepSpeed) there is `forebay.dcp`.
+generators, while the training goes on, each step after it was logged and evaluated. `checkpoint` writes a step as the
+directory that the Trainer resumes from, which is also one that `from_pretrained` reads. Under torchrun every process does the
+same; what all of them hold is stored once. For Trainers that shard their models (FSDP, DeepSpeed) there is `forebay.dcp`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, Optional, Union
 import numpy
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from . import _native
 from . import _options as options
@@ -39,6 +40,9 @@ __all__ = ["Callback", "checkpoint"]
 
 Place = Union[str, "os.PathLike[str]"]
 
+_ENDS = "train_runtime"
+"""What the Trainer logs of a whole training, once that is over and before it loads the best model."""
+
 _PATIENCE_S = 3600.0
 """How long processes wait for the one that writes a checkpoint."""
 
@@ -46,26 +50,36 @@ _PATIENCE_S = 3600.0
 class Callback(TrainerCallback):  # type: ignore[misc]
     """Saves while a Trainer trains, and once more at the end.
 
-    Two things it cannot save as the Trainer does. States of other callbacks (what early stopping has counted) are those of
-    the start of the training, as no callback is told of the others; who resumes them
-    (`restore_callback_states_from_checkpoint`) is warned. And a step is saved before the Trainer evaluates it: what comes
-    of that, such as which step is the best, is saved with the next one.
+    A step is saved when the Trainer is done with it: with its entries of the log, its evaluation, and what followed from
+    that, such as the best metric. One that the training dies in the evaluation of is not saved.
+
+    States of other callbacks (what early stopping has counted) are those of the start of the training, as no callback is
+    told of the others; who resumes them (`restore_callback_states_from_checkpoint`) is warned. With the Trainer they are
+    saved as its own saves have them: `trainer.add_callback(Callback(url, trainer=trainer))`.
 
     Args:
         url: Where the steps lie, as for `Checkpointer`.
         every: Steps from one save to the next; by default the Trainer's `save_steps`.
         keep: As for `Checkpointer`.
         keep_every: As for `Checkpointer`.
+        trainer: The Trainer that it is added to, of whose other callbacks the states are saved, too.
     """
 
     def __init__(
-        self, url: Place, every: Optional[int] = None, *, keep: Optional[int] = None, keep_every: Optional[int] = None
+        self,
+        url: Place,
+        every: Optional[int] = None,
+        *,
+        keep: Optional[int] = None,
+        keep_every: Optional[int] = None,
+        trainer: Optional[Any] = None,
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every is {every}; it is at least 1, or None")
         self._url = bucket_url(url)
         self._every = every
         self._keep = (keep, keep_every)
+        self._trainer = trainer
         self._checkpointer: Optional[Checkpointer] = None
         self._saved: Optional[int] = None
         self._is_due = False
@@ -74,7 +88,8 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
             raise CheckpointInvalid("Trainers that shard their models are not saved by this callback, but by forebay.dcp")
         self._every = self._every or max(int(state.save_steps), 1)
-        _warn_of_callbacks(args, state)
+        if self._trainer is None:
+            _warn_of_callbacks(args, state)
         keep, keep_every = self._keep
         # What the Trainer's processes all have; each has its own random numbers.
         alike = [f"{name}.*" for name in ("model", "optimizer", "scheduler")]
@@ -85,24 +100,31 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         if self._checkpointer is not None:
             self._checkpointer.before_optimizer_step()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Where the Trainer did not log after all.
-        self._save_if_due(state, **kwargs)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._checkpointer is None:
             return
         if self._every and state.global_step % self._every == 0:
+            # The Trainer evaluates it next, and at the end of an epoch again.
             self._is_due = True
-            if not control.should_log:
-                self._save_if_due(state, **kwargs)
         else:
             # Saves nothing, having no schedule; raises what went wrong with earlier saves.
             self._checkpointer.step(state.global_step, None)
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The step's own entry of the log is saved with it.
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Of the next one, whose data may have drawn random numbers: the Trainer resumes its generators behind them, too.
         self._save_if_due(state, **kwargs)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The order of its data is not drawn yet, as it is not where the Trainer resumes the generators.
+        self._save_if_due(state, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self._checkpointer is not None and _ENDS in (logs or ()):
+            # Of that entry a training that goes on knows nothing.
+            self._is_due = self._is_due or self._saved != state.global_step
+            self._save_if_due(dataclasses.replace(state, log_history=state.log_history[:-1]), **kwargs)
+            # What follows may be the best model, in the last one's stead.
+            self._checkpointer.before_optimizer_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_due = self._is_due or self._saved != state.global_step
@@ -115,6 +137,8 @@ class Callback(TrainerCallback):  # type: ignore[misc]
     def _save_if_due(self, state: Any, **kwargs: Any) -> None:
         if self._is_due and self._checkpointer is not None:
             self._is_due = False
+            if self._trainer is not None:
+                state = dataclasses.replace(state, stateful_callbacks=_stateful(self._trainer))
             self._checkpointer.save_now(state.global_step, _state(state, **kwargs))
             self._saved = state.global_step
 
@@ -141,12 +165,17 @@ def checkpoint(url: Place, folder: Place, step: Optional[options.StepName] = Non
     return Ranks(place, None, _PATIENCE_S).first("write a checkpoint", write)
 
 
+def _stateful(trainer: Any) -> list[Any]:
+    """What the Trainer saves the states of: those of its callbacks that have one, and its control's."""
+    return [one for one in (*trainer.callback_handler.callbacks, trainer.control) if isinstance(one, ExportableState)]
+
+
 def _warn_of_callbacks(args: Any, state: Any) -> None:
     # That of the control means nothing beyond a step.
     names = sorted(state.stateful_callbacks.keys() - {"TrainerControl"})
     if names and getattr(args, "restore_callback_states_from_checkpoint", False):
         text = f"what {', '.join(names)} will have counted is not saved: a resume has it as it is now"
-        warnings.warn(f"{text} (hint: the Trainer's own saves hold it)", CheckpointWarning, stacklevel=3)
+        warnings.warn(f"{text} (hint: trainer.add_callback(Callback(url, trainer=trainer)))", CheckpointWarning, stacklevel=3)
 
 
 def _state(state: Any, model: Any, optimizer: Any, lr_scheduler: Any, **others: Any) -> dict[str, Any]:
