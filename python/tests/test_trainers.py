@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import fcntl
 import itertools
 import json
@@ -59,7 +60,7 @@ class Model(pytorch_lightning.LightningModule):  # type: ignore[misc]
 
     def configure_optimizers(self) -> Any:
         optim = torch.optim.AdamW(self.parameters(), lr=0.1)
-        return [optim], [torch.optim.lr_scheduler.StepLR(optim, 1)]
+        return [optim], [torch.optim.lr_scheduler.MultiStepLR(optim, [1, 2, 5])]
 
 
 def fit(folder: Path, epochs: int, source: Any = None) -> Model:
@@ -173,7 +174,7 @@ def put(place: Path, step: int, value: float, scaler: Any = None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if scaler is not None:
         optimizer.scaler = scaler  # type: ignore[attr-defined]
-    state, scheduler = transformers.TrainerState(global_step=step), torch.optim.lr_scheduler.ConstantLR(optimizer)
+    state, scheduler = transformers.TrainerState(global_step=step), torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
     with forebay.Checkpointer(place, rng=False, linger=0) as checkpointer:
         checkpointer.save_now(step, forebay.huggingface._state(state, model, optimizer, scheduler))
 
@@ -312,6 +313,9 @@ def test_the_scale_of_the_loss_is_saved_and_resumed(tmp_path: Path) -> None:
     put(tmp_path / "none", 3, 1.0)
     got(tmp_path / "none", tmp_path / "without")
     assert not (tmp_path / "without" / "checkpoint-3" / "scaler.pt").exists(), "which a Trainer without one would load"
+    # As the Trainer loads it.
+    scheduler = torch.load(tmp_path / "without" / "checkpoint-3" / "scheduler.pt", weights_only=True)
+    assert scheduler["milestones"] == collections.Counter([2, 4]) and type(scheduler["milestones"]) is collections.Counter
 
 
 def test_who_resumes_states_of_callbacks_is_warned_that_they_are_not_saved(tmp_path: Path) -> None:
