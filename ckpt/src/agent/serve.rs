@@ -3,7 +3,8 @@
 //!
 //! What is in memory is held for as long as the trainer allowed, anew from each time that nobody is there who looked at it:
 //! a trainer that restored from it takes it over at its first save, however long it prepares until then. A bound on all
-//! of it lets go where starts restore again and again and never save.
+//! of it lets go where starts restore again and again and never save. Whatever bound passed, what is not settled stays:
+//! whoever looked, and hears that the agent is gone, would write into what is being uploaded.
 //!
 //! One thread reads requests, and afterwards receives successors; one task flushes, see `flusher`, and one writes to this
 //! host's disk, see `disk`.
@@ -36,7 +37,7 @@ use crate::local::PATIENCE;
 
 /// Saves under way at most: two slots of the present arena, two of the one before.
 const MAX_SAVES: usize = 2 * SLOTS;
-/// How often an agent that was asked to end, and may not yet, looks whether it may.
+/// How often an agent that is to end, and may not yet, looks whether it may.
 const GLANCE: Duration = Duration::from_millis(100);
 /// How many times as long as a successor is waited for the memory is held at most, whoever looks at it meanwhile: four hours
 /// where nothing else was asked for, longer than a start compiles.
@@ -85,8 +86,11 @@ fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>, notice: Op
     }
     let flusher = tasks.spawn("flush", Flusher::new(*hello, trainer, copies).settle_all(queue));
     let served = desk.serve(&mut stream);
-    drop(desk);
-    runtime.block_on(flusher)?;
+    let door = desk.close();
+    let flushed = runtime.block_on(flusher);
+    // Only now: whoever looked takes its end for the word that nothing is read any more.
+    drop(door);
+    flushed?;
     if let Some(disk) = disk {
         let end = async {
             tokio::select! {
@@ -140,6 +144,11 @@ impl Desk {
         self.trainer.set_gone();
         heard?;
         self.await_successor()
+    }
+
+    /// Takes no more work, and lets go of what is held; those at the door stay as long as it does.
+    fn close(self) -> Door {
+        self.door
     }
 
     /// Takes requests until the trainer is gone.
@@ -199,8 +208,8 @@ impl Desk {
         self.saves.blocking_send(work).map_err(|_| Error::bug("the flusher is gone"))
     }
 
-    /// Holds what there is until another trainer has it, or none came for long enough, or, once this process was asked to
-    /// end, as long as there are sealed saves that are not in the store.
+    /// Holds what there is until another trainer has it, or none came for long enough, or this process was asked to end; and
+    /// in any case as long as there are sealed saves that are not in the store.
     fn await_successor(&mut self) -> Result<()> {
         if self.holdings.is_empty() || self.linger.is_zero() || !self.door.open() {
             return Ok(());
@@ -209,17 +218,16 @@ impl Desk {
         let mut vigil = Vigil::new(self.linger, clock.now());
         loop {
             let left = vigil.left(clock.now());
-            if left.is_zero() {
-                return Ok(());
-            }
             let was_watched = self.door.is_watched();
             let is_asked = self.notice.as_ref().map(Notice::is_given).transpose()?.unwrap_or(false);
-            if is_asked && !self.trainer.has_open() {
-                tracing::info!("ends, as it was asked to: every sealed save is settled");
+            if (left.is_zero() || is_asked) && !self.trainer.has_open() {
+                if is_asked {
+                    tracing::info!("ends, as it was asked to: every sealed save is settled");
+                }
                 return Ok(());
             }
-            let next = match is_asked {
-                true => self.door.next(left.min(GLANCE), None),
+            let next = match left.is_zero() || is_asked {
+                true => self.door.next(GLANCE, None),
                 false => self.door.next(left, self.notice.as_ref()),
             };
             match next? {

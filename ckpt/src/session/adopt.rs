@@ -2,7 +2,8 @@
 //!
 //! In this order, so that a kill at any moment leaves one agent that holds the steps: the new agent is told of all that
 //! is held, then the old one is told that it may go, then slots are written. Slots whose flush the old one has not
-//! finished wait for it.
+//! finished wait for it, and none is written before the old one has said which these are: where it ends without a word,
+//! the memory is only read from then on, as others may be reading it as well.
 
 use super::predecessor::{PATIENCE, parse, say};
 use super::*;
@@ -105,9 +106,8 @@ impl Session {
         let Some(mut stream) = self.predecessor.take_if(|_| !self.has_succeeded) else { return Ok(()) };
         let answer = match say(&mut stream, &Visit::Succeed).and_then(|()| stream.receive()) {
             Ok(Some((frame, _))) => parse(&frame)?,
-            // It ended by itself.
-            Ok(None) => nothing_more(),
-            Err(_) if stream.readable(Duration::ZERO)? => nothing_more(),
+            Ok(None) => return self.outlive(stream),
+            Err(_) if stream.readable(Duration::ZERO)? => return self.outlive(stream),
             Err(_) => {
                 // It may still be reading: the memory is left to it.
                 (self.arena, self.announced) = (None, None);
@@ -124,6 +124,16 @@ impl Session {
             failed.into_iter().for_each(|(save, error)| self.warn_of_failure(save, Some(error.into())));
             self.free_inherited(|save| !saves.contains(&save));
         }
+        (self.predecessor, self.has_succeeded) = (Some(stream), true);
+        Ok(())
+    }
+
+    /// Goes on after a predecessor whose `stream` ended without a word: it may have handed over to another trainer, or be
+    /// about to end. What it held is held until newer steps are, in other memory.
+    fn outlive(&mut self, stream: FdStream) -> Result<()> {
+        self.arena = None;
+        let inherited = std::mem::take(&mut self.inherited);
+        self.former.extend(inherited.into_iter().filter(|slot| self.goes_on && slot.held().is_some()));
         (self.predecessor, self.has_succeeded) = (Some(stream), true);
         Ok(())
     }
@@ -195,9 +205,4 @@ impl Session {
             self.give_back(slot);
         }
     }
-}
-
-/// What is taken from a predecessor that ended by itself.
-fn nothing_more() -> Reply {
-    Reply::Unsettled { saves: Vec::new(), durable: Vec::new(), failed: Vec::new() }
 }

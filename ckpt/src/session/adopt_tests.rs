@@ -6,6 +6,7 @@ use super::tests::{Fixture, PATIENCE, attach, save, settle, snapshot};
 use super::*;
 use crate::agent::Answer;
 use crate::catalog::{Note, RankKey, begin_run, list_ranks};
+use crate::dtype::Dtype;
 use crate::manifest::Encoding;
 use crate::region::Region;
 use crate::restore::{Target, assemble, read_held};
@@ -225,6 +226,41 @@ fn memory_is_held_while_a_start_that_read_it_lives() {
     end.join().expect("agent").expect("served");
 }
 
+/// A start that looked, and compiled for longer than anything is held, wrote into what was still being uploaded.
+#[test]
+fn memory_that_is_uploaded_is_not_written_however_late_its_successor_comes() {
+    let (mut fixture, place) = (Fixture::new(), place("uploaded"));
+    let mut first = fixture.unattached(None);
+    let linger = Duration::from_millis(10);
+    first.set_linger(Some(Linger { place: place.clone(), for_ms: linger.as_millis() as u64 }));
+    first.set_flush_rate(NonZeroU64::new(8 << 20).expect("some"));
+    let agent = attach(&mut first);
+    let save = save(&mut first, 1, 20 << 20);
+    while matches!(save.progress(), Progress::Sent) {
+        first.take_replies(PATIENCE).expect("replies");
+    }
+    first.disconnect();
+    let found = wait_for(&place);
+    // Far longer than what is in memory is held where nobody looks, and where somebody does.
+    let was_left = found.stream.readable(linger * 60).expect("readable");
+    let mut second = unattached(&mut fixture, &place);
+    second.adopt(found, true).expect("adopt");
+    let own = attach(&mut second);
+    let mut begin = || {
+        let tensor = TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![20 << 20]);
+        second.begin(vec![tensor], TextLength::default(), 1, Duration::ZERO).expect("begin")
+    };
+    let filled = begin().expect("the slot that nothing is in");
+    assert!(begin().is_none(), "the other one is being uploaded");
+    second.abandon(filled);
+    assert!(!was_left, "nobody who looked is let go meanwhile");
+    assert!(second.predecessor.is_some(), "unless this test was held up");
+    agent.join().expect("agent").expect("served");
+    assert_eq!(fixture.load(1, 1), vec![1; 20 << 20]);
+    second.dismiss();
+    own.join().expect("agent").expect("served");
+}
+
 #[test]
 fn a_sealed_step_whose_agent_died_before_it_was_saved_is_told() {
     for goes_on in [true, false] {
@@ -241,6 +277,7 @@ fn a_sealed_step_whose_agent_died_before_it_was_saved_is_told() {
         let (near, far) = FdStream::pair().expect("pair");
         let mut living = std::mem::replace(&mut found.stream, near);
         drop(far);
+        let left = found.held[0].memory.id();
         let mut second = unattached(&mut fixture, &place);
         second.adopt(found, goes_on).expect("adopt");
         let own = attach(&mut second);
@@ -252,6 +289,11 @@ fn a_sealed_step_whose_agent_died_before_it_was_saved_is_told() {
         let fact = "step 7, which a killed trainer had sealed, may not be saved: its agent ended before";
         let rest = if goes_on { "memory alone" } else { "does not go on from it" };
         assert!(warning.starts_with(fact) && warning.contains(rest), "{warning}");
+        assert_eq!(numbers(&second.held()), if goes_on { vec![7, 6] } else { vec![] });
+        // It did not say what it still reads, and nothing is written there.
+        let filled = snapshot(&mut second, 1000, 8);
+        assert_ne!(second.arena.as_ref().expect("arena").memory().id(), left);
+        second.abandon(filled);
         predecessor::say(&mut living, &crate::agent::Visit::Succeed).expect("say");
         agent.join().expect("agent").expect("served");
         second.dismiss();
