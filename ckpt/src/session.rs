@@ -25,16 +25,15 @@ use crate::manifest::{Extra, TextLength};
 use crate::shard::{ShardLayout, TensorSpec};
 
 mod adopt;
+mod pending;
 mod predecessor;
 
+pub use pending::Lost;
+use pending::Pending;
 pub use predecessor::{Part, Predecessor};
 
 /// Warnings kept for the caller at most; later ones are dropped.
 const MAX_WARNINGS: usize = 16;
-
-/// Agents that a save may lose before it is given up, as what may be killing them. One may have been dead by the time it was
-/// given the save.
-const AGENTS_A_SAVE: u32 = 3;
 
 /// What became of a save.
 #[derive(Debug, Clone)]
@@ -93,23 +92,6 @@ impl Save {
     fn set(&self, progress: Progress) {
         *self.progress.lock() = progress;
     }
-}
-
-/// A save on its way, with all that is needed to send it again.
-#[derive(Debug)]
-struct Pending {
-    save: Arc<Save>,
-    /// Holds the step.
-    slot: Slot,
-    /// Agents that were given it.
-    agents: u32,
-}
-
-/// The agent's process ended with saves unsettled.
-#[derive(Debug)]
-pub struct Lost {
-    /// Steps that were not committed yet as far as is known.
-    pub steps: Vec<u64>,
 }
 
 /// A trainer's connection to its agent.
@@ -235,16 +217,7 @@ impl Session {
         if let Some(origin) = self.origin.clone() {
             self.send(&Request::GoOn(origin), None)?;
         }
-        for pending in std::mem::take(&mut self.pending) {
-            if pending.agents < AGENTS_A_SAVE {
-                self.pending.push_back(pending);
-                continue;
-            }
-            let message =
-                format!("{} agents died while they saved step {}", pending.agents, pending.save.step);
-            let hint = "the host may be short of memory; see the agent's log (agent_log=)";
-            self.settle(pending, Err(Error::new(ErrorKind::Unavailable, message).with_hint(hint)));
-        }
+        self.give_up_what_kills();
         for (held, memory) in self.settled_steps() {
             let step = held.name();
             self.send_held(held, &memory, Request::Hold)?;
@@ -254,7 +227,7 @@ impl Session {
         }
         for index in 0..self.pending.len() {
             let pending = &mut self.pending[index];
-            pending.agents += 1;
+            pending.is_given = true;
             let (held, memory) = (pending.slot.held().cloned(), pending.slot.memory().clone());
             if let Some(held) = held {
                 self.send_held(held, &memory, Request::SealAgain)?;
@@ -370,7 +343,7 @@ impl Session {
         let save =
             Arc::new(Save { step, number, progress: Mutex::new(Progress::Sent), times: Mutex::default() });
         let memory = slot.memory().clone();
-        self.pending.push_back(Pending { save: save.clone(), slot, agents: 1 });
+        self.pending.push_back(Pending { save: save.clone(), slot, is_given: true, deaths: 0 });
         // A failure here is the agent's death: the next connection sends the save again.
         self.send_held(held, &memory, Request::Seal).ok();
         Ok(save)
@@ -414,12 +387,6 @@ impl Session {
         if save > self.awaited && self.send(&Request::Await { save }, None).is_ok() {
             self.awaited = save;
         }
-    }
-
-    /// The saves that a dead agent left unsettled; `None` while the agent lives or nothing is unsettled.
-    pub fn lost(&self) -> Option<Lost> {
-        let lost = self.stream.is_none() && !self.pending.is_empty();
-        lost.then(|| Lost { steps: self.pending.iter().map(|pending| pending.save.step).collect() })
     }
 
     /// Whether a save is still under way.

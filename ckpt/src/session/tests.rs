@@ -6,6 +6,7 @@ use forebay_core::ObjectKey;
 use forebay_io::object::{Bucket, BucketUrl, Condition, Faults, StoreSettings};
 use futures::TryStreamExt;
 
+use super::pending::AGENTS_A_SAVE;
 use super::*;
 use crate::agent::{Member, serve};
 use crate::arena::Source;
@@ -257,6 +258,28 @@ fn a_save_that_kills_its_agents_is_given_up() {
     assert_eq!(fixture.steps(), [(1, 9, false)]);
 }
 
+/// Saves are flushed in their order: what came after it was given up with it.
+#[test]
+fn a_save_behind_the_one_that_kills_agents_is_kept() {
+    let mut fixture = Fixture::new();
+    let (mut session, agent) = fixture.session(None);
+    session.disconnect();
+    agent.join().expect("agent").expect("served");
+    let (doomed, behind) = (save(&mut session, 8, 5000), save(&mut session, 9, 5000));
+    for _ in 1..AGENTS_A_SAVE {
+        let (near, far) = FdStream::pair().expect("pair");
+        session.connect(near).expect("connect");
+        drop(far);
+        session.take_replies(PATIENCE).expect("replies");
+    }
+    let agent = attach(&mut session);
+    assert!(matches!(doomed.progress(), Progress::Failed(_)), "tried for ever");
+    assert!(matches!(settle(&mut session, &behind), Progress::Durable), "{:?}", behind.progress());
+    drop(session);
+    agent.join().expect("agent").expect("served");
+    assert_eq!(fixture.steps(), [(1, 9, false)]);
+}
+
 #[test]
 fn bytes_that_changed_after_the_seal_are_in_no_shard() {
     // In one PUT, and in parts, some of which were sent when it was found.
@@ -277,7 +300,7 @@ fn save_what_changed(length: usize) {
     let held = Held::new("x".into(), 0, 1, seal);
     let save =
         Arc::new(Save { step: 1, number: 1, progress: Mutex::new(Progress::Sent), times: Mutex::default() });
-    session.pending.push_back(Pending { save: save.clone(), slot, agents: 1 });
+    session.pending.push_back(Pending { save: save.clone(), slot, is_given: true, deaths: 0 });
     session.send_held(held, &memory, Request::Seal).expect("send");
     let Progress::Failed(error) = settle(&mut session, &save) else { panic!("damage was uploaded") };
     assert_eq!(error.kind(), ErrorKind::Corrupt);
