@@ -299,7 +299,10 @@ impl Session {
             slot = self.take_slot();
         }
         let Some(mut slot) = slot else { return Ok(None) };
-        self.make_ready(&mut slot, layout.size, threads)?;
+        if let Err(error) = self.make_ready(&mut slot, layout.size, threads) {
+            self.give_back(slot);
+            return Err(error);
+        }
         Ok(Some(Snapshot::new(slot, cut, layout)))
     }
 

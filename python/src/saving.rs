@@ -272,7 +272,8 @@ impl Session {
     /// Gives a snapshot up.
     fn abandon(&self, py: Python<'_>, snapshot: &Snapshot) {
         py.detach(|| {
-            if let Ok(snapshot) = snapshot.take() {
+            // Where a copy behind the training failed, which nobody need hear of any more, it is there the second time.
+            if let Ok(snapshot) = snapshot.take().or_else(|_| snapshot.take()) {
                 self.0.lock().abandon(*snapshot);
             }
         });
@@ -310,11 +311,13 @@ impl Session {
 }
 
 type Filled = Result<Box<arena::Snapshot>>;
+/// A snapshot that a thread of ours fills, which lets go of it before it ends: what stops that thread costs no slot.
+type Shared = Arc<Mutex<Option<Box<arena::Snapshot>>>>;
 
 /// Who has the snapshot.
 enum Stage {
     Idle(Box<arena::Snapshot>),
-    Copying(JoinHandle<Filled>),
+    Copying(JoinHandle<Result<()>>, Shared),
     /// The agent has it, of which a signal's exception may have kept the caller from hearing.
     Sealed(Arc<session::Save>),
     Gone,
@@ -325,16 +328,24 @@ enum Stage {
 pub(crate) struct Snapshot(Mutex<Stage>);
 
 impl Snapshot {
-    /// Takes the snapshot out, after the background copy, if there is one.
+    /// Takes the snapshot out, after the background copy, if there is one. What that one failed with is told once, and the
+    /// snapshot stays, to be given up.
     fn take(&self) -> Filled {
         // Bound first, so that the lock is not held while the copy is waited for.
         let stage = std::mem::replace(&mut *self.0.lock(), Stage::Gone);
         match stage {
             Stage::Idle(snapshot) => Ok(snapshot),
-            Stage::Copying(worker) => match worker.join() {
-                Ok(filled) => filled,
-                Err(_) => Err(Error::bug("the copying thread panicked")),
-            },
+            Stage::Copying(worker, shared) => {
+                let copied = worker.join().unwrap_or_else(|_| Err(Error::bug("the copying thread panicked")));
+                let snapshot = shared.lock().take();
+                let snapshot =
+                    snapshot.ok_or_else(|| Error::bug("a snapshot was lost while it was filled"))?;
+                if let Err(error) = copied {
+                    *self.0.lock() = Stage::Idle(snapshot);
+                    return Err(error);
+                }
+                Ok(snapshot)
+            }
             gone => {
                 *self.0.lock() = gone;
                 Err(Error::bug("the snapshot was sealed or given up already"))
@@ -390,11 +401,20 @@ impl Snapshot {
     ) -> PyResult<()> {
         let fetches = away(fetches);
         let started = py.detach(|| {
-            let mut snapshot = self.take()?;
-            let copy = move || snapshot.copy(all(&sources, &fetches), threads).map(|()| snapshot);
-            let worker = std::thread::Builder::new().name("forebay-stage".into()).spawn(copy)?;
-            *self.0.lock() = Stage::Copying(worker);
-            Ok(())
+            let shared: Shared = Arc::new(Mutex::new(Some(self.take()?)));
+            let of_worker = shared.clone();
+            let copy = move || match of_worker.lock().as_mut() {
+                Some(snapshot) => snapshot.copy(all(&sources, &fetches), threads),
+                None => Ok(()),
+            };
+            let started = std::thread::Builder::new().name("forebay-stage".into()).spawn(copy);
+            let (stage, outcome) = match started {
+                Ok(worker) => (Stage::Copying(worker, shared), Ok(())),
+                // There is no thread that has it.
+                Err(error) => (shared.lock().take().map_or(Stage::Gone, Stage::Idle), Err(error.into())),
+            };
+            *self.0.lock() = stage;
+            outcome
         });
         started.or_raise()
     }
@@ -402,14 +422,14 @@ impl Snapshot {
     /// Whether the background copy has ended, if there was one.
     #[getter]
     fn is_copied(&self) -> bool {
-        !matches!(&*self.0.lock(), Stage::Copying(worker) if !worker.is_finished())
+        !matches!(&*self.0.lock(), Stage::Copying(worker, _) if !worker.is_finished())
     }
 
     /// Waits for the background copy.
     fn join(&self, py: Python<'_>) -> PyResult<()> {
         match &*self.0.lock() {
             Stage::Sealed(_) => return Ok(()),
-            Stage::Idle(_) | Stage::Copying(_) | Stage::Gone => {}
+            Stage::Idle(_) | Stage::Copying(..) | Stage::Gone => {}
         }
         py.detach(|| self.with(|_| Ok(()))).or_raise()
     }

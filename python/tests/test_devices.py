@@ -162,6 +162,45 @@ def test_what_the_driver_refuses_is_told(driver: Path, tmp_path: Path, call: str
     assert forebay.load(tmp_path, step=2)["big"].tolist() == [1.0] * 5000
 
 
+def test_a_copy_behind_the_training_that_fails_costs_no_slot(driver: Path, tmp_path: Path) -> None:
+    """The slot was lost with the copy, and a later save waited for ever."""
+    told = run(
+        driver,
+        tmp_path,
+        """
+        from forebay import _saver
+        warnings.simplefilter("default")
+        plain, failing = _saver.check_unchanged, {2, 3}
+
+        def check_unchanged(step, leaves):
+            # Between what is copied before a save returns and what is copied behind the training.
+            if step in failing:
+                failing.remove(step)
+                fake.fake_fail(b"cuEventSynchronize", 999)
+            plain(step, leaves)
+
+        _saver.check_unchanged = check_unchanged
+        model = torch.nn.Linear(100, 50)
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = {"model": model, "optimizer": optimizer}
+        with forebay.Checkpointer(url, every=1) as checkpointer:
+            for step in range(1, 5):
+                model(torch.ones(2, 100)).sum().backward()
+                try:
+                    checkpointer.before_optimizer_step()
+                except forebay.CheckpointError as error:
+                    print(step - 1, error)
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step(step, state)
+            checkpointer.save_now(9, state).wait_durable()
+        """,
+    )
+    failed = "cuEventSynchronize failed: CUDA_ERROR_UNKNOWN (999)"
+    assert told.splitlines() == [f"2 {failed}", f"3 {failed}"]
+    assert {number for number in (1, 4, 9) if forebay.load(tmp_path, step=number)} == {1, 4, 9}
+
+
 def test_a_missing_driver_leaves_the_copying_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from forebay import _devices, _flatten, _leaf
 

@@ -9,6 +9,8 @@ mod snapshot;
 pub use copy::{Job, Source, copy};
 pub(crate) use held::attempt_of;
 pub use held::{Held, HeldStep, Seal, manifest_of};
+#[cfg(test)]
+pub(crate) use slots::LACKS_MEMORY;
 pub(crate) use slots::SLOTS;
 pub use slots::{Arena, Slot};
 pub(crate) use snapshot::Cut;

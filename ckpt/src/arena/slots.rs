@@ -36,6 +36,12 @@ pub struct Slot {
     held: Option<Box<Held>>,
 }
 
+#[cfg(test)]
+thread_local! {
+    /// Whether the host lacks the memory that this thread has faulted in next.
+    pub(crate) static LACKS_MEMORY: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
 fn no_memory(bytes: usize, error: &forebay_core::Error) -> forebay_core::Error {
     let message = format!("no memory for a snapshot of {bytes} bytes: {error}");
     forebay_core::Error::new(ErrorKind::NoSpace, message)
@@ -147,6 +153,10 @@ impl Slot {
         let bytes = bytes.min(self.mapping.len());
         if bytes <= self.populated {
             return Ok(());
+        }
+        #[cfg(test)]
+        if LACKS_MEMORY.take() {
+            return Err(no_memory(bytes, &forebay_core::Error::bug("a test has it so")));
         }
         let missing = &mut self.mapping[self.populated..bytes];
         let part = missing.len().div_ceil(threads.max(1)).next_multiple_of(SLOT_ALIGNMENT);

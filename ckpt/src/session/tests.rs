@@ -9,7 +9,7 @@ use futures::TryStreamExt;
 use super::pending::AGENTS_A_SAVE;
 use super::*;
 use crate::agent::{Member, serve};
-use crate::arena::Source;
+use crate::arena::{LACKS_MEMORY, Source};
 use crate::catalog::{
     Keep, KnownShards, LEAST_AGE, Note, RankKey, Removed, Start, StepKey, StepName, begin_run,
     collect_garbage, list_steps, load_manifest, pin, put_alive, put_failed, put_intent, remove_steps, retain,
@@ -323,6 +323,22 @@ fn without_a_free_slot_a_save_waits_or_is_skipped() {
     session.abandon(second);
     let third = save(&mut session, 3, 10);
     assert!(matches!(settle(&mut session, &third), Progress::Durable));
+}
+
+/// The slot was lost with the snapshot that it was for, and later saves waited for ever.
+#[test]
+fn a_snapshot_without_memory_costs_no_slot() {
+    let mut fixture = Fixture::new();
+    let (mut session, _agent) = fixture.session(None);
+    let first = save(&mut session, 1, 10);
+    assert!(matches!(settle(&mut session, &first), Progress::Durable));
+    session.keep(session.held().into_iter().next());
+    let tensors = || vec![TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![10])];
+    LACKS_MEMORY.set(true);
+    let refused = session.begin(tensors(), TextLength::default(), 1, Duration::ZERO).expect_err("no memory");
+    assert_eq!(refused.kind(), ErrorKind::NoSpace);
+    let begun = session.begin(tensors(), TextLength::default(), 1, Duration::ZERO).expect("begin");
+    assert!(begun.is_some(), "in the slot without the step that is kept");
 }
 
 /// It was committed and told durable, and nobody could read it.
