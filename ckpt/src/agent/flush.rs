@@ -18,9 +18,8 @@ use super::source::Source;
 use super::{Member, Seal};
 use crate::arena::Held;
 use crate::catalog::{
-    self, Note, RankKey, Round, Run, StepKey, abort_uploads_to, commit, expect_commit, failure_of,
-    forget_notes, forget_ranks, list_notes_of, list_ranks, load_manifest, merge_ranks, put_intent, put_rank,
-    saved_already,
+    Note, RankKey, Round, Run, StepKey, abort_uploads_to, failure_of, forget_notes, forget_ranks,
+    is_commit_of, list_notes_of, list_ranks, load_manifest, merge_ranks, put_intent, put_rank, try_commit,
 };
 use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 use crate::trees;
@@ -69,6 +68,16 @@ impl Stored {
     pub(super) fn uploaded(&self) -> u64 {
         self.part.shards[0].size
     }
+}
+
+/// What became of a save that was brought there.
+pub(super) enum Outcome {
+    /// It is committed.
+    Durable,
+    /// It never will be, as the job's other ranks tell.
+    Refused(Error),
+    /// Another save has its step: a manifest that was read says so. Nothing else is a reason to delete anything.
+    Taken,
 }
 
 /// Brings a sealed shard to the bucket, or what of it is not there since `base`, and looks at it meanwhile.
@@ -201,37 +210,34 @@ async fn look_at(
     Ok(())
 }
 
-/// Tells the job's other ranks of a part that was stored.
+/// Tells the job's other ranks of a part that was stored; not where this start committed the step already, with other
+/// content.
 ///
 /// # Errors
-/// `Unavailable` when it is to be tried again; `Conflict` when this start committed the step already, with other
-/// content.
+/// `Unavailable` when it is to be tried again.
 pub(super) async fn publish(
     bucket: &Bucket,
     run: &Run,
     member: Option<&Member>,
     part: &Manifest,
-) -> Result<()> {
-    let Some(member) = member else { return Ok(()) };
+) -> Result<bool> {
+    let Some(member) = member else { return Ok(true) };
     match bucket.head(&member.save(part.step).object()).await? {
-        None => put_rank(bucket, run, member.rank, part).await,
-        Some(_) => expect_part(bucket, member, part).await,
+        None => put_rank(bucket, run, member.rank, part).await.map(|()| true),
+        Some(_) => holds_part(bucket, member, part).await,
     }
 }
 
-/// A step that is there already holds this rank's part of the same save: an agent that died brought it there. Else it is
-/// another save of this start under the same number.
-async fn expect_part(bucket: &Bucket, member: &Member, part: &Manifest) -> Result<()> {
+/// Whether a step that is there already holds this rank's part of the same save: an agent that died brought it there. Else
+/// it is another save of this start under the same number.
+async fn holds_part(bucket: &Bucket, member: &Member, part: &Manifest) -> Result<bool> {
     let there = load_manifest(bucket, &member.save(part.step)).await?;
     let save = |shard: &Shard| ShardKey::parse(&shard.key).map(|key| (key.step, key.rank, key.save));
-    if there.shards.iter().any(|shard| save(shard) == save(&part.shards[0])) {
-        return Ok(());
-    }
-    Err(saved_already(part.step))
+    Ok(there.shards.iter().any(|shard| save(shard) == save(&part.shards[0])))
 }
 
-/// Commits the step whose part was stored, or waits until the job's other ranks allow that; gives an error where they
-/// never will, as they tell in `round`.
+/// Commits the step whose part was stored, or waits until the job's other ranks allow that, or tell in `round` that they
+/// never will.
 ///
 /// # Errors
 /// `Unavailable` when it is to be tried again.
@@ -242,19 +248,21 @@ pub(super) async fn settle(
     member: Option<&Member>,
     stored: &Stored,
     round: Option<Round>,
-) -> Result<Result<()>> {
+) -> Result<Outcome> {
     let part = &stored.part;
     if let Some(member) = member {
         return commit_together(clock, bucket, member, part, round).await;
     }
     if let Err(error) = trees::check(part) {
-        return Ok(Err(error));
+        return Ok(Outcome::Refused(error));
     }
-    commit(bucket, run, part).await?;
+    if try_commit(bucket, run, part).await?.is_none() {
+        return Ok(Outcome::Taken);
+    }
     if stored.has_notes {
         forget_notes(bucket, &run.save(part.step), rank_of(member)).await?;
     }
-    Ok(Ok(()))
+    Ok(Outcome::Durable)
 }
 
 /// Waits until every rank stored its part, and commits the step when it is this rank's turn, unless another rank's agent
@@ -265,7 +273,7 @@ async fn commit_together(
     member: &Member,
     part: &Manifest,
     round: Option<Round>,
-) -> Result<Result<()>> {
+) -> Result<Outcome> {
     let (step, save) = (part.step, member.save(part.step));
     let mut late = None;
     let mut deadline = clock.now() + RANKS_PATIENCE;
@@ -273,7 +281,8 @@ async fn commit_together(
     let (mut complete, mut rest) = (None, pauses(member.world_size));
     loop {
         if bucket.head(&save.object()).await?.is_some() {
-            return expect_commit(bucket, &save, &part.commit).await.map(Ok);
+            let is_own = is_commit_of(bucket, &save, &part.commit).await?;
+            return Ok(if is_own { Outcome::Durable } else { Outcome::Taken });
         }
         let notes = list_notes_of(bucket, &save).await?;
         let of = |note: Note| notes.iter().filter(move |(key, _)| key.note == note);
@@ -282,7 +291,8 @@ async fn commit_together(
             (seen, deadline) = (signs, clock.now() + RANKS_PATIENCE);
         }
         let refused = |why: String| {
-            Ok(Err(Error::new(ErrorKind::Unavailable, format!("step {step} was not saved: {why}"))))
+            let message = format!("step {step} was not saved: {why}");
+            Ok(Outcome::Refused(Error::new(ErrorKind::Unavailable, message)))
         };
         if let Some((failed, _)) = of(Note::Failed(round)).next() {
             let rank = failed.rank;
@@ -299,11 +309,11 @@ async fn commit_together(
             may_wait = clock.now().since(since) < turn(&stored, member.rank);
             if !may_wait {
                 match commit_whole(bucket, member, &save, &part.commit, &mut late).await {
-                    Ok(true) => return Ok(Ok(())),
-                    Ok(false) => {}
+                    Ok(Some(outcome)) => return Ok(outcome),
+                    Ok(None) => {}
                     // Another agent just committed the step and took the indexes away.
                     Err(error) if error.kind() == ErrorKind::NotFound => continue,
-                    Err(error) if error.kind() == ErrorKind::Invalid => return Ok(Err(error)),
+                    Err(error) if error.kind() == ErrorKind::Invalid => return Ok(Outcome::Refused(error)),
                     Err(error) => return Err(error),
                 }
             }
@@ -318,20 +328,23 @@ async fn commit_together(
     }
 }
 
-/// Commits a step all of whose indexes are there; whether they are all of the round of `commit`.
+/// Commits a step all of whose indexes are there, where they are all of the round of `commit`.
 async fn commit_whole(
     bucket: &Bucket,
     member: &Member,
     save: &StepKey,
     commit: &str,
     late: &mut Option<u32>,
-) -> Result<bool> {
-    // Listed before the commit, and with what earlier steps left.
+) -> Result<Option<Outcome>> {
     let merged = merge_ranks(bucket, save, member.world_size, commit, late).await?;
-    let Some(manifest) = merged else { return Ok(false) };
+    let Some(manifest) = merged else { return Ok(None) };
+    // Listed before the commit, and with what earlier steps left.
     let keys = list_ranks(bucket).await?;
-    catalog::commit(bucket, &member.run, &manifest).await?;
-    forget_ranks(bucket, &keys, save).await.map(|()| true)
+    if try_commit(bucket, &member.run, &manifest).await?.is_none() {
+        return Ok(Some(Outcome::Taken));
+    }
+    forget_ranks(bucket, &keys, save).await?;
+    Ok(Some(Outcome::Durable))
 }
 
 /// The pauses between a rank's looks for the others: short at first, and in the end as long as so many ranks allow.

@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use super::base::Base;
 use super::copy::{Copy, Settled};
 use super::disk::Copies;
-use super::flush::{Given, Save, Stored, discard, publish, settle, store};
+use super::flush::{Given, Outcome, Save, Stored, discard, publish, settle, store};
 use super::patience::{GIVE_UP_AFTER, Patience};
 use super::protocol::now_us;
 use super::source::{Disk, Source};
@@ -26,7 +26,7 @@ use crate::arena::{HeldStep, attempt_of};
 use crate::catalog::begin_run;
 use crate::catalog::{
     Alive, KnownShards, Round, Run, Start, begin_run_unless, find_run, put_failed, refuse_if_superseded,
-    retain, superseded_by,
+    retain, saved_already, superseded_by,
 };
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
@@ -261,7 +261,7 @@ impl Flusher {
                     progress.begun_anew += 1;
                     continue;
                 }
-                other => break other.flatten(),
+                other => break other,
             };
             // Only between tries: an upload that works is never cut.
             let (now, got_on) = (self.clock.now(), progress.milestone() != milestone);
@@ -270,13 +270,19 @@ impl Flusher {
             self.trainer.tell(&Reply::Warning { message });
             self.clock.sleep(pause).await;
         };
-        let is_refused = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Conflict);
-        let outcome = outcome.map_err(|error| explain(error, save.held.seal.step));
-        let Some(stored) = progress.stored else { return outcome.map(|()| 0) };
-        if let (true, Some((bucket, run))) = (is_refused, &self.target) {
-            discard(bucket, run, self.hello.member.as_ref(), &stored).await;
-        }
+        let step = save.held.seal.step;
+        let outcome = match outcome.map_err(|error| explain(error, step))? {
+            Outcome::Durable => Ok(()),
+            Outcome::Refused(error) => Err(error),
+            Outcome::Taken => {
+                if let (Some(stored), Some((bucket, run))) = (&progress.stored, &self.target) {
+                    discard(bucket, run, self.hello.member.as_ref(), stored).await;
+                }
+                Err(saved_already(step))
+            }
+        };
         outcome?;
+        let Some(stored) = progress.stored else { return Ok(0) };
         let uploaded = stored.uploaded();
         self.go_on_from(save, stored.part);
         Ok(uploaded)
@@ -300,11 +306,11 @@ impl Flusher {
         }
     }
 
-    /// Tries it once; gives an error inside where it is refused for good.
+    /// Tries it once.
     ///
     /// # Errors
     /// `Unavailable` when it is to be tried again.
-    async fn try_flush(&mut self, save: &Save, progress: &mut Progress) -> Result<Result<()>> {
+    async fn try_flush(&mut self, save: &Save, progress: &mut Progress) -> Result<Outcome> {
         if self.target.is_none() {
             self.open().await?;
         }
@@ -317,7 +323,7 @@ impl Flusher {
             }
         };
         if self.heir_of.is_some() && bucket.head(&run.save(save.held.seal.step).object()).await?.is_some() {
-            return Ok(Ok(()));
+            return Ok(Outcome::Durable);
         }
         let (member, round) = (self.hello.member.as_ref(), self.round(save.held.seal.round));
         let stored = match &mut progress.stored {
@@ -340,7 +346,9 @@ impl Flusher {
             }
         };
         if !progress.is_published {
-            publish(bucket, run, member, &stored.part).await?;
+            if !publish(bucket, run, member, &stored.part).await? {
+                return Ok(Outcome::Taken);
+            }
             progress.is_published = true;
             if self.heir_of.is_none() {
                 self.trainer.tell(&Reply::Stored { save: save.held.seal.save, at_us: now_us(&self.clock) });
@@ -430,6 +438,8 @@ fn explain(error: Error, step: u64) -> Error {
 
 #[cfg(test)]
 mod alive_tests;
+#[cfg(test)]
+mod commit_tests;
 #[cfg(test)]
 mod delta_tests;
 #[cfg(test)]

@@ -6,26 +6,42 @@ use forebay_io::object::{Bucket, Condition};
 use super::{Run, StepKey};
 use crate::manifest::Manifest;
 
-/// Makes the step exist. Whether an answer was lost or another writer came first is settled by reading back: an agent of
-/// the same save that died may have committed it, even with its bytes in other shards.
+/// Makes the step exist.
 ///
 /// # Errors
 /// `Conflict` when this start of the run saved the step already, with other content.
 pub async fn commit(bucket: &Bucket, run: &Run, manifest: &Manifest) -> Result<ObjectKey> {
+    try_commit(bucket, run, manifest).await?.ok_or_else(|| saved_already(manifest.step))
+}
+
+/// As [`commit`]; nothing where another save has the step, as its manifest says. Whether an answer was lost or another
+/// writer came first is settled by reading back: an agent of the same save that died may have committed it, even with its
+/// bytes in other shards.
+///
+/// # Errors
+/// `Unavailable` where it could not be read whose the step is, `Corrupt` where it is damaged: it may be this very save's.
+pub(crate) async fn try_commit(bucket: &Bucket, run: &Run, manifest: &Manifest) -> Result<Option<ObjectKey>> {
     let key = run.save(manifest.step).object();
     let data = manifest.encode()?;
     let error = match bucket.put(&key, data.clone(), Condition::IfAbsent).await {
-        Ok(_) => return Ok(key),
+        Ok(_) => return Ok(Some(key)),
         // The name is this start's alone, so that an unconditional put cannot hide another's manifest.
         Err(error) if error.kind() == ErrorKind::Unsupported => {
             bucket.put(&key, data, Condition::Always).await?;
-            return Ok(key);
+            return Ok(Some(key));
         }
         Err(error) => error,
     };
     match bucket.get_whole(&key).await {
-        Ok((found, _)) if found == data || is_commit(&found, &manifest.commit) => Ok(key),
-        Ok(_) => Err(saved_already(manifest.step)),
+        Ok((found, _)) if found == data => Ok(Some(key)),
+        Ok((found, _)) => match Manifest::decode(&found) {
+            Ok(found) => Ok((found.commit == manifest.commit).then_some(key)),
+            Err(fault) => Err(Error::from(fault).context(format!("`{key}`"))),
+        },
+        Err(unread) if error.kind() == ErrorKind::Conflict => {
+            let message = format!("step {} is there, and whose could not be read: {unread}", manifest.step);
+            Err(Error::new(ErrorKind::Unavailable, message).with_source(unread))
+        }
         Err(_) => Err(error),
     }
 }
@@ -33,18 +49,17 @@ pub async fn commit(bucket: &Bucket, run: &Run, manifest: &Manifest) -> Result<O
 /// Looks whether a step that is there is what another agent of the same save committed.
 ///
 /// # Errors
-/// `Conflict` when it is another save's, `Corrupt` when its first bytes are damaged: no more of it is read.
-pub(crate) async fn expect_commit(bucket: &Bucket, save: &StepKey, commit: &str) -> Result<()> {
+/// `Corrupt` when its first bytes are damaged: no more of it is read.
+pub(crate) async fn is_commit_of(bucket: &Bucket, save: &StepKey, commit: &str) -> Result<bool> {
     let key = save.object();
     let head = match bucket.get(&key, None, 0..Manifest::HEAD_BYTES as u64).await {
         Ok(head) => head,
         // It was there: a later start had no use for it.
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),
         Err(error) => return Err(error),
     };
     match Manifest::commit_at_head(&head) {
-        Some(found) if found == commit => Ok(()),
-        Some(_) => Err(saved_already(save.step)),
+        Some(found) => Ok(found == commit),
         None => Err(Error::corrupt(format!("`{key}` is no manifest"))),
     }
 }
@@ -53,8 +68,4 @@ pub(crate) async fn expect_commit(bucket: &Bucket, save: &StepKey, commit: &str)
 pub(crate) fn saved_already(step: u64) -> Error {
     let message = format!("step {step} was saved already in this run");
     Error::new(ErrorKind::Conflict, message).with_hint("a step is saved once")
-}
-
-fn is_commit(data: &[u8], commit: &str) -> bool {
-    Manifest::decode(data).is_ok_and(|found| found.commit == commit)
 }

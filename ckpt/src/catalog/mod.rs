@@ -28,7 +28,7 @@ pub(crate) use alive::Alive;
 #[cfg(test)]
 pub(crate) use alive::EVERY;
 pub use commit::commit;
-pub(crate) use commit::{expect_commit, saved_already};
+pub(crate) use commit::{is_commit_of, saved_already, try_commit};
 pub use gc::{Garbage, collect_garbage};
 pub use keys::{StepKey, incarnation_key};
 pub use named::KnownShards;

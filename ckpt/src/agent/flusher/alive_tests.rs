@@ -148,7 +148,7 @@ async fn two_starts(directory: &Path) -> (Bucket, Run, Run) {
 }
 
 /// Does it while time passes, far less than an hour.
-async fn while_time_passes<T>(clock: &Clock, work: impl Future<Output = T>) -> T {
+pub(super) async fn while_time_passes<T>(clock: &Clock, work: impl Future<Output = T>) -> T {
     tokio::pin!(work);
     loop {
         tokio::select! {
