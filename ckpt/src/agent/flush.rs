@@ -72,8 +72,8 @@ impl Stored {
 
 /// What became of a save that was brought there.
 pub(super) enum Outcome {
-    /// It is committed.
-    Durable,
+    /// It is committed; and what kept the notes of its ranks from being taken back, if anything did.
+    Durable(Option<Error>),
     /// It never will be, as the job's other ranks tell.
     Refused(Error),
     /// Another save has its step: a manifest that was read says so. Nothing else is a reason to delete anything.
@@ -237,7 +237,7 @@ async fn holds_part(bucket: &Bucket, member: &Member, part: &Manifest) -> Result
 }
 
 /// Commits the step whose part was stored, or waits until the job's other ranks allow that, or tell in `round` that they
-/// never will.
+/// never will. What a rank alone noted stays.
 ///
 /// # Errors
 /// `Unavailable` when it is to be tried again.
@@ -246,10 +246,9 @@ pub(super) async fn settle(
     bucket: &Bucket,
     run: &Run,
     member: Option<&Member>,
-    stored: &Stored,
+    part: &Manifest,
     round: Option<Round>,
 ) -> Result<Outcome> {
-    let part = &stored.part;
     if let Some(member) = member {
         return commit_together(clock, bucket, member, part, round).await;
     }
@@ -259,10 +258,7 @@ pub(super) async fn settle(
     if try_commit(bucket, run, part).await?.is_none() {
         return Ok(Outcome::Taken);
     }
-    if stored.has_notes {
-        forget_notes(bucket, &run.save(part.step), rank_of(member)).await?;
-    }
-    Ok(Outcome::Durable)
+    Ok(Outcome::Durable(None))
 }
 
 /// Waits until every rank stored its part, and commits the step when it is this rank's turn, unless another rank's agent
@@ -282,7 +278,7 @@ async fn commit_together(
     loop {
         if bucket.head(&save.object()).await?.is_some() {
             let is_own = is_commit_of(bucket, &save, &part.commit).await?;
-            return Ok(if is_own { Outcome::Durable } else { Outcome::Taken });
+            return Ok(if is_own { Outcome::Durable(None) } else { Outcome::Taken });
         }
         let notes = list_notes_of(bucket, &save).await?;
         let of = |note: Note| notes.iter().filter(move |(key, _)| key.note == note);
@@ -343,8 +339,7 @@ async fn commit_whole(
     if try_commit(bucket, &member.run, &manifest).await?.is_none() {
         return Ok(Some(Outcome::Taken));
     }
-    forget_ranks(bucket, &keys, save).await?;
-    Ok(Some(Outcome::Durable))
+    Ok(Some(Outcome::Durable(forget_ranks(bucket, &keys, save).await.err())))
 }
 
 /// The pauses between a rank's looks for the others: short at first, and in the end as long as so many ranks allow.
@@ -442,7 +437,7 @@ async fn end_dead_uploads(bucket: &Bucket, key: &ObjectKey) {
 pub(super) async fn discard(bucket: &Bucket, run: &Run, member: Option<&Member>, stored: &Stored) {
     let mut deleted = bucket.delete(&stored.part.shards[0].object()).await;
     if stored.has_notes {
-        deleted = deleted.and(forget_notes(bucket, &run.save(stored.part.step), rank_of(member)).await);
+        deleted = deleted.and(forget_notes(bucket, &[run.save(stored.part.step)], rank_of(member)).await);
     }
     if let Err(error) = deleted {
         tracing::warn!(%error, "what no step names stays until garbage is collected");

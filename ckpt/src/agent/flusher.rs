@@ -25,14 +25,16 @@ use crate::arena::{HeldStep, attempt_of};
 #[cfg(test)]
 use crate::catalog::begin_run;
 use crate::catalog::{
-    Alive, KnownShards, Round, Run, Start, begin_run_unless, find_run, put_failed, refuse_if_superseded,
-    retain, saved_already, superseded_by,
+    Alive, KnownShards, Round, Run, Start, StepKey, begin_run_unless, find_run, forget_notes, put_failed,
+    refuse_if_superseded, retain, saved_already, superseded_by,
 };
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
 
 /// How often a save's upload is begun anew that somebody else aborted, at most.
 const MOST_BEGUN_ANEW: u32 = 3;
+/// Steps whose notes are taken back later at most, where that failed; garbage collection takes those of older ones.
+const MOST_LEFT: usize = 100;
 
 /// What the flusher is to do, in order.
 pub(super) enum Work {
@@ -81,6 +83,10 @@ pub(super) struct Flusher {
     copies: Option<Copies>,
     /// The nonce of another start, which ended, and whose saves these are.
     heir_of: Option<String>,
+    /// Committed steps whose notes stay as yet.
+    left: Vec<StepKey>,
+    /// Whether it was told that notes stay.
+    told_of_notes: bool,
 }
 
 impl Flusher {
@@ -96,6 +102,8 @@ impl Flusher {
             origin: None,
             copies,
             heir_of: None,
+            left: Vec::new(),
+            told_of_notes: false,
         }
     }
 
@@ -272,7 +280,11 @@ impl Flusher {
         };
         let step = save.held.seal.step;
         let outcome = match outcome.map_err(|error| explain(error, step))? {
-            Outcome::Durable => Ok(()),
+            Outcome::Durable(stays) => {
+                let has_notes = progress.stored.as_ref().is_some_and(|stored| stored.has_notes);
+                self.take_back(step, has_notes, stays).await;
+                Ok(())
+            }
             Outcome::Refused(error) => Err(error),
             Outcome::Taken => {
                 if let (Some(stored), Some((bucket, run))) = (&progress.stored, &self.target) {
@@ -286,6 +298,27 @@ impl Flusher {
         let uploaded = stored.uploaded();
         self.go_on_from(save, stored.part);
         Ok(uploaded)
+    }
+
+    /// Takes back what was noted of a step that is committed, and what stayed of earlier ones; of several ranks, the one that
+    /// committed it did, unless `stays` says what kept it. The step is there whatever comes of it: that is told once.
+    async fn take_back(&mut self, step: u64, has_notes: bool, mut stays: Option<Error>) {
+        if let (true, None, Some((bucket, run))) = (has_notes, &self.hello.member, &self.target) {
+            self.left.push(run.save(step));
+            stays = forget_notes(bucket, &self.left, 0).await.err();
+            if stays.is_none() {
+                (self.left, self.told_of_notes) = (Vec::new(), false);
+            } else if self.left.len() > MOST_LEFT {
+                self.left.remove(0);
+            }
+        }
+        let Some(error) = stays else { return };
+        tracing::warn!(step, %error, "what was noted of a step that is saved stays");
+        if !std::mem::replace(&mut self.told_of_notes, true) {
+            let effect = "what was noted of it keeps what it refers to until a later save or `forebay ckpt gc` takes it";
+            let message = format!("step {step} is saved; {effect}: {error}");
+            self.trainer.tell(&Reply::Warning { message });
+        }
     }
 
     /// Whether what failed may be an upload that somebody took for a dead agent's.
@@ -323,7 +356,7 @@ impl Flusher {
             }
         };
         if self.heir_of.is_some() && bucket.head(&run.save(save.held.seal.step).object()).await?.is_some() {
-            return Ok(Outcome::Durable);
+            return Ok(Outcome::Durable(None));
         }
         let (member, round) = (self.hello.member.as_ref(), self.round(save.held.seal.round));
         let stored = match &mut progress.stored {
@@ -354,7 +387,7 @@ impl Flusher {
                 self.trainer.tell(&Reply::Stored { save: save.held.seal.save, at_us: now_us(&self.clock) });
             }
         }
-        settle(&self.clock, bucket, run, member, stored, round).await
+        settle(&self.clock, bucket, run, member, &stored.part, round).await
     }
 
     /// The step to go on from, unless something that it needs is gone.

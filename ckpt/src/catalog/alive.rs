@@ -59,7 +59,7 @@ impl Alive {
     /// Takes back what was told.
     pub(crate) async fn forget(&self) -> Result<()> {
         match self.is_told {
-            true => forget_notes(&self.bucket, &self.save, self.rank).await,
+            true => forget_notes(&self.bucket, std::slice::from_ref(&self.save), self.rank).await,
             false => Ok(()),
         }
     }

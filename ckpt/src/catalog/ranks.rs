@@ -144,10 +144,11 @@ pub async fn put_alive(bucket: &Bucket, save: StepKey, rank: u32) -> Result<()> 
     bucket.put(&key, Default::default(), Condition::Always).await.map(drop)
 }
 
-/// Takes all of these back, once the step is committed.
-pub async fn forget_notes(bucket: &Bucket, save: &StepKey, rank: u32) -> Result<()> {
-    let key = |note| RankKey { save: save.clone(), rank, note }.object();
-    bucket.delete_many(&[Note::Intent, Note::Again, Note::Alive].map(key)).await
+/// Takes all of these back, once the steps are committed.
+pub async fn forget_notes(bucket: &Bucket, saves: &[StepKey], rank: u32) -> Result<()> {
+    let key = |save: &StepKey, note| RankKey { save: save.clone(), rank, note }.object();
+    let keys = |save| [Note::Intent, Note::Again, Note::Alive].map(|note| key(save, note));
+    bucket.delete_many(&saves.iter().flat_map(keys).collect::<Vec<_>>()).await
 }
 
 /// Tells that a rank will not store its part of `save` in this round, and why.

@@ -4,10 +4,12 @@ use forebay_io::net::FdStream;
 use forebay_io::object::{Condition, FaultMode, Faults, OperationKind};
 
 use super::alive_tests::while_time_passes;
-use super::delta_tests::expect_whole;
+use super::delta_tests::{expect_whole, state};
+use super::rounds_tests::part;
 use super::tests::{flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
+use crate::catalog::list_ranks;
 
 /// Who saves: one alone, or the agent of one of two ranks.
 fn agent(bucket: &Bucket, run: &Run, rank: Option<u32>, clock: &Clock) -> (Flusher, FdStream) {
@@ -16,6 +18,18 @@ fn agent(bucket: &Bucket, run: &Run, rank: Option<u32>, clock: &Clock) -> (Flush
     (agent.clock, agent.hello.start) = (clock.clone(), run.start.clone());
     agent.hello.member = rank.map(|rank| Member { run: run.clone(), rank, world_size: 2 });
     (agent, hears)
+}
+
+/// What the trainer was warned of since it last looked.
+fn warnings(hears: &mut FdStream) -> Vec<String> {
+    let mut warnings = Vec::new();
+    while hears.readable(Duration::ZERO).expect("readable") {
+        let (frame, _) = hears.receive().expect("receive").expect("a frame");
+        if let Ok(Reply::Warning { message }) = serde_json::from_slice(&frame) {
+            warnings.push(message);
+        }
+    }
+    warnings
 }
 
 /// A commit was refused, what is there could not be read, and so its shard was deleted: that of the step which another
@@ -49,4 +63,51 @@ async fn a_damaged_manifest_in_a_steps_place_deletes_nothing() {
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     bucket.put(&key, whole, Condition::Always).await.expect("put");
     expect_whole(&bucket).await;
+}
+
+/// A store that lets nothing be deleted, or fails then: the step was committed, and told as failed.
+#[tokio::test]
+async fn a_committed_step_whose_notes_stay_is_durable() {
+    let (plain, faults, clock) = (Bucket::in_memory(), Faults::new(), Clock::manual());
+    let run = begin_run(&plain, start()).await.expect("run");
+    let (mut alone, mut hears) = agent(&plain.with_faults(&faults), &run, None, &clock);
+    let mut fills = [1; 100];
+    for step in 1..=5 {
+        fills[step as usize] = 2;
+        if (2..=4).contains(&step) {
+            faults.script(OperationKind::Delete, 1, FaultMode::Deny);
+        }
+        alone.flush(&state(step, &fills)).await.unwrap_or_else(|error| panic!("step {step}: {error}"));
+        let warnings = warnings(&mut hears);
+        assert_eq!(warnings.len(), usize::from(step == 2), "once: {warnings:?}");
+        assert!(warnings.iter().all(|told| told.contains("step 2 is saved")), "{warnings:?}");
+        let left = list_ranks(&plain).await.expect("list").len() as u64;
+        assert_eq!(left, if step < 5 { step - 1 } else { 0 }, "the next deletion takes what was left");
+    }
+    assert_eq!(faults.injected(), 3);
+    expect_whole(&plain).await;
+}
+
+/// The rank that had committed it raised, and the others went on.
+#[tokio::test]
+async fn a_step_of_two_ranks_whose_notes_stay_is_durable() {
+    let (plain, faults, clock) = (Bucket::in_memory(), Faults::new(), Clock::manual());
+    let run = begin_run(&plain, start()).await.expect("run");
+    let bucket = plain.with_faults(&faults);
+    let mut ranks = [0, 1].map(|rank| agent(&bucket, &run, Some(rank), &clock));
+    for step in 1..=2 {
+        if step == 1 {
+            faults.script(OperationKind::Delete, 1, FaultMode::Deny);
+        }
+        let parts = [part(0, step, 1000), part(1, step, 2000)];
+        let [(first, _), (second, _)] = &mut ranks;
+        let both = async { tokio::join!(first.flush(&parts[0]), second.flush(&parts[1])) };
+        let (one, other) = while_time_passes(&clock, both).await;
+        one.and(other).unwrap_or_else(|error| panic!("step {step}: {error}"));
+        let left = list_ranks(&plain).await.expect("list").len();
+        assert_eq!(left, if step == 1 { 2 } else { 0 });
+    }
+    let told: Vec<_> = ranks.iter_mut().flat_map(|(_, hears)| warnings(hears)).collect();
+    assert!(told.len() == 1 && told[0].contains("step 1 is saved"), "{told:?}");
+    expect_whole(&plain).await;
 }

@@ -109,7 +109,7 @@ async fn a_step_that_takes_hours_is_told_to_go_on() {
         let mut pieces: Vec<_> = writer.pieces().map(|piece| vec![7; piece.length as usize]).collect();
         writer.write(pieces.remove(0).into()).await.expect("write");
         assert_eq!(notes().await, std::slice::from_ref(&note));
-        forget_notes(&plain, &save, 0).await.expect("forget");
+        forget_notes(&plain, std::slice::from_ref(&save), 0).await.expect("forget");
         let gate = faults.gate(1);
         let finish = async {
             for piece in pieces {
