@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp};
-use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
 use futures::future::{FutureExt, OptionFuture};
 
@@ -14,6 +13,7 @@ use super::base::Base;
 use super::copy::Copy;
 use super::delta::{File, Lent, candidates, describe, named};
 use super::inspect::{inspect, slices_of};
+use super::leave::Leave;
 use super::source::Source;
 use super::{Member, Seal};
 use crate::arena::Held;
@@ -240,22 +240,21 @@ async fn holds_part(bucket: &Bucket, member: &Member, part: &Manifest) -> Result
 /// never will. What a rank alone noted stays.
 ///
 /// # Errors
-/// `Unavailable` when it is to be tried again.
+/// `Unavailable` when it is to be tried again, `Stale` when a later start took over meanwhile.
 pub(super) async fn settle(
-    clock: &Clock,
-    bucket: &Bucket,
-    run: &Run,
+    leave: &mut Leave<'_>,
     member: Option<&Member>,
     part: &Manifest,
     round: Option<Round>,
 ) -> Result<Outcome> {
     if let Some(member) = member {
-        return commit_together(clock, bucket, member, part, round).await;
+        return commit_together(leave, member, part, round).await;
     }
     if let Err(error) = trees::check(part) {
         return Ok(Outcome::Refused(error));
     }
-    if try_commit(bucket, run, part).await?.is_none() {
+    leave.renew().await?;
+    if try_commit(leave.bucket, leave.run, part).await?.is_none() {
         return Ok(Outcome::Taken);
     }
     Ok(Outcome::Durable(None))
@@ -264,12 +263,12 @@ pub(super) async fn settle(
 /// Waits until every rank stored its part, and commits the step when it is this rank's turn, unless another rank's agent
 /// was first.
 async fn commit_together(
-    clock: &Clock,
-    bucket: &Bucket,
+    leave: &mut Leave<'_>,
     member: &Member,
     part: &Manifest,
     round: Option<Round>,
 ) -> Result<Outcome> {
+    let (clock, bucket) = (leave.clock, leave.bucket);
     let (step, save) = (part.step, member.save(part.step));
     let mut late = None;
     let mut deadline = clock.now() + RANKS_PATIENCE;
@@ -304,7 +303,7 @@ async fn commit_together(
             });
             may_wait = clock.now().since(since) < turn(&stored, member.rank);
             if !may_wait {
-                match commit_whole(bucket, member, &save, &part.commit, &mut late).await {
+                match commit_whole(leave, member, &save, &part.commit, &mut late).await {
                     Ok(Some(outcome)) => return Ok(outcome),
                     Ok(None) => {}
                     // Another agent just committed the step and took the indexes away.
@@ -326,16 +325,18 @@ async fn commit_together(
 
 /// Commits a step all of whose indexes are there, where they are all of the round of `commit`.
 async fn commit_whole(
-    bucket: &Bucket,
+    leave: &mut Leave<'_>,
     member: &Member,
     save: &StepKey,
     commit: &str,
     late: &mut Option<u32>,
 ) -> Result<Option<Outcome>> {
+    let bucket = leave.bucket;
     let merged = merge_ranks(bucket, save, member.world_size, commit, late).await?;
     let Some(manifest) = merged else { return Ok(None) };
     // Listed before the commit, and with what earlier steps left.
     let keys = list_ranks(bucket).await?;
+    leave.renew().await?;
     if try_commit(bucket, &member.run, &manifest).await?.is_none() {
         return Ok(Some(Outcome::Taken));
     }

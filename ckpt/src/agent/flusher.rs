@@ -15,6 +15,7 @@ use super::base::Base;
 use super::copy::{Copy, Settled};
 use super::disk::Copies;
 use super::flush::{Given, Outcome, Save, Stored, discard, publish, settle, store};
+use super::leave::Leave;
 use super::patience::{GIVE_UP_AFTER, Patience};
 use super::protocol::now_us;
 use super::source::{Disk, Source};
@@ -26,7 +27,7 @@ use crate::arena::{HeldStep, attempt_of};
 use crate::catalog::begin_run;
 use crate::catalog::{
     Alive, KnownShards, Round, Run, Start, StepKey, begin_run_unless, find_run, forget_notes, put_failed,
-    refuse_if_superseded, retain, saved_already, superseded_by,
+    retain, saved_already, superseded_by,
 };
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
@@ -348,20 +349,14 @@ impl Flusher {
             self.open().await?;
         }
         let Some((bucket, run)) = &self.target else { return Err(Error::bug("a flush without a bucket")) };
-        let is_over = self.heir_of.is_some() || self.trainer.is_gone();
-        let allowed = async {
-            match is_over {
-                true => Ok(()),
-                false => refuse_if_superseded(bucket, run).await,
-            }
-        };
+        let mut leave = Leave::new(&self.clock, (bucket, run), &self.trainer, self.heir_of.is_some());
         if self.heir_of.is_some() && bucket.head(&run.save(save.held.seal.step).object()).await?.is_some() {
             return Ok(Outcome::Durable(None));
         }
         let (member, round) = (self.hello.member.as_ref(), self.round(save.held.seal.round));
         let stored = match &mut progress.stored {
             Some(stored) => {
-                allowed.await?;
+                leave.ask().await?;
                 stored
             }
             stored => {
@@ -370,7 +365,7 @@ impl Flusher {
                     self.origin = None;
                 }
                 let (key, rank) = (run.save(save.held.seal.step), self.hello.place().0);
-                let work = store(bucket, run, member, save, self.base.as_ref(), allowed);
+                let work = store(bucket, run, member, save, self.base.as_ref(), leave.ask());
                 let mut alive = Alive::new(self.clock.clone(), bucket.clone(), key, rank);
                 let part = alive.during(work).await;
                 progress.is_told |= alive.is_told();
@@ -387,7 +382,7 @@ impl Flusher {
                 self.trainer.tell(&Reply::Stored { save: save.held.seal.save, at_us: now_us(&self.clock) });
             }
         }
-        settle(&self.clock, bucket, run, member, &stored.part, round).await
+        settle(&mut leave, member, &stored.part, round).await
     }
 
     /// The step to go on from, unless something that it needs is gone.

@@ -4,12 +4,12 @@ use forebay_io::net::FdStream;
 use forebay_io::object::{Condition, FaultMode, Faults, OperationKind};
 
 use super::alive_tests::while_time_passes;
-use super::delta_tests::{expect_whole, state};
+use super::delta_tests::{expect_whole, objects, state};
 use super::rounds_tests::part;
 use super::tests::{flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
-use crate::catalog::list_ranks;
+use crate::catalog::{Start, list_ranks, list_steps};
 
 /// Who saves: one alone, or the agent of one of two ranks.
 fn agent(bucket: &Bucket, run: &Run, rank: Option<u32>, clock: &Clock) -> (Flusher, FdStream) {
@@ -110,4 +110,84 @@ async fn a_step_of_two_ranks_whose_notes_stay_is_durable() {
     let told: Vec<_> = ranks.iter_mut().flat_map(|(_, hears)| warnings(hears)).collect();
     assert!(told.len() == 1 && told[0].contains("step 1 is saved"), "{told:?}");
     expect_whole(&plain).await;
+}
+
+fn later() -> Start {
+    Start { nonce: "fedcba9876543210".repeat(2), ..start() }
+}
+
+/// Whether it may was asked when an upload began: hours later, a job that was thought dead committed its step over those of
+/// the start that had taken over.
+#[tokio::test]
+async fn a_start_that_is_superseded_while_it_uploads_commits_nothing() {
+    for is_gone in [false, true] {
+        let (plain, faults, clock) = (Bucket::in_memory(), Faults::new(), Clock::manual());
+        let run = begin_run(&plain, start()).await.expect("run");
+        let bucket = plain.with_faults(&faults);
+        let (mut alone, _hears) = agent(&bucket, &run, None, &clock);
+        // Two requests ask, one begins the upload, three send it, and this one has it be there.
+        let (save, gate, trainer) = (sealed(1, 20 << 20), faults.gate(7), alone.trainer.clone());
+        let takes_over = async {
+            gate.reached().await;
+            let sent = bucket.counters().of(OperationKind::Part).requests;
+            assert_eq!((sent, objects(&plain, "shards").await.len()), (3, 0));
+            begin_run(&plain, later()).await.expect("another");
+            clock.advance(Duration::from_secs(3600));
+            if is_gone {
+                trainer.set_gone();
+            }
+            gate.open();
+        };
+        let (flushed, ()) = tokio::join!(alone.flush(&save), takes_over);
+        // What a dead trainer sealed was promised.
+        assert_eq!(list_steps(&plain).await.expect("list").len(), usize::from(is_gone));
+        match flushed {
+            Ok(_) => assert!(is_gone),
+            Err(error) => assert!(!is_gone && error.kind() == ErrorKind::Stale, "{error}"),
+        }
+    }
+}
+
+/// Ranks may wait for one another for hours.
+#[tokio::test]
+async fn ranks_that_are_superseded_while_they_wait_commit_nothing() {
+    let (plain, faults, clock) = (Bucket::in_memory(), Faults::new(), Clock::manual());
+    let run = begin_run(&plain, start()).await.expect("run");
+    let (mut first, _hears) = agent(&plain, &run, Some(0), &clock);
+    let (save, other) = (part(0, 1, 1000), part(1, 1, 2000));
+    {
+        let waits = first.flush(&save);
+        let told = async {
+            while objects(&plain, "ranks").await.is_empty() {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! { done = waits => panic!("{done:?}"), () = told => {} }
+    }
+    // Two requests ask, one stores the shard, one looks for the step, and this one tells of the part.
+    let (mut second, _hears) = agent(&plain.with_faults(&faults), &run, Some(1), &clock);
+    let gate = faults.gate(5);
+    let takes_over = async {
+        gate.reached().await;
+        assert_eq!((objects(&plain, "shards").await.len(), objects(&plain, "ranks").await.len()), (2, 1));
+        begin_run(&plain, later()).await.expect("another");
+        clock.advance(Duration::from_secs(3600));
+        gate.open();
+    };
+    let (flushed, ()) = tokio::join!(second.flush(&other), takes_over);
+    assert_eq!(list_steps(&plain).await.expect("list"), []);
+    assert_eq!(flushed.expect_err("superseded").kind(), ErrorKind::Stale);
+}
+
+/// Over a link each request takes as long as the answer to it is away.
+#[tokio::test]
+async fn a_save_that_takes_seconds_asks_once_whether_it_may() {
+    let (bucket, clock) = (Bucket::in_memory(), Clock::manual());
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let before = bucket.counters();
+    agent(&bucket, &run, None, &clock).0.flush(&sealed(1, 1000)).await.expect("durable");
+    let made = bucket.counters().since(&before);
+    let requests = [OperationKind::List, OperationKind::Get, OperationKind::Head, OperationKind::Put]
+        .map(|kind| made.of(kind).requests);
+    assert_eq!(requests, [1, 1, 0, 2], "whether it may, the shard, and the manifest");
 }
