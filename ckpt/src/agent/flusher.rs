@@ -53,8 +53,8 @@ pub(super) enum Work {
 #[derive(Default)]
 struct Progress {
     stored: Option<Stored>,
-    /// Whether it was told, while it was being stored, that it goes on.
-    is_told: bool,
+    /// Tells that it goes on, from when it was begun until it is stored.
+    alive: Option<Alive>,
     is_published: bool,
     /// How often its upload was begun anew.
     begun_anew: u32,
@@ -148,10 +148,19 @@ impl Flusher {
 
     async fn settle(&mut self, mut sealed: Save) {
         let begun = self.clock.now();
-        if let Some(local) = sealed.local.take() {
-            self.await_copy(sealed.held.seal.save, local).await;
+        if self.target.is_none() && self.hello.member.is_some() {
+            // The others wait for this rank. What fails here fails again below, and is told.
+            self.open().await.ok();
         }
-        let settled = self.flush(&sealed).await;
+        let mut progress = Progress { alive: self.alive(sealed.held.seal.step), ..Progress::default() };
+        if let Some(local) = sealed.local.take() {
+            let copied = self.await_copy(sealed.held.seal.save, local);
+            match &mut progress.alive {
+                Some(alive) => alive.during(copied).await,
+                None => copied.await,
+            }
+        }
+        let settled = self.flush_on(&sealed, progress).await;
         let Seal { save, round, step, size, .. } = sealed.held.seal;
         drop(sealed);
         self.log(step, size, self.clock.now().since(begun), &settled);
@@ -163,6 +172,12 @@ impl Flusher {
             Ok(_) => Reply::Durable { save, at_us: now_us(&self.clock) },
             Err(error) => Reply::Failed { save, error: (&error).into() },
         });
+    }
+
+    /// What tells that a save goes on which begins now.
+    fn alive(&self, step: u64) -> Option<Alive> {
+        let (bucket, run) = self.target.as_ref()?;
+        Some(Alive::new(self.clock.clone(), bucket.clone(), run.save(step), self.hello.place().0))
     }
 
     /// The disk comes first, unless it hangs.
@@ -259,8 +274,12 @@ impl Flusher {
 
     /// Tries a save until it is committed, refused, or the store stayed away too long; gives the bytes uploaded.
     pub(super) async fn flush(&mut self, save: &Save) -> Result<u64> {
+        self.flush_on(save, Progress::default()).await
+    }
+
+    /// As [`Self::flush`], of one that has come so far.
+    async fn flush_on(&mut self, save: &Save, mut progress: Progress) -> Result<u64> {
         let mut patience = Patience::new();
-        let mut progress = Progress::default();
         let outcome = loop {
             let (begun, milestone) = (self.clock.now(), progress.milestone());
             let error = match self.try_flush(save, &mut progress).await {
@@ -360,17 +379,19 @@ impl Flusher {
                 stored
             }
             stored => {
+                if progress.alive.is_none() {
+                    progress.alive = self.alive(save.held.seal.step);
+                }
+                let Some(alive) = &mut progress.alive else {
+                    return Err(Error::bug("a save without a bucket"));
+                };
                 if let Some(origin) = &self.origin {
-                    self.base = self.find_base(bucket, origin, save).await?;
+                    self.base = alive.during(self.find_base(bucket, origin, save)).await?;
                     self.origin = None;
                 }
-                let (key, rank) = (run.save(save.held.seal.step), self.hello.place().0);
                 let work = store(bucket, run, member, save, self.base.as_ref(), leave.ask());
-                let mut alive = Alive::new(self.clock.clone(), bucket.clone(), key, rank);
-                let part = alive.during(work).await;
-                progress.is_told |= alive.is_told();
-                let part = part?;
-                stored.insert(Stored { has_notes: part.has_notes || progress.is_told, ..part })
+                let part = alive.during(work).await?;
+                stored.insert(Stored { has_notes: part.has_notes || alive.is_told(), ..part })
             }
         };
         if !progress.is_published {

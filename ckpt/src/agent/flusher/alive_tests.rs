@@ -6,7 +6,9 @@ use std::path::Path;
 use forebay_core::ObjectKey;
 use forebay_io::object::{Condition, Faults, OperationKind, Upload, UploadOptions};
 
+use super::super::copy::{Health, copy};
 use super::super::sweep::{MOST, Sweeper};
+use super::rounds_tests::part;
 use super::tests::{change, flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
@@ -417,6 +419,38 @@ async fn a_rank_that_takes_long_is_waited_for_while_it_says_so() {
             assert!(error.message().contains("ranks [1] did not store"), "{error}");
         }
     }
+}
+
+/// A rank that first wrote to its host's disk told nothing while it did: the others had given the step up by the time that
+/// it was there.
+#[tokio::test]
+async fn a_rank_whose_copy_on_disk_takes_long_is_waited_for() {
+    let (bucket, clock) = (Bucket::in_memory(), Clock::manual());
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let [mut first, mut second] = [0, 1].map(|rank| {
+        let mut agent = flusher(&bucket, &run, trainer().0);
+        agent.clock = clock.clone();
+        agent.hello.member = Some(Member { run: run.clone(), rank, world_size: 2 });
+        agent
+    });
+    let (one, mut other) = (part(0, 1, 1000), part(1, 1, 2000));
+    // 60 GB, of a disk that is given half an hour for them.
+    let (local, ticket) = copy(&Health::default(), 60_000_000_000);
+    other.local = Some(local);
+    let disk = async {
+        for _ in 0..1500 {
+            clock.advance(Duration::from_secs(1));
+            for _ in 0..20 {
+                tokio::task::yield_now().await;
+            }
+        }
+        drop(ticket);
+    };
+    let both = async { tokio::join!(first.flush(&one), second.settle(other), disk) };
+    let (flushed, (), ()) = while_time_passes(&clock, both).await;
+    flushed.expect("durable");
+    assert_eq!(list_steps(&bucket).await.expect("list").len(), 1);
+    assert_eq!(list_ranks(&bucket).await.expect("list"), []);
 }
 
 /// `shards/` is what other programs call their folders, too.
