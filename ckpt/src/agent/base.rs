@@ -17,6 +17,25 @@ use crate::manifest::{Manifest, Shard, Slice, SliceKind, Tensor};
 /// Shards that are looked for at once.
 const PARALLEL: usize = 16;
 
+/// The key of one of these shards that is not there as it was stored.
+pub(super) async fn missing(
+    bucket: &Bucket,
+    shards: impl Iterator<Item = &Shard> + Send,
+) -> Result<Option<String>> {
+    let look = |shard: Shard| async move {
+        let found = bucket.head(&shard.object()).await?;
+        Ok::<_, Error>(found.is_none_or(|found| found.size != shard.size).then_some(shard.key))
+    };
+    let shards: Vec<Shard> = shards.cloned().collect();
+    let mut looks = stream::iter(shards).map(look).buffer_unordered(PARALLEL);
+    while let Some(missing) = looks.try_next().await? {
+        if missing.is_some() {
+            return Ok(missing);
+        }
+    }
+    Ok(None)
+}
+
 /// Which part of a tensor, by its name, a slice is.
 pub(super) type Place<'a> = (&'a str, Part<'a>);
 
@@ -77,18 +96,7 @@ impl Base {
     pub(super) async fn missing(&self, bucket: &Bucket) -> Result<Option<String>> {
         let slices = self.manifest.tensors.iter().flat_map(|tensor| &tensor.slices);
         let used: BTreeSet<u32> = slices.map(|slice| slice.shard).collect();
-        let look = |shard: u32| async move {
-            let shard = &self.manifest.shards[shard as usize];
-            let found = bucket.head(&shard.object()).await?;
-            Ok::<_, Error>(found.is_none_or(|found| found.size != shard.size).then(|| shard.key.clone()))
-        };
-        let mut looks = stream::iter(used).map(look).buffer_unordered(PARALLEL);
-        while let Some(missing) = looks.try_next().await? {
-            if missing.is_some() {
-                return Ok(missing);
-            }
-        }
-        Ok(None)
+        missing(bucket, used.into_iter().map(|shard| &self.manifest.shards[shard as usize])).await
     }
 
     /// What a rank that saves `seal` has of a step.

@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp};
+use forebay_io::clock::Moment;
 use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
 use futures::future::{FutureExt, OptionFuture};
 
-use super::base::Base;
+use super::base::{Base, missing};
 use super::copy::Copy;
 use super::delta::{File, Lent, candidates, describe, named};
 use super::inspect::{inspect, slices_of};
@@ -18,7 +19,7 @@ use super::source::Source;
 use super::{Member, Seal};
 use crate::arena::Held;
 use crate::catalog::{
-    Note, RankKey, Round, Run, StepKey, abort_uploads_to, failure_of, forget_notes, forget_ranks,
+    LEAST_AGE, Note, RankKey, Round, Run, StepKey, abort_uploads_to, failure_of, forget_notes, forget_ranks,
     is_commit_of, list_notes_of, list_ranks, load_manifest, merge_ranks, put_intent, put_rank, try_commit,
 };
 use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
@@ -34,6 +35,9 @@ const RANKS_A_SECOND: u32 = 8;
 const TURN: Duration = Duration::from_secs(5);
 /// When the last one does.
 const LAST_TURN: Duration = Duration::from_secs(300);
+
+/// Once so much has passed, others may soon take for garbage what no manifest names yet.
+const OLD: Duration = Duration::from_secs(LEAST_AGE.as_secs() / 2);
 
 /// A sealed snapshot and where it lies.
 pub(super) struct Save {
@@ -237,7 +241,8 @@ async fn holds_part(bucket: &Bucket, member: &Member, part: &Manifest) -> Result
 }
 
 /// Commits the step whose part was stored, or waits until the job's other ranks allow that, or tell in `round` that they
-/// never will. What a rank alone noted stays.
+/// never will. What a rank alone noted stays; what it began to store at `begun` long ago is looked for first: its host may
+/// have been suspended, and told nobody that the save goes on.
 ///
 /// # Errors
 /// `Unavailable` when it is to be tried again, `Stale` when a later start took over meanwhile.
@@ -245,6 +250,7 @@ pub(super) async fn settle(
     leave: &mut Leave<'_>,
     member: Option<&Member>,
     part: &Manifest,
+    begun: Moment,
     round: Option<Round>,
 ) -> Result<Outcome> {
     if let Some(member) = member {
@@ -254,6 +260,12 @@ pub(super) async fn settle(
         return Ok(Outcome::Refused(error));
     }
     leave.renew().await?;
+    if leave.clock.now().since(begun) > OLD
+        && let Some(shard) = missing(leave.bucket, part.shards.iter()).await?
+    {
+        let message = format!("step {} was not saved: `{shard}` was deleted before its commit", part.step);
+        return Ok(Outcome::Refused(Error::new(ErrorKind::Unavailable, message)));
+    }
     if try_commit(leave.bucket, leave.run, part).await?.is_none() {
         return Ok(Outcome::Taken);
     }
@@ -275,6 +287,7 @@ async fn commit_together(
     let mut seen = Vec::new();
     let (mut complete, mut rest) = (None, pauses(member.world_size));
     loop {
+        let looked = clock.now();
         if bucket.head(&save.object()).await?.is_some() {
             let is_own = is_commit_of(bucket, &save, &part.commit).await?;
             return Ok(if is_own { Outcome::Durable(None) } else { Outcome::Taken });
@@ -313,7 +326,7 @@ async fn commit_together(
                 }
             }
         }
-        if clock.now() > deadline && !may_wait {
+        if looked > deadline && !may_wait {
             let is_there = |rank: &u32| stored.iter().any(|(other, _)| other == rank);
             let is_late = |rank: &u32| !is_there(rank) || late == Some(*rank);
             let late: Vec<u32> = (0..member.world_size).filter(is_late).collect();
@@ -331,12 +344,16 @@ async fn commit_whole(
     commit: &str,
     late: &mut Option<u32>,
 ) -> Result<Option<Outcome>> {
-    let bucket = leave.bucket;
+    let (bucket, begun) = (leave.bucket, leave.clock.now());
     let merged = merge_ranks(bucket, save, member.world_size, commit, late).await?;
     let Some(manifest) = merged else { return Ok(None) };
     // Listed before the commit, and with what earlier steps left.
     let keys = list_ranks(bucket).await?;
     leave.renew().await?;
+    // Indexes keep what they name for as long as they are there, which was seen too long ago.
+    if leave.clock.now().since(begun) > OLD {
+        return Ok(None);
+    }
     if try_commit(bucket, &member.run, &manifest).await?.is_none() {
         return Ok(Some(Outcome::Taken));
     }

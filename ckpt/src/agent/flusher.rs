@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
-use forebay_io::clock::Clock;
+use forebay_io::clock::{Clock, Moment};
 use forebay_io::object::{Bucket, BucketUrl, Rate, StoreSettings};
 use tokio::sync::mpsc;
 
@@ -53,6 +53,8 @@ pub(super) enum Work {
 #[derive(Default)]
 struct Progress {
     stored: Option<Stored>,
+    /// When that was begun.
+    begun: Option<Moment>,
     /// Tells that it goes on, from when it was begun until it is stored.
     alive: Option<Alive>,
     is_published: bool,
@@ -389,6 +391,7 @@ impl Flusher {
                     self.base = alive.during(self.find_base(bucket, origin, save)).await?;
                     self.origin = None;
                 }
+                progress.begun = Some(self.clock.now());
                 let work = store(bucket, run, member, save, self.base.as_ref(), leave.ask());
                 let part = alive.during(work).await?;
                 stored.insert(Stored { has_notes: part.has_notes || alive.is_told(), ..part })
@@ -403,7 +406,8 @@ impl Flusher {
                 self.trainer.tell(&Reply::Stored { save: save.held.seal.save, at_us: now_us(&self.clock) });
             }
         }
-        settle(&mut leave, member, &stored.part, round).await
+        let begun = progress.begun.unwrap_or_else(|| self.clock.now());
+        settle(&mut leave, member, &stored.part, begun, round).await
     }
 
     /// The step to go on from, unless something that it needs is gone.

@@ -3,13 +3,13 @@
 use forebay_io::net::FdStream;
 use forebay_io::object::{Condition, FaultMode, Faults, OperationKind};
 
-use super::alive_tests::while_time_passes;
+use super::alive_tests::{age, while_time_passes};
 use super::delta_tests::{expect_whole, objects, state};
 use super::rounds_tests::part;
 use super::tests::{flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
-use crate::catalog::{Start, list_ranks, list_steps};
+use crate::catalog::{LEAST_AGE, Start, collect_garbage, list_ranks, list_steps};
 
 /// Who saves: one alone, or the agent of one of two ranks.
 fn agent(bucket: &Bucket, run: &Run, rank: Option<u32>, clock: &Clock) -> (Flusher, FdStream) {
@@ -190,4 +190,92 @@ async fn a_save_that_takes_seconds_asks_once_whether_it_may() {
     let requests = [OperationKind::List, OperationKind::Get, OperationKind::Head, OperationKind::Put]
         .map(|kind| made.of(kind).requests);
     assert_eq!(requests, [1, 1, 0, 2], "whether it may, the shard, and the manifest");
+}
+
+async fn folder(directory: &std::path::Path) -> Bucket {
+    let url = format!("file://{}", directory.display()).parse().expect("url");
+    Bucket::open(&url, &StoreSettings::default()).await.expect("bucket")
+}
+
+/// As a host does that is suspended: whatever it held back for hours is garbage to others.
+async fn hours_pass(bucket: &Bucket, directory: &std::path::Path, clock: &Clock) {
+    age(directory);
+    let found = collect_garbage(bucket, LEAST_AGE, false).await.expect("gc");
+    assert!(!found.shards.is_empty());
+    clock.advance(Duration::from_secs(7200));
+}
+
+/// A host that was suspended between the tries of a commit made a step of what had been collected meanwhile.
+#[tokio::test]
+async fn a_step_whose_shard_was_collected_before_its_commit_is_refused() {
+    let (directory, faults, clock) =
+        (tempfile::tempdir().expect("directory"), Faults::new(), Clock::manual());
+    let plain = folder(directory.path()).await;
+    let run = begin_run(&plain, start()).await.expect("run");
+    let bucket = plain.with_faults(&faults).with_deadline_ms(20);
+    let (mut alone, mut hears) = agent(&bucket, &run, None, &clock);
+    for is_collected in [false, true] {
+        let step = 1 + u64::from(is_collected);
+        // The shard's is the first. Its commit fails for longer than a request is tried again.
+        for nth in 2..=30 {
+            faults.script(OperationKind::Put, nth, FaultMode::Before);
+        }
+        let save = sealed(step, 1000);
+        let flush = alone.flush(&save);
+        tokio::pin!(flush);
+        let failed = async {
+            while !warnings(&mut hears).iter().any(|told| told.contains("trying again")) {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! { done = &mut flush => panic!("{done:?}"), () = failed => {} }
+        faults.clear();
+        match is_collected {
+            true => hours_pass(&plain, directory.path(), &clock).await,
+            false => clock.advance(Duration::from_secs(7200)),
+        }
+        let flushed = while_time_passes(&clock, flush).await;
+        expect_whole(&plain).await;
+        match flushed {
+            Ok(_) => assert!(!is_collected),
+            Err(error) => assert!(is_collected && error.message().contains("was deleted before"), "{error}"),
+        }
+        assert_eq!(list_steps(&plain).await.expect("list").len(), 1);
+    }
+}
+
+/// So did one of several ranks, of indexes that it had read before.
+#[tokio::test]
+async fn a_step_whose_indexes_were_collected_before_its_commit_is_refused() {
+    let (directory, faults, clock) =
+        (tempfile::tempdir().expect("directory"), Faults::new(), Clock::manual());
+    let plain = folder(directory.path()).await;
+    let run = begin_run(&plain, start()).await.expect("run");
+    let (mut first, _hears) = agent(&plain, &run, Some(0), &clock);
+    let (save, other) = (part(0, 1, 1000), part(1, 1, 2000));
+    {
+        let waits = first.flush(&save);
+        let told = async {
+            while list_ranks(&plain).await.expect("list").is_empty() {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! { done = waits => panic!("{done:?}"), () = told => {} }
+    }
+    let bucket = plain.with_faults(&faults);
+    let (mut second, _hears) = agent(&bucket, &run, Some(1), &clock);
+    // Whether it may, its shard, a look for the step, its index, two looks, both indexes; and all notes.
+    let gate = faults.gate(10);
+    let flush = second.flush(&other);
+    tokio::pin!(flush);
+    tokio::select! { done = &mut flush => panic!("{done:?}"), () = gate.reached() => {} }
+    assert_eq!(list_ranks(&plain).await.expect("list").len(), 2);
+    // The first one asked whether it may, and so did this one.
+    assert_eq!(bucket.counters().of(OperationKind::Get).requests, 4, "both indexes were read");
+    hours_pass(&plain, directory.path(), &clock).await;
+    gate.open();
+    let flushed = while_time_passes(&clock, flush).await;
+    expect_whole(&plain).await;
+    assert_eq!(list_steps(&plain).await.expect("list"), []);
+    assert!(flushed.expect_err("refused").message().contains("ranks [0, 1] did not store"));
 }
