@@ -3,6 +3,7 @@
 //! A trainer that was superseded commits nothing more. Once the trainer is dead, no step can follow the sealed ones, and
 //! they are finished even so: they were promised. What cannot be, its successor on this host tells.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -128,7 +129,10 @@ impl Flusher {
             self.open().await.ok();
         }
         self.resume().await;
-        while let Some(work) = queue.recv().await {
+        let mut next = None;
+        loop {
+            let taken = next.take();
+            let Some(work) = (if taken.is_some() { taken } else { queue.recv().await }) else { break };
             match work {
                 Work::GoOn(origin) => {
                     (self.base, self.origin) = (None, Some(origin));
@@ -139,7 +143,7 @@ impl Flusher {
             }
             // Of a job's agents one is enough.
             if self.hello.member.as_ref().is_none_or(|member| member.rank == 0) {
-                let is_newest = self.clean_up().await;
+                let is_newest = self.clean_up_before(&mut queue, &mut next).await;
                 if let (true, Some(target)) = (is_newest, &self.target) {
                     // It may still be at it.
                     sweep.try_send(target.clone()).ok();
@@ -454,6 +458,27 @@ impl Flusher {
         }
         self.target = Some((bucket, run));
         Ok(())
+    }
+
+    /// As [`Self::clean_up`]. The `next` save waits for it: a job's other ranks are told meanwhile that it goes on.
+    async fn clean_up_before(&mut self, queue: &mut mpsc::Receiver<Work>, next: &mut Option<Work>) -> bool {
+        let Some((bucket, run)) = self.target.clone() else { return false };
+        let Some(rank) = self.hello.member.as_ref().map(|member| member.rank) else {
+            return self.clean_up().await;
+        };
+        let clock = self.clock.clone();
+        let tells = async {
+            *next = queue.recv().await;
+            if let Some(Work::Save(save)) = next {
+                let mut alive = Alive::new(clock, bucket, run.save(save.held.seal.step), rank);
+                alive.during(std::future::pending::<()>()).await;
+            }
+            std::future::pending::<Infallible>().await
+        };
+        tokio::select! {
+            is_newest = self.clean_up() => is_newest,
+            never = tells => match never {},
+        }
     }
 
     /// Deletes old steps, and steps that a later incarnation saved again. A failure costs space, not data: it is told, and a

@@ -12,7 +12,9 @@ use super::rounds_tests::part;
 use super::tests::{change, flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
-use crate::catalog::{EVERY, Garbage, LEAST_AGE, collect_garbage, list_ranks, list_steps, put_alive};
+use crate::catalog::{
+    EVERY, Garbage, LEAST_AGE, Note, RankKey, collect_garbage, list_ranks, list_steps, put_alive,
+};
 use crate::manifest::ShardKey;
 use crate::verify::verify;
 
@@ -451,6 +453,49 @@ async fn a_rank_whose_copy_on_disk_takes_long_is_waited_for() {
     flushed.expect("durable");
     assert_eq!(list_steps(&bucket).await.expect("list").len(), 1);
     assert_eq!(list_ranks(&bucket).await.expect("list"), []);
+}
+
+/// So was one whose agent deleted old steps for long after the save before.
+#[tokio::test]
+async fn a_rank_that_cleans_up_for_long_is_waited_for() {
+    let (plain, faults, clock) = (Bucket::in_memory(), Faults::new(), Clock::manual());
+    let run = begin_run(&plain, start()).await.expect("run");
+    let [mut first, mut second] = [0, 1].map(|rank| {
+        let (trainer, _) = trainer();
+        // Else it would open another bucket.
+        trainer.set_gone();
+        let mut agent = flusher(&plain.with_faults(&faults), &run, trainer);
+        agent.clock = clock.clone();
+        agent.hello.member = Some(Member { run: run.clone(), rank, world_size: 2 });
+        agent
+    });
+    first.hello.url = plain.url().to_string();
+    // That the first step will not be is told, and then it is asked whether another start took over.
+    let (gate, (queue, work)) = (faults.gate(2), mpsc::channel(4));
+    let first = tokio::spawn(first.settle_all(work));
+    let gives_up = Work::GiveUp { step: 1, round: None, reason: "no memory".to_owned() };
+    queue.send(gives_up).await.expect("it takes work");
+    gate.reached().await;
+    queue.send(Work::Save(part(0, 2, 1000))).await.expect("it takes work");
+    drop(queue);
+    let told = RankKey { save: run.save(2), rank: 0, note: Note::Alive };
+    let mut seconds = 0;
+    while !list_ranks(&plain).await.expect("list").contains(&told) {
+        assert!(seconds < 600, "the others give it up by now");
+        seconds += 1;
+        clock.advance(Duration::from_secs(1));
+        for _ in 0..20 {
+            tokio::task::yield_now().await;
+        }
+    }
+    gate.open();
+    let other = part(1, 2, 2000);
+    let both = async { tokio::join!(first, second.flush(&other)) };
+    let (ended, flushed) = while_time_passes(&clock, both).await;
+    ended.expect("it ends");
+    flushed.expect("durable");
+    assert_eq!(list_steps(&plain).await.expect("list").len(), 1);
+    assert_eq!(list_ranks(&plain).await.expect("list"), []);
 }
 
 /// `shards/` is what other programs call their folders, too.
