@@ -126,11 +126,11 @@ fn tensors_and_values_count_together() {
     let tensor = TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![10]);
     let text = length_of(vec![tensor.clone()]);
     let extra =
-        |length: usize| Extra { name: "state".into(), encoding: Encoding::Json, data: "\"".repeat(length) };
-    let beside = TextLength::of_extra("state", &extra(1000).data);
+        |length: usize| Extra { name: "more".into(), encoding: Encoding::Json, data: "\"".repeat(length) };
+    let beside = TextLength::of_extra("more", &extra(1000).data);
     assert!(beside.bytes > 2000, "a quote takes two bytes");
     session.most_text = (text + beside).bytes + 1536;
-    let much = TextLength::of_extra("state", &extra(1001).data);
+    let much = TextLength::of_extra("more", &extra(1001).data);
     session.begin(vec![tensor.clone()], much, 1, PATIENCE).map(drop).expect_err("known at once");
     for step in 1..=1 + SLOTS as u64 {
         let snapshot = snapshot(&mut session, 10, 1);
