@@ -85,7 +85,7 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
     }
     // Bulk deletes and copies report these inside a reply of status 200.
     let named = |code| code_in(&text) == Some(code) || text.contains(&format!("(code: {code})"));
-    ["InternalError", "SlowDown", "ServiceUnavailable"].into_iter().any(named)
+    ["InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout"].into_iter().any(named)
 }
 
 /// Whether a request that failed for now may have been carried out: it was sent, and the store did not put it off.

@@ -1,0 +1,106 @@
+//! What is made of a service's answers.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use forebay_core::{ErrorKind, ObjectKey};
+use http::Method;
+use object_store::RetryConfig;
+use object_store::aws::AmazonS3Builder;
+
+use super::super::s3::{S3, Signed};
+use super::*;
+use crate::object::stack::Stack;
+use crate::object::{Bucket, Condition, OperationKind, StoreSettings, UploadOptions};
+
+#[test]
+fn errors_are_found_in_answers_of_any_status() {
+    let text = "\n <?xml version=\"1.0\"?><Error><Code>SlowDown</Code><Message>later</Message></Error>";
+    assert_eq!(read_error(text.as_bytes()), ("SlowDown".into(), "later".into()));
+    let marked = format!("\u{feff}{}", text.trim_start());
+    assert_eq!(read_error(marked.as_bytes()).0, "SlowDown");
+    for other in [&b"<ListBucketResult><Key>Error</Key></ListBucketResult>"[..], b""] {
+        assert_eq!(read_error(other), (String::new(), String::new()));
+    }
+    assert_eq!(read_error(b"<Error>?").0, "Error");
+}
+
+/// A bucket that takes an upload of any key, and answers the first request with bytes by 400 and this code.
+#[derive(Debug)]
+struct Door {
+    code: &'static str,
+    bodies: AtomicUsize,
+}
+
+#[async_trait]
+impl HttpService for Door {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let (method, query) = (request.method().clone(), request.uri().query().unwrap_or("").to_owned());
+        let is_first = || self.bodies.fetch_add(1, Ordering::SeqCst) == 0;
+        let (status, body) = match (method, query.contains("uploads")) {
+            (Method::POST, true) => {
+                let named = "<Bucket>b</Bucket><Key>k</Key><UploadId>u</UploadId>";
+                (200, format!("<InitiateMultipartUploadResult>{named}</InitiateMultipartUploadResult>"))
+            }
+            (Method::POST, false) => {
+                let named = "<Key>k</Key><ETag>\"whole\"</ETag>";
+                (200, format!("<CompleteMultipartUploadResult>{named}</CompleteMultipartUploadResult>"))
+            }
+            (Method::PUT, _) if is_first() => {
+                (400, format!("<Error><Code>{}</Code><Message>why</Message></Error>", self.code))
+            }
+            _ => (200, String::new()),
+        };
+        let response = http::Response::builder().status(status).header("etag", "\"part\"");
+        Ok(response.body(HttpResponseBody::from(Bytes::from(body))).expect("an answer"))
+    }
+}
+
+/// Connects to a door.
+#[derive(Debug, Clone)]
+struct Way(HttpClient);
+
+impl HttpConnector for Way {
+    fn connect(&self, _: &ClientOptions) -> Result<HttpClient> {
+        Ok(self.0.clone())
+    }
+}
+
+fn bucket_that_says(code: &'static str) -> Bucket {
+    let door = HttpClient::new(Door { code, bodies: AtomicUsize::new(0) });
+    let client = HttpClient::new(Typed(door));
+    let store = AmazonS3Builder::new()
+        .with_bucket_name("b")
+        .with_region("r")
+        .with_access_key_id("id")
+        .with_secret_access_key("key")
+        .with_endpoint("http://door")
+        .with_allow_http(true)
+        .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() })
+        .with_http_connector(Way(client.clone()))
+        .build()
+        .expect("a store");
+    let signed = Signed::new(Sender(client), store.clone(), false);
+    let s3 = S3 { store, signed, bucket: "b".into() };
+    Bucket::over("s3://b".parse().expect("a URL"), Stack::new(Arc::new(s3), &StoreSettings::default()))
+}
+
+/// S3 says 400 where others say 408: bytes that came too slowly lost the whole upload.
+#[tokio::test(start_paused = true)]
+async fn bytes_that_came_too_slowly_are_sent_again() {
+    let key = ObjectKey::new("k");
+    let bucket = bucket_that_says("RequestTimeout");
+    let options = UploadOptions { part_bytes: Some(4), ..UploadOptions::default() };
+    let mut upload = bucket.upload_with(&key, options).expect("upload");
+    upload.write("tenletters".into()).await.expect("write");
+    upload.complete(Condition::Always).await.expect("complete");
+    let counters = bucket.counters();
+    assert_eq!((counters.of(OperationKind::Part).requests, counters.retries), (4, 1));
+    let bucket = bucket_that_says("RequestTimeout");
+    bucket.put(&key, "whole".into(), Condition::Always).await.expect("put");
+    assert_eq!((bucket.counters().of(OperationKind::Put).requests, bucket.counters().retries), (2, 1));
+    // What is wrong with a request stays wrong, and is told.
+    let bucket = bucket_that_says("InvalidBucketName");
+    let told = bucket.put(&key, "whole".into(), Condition::Always).await.expect_err("refused");
+    assert_eq!((told.kind(), bucket.counters().retries), (ErrorKind::Invalid, 0), "{told}");
+}
