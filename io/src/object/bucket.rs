@@ -98,6 +98,12 @@ impl Bucket {
         self.derive(|stack| stack.settings.deadline_ms = deadline_ms)
     }
 
+    /// The same bucket for requests that must not wait behind those of others, however many these are: they have
+    /// places of their own, as many as all others together have.
+    pub fn apart(&self) -> Self {
+        self.derive(|stack| stack.stand_apart(stack.settings.max_in_flight))
+    }
+
     /// The same bucket, refusing every write with `ReadOnly`.
     pub fn read_only(&self) -> Self {
         self.derive(|stack| stack.read_only = true)

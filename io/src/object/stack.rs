@@ -19,8 +19,8 @@ const OPEN_DEADLINE_MS: u64 = 5_000;
 /// How long one attempt may take at least, whatever the deadline: a busy host takes this long to look at an answer.
 const LEAST_ATTEMPT_MS: u64 = 1000;
 
-/// What a bucket's decorators are built from. Handles that derive from one another share counts, places, tasks, and what
-/// was not answered.
+/// What a bucket's decorators are built from. Handles that derive from one another share counts, tasks, what was not
+/// answered, and places, if they do not stand apart.
 #[derive(Debug, Clone)]
 pub(super) struct Stack {
     base: Shared,
@@ -41,7 +41,7 @@ pub(super) struct Stack {
 impl Stack {
     /// A stack over `base`, without faults and delays.
     pub(super) fn new(base: Shared, settings: &StoreSettings) -> Self {
-        let places = Arc::new(Semaphore::new(settings.max_in_flight.clamp(1, Semaphore::MAX_PERMITS)));
+        let places = places(settings.max_in_flight);
         let (meter, unanswered) = (Arc::default(), Arc::default());
         let (tasks, rng) = (TaskGroup::new("bucket"), Rng::system());
         let settings = settings.clone();
@@ -66,6 +66,11 @@ impl Stack {
     /// The same for the first requests, which do not wait long for an endpoint that is not there.
     pub(super) fn opening(base: Shared, settings: &StoreSettings) -> Self {
         Self { unreachable_ms: OPEN_DEADLINE_MS, ..Self::new(base, settings) }
+    }
+
+    /// Takes `count` places that others do not wait for.
+    pub(super) fn stand_apart(&mut self, count: usize) {
+        self.places = places(count);
     }
 
     /// Bytes go through these from the last to the first.
@@ -98,4 +103,8 @@ impl Stack {
         }
         service
     }
+}
+
+fn places(count: usize) -> Arc<Semaphore> {
+    Arc::new(Semaphore::new(count.clamp(1, Semaphore::MAX_PERMITS)))
 }

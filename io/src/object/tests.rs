@@ -160,6 +160,29 @@ async fn requests_in_flight_are_bounded_with_their_bodies() {
     assert_eq!(crowd.now.load(Ordering::SeqCst), 0, "all have left");
 }
 
+/// As the renewal of a lease, which is lost where it waits behind the bytes of files.
+#[tokio::test]
+async fn requests_that_stand_apart_wait_for_no_others() {
+    let store = Arc::new(Plain::staged(Arc::new(InMemory::new()), true));
+    let settings = StoreSettings { max_in_flight: 1, ..StoreSettings::default() };
+    let bucket = Bucket::over("s3://b".parse().expect("a URL"), Stack::new(store, &settings));
+    let (faults, [data, lease]) = (Faults::new(), ["data", "lease"].map(ObjectKey::new));
+    let (busy, gate) = (bucket.with_faults(&faults), faults.gate(1));
+    let apart = bucket.apart();
+    let holds_up = busy.put(&data, "data".into(), Condition::Always);
+    let others = async {
+        gate.reached().await;
+        let mut waits = std::pin::pin!(bucket.head(&lease));
+        assert!(futures::poll!(&mut waits).is_pending(), "there is one place");
+        apart.put(&lease, "lease".into(), Condition::Always).await.expect("put");
+        apart.with_deadline_ms(1).head(&lease).await.expect("head").expect("the object");
+        gate.open();
+        assert!(waits.await.expect("head").is_some());
+    };
+    tokio::join!(holds_up, others).0.expect("put");
+    assert_eq!(apart.counters().requests(), 4, "all are counted together");
+}
+
 /// An engine inside the bucket sees object_store's trait, and goes through the same counts and faults.
 #[tokio::test]
 async fn the_store_of_a_bucket_goes_through_its_decorators() {

@@ -6,7 +6,7 @@ use forebay_core::ErrorKind;
 use forebay_io::object::{Bucket, Faults};
 
 use super::{Batch, Durability, Engine, SlateEngine, SlateSettings};
-use crate::testing::{Chance, rounds};
+use crate::testing::{Chance, fill, rounds};
 
 fn numbered(number: u64) -> Batch {
     let mut batch = Batch::default();
@@ -75,6 +75,18 @@ async fn failing_puts_lose_no_acknowledged_batch() {
             assert_eq!(holds(&reopened, number).await, (true, true), "{number}");
         }
     }
+}
+
+/// A sync stood behind all parts of files that waited for the store.
+#[tokio::test(start_paused = true)]
+async fn a_batch_does_not_wait_behind_the_bytes_of_files() {
+    let bucket = Bucket::in_memory();
+    let engine = SlateEngine::open(&bucket, &SlateSettings::default()).await.expect("open");
+    let _busy = fill(&bucket).await;
+    let written = engine.write(numbered(0), Durability::Durable);
+    let written = tokio::time::timeout(std::time::Duration::from_secs(60), written).await;
+    written.expect("it has a place of its own").expect("write");
+    assert_eq!(holds(&engine, 0).await, (true, true));
 }
 
 #[tokio::test]

@@ -62,7 +62,8 @@ impl SlateEngine {
 
     /// Opens or creates the tree in `bucket`, and fences whoever wrote to it before.
     pub async fn open(bucket: &Bucket, settings: &SlateSettings) -> Result<Self> {
-        let opening = Db::builder(Self::PATH, bucket.store())
+        // A sync does not wait behind the bytes of files.
+        let opening = Db::builder(Self::PATH, bucket.apart().store())
             .with_settings(slate_settings(settings))
             .with_db_cache(block_cache(settings), 0)
             .build();

@@ -85,7 +85,8 @@ impl VolumeFile {
         let holder = self.holder().await;
         // A try of a renewal that takes longer than the pause between two of them would be of no use.
         let patience_ms = self.settings.duration.as_millis() as u64 / 3;
-        let bucket = self.bucket.with_deadline_ms(patience_ms);
+        // Nor may it wait behind the bytes of files, which may take longer than the lease.
+        let bucket = self.bucket.apart().with_deadline_ms(patience_ms);
         for _ in 0..MOST_TRIES {
             let found = read(&bucket).await?;
             let other = found.as_ref().and_then(|(record, version)| Some((record.lease.as_ref()?, version)));

@@ -9,7 +9,7 @@ use forebay_io::object::{Bucket, Condition, Delay, Faults, StoreSettings};
 use tokio::time::Instant;
 
 use super::{Access, Claim, EngineKind, LeaseSettings, LeaseState, VolumeFile, VolumeRecord};
-use crate::testing::{Chance, rounds};
+use crate::testing::{Chance, fill, rounds};
 
 const LEASE: Duration = Duration::from_secs(15);
 
@@ -165,6 +165,23 @@ async fn a_silent_bucket_lapses_the_lease_and_an_answering_one_restores_it() {
     faults.set_down(false);
     watch.wait_for(|state| *state == LeaseState::Lost).await.expect("lost");
     other.check().expect("held");
+}
+
+/// Under load the renewals stood at the end of the queue for the store, longer than a lease, and the volume was lost while
+/// the store was well.
+#[tokio::test(start_paused = true)]
+async fn a_full_queue_costs_no_lease() {
+    let (clock, bucket) = (clock(), Bucket::in_memory());
+    let claim = open(&bucket, &clock, false).await.expect("open");
+    let mut watch = claim.watch();
+    watch.mark_unchanged();
+    let _busy = fill(&bucket).await;
+    tokio::time::sleep(LEASE * 10).await;
+    claim.check().expect("it renews");
+    assert!(!watch.has_changed().expect("it goes on"), "it never lapsed");
+    claim.release().await.expect("release");
+    // Nor does it keep who mounts it again.
+    open(&bucket, &clock, false).await.expect("open again").release().await.expect("release");
 }
 
 #[tokio::test(start_paused = true)]
