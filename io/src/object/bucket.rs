@@ -15,7 +15,7 @@ use super::counters::Meter;
 use super::error::convert;
 use super::front::{Front, pages};
 use super::key::{address, directory_prefix};
-use super::layer::{Delay, Faults, Rate, TOKEN_ATTRIBUTE};
+use super::layer::{Delay, Faults, Prefix, Rate, TOKEN_ATTRIBUTE};
 use super::request::{DELETE_LIMIT, ListRequest, Reply, Request, Shared, UploadId};
 use super::stack::Stack;
 use super::types::{Leftover, Unfinished, put_mode};
@@ -76,9 +76,14 @@ impl Bucket {
 
     /// A bucket in memory, for tests.
     pub fn in_memory() -> Self {
-        let url = BucketUrl { scheme: Scheme::S3, bucket: "memory".into(), prefix: String::new() };
+        Self::in_memory_below("")
+    }
+
+    /// The same below a prefix of the bucket, for tests.
+    pub fn in_memory_below(prefix: &str) -> Self {
+        let url = BucketUrl { scheme: Scheme::S3, bucket: "memory".into(), prefix: prefix.into() };
         let store = Plain::staged(Arc::new(object_store::memory::InMemory::new()), true);
-        Self::over(url, Stack::new(Arc::new(store), &StoreSettings::default()))
+        Self::over(url, Stack::new(Prefix::wrap(Arc::new(store), prefix), &StoreSettings::default()))
     }
 
     pub(super) fn over(url: BucketUrl, stack: Stack) -> Self {

@@ -224,6 +224,11 @@ fn by_code(bucket: &str, code: &str, said: &str) -> Option<Error> {
             "set AWS_REGION to the bucket's region",
         ),
         "RequestTimeTooSkewed" => clock(said),
+        "KeyTooLongError" => (
+            ErrorKind::Invalid,
+            format!("a key in {bucket} would be too long ({said})"),
+            "keys have at most 1,024 bytes, the prefix of the URL included: choose a shorter one",
+        ),
         "NotImplemented" => (
             ErrorKind::Unsupported,
             format!("the store of {bucket} does not implement this ({said})"),
@@ -338,6 +343,7 @@ mod tests {
         }
         check(service(400, "ExpiredToken"), ErrorKind::Denied, "have expired");
         check(service(400, "InvalidBucketName"), ErrorKind::Invalid, "cannot be the name");
+        check(service(400, "KeyTooLongError"), ErrorKind::Invalid, "too long");
         check(service(403, "RequestTimeTooSkewed"), ErrorKind::Denied, "clock");
         for message in ["Request has expired", "Request is not valid yet"] {
             let fault = Fault::Service { status: 403, code: "AccessDenied".into(), message: message.into() };

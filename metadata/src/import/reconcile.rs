@@ -342,7 +342,9 @@ impl Window<'_, '_, '_> {
     }
 
     fn prefix_unlisted(&mut self, name: &Bytes, entry: Dentry) -> Result<()> {
-        let Some(key) = child_prefix(&self.work.prefix, name) else { return Ok(()) };
+        let Some(key) = child_prefix(self.change.shared.spelling, &self.work.prefix, name) else {
+            return Ok(());
+        };
         let stays = self.change.inode(entry.ino)?.kept
             || self.change.import_state(entry.ino)?.prefix.as_ref() != Some(&key)
             || self.is_touched(name, &key)

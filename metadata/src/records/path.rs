@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, InodeId, Result};
+use forebay_io::object::{BucketUrl, Scheme};
 
 use super::{Change, Records};
 use crate::schema::Inode;
@@ -16,14 +17,35 @@ const MOST_DEPTH: usize = 4096;
 pub(crate) enum Spelling {
     /// There is no bucket: no path is a key.
     Nothing,
-    /// An object store.
-    Objects,
+    /// An object store, and the bytes that the prefix of its URL leaves of a key.
+    Objects { most_bytes: usize },
     /// A directory of files, whose writer makes `name#1` first and so cannot take `#digits` at an end, nor names
     /// that leave no room for that.
     Files,
 }
 
 impl Spelling {
+    /// What the bucket at `url` takes.
+    pub(crate) fn of(url: Option<&BucketUrl>) -> Self {
+        match url {
+            None => Self::Nothing,
+            Some(BucketUrl { scheme: Scheme::File, .. }) => Self::Files,
+            Some(BucketUrl { prefix, .. }) => {
+                let taken = prefix_with_slash(prefix).len();
+                Self::Objects { most_bytes: MOST_KEY_BYTES.saturating_sub(taken) }
+            }
+        }
+    }
+
+    /// Whether `key` can be an object's key of the user's: segments that every store keeps as they are, not under the
+    /// reserved prefix, and no longer than the store takes.
+    fn takes_key(self, key: &str) -> bool {
+        match self {
+            Self::Objects { most_bytes } => key.len() <= most_bytes && is_key(key),
+            Self::Nothing | Self::Files => is_key(key),
+        }
+    }
+
     /// Whether `name` can be the last segment of a key.
     fn takes(self, name: &str) -> bool {
         const ROOM_FOR_SUFFIX: usize = 16;
@@ -33,15 +55,14 @@ impl Spelling {
         };
         match self {
             Self::Nothing => false,
-            Self::Objects => true,
+            Self::Objects { .. } => true,
             Self::Files => name.len() + ROOM_FOR_SUFFIX <= 255 && !numbered(),
         }
     }
 }
 
-/// Whether `key` can be an object's key of the user's: segments that every store keeps as they are, not under the
-/// reserved prefix.
-pub(crate) fn is_key(key: &str) -> bool {
+/// Whether `key` can be one of the user's below no prefix.
+fn is_key(key: &str) -> bool {
     let segment =
         |s: &str| !s.is_empty() && s != "." && s != ".." && !s.bytes().any(|b| b.is_ascii_control());
     key.len() <= MOST_KEY_BYTES && key.split('/').all(segment) && key.split('/').next() != Some(".forebay")
@@ -53,9 +74,9 @@ pub(crate) fn prefix_with_slash(prefix: &str) -> String {
 }
 
 /// The key of `name` in the directory of `prefix`, if it can be one.
-pub(crate) fn child_prefix(prefix: &str, name: &[u8]) -> Option<String> {
+pub(crate) fn child_prefix(spelling: Spelling, prefix: &str, name: &[u8]) -> Option<String> {
     let name = std::str::from_utf8(name).ok()?;
-    Some(format!("{}{name}", prefix_with_slash(prefix))).filter(|key| is_key(key))
+    Some(format!("{}{name}", prefix_with_slash(prefix))).filter(|key| spelling.takes_key(key))
 }
 
 /// The names from the root to an inode's first name; of an inode without names, to where it last was.
@@ -94,7 +115,7 @@ impl Change<'_, '_> {
         let texts: Result<Vec<&str>, _> = names.iter().map(|name| std::str::from_utf8(name)).collect();
         let Ok(texts) = texts else { return Ok(None) };
         let takes = texts.last().is_some_and(|name| self.shared.spelling.takes(name));
-        Ok(Some(texts.join("/")).filter(|key| takes && is_key(key)))
+        Ok(Some(texts.join("/")).filter(|key| takes && self.shared.spelling.takes_key(key)))
     }
 
     /// Whether `directory` is `ino` or lies below it.
@@ -126,11 +147,12 @@ mod tests {
         {
             assert!(!is_key(key), "{key}");
         }
-        assert_eq!(child_prefix("", b"a").as_deref(), Some("a"));
-        assert_eq!(child_prefix("a", b"b").as_deref(), Some("a/b"));
-        assert_eq!(child_prefix("a", b"\xff"), None);
+        let objects = Spelling::Objects { most_bytes: 3 };
+        assert_eq!(child_prefix(objects, "", b"a").as_deref(), Some("a"));
+        assert_eq!(child_prefix(objects, "a", b"b").as_deref(), Some("a/b"));
+        assert_eq!((child_prefix(objects, "a", b"\xff"), child_prefix(objects, "a", b"bc")), (None, None));
         assert!(Spelling::Files.takes("a#b") && Spelling::Files.takes("#"));
-        assert!(!Spelling::Files.takes("a#12") && Spelling::Objects.takes("a#12"));
+        assert!(!Spelling::Files.takes("a#12") && objects.takes("a#12"));
         assert!(!Spelling::Nothing.takes("a"));
     }
 }

@@ -80,12 +80,13 @@ fn import_state(change: &Change<'_, '_>, parent: InodeId, name: &[u8]) -> Result
         return Ok(ImportState::default());
     }
     let above = change.import_state(parent)?;
-    let Some(prefix) = above.prefix.and_then(|prefix| child_prefix(&prefix, name)) else {
+    let Some(prefix) = above.prefix.and_then(|prefix| child_prefix(change.shared.spelling, &prefix, name))
+    else {
         return Ok(ImportState::default());
     };
     let free = !change.lies_below_claim(&prefix_with_slash(&prefix))?
         && change
             .key_of(parent, &change.directory(parent)?)?
-            .is_some_and(|path| child_prefix(&path, name).as_ref() == Some(&prefix));
+            .is_some_and(|path| child_prefix(change.shared.spelling, &path, name).as_ref() == Some(&prefix));
     Ok(ImportState { prefix: Some(prefix).filter(|_| free), listed: above.listed })
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result, VolumeId};
 use forebay_io::clock::Clock;
-use forebay_io::object::{Bucket, Scheme};
+use forebay_io::object::Bucket;
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use tracing::{debug, warn};
@@ -98,11 +98,7 @@ impl LocalTree {
 
     fn assemble(parts: TreeParts, settings: TreeSettings, tasks: TaskGroup) -> Self {
         let TreeParts { volume, committer, bucket, session, clock, rng, .. } = parts;
-        let spelling = match bucket.as_ref().map(|bucket| bucket.url().scheme) {
-            None => Spelling::Nothing,
-            Some(Scheme::File) => Spelling::Files,
-            Some(_) => Spelling::Objects,
-        };
+        let spelling = Spelling::of(bucket.as_ref().map(Bucket::url));
         let read_only = settings.read_only;
         let shared = Arc::new(Shared::new(Keys(volume), settings, session, clock, spelling));
         let importer = bucket

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, ObjectKey};
-use forebay_io::object::Condition;
+use forebay_io::object::{Bucket, Condition};
 use futures::FutureExt;
 
 use super::world::*;
@@ -57,6 +57,30 @@ async fn names_that_are_no_keys_go_to_owned_blobs() {
     tree.unlink(InodeId::ROOT, b"\xff").await.expect("unlinked");
     tree.drain().await.expect("drained");
     world.check_objects(&[]).await;
+}
+
+/// Stores count the prefix of the bucket's URL into a key, and refused such a one at each close, or copy.
+#[tokio::test]
+async fn paths_that_are_too_long_below_the_prefix_go_to_owned_blobs() {
+    const ROOM: usize = 1024 - 101;
+    let mut world = World::memory().await;
+    world.bucket = Some(Bucket::in_memory_below(&"p".repeat(100)));
+    let tree = world.open().await;
+    let above = ["a", "b", "c"].map(|name| name.repeat(250)).join("/");
+    for length in [250, 501, 752] {
+        make_directory(&tree, &above[..length]).await.expect("made");
+    }
+    let path = |name: &str, length: usize| format!("{above}/{}", name.repeat(length - above.len() - 1));
+    for (length, is_owned) in [(ROOM, false), (ROOM + 1, true)] {
+        let placed = world.write_path(&tree, &path("f", length), "bytes").await.expect("written");
+        assert_eq!(matches!(placed, Placement::Owned { .. }), is_owned, "{length} bytes: {placed:?}");
+    }
+    // No copy is made there either.
+    world.write_path(&tree, "short", "bytes").await.expect("written");
+    rename(&tree, "short", &path("g", ROOM + 1), Replace).await.expect("renamed");
+    tree.drain().await.expect("drained");
+    let keys: Vec<_> = world.objects().await.into_keys().map(|key| key.len()).collect();
+    assert!(keys.len() == 3 && keys.iter().all(|length| *length <= ROOM), "{keys:?}");
 }
 
 #[tokio::test]
