@@ -61,11 +61,14 @@ def test_parts_of_keys_that_are_data_are_restored_by_name(tmp_path: Path) -> Non
     [
         (lambda s: s.update(sums=collections.defaultdict(int)), r"state\['sums'\]: a defaultdict of float .* one of int"),
         (lambda s: s.update(sums=collections.defaultdict(lambda: 0.0)), "one of .*<lambda>"),
-        (lambda s: s.update(seen={}), r"state\['seen'\]: the state lacks 'b'"),
-        (lambda s: s.update(seen=[]), r"state\['seen'\]: a dict was saved, the state has a list"),
+        (lambda s: s.update(seen={"a": 1}), r"state\['seen'\]: the checkpoint lacks 'a'"),
+        (lambda s: s.update(seen=["a"]), r"state\['seen'\]: a dict was saved, the state has a list"),
         (lambda s: s["seen"].update({"w": torch.ones(1)}), r"state\['seen'\]: the checkpoint lacks 'w'"),
         (lambda s: s["lists"].update(y=[Loader()]), r"state\['lists'\]: the checkpoint lacks 'y'"),
-        (lambda s: s["held"].clear(), r"state\['held'\]: the state lacks 'w'"),
+        (
+            lambda s: s.update(held=collections.defaultdict(dict, z={"t": torch.zeros(2)})),
+            r"state\['held'\]: the checkpoint lacks 'z'",
+        ),
         (lambda s: s["held"].update(v={"t": torch.ones(2)}), r"state\['held'\]: the checkpoint lacks 'v'"),
     ],
 )
@@ -77,6 +80,15 @@ def test_keys_of_dicts_that_hold_tensors_neither_come_nor_go(tmp_path: Path, cha
         forebay.load(tmp_path, live)
     assert "a" in live["seen"] or not live["seen"]
     assert not live["lists"]["x"] and not live["held"]["w"].get("t", torch.zeros(1)).any()
+
+
+def test_what_is_empty_takes_what_was_counted(tmp_path: Path) -> None:
+    saved = counted({"b": 2, "c": 3}, {"loss": 1.0}, {"x": [1]}, 3)
+    forebay.save(saved, tmp_path)
+    live: Any = {key: type(value)() if type(value) is not collections.defaultdict else {} for key, value in saved.items()}
+    live["seen"], live["sums"] = kept = collections.Counter(), collections.defaultdict(float)
+    forebay.load(tmp_path, live)
+    assert same(live, saved) and live["seen"] is kept[0] and live["sums"] is kept[1]
 
 
 def test_a_plain_dict_takes_what_was_counted(tmp_path: Path) -> None:

@@ -116,14 +116,14 @@ def test_a_step_that_failed_is_saved_again(tmp_path: Path) -> None:
     with forebay.Checkpointer(place, every=1) as checkpointer:
         save_all(checkpointer, 0, range(1, 2), attempt=1)
         assert checkpointer.wait()
-        (place / "steps").rename(place / "away")
-        (place / "steps").write_text("in the way")
+        (place / "shards").rename(place / "away")
+        (place / "shards").write_text("in the way")
         save = checkpointer.save_now(2, state_of(0, 2, 1))
         with pytest.raises(forebay.CheckpointError):
             assert save is not None
             save.wait_durable()
-        (place / "steps").unlink()
-        (place / "away").rename(place / "steps")
+        (place / "shards").unlink()
+        (place / "away").rename(place / "shards")
         state = state_of(0, 0, 0)
         assert checkpointer.restore(state) == 1
         save_all(checkpointer, 0, range(2, 3), attempt=2)
