@@ -88,6 +88,12 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
     ["InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout"].into_iter().any(named)
 }
 
+/// Whether the cloud's metadata service, which gives a host its credentials, was asked without success. Before the first
+/// credentials this means that there is none.
+pub(super) fn lacks_metadata(error: &object_store::Error) -> bool {
+    find::<Fault>(error).is_none() && error.to_string().contains(INSTANCE_METADATA)
+}
+
 /// Whether a request that failed for now may have been carried out: it was sent, and the store did not put it off.
 pub(super) fn is_unanswered(error: &object_store::Error) -> bool {
     let is_put_off =

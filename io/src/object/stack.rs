@@ -32,6 +32,7 @@ pub(super) struct Stack {
     pub(super) settings: StoreSettings,
     /// How long an endpoint that takes no connection is tried, if not until the deadline.
     unreachable_ms: u64,
+    is_opening: bool,
     pub(super) faults: Option<Faults>,
     pub(super) delay: Option<Delay>,
     pub(super) rate: Option<Rate>,
@@ -56,6 +57,7 @@ impl Stack {
             rng,
             settings,
             unreachable_ms,
+            is_opening: false,
             faults,
             delay,
             rate,
@@ -65,7 +67,7 @@ impl Stack {
 
     /// The same for the first requests, which do not wait long for an endpoint that is not there.
     pub(super) fn opening(base: Shared, settings: &StoreSettings) -> Self {
-        Self { unreachable_ms: OPEN_DEADLINE_MS, ..Self::new(base, settings) }
+        Self { unreachable_ms: OPEN_DEADLINE_MS, is_opening: true, ..Self::new(base, settings) }
     }
 
     /// Takes `count` places that others do not wait for.
@@ -94,6 +96,7 @@ impl Stack {
             next: service,
             deadline_ms: self.settings.deadline_ms,
             unreachable_ms: self.unreachable_ms,
+            is_opening: self.is_opening,
             rng: self.rng.clone(),
             meter: self.meter.clone(),
             unanswered: self.unanswered.clone(),

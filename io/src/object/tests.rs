@@ -314,6 +314,35 @@ async fn opening_waits_for_a_busy_store_and_not_for_one_that_is_not_there() {
     }
 }
 
+/// One slow moment of the metadata service, at the renewal of each hour, was EACCES for whoever read or wrote then.
+#[tokio::test(start_paused = true)]
+async fn a_moment_without_instance_metadata_is_waited_for_once_there_were_credentials() {
+    let absent = || {
+        let text = "error sending request for url (http://169.254.169.254/latest/api/token)";
+        let error = HttpError::new(HttpErrorKind::Timeout, std::io::Error::other(text));
+        object_store::Error::Generic { store: "S3", source: Box::new(error) }
+    };
+    let settings = StoreSettings { deadline_ms: 30_000, ..StoreSettings::default() };
+    type Make = fn(Arc<Failing>, &StoreSettings) -> Stack;
+    let opening: Make = |store, settings| Stack::opening(store, settings);
+    let opened: Make = |store, settings| Stack::new(store, settings);
+    // Whoever has none is told at once; a service that stays away is no matter of rights.
+    let cases = [(opening, 3, Some(ErrorKind::Denied), 1), (opened, 3, None, 4)];
+    for (stack, times, told, asked) in cases {
+        let store = Plain::staged(Arc::new(InMemory::new()), true);
+        let failing = Arc::new(Failing { asked: AtomicUsize::new(0), error: absent, times, store });
+        let bucket = Bucket::over("s3://b".parse().expect("a URL"), stack(failing.clone(), &settings));
+        let put = bucket.put(&ObjectKey::new("k"), "v".into(), Condition::Always).await;
+        assert_eq!(put.err().map(|error| error.kind()), told);
+        assert_eq!(failing.asked.load(Ordering::SeqCst), asked);
+    }
+    let store = Plain::staged(Arc::new(InMemory::new()), true);
+    let failing = Arc::new(Failing { asked: AtomicUsize::new(0), error: absent, times: 1000, store });
+    let bucket = Bucket::over("s3://b".parse().expect("a URL"), Stack::new(failing, &settings));
+    let error = bucket.head(&ObjectKey::new("k")).await.expect_err("it stays away");
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+}
+
 /// A store that takes its time for copies and completions.
 #[derive(Debug)]
 struct Thorough(Plain);

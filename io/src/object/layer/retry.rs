@@ -28,7 +28,9 @@ use tokio::time::Instant;
 
 use super::body::{Body, replace};
 use crate::object::counters::Meter;
-use crate::object::error::{Fault, is_of_kernel, is_refusal, is_transient, is_unanswered, is_unreachable};
+use crate::object::error::{
+    Fault, is_of_kernel, is_refusal, is_transient, is_unanswered, is_unreachable, lacks_metadata,
+};
 use crate::object::request::{Reply, Request, Service, Shared};
 use crate::object::types::Condition;
 use crate::object::unanswered::Unanswered;
@@ -53,6 +55,8 @@ pub(in crate::object) struct Retrying {
     pub(in crate::object) deadline_ms: u64,
     /// The deadline while nobody takes a connection.
     pub(in crate::object) unreachable_ms: u64,
+    /// Nothing was asked before: it is not known whether there are credentials.
+    pub(in crate::object) is_opening: bool,
     pub(in crate::object) rng: Rng,
     pub(in crate::object) meter: Arc<Meter>,
     pub(in crate::object) unanswered: Arc<Unanswered>,
@@ -122,7 +126,7 @@ impl Retrying {
         loop {
             let sent = Instant::now();
             let error = match self.next.call(request.clone()).await {
-                Err(error) if is_transient(&error) => error,
+                Err(error) if self.may_pass(&error) => error,
                 done => return (done, attempts.failed > 0),
             };
             if let Request::Create { key, .. } = request
@@ -134,6 +138,11 @@ impl Retrying {
                 return (Err(error), true);
             }
         }
+    }
+
+    /// Whether the same request may succeed if it is sent again.
+    fn may_pass(&self, error: &object_store::Error) -> bool {
+        is_transient(error) || (!self.is_opening && lacks_metadata(error))
     }
 
     /// Waits before the next attempt, or gives up.
@@ -246,7 +255,7 @@ impl Resume {
                     }
                     None if open.range.start >= open.range.end => return None,
                     None => Fault::Short { missing: open.range.end - open.range.start }.into(),
-                    Some(Err(error)) if is_transient(&error) => error,
+                    Some(Err(error)) if open.core.may_pass(&error) => error,
                     Some(Err(error)) => return Some((Err(error), None)),
                 };
                 // The broken body gives up its place before the next request asks for one.
@@ -276,7 +285,7 @@ impl Resume {
         let GetResult { payload, .. } = match self.core.next.call(request.clone()).await {
             Ok(reply) => reply.object()?,
             // Counted as one more failure by the caller's loop.
-            Err(error) if is_transient(&error) => {
+            Err(error) if self.core.may_pass(&error) => {
                 return Ok(futures::stream::once(async { Err::<Bytes, _>(error) }).boxed());
             }
             Err(error) => match self.core.settle(&request, &error, false).await? {
