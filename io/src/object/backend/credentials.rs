@@ -25,10 +25,11 @@ use bytes::Bytes;
 use object_store::aws::AwsCredential;
 use object_store::client::{HttpClient, HttpConnector, HttpRequestBody, ReqwestConnector};
 use object_store::{ClientOptions, CredentialProvider, Result};
-use tokio::sync::Mutex;
+use parking_lot::Mutex;
 
 use crate::clock::Clock;
 use crate::object::error::Fault;
+use crate::task::TaskGroup;
 
 /// Where temporary credentials come from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,17 +53,35 @@ impl std::fmt::Display for Origin {
 const AHEAD: Duration = Duration::from_secs(300);
 /// After a failure the old ones serve this long before it is tried again.
 const PAUSE: Duration = Duration::from_secs(10);
+/// Whoever asks while they still hold waits this long for new ones.
+const GRACE: Duration = Duration::from_secs(1);
 /// Longest that a program or a token service may take: a person may have to touch a key.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Credentials that are renewed in time.
+/// Credentials that are renewed in time, by a task of their own: requests are given up after a while, and a program that
+/// was begun for one is heard to its end all the same.
 #[derive(Debug)]
 pub(super) struct Renewed {
+    source: Arc<Source>,
+    tasks: TaskGroup,
+}
+
+#[derive(Debug)]
+struct Source {
     origin: Origin,
     provider: SharedCredentialsProvider,
     clock: Clock,
-    /// Held while new ones are fetched, so that one request does it for all.
     current: Mutex<Option<Current>>,
+    /// Held while new ones are fetched, so that one task does it for all.
+    turn: Arc<tokio::sync::Mutex<()>>,
+}
+
+/// What there is at a moment.
+enum Held {
+    Fresh(Arc<AwsCredential>),
+    /// To be renewed, and good until then.
+    Old(Arc<AwsCredential>),
+    Nothing,
 }
 
 /// Times are seconds since 1970; `None` is never.
@@ -96,7 +115,40 @@ impl Renewed {
     }
 
     fn over(origin: Origin, provider: SharedCredentialsProvider, clock: Clock) -> Self {
-        Self { origin, provider, clock, current: Mutex::default() }
+        let source = Source { origin, provider, clock, current: Mutex::default(), turn: Arc::default() };
+        Self { source: Arc::new(source), tasks: TaskGroup::new("credentials") }
+    }
+}
+
+impl Source {
+    fn held(&self) -> Held {
+        let now = self.clock.wall().seconds;
+        match self.current.lock().as_ref() {
+            Some(held) if held.renew_at.is_none_or(|at| now < at) => Held::Fresh(held.credential.clone()),
+            Some(held) if held.expires.is_none_or(|expires| now < expires) => {
+                Held::Old(held.credential.clone())
+            }
+            _ => Held::Nothing,
+        }
+    }
+
+    /// Fetches new ones, unless somebody just did.
+    async fn renew(&self) -> Result<Arc<AwsCredential>> {
+        if let Held::Fresh(credential) = self.held() {
+            return Ok(credential);
+        }
+        let fetched = self.fetch(self.clock.wall().seconds).await;
+        let mut current = self.current.lock();
+        match (fetched, current.as_mut()) {
+            (Ok(fetched), _) => Ok(current.insert(fetched).credential.clone()),
+            (Err(error), Some(held)) => {
+                tracing::warn!(%error, "no new credentials: the old ones serve as long as they hold");
+                let again = self.clock.wall().seconds + seconds(PAUSE);
+                held.renew_at = Some(held.expires.map_or(again, |expires| again.min(expires)));
+                Err(error)
+            }
+            (Err(error), None) => Err(error),
+        }
     }
 
     async fn fetch(&self, now: i64) -> Result<Current> {
@@ -131,20 +183,27 @@ impl CredentialProvider for Renewed {
     type Credential = AwsCredential;
 
     async fn get_credential(&self) -> Result<Arc<AwsCredential>> {
-        let now = self.clock.wall().seconds;
-        let mut current = self.current.lock().await;
-        if let Some(held) = current.as_ref().filter(|held| held.renew_at.is_none_or(|at| now < at)) {
-            return Ok(held.credential.clone());
-        }
-        let fetched = self.fetch(now).await;
-        match (fetched, current.as_mut()) {
-            (Ok(fetched), _) => Ok(current.insert(fetched).credential.clone()),
-            (Err(error), Some(held)) if held.expires.is_none_or(|expires| now < expires) => {
-                tracing::warn!(%error, "no new credentials: the old ones still hold");
-                held.renew_at = Some(now + seconds(PAUSE));
-                Ok(held.credential.clone())
-            }
-            (Err(error), _) => Err(error),
+        let (old, turn) = match self.source.held() {
+            Held::Fresh(credential) => return Ok(credential),
+            Held::Old(credential) => match self.source.turn.clone().try_lock_owned() {
+                Ok(turn) => (Some(credential), turn),
+                // Somebody is at it.
+                Err(_) => return Ok(credential),
+            },
+            Held::Nothing => (None, self.source.turn.clone().lock_owned().await),
+        };
+        let source = self.source.clone();
+        let renewal = self.tasks.spawn("renew", async move {
+            let _turn = turn;
+            source.renew().await
+        });
+        let ended = |error| object_store::Error::Generic { store: "credentials", source: Box::new(error) };
+        match old {
+            None => renewal.await.map_err(ended)?,
+            Some(old) => match tokio::time::timeout(GRACE, renewal).await {
+                Ok(Ok(Ok(new))) => Ok(new),
+                _ => Ok(old),
+            },
         }
     }
 }
@@ -266,5 +325,54 @@ mod tests {
         assert!(error.contains("AWS profile `lab`") && error.contains("no luck"), "{error}");
         counting.fails.store(0, Ordering::Relaxed);
         assert_eq!(key().await.expect("it comes back"), "key-5");
+    }
+    /// Gives key 1 at once; the next one when it is allowed to.
+    #[derive(Debug, Default)]
+    struct Hanging {
+        asked: AtomicI64,
+        may_go_on: tokio::sync::Notify,
+    }
+
+    impl ProvideCredentials for Hanging {
+        fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
+        where
+            Self: 'a,
+        {
+            let number = self.asked.fetch_add(1, Ordering::Relaxed) + 1;
+            future::ProvideCredentials::new(async move {
+                if number > 1 {
+                    self.may_go_on.notified().await;
+                }
+                let expires = UNIX_EPOCH + Duration::from_secs(number as u64 * 100);
+                Ok(Credentials::new(format!("key-{number}"), "secret", None, Some(expires), "test"))
+            })
+        }
+    }
+
+    /// A program that took longer than a request may was begun anew by each, and never heard.
+    #[tokio::test(start_paused = true)]
+    async fn a_source_that_hangs_costs_nothing_while_the_old_credentials_hold() {
+        let (clock, hanging) = (Clock::manual(), Arc::new(Hanging::default()));
+        let shared: Arc<dyn ProvideCredentials> = hanging.clone();
+        let origin = Origin::Profile("lab".into());
+        let start = u64::try_from(clock.wall().seconds).expect("after 1970");
+        assert!(start < 70, "the clock begins before the first credentials are renewed");
+        let renewed = Renewed::over(origin, SharedCredentialsProvider::new(shared), clock.clone());
+        let key = async || renewed.get_credential().await.map(|credential| credential.key_id.clone());
+        assert_eq!(key().await.expect("first"), "key-1");
+        clock.advance(Duration::from_secs(95 - start));
+        let began = tokio::time::Instant::now();
+        for _ in 0..20 {
+            assert_eq!(key().await.expect("the old ones hold"), "key-1");
+        }
+        assert_eq!(began.elapsed(), GRACE, "the first one waits a moment, for all");
+        clock.advance(Duration::from_secs(10));
+        // Requests that wait are given up, and the program goes on.
+        for _ in 0..3 {
+            tokio::time::timeout(Duration::from_secs(10), key()).await.expect_err("there are none");
+        }
+        hanging.may_go_on.notify_one();
+        assert_eq!(key().await.expect("at last"), "key-2");
+        assert_eq!(hanging.asked.load(Ordering::Relaxed), 2);
     }
 }
