@@ -5,6 +5,7 @@ mod types;
 mod counters;
 mod error;
 mod key;
+mod progress;
 mod request;
 mod unanswered;
 mod layer;

@@ -1,5 +1,6 @@
 //! The stores themselves: any object_store store, a directory, and S3 with what object_store lacks.
 
+mod client;
 mod send;
 mod plain;
 mod file;

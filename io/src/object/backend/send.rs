@@ -7,13 +7,14 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody,
-    HttpService, ReqwestConnector,
+    HttpService,
 };
 use object_store::path::Path;
 use object_store::{ClientOptions, Result};
 use parking_lot::Mutex;
 use serde::Deserialize;
 
+use super::client::Client;
 use crate::object::error::{Fault, STORE, is_busy};
 
 /// The connections of one store, shared between object_store's client and ours. It also turns answers that ask for
@@ -24,7 +25,7 @@ pub(super) struct Transport(Arc<Mutex<Option<HttpClient>>>);
 impl HttpConnector for Transport {
     /// Called for each credential endpoint and last for the store itself.
     fn connect(&self, options: &ClientOptions) -> Result<HttpClient> {
-        let client = HttpClient::new(Typed(ReqwestConnector::default().connect(options)?));
+        let client = HttpClient::new(Typed(HttpClient::new(Client::new(options)?)));
         *self.0.lock() = Some(client.clone());
         Ok(client)
     }

@@ -1,9 +1,11 @@
 //! Bounds the wait for one attempt: for its reply, and for each next piece of its body.
 //!
 //! The clients' own timeouts are off, because they count a large part on a slow link as a failure. Here the wait
-//! for a reply grows with what was sent, or is copied inside the store, at a rate below which a link counts as broken, and
-//! with the parts that the store puts together: S3 says that it may take minutes over 10,000.
+//! for a reply grows with what is sent, or is copied inside the store, at a rate below which a link counts as broken, and
+//! with the parts that the store puts together: S3 says that it may take minutes over 10,000. It begins anew with each piece
+//! of the request's body that the connection takes: many that share a slow link move slowly, and none is late.
 
+use std::pin::pin;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -12,6 +14,7 @@ use object_store::Result;
 
 use super::body::map_body;
 use crate::object::error::Fault;
+use crate::object::progress::Progress;
 use crate::object::request::{Reply, Request, Service, Shared};
 
 /// Bytes a second that any working link moves; slower ones time out.
@@ -30,8 +33,18 @@ impl Service for Patience {
     async fn call(&self, request: Request) -> Result<Reply> {
         let moved_ms = request.moved_bytes() / SLOWEST_BYTES_A_MS;
         let waited_ms = self.attempt_ms + moved_ms + request.joined_parts() as u64 * SLOWEST_PART_MS;
-        let reply = tokio::time::timeout(Duration::from_millis(waited_ms), self.next.call(request)).await;
-        let reply = reply.unwrap_or_else(|_| Err(Fault::Stalled { waited_ms }.into()))?;
+        let progress = Progress::default();
+        let mut call = pin!(progress.watch(self.next.call(request)));
+        let reply = loop {
+            tokio::select! {
+                biased;
+                reply = &mut call => break reply?,
+                () = progress.made() => {}
+                () = tokio::time::sleep(Duration::from_millis(waited_ms)) => {
+                    return Err(Fault::Stalled { waited_ms }.into());
+                }
+            }
+        };
         let waited_ms = self.attempt_ms;
         Ok(map_body(reply, |body| {
             let timed = futures::stream::unfold(Some(body), move |body| async move {
@@ -43,5 +56,65 @@ impl Service for Patience {
             });
             timed.boxed()
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use object_store::path::Path;
+    use object_store::{PutOptions, PutPayload, PutResult};
+
+    use super::*;
+
+    /// Takes a body piece by piece, one in 40 s; some at last none more.
+    #[derive(Debug)]
+    struct Slow {
+        pieces: usize,
+        answers: bool,
+        taken: AtomicUsize,
+    }
+
+    #[async_trait]
+    impl Service for Slow {
+        async fn call(&self, _: Request) -> Result<Reply> {
+            for _ in 0..self.pieces {
+                tokio::time::sleep(Duration::from_secs(40)).await;
+                Progress::of_call().expect("watched").tell();
+                self.taken.fetch_add(1, Ordering::Relaxed);
+            }
+            if !self.answers {
+                std::future::pending::<()>().await;
+            }
+            let (e_tag, version) = (Some("\"a\"".to_owned()), None);
+            Ok(Reply::Put(PutResult { e_tag, version, extensions: Default::default() }))
+        }
+    }
+
+    /// Sends 8 MiB, which are given 43 s between two pieces.
+    async fn send(answers: bool) -> (Result<Reply>, usize, Duration) {
+        let store = Arc::new(Slow { pieces: 1000, answers, taken: AtomicUsize::default() });
+        let patience = Patience { next: store.clone(), attempt_ms: 10_000 };
+        let (key, payload) = (Path::from("a"), PutPayload::from(vec![0; 8 << 20]));
+        let put = Request::Put { key, payload, options: PutOptions::default(), token: String::new() };
+        let begun = tokio::time::Instant::now();
+        let reply = patience.call(put).await;
+        (reply, store.taken.load(Ordering::Relaxed), begun.elapsed())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_that_moves_is_never_late() {
+        let (reply, taken, _) = send(true).await;
+        reply.expect("it was taken after all").put().expect("a put's");
+        assert_eq!(taken, 1000);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_that_stands_is_given_up_as_long_after_its_last_piece() {
+        let (reply, taken, waited) = send(false).await;
+        assert!(reply.is_err_and(|error| error.to_string().contains("42768")), "ms without a piece");
+        assert_eq!((taken, waited), (1000, Duration::from_millis(40_000 * 1000 + 42_768)));
     }
 }
