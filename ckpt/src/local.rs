@@ -1,7 +1,8 @@
 //! Sealed shards as files on a disk of this host: nearer than the store, and there after the host's memory is gone.
 //!
 //! ```text
-//! starts                                            the starts that went on from one another here, oldest first
+//! starts                                            the starts that went on from one another here, oldest first, and up to
+//!                                                   which number others were in the store then
 //! shards/<step>/0000000001-<attempt>/<rank>-<save>-00000000.safetensors   a rank's shard, whole, as it was sealed
 //! seals/<step>/<attempt>/<rank>-<world_size>.json       its seal, put once the shard is on the disk
 //! seals/<step>/<attempt>/<rank>-<world_size>.durable    empty: the step was committed in the store
@@ -58,6 +59,8 @@ pub struct LocalTier {
     pub ceiling: Option<u64>,
     /// This start's nonce, and before it those of the starts that it goes on from, oldest first.
     pub starts: Vec<String>,
+    /// The highest number that a start had in the store when this one looked; 0 where it never did.
+    pub seen: u64,
     /// A step of an earlier start that the store may not have: it is to be brought there.
     pub resumes: Option<HeldStep>,
 }
@@ -76,8 +79,22 @@ pub struct LocalStep {
 pub struct Found {
     /// The starts that went on from one another, oldest first.
     pub starts: Vec<String>,
+    /// The highest number that a start had in the store when the last of them looked.
+    pub seen: u64,
     /// Their steps that are whole, newest first.
     pub steps: Vec<LocalStep>,
+}
+
+/// Whose the copies are, as noted.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Lineage {
+    Seen {
+        starts: Vec<String>,
+        seen: u64,
+    },
+    /// A former version's.
+    Unseen(Vec<String>),
 }
 
 /// The copies in one directory.
@@ -158,10 +175,12 @@ impl Local {
         &self.0
     }
 
-    /// From now on the copies are those of the last of `starts`, and of those before it.
-    pub async fn begin(&self, starts: &[String]) -> Result<()> {
-        let starts = &starts[starts.len().saturating_sub(MAX_STARTS)..];
-        self.0.put(&ObjectKey::new(STARTS), write_local(&starts)?, Condition::Always).await.map(drop)
+    /// From now on the copies are those of the last of `starts`, and of those before it. Starts in the store up to the number
+    /// `seen` were there before it.
+    pub async fn begin(&self, starts: &[String], seen: u64) -> Result<()> {
+        let starts = starts[starts.len().saturating_sub(MAX_STARTS)..].to_vec();
+        let note = write_local(&Lineage::Seen { starts, seen })?;
+        self.0.put(&ObjectKey::new(STARTS), note, Condition::Always).await.map(drop)
     }
 
     /// Writes a rank's part; it is there once this returns true. That `slot` held it to the last byte is asked of
@@ -198,12 +217,15 @@ impl Local {
     /// # Errors
     /// `Corrupt` when it cannot be told whose the copies are.
     pub async fn look(&self) -> Result<Found> {
-        let starts: Vec<String> = match self.read(&ObjectKey::new(STARTS)).await {
+        let (starts, seen) = match self.read(&ObjectKey::new(STARTS)).await {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Found::default()),
-            starts => starts?,
+            noted => match noted? {
+                Lineage::Seen { starts, seen } => (starts, seen),
+                Lineage::Unseen(starts) => (starts, 0),
+            },
         };
         let steps = self.whole_steps(&starts, &self.notes().await?);
-        Ok(Found { starts, steps })
+        Ok(Found { starts, seen, steps })
     }
 
     /// What a manifest of the step would say, made of its ranks' seals.

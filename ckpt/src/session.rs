@@ -200,6 +200,11 @@ impl Session {
         lineage.iter().for_each(|attempt| self.hello.comes_after(attempt));
     }
 
+    /// Notes the highest number that a start had in the store when this one looked there; said before an agent is greeted.
+    pub fn set_seen(&mut self, number: u64) {
+        self.hello.seen = Some(number);
+    }
+
     /// From now on slots are locked in memory before they are filled, for `device` to copy into.
     pub fn pin_for(&mut self, device: Arc<Device>) {
         self.device.get_or_insert(device);

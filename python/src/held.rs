@@ -4,7 +4,7 @@ use std::future::Future;
 use std::time::Duration;
 
 use forebay_ckpt::arena::HeldStep;
-use forebay_ckpt::catalog::{list_steps, newest_run};
+use forebay_ckpt::catalog::{list_steps, newest_number, newest_run};
 use forebay_ckpt::local::{Local, PATIENCE, as_damage};
 use forebay_ckpt::restore::assemble;
 use forebay_ckpt::session;
@@ -92,9 +92,9 @@ pub(crate) fn open_held(py: Python<'_>, agents: Vec<Py<Predecessor>>, step: Name
     opened.or_raise().map(|(manifest, shards)| Step::held(manifest, shards))
 }
 
-/// What the store has: the nonce of the run's newest start, if there was one, empty where its record is damaged, and every
-/// committed step, newest first, as the first eight digits of its start's nonce and its number.
-type Survey = (Option<String>, Vec<(String, u64)>);
+/// What the store has: the nonce of the run's newest start, if there was one, empty where its record is damaged, that start's
+/// number, else 0, and every committed step, newest first, as the first eight digits of its start's nonce and its number.
+type Survey = (Option<String>, u64, Vec<(String, u64)>);
 
 /// Asks the store at `url` what it has.
 ///
@@ -110,12 +110,15 @@ pub(crate) fn survey(py: Python<'_>, url: &str, patience_s: f64) -> PyResult<Sur
         let asked = runtime.block_on(async {
             let look = async {
                 let bucket = Bucket::open(&url, &StoreSettings::default()).await?;
-                let start = match newest_run(&bucket).await {
-                    Err(error) if error.kind() == ErrorKind::Corrupt => Some(String::new()),
-                    run => run?.map(|run| run.start.nonce),
+                let (start, number) = match newest_run(&bucket).await {
+                    Err(error) if error.kind() == ErrorKind::Corrupt => {
+                        (Some(String::new()), newest_number(&bucket).await?)
+                    }
+                    run => run?.map_or((None, 0), |run| (Some(run.start.nonce), run.incarnation)),
                 };
                 let steps = list_steps(&bucket).await?.into_iter().rev();
-                Ok::<Survey, Error>((start, steps.map(|info| (info.key.attempt, info.key.step)).collect()))
+                let steps = steps.map(|info| (info.key.attempt, info.key.step));
+                Ok::<Survey, Error>((start, number, steps.collect()))
             };
             tokio::select! {
                 found = look => found,
@@ -159,16 +162,17 @@ fn on_disk<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
     with_disk(|runtime| while_it_answers(runtime, work))
 }
 
-/// Begins the copies of a start in `directory`: they go on from those of the `starts` before it, which is the last.
+/// Begins the copies of a start in `directory`: they go on from those of the `starts` before it, which is the last. It saw
+/// starts in the store up to a number.
 #[pyfunction]
-pub(crate) fn begin_local(py: Python<'_>, directory: &str, starts: Vec<String>) -> PyResult<()> {
-    let begin = || on_disk(async { Local::open(directory).await?.begin(&starts).await });
+pub(crate) fn begin_local(py: Python<'_>, directory: &str, starts: Vec<String>, seen: u64) -> PyResult<()> {
+    let begin = || on_disk(async { Local::open(directory).await?.begin(&starts, seen).await });
     py.detach(begin).or_raise()
 }
 
-/// The starts that went on from one another on this host's disk, oldest first, and their whole steps, newest first, each
-/// with whether it is in the store as well.
-type Copies = (Vec<String>, Vec<(Named, bool)>);
+/// The starts that went on from one another on this host's disk, oldest first, up to which number the last of them saw starts
+/// in the store, and their whole steps, newest first, each with whether it is in the store as well.
+type Copies = (Vec<String>, u64, Vec<(Named, bool)>);
 
 /// What is in `directory`.
 #[pyfunction]
@@ -176,7 +180,7 @@ pub(crate) fn look_local(py: Python<'_>, directory: &str) -> PyResult<Copies> {
     let look = || on_disk(async { Local::open(directory).await?.look().await });
     let found = py.detach(look).or_raise()?;
     let steps = found.steps.into_iter().map(|step| (named(step.name), step.is_durable));
-    Ok((found.starts, steps.collect()))
+    Ok((found.starts, found.seen, steps.collect()))
 }
 
 /// The copy of a step in `directory`.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use forebay_ckpt::catalog::{Start, StepKey, StepName, load_manifest};
+use forebay_ckpt::catalog::{Start, StepInfo, StepKey, StepName, load_manifest, newest_number};
 use forebay_ckpt::convert::{Export, import};
 use forebay_ckpt::dtype::Dtype;
 use forebay_ckpt::local::{Local, as_damage};
@@ -72,14 +72,24 @@ pub(crate) fn check_url(url: &str) -> PyResult<()> {
 /// Every committed step, oldest first.
 #[pyfunction]
 pub(crate) fn list_steps(py: Python<'_>, url: &str) -> PyResult<Vec<Listed>> {
+    with_bucket(py, url, |bucket| async move { forebay_ckpt::list_steps(&bucket).await.map(listed) })
+}
+
+fn listed(steps: Vec<StepInfo>) -> Vec<Listed> {
+    let listed = steps.into_iter().map(|info| {
+        let StepKey { step, incarnation, attempt } = info.key;
+        let committed = info.committed.seconds as f64 + f64::from(info.committed.nanos) / 1e9;
+        (step, incarnation, attempt, committed, info.superseded)
+    });
+    listed.collect()
+}
+
+/// The highest number that a start has, 0 where there was none, and every committed step, oldest first: asked side by side.
+#[pyfunction]
+pub(crate) fn find_steps(py: Python<'_>, url: &str) -> PyResult<(u64, Vec<Listed>)> {
     with_bucket(py, url, |bucket| async move {
-        let steps = forebay_ckpt::list_steps(&bucket).await?;
-        let listed = steps.into_iter().map(|info| {
-            let StepKey { step, incarnation, attempt } = info.key;
-            let committed = info.committed.seconds as f64 + f64::from(info.committed.nanos) / 1e9;
-            (step, incarnation, attempt, committed, info.superseded)
-        });
-        Ok(listed.collect())
+        let (number, steps) = tokio::join!(newest_number(&bucket), forebay_ckpt::list_steps(&bucket));
+        Ok((number?, listed(steps?)))
     })
 }
 

@@ -141,11 +141,12 @@ impl Session {
         keep: usize,
         ceiling: Option<&str>,
         starts: Vec<String>,
+        seen: u64,
         resumes: Option<Named>,
     ) -> PyResult<()> {
         let ceiling = ceiling.map(parse_bytes).transpose();
         let ceiling = ceiling.map_err(|error| error.context("local_bytes")).or_raise()?;
-        let tier = LocalTier { directory, keep, ceiling, starts, resumes: resumes.map(step_named) };
+        let tier = LocalTier { directory, keep, ceiling, starts, seen, resumes: resumes.map(step_named) };
         py.detach(|| self.0.lock().set_local(tier));
         Ok(())
     }
@@ -167,6 +168,11 @@ impl Session {
             let lineage = former.0.lock().lineage();
             self.0.lock().come_after(&lineage);
         });
+    }
+
+    /// Notes the highest number that a start had in the store when this one looked there, before an agent is greeted.
+    fn set_seen(&self, py: Python<'_>, number: u64) {
+        py.detach(|| self.0.lock().set_seen(number));
     }
 
     /// From now on slots are locked in memory, for `device` to copy into.

@@ -323,7 +323,7 @@ def test_a_copy_that_one_rank_lacks_is_left_by_all(tmp_path: Path) -> None:
     assert lines == [[2, "local", True]] * 2
 
 
-@pytest.mark.parametrize(("alone", "found"), [(0, None), (1, ([], []))])
+@pytest.mark.parametrize(("alone", "found"), [(0, None), (1, ([], 0, []))])
 def test_ranks_that_go_on_from_memory_agree_whose_copies_stay(tmp_path: Path, alone: int, found: Any) -> None:
     """A rank that could not look, or saw something else than the others, had the others' older copies deleted."""
     run, disk = tmp_path / "run", tmp_path / "disk"
@@ -449,6 +449,41 @@ def test_a_step_of_a_start_that_the_store_never_knew_stays_on_the_disk(gate: Gat
         checkpointer._pass_warnings_on()
     checkpointer.close()
     assert checkpointer.steps() == [2]
+
+
+def test_copies_of_a_start_that_the_store_never_knew_count_after_what_it_restored(gate: Gate, tmp_path: Path) -> None:
+    place, disk = f"s3://checkpoints/{tmp_path.name}-{time.time_ns()}", tmp_path / "disk"
+    gate.open()
+    for step in (1, 2):
+        # Two starts: the newest is not the one whose step is restored.
+        with forebay.Checkpointer(place, every=1) as earlier:
+            earlier.step(step, state_of(step))
+
+    def work(report: Report) -> None:
+        checkpointer = forebay.Checkpointer(place, every=1, local=disk)
+        assert checkpointer.restore(state_of(-1), step=1) == 1
+        report("restored")
+        signal.sigwait([signal.SIGUSR1])
+        save = checkpointer.step(2, state_of(2))
+        assert save is not None and save.wait_local(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    child = Child(work)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+    assert child.line() == "restored"
+    gate.shut()
+    os.kill(child.pid, signal.SIGUSR1)
+    end(int(child.line()))
+    child.kill()
+    gate.open()
+    report, _ = restored(place, disk)
+    assert (report.step, report.tier, report.passed_over) == (2, "local", ())
+    with forebay.Checkpointer(place, every=1) as elsewhere:
+        elsewhere.step(3, state_of(3))
+    report, _ = restored(place, disk)
+    assert (report.step, report.tier) == (3, "store") and "started elsewhere" in report.passed_over[0]
 
 
 def test_the_death_of_ranks_and_agents_at_any_moment_loses_no_common_copy(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_memory_is_newer_than_the_starts_that_its_own_came_after(known: bool) ->
     """Until the agent of a start takes its number, that of the one before is the newest, and so is a step of that."""
     before, own = "b" * 32, "c" * 32
     word = {"start": own, "after": [before[:8]] if known else [], "held": [[own, 4], [own, 3]], "durable": []}
-    reason = _held._reason_against([word, {**word, "after": []}], (own, 4), before, [(before[:8], 2)])
+    reason = _held._reason_against([word, {**word, "after": []}], (own, 4), _held.Survey(before, 1, [(before[:8], 2)]))
     assert reason == (None if known else "the job was started elsewhere since")
 
 

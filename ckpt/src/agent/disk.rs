@@ -141,7 +141,7 @@ impl Disk {
             return Ok(local.clone());
         }
         let local = Local::open(&self.tier.directory).await?;
-        local.begin(&self.tier.starts).await?;
+        local.begin(&self.tier.starts, self.tier.seen).await?;
         Ok(self.local.insert(local).clone())
     }
 

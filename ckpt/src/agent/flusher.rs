@@ -27,8 +27,8 @@ use crate::arena::{HeldStep, attempt_of};
 #[cfg(test)]
 use crate::catalog::begin_run;
 use crate::catalog::{
-    Alive, KnownShards, Round, Run, Start, StepKey, begin_run_unless, find_run, forget_notes, put_failed,
-    retain, saved_already, superseded_by,
+    Alive, KnownShards, Round, Run, StepKey, begin_run_unless, find_run, forget_notes, put_failed, retain,
+    saved_already, superseded_by,
 };
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
@@ -444,12 +444,10 @@ impl Flusher {
             }
             (None, Some(member)) => member.run.clone(),
             (None, None) => {
-                // A trainer that died may have a successor, of this host and by its clock.
-                let (own, trainer) = (&self.hello.start, &self.trainer);
-                let is_over = |newest: &Start| {
-                    trainer.is_gone() && newest.host == own.host && newest.started_ms > own.started_ms
-                };
-                begin_run_unless(&bucket, own.clone(), is_over).await?
+                // A trainer that died may have a successor, here or elsewhere.
+                let (hello, trainer) = (&self.hello, &self.trainer);
+                let is_over = |newest: &Run| trainer.is_gone() && hello.is_outrun_by(newest);
+                begin_run_unless(&bucket, hello.start.clone(), is_over).await?
             }
         };
         if !run.conditional {

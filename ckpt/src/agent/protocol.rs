@@ -34,6 +34,9 @@ pub struct Hello {
     /// The starts that this one comes after, by the beginnings of their nonces, which name attempts.
     #[serde(default)]
     pub after: Vec<String>,
+    /// The highest number that a start had in the store when this one looked there for a step; none where it did not.
+    #[serde(default)]
+    pub seen: Option<u64>,
 }
 
 /// Starts that are remembered: an older one is nobody's newest any more.
@@ -51,6 +54,7 @@ impl Hello {
             flush_rate: None,
             local: None,
             after: Vec::new(),
+            seen: None,
         }
     }
 
@@ -60,6 +64,17 @@ impl Hello {
         self.after.push(attempt.to_owned());
         let many = self.after.len().saturating_sub(MOST_AFTER);
         self.after.drain(..many);
+    }
+
+    /// Whether `newest` began after this start looked for what to go on from, as far as it knows: where the store told nothing
+    /// then, by the clocks of their hosts.
+    pub(super) fn is_outrun_by(&self, newest: &Run) -> bool {
+        let is_before = self.after.iter().any(|attempt| attempt == newest.attempt());
+        !is_before
+            && match self.seen {
+                Some(seen) => newest.incarnation > seen,
+                None => newest.start.started_ms > self.start.started_ms,
+            }
     }
 
     /// This rank, and ranks in all.

@@ -40,7 +40,9 @@ pub(crate) use ranks::{list_notes_of, merge};
 pub use retain::{Keep, Removed, list_pins, pin, remove_steps, retain, unpin};
 pub use round::Round;
 pub(crate) use run::begin_run_unless;
-pub use run::{Run, Start, begin_run, find_run, newest_run, refuse_if_superseded, superseded_by};
+pub use run::{
+    Run, Start, begin_run, find_run, newest_number, newest_run, refuse_if_superseded, superseded_by,
+};
 pub use steps::{StepInfo, StepName, find_step, list_steps, load_manifest};
 pub use uploads::LEAST_AGE;
 pub(crate) use uploads::{

@@ -67,7 +67,7 @@ pub async fn begin_run(bucket: &Bucket, start: Start) -> Result<Run> {
 pub(crate) async fn begin_run_unless(
     bucket: &Bucket,
     start: Start,
-    is_over: impl Fn(&Start) -> bool,
+    is_over: impl Fn(&Run) -> bool,
 ) -> Result<Run> {
     if start.nonce.len() != 32 || !start.nonce.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Err(Error::invalid("a start's nonce is 32 hex digits"));
@@ -78,7 +78,7 @@ pub(crate) async fn begin_run_unless(
         if let Some(own) = last.as_ref().filter(|last| last.start.nonce == start.nonce) {
             return Ok(own.clone());
         }
-        if let Some(last) = last.as_ref().filter(|last| is_over(&last.start)) {
+        if let Some(last) = last.as_ref().filter(|last| is_over(last)) {
             return find_run(bucket, &start.nonce).await?.ok_or_else(|| took_over(last.clone()));
         }
         let run = match &last {
@@ -144,6 +144,11 @@ pub async fn newest_run(bucket: &Bucket) -> Result<Option<Run>> {
         Some(last) => load(bucket, *last).await.map(Some),
         None => Ok(None),
     }
+}
+
+/// The highest number that a start has; 0 where there was none.
+pub async fn newest_number(bucket: &Bucket) -> Result<u64> {
+    Ok(incarnations(bucket).await?.last().copied().unwrap_or(0))
 }
 
 /// What the start with that nonce recorded, if it came so far.

@@ -60,12 +60,12 @@ async fn shards(local: &Local) -> usize {
 async fn steps_of_all_ranks_and_of_starts_that_went_on_count() {
     let (_directory, local) = open().await;
     assert_eq!(local.look().await.expect("nothing yet"), Found::default());
-    local.begin(&[start(1)]).await.expect("begin");
+    local.begin(&[start(1)], 0).await.expect("begin");
     put(&local, &named(1, 8), &[0, 1]).await;
     put(&local, &named(1, 9), &[0, 1]).await;
     local.mark_durable(&named(1, 8), 1, 2).await.expect("mark");
     // A later start that went back to step 8, and was cut off in its second save.
-    local.begin(&[start(1), start(2)]).await.expect("begin");
+    local.begin(&[start(1), start(2)], 0).await.expect("begin");
     put(&local, &named(2, 5), &[0, 1]).await;
     put(&local, &named(2, 6), &[1]).await;
     local.mark_durable(&named(2, 6), 1, 2).await.expect("mark");
@@ -73,15 +73,31 @@ async fn steps_of_all_ranks_and_of_starts_that_went_on_count() {
     assert_eq!(steps(&local).await, [&[new.clone()][..], &old].concat());
     assert_eq!(local.manifest(&named(2, 6)).await.expect_err("half").kind(), ErrorKind::Corrupt);
     // One that did not go on from here.
-    local.begin(&[start(3)]).await.expect("begin");
+    local.begin(&[start(3)], 0).await.expect("begin");
     assert_eq!(steps(&local).await, []);
+}
+
+/// A former version noted the starts alone.
+#[tokio::test]
+async fn what_the_last_start_saw_in_the_store_is_noted() {
+    let (_directory, local) = open().await;
+    local.begin(&[start(1), start(2)], 7).await.expect("begin");
+    let noted = |starts: &[u32], seen| Found {
+        starts: starts.iter().map(|number| start(*number)).collect(),
+        seen,
+        steps: Vec::new(),
+    };
+    assert_eq!(local.look().await.expect("look"), noted(&[1, 2], 7));
+    let former = write_local(&[start(3)]).expect("encoded");
+    local.0.put(&ObjectKey::new(STARTS), former, Condition::Always).await.expect("put");
+    assert_eq!(local.look().await.expect("look"), noted(&[3], 0));
 }
 
 #[tokio::test]
 async fn so_many_whole_steps_stay_and_what_is_newer() {
     let (_directory, local) = open().await;
     let starts = [start(1), start(2)];
-    local.begin(&starts).await.expect("begin");
+    local.begin(&starts, 0).await.expect("begin");
     put(&local, &named(7, 100), &[0, 1]).await;
     for step in 1..=3 {
         put(&local, &named(1, step), &[0, 1]).await;
@@ -103,7 +119,7 @@ fn copies_are_read_and_damage_is_found() {
     let (directory, local) = runtime.block_on(open());
     let name = named(1, 4);
     runtime.block_on(async {
-        local.begin(&[start(1)]).await.expect("begin");
+        local.begin(&[start(1)], 0).await.expect("begin");
         put(&local, &name, &[0, 1]).await;
     });
     let read = || -> Result<Vec<u8>> {
@@ -146,7 +162,7 @@ fn copies_are_read_and_damage_is_found() {
 async fn a_seal_that_changed_before_it_was_written_is_refused() {
     let (_directory, local) = open().await;
     let name = named(1, 4);
-    local.begin(&[start(1)]).await.expect("begin");
+    local.begin(&[start(1)], 0).await.expect("begin");
     put(&local, &name, &[1]).await;
     let (mut held, shard) = part(&name, 0);
     held.seal.tensors[0].name = "u".into();
@@ -165,7 +181,7 @@ async fn a_seal_that_changed_before_it_was_written_is_refused() {
 async fn a_step_is_of_one_try_on_all_ranks() {
     let (_directory, local) = open().await;
     let name = named(1, 4);
-    local.begin(&[start(1)]).await.expect("begin");
+    local.begin(&[start(1)], 0).await.expect("begin");
     let put = async |rank, round: Option<u64>| {
         let (mut held, shard) = part(&name, rank);
         held.seal.round = round.map(Round::new);
@@ -237,7 +253,7 @@ async fn a_ceiling_holds_and_what_the_store_lacks_stays() {
     let one = bytes(&local).await;
     let ceiling = 5 * one;
     put(&local, &named(1, 1), &[1]).await;
-    local.begin(&starts).await.expect("begin");
+    local.begin(&starts, 0).await.expect("begin");
     let fixed = bytes(&local).await - 2 * one;
     let step = async |number: u32, step: u64| {
         let mut fits = Vec::new();
@@ -283,7 +299,7 @@ async fn a_ceiling_holds_and_what_the_store_lacks_stays() {
 async fn another_save_of_a_step_is_counted_beside_the_first() {
     let (_directory, local) = open().await;
     let (starts, name) = ([start(1)], named(1, 4));
-    local.begin(&starts).await.expect("begin");
+    local.begin(&starts, 0).await.expect("begin");
     let fixed = bytes(&local).await;
     put(&local, &name, &[0, 1]).await;
     let one = (bytes(&local).await - fixed) / 2;

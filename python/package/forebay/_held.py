@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Callable, NamedTuple, Optional, TypeVar
 
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointError, CheckpointWarning
@@ -43,6 +43,8 @@ class Inheritance:
         """Whether the last `use` used what is held."""
         self.has_touched = False
         """Whether the last `use` may have left something in the state."""
+        self.seen: Optional[int] = None
+        """The highest number of a start in the store, as the last `use` found; None where it did not look, or was not told."""
 
     def place(self, rank: int) -> str:
         """Where the agent of a rank is found."""
@@ -60,7 +62,7 @@ class Inheritance:
         None where they hold none, the job was started elsewhere since, the step was committed and deleted since, or what
         they hold is damaged, which is a warning.
         """
-        self.passed_over, self.has_touched, self.is_used = [], False, False
+        self.passed_over, self.has_touched, self.is_used, self.seen = [], False, False, None
         words = self._ranks.gather("look for what is in memory", self._say)
         wanted = [[entry for entry in word["held"] if step is None or entry[1] == step] for word in words]
         common = newest_common(wanted)
@@ -69,7 +71,8 @@ class Inheritance:
                 self.passed_over.append("arena: not all ranks hold the step")
             return None
         store = survey(self._url, self._ranks, f"step {common[1]} is restored from memory")
-        reason = None if store is None else _reason_against(words, common, *store)
+        self.seen = None if store is None else store.number
+        reason = None if store is None else _reason_against(words, common, store)
         if reason is not None:
             self.passed_over.append(f"arena: {reason}")
             return None
@@ -136,8 +139,19 @@ class Inheritance:
         return _native.open_held(agents, step)
 
 
-def survey(url: str, ranks: Ranks, act: str) -> Optional[tuple[Optional[str], list[tuple[str, int]]]]:
-    """What the store has, as rank 0 finds: the newest start's nonce, and the steps, newest first.
+class Survey(NamedTuple):
+    """What the store has."""
+
+    newest: Optional[str]
+    """The newest start's nonce, empty where its record is damaged; None where nobody started."""
+    number: int
+    """Its number, else 0."""
+    steps: list[tuple[str, int]]
+    """The steps, newest first, by the first eight characters of their starts' nonces."""
+
+
+def survey(url: str, ranks: Ranks, act: str) -> Optional[Survey]:
+    """What the store has, as rank 0 finds.
 
     None where it does not tell, with a warning of what is done without: it may be what is out of reach.
     """
@@ -149,7 +163,7 @@ def survey(url: str, ranks: Ranks, act: str) -> Optional[tuple[Optional[str], li
             return {"found": None, "why": str(error)}
 
     answer = ranks.first("look for later starts", ask)
-    found: Optional[tuple[Optional[str], list[tuple[str, int]]]] = answer["found"]
+    found = None if answer["found"] is None else Survey(*answer["found"])
     if found is None and ranks.rank == 0:
         if _is_gone(url):
             text = f"the directory is missing, and {act} (hint: where it was deleted to begin anew, make an empty one first)"
@@ -174,21 +188,19 @@ def _is_gone(url: str) -> bool:
     return gone.is_set()
 
 
-def _reason_against(
-    words: Sequence[Any], step: _native.Named, newest: Optional[str], store: Sequence[Sequence[Any]]
-) -> Optional[str]:
-    """Why a step that is held is not used where the store has these steps, newest first, and this newest start; None where it
-    may be."""
+def _reason_against(words: Sequence[Any], step: _native.Named, store: Survey) -> Optional[str]:
+    """Why a step that is held is not used where the store has that; None where it may be."""
     start, number = step
+    newest = store.newest
     # A start that died before its agent took over is none of these. Where the newest step is still one of theirs, it and
     # others like it saved nothing.
     own = {word["start"] for word in words} | {held[0] for word in words for held in word["held"]}
     # Nor one that they came after, whose number stays the newest until their agents take theirs.
     known = {nonce[:8] for nonce in own if nonce} | {attempt for word in words for attempt in word["after"]}
-    if newest is not None and newest[:8] not in known and store and store[0][0] not in known:
+    if newest is not None and newest[:8] not in known and store.steps and store.steps[0][0] not in known:
         return "the job was started elsewhere since"
     # What the ranks said was said before the store was asked: what was committed by then is there unless it was deleted.
     is_durable = any([start, number] in word["durable"] for word in words)
-    if is_durable and [start[:8], number] not in [list(entry) for entry in store]:
+    if is_durable and [start[:8], number] not in [list(entry) for entry in store.steps]:
         return f"step {number} was deleted from the store"
     return None

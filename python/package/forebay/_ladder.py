@@ -54,6 +54,8 @@ class Ladder:
         self.arena = Inheritance(url, ranks)
         self.passed_over: tuple[str, ...] = ()
         """Why nearer tiers were not used by the last `use`, where they had something."""
+        self.seen: Optional[int] = None
+        """The highest number that a start had in the store when the last `use` looked there; None where it did not."""
 
     def use(self, step: Optional[options.StepName], use: Callable[[_native.Step], T], settle: Settle) -> Optional[T]:
         """Calls `use` with the newest step that all ranks can get from any tier, or with `step`, out of the nearest one
@@ -62,28 +64,30 @@ class Ladder:
 
         Raises as `with_step` does.
         """
-        self.passed_over = ()
+        self.passed_over, self.seen = (), None
         number, start = options.step_name(step)
         if start is not None:
             # Nearer tiers hold what this job saves, of which no other start saved anything again.
             settle(number, False)
-            return with_step(self._url, step, self._ranks, use)
+            return with_step(self._url, step, self._ranks, use, self._note)
         step = number
         settle(step, True)
         local = self._local
         used = self.arena.use(step, use)
         passed_over, has_touched = self.arena.passed_over, self.arena.has_touched
+        self.seen = self.arena.seen
         if local is not None and used is not None:
-            local.follow(self.arena.start)
+            local.follow(self.arena.start, self.seen)
         elif local is not None:
             used = local.use(step, use)
             passed_over, has_touched = passed_over + local.passed_over, has_touched or local.has_touched
+            self.seen = local.seen if self.seen is None else self.seen
         self.passed_over = tuple(passed_over)
         if used is not None:
             return used
         settle(step, False)
         try:
-            return with_step(self._url, step, self._ranks, use)
+            return with_step(self._url, step, self._ranks, use, self._note)
         except CheckpointNotFound:
             if has_touched:
                 text = f"{self._url} holds no step, and nearer copies of one are damaged: the state may hold anything"
@@ -95,3 +99,8 @@ class Ladder:
                 text = f"{self._url} holds no step, and nothing is restored: {'; '.join(self.passed_over)}"
                 warnings.warn(text, CheckpointWarning, stacklevel=4)
             return None
+
+    def _note(self, number: int) -> None:
+        self.seen = number
+        if self._local is not None:
+            self._local.begin_after(number)

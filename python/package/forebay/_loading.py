@@ -42,25 +42,39 @@ def default_threads() -> int:
 
 def newest_steps(url: str, also_superseded: bool = False) -> list[tuple[int, int, str]]:
     """Every step that counts as (step, incarnation, attempt), newest first."""
-    listed = reversed(_native.list_steps(url))
-    return [(step, number, attempt) for step, number, attempt, _, superseded in listed if also_superseded or not superseded]
+    return _find_steps(url, also_superseded)[1]
 
 
-def with_step(url: str, step: Optional[options.StepName], ranks: Optional[Ranks], use: Callable[[_native.Step], T]) -> T:
+def _find_steps(url: str, also_superseded: bool) -> tuple[int, list[tuple[int, int, str]]]:
+    """The highest number that a start has, and what `newest_steps` gives."""
+    newest, listed = _native.find_steps(url)
+    counts = [entry[:3] for entry in reversed(listed) if also_superseded or not entry[4]]
+    return newest, counts
+
+
+def with_step(
+    url: str,
+    step: Optional[options.StepName],
+    ranks: Optional[Ranks],
+    use: Callable[[_native.Step], T],
+    note_newest: Callable[[int], None] = lambda number: None,
+) -> T:
     """Calls `use` with the step asked for (also one that another start saved again, where its start is named), or with
     the newest one that is whole on every rank.
 
     Raises `CheckpointCorrupt` when the step asked for is damaged, or all of them are, and `CheckpointNotFound` when
     there is none. An older step than the newest is used with a warning only. What is deleted while it is read, as
-    retention does beside a job that saves, is not damaged: what is there instead is looked for.
+    retention does beside a job that saves, is not damaged: what is there instead is looked for. The highest number that a
+    start had when the step that is used was looked for is told by `note_newest`.
     """
     asked = "" if step is None else f" {step}"
     step, start = options.step_name(step)
 
     def look() -> list[tuple[int, int, str]]:
-        list_all = partial(newest_steps, url, start is not None)
-        found = list_all() if ranks is None else ranks.first("list the steps", list_all)
-        return [entry for entry in found if step in (None, entry[0]) and start in (None, entry[1])]
+        list_all = partial(_find_steps, url, start is not None)
+        number, found = list_all() if ranks is None else ranks.first("list the steps", list_all)
+        note_newest(number)
+        return [(at, of, name) for at, of, name in found if step in (None, at) and start in (None, of)]
 
     found = look()
     if not found:

@@ -38,6 +38,7 @@ class LocalCopies:
         except OSError as error:
             raise CheckpointInvalid(f"local={directory!r} is no place for copies: {error}") from error
         self._starts: list[str] = []
+        self._seen = 0
         self._resumes: Optional[_native.Named] = None
         self._has_begun = False
         self.passed_over: list[str] = []
@@ -47,6 +48,8 @@ class LocalCopies:
         self.hung = 0
         """How often they were left because the disk did not answer."""
         self._hangs = False
+        self.seen: Optional[int] = None
+        """The highest number of a start in the store, as the last `use` found; None where it did not look, or was not told."""
 
     def use(self, step: Optional[int], use: Callable[[_native.Step], T]) -> Optional[T]:
         """Calls `use` with the newest step that all ranks find whole there, or with `step`; all ranks do, or none.
@@ -54,7 +57,7 @@ class LocalCopies:
         None where there is none, the store has a newer one, the job was started elsewhere since, or all are damaged, which
         is a warning.
         """
-        self.passed_over, self.has_touched = [], False
+        self.passed_over, self.has_touched, self.seen = [], False, None
         self._starts, self._resumes = [], None
         words = self._ranks.gather("look for local copies", self._look)
         starts: list[str] = words[0]["starts"]
@@ -64,11 +67,13 @@ class LocalCopies:
         if not common:
             return None
         store = survey(self._url, self._ranks, f"step {common[0][0][1]} is restored from the local disk")
-        if store is not None and store[0] is not None and store[0] not in starts:
+        self.seen = None if store is None else store.number
+        seen: int = words[0]["seen"]
+        if store is not None and store.newest is not None and store.newest not in starts and store.number > seen:
             self.passed_over.append("local: the job was started elsewhere since")
             return None
         for (start, number), is_durable in common:
-            reason = None if store is None else _reason_against(starts, start, number, is_durable, store[1], step)
+            reason = None if store is None else _reason_against(starts, start, number, is_durable, store.steps, step)
             if reason is not None:
                 self.passed_over.append(f"local: {reason}")
                 return None
@@ -87,6 +92,7 @@ class LocalCopies:
                     return None
                 continue
             self._starts, self._resumes = starts, None if is_durable else named
+            self._seen = seen if store is None else store.number
             return used
         return None
 
@@ -104,12 +110,17 @@ class LocalCopies:
             self._hangs = True
             raise CopiesHang(str(error)) from error
 
-    def follow(self, start: Optional[str]) -> None:
-        """Goes on from the copies of a start that ended, whose memory was used: all ranks alike, as rank 0 found them, or where
-        it could not look, the next one. What one rank takes for stale its agent deletes, the other ranks' parts as well."""
+    def begin_after(self, number: int) -> None:
+        """Goes on from no copy, but from what the store had when its newest start had that number."""
+        self._starts, self._resumes, self._seen = [], None, number
+
+    def follow(self, start: Optional[str], seen: Optional[int]) -> None:
+        """Goes on from the copies of a start that ended, whose memory was used, where the store had starts up to the number
+        `seen`, if it told: all ranks alike, as rank 0 found them, or where it could not look, the next one. What one rank takes for stale its agent deletes, the other ranks' parts as well."""
         words = self._ranks.gather("follow local copies", lambda: {"start": start, **self._look()})
         word = next((word for word in words if word["is_known"]), words[0])
         self._starts, self._resumes = word["starts"] if word["start"] in word["starts"] else [], None
+        self._seen = word["seen"] if seen is None and self._starts else seen or 0
 
     def begin(self, nonce: str) -> None:
         """Makes the copies those of the start of that nonce, before it takes its number: by then others are stale."""
@@ -117,7 +128,7 @@ class LocalCopies:
             # The agents try as soon as it answers.
             return
         try:
-            _native.begin_local(self._directory, [*self._starts, nonce])
+            _native.begin_local(self._directory, [*self._starts, nonce], self._seen)
         except CheckpointError as error:
             # The agents try again, and tell.
             warnings.warn(f"copies on the local disk: {error}", CheckpointWarning, stacklevel=6)
@@ -130,20 +141,21 @@ class LocalCopies:
         """Has the agent of a session keep copies there."""
         if not self._has_begun:
             self._has_begun = True
-            session.set_local(self._directory, self._keep, self._ceiling, [*self._starts, nonce], self._resumes)
+            starts = [*self._starts, nonce]
+            session.set_local(self._directory, self._keep, self._ceiling, starts, self._seen, self._resumes)
 
     def _look(self) -> dict[str, Any]:
         try:
-            starts, steps = _native.look_local(self._directory)
+            starts, seen, steps = _native.look_local(self._directory)
         except CheckpointError as error:
             # Of no use then, and no reason not to train.
             self._hangs = isinstance(error, CheckpointUnavailable)
             self.hung += self._hangs
             warnings.warn(f"copies on the local disk are not used: {error}", CheckpointWarning, stacklevel=6)
-            return {"starts": [], "steps": [], "is_known": False}
+            return {"starts": [], "seen": 0, "steps": [], "is_known": False}
         self._hangs = False
         found = [[list(name), is_durable] for name, is_durable in steps]
-        return {"starts": starts, "steps": found, "is_known": True}
+        return {"starts": starts, "seen": seen, "steps": found, "is_known": True}
 
 
 def _has(word: dict[str, Any], entry: list[Any]) -> bool:

@@ -13,7 +13,7 @@ use super::tests::{change, flusher, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
 use crate::catalog::{
-    EVERY, Garbage, LEAST_AGE, Note, RankKey, collect_garbage, list_ranks, list_steps, put_alive,
+    EVERY, Garbage, LEAST_AGE, Note, RankKey, Start, collect_garbage, list_ranks, list_steps, put_alive,
 };
 use crate::manifest::ShardKey;
 use crate::verify::verify;

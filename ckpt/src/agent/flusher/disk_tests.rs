@@ -56,8 +56,9 @@ async fn hang_at(request: u64) -> Vec<u64> {
     let local = Local::of_test(Bucket::in_memory().with_faults(&faults));
     let (trainer, mut listener) = trainer();
     let starts = vec![start().nonce];
-    local.begin(&starts).await.expect("begin");
-    let tier = LocalTier { directory: "/unused".into(), keep: 9, ceiling: None, starts, resumes: None };
+    local.begin(&starts, 0).await.expect("begin");
+    let tier =
+        LocalTier { directory: "/unused".into(), keep: 9, ceiling: None, starts, seen: 0, resumes: None };
     let hello = Hello { local: Some(tier), ..hello() };
     let (copies, work) = Copies::new(8);
     let mut disk = Disk::new(&hello, &trainer, copies.health()).expect("a tier");
@@ -114,8 +115,9 @@ async fn a_copy_that_is_there_is_not_missed() {
     let (faults, (trainer, mut listener)) = (Faults::new(), trainer());
     let local = Local::of_test(Bucket::in_memory().with_deadline_ms(0).with_faults(&faults));
     let starts = vec![start().nonce];
-    local.begin(&starts).await.expect("begin");
-    let tier = LocalTier { directory: "/unused".into(), keep: 9, ceiling: None, starts, resumes: None };
+    local.begin(&starts, 0).await.expect("begin");
+    let tier =
+        LocalTier { directory: "/unused".into(), keep: 9, ceiling: None, starts, seen: 0, resumes: None };
     let hello = Hello { local: Some(tier), ..hello() };
     let (copies, work) = Copies::new(8);
     let mut disk = Disk::new(&hello, &trainer, copies.health()).expect("a tier");

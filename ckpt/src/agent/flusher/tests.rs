@@ -172,21 +172,48 @@ async fn a_start_that_another_took_over_from_leaves_nothing() {
     }
 }
 
-/// A trainer that was killed before its agent had the store's answer: its successor was superseded by it.
+/// Of a trainer that was killed before its agent had the store's answer: it superseded whoever came after, on another host or by
+/// a clock that was set back.
 #[tokio::test]
 async fn an_agent_whose_trainer_died_takes_no_number_after_its_successor() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let url = format!("file://{}", folder.path().display());
-    let bucket = Bucket::open(&url.parse().expect("a URL"), &StoreSettings::default()).await.expect("open");
-    let successor = Start { nonce: "fedcba9876543210".repeat(2), started_ms: 1, ..start() };
-    let run = begin_run(&bucket, successor).await.expect("the successor");
-    let (trainer, _listener) = trainer();
-    trainer.set_gone();
-    let hello = Hello::new(url, start(), Keep::default());
-    let mut late = Flusher::new(hello, trainer, None);
-    let error = late.flush(&sealed(1, 1000)).await.expect_err("it comes too late");
-    assert_eq!(error.kind(), ErrorKind::Stale, "{error}");
-    assert!(superseded_by(&bucket, &run).await.expect("newest").is_none());
+    let newest = |started_ms| Start {
+        nonce: "fedcba9876543210".repeat(2),
+        host: "other".into(),
+        started_ms,
+        ..start()
+    };
+    let own = Start { started_ms: 5, ..start() };
+    for (seen, started_ms, comes_after, is_over) in [
+        // The store told nothing of other starts: clocks do.
+        (None, 6, false, true),
+        (None, 4, false, false),
+        (None, 6, true, false),
+        // It was there, or was not, when the dead one looked.
+        (Some(1), 6, false, false),
+        (Some(0), 4, false, true),
+        (Some(0), 4, true, false),
+    ] {
+        let case = format!("seen {seen:?}, at {started_ms} ms, comes after it: {comes_after}");
+        let folder = tempfile::tempdir().expect("a folder");
+        let url = format!("file://{}", folder.path().display());
+        let bucket =
+            Bucket::open(&url.parse().expect("a URL"), &StoreSettings::default()).await.expect("open");
+        let run = begin_run(&bucket, newest(started_ms)).await.expect("the newest");
+        let (trainer, _listener) = trainer();
+        trainer.set_gone();
+        let mut hello = Hello { seen, ..Hello::new(url, own.clone(), Keep::default()) };
+        if comes_after {
+            hello.comes_after(run.attempt());
+        }
+        let flushed = Flusher::new(hello, trainer, None).flush(&sealed(1, 1000)).await;
+        let newer = superseded_by(&bucket, &run).await.expect("newest");
+        assert_eq!(newer.is_none(), is_over, "{case}");
+        assert_eq!(
+            flushed.as_ref().err().map(Error::kind),
+            is_over.then_some(ErrorKind::Stale),
+            "{case}: {flushed:?}"
+        );
+    }
 }
 
 #[tokio::test]
