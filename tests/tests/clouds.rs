@@ -246,6 +246,34 @@ async fn a_google_bucket_is_mounted() {
     }
 }
 
+/// One key that cannot be named made its whole directory one that could not be listed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn keys_of_a_google_bucket_that_have_no_address_are_left_out() {
+    let Some(cloud) = Cloud::google() else { return };
+    let bucket = cloud.bucket("data/set").await;
+    for key in ["d/plain", "d//inner", "d/./inner", "d/sub/file", "d/twice//"] {
+        cloud.put_json(&bucket, key, "");
+    }
+    let below = bucket.list("d").map_ok(|object| object.key).try_collect::<Vec<_>>().await.expect("list");
+    assert_eq!(below.iter().map(ObjectKey::as_str).collect::<Vec<_>>(), ["d/plain", "d/sub/file"]);
+    let page = bucket.list_directory("d").await.expect("a directory");
+    assert_eq!(page.directories, ["sub", "twice"]);
+    assert_eq!(page.objects.iter().map(|object| object.key.as_str()).collect::<Vec<_>>(), ["d/plain"]);
+}
+
+/// Google unpacks what is marked as compressed, unless it is told that the reader takes it so.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_google_object_is_read_as_it_is_stored() {
+    let Some(cloud) = Cloud::google() else { return };
+    let bucket = cloud.bucket("data/set").await;
+    let stored = "not what gzip would unpack";
+    cloud.put_json(&bucket, "zipped&contentEncoding=gzip", stored);
+    let (read, found) = bucket.get_whole(&ObjectKey::new("zipped")).await.expect("read");
+    assert_eq!((read.as_ref(), found.size), (stored.as_bytes(), stored.len() as u64));
+    let range = bucket.get(&found.key, Some(&found.version), 4..8).await.expect("a range");
+    assert_eq!(range.as_ref(), b"what");
+}
+
 /// fake-gcs-server cannot be written to by the protocol that Forebay writes with, so this only reads.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_google_bucket_is_mounted_for_reading() {

@@ -6,17 +6,21 @@
 //!
 //! Blocks belong to a blob, not to an upload: who commits or puts a blob discards all blocks of it that were not
 //! committed, whoever sent them. An upload that lost its blocks in this way lost a race for its key.
+//!
+//! Listings are read here, as object_store's reader refuses a page that has a key it cannot name.
+
+mod pages;
 
 use async_trait::async_trait;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, ETAG};
-use http::{HeaderName, HeaderValue};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use object_store::azure::{
     AzureAuthorizer, AzureConfigKey, AzureCredentialProvider, MicrosoftAzure, MicrosoftAzureBuilder,
 };
-use object_store::client::HttpRequestBody;
+use object_store::client::{HttpRequest, HttpRequestBody};
 use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::{PutMultipartOptions, PutResult, Result};
@@ -27,7 +31,7 @@ use super::plain::Plain;
 use super::send::{Sender, generic, header};
 use crate::object::error::{service_code, unsupported};
 use crate::object::layer::TOKEN_ATTRIBUTE;
-use crate::object::request::{Reply, Request, Service, UploadId};
+use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadId};
 use crate::object::types::Condition;
 
 /// The account of the emulator, and where it listens, as object_store has them.
@@ -88,6 +92,27 @@ impl Place {
         Ok(Self { account, container: container_url, anonymous, encryption })
     }
 
+    /// A page of keys: <https://learn.microsoft.com/rest/api/storageservices/list-blobs>.
+    fn page(&self, list: &ListRequest) -> Url {
+        let mut url = self.container.clone();
+        let mut query = url.query_pairs_mut();
+        query.extend_pairs([("restype", "container"), ("comp", "list"), ("prefix", &list.prefix)]);
+        if list.delimited {
+            query.append_pair("delimiter", "/");
+        }
+        match (&list.token, &list.after) {
+            (Some(token), _) => drop(query.append_pair("marker", token)),
+            // From this key on, with it.
+            (None, Some(after)) => drop(query.append_pair("startFrom", after)),
+            (None, None) => {}
+        }
+        if let Some(limit) = list.limit {
+            query.append_pair("maxresults", &limit.to_string());
+        }
+        drop(query);
+        url
+    }
+
     fn block_list(&self, key: &Path) -> Url {
         let mut url = self.container.clone();
         let mut segments = url.path_segments_mut().expect("it was extended when it was made");
@@ -118,15 +143,25 @@ impl Azure {
             request = request.header(name, value);
         }
         let request = request.header(CONTENT_LENGTH, body.len()).body(HttpRequestBody::from(body));
-        let mut request = request.map_err(generic)?;
+        let sent = self.send(&upload.key, request.map_err(generic)?).await;
+        let (head, _) = sent.map_err(|error| lost(upload, condition, error))?;
+        let e_tag = head.get(ETAG).and_then(|tag| tag.to_str().ok()).map(str::to_owned);
+        Ok(PutResult { e_tag, version: None, extensions: Default::default() })
+    }
+
+    async fn list(&self, list: ListRequest) -> Result<Page> {
+        let request = http::Request::get(self.place.page(&list).as_str()).body(HttpRequestBody::empty());
+        let (_, body) = self.send(&Path::ROOT, request.map_err(generic)?).await?;
+        pages::read(&body, &list)
+    }
+
+    /// Signs a request about `key` and sends it.
+    async fn send(&self, key: &Path, mut request: HttpRequest) -> Result<(HeaderMap, Bytes)> {
         if let Some(credentials) = &self.credentials {
             let credential = credentials.get_credential().await?;
             AzureAuthorizer::new(&credential, &self.place.account).try_authorize(&mut request)?;
         }
-        let sent = self.sender.send(&upload.key, request).await;
-        let (head, _) = sent.map_err(|error| lost(upload, condition, error))?;
-        let e_tag = head.get(ETAG).and_then(|tag| tag.to_str().ok()).map(str::to_owned);
-        Ok(PutResult { e_tag, version: None, extensions: Default::default() })
+        self.sender.send(key, request).await
     }
 }
 
@@ -144,6 +179,7 @@ impl Service for Azure {
             Request::Complete { upload, parts, condition } => {
                 self.complete(&upload, &parts, &condition).await.map(Reply::Put)
             }
+            Request::List(list) => self.list(list).await.map(Reply::Page),
             other => self.plain.call(other).await,
         }
     }

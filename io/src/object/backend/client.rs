@@ -12,6 +12,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{self, StreamExt};
+use http::HeaderValue;
+use http::header::ACCEPT_ENCODING;
 use http_body_util::BodyExt;
 use object_store::client::{
     ClientConfigKey, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody, HttpResponse, HttpResponseBody,
@@ -30,6 +32,10 @@ use crate::rng::Rng;
 const USER_AGENT: &str = concat!("forebay/", env!("CARGO_PKG_VERSION"));
 /// Bytes of a body that are handed over at a time: a connection that gets 10 KB/s takes one in half a minute.
 const PIECE: usize = 256 << 10;
+
+/// With a request, has its object sent as it is stored: compressed, where it lies so.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AsStored;
 
 /// A client and its connections.
 #[derive(Debug)]
@@ -130,7 +136,10 @@ fn unreadable(key: ClientConfigKey, wanted: &str) -> object_store::Error {
 #[async_trait]
 impl HttpService for Client {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let (head, body) = request.into_parts();
+        let (mut head, body) = request.into_parts();
+        if head.extensions.get::<AsStored>().is_some() {
+            head.headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("gzip"));
+        }
         let url = Url::parse(&head.uri.to_string())
             .map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
         let mut request = reqwest::Request::new(head.method, url);

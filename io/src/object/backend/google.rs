@@ -6,8 +6,12 @@
 //! under a key of its own below [`STAGED`], and copied to its key inside the store, which does take one: that copy
 //! is the one request that makes the object visible, or is refused. The key of its own is then deleted. What a process
 //! that died left there goes with the abort of its upload, else when it is swept.
+//!
+//! Listings are read here, as object_store's reader refuses a page that has a key it cannot name. Objects that are stored
+//! compressed are asked for as they are stored: else Google unpacks them on the way, and neither length nor range is theirs.
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use http::header::CONTENT_LENGTH;
 use http::{HeaderName, HeaderValue, Method};
 use object_store::client::HttpRequestBody;
@@ -18,13 +22,15 @@ use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::{PutMode, PutMultipartOptions, PutResult, Result, UpdateVersion};
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
+use url::form_urlencoded::Serializer;
 
+use super::client::AsStored;
 use super::plain::Plain;
-use super::s3::{read_e_tag, write_parts};
+use super::s3::{page_query, read_e_tag, read_page, write_parts};
 use super::send::{Sender, generic, header};
 use crate::object::error::unsupported;
 use crate::object::key::address;
-use crate::object::request::{Reply, Request, Service, UploadId};
+use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadId};
 use crate::object::types::{Condition, put_mode};
 use crate::rng::Rng;
 
@@ -164,7 +170,7 @@ impl Google {
     async fn finish(&self, native: &UploadId, parts: &[PartId]) -> Result<PutResult> {
         let id = utf8_percent_encode(&native.id, NON_ALPHANUMERIC);
         let body = write_parts(parts).replace("&quot;", "\"");
-        self.send(Method::POST, &native.key, &format!("?uploadId={id}"), Vec::new(), body).await
+        self.put(Method::POST, &native.key, &format!("?uploadId={id}"), Vec::new(), body).await
     }
 
     /// Copies inside the store, if `condition` holds for the target.
@@ -181,11 +187,31 @@ impl Google {
         if let Some(generation) = generation {
             headers.push(header("x-goog-if-generation-match", &generation)?);
         }
-        self.send(Method::PUT, to, "", headers, String::new()).await
+        self.put(Method::PUT, to, "", headers, String::new()).await
     }
 
-    /// Sends a request whose answer holds an ETag.
-    async fn send(
+    /// Keys may hold characters that XML cannot: then the answer cannot be read and is asked for again URL-encoded.
+    async fn list(&self, list: ListRequest) -> Result<Page> {
+        let mut query = page_query(&list);
+        match read_page(&self.ask(&query).await?, &list.prefix) {
+            Ok(page) => Ok(page),
+            Err(_) => {
+                query.push(("encoding-type", "url".to_owned()));
+                read_page(&self.ask(&query).await?, &list.prefix)
+            }
+        }
+    }
+
+    /// Asks something of the bucket.
+    async fn ask(&self, query: &[(&'static str, String)]) -> Result<Bytes> {
+        let query = Serializer::new(String::new()).extend_pairs(query).finish();
+        let bucket = utf8_percent_encode(&self.place.bucket, NON_ALPHANUMERIC);
+        let url = format!("{}/{bucket}?{query}", self.place.endpoint);
+        self.send(Method::GET, &Path::ROOT, url, Vec::new(), String::new()).await
+    }
+
+    /// Sends a request about an object whose answer holds an ETag.
+    async fn put(
         &self,
         method: Method,
         key: &Path,
@@ -194,6 +220,18 @@ impl Google {
         body: String,
     ) -> Result<PutResult> {
         let url = format!("{}/{}{query}", self.place.endpoint, self.place.spell(key));
+        let answer = self.send(method, key, url, headers, body).await?;
+        Ok(PutResult { e_tag: Some(read_e_tag(&answer)?), version: None, extensions: Default::default() })
+    }
+
+    async fn send(
+        &self,
+        method: Method,
+        key: &Path,
+        url: String,
+        headers: Vec<(HeaderName, HeaderValue)>,
+        body: String,
+    ) -> Result<Bytes> {
         let mut request = http::Request::builder().method(method).uri(url).header(CONTENT_LENGTH, body.len());
         for (name, value) in headers {
             request = request.header(name, value);
@@ -205,8 +243,7 @@ impl Google {
             request = request.header(name, value);
         }
         let request = request.body(HttpRequestBody::from(body)).map_err(generic)?;
-        let (_, answer) = self.sender.send(key, request).await?;
-        Ok(PutResult { e_tag: Some(read_e_tag(&answer)?), version: None, extensions: Default::default() })
+        self.sender.send(key, request).await.map(|(_, answer)| answer)
     }
 
     /// Deletes what was copied; where that fails, it is swept later.
@@ -232,6 +269,11 @@ impl Google {
 impl Service for Google {
     async fn call(&self, request: Request) -> Result<Reply> {
         match request {
+            Request::Get { key, mut options } => {
+                options.extensions.insert(AsStored);
+                self.plain.call(Request::Get { key, options }).await
+            }
+            Request::List(list) => self.list(list).await.map(Reply::Page),
             Request::Put { key, payload, mut options, token } => {
                 if let PutMode::Update(wanted) = options.mode {
                     options.mode = PutMode::Update(self.generation(&key, wanted).await?);

@@ -1,7 +1,7 @@
 //! Any store that object_store knows.
 //!
-//! Google Cloud Storage and Azure use their own multipart uploads and listings; conditions on the completion of an
-//! upload are their own affair. A store without them (in memory, or one that a test brings) stages parts in memory
+//! Google Cloud Storage and Azure use their own multipart uploads; their listings, and conditions on the completion of an
+//! upload, are their own affair. A store without them (in memory, or one that a test brings) stages parts in memory
 //! until completion, and then also has conditional completion, part copy and a list of unfinished uploads, so that
 //! tests meet the whole interface.
 
@@ -12,7 +12,6 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::Timestamp;
 use futures::stream::{StreamExt, TryStreamExt};
-use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
@@ -39,11 +38,8 @@ pub(in crate::object) struct Plain {
     rng: Rng,
 }
 
-/// What a cloud store brings beyond object_store's main trait.
-struct Native {
-    multipart: Arc<dyn MultipartStore>,
-    pages: Arc<dyn PaginatedListStore>,
-}
+/// A cloud store's uploads in parts.
+struct Native(Arc<dyn MultipartStore>);
 
 impl std::fmt::Debug for Native {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -61,14 +57,10 @@ struct Staged {
 }
 
 impl Plain {
-    /// A cloud store, with its own multipart uploads and listings.
-    pub(in crate::object) fn cloud<S>(store: S) -> Self
-    where
-        S: ObjectStore + MultipartStore + PaginatedListStore,
-    {
+    /// A cloud store, with its own multipart uploads; its listings are read where that is known.
+    pub(super) fn cloud<S: ObjectStore + MultipartStore>(store: S) -> Self {
         let store = Arc::new(store);
-        let native = Native { multipart: store.clone(), pages: store.clone() };
-        Self { native: Some(native), ..Self::staged(store, true) }
+        Self { native: Some(Native(store.clone())), ..Self::staged(store, true) }
     }
 
     /// Any store; `keeps_metadata` says whether it keeps user metadata with objects.
@@ -83,25 +75,11 @@ impl Plain {
         }
     }
 
-    async fn list(&self, list: ListRequest) -> Result<Page> {
-        let Some(native) = &self.native else { return self.list_all(list).await };
-        let options = PaginatedListOptions {
-            offset: list.after.clone(),
-            delimiter: list.delimited.then(|| "/".into()),
-            max_keys: list.limit,
-            page_token: list.token.clone(),
-            ..Default::default()
-        };
-        let prefix = (!list.prefix.is_empty()).then_some(list.prefix.as_str());
-        let page = native.pages.list_paginated(prefix, options).await?;
-        let mut listed = to_page(&list, page.result);
-        listed.objects.iter_mut().for_each(|meta| quote(&mut meta.e_tag));
-        listed.next = page.page_token;
-        Ok(listed)
-    }
-
     /// One page with everything, for stores that do not promise an order.
-    async fn list_all(&self, list: ListRequest) -> Result<Page> {
+    async fn list(&self, list: ListRequest) -> Result<Page> {
+        if self.native.is_some() {
+            return Err(unsupported("the listing of keys is each cloud's own"));
+        }
         let prefix = Path::parse(&list.prefix)?;
         let result = if list.delimited {
             self.store.list_with_delimiter(Some(&prefix)).await?
@@ -123,7 +101,7 @@ impl Plain {
     async fn create(&self, key: Path, mut options: PutMultipartOptions, token: String) -> Result<UploadId> {
         self.mark(&mut options.attributes, token.clone());
         if let Some(native) = &self.native {
-            let id = native.multipart.create_multipart_opts(&key, options).await?;
+            let id = native.0.create_multipart_opts(&key, options).await?;
             return Ok(UploadId { key, id, token });
         }
         let upload = UploadId { key, id: self.rng.name(), token };
@@ -181,7 +159,7 @@ impl Plain {
 
     async fn abort(&self, upload: UploadId) -> Result<Reply> {
         match &self.native {
-            Some(native) => match native.multipart.abort_multipart(&upload.key, &upload.id).await {
+            Some(native) => match native.0.abort_multipart(&upload.key, &upload.id).await {
                 Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
                 Err(error) => return Err(error),
             },
@@ -229,7 +207,7 @@ impl Service for Plain {
             }
             Request::Part { upload, index, payload, .. } => match &self.native {
                 Some(native) => {
-                    native.multipart.put_part(&upload.key, &upload.id, index, payload).await.map(Reply::Part)
+                    native.0.put_part(&upload.key, &upload.id, index, payload).await.map(Reply::Part)
                 }
                 None => self.stage(&upload, index, payload.into()).map(Reply::Part),
             },
@@ -267,13 +245,6 @@ fn to_page(list: &ListRequest, result: ListResult) -> Page {
     let names = result.common_prefixes.iter().filter_map(|path| path.filename().map(str::to_owned));
     let directories = names.filter(|name| is_segment(name)).collect();
     Page { objects, directories, next: None, skipped: 0 }
-}
-
-/// Azure's listings give ETags without the quotes that all its other answers have around them.
-fn quote(e_tag: &mut Option<String>) {
-    if let Some(tag) = e_tag.as_mut().filter(|tag| !tag.ends_with('"')) {
-        *tag = format!("\"{tag}\"");
-    }
 }
 
 fn no_upload(upload: &UploadId) -> object_store::Error {

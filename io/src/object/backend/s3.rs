@@ -26,7 +26,7 @@ use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadI
 use crate::object::types::Condition;
 
 pub(super) use sign::Signed;
-pub(super) use xml::{read_completed as read_e_tag, write_parts};
+pub(super) use xml::{read_completed as read_e_tag, read_page, write_parts};
 
 /// Keys of one page, the most that S3 gives.
 const PAGE_KEYS: usize = 1000;
@@ -37,6 +37,22 @@ pub(super) struct S3 {
     pub(super) store: AmazonS3,
     pub(super) signed: Signed,
     pub(super) bucket: String,
+}
+
+/// The query of ListObjectsV2, which Google's store has, too.
+pub(super) fn page_query(list: &ListRequest) -> Vec<(&'static str, String)> {
+    let limit = list.limit.unwrap_or(PAGE_KEYS).min(PAGE_KEYS);
+    let mut query =
+        vec![("list-type", "2".to_owned()), ("max-keys", limit.to_string()), ("prefix", list.prefix.clone())];
+    if list.delimited {
+        query.push(("delimiter", "/".to_owned()));
+    }
+    match (&list.token, &list.after) {
+        (Some(token), _) => query.push(("continuation-token", token.clone())),
+        (None, Some(after)) => query.push(("start-after", after.clone())),
+        (None, None) => {}
+    }
+    query
 }
 
 #[async_trait]
@@ -82,21 +98,7 @@ impl Service for S3 {
 
 impl S3 {
     async fn list(&self, list: ListRequest) -> Result<Page> {
-        let limit = list.limit.unwrap_or(PAGE_KEYS).min(PAGE_KEYS);
-        let mut query = vec![
-            ("list-type", "2".to_owned()),
-            ("max-keys", limit.to_string()),
-            ("prefix", list.prefix.clone()),
-        ];
-        if list.delimited {
-            query.push(("delimiter", "/".to_owned()));
-        }
-        match (&list.token, &list.after) {
-            (Some(token), _) => query.push(("continuation-token", token.clone())),
-            (None, Some(after)) => query.push(("start-after", after.clone())),
-            (None, None) => {}
-        }
-        self.ask_bucket(query, |body| xml::read_page(body, &list.prefix)).await
+        self.ask_bucket(page_query(&list), |body| read_page(body, &list.prefix)).await
     }
 
     /// A request about the bucket whose answer names keys. Keys may hold characters that XML cannot: then the answer

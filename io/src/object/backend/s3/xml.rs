@@ -96,7 +96,7 @@ pub(super) struct ListedUploads {
 }
 
 /// Reads one page of keys below `prefix`.
-pub(super) fn read_page(body: &[u8], prefix: &str) -> Result<Page> {
+pub(in crate::object::backend) fn read_page(body: &[u8], prefix: &str) -> Result<Page> {
     let answer: ListBucketResult = parse(body)?;
     let decoded = answer.encoding_type.is_some();
     let mut page = Page { next: answer.next_continuation_token.filter(|t| !t.is_empty()), ..Page::default() };
