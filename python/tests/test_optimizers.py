@@ -3,6 +3,7 @@ groups with other options."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable
 
@@ -457,3 +458,46 @@ def test_options_that_are_tensors_are_compared_by_what_they_hold(tmp_path: Path)
     forebay.load(tmp_path / "0.1", found)
     with pytest.raises(forebay.CheckpointMismatch, match="'lr'"):
         forebay.load(tmp_path / "0.2", found)
+
+
+@pytest.fixture
+def prepared() -> Iterator[Callable[..., Any]]:
+    """A model and its optimizer as accelerate gives them, which leaves nothing to the next test."""
+    accelerate = pytest.importorskip("accelerate", reason="ACCELERATE is not installed")
+    from accelerate.state import AcceleratorState, GradientState
+
+    yield lambda model, optim: accelerate.Accelerator(cpu=True).prepare(model, optim)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["named", "numbered"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("kind", ["adamw", "mastered"])
+def test_optimizers_that_accelerate_prepared_go_on(
+    tmp_path: Path, prepared: Any, kind: str, steps_before: int, beside: bool
+) -> None:
+    """They are optimizers by their class alone: what torch's have, the one has that they wrap, and its types count."""
+
+    def made_ready(seed: int) -> State:
+        torch.manual_seed(seed)
+        model = linear() if kind == "adamw" else linear().bfloat16()
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1) if kind == "adamw" else Mastered(model.parameters())
+        model, optim = prepared(model, optim)
+        assert type(optim) is not type(optim.optimizer)
+        return {"model": model, "optim": optim}
+
+    def asked(state: State) -> State:
+        return state if beside else {"optim": state["optim"]}
+
+    state, found = made_ready(1), made_ready(2)
+    train(state, 1, 2)
+    forebay.save(asked(state), tmp_path)
+    train(found, 11, 10 + steps_before)
+    if not beside:
+        found["model"].load_state_dict(state["model"].state_dict())
+    forebay.load(tmp_path, asked(found))
+    assert values(found) == values(state)
+    for one in (state, found):
+        train(one, 3, 4)
+    assert values(found) == values(state)

@@ -24,6 +24,14 @@ def tells_copies(module: Any) -> bool:
     return fsdp is not None and any(isinstance(part, fsdp) for part in module.modules())
 
 
+def underneath(optimizer: Any) -> Any:
+    """The optimizer that accelerate has wrapped, whose wrapper is one by its class alone; any other as it is."""
+    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    while wrapper is not None and isinstance(optimizer, wrapper):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def has_own(module: Any, optimizer: Any) -> bool:
     """Whether an optimizer has state that torch's functions lose or refuse: what belongs to no parameter, and keys of its
     own beside the state and the groups."""
@@ -33,6 +41,7 @@ def has_own(module: Any, optimizer: Any) -> bool:
     if any(not isinstance(key, torch.Tensor) for key in optimizer.state):
         return True
     # torch's functions ask one that tells more by a method or hooks of its own as well.
+    optimizer = underneath(optimizer)
     is_torchs = type(optimizer).state_dict is torch.optim.Optimizer.state_dict and "state_dict" not in vars(optimizer)
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
     return bool((hooks or not is_torchs) and optimizer.state_dict().keys() - TOLD)
@@ -110,14 +119,20 @@ def load_exactly(optimizer: Any, state: Any) -> None:
         return
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
-    is_torchs = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not hooks
-    is_torchs = is_torchs and "load_state_dict" not in vars(optimizer)
-    keeps_saved = is_torchs and not f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    inner = underneath(optimizer)
+    is_torchs = type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict
+    is_torchs = is_torchs and "load_state_dict" not in vars(inner) and not _has_load_hooks(inner)
+    keeps_saved = is_torchs and not f"{type(inner).__module__}.".startswith("torch.optim.")
     for number, parameter in zip(numbers, parameters):
         if number in state["state"] and parameter in optimizer.state:
             given, has = state["state"][number], optimizer.state[parameter]
             optimizer.state[parameter] = _exactly(given, has, was.get(parameter), is_torchs, keeps_saved)
+
+
+def _has_load_hooks(optimizer: Any) -> bool:
+    # Whoever is an optimizer by its class alone has none.
+    kinds = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    return any(getattr(optimizer, kind, None) for kind in kinds)
 
 
 def _types(value: Any) -> Any:

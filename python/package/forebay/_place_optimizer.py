@@ -15,7 +15,7 @@ from ._keyed import pairs_of
 from ._leaf import local_parts, refuse_meta, torch_dtype, torch_module
 from ._merge import Groups, differing_option, goes_by_number, groups_of, tag_of
 from ._objects import APART, Pairs, state_to_fill
-from ._optimizers import names, tells_copies
+from ._optimizers import names, tells_copies, underneath
 from ._tensors import Node
 from ._unflatten import Builder
 
@@ -85,7 +85,8 @@ class OptimizerPlacer:
         """Whether as many parameters were saved, where torch's own method takes the state: it finds that only then."""
         torch = torch_module()
         groups = self._entries(tree).get("param_groups")
-        if type(live).load_state_dict is not torch.optim.Optimizer.load_state_dict or not isinstance(groups, list):
+        is_torchs = type(underneath(live)).load_state_dict is torch.optim.Optimizer.load_state_dict
+        if not is_torchs or not isinstance(groups, list):
             return
         params = [self._entries(group).get("params") for group in groups]
         saved = [len(part) if isinstance(part, list) else 0 for part in params]
@@ -156,5 +157,5 @@ def _check_order(groups: Groups, has: Any, live: Any, path: str) -> None:
     torch = torch_module()
     saved = [name for called, _ in groups for name in called]
     asked = [name for group in has["param_groups"] for name in group["params"]]
-    if isinstance(live, torch.optim.LBFGS) and asked != saved:
+    if isinstance(underneath(live), torch.optim.LBFGS) and asked != saved:
         raise CheckpointMismatch(f"{path}: LBFGS has one state of all parameters, which had another order")
