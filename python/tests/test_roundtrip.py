@@ -17,11 +17,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from torch.distributed._functional_collectives import all_gather_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import forebay
 import forebay.dcp
 from forebay import _native
 
+from .test_ranks import run_ranks
 from .test_reading import read_bytes
 
 DTYPES = sorted(
@@ -455,6 +459,68 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path, va
     with pytest.raises(TypeError, match=fact):
         forebay.save({"fine": torch.zeros(3), "x": value}, tmp_path / "run")
     assert not list(tmp_path.glob("run/shards/*")) and not list(tmp_path.glob("run/steps/*"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["own", "dcp", "staged"])
+def test_parts_that_have_no_memory_of_their_own_are_refused(tmp_path: Path, way: str) -> None:
+    """What a class answers for by itself (float8, quantized weights) is nowhere in memory: copied from address 0 it was the
+    death of the trainer, and layers of one shape were taken for tied ones."""
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+
+    def work(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (1,))
+        parts = [two(torch.full((3, 3), float(number)), torch.ones(3, 3)) for number in range(2)]
+        state = {"a": torch.ones(3), "w": [DTensor.from_local(part, mesh, [Shard(0)]) for part in parts]}
+        with pytest.raises((TypeError, dcp.api.CheckpointException), match=r"w.*0.*TwoTensor.* cannot be saved"):
+            if way == "own":
+                with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+                    checkpointer.save_now(1, state)
+                return False
+            with forebay.dcp.Writer(tmp_path) as writer:
+                if way == "dcp":
+                    dcp.save(state, checkpoint_id=1, storage_writer=writer)
+                    return False
+                stager = forebay.dcp.Stager(writer)
+                dcp.async_save(state, checkpoint_id=1, storage_writer=writer, async_stager=stager).result()
+        return True
+
+    assert run_ranks(1, work) == [True]
+    assert not list(tmp_path.glob("steps/*"))
+
+
+def test_tensors_whose_memory_was_given_back_are_refused(tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        freed = torch.ones(3)
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(TypeError, match=r"state\['x'\]: .*no memory.* cannot be saved"):
+            forebay.save({"fine": torch.zeros(3), "x": freed}, tmp_path)
+        with forebay.dcp.Writer(tmp_path) as writer, pytest.raises(dcp.api.CheckpointException, match="x: .*no memory"):
+            dcp.save({"x": freed}, checkpoint_id=1, storage_writer=writer)
+        return True
+
+    assert run_ranks(1, work) == [True]
+    assert not list(tmp_path.glob("steps/*"))
+
+
+@pytest.mark.parametrize("way", ["own", "dcp"])
+def test_parts_that_are_still_on_their_way_are_waited_for(tmp_path: Path, way: str) -> None:
+    def work(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(12.0).view(6, 2)
+        spread = distribute_tensor(whole, mesh, [Shard(0)]).redistribute(placements=[Replicate()], async_op=True)
+        coming = all_gather_tensor(spread.to_local()[3 * rank : 3 * rank + 3], 0, mesh)
+        state = {"w": DTensor.from_local(coming, mesh, [Replicate()], run_check=False)}
+        kind = type(state["w"]._local_tensor).__name__
+        if way == "own":
+            with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+                checkpointer.save_now(1, state)
+        else:
+            with forebay.dcp.Writer(tmp_path) as writer:
+                dcp.save(state, checkpoint_id=1, storage_writer=writer)
+        return kind, torch.equal(forebay.load(tmp_path)["w"], whole)
+
+    assert run_ranks(2, work) == [["AsyncCollectiveTensor", True]] * 2
 
 
 @pytest.mark.filterwarnings("ignore")

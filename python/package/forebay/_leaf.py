@@ -135,9 +135,25 @@ def converts(saved: str, live: Any, any_kind: bool) -> bool:
     return True
 
 
+def elements_of(tensor: Any, path: str) -> Any:
+    """A part of a tensor as elements in memory: one that is on its way from other ranks is waited for. Raises `TypeError` for
+    one of a class that answers for its elements by itself, and may have none anywhere."""
+    torch = torch_module()
+    coming = getattr(sys.modules.get("torch.distributed._functional_collectives"), "AsyncCollectiveTensor", None)
+    if coming is not None and isinstance(tensor, coming):
+        tensor = tensor.wait()
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise TypeError(f"{path}: a part of type {kind} ({tensor.dtype} on {tensor.device}) cannot be saved")
+    return tensor
+
+
 def tensor_leaf(name: str, path: str, tensor: Any, dtype: str) -> Leaf:
-    """A torch tensor, wherever it is and however it is strided."""
+    """A torch tensor, wherever it is and however it is strided. Raises `TypeError` for one without memory, of which nothing
+    can be copied."""
     size = tensor.numel() * SIZES[dtype]
+    if size > 0 and tensor.device.type in ("cpu", "cuda") and tensor.data_ptr() == 0:
+        raise TypeError(f"{path}: a tensor that has no memory (any more) cannot be saved")
     address, device_address = None, None
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         if tensor.is_cpu:
@@ -195,6 +211,7 @@ def part_leaves(name: str, path: str, tensor: Any) -> list[Leaf]:
         raise TypeError(f"{path}: a DTensor with pending sums ({placements}) cannot be saved")
     leaves = []
     for local, offsets, lengths in local_parts(tensor) or []:
+        local = elements_of(local, path)
         dtype = tensor_dtype(local)
         if dtype is None:
             raise TypeError(f"{path}: a {type(tensor).__name__} of {local.layout} {local.dtype} cannot be saved")

@@ -57,7 +57,7 @@ from ._errors import (
     CheckpointSuperseded,
 )
 from ._flatten import KEPT, Flattener
-from ._leaf import Leaf, copy_elements, tensor_dtype, tensor_leaf, torch_dtype
+from ._leaf import Leaf, copy_elements, elements_of, tensor_dtype, tensor_leaf, torch_dtype
 from ._loading import (
     MEANT_OTHERWISE,
     default_threads,
@@ -561,6 +561,7 @@ def _take(plan: SavePlan, planner: SavePlanner, allow_pickle: bool) -> tuple[lis
 def _tensor_leaf(item: WriteItem, tensor: Any) -> Leaf:
     """The part of a tensor that an item is."""
     name, data = item.index.fqn, item.tensor_data
+    tensor = elements_of(tensor, name)
     dtype = tensor_dtype(tensor)
     if dtype is None:
         raise TypeError(f"{name}: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be saved")
