@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import forebay
 import forebay.dcp
 from forebay import _native
+from forebay._loading import state_tree, with_step
 
 from .conftest import Child, rounds
 
@@ -243,6 +244,50 @@ def test_fsdp_is_restored_at_other_sizes(tmp_path: Path) -> None:
     expected = run_ranks(4, save)[0]
     for world_size in (2, 4):
         assert run_ranks(world_size, restore) == [expected] * world_size
+
+
+@pytest.mark.parametrize("ranks, after", [(1, True), (2, False), (4, 2)])
+def test_fsdp_is_saved_and_restored_after_an_evaluation(tmp_path: Path, ranks: int, after: Any) -> None:
+    """A forward without a backward leaves parameters whole, the root's by default; their sharded ones are the optimizer's."""
+
+    def parts(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(30, 64), torch.nn.GELU(), torch.nn.Linear(64, 6))
+        mesh = init_device_mesh("cpu", (ranks,))
+        fully_shard(model[2], mesh=mesh, reshard_after_forward=after)
+        fully_shard(model, mesh=mesh)
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=1e-2)}
+
+    def evaluate(state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            state["model"](torch.ones(4, 30))
+        optimized = {id(parameter) for group in state["optim"].param_groups for parameter in group["params"]}
+        assert not optimized >= set(map(id, state["model"].parameters())), "it left none whole"
+
+    def work(rank: int) -> Any:
+        state = parts(1)
+        state["model"](torch.randn(4, 30)).square().mean().backward()
+        state["optim"].step()
+        state["optim"].zero_grad()
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.save_now(1, state)
+            evaluate(state)
+            checkpointer.save_now(2, state)
+        founds = [parts(5), parts(6)]
+        for number, found in enumerate(founds, 1):
+            evaluate(found)
+            with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+                assert checkpointer.restore(found, step=number) == number
+            assert fsdp_values(found) == fsdp_values(state)
+        for one in (state, *founds):
+            torch.manual_seed(rank)
+            one["model"](torch.randn(4, 30)).square().mean().backward()
+            one["optim"].step()
+        assert fsdp_values(founds[0]) == fsdp_values(founds[1]) == fsdp_values(state)
+        tree = with_step(f"file://{tmp_path}", 2, None, lambda step: state_tree(step, rank))
+        return {key: node["k"] for key, node in tree["v"]}
+
+    assert run_ranks(ranks, work) == [{"model": "module", "optim": "optimizer"}] * ranks
 
 
 def test_without_torch_distributed_each_rank_has_its_own(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ class Pairs:
         torch = torch_module()
         found = list(_search(state)) if torch is not None else []
         self._modules = [value for value in found if isinstance(value, torch.nn.Module)]
+        for module in self._modules:
+            _reshard(module)
         self._parameters = [frozenset(map(id, module.parameters())) for module in self._modules]
         optimizers = [value for value in found if isinstance(value, torch.optim.Optimizer)]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -74,6 +76,16 @@ class Pairs:
             for parameter in module.parameters()
             if parameter.device.type in ("cpu", "cuda")
         )
+
+
+def _reshard(module: Any) -> None:
+    """Has FSDP2's modules hold their shards, which are what optimizers know and what `state_dict` brings back: a forward
+    without a backward leaves the root's parameters whole, and others as they are asked to be."""
+    names = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+    kinds = tuple(kind for kind in (getattr(sys.modules.get(name), "FSDPModule", None) for name in names) if kind)
+    for part in module.modules() if kinds else ():
+        if isinstance(part, kinds):
+            part.reshard()
 
 
 def uncompiled(value: Any) -> Any:
