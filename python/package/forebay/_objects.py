@@ -12,7 +12,8 @@ import sys
 from typing import Any, Iterator, Optional
 
 from ._leaf import torch_module
-from ._optimizers import give_by_names, has_own, load_exactly, state_by_names
+from ._modules import is_same_memory
+from ._optimizers import give_by_names, has_own, load_exactly, state_by_names, tells_copies
 
 MAX_DEPTH = 8
 """How deep modules and optimizers are looked for in nested containers."""
@@ -127,7 +128,7 @@ def state_to_fill(value: Any, pairs: Pairs) -> tuple[str, Any]:
 def give_state(value: Any, kind: str, state: Any, pairs: Pairs) -> None:
     """Loads what `state_of` took. Raises whatever the object raises when the state is not its own."""
     if kind == "module":
-        _api().set_model_state_dict(value, state)
+        _give_module(value, state)
     elif kind == "optimizer":
         module = pairs.module_of(value)
         if module is None:
@@ -137,6 +138,25 @@ def give_state(value: Any, kind: str, state: Any, pairs: Pairs) -> None:
         load_exactly(value, state)
     else:
         value.load_state_dict(state)
+
+
+def _give_module(module: Any, state: dict[str, Any]) -> None:
+    """Gives a module its state, and raises where it takes no notice of what is not in its own memory.
+
+    That the names are those that it tells was seen; it need not tell all that it has.
+    """
+    if tells_copies(module):
+        _api().set_model_state_dict(module, state)
+        return
+    told = module.state_dict()
+    # torch gives wrapped modules their parameters, buffers and extra state by the wrapper's names, and nothing else.
+    names = {next(iter(_api()._get_fqns(module, name))): name for name in told}
+    given = {names.get(name, name): value for name, value in state.items()}
+    options = _api().StateDictOptions(strict=False)
+    unknown = _api().set_model_state_dict(module, dict(given), options=options).unexpected_keys
+    lost = [name for name in unknown if not is_same_memory(given[name], told.get(name))]
+    if lost:
+        raise ValueError(f"it takes no {', '.join(map(repr, lost[:5]))}")
 
 
 APART = "it was saved with the module that has its parameters; restore both together"

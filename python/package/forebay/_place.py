@@ -15,8 +15,19 @@ from typing import Any, Callable, Iterator, Optional
 
 from ._errors import CheckpointMismatch
 from ._keyed import FACTORIES, KEYED, TAGS, is_data
-from ._leaf import array_dtype, copy_elements, local_parts, numpy_module, refuse_meta, shape_of, torch_module
+from ._leaf import (
+    array_dtype,
+    copy_elements,
+    dtensor_class,
+    local_parts,
+    numpy_module,
+    refuse_meta,
+    shape_of,
+    torch_dtype,
+    torch_module,
+)
 from ._merge import MARK, Path, asked, goes_by_number, is_numbered, refuse_mark, shown, tag_of, tensor_names
+from ._modules import Module, is_extra
 from ._objects import Pairs, give_state, is_stateful, state_of
 from ._optimizers import tells_copies
 from ._place_optimizer import OptimizerPlacer, taken
@@ -251,23 +262,48 @@ class Placer:
             has = {key: value for key, value in has.items() if self._wants(_join(name, key))}
         for what, keys in _differences(saved, has):
             raise CheckpointMismatch(f"{path}: {what} {keys}")
-        # What FSDP1 tells of itself are copies, which it is given back.
-        is_all = not tells_copies(live)
+        module = Module(live)
+        is_all = not module.loads
         for key, value in saved.items():
+            place, told, way = f"{path}.{key}", has[key], module.way(key, has[key])
             is_tensor = isinstance(value, dict) and value.get("t") == "tensor"
-            if is_tensor and isinstance(has[key], torch.Tensor):
-                shape, live_shape = self._tensors.shape(value), shape_of(has[key])
-                if shape != live_shape:
-                    shapes = f"{shape} was saved, the state has {live_shape}"
-                    raise CheckpointMismatch(f"{path}.{key}: {shapes}")
-                refuse_meta(has[key], f"{path}.{key}")
-            is_bound = is_tensor and (self._tensors.bind(value, has[key]) or self._tensors.bind_apart(value, has[key]))
+            if is_tensor and isinstance(told, torch.Tensor) and not is_extra(key):
+                if module.keeps_shape(key, told):
+                    self._check_shape(value, told, place)
+                refuse_meta(told, place)
+            if is_part and not module.is_own(key, told):
+                refuse_mark(value)
+                raise CheckpointMismatch(f"{place}: {WHOLE_ONLY}")
+            bind = self._bind_aside if way == "aside" and not is_part else self._bind
+            is_bound = is_tensor and bind(value, told)
             if is_tensor and not is_bound:
-                _refuse_whole(has[key], f"{path}.{key}")
+                _refuse_whole(told, place)
             if is_part and not is_bound:
-                self._copy_entry(value, has[key], f"{path}.{key}")
-            is_all = is_all and is_bound
+                self._copy_entry(value, told, place)
+            is_all = is_all and is_bound and way == "in place"
         return is_all or is_part
+
+    def _check_shape(self, node: Node, live: Any, path: str) -> None:
+        shape, live_shape = self._tensors.shape(node), shape_of(live)
+        if shape != live_shape:
+            raise CheckpointMismatch(f"{path}: {shape} was saved, the state has {live_shape}")
+
+    def _bind(self, node: Node, live: Any) -> bool:
+        """Has a tensor read into a live one, converted where that is of another type."""
+        return self._tensors.bind(node, live) or self._tensors.bind_apart(node, live)
+
+    def _bind_aside(self, node: Node, live: Any) -> bool:
+        """Has a tensor read into a new one, where that is no plain one of the processor's, which is built as all others."""
+        torch = torch_module()
+        dtensor = dtensor_class()
+        if dtensor is not None and isinstance(live, dtensor):
+            return self._bind(node, torch.empty_like(live))
+        if local_parts(live) is not None:
+            return self._bind(node, live)
+        if live.is_cpu:
+            return False
+        dtype = torch_dtype(self._tensors.entry(node["n"])[1])
+        return self._tensors.bind(node, torch.empty(self._tensors.shape(node), dtype=dtype, device=live.device))
 
     def _copy_entry(self, node: Node, live: Any, path: str) -> None:
         """Has one tensor of a module copied, of whatever type; the module as a whole is not given its state."""
@@ -275,7 +311,7 @@ class Placer:
         refuse_mark(node)
         is_tensor = isinstance(live, torch.Tensor) and isinstance(node, dict) and node.get("t") == "tensor"
         if not is_tensor or local_parts(live) is not None:
-            raise CheckpointMismatch(f"{path}: it is restored with its whole module only")
+            raise CheckpointMismatch(f"{path}: {WHOLE_ONLY}")
         make = self._later(node)
 
         def copy() -> None:
@@ -396,6 +432,10 @@ def _differences(saved: dict[Any, Any], live: dict[Any, Any]) -> Iterator[tuple[
     ):
         if keys:
             yield what, ", ".join(sorted(map(repr, keys))[:5])
+
+
+WHOLE_ONLY = "it is restored with its whole module only"
+"""Why a part of a module's state is not taken."""
 
 
 def _refuse_whole(live: Any, path: str) -> None:
