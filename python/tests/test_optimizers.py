@@ -3,6 +3,7 @@ groups with other options."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable
@@ -501,3 +502,42 @@ def test_optimizers_that_accelerate_prepared_go_on(
     for one in (state, found):
         train(one, 3, 4)
     assert values(found) == values(state)
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["named", "numbered"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_options_that_are_tensors_stay_where_they_are(tmp_path: Path, steps_before: int, beside: bool) -> None:
+    """Captured graphs and schedulers know the tensor that is a learning rate; one of all groups becomes as many as it must."""
+
+    def of(*rates: float) -> State:
+        model = linear()
+        kinds = [torch.tensor(rate, dtype=torch.float64) for rate in rates]
+        betas = (torch.tensor(0.9), torch.tensor(0.99))
+        options = [(name, {"lr": kinds[at % len(kinds)], "betas": betas}) for at, name in enumerate(("0", "2.w", "2.b"))]
+        return {"model": model, "optim": groups(model, *options)}
+
+    def asked(state: State) -> State:
+        return state if beside else {"optim": state["optim"]}
+
+    state = of(0.1, 0.2)
+    state["optim"].param_groups[0]["betas"][0].fill_(0.8)
+    train(state, 1, 2)
+    forebay.save(asked(state), tmp_path)
+    for rates in ((0.5, 0.6), (0.7,)):
+        found = of(*rates)
+        train(found, 11, 10 + steps_before)
+        was = [(group["lr"], group["betas"][0]) for group in found["optim"].param_groups]
+        found["model"].load_state_dict(state["model"].state_dict())
+        forebay.load(tmp_path, asked(found))
+        has = [(group["lr"], group["betas"][0]) for group in found["optim"].param_groups]
+        kept = [[one is other for one, other in zip(*pair)] for pair in zip(was, has)]
+        assert kept == [[True, True], [len(rates) == 2, True], [True, True]]
+        assert [rate.item() for rate, _ in has] == [0.1, 0.2, 0.1]
+        assert all(beta == state["optim"].param_groups[0]["betas"][0] for _, beta in has)
+        assert all(rate.dtype == torch.float64 for rate, _ in has)
+        resumed = of(0.1, 0.2)
+        resumed["model"].load_state_dict(state["model"].state_dict())
+        resumed["optim"].load_state_dict(copy.deepcopy(state["optim"].state_dict()))
+        for one in (resumed, found):
+            train(one, 3, 4)
+        assert values(found)[0] == values(resumed)[0]

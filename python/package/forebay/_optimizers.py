@@ -8,9 +8,10 @@ parameter. FSDP1 alone names and takes what it has flattened, and goes through t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
-from typing import Any
+from typing import Any, Iterator
 
 from ._leaf import torch_module
 
@@ -114,7 +115,8 @@ def load_exactly(optimizer: Any, state: Any) -> None:
         optimizer.load_state_dict(state)
         return
     was = {parameter: _types(own) for parameter, own in optimizer.state.items() if isinstance(parameter, torch.Tensor)}
-    optimizer.load_state_dict(state)
+    with _kept_options(optimizer):
+        optimizer.load_state_dict(state)
     if not isinstance(state, dict) or not state.keys() >= TOLD:
         return
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -127,6 +129,32 @@ def load_exactly(optimizer: Any, state: Any) -> None:
         if number in state["state"] and parameter in optimizer.state:
             given, has = state["state"][number], optimizer.state[parameter]
             optimizer.state[parameter] = _exactly(given, has, was.get(parameter), is_torchs, keeps_saved)
+
+
+@contextlib.contextmanager
+def _kept_options(optimizer: Any) -> Iterator[None]:
+    """Has options of groups that are tensors stay the ones that they are, with what was loaded: captured graphs know them."""
+    was = [dict(group) for group in optimizer.param_groups]
+    yield
+    taken: dict[int, Any] = {}
+    for old, group in zip(was, optimizer.param_groups):
+        for option in old.keys() & group.keys() - {"params"}:
+            group[option] = _kept(old[option], group[option], taken)
+
+
+def _kept(live: Any, loaded: Any, taken: dict[int, Any]) -> Any:
+    """A live option with what was loaded; another one like it where it is a tensor that was `taken` for another value."""
+    torch = torch_module()
+    if isinstance(live, torch.Tensor) and isinstance(loaded, torch.Tensor) and live.shape == loaded.shape:
+        former = taken.setdefault(id(live), loaded)
+        is_like = former.device == loaded.device and former.dtype == loaded.dtype
+        place = live if is_like and torch.equal(former, loaded) else torch.empty_like(live)
+        with torch.no_grad():
+            place.copy_(loaded)
+        return place
+    if type(live) is type(loaded) and type(live) in (list, tuple) and len(live) == len(loaded):
+        return type(live)(_kept(one, other, taken) for one, other in zip(live, loaded))
+    return loaded
 
 
 def _has_load_hooks(optimizer: Any) -> bool:
@@ -198,7 +226,8 @@ def _give_by_torch(module: Any, optimizer: Any, state: Any) -> None:
         has = _api().get_optimizer_state_dict(module, optimizer)["state"]
         kept = {name: has[name] for name in lacking & has.keys()}
         state = {**state, "state": {**state["state"], **kept}}
-    _api().set_optimizer_state_dict(module, optimizer, state)
+    with _kept_options(optimizer):
+        _api().set_optimizer_state_dict(module, optimizer, state)
     for name, parameter in module.named_parameters() if lacking else ():
         if _api()._get_fqns(module, name) <= lacking:
             optimizer.state.pop(parameter, None)
