@@ -193,10 +193,11 @@ class Checkpointer(Saver):
         Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Modules, and
         optimizers beside them, keep the element types that they have; any other tensor is of the one that was saved. Where the
         state has nothing yet (None, an empty dict or list), it gets what was saved there by this rank, if as many ranks saved:
-        plain values, and tensors in the processor's memory, but no objects and no parts of what ranks hold together. Nothing is
-        changed unless the state is shaped like the one that was saved; what DDP (`module.`) and `torch.compile`
-        (`_orig_mod.`) put before names in dicts does not matter. When a newer step is damaged, that is a warning; when
-        all are, tensors may hold anything, and all else is as it was.
+        plain values, and tensors in the processor's memory, but no objects and no parts of what ranks hold together. An object
+        gets the parts of such tensors where its own `state_dict` has them, which is asked for that. Nothing is changed
+        unless the state is shaped like the one that was saved; what DDP (`module.`) and `torch.compile` (`_orig_mod.`) put
+        before names in dicts does not matter. When a newer step is damaged, that is a warning; when all are, tensors may hold
+        anything, and all else is as it was.
 
         What this checkpointer itself saved is newer than what is in the store: where it is still on its way there, it is waited
         for, on all ranks, as `wait` does; one that fails is passed over, and told by the next call. While the store is away

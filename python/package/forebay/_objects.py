@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Iterator, Optional
 
-from ._leaf import torch_module
+from ._leaf import local_parts, torch_module
 from ._modules import is_same_memory
 from ._optimizers import give_by_names, has_own, load_exactly, state_by_names, tells_copies
 
@@ -66,6 +66,13 @@ class Pairs:
         if isinstance(value, torch.optim.Optimizer):
             value = self.module_of(value)
         return isinstance(uncompiled(value), torch.nn.parallel.DistributedDataParallel)
+
+    def has_parts(self) -> bool:
+        """Whether a module's parameters are tensors that several ranks hold together."""
+        return any(
+            tells_copies(module) or any(local_parts(parameter) is not None for parameter in module.parameters())
+            for module in self._modules
+        )
 
     def parameter_addresses(self) -> frozenset[int]:
         """Where the bytes of the modules' parameters are that only an optimizer's step changes. A module without any that

@@ -31,6 +31,7 @@ from ._modules import Module, is_extra
 from ._objects import Pairs, give_state, is_stateful, state_of
 from ._optimizers import tells_copies
 from ._place_optimizer import OptimizerPlacer, taken
+from ._place_own import OwnPlacer
 from ._tensors import Node
 from ._unflatten import Builder
 from ._wrappers import fitted
@@ -59,6 +60,7 @@ class Placer:
         """Parts of the tree that `apply` builds."""
         self._pairs = Pairs(state)
         self._optimizers = OptimizerPlacer(builder, self._pairs)
+        self._own = OwnPlacer(builder, self._pairs)
         self._objects: list[tuple[str, Any, str, Node]] = []
         self._copies: list[Callable[[], Any]] = []
         self._in_place: dict[str, Callable[[Node, Any, str, str], None]] = {
@@ -77,6 +79,7 @@ class Placer:
         if self._place(node, self._state, "state", "") is not None:
             raise CheckpointMismatch("state: a value that cannot be changed in place")
         self._check_matched()
+        self._own.check()
 
     def plan_model(self, node: Node, left: Optional[list[Path]] = None) -> None:
         """As `plan`, of a module's weights alone: the tree is a module's, or a dict of tensors."""
@@ -220,6 +223,7 @@ class Placer:
             self._optimizers.place(kind, tree, live, path)
         else:
             _refuse_meta_module(live, path)
+            self._own.place(tree, live, path)
         self._objects.append((path, live, kind, tree))
         self.needed.append(tree)
 
@@ -394,6 +398,7 @@ class Placer:
             saved = f"torch.{dtype} {shape}"
             raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {live_shape}")
         refuse_meta(live, path)
+        self._own.note(live)
         is_plain = local_parts(live) is None and live.layout is torch.strided
         if is_plain and any(stride == 0 and size > 1 for size, stride in zip(live.shape, live.stride())):
             raise CheckpointMismatch(f"{path}: elements of the tensor share memory (an expanded one): clone() it")

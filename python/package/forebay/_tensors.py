@@ -108,6 +108,16 @@ class Tensors:
         self._loaded.setdefault((kind, name), live)
         return True
 
+    def bind_made(self, node: Node, made: Any) -> bool:
+        """As `bind`, into a tensor that was made for this one place of a tree and is that of no other."""
+        name, is_first = node["n"], ("tensor", node["n"]) not in self._loaded
+        if not self.bind(node, made):
+            return False
+        if is_first:
+            del self._loaded["tensor", name]
+        self._apart[id(node)] = (node, made)
+        return True
+
     def bind_apart(self, node: Node, live: Any) -> bool:
         """Has the tensor that this one place of a tree names read into a live one of another element type, converted.
 
