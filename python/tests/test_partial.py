@@ -148,3 +148,54 @@ def test_ranks_load_weights_together(tmp_path: Path) -> None:
         return [step, equal(model, parts(1)["model"])]
 
     assert run_ranks(2, load, with_gloo=False) == [[5, True]] * 2
+
+
+def test_a_containers_name_means_what_is_in_it(tmp_path: Path) -> None:
+    """A pattern that named a dict, a list or a module alone brought nothing back, in silence."""
+
+    def state(seed: int) -> dict[str, Any]:
+        found = parts(seed)
+        nested = {"t": torch.full((3,), seed), "n": {"deep": seed}, "none": {} if seed == 2 else {"x": [seed]}}
+        found.update(d=nested, l=[torch.full((2,), seed), {"k": seed}], pair=(torch.full((2,), seed), seed))
+        found.update({"d.t": seed, "d2": {"t": seed}, "one": {"m": found["model"], "o": found["optim"]}})
+        return found
+
+    saved, before = state(1), state(2)
+    forebay.save(saved, tmp_path, step=5)
+
+    def restored(*only: str) -> dict[str, Any]:
+        target = state(2)
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            assert checkpointer.restore(target, only=only) == 5
+        return target
+
+    target = restored("d")
+    assert torch.equal(target["d"]["t"], saved["d"]["t"]) and target["d"]["n"] == {"deep": 1}
+    assert target["d"]["none"] == {"x": [1]} and (target["d.t"], target["d2"], target["n"]) == (2, {"t": 2}, 2)
+    target = restored("l", "d.n")
+    assert torch.equal(target["l"][0], saved["l"][0]) and target["l"][1] == {"k": 1} and target["d"]["n"] == {"deep": 1}
+    assert torch.equal(target["d"]["t"], before["d"]["t"])
+    target = restored("pair")
+    assert torch.equal(target["pair"][0], saved["pair"][0]) and target["pair"][1] == 1
+    target = restored("model")
+    assert equal(target["model"], saved["model"]) and target["optim"].param_groups[0]["lr"] == 0.01
+    target = restored("one")
+    assert equal(target["one"]["m"], saved["model"]) and target["optim"].param_groups[0]["lr"] == 0.1
+
+
+def test_a_containers_name_means_what_is_in_it_by_names(tmp_path: Path) -> None:
+    """On another number of ranks, where what one rank saved does not fit."""
+
+    def save(rank: int) -> None:
+        state = {"d": {f"of {rank}": torch.full((2,), float(rank)), "n": 7, **parts(1)}, "n": 7}
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save_now(1, state)
+
+    run_ranks(2, save, with_gloo=False)
+    inner: dict[str, Any] = {"of 0": torch.ones(2), "of 1": torch.zeros(2), "n": 0, **parts(2)}
+    del inner["ema"]
+    state: dict[str, Any] = {"d": inner, "n": 0}
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore(state, only=["d"])
+    assert (inner["of 0"].tolist(), inner["of 1"].tolist()) == ([0, 0], [1, 1])
+    assert inner["n"] == 1 and state["n"] == 0 and inner["optim"].param_groups[0]["lr"] == 0.1

@@ -218,9 +218,9 @@ class Checkpointer(Saver):
         none saved, and what no rank asks for. Numbers of parameters that not all who saved mean alike are refused by other
         numbers of ranks even where they fit.
 
-        With `only`, patterns (as of `fnmatch`) of names such as `model.encoder.*`, nothing else is read or changed, and
-        may be missing on either side. Tensors go by their own names, values by theirs, and objects other than modules
-        (`optim.*`) whole or not at all. Random number generators stay as they are.
+        With `only`, patterns (as of `fnmatch`) of names such as `model.encoder.*`, nothing else is read or changed, and may be
+        missing on either side. Tensors go by their own names, values by theirs, objects other than modules (`optim.*`) whole or
+        not at all; the name of a dict, list or module (`model`) means all in it. Random number generators stay as they are.
 
         A job that goes back to a step before its last save, and on from there, may save the steps after it again: once
         what it saved is committed, it goes on as another start would, and a step that it saves again counts instead of

@@ -52,6 +52,8 @@ class Placer:
         self._tensors = builder.tensors
         self._state = state
         self._only = only
+        self._is_within = False
+        """Whether what is compared lies in something that is to be restored as a whole."""
         self._fills = fills
         self._unmatched = set(only or ())
         self.numbered: list[str] = []
@@ -96,11 +98,11 @@ class Placer:
         return state_of(module, self._pairs)[1].keys()
 
     def _known(self, live: Any, node: Node, path: Path) -> Optional[tuple[str, Any]]:
-        name = ".".join(map(str, path[1:]))
+        *around, name = (".".join(map(str, path[1:length])) for length in range(1, len(path) + 1))
         torch = torch_module()
         is_module = torch is not None and isinstance(live, torch.nn.Module)
         # An optimizer's state is made where there is none yet.
-        is_wanted = is_module or self._wants_any(node, name)
+        is_wanted = is_module or self._wants_any(node, name) or any(map(self._wants, around))
         return taken(live, self._pairs, shown(path)) if is_wanted else None
 
     def _match_all(self, node: Node, name: str) -> None:
@@ -121,7 +123,7 @@ class Placer:
             return True
         matching = {pattern for pattern in self._only if fnmatch.fnmatchcase(name, pattern)}
         self._unmatched -= matching
-        return bool(matching)
+        return self._is_within or bool(matching)
 
     def _wants_any(self, node: Node, name: str) -> bool:
         """Whether anything in a tree is to be restored."""
@@ -149,9 +151,18 @@ class Placer:
 
     def _place(self, node: Node, live: Any, path: str, name: str) -> Optional[Callable[[], Any]]:
         """None where the live value is changed in place; else what gives the value to put in its stead."""
-        tag = node.get("t") if isinstance(node, dict) else None
         if not self._wants_any(node, name):
             return None
+        was = self._is_within
+        # The name of a container means all that is in it.
+        self._is_within = self._wants(name)
+        try:
+            return self._place_wanted(node, live, path, name)
+        finally:
+            self._is_within = was
+
+    def _place_wanted(self, node: Node, live: Any, path: str, name: str) -> Optional[Callable[[], Any]]:
+        tag = node.get("t") if isinstance(node, dict) else None
         if tag == MARK:
             # Refused once all else is found to fit.
             return self._later(node)
