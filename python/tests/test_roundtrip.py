@@ -537,18 +537,19 @@ def test_nested_tensors_are_refused_where_they_are_restored_into(tmp_path: Path)
                 forebay.load(tmp_path, state)
 
 
+class Noted(torch.nn.Linear):
+    """Has something to tell that is no tensor."""
+
+    noted: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.noted
+
+    def set_extra_state(self, state: Any) -> None:
+        self.noted = state
+
+
 def test_a_pickle_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
-    class Noted(torch.nn.Linear):
-        """Has something to tell that is no tensor."""
-
-        noted: Any = None
-
-        def get_extra_state(self) -> Any:
-            return self.noted
-
-        def set_extra_state(self, state: Any) -> None:
-            self.noted = state
-
     model = Noted(64, 64)
     model.noted = Path("x")
     forebay.save({"w": torch.ones(1 << 20), "model": model, "deep": [{"at": Path("y")}]}, tmp_path, allow_pickle=True)
@@ -571,6 +572,19 @@ def test_a_pickle_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
     assert found["w"].all() and torch.equal(found["model"].weight, model.weight)
     forebay.load(tmp_path, found, allow_pickle=True)
     assert found["model"].noted == Path("x") and found["deep"] == [{"at": Path("y")}]
+
+
+def test_a_module_alone_is_given_its_pickle_where_that_is_allowed(tmp_path: Path) -> None:
+    """It was refused whatever the checkpointer allowed, and the function could not be told."""
+    model = Noted(4, 4)
+    model.noted = Path("x")
+    forebay.save({"model": model}, tmp_path, allow_pickle=True)
+    found, other = Noted(4, 4), Noted(4, 4)
+    with forebay.Checkpointer(tmp_path, allow_pickle=True) as checkpointer:
+        checkpointer.load_model(found)
+    forebay.load_model(tmp_path, other, allow_pickle=True)
+    assert found.noted == other.noted == Path("x")
+    assert torch.equal(found.weight, model.weight) and torch.equal(other.weight, model.weight)
 
 
 def test_pickles_only_where_they_are_allowed(tmp_path: Path) -> None:

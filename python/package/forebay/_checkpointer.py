@@ -264,7 +264,7 @@ class Checkpointer(Saver):
             self._finish_staging()
 
             def use(found: _native.Step) -> None:
-                load_weights(found, model, name, only, self._threads, self._ranks)
+                load_weights(found, model, name, only, self._allow_pickle, self._threads, self._ranks)
 
             loaded = self._bring(step, use)
             if loaded is None:

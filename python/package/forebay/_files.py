@@ -51,16 +51,18 @@ def load_model(
     step: Optional[options.StepName] = None,
     name: Optional[str] = None,
     only: Optional[Sequence[str]] = None,
+    allow_pickle: bool = False,
 ) -> int:
     """Loads the weights of `model` alone, in place, and reads nothing else; gives the step.
 
-    As `Checkpointer.load_model`, in this process alone, whatever saved.
+    As `Checkpointer.load_model`, in this process alone, whatever saved. `allow_pickle` says whether to load what a module pickled
+    beside its tensors, which can run any code.
     """
 
     wanted = None if only is None else options.patterns("only", only)
 
     def use(found: _native.Step) -> int:
-        load_weights(found, model, name, wanted, default_threads())
+        load_weights(found, model, name, wanted, allow_pickle, default_threads())
         return found.step
 
     return with_step(bucket_url(url), step, None, use)

@@ -259,6 +259,7 @@ def load_weights(
     model: Any,
     name: Optional[str],
     only: Optional[Sequence[str]],
+    allow_pickle: bool,
     threads: int,
     ranks: Optional[Ranks] = None,
 ) -> None:
@@ -274,7 +275,7 @@ def load_weights(
             what = f"no module or dict {name!r}" if name is not None else "not one module alone"
             raise CheckpointMismatch(f"step {step.step} holds {what} (hint: name= says which; its modules: {known})")
         tensors = Tensors(step, threads, tree.rank)
-        builder = Builder(tensors, allow_pickle=False)
+        builder = Builder(tensors, allow_pickle)
         placer = Placer(builder, model, only)
         placer.plan_model(node, tree.left)
         builder.refuse_pickles(placer.needed)
