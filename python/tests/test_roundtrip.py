@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import enum
 import json
 import math
 import random
@@ -572,6 +573,54 @@ def test_a_pickle_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
     assert found["w"].all() and torch.equal(found["model"].weight, model.weight)
     forebay.load(tmp_path, found, allow_pickle=True)
     assert found["model"].noted == Path("x") and found["deep"] == [{"at": Path("y")}]
+
+
+class Kind(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+def test_keys_that_the_tree_alone_does_not_tell(tmp_path: Path) -> None:
+    """A tuple with a pickle, or with many bytes, was a bare KeyError of a restore: it is known once it was read."""
+    long = bytes(300)
+
+    def state(value: float) -> dict[Any, Any]:
+        inner = {(Kind.ONE, long): torch.full((4,), value), (Kind.TWO, 1): [value], "plain": value}
+        return {"d": inner, "o": Keeper({(Kind.TWO, "x"): torch.full((2,), value)}), (long, 1): value}
+
+    with forebay.Checkpointer(tmp_path, allow_pickle=True) as checkpointer:
+        checkpointer.save_now(1, state(1.0))
+        found = state(2.0)
+        checkpointer.restore(found)
+    assert torch.equal(found["d"][Kind.ONE, long], torch.ones(4)) and found["d"][Kind.TWO, 1] == [1.0]
+    assert found["d"]["plain"] == found[long, 1] == 1.0
+    assert torch.equal(found["o"].held[Kind.TWO, "x"], torch.ones(2))
+    other = state(2.0)
+    with pytest.raises(forebay.CheckpointInvalid, match="pickled object .*allow_pickle=True"):
+        forebay.load(tmp_path, other)
+    assert other["d"]["plain"] == 2.0 and torch.equal(other["d"][Kind.ONE, long], torch.full((4,), 2.0))
+    lacking = state(2.0)
+    del lacking["d"][Kind.TWO, 1]
+    with pytest.raises(forebay.CheckpointMismatch, match="the state lacks .*Kind.TWO"):
+        forebay.load(tmp_path, lacking, allow_pickle=True)
+    # What it reads is counted, and no more than that.
+    with forebay.Checkpointer(tmp_path, rng=False, allow_pickle=True) as checkpointer:
+        checkpointer.restore(found, only=["o"])
+        assert checkpointer.restored is not None
+        assert 8 <= checkpointer.restored.bytes < 2048
+
+
+class Keeper:
+    """Its state is what it holds."""
+
+    def __init__(self, held: dict[Any, Any]) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.held = state
 
 
 def test_a_module_alone_is_given_its_pickle_where_that_is_allowed(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ class Placer:
             text = "a tensor was saved that ranks hold together, the state has none there that tells its parts"
             raise CheckpointMismatch(f"{path}: {text}")
         if tag in ("dict", "odict"):
-            pairs = ((key, value, self._builder.build(key)) for key, value in node["v"])
+            pairs = ((key, value, called) for called, (key, value) in zip(self._builder.keys(node["v"]), node["v"]))
             return {
                 **node,
                 "v": [
@@ -240,7 +240,7 @@ class Placer:
 
     def _as_object(self, node: Node, live: Any, path: str) -> Node:
         """A dict that was saved as such, for one through torch.distributed.checkpoint, as the state of an object."""
-        items = {self._builder.build(key): value for key, value in node["v"]}
+        items = self._builder.items(node["v"])
         kind, torch = "own", torch_module()
         if torch is not None and isinstance(live, torch.nn.Module):
             # Names that are not torch's canonical ones are the object's own: a wrapper's.
@@ -339,7 +339,7 @@ class Placer:
         if not isinstance(live, dict):
             raise _mismatch(path, "a dict", live)
         _check_factory(node, live, path)
-        saved = {self._builder.build(key): value for key, value in node["v"]}
+        saved = self._builder.items(node["v"])
         has, are_data = live, is_data(node) and TAGS.get(type(live)) == node["t"]
         if self._only is not None:
             saved = {key: value for key, value in saved.items() if self._wants_any(value, _join(name, str(key)))}

@@ -131,7 +131,7 @@ class OptimizerPlacer:
 
     def _entries(self, node: Node) -> dict[Any, Node]:
         """What a dict of the tree has; nothing where it is something else."""
-        return {self._builder.build(key): value for key, value in pairs_of(node) or ()}
+        return self._builder.items(pairs_of(node) or [])
 
 
 def taken(live: Any, pairs: Pairs, path: str, by_names: bool = True) -> tuple[str, Any]:

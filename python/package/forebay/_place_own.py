@@ -62,9 +62,8 @@ class OwnPlacer:
             kind, state = state_of(live, self._pairs) if is_stateful(live) else (None, None)
             self._bind(node["v"], state if kind == node["k"] else None, path, made)
         elif (pairs := pairs_of(node)) is not None:
-            for key, value in pairs:
+            for name, value in self._builder.items(pairs).items():
                 if isinstance(value, (dict, list)):
-                    name = self._builder.build(key)
                     below = live.get(name) if isinstance(live, dict) else None
                     self._bind(value, below, f"{path}[{name!r}]", made)
         elif isinstance(node, list) or tag == "tuple":

@@ -172,6 +172,14 @@ class Tensors:
                 self._allocate("view" if is_apart else kind, node["n"])
             self.want(node.get("v") if tag != "bytes" else None)
 
+    def read_now(self, node: Node) -> None:
+        """Reads every tensor that a tree names, into memory of its own, before and beside all else."""
+        apart = Tensors(self._step, self._threads, self._rank)
+        apart.want(node)
+        if apart._targets:
+            apart.read()
+        self._loaded = {**apart._loaded, **self._loaded}
+
     def wishes(self) -> str:
         """What was noted, for the other ranks."""
         targets = [(index, part) for index, part, _, _ in self._targets]

@@ -32,6 +32,18 @@ class Builder:
             raise CheckpointInvalid(f"the state holds a `{node.get('t')}`, which this version does not know")
         return build(self, node)
 
+    def keys(self, pairs: list[list[Node]]) -> list[Any]:
+        """The keys of a dict, which have to be known before anything else is read: what the step has of them is read here."""
+        built = [key for key, _ in pairs if isinstance(key, dict)]
+        if built:
+            self.refuse_pickles(built)
+            self.tensors.read_now(built)
+        return [self.build(key) for key, _ in pairs]
+
+    def items(self, pairs: list[list[Node]]) -> dict[Any, Node]:
+        """The values of a dict by its keys, as `keys` gives these."""
+        return {key: value for key, (_, value) in zip(self.keys(pairs), pairs)}
+
     def refuse_pickles(self, node: Node) -> None:
         """Raises `CheckpointInvalid` where a tree holds a pickle that is not to be loaded: `build` would, once tensors were
         read into their places."""
