@@ -277,6 +277,87 @@ def test_sharded_parameters_get_sharded_state(tmp_path: Path) -> None:
     assert run_ranks(2, work) == [True, True]
 
 
+class Remembering(torch.optim.SGD):
+    """Goes by the last gradients, which it keeps in a list."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                own = self.state[parameter]
+                last = [*own.get("last", []), parameter.grad.clone()][-3:]
+                own.update(last=last, both=(last[0].clone(), {"rates": [torch.tensor(0.5)]}))
+                with torch.no_grad():
+                    for gradient in last:
+                        parameter.sub_(gradient, alpha=group["lr"])
+
+
+class ClosingRemembering(Remembering):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "it takes a closure"
+        closure()
+        return super().step()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [Remembering, ClosingRemembering])
+@pytest.mark.parametrize("is_beside", [True, False], ids=["by name", "by number"])
+def test_sharded_state_in_lists_comes_back_in_parts(tmp_path: Path, kind: Any, is_beside: bool) -> None:
+    """However many entries the live lists have: all of each tensor came to every rank."""
+
+    def sharded(seed: int) -> State:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(64, 64)
+        fully_shard(model, mesh=mesh())
+        return {"model": model, "optim": kind(model.parameters(), lr=0.1)}
+
+    def part(state: State) -> State:
+        return state if is_beside else {"optim": state["optim"]}
+
+    def train(state: State, steps: int) -> list[Any]:
+        def closure() -> Any:
+            state["optim"].zero_grad()
+            loss = state["model"](torch.ones(2, 64)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            closure()
+            state["optim"].step(closure)
+        return [parameter.to_local() for parameter in state["model"].parameters()]
+
+    def tensors(state: State) -> list[Any]:
+        entries = [entry for own in state["optim"].state.values() for entry in (*own["last"], own["both"][0])]
+        assert all(isinstance(entry, DTensor) for entry in entries)
+        return [entry.to_local() for entry in entries]
+
+    def work(rank: int) -> Any:
+        state = sharded(1)
+        train(state, 3)
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.save_now(2, part(state))
+        sizes, size = [], sum(one.nbytes for one in tensors(state))
+        for steps in (0, 1, 3):
+            found = sharded(2)
+            train(found, steps)
+            with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+                checkpointer.restore(part(found))
+                assert checkpointer.restored is not None
+                model = sum(parameter.to_local().nbytes for parameter in found["model"].parameters())
+                sizes.append(checkpointer.restored.bytes - size - (model if is_beside else 0))
+            pairs = zip(tensors(state), tensors(found), strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs)
+            assert [list(own["both"][1]["rates"]) for own in found["optim"].state.values()] == [[0.5]] * 2
+        again = sharded(1)
+        if is_beside:
+            with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+                checkpointer.restore(again)
+            assert all(torch.equal(one, other) for one, other in zip(train(state, 3), train(again, 3), strict=True))
+        return sizes
+
+    # Beside them there are the rates.
+    assert run_ranks(2, work) == [[8, 8, 8]] * 2
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_state_that_cannot_be_sharded_anew_is_refused(tmp_path: Path) -> None:
     """Which part of it a rank had only the optimizer knows, by a step that it does not take. What each had as its own comes

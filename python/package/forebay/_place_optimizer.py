@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, Iterator
 
 from ._errors import CheckpointError, CheckpointMismatch
 from ._keyed import pairs_of
@@ -27,6 +27,7 @@ class OptimizerPlacer:
         self._builder = builder
         self._tensors = builder.tensors
         self._pairs = pairs
+        self._bound: set[int] = set()
 
     def place(self, kind: str, tree: Node, live: Any, path: str) -> None:
         """Binds the tensors of an optimizer's state. Raises `CheckpointMismatch` where the live one is not like it."""
@@ -41,7 +42,7 @@ class OptimizerPlacer:
                 has = taken(live, self._pairs, path, by_names=False)[1]
                 has = has if isinstance(has, dict) else {}
                 self._check_sizes(tree, live, path)
-                self._bind_all(tree, has)
+                self._bind_there(tree, has)
                 self._bind_made(tree, has, parameters, path)
             return
         if not is_optimizer:
@@ -57,7 +58,7 @@ class OptimizerPlacer:
             _check_names(groups, has, own, path)
             _check_order(groups, has, live, path)
             self._check_options(groups, has, path)
-        self._bind_all(tree, has)
+        self._bind_there(tree, has)
         self._bind_made(tree, has, own, path)
 
     def _check_options(self, groups: Groups, has: Any, path: str) -> None:
@@ -95,43 +96,70 @@ class OptimizerPlacer:
             text = f"groups of {saved} parameters were saved, the state has {sizes}"
             raise CheckpointMismatch(f"{path}: {text}")
 
+    def _bind_there(self, tree: Node, has: dict[Any, Any]) -> None:
+        """Binds the tensors of a state that the live one has in the same places; groups have options of their own."""
+        for key, value in self._entries(tree).items():
+            if key in has and key != "param_groups":
+                self._bind_all(value, has[key])
+
     def _bind_all(self, node: Node, live: Any) -> None:
-        """Binds the tensors of a tree that a live value has in the same places."""
         if tag_of(node) == "tensor":
-            if not self._tensors.bind(node, live):
-                self._tensors.bind_apart(node, live)
+            if self._tensors.bind(node, live) or self._tensors.bind_apart(node, live):
+                self._bound.add(id(node))
         elif isinstance(live, dict):
             for key, value in self._entries(node).items():
                 if key in live:
                     self._bind_all(value, live[key])
+        elif isinstance(live, (list, tuple)):
+            parts = _parts_of(node)
+            for part, value in zip(parts, live) if len(parts) == len(live) else ():
+                self._bind_all(part, value)
 
     def _bind_made(self, tree: Node, has: Any, parameters: dict[Any, Any], path: str) -> None:
         """Binds tensors made anew for state that the live optimizer lacks."""
-        torch = torch_module()
         known = has.get("state", {})
         for key, state in self._entries(self._entries(tree).get("state")).items():
             parameter = parameters.get(key)
-            if parameter is None or key in known:
+            if parameter is None:
                 continue
             is_spread = local_parts(parameter) is not None
-            if parameter.is_cpu and not is_spread:
+            # What is all here is built like anything else where some of it is there.
+            if not is_spread and (parameter.is_cpu or key in known):
                 continue
-            for name, node in self._entries(state).items():
-                if tag_of(node) != "tensor":
-                    continue
-                shape = self._tensors.shape(node)
-                is_bound = False
-                if shape == list(parameter.shape):
-                    dtype = torch_dtype(self._tensors.entry(node["n"])[1])
-                    is_bound = self._tensors.bind(node, torch.empty_like(parameter, dtype=dtype))
-                is_ranks_own = "@" in self._tensors.full_name(node["n"])
-                if is_spread and not is_bound and not is_ranks_own and math.prod(shape) > 1:
-                    text = f"what ranks had of {key!r}'s {name!r} only a step of the optimizer tells"
-                    raise CheckpointMismatch(f"{path}: {text}, and it took none (hint: restore after a step)")
+            for name, value in self._entries(state).items():
+                for node in self._unbound(value):
+                    self._bind_like(node, parameter, is_spread, f"{key!r}'s {name!r}", path)
+
+    def _unbound(self, node: Node) -> Iterator[Node]:
+        """The tensors in an entry that are not bound."""
+        if tag_of(node) == "tensor":
+            if id(node) not in self._bound:
+                yield node
+            return
+        for part in (*self._entries(node).values(), *_parts_of(node)):
+            yield from self._unbound(part)
+
+    def _bind_like(self, node: Node, parameter: Any, is_spread: bool, what: str, path: str) -> None:
+        """Binds a tensor to one like its parameter. Raises `CheckpointMismatch` for another part of one that ranks hold."""
+        torch = torch_module()
+        shape, is_bound = self._tensors.shape(node), False
+        if shape == list(parameter.shape):
+            dtype = torch_dtype(self._tensors.entry(node["n"])[1])
+            is_bound = self._tensors.bind(node, torch.empty_like(parameter, dtype=dtype))
+        is_ranks_own = "@" in self._tensors.full_name(node["n"])
+        if is_spread and not is_bound and not is_ranks_own and math.prod(shape) > 1:
+            text = f"what ranks had of {what} only a step of the optimizer tells"
+            raise CheckpointMismatch(f"{path}: {text}, and it took none (hint: restore after a step)")
 
     def _entries(self, node: Node) -> dict[Any, Node]:
         """What a dict of the tree has; nothing where it is something else."""
         return self._builder.items(pairs_of(node) or [])
+
+
+def _parts_of(node: Node) -> list[Node]:
+    """What a list or tuple of the tree has; nothing of anything else."""
+    parts: list[Node] = node if isinstance(node, list) else node["v"] if tag_of(node) == "tuple" else []
+    return parts
 
 
 def taken(live: Any, pairs: Pairs, path: str, by_names: bool = True) -> tuple[str, Any]:
