@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Callable, Literal, Optional, Union
 
 from . import _native
@@ -19,10 +20,10 @@ from ._leaf import Leaf
 from ._loading import default_threads, extra_name, load_step, load_weights, newest_steps
 from ._local import LocalCopies
 from ._outcomes import MAX_FAILURES, OnError, Outcomes, Trouble
-from ._ranks import Ranks, Start, new_start
+from ._ranks import Ranks, new_start
 from ._rng import rng_state, set_rng_state
 from ._save import TICK_S, Save, Staging, now
-from ._saver import Saver
+from ._saver import Saver, open_session
 from ._shares import Planner, share_size
 from ._signals import Names, Notice
 from ._sizes import Sizer
@@ -95,6 +96,11 @@ class Checkpointer(Saver):
     Host memory: two copies of what this rank saves.
     """
 
+    skipped = 0
+    """Saves that were skipped because both snapshots were busy."""
+    restored: Optional[Restored] = None
+    """What the last `restore` did: which step, from which tier."""
+
     def __init__(
         self,
         url: Union[str, "os.PathLike[str]"],
@@ -138,16 +144,10 @@ class Checkpointer(Saver):
             raise options.refused("local_bytes", local_bytes, "of use with local=, a directory for copies, only")
         place, start = bucket_url(url), new_start()
         group = Ranks(place, options.ranks("ranks", ranks), patience_s)
+        self._open_session = partial(open_session, place, keep, keep_every, rate)
         self._notice = Notice(on_signal)
-
-        def open_session(start: Start) -> _native.Session:
-            session = _native.Session(place, *start, keep, keep_every)
-            if rate is not None:
-                session.set_flush_rate(rate)
-            return session
-
         try:
-            session = open_session(start)
+            session = self._open_session(start)
             log = options.log("agent_log", agent_log)
             copies = None if directory is None else LocalCopies(place, group, directory, copies_kept, ceiling)
         except BaseException:
@@ -155,7 +155,6 @@ class Checkpointer(Saver):
             raise
         linger_s = LINGER_S if linger_s is None else linger_s
         super().__init__(place, start, session, group, copies, threads, linger_s, log, outcomes)
-        self._open_session = open_session
         self._every: Optional[int] = every
         self._every_s: Optional[float] = None if minutes is None else 60 * minutes
         self._saved_at = time.monotonic()
@@ -167,10 +166,6 @@ class Checkpointer(Saver):
         """The save of it, unless it failed here before it was one."""
         self._missed_before = 0
         """Copies that sessions before this one missed."""
-        self.skipped = 0
-        """Saves that were skipped because both snapshots were busy."""
-        self.restored: Optional[Restored] = None
-        """What the last `restore` did: which step, from which tier."""
         self._past = Timeline(self._ranks.rank)
         self._has_memory = False
 

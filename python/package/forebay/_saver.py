@@ -36,6 +36,16 @@ _open: weakref.WeakSet[Saver] = weakref.WeakSet()
 """Those that nobody closed yet."""
 
 
+def open_session(
+    url: str, keep: Optional[int], keep_every: Optional[int], flush_rate: Optional[str], start: Start
+) -> _native.Session:
+    """What a start saves through."""
+    session = _native.Session(url, *start, keep, keep_every)
+    if flush_rate is not None:
+        session.set_flush_rate(flush_rate)
+    return session
+
+
 class Saver:
     """What a `Checkpointer` saves with, whatever it saves and when."""
 

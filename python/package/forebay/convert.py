@@ -200,7 +200,8 @@ def main(words: Optional[list[str]] = None) -> int:
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("target", metavar="TARGET")
     parser.add_argument("--part", default="model", help="which part of the state; '' for all of it [model]")
-    parser.add_argument("--shard-size", "--max-shard-size", type=_size_of, default=SHARD_BYTES, help="of a Hugging Face file [5GB]")
+    sizes = ("--shard-size", "--max-shard-size")
+    parser.add_argument(*sizes, type=_size_of, default=SHARD_BYTES, help="of a Hugging Face file [5GB]")
     parser.add_argument("--allow-pickle", action="store_true", help="unpickle what SOURCE holds")
     try:
         _run(parser.parse_args(words))
