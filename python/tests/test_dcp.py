@@ -549,3 +549,39 @@ def test_under_torchrun(tmp_path: Path) -> None:
     state = {"w": torch.zeros(100, 10), "n": 0}
     dcp.load(state, storage_reader=forebay.dcp.Reader(tmp_path / "run"))
     assert torch.equal(state["w"], torch.arange(1000.0).view(100, 10)) and state["n"] == 7
+
+
+def test_what_the_ranks_only_together_cannot_say_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    """It was found once all ranks had uploaded their parts."""
+
+    def save(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        rows = {f"w{index}": distribute_tensor(numbers(4, 3), mesh, [Shard(0)]) for index in range(3)}
+        state = {**rows, "nothing": torch.zeros(0, 3), "n": 7}
+        with forebay.dcp.Writer(tmp_path) as writer:
+            dcp.save(state, checkpoint_id=1, storage_writer=writer)
+            before = sorted(str(path) for path in tmp_path.rglob("*.safetensors"))
+            plan, asked = _native.plan_shares, []
+
+            def much(texts: list[str], number: int) -> Any:
+                shares, (slices, size) = plan(texts, number)
+                asked.append(slices)
+                return shares, (slices, size + (256 << 20))
+
+            _native.plan_shares = much
+            told = []
+            for _ in range(2):
+                with pytest.raises(CheckpointException) as refused:
+                    dcp.save({**state, "more": rows["w0"]}, checkpoint_id=2, storage_writer=writer)
+                told.append(sorted(str(failure) for failure, _ in refused.value.failures.values()))
+            _native.plan_shares = plan
+            assert sorted(str(path) for path in tmp_path.rglob("*.safetensors")) == before
+            dcp.save({**state, "more": rows["w0"]}, checkpoint_id=2, storage_writer=writer)
+        return told, asked
+
+    (told, asked), (other, nobody) = run_ranks(2, save)
+    # Four tensors of two parts, and what has no elements.
+    assert told == other and told[0] == told[1] and asked == [9, 9] and nobody == []
+    assert all("9 slices of tensors" in text and "more than 268435456 (hint: " in text for text in told[0])
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps() == [1, 2]

@@ -58,6 +58,7 @@ from ._errors import (
 )
 from ._flatten import KEPT, Flattener
 from ._leaf import Leaf, copy_elements, elements_of, tensor_dtype, tensor_leaf, torch_dtype
+from ._lengths import Lengths
 from ._loading import (
     MEANT_OTHERWISE,
     default_threads,
@@ -151,6 +152,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._is_coordinator = True
         self._planned: Optional[_Part] = None
         self._is_sound = True
+        self._lengths = Lengths()
         self._superseded: Optional[CheckpointSuperseded] = None
         self._seen: Optional[_Part] = None
         self._checkpointer: Optional[Checkpointer] = None
@@ -194,6 +196,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         make_directory(self._url)
+        self._lengths.check(plans)
         if self._next is None:
             steps = newest_steps(self._url)
             self._next = max(step for step, _, _ in steps) + 1 if steps else 1
