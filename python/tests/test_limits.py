@@ -19,7 +19,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import Gate, wait_until
+from .conftest import Gate, memory_taken, wait_until
 from .test_ranks import run_ranks
 
 MIB = 1 << 20
@@ -218,12 +218,14 @@ def test_the_first_save_faults_no_page_in(tmp_path: Path) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
         checkpointer.prepare(state)
-        faults = []
+        taken, faults = memory_taken(os.getpid()), []
+        assert sum(taken.values()) >= 2 * state["t"].nbytes, "both slots are there before the first save"
         for step in (1, 2):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             save = checkpointer.save_now(step, state)
             faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
             save.wait_durable()
+            assert memory_taken(os.getpid()) == taken, f"step {step}"
         # Of 65,536 pages, for each of both slots; what is left is the interpreter's own.
         assert max(faults) < state["t"].nbytes // page // 50, faults
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import forebay
 from forebay._sizes import Sizer, coming_state
 
-from .conftest import arenas_of
+from .conftest import memory_taken
 from .test_ranks import fsdp_parts, run_ranks
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -28,7 +28,12 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 def arenas() -> set[int]:
     """The memory for snapshots that this process holds, by inode."""
-    return {entry.stat().st_ino for entry in arenas_of(os.getpid())}
+    return set(memory_taken(os.getpid()))
+
+
+def taken(others: set[int]) -> int:
+    """Bytes of it that are there, but for those of others."""
+    return sum(size for arena, size in memory_taken(os.getpid()).items() if arena not in others)
 
 
 def faults() -> int:
@@ -60,15 +65,17 @@ def test_the_first_save_after_the_first_step_faults_no_page_in(tmp_path: Path) -
     others = arenas()
     with forebay.Checkpointer(tmp_path) as checkpointer:
         checkpointer.prepare(state)
-        prepared = arenas()
+        prepared, there = arenas(), taken(others)
         assert size_of(state) == 4 * (2 * 2048 * 2048 + 2 * 2048), "of the optimizer there is nothing yet"
         learn(state)
+        assert there >= 2 * size_of(state), "both slots are there before the first save"
         for step in (1, 2):
             before = faults()
             save = checkpointer.save_now(step, state)
             # Of 24,588 pages, for each of both slots; what is left is the interpreter's own.
             assert faults() - before < size_of(state) // PAGE // 50, f"step {step}"
             assert save is not None and save.wait_durable()
+            assert taken(others) == there, f"step {step}"
         assert arenas() == prepared, "no second arena was made"
     assert len(prepared - others) == 1
 
@@ -197,12 +204,13 @@ def test_the_first_step_of_a_schedule_prepares_once(scheduled: forebay.Checkpoin
         # One that skips its first steps (of a scaler, or that accumulates) has no state yet.
         assert scheduled.step(step, state) is None
         assert len(sizes) == 1
-    prepared = arenas() - others
+    prepared, there = arenas() - others, taken(others)
     learn(state)
+    assert there >= 2 * size_of(state), "both slots are there before the first save"
     before = faults()
     save = scheduled.save_now(3, state) if scheduled._every is None else scheduled.step(3, state)
     assert faults() - before < size_of(state) // PAGE // 50
-    assert save is not None and save.wait_durable()
+    assert save is not None and save.wait_durable() and taken(others) == there
     assert scheduled.step(4, state) is None and len(sizes) == 1
     assert arenas() - others == prepared and len(prepared) == 1, "memory is taken once"
 
