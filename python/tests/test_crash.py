@@ -67,18 +67,26 @@ def test_death_at_any_moment_leaves_only_whole_steps(tmp_path: Path) -> None:
 
         def train(report: Callable[[str], None]) -> None:
             state = {"n": 0, "t": torch.zeros(1 << 20)}
+            saves = []
             with forebay.Checkpointer(place, every=1, keep=2) as checkpointer:
                 for step in range(1, 1000):
                     state["t"] += 1
                     state["n"] = step
-                    checkpointer.step(step, state)
+                    saves.append(checkpointer.step(step, state))
                     if step == 1:
                         report(str(checkpointer._agent.pid))
+                    report(str(max((save.step for save in saves if save is not None and save.sealed), default=0)))
 
         child = Child(train)
         agent = int(child.line())
+        # Every other one has sealed something, whatever keeps it up.
+        sealed = 0
+        while seed % 2 == 1 and sealed == 0:
+            sealed = int(child.line())
         time.sleep(random.Random(seed).uniform(0, 0.4))
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)
+        sealed = max([sealed, *map(int, child._lines.read().split())])
+        assert child.join() == -signal.SIGKILL
         # What the agent was handed it commits before it leaves.
         wait_until(lambda: not is_running(agent))
         url = f"file://{place}"
@@ -87,8 +95,9 @@ def test_death_at_any_moment_leaves_only_whole_steps(tmp_path: Path) -> None:
             target = {"n": 0, "t": torch.zeros(1 << 20)}
             step = checkpointer.restore(target)
         assert (step or 0) == latest and target["n"] == (step or 0), f"seed {seed}"
+        assert latest >= sealed, f"seed {seed}: step {sealed} was sealed, {latest} is the newest"
         assert bool((target["t"] == target["n"]).all()), f"seed {seed}: a torn step"
-        assert _native.verify(url, None) == [] if place.exists() else True, f"seed {seed}"
+        assert _native.verify(url, None) == [] if place.exists() else sealed == 0, f"seed {seed}"
 
 
 def test_the_agent_leaves_when_the_trainer_is_gone(tmp_path: Path) -> None:

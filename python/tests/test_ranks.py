@@ -27,7 +27,7 @@ import forebay.dcp
 from forebay import _native
 from forebay._loading import state_tree, with_step
 
-from .conftest import Child, rounds
+from .conftest import Child, rounds, wait_until
 
 Report = Callable[[str], None]
 
@@ -395,11 +395,9 @@ def test_a_rank_that_dies_is_named_and_the_step_is_not_there(tmp_path: Path) -> 
     assert _native.verify(f"file://{tmp_path}", None) == []
 
 
-def stored(place: Path) -> set[str]:
-    """Every object there."""
-    # Agents that finish remove folders meanwhile; `os.walk` passes over those that are gone.
-    found = {os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names}
-    return {path for path in found if ".forebay" not in Path(path).parts}
+def newest_stored(place: Path) -> int:
+    """The newest step whose manifest is there, or 0."""
+    return max((int(path.parent.name) for path in place.glob("steps/*/*.json")), default=0)
 
 
 def test_the_death_of_all_ranks_at_any_moment_leaves_only_common_steps(tmp_path: Path) -> None:
@@ -408,6 +406,7 @@ def test_the_death_of_all_ranks_at_any_moment_leaves_only_common_steps(tmp_path:
 
         def work(rank: int, report: Report) -> None:
             state = {"own": torch.zeros(100_000), "all": torch.zeros(200_000), "n": 0}
+            saves = []
             with forebay.Checkpointer(place, every=1, keep=2, replicated=["all"]) as checkpointer:
                 checkpointer.prepare(state)
                 report(str(checkpointer._agent.pid))
@@ -415,18 +414,23 @@ def test_the_death_of_all_ranks_at_any_moment_leaves_only_common_steps(tmp_path:
                     state["own"] += 1 + rank
                     state["all"] += 1
                     state["n"] = step
-                    checkpointer.step(step, state)
+                    saves.append(checkpointer.step(step, state))
+                    report(str(max((save.step for save in saves if save is not None and save.sealed), default=0)))
 
         children = start_ranks(2, work, with_gloo=False)
         agents = [int(child.line()) for child in children]
-        time.sleep(0.2 + 0.2 * seed)
+        # All but the first have sealed something, whatever keeps them up.
+        told = [0, 0]
+        while seed > 0 and not all(told):
+            told = [int(child.line()) for child in children]
+        time.sleep(0.2 * seed)
         for child in children:
-            child.kill()
-        settled = [{"nothing"}, stored(place)]
-        while settled[-1] != settled[-2]:
-            time.sleep(0.5)
-            settled.append(stored(place))
-        # One whose partner did not seal the step waits for it.
+            os.killpg(child.pid, signal.SIGKILL)
+        told = [max([before, *map(int, child._lines.read().split())]) for before, child in zip(told, children)]
+        assert [child.join() for child in children] == [-signal.SIGKILL] * 2
+        # What all have sealed is committed by the agents. One whose partner did not seal the step waits for it.
+        sealed = min(told)
+        wait_until(lambda: newest_stored(place) >= sealed)
         for agent in agents:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(agent, signal.SIGKILL)
@@ -440,7 +444,8 @@ def test_the_death_of_all_ranks_at_any_moment_leaves_only_common_steps(tmp_path:
 
         steps = run_ranks(2, restore, with_gloo=False)
         assert steps[0] == steps[1] and steps[0][1], f"seed {seed}: {steps}"
-        assert _native.verify(f"file://{place}", None) == [] if place.exists() else True, f"seed {seed}"
+        assert steps[0][0] >= sealed, f"seed {seed}: {steps}, sealed {told}"
+        assert _native.verify(f"file://{place}", None) == [] if place.exists() else sealed == 0, f"seed {seed}"
 
 
 def test_a_damaged_step_is_left_by_all_ranks_together(tmp_path: Path) -> None:
