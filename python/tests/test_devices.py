@@ -112,11 +112,13 @@ def test_parameters_are_copied_behind_the_training(driver: Path, tmp_path: Path)
         driver,
         tmp_path,
         """
+        import threading
+
         torch.manual_seed(1)
         model = torch.nn.Linear(100, 50)
         optimizer = torch.optim.AdamW(model.parameters())
         state = {"model": model, "optimizer": optimizer}
-        with forebay.Checkpointer(url, every=1) as checkpointer:
+        with forebay.Checkpointer(url, every=1, rng=False) as checkpointer:
             for step in range(1, 4):
                 model(torch.ones(2, 100)).sum().backward()
                 checkpointer.before_optimizer_step()
@@ -124,10 +126,19 @@ def test_parameters_are_copied_behind_the_training(driver: Path, tmp_path: Path)
                 optimizer.zero_grad()
                 torch.save(model.state_dict(), f"{url}/../{step}.pt")
                 log()
-                checkpointer.step(step, state)
+                # Nobody's wait ends before it may. One that `step` makes is let go in the end, and told.
+                fake.fake_hold(1)
+                rescue = threading.Timer(20, fake.fake_hold, [0])
+                rescue.start()
+                save = checkpointer.step(step, state)
                 early = [line.split()[0] for line in log()]
-                # Both weights of the model and of each moment are on their way, of which none is waited for here.
-                assert early.count("record") >= 1, early
+                assert not save.staged and early.count("record") >= 1 and not {"arrive", "settle"} & {*early}, early
+                rescue.cancel()
+                fake.fake_hold(0)
+                checkpointer.before_optimizer_step()
+                # The weight and both its moments: all that stands for a device's.
+                calls = early + [line.split()[0] for line in log()]
+                assert save.staged and calls.count("copy") == 3 and calls[-1] == "settle", calls
         """,
     )
     for step in (1, 2, 3):

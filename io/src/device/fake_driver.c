@@ -14,6 +14,8 @@ struct stream { int number; size_t submitted, done, room; struct operation *oper
 struct event { int number; struct stream *stream; size_t position; };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t released = PTHREAD_COND_INITIALIZER;
+static int held;
 static __thread int depth;
 static struct stream default_stream;
 static int streams, events, retained;
@@ -62,7 +64,14 @@ static void submit(struct stream *stream, struct operation operation) {
 
 static struct stream *of(struct stream *stream) { return stream ? stream : &default_stream; }
 
-/* For tests: the log since the last time; makes the next such call fail; work for a stream. */
+/* With the lock, which others may take meanwhile. */
+static void await_release(void) {
+    while (held)
+        pthread_cond_wait(&released, &lock);
+}
+
+/* For tests: the log since the last time; makes the next such call fail; work for a stream; whoever waits for what was
+ * submitted is held up for as long as that is so. */
 size_t fake_take_log(char *target, size_t room) {
     pthread_mutex_lock(&lock);
     size_t length = log_length < room ? log_length : room;
@@ -80,6 +89,13 @@ void fake_fail(const char *call, int code) {
 void fake_fill(struct stream *stream, void *target, int value, size_t length) {
     pthread_mutex_lock(&lock);
     submit(of(stream), (struct operation){.kind = FILL, .target = target, .value = value, .length = length});
+    pthread_mutex_unlock(&lock);
+}
+
+void fake_hold(int is_held) {
+    pthread_mutex_lock(&lock);
+    held = is_held;
+    pthread_cond_broadcast(&released);
     pthread_mutex_unlock(&lock);
 }
 
@@ -151,6 +167,7 @@ int cuStreamWaitEvent(struct stream *stream, struct event *event, unsigned flags
 int cuStreamSynchronize(struct stream *stream) {
     int code = begin("cuStreamSynchronize", 1);
     if (code == 0) {
+        await_release();
         note("settle", (size_t)of(stream)->number);
         run(of(stream), of(stream)->submitted);
     }
@@ -186,6 +203,7 @@ int cuEventRecord(struct event *event, struct stream *stream) {
 int cuEventSynchronize(struct event *event) {
     int code = begin("cuEventSynchronize", 1);
     if (code == 0) {
+        await_release();
         note("arrive", (size_t)event->stream->number);
         run(event->stream, event->position);
     }
