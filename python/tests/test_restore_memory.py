@@ -8,8 +8,12 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import forebay
+import forebay.dcp
 from forebay import _native
 from forebay._loading import newest_steps
 
@@ -81,6 +85,67 @@ def test_a_restore_into_memory_that_cannot_be_read_into(tmp_path: Path) -> None:
     """Strided memory, as a device's, is filled out of one buffer."""
     (most,) = taken(1, tmp_path / "run", 128 * MIB, turned=True)
     assert most <= IN_FLIGHT + SLACK, most
+
+
+def peak_of(work: Any) -> int:
+    """What this process had at most while it did that, beyond what it had before."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmHWM")
+    work()
+    return memory("VmHWM") - before
+
+
+def test_a_load_by_dcp(tmp_path: Path) -> None:
+    """By one process, and by two that read together what both want."""
+    size, small = 192 * MIB, tmp_path / "small"
+    forebay.save(state_of(4, 0), small, step=1)
+    forebay.save(state_of(size, 1), tmp_path, step=1)
+
+    def load(state: dict[str, Any], place: Path) -> None:
+        dcp.load(state, storage_reader=forebay.dcp.Reader(place))
+
+    def work(rank: int) -> int:
+        state = state_of(size, 100)
+        load(state_of(4, 0), small)
+        most = peak_of(lambda: load(state, tmp_path))
+        assert all(bool((state[f"w{index}"] == 1 + index).all()) for index in range(4))
+        return most
+
+    (alone,) = run_ranks(1, work)
+    assert alone <= IN_FLIGHT + SLACK, alone
+    for most in run_ranks(2, work):
+        assert most <= 6 * HALF + IN_FLIGHT + SLACK, most
+
+
+def test_a_state_of_another_number_of_ranks(tmp_path: Path) -> None:
+    """Saved by four as rows, and restored by two as columns: each wants a part of each slice that there is."""
+    rows, width = 4096, 48 << 10
+
+    def spread(size: int, value: int, place: Shard, width: int = width) -> DTensor:
+        mesh = init_device_mesh("cpu", (size,))
+        mine = rows // size if place.dim == 0 else rows, width // size if place.dim == 1 else width
+        local = torch.full(mine, value, dtype=torch.uint8)
+        return DTensor.from_local(local, mesh, [place], run_check=False)
+
+    def save(rank: int) -> None:
+        for place, wide in (("run", width), ("small", 8)):
+            with forebay.Checkpointer(tmp_path / place, rng=False) as checkpointer:
+                checkpointer.save_now(1, {"w": spread(4, rank + 1, Shard(0), wide)})
+
+    def restore(rank: int) -> int:
+        state, first = {"w": spread(2, 0, Shard(1))}, {"w": spread(2, 0, Shard(1), 8)}
+        with forebay.Checkpointer(tmp_path / "small", rng=False) as checkpointer:
+            assert checkpointer.restore(first) == 1
+        with forebay.Checkpointer(tmp_path / "run", rng=False) as checkpointer:
+            most = peak_of(lambda: checkpointer.restore(state))
+            assert checkpointer.restored is not None and checkpointer.restored.tier == "store"
+        by_rank = state["w"].to_local().view(4, rows // 4, -1)
+        assert all(bool((by_rank[rank] == rank + 1).all()) for rank in range(4))
+        return most
+
+    run_ranks(4, save)
+    for most in run_ranks(2, restore):
+        assert most <= 6 * HALF + IN_FLIGHT + SLACK, most
 
 
 def test_columns_of_one_tensor(tmp_path: Path) -> None:
