@@ -63,10 +63,25 @@ class Model(pytorch_lightning.LightningModule):  # type: ignore[misc]
         return [optim], [torch.optim.lr_scheduler.MultiStepLR(optim, [1, 2, 5])]
 
 
-def fit(folder: Path, epochs: int, source: Any = None) -> Model:
+class Weights(pytorch_lightning.Callback):  # type: ignore[misc]
+    """The weights after each step."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        # Lightning saves no generator: each step draws from one of its own.
+        torch.manual_seed(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.weights[trainer.global_step] = {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def fit(folder: Path, epochs: int, source: Any = None, seed: int = 0) -> tuple[Model, Weights]:
     callback = pytorch_lightning.callbacks.ModelCheckpoint(
         dirpath=folder, filename="{epoch}", monitor="loss", save_top_k=2, save_last=True
     )
+    recorder = Weights()
     trainer = pytorch_lightning.Trainer(
         default_root_dir=folder,
         max_epochs=epochs,
@@ -74,19 +89,18 @@ def fit(folder: Path, epochs: int, source: Any = None) -> Model:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[callback],
+        callbacks=[callback, recorder],
         plugins=[forebay.lightning.CheckpointIO()],
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     data = torch.utils.data.TensorDataset(torch.arange(48.0).view(12, 4) / 48)
     model = Model()
-    torch.manual_seed(epochs)
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=source)
-    return model
+    return model, recorder
 
 
 def test_lightning_saves_rotates_and_resumes(tmp_path: Path) -> None:
-    first = fit(tmp_path, 4)
+    first, _ = fit(tmp_path, 4)
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert len(kept) == 3 and "last.ckpt" in kept, kept
     loaded = forebay.load(tmp_path / "last.ckpt")
@@ -94,11 +108,21 @@ def test_lightning_saves_rotates_and_resumes(tmp_path: Path) -> None:
     assert loaded["hyper_parameters"] == {"width": 8}
     assert _native.verify(f"file://{tmp_path / 'last.ckpt'}", None) == []
     # Nothing is left to do: the state is what was saved, not what a new model has.
-    again = fit(tmp_path / "again", 4, tmp_path / "last.ckpt")
+    again, _ = fit(tmp_path / "again", 4, tmp_path / "last.ckpt", seed=1)
     assert same(again.state_dict(), first.state_dict())
-    further = fit(tmp_path / "further", 6, tmp_path / "last.ckpt")
-    assert not same(further.state_dict(), first.state_dict())
-    assert forebay.load(tmp_path / "further/last.ckpt")["global_step"] == 18
+    # What goes on is as if it had not stopped, moments and the schedule of the rate and all.
+    _, whole = fit(tmp_path / "whole", 6)
+    _, resumed = fit(tmp_path / "further", 6, tmp_path / "last.ckpt", seed=1)
+    assert list(whole.weights) == list(range(1, 19)) and list(resumed.weights) == list(range(13, 19))
+    assert not same(whole.weights[18], whole.weights[12])
+    assert all(same(resumed.weights[step], whole.weights[step]) for step in resumed.weights)
+    ends = [forebay.load(tmp_path / name / "last.ckpt") for name in ("whole", "further")]
+    assert [end["global_step"] for end in ends] == [18, 18]
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        moments = [end["optimizer_states"][0]["state"] for end in ends]
+        assert moments[0].keys() == moments[1].keys()
+        assert all(torch.equal(moments[0][number][key], moments[1][number][key]) for number in moments[0]), key
+    assert ends[0]["lr_schedulers"] == ends[1]["lr_schedulers"]
 
 
 class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
