@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -183,6 +184,41 @@ def test_other_formats_go_to_one_another(tmp_path: Path, capsys: pytest.CaptureF
     assert same(load_file(tmp_path / "new/net/model.safetensors"), {"w": torch.arange(5)})
     fails(capsys, [f"pt:{tmp_path / 'net.pt'}", f"hf:{tmp_path / 'new/net'}", "--part", "net"], "holds a model already")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["dcp", "hub", "net"], "nothing between is left"
+
+
+def binary() -> Path:
+    """The `forebay` that was built beside these tests."""
+    built = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[2] / "target")) / "debug/forebay"
+    if not built.exists():
+        pytest.skip(f"NO BINARY: {built} is not built, so that `forebay ckpt convert` is not tested with torch's files")
+    return built
+
+
+def test_the_binary_has_python_convert_and_tell_it_as_json(tmp_path: Path) -> None:
+    def convert(*words: str, code: int = 0) -> tuple[Any, str]:
+        command = [binary(), "ckpt", "convert", *words, "--python", sys.executable, "--json"]
+        # Not the user's settings.
+        done = subprocess.run(command, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True)
+        assert done.returncode == code if code == 0 else done.returncode != 0, done.stderr
+        return (json.loads(done.stdout) if code == 0 else None), done.stderr
+
+    run, files, hub = f"{tmp_path / 'run'}", f"dcp:{tmp_path / 'files'}", f"hf:{tmp_path / 'hub'}"
+    net = {"w": torch.arange(6, dtype=torch.int16), "b": torch.ones(3, 5), "empty": torch.zeros(0, 2)}
+    torch.save({"net": net, "n": 3}, tmp_path / "net.pt")
+    expected = {"tensors": 3, "bytes": 12 + 60}
+    told, _ = convert(f"pt:{tmp_path / 'net.pt'}", f"{run}@4")
+    assert told == {"step": 4, **expected}
+    assert same(forebay.load(run, step=4)["net"], net)
+    told, _ = convert(run, files)
+    assert told == {"files": sorted(os.listdir(tmp_path / "files")), **expected} and ".metadata" in told["files"]
+    _, why = convert(files, hub, code=1)
+    assert "--allow-pickle" in why
+    told, _ = convert(files, hub, "--allow-pickle", "--part", "net", "--max-shard-size", "60")
+    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    assert told == {"files": names, **expected}
+    assert same({name: t for file in names for name, t in load_file(tmp_path / "hub" / file).items()}, net)
+    told, _ = convert(hub, f"dcp:{tmp_path / 'again'}", "--part", "net")
+    assert {name: told[name] for name in expected} == expected
 
 
 def test_tensors_in_tuples_are_written_with_them(tmp_path: Path) -> None:

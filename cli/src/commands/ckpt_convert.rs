@@ -99,7 +99,7 @@ pub(crate) async fn run(settings: &Settings, arguments: &ConvertArguments, json:
                 "forebay ckpt convert s3://bucket/run@500 hf:./model; dcp:DIR and pt:FILE are others",
             ));
         }
-        (Side::Torch | Side::TorchFile, _) | (_, Side::Torch) => hand_over(arguments)?,
+        (Side::Torch | Side::TorchFile, _) | (_, Side::Torch) => hand_over(arguments, json)?,
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -157,7 +157,7 @@ async fn read(settings: &Settings, folder: &str, url: &str, step: u64, part: &st
 }
 
 /// Has the Python package convert: torch's own files are pickles.
-fn hand_over(arguments: &ConvertArguments) -> Result<()> {
+fn hand_over(arguments: &ConvertArguments, json: bool) -> Result<()> {
     let python = arguments.python.display();
     let hint = "torch's files need torch and the package forebay in a Python 3; --python says which";
     let run = |words: &[&str]| {
@@ -174,9 +174,8 @@ fn hand_over(arguments: &ConvertArguments) -> Result<()> {
     let size = arguments.max_shard_size.to_string();
     let mut words = vec!["-m", "forebay.convert", &arguments.source, &arguments.target];
     words.extend(["--part", &arguments.part, "--shard-size", &size]);
-    if arguments.allow_pickle {
-        words.push("--allow-pickle");
-    }
+    words.extend(arguments.allow_pickle.then_some("--allow-pickle"));
+    words.extend(json.then_some("--json"));
     if run(&words)?.success() {
         return Ok(());
     }

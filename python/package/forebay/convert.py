@@ -21,12 +21,15 @@ tensors and plain values.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
+import struct
 import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from . import _native
 from ._errors import CheckpointError, CheckpointInvalid, CheckpointMismatch, CheckpointWarning
@@ -37,6 +40,7 @@ from ._url import bucket_url, make_directory
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in a file of a Hugging Face directory at most, unless one tensor has more."""
+
 
 def to_hugging_face(
     url: str, folder: Path, step: Optional[StepName] = None, part: str = "model", shard_bytes: int = SHARD_BYTES
@@ -152,7 +156,8 @@ def _place(text: str) -> tuple[str, str, Optional[StepName]]:
     return ("forebay", text, None) if found is None else ("forebay", found.group(1), found.group(2))
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Converts; gives what there is now, as `--json` tells it."""
     (kind, source, step), (other, target, number) = _place(arguments.source), _place(arguments.target)
     if kind == other:
         raise CheckpointInvalid(
@@ -161,25 +166,55 @@ def _run(arguments: argparse.Namespace) -> None:
     if other == "pt":
         raise CheckpointInvalid("pt:FILE is a SOURCE only (hint: torch.save(forebay.load(URL), FILE) writes one)")
     if kind == "forebay":
-        _export(source, step, other, Path(target), arguments)
-    elif other == "forebay":
+        return _export(source, step, other, Path(target), arguments)
+    if other == "forebay":
         saved, start = step_name(number)
         if start is not None:
             raise CheckpointInvalid(f"{arguments.target} names a start, which a step that is saved is given")
         _import(kind, Path(source), target, saved or 0, arguments)
-    else:
-        folder = Path(target).absolute().parent
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".forebay-convert-") as between:
-            _import(kind, Path(source), between, 0, arguments)
-            _export(between, 0, other, Path(target), arguments)
+        place = bucket_url(target)
+        return with_step(place, saved or 0, None, lambda found: _told({"step": found.step}, _sizes_in_step(found)))
+    folder = Path(target).absolute().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".forebay-convert-") as between:
+        _import(kind, Path(source), between, 0, arguments)
+        return _export(between, 0, other, Path(target), arguments)
 
 
-def _export(url: str, step: Optional[StepName], kind: str, folder: Path, arguments: argparse.Namespace) -> None:
+def _export(url: str, step: Optional[StepName], kind: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     if kind == "hf":
-        print("\n".join(to_hugging_face(url, folder, step, arguments.part, arguments.shard_size)))
-    else:
-        to_dcp(url, folder, step, arguments.allow_pickle)
+        names = to_hugging_face(url, folder, step, arguments.part, arguments.shard_size)
+        return _told({"files": names}, [size for name in names for size in _sizes_in_file(folder / name)])
+    to_dcp(url, folder, step, arguments.allow_pickle)
+    return _told({"files": sorted(path.name for path in folder.iterdir())}, _sizes_in_directory(folder))
+
+
+def _told(what: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
+    return {**what, "tensors": len(sizes), "bytes": sum(sizes)}
+
+
+def _sizes_in_step(step: _native.Step) -> list[int]:
+    widths = dict(_native.dtypes())
+    return [widths[dtype] * math.prod(shape) for _, dtype, shape, _ in step.tensors()]
+
+
+def _sizes_in_file(path: Path) -> list[int]:
+    """Of the tensors of one file of safetensors, as its header tells."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    ends = (entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
+    return [end - start for start, end in ends]
+
+
+def _sizes_in_directory(folder: Path) -> list[int]:
+    """Of the tensors of a directory of torch.distributed.checkpoint, which was just written here."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.values()
+    tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+    return [math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors]
 
 
 def _import(kind: str, source: Path, url: str, step: int, arguments: argparse.Namespace) -> None:
@@ -203,8 +238,14 @@ def main(words: Optional[list[str]] = None) -> int:
     sizes = ("--shard-size", "--max-shard-size")
     parser.add_argument(*sizes, type=_size_of, default=SHARD_BYTES, help="of a Hugging Face file [5GB]")
     parser.add_argument("--allow-pickle", action="store_true", help="unpickle what SOURCE holds")
+    parser.add_argument("--json", action="store_true", help="tell the step or the files, tensors and bytes as JSON")
     try:
-        _run(parser.parse_args(words))
+        arguments = parser.parse_args(words)
+        told = _run(arguments)
+        if arguments.json:
+            print(json.dumps(told))
+        elif arguments.target.startswith("hf:"):
+            print("\n".join(told["files"]))
     except (CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
