@@ -10,7 +10,7 @@ Holds a state of many tensors, and answers each line of stdin with one line of J
     train    {"alone_s", "saving_s", "flush_cpu_s", "saves"}: a training loop that computes on all processors, without saves,
              and with one saved as soon as the one before is committed; the agent's processor time in the second loop
     memory   {"extra_bytes"}: memory of this process and its agent beyond the state and the snapshots, since before
-    restore  {"memcpy_s", "restore_s", "bytes"}: into the existing tensors
+    restore  {"memcpy_s", "restore_s", "read_bytes", "bytes"}: into the existing tensors, and what was read for it
     disk     {"write_s", "bytes"}: the same bytes written to a plain file and synced, by the same number of threads; as many
              files stay as steps do
     read     {"read_s", "bytes"}: the newest of these files read back into the memory that the bytes came from
@@ -39,6 +39,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import forebay
+from forebay import _native
 
 TENSORS = 333
 """As many as in the model that the design was measured with."""
@@ -133,6 +134,13 @@ def _private_bytes(process: int) -> int:
             elif head[0] == "Pss:" and not is_memory_file:
                 total += int(head[1]) << 10
     return total
+
+
+def _read_bytes() -> int:
+    """Bytes that this process has read so far, by system calls and out of mappings."""
+    with open("/proc/self/io") as io:
+        fields = dict(line.split(": ") for line in io)
+    return int(fields["rchar"]) + _native.mapped_bytes()
 
 
 def _processor_s(process: int) -> float:
@@ -244,11 +252,16 @@ class Trainer:
 
     def restore(self) -> dict[str, float]:
         memcpy = self._memcpy.seconds()
+        before = _read_bytes()
         start = time.perf_counter()
         with forebay.Checkpointer(self._url, copy_threads=self._threads) as checkpointer:
-            restored = checkpointer.restore(self._state())
-        assert restored == self._step, f"restored step {restored}, not {self._step}"
-        return {"memcpy_s": memcpy, "restore_s": time.perf_counter() - start, "bytes": self._bytes}
+            step = checkpointer.restore(self._state())
+        seconds = time.perf_counter() - start
+        restored = checkpointer.restored
+        assert step == self._step and restored is not None, f"restored step {step}, not {self._step}"
+        # Of files the kernel counts, of a store the restore alone.
+        read = max(restored.bytes, _read_bytes() - before)
+        return {"memcpy_s": memcpy, "restore_s": seconds, "read_bytes": read, "bytes": self._bytes}
 
     def disk(self) -> dict[str, float]:
         self._files += 1

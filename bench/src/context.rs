@@ -20,6 +20,8 @@ pub struct Settings {
     pub files: usize,
     /// Bytes of a large file.
     pub large: u64,
+    /// Bytes of the state that the checkpoint scenario saves.
+    pub state: u64,
     /// Bytes read and written by the memory scenario.
     pub volume: u64,
     /// Of the checkpoint scenario these parts; none for all.

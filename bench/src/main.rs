@@ -39,6 +39,9 @@ struct Run {
     /// Size of a large file.
     #[arg(long, default_value = "1GiB", value_parser = parse_bytes)]
     large: u64,
+    /// Bytes of the state that the checkpoint scenario saves and restores.
+    #[arg(long, default_value = "2GiB", value_parser = parse_bytes)]
+    state: u64,
     /// Bytes that the memory scenario reads, and that it writes.
     #[arg(long, default_value = "10GiB", value_parser = parse_bytes)]
     volume: u64,
@@ -88,6 +91,7 @@ fn run_scenarios(run: Run) -> Result<()> {
         pairs: run.pairs,
         files: run.files,
         large: run.large,
+        state: run.state,
         volume: run.volume,
         parts: run.parts,
         forebay: run.forebay.unwrap_or(beside),

@@ -63,7 +63,7 @@ fn in_store(context: &Context, pace: PaceSettings) -> Result<Vec<Row>> {
     let client = ObjectStoreClient::new(&store)?;
     let url = format!("s3://{}/checkpoints", StoreProcess::BUCKET);
     let mut trainer = Trainer::start(context, &url, &store.environment())?;
-    let parts = (context.settings.large / 2).div_ceil(PART) as usize;
+    let parts = context.settings.state.div_ceil(PART) as usize;
     let part = noise(PART as usize);
     let put = || {
         let put = client.put_multipart("bare/file", part.clone(), parts, IN_FLIGHT);
@@ -91,11 +91,13 @@ fn in_store(context: &Context, pace: PaceSettings) -> Result<Vec<Row>> {
     let at_first = [(first.ms("blocking_s")?, first.ms("memcpy_s")?)];
     let durable = pairs(&saves, |round| Ok((round.ms("durable_s")?, round.raw_ms()?)))?;
     let restored = pairs(&restores, |round| Ok((round.ms("restore_s")?, round.raw_ms()?)))?;
+    let read = restores.iter().map(|round| read_of(&round.told)).collect::<Result<Vec<_>>>()?;
     Ok(vec![
         row("blocking time of the first save", &at_first, "warm memcpy").aim(Aim::RatioAtMost(1.05)),
         row("blocking time of a save", &blocking, "warm memcpy").aim(Aim::RatioAtMost(1.05)),
         row("save to a store until durable", &durable, "multipart PUT").aim(Aim::RatioAtMost(1.1)),
         row("restore from a store, in place", &restored, "ranged GETs").aim(Aim::RatioAtMost(1.1)),
+        row_of_reads("a restore from a store", gib, &read),
     ])
 }
 
@@ -126,11 +128,13 @@ fn on_disk(context: &Context) -> Result<Vec<Row>> {
         Row::of_pairs(NAME, &format!("{what}, {gib:.2} GiB"), "ms", pairs, baseline)
     };
     let durable = both(&saves, "durable_s", "write_s")?;
+    let read = restores.iter().map(|(restore, _)| read_of(restore)).collect::<Result<Vec<_>>>()?;
     let restored = both(&restores, "restore_s", "read_s")?;
     let cached = both(&cached, "restore_s", "read_s")?;
     let mut rows = vec![
         row("save to a disk until durable", &durable, "write, fsync").aim(Aim::RatioAtMost(1.1)),
         row("restore from a disk, in place", &restored, "read into place").aim(Aim::RatioAtMost(1.1)),
+        row_of_reads("a restore from a disk", gib, &read),
         row("restore from the page cache, in place", &cached, "read into place").aim(Aim::RatioAtMost(1.1)),
     ];
     for (what, name) in [
@@ -209,6 +213,17 @@ fn pairs(rounds: &[Round], figure: impl Fn(&Round) -> Result<(f64, f64)>) -> Res
     rounds.iter().map(figure).collect()
 }
 
+/// MiB that a restore read, headers and all, and those of the state.
+fn read_of(told: &Values) -> Result<(f64, f64)> {
+    let mib = GIB / 1024.0;
+    Ok((of(told, "read_bytes")? / mib, of(told, "bytes")? / mib))
+}
+
+fn row_of_reads(what: &str, gib: f64, read: &[(f64, f64)]) -> Row {
+    let name = format!("bytes read by {what}, {gib:.2} GiB");
+    Row::of_pairs(NAME, &name, "MiB", read, "bytes needed").aim(Aim::RatioAtMost(1.02))
+}
+
 fn of(told: &Values, name: &str) -> Result<f64> {
     told.get(name).copied().with_context(|| format!("the trainer told no {name}"))
 }
@@ -247,7 +262,7 @@ impl Trainer {
         environment: &[(String, String)],
         local: Option<&Path>,
     ) -> Result<Self> {
-        let mib = (context.settings.large / 2) >> 20;
+        let mib = context.settings.state >> 20;
         let mut command = Command::new(&context.settings.python);
         command.arg("bench/checkpoint.py").arg(url).arg(mib.to_string()).arg(context.place("scratch")?);
         command.args(local);
