@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from .conftest import memory_taken
 from .test_ranks import fsdp_parts, run_ranks
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+MIB = 1 << 20
 
 
 def arenas() -> set[int]:
@@ -213,6 +215,27 @@ def test_the_first_step_of_a_schedule_prepares_once(scheduled: forebay.Checkpoin
     assert save is not None and save.wait_durable() and taken(others) == there
     assert scheduled.step(4, state) is None and len(sizes) == 1
     assert arenas() - others == prepared and len(prepared) == 1, "memory is taken once"
+
+
+def test_what_memory_is_taken_is_told_before_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once: by `prepare`, or else by the first step of a schedule."""
+    caplog.set_level(logging.INFO, logger="forebay")
+    state, others, told = parts(), arenas(), []
+    with forebay.Checkpointer(tmp_path / "asked", rng=False) as checkpointer:
+        size = checkpointer.prepare(state)
+        # With the moments that are to come; what the kernel gave is whole pages, of which the largest have 2 MiB.
+        assert 6 * sum(own.nbytes for own in state["model"].parameters()) <= size <= taken(others) <= size + 8 * MIB
+        told += caplog.messages
+        learn(state)
+        checkpointer.save_now(1, state)
+    with forebay.Checkpointer(tmp_path / "scheduled", every=5, rng=False) as checkpointer:
+        caplog.clear()
+        state = parts()
+        for step in (1, 2):
+            checkpointer.step(step, state)
+        told += caplog.messages
+    mib = size / MIB
+    assert told == [f"rank 0: saves take {mib:.0f} MiB of this host's memory, 2 snapshots of {mib / 2:.0f} MiB"] * 2
 
 
 @pytest.mark.parametrize("first", ["prepare", "save_now", "due"])

@@ -26,7 +26,7 @@ from ._save import TICK_S, Save, Staging, now
 from ._saver import Saver, open_session
 from ._shares import Planner, share_size
 from ._signals import Names, Notice
-from ._sizes import Sizer
+from ._sizes import Sizer, tell_memory
 from ._timeline import Timeline
 from ._url import bucket_url, exists
 
@@ -93,7 +93,7 @@ class Checkpointer(Saver):
     stored. Ranks are all on one host. What one rank heard of earlier saves when the next one is due is raised on all
     of them, so that none waits for another in it; failures in a row are counted there, and by `wait` and `close`.
 
-    Host memory: two copies of what this rank saves.
+    Host memory: two copies of what this rank saves, whose size is logged before the first save (`prepare`).
     """
 
     skipped = 0
@@ -353,26 +353,27 @@ class Checkpointer(Saver):
             self._hook_is_used = True
             self._finish_staging()
 
-    def prepare(self, state: Any) -> None:
-        """Takes the memory for saves of a state like this one, so that the first save is as fast as the next.
+    def prepare(self, state: Any) -> int:
+        """Takes the memory for saves of a state like this one, and gives its bytes: the first save is as fast as the next.
 
         Nothing of the state is changed. An optimizer of torch.optim that never stepped is given room for the state that its
-        first step makes. Without it the first `step` of a schedule does this.
+        first step makes. Without it the first `step` of a schedule does this. The logger `forebay` is told (info).
         """
         with self._lock:
             self._check_open()
             self._finish_staging()
             self._ensure_agent()
-            self._prepare(state)
+            return self._prepare(state)
 
-    def _prepare(self, state: Any) -> None:
+    def _prepare(self, state: Any) -> int:
         sizer = Sizer(self._allow_pickle, self._replicated, self._ranks)
         sizer.tree("state", state)
         if self._rng:
             sizer.tree("rng", rng_state(), "rng")
         self._devices.open(sizer.leaves)
-        self._session.prepare(sizer.size(), self._threads)
+        self._session.prepare(size := sizer.size(), self._threads)
         self._has_memory = True
+        return tell_memory(self._ranks.rank, size)
 
     def wait(self, timeout: Optional[float] = None) -> bool:
         """Waits until no save is under way; False when `timeout` seconds passed first. Tells what went wrong (`on_error`)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import fnmatch
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from ._ties import aliases
 
 _HEADER, _ENTRY = 4096, 512
 """Bytes of a shard's header at most: beside its entries, and for each tensor."""
+
+_SNAPSHOTS = 2
+"""One is written while the other one is on its way to the store."""
 
 
 class Sizer(Flattener):
@@ -51,6 +55,14 @@ class Sizer(Flattener):
             self._coming[0] += count
             self._coming[1] += -(-size // self._world_size) if is_shared else size
         return node
+
+
+def tell_memory(rank: int, size: int) -> int:
+    """Tells what of the host's memory snapshots of `size` bytes take, before the training goes on; gives the bytes."""
+    total, mib = _SNAPSHOTS * size, float(1 << 20)
+    text = "rank %d: saves take %.0f MiB of this host's memory, %d snapshots of %.0f MiB"
+    logging.getLogger("forebay").info(text, rank, total / mib, _SNAPSHOTS, size / mib)
+    return total
 
 
 def coming_state(optimizer: Any) -> tuple[int, int]:
