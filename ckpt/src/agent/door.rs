@@ -47,6 +47,12 @@ impl Door {
         *self = Self::new(None);
     }
 
+    /// Lets go of the place for ever; those that have looked stay.
+    pub(super) fn leave(&mut self) {
+        (self.place, self.meeting) = (None, None);
+        self.visitors.retain(|visitor| visitor.has_looked);
+    }
+
     /// Waits until the trainer says something, or has ended; whoever comes meanwhile is turned away.
     pub(super) fn wait_for(&mut self, trainer: &FdStream) -> Result<()> {
         loop {

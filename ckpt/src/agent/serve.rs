@@ -212,6 +212,7 @@ impl Desk {
     /// in any case as long as there are sealed saves that are not in the store.
     fn await_successor(&mut self) -> Result<()> {
         if self.holdings.is_empty() || self.linger.is_zero() || !self.door.open() {
+            self.door.close();
             return Ok(());
         }
         let clock = Clock::system();
@@ -224,6 +225,8 @@ impl Desk {
                 if is_asked {
                     tracing::info!("ends, as it was asked to: every sealed save is settled");
                 }
+                // It may still delete old steps for long.
+                self.door.leave();
                 return Ok(());
             }
             let next = match left.is_zero() || is_asked {
@@ -278,7 +281,68 @@ impl Vigil {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
+    use forebay_io::mem::SharedMemory;
+    use forebay_io::net::{Meeting, meet};
+
     use super::*;
+    use crate::agent::Linger;
+    use crate::arena::{Held, Seal};
+    use crate::catalog::{Keep, Start};
+
+    /// Longer than any answer takes.
+    const LONG: Duration = Duration::from_secs(30);
+
+    fn say(stream: &mut FdStream, words: &impl serde::Serialize, memory: Option<&SharedMemory>) {
+        let frame = serde_json::to_vec(words).expect("encodes");
+        stream.send(&frame, memory.map(AsFd::as_fd)).expect("send");
+    }
+
+    /// The place was kept for as long as old steps were deleted: who came was not answered, and the next start's agent, which
+    /// could not have it, showed nobody what it held.
+    #[test]
+    fn the_place_is_free_once_nobody_is_waited_for() {
+        for is_done in [true, false] {
+            let place = format!("forebay-test-free-{is_done}-{}", std::process::id());
+            let (near, far) = FdStream::pair().expect("pair");
+            let (mut session, mut stream) = (near, far.try_clone().expect("clone"));
+            let trainer = Trainer::new(far, Arc::new(Pace::new(None)));
+            let start = Start { nonce: "ab".repeat(16), host: "h".into(), pid: 1, started_ms: 0 };
+            let mut hello = Hello::new("s3://unused".into(), start.clone(), Keep::default());
+            hello.linger = Some(Linger { place: place.clone(), for_ms: 1 });
+            let (saves, mut queue) = mpsc::channel(MAX_SAVES);
+            let mut desk = Desk::new(&hello, trainer.clone(), saves, None, None);
+            let desk = std::thread::spawn(move || desk.serve(&mut stream).map(|()| desk));
+            let (memory, slot) =
+                (SharedMemory::create("forebay-test", SLOTS * 4096).expect("memory"), [b' '; 4096]);
+            let held = Held::new(start.nonce, 0, 1, Seal::of_test(1, 1, &slot, 4096, Vec::new()));
+            say(&mut session, &Request::Arena { arena: 1, slot_bytes: 4096 }, Some(&memory));
+            say(&mut session, &Request::Seal(Box::new(Told { arena: 1, held })), None);
+            let Some(Work::Save(_)) = queue.blocking_recv() else { panic!("a save") };
+            if is_done {
+                say(&mut session, &Request::Bye, None);
+            }
+            session.shutdown();
+            let mut looks = None;
+            if !is_done {
+                // What is not settled is held however long that takes.
+                let mut visitor = meet(&place, LONG).expect("meet").expect("it waits");
+                say(&mut visitor, &Visit::Look { version: VISIT_VERSION }, None);
+                for _ in ["the answer", "the step"] {
+                    visitor.receive().expect("receive").expect("a frame");
+                }
+                trainer.tell(&Reply::Durable { save: 1, at_us: 0 });
+                looks = Some(visitor);
+            }
+            let door = desk.join().expect("the desk").expect("served").close();
+            Meeting::hold(&place).expect("another agent has the place now");
+            if let Some(visitor) = looks {
+                assert!(!visitor.readable(Duration::ZERO).expect("look"), "who looked is not let go yet");
+            }
+            drop(door);
+        }
+    }
 
     #[test]
     fn memory_is_held_anew_from_the_last_look_and_not_for_ever() {
