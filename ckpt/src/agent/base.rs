@@ -6,35 +6,12 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use forebay_core::{Error, ErrorKind, Result};
+use forebay_core::{ErrorKind, Result};
 use forebay_io::object::Bucket;
-use futures::{StreamExt, TryStreamExt, stream};
 
 use super::{Origin, Seal};
-use crate::catalog::{StepKey, list_steps, load_manifest};
+use crate::catalog::{StepKey, list_steps, load_manifest, missing};
 use crate::manifest::{Manifest, Shard, Slice, SliceKind, Tensor};
-
-/// Shards that are looked for at once.
-const PARALLEL: usize = 16;
-
-/// The key of one of these shards that is not there as it was stored.
-pub(super) async fn missing(
-    bucket: &Bucket,
-    shards: impl Iterator<Item = &Shard> + Send,
-) -> Result<Option<String>> {
-    let look = |shard: Shard| async move {
-        let found = bucket.head(&shard.object()).await?;
-        Ok::<_, Error>(found.is_none_or(|found| found.size != shard.size).then_some(shard.key))
-    };
-    let shards: Vec<Shard> = shards.cloned().collect();
-    let mut looks = stream::iter(shards).map(look).buffer_unordered(PARALLEL);
-    while let Some(missing) = looks.try_next().await? {
-        if missing.is_some() {
-            return Ok(missing);
-        }
-    }
-    Ok(None)
-}
 
 /// Which part of a tensor, by its name, a slice is.
 pub(super) type Place<'a> = (&'a str, Part<'a>);

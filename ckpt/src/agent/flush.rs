@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp};
-use forebay_io::clock::Moment;
+use forebay_io::clock::{Clock, Moment};
 use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
 use futures::future::{FutureExt, OptionFuture};
 
-use super::base::{Base, missing};
+use super::base::Base;
 use super::copy::Copy;
 use super::delta::{File, Lent, candidates, describe, named};
 use super::inspect::{inspect, slices_of};
@@ -19,8 +19,9 @@ use super::source::Source;
 use super::{Member, Seal};
 use crate::arena::Held;
 use crate::catalog::{
-    LEAST_AGE, Note, RankKey, Round, Run, StepKey, abort_uploads_to, failure_of, forget_notes, forget_ranks,
-    is_commit_of, list_notes_of, list_ranks, load_manifest, merge_ranks, put_intent, put_rank, try_commit,
+    Note, OLD, RankKey, Round, Run, StepKey, abort_uploads_to, deleted, failure_of, forget_notes,
+    forget_ranks, is_commit_of, list_notes_of, list_ranks, load_manifest, merge_ranks, missing, put_intent,
+    put_rank, try_commit,
 };
 use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 use crate::trees;
@@ -35,9 +36,6 @@ const RANKS_A_SECOND: u32 = 8;
 const TURN: Duration = Duration::from_secs(5);
 /// When the last one does.
 const LAST_TURN: Duration = Duration::from_secs(300);
-
-/// Once so much has passed, others may soon take for garbage what no manifest names yet.
-const OLD: Duration = Duration::from_secs(LEAST_AGE.as_secs() / 2);
 
 /// A sealed snapshot and where it lies.
 pub(super) struct Save {
@@ -80,6 +78,8 @@ pub(super) enum Outcome {
     Durable(Option<Error>),
     /// It never will be, as the job's other ranks tell.
     Refused(Error),
+    /// Something that it names is gone, so that it was not committed.
+    Gone(Error),
     /// Another save has its step: a manifest that was read says so. Nothing else is a reason to delete anything.
     Taken,
 }
@@ -102,6 +102,7 @@ pub(super) async fn store(
     let seal = &held.seal;
     held.expect_sound().map_err(|error| error.with_hint("nothing was saved; check the host's memory"))?;
     let header = source.header(seal).await?;
+    let mut part = manifest_of(run, member, seal);
     let mut identities = vec![None; slices_of(seal).count()];
     let found = base.and_then(|base| Some(Lent { base, slices: candidates(base, seal)? }));
     let has_notes = found.is_some();
@@ -117,7 +118,7 @@ pub(super) async fn store(
         Some(lent) => File::of(seal, &lent.slices.iter().map(Option::is_none).collect::<Vec<_>>())?,
         None => File::whole(seal, header),
     };
-    let mut part = manifest_of(run, member, seal, &file.header);
+    part.shards.push(shard_of(run, member, seal, &file.header));
     // Shards are large, and seldom read soon: a folder's page cache is for what the training reads.
     let past_cache = Some(file.size);
     let options = UploadOptions { conditional: false, past_cache, ..source.upload_options(file.size) };
@@ -214,6 +215,20 @@ async fn look_at(
     Ok(())
 }
 
+/// What a part names and is gone, where it was begun so long ago that others may have taken it for garbage.
+pub(super) async fn is_gone(
+    clock: &Clock,
+    bucket: &Bucket,
+    part: &Manifest,
+    begun: Moment,
+) -> Result<Option<Outcome>> {
+    if clock.now().since(begun) <= OLD {
+        return Ok(None);
+    }
+    let gone = missing(bucket, part.shards.iter()).await?;
+    Ok(gone.map(|shard| Outcome::Gone(deleted(part.step, &shard))))
+}
+
 /// Tells the job's other ranks of a part that was stored; not where this start committed the step already, with other
 /// content.
 ///
@@ -260,11 +275,8 @@ pub(super) async fn settle(
         return Ok(Outcome::Refused(error));
     }
     leave.renew().await?;
-    if leave.clock.now().since(begun) > OLD
-        && let Some(shard) = missing(leave.bucket, part.shards.iter()).await?
-    {
-        let message = format!("step {} was not saved: `{shard}` was deleted before its commit", part.step);
-        return Ok(Outcome::Refused(Error::new(ErrorKind::Unavailable, message)));
+    if let Some(gone) = is_gone(leave.clock, leave.bucket, part, begun).await? {
+        return Ok(gone);
     }
     if try_commit(leave.bucket, leave.run, part).await?.is_none() {
         return Ok(Outcome::Taken);
@@ -376,14 +388,20 @@ fn turn(stored: &[(u32, Timestamp)], rank: u32) -> Duration {
     TURN.min(LAST_TURN / (stored.len() as u32).max(1)) * before
 }
 
-/// What a manifest says of a sealed shard that begins with `header`, but for what is known only once it was looked at.
-fn manifest_of(run: &Run, member: Option<&Member>, seal: &Seal, header: &[u8]) -> Manifest {
-    let (rank, world_size) = (rank_of(member), member.map_or(1, |member| member.world_size));
-    let &Seal { save, size, step, .. } = seal;
+/// What a manifest says of a sealed shard that is stored in a file with `header`, but for what is known only once it was
+/// looked at.
+fn shard_of(run: &Run, member: Option<&Member>, seal: &Seal, header: &[u8]) -> Shard {
+    let (rank, &Seal { save, size, step, .. }) = (rank_of(member), seal);
     let (attempt, layout) = (run.attempt().to_owned(), ShardKey::layout_of(header));
     let key = ShardKey { step, incarnation: run.incarnation, attempt, rank, save, layout };
     let (key, header) = (key.object().as_str().to_owned(), header.len() as u64);
-    let shard = Shard { key, size, header, crc32c: Checksum(0), rank, step };
+    Shard { key, size, header, crc32c: Checksum(0), rank, step }
+}
+
+/// What a manifest says of what was sealed, but for the shards.
+fn manifest_of(run: &Run, member: Option<&Member>, seal: &Seal) -> Manifest {
+    let world_size = member.map_or(1, |member| member.world_size);
+    let &Seal { save, step, .. } = seal;
     // The ranks of a job must find the same, which their numbers need not be.
     let save = match (member, seal.round) {
         (None, _) => save.to_string(),
@@ -400,7 +418,7 @@ fn manifest_of(run: &Run, member: Option<&Member>, seal: &Seal, header: &[u8]) -
         created_ms: seal.created_ms,
         world_size,
         parents: Vec::new(),
-        shards: vec![shard],
+        shards: Vec::new(),
         tensors: seal.tensors.clone(),
         extras: seal.extras.clone(),
     }

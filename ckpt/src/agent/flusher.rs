@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 use super::base::Base;
 use super::copy::{Copy, Settled};
 use super::disk::Copies;
-use super::flush::{Given, Outcome, Save, Stored, discard, publish, settle, store};
+use super::flush::{Given, Outcome, Save, Stored, discard, is_gone, publish, settle, store};
 use super::leave::Leave;
 use super::patience::{GIVE_UP_AFTER, Patience};
 use super::protocol::now_us;
@@ -27,8 +27,8 @@ use crate::arena::{HeldStep, attempt_of};
 #[cfg(test)]
 use crate::catalog::begin_run;
 use crate::catalog::{
-    Alive, KnownShards, Round, Run, StepKey, begin_run_unless, find_run, forget_notes, put_failed, retain,
-    saved_already, superseded_by,
+    Alive, KnownShards, OLD, Round, Run, StepKey, begin_run_unless, find_run, forget_notes,
+    put_failed, retain, saved_already, superseded_by,
 };
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
@@ -61,6 +61,10 @@ struct Progress {
     is_published: bool,
     /// How often its upload was begun anew.
     begun_anew: u32,
+    /// Whether it was stored a second time, since something of the first was gone.
+    is_stored_anew: bool,
+    /// Whether something was noted for the first.
+    had_notes: bool,
 }
 
 impl Progress {
@@ -81,6 +85,8 @@ pub(super) struct Flusher {
     known: KnownShards,
     /// The next step refers to what did not change since this one.
     base: Option<Base>,
+    /// When it was last known that all of it is there.
+    looked: Option<Moment>,
     /// Where to find one, unless this agent stored it itself.
     origin: Option<Origin>,
     /// To this host's disk, where copies are kept there.
@@ -103,6 +109,7 @@ impl Flusher {
             target: None,
             known: KnownShards::default(),
             base: None,
+            looked: None,
             origin: None,
             copies,
             heir_of: None,
@@ -289,6 +296,17 @@ impl Flusher {
         let outcome = loop {
             let (begun, milestone) = (self.clock.now(), progress.milestone());
             let error = match self.try_flush(save, &mut progress).await {
+                Ok(Outcome::Gone(error)) => {
+                    // The next save would refer to it as well.
+                    (self.base, self.origin) = (None, None);
+                    // What is told to be stored may be written over.
+                    if progress.is_published || progress.is_stored_anew {
+                        break Ok(Outcome::Refused(error));
+                    }
+                    tracing::warn!(step = save.held.seal.step, %error, "it is stored again, and whole");
+                    self.store_anew(save, &mut progress).await;
+                    continue;
+                }
                 Err(error) if error.kind() == ErrorKind::Unavailable => error,
                 Err(error) if self.may_begin_anew(&error, &progress) => {
                     tracing::warn!(step = save.held.seal.step, %error, "the upload is gone, and is begun anew");
@@ -311,11 +329,9 @@ impl Flusher {
                 self.take_back(step, has_notes, stays).await;
                 Ok(())
             }
-            Outcome::Refused(error) => Err(error),
+            Outcome::Refused(error) | Outcome::Gone(error) => Err(error),
             Outcome::Taken => {
-                if let (Some(stored), Some((bucket, run))) = (&progress.stored, &self.target) {
-                    discard(bucket, run, self.hello.member.as_ref(), stored).await;
-                }
+                self.discard(progress.stored.as_ref()).await;
                 Err(saved_already(step))
             }
         };
@@ -324,6 +340,22 @@ impl Flusher {
         let uploaded = stored.uploaded();
         self.go_on_from(save, stored.part);
         Ok(uploaded)
+    }
+
+    /// Has a save be stored again: something of it was deleted that nobody was told of yet.
+    async fn store_anew(&self, save: &Save, progress: &mut Progress) {
+        progress.is_stored_anew = true;
+        let Some(stored) = progress.stored.take() else { return };
+        progress.had_notes |= stored.has_notes;
+        if save.given == Given::First && self.hello.member.is_none() {
+            self.discard(Some(&Stored { has_notes: false, ..stored })).await;
+        }
+    }
+
+    async fn discard(&self, stored: Option<&Stored>) {
+        if let (Some(stored), Some((bucket, run))) = (stored, &self.target) {
+            discard(bucket, run, self.hello.member.as_ref(), stored).await;
+        }
     }
 
     /// Takes back what was noted of a step that is committed, and what stayed of earlier ones; of several ranks, the one that
@@ -357,6 +389,9 @@ impl Flusher {
     fn go_on_from(&mut self, save: &Save, part: Manifest) {
         let earlier = self.base.take();
         let Some((_, run)) = &self.target else { return };
+        if earlier.is_none() {
+            self.looked = Some(self.clock.now());
+        }
         if save.given == Given::First {
             self.base = Some(Base::after(earlier, run.save(part.step), part));
         } else {
@@ -392,16 +427,30 @@ impl Flusher {
                     return Err(Error::bug("a save without a bucket"));
                 };
                 if let Some(origin) = &self.origin {
-                    self.base = alive.during(self.find_base(bucket, origin, save)).await?;
-                    self.origin = None;
+                    let found = alive.during(Base::find(bucket, origin, &save.held.seal)).await?;
+                    (self.base, self.origin, self.looked) = (found, None, None);
                 }
-                progress.begun = Some(self.clock.now());
+                let now = self.clock.now();
+                if let Some(base) = &self.base
+                    && self.looked.is_none_or(|looked| now.since(looked) > OLD)
+                {
+                    if !alive.during(self.is_whole(bucket, base, save)).await? {
+                        self.base = None;
+                    }
+                    self.looked = Some(now);
+                }
+                progress.begun = Some(now);
                 let work = store(bucket, run, member, save, self.base.as_ref(), leave.ask());
                 let part = alive.during(work).await?;
-                stored.insert(Stored { has_notes: part.has_notes || alive.is_told(), ..part })
+                let has_notes = part.has_notes || alive.is_told() || progress.had_notes;
+                stored.insert(Stored { has_notes, ..part })
             }
         };
+        let begun = progress.begun.unwrap_or_else(|| self.clock.now());
         if !progress.is_published {
+            if let Some(gone) = is_gone(&self.clock, bucket, &stored.part, begun).await? {
+                return Ok(gone);
+            }
             if !publish(bucket, run, member, &stored.part).await? {
                 return Ok(Outcome::Taken);
             }
@@ -410,14 +459,12 @@ impl Flusher {
                 self.trainer.tell(&Reply::Stored { save: save.held.seal.save, at_us: now_us(&self.clock) });
             }
         }
-        let begun = progress.begun.unwrap_or_else(|| self.clock.now());
         settle(&mut leave, member, &stored.part, begun, round).await
     }
 
-    /// The step to go on from, unless something that it needs is gone.
-    async fn find_base(&self, bucket: &Bucket, origin: &Origin, save: &Save) -> Result<Option<Base>> {
-        let Some(base) = Base::find(bucket, origin, &save.held.seal).await? else { return Ok(None) };
-        let Some(shard) = base.missing(bucket).await? else { return Ok(Some(base)) };
+    /// Whether all is there that a step needs which is to be gone on from.
+    async fn is_whole(&self, bucket: &Bucket, base: &Base, save: &Save) -> Result<bool> {
+        let Some(shard) = base.missing(bucket).await? else { return Ok(true) };
         // Else it was deleted just now, in order.
         if bucket.head(&base.key.object()).await?.is_some() {
             let message = format!("step {} is damaged: {shard} is not there, or cut off", base.key.step);
@@ -425,7 +472,7 @@ impl Flusher {
                 format!("step {} is stored whole, and refers to no earlier one", save.held.seal.step);
             self.trainer.tell(&Reply::Warning { message: format!("{message}; {effect}") });
         }
-        Ok(None)
+        Ok(false)
     }
 
     /// Opens the bucket and takes an incarnation.

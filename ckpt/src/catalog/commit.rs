@@ -2,9 +2,13 @@
 
 use forebay_core::{Error, ErrorKind, ObjectKey, Result};
 use forebay_io::object::{Bucket, Condition};
+use futures::{StreamExt, TryStreamExt, stream};
 
 use super::{Run, StepKey};
-use crate::manifest::Manifest;
+use crate::manifest::{Manifest, Shard};
+
+/// Shards that are looked for at once.
+const PARALLEL: usize = 16;
 
 /// Makes the step exist.
 ///
@@ -62,6 +66,31 @@ pub(crate) async fn is_commit_of(bucket: &Bucket, save: &StepKey, commit: &str) 
         Some(found) => Ok(found == commit),
         None => Err(Error::corrupt(format!("`{key}` is no manifest"))),
     }
+}
+
+/// The key of one of these shards that is not there as it was stored.
+pub(crate) async fn missing(
+    bucket: &Bucket,
+    shards: impl Iterator<Item = &Shard> + Send,
+) -> Result<Option<String>> {
+    let look = |shard: Shard| async move {
+        let found = bucket.head(&shard.object()).await?;
+        Ok::<_, Error>(found.is_none_or(|found| found.size != shard.size).then_some(shard.key))
+    };
+    let shards: Vec<Shard> = shards.cloned().collect();
+    let mut looks = stream::iter(shards).map(look).buffer_unordered(PARALLEL);
+    while let Some(missing) = looks.try_next().await? {
+        if missing.is_some() {
+            return Ok(missing);
+        }
+    }
+    Ok(None)
+}
+
+/// Tells that a step would have been committed without a shard that it names.
+pub(crate) fn deleted(step: u64, shard: &str) -> Error {
+    let message = format!("step {step} was not saved: `{shard}` was deleted before its commit");
+    Error::new(ErrorKind::Unavailable, message)
 }
 
 /// Tells that a step is there with other content.

@@ -28,7 +28,7 @@ pub(crate) use alive::Alive;
 #[cfg(test)]
 pub(crate) use alive::EVERY;
 pub use commit::commit;
-pub(crate) use commit::{is_commit_of, saved_already, try_commit};
+pub(crate) use commit::{deleted, is_commit_of, missing, saved_already, try_commit};
 pub use gc::{Garbage, collect_garbage};
 pub use keys::{StepKey, incarnation_key};
 pub use named::KnownShards;
@@ -46,6 +46,6 @@ pub use run::{
 pub use steps::{StepInfo, StepName, find_step, list_steps, load_manifest};
 pub use uploads::LEAST_AGE;
 pub(crate) use uploads::{
-    SECOND_LOOK, abort as abort_uploads, abort_uploads_to, find_dead_uploads, still_dead,
+    OLD, SECOND_LOOK, abort as abort_uploads, abort_uploads_to, find_dead_uploads, still_dead,
 };
 pub use watch::Watch;

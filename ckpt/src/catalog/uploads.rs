@@ -21,6 +21,9 @@ use crate::manifest::ShardKey;
 /// every few minutes that it goes on where that takes longer.
 pub const LEAST_AGE: Duration = Duration::from_secs(3600);
 
+/// Once so much has passed, others may soon take for garbage what no manifest names yet.
+pub(crate) const OLD: Duration = Duration::from_secs(LEAST_AGE.as_secs() / 2);
+
 /// Where shards lie.
 pub(super) const SHARDS: &str = "shards";
 

@@ -9,10 +9,10 @@ use std::collections::HashMap;
 use bytes::Bytes;
 use forebay_core::checksum::Crc32c;
 use forebay_core::{Error, Result};
-use forebay_io::clock::Clock;
+use forebay_io::clock::{Clock, Moment};
 use forebay_io::object::{Bucket, Condition, ObjectInfo, Upload, UploadOptions};
 
-use crate::catalog::{Alive, Run, Start, begin_run, commit};
+use crate::catalog::{Alive, OLD, Run, Start, begin_run, commit, deleted, missing};
 use crate::manifest::{Checksum, Extra, Identity, Manifest, Shard, ShardKey, Slice, Tensor};
 use crate::shard::{ShardLayout, TensorSpec};
 
@@ -39,6 +39,8 @@ pub struct StepWriter {
     bucket: Bucket,
     run: Run,
     upload: Upload,
+    clock: Clock,
+    begun: Moment,
     /// Else a start that goes on in the same place takes an upload of hours for a dead one's.
     alive: Alive,
     /// What will be committed, but for checksums of what was not written yet.
@@ -80,9 +82,10 @@ impl StepWriter {
         let upload = bucket.upload_with(&manifest.shards[0].object(), options)?;
         let mut whole = Crc32c::default();
         whole.update(&layout.header);
-        let alive = Alive::new(Clock::system(), bucket.clone(), run.save(step), 0);
-        let mut writer =
-            Self { bucket: bucket.clone(), run, upload, alive, manifest, order, written: 0, whole };
+        let clock = Clock::system();
+        let (begun, alive) = (clock.now(), Alive::new(clock.clone(), bucket.clone(), run.save(step), 0));
+        let (bucket, written) = (bucket.clone(), 0);
+        let mut writer = Self { bucket, run, upload, clock, begun, alive, manifest, order, written, whole };
         if let Err(error) = writer.upload.write(layout.header.into()).await {
             writer.abort().await;
             return Err(error);
@@ -119,14 +122,15 @@ impl StepWriter {
 
     /// Makes the step exist, once all pieces were written.
     pub async fn commit(self, extras: Vec<Extra>) -> Result<()> {
-        let Self { bucket, run, upload, mut alive, mut manifest, order, written, whole } = self;
+        let Self { bucket, run, upload, clock, begun, mut alive, mut manifest, order, written, whole } = self;
         if written != order.len() {
             let message = format!("{written} pieces of {} were written", order.len());
             forget(&alive).await;
             return Err(Error::bug(message));
         }
         let stored = alive.during(upload.complete(Condition::Always)).await;
-        let committed = Self::conclude(&bucket, &run, &mut manifest, (stored, whole), extras).await;
+        let is_old = || clock.now().since(begun) > OLD;
+        let committed = Self::conclude(&bucket, &run, &mut manifest, (stored, whole), is_old, extras).await;
         forget(&alive).await;
         committed
     }
@@ -136,6 +140,7 @@ impl StepWriter {
         run: &Run,
         manifest: &mut Manifest,
         (stored, whole): (Result<ObjectInfo>, Crc32c),
+        is_old: impl Fn() -> bool,
         extras: Vec<Extra>,
     ) -> Result<()> {
         let stored = stored?.size;
@@ -146,6 +151,12 @@ impl StepWriter {
         }
         shard.crc32c = Checksum(whole.value());
         manifest.extras = extras;
+        // A host that was suspended told nobody that the save goes on.
+        if is_old()
+            && let Some(shard) = missing(bucket, manifest.shards.iter()).await?
+        {
+            return Err(deleted(manifest.step, &shard));
+        }
         commit(bucket, run, manifest).await.map(drop)
     }
 

@@ -244,6 +244,38 @@ async fn a_step_whose_shard_was_collected_before_its_commit_is_refused() {
     }
 }
 
+/// A rank told the others of a part that had been collected since, and the step was committed without it.
+#[tokio::test]
+async fn a_part_that_was_collected_before_it_was_told_is_stored_again() {
+    let (directory, faults, clock) =
+        (tempfile::tempdir().expect("directory"), Faults::new(), Clock::manual());
+    let plain = folder(directory.path()).await;
+    let run = begin_run(&plain, start()).await.expect("run");
+    let bucket = plain.with_faults(&faults).with_deadline_ms(20);
+    let (mut first, mut hears) = agent(&bucket, &run, Some(0), &clock);
+    let (mut second, _hears) = agent(&plain, &run, Some(1), &clock);
+    // Whether the step is there is looked for before the part is told.
+    for nth in 1..=30 {
+        faults.script(OperationKind::Head, nth, FaultMode::Before);
+    }
+    let (save, other) = (part(0, 1, 1000), part(1, 1, 2000));
+    let flush = first.flush(&save);
+    tokio::pin!(flush);
+    let failed = async {
+        while !warnings(&mut hears).iter().any(|told| told.contains("trying again")) {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::select! { done = &mut flush => panic!("{done:?}"), () = failed => {} }
+    faults.clear();
+    hours_pass(&plain, directory.path(), &clock).await;
+    let both = async { tokio::join!(flush, second.flush(&other)) };
+    let (one, other) = while_time_passes(&clock, both).await;
+    expect_whole(&plain).await;
+    one.and(other).expect("durable");
+    assert_eq!(objects(&plain, "shards").await.len(), 2);
+}
+
 /// So did one of several ranks, of indexes that it had read before.
 #[tokio::test]
 async fn a_step_whose_indexes_were_collected_before_its_commit_is_refused() {

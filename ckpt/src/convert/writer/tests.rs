@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use forebay_core::ErrorKind;
 use forebay_io::object::Faults;
+use futures::TryStreamExt;
 
 use super::*;
 use crate::catalog::{EVERY, Note, RankKey, forget_notes, list_ranks, list_steps, load_manifest};
@@ -88,6 +89,33 @@ async fn a_step_that_was_not_written_whole_is_none() {
     assert_eq!(writer.commit(Vec::new()).await.expect_err("not written").kind(), ErrorKind::Bug);
     StepWriter::begin(&bucket, start(2), 7, &whole).await.expect("begin").abort().await;
     assert!(list_steps(&bucket).await.expect("steps").is_empty());
+}
+
+/// A host that was suspended before the commit told nobody that it goes on.
+#[tokio::test]
+async fn a_step_whose_shard_was_collected_before_its_commit_is_refused() {
+    let (plain, faults, clock) = (Bucket::in_memory(), Faults::new(), Clock::manual());
+    let specs = [part([0, 0], [4, 6])];
+    let mut writer =
+        StepWriter::begin(&plain.with_faults(&faults), start(1), 7, &specs).await.expect("begin");
+    (writer.begun, writer.clock) = (clock.now(), clock.clone());
+    writer.write(vec![7; 24].into()).await.expect("write");
+    clock.advance(Duration::from_secs(7200));
+    let commit = writer.commit(Vec::new());
+    tokio::pin!(commit);
+    let committed = loop {
+        let gate = faults.gate(1);
+        tokio::select! { done = &mut commit => break done, () = gate.reached() => {} }
+        let shards: Vec<_> = plain.list("shards").try_collect().await.expect("list");
+        for shard in shards {
+            let shard: ObjectInfo = shard;
+            plain.delete(&shard.key).await.expect("delete");
+        }
+        gate.open();
+    };
+    let error = committed.expect_err("refused");
+    assert!(error.message().contains("was deleted before its commit"), "{error}");
+    assert!(list_steps(&plain).await.expect("steps").is_empty());
 }
 
 /// One that takes hours is no dead agent's: what says so is there while it goes on, and no longer.
