@@ -80,7 +80,8 @@ pub(super) enum Outcome {
     Refused(Error),
     /// Something that it names is gone, so that it was not committed.
     Gone(Error),
-    /// Another save has its step: a manifest that was read says so. Nothing else is a reason to delete anything.
+    /// Another save has its step: a manifest that was read says so. Where a commit was tried, nothing else is a reason to
+    /// delete anything.
     Taken,
 }
 
@@ -103,6 +104,10 @@ pub(super) async fn store(
     held.expect_sound().map_err(|error| error.with_hint("nothing was saved; check the host's memory"))?;
     let header = source.header(seal).await?;
     let mut part = manifest_of(run, member, seal);
+    if member.is_none() {
+        // Of several ranks' trees it is known once all parts are there.
+        trees::check(&part)?;
+    }
     let mut identities = vec![None; slices_of(seal).count()];
     let found = base.and_then(|base| Some(Lent { base, slices: candidates(base, seal)? }));
     let has_notes = found.is_some();
@@ -270,9 +275,6 @@ pub(super) async fn settle(
 ) -> Result<Outcome> {
     if let Some(member) = member {
         return commit_together(leave, member, part, round).await;
-    }
-    if let Err(error) = trees::check(part) {
-        return Ok(Outcome::Refused(error));
     }
     leave.renew().await?;
     if let Some(gone) = is_gone(leave.clock, leave.bucket, part, begun).await? {

@@ -59,6 +59,8 @@ struct Progress {
     /// Tells that it goes on, from when it was begun until it is stored.
     alive: Option<Alive>,
     is_published: bool,
+    /// Whether a commit was tried whose outcome is not known.
+    may_be_committed: bool,
     /// How often its upload was begun anew.
     begun_anew: u32,
     /// Whether it was stored a second time, since something of the first was gone.
@@ -315,6 +317,7 @@ impl Flusher {
                 }
                 other => break other,
             };
+            progress.may_be_committed |= progress.is_published;
             // Only between tries: an upload that works is never cut.
             let (now, got_on) = (self.clock.now(), progress.milestone() != milestone);
             let Some(pause) = patience.after(now, now.since(begun), got_on) else { break Err(error) };
@@ -323,6 +326,9 @@ impl Flusher {
             self.clock.sleep(pause).await;
         };
         let step = save.held.seal.step;
+        if self.leaves_nothing(save, &progress, &outcome) {
+            self.discard(progress.stored.as_ref()).await;
+        }
         let outcome = match outcome.map_err(|error| explain(error, step))? {
             Outcome::Durable(stays) => {
                 let has_notes = progress.stored.as_ref().is_some_and(|stored| stored.has_notes);
@@ -350,6 +356,17 @@ impl Flusher {
         if save.given == Given::First && self.hello.member.is_none() {
             self.discard(Some(&Stored { has_notes: false, ..stored })).await;
         }
+    }
+
+    /// Whether what a save stored is nobody's: a rank alone was refused, and no request was sent that could have committed it,
+    /// by this agent or another one.
+    fn leaves_nothing(&self, save: &Save, progress: &Progress, outcome: &Result<Outcome>) -> bool {
+        let is_refused = match outcome {
+            Ok(outcome) => matches!(outcome, Outcome::Refused(_)),
+            Err(error) => error.kind() == ErrorKind::Stale,
+        };
+        let is_own = save.given == Given::First && self.hello.member.is_none();
+        is_refused && is_own && !progress.may_be_committed
     }
 
     async fn discard(&self, stored: Option<&Stored>) {

@@ -6,7 +6,7 @@ use forebay_io::object::{Condition, FaultMode, Faults, OperationKind};
 use super::alive_tests::{age, while_time_passes};
 use super::delta_tests::{expect_whole, objects, state};
 use super::rounds_tests::part;
-use super::tests::{flusher, sealed, start, trainer};
+use super::tests::{flusher, naming, sealed, start, trainer};
 use super::*;
 use crate::agent::Member;
 use crate::catalog::{LEAST_AGE, Start, collect_garbage, list_ranks, list_steps};
@@ -141,6 +141,7 @@ async fn a_start_that_is_superseded_while_it_uploads_commits_nothing() {
         let (flushed, ()) = tokio::join!(alone.flush(&save), takes_over);
         // What a dead trainer sealed was promised.
         assert_eq!(list_steps(&plain).await.expect("list").len(), usize::from(is_gone));
+        assert_eq!(objects(&plain, "shards").await.len(), usize::from(is_gone), "nor is its shard left");
         match flushed {
             Ok(_) => assert!(is_gone),
             Err(error) => assert!(!is_gone && error.kind() == ErrorKind::Stale, "{error}"),
@@ -274,6 +275,23 @@ async fn a_part_that_was_collected_before_it_was_told_is_stored_again() {
     expect_whole(&plain).await;
     one.and(other).expect("durable");
     assert_eq!(objects(&plain, "shards").await.len(), 2);
+}
+
+/// All of it was uploaded first, at every save, and stayed there.
+#[tokio::test]
+async fn a_step_that_is_refused_for_its_trees_leaves_nothing() {
+    let (bucket, clock) = (Bucket::in_memory(), Clock::manual());
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let (mut alone, _hears) = agent(&bucket, &run, None, &clock);
+    alone.flush(&state(1, &[1; 20])).await.expect("durable");
+    let before = objects(&bucket, "").await;
+    for step in 2..=3 {
+        let error = alone.flush(&naming(state(step, &[1; 20]), "state", "lost")).await.expect_err("refused");
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+        assert_eq!(objects(&bucket, "").await, before);
+    }
+    alone.flush(&state(4, &[1; 20])).await.expect("durable");
+    expect_whole(&bucket).await;
 }
 
 /// So did one of several ranks, of indexes that it had read before.
