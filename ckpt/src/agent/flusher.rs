@@ -3,7 +3,7 @@
 //! A trainer that was superseded commits nothing more. Once the trainer is dead, no step can follow the sealed ones, and
 //! they are finished even so: they were promised. What cannot be, its successor on this host tells.
 
-use std::convert::Infallible;
+#[cfg(test)]
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,21 +17,28 @@ use super::copy::{Copy, Settled};
 use super::disk::Copies;
 use super::flush::{Given, Outcome, Save, Stored, discard, is_gone, publish, settle, store};
 use super::leave::Leave;
-use super::patience::{GIVE_UP_AFTER, Patience};
+use super::patience::Patience;
 use super::protocol::now_us;
-use super::source::{Disk, Source};
+#[cfg(test)]
+use super::source::Source;
 use super::sweep::Sweeper;
 use super::trainer::Trainer;
 use super::{Hello, Origin, Reply, Seal};
-use crate::arena::{HeldStep, attempt_of};
+use crate::arena::HeldStep;
 #[cfg(test)]
 use crate::catalog::begin_run;
 use crate::catalog::{
     Alive, KnownShards, OLD, Round, Run, StepKey, begin_run_unless, find_run, forget_notes,
     put_failed, retain, saved_already, superseded_by,
 };
+#[cfg(test)]
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
+
+mod next;
+mod resume;
+
+use next::Next;
 
 /// How often a save's upload is begun anew that somebody else aborted, at most.
 const MOST_BEGUN_ANEW: u32 = 3;
@@ -137,22 +144,29 @@ impl Flusher {
         if !self.trainer.is_gone() {
             self.open().await.ok();
         }
-        self.resume().await;
-        let mut next = None;
-        loop {
-            let taken = next.take();
-            let Some(work) = (if taken.is_some() { taken } else { queue.recv().await }) else { break };
+        let mut next = Next::new(&mut queue);
+        let others = self.others();
+        next.after(self.resume(), others).await;
+        while let Some(work) = next.work().await {
             match work {
                 Work::GoOn(origin) => {
                     (self.base, self.origin) = (None, Some(origin));
                     continue;
                 }
                 Work::GiveUp { step, round, reason } => self.give_up(step, round, &reason).await,
-                Work::Save(save) => self.settle(save).await,
+                Work::Save(save) => {
+                    if self.target.is_none() && self.hello.member.is_some() {
+                        // The others wait for this rank. What fails here fails again below, and is told.
+                        self.open().await.ok();
+                    }
+                    let others = self.others();
+                    next.after(self.settle(save), others).await;
+                }
             }
             // Of a job's agents one is enough.
             if self.hello.member.as_ref().is_none_or(|member| member.rank == 0) {
-                let is_newest = self.clean_up_before(&mut queue, &mut next).await;
+                let others = self.others();
+                let is_newest = next.after(self.clean_up(), others).await;
                 if let (true, Some(target)) = (is_newest, &self.target) {
                     // It may still be at it.
                     sweep.try_send(target.clone()).ok();
@@ -163,10 +177,6 @@ impl Flusher {
 
     async fn settle(&mut self, mut sealed: Save) {
         let begun = self.clock.now();
-        if self.target.is_none() && self.hello.member.is_some() {
-            // The others wait for this rank. What fails here fails again below, and is told.
-            self.open().await.ok();
-        }
         let mut progress = Progress { alive: self.alive(sealed.held.seal.step), ..Progress::default() };
         if let Some(local) = sealed.local.take() {
             let copied = self.await_copy(sealed.held.seal.save, local);
@@ -204,51 +214,6 @@ impl Flusher {
         if settled != Settled::Done {
             self.trainer.tell(&Reply::NoCopy { save });
         }
-    }
-
-    /// Brings a step of an earlier start to the bucket, out of the copy on this host's disk: its own agents ended before
-    /// they could. It is committed as that start's, as they would have.
-    async fn resume(&mut self) {
-        let Some((tier, step)) =
-            self.hello.local.as_ref().and_then(|tier| Some((tier, tier.resumes.clone()?)))
-        else {
-            return;
-        };
-        match self.try_to_resume(tier, &step).await {
-            Ok(uploaded) => {
-                tracing::info!(step = step.step, uploaded, "durable, out of the local disk");
-                self.mark_durable(step);
-            }
-            Err(error) => {
-                let message = format!("step {} stays on the local disk alone: {error}", step.step);
-                self.trainer.tell(&Reply::Warning { message });
-            }
-        }
-        self.trainer.tell(&Reply::Resumed);
-    }
-
-    async fn try_to_resume(&self, tier: &LocalTier, step: &HeldStep) -> Result<u64> {
-        let mut heir = Self::new(self.hello.clone(), self.trainer.clone(), None);
-        (heir.clock, heir.heir_of) = (self.clock.clone(), Some(step.start.clone()));
-        heir.origin = Some(Origin { attempt: attempt_of(&step.start).to_owned(), step: step.step });
-        let (rank, world_size) = self.hello.place();
-        let read = async { Local::open(&tier.directory).await?.part(step, rank, world_size).await };
-        let part = tokio::select! {
-            part = read => part,
-            () = self.clock.sleep(GIVE_UP_AFTER) => Err(Error::new(ErrorKind::Unavailable, disk_hangs(GIVE_UP_AFTER))),
-        };
-        let flushed = match part {
-            Ok((held, shard)) => {
-                let source = Source::Disk(Disk::new(shard, self.clock.clone()));
-                let save = Save { held: Arc::new(held), source, given: Given::Left, local: None };
-                heir.flush(&save).await
-            }
-            Err(error) => heir.open().await.and(Err(error)),
-        };
-        if let Err(error) = &flushed {
-            heir.give_up(step.step, None, &error.to_string()).await;
-        }
-        flushed
     }
 
     fn mark_durable(&self, step: HeldStep) {
@@ -520,27 +485,6 @@ impl Flusher {
         }
         self.target = Some((bucket, run));
         Ok(())
-    }
-
-    /// As [`Self::clean_up`]. The `next` save waits for it: a job's other ranks are told meanwhile that it goes on.
-    async fn clean_up_before(&mut self, queue: &mut mpsc::Receiver<Work>, next: &mut Option<Work>) -> bool {
-        let Some((bucket, run)) = self.target.clone() else { return false };
-        let Some(rank) = self.hello.member.as_ref().map(|member| member.rank) else {
-            return self.clean_up().await;
-        };
-        let clock = self.clock.clone();
-        let tells = async {
-            *next = queue.recv().await;
-            if let Some(Work::Save(save)) = next {
-                let mut alive = Alive::new(clock, bucket, run.save(save.held.seal.step), rank);
-                alive.during(std::future::pending::<()>()).await;
-            }
-            std::future::pending::<Infallible>().await
-        };
-        tokio::select! {
-            is_newest = self.clean_up() => is_newest,
-            never = tells => match never {},
-        }
     }
 
     /// Deletes old steps, and steps that a later incarnation saved again. A failure costs space, not data: it is told, and a

@@ -498,6 +498,47 @@ async fn a_rank_that_cleans_up_for_long_is_waited_for() {
     assert_eq!(list_ranks(&plain).await.expect("list"), []);
 }
 
+/// So was one whose agent still brought the step before to a store that took it slowly, though others had given that one up.
+#[tokio::test]
+async fn a_rank_that_is_at_an_earlier_step_is_waited_for() {
+    let (plain, faults, clock) = (Bucket::in_memory(), Faults::new(), Clock::manual());
+    let run = begin_run(&plain, start()).await.expect("run");
+    let agents = [0, 1].map(|rank| {
+        let (trainer, _) = trainer();
+        // Else it would open another bucket.
+        trainer.set_gone();
+        let bucket = if rank == 0 { plain.with_faults(&faults) } else { plain.clone() };
+        let mut agent = flusher(&bucket, &run, trainer);
+        agent.clock = clock.clone();
+        agent.hello.url = plain.url().to_string();
+        agent.hello.member = Some(Member { run: run.clone(), rank, world_size: 2 });
+        let (queue, work) = mpsc::channel(4);
+        (queue, tokio::spawn(agent.settle_all(work)))
+    });
+    let [(first, one), (second, other)] = agents;
+    let gate = faults.gate(1);
+    first.send(Work::Save(part(0, 1, 1000))).await.expect("it takes work");
+    gate.reached().await;
+    let gives_up = Work::GiveUp { step: 1, round: None, reason: "no memory".to_owned() };
+    second.send(gives_up).await.expect("it takes work");
+    for (rank, queue) in [first, second].into_iter().enumerate() {
+        queue.send(Work::Save(part(rank as u32, 2, 1000))).await.expect("it takes work");
+    }
+    for _ in 0..1200 {
+        clock.advance(Duration::from_secs(1));
+        for _ in 0..20 {
+            tokio::task::yield_now().await;
+        }
+    }
+    gate.open();
+    let both = async { tokio::join!(one, other) };
+    let (one, other) = while_time_passes(&clock, both).await;
+    one.and(other).expect("they end");
+    let steps: Vec<_> = list_steps(&plain).await.expect("list").iter().map(|info| info.key.step).collect();
+    assert_eq!(steps, [2]);
+    assert_eq!(list_ranks(&plain).await.expect("list"), []);
+}
+
 /// `shards/` is what other programs call their folders, too.
 #[tokio::test]
 async fn what_others_keep_beside_checkpoints_is_no_garbage() {
