@@ -268,12 +268,17 @@ impl Local {
         }
     }
 
-    /// Deletes what no start after `starts` can use: all but the `keep` newest steps that are whole, and newer ones.
-    pub async fn prune(&self, starts: &[String], keep: usize) -> Result<()> {
+    /// Deletes what no start after `starts` can use: all but the `keep` newest steps that are whole, and newer ones; and the
+    /// one that is being `read` for the store.
+    pub async fn prune(&self, starts: &[String], keep: usize, read: Option<&HeldStep>) -> Result<()> {
         let notes = self.notes().await?;
         let oldest = self.whole_steps(starts, &notes).into_iter().take(keep.max(1)).next_back();
         let oldest = oldest.and_then(|oldest| age(starts, attempt_of(&oldest.name.start), oldest.name.step));
+        let is_read = |attempt: &str, step| {
+            read.is_some_and(|read| (attempt_of(&read.start), read.step) == (attempt, step))
+        };
         let goes = |attempt: &str, step| match age(starts, attempt, step) {
+            _ if is_read(attempt, step) => false,
             None => true,
             own => oldest.is_some() && own < oldest,
         };

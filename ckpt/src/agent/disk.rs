@@ -24,6 +24,8 @@ pub(super) enum Work {
     Save { held: Arc<Held>, slot: Bytes, ticket: Ticket },
     /// Note that a step is in the store.
     Durable(HeldStep),
+    /// The step that was to be brought to the store is there, or never will be: it is a copy like any other.
+    Resumed,
 }
 
 /// The way to a host's disk.
@@ -50,6 +52,11 @@ impl Copies {
     /// Notes that a step is in the store; where the disk hangs, it is asked for again by who needs to know.
     pub(super) fn mark(&self, step: HeldStep) {
         self.queue.try_send(Work::Durable(step)).ok();
+    }
+
+    /// Lets go of the step that was brought to the store; where the disk hangs, it stays there for longer.
+    pub(super) fn resumed(&self) {
+        self.queue.try_send(Work::Resumed).ok();
     }
 
     pub(super) fn health(&self) -> &Health {
@@ -90,6 +97,10 @@ impl Disk {
                 }
                 Work::Save { .. } => Ok(()),
                 Work::Durable(step) => self.mark(&step).await,
+                Work::Resumed => {
+                    self.tier.resumes = None;
+                    Ok(())
+                }
             };
             self.tell(outcome);
             self.answers();
@@ -114,9 +125,9 @@ impl Disk {
         }
         drop(ticket);
         // Where there was no room there may be some for the next one.
-        let LocalTier { starts, keep, .. } = &self.tier;
+        let LocalTier { starts, keep, resumes, .. } = &self.tier;
         let pruned = match &self.local {
-            Some(local) => local.prune(starts, *keep).await,
+            Some(local) => local.prune(starts, *keep, resumes.as_ref()).await,
             None => Ok(()),
         };
         copied.map(drop).and(pruned)
@@ -125,7 +136,7 @@ impl Disk {
     async fn copy(&mut self, held: &Held, slot: &Bytes, ticket: &Ticket) -> Result<bool> {
         let local = self.local().await?;
         if let Some(ceiling) = self.tier.ceiling
-            && !local.make_room(held, &self.tier.starts, ceiling).await?
+            && !local.make_room(held, &self.tier.starts, ceiling, self.tier.resumes.as_ref()).await?
         {
             return Err(no_room(held, ceiling));
         }

@@ -9,7 +9,7 @@ use forebay_core::{ObjectKey, Result};
 use futures::TryStreamExt;
 
 use super::{Local, NoteKey, SEALS, age};
-use crate::arena::{Held, attempt_of};
+use crate::arena::{Held, HeldStep, attempt_of};
 use crate::manifest::{ShardKey, write_local};
 
 /// A start's place among all starts, and a step of it; none where another start saved it.
@@ -25,8 +25,15 @@ struct Files {
 impl Local {
     /// Makes room for a rank's part of a step, where all ranks together may have `ceiling` bytes here; says whether there
     /// is any. Steps that are in the store go first, the oldest before others, then those that no restore would take. The
-    /// newest step that is whole stays until it is in the store. Where all that is not enough, nothing goes.
-    pub async fn make_room(&self, held: &Held, starts: &[String], ceiling: u64) -> Result<bool> {
+    /// newest step that is whole stays until it is in the store, and so does one that is being `read` for it. Where all that is
+    /// not enough, nothing goes.
+    pub async fn make_room(
+        &self,
+        held: &Held,
+        starts: &[String],
+        ceiling: u64,
+        read: Option<&HeldStep>,
+    ) -> Result<bool> {
         let share = ceiling / u64::from(held.world_size.max(1));
         let wanted = held.seal.size + write_local(held)?.len() as u64;
         if wanted > share {
@@ -42,7 +49,8 @@ impl Local {
         let newest = newest.and_then(|step| age(starts, attempt_of(&step.name.start), step.name.step));
         let mut files = self.files(held, starts).await?;
         let mut left: u64 = files.values().map(|files| files.bytes).sum();
-        let may_go = |of: &Age| of.is_none() || durable.contains(of) || *of < newest;
+        let read = read.and_then(|read| age(starts, attempt_of(&read.start), read.step));
+        let may_go = |of: &Age| of.is_none() || (*of != read && (durable.contains(of) || *of < newest));
         let mut order: Vec<Age> = files.keys().copied().filter(may_go).collect();
         order.sort_by_key(|of| (of.is_some() && !durable.contains(of), *of));
         let mut going = Vec::new();

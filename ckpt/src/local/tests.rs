@@ -104,12 +104,12 @@ async fn so_many_whole_steps_stay_and_what_is_newer() {
     }
     put(&local, &named(2, 2), &[0, 1]).await;
     put(&local, &named(2, 3), &[0]).await;
-    local.prune(&starts, 2).await.expect("prune");
+    local.prune(&starts, 2, None).await.expect("prune");
     assert_eq!(steps(&local).await, [(named(2, 2), false), (named(1, 3), false)]);
     assert_eq!((shards(&local).await, local.notes().await.expect("notes").len()), (5, 5));
-    local.prune(&starts, 9).await.expect("prune");
+    local.prune(&starts, 9, None).await.expect("prune");
     assert_eq!(shards(&local).await, 5, "fewer than may stay");
-    local.prune(&starts, 0).await.expect("prune");
+    local.prune(&starts, 0, None).await.expect("prune");
     assert_eq!((steps(&local).await, shards(&local).await), (vec![(named(2, 2), false)], 3), "one stays");
 }
 
@@ -233,7 +233,7 @@ fn names_and_framing_are_pinned() {
 /// Writes a rank's part where it fits below the ceiling.
 async fn put_below(local: &Local, name: &HeldStep, rank: u32, starts: &[String], ceiling: u64) -> bool {
     let (held, shard) = part(name, rank);
-    let fits = local.make_room(&held, starts, ceiling).await.expect("make room");
+    let fits = local.make_room(&held, starts, ceiling, None).await.expect("make room");
     if fits {
         assert!(local.put(&held, &shard, || true).await.expect("put"));
     }
@@ -276,15 +276,15 @@ async fn a_ceiling_holds_and_what_the_store_lacks_stays() {
     assert_eq!(steps(&local).await, [(named(2, 4), false), (named(1, 2), false)]);
     // Step 4 is all that the store lacks and a restore would take: below a lower ceiling it stays, and step 5 does not come.
     let (held, _) = part(&named(2, 5), 0);
-    assert!(!local.make_room(&held, &starts, 3 * one).await.expect("make room"));
+    assert!(!local.make_room(&held, &starts, 3 * one, None).await.expect("make room"));
     assert_eq!(
         steps(&local).await,
         [(named(2, 4), false), (named(1, 2), false)],
         "and nothing went for nothing"
     );
-    assert!(!local.make_room(&held, &starts, 2 * one - 2).await.expect("too large alone"));
+    assert!(!local.make_room(&held, &starts, 2 * one - 2, None).await.expect("too large alone"));
     local.mark_durable(&named(2, 4), 1, 2).await.expect("mark");
-    assert!(local.make_room(&held, &starts, 3 * one).await.expect("make room"));
+    assert!(local.make_room(&held, &starts, 3 * one, None).await.expect("make room"));
     // What another start saved, with more ranks, is nobody's: it goes first.
     let other = named(7, 9);
     put(&local, &other, &[0, 1]).await;
@@ -307,11 +307,11 @@ async fn another_save_of_a_step_is_counted_beside_the_first() {
     again.seal.save += 1;
     again = again.sealed_again();
     // It is all that a restore would take, until it is in the store.
-    assert!(!local.make_room(&again, &starts, 3 * one).await.expect("make room"));
+    assert!(!local.make_room(&again, &starts, 3 * one, None).await.expect("make room"));
     assert_eq!(steps(&local).await, [(name.clone(), false)]);
-    assert!(local.make_room(&again, &starts, 5 * one).await.expect("make room"), "both fit");
+    assert!(local.make_room(&again, &starts, 5 * one, None).await.expect("make room"), "both fit");
     local.mark_durable(&name, 0, 2).await.expect("mark");
-    assert!(local.make_room(&again, &starts, 3 * one).await.expect("make room"));
+    assert!(local.make_room(&again, &starts, 3 * one, None).await.expect("make room"));
     assert!(local.put(&again, &shard, || true).await.expect("put"));
     assert!(bytes(&local).await - fixed <= 3 * one);
     assert_eq!(steps(&local).await, [(name, true)]);

@@ -12,7 +12,7 @@ use crate::agent::copy::{Health, copy};
 use crate::agent::disk::Disk;
 use crate::agent::source;
 use crate::arena::Held;
-use crate::catalog::list_steps;
+use crate::catalog::{Start, list_steps};
 use crate::local::PATIENCE;
 use crate::verify::verify;
 
@@ -214,6 +214,85 @@ async fn a_damaged_copy_is_found_before_its_step_is_there() {
             heir(&bucket, &run).flush(&left_on(&disk, &save).await).await.expect("durable");
             assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
         }
+    }
+}
+
+/// Whether the next save has a copy, once that is told.
+async fn is_copied(listener: &mut FdStream) -> bool {
+    loop {
+        let (with, without, _) = heard(listener);
+        if with.len() + without.len() > 0 {
+            return without.is_empty();
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// Newer copies took its place while it was read: the step that only the disk had was lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_step_that_is_brought_home_is_not_deleted_meanwhile() {
+    const MIB: u64 = 1 << 20;
+    for ceiling in [None, Some(80 * MIB)] {
+        let folders = [0, 1].map(|_| tempfile::tempdir().expect("a folder"));
+        let [url, directory] = folders.each_ref().map(|folder| folder.path().display().to_string());
+        let url = format!("file://{url}");
+        let bucket =
+            Bucket::open(&url.parse().expect("a URL"), &StoreSettings::default()).await.expect("open");
+        begin_run(&bucket, start()).await.expect("run");
+        let local = Local::open(&directory).await.expect("open");
+        let left = sealed(1, 64 << 20);
+        assert!(local.put(&left.held, &slot_of(&left), || true).await.expect("put"));
+        let later = Start { nonce: "fedcba9876543210".repeat(2), ..start() };
+        let starts = vec![start().nonce, later.nonce.clone()];
+        local.begin(&starts).await.expect("begin");
+        let resumes = Some(left.held.name());
+        let tier = LocalTier { directory, keep: 1, ceiling, starts, resumes };
+        let mut hello = Hello::new(url, later.clone(), Default::default());
+        (hello.local, hello.flush_rate) = (Some(tier), std::num::NonZeroU64::new(MIB));
+        let (trainer, mut listener) = trainer();
+        let (copies, work) = Copies::new(8);
+        let disk = Disk::new(&hello, &trainer, copies.health()).expect("a tier");
+        let disk = tokio::spawn(disk.do_all(copy(copies.health(), 0).1, work));
+        let clock = Clock::manual();
+        let mut agent = Flusher::new(hello, trainer, Some(copies.clone()));
+        agent.clock = clock.clone();
+        let (queue, work) = mpsc::channel(4);
+        let agent = tokio::spawn(agent.settle_all(work));
+        // It is sent as fast as time passes, which it does not yet.
+        while bucket.list_uploads("shards").await.expect("list").is_empty() {
+            assert!(clock.now().since_boot().as_secs() < 20, "it was to take a minute");
+            clock.advance(Duration::from_secs(1));
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        let own = |step| {
+            let mut save = sealed(step, 9 << 20);
+            save.held = Arc::new(Held::new(later.nonce.clone(), 0, 1, save.held.seal.clone()));
+            save
+        };
+        for step in 2..=3 {
+            let save = own(step);
+            assert!(copies.save(save.held.clone(), slot_of(&save)).is_some());
+            // The third has no room.
+            assert_eq!(is_copied(&mut listener).await, step == 2 || ceiling.is_none());
+        }
+        let time = async {
+            loop {
+                clock.advance(Duration::from_secs(1));
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        drop(queue);
+        tokio::select! { ended = agent => ended.expect("it ends"), () = time => unreachable!("time never ends") }
+        let steps = list_steps(&bucket).await.expect("list");
+        assert_eq!(steps.iter().map(|info| info.key.step).collect::<Vec<_>>(), [1], "below {ceiling:?}");
+        assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
+        // From then on it is a copy like any other.
+        let save = own(4);
+        assert!(copies.save(save.held.clone(), slot_of(&save)).is_some());
+        drop(copies);
+        disk.await.expect("the disk's task");
+        let found = local.look().await.expect("look").steps;
+        assert_eq!(found.iter().map(|step| step.name.step).collect::<Vec<_>>(), [4]);
     }
 }
 

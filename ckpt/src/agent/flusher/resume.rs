@@ -31,6 +31,9 @@ impl Flusher {
                 self.trainer.tell(&Reply::Warning { message });
             }
         }
+        if let Some(copies) = &self.copies {
+            copies.resumed();
+        }
         self.trainer.tell(&Reply::Resumed);
     }
 
