@@ -19,6 +19,7 @@ use super::flush::{Given, Outcome, Save, Stored, discard, is_gone, publish, sett
 use super::leave::Leave;
 use super::patience::Patience;
 use super::protocol::now_us;
+use super::remains::Remains;
 #[cfg(test)]
 use super::source::Source;
 use super::sweep::Sweeper;
@@ -28,8 +29,8 @@ use crate::arena::HeldStep;
 #[cfg(test)]
 use crate::catalog::begin_run;
 use crate::catalog::{
-    Alive, KnownShards, OLD, Round, Run, StepKey, begin_run_unless, find_run, forget_notes,
-    put_failed, retain, saved_already, superseded_by,
+    Alive, KnownShards, OLD, Part, Round, Run, StepKey, begin_run_unless, find_run, forget_notes,
+    put_failed, remove_part, retain, saved_already, superseded_by,
 };
 #[cfg(test)]
 use crate::local::{Local, LocalTier};
@@ -106,6 +107,8 @@ pub(super) struct Flusher {
     left: Vec<StepKey>,
     /// Whether it was told that notes stay.
     told_of_notes: bool,
+    /// What it stored of steps that are none.
+    remains: Remains,
 }
 
 impl Flusher {
@@ -124,6 +127,7 @@ impl Flusher {
             heir_of: None,
             left: Vec::new(),
             told_of_notes: false,
+            remains: Remains::default(),
         }
     }
 
@@ -163,6 +167,8 @@ impl Flusher {
                     next.after(self.settle(save), others).await;
                 }
             }
+            let others = self.others();
+            next.after(self.remove_remains(), others).await;
             // Of a job's agents one is enough.
             if self.hello.member.as_ref().is_none_or(|member| member.rank == 0) {
                 let others = self.others();
@@ -291,8 +297,13 @@ impl Flusher {
             self.clock.sleep(pause).await;
         };
         let step = save.held.seal.step;
-        if self.leaves_nothing(save, &progress, &outcome) {
-            self.discard(progress.stored.as_ref()).await;
+        match &outcome {
+            Ok(Outcome::Durable(_)) => self.remains.pass(self.clock.now()),
+            outcome if self.leaves_nothing(save, &progress, outcome) => {
+                self.discard(progress.stored.as_ref()).await;
+            }
+            Ok(Outcome::Refused(_)) | Err(_) => self.remember(progress.stored.as_ref()),
+            Ok(Outcome::Taken | Outcome::Gone(_)) => {}
         }
         let outcome = match outcome.map_err(|error| explain(error, step))? {
             Outcome::Durable(stays) => {
@@ -332,6 +343,13 @@ impl Flusher {
         };
         let is_own = save.given == Given::First && self.hello.member.is_none();
         is_refused && is_own && !progress.may_be_committed
+    }
+
+    /// Remembers what is of no step, as far as is known.
+    fn remember(&mut self, stored: Option<&Stored>) {
+        let (Some(Stored { part, .. }), Some((_, run))) = (stored, &self.target) else { return };
+        let (save, place, shard) = (run.save(part.step), self.hello.place(), part.shards[0].object());
+        self.remains.keep(Part { save, place, commit: part.commit.clone(), shard });
     }
 
     async fn discard(&self, stored: Option<&Stored>) {
@@ -487,6 +505,18 @@ impl Flusher {
         Ok(())
     }
 
+    /// Deletes what was stored of steps that came to nothing, once nobody can make a step of it any more. What fails is tried
+    /// again later, and in the end left to garbage collection.
+    async fn remove_remains(&mut self) {
+        let Some((bucket, run)) = &self.target else { return };
+        for part in self.remains.take(self.clock.now()) {
+            if let Err(error) = remove_part(bucket, run, &part).await {
+                tracing::warn!(key = %part.shard, %error, "what no step names stays for now");
+                self.remains.put_off(part, self.clock.now());
+            }
+        }
+    }
+
     /// Deletes old steps, and steps that a later incarnation saved again. A failure costs space, not data: it is told, and a
     /// later save tries again. Whether it was done: a start that was superseded leaves it to its successor.
     pub(super) async fn clean_up(&mut self) -> bool {
@@ -534,6 +564,8 @@ mod fault_tests;
 mod origin_tests;
 #[cfg(test)]
 mod race_tests;
+#[cfg(test)]
+mod remains_tests;
 #[cfg(test)]
 mod rounds_tests;
 #[cfg(test)]

@@ -11,6 +11,7 @@ mod trainer;
 mod copy;
 mod leave;
 mod flush;
+mod remains;
 mod disk;
 mod sweep;
 mod flusher;

@@ -18,6 +18,7 @@ mod run;
 mod commit;
 mod round;
 mod ranks;
+mod part;
 mod alive;
 mod named;
 mod retain;
@@ -32,6 +33,7 @@ pub(crate) use commit::{deleted, is_commit_of, missing, saved_already, try_commi
 pub use gc::{Garbage, collect_garbage};
 pub use keys::{StepKey, incarnation_key};
 pub use named::KnownShards;
+pub(crate) use part::{Part, remove_part};
 pub use ranks::{
     Note, RankKey, failure_of, forget_notes, forget_ranks, list_ranks, merge_ranks, put_alive, put_failed,
     put_intent, put_rank,

@@ -204,7 +204,13 @@ pub async fn merge_ranks(
     }
 }
 
-async fn load_index(bucket: &Bucket, save: &StepKey, rank: u32, world_size: u32) -> Result<Manifest> {
+/// What a rank told that it stored.
+pub(super) async fn load_index(
+    bucket: &Bucket,
+    save: &StepKey,
+    rank: u32,
+    world_size: u32,
+) -> Result<Manifest> {
     let key = RankKey { save: save.clone(), rank, note: Note::Index }.object();
     let (data, _) = bucket.get_whole(&key).await?;
     let index = Manifest::decode_index(&data).map_err(|fault| {

@@ -1,0 +1,115 @@
+//! What a rank stored of a step that came to nothing: it goes once nobody can make a step of it any more.
+
+use forebay_core::ObjectKey;
+use forebay_io::net::FdStream;
+
+use super::super::patience::GIVE_UP_AFTER;
+use super::alive_tests::while_time_passes;
+use super::delta_tests::{expect_whole, objects};
+use super::rounds_tests::part;
+use super::tests::{flusher, start, trainer};
+use super::*;
+use crate::agent::Member;
+use crate::catalog::list_steps;
+
+/// A rank's agent at work, and what its trainer hears.
+struct Rank {
+    queue: mpsc::Sender<Work>,
+    hears: FdStream,
+    agent: tokio::task::JoinHandle<()>,
+}
+
+impl Rank {
+    fn new(bucket: &Bucket, run: &Run, rank: u32, clock: &Clock) -> Self {
+        let (trainer, hears) = trainer();
+        // Else it would open another bucket.
+        trainer.set_gone();
+        let mut agent = flusher(bucket, run, trainer);
+        agent.clock = clock.clone();
+        agent.hello.url = bucket.url().to_string();
+        agent.hello.member = Some(Member { run: run.clone(), rank, world_size: 2 });
+        let (queue, work) = mpsc::channel(4);
+        Self { queue, hears, agent: tokio::spawn(agent.settle_all(work)) }
+    }
+
+    async fn take(&self, work: Work) {
+        self.queue.send(work).await.expect("it takes work");
+    }
+
+    /// What becomes of its next save.
+    async fn settled(&mut self) -> bool {
+        loop {
+            while !self.hears.readable(Duration::ZERO).expect("readable") {
+                tokio::task::yield_now().await;
+            }
+            let (frame, _) = self.hears.receive().expect("receive").expect("a frame");
+            match serde_json::from_slice(&frame).expect("parses") {
+                Reply::Durable { .. } => return true,
+                Reply::Failed { .. } => return false,
+                _ => {}
+            }
+        }
+    }
+}
+
+async fn keys(bucket: &Bucket, prefix: &str) -> Vec<ObjectKey> {
+    objects(bucket, prefix).await.into_iter().map(|object| object.key).collect()
+}
+
+/// A step whose first rank stores its part, and of which the second one says that it will not be, or comes too late; and
+/// what is left once the next steps are saved.
+async fn given_up(comes_late: bool) {
+    let (bucket, clock) = (Bucket::in_memory(), Clock::manual());
+    let run = begin_run(&bucket, start()).await.expect("run");
+    let [mut first, mut second] = [0, 1].map(|rank| Rank::new(&bucket, &run, rank, &clock));
+    first.take(Work::Save(part(0, 1, 1000))).await;
+    if !comes_late {
+        second.take(Work::GiveUp { step: 1, round: None, reason: "no memory".to_owned() }).await;
+    }
+    assert!(!while_time_passes(&clock, first.settled()).await, "it is given up");
+    let failed = keys(&bucket, "ranks").await.into_iter().filter(|key| key.as_str().ends_with(".failed"));
+    for failed in failed.collect::<Vec<_>>() {
+        // As if it could not be told.
+        bucket.delete(&failed).await.expect("delete");
+    }
+    if comes_late {
+        second.take(Work::Save(part(1, 1, 2000))).await;
+        assert!(while_time_passes(&clock, second.settled()).await, "it has all parts");
+    }
+    let shards = keys(&bucket, "shards").await;
+    assert_eq!(shards.len(), 1 + usize::from(comes_late));
+    for step in 2..=3 {
+        for (rank, agent) in [&first, &second].into_iter().enumerate() {
+            agent.take(Work::Save(part(rank as u32, step, 1000))).await;
+        }
+        let both = async { (first.settled().await, second.settled().await) };
+        assert_eq!(while_time_passes(&clock, both).await, (true, true));
+        // No request of those that tried is under way for so long.
+        let there = keys(&bucket, "shards").await;
+        assert!(step == 3 || shards.iter().all(|shard| there.contains(shard)), "not yet");
+        clock.advance(GIVE_UP_AFTER);
+    }
+    for (rank, agent) in [&first, &second].into_iter().enumerate() {
+        agent.take(Work::Save(part(rank as u32, 4, 1000))).await;
+    }
+    for Rank { queue, agent, hears } in [first, second] {
+        drop(queue);
+        while_time_passes(&clock, agent).await.expect("it ends");
+        drop(hears);
+    }
+    let steps: Vec<_> = list_steps(&bucket).await.expect("list").iter().map(|info| info.key.step).collect();
+    assert_eq!(steps, [if comes_late { vec![1] } else { vec![] }, vec![2, 3, 4]].concat());
+    assert_eq!(keys(&bucket, "shards").await.len(), 2 * steps.len(), "what steps name, and nothing else");
+    assert_eq!(keys(&bucket, "ranks").await, []);
+    expect_whole(&bucket).await;
+}
+
+#[tokio::test]
+async fn what_was_stored_of_a_step_that_was_given_up_goes_with_a_later_save() {
+    given_up(false).await;
+}
+
+#[tokio::test]
+async fn a_step_that_came_about_after_all_stays_whole() {
+    given_up(true).await;
+}
