@@ -86,7 +86,7 @@ async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, known: &mut KnownShards) 
     let mut unnamed: HashSet<String> = HashSet::new();
     for info in &steps {
         match known.of(bucket, info).await {
-            Ok(shards) => unnamed.extend(shards.into_iter().flatten().cloned()),
+            Ok(shards) => unnamed.extend(shards.into_iter().flatten().map(|shard| shard.to_string())),
             // A damaged manifest names nothing that could be trusted; its shards stay.
             Err(error) if error.kind() == ErrorKind::Corrupt => {}
             Err(error) => return Err(error),
