@@ -2,6 +2,9 @@
 //!
 //! Their intents stand meanwhile, so that nobody else writes where they may appear: a store may still be at a copy that
 //! nobody waits for. What another process left in this state is settled when the next one starts.
+//!
+//! The same of copies that were planned and not asked for, as a step before failed, and of those whose commit did: here
+//! nothing comes any more, and the next pass settles them.
 
 use std::collections::HashMap;
 
@@ -10,50 +13,108 @@ use parking_lot::Mutex;
 
 use super::Mover;
 use super::run::Tally;
+use crate::records::Records;
+use crate::schema::Intent;
 
 /// How long a store may go on with a copy that nobody waits for. It had more time than that for the bytes of any that is
 /// large; what is left is one that hung on the way.
 const LONGEST_MS: u64 = 5 * 60 * 1000;
 
-/// The inodes whose copies these are, where they go, and until when. In memory only.
+/// How far a copy came whose intent stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asked {
+    /// The store was not asked for it.
+    Never,
+    /// The store is done with it; what came of that is to be looked up.
+    Over,
+    /// The store did not answer: it may still be made.
+    Unanswered,
+}
+
+/// One copy in doubt.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Doubt {
+    key: ObjectKey,
+    asked: Asked,
+    /// It does not come after this.
+    until_ms: u64,
+}
+
+impl Doubt {
+    /// Whether the store was not asked for the copy that `intent` announces.
+    pub(super) fn is_unasked(&self, intent: &Intent) -> bool {
+        self.asked == Asked::Never && intent.copies.is_some() && intent.key == self.key
+    }
+}
+
+/// By the inodes whose copies these are. In memory only.
 #[derive(Debug, Default)]
-pub(super) struct Doubts(Mutex<HashMap<InodeId, (ObjectKey, u64)>>);
+pub(super) struct Doubts(Mutex<HashMap<InodeId, Doubt>>);
 
 impl Doubts {
-    /// The copy of `ino` to `key` may still be made after now; without, it only has to be looked at again.
-    pub(super) fn add(&self, ino: InodeId, key: &ObjectKey, now_ms: u64, may_come: bool) {
-        let until_ms = if may_come { now_ms.saturating_add(LONGEST_MS) } else { now_ms };
-        self.0.lock().insert(ino, (key.clone(), until_ms));
+    /// The intent to copy `ino` to `key` stands and is to be settled; one that may still come, when it cannot any more.
+    pub(super) fn add(&self, ino: InodeId, key: &ObjectKey, now_ms: u64, asked: Asked) {
+        let mut doubts = self.0.lock();
+        if asked != Asked::Unanswered && doubts.get(&ino).is_some_and(|doubt| doubt.until_ms > now_ms) {
+            return;
+        }
+        let most_ms = if asked == Asked::Unanswered { LONGEST_MS } else { 0 };
+        let until_ms = now_ms.saturating_add(most_ms);
+        doubts.insert(ino, Doubt { key: key.clone(), asked, until_ms });
     }
 
-    pub(super) fn end(&self, ino: InodeId) {
-        self.0.lock().remove(&ino);
+    pub(super) fn of(&self, ino: InodeId) -> Option<Doubt> {
+        self.0.lock().get(&ino).cloned()
+    }
+
+    /// Ends what was known of `ino` before it was settled, not what was added since.
+    pub(super) fn end(&self, ino: InodeId, settled: Option<&Doubt>) {
+        let mut doubts = self.0.lock();
+        if doubts.get(&ino) == settled {
+            doubts.remove(&ino);
+        }
     }
 
     /// Whether the copy of `ino` may still come.
     pub(super) fn holds(&self, ino: InodeId, now_ms: u64) -> bool {
-        self.0.lock().get(&ino).is_some_and(|(_, until_ms)| *until_ms > now_ms)
+        self.0.lock().get(&ino).is_some_and(|doubt| doubt.until_ms > now_ms)
     }
 
     /// Whether any copy goes to `key`, until it is settled.
     pub(super) fn names(&self, key: &ObjectKey) -> bool {
-        self.0.lock().values().any(|(named, _)| named == key)
+        self.0.lock().values().any(|doubt| doubt.key == *key)
     }
 
-    fn over(&self, now_ms: u64) -> Vec<InodeId> {
+    fn over(&self, now_ms: u64) -> Vec<(InodeId, Doubt)> {
         let doubts = self.0.lock();
-        doubts.iter().filter(|(_, (_, until_ms))| *until_ms <= now_ms).map(|(ino, _)| *ino).collect()
+        let over = doubts.iter().filter(|(_, doubt)| doubt.until_ms <= now_ms);
+        over.map(|(ino, doubt)| (*ino, doubt.clone())).collect()
     }
 }
 
 impl Mover {
+    /// Notes that a step of a copy failed and its intent stands: else nobody would end that.
+    pub(super) fn doubt(&self, ino: InodeId, key: &ObjectKey, asked: Asked) {
+        self.doubts().add(ino, key, self.shared().now_ms(), asked);
+    }
+
     /// Settles what cannot come any more.
     pub(super) async fn settle_doubts(&self) -> Result<Tally> {
         let mut tally = Tally::default();
-        for ino in self.doubts().over(self.shared().now_ms()) {
+        for (ino, doubt) in self.doubts().over(self.shared().now_ms()) {
             let _turn = self.turn().await;
-            tally.add(self.settle_intent(ino).await.map(usize::from));
+            tally.add(self.settle_doubt(ino, &doubt).await.map(usize::from));
         }
         Ok(tally)
+    }
+
+    async fn settle_doubt(&self, ino: InodeId, doubt: &Doubt) -> Result<bool> {
+        let intent = self.look(move |look| look.intent(ino)).await?;
+        if intent.is_some_and(|intent| intent.copies.is_some() && intent.key == doubt.key) {
+            return self.settle_intent(ino).await;
+        }
+        // It was ended; one that stands now may be that of a writer, who is at it.
+        self.doubts().end(ino, Some(doubt));
+        Ok(true)
     }
 }

@@ -108,9 +108,10 @@ impl Mover {
     }
 
     async fn settle_intent_of(&self, ino: InodeId, may_be_copy: bool) -> Result<bool> {
+        let doubt = self.doubts().of(ino);
         let intent = self.look(move |look| look.intent(ino)).await?;
         let Some(intent) = intent else {
-            self.doubts().end(ino);
+            self.doubts().end(ino, doubt.as_ref());
             return Ok(true);
         };
         if intent.copies.is_some() && (!may_be_copy || self.doubts().holds(ino, self.shared().now_ms())) {
@@ -118,11 +119,13 @@ impl Mover {
         }
         let found = match &intent.mark {
             Some(mark) => self.bucket().head_of(&intent.key, &mark.token).await?,
+            // What lies there is somebody else's.
+            None if doubt.as_ref().is_some_and(|doubt| doubt.is_unasked(&intent)) => None,
             None => self.bucket().head(&intent.key).await?.map(|found| (found, Authorship::Unknown)),
         };
         let settle = move |change: &mut Change<'_, '_>| settle(change, ino, &intent, found.as_ref());
         self.transact(Durability::Buffered, settle).await?;
-        self.doubts().end(ino);
+        self.doubts().end(ino, doubt.as_ref());
         Ok(true)
     }
 

@@ -11,6 +11,7 @@ use tracing::{debug, warn};
 
 use super::Mover;
 use super::deletions::after;
+use super::doubts::Asked;
 use super::run::{AT_ONCE, PAGE, Tally};
 use crate::kv::Durability;
 use crate::records::{Change, Occupancy, Records};
@@ -82,7 +83,30 @@ impl Mover {
     }
 
     async fn move_page(&self, page: Vec<(Bytes, Bytes)>, tally: &mut Tally) -> Result<()> {
-        let (mut plans, mut crowded) = (Vec::new(), Vec::new());
+        let mut plans = Vec::new();
+        let ready = match self.plan_page(page, &mut plans, tally).await {
+            // Without its intent on disk, a copy would look like somebody else's object after a crash.
+            Ok(()) if !plans.is_empty() => self.committer().sync().await,
+            planned => planned,
+        };
+        if let Err(error) = ready {
+            plans.iter().for_each(|(ino, plan)| self.doubt(*ino, &plan.to, Asked::Never));
+            return Err(error);
+        }
+        let each = plans.into_iter().map(|(ino, plan)| self.copy(ino, plan));
+        let done: Vec<_> = stream::iter(each).buffer_unordered(AT_ONCE).collect().await;
+        done.into_iter().for_each(|done| tally.add(done.map(usize::from)));
+        Ok(())
+    }
+
+    /// Decides about a page of files: what is to be copied comes to `plans`, also before an error.
+    async fn plan_page(
+        &self,
+        page: Vec<(Bytes, Bytes)>,
+        plans: &mut Vec<(InodeId, Plan)>,
+        tally: &mut Tally,
+    ) -> Result<()> {
+        let mut crowded = Vec::new();
         for (key, value) in page {
             if Move::decode(value)? != Move::File {
                 continue;
@@ -100,14 +124,6 @@ impl Mover {
             }
         }
         stream::iter(crowded).for_each_concurrent(AT_ONCE, |blob| self.save_one(blob)).await;
-        if plans.is_empty() {
-            return Ok(());
-        }
-        // Without its intent on disk, a copy would look like somebody else's object after a crash.
-        self.committer().sync().await?;
-        let each = plans.into_iter().map(|(ino, plan)| self.copy(ino, plan));
-        let done: Vec<_> = stream::iter(each).buffer_unordered(AT_ONCE).collect().await;
-        done.into_iter().for_each(|done| tally.add(done.map(usize::from)));
         Ok(())
     }
 
@@ -115,7 +131,8 @@ impl Mover {
     /// done with.
     async fn copy(&self, ino: InodeId, plan: Plan) -> Result<bool> {
         let _turn = self.copying_turn().await;
-        let intent = self.look(move |look| look.intent(ino)).await?;
+        let looked = self.look(move |look| look.intent(ino)).await;
+        let intent = looked.inspect_err(|_| self.doubt(ino, &plan.to, Asked::Never))?;
         match intent == Some(plan.intent()) {
             true => self.copy_now(ino, plan).await,
             false => Ok(false),
@@ -124,15 +141,18 @@ impl Mover {
 
     /// The same for one who has the turn and whose intent stands.
     async fn copy_now(&self, ino: InodeId, plan: Plan) -> Result<bool> {
+        let to = plan.to.clone();
         match self.copy_object(ino, &plan).await {
             Ok(Copied::To(copied)) => {
                 let commit = move |change: &mut Change<'_, '_>| commit(change, ino, &plan, &copied);
-                self.transact(Durability::Buffered, commit).await
+                let committed = self.transact(Durability::Buffered, commit).await;
+                committed.inspect_err(|_| self.doubt(ino, &to, Asked::Over))
             }
             Ok(failed) => {
                 let (from, is_lost) = (plan.from.clone(), failed == Copied::SourceLost);
                 let end = move |change: &mut Change<'_, '_>| give_up(change, ino, &plan, is_lost);
-                self.transact(Durability::Buffered, end).await?;
+                let ended = self.transact(Durability::Buffered, end).await;
+                ended.inspect_err(|_| self.doubt(ino, &to, Asked::Never))?;
                 match failed {
                     Copied::SourceMissing => Err(missing(ino, &from)),
                     _ => Ok(is_lost),
@@ -140,9 +160,7 @@ impl Mover {
             }
             Err(error) => {
                 // Whether the copy was made is not known: the intent says what to look for.
-                if !self.doubts().holds(ino, self.shared().now_ms()) {
-                    self.doubts().add(ino, &plan.to, self.shared().now_ms(), false);
-                }
+                self.doubt(ino, &to, Asked::Over);
                 self.settle_intent(ino).await?;
                 match self.aside(ino, &plan, &error).await? {
                     Some(aside) => Box::pin(self.copy_now(ino, aside)).await,
@@ -163,8 +181,11 @@ impl Mover {
         let (from, fresh) = (plan.from.clone(), self.fresh_key());
         let plan = move |change: &mut Change<'_, '_>| plan_aside(change, ino, &from, &fresh);
         let aside = self.transact(Durability::Buffered, plan).await?;
-        self.committer().sync().await?;
-        Ok(aside)
+        let synced = self.committer().sync().await;
+        if let (Err(_), Some(aside)) = (&synced, &aside) {
+            self.doubt(ino, &aside.to, Asked::Never);
+        }
+        synced.map(|()| aside)
     }
 
     async fn copy_object(&self, ino: InodeId, plan: &Plan) -> Result<Copied> {
@@ -183,7 +204,7 @@ impl Mover {
         let condition = plan.replaces.clone().map_or(Condition::IfAbsent, Condition::IfVersion);
         let copied = self.copy_inside(&plan.from, &plan.to, condition).await;
         if copied.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unavailable) {
-            self.doubts().add(ino, &plan.to, self.shared().now_ms(), true);
+            self.doubt(ino, &plan.to, Asked::Unanswered);
         }
         copied.map(Copied::To)
     }

@@ -11,6 +11,7 @@ mod fsck;
 mod dump;
 mod sharing;
 mod copies;
+mod moves;
 mod clone;
 mod cloning;
 mod trash;

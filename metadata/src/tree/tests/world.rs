@@ -167,6 +167,45 @@ fn pairs(map: &Map, start: &[u8], end: &[u8], limit: usize) -> Vec<Pair> {
     range.take(limit).map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
+/// What says whether the volume is still held; clones share it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Lease(Arc<Mutex<Holding>>);
+
+#[derive(Debug, Default)]
+struct Holding {
+    asked: u64,
+    /// It is not known whether it is held while these questions are asked.
+    unsure: std::ops::Range<u64>,
+}
+
+impl Lease {
+    /// How often it was asked, so far.
+    pub(super) fn asked(&self) -> u64 {
+        self.0.lock().asked
+    }
+
+    /// From the `nth` question from now on (1 is the next one) it says `times` times that it does not know.
+    pub(super) fn lapse(&self, nth: u64, times: u64) {
+        let mut holding = self.0.lock();
+        let first = holding.asked + nth;
+        holding.unsure = first..first.saturating_add(times);
+    }
+
+    /// It is held again, for good.
+    pub(super) fn renew(&self) {
+        self.0.lock().unsure = 0..0;
+    }
+
+    fn check(&self) -> Result<()> {
+        let mut holding = self.0.lock();
+        holding.asked += 1;
+        match holding.unsure.contains(&holding.asked) {
+            true => Err(Error::new(ErrorKind::Unavailable, "the lease has lapsed")),
+            false => Ok(()),
+        }
+    }
+}
+
 /// What a world runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -190,6 +229,7 @@ pub(super) struct World {
     pub(super) bucket: Option<Bucket>,
     pub(super) clock: Clock,
     pub(super) disk: Disk,
+    pub(super) lease: Lease,
     pub(super) settings: TreeSettings,
     pub(super) committing: CommitterSettings,
     directory: tempfile::TempDir,
@@ -218,6 +258,7 @@ impl World {
             bucket,
             clock: Clock::manual(),
             disk: Disk::default(),
+            lease: Lease::default(),
             settings,
             committing: CommitterSettings::default(),
             directory,
@@ -273,12 +314,12 @@ impl World {
     }
 
     async fn parts(&self, bucket: Option<Bucket>) -> Result<TreeParts> {
-        let engine = self.engine().await?;
+        let (engine, lease) = (self.engine().await?, self.lease.clone());
         let tasks = TaskGroup::new("session");
         *self.tasks.lock() = tasks.clone();
         Ok(TreeParts {
             volume: VolumeId(7),
-            committer: Committer::start(engine, self.committing.clone()),
+            committer: Committer::start_guarded(engine, self.committing.clone(), move || lease.check()),
             bucket,
             session: self.sessions.fetch_add(1, Ordering::SeqCst),
             clock: self.clock.clone(),
