@@ -2,12 +2,13 @@
 //!
 //! The rename itself claims whole prefixes, in one commit. Here every directory below is walked: it is attached to its
 //! new path, each of its files gets a claim of its own on the key that holds its bytes, and a move. When all queued
-//! directories are walked and none was renamed meanwhile, the claims on prefixes go.
+//! directories are walked and none was renamed meanwhile, the claims on prefixes go. One that cannot be listed keeps them,
+//! and no others from being walked.
 
 use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
-use forebay_core::{ErrorKind, FileKind, InodeId, Result};
+use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result};
 
 use super::Mover;
 use super::deletions::after;
@@ -27,8 +28,17 @@ impl Mover {
         if queued.is_empty() {
             return Ok(Tally::default());
         }
+        let mut tally = Tally::default();
         for ino in &queued {
-            self.walk(*ino).await?;
+            let walked = self.walk(*ino).await;
+            let is_vain = walked.as_ref().is_err_and(is_away);
+            tally.add(walked.map(|()| 0));
+            if is_vain {
+                break;
+            }
+        }
+        if tally.failed > 0 {
+            return Ok(tally);
         }
         let count = queued.len();
         let finish = move |change: &mut Change<'_, '_>| {
@@ -65,14 +75,22 @@ impl Mover {
 
     /// Goes through a directory and all below it, depth first. What leaves it meanwhile by a rename is walked on its
     /// own.
+    ///
+    /// # Errors
+    /// That of the first directory that could not be listed; unless the store is away, the others were walked.
     async fn walk(&self, top: InodeId) -> Result<()> {
-        let mut waiting = vec![top];
+        let (mut waiting, mut failed) = (vec![top], None);
         while let Some(directory) = waiting.pop() {
             match self.importer().ensure(directory).await {
                 Err(error) if error.kind() == ErrorKind::NotFound && self.is_gone(directory).await? => {
                     continue;
                 }
-                outcome => outcome?,
+                Err(error) if is_away(&error) => return Err(error),
+                Err(error) => {
+                    failed.get_or_insert(error);
+                    continue;
+                }
+                Ok(()) => {}
             }
             self.transact(Durability::Buffered, move |change| detach(change, directory)).await?;
             let mut last: Option<Bytes> = None;
@@ -89,8 +107,13 @@ impl Mover {
                 }
             }
         }
-        Ok(())
+        failed.map_or(Ok(()), Err)
     }
+}
+
+/// Whether each further listing would wait for the store in vain.
+fn is_away(error: &Error) -> bool {
+    error.kind() == ErrorKind::Unavailable
 }
 
 /// No further objects come into the directory from its old prefix.

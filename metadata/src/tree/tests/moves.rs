@@ -1,7 +1,9 @@
 //! Moves of which a step fails: they are made later, and keep up no others.
 
+use forebay_io::object::{FaultMode, Faults, OperationKind};
+
 use super::world::*;
-use crate::tree::{RenameMode, Tree};
+use crate::tree::{Placement, RenameMode, Tree, resolve};
 
 /// Files that were renamed and exchanged. Returns how often the lease was asked for until all were at their keys; it lapses
 /// at the `nth` question, for `times` of them.
@@ -48,4 +50,43 @@ async fn a_step_that_fails_stops_no_move_for_good() {
             }
         }
     }
+}
+
+/// One directory that the store did not list kept all that was renamed where it was, in the whole volume.
+#[tokio::test]
+async fn a_directory_that_cannot_be_listed_keeps_up_no_other() {
+    let world = World::memory().await;
+    for key in ["file", "one/d/x", "one/e/y", "one/w", "two/d/z"] {
+        world.put(key, key.as_bytes()).await;
+    }
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults))).await;
+    // All are known but what is in one/d.
+    for path in ["one/e/y", "one/w", "two/d/z"] {
+        resolve(&tree, path).await.expect("found");
+    }
+    for (from, to) in [("one", "three"), ("two", "four"), ("file", "moved")] {
+        rename(&tree, from, to, RenameMode::Replace).await.expect("renamed");
+    }
+    for nth in 1..200 {
+        faults.script(OperationKind::List, nth, FaultMode::Deny);
+    }
+    tree.drain().await.expect("drained");
+    assert!(faults.injected() > 0, "a listing was denied");
+    let rest = [("moved", "file"), ("three/e/y", "one/e/y"), ("three/w", "one/w")];
+    let all = |x| [&[("four/d/z", "two/d/z"), x][..], &rest].concat();
+    let mut now = all(("one/d/x", "one/d/x"));
+    now.sort_unstable();
+    world.check_objects(&now).await;
+    faults.clear();
+    make_directory(&tree, "one").await.expect("made");
+    let placed = world.write_path(&tree, "one/new", "new").await.expect("written");
+    assert!(matches!(placed, Placement::Owned { .. }), "the old path is claimed: {placed:?}");
+    tree.drain().await.expect("drained");
+    let mut then = all(("three/d/x", "one/d/x"));
+    then.push(("one/new", "new"));
+    then.sort_unstable();
+    world.check_objects(&then).await;
+    let placed = world.write_path(&tree, "one/newer", "newer").await.expect("written");
+    assert!(matches!(placed, Placement::Own { .. }), "and is not any more: {placed:?}");
 }
