@@ -88,17 +88,20 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
     ["InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout"].into_iter().any(named)
 }
 
-/// Whether the cloud's metadata service, which gives a host its credentials, was asked without success. Before the first
-/// credentials this means that there is none.
-pub(super) fn lacks_metadata(error: &object_store::Error) -> bool {
-    find::<Fault>(error).is_none() && error.to_string().contains(INSTANCE_METADATA)
+/// Whether who gives this host its credentials was asked without success: a profile's program, a token service, or the
+/// cloud's metadata service. Before the first credentials this means that there are none.
+pub(super) fn lacks_credentials(error: &object_store::Error) -> bool {
+    match find::<Fault>(error) {
+        Some(fault) => matches!(fault, Fault::Credentials { .. }),
+        None => error.to_string().contains(INSTANCE_METADATA),
+    }
 }
 
 /// Whether a request that failed for now may have been carried out: it was sent, and the store did not put it off.
 pub(super) fn is_unanswered(error: &object_store::Error) -> bool {
     let is_put_off =
         matches!(find::<Fault>(error), Some(Fault::Service { status: 408 | 409 | 429 | 503, .. }));
-    !is_put_off && !is_unreachable(error)
+    !is_put_off && !is_unreachable(error) && !lacks_credentials(error)
 }
 
 /// Whether nobody took a connection.
@@ -149,9 +152,8 @@ fn between<'a>(text: &'a str, tag: &str) -> Option<&'a str> {
 
 /// The error as it crosses the package's boundary. `bucket` names the bucket in messages.
 pub(super) fn convert(bucket: &str, error: object_store::Error) -> Error {
-    if let Some(Fault::Credentials { origin, cause, hint }) = find::<Fault>(&error) {
-        return Error::new(ErrorKind::Denied, format!("no credentials for {bucket} from {origin}: {cause}"))
-            .with_hint(hint);
+    if let Some(error) = no_credentials(bucket, &error) {
+        return error;
     }
     let text = error.to_string();
     let service = find::<Fault>(&error).and_then(|fault| match fault {
@@ -172,6 +174,25 @@ pub(super) fn convert(bucket: &str, error: object_store::Error) -> Error {
     known
         .or_else(|| gave_up(bucket, &error))
         .unwrap_or_else(|| by_variant(bucket, &error, &text).with_source(error))
+}
+
+/// Nobody gave any. Where there were some before, they were asked for as long as the store may be.
+fn no_credentials(bucket: &str, error: &object_store::Error) -> Option<Error> {
+    let (fault, tries) = match find::<Fault>(error)? {
+        Fault::GaveUp { attempts, waited_ms, cause } => (find::<Fault>(cause)?, Some((attempts, waited_ms))),
+        fault => (fault, None),
+    };
+    let Fault::Credentials { origin, cause, hint } = fault else { return None };
+    let none = format!("no credentials for {bucket} from {origin}");
+    let error = match tries {
+        None => Error::new(ErrorKind::Denied, format!("{none}: {cause}")),
+        Some((attempts, waited_ms)) => {
+            let message =
+                format!("{none}: gave up after {attempts} attempts in {waited_ms} ms; the last: {cause}");
+            Error::new(ErrorKind::Unavailable, message)
+        }
+    };
+    Some(error.with_hint(hint))
 }
 
 /// The store was asked for as long as it may be.

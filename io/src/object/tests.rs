@@ -314,7 +314,8 @@ async fn opening_waits_for_a_busy_store_and_not_for_one_that_is_not_there() {
     }
 }
 
-/// One slow moment of the metadata service, at the renewal of each hour, was EACCES for whoever read or wrote then.
+/// One slow moment of the metadata service, at the renewal of each hour, was EACCES for whoever read or wrote then; so was one
+/// of a token service when what it had given was over.
 #[tokio::test(start_paused = true)]
 async fn a_moment_without_instance_metadata_is_waited_for_once_there_were_credentials() {
     let absent = || {
@@ -322,25 +323,43 @@ async fn a_moment_without_instance_metadata_is_waited_for_once_there_were_creden
         let error = HttpError::new(HttpErrorKind::Timeout, std::io::Error::other(text));
         object_store::Error::Generic { store: "S3", source: Box::new(error) }
     };
+    let expired = || {
+        let [origin, cause, hint] = ["role `lab`", "no route to host", "log in"].map(str::to_owned);
+        Fault::Credentials { origin, cause, hint }.into()
+    };
     let settings = StoreSettings { deadline_ms: 30_000, ..StoreSettings::default() };
     type Make = fn(Arc<Failing>, &StoreSettings) -> Stack;
     let opening: Make = |store, settings| Stack::opening(store, settings);
     let opened: Make = |store, settings| Stack::new(store, settings);
-    // Whoever has none is told at once; a service that stays away is no matter of rights.
-    let cases = [(opening, 3, Some(ErrorKind::Denied), 1), (opened, 3, None, 4)];
-    for (stack, times, told, asked) in cases {
-        let store = Plain::staged(Arc::new(InMemory::new()), true);
-        let failing = Arc::new(Failing { asked: AtomicUsize::new(0), error: absent, times, store });
-        let bucket = Bucket::over("s3://b".parse().expect("a URL"), stack(failing.clone(), &settings));
-        let put = bucket.put(&ObjectKey::new("k"), "v".into(), Condition::Always).await;
-        assert_eq!(put.err().map(|error| error.kind()), told);
-        assert_eq!(failing.asked.load(Ordering::SeqCst), asked);
+    let cases = [
+        (
+            absent as fn() -> object_store::Error,
+            ["did not answer", "169.254.169.254"],
+            "check AWS_ENDPOINT_URL",
+        ),
+        (expired, ["no credentials for s3://b from role `lab`", "no route to host"], "log in"),
+    ];
+    for (error, says, hint) in cases {
+        let over = |stack: Make, times| {
+            let store = Plain::staged(Arc::new(InMemory::new()), true);
+            let failing = Arc::new(Failing { asked: AtomicUsize::new(0), error, times, store });
+            let url = "s3://b".parse().expect("a URL");
+            (Bucket::over(url, stack(failing.clone(), &settings)), failing)
+        };
+        // Whoever has none is told at once; a service that stays away is no matter of rights.
+        for (stack, times, told, asked) in [(opening, 3, Some(ErrorKind::Denied), 1), (opened, 3, None, 4)] {
+            let (bucket, failing) = over(stack, times);
+            let put = bucket.put(&ObjectKey::new("k"), "v".into(), Condition::Always).await;
+            assert_eq!(put.err().map(|error| error.kind()), told);
+            assert_eq!(failing.asked.load(Ordering::SeqCst), asked);
+        }
+        let (bucket, _) = over(opened, 1000);
+        let told = bucket.head(&ObjectKey::new("k")).await.expect_err("it stays away");
+        assert_eq!(told.kind(), ErrorKind::Unavailable, "{told}");
+        let text = told.to_string();
+        assert!(says.iter().all(|said| text.contains(said)), "{text}");
+        assert!(told.hint().is_some_and(|told| told.contains(hint)), "{:?}", told.hint());
     }
-    let store = Plain::staged(Arc::new(InMemory::new()), true);
-    let failing = Arc::new(Failing { asked: AtomicUsize::new(0), error: absent, times: 1000, store });
-    let bucket = Bucket::over("s3://b".parse().expect("a URL"), Stack::new(failing, &settings));
-    let error = bucket.head(&ObjectKey::new("k")).await.expect_err("it stays away");
-    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
 }
 
 /// A store that takes its time for copies and completions.

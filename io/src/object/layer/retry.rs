@@ -29,7 +29,7 @@ use tokio::time::Instant;
 use super::body::{Body, replace};
 use crate::object::counters::Meter;
 use crate::object::error::{
-    Fault, is_of_kernel, is_refusal, is_transient, is_unanswered, is_unreachable, lacks_metadata,
+    Fault, is_of_kernel, is_refusal, is_transient, is_unanswered, is_unreachable, lacks_credentials,
 };
 use crate::object::request::{Reply, Request, Service, Shared};
 use crate::object::types::Condition;
@@ -142,7 +142,7 @@ impl Retrying {
 
     /// Whether the same request may succeed if it is sent again.
     fn may_pass(&self, error: &object_store::Error) -> bool {
-        is_transient(error) || (!self.is_opening && lacks_metadata(error))
+        is_transient(error) || (!self.is_opening && lacks_credentials(error))
     }
 
     /// Waits before the next attempt, or gives up.
