@@ -34,21 +34,26 @@ impl LocalTree {
     /// and stays even if it is more. No limit at all ends the quota. Durable on return.
     ///
     /// # Errors
-    /// `Unavailable` when the store does not take in time what was changed before: what is not counted stays as it was.
+    /// `Unavailable` when the store does not take it in time, or what was changed before: all stays as it was.
     pub async fn set_quota(&self, directory: InodeId, limits: QuotaLimits) -> Result<Option<Quota>> {
         self.check_writable()?;
         let before = self.limit(directory, limits).await?;
-        let counted = match limits == QuotaLimits::default() {
-            true => self.end_count(directory).await,
-            false => self.count_below(directory).await,
-        };
-        if let Err(error) = counted {
+        if let Err(error) = self.bring_to_disk(directory, limits).await {
             self.restore_limit(directory, limits, before).await?;
             self.end_count(directory).await?;
             return Err(error);
         }
-        self.committer.sync_in_time().await?;
         self.quota(directory).await
+    }
+
+    /// Counts what is limited now, or ends the count. A count goes after what ends it is durable: it may yet be needed.
+    async fn bring_to_disk(&self, directory: InodeId, limits: QuotaLimits) -> Result<()> {
+        let is_end = limits == QuotaLimits::default();
+        if !is_end {
+            self.count_below(directory).await?;
+        }
+        self.committer.sync_in_time().await?;
+        if is_end { self.end_count(directory).await } else { Ok(()) }
     }
 
     /// Sets the limits of a directory back, unless somebody else has set them since.

@@ -223,6 +223,12 @@ async fn what_cannot_be_counted_while_the_store_is_away_fails_in_time() {
     };
     told(&mut Box::pin(rename(&tree, "one/d", "two/d", RenameMode::Replace))).await;
     told(&mut Box::pin(async { tree.set_quota(three, WIDE).await.map(drop) })).await;
+    let one = resolve(&tree, "one").await.expect("found").ino;
+    let before = tree.quota(one).await.expect("looked at");
+    for other in [limits(1, 10), QuotaLimits::default()] {
+        told(&mut Box::pin(async { tree.set_quota(one, other).await.map(drop) })).await;
+        assert_eq!(tree.quota(one).await.expect("looked at"), before, "what fails changes nothing");
+    }
     faults.set_down(false);
     tree.sync().await.expect("what was made before is kept");
     assert_eq!(resolve(&tree, "one/later").await.expect("found").ino, later);
