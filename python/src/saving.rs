@@ -133,19 +133,20 @@ impl Session {
 
     /// Has the agent keep copies of the `keep` newest steps in `directory`, all ranks together no more than `ceiling` bytes
     /// where that is given, as a number with or without a unit. `starts` are the nonces of this start and those
-    /// before it that it goes on from, oldest first; a step of these that the store may lack is brought there.
+    /// before it that it goes on from, oldest first, with the highest number of a start that this one saw in the store; a step
+    /// of these that the store may lack is brought there.
     fn set_local(
         &self,
         py: Python<'_>,
         directory: String,
         keep: usize,
         ceiling: Option<&str>,
-        starts: Vec<String>,
-        seen: u64,
+        lineage: (Vec<String>, u64),
         resumes: Option<Named>,
     ) -> PyResult<()> {
         let ceiling = ceiling.map(parse_bytes).transpose();
         let ceiling = ceiling.map_err(|error| error.context("local_bytes")).or_raise()?;
+        let (starts, seen) = lineage;
         let tier = LocalTier { directory, keep, ceiling, starts, seen, resumes: resumes.map(step_named) };
         py.detach(|| self.0.lock().set_local(tier));
         Ok(())

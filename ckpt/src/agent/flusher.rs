@@ -29,8 +29,8 @@ use crate::arena::HeldStep;
 #[cfg(test)]
 use crate::catalog::begin_run;
 use crate::catalog::{
-    Alive, KnownShards, OLD, Part, Round, Run, StepKey, begin_run_unless, find_run, forget_notes,
-    put_failed, remove_part, retain, saved_already, superseded_by,
+    Alive, KnownShards, OLD, Part, Round, Run, StepKey, begin_run_unless, find_run, forget_notes, put_failed,
+    remove_part, retain, saved_already, superseded_by,
 };
 #[cfg(test)]
 use crate::local::{Local, LocalTier};

@@ -141,8 +141,8 @@ class LocalCopies:
         """Has the agent of a session keep copies there."""
         if not self._has_begun:
             self._has_begun = True
-            starts = [*self._starts, nonce]
-            session.set_local(self._directory, self._keep, self._ceiling, starts, self._seen, self._resumes)
+            lineage = [*self._starts, nonce], self._seen
+            session.set_local(self._directory, self._keep, self._ceiling, lineage, self._resumes)
 
     def _look(self) -> dict[str, Any]:
         try:

@@ -244,9 +244,9 @@ async fn a_step_that_is_brought_home_is_not_deleted_meanwhile() {
         assert!(local.put(&left.held, &slot_of(&left), || true).await.expect("put"));
         let later = Start { nonce: "fedcba9876543210".repeat(2), ..start() };
         let starts = vec![start().nonce, later.nonce.clone()];
-        local.begin(&starts).await.expect("begin");
+        local.begin(&starts, 0).await.expect("begin");
         let resumes = Some(left.held.name());
-        let tier = LocalTier { directory, keep: 1, ceiling, starts, resumes };
+        let tier = LocalTier { directory, keep: 1, ceiling, starts, seen: 0, resumes };
         let mut hello = Hello::new(url, later.clone(), Default::default());
         (hello.local, hello.flush_rate) = (Some(tier), std::num::NonZeroU64::new(MIB));
         let (trainer, mut listener) = trainer();
