@@ -77,8 +77,7 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
     let text = error.to_string();
     if find::<HttpError>(error).is_some() {
         // A wrong certificate stays wrong; where no instance metadata answers, none will.
-        return !text.contains(INSTANCE_METADATA)
-            && !chain(error).any(|e| e.to_string().contains("certificate"));
+        return !text.contains(INSTANCE_METADATA) && certificate_refusal(error).is_none();
     }
     if let Some(io) = find::<std::io::Error>(error) {
         return matches!(io.kind(), std::io::ErrorKind::Interrupted | std::io::ErrorKind::TimedOut);
@@ -86,6 +85,12 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
     // Bulk deletes and copies report these inside a reply of status 200.
     let named = |code| code_in(&text) == Some(code) || text.contains(&format!("(code: {code})"));
     ["InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout"].into_iter().any(named)
+}
+
+/// Why the certificate of the server was refused, if it was.
+fn certificate_refusal(error: &object_store::Error) -> Option<String> {
+    find::<HttpError>(error)?;
+    chain(error).map(ToString::to_string).filter(|text| text.contains("certificate")).last()
 }
 
 /// Whether who gives this host its credentials was asked without success: a profile's program, a token service, or the
@@ -282,6 +287,11 @@ fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
             _ => "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
         };
         return Error::new(ErrorKind::Denied, format!("no credentials found for {bucket}")).with_hint(hint);
+    }
+    if let Some(reason) = certificate_refusal(error) {
+        let message = format!("the certificate of the server of {bucket} is not trusted: {reason}");
+        return Error::new(ErrorKind::Unavailable, message)
+            .with_hint("SSL_CERT_FILE names a file of authorities to trust; is the endpoint named as in the certificate?");
     }
     if let Some(Fault::ReadOnly) = find::<Fault>(error) {
         return Error::new(ErrorKind::ReadOnly, format!("{bucket} is open read-only"));

@@ -5,12 +5,14 @@ use forebay_io::object::{FaultMode, Faults, OperationKind};
 use super::world::*;
 use crate::tree::{Placement, RenameMode, Tree, resolve};
 
-/// Files that were renamed and exchanged. Returns how often the lease was asked for until all were at their keys; it lapses
-/// at the `nth` question, for `times` of them.
+/// Files that were renamed and exchanged, of which the first goes aside: the store refuses its copy. Returns how often the
+/// lease was asked for until all were at their keys; it lapses at the `nth` question, for `times` of them.
 async fn moves_beside_a_lapse(is_unsure: bool, nth: u64, times: u64) -> u64 {
     let mut world = World::memory().await;
     world.committing.changes_while_unsure = is_unsure;
-    let tree = world.open().await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults))).await;
+    faults.script(OperationKind::Copy, 1, FaultMode::Refuse);
     for key in ["a", "c", "e", "f"] {
         world.put(key, key.as_bytes()).await;
     }
