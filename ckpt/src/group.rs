@@ -19,8 +19,13 @@ use serde::{Deserialize, Serialize};
 const GRACE: Duration = Duration::from_secs(5);
 /// The longest that nobody says anything before the thread looks whether its own process let it go.
 const TICK: Duration = Duration::from_secs(3600);
+/// How often a rank that waits asks whether it is to go on.
+const BEAT: Duration = Duration::from_millis(200);
 /// The longest words of one rank, and of all together, in bytes as they are sent.
 const MOST_BYTES: usize = if cfg!(test) { 1 << 20 } else { MAX_FRAME };
+
+/// Asked some times a second while a rank waits for others; false ends the wait, and the group.
+pub type GoesOn<'a> = &'a mut dyn FnMut() -> bool;
 
 /// A rank's way to the others.
 #[derive(Debug)]
@@ -65,17 +70,23 @@ impl Group {
     /// # Errors
     /// `Unavailable`, naming the ranks that are missing; `Invalid` when two ranks have one number or the ranks
     /// disagree about how many they are; `Exists` when another group meets there.
-    pub fn join(name: &str, rank: usize, world_size: usize, patience: Duration) -> Result<Self> {
+    pub fn join(
+        name: &str,
+        rank: usize,
+        world_size: usize,
+        patience: Duration,
+        goes_on: GoesOn<'_>,
+    ) -> Result<Self> {
         if rank >= world_size {
             return Err(Error::invalid(format!("rank {rank} of {world_size}")));
         }
         let ends = Arc::new(Inherited::new());
         let stream = match rank {
             0 => host(name, world_size, patience, ends.clone())?,
-            _ => visit(name, Joining { rank, world_size }, patience)?,
+            _ => visit(name, Joining { rank, world_size }, patience, goes_on)?,
         };
         let mut group = Self { rank, world_size, stream: Some(stream), ends };
-        group.gather("", patience).map(|_| group)
+        group.gather("", patience, goes_on).map(|_| group)
     }
 
     /// This rank, from 0.
@@ -93,16 +104,21 @@ impl Group {
     /// # Errors
     /// `Unavailable`, naming the ranks, when one is gone or says nothing within `patience` of the first one; the
     /// group is over then. `TooLarge` when one rank, or all together, say more than one frame takes, which ends it as well.
-    pub fn gather(&mut self, text: &str, patience: Duration) -> Result<Vec<String>> {
-        self.take_part(text, None, patience).map(|(texts, _)| texts)
+    pub fn gather(&mut self, text: &str, patience: Duration, goes_on: GoesOn<'_>) -> Result<Vec<String>> {
+        self.take_part(text, None, patience, goes_on).map(|(texts, _)| texts)
     }
 
     /// Lends `memory` to all ranks, as each of them does; gives what each lends, in the order of ranks.
     ///
     /// # Errors
     /// As [`Self::gather`].
-    pub fn exchange(&mut self, memory: &SharedMemory, patience: Duration) -> Result<Vec<SharedMemory>> {
-        let (texts, fds) = self.take_part("lend", Some(memory.as_fd()), patience)?;
+    pub fn exchange(
+        &mut self,
+        memory: &SharedMemory,
+        patience: Duration,
+        goes_on: GoesOn<'_>,
+    ) -> Result<Vec<SharedMemory>> {
+        let (texts, fds) = self.take_part("lend", Some(memory.as_fd()), patience, goes_on)?;
         if texts.iter().any(|text| text != "lend") || fds.len() != self.world_size {
             return Err(Error::invalid("not all ranks lend memory"));
         }
@@ -114,6 +130,7 @@ impl Group {
         text: &str,
         fd: Option<BorrowedFd<'_>>,
         patience: Duration,
+        goes_on: GoesOn<'_>,
     ) -> Result<(Vec<String>, Vec<OwnedFd>)> {
         let over = || Error::new(ErrorKind::Unavailable, "the job's group is over");
         let stream = self.stream.as_mut().ok_or_else(over)?;
@@ -121,12 +138,21 @@ impl Group {
         let word = word_of(self.rank, text, patience_ms)?;
         // Where the group was over already, why can still be heard.
         stream.send(&word, fd).ok();
-        let heard = match is_readable(stream, patience + GRACE) {
-            Ok(true) => stream.receive(),
-            Ok(false) => Err(missing(&[0], "answer", patience)),
+        let gone = || Error::new(ErrorKind::Unavailable, "rank 0 is gone, and the job's group with it");
+        let heard = match wait_for(stream, patience + GRACE, goes_on) {
+            Ok(Some(true)) => stream.receive().map_err(|error| match error.kind() {
+                // Its process ended before it answered.
+                ErrorKind::Unavailable => gone(),
+                _ => error,
+            }),
+            Ok(Some(false)) => Err(missing(&[0], "answer", patience)),
+            Ok(None) => {
+                // The others hear that this rank is gone: its next words would be taken for those of this round.
+                self.stream = None;
+                return Err(ended());
+            }
             Err(error) => Err(error),
         };
-        let gone = || Error::new(ErrorKind::Unavailable, "rank 0 is gone, and the job's group with it");
         let answer = match heard {
             Ok(Some((frame, _))) => parse(&frame)?,
             Ok(None) => Answer::Over(gone().to_string()),
@@ -172,27 +198,44 @@ fn host(name: &str, world_size: usize, patience: Duration, ends: Arc<Inherited>)
 }
 
 /// Goes to the meeting place that rank 0 holds, or will hold in time.
-fn visit(name: &str, joining: Joining, patience: Duration) -> Result<FdStream> {
-    let Some(mut stream) = meet(name, patience + GRACE)? else {
-        return Err(missing(&[0], "join the job's group", patience));
-    };
-    stream.send(&frame_of(&joining)?, None).ok();
-    Ok(stream)
+fn visit(name: &str, joining: Joining, patience: Duration, goes_on: GoesOn<'_>) -> Result<FdStream> {
+    let clock = Clock::system();
+    let deadline = clock.now() + patience + GRACE;
+    loop {
+        let left = deadline.since(clock.now());
+        if let Some(mut stream) = meet(name, left.min(BEAT))? {
+            stream.send(&frame_of(&joining)?, None).ok();
+            return Ok(stream);
+        }
+        if left.is_zero() {
+            return Err(missing(&[0], "join the job's group", patience));
+        }
+        if !goes_on() {
+            return Err(ended());
+        }
+    }
 }
 
-/// Waits for the next words; a signal does not end the wait.
-fn is_readable(stream: &FdStream, patience: Duration) -> Result<bool> {
+/// Whether the next words came in time; none where the wait is not to go on. A signal by itself does not end it.
+fn wait_for(stream: &FdStream, patience: Duration, goes_on: GoesOn<'_>) -> Result<Option<bool>> {
     let clock = Clock::system();
     let deadline = clock.now() + patience;
     loop {
         let left = deadline.since(clock.now());
-        if stream.readable(left)? {
-            return Ok(true);
+        if stream.readable(left.min(BEAT))? {
+            return Ok(Some(true));
         }
         if left.is_zero() {
-            return Ok(false);
+            return Ok(Some(false));
+        }
+        if !goes_on() {
+            return Ok(None);
         }
     }
+}
+
+fn ended() -> Error {
+    Error::new(ErrorKind::Unavailable, "the wait for the job's other ranks was ended here")
 }
 
 /// # Errors
@@ -308,10 +351,10 @@ fn collect(ranks: &mut [FdStream]) -> Result<(Vec<String>, Vec<Option<OwnedFd>>)
         if let Some((_, patience)) = waiting.filter(|_| left.is_zero()) {
             return Err(missing(&silent, "take part", patience));
         }
-        let streams: Vec<&FdStream> = silent.iter().map(|rank| &ranks[*rank]).collect();
-        for index in FdStream::readable_among(&streams, left)? {
-            let rank = silent[index];
-            let received = ranks[rank].receive();
+        // Those that spoke say nothing more until they are answered: what can be received from them is their end.
+        let streams: Vec<&FdStream> = ranks.iter().collect();
+        for rank in FdStream::readable_among(&streams, left)? {
+            let received = if texts[rank].is_none() { ranks[rank].receive() } else { Ok(None) };
             let Ok(Some((frame, fd))) = received else {
                 return Err(Error::new(ErrorKind::Unavailable, format!("rank {rank} of the job is gone")));
             };
@@ -370,7 +413,7 @@ mod tests {
 
     /// Runs `work` on each rank of a group, each on a thread of its own.
     fn on_ranks<T: Send>(test: &str, count: usize, work: impl Fn(Group) -> T + Sync) -> Vec<T> {
-        let run = |rank| work(Group::join(&name(test), rank, count, PATIENCE).expect("join"));
+        let run = |rank| work(Group::join(&name(test), rank, count, PATIENCE, &mut || true).expect("join"));
         let run = &run;
         std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..count).map(|rank| scope.spawn(move || run(rank))).collect();
@@ -383,7 +426,7 @@ mod tests {
         let heard = on_ranks("all", 4, |mut group| {
             let say = |group: &mut Group, round| {
                 let text = format!("{} in {round}", group.rank());
-                group.gather(&text, PATIENCE).expect("gather")
+                group.gather(&text, PATIENCE, &mut || true).expect("gather")
             };
             (say(&mut group, 1), say(&mut group, 2))
         });
@@ -398,15 +441,17 @@ mod tests {
         let seen = on_ranks("memory", 3, |mut group| {
             let memory = SharedMemory::create("test", 4096).expect("memory");
             memory.map_write(0..4096).expect("map")[7] = 10 + group.rank() as u8;
-            let lent = group.exchange(&memory, PATIENCE).expect("exchange");
+            let lent = group.exchange(&memory, PATIENCE, &mut || true).expect("exchange");
             let seen: Vec<u8> =
                 lent.iter().map(|memory| memory.map_read(0..4096).expect("map").as_ref()[7]).collect();
-            (seen, group.gather("and on", PATIENCE).expect("gather").len())
+            (seen, group.gather("and on", PATIENCE, &mut || true).expect("gather").len())
         });
         assert_eq!(seen, vec![(vec![10, 11, 12], 3); 3]);
         let refused = on_ranks("miser", 2, |mut group| match group.rank() {
-            0 => group.exchange(&SharedMemory::create("test", 4096).expect("memory"), PATIENCE).is_err(),
-            _ => group.gather("nothing to lend", PATIENCE).is_ok(),
+            0 => group
+                .exchange(&SharedMemory::create("test", 4096).expect("memory"), PATIENCE, &mut || true)
+                .is_err(),
+            _ => group.gather("nothing to lend", PATIENCE, &mut || true).is_ok(),
         });
         assert_eq!(refused, [true, true]);
     }
@@ -415,7 +460,7 @@ mod tests {
     fn a_rank_that_is_gone_or_silent_is_named() {
         let errors = on_ranks("gone", 3, |mut group| match group.rank() {
             2 => None,
-            _ => Some(group.gather("", PATIENCE).expect_err("rank 2 is gone")),
+            _ => Some(group.gather("", PATIENCE, &mut || true).expect_err("rank 2 is gone")),
         });
         for error in errors.into_iter().flatten() {
             assert!(error.message().contains("rank 2 of the job is gone"), "{error}");
@@ -423,13 +468,45 @@ mod tests {
         let told = std::sync::Barrier::new(3);
         let errors = on_ranks("silent", 3, |mut group| {
             if group.rank() == 0 {
-                let error = group.gather("", Duration::from_millis(50)).expect_err("others are silent");
+                let error =
+                    group.gather("", Duration::from_millis(50), &mut || true).expect_err("others are silent");
                 assert!(error.message().contains("ranks 1, 2 did not take part within 0.05 s"), "{error}");
             }
             told.wait();
-            group.gather("", PATIENCE).expect_err("it is over")
+            group.gather("", PATIENCE, &mut || true).expect_err("it is over")
         });
         assert!(errors.iter().all(|error| error.kind() == ErrorKind::Unavailable));
+    }
+
+    #[test]
+    fn a_wait_is_ended_where_it_is_not_to_go_on_and_the_others_hear_so() {
+        let errors = on_ranks("ended", 3, |mut group| match group.rank() {
+            // It says nothing until it is told that the group is over.
+            2 => vec![heard_of_the_end(&mut group)],
+            1 => {
+                let mut asked = 0;
+                let mut twice = || {
+                    asked += 1;
+                    asked < 2
+                };
+                let error = group.gather("", PATIENCE, &mut twice).expect_err("ended");
+                vec![error, group.gather("", PATIENCE, &mut || true).expect_err("it is over")]
+            }
+            _ => vec![group.gather("", PATIENCE, &mut || true).expect_err("rank 1 is gone")],
+        });
+        let messages: Vec<Vec<_>> =
+            errors.iter().map(|errors| errors.iter().map(Error::message).collect()).collect();
+        let gone = "rank 1 of the job is gone";
+        let own = ["the wait for the job's other ranks was ended here", "the job's group is over"];
+        assert_eq!(messages, [vec![gone], own.to_vec(), vec![gone]]);
+        let error =
+            Group::join(&name("nobody"), 1, 2, PATIENCE, &mut || false).expect_err("rank 0 never comes");
+        assert_eq!(error.message(), own[0]);
+    }
+
+    fn heard_of_the_end(group: &mut Group) -> Error {
+        assert!(group.stream.as_ref().expect("a stream").readable(PATIENCE).expect("readable"));
+        group.gather("", PATIENCE, &mut || true).expect_err("it is over")
     }
 
     /// The ranks waited for each other, and heard in the end that rank 0 did not answer.
@@ -442,8 +519,8 @@ mod tests {
         ] {
             let errors = on_ranks(test, 2, |mut group| {
                 let text = "x".repeat(lengths[group.rank()]);
-                let error = group.gather(&text, PATIENCE).expect_err("too long");
-                (error, group.gather("", PATIENCE).expect_err("it is over"))
+                let error = group.gather(&text, PATIENCE, &mut || true).expect_err("too long");
+                (error, group.gather("", PATIENCE, &mut || true).expect_err("it is over"))
             });
             for (error, after) in errors {
                 assert_eq!(error.kind(), ErrorKind::TooLarge, "{error}");
@@ -453,7 +530,7 @@ mod tests {
         }
         let longest = on_ranks("longest", 2, |mut group| {
             let text = "x".repeat(MOST_BYTES / 2 - 100);
-            group.gather(&text, PATIENCE).expect("it fits").concat().len()
+            group.gather(&text, PATIENCE, &mut || true).expect("it fits").concat().len()
         });
         assert_eq!(longest, [MOST_BYTES - 200; 2]);
     }
@@ -461,14 +538,14 @@ mod tests {
     #[test]
     fn ranks_that_do_not_come_are_named_and_twins_are_refused() {
         // Rank 0 is there even where nobody is waited for.
-        let error = Group::join(&name("alone"), 0, 3, Duration::ZERO).expect_err("alone");
+        let error = Group::join(&name("alone"), 0, 3, Duration::ZERO, &mut || true).expect_err("alone");
         assert!(error.message().contains("ranks 1, 2 did not join"), "{error}");
         // Many times, since the twins may be there before rank 0 looks, or after.
         for round in 0..20 {
             let name = name(&format!("twins-{round}"));
             std::thread::scope(|scope| {
                 let join = |rank| {
-                    let error = Group::join(&name, rank, 3, PATIENCE).expect_err("twins");
+                    let error = Group::join(&name, rank, 3, PATIENCE, &mut || true).expect_err("twins");
                     assert!(error.message().contains("two processes say that they are rank 1"), "{error}");
                 };
                 [0, 1, 1].into_iter().for_each(|rank| drop(scope.spawn(move || join(rank))));

@@ -1,13 +1,14 @@
 //! Several ranks: their group, the job's start, and who writes what.
 
+use std::cell::RefCell;
 use std::time::Duration;
 
 use forebay_ckpt::agent::Member;
 use forebay_ckpt::catalog::{self, Run, Start, begin_run, find_run};
-use forebay_ckpt::group;
+use forebay_ckpt::group::{self, GoesOn};
 use forebay_ckpt::plan::{Descriptor, Share, plan, text_beside};
 use forebay_core::{Error, Result};
-use parking_lot::Mutex;
+use parking_lot::ReentrantMutex;
 use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
 
@@ -16,28 +17,65 @@ use crate::errors::OrRaise;
 use crate::loading::with_bucket;
 use crate::saving::{Part, Session, Text};
 
-/// A rank's way to the others.
+/// A rank's way to the others. One thread at a time uses it; what Python does there on a signal meanwhile does not.
 #[pyclass(frozen, module = "forebay._native")]
-pub(crate) struct Group(pub(crate) Mutex<group::Group>);
+pub(crate) struct Group(ReentrantMutex<RefCell<group::Group>>);
+
+impl Group {
+    /// Waits for others with `work`, which gets what looks at signals meanwhile. Gives what a signal's handler raised.
+    pub(crate) fn wait<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut group::Group, GoesOn<'_>) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        heeding_signals(py, |goes_on| {
+            let group = self.0.lock();
+            let mut group = group.try_borrow_mut().map_err(|_| {
+                Error::invalid("this rank waits for the others already")
+                    .with_hint("a signal's handler cannot save or restore together with other ranks")
+            })?;
+            work(&mut group, goes_on)
+        })
+    }
+}
+
+/// Does `work` without the interpreter; what looks at signals for it is true until one's handler raises.
+fn heeding_signals<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce(GoesOn<'_>) -> Result<T> + Send,
+) -> PyResult<T> {
+    let (outcome, raised) = py.detach(|| {
+        let mut raised = None;
+        let mut goes_on = || {
+            raised = Python::attach(|py| py.check_signals()).err();
+            raised.is_none()
+        };
+        let outcome = work(&mut goes_on);
+        (outcome, raised)
+    });
+    raised.map_or_else(|| outcome.or_raise(), Err)
+}
 
 #[pymethods]
 impl Group {
     /// Joins the ranks that meet at `name`.
     #[new]
     fn new(py: Python<'_>, name: String, rank: usize, world_size: usize, patience_s: f64) -> PyResult<Self> {
-        let joined = py.detach(|| group::Group::join(&name, rank, world_size, patience(patience_s)));
-        joined.map(|group| Self(Mutex::new(group))).or_raise()
+        let joined = heeding_signals(py, |goes_on| {
+            group::Group::join(&name, rank, world_size, patience(patience_s), goes_on)
+        });
+        joined.map(|group| Self(ReentrantMutex::new(RefCell::new(group))))
     }
 
-    /// What each rank says, in their order.
+    /// What each rank says, in their order. What a signal's handler raises meanwhile ends the group.
     fn gather(&self, py: Python<'_>, text: &str, patience_s: f64) -> PyResult<Vec<String>> {
-        py.detach(|| self.0.lock().gather(text, patience(patience_s))).or_raise()
+        self.wait(py, |group, goes_on| group.gather(text, patience(patience_s), goes_on))
     }
 
     /// For a forked child: lets go without a word.
     fn forget(&self, py: Python<'_>) {
         py.detach(|| {
-            if let Some(mut group) = self.0.try_lock() {
+            if let Some(Ok(mut group)) = self.0.try_lock().as_ref().map(|group| group.try_borrow_mut()) {
                 group.forget();
             }
         });

@@ -59,9 +59,9 @@ impl Together {
     fn lend(&self, py: Python<'_>, group: &Group, patience_s: f64) -> PyResult<()> {
         let half = self.plan.half_bytes();
         let halves = [0..half, half..2 * half];
-        let lend = || {
+        group.wait(py, |group, goes_on| {
             let memory = SharedMemory::create("forebay-restore", 2 * half)?;
-            let lent = group.0.lock().exchange(&memory, patience(patience_s))?;
+            let lent = group.exchange(&memory, patience(patience_s), goes_on)?;
             let both = |memory: SharedMemory| -> Result<[ReadMapping; 2]> {
                 let [first, second] = halves.clone();
                 Ok([memory.map_read(first)?, memory.map_read(second)?])
@@ -70,8 +70,7 @@ impl Together {
             let own = halves.iter().map(|half| memory.map_write(half.clone()));
             *self.own.lock() = own.collect::<Result<_>>()?;
             Ok(())
-        };
-        py.detach(lend).or_raise()
+        })
     }
 
     /// Fills memory, given as to `Step.read`, with what no other rank wants.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,89 @@ def test_a_signal_to_one_rank_saves_on_all(tmp_path: Path) -> None:
     last = [max([1, *map(int, child._lines.read().split())]) for child in children]
     assert [child.join() for child in children] == [-signal.SIGTERM] * 2
     assert [saved(tmp_path)] * 2 == [step + 1 for step in last]
+
+
+def one_waits_and_one_hangs(children: list[Child]) -> bool:
+    """Whether rank 0 waits for words of rank 1, which stopped itself."""
+    waiting, hanging = (Path(f"/proc/{child.pid}") for child in children)
+    is_stopped = hanging.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return is_stopped and "poll" in waiting.joinpath("wchan").read_text()
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_ctrl_c_is_heard_while_a_rank_waits_for_one_that_hangs(tmp_path: Path, restores: bool) -> None:
+    """That the other one hangs is no reason to wait for it; it hears that it was left."""
+
+    def work(rank: int, report: Report) -> None:
+        checkpointer, state = forebay.Checkpointer(tmp_path), {"n": rank}
+        save = checkpointer.save_now(1, state)
+        assert save is not None and save.wait_durable()
+        report("saved")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            checkpointer.restore(state) if restores else checkpointer.save_now(2, state)
+        except (KeyboardInterrupt, forebay.CheckpointUnavailable) as error:
+            report(f"{type(error).__name__}: {error}")
+        with pytest.raises(forebay.CheckpointUnavailable, match="group is over"):
+            checkpointer.save_now(3, state)
+
+    children = start_ranks(2, work, with_gloo=False)
+    assert [child.line() for child in children] == ["saved", "saved"]
+    wait_until(lambda: one_waits_and_one_hangs(children))
+    os.kill(children[0].pid, signal.SIGINT)
+    assert children[0].line() == "KeyboardInterrupt:"
+    os.kill(children[1].pid, signal.SIGCONT)
+    assert re.match("CheckpointUnavailable: rank 0 (of the job )?is gone", children[1].line())
+    assert [child.join() for child in children] == [0, 0]
+
+
+def test_who_waits_for_a_rank_that_hangs_ends_when_asked_twice(tmp_path: Path) -> None:
+    def work(rank: int, report: Report) -> None:
+        checkpointer = forebay.Checkpointer(tmp_path, on_signal=["SIGTERM", "SIGUSR1"])
+        checkpointer.save_now(1, {"n": rank})
+        report("saved")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        checkpointer.save_now(2, {"n": rank})
+
+    children = start_ranks(2, work, with_gloo=False)
+    assert [child.line() for child in children] == ["saved", "saved"]
+    wait_until(lambda: one_waits_and_one_hangs(children))
+    os.kill(children[0].pid, signal.SIGTERM)
+    os.kill(children[0].pid, signal.SIGUSR1)
+    assert children[0].join() in (-signal.SIGTERM, -signal.SIGUSR1), "which of them Python saw first"
+    children[1].kill()
+
+
+def test_a_handler_that_saves_while_its_rank_waits_is_refused(tmp_path: Path) -> None:
+    """It would wait for its own wait."""
+
+    def work(rank: int, report: Report) -> None:
+        checkpointer = forebay.Checkpointer(tmp_path)
+        checkpointer.save_now(1, {"n": rank})
+
+        def save(number: int, frame: Any) -> None:
+            try:
+                checkpointer.restore({"n": 0})
+            except forebay.CheckpointInvalid as error:
+                report(str(error))
+
+        signal.signal(signal.SIGUSR1, save)
+        report("saved")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        saved = checkpointer.save_now(2, {"n": rank})
+        assert saved is not None and saved.wait_durable()
+        checkpointer.close()
+
+    children = start_ranks(2, work, with_gloo=False)
+    assert [child.line() for child in children] == ["saved", "saved"]
+    wait_until(lambda: one_waits_and_one_hangs(children))
+    os.kill(children[0].pid, signal.SIGUSR1)
+    assert children[0].line().startswith("this rank waits for the others already (hint: ")
+    os.kill(children[1].pid, signal.SIGCONT)
+    assert [child.join() for child in children] == [0, 0], "and the save that waited goes on"
 
 
 def test_the_handler_before_is_called_after_the_commit(tmp_path: Path) -> None:
