@@ -16,6 +16,7 @@ use futures::TryStreamExt;
 
 use super::named::{KnownShards, Named};
 use super::ranks::RANKS;
+use super::retain::DELETING;
 use super::uploads::{LEAST_AGE, SHARDS, abort, dead_uploads, is_clock, save_of, stores_time};
 use super::{RankKey, StepKey, list_ranks};
 
@@ -24,7 +25,7 @@ use super::{RankKey, StepKey, list_ranks};
 pub struct Garbage {
     /// Shards that nothing names.
     pub shards: Vec<ObjectKey>,
-    /// Notes of saves that never were committed.
+    /// Notes of saves that never were committed, and of deletions that were not ended.
     pub indexes: Vec<ObjectKey>,
     /// Unfinished uploads: key and id.
     pub uploads: Vec<(ObjectKey, String)>,
@@ -66,6 +67,8 @@ pub async fn collect_garbage(bucket: &Bucket, age: Duration, only_look: bool) ->
         named.look_at_steps(bucket, &HashSet::new()).await?;
     }
     let mut garbage = Garbage { indexes: old.into_iter().collect(), ..Garbage::default() };
+    let marks: Vec<_> = bucket.list(DELETING).try_collect().await?;
+    garbage.indexes.extend(marks.into_iter().filter(|mark| is_old(&mark.modified)).map(|mark| mark.key));
     garbage.indexes.sort();
     for object in shards {
         if is_old(&object.modified) && !named.contains(object.key.as_str()) && is_over(&object.key) {

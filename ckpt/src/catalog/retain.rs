@@ -7,14 +7,20 @@ use std::collections::HashSet;
 
 use forebay_core::{Error, ErrorKind, ObjectKey, Result};
 use forebay_io::object::{Bucket, Condition};
-use futures::TryStreamExt;
+use futures::{StreamExt, TryStreamExt, stream};
 use serde::{Deserialize, Serialize};
 
 use super::named::{KnownShards, Named};
 use super::{StepInfo, StepKey, StepName, find_step, list_steps};
 
-/// The prefix of pins: an empty object for each manifest that is kept whatever the schedule, see [`pin_key`].
+/// The prefix of pins: an empty object for each manifest that is kept whatever the schedule, see [`beside`].
 const PINS: &str = "pins";
+/// The prefix of marks: an empty object for each manifest that is being deleted.
+pub(super) const DELETING: &str = "deleting";
+/// What is marked for longer, by the store's clock, nobody is deleting any more.
+const STALE_S: i64 = 600;
+/// Marks that are written at a time.
+const MARKS_AT_ONCE: usize = 16;
 
 /// What retention takes away, and what it took.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -94,10 +100,7 @@ async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, known: &mut KnownShards) 
     }
     let mut named = Named::new(known);
     named.look_at_steps(bucket, &going).await?;
-    // All that reading takes time: what was pinned meanwhile stays.
-    let pins = list_pins(bucket).await?;
-    going.retain(|key| !pins.contains(key));
-    bucket.delete_many(&going.iter().map(StepKey::object).collect::<Vec<_>>()).await?;
+    going = delete_manifests(bucket, going).await?;
     named.look(bucket, &going).await?;
     let unnamed = unnamed.into_iter().filter(|shard| !named.contains(shard));
     let shards: Vec<_> = unnamed.map(ObjectKey::new).collect();
@@ -105,29 +108,64 @@ async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, known: &mut KnownShards) 
     Ok(Removed { manifests: going.len(), shards: shards.len() })
 }
 
+/// Deletes what was not pinned meanwhile, and tells what that was. Whoever pins one of them sees its mark, or that it is
+/// gone, or is seen here: see [`pin`].
+async fn delete_manifests(bucket: &Bucket, mut going: HashSet<StepKey>) -> Result<HashSet<StepKey>> {
+    let marks: Vec<_> = going.iter().map(|key| beside(DELETING, key)).collect();
+    let deleted = async {
+        let mark =
+            |mark| async move { bucket.put(&mark, Default::default(), Condition::Always).await.map(drop) };
+        let marked = stream::iter(marks.clone()).map(Ok);
+        marked.try_for_each_concurrent(MARKS_AT_ONCE, mark).await?;
+        let pins = list_pins(bucket).await?;
+        going.retain(|key| !pins.contains(key));
+        bucket.delete_many(&going.iter().map(StepKey::object).collect::<Vec<_>>()).await
+    }
+    .await;
+    // Those that stay behind go stale, and then with the garbage.
+    let unmarked = bucket.delete_many(&marks).await;
+    deleted.and(unmarked).map(|()| going)
+}
+
 /// Keeps a step as it is saved now until it is unpinned: also when another start saves that step again.
 ///
 /// # Errors
-/// `NotFound` when it is not there, or was deleted meanwhile.
+/// `NotFound` when it is not there, or was deleted meanwhile; `Conflict` when it may be in this moment.
 pub async fn pin(bucket: &Bucket, name: StepName) -> Result<()> {
     let key = find_step(bucket, name).await?.key;
-    bucket.put(&pin_key(&key), Default::default(), Condition::Always).await?;
-    // Who deletes steps looks for pins once more before: one that did not see this pin has deleted the step by now, or
-    // is about to.
+    let own = beside(PINS, &key);
+    bucket.put(&own, Default::default(), Condition::Always).await?;
+    // Who deletes a step marks it, looks for pins, deletes it, and unmarks it. Who marks it after this looks for marks sees
+    // the pin; what was unmarked before is gone by now.
+    let is_marked = is_being_deleted(bucket, &key).await?;
     let is_there = list_steps(bucket).await?.iter().any(|info| info.key == key);
-    if !is_there {
-        bucket.delete(&pin_key(&key)).await?;
-        let text = format!("{} holds no step {name}: it was deleted a moment ago", bucket.url());
-        return Err(Error::new(ErrorKind::NotFound, text));
+    if is_there && !is_marked {
+        return Ok(());
     }
-    Ok(())
+    bucket.delete(&own).await?;
+    let url = bucket.url();
+    if is_there {
+        let text =
+            format!("step {name} in {url} is being deleted in this moment, or was just kept from that");
+        return Err(Error::new(ErrorKind::Conflict, text)
+            .with_hint("look with `forebay ckpt ls` whether it is there, and pin it again then"));
+    }
+    Err(Error::new(ErrorKind::NotFound, format!("{url} holds no step {name}: it was deleted a moment ago")))
+}
+
+/// Whether a pinned step is marked as one that is being deleted.
+async fn is_being_deleted(bucket: &Bucket, key: &StepKey) -> Result<bool> {
+    let Some(mark) = bucket.head(&beside(DELETING, key)).await? else { return Ok(false) };
+    // Both by the store's clock.
+    let pin = bucket.head(&beside(PINS, key)).await?;
+    Ok(pin.is_none_or(|pin| pin.modified.seconds.saturating_sub(mark.modified.seconds) <= STALE_S))
 }
 
 /// Leaves a step to retention again, or where `name` tells no start, all that were saved under its number; one that is
 /// not pinned is no error.
 pub async fn unpin(bucket: &Bucket, name: StepName) -> Result<()> {
     let pins = list_pins(bucket).await?;
-    let keys: Vec<_> = pins.iter().filter(|key| name.means(key)).map(pin_key).collect();
+    let keys: Vec<_> = pins.iter().filter(|key| name.means(key)).map(|key| beside(PINS, key)).collect();
     bucket.delete_many(&keys).await
 }
 
@@ -142,9 +180,9 @@ pub async fn list_pins(bucket: &Bucket) -> Result<HashSet<StepKey>> {
     Ok(objects.iter().filter_map(|object| pinned(&object.key)).collect())
 }
 
-/// `pins/<step>/<start>-<attempt>`, spelled as the manifest's name is.
-fn pin_key(key: &StepKey) -> ObjectKey {
+/// `<prefix>/<step>/<start>-<attempt>`, spelled as the manifest's name is.
+fn beside(prefix: &str, key: &StepKey) -> ObjectKey {
     let manifest = key.object();
     let name = manifest.as_str().trim_start_matches(StepKey::PREFIX).trim_end_matches(".json");
-    ObjectKey::new(format!("{PINS}{name}"))
+    ObjectKey::new(format!("{prefix}{name}"))
 }

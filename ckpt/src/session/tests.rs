@@ -12,8 +12,8 @@ use crate::agent::{Member, serve};
 use crate::arena::{LACKS_MEMORY, Source};
 use crate::catalog::{
     Keep, KnownShards, LEAST_AGE, Note, RankKey, Removed, Start, StepKey, StepName, begin_run,
-    collect_garbage, list_steps, load_manifest, pin, put_alive, put_failed, put_intent, remove_steps, retain,
-    unpin,
+    collect_garbage, list_pins, list_steps, load_manifest, pin, put_alive, put_failed, put_intent,
+    remove_steps, retain, unpin,
 };
 use crate::dtype::Dtype;
 use crate::manifest::{Encoding, Manifest};
@@ -565,9 +565,25 @@ fn a_pinned_step_that_another_start_saves_again_stays_as_it_was() {
     }
 }
 
-/// Deleting reads what the other steps need, which takes its time; a pin that came in it was put, and the step went.
+/// A pin that is told to hold keeps its step, in whatever moment of a deletion it comes.
 #[test]
-fn a_step_that_is_pinned_while_others_are_read_stays() {
+fn a_step_that_is_pinned_in_any_moment_of_its_deletion_stays_or_the_pin_fails() {
+    let mut outcomes = Vec::new();
+    while let Some(outcome) = pin_beside_a_deletion(outcomes.len() as u64 + 1) {
+        outcomes.push(outcome);
+    }
+    let gone = outcomes.iter().position(|(_, is_there)| !is_there).expect("it came late at last");
+    for (at, (pinned, is_there)) in outcomes.iter().enumerate() {
+        assert!(pinned.is_err() || *is_there, "before request {}: {outcomes:?}", at + 1);
+    }
+    assert!(outcomes[..6].iter().all(|outcome| *outcome == (Ok(()), true)), "{outcomes:?}");
+    assert_eq!(outcomes[gone], (Err(ErrorKind::Conflict), false), "its deletion was under way: {outcomes:?}");
+    assert!(outcomes[gone + 1..].contains(&(Err(ErrorKind::NotFound), false)), "{outcomes:?}");
+}
+
+/// Pins a step right before that request of its deletion: what came of the pin, and whether the step is there after all; none
+/// where the deletion has fewer requests.
+fn pin_beside_a_deletion(request: u64) -> Option<(std::result::Result<(), ErrorKind>, bool)> {
     let mut fixture = Fixture::new();
     let (mut session, agent) = fixture.session(None);
     for step in 1..=2 {
@@ -578,25 +594,55 @@ fn a_step_that_is_pinned_while_others_are_read_stays() {
     agent.join().expect("agent").expect("served");
     let (bucket, faults) = (fixture.bucket(), Faults::default());
     let deleter = bucket.with_faults(&faults);
-    let mut held = Vec::new();
-    while held.iter().all(|held| *held) {
-        let gate = faults.gate(held.len() as u64 + 1);
-        held.push(fixture.runtime.block_on(async {
-            let mut removing = std::pin::pin!(remove_steps(&deleter, &[1]));
-            tokio::select! {
-                done = &mut removing => panic!("it went before request {}: {done:?}", held.len() + 1),
-                () = gate.reached() => {}
-            }
-            pin(&bucket, StepName::from(1)).await.expect("pin");
-            gate.open();
-            // Refused, or of no step.
-            let removed = removing.await.map_or(0, |removed| removed.manifests);
-            unpin(&bucket, StepName::from(1)).await.expect("unpin");
-            removed == 0
-        }));
-    }
-    // Too late is only who comes once the deletion itself is under way.
-    assert_eq!((held.len(), fixture.steps().len()), (8, 1));
+    let gate = faults.gate(request);
+    let pinned = fixture.runtime.block_on(async {
+        let mut removing = std::pin::pin!(remove_steps(&deleter, &[1]));
+        tokio::select! {
+            _ = &mut removing => return None,
+            () = gate.reached() => {}
+        }
+        let pinned = pin(&bucket, StepName::from(1)).await.map_err(|error| error.kind());
+        gate.open();
+        // Refused, or of no step.
+        removing.await.ok();
+        let left: Vec<_> = bucket.list("deleting").try_collect().await.expect("list");
+        assert!(left.is_empty(), "{left:?}");
+        let pins = list_pins(&bucket).await.expect("pins");
+        assert_eq!(pins.len(), usize::from(pinned.is_ok()));
+        Some(pinned)
+    })?;
+    Some((pinned, fixture.steps().iter().any(|(_, step, _)| *step == 1)))
+}
+
+/// Who was killed while it deleted a step has marked it for ever.
+#[test]
+fn a_mark_that_a_killed_deletion_left_does_not_count_for_long_and_goes_with_the_garbage() {
+    let mut fixture = Fixture::new();
+    let (mut session, agent) = fixture.session(None);
+    let save = save(&mut session, 1, 10);
+    assert!(matches!(settle(&mut session, &save), Progress::Durable));
+    drop(session);
+    agent.join().expect("agent").expect("served");
+    let (bucket, key) = (fixture.bucket(), fixture.runtime.block_on(list_steps(&fixture.bucket())));
+    let manifest = key.expect("steps")[0].key.object();
+    let mark = ObjectKey::new(manifest.as_str().replace("steps/", "deleting/").replace(".json", ""));
+    let pin_once = |age: u64| {
+        fixture.runtime.block_on(async {
+            bucket.put(&mark, Default::default(), Condition::Always).await.expect("put");
+            make_old(&fixture.directory.path().join(mark.as_str()), Duration::from_secs(age));
+            pin(&bucket, StepName::from(1)).await.map_err(|error| error.kind())
+        })
+    };
+    assert_eq!(pin_once(0), Err(ErrorKind::Conflict));
+    assert_eq!(pin_once(3000), Ok(()));
+    let collect = || {
+        let found = fixture.runtime.block_on(collect_garbage(&bucket, LEAST_AGE, false)).expect("collect");
+        (found.indexes, found.shards)
+    };
+    assert_eq!(collect(), (vec![], vec![]));
+    make_old(&fixture.directory.path().join(mark.as_str()), 2 * LEAST_AGE);
+    assert_eq!(collect(), (vec![mark.clone()], vec![]));
+    assert_eq!((fixture.steps().len(), fixture.shards()), (1, 1));
 }
 
 #[test]
@@ -641,7 +687,11 @@ fn what_a_save_noted_that_it_refers_to_stays_until_the_note_is_old() {
 
 /// Has a file be two hours old.
 fn age(path: &std::path::Path) {
-    let past = std::time::SystemTime::now() - Duration::from_secs(7200);
+    make_old(path, Duration::from_secs(7200));
+}
+
+fn make_old(path: &std::path::Path, age: Duration) {
+    let past = std::time::SystemTime::now() - age;
     std::fs::File::open(path).and_then(|file| file.set_modified(past)).expect("age");
 }
 
