@@ -3,7 +3,8 @@
 //!
 //! Rank 0's process holds a meeting place (see `forebay_io::net`) and a thread that collects and hands out; it needs
 //! neither torch's process groups nor a port. A rank that ends, or says nothing in time, is named to all others, and
-//! the group is over. All ranks are on one host.
+//! the group is over. Each rank says on which host it is, and memory is lent on one host only; today all ranks are on one,
+//! as no meeting place reaches further.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -31,7 +32,8 @@ pub type GoesOn<'a> = &'a mut dyn FnMut() -> bool;
 #[derive(Debug)]
 pub struct Group {
     rank: usize,
-    world_size: usize,
+    /// Each rank's host.
+    hosts: Vec<String>,
     stream: Option<FdStream>,
     /// What rank 0's thread holds: the meeting place, and the other ends of all connections.
     ends: Arc<Inherited>,
@@ -65,7 +67,8 @@ enum Answer {
 }
 
 impl Group {
-    /// Joins the group that meets at `name`, and waits until all `world_size` ranks did, up to `patience`.
+    /// Joins the group that meets at `name`, and waits until all `world_size` ranks did, up to `patience`. `host` names where
+    /// this rank is, for all of the same host alike.
     ///
     /// # Errors
     /// `Unavailable`, naming the ranks that are missing; `Invalid` when two ranks have one number or the ranks
@@ -74,6 +77,7 @@ impl Group {
         name: &str,
         rank: usize,
         world_size: usize,
+        host: &str,
         patience: Duration,
         goes_on: GoesOn<'_>,
     ) -> Result<Self> {
@@ -82,11 +86,12 @@ impl Group {
         }
         let ends = Arc::new(Inherited::new());
         let stream = match rank {
-            0 => host(name, world_size, patience, ends.clone())?,
+            0 => hold(name, world_size, patience, ends.clone())?,
             _ => visit(name, Joining { rank, world_size }, patience, goes_on)?,
         };
-        let mut group = Self { rank, world_size, stream: Some(stream), ends };
-        group.gather("", patience, goes_on).map(|_| group)
+        let mut group = Self { rank, hosts: vec![String::new(); world_size], stream: Some(stream), ends };
+        group.hosts = group.gather(host, patience, goes_on)?;
+        Ok(group)
     }
 
     /// This rank, from 0.
@@ -96,7 +101,12 @@ impl Group {
 
     /// Ranks in all.
     pub fn world_size(&self) -> usize {
-        self.world_size
+        self.hosts.len()
+    }
+
+    /// Where each rank is, in their order: what it gave [`Self::join`].
+    pub fn hosts(&self) -> &[String] {
+        &self.hosts
     }
 
     /// Says `text`, and hears what each rank said, in the order of ranks. Every rank takes part in every round.
@@ -111,15 +121,20 @@ impl Group {
     /// Lends `memory` to all ranks, as each of them does; gives what each lends, in the order of ranks.
     ///
     /// # Errors
-    /// As [`Self::gather`].
+    /// As [`Self::gather`]. `Unsupported` where they are on several hosts; nobody was told anything then.
     pub fn exchange(
         &mut self,
         memory: &SharedMemory,
         patience: Duration,
         goes_on: GoesOn<'_>,
     ) -> Result<Vec<SharedMemory>> {
+        if let Some(other) = self.hosts.iter().position(|host| *host != self.hosts[0]) {
+            let fact =
+                format!("rank {other} is on another host than rank 0: they cannot lend each other memory");
+            return Err(Error::new(ErrorKind::Unsupported, fact));
+        }
         let (texts, fds) = self.take_part("lend", Some(memory.as_fd()), patience, goes_on)?;
-        if texts.iter().any(|text| text != "lend") || fds.len() != self.world_size {
+        if texts.iter().any(|text| text != "lend") || fds.len() != self.hosts.len() {
             return Err(Error::invalid("not all ranks lend memory"));
         }
         fds.into_iter().map(SharedMemory::from_fd).collect()
@@ -189,7 +204,7 @@ impl Group {
 }
 
 /// Holds the meeting place, and gives rank 0's own connection: it is there whoever else comes, and when.
-fn host(name: &str, world_size: usize, patience: Duration, ends: Arc<Inherited>) -> Result<FdStream> {
+fn hold(name: &str, world_size: usize, patience: Duration, ends: Arc<Inherited>) -> Result<FdStream> {
     let meeting = Meeting::hold(name)?;
     let (own, other) = FdStream::pair()?;
     let serve = move || serve(&meeting, other, world_size, patience, &ends);
@@ -413,7 +428,8 @@ mod tests {
 
     /// Runs `work` on each rank of a group, each on a thread of its own.
     fn on_ranks<T: Send>(test: &str, count: usize, work: impl Fn(Group) -> T + Sync) -> Vec<T> {
-        let run = |rank| work(Group::join(&name(test), rank, count, PATIENCE, &mut || true).expect("join"));
+        let run =
+            |rank| work(Group::join(&name(test), rank, count, "here", PATIENCE, &mut || true).expect("join"));
         let run = &run;
         std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..count).map(|rank| scope.spawn(move || run(rank))).collect();
@@ -454,6 +470,30 @@ mod tests {
             _ => group.gather("nothing to lend", PATIENCE, &mut || true).is_ok(),
         });
         assert_eq!(refused, [true, true]);
+    }
+
+    #[test]
+    fn all_know_where_all_are_and_lend_memory_on_one_host_only() {
+        let name = name("hosts");
+        let heard: Vec<_> = std::thread::scope(|scope| {
+            let join = |(rank, host)| {
+                let mut group = Group::join(&name, rank, 3, host, PATIENCE, &mut || true).expect("join");
+                let memory = SharedMemory::create("test", 4096).expect("memory");
+                let refused = group.exchange(&memory, PATIENCE, &mut || true).expect_err("two hosts");
+                // And goes on.
+                let heard = group.gather("on", PATIENCE, &mut || true).expect("gather").concat();
+                (group.hosts().to_vec(), refused.to_string(), heard)
+            };
+            let ranks: Vec<_> = [(0, "one"), (1, "one"), (2, "other")]
+                .map(|place| scope.spawn(move || join(place)))
+                .into_iter()
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().expect("rank")).collect()
+        });
+        for (hosts, refused, said) in heard {
+            assert_eq!((hosts, said.as_str()), (vec!["one".into(), "one".into(), "other".into()], "ononon"));
+            assert!(refused.contains("rank 2 is on another host than rank 0"), "{refused}");
+        }
     }
 
     #[test]
@@ -499,8 +539,8 @@ mod tests {
         let gone = "rank 1 of the job is gone";
         let own = ["the wait for the job's other ranks was ended here", "the job's group is over"];
         assert_eq!(messages, [vec![gone], own.to_vec(), vec![gone]]);
-        let error =
-            Group::join(&name("nobody"), 1, 2, PATIENCE, &mut || false).expect_err("rank 0 never comes");
+        let error = Group::join(&name("nobody"), 1, 2, "here", PATIENCE, &mut || false)
+            .expect_err("rank 0 never comes");
         assert_eq!(error.message(), own[0]);
     }
 
@@ -538,14 +578,16 @@ mod tests {
     #[test]
     fn ranks_that_do_not_come_are_named_and_twins_are_refused() {
         // Rank 0 is there even where nobody is waited for.
-        let error = Group::join(&name("alone"), 0, 3, Duration::ZERO, &mut || true).expect_err("alone");
+        let error =
+            Group::join(&name("alone"), 0, 3, "here", Duration::ZERO, &mut || true).expect_err("alone");
         assert!(error.message().contains("ranks 1, 2 did not join"), "{error}");
         // Many times, since the twins may be there before rank 0 looks, or after.
         for round in 0..20 {
             let name = name(&format!("twins-{round}"));
             std::thread::scope(|scope| {
                 let join = |rank| {
-                    let error = Group::join(&name, rank, 3, PATIENCE, &mut || true).expect_err("twins");
+                    let error =
+                        Group::join(&name, rank, 3, "here", PATIENCE, &mut || true).expect_err("twins");
                     assert!(error.message().contains("two processes say that they are rank 1"), "{error}");
                 };
                 [0, 1, 1].into_iter().for_each(|rank| drop(scope.spawn(move || join(rank))));

@@ -58,11 +58,18 @@ fn heeding_signals<T: Send>(
 
 #[pymethods]
 impl Group {
-    /// Joins the ranks that meet at `name`.
+    /// Joins the ranks that meet at `name`, from that host; `place` is this rank and how many there are.
     #[new]
-    fn new(py: Python<'_>, name: String, rank: usize, world_size: usize, patience_s: f64) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        name: String,
+        place: (usize, usize),
+        host: String,
+        patience_s: f64,
+    ) -> PyResult<Self> {
+        let (rank, world_size) = place;
         let joined = heeding_signals(py, |goes_on| {
-            group::Group::join(&name, rank, world_size, patience(patience_s), goes_on)
+            group::Group::join(&name, rank, world_size, &host, patience(patience_s), goes_on)
         });
         joined.map(|group| Self(ReentrantMutex::new(RefCell::new(group))))
     }

@@ -201,7 +201,7 @@ def scheduled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[foreba
 def test_the_first_step_of_a_schedule_prepares_once(scheduled: forebay.Checkpointer, sizes: list[int]) -> None:
     state, others = parts(), arenas()
     # Nobody's first call says what there is to be saved.
-    assert scheduled.step(0 if scheduled._every is None else 1, None) is None and not sizes
+    assert scheduled.step(0 if scheduled._schedule._every is None else 1, None) is None and not sizes
     for step in (1, 2):
         # One that skips its first steps (of a scaler, or that accumulates) has no state yet.
         assert scheduled.step(step, state) is None
@@ -210,7 +210,7 @@ def test_the_first_step_of_a_schedule_prepares_once(scheduled: forebay.Checkpoin
     learn(state)
     assert there >= 2 * size_of(state), "both slots are there before the first save"
     before = faults()
-    save = scheduled.save_now(3, state) if scheduled._every is None else scheduled.step(3, state)
+    save = scheduled.save_now(3, state) if scheduled._schedule._every is None else scheduled.step(3, state)
     assert faults() - before < size_of(state) // PAGE // 50
     assert save is not None and save.wait_durable() and taken(others) == there
     assert scheduled.step(4, state) is None and len(sizes) == 1

@@ -494,7 +494,7 @@ def test_the_clock_of_rank_0_counts(tmp_path: Path) -> None:
         with forebay.Checkpointer(tmp_path, every_minutes=60) as checkpointer:
             first = checkpointer.step(1, {"n": 1})
             if rank == 0:
-                checkpointer._saved_at -= 3601
+                checkpointer._schedule._saved_at -= 3601
             second, third = checkpointer.step(2, {"n": 2}), checkpointer.step(3, {"n": 3})
         return [save is not None for save in (first, second, third)]
 

@@ -20,6 +20,7 @@ def check_save(entry: dict[str, Any], step: int, rank: int, size: int) -> None:
     assert (entry["act"], entry["step"], entry["rank"], entry["bytes"]) == ("save", step, rank, size)
     moments = [entry[name] for name in MOMENTS]
     assert 0 < moments[0] and moments == sorted(moments) and entry["returned_s"] > 0 and entry["failed"] is None
+    assert entry["replicated_s"] is None, "no other host holds anything"
 
 
 def test_saves_and_restores_tell_what_they_took(tmp_path: Path) -> None:
@@ -29,6 +30,7 @@ def test_saves_and_restores_tell_what_they_took(tmp_path: Path) -> None:
         saves = [checkpointer.step(step, state) for step in (1, 2)]
         first = saves[0].timeline() if saves[0] is not None else {}
         assert first["step"] == 1 and first["staged_s"] is not None
+        assert all(save is not None and save.wait_replicated() and save.replicated for save in saves)
         checkpointer.wait()
         checkpointer.restore(state)
     entries = json.loads(json.dumps(checkpointer.timeline()))

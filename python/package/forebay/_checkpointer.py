@@ -24,6 +24,7 @@ from ._ranks import Ranks, new_start
 from ._rng import rng_state, set_rng_state
 from ._save import TICK_S, Save, Staging, now
 from ._saver import Saver, open_session
+from ._schedule import Schedule
 from ._shares import Planner, share_size
 from ._signals import Names, Notice
 from ._sizes import Sizer, tell_memory
@@ -79,6 +80,7 @@ class Checkpointer(Saver):
         local_bytes: Bytes that copies take there at most, such as `200GiB`, an equal share for each rank: older steps that are
             in the store go first, and the newest that is not stays. A step that does not fit is stored without a copy, which
             is told once. By default as many as `local_keep` steps and one have.
+        replicas: Other hosts that hold each rank's newest steps in their memory. Only 0 yet, as a job's ranks are on one host.
         linger: Seconds that the newest steps stay in memory after this process was killed; 0 lets them go at once. By
             default ten minutes. While another start that looked at them lives, and saves nothing yet, they stay, and for so
             long after it; 24 times as long in all at most, or until they are in the store. They go as soon as they are there
@@ -123,12 +125,13 @@ class Checkpointer(Saver):
         local: Optional[Union[str, "os.PathLike[str]"]] = None,
         local_keep: int = 2,
         local_bytes: Optional[Union[int, str]] = None,
+        replicas: int = 0,
         linger: Optional[float] = None,
         patience: float = 600.0,
     ) -> None:
-        every, keep = options.whole("every", every), options.whole("keep", keep)
-        keep_every = options.whole("keep_every", keep_every)
-        minutes = options.real("every_minutes", every_minutes, "minutes")
+        schedule = Schedule(every, every_minutes)
+        keep, keep_every = options.whole("keep", keep), options.whole("keep_every", keep_every)
+        options.replicas(replicas)
         threads = options.whole("copy_threads", copy_threads, most=_MAX_THREADS) or default_threads()
         options.one_of("on_busy", on_busy, ("wait", "skip"))
         options.one_of("on_error", on_error, ("raise", "warn"))
@@ -155,9 +158,7 @@ class Checkpointer(Saver):
             raise
         linger_s = LINGER_S if linger_s is None else linger_s
         super().__init__(place, start, session, group, copies, threads, linger_s, log, outcomes)
-        self._every: Optional[int] = every
-        self._every_s: Optional[float] = None if minutes is None else 60 * minutes
-        self._saved_at = time.monotonic()
+        self._schedule = schedule
         self._on_busy = on_busy
         self._planner = Planner(self._ranks)
         self._newest: Optional[int] = None
@@ -316,11 +317,11 @@ class Checkpointer(Saver):
                 failed._raise_if_failed()
             elif failed is not None:
                 self._outcomes.follow(failed)
-            saves = is_told or self._is_due(step)
+            saves = is_told or self._schedule.is_due(step, self._ranks)
             if not is_told:
                 self._tell_before(saves)
             save = self._save(step, state, is_told) if saves else None
-            if not (saves or self._has_memory) and self._has_schedule and state is not None:
+            if not (saves or self._has_memory) and self._schedule.is_used and state is not None:
                 # Now, while the training warms up, rather than in its first save.
                 self._prepare(state)
             if is_told:
@@ -432,19 +433,6 @@ class Checkpointer(Saver):
     def _let_go(self, is_done: bool = False) -> None:
         self._notice.release()
         super()._let_go(is_done)
-
-    @property
-    def _has_schedule(self) -> bool:
-        return self._every is not None or self._every_s is not None
-
-    def _is_due(self, step: int) -> bool:
-        if self._every is not None and step % self._every == 0:
-            return True
-        if self._every_s is None:
-            return False
-        # Clocks differ, and all ranks save or none.
-        is_time = time.monotonic() - self._saved_at >= self._every_s
-        return self._ranks.first("look at the clock", lambda: is_time)
 
     def _is_told(self) -> bool:
         """Whether a signal asks this job to end; one that came to any rank is from now on every rank's."""
@@ -571,7 +559,7 @@ class Checkpointer(Saver):
             snapshot = self._begin(leaves, shares, beside, again if is_again else None)
             self._has_memory = True
             late = self._copy(step, snapshot, leaves, shares)
-            self._saved_at = time.monotonic()
+            self._schedule.begin_anew()
             save = Save(self, step, sum(share_size(leaves[share.leaf], share.part) for share in shares), begun)
             named = [(extra_name(name, rank), data) for name, data in extras]
             self._staging = Staging(save, number, snapshot, late, named)

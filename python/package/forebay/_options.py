@@ -38,6 +38,13 @@ def whole(name: str, value: Any, least: int = 1, most: int = _MOST, may_lack: bo
     raise refused(name, value, f"a whole number, {limits}{', or None' if may_lack else ''}")
 
 
+def replicas(value: Any) -> None:
+    """Checks how many other hosts are to hold what a rank saves."""
+    if whole("replicas", value, least=0, may_lack=False):
+        text = "0, as the ranks of a job are all on one host yet, and a replica is for the loss of one"
+        raise refused("replicas", value, f"{text} (hint: local= keeps copies on its disk)")
+
+
 StepName = Union[int, str]
 """A step's number, or `"500.2"`: step 500 as start 2 of the run saved it, where another start saved it again."""
 

@@ -141,7 +141,7 @@ class Ranks:
             place = [os.environ.get(name, "") for name in names]
             text = json.dumps([os.getuid(), *place, self._url, _groups[self._url]])
             name = "forebay-" + hashlib.sha256(text.encode()).hexdigest()[:32]
-            self._group = _native.Group(name, self.rank, self.world_size, self._patience_s)
+            self._group = _native.Group(name, self._find(), meeting_place(), self._patience_s)
         return self._group
 
 

@@ -32,10 +32,18 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """As `Save.timeline` says."""
-        times = (None, None, None, None) if self.native is None else self.native.times
-        names = ("returned_s", "staged_s", "sealed_s", "local_s", "stored_s", "durable_s")
-        moments = zip(names, (self.returned_at, self.staged_at, *times))
-        seconds = {name: None if moment is None else round(moment - self.begun, 6) for name, moment in moments}
+        sealed, local, stored, durable = (None,) * 4 if self.native is None else self.native.times
+        moments = {
+            "returned_s": self.returned_at,
+            "staged_s": self.staged_at,
+            "sealed_s": sealed,
+            "local_s": local,
+            # No other host holds anything yet.
+            "replicated_s": None,
+            "stored_s": stored,
+            "durable_s": durable,
+        }
+        seconds = {name: None if moment is None else round(moment - self.begun, 6) for name, moment in moments.items()}
         facts = {"step": self.step, "rank": self.rank, "bytes": self.size, "started": self.started}
         return {"act": "save", **facts, **seconds, "failed": self.failed}
 
@@ -80,14 +88,19 @@ class Save:
         return self._record.native is not None and self._record.native.times[1] is not None
 
     @property
+    def replicated(self) -> bool:
+        """Whether as many other hosts as `replicas=` says hold this rank's part in memory: of none, as `sealed`."""
+        return self.sealed
+
+    @property
     def durable(self) -> bool:
         """Whether it is committed in the store."""
         return self._progress() == "durable"
 
     def timeline(self) -> dict[str, Any]:
         """What it took so far, as plain data: bytes of this rank's part, and seconds since it was begun until `step`
-        returned, and until it was staged, sealed, local (this rank's part is on the local disk), stored (it is in the store)
-        and durable.
+        returned, and until it was staged, sealed, local (this rank's part is on the local disk), replicated (other hosts hold
+        it, where `replicas=` asks for any), stored (it is in the store) and durable.
 
         None for what did not happen yet, as far as this process heard (`wait_durable` hears all), or is not known.
         """
@@ -98,7 +111,7 @@ class Save:
     def wait_staged(self, timeout: Optional[float] = None) -> bool:
         """Waits until everything is copied; False when `timeout` seconds passed first.
 
-        Raises what went wrong with this save; so do the next two.
+        Raises what went wrong with this save; so do the next ones.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._owner._stage(deadline):
@@ -114,6 +127,10 @@ class Save:
         """Waits until a copy of this rank's part is on the local disk; False when `timeout` seconds passed first, or it was
         committed in the store without one."""
         return self._wait(lambda: self.local or self.durable, timeout) and self.local
+
+    def wait_replicated(self, timeout: Optional[float] = None) -> bool:
+        """Waits until as many other hosts as `replicas=` says hold it; False when `timeout` seconds passed first."""
+        return self._wait(lambda: self.replicated, timeout)
 
     def wait_durable(self, timeout: Optional[float] = None) -> bool:
         """Waits until it is committed in the store; False when `timeout` seconds passed first."""

@@ -19,7 +19,7 @@ _FAMILIES = {
     "forebay_saved_bytes": ("counter", "Bytes of this rank's parts of durable steps."),
     "forebay_save_seconds": (
         "summary",
-        "Seconds from the beginning of a save until it returned, was staged, sealed, local, stored, durable.",
+        "Seconds from the beginning of a save until it returned, was staged, sealed, local, replicated, stored, durable.",
     ),
     "forebay_durable_step": ("gauge", "The newest step of this process that is durable."),
     "forebay_copies_missed": ("counter", "Saves without a copy on the local disk."),
@@ -28,7 +28,7 @@ _FAMILIES = {
 }
 """Each family's kind and what it says, in the order in which they are told."""
 
-_PHASES = ("returned", "staged", "sealed", "local", "stored", "durable")
+_PHASES = ("returned", "staged", "sealed", "local", "replicated", "stored", "durable")
 
 _Totals = collections.defaultdict[tuple[str, str], float]
 """By family and label."""
