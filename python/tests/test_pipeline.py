@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import forebay
+from forebay import _native
 from forebay._merge import asked, left_by_all, merged, refuse_mark
 from forebay.convert import to_dcp, to_hugging_face
 
@@ -29,6 +32,10 @@ from .conftest import SCALE
 from .test_ranks import run_ranks
 
 LAYERS, WIDTH, STEPS = 4, 64, 3
+WAYS = (
+    lambda: ColwiseParallel(output_layouts=Replicate()),
+    lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+)
 
 
 class Net(torch.nn.Module):
@@ -48,16 +55,20 @@ class Net(torch.nn.Module):
 
 
 def part(mesh: str, rate: float = 0.5) -> dict[str, Any]:
-    """What this rank has of a model with its optimizer: on so many stages, or stages by parts of each (FSDP2)."""
-    stages, _, replicas = mesh.partition("x")
+    """What this rank has of a model with its optimizer: on so many stages, by parts of each (FSDP2), by parts of those
+    (tensor parallel: columns of one layer, rows of the next)."""
+    shape = tuple(map(int, mesh.split("x")))
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    count, stage = int(stages), rank // (size // int(stages))
+    count, stage = shape[0], rank // (size // shape[0])
     net = Net(stage * LAYERS // count, (stage + 1) * LAYERS // count)
-    if replicas:
-        shards = init_device_mesh("cpu", (count, int(replicas)), mesh_dim_names=("stage", "shard"))["shard"]
+    if len(shape) > 1:
+        parts = init_device_mesh("cpu", shape, mesh_dim_names=("stage", "shard", "tensor")[: len(shape)])
+        if len(shape) > 2:
+            for name, layer in net.layers.items():
+                parallelize_module(layer, parts["tensor"], WAYS[int(name) % 2]())
         for layer in net.layers.values():
-            fully_shard(layer, mesh=shards)
-        fully_shard(net, mesh=shards)
+            fully_shard(layer, mesh=parts["shard"])
+        fully_shard(net, mesh=parts["shard"])
     return {"model": net, "optim": optimizer_of(net, rate), "epoch": 0}
 
 
@@ -105,8 +116,7 @@ def save_at(mesh: str, place: Path, **more: Any) -> None:
 
 
 def ranks_of(mesh: str) -> int:
-    stages, _, replicas = mesh.partition("x")
-    return int(stages) * int(replicas or 1)
+    return math.prod(map(int, mesh.split("x")))
 
 
 class Place:
@@ -153,6 +163,52 @@ def test_stages_with_their_optimizers_are_restored_on_any_mesh(tmp_path: Path, s
     for name, value in expected["model"].named_parameters():
         assert torch.equal(loaded["model"][name], value)
         assert torch.equal(loaded["optim"]["state"][name]["exp_avg"], expected["optim"].state[value]["exp_avg"])
+
+
+THREE = [("2x2x2", "1"), ("2x2x2", "1x2x2"), ("2x2", "2x2x2"), ("1", "2x2x2")]
+ALL_OF_THREE = ["1", "4", "2x2", "1x2x2", "2x2x2"]
+CUBE = "2x2x2"
+
+
+@pytest.mark.parametrize(
+    "saved, live",
+    [(one, two) for one in ALL_OF_THREE for two in ALL_OF_THREE if CUBE in (one, two)] if SCALE > 1 else THREE,
+)
+def test_stages_of_parts_of_parts_are_restored_on_any_mesh(tmp_path: Path, saved: str, live: str) -> None:
+    """Pipeline stages beneath FSDP2 beneath tensor parallelism: three dimensions, and none."""
+    place, sizes = tmp_path / "run", ranks_of(saved)
+
+    def save(rank: int) -> Any:
+        state = trained(saved)
+        with forebay.Checkpointer(place, rng=False) as checkpointer:
+            checkpointer.save_now(5, state)
+        torch.save(values(state), tmp_path / f"expected-{rank}")
+
+    def restore(rank: int) -> Any:
+        expected: dict[str, torch.Tensor] = {}
+        for other in range(sizes):
+            expected |= torch.load(tmp_path / f"expected-{other}")
+        state = part(live)
+        with forebay.Checkpointer(place, rng=False) as checkpointer:
+            assert checkpointer.restore(state) == 5 and state["epoch"] == 7
+            read = checkpointer.restored.bytes if checkpointer.restored is not None else 0
+        found = values(state)
+        assert found.keys() == {
+            name for name in expected if name == "scale" or name.split(".")[1] in state["model"].layers
+        }
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+        # And it goes on.
+        state["model"](torch.randn(4, WIDTH)).backward()
+        state["optim"].step()
+        return read
+
+    run_ranks(sizes, save)
+    assert _native.verify(f"file://{place}", None) == []
+    stored = sum(path.stat().st_size for path in place.glob("shards/*/*/*"))
+    needed = 3 * sum(value.nbytes for value in part("1")["model"].parameters())
+    assert needed <= stored <= needed + 16384 * sizes, "each element is stored once"
+    read = sum(run_ranks(ranks_of(live), restore))
+    assert needed <= read <= 1.02 * needed
 
 
 @pytest.mark.parametrize("saved, live", [("2", "1"), ("2", "4"), ("2", "2")])
