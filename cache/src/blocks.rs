@@ -36,6 +36,18 @@ pub trait Blocks: Send + Sync + std::fmt::Debug {
     /// whatever the disk says.
     async fn fill(&self, key: &BlockKey, pin: bool) -> Result<Filled>;
 
+    /// Lets a block be evicted again, if it is pinned.
+    ///
+    /// # Errors
+    /// What the disk says.
+    async fn unpin(&self, key: &BlockKey) -> Result<Unpinned>;
+
+    /// The same of all blocks, those of objects that were replaced or deleted since as well.
+    ///
+    /// # Errors
+    /// As [`Self::unpin`]; some may be unpinned then.
+    async fn unpin_all(&self) -> Result<Unpinned>;
+
     /// Where each block is now, without touching the order of eviction. With `verify`, copies on disk are read and
     /// checked, and bad ones are dropped; copies in memory were checked when they arrived and are trusted.
     async fn stat(&self, keys: &[BlockKey], verify: bool) -> Result<Vec<Residency>>;
@@ -49,6 +61,21 @@ pub trait Blocks: Send + Sync + std::fmt::Debug {
 
     /// What happened since the cache was opened, and what it holds now.
     fn counters(&self) -> Counters;
+}
+
+/// What was pinned before.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Unpinned {
+    /// Blocks.
+    pub blocks: u64,
+    /// Bytes that they take on disk.
+    pub bytes: u64,
+}
+
+impl std::ops::AddAssign for Unpinned {
+    fn add_assign(&mut self, other: Self) {
+        (self.blocks, self.bytes) = (self.blocks + other.blocks, self.bytes + other.bytes);
+    }
 }
 
 /// Where a filled block came from.

@@ -17,7 +17,7 @@ pub mod node;
 pub mod warm;
 
 pub use block::pieces;
-pub use blocks::{Blocks, Counters, Filled, Residency};
+pub use blocks::{Blocks, Counters, Filled, Residency, Unpinned};
 pub use node::Node;
 pub use settings::CacheSettings;
 pub use warm::{Fill, Progress, Proof, Report, fill_many, prove};

@@ -18,7 +18,7 @@ use crate::get::{Keep, Sources, get};
 use crate::origin::Origin;
 use crate::tier::disk::DiskTier;
 use crate::tier::memory::MemoryTier;
-use crate::{Blocks, CacheSettings, Counters, Filled, Residency};
+use crate::{Blocks, CacheSettings, Counters, Filled, Residency, Unpinned};
 
 /// Longer than the origin's own deadline, so that only a hung disk is not waited for.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(60);
@@ -59,18 +59,6 @@ impl Node {
         self.tasks.shutdown(CLOSE_DEADLINE).await;
         if let Some(disk) = &self.sources.disk {
             disk.close();
-        }
-    }
-
-    /// Lets a pinned block be evicted again; says whether it was pinned.
-    ///
-    /// # Errors
-    /// What the file system says.
-    pub async fn unpin(&self, key: &BlockKey) -> Result<bool> {
-        let Some(disk) = &self.sources.disk else { return Ok(false) };
-        match disk.peek(key) {
-            Some(slot) if slot.pinned => disk.set_pinned(slot, false).await,
-            _ => Ok(false),
         }
     }
 
@@ -168,6 +156,23 @@ impl Blocks for Node {
             // Counted and logged by the tier; a proof will miss the block when memory lets go of it.
             _ => Ok(filled),
         }
+    }
+
+    async fn unpin(&self, key: &BlockKey) -> Result<Unpinned> {
+        let Some(disk) = &self.sources.disk else { return Ok(Unpinned::default()) };
+        match disk.peek(key) {
+            Some(slot) => disk.unpin(slot).await,
+            None => Ok(Unpinned::default()),
+        }
+    }
+
+    async fn unpin_all(&self) -> Result<Unpinned> {
+        let mut unpinned = Unpinned::default();
+        let Some(disk) = &self.sources.disk else { return Ok(unpinned) };
+        for slot in disk.pinned() {
+            unpinned += disk.unpin(slot).await?;
+        }
+        Ok(unpinned)
     }
 
     async fn stat(&self, keys: &[BlockKey], verify: bool) -> Result<Vec<Residency>> {

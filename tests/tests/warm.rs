@@ -173,6 +173,9 @@ fn a_cache_warmed_by_url_is_that_of_a_later_mount() {
     mount.unmount();
     let again = machine.warm(&source, &["--cache-dir", &cache], true);
     assert_eq!((count(&again, "fetched"), count(&again, "already")), (0, BLOCKS), "{again}");
+    machine.warm(&source, &["--cache-dir", &cache, "--pin"], true);
+    let unpinned = machine.warm(&source, &["--cache-dir", &cache, "--unpin"], true);
+    assert_eq!(count(&unpinned, "unpinned_blocks"), BLOCKS, "{unpinned}");
     let refused = machine.forebay(&["warmup", &source]);
     refused.failed_with("none is named", "--cache-dir");
 }
@@ -193,7 +196,21 @@ fn a_list_is_warmed_and_pinned() {
     assert_eq!((count(&outcome, "blocks"), count(&outcome, "proved")), (2, 2), "{outcome}");
     let status = machine.status();
     assert_eq!(count(&status["cache"], "pinned_bytes"), count(&status["cache"], "disk_bytes"), "{status}");
-    assert!(count(&status["cache"], "pinned_bytes") > 0);
+    let pinned = count(&status["cache"], "pinned_bytes");
+    assert!(pinned > 0);
+
+    // Some of it, and then all: also of an object that was replaced since.
+    let some = machine.warm(&mount.path().join("a/small").display().to_string(), &["--unpin"], true);
+    assert_eq!(count(&some, "unpinned_blocks"), 1, "{some}");
+    fs::remove_file(bucket.join("a/b/page")).expect("replace");
+    fs::write(bucket.join("a/b/page"), "other").expect("replace");
+    machine.forebay(&["refresh", &mount.path().join("a/b").display().to_string()]).succeeded();
+    let below = machine.warm(&mount.path().join("a").display().to_string(), &["--unpin"], true);
+    assert_eq!(count(&below, "unpinned_blocks"), 0, "{below}");
+    let all = machine.warm(&mount.path().display().to_string(), &["--unpin"], true);
+    assert_eq!(count(&all, "unpinned_blocks"), 1, "{all}");
+    assert_eq!(count(&some, "unpinned_bytes") + count(&all, "unpinned_bytes"), pinned);
+    assert_eq!(count(&machine.status()["cache"], "pinned_bytes"), 0);
 
     fs::write(machine.scratch.join("list"), "small\nnone\n").expect("list");
     let refused = machine.forebay(&["warmup", &place, "--list", &list]);

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use forebay_cache::Unpinned;
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::task::TaskGroup;
@@ -22,7 +23,7 @@ use crate::Volume;
 use crate::clone::clone;
 use crate::content::Content;
 use crate::staging::Staged;
-use crate::warmup::{Outcome, Progress, Request as WarmupRequest, warmup};
+use crate::warmup::{Outcome, Progress, Request as WarmupRequest, unpin, warmup};
 use crate::{packed, quota, trash, upkeep};
 
 /// A request is one line; the longest names many paths.
@@ -39,6 +40,11 @@ pub enum Request {
     Status,
     /// Bring files into its cache.
     Warmup(WarmupRequest),
+    /// Let what a warmup pinned be evicted again.
+    Unpin {
+        /// As a warmup's.
+        paths: Vec<String>,
+    },
     /// List a directory of the bucket again at the next look.
     Refresh {
         /// Its path in the volume.
@@ -73,6 +79,8 @@ pub enum Reply {
     Progress(Progress),
     /// A warmup ended; the last line.
     Warmed(Box<Outcome>),
+    /// So much was pinned and is not any more; the last line.
+    Unpinned(Unpinned),
     /// What was asked of the volume as a whole was done; the last line.
     Upkept(Box<upkeep::Report>),
     /// What was asked of the trash; the last line.
@@ -221,6 +229,9 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
         }
         Ok(Request::Packed(packed::Request::Export { path, plain })) => {
             serve_export(&volume, (&path, plain), read, &mut write).await
+        }
+        Ok(Request::Unpin { paths }) => {
+            unpin(&volume, &paths).await.map_or_else(|error| failed(&error), Reply::Unpinned)
         }
         Ok(Request::Warmup(request)) => serve_warmup(&volume, &request, read, &mut write).await,
     };

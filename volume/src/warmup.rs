@@ -5,6 +5,7 @@
 
 use std::collections::HashSet;
 
+pub use forebay_cache::Unpinned;
 use forebay_cache::{Fill, Proof, Residency};
 use forebay_core::{Attributes, BlockKey, ErrorKind, FileKind, Result};
 use futures::stream::{self, BoxStream, Stream, StreamExt, TryStreamExt};
@@ -130,6 +131,24 @@ pub async fn warmup(
     outcome.missing_blocks = proof.missing.len() as u64;
     outcome.missing = proof.missing.iter().take(NAMED).map(name).collect();
     Ok(outcome)
+}
+
+/// Lets what a warmup pinned below `paths` be evicted again; where one of them is the whole volume, whatever is pinned, of
+/// objects that were replaced or deleted since as well.
+///
+/// # Errors
+/// As [`warmup`], and what the disk says; some may be unpinned then.
+pub async fn unpin(volume: &Volume, paths: &[String]) -> Result<Unpinned> {
+    let cache = volume.blocks();
+    if paths.iter().any(String::is_empty) {
+        return cache.unpin_all().await;
+    }
+    let mut unpinned = Unpinned::default();
+    let mut keys = std::pin::pin!(blocks(volume, paths));
+    while let Some(key) = keys.try_next().await? {
+        unpinned += cache.unpin(&key).await?;
+    }
+    Ok(unpinned)
 }
 
 /// Fetches again what the proof found damaged on disk, and proves that.

@@ -13,7 +13,7 @@ use futures::stream;
 use tempfile::TempDir;
 
 use super::support::{TestBlob, World, between, pick, rounds};
-use crate::{Blocks, CacheSettings, Fill, Filled, Node, Residency, fill_many, prove};
+use crate::{Blocks, CacheSettings, Fill, Filled, Node, Residency, Unpinned, fill_many, prove};
 
 fn temporary() -> TempDir {
     tempfile::tempdir().expect("directory")
@@ -316,7 +316,7 @@ async fn unpinned_blocks_can_be_evicted_again() {
     let (pinned, flood) = (world.put("pinned", 10).await, world.put("flood", 12 * BLOCK_SIZE).await);
     let node = world.open(settings(directory.path(), 30 * MIB)).await;
     let key = pinned.name.block(0);
-    assert!(!node.unpin(&key).await.expect("nothing to unpin"));
+    assert_eq!(node.unpin(&key).await.expect("nothing to unpin"), Unpinned::default());
     // Many at once pin, unpin and read the same block: its file is there under one name in the end.
     let tasks = (0..40).map(|task| {
         let (node, key, pinned) = (node.clone(), key.clone(), pinned.clone());
@@ -334,7 +334,16 @@ async fn unpinned_blocks_can_be_evicted_again() {
     assert_eq!((world.gets(), files(directory.path()).len()), (1, 1));
     node.fill(&key, true).await.expect("pin");
     assert_eq!((pinned_files(directory.path()), node.counters().disk_failures), (1, 0));
-    assert!(node.unpin(&key).await.expect("unpin"));
+    let bytes = node.counters().pinned_bytes;
+    assert_eq!(node.unpin(&key).await.expect("unpin"), Unpinned { blocks: 1, bytes });
+    assert_eq!((pinned_files(directory.path()), node.counters().pinned_bytes), (0, 0));
+    // All, whatever they are of.
+    for key in [key.clone(), flood.name.block(0)] {
+        node.fill(&key, true).await.expect("pin");
+    }
+    let bytes = node.counters().pinned_bytes;
+    assert_eq!(node.unpin_all().await.expect("unpin"), Unpinned { blocks: 2, bytes });
+    assert_eq!(node.unpin_all().await.expect("none"), Unpinned::default());
     assert_eq!((pinned_files(directory.path()), node.counters().pinned_bytes), (0, 0));
     for key in flood.keys() {
         node.fill(&key, false).await.expect("fill");

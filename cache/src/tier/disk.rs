@@ -22,7 +22,7 @@ use crate::room::{Place, Room};
 use crate::tier::directory::Directory;
 use crate::tier::file::{self, ReadError};
 use crate::tier::index::{Full, Index, Slot};
-use crate::{CacheSettings, Counters};
+use crate::{CacheSettings, Counters, Unpinned};
 
 /// Files read at once, and written at once: threads that wait for the disk.
 const CARRIERS: u32 = 32;
@@ -258,6 +258,19 @@ impl DiskTier {
         }
         let message = format!("{key} was evicted from disk as fast as it was written");
         Err(Error::new(ErrorKind::NoSpace, message).with_hint("give the cache a larger disk or pin less"))
+    }
+
+    /// The files that are pinned now.
+    pub(crate) fn pinned(&self) -> Vec<Slot> {
+        self.index.lock().pinned_slots()
+    }
+
+    /// Unpins a file that is pinned and still listed.
+    pub(crate) async fn unpin(self: &Arc<Self>, slot: Slot) -> Result<Unpinned> {
+        match slot.pinned && self.set_pinned(slot, false).await? {
+            true => Ok(Unpinned { blocks: 1, bytes: slot.cost() }),
+            false => Ok(Unpinned::default()),
+        }
     }
 
     /// Pins or unpins a file; `false` when it is no longer listed.

@@ -27,7 +27,7 @@ pub(crate) struct Slot {
 
 impl Slot {
     /// Bytes that the file takes on disk.
-    fn cost(&self) -> u64 {
+    pub(crate) fn cost(&self) -> u64 {
         u64::from(self.size).next_multiple_of(PAGE)
     }
 }
@@ -189,6 +189,12 @@ impl Index {
     /// The disk is full although the books say otherwise: what is taken now is all there is, for now.
     pub(crate) fn lower_ceiling(&mut self) {
         self.ceiling = self.used.min(self.limit);
+    }
+
+    /// Those that are pinned.
+    pub(crate) fn pinned_slots(&self) -> Vec<Slot> {
+        let pinned = self.entries.iter().filter(|(_, entry)| entry.pinned);
+        pinned.map(|(id, entry)| entry.slot(*id)).collect()
     }
 
     pub(crate) fn used(&self) -> u64 {

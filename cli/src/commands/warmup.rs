@@ -11,15 +11,16 @@ use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use clap::Args;
 use forebay_core::units::parse_bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::object::BucketUrl;
 use forebay_io::task::Stop;
-use forebay_volume::VolumeSettings;
 use forebay_volume::control::{self, Reply};
-use forebay_volume::warmup::{Outcome, Progress, Request, warmup};
+use forebay_volume::warmup::{Outcome, Progress, Request, Unpinned, unpin, warmup};
+use forebay_volume::{Volume, VolumeSettings};
 
 use crate::arguments::Global;
 use crate::settings::Settings;
@@ -36,6 +37,10 @@ pub(crate) struct WarmupArguments {
     /// Keep the data on disk whatever else is read.
     #[arg(long)]
     pub(crate) pin: bool,
+    /// Let what `--pin` kept go again when room is needed. Of a whole bucket or mount that is all, also of objects that
+    /// were replaced or deleted since.
+    #[arg(long, conflicts_with_all = ["pin", "dry_run", "jobs"])]
+    pub(crate) unpin: bool,
     /// Only say what would be fetched.
     #[arg(long)]
     pub(crate) dry_run: bool,
@@ -56,11 +61,16 @@ pub(crate) struct WarmupArguments {
 /// Warms and shows what came of it.
 pub(crate) fn run(global: &Global, arguments: &WarmupArguments) -> Result<ExitCode> {
     let settings = Settings::load(global)?;
+    let paths = match &arguments.list {
+        Some(file) => read_list(file)?,
+        None => vec![String::new()],
+    };
+    if arguments.unpin {
+        let unpinned = run::block_on(release(global, arguments, &settings, paths))?;
+        return show::unpinned(unpinned, global.json).map(|()| ExitCode::SUCCESS);
+    }
     let request = Request {
-        paths: match &arguments.list {
-            Some(file) => read_list(file)?,
-            None => vec![String::new()],
-        },
+        paths,
         pin: arguments.pin,
         dry_run: arguments.dry_run,
         concurrency: usize::from(arguments.jobs),
@@ -92,6 +102,49 @@ pub(crate) fn run(global: &Global, arguments: &WarmupArguments) -> Result<ExitCo
     }
 }
 
+/// Lets go what was pinned, in a mount's cache or in a cache directory.
+async fn release(
+    global: &Global,
+    arguments: &WarmupArguments,
+    settings: &Settings,
+    mut paths: Vec<String>,
+) -> Result<Unpinned> {
+    if arguments.place.contains("://") {
+        let volume = open(global, arguments, settings).await?;
+        let unpinned = unpin(&volume, &paths).await;
+        volume.close().await?;
+        return unpinned;
+    }
+    let place = find_mount(arguments, settings, &mut paths).await?;
+    match control::ask(&place.socket, &control::Request::Unpin { paths }, |_| {}, &Stop::new()).await? {
+        Reply::Unpinned(unpinned) => Ok(unpinned),
+        other => Err(Error::corrupt(format!("the mount answered an unpinning with {other:?}"))),
+    }
+}
+
+/// The mount that holds the place; the paths become those in its volume.
+async fn find_mount(
+    arguments: &WarmupArguments,
+    settings: &Settings,
+    paths: &mut [String],
+) -> Result<mounts::Place> {
+    if arguments.cache_dir.is_some() {
+        return Err(Error::invalid("--cache-dir goes with a bucket's URL").with_hint(
+            "a path is warmed in the cache of its mount, which `forebay mount --cache-dir` names",
+        ));
+    }
+    let state = mounts::state_directory(arguments.state_dir.as_deref(), settings);
+    let place = mounts::holding(Path::new(&arguments.place), &state).await?;
+    for path in paths {
+        *path = [place.path.as_str(), path]
+            .into_iter()
+            .filter(|part| !part.is_empty())
+            .collect::<Vec<_>>()
+            .join("/");
+    }
+    Ok(place)
+}
+
 /// Asks the mount that holds the path.
 async fn warm_mount(
     arguments: &WarmupArguments,
@@ -100,20 +153,7 @@ async fn warm_mount(
     tell: impl Fn(&Progress),
     stop: &Stop,
 ) -> Result<Outcome> {
-    if arguments.cache_dir.is_some() {
-        return Err(Error::invalid("--cache-dir goes with a bucket's URL").with_hint(
-            "a path is warmed in the cache of its mount, which `forebay mount --cache-dir` names",
-        ));
-    }
-    let state = mounts::state_directory(arguments.state_dir.as_deref(), settings);
-    let place = mounts::holding(Path::new(&arguments.place), &state).await?;
-    for path in &mut request.paths {
-        *path = [place.path.as_str(), path]
-            .into_iter()
-            .filter(|part| !part.is_empty())
-            .collect::<Vec<_>>()
-            .join("/");
-    }
+    let place = find_mount(arguments, settings, &mut request.paths).await?;
     let request = control::Request::Warmup(request);
     match control::ask(&place.socket, &request, |progress| tell(&progress), stop).await? {
         Reply::Warmed(outcome) => Ok(*outcome),
@@ -130,22 +170,27 @@ async fn warm_bucket(
     tell: impl Fn(&Progress) + Send,
     stop: &Stop,
 ) -> Result<Outcome> {
-    let volume = volume_settings(arguments, settings)?;
-    crate::log::start(Some(global.log.as_deref().unwrap_or("warn")), global.json)?;
-    let connected = tokio::select! {
-        connected = forebay_volume::connect(&arguments.place, volume) => connected,
+    let volume = tokio::select! {
+        opened = open(global, arguments, settings) => opened?,
         _ = tokio::signal::ctrl_c() => return Ok(Outcome { cancelled: true, ..Outcome::default() }),
     };
-    let volume = connected.map_err(|error| match error.kind() {
+    let outcome = run::until_interrupted(warmup(&volume, request, tell, stop), stop).await;
+    volume.close().await?;
+    outcome
+}
+
+/// Opens the bucket here, read-only, with its cache directory.
+async fn open(global: &Global, arguments: &WarmupArguments, settings: &Settings) -> Result<Arc<Volume>> {
+    let volume = volume_settings(arguments, settings)?;
+    crate::log::start(Some(global.log.as_deref().unwrap_or("warn")), global.json)?;
+    let connected = forebay_volume::connect(&arguments.place, volume).await;
+    connected.map_err(|error| match error.kind() {
         ErrorKind::Conflict => error.with_hint(
             "a mount or another warmup uses this cache directory or tree: warm the mount by its path, or give \
              --cache-dir and --state-dir of their own",
         ),
         _ => error,
-    })?;
-    let outcome = run::until_interrupted(warmup(&volume, request, tell, stop), stop).await;
-    volume.close().await?;
-    outcome
+    })
 }
 
 fn volume_settings(arguments: &WarmupArguments, settings: &Settings) -> Result<VolumeSettings> {

@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, Result};
-use forebay_volume::warmup::{Outcome, Progress};
+use forebay_volume::warmup::{Outcome, Progress, Unpinned};
 use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
 
 use crate::print;
 
@@ -66,6 +67,15 @@ pub(super) fn outcome(outcome: &Outcome, dry_run: bool, complete: bool, json: bo
     if more > 0 && !dry_run {
         eprintln!("and {more} more: --json lists them");
     }
+    Ok(())
+}
+
+/// Shows how much was pinned.
+pub(super) fn unpinned(Unpinned { blocks, bytes }: Unpinned, json: bool) -> Result<()> {
+    if json {
+        return print::json(&json!({ "unpinned_blocks": blocks, "unpinned_bytes": bytes }));
+    }
+    print::table(&[print::row(["blocks unpinned", &blocks.to_string(), &format_bytes(bytes)])]);
     Ok(())
 }
 
