@@ -6,6 +6,8 @@ use forebay_core::units::{GIB, MIB, format_bytes};
 use forebay_core::{BLOCK_SIZE, Error, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::tier::directory::remembered_ceiling;
+
 /// Ceilings and places of one cache.
 ///
 /// Memory for blocks is at most `memory_bytes + fetch_bytes + store_bytes`. On top come bytes of evicted blocks that
@@ -17,8 +19,8 @@ pub struct CacheSettings {
     pub memory_bytes: u64,
     /// Where the disk tier lies; no process shares it with another. Default none: no disk tier.
     pub directory: Option<PathBuf>,
-    /// Ceiling of the disk tier in bytes, at least 16 MiB. Default 16 GiB.
-    pub disk_bytes: u64,
+    /// Ceiling of the disk tier in bytes, at least 16 MiB. Default what the directory was given last, else 16 GiB.
+    pub disk_bytes: Option<u64>,
     /// Ceiling of pinned blocks in bytes, part of `disk_bytes`. Default four fifths of it, so that a disk full of
     /// pinned blocks still caches others.
     pub pin_bytes: Option<u64>,
@@ -36,7 +38,7 @@ impl Default for CacheSettings {
         Self {
             memory_bytes: 512 * MIB,
             directory: None,
-            disk_bytes: 16 * GIB,
+            disk_bytes: None,
             pin_bytes: None,
             fetches: 64,
             fetch_bytes: 64 * MIB,
@@ -45,13 +47,21 @@ impl Default for CacheSettings {
     }
 }
 
+/// The ceiling of a directory that was never given one.
+const DISK_BYTES: u64 = 16 * GIB;
 /// Below this a disk tier cannot hold a few blocks and turn over.
 const MIN_DISK_BYTES: u64 = 16 * MIB;
 
 impl CacheSettings {
+    /// The ceiling of the disk tier: what is set, else what its directory was given last.
+    pub fn disk_ceiling(&self) -> u64 {
+        let remembered = || self.directory.as_deref().and_then(remembered_ceiling);
+        self.disk_bytes.or_else(remembered).unwrap_or(DISK_BYTES)
+    }
+
     /// The ceiling of pinned blocks.
-    pub fn pin_ceiling(&self) -> u64 {
-        self.pin_bytes.unwrap_or(self.disk_bytes / 5 * 4)
+    pub(crate) fn pin_ceiling(&self) -> u64 {
+        self.pin_bytes.unwrap_or(self.disk_ceiling() / 5 * 4)
     }
 
     /// The part of `fetch_bytes` that is for reads from disk.
@@ -70,13 +80,14 @@ impl CacheSettings {
             return Err(Error::invalid(format!("`fetch_bytes` of {given} is less than two blocks"))
                 .with_hint(format!("set it to {least} or more")));
         }
-        if self.directory.is_some() && self.disk_bytes < MIN_DISK_BYTES {
-            let (given, least) = (format_bytes(self.disk_bytes), format_bytes(MIN_DISK_BYTES));
+        let disk_bytes = self.disk_ceiling();
+        if self.directory.is_some() && disk_bytes < MIN_DISK_BYTES {
+            let (given, least) = (format_bytes(disk_bytes), format_bytes(MIN_DISK_BYTES));
             return Err(Error::invalid(format!("a disk cache of {given} is too small"))
                 .with_hint(format!("give it {least} or more, or leave the directory out")));
         }
-        if self.directory.is_some() && self.pin_ceiling() > self.disk_bytes {
-            let (pins, disk) = (format_bytes(self.pin_ceiling()), format_bytes(self.disk_bytes));
+        if self.directory.is_some() && self.pin_ceiling() > disk_bytes {
+            let (pins, disk) = (format_bytes(self.pin_ceiling()), format_bytes(disk_bytes));
             return Err(Error::invalid(format!("pinned blocks may take {pins} of a disk cache of {disk}"))
                 .with_hint("set `pin_bytes` to at most `disk_bytes`"));
         }

@@ -21,6 +21,7 @@ fn temporary() -> TempDir {
 
 /// Room for 4 blocks in memory.
 fn settings(directory: &Path, disk_bytes: u64) -> CacheSettings {
+    let disk_bytes = Some(disk_bytes);
     let directory = Some(directory.to_owned());
     CacheSettings { memory_bytes: 17 * MIB, directory, disk_bytes, ..CacheSettings::default() }
 }
@@ -364,6 +365,30 @@ async fn a_cache_in_memory_says_that_it_cannot_pin() {
 }
 
 /// A file system that is smaller than the cache thinks. Root only, since it is mounted here.
+/// A directory that was given a size keeps it for whoever gives none: nothing of it is evicted for want of an option.
+#[tokio::test]
+async fn a_directory_keeps_the_size_that_it_was_given() {
+    let (world, directory) = (World::new(), temporary());
+    let blob = world.put("blob", 12 * BLOCK_SIZE).await;
+    let given = settings(directory.path(), 80 * MIB);
+    let without = CacheSettings { disk_bytes: None, ..given.clone() };
+    assert_eq!(without.disk_ceiling(), 16 << 30);
+    let node = world.open(given.clone()).await;
+    for key in blob.keys() {
+        node.fill(&key, true).await.expect("pin");
+    }
+    node.close().await;
+    drop(node);
+    assert_eq!((without.disk_ceiling(), without.pin_ceiling()), (80 * MIB, 64 * MIB));
+    let node = world.open(without.clone()).await;
+    assert_eq!(pinned_files(directory.path()), 12);
+    node.close().await;
+    // Another size is another wish.
+    drop(world.open(settings(directory.path(), 40 * MIB)).await);
+    assert!(pinned_files(directory.path()) < 9);
+    assert_eq!(without.disk_ceiling(), 40 * MIB);
+}
+
 struct SmallDisk(TempDir);
 
 impl SmallDisk {

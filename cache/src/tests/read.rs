@@ -260,7 +260,7 @@ fn settings_that_cannot_work_are_refused() {
     let bad = [
         CacheSettings { fetches: 0, ..CacheSettings::default() },
         CacheSettings { fetch_bytes: 2 * BLOCK_SIZE - 1, ..CacheSettings::default() },
-        CacheSettings { directory: Some("/d".into()), disk_bytes: MIB, ..CacheSettings::default() },
+        CacheSettings { directory: Some("/d".into()), disk_bytes: Some(MIB), ..CacheSettings::default() },
         CacheSettings { directory: Some("/d".into()), pin_bytes: Some(1 << 50), ..CacheSettings::default() },
     ];
     for settings in bad {

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! lock                                                     held by the process that uses the directory
+//! ceiling                                                  how many bytes it was given last, in decimal
 //! v1/DD/DIGEST-INDEX-SIZE-SERIAL[-pinned]                  one block; DD is the digest's first byte
 //! ```
 //! All numbers are hexadecimal. The name says everything the index needs, so opening reads names only. Whatever
@@ -18,6 +19,12 @@ use crate::block::BlockId;
 use crate::tier::index::Slot;
 
 const PINNED: &str = "pinned";
+const CEILING: &str = "ceiling";
+
+/// The ceiling that a directory was given last; none where it has none that can be read.
+pub(crate) fn remembered_ceiling(root: &Path) -> Option<u64> {
+    std::fs::read_to_string(root.join(CEILING)).ok()?.trim().parse().ok()
+}
 
 /// An opened, locked cache directory.
 #[derive(Debug)]
@@ -56,6 +63,15 @@ impl Directory {
         }
         std::fs::create_dir_all(&blocks).map_err(failed)?;
         Ok(Self { root: root.to_owned(), blocks, lock: Mutex::new(Some(lock)) })
+    }
+
+    /// Has those who come later, and give the directory no ceiling, keep to this one.
+    pub(crate) fn remember_ceiling(&self, bytes: u64) {
+        if remembered_ceiling(&self.root) != Some(bytes)
+            && let Err(error) = std::fs::write(self.root.join(CEILING), bytes.to_string())
+        {
+            tracing::warn!(directory = %self.root.display(), %error, "the size of the cache could not be noted there");
+        }
     }
 
     /// Lets the next process have the directory.

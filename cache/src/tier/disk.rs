@@ -97,9 +97,13 @@ impl DiskTier {
     /// Opens the tier below the settings' directory, if they name one, and takes over what is there.
     pub(crate) async fn open(settings: &CacheSettings, tasks: &TaskGroup) -> Result<Option<Arc<Self>>> {
         let Some(root) = settings.directory.clone() else { return Ok(None) };
-        let mut index = Index::new(settings.disk_bytes, settings.pin_ceiling());
+        let (given, mut index) =
+            (settings.disk_bytes, Index::new(settings.disk_ceiling(), settings.pin_ceiling()));
         let (directory, index) = blocking(move || {
             let directory = Directory::open(&root)?;
+            if let Some(bytes) = given {
+                directory.remember_ceiling(bytes);
+            }
             let leave = index.adopt(directory.scan());
             leave.iter().for_each(|slot| directory.remove(slot));
             let (bytes, removed) = (index.used(), leave.len());

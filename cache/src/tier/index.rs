@@ -11,8 +11,8 @@ use crate::block::{BlockId, BuildUniform};
 /// File systems give files whole pages of this size.
 const PAGE: u64 = 4096;
 
-/// After a full disk lowered the ceiling, every write raises it by this part of its size: one write in 64 at most
-/// finds out that the disk is still full.
+/// After a full disk lowered the ceiling, every write, and every refusal of one, raises it by this part of its size: one in
+/// 64 at most finds out that the disk is still full.
 const RECOVERY: u64 = 64;
 
 /// A block's file. The serial is new for every write, so that a file is never confused with its successor.
@@ -132,14 +132,23 @@ impl Index {
         }
     }
 
-    /// Whether a pinned file of `size` bytes would fit now.
-    pub(crate) fn may_pin(&self, id: BlockId, size: u32) -> Result<(), Full> {
-        self.check_pin(&Slot { id, serial: 0, size, pinned: true })
+    /// Whether a pinned file of `size` bytes would fit now, were all others to go.
+    pub(crate) fn may_pin(&mut self, id: BlockId, size: u32) -> Result<(), Full> {
+        let slot = Slot { id, serial: 0, size, pinned: true };
+        self.check_pin(&slot)?;
+        let ceiling = self.ceiling_for(slot.cost());
+        match self.pinned + slot.cost() <= ceiling {
+            true => Ok(()),
+            false => {
+                self.recover(slot.cost());
+                Err(Full::Disk { ceiling })
+            }
+        }
     }
 
     /// Lists a reserved file as written; returns the one that it replaces.
     pub(crate) fn commit(&mut self, slot: Slot) -> Option<Slot> {
-        self.ceiling = (self.ceiling + slot.cost() / RECOVERY).min(self.limit);
+        self.recover(slot.cost());
         let entry = Entry { serial: slot.serial, size: slot.size, pinned: slot.pinned, read: false };
         let replaced = self.entries.insert(slot.id, entry).map(|old| old.slot(slot.id));
         if let Some(old) = &replaced {
@@ -207,8 +216,7 @@ impl Index {
 
     /// Makes room for `cost` bytes by evicting; returns who must leave.
     fn evict_for(&mut self, cost: u64) -> Result<Vec<Slot>, Full> {
-        // A ceiling lowered to nothing still lets one write try whether the disk has room again.
-        let ceiling = self.ceiling.max(cost.min(self.limit));
+        let ceiling = self.ceiling_for(cost);
         let mut leave = Vec::new();
         while self.used + cost > ceiling {
             let Some((id, serial)) = self.queue.pop_front() else { break };
@@ -235,9 +243,21 @@ impl Index {
                 self.entries.insert(slot.id, entry);
                 self.queue.push_front((slot.id, slot.serial));
             }
+            // Where nothing may be evicted, refusals are all that can tell that time went by.
+            self.recover(cost);
             return Err(Full::Disk { ceiling });
         }
         Ok(leave)
+    }
+
+    /// What a write of so much must keep to: a ceiling lowered to nothing still lets one try whether the disk has room again.
+    fn ceiling_for(&self, cost: u64) -> u64 {
+        self.ceiling.max(cost.min(self.limit))
+    }
+
+    /// Raises a ceiling that was lowered.
+    fn recover(&mut self, cost: u64) {
+        self.ceiling = (self.ceiling + cost / RECOVERY).min(self.limit);
     }
 
     fn count(&mut self, slot: &Slot, taken: bool) {

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use forebay_core::units::parse_bytes;
 use forebay_core::{Error, Result};
 use serde::Serialize;
 
@@ -28,6 +29,9 @@ pub(crate) struct DoctorArguments {
     /// Directory for cached data.
     #[arg(long, value_name = "DIRECTORY")]
     pub(crate) cache_dir: Option<PathBuf>,
+    /// How much the cache directory may hold, such as 500GiB.
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) cache_size: Option<String>,
     /// Directory for logs, control sockets and local trees.
     #[arg(long, value_name = "DIRECTORY")]
     pub(crate) state_dir: Option<PathBuf>,
@@ -77,10 +81,13 @@ impl Check {
 /// Checks and shows.
 pub(crate) fn run(global: &Global, arguments: &DoctorArguments) -> Result<ExitCode> {
     let settings = Settings::load(global)?;
-    let configured = settings.volume.cache.directory.clone();
-    let cache = arguments.cache_dir.clone().or(configured);
+    let mut cache = settings.volume.cache.clone();
+    cache.directory = arguments.cache_dir.clone().or(cache.directory);
+    if let Some(size) = &arguments.cache_size {
+        cache.disk_bytes = Some(parse_bytes(size)?);
+    }
     let state = mounts::state_directory(arguments.state_dir.as_deref(), &settings);
-    let mut checks = host::checks(&state, cache.as_deref(), settings.volume.cache.disk_bytes);
+    let mut checks = host::checks(&state, cache.directory.as_deref(), cache.disk_ceiling());
     if let Some(source) = &arguments.source {
         let store = &settings.volume.store;
         checks.extend(run::block_on(async { Ok(bucket::checks(source, store, arguments.read_only).await) })?);

@@ -202,7 +202,7 @@ fn volume_settings(arguments: &WarmupArguments, settings: &Settings) -> Result<V
         volume.cache.directory = Some(std::path::absolute(directory)?);
     }
     if let Some(size) = &arguments.cache_size {
-        volume.cache.disk_bytes = parse_bytes(size)?;
+        volume.cache.disk_bytes = Some(parse_bytes(size)?);
     }
     if volume.cache.directory.is_none() && !arguments.dry_run {
         return Err(Error::invalid("a bucket is warmed into a cache directory, and none is named")

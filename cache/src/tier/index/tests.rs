@@ -77,6 +77,26 @@ fn a_full_disk_lowers_the_ceiling_and_writes_raise_it_again() {
     assert_eq!(put(&mut empty, 1), [0]);
 }
 
+/// Nothing can be evicted there, and no write succeeds that would raise the ceiling.
+#[test]
+fn a_full_disk_of_pins_is_tried_again_now_and_then() {
+    let mut index = Index::new(1000 * PAGE, 900 * PAGE);
+    for block in 0..3 {
+        let (slot, _) = index.reserve(id(block), 1, true).expect("room");
+        index.commit(slot);
+    }
+    index.lower_ceiling();
+    let full = Err(Full::Disk { ceiling: 3 * PAGE });
+    assert_eq!(index.may_pin(id(3), 1), full, "what would not fit is not fetched");
+    let (at, slot) = (0..4 * RECOVERY)
+        .find_map(|at| index.reserve(id(4), 1, false).ok().map(|(slot, _)| (at, slot)))
+        .expect("it is tried again");
+    assert_eq!(at, RECOVERY - 1, "one refusal was before");
+    index.release(&slot);
+    index.lower_ceiling();
+    assert_eq!((0..4 * RECOVERY).find(|_| index.may_pin(id(5), 1).is_ok()), Some(RECOVERY));
+}
+
 #[test]
 fn files_found_are_taken_over_by_age_and_under_the_ceilings() {
     let slot = |block, serial, pinned| Slot { id: id(block), serial, size: 1, pinned };

@@ -1,6 +1,7 @@
 //! Checks of this host.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use forebay_core::Error;
@@ -129,17 +130,25 @@ fn cache_directory(cache: Option<&Path>, wanted: u64) -> Check {
     let Some(cache) = cache else {
         return Check::ok(NAME, "none: --cache-dir names one on a fast local disk");
     };
-    // It is made by the mount; until then, its space is that of the directory it will be in.
-    let there = cache.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
-    let space = match rustix::fs::statvfs(there) {
+    let shown = cache.display();
+    if let Err(error) = write_and_remove(cache) {
+        let fact = format!("{shown} cannot be written: {error}");
+        return Check::fail(NAME, fact, "choose another one with --cache-dir, here and at `forebay mount`");
+    }
+    let space = match rustix::fs::statvfs(cache) {
         Ok(space) => space,
         Err(error) => {
-            return Check::failed(NAME, &Error::from(std::io::Error::from(error)).context(cache.display()));
+            return Check::failed(NAME, &Error::from(std::io::Error::from(error)).context(shown));
         }
     };
+    // What it holds already is part of what it may take.
+    let held = bytes_below(cache);
     let free = space.f_bavail.saturating_mul(space.f_frsize);
-    let fact = format!("{}: {} free", cache.display(), format_bytes(free));
-    if free < wanted {
+    let fact = match held {
+        0 => format!("{shown}: {} free", format_bytes(free)),
+        held => format!("{shown}: {} free, and {} cached", format_bytes(free), format_bytes(held)),
+    };
+    if free.saturating_add(held) < wanted {
         let hint = format!(
             "a cache takes up to {} unless --cache-size says less; --cache-dir names another disk",
             format_bytes(wanted)
@@ -147,6 +156,17 @@ fn cache_directory(cache: Option<&Path>, wanted: u64) -> Check {
         return Check::warn(NAME, fact, hint);
     }
     Check::ok(NAME, fact)
+}
+
+/// Bytes that all files below take on disk, as far as they can be seen.
+fn bytes_below(directory: &Path) -> u64 {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let bytes = |entry: fs::DirEntry| match entry.metadata() {
+        Ok(found) if found.is_dir() => bytes_below(&entry.path()),
+        Ok(found) => found.blocks() * 512,
+        Err(_) => 0,
+    };
+    entries.map(bytes).sum()
 }
 
 /// A small file of the kernel, without the line's end.
@@ -187,5 +207,19 @@ mod tests {
         let scratch = tempfile::tempdir().expect("scratch");
         assert_eq!(cache_directory(Some(&scratch.path().join("not/yet")), 0).verdict, Verdict::Ok);
         assert_eq!(cache_directory(Some(scratch.path()), u64::MAX).verdict, Verdict::Warn);
+    }
+
+    #[test]
+    fn a_cache_directory_that_cannot_be_used_is_told_and_what_it_holds_counts() {
+        let scratch = tempfile::tempdir().expect("scratch");
+        let file = scratch.path().join("file");
+        fs::write(&file, vec![1; 1 << 20]).expect("file");
+        for cache in [file.clone(), file.join("below")] {
+            let check = cache_directory(Some(&cache), 0);
+            assert_eq!(check.verdict, Verdict::Fail);
+            assert!(check.hint.expect("a hint").contains("--cache-dir"));
+        }
+        let check = cache_directory(Some(scratch.path()), 0);
+        assert!(check.verdict == Verdict::Ok && check.fact.contains("and 1.00 MiB cached"), "{}", check.fact);
     }
 }

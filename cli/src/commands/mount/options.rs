@@ -127,7 +127,7 @@ impl Plan {
             "log" => self.log = Some(given()?.to_owned()),
             "state_dir" => self.volume.state_directory = absolute(given()?)?,
             "cache_dir" => self.volume.cache.directory = Some(absolute(given()?)?),
-            "cache_size" => self.volume.cache.disk_bytes = parse_bytes(given()?)?,
+            "cache_size" => self.volume.cache.disk_bytes = Some(parse_bytes(given()?)?),
             "writeback" => self.volume.writeback.enabled = true,
             "writeback_size" => self.volume.writeback.bytes = parse_bytes(given()?)?,
             "trash" => self.volume.trash_ms = parse_duration(given()?)?.as_millis() as u64,
