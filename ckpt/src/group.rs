@@ -22,6 +22,8 @@ const GRACE: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_secs(3600);
 /// How often a rank that waits asks whether it is to go on.
 const BEAT: Duration = Duration::from_millis(200);
+/// Bytes that the socket of whoever waits takes at once, for it is empty: that needs no thread.
+const AT_ONCE: usize = 64 << 10;
 /// The longest words of one rank, and of all together, in bytes as they are sent.
 const MOST_BYTES: usize = if cfg!(test) { 1 << 20 } else { MAX_FRAME };
 
@@ -89,6 +91,7 @@ impl Group {
             0 => hold(name, world_size, patience, ends.clone())?,
             _ => visit(name, Joining { rank, world_size }, patience, goes_on)?,
         };
+        stream.set_patience(BEAT)?;
         let mut group = Self { rank, hosts: vec![String::new(); world_size], stream: Some(stream), ends };
         group.hosts = group.gather(host, patience, goes_on)?;
         Ok(group)
@@ -151,23 +154,26 @@ impl Group {
         let stream = self.stream.as_mut().ok_or_else(over)?;
         let patience_ms = patience.as_millis().min(u128::from(u64::MAX)) as u64;
         let word = word_of(self.rank, text, patience_ms)?;
+        let mut wait = Wait::new(patience + GRACE, goes_on);
         // Where the group was over already, why can still be heard.
-        stream.send(&word, fd).ok();
+        stream.send_while(&word, fd, &mut || wait.goes_on()).ok();
         let gone = || Error::new(ErrorKind::Unavailable, "rank 0 is gone, and the job's group with it");
-        let heard = match wait_for(stream, patience + GRACE, goes_on) {
-            Ok(Some(true)) => stream.receive().map_err(|error| match error.kind() {
+        let late = || missing(&[0], "answer", patience);
+        let heard = match wait.for_words(stream) {
+            Ok(true) => stream.receive_while(&mut || wait.goes_on()).map_err(|error| match error.kind() {
+                ErrorKind::Unavailable if wait.left().is_zero() => late(),
                 // Its process ended before it answered.
                 ErrorKind::Unavailable => gone(),
                 _ => error,
             }),
-            Ok(Some(false)) => Err(missing(&[0], "answer", patience)),
-            Ok(None) => {
-                // The others hear that this rank is gone: its next words would be taken for those of this round.
-                self.stream = None;
-                return Err(ended());
-            }
+            Ok(false) => Err(late()),
             Err(error) => Err(error),
         };
+        if wait.is_ended {
+            // The others hear that this rank is gone: its next words would be taken for those of this round.
+            self.stream = None;
+            return Err(Wait::ended());
+        }
         let answer = match heard {
             Ok(Some((frame, _))) => parse(&frame)?,
             Ok(None) => Answer::Over(gone().to_string()),
@@ -175,7 +181,7 @@ impl Group {
         };
         match answer {
             Answer::All(texts, count) => {
-                let fd = |_| match stream.receive() {
+                let fd = |_| match stream.receive_while(&mut || wait.goes_on()) {
                     Ok(Some((_, Some(fd)))) => Ok(fd),
                     Ok(_) => Err(gone()),
                     Err(error) => Err(error),
@@ -214,43 +220,64 @@ fn hold(name: &str, world_size: usize, patience: Duration, ends: Arc<Inherited>)
 
 /// Goes to the meeting place that rank 0 holds, or will hold in time.
 fn visit(name: &str, joining: Joining, patience: Duration, goes_on: GoesOn<'_>) -> Result<FdStream> {
-    let clock = Clock::system();
-    let deadline = clock.now() + patience + GRACE;
+    let mut wait = Wait::new(patience + GRACE, goes_on);
     loop {
-        let left = deadline.since(clock.now());
-        if let Some(mut stream) = meet(name, left.min(BEAT))? {
+        if let Some(mut stream) = meet(name, wait.left().min(BEAT))? {
             stream.send(&frame_of(&joining)?, None).ok();
             return Ok(stream);
         }
-        if left.is_zero() {
-            return Err(missing(&[0], "join the job's group", patience));
-        }
-        if !goes_on() {
-            return Err(ended());
-        }
-    }
-}
-
-/// Whether the next words came in time; none where the wait is not to go on. A signal by itself does not end it.
-fn wait_for(stream: &FdStream, patience: Duration, goes_on: GoesOn<'_>) -> Result<Option<bool>> {
-    let clock = Clock::system();
-    let deadline = clock.now() + patience;
-    loop {
-        let left = deadline.since(clock.now());
-        if stream.readable(left.min(BEAT))? {
-            return Ok(Some(true));
-        }
-        if left.is_zero() {
-            return Ok(Some(false));
-        }
-        if !goes_on() {
-            return Ok(None);
+        if !wait.goes_on() {
+            return Err(if wait.is_ended {
+                Wait::ended()
+            } else {
+                missing(&[0], "join the job's group", patience)
+            });
         }
     }
 }
 
-fn ended() -> Error {
-    Error::new(ErrorKind::Unavailable, "the wait for the job's other ranks was ended here")
+/// How long a rank waits for rank 0.
+struct Wait<'a> {
+    clock: Clock,
+    deadline: Moment,
+    asked: GoesOn<'a>,
+    /// Whether it is not to go on.
+    is_ended: bool,
+}
+
+impl<'a> Wait<'a> {
+    fn new(patience: Duration, asked: GoesOn<'a>) -> Self {
+        let clock = Clock::system();
+        let deadline = clock.now() + patience;
+        Self { clock, deadline, asked, is_ended: false }
+    }
+
+    fn left(&self) -> Duration {
+        self.deadline.since(self.clock.now())
+    }
+
+    /// Asks, and whether there is time left.
+    fn goes_on(&mut self) -> bool {
+        self.is_ended = self.is_ended || !(self.asked)();
+        !self.is_ended && !self.left().is_zero()
+    }
+
+    /// Whether the next words came in time. A signal by itself ends no wait.
+    fn for_words(&mut self, stream: &FdStream) -> Result<bool> {
+        while !self.is_ended {
+            if stream.readable(self.left().min(BEAT))? {
+                return Ok(true);
+            }
+            if !self.goes_on() {
+                break;
+            }
+        }
+        Ok(false)
+    }
+
+    fn ended() -> Error {
+        Error::new(ErrorKind::Unavailable, "the wait for the job's other ranks was ended here")
+    }
 }
 
 /// # Errors
@@ -298,9 +325,9 @@ fn serve(meeting: &Meeting, first: FdStream, world_size: usize, patience: Durati
     // Before rank 0 hears that all are there, and until right before they are closed.
     let _noted = ends.note(fds);
     let over = loop {
-        let told = collect(&mut ranks).and_then(|(texts, fds)| {
+        let told = collect(&mut ranks, patience).and_then(|Said { texts, fds, patience }| {
             let fds: Vec<OwnedFd> = fds.into_iter().flatten().collect();
-            tell_all(&mut ranks, &Answer::All(texts, fds.len()), &fds)
+            tell_all(&mut ranks, &Answer::All(texts, fds.len()), &fds, patience)
         });
         if let Err(error) = told {
             break error;
@@ -318,6 +345,7 @@ fn welcome_all(
 ) -> Result<Vec<FdStream>> {
     let clock = Clock::system();
     let deadline = clock.now() + patience;
+    first.set_patience(BEAT)?;
     let others = (1..world_size).map(|_| None);
     let mut places: Vec<Option<FdStream>> = std::iter::once(Some(first)).chain(others).collect();
     let refused = loop {
@@ -328,8 +356,10 @@ fn welcome_all(
         let Some(mut visitor) = meeting.welcome(deadline.since(clock.now()))? else {
             break missing(&absent, "join the job's group", patience);
         };
-        // One that is gone again did not come.
-        let Ok(Some((frame, _))) = visitor.receive() else { continue };
+        visitor.set_patience(BEAT)?;
+        // One that is gone again, or says nothing, did not come.
+        let received = visitor.receive_while(&mut || clock.now() < deadline);
+        let Ok(Some((frame, _))) = received else { continue };
         let joining: Joining = parse(&frame)?;
         if joining.world_size != world_size {
             let Joining { rank, world_size: other } = joining;
@@ -350,8 +380,15 @@ fn welcome_all(
     Err(refused)
 }
 
-/// One word of each rank, and the descriptors that came with them.
-fn collect(ranks: &mut [FdStream]) -> Result<(Vec<String>, Vec<Option<OwnedFd>>)> {
+/// One word of each rank, the descriptors that came with them, and how long the first of them waits.
+struct Said {
+    texts: Vec<String>,
+    fds: Vec<Option<OwnedFd>>,
+    patience: Duration,
+}
+
+/// Hears all ranks; `patience` is for the first word alone, once it has begun.
+fn collect(ranks: &mut [FdStream], patience: Duration) -> Result<Said> {
     let clock = Clock::system();
     let mut fds: Vec<Option<OwnedFd>> = ranks.iter().map(|_| None).collect();
     let mut texts: Vec<Option<String>> = ranks.iter().map(|_| None).collect();
@@ -360,7 +397,8 @@ fn collect(ranks: &mut [FdStream]) -> Result<(Vec<String>, Vec<Option<OwnedFd>>)
     loop {
         let silent: Vec<usize> = (0..texts.len()).filter(|rank| texts[*rank].is_none()).collect();
         if silent.is_empty() {
-            return Ok((texts.into_iter().flatten().collect(), fds));
+            let patience = waiting.map_or(patience, |(_, patience)| patience);
+            return Ok(Said { texts: texts.into_iter().flatten().collect(), fds, patience });
         }
         let left = waiting.map_or(TICK, |(deadline, _)| deadline.since(clock.now()));
         if let Some((_, patience)) = waiting.filter(|_| left.is_zero()) {
@@ -369,7 +407,14 @@ fn collect(ranks: &mut [FdStream]) -> Result<(Vec<String>, Vec<Option<OwnedFd>>)
         // Those that spoke say nothing more until they are answered: what can be received from them is their end.
         let streams: Vec<&FdStream> = ranks.iter().collect();
         for rank in FdStream::readable_among(&streams, left)? {
-            let received = if texts[rank].is_none() { ranks[rank].receive() } else { Ok(None) };
+            let (until, patience) = waiting.unwrap_or_else(|| (clock.now() + patience, patience));
+            let received = match texts[rank] {
+                None => ranks[rank].receive_while(&mut || clock.now() < until),
+                Some(_) => Ok(None),
+            };
+            if received.is_err() && clock.now() >= until {
+                return Err(missing(&[rank], "take part", patience));
+            }
             let Ok(Some((frame, fd))) = received else {
                 return Err(Error::new(ErrorKind::Unavailable, format!("rank {rank} of the job is gone")));
             };
@@ -385,11 +430,13 @@ fn collect(ranks: &mut [FdStream]) -> Result<(Vec<String>, Vec<Option<OwnedFd>>)
     }
 }
 
-/// A rank that cannot be told is found gone in the next round. Rank 0 is told last: this thread may end with it.
+/// Tells all at once. A rank that cannot be told is found gone in the next round. Rank 0 is told last: this thread may end
+/// with it.
 ///
 /// # Errors
-/// `TooLarge` when no frame takes the answer; nobody was told anything then.
-fn tell_all(ranks: &mut [FdStream], answer: &Answer, fds: &[OwnedFd]) -> Result<()> {
+/// `Unavailable`, naming the ranks, where some do not take it within `patience`; all others were told. `TooLarge` when no
+/// frame takes the answer; nobody was told anything then.
+fn tell_all(ranks: &mut [FdStream], answer: &Answer, fds: &[OwnedFd], patience: Duration) -> Result<()> {
     let frame = frame_of(answer).map_err(|error| match error.kind() {
         ErrorKind::TooLarge => {
             let fact = format!("what the ranks tell each other is too long: {}", error.message());
@@ -397,11 +444,37 @@ fn tell_all(ranks: &mut [FdStream], answer: &Answer, fds: &[OwnedFd]) -> Result<
         }
         _ => error,
     })?;
-    for stream in ranks.iter_mut().rev() {
-        stream.send(&frame, None).ok();
-        fds.iter().for_each(|fd| drop(stream.send(&[], Some(fd.as_fd()))));
+    let clock = Clock::system();
+    let deadline = clock.now() + patience;
+    // Whether it was not taken in time.
+    let is_stuck = |stream: &mut FdStream| {
+        let mut in_time = || clock.now() < deadline;
+        let mut told = stream.send_while(&frame, None, &mut in_time);
+        for fd in fds {
+            told = told.and_then(|()| stream.send_while(&[], Some(fd.as_fd()), &mut in_time));
+        }
+        told.is_err() && !in_time()
+    };
+    let Some((first, others)) = ranks.split_first_mut() else { return Ok(()) };
+    let mut stuck: Vec<usize> = std::thread::scope(|scope| {
+        let (is_stuck, needs_thread) = (&is_stuck, frame.len() > AT_ONCE);
+        let told: Vec<_> = others
+            .iter_mut()
+            .map(|stream| match needs_thread {
+                true => Err(scope.spawn(move || is_stuck(stream))),
+                false => Ok(is_stuck(stream)),
+            })
+            .collect();
+        let stuck = told.into_iter().map(|told| told.unwrap_or_else(|thread| thread.join().unwrap_or(true)));
+        stuck.enumerate().filter(|(_, is_stuck)| *is_stuck).map(|(index, _)| index + 1).collect()
+    });
+    if is_stuck(first) {
+        stuck.insert(0, 0);
     }
-    Ok(())
+    match stuck.is_empty() {
+        true => Ok(()),
+        false => Err(missing(&stuck, "take the answer", patience)),
+    }
 }
 
 /// Tells all why the group is over.
@@ -411,187 +484,10 @@ fn end_all(ranks: &mut [FdStream], over: &Error) {
         ErrorKind::TooLarge => Answer::TooLong(message),
         _ => Answer::Over(message),
     };
-    if let Err(error) = tell_all(ranks, &answer, &[]) {
+    if let Err(error) = tell_all(ranks, &answer, &[], GRACE) {
         tracing::warn!(%error, "the ranks were not told why their group is over");
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const PATIENCE: Duration = Duration::from_secs(60);
-
-    fn name(test: &str) -> String {
-        format!("forebay-test-{test}-{}", std::process::id())
-    }
-
-    /// Runs `work` on each rank of a group, each on a thread of its own.
-    fn on_ranks<T: Send>(test: &str, count: usize, work: impl Fn(Group) -> T + Sync) -> Vec<T> {
-        let run =
-            |rank| work(Group::join(&name(test), rank, count, "here", PATIENCE, &mut || true).expect("join"));
-        let run = &run;
-        std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..count).map(|rank| scope.spawn(move || run(rank))).collect();
-            ranks.into_iter().map(|rank| rank.join().expect("rank")).collect()
-        })
-    }
-
-    #[test]
-    fn all_hear_all_in_order() {
-        let heard = on_ranks("all", 4, |mut group| {
-            let say = |group: &mut Group, round| {
-                let text = format!("{} in {round}", group.rank());
-                group.gather(&text, PATIENCE, &mut || true).expect("gather")
-            };
-            (say(&mut group, 1), say(&mut group, 2))
-        });
-        for (first, second) in heard {
-            assert_eq!(first, ["0 in 1", "1 in 1", "2 in 1", "3 in 1"]);
-            assert_eq!(second, ["0 in 2", "1 in 2", "2 in 2", "3 in 2"]);
-        }
-    }
-
-    #[test]
-    fn all_see_the_memory_of_all() {
-        let seen = on_ranks("memory", 3, |mut group| {
-            let memory = SharedMemory::create("test", 4096).expect("memory");
-            memory.map_write(0..4096).expect("map")[7] = 10 + group.rank() as u8;
-            let lent = group.exchange(&memory, PATIENCE, &mut || true).expect("exchange");
-            let seen: Vec<u8> =
-                lent.iter().map(|memory| memory.map_read(0..4096).expect("map").as_ref()[7]).collect();
-            (seen, group.gather("and on", PATIENCE, &mut || true).expect("gather").len())
-        });
-        assert_eq!(seen, vec![(vec![10, 11, 12], 3); 3]);
-        let refused = on_ranks("miser", 2, |mut group| match group.rank() {
-            0 => group
-                .exchange(&SharedMemory::create("test", 4096).expect("memory"), PATIENCE, &mut || true)
-                .is_err(),
-            _ => group.gather("nothing to lend", PATIENCE, &mut || true).is_ok(),
-        });
-        assert_eq!(refused, [true, true]);
-    }
-
-    #[test]
-    fn all_know_where_all_are_and_lend_memory_on_one_host_only() {
-        let name = name("hosts");
-        let heard: Vec<_> = std::thread::scope(|scope| {
-            let join = |(rank, host)| {
-                let mut group = Group::join(&name, rank, 3, host, PATIENCE, &mut || true).expect("join");
-                let memory = SharedMemory::create("test", 4096).expect("memory");
-                let refused = group.exchange(&memory, PATIENCE, &mut || true).expect_err("two hosts");
-                // And goes on.
-                let heard = group.gather("on", PATIENCE, &mut || true).expect("gather").concat();
-                (group.hosts().to_vec(), refused.to_string(), heard)
-            };
-            let ranks: Vec<_> = [(0, "one"), (1, "one"), (2, "other")]
-                .map(|place| scope.spawn(move || join(place)))
-                .into_iter()
-                .collect();
-            ranks.into_iter().map(|rank| rank.join().expect("rank")).collect()
-        });
-        for (hosts, refused, said) in heard {
-            assert_eq!((hosts, said.as_str()), (vec!["one".into(), "one".into(), "other".into()], "ononon"));
-            assert!(refused.contains("rank 2 is on another host than rank 0"), "{refused}");
-        }
-    }
-
-    #[test]
-    fn a_rank_that_is_gone_or_silent_is_named() {
-        let errors = on_ranks("gone", 3, |mut group| match group.rank() {
-            2 => None,
-            _ => Some(group.gather("", PATIENCE, &mut || true).expect_err("rank 2 is gone")),
-        });
-        for error in errors.into_iter().flatten() {
-            assert!(error.message().contains("rank 2 of the job is gone"), "{error}");
-        }
-        let told = std::sync::Barrier::new(3);
-        let errors = on_ranks("silent", 3, |mut group| {
-            if group.rank() == 0 {
-                let error =
-                    group.gather("", Duration::from_millis(50), &mut || true).expect_err("others are silent");
-                assert!(error.message().contains("ranks 1, 2 did not take part within 0.05 s"), "{error}");
-            }
-            told.wait();
-            group.gather("", PATIENCE, &mut || true).expect_err("it is over")
-        });
-        assert!(errors.iter().all(|error| error.kind() == ErrorKind::Unavailable));
-    }
-
-    #[test]
-    fn a_wait_is_ended_where_it_is_not_to_go_on_and_the_others_hear_so() {
-        let errors = on_ranks("ended", 3, |mut group| match group.rank() {
-            // It says nothing until it is told that the group is over.
-            2 => vec![heard_of_the_end(&mut group)],
-            1 => {
-                let mut asked = 0;
-                let mut twice = || {
-                    asked += 1;
-                    asked < 2
-                };
-                let error = group.gather("", PATIENCE, &mut twice).expect_err("ended");
-                vec![error, group.gather("", PATIENCE, &mut || true).expect_err("it is over")]
-            }
-            _ => vec![group.gather("", PATIENCE, &mut || true).expect_err("rank 1 is gone")],
-        });
-        let messages: Vec<Vec<_>> =
-            errors.iter().map(|errors| errors.iter().map(Error::message).collect()).collect();
-        let gone = "rank 1 of the job is gone";
-        let own = ["the wait for the job's other ranks was ended here", "the job's group is over"];
-        assert_eq!(messages, [vec![gone], own.to_vec(), vec![gone]]);
-        let error = Group::join(&name("nobody"), 1, 2, "here", PATIENCE, &mut || false)
-            .expect_err("rank 0 never comes");
-        assert_eq!(error.message(), own[0]);
-    }
-
-    fn heard_of_the_end(group: &mut Group) -> Error {
-        assert!(group.stream.as_ref().expect("a stream").readable(PATIENCE).expect("readable"));
-        group.gather("", PATIENCE, &mut || true).expect_err("it is over")
-    }
-
-    /// The ranks waited for each other, and heard in the end that rank 0 did not answer.
-    #[test]
-    fn ranks_that_say_too_much_hear_so_at_once() {
-        // Each alone fits; and one that does not fit alone, while the others wait for it.
-        for (test, lengths, fact) in [
-            ("much", [MOST_BYTES * 2 / 3; 2], "what the ranks tell each other is too long: 139"),
-            ("more", [1, MOST_BYTES + 1], "what rank 1 tells the others is too long: 104"),
-        ] {
-            let errors = on_ranks(test, 2, |mut group| {
-                let text = "x".repeat(lengths[group.rank()]);
-                let error = group.gather(&text, PATIENCE, &mut || true).expect_err("too long");
-                (error, group.gather("", PATIENCE, &mut || true).expect_err("it is over"))
-            });
-            for (error, after) in errors {
-                assert_eq!(error.kind(), ErrorKind::TooLarge, "{error}");
-                assert!(error.message().contains(fact), "{error}");
-                assert!(after.message().contains("is over"), "{after}");
-            }
-        }
-        let longest = on_ranks("longest", 2, |mut group| {
-            let text = "x".repeat(MOST_BYTES / 2 - 100);
-            group.gather(&text, PATIENCE, &mut || true).expect("it fits").concat().len()
-        });
-        assert_eq!(longest, [MOST_BYTES - 200; 2]);
-    }
-
-    #[test]
-    fn ranks_that_do_not_come_are_named_and_twins_are_refused() {
-        // Rank 0 is there even where nobody is waited for.
-        let error =
-            Group::join(&name("alone"), 0, 3, "here", Duration::ZERO, &mut || true).expect_err("alone");
-        assert!(error.message().contains("ranks 1, 2 did not join"), "{error}");
-        // Many times, since the twins may be there before rank 0 looks, or after.
-        for round in 0..20 {
-            let name = name(&format!("twins-{round}"));
-            std::thread::scope(|scope| {
-                let join = |rank| {
-                    let error =
-                        Group::join(&name, rank, 3, "here", PATIENCE, &mut || true).expect_err("twins");
-                    assert!(error.message().contains("two processes say that they are rank 1"), "{error}");
-                };
-                [0, 1, 1].into_iter().for_each(|rank| drop(scope.spawn(move || join(rank))));
-            });
-        }
-    }
-}
+mod tests;

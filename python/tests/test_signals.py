@@ -68,9 +68,11 @@ def test_a_signal_to_one_rank_saves_on_all(tmp_path: Path) -> None:
 
 def one_waits_and_one_hangs(children: list[Child]) -> bool:
     """Whether rank 0 waits for words of rank 1, which stopped itself."""
-    waiting, hanging = (Path(f"/proc/{child.pid}") for child in children)
-    is_stopped = hanging.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return is_stopped and "poll" in waiting.joinpath("wchan").read_text()
+    return has_stopped(children[1]) and "poll" in Path(f"/proc/{children[0].pid}/wchan").read_text()
+
+
+def has_stopped(child: Child) -> bool:
+    return Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @pytest.mark.parametrize("restores", [False, True])
@@ -98,6 +100,29 @@ def test_ctrl_c_is_heard_while_a_rank_waits_for_one_that_hangs(tmp_path: Path, r
     assert children[0].line() == "KeyboardInterrupt:"
     os.kill(children[1].pid, signal.SIGCONT)
     assert re.match("CheckpointUnavailable: rank 0 (of the job )?is gone", children[1].line())
+    assert [child.join() for child in children] == [0, 0]
+
+
+def test_ctrl_c_is_heard_where_a_long_word_is_not_taken(tmp_path: Path) -> None:
+    """More than the socket of a rank 0 that hangs takes at once."""
+
+    def work(rank: int, report: Report) -> None:
+        group = _native.Group(f"forebay-test-{tmp_path}", (rank, 2), "here", 600.0)
+        report("joined")
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            group.gather("x" * 8_000_000, 600.0)
+        except (KeyboardInterrupt, forebay.CheckpointUnavailable) as error:
+            report(f"{type(error).__name__}: {error}")
+
+    children = start_ranks(2, work, with_gloo=False)
+    assert [child.line() for child in children] == ["joined", "joined"]
+    wait_until(lambda: has_stopped(children[0]) and "sock" in Path(f"/proc/{children[1].pid}/wchan").read_text())
+    os.kill(children[1].pid, signal.SIGINT)
+    assert children[1].line() == "KeyboardInterrupt:"
+    os.kill(children[0].pid, signal.SIGCONT)
+    assert "rank 1 of the job is gone" in children[0].line()
     assert [child.join() for child in children] == [0, 0]
 
 

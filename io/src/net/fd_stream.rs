@@ -76,31 +76,50 @@ impl FdStream {
     /// # Errors
     /// `Unavailable` when the other side is gone.
     pub fn send(&mut self, frame: &[u8], fd: Option<BorrowedFd<'_>>) -> Result<()> {
+        self.send_while(frame, fd, &mut || false)
+    }
+
+    /// As [`Self::send`]; each time that the other side held it up for the [patience](Self::set_patience), it goes on if
+    /// `goes_on` says so. Where that does not, a part may be sent, and the connection is of no use any more.
+    pub fn send_while(
+        &mut self,
+        frame: &[u8],
+        fd: Option<BorrowedFd<'_>>,
+        goes_on: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
         if frame.len() > MAX_FRAME {
             return Err(Error::new(ErrorKind::TooLarge, format!("a frame of {} bytes", frame.len())));
         }
         let length = (frame.len() as u32).to_le_bytes();
         match fd {
-            Some(fd) => self.send_with_fd(&length, fd)?,
-            None => self.stream.write_all(&length)?,
+            Some(fd) => self.send_with_fd(&length, fd, goes_on)?,
+            None => self.patient(goes_on).write_all(&length)?,
         }
-        Ok(self.stream.write_all(frame)?)
+        Ok(self.patient(goes_on).write_all(frame)?)
     }
 
     /// The next frame and the descriptor that came with it; `None` when the other side closed between two frames.
     pub fn receive(&mut self) -> Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
+        self.receive_while(&mut || false)
+    }
+
+    /// As [`Self::receive`], and goes on as [`Self::send_while`] does.
+    pub fn receive_while(
+        &mut self,
+        goes_on: &mut dyn FnMut() -> bool,
+    ) -> Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
         let mut length = [0; 4];
-        let (read, fd) = self.receive_with_fd(&mut length)?;
+        let (read, fd) = self.receive_with_fd(&mut length, goes_on)?;
         if read == 0 {
             return Ok(None);
         }
-        self.stream.read_exact(&mut length[read..])?;
+        self.patient(goes_on).read_exact(&mut length[read..])?;
         let length = u32::from_le_bytes(length) as usize;
         if length > MAX_FRAME {
             return Err(Error::corrupt(format!("a frame announces {length} bytes")));
         }
         let mut frame = vec![0; length];
-        self.stream.read_exact(&mut frame)?;
+        self.patient(goes_on).read_exact(&mut frame)?;
         Ok(Some((frame, fd)))
     }
 
@@ -127,7 +146,16 @@ impl FdStream {
         }
     }
 
-    fn send_with_fd(&mut self, bytes: &[u8; 4], fd: BorrowedFd<'_>) -> Result<()> {
+    fn patient<'a>(&'a self, goes_on: &'a mut dyn FnMut() -> bool) -> Patient<'a> {
+        Patient { stream: &self.stream, goes_on }
+    }
+
+    fn send_with_fd(
+        &mut self,
+        bytes: &[u8; 4],
+        fd: BorrowedFd<'_>,
+        goes_on: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
         let mut part = libc::iovec { iov_base: bytes.as_ptr() as *mut _, iov_len: bytes.len() };
         let mut control = ControlBuffer([0; CONTROL]);
         let mut message = message(&mut part, &mut control);
@@ -146,13 +174,17 @@ impl FdStream {
             // SAFETY: `message` points at live buffers of the stated lengths.
             let sent = unsafe { libc::sendmsg(self.stream.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
             match usize::try_from(sent) {
-                Ok(sent) => return Ok(self.stream.write_all(&bytes[sent..])?),
-                Err(_) => retry_if_interrupted()?,
+                Ok(sent) => return Ok(self.patient(goes_on).write_all(&bytes[sent..])?),
+                Err(_) => retry_if(goes_on)?,
             }
         }
     }
 
-    fn receive_with_fd(&mut self, bytes: &mut [u8; 4]) -> Result<(usize, Option<OwnedFd>)> {
+    fn receive_with_fd(
+        &mut self,
+        bytes: &mut [u8; 4],
+        goes_on: &mut dyn FnMut() -> bool,
+    ) -> Result<(usize, Option<OwnedFd>)> {
         let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
         let mut control = ControlBuffer([0; CONTROL]);
         let mut message = message(&mut part, &mut control);
@@ -162,7 +194,7 @@ impl FdStream {
                 unsafe { libc::recvmsg(self.stream.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) };
             match usize::try_from(read) {
                 Ok(read) => break read,
-                Err(_) => retry_if_interrupted()?,
+                Err(_) => retry_if(goes_on)?,
             }
         };
         // SAFETY: the kernel filled the headers within `msg_controllen`; a descriptor it delivered is ours alone.
@@ -193,7 +225,7 @@ pub fn wait_readable(fds: &[BorrowedFd<'_>], timeout: Duration) -> Result<Vec<us
     // SAFETY: as many live entries as the count says.
     let count = unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, timeout_ms) };
     if count < 0 {
-        retry_if_interrupted()?;
+        retry_if(&mut || false)?;
         return Ok(Vec::new());
     }
     Ok(polls.iter().enumerate().filter(|(_, poll)| poll.revents != 0).map(|(index, _)| index).collect())
@@ -213,9 +245,50 @@ fn message(part: &mut libc::iovec, control: &mut ControlBuffer) -> libc::msghdr 
     message
 }
 
-fn retry_if_interrupted() -> Result<()> {
+/// After a call that was interrupted, or one whose patience is over where it is to go on; the last error otherwise.
+fn retry_if(goes_on: &mut dyn FnMut() -> bool) -> Result<()> {
     let error = std::io::Error::last_os_error();
-    if error.kind() == std::io::ErrorKind::Interrupted { Ok(()) } else { Err(error.into()) }
+    match error.kind() {
+        std::io::ErrorKind::Interrupted => Ok(()),
+        std::io::ErrorKind::WouldBlock if goes_on() => Ok(()),
+        _ => Err(error.into()),
+    }
+}
+
+/// Reads and writes that go on, each time that the socket's patience is over, as long as they are to.
+struct Patient<'a> {
+    stream: &'a UnixStream,
+    goes_on: &'a mut dyn FnMut() -> bool,
+}
+
+impl Patient<'_> {
+    fn retry(
+        &mut self,
+        mut call: impl FnMut(&UnixStream) -> std::io::Result<usize>,
+    ) -> std::io::Result<usize> {
+        loop {
+            match call(self.stream) {
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock && (self.goes_on)() => {}
+                done => return done,
+            }
+        }
+    }
+}
+
+impl Read for Patient<'_> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        self.retry(|mut stream| stream.read(into))
+    }
+}
+
+impl Write for Patient<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.retry(|mut stream| stream.write(bytes))
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -241,6 +314,38 @@ mod tests {
         assert_eq!(frame, b"second");
         assert_eq!(received.metadata().expect("metadata").len(), 21);
         assert!(right.receive().expect("end").is_none());
+    }
+
+    /// More than the socket takes: whoever does not read is waited for as long as that is to go on.
+    #[test]
+    fn a_frame_that_nobody_takes_is_given_up_where_it_is_not_to_go_on() {
+        let (mut left, mut right) = FdStream::pair().expect("pair");
+        for stream in [&left, &right] {
+            stream.set_patience(Duration::from_millis(20)).expect("patience");
+        }
+        let (frame, mut asked) = (vec![7; 8 << 20], 0);
+        let mut twice = || {
+            asked += 1;
+            asked < 3
+        };
+        left.send_while(&frame, None, &mut twice).expect_err("nobody reads");
+        assert_eq!(asked, 3);
+        // And who reads slowly gets all of it.
+        let (mut left, mut slow) = FdStream::pair().expect("pair");
+        left.set_patience(Duration::from_millis(1)).expect("patience");
+        slow.set_patience(Duration::from_millis(1)).expect("patience");
+        std::thread::scope(|scope| {
+            scope.spawn(|| left.send_while(&frame, None, &mut || true).expect("send"));
+            let received = slow.receive_while(&mut || true).expect("receive").expect("a frame").0;
+            assert!(received == frame);
+        });
+        let mut asked = 0;
+        let mut twice = || {
+            asked += 1;
+            asked < 3
+        };
+        right.receive_while(&mut twice).expect_err("the rest never comes");
+        assert_eq!(asked, 3);
     }
 
     #[test]
