@@ -288,30 +288,37 @@ async fn serve_clone(
     outcome.map_or_else(|error| failed(&error), Reply::Cloned)
 }
 
-/// Waits for long work, telling its progress as fast as the other side reads; its hanging up cancels.
+/// Waits for long work, telling its progress as fast as the other side reads; its hanging up cancels. The work never
+/// waits for who does not read: readers of the mount wait for what it has on its way.
 async fn follow<T>(
     (what, work): (&str, impl Future<Output = T>),
     (mut told, cancel): (watch::Receiver<Progress>, &CancellationToken),
     mut read: impl AsyncReadExt + Unpin,
     write: &mut (impl AsyncWriteExt + Unpin),
 ) -> T {
-    let mut work = std::pin::pin!(work);
-    let mut byte = [0];
-    loop {
-        tokio::select! {
-            outcome = &mut work => return outcome,
-            changed = told.changed() => {
-                let progress = *told.borrow_and_update();
-                if changed.is_err() || send(write, &Reply::Progress(progress)).await.is_err() {
-                    cancel.cancel();
-                }
-            }
-            _ = read.read(&mut byte), if !cancel.is_cancelled() => {
-                cancel.cancel();
-                tracing::info!("{what} cancelled; what is on its way ends first");
+    let over = CancellationToken::new();
+    let working = async {
+        let outcome = work.await;
+        over.cancel();
+        outcome
+    };
+    // A line that is begun is ended, whatever follows it.
+    let telling = async {
+        while let Some(Ok(())) = over.run_until_cancelled(told.changed()).await {
+            let progress = *told.borrow_and_update();
+            if send(write, &Reply::Progress(progress)).await.is_err() {
+                return cancel.cancel();
             }
         }
-    }
+    };
+    let mut byte = [0];
+    let hearing = async {
+        if over.run_until_cancelled(read.read(&mut byte)).await.is_some() {
+            cancel.cancel();
+            tracing::info!("{what} cancelled; what is on its way ends first");
+        }
+    };
+    tokio::join!(working, telling, hearing).0
 }
 
 fn done(outcome: Result<()>) -> Reply {

@@ -15,6 +15,7 @@ mod cloning;
 mod costs;
 mod packing;
 mod warming;
+mod asking;
 mod trash;
 mod writeback;
 
