@@ -52,7 +52,7 @@ pub struct Progress {
 pub struct Outcome {
     /// The totals.
     pub progress: Progress,
-    /// Blocks of the files.
+    /// Blocks of the files, as they were when they were looked for last.
     pub blocks: u64,
     /// Blocks fetched from the bucket.
     pub fetched: u64,
@@ -73,9 +73,10 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Whether every block was proved to be in the cache.
+    /// Whether every block was proved to be in the cache. The proof alone tells: files come and go since the others were
+    /// counted.
     pub fn is_complete(&self) -> bool {
-        !self.cancelled && self.missing_blocks == 0 && self.proved == self.blocks
+        !self.cancelled && self.missing_blocks == 0
     }
 }
 
@@ -129,6 +130,7 @@ pub async fn warmup(
     replace_damaged(volume, fill, (&mut proof, &mut outcome), cancel).await?;
     (outcome.proved, outcome.memory_only) = (proof.present, proof.memory_only);
     outcome.missing_blocks = proof.missing.len() as u64;
+    outcome.blocks = outcome.proved + outcome.missing_blocks;
     outcome.missing = proof.missing.iter().take(NAMED).map(name).collect();
     Ok(outcome)
 }

@@ -263,7 +263,7 @@ fn failure(outcome: &Outcome, lost: u64, dry_run: bool) -> Option<Error> {
     if dry_run || (outcome.is_complete() && lost == 0) {
         return None;
     }
-    let absent = (outcome.blocks - outcome.proved.min(outcome.blocks)) + lost;
+    let absent = outcome.missing_blocks + lost;
     let message = format!("{absent} of {} blocks are not in the cache", outcome.blocks);
     let hint = match outcome.failures.is_empty() {
         true => "the cache is smaller than the data, or its disk fails: give it more room with --cache-size",
@@ -294,6 +294,10 @@ mod tests {
         let missing = Outcome { proved: 1, missing_blocks: 2, ..whole.clone() };
         assert!(failure(&missing, 0, false).expect("missing").message().starts_with("2 of 3 blocks"));
         assert!(failure(&missing, 0, true).is_none());
+        let came = Outcome { blocks: 3, proved: 4, ..whole.clone() };
+        assert!(failure(&came, 0, false).is_none(), "a file was written meanwhile");
+        let went = Outcome { missing_blocks: 1, ..whole.clone() };
+        assert!(failure(&went, 0, false).expect("missing").message().starts_with("1 of 3 blocks"));
         let cancelled = Outcome { cancelled: true, ..whole };
         assert!(failure(&cancelled, 0, false).expect("cancelled").message().contains("cancelled"));
     }

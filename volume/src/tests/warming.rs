@@ -1,12 +1,12 @@
 //! Warmup: what it fetches, what it proves.
 
-use forebay_core::ObjectKey;
 use forebay_core::units::MIB;
+use forebay_core::{InodeId, ObjectKey};
 use forebay_io::object::{Bucket, Condition};
 use tokio_util::sync::CancellationToken;
 
-use super::support::{Fixture, READ, open, pattern, run};
-use crate::warmup::{Outcome, Request, warmup};
+use super::support::{Fixture, READ, create, open, pattern, run};
+use crate::warmup::{Outcome, Progress, Request, warmup};
 
 async fn filled() -> Fixture {
     let fixture = Fixture::new(Bucket::in_memory());
@@ -59,6 +59,38 @@ fn a_cache_too_small_is_reported_with_what_is_missing() {
         assert!(!outcome.is_complete());
         assert!(outcome.missing.iter().any(|name| name.starts_with("large bytes ")), "{:?}", outcome.missing);
         assert_eq!(outcome.proved + outcome.missing_blocks, outcome.blocks);
+    });
+}
+
+/// Warms everything, and does `change` as soon as the last byte is there and nothing is proved yet.
+async fn warm_while(volume: &crate::Volume, change: impl AsyncFn() + Send + Sync) -> Outcome {
+    let mut is_done = false;
+    let progress = |at: &Progress| {
+        if !std::mem::replace(&mut is_done, at.done_bytes == at.bytes) && at.done_bytes == at.bytes {
+            tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(change()));
+        }
+    };
+    warmup(volume, &all(), progress, &CancellationToken::new()).await.expect("warmup")
+}
+
+/// A file that came during a warmup was told as "0 of 23 blocks are not in the cache", one that went as "1 of 23".
+#[test]
+fn what_comes_and_goes_during_a_warmup_is_no_block_that_is_missing() {
+    run(async {
+        let fixture = filled().await;
+        let volume = fixture.open().await;
+        let came = warm_while(&volume, async || {
+            let file = create(&volume, "a").await;
+            file.write(0, pattern(1, 0..1_000)).await.expect("write");
+            file.release().await.expect("release");
+        });
+        let came = came.await;
+        assert!(came.is_complete() && came.blocks == 24 && came.proved == 24, "{came:?}");
+        let went = warm_while(&volume, async || {
+            volume.unlink(InodeId::ROOT, b"large").await.expect("unlink");
+        });
+        let went = went.await;
+        assert!(went.is_complete() && went.blocks == 21 && went.proved == 21, "{went:?}");
     });
 }
 
