@@ -105,7 +105,7 @@ pub async fn export(
     if plain {
         outcome.directories = make_plain(tree, path).await?;
     }
-    outcome.progress = measure(volume, &[path.to_owned()]).await?;
+    outcome.progress = measure(volume, &[path.to_owned()], cancel).await?;
     progress(&outcome.progress);
     let root = resolve(tree, path).await?;
     let files = match root.kind {

@@ -80,7 +80,7 @@ impl Outcome {
     }
 }
 
-/// Warms what `request` names. `progress` hears after every block.
+/// Warms what `request` names. `progress` hears after every block; `cancel` is heard throughout.
 ///
 /// # Errors
 /// `NotFound` when a path does not exist; `Unavailable` when the tree cannot be read. Blocks that cannot be brought
@@ -91,10 +91,11 @@ pub async fn warmup(
     mut progress: impl FnMut(&Progress) + Send,
     cancel: &CancellationToken,
 ) -> Result<Outcome> {
-    let mut outcome = Outcome { progress: measure(volume, &request.paths).await?, ..Outcome::default() };
+    let counted = measure(volume, &request.paths, cancel).await?;
+    let mut outcome = Outcome { progress: counted, ..Outcome::default() };
     progress(&outcome.progress);
     if request.dry_run {
-        return dry_run(volume, request, outcome).await;
+        return dry_run(volume, request, outcome, cancel).await;
     }
     let fill = Fill { concurrency: request.concurrency, pin: request.pin };
     let mut walked: Result<()> = Ok(());
@@ -123,16 +124,28 @@ pub async fn warmup(
     }
     // Files that share bytes are dealt with together.
     outcome.progress.done_bytes = outcome.progress.bytes;
+    prove(volume, request, (fill, &mut outcome), cancel).await?;
+    Ok(outcome)
+}
+
+/// Checks all blocks again; those that are damaged on disk are fetched again.
+async fn prove(
+    volume: &Volume,
+    request: &Request,
+    (fill, outcome): (Fill, &mut Outcome),
+    cancel: &CancellationToken,
+) -> Result<()> {
     let mut walked: Result<()> = Ok(());
-    let keys = until_error(blocks(volume, &request.paths), &mut walked);
+    let keys = until_error(blocks(volume, &request.paths), &mut walked).take_until(cancel.cancelled());
     let mut proof = forebay_cache::prove(&**volume.blocks(), keys).await?;
     walked?;
-    replace_damaged(volume, fill, (&mut proof, &mut outcome), cancel).await?;
+    replace_damaged(volume, fill, (&mut proof, outcome), cancel).await?;
+    outcome.cancelled = cancel.is_cancelled();
     (outcome.proved, outcome.memory_only) = (proof.present, proof.memory_only);
     outcome.missing_blocks = proof.missing.len() as u64;
     outcome.blocks = outcome.proved + outcome.missing_blocks;
     outcome.missing = proof.missing.iter().take(NAMED).map(name).collect();
-    Ok(outcome)
+    Ok(())
 }
 
 /// Lets what a warmup pinned below `paths` be evicted again; where one of them is the whole volume, whatever is pinned, of
@@ -169,7 +182,7 @@ async fn replace_damaged(
     let fetched = report.total.from_origin;
     (outcome.fetched, outcome.already) = (outcome.fetched + fetched, outcome.already.saturating_sub(fetched));
     outcome.progress.origin_bytes += report.total.origin_bytes;
-    let second = forebay_cache::prove(&**volume.blocks(), keys()).await?;
+    let second = forebay_cache::prove(&**volume.blocks(), keys().take_until(cancel.cancelled())).await?;
     proof.present += second.present;
     proof.memory_only += second.memory_only;
     proof.missing.extend(second.missing.into_iter().chain(second.damaged));
@@ -177,8 +190,14 @@ async fn replace_damaged(
 }
 
 /// Counts what is in the cache already; everything else is reported as missing.
-async fn dry_run(volume: &Volume, request: &Request, mut outcome: Outcome) -> Result<Outcome> {
-    let mut windows = std::pin::pin!(blocks(volume, &request.paths).try_chunks(NAMED));
+async fn dry_run(
+    volume: &Volume,
+    request: &Request,
+    mut outcome: Outcome,
+    cancel: &CancellationToken,
+) -> Result<Outcome> {
+    let keys = blocks(volume, &request.paths).take_until(cancel.cancelled());
+    let mut windows = std::pin::pin!(keys.try_chunks(NAMED));
     while let Some(window) = windows.next().await {
         let window = window.map_err(|error| error.1)?;
         for (key, residency) in window.iter().zip(volume.blocks().stat(&window, false).await?) {
@@ -191,15 +210,23 @@ async fn dry_run(volume: &Volume, request: &Request, mut outcome: Outcome) -> Re
         }
     }
     outcome.missing_blocks = outcome.blocks - outcome.already;
+    outcome.cancelled = cancel.is_cancelled();
     Ok(outcome)
 }
 
-/// Counts files and bytes.
-pub(crate) async fn measure(volume: &Volume, paths: &[String]) -> Result<Progress> {
+/// Counts files and bytes, those so far where it is cancelled.
+pub(crate) async fn measure(
+    volume: &Volume,
+    paths: &[String],
+    cancel: &CancellationToken,
+) -> Result<Progress> {
     let mut total = Progress::default();
     for path in paths {
+        if cancel.is_cancelled() {
+            break;
+        }
         let root = resolve(&**volume.tree(), path).await?;
-        let mut found = std::pin::pin!(files(volume, root));
+        let mut found = std::pin::pin!(files(volume, root).take_until(cancel.cancelled()));
         while let Some(file) = found.try_next().await? {
             total.files += 1;
             total.bytes += file.size;

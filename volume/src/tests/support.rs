@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_cache::{CacheSettings, Node};
+use forebay_cache::{Blocks, CacheSettings, Node};
 use forebay_core::units::MIB;
 use forebay_core::{Error, ErrorKind, FileKind, InodeId, ObjectKey, VolumeId};
 use forebay_io::clock::Clock;
@@ -17,8 +17,10 @@ use forebay_io::task::TaskGroup;
 use forebay_metadata::commit::{Committer, CommitterSettings};
 use forebay_metadata::kv::{Engine, MemEngine, MemStore, SlateEngine, SlateSettings, after};
 use forebay_metadata::tree::{Existing, LocalTree, NewInode, Tree, TreeParts, TreeSettings};
+use tokio_util::sync::CancellationToken;
 
 use super::unlucky::Unlucky;
+use super::warming::StopsAtProof;
 use crate::prefetch::PrefetchSettings;
 use crate::settings::WriteSettings;
 use crate::staging::{Durable, Staging, WritebackSettings};
@@ -68,6 +70,8 @@ pub(crate) struct Fixture {
     pub(crate) trash_ms: u64,
     /// The right to the volume cannot be renewed: the tree takes no changes meanwhile.
     pub(crate) lapsed: Arc<AtomicBool>,
+    /// Cancelled when the first copies are read back.
+    pub(crate) stops_at_proof: Option<CancellationToken>,
 }
 
 impl Fixture {
@@ -94,12 +98,21 @@ impl Fixture {
             flush_interval: CommitterSettings::default().flush_interval,
             trash_ms,
             lapsed,
+            stops_at_proof: None,
         }
     }
 
     /// The same with bytes staged in a folder.
     pub(crate) fn writing_back(self, settings: WritebackSettings) -> Self {
         Self { writeback: Some((tempfile::tempdir().expect("scratch"), settings)), ..self }
+    }
+
+    async fn open_cache(&self) -> Arc<dyn Blocks> {
+        let blocks = Node::open(self.bucket.clone(), self.cache.clone()).await.expect("a cache");
+        match &self.stops_at_proof {
+            Some(stop) => Arc::new(StopsAtProof { blocks, stop: stop.clone() }),
+            None => blocks,
+        }
     }
 
     /// Opens the volume; a second call finds what the first one closed.
@@ -153,10 +166,9 @@ impl Fixture {
             true => Arc::new(Unlucky { tree, fails: AtomicBool::default(), refuses: self.refuses.clone() }),
             false => Arc::new(tree),
         };
-        let blocks = Node::open(self.bucket.clone(), self.cache.clone()).await.expect("a cache");
         Volume::assemble(Parts {
             tree,
-            blocks,
+            blocks: self.open_cache().await,
             bucket: self.bucket.clone(),
             volume: VOLUME,
             read_only: false,

@@ -1,7 +1,13 @@
 //! Warmup: what it fetches, what it proves.
 
+use std::ops::Range;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use forebay_cache::{Blocks, Counters, Filled, Node, Residency, Unpinned};
 use forebay_core::units::MIB;
-use forebay_core::{InodeId, ObjectKey};
+use forebay_core::{BlockKey, InodeId, ObjectKey, Result};
 use forebay_io::object::{Bucket, Condition};
 use tokio_util::sync::CancellationToken;
 
@@ -91,6 +97,81 @@ fn what_comes_and_goes_during_a_warmup_is_no_block_that_is_missing() {
         });
         let went = went.await;
         assert!(went.is_complete() && went.blocks == 21 && went.proved == 21, "{went:?}");
+    });
+}
+
+/// A cache that is stopped when the first copies are read back.
+#[derive(Debug)]
+pub(crate) struct StopsAtProof {
+    pub(crate) blocks: Arc<Node>,
+    pub(crate) stop: CancellationToken,
+}
+
+#[async_trait]
+impl Blocks for StopsAtProof {
+    async fn stat(&self, keys: &[BlockKey], verify: bool) -> Result<Vec<Residency>> {
+        if verify {
+            self.stop.cancel();
+        }
+        self.blocks.stat(keys, verify).await
+    }
+    async fn get(&self, key: &BlockKey, within: Range<u64>) -> Result<Bytes> {
+        self.blocks.get(key, within).await
+    }
+    fn get_now(&self, key: &BlockKey, within: Range<u64>) -> Option<Bytes> {
+        self.blocks.get_now(key, within)
+    }
+    fn get_near(&self, key: &BlockKey, within: Range<u64>) -> Option<Bytes> {
+        self.blocks.get_near(key, within)
+    }
+    async fn fill(&self, key: &BlockKey, pin: bool) -> Result<Filled> {
+        self.blocks.fill(key, pin).await
+    }
+    async fn unpin(&self, key: &BlockKey) -> Result<Unpinned> {
+        self.blocks.unpin(key).await
+    }
+    async fn unpin_all(&self) -> Result<Unpinned> {
+        self.blocks.unpin_all().await
+    }
+    fn insert(&self, key: &BlockKey, bytes: Bytes) {
+        self.blocks.insert(key, bytes);
+    }
+    fn spend(&self, key: &BlockKey) {
+        self.blocks.spend(key);
+    }
+    fn counters(&self) -> Counters {
+        self.blocks.counters()
+    }
+}
+
+/// So many small objects, a proof of which takes several rounds.
+async fn many(count: u64) -> Fixture {
+    let fixture = Fixture::new(Bucket::in_memory());
+    for number in 0..count {
+        let key = ObjectKey::new(format!("f{number:04}"));
+        fixture.bucket.put(&key, pattern(number, 0..100), Condition::Always).await.expect("put");
+    }
+    fixture
+}
+
+/// Ctrl-C was heard by none of what goes before and after the fetching: the proof of a long warmup read terabytes on.
+#[test]
+fn a_warmup_is_cancelled_while_it_counts_plans_or_proves() {
+    run(async {
+        let mut fixture = many(600).await;
+        let stop = CancellationToken::new();
+        fixture.stops_at_proof = Some(stop.clone());
+        let volume = fixture.open().await;
+        let planned = CancellationToken::new();
+        let dry = Request { dry_run: true, ..all() };
+        let plan = warmup(&volume, &dry, |_| planned.cancel(), &planned).await.expect("a plan");
+        assert!(plan.cancelled && plan.blocks == 0, "{plan:?}");
+        let counted = warmup(&volume, &all(), |_| {}, &planned).await.expect("a count");
+        assert!(counted.cancelled && counted.progress.files == 0, "{counted:?}");
+
+        let proved = warmup(&volume, &all(), |_| {}, &stop).await.expect("a proof");
+        assert!(proved.cancelled && proved.fetched == 600, "{proved:?}");
+        assert!(proved.proved > 0 && proved.proved < 300, "few are read back: {proved:?}");
     });
 }
 
