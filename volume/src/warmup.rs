@@ -177,12 +177,15 @@ async fn replace_damaged(
     if damaged.is_empty() {
         return Ok(());
     }
-    let keys = || stream::iter(damaged.clone());
-    let report = forebay_cache::fill_many(&**volume.blocks(), keys(), fill, |_| {}, cancel).await;
+    // One that was named twice was there no more the second time.
+    let doubtful = [std::mem::take(&mut proof.missing), damaged.clone()].concat();
+    let keys = stream::iter(damaged);
+    let report = forebay_cache::fill_many(&**volume.blocks(), keys, fill, |_| {}, cancel).await;
     let fetched = report.total.from_origin;
     (outcome.fetched, outcome.already) = (outcome.fetched + fetched, outcome.already.saturating_sub(fetched));
     outcome.progress.origin_bytes += report.total.origin_bytes;
-    let second = forebay_cache::prove(&**volume.blocks(), keys().take_until(cancel.cancelled())).await?;
+    let keys = stream::iter(doubtful).take_until(cancel.cancelled());
+    let second = forebay_cache::prove(&**volume.blocks(), keys).await?;
     proof.present += second.present;
     proof.memory_only += second.memory_only;
     proof.missing.extend(second.missing.into_iter().chain(second.damaged));

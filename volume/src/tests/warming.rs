@@ -1,6 +1,7 @@
 //! Warmup: what it fetches, what it proves.
 
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -172,6 +173,42 @@ fn a_warmup_is_cancelled_while_it_counts_plans_or_proves() {
         let proved = warmup(&volume, &all(), |_| {}, &stop).await.expect("a proof");
         assert!(proved.cancelled && proved.fetched == 600, "{proved:?}");
         assert!(proved.proved > 0 && proved.proved < 300, "few are read back: {proved:?}");
+    });
+}
+
+/// All files below `directory`.
+fn files_below(directory: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(directory).expect("a directory");
+    let below = |path: PathBuf| if path.is_dir() { files_below(&path) } else { vec![path] };
+    entries.flat_map(|entry| below(entry.expect("an entry").path())).collect()
+}
+
+/// One that is damaged on disk and named twice, far apart, was fetched again and told as missing.
+#[test]
+fn a_damaged_block_that_is_named_twice_is_fetched_again_and_proved() {
+    run(async {
+        let (mut fixture, scratch) = (many(400).await, tempfile::tempdir().expect("scratch"));
+        let large = pattern(99, 0..4 * MIB);
+        fixture.bucket.put(&ObjectKey::new("z"), large, Condition::Always).await.expect("put");
+        fixture.cache.directory = Some(scratch.path().to_owned());
+        // The only copy of the large one is that on disk.
+        fixture.cache.memory_bytes = 2 * MIB;
+        let volume = fixture.open().await;
+        let twice = Request { paths: vec!["z".to_owned(), String::new()], ..all() };
+        let first = warm(&volume, &twice).await;
+        assert!(first.is_complete() && first.memory_only == 0, "{first:?}");
+        let copies = files_below(scratch.path());
+        let long: Vec<_> =
+            copies.iter().filter(|path| path.metadata().expect("a copy").len() >= 4 * MIB).collect();
+        let [copy] = long[..] else { panic!("{long:?}") };
+        std::fs::OpenOptions::new()
+            .write(true)
+            .open(copy)
+            .and_then(|file| file.set_len(10_000))
+            .expect("cut");
+        let again = warm(&volume, &twice).await;
+        assert!(again.is_complete() && again.missing.is_empty(), "{again:?}");
+        assert_eq!((again.blocks, again.proved, again.fetched, again.already), (402, 402, 1, 401));
     });
 }
 
