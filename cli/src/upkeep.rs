@@ -40,7 +40,7 @@ pub(crate) async fn find(source: &str, state: Option<&Path>, settings: &Settings
 /// Has `request` carried out, by the mount of `source` or here.
 ///
 /// # Errors
-/// `Conflict`, naming the holder, when another host writes to the volume.
+/// `Conflict`, naming the holder, when another host writes to the volume; `NotFound` where there is none.
 pub(crate) async fn perform(
     source: &str,
     state: Option<&Path>,
@@ -49,7 +49,9 @@ pub(crate) async fn perform(
 ) -> Result<Report> {
     let volume = match find(source, state, settings).await? {
         Place::Mount(socket) => return ask(&socket, request).await,
-        Place::Nowhere(volume) => forebay_volume::connect(source, *volume).await?,
+        Place::Nowhere(volume) => {
+            forebay_volume::connect(source, VolumeSettings { must_exist: true, ..*volume }).await?
+        }
     };
     let report = upkeep(&volume, request).await;
     let closed = volume.close().await;

@@ -64,6 +64,14 @@ fn mount_points_that_are_none() {
     std::fs::write(&file, "kept").expect("the scratch folder is writable");
     forebay(&scratch, &["mount", &source, &file.display().to_string()]).failed_with("not a directory", "");
     assert_eq!(std::fs::read_to_string(&file).expect("the file is still there"), "kept");
+    // A mount on the bucket's own directory waits for itself, one within it has no end.
+    let (inner, above) = (scratch.folder("bucket/inner"), scratch.path().to_owned());
+    std::os::unix::fs::symlink(&inner, scratch.join("link")).expect("a link");
+    for place in [scratch.join("bucket"), inner.clone(), above, scratch.join("link"), inner.join("..")] {
+        forebay(&scratch, &["mount", &source, &place.display().to_string()])
+            .failed_with("lie in one another", "outside of the bucket's directory");
+    }
+    std::fs::remove_dir(&inner).expect("nothing was mounted");
     let mut mount = Mount::new(&scratch.join("home"), &source, &scratch.join("mnt"), &[], &[]);
     std::fs::write(mount.path().join("before"), "kept").expect("the mount is writable");
     let other = url(&scratch.folder("other-bucket"));

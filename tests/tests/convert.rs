@@ -83,6 +83,22 @@ fn what_cannot_be_converted_is_told() {
     convert(&format!("{place}@9"), "hf:/nowhere", &[]).failed_with("no step 9", "the last 0");
     convert(&place, &from, &[]).failed_with("holds a model already", "another directory");
     convert(&place, "pt:model.pt", &[]).failed_with("pt:FILE is a SOURCE only", "torch.save(");
+    let other = scratch.join("other").display().to_string();
+    // The step would be the newest of a run that goes on, and end whoever saves there.
+    for target in [place.clone(), format!("{place}@0")] {
+        convert(&from, &target, &[])
+            .failed_with("holds step 0, which would not be the newest any more", "@1 comes after");
+        convert("pt:x", &target, &[]).failed_with("which would not be the newest any more", "--force");
+    }
+    convert(&from, &format!("{place}@1"), &[]).succeeded();
+    convert(&from, &format!("{place}@0"), &["--force"]).succeeded();
+    for wrong in ["@abc", "@-1", "@", "@99999999999999999999999"] {
+        convert(&from, &format!("{place}{wrong}"), &[]).failed_with("names no step", "@500 behind the URL");
+        ckpt(&scratch, &["show", &format!("{place}{wrong}")]).failed_with("names no step", "@500");
+    }
+    let listed = ckpt(&scratch, &["ls", &format!("{}@7", scratch.folder("run@7").display())]);
+    assert!(listed.stderr.contains("takes no step behind the URL") || listed.code != Some(0), "{listed}");
+    let place = other;
     convert("pt:x", &place, &["--python", "/no/such/python"]).failed_with("/no/such/python", "--python");
     convert(&place, "hf:s3://bucket/out", &[]).failed_with("is no directory", "mount the bucket");
     convert("dcp:x", &place, &["--python", "/no/such/python"]).failed_with("/no/such/python", "--python");
@@ -102,7 +118,7 @@ fn what_the_index_does_not_say_is_warned_of() {
     let convert = |file: &str, name: &str| {
         let index = json!({"metadata": {}, "weight_map": {name: file}}).to_string();
         fs::write(hub.join("model.safetensors.index.json"), index).expect("write");
-        ckpt(&scratch, &["convert", &from, &place])
+        ckpt(&scratch, &["convert", &from, &place, "--force"])
     };
     convert("model.safetensors", "lm_head").failed_with("`lm_head` in `model.safetensors`", "anew");
     assert!(!scratch.join("run/steps").exists(), "no step was committed");

@@ -5,7 +5,9 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
+use forebay_tests::s3::Server;
 use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse};
+use futures::TryStreamExt;
 use serde_json::Value;
 
 fn forebay(home: &Path, args: &[&str]) -> Outcome {
@@ -267,4 +269,37 @@ fn a_tree_that_was_lost_is_loaded_from_its_dump() {
     let home_state = format!("HOME={0} XDG_STATE_HOME={0}/state {piped}", home.display());
     forebay_tests::shell(&scratch.join("home"), &home_state).succeeded();
     assert!(forebay(&home, &["fsck", &source]).succeeded().starts_with("clean"));
+}
+
+/// A typo in a URL is no clean volume, and who only looks makes none.
+#[test]
+fn what_is_no_volume_is_told_and_stays_as_it_is() {
+    let scratch = Scratch::new();
+    let (home, bucket) = (scratch.folder("home"), scratch.folder("bucket"));
+    fs::write(bucket.join("a"), "a").expect("write");
+    let source = format!("file://{}", bucket.display());
+    let dump = scratch.join("dump").display().to_string();
+    for command in
+        [&["fsck", &source][..], &["gc", &source, "--dry-run"], &["volume", "dump", &source, &dump]]
+    {
+        forebay(&home, command)
+            .failed_with("is no volume: nobody ever mounted it for writing", "check the URL");
+    }
+    let left: Vec<_> =
+        fs::read_dir(&bucket).expect("list").map(|entry| entry.expect("entry").file_name()).collect();
+    assert_eq!(left, ["a"]);
+    assert!(!scratch.join("dump").exists());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_no_volume_of_an_s3_bucket_is_told_and_stays_as_it_is() {
+    let server = Server::shared();
+    let bucket = server.bucket("bare").await;
+    let scratch = Scratch::new();
+    let home = scratch.folder("home");
+    let source = bucket.url().to_string();
+    let fsck = Forebay::new(&home, &["fsck", &source]).envs(&server.envs()).run();
+    fsck.failed_with("is no volume: nobody ever mounted it for writing", "check the URL");
+    let found: Vec<_> = bucket.list("").try_collect().await.expect("list");
+    assert!(found.is_empty(), "{found:?}");
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use forebay_cache::Node;
-use forebay_core::{Error, ErrorKind, Result, VolumeId};
+use forebay_core::{Error, ErrorKind, ObjectKey, Result, VolumeId};
 use forebay_io::clock::Clock;
 use forebay_io::mem::Budget;
 use forebay_io::object::{Bucket, BucketUrl};
@@ -17,7 +17,7 @@ use forebay_io::task::TaskGroup;
 use forebay_metadata::commit::{Committer, CommitterSettings};
 use forebay_metadata::kv::{Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings, after};
 use forebay_metadata::tree::{GcSettings, ImportSettings, LocalTree, TreeParts, TreeSettings};
-use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile};
+use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile, VolumeRecord};
 
 use crate::compact;
 use crate::settings::VolumeSettings;
@@ -69,6 +69,11 @@ impl Records {
         let url: BucketUrl = source.parse()?;
         let bucket = Bucket::open(&url, &settings.store).await?;
         bucket.check().await?;
+        if settings.must_exist && !exists(&bucket, &settings.state_directory).await? {
+            let fact = format!("{url} is no volume: nobody ever mounted it for writing");
+            return Err(Error::new(ErrorKind::NotFound, fact)
+                .with_hint("check the URL; it names a bucket, and a prefix in it, as it is mounted"));
+        }
         let read_only = settings.read_only || settings.dataset;
         let (bucket, home, part_copy) = match read_only {
             true => (bucket.read_only(), Home::local(&settings.state_directory, &url), false),
@@ -152,6 +157,11 @@ enum Home {
 }
 
 impl Home {
+    /// In a bucket that is a directory.
+    fn in_bucket(directory: PathBuf) -> Self {
+        Self::Directory { path: directory.join(".forebay/tree.lmdb"), inside_bucket: true }
+    }
+
     /// In the state directory, apart from the trees of other buckets.
     fn local(state: &Path, url: &BucketUrl) -> Self {
         let name: String = url
@@ -182,11 +192,21 @@ impl Home {
     }
 }
 
+/// Whether there is a tree that takes changes.
+async fn exists(bucket: &Bucket, state: &Path) -> Result<bool> {
+    let home = match bucket.url().directory() {
+        Some(directory) => Home::in_bucket(directory),
+        None if bucket.head(&ObjectKey::new(VolumeRecord::KEY)).await?.is_some() => return Ok(true),
+        None => Home::local(state, bucket.url()),
+    };
+    Ok(matches!(home, Home::Directory { path, .. } if path.exists()))
+}
+
 /// Where a tree that takes changes lives, and whether the store copies ranges of a known version.
 async fn choose_home(bucket: Bucket, state: &Path) -> Result<(Bucket, Home, bool)> {
     if let Some(directory) = bucket.url().directory() {
-        let path = directory.join(".forebay/tree.lmdb");
-        return Ok((bucket, Home::Directory { path, inside_bucket: true }, true));
+        let home = Home::in_bucket(directory);
+        return Ok((bucket, home, true));
     }
     let capabilities = bucket.probe().await?;
     if !capabilities.writable {

@@ -83,6 +83,9 @@ pub struct VolumeSettings {
     pub dataset: bool,
     /// Take the bucket over from a mount that holds it. Default false.
     pub take_over: bool,
+    /// Open what is there, and make no volume of a bucket that is none yet. Default false.
+    #[serde(skip)]
+    pub must_exist: bool,
     /// Directory for local trees, locks and sockets. Default none; whoever opens a volume names one.
     pub state_directory: PathBuf,
     /// The ceiling in bytes for all memory that holds file data: cached blocks take half of it, bytes on their way
@@ -113,6 +116,7 @@ impl Default for VolumeSettings {
             read_only: false,
             dataset: false,
             take_over: false,
+            must_exist: false,
             state_directory: PathBuf::new(),
             memory_bytes: 1024 * MIB,
             cache: CacheSettings::default(),

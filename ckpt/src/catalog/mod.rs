@@ -5,7 +5,7 @@
 //! steps/<step>/<incarnation>-<attempt>.json    a manifest: its existence is the commit
 //! ranks/<step>/<incarnation>-<attempt>/<rank>.*  what a rank notes of a save, until the manifest is there
 //! pins/<step>/<incarnation>-<attempt>           a manifest that retention keeps
-//! deleting/<step>/<incarnation>-<attempt>       one that is being deleted
+//! deleting/<step>/<incarnation>-<attempt>/<name> one that is being deleted
 //! shards/<step>/<incarnation>-<attempt>/<rank>-<save>-<layout>.safetensors  bytes, never changed
 //! ```
 //! Numbers are decimal with leading zeros, so that listings are in order. `attempt` is the first eight digits of

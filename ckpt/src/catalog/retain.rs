@@ -4,9 +4,12 @@
 //! a step without its bytes. What a save under way is about to name is never touched, see `named`.
 
 use std::collections::HashSet;
+use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, ObjectKey, Result};
+use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, Condition};
+use forebay_io::rng::Rng;
 use futures::{StreamExt, TryStreamExt, stream};
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +22,8 @@ const PINS: &str = "pins";
 pub(super) const DELETING: &str = "deleting";
 /// What is marked for longer, by the store's clock, nobody is deleting any more.
 const STALE_S: i64 = 600;
+/// How long after its marks a deletion begins at the latest: well before they are stale.
+const GIVEN_UP: Duration = Duration::from_secs(120);
 /// Marks that are written at a time.
 const MARKS_AT_ONCE: usize = 16;
 
@@ -111,7 +116,12 @@ async fn remove(bucket: &Bucket, steps: Vec<StepInfo>, known: &mut KnownShards) 
 /// Deletes what was not pinned meanwhile, and tells what that was. Whoever pins one of them sees its mark, or that it is
 /// gone, or is seen here: see [`pin`].
 async fn delete_manifests(bucket: &Bucket, mut going: HashSet<StepKey>) -> Result<HashSet<StepKey>> {
-    let marks: Vec<_> = going.iter().map(|key| beside(DELETING, key)).collect();
+    // Of this deletion alone: whoever deletes the same at this moment has marks of their own.
+    let name = Rng::system().name();
+    let marks: Vec<_> =
+        going.iter().map(|key| ObjectKey::new(format!("{}/{name}", beside(DELETING, key)))).collect();
+    let clock = Clock::system();
+    let marked_at = clock.now();
     let deleted = async {
         let mark =
             |mark| async move { bucket.put(&mark, Default::default(), Condition::Always).await.map(drop) };
@@ -119,6 +129,13 @@ async fn delete_manifests(bucket: &Bucket, mut going: HashSet<StepKey>) -> Resul
         marked.try_for_each_concurrent(MARKS_AT_ONCE, mark).await?;
         let pins = list_pins(bucket).await?;
         going.retain(|key| !pins.contains(key));
+        if clock.now().since(marked_at) > GIVEN_UP {
+            // Pins do not heed these marks for much longer.
+            let fact = "deletion was held up for too long, and nothing was deleted";
+            return Err(
+                Error::new(ErrorKind::Unavailable, fact).with_hint("the next one takes what it would have")
+            );
+        }
         bucket.delete_many(&going.iter().map(StepKey::object).collect::<Vec<_>>()).await
     }
     .await;
@@ -134,12 +151,17 @@ async fn delete_manifests(bucket: &Bucket, mut going: HashSet<StepKey>) -> Resul
 pub async fn pin(bucket: &Bucket, name: StepName) -> Result<()> {
     let key = find_step(bucket, name).await?.key;
     let own = beside(PINS, &key);
+    let was_pinned = bucket.head(&own).await?.is_some();
     bucket.put(&own, Default::default(), Condition::Always).await?;
     // Who deletes a step marks it, looks for pins, deletes it, and unmarks it. Who marks it after this looks for marks sees
     // the pin; what was unmarked before is gone by now.
     let is_marked = is_being_deleted(bucket, &key).await?;
     let is_there = list_steps(bucket).await?.iter().any(|info| info.key == key);
     if is_there && !is_marked {
+        return Ok(());
+    }
+    if is_there && was_pinned {
+        // That pin holds: it was there before whoever deletes looked for pins, or they will find it gone.
         return Ok(());
     }
     bucket.delete(&own).await?;
@@ -155,10 +177,11 @@ pub async fn pin(bucket: &Bucket, name: StepName) -> Result<()> {
 
 /// Whether a pinned step is marked as one that is being deleted.
 async fn is_being_deleted(bucket: &Bucket, key: &StepKey) -> Result<bool> {
-    let Some(mark) = bucket.head(&beside(DELETING, key)).await? else { return Ok(false) };
+    let marks: Vec<_> = bucket.list(beside(DELETING, key).as_str()).try_collect().await?;
+    let Some(newest) = marks.iter().map(|mark| mark.modified.seconds).max() else { return Ok(false) };
     // Both by the store's clock.
     let pin = bucket.head(&beside(PINS, key)).await?;
-    Ok(pin.is_none_or(|pin| pin.modified.seconds.saturating_sub(mark.modified.seconds) <= STALE_S))
+    Ok(pin.is_none_or(|pin| pin.modified.seconds.saturating_sub(newest) <= STALE_S))
 }
 
 /// Leaves a step to retention again, or where `name` tells no start, all that were saved under its number; one that is

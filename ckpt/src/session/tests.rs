@@ -625,7 +625,7 @@ fn a_mark_that_a_killed_deletion_left_does_not_count_for_long_and_goes_with_the_
     agent.join().expect("agent").expect("served");
     let (bucket, key) = (fixture.bucket(), fixture.runtime.block_on(list_steps(&fixture.bucket())));
     let manifest = key.expect("steps")[0].key.object();
-    let mark = ObjectKey::new(manifest.as_str().replace("steps/", "deleting/").replace(".json", ""));
+    let mark = ObjectKey::new(manifest.as_str().replace("steps/", "deleting/").replace(".json", "/0a"));
     let pin_once = |age: u64| {
         fixture.runtime.block_on(async {
             bucket.put(&mark, Default::default(), Condition::Always).await.expect("put");
@@ -634,7 +634,17 @@ fn a_mark_that_a_killed_deletion_left_does_not_count_for_long_and_goes_with_the_
         })
     };
     assert_eq!(pin_once(0), Err(ErrorKind::Conflict));
+    // Nor is it gone with that of another deletion, which kept the step.
+    let other = ObjectKey::new(mark.as_str().replace("/0a", "/0b"));
+    fixture.runtime.block_on(async {
+        bucket.put(&other, Default::default(), Condition::Always).await.expect("put");
+        bucket.delete(&other).await.expect("delete");
+    });
+    assert_eq!(pin_once(0), Err(ErrorKind::Conflict));
     assert_eq!(pin_once(3000), Ok(()));
+    // One that holds is not taken away by one that comes at the wrong moment.
+    assert_eq!(pin_once(0), Ok(()));
+    assert_eq!(fixture.runtime.block_on(list_pins(&bucket)).expect("pins").len(), 1);
     let collect = || {
         let found = fixture.runtime.block_on(collect_garbage(&bucket, LEAST_AGE, false)).expect("collect");
         (found.indexes, found.shards)

@@ -83,20 +83,27 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
                 let bucket = open(&arguments.url, &settings).await?;
                 let (steps, pins) = (list_steps(&bucket).await?, list_pins(&bucket).await?);
                 if steps.is_empty() {
-                    report::warning(&format!("{} holds no checkpoints", arguments.url), global.json);
+                    let text = match split(&arguments.url) {
+                        Ok((_, None)) => format!("{} holds no checkpoints", arguments.url),
+                        _ => format!(
+                            "{} holds no checkpoints; this command takes no step behind the URL",
+                            arguments.url
+                        ),
+                    };
+                    report::warning(&text, global.json);
                 }
                 list(&steps, &pins, global.json)
             }
             CkptCommand::Show(arguments) => {
-                let (url, step) = addressed(&arguments.url, arguments.step);
+                let (url, step) = addressed(&arguments.url, arguments.step)?;
                 describe(&manifest((&open(url, &settings).await?, step)).await?, global.json)
             }
             CkptCommand::Verify(arguments) => {
-                let (url, step) = addressed(&arguments.url, arguments.step);
+                let (url, step) = addressed(&arguments.url, arguments.step)?;
                 check(&open(url, &settings).await?, step, global.json).await
             }
             CkptCommand::Diff(arguments) => {
-                let [(before, old), (after, new)] = arguments.sides();
+                let [(before, old), (after, new)] = arguments.sides()?;
                 let before = open(before, &settings).await?;
                 let after = open(after, &settings).await?;
                 let sides = [(&before, old), (&after, new)];
@@ -140,15 +147,26 @@ pub(super) fn url_of(text: &str) -> Result<BucketUrl> {
     format!("file://{}", path.display()).parse()
 }
 
-/// A URL, and the step behind its last `@`, if there is one: `@500`, or `@500.2` as start 2 of the run saved it.
-pub(super) fn split(text: &str) -> (&str, Option<StepName>) {
-    let parsed = text.rsplit_once('@').and_then(|(url, step)| Some((url, step.parse().ok()?)));
-    parsed.map_or((text, None), |(url, step)| (url, Some(step)))
+/// A URL, and the step behind its last `@`, if there is one: `@500`, or `@500.2` as start 2 of the run saved it. An `@` before
+/// the last slash is the URL's own.
+///
+/// # Errors
+/// `Invalid` for what is no step behind it.
+pub(super) fn split(text: &str) -> Result<(&str, Option<StepName>)> {
+    match text.rsplit_once('@') {
+        Some((url, step)) if !step.contains('/') => {
+            let named = step.parse().map_err(|error: Error| {
+                error.context(text).with_hint("@500 behind the URL means one step; a place whose own name has an `@` takes a slash at its end")
+            })?;
+            Ok((url, Some(named)))
+        }
+        _ => Ok((text, None)),
+    }
 }
 
 /// The same where the step may be given beside the URL, which then is one as it stands.
-fn addressed(text: &str, step: Option<StepName>) -> (&str, Option<StepName>) {
-    step.map_or_else(|| split(text), |step| (text, Some(step)))
+fn addressed(text: &str, step: Option<StepName>) -> Result<(&str, Option<StepName>)> {
+    step.map_or_else(|| split(text), |step| Ok((text, Some(step))))
 }
 
 /// The manifest of a step, or of the newest one.

@@ -51,10 +51,10 @@ pub(crate) struct WatchArguments {
 
 impl DiffArguments {
     /// URLs and steps of both sides.
-    pub(crate) fn sides(&self) -> [(&str, Option<StepName>); 2] {
-        let before = split(&self.before);
-        let (url, step) = split(&self.after);
-        [before, (if url.is_empty() { before.0 } else { url }, step)]
+    pub(crate) fn sides(&self) -> Result<[(&str, Option<StepName>); 2]> {
+        let before = split(&self.before)?;
+        let (url, step) = split(&self.after)?;
+        Ok([before, (if url.is_empty() { before.0 } else { url }, step)])
     }
 }
 

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use clap::Args;
-use forebay_ckpt::catalog::{Start, StepName};
+use forebay_ckpt::catalog::{Start, StepName, list_steps};
 use forebay_ckpt::convert::{Export, Exported, Imported, import};
 use forebay_core::units::{format_bytes, parse_bytes};
 use forebay_core::{Error, ErrorKind, Result};
@@ -38,6 +38,9 @@ pub(crate) struct ConvertArguments {
     /// The Python that has the package `forebay` (dcp and pt only).
     #[arg(long, default_value = "python3")]
     pub(crate) python: PathBuf,
+    /// Let the step be the newest of a run that has later ones.
+    #[arg(long)]
+    pub(crate) force: bool,
     /// The state directory of a mount that both sides lie in.
     #[arg(long, value_name = "DIRECTORY")]
     pub(crate) state_dir: Option<PathBuf>,
@@ -52,22 +55,46 @@ enum Side<'a> {
 }
 
 impl<'a> Side<'a> {
-    fn of(text: &'a str) -> Self {
-        match text.split_once(':') {
+    fn of(text: &'a str) -> Result<Self> {
+        Ok(match text.split_once(':') {
             Some(("hf", place)) => Self::HuggingFace(place),
             Some(("dcp", _)) => Self::Torch,
             Some(("pt", _)) => Self::TorchFile,
             _ => {
-                let (url, step) = split(text);
+                let (url, step) = split(text)?;
                 Self::Forebay(url, step)
             }
-        }
+        })
     }
+}
+
+/// Refuses to save into a run that has steps which would not count any more, unless that is meant.
+async fn check_target(settings: &Settings, arguments: &ConvertArguments) -> Result<()> {
+    let (Side::Forebay(url, step), false) = (Side::of(&arguments.target)?, arguments.force) else {
+        return Ok(());
+    };
+    let steps = match open(url, settings).await {
+        Ok(bucket) => list_steps(&bucket).await?,
+        // It is made by the conversion, or tells what is wrong with it.
+        Err(_) => return Ok(()),
+    };
+    let Some(newest) = steps.iter().map(|info| info.key.step).max() else { return Ok(()) };
+    if step.is_some_and(|name| name.step > newest) {
+        return Ok(());
+    }
+    let fact = format!(
+        "{url} holds step {newest}, which would not be the newest any more; a training that saves there would end"
+    );
+    Err(Error::new(ErrorKind::Conflict, fact).with_hint(format!(
+        "convert to a URL of its own; {url}@{} comes after what is there, and --force lets any step be the newest",
+        newest.saturating_add(1)
+    )))
 }
 
 /// Converts.
 pub(crate) async fn run(settings: &Settings, arguments: &ConvertArguments, json: bool) -> Result<ExitCode> {
-    match (Side::of(&arguments.source), Side::of(&arguments.target)) {
+    check_target(settings, arguments).await?;
+    match (Side::of(&arguments.source)?, Side::of(&arguments.target)?) {
         (Side::Forebay(url, step), Side::HuggingFace(folder)) => {
             let folder = folder.strip_prefix("file://").unwrap_or(folder);
             if folder.contains("://") {

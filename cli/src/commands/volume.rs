@@ -105,7 +105,10 @@ fn dump(global: &Global, arguments: &DumpArguments, settings: &Settings) -> Resu
                 }
                 Ok(report)
             }
-            Place::Nowhere(volume) => backup::dump(&arguments.source, &volume, target(file)).await,
+            Place::Nowhere(volume) => {
+                let volume = VolumeSettings { must_exist: true, ..*volume };
+                backup::dump(&arguments.source, &volume, target(file)).await
+            }
         }
     })?;
     match (is_standard(file), global.json) {

@@ -200,6 +200,10 @@ fn no_credentials(bucket: &str, error: &object_store::Error) -> Option<Error> {
     Some(error.with_hint(hint))
 }
 
+/// What object_store says of one key of two, and the variable that it lacks.
+const MISSING_KEYS: [(&str, &str); 2] =
+    [("Missing SecretAccessKey", "AWS_SECRET_ACCESS_KEY"), ("Missing AccessKeyId", "AWS_ACCESS_KEY_ID")];
+
 /// The store was asked for as long as it may be.
 fn gave_up(bucket: &str, error: &object_store::Error) -> Option<Error> {
     let Some(Fault::GaveUp { attempts, waited_ms, cause }) = find::<Fault>(error) else { return None };
@@ -308,6 +312,16 @@ fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
         return Error::new(ErrorKind::NotFound, format!("the endpoint knows nothing of {bucket}"))
             .with_hint("check its name; AWS_ENDPOINT_URL names the server, without a bucket or a path");
     }
+    // The client's own words, before it asks anybody.
+    let said = error.to_string();
+    if let Some(name) = MISSING_KEYS.into_iter().find(|(words, _)| said.contains(words)).map(|(_, name)| name)
+    {
+        return Error::new(
+            ErrorKind::Denied,
+            format!("the credentials for {bucket} are incomplete: {name} is not set"),
+        )
+        .with_hint("set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or neither and AWS_PROFILE");
+    }
     let (kind, message) = match error {
         Store::NotFound { path, .. } => (ErrorKind::NotFound, format!("no object {path} in {bucket}")),
         Store::AlreadyExists { path, .. } => {
@@ -362,6 +376,25 @@ mod tests {
             unsupported("x"),
         ] {
             assert!(!is_transient(&error), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_key_without_its_other_half_is_named() {
+        let client = |keys: &[(object_store::aws::AmazonS3ConfigKey, &str)]| {
+            let builder = object_store::aws::AmazonS3Builder::new().with_bucket_name("b").with_region("r");
+            let builder =
+                keys.iter().fold(builder, |builder, (key, value)| builder.with_config(*key, *value));
+            convert("s3://b", builder.build().expect_err("one half"))
+        };
+        use object_store::aws::AmazonS3ConfigKey::{AccessKeyId, SecretAccessKey};
+        for (given, missing) in
+            [(AccessKeyId, "AWS_SECRET_ACCESS_KEY"), (SecretAccessKey, "AWS_ACCESS_KEY_ID")]
+        {
+            let error = client(&[(given, "x")]);
+            assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
+            assert!(error.message().contains(&format!("{missing} is not set")), "{error}");
+            assert!(error.hint().expect("a hint").contains("AWS_PROFILE"), "{error}");
         }
     }
 

@@ -11,9 +11,10 @@ from . import _native
 from . import _options as options
 from ._errors import CheckpointCorrupt, CheckpointNotFound, CheckpointWarning
 from ._held import Inheritance
-from ._loading import with_step
+from ._loading import NoStep, with_step
 from ._local import LocalCopies
 from ._ranks import Ranks
+from ._url import exists
 
 T = TypeVar("T")
 
@@ -88,7 +89,10 @@ class Ladder:
         settle(step, False)
         try:
             return with_step(self._url, step, self._ranks, use, self._note)
-        except CheckpointNotFound:
+        except CheckpointNotFound as error:
+            # A directory is made by the first save; a bucket is not, and a step that was deleted while it was read was one.
+            if not isinstance(error, NoStep) and exists(self._url):
+                raise
             if has_touched:
                 text = f"{self._url} holds no step, and nearer copies of one are damaged: the state may hold anything"
                 raise CheckpointCorrupt(text) from None

@@ -45,6 +45,10 @@ def newest_steps(url: str, also_superseded: bool = False) -> list[tuple[int, int
     return _find_steps(url, also_superseded)[1]
 
 
+class NoStep(CheckpointNotFound):
+    """The place is there, and has no such step."""
+
+
 def _find_steps(url: str, also_superseded: bool) -> tuple[int, list[tuple[int, int, str]]]:
     """The highest number that a start has, and what `newest_steps` gives."""
     newest, listed = _native.find_steps(url)
@@ -78,7 +82,7 @@ def with_step(
 
     found = look()
     if not found:
-        raise CheckpointNotFound(f"{url} holds no step{asked}")
+        raise NoStep(f"{url} holds no step{asked}")
     damaged: list[str] = []
     deleted = 0
     while found:

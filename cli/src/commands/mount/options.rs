@@ -63,6 +63,23 @@ pub(super) struct Plan {
     pub(super) fake: bool,
 }
 
+/// Refuses a mount point that the bucket's own directory is, lies in, or holds: the mount would wait for itself, or show itself
+/// within itself without an end.
+fn apart(source: &BucketUrl, mount_point: &Path) -> Result<()> {
+    let Some(directory) = source.directory() else { return Ok(()) };
+    let (Ok(bucket), Ok(target)) = (directory.canonicalize(), mount_point.canonicalize()) else {
+        return Ok(());
+    };
+    if !bucket.starts_with(&target) && !target.starts_with(&bucket) {
+        return Ok(());
+    }
+    let (bucket, target) = (bucket.display(), target.display());
+    Err(Error::invalid(format!(
+        "the mount point {target} and the bucket's directory {bucket} lie in one another"
+    ))
+    .with_hint("choose a mount point outside of the bucket's directory, and not above it"))
+}
+
 impl Plan {
     /// Puts together what was said.
     ///
@@ -84,6 +101,7 @@ impl Plan {
         };
         mount.ttl = defaults.ttl_seconds.map(ttl).transpose()?;
         let target = MountPoint::parse(&arguments.directory)?;
+        apart(&arguments.source.parse()?, &arguments.directory)?;
         let source = arguments.source.clone();
         let mut plan = Self { source, target, mount, volume, log: settings.log.clone(), fake: false };
         for list in &arguments.options {
