@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import weakref
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -29,7 +30,8 @@ class Stager(AsyncStager):  # type: ignore[misc]
     Tensors are copied once, by Forebay's own threads, and checksummed on the way; `async_save` returns when they are. Where
     a rank writes all that it holds (FSDP, tensor parallelism, one process) the writer uploads them as they lie; where torch
     has it write less (what other ranks hold as well), that is copied once more. Where both places for a snapshot are taken
-    by earlier saves, or a tensor is of a kind that Forebay does not stage, torch's own stager is used.
+    by earlier saves, what was staged before is not written yet, or a tensor is of a kind that Forebay does not stage, torch's
+    own stager is used.
 
     Args:
         writer: The writer that `async_save` is given.
@@ -42,30 +44,46 @@ class Stager(AsyncStager):  # type: ignore[misc]
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of `state_dict` that training does not change."""
-        self.close()
+        if self._is_used():
+            # The slot that is left is for what the writer copies by itself.
+            return _plain(state_dict)
         flat, paths = flatten_state_dict(state_dict)
         leaves = {name: _leaf(name, value) for name, value in flat.items() if isinstance(value, torch.Tensor)}
         staged = _fill(self._writer._checkpointer_to_stage(), leaves)
         if staged is None:
-            # Into plain memory, here and now.
-            plain: dict[str, Any] = DefaultStager(StagingOptions(False, False, False, False)).stage(state_dict)
-            return plain
-        self._writer._staged = staged
+            return _plain(state_dict)
         copies = {
             name: staged.copy_of(name, value) if name in leaves else copy.deepcopy(value)
             for name, value in flat.items()
         }
         nested: dict[str, Any] = unflatten_state_dict(copies, paths)
+        self._writer._staged = staged
         return nested
 
     def synchronize_staging(self) -> None:
         """Nothing: `stage` returns when all is copied."""
 
     def close(self) -> None:
-        """Gives up what was staged and not written."""
-        staged, self._writer._staged = self._writer._staged, None
-        if staged is not None:
-            staged.give_up()
+        """Gives up what was staged and not written, but for what a save is about to write."""
+        self._is_used()
+
+    def _is_used(self) -> bool:
+        """Whether somebody may still write what was staged last; gives it up where nobody does."""
+        with self._writer._lock:
+            staged = self._writer._staged
+            if staged is None:
+                return False
+            if staged.is_lent():
+                return True
+            self._writer._staged = None
+        staged.give_up()
+        return False
+
+
+def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy in plain memory, made here and now."""
+    plain: dict[str, Any] = DefaultStager(StagingOptions(False, False, False, False)).stage(state_dict)
+    return plain
 
 
 class Staged:
@@ -75,6 +93,18 @@ class Staged:
         self.checkpointer = checkpointer
         self.snapshot = snapshot
         self._places = places
+        self._lent: list[weakref.ref[Any]] = []
+        """The memory of each copy that was given out, which lives as long as tensors in it."""
+
+    def is_lent(self) -> bool:
+        """Whether anybody still refers to the copies."""
+        return any(memory() is not None for memory in self._lent)
+
+    def lends(self, leaves: list[Leaf]) -> bool:
+        """Whether any of these lies in it."""
+        ranges = [(place, place + leaf.size) for leaf, place in self._places.values()]
+        starts = [leaf.address for leaf in leaves if leaf.address is not None and leaf.size]
+        return any(first <= start < last for start in starts for first, last in ranges)
 
     def holds(self, leaves: list[Leaf]) -> bool:
         """Whether these are all that is in it, and lie there."""
@@ -89,6 +119,7 @@ class Staged:
         if name in self._places:
             leaf, place = self._places[name]
             memory = (ctypes.c_char * max(leaf.size, 1)).from_address(place)
+            self._lent.append(weakref.ref(memory))
             flat = torch.frombuffer(memory, dtype=torch.uint8)[: leaf.size]
             copied = flat.view(local.dtype).view(local.shape)
         else:

@@ -16,27 +16,19 @@ Values that are no tensors are stored as such, never as pickles, unless `allow_p
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import re
 import secrets
+import threading
 import time
 from typing import Any, Optional, Union
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
     LoadPlan,
     LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
@@ -52,31 +44,20 @@ from ._errors import (
     CheckpointConflict,
     CheckpointError,
     CheckpointInvalid,
-    CheckpointMismatch,
     CheckpointNotFound,
     CheckpointSuperseded,
 )
 from ._flatten import KEPT, Flattener
-from ._leaf import Leaf, copy_elements, elements_of, tensor_dtype, tensor_leaf, torch_dtype
+from ._leaf import Leaf, elements_of, tensor_dtype, tensor_leaf
 from ._lengths import Lengths
-from ._loading import (
-    MEANT_OTHERWISE,
-    default_threads,
-    meant_otherwise,
-    newest_steps,
-    read_planned,
-    use_together,
-    whole_tree,
-    with_step,
-)
-from ._merge import numbered, shown
-from ._paths import Node, Path, flatten, nest
+from ._loading import default_threads, newest_steps, use_together, with_step
+from ._opened import Opened, Reading
+from ._paths import Node, Path, nest
 from ._ranks import Ranks, meeting_place, new_start, surroundings
 from ._save import Save
 from ._shares import Share
 from ._stager import Staged, Stager, box_of, is_stored
-from ._tensors import Tensors
-from ._unflatten import Builder
+from ._turns import Turns
 from ._url import bucket_url, make_directory
 
 __all__ = ["Reader", "Stager", "Writer"]
@@ -113,7 +94,8 @@ class _Held:
 class Writer(StorageWriter):  # type: ignore[misc]
     """Writes steps for `dcp.save` and `dcp.async_save`; they return, or complete, once the step is durable.
 
-    Keep one writer for all saves of a job: its agent and its memory stay with it. A second one supersedes it.
+    Keep one writer for all saves of a job: its agent and its memory stay with it. A second one supersedes it. A save that is
+    begun before the one before is over (`async_save`) waits for that in its thread, and holds what was when it was begun.
 
     Args:
         url: Where the steps lie, as for `Checkpointer`.
@@ -158,6 +140,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._checkpointer: Optional[Checkpointer] = None
         self._held: Optional[_Held] = None
         self._staged: Optional[Staged] = None
+        self._lock = threading.RLock()
+        self._turns = Turns()
 
     def __enter__(self) -> Writer:
         return self
@@ -171,7 +155,11 @@ class Writer(StorageWriter):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         # `async_save` may save from a process of its own, which begins a job of its own.
         gone = ("_planned", "_seen", "_checkpointer", "_held", "_staged")
-        return {**self.__dict__, **dict.fromkeys(gone)}
+        own = ("_lock", "_turns")
+        return {name: None if name in gone else value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock(), _turns=Turns())
 
     def close(self) -> None:
         """Waits until the agent has ended. Nothing is lost without it: what was saved is durable."""
@@ -181,6 +169,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             self._checkpointer = None
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        self._turns.take(is_new=True)
         self._give_up()
         if checkpoint_id is not None:
             self._next = _step_of(checkpoint_id)
@@ -188,6 +177,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("use_collectives") is False:
             raise CheckpointInvalid("a step is committed by all ranks together, which use_collectives=False rules out")
+        self._turns.take()
         self._is_coordinator = is_coordinator
         self._give_up()
 
@@ -285,18 +275,22 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def _checkpointer_for(self, part: _Part) -> Checkpointer:
         """What saves as that rank of that job."""
-        present = self._checkpointer
         ranks = (part.rank, part.world_size)
+        with self._lock:
+            return self._present_or_new(ranks, part.job)
+
+    def _present_or_new(self, ranks: tuple[int, int], job: Optional[str]) -> Checkpointer:
+        present = self._checkpointer
         if present is not None and (present._ranks.rank, present._ranks.world_size) == ranks:
-            if present._job == part.job:
+            if present._job == job:
                 return present
-            if _is_new(present) and part.job is not None:
-                present._join(part.job)
+            if _is_new(present) and job is not None:
+                present._join(job)
                 return present
         self._let_go()
         present = self._checkpointer = self._new_checkpointer(ranks)
-        if part.job is not None:
-            present._join(part.job)
+        if job is not None:
+            present._join(job)
         return present
 
     def _new_checkpointer(self, ranks: tuple[int, int]) -> Checkpointer:
@@ -308,13 +302,18 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def _checkpointer_to_stage(self) -> Checkpointer:
         """What will probably save; which job it saves as is planned later."""
-        if self._checkpointer is None:
-            self._checkpointer = self._new_checkpointer(surroundings())
-        return self._checkpointer
+        with self._lock:
+            if self._checkpointer is None:
+                self._checkpointer = self._new_checkpointer(surroundings())
+            return self._checkpointer
 
     def _fill(self, checkpointer: Checkpointer, step: int, leaves: list[Leaf]) -> _native.Snapshot:
         """A snapshot that holds what this rank is to write."""
-        staged, self._staged = self._staged, None
+        with self._lock:
+            # What another save staged is left to that.
+            staged = self._staged if self._staged is not None and self._staged.lends(leaves) else None
+            if staged is not None:
+                self._staged = None
         if staged is not None and staged.checkpointer is checkpointer and staged.holds(leaves):
             return staged.snapshot
         try:
@@ -325,7 +324,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def _let_go(self) -> None:
         """Ends what saved so far, without a wait."""
-        present, self._checkpointer = self._checkpointer, None
+        with self._lock:
+            present, self._checkpointer = self._checkpointer, None
         if present is not None:
             present._let_go()
 
@@ -362,7 +362,7 @@ class Reader(StorageReader):  # type: ignore[misc]
         self._step = step
         self._allow_pickle = options.flag("allow_pickle", allow_pickle)
         self._threads = options.whole("threads", threads) or default_threads()
-        self._opened: Optional[_Opened] = None
+        self._opened: Optional[Opened] = None
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         self._opened = None
@@ -378,10 +378,10 @@ class Reader(StorageReader):  # type: ignore[misc]
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         step = self._present().step
-        return dataclasses.replace(plan, storage_data=_Share(step.step, step.commit, meeting_place()))
+        return dataclasses.replace(plan, storage_data=Reading(step.step, step.commit, meeting_place()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        shares: list[_Share] = [plan.storage_data for plan in plans]
+        shares: list[Reading] = [plan.storage_data for plan in plans]
         can_meet = len(plans) > 1 and len({share.place for share in shares}) == 1
         # A step that was committed meanwhile may have been seen by some ranks and not by others. One that was saved again
         # counts as it is now.
@@ -394,7 +394,7 @@ class Reader(StorageReader):  # type: ignore[misc]
         return [dataclasses.replace(plan, storage_data=share) for plan, share in zip(plans, shares)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        share: _Share = plan.storage_data
+        share: Reading = plan.storage_data
         ranks = None
         if share.meeting is not None:
             ranks = Ranks(share.meeting, (share.rank, share.ranks), _PATIENCE_S)
@@ -405,7 +405,7 @@ class Reader(StorageReader):  # type: ignore[misc]
         future.set_result(None)
         return future
 
-    def _reopened(self, step: int, commit: str) -> _Opened:
+    def _reopened(self, step: int, commit: str) -> Opened:
         """The step that all ranks read, which this one may not have seen when it looked for the newest."""
         planned = self._present()
         if planned.step.commit == commit:
@@ -422,111 +422,13 @@ class Reader(StorageReader):  # type: ignore[misc]
     def validate_checkpoint_id(cls, checkpoint_id: Union[str, "os.PathLike[str]"]) -> bool:
         return re.search(r"\d+$", os.fspath(checkpoint_id)) is not None
 
-    def _present(self) -> _Opened:
+    def _present(self) -> Opened:
         if self._opened is None:
             raise CheckpointNotFound("read_metadata() comes first")
         return self._opened
 
-    def _open(self, step: Optional[options.StepName]) -> _Opened:
-        return with_step(self._url, step, None, lambda found: _Opened(found, self._allow_pickle, self._threads))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Share:
-    """What a rank knows of a load: the step, as which start saved it, and where the rank is; from the coordinator, which
-    rank it is and where to meet."""
-
-    step: int
-    commit: str
-    place: str
-    meeting: Optional[str] = None
-    rank: int = 0
-    ranks: int = 1
-
-
-class _Opened:
-    """A step and its entries, as this rank has them."""
-
-    def __init__(self, step: _native.Step, allow_pickle: bool, threads: int) -> None:
-        self.step = step
-        self._allow_pickle = allow_pickle
-        self._threads = threads
-        rank, world_size = surroundings()
-        is_other = world_size != step.world_size
-        tree, self._source = whole_tree(step, rank % step.world_size, tells=is_other)
-        self._entries = flatten(tree, self._builder().build)
-        places = {shown(path): ".".join(map(str, path[1:])) for path in numbered(tree)} if is_other else {}
-        self._refused = {place: places[place] for place in meant_otherwise(step, list(places))}
-
-    def _builder(self) -> Builder:
-        return Builder(Tensors(self.step, self._threads, self._source), self._allow_pickle)
-
-    def metadata(self) -> Metadata:
-        """What torch plans a load by. Of each tensor it is one part, since any part of it can be read."""
-        tensors = self._builder().tensors
-        described: dict[str, Any] = {}
-        for name, (_, node) in self._entries.items():
-            if not _is_tensor(node):
-                described[name] = BytesStorageMetadata()
-                continue
-            _, dtype, shape = tensors.entry(node["n"])
-            size = torch.Size(node["view"][0] if "view" in node else shape)
-            chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-            properties = TensorProperties(dtype=torch_dtype(dtype))
-            described[name] = TensorStorageMetadata(properties, size, [chunk])
-        return Metadata(described, planner_data={name: path for name, (path, _) in self._entries.items()})
-
-    def read(self, items: list[ReadItem], planner: LoadPlanner, ranks: Optional[Ranks]) -> None:
-        """Fills what the planner names. Ranks that can meet read what several of them want once."""
-        aside: list[tuple[ReadItem, Any, Node]] = []
-        places: list[tuple[ReadItem, Any]] = []
-
-        def plan() -> Builder:
-            builder = self._builder()
-            for item in items:
-                name = item.storage_index.fqn
-                for place, start in self._refused.items():
-                    if name == start or name.startswith(f"{start}."):
-                        raise CheckpointMismatch(f"{place} {MEANT_OTHERWISE} (`{name}`)")
-                _, node = self._entries[name]
-                if item.type == LoadItemType.BYTE_IO:
-                    builder.refuse_pickles(node)
-                    aside.append((item, None, node))
-                    builder.tensors.want(node)
-                    continue
-                place = planner.resolve_tensor(item).detach()
-                places.append((item, place))
-                if "view" in node:
-                    aside.append((item, place, node))
-                    builder.tensors.want(node)
-                else:
-                    part = (list(item.storage_offsets), list(item.lengths))
-                    builder.tensors.bind_part(node["n"], part, place)
-            return builder
-
-        builder = read_planned(self.step, ranks, plan)
-        for item, place, node in aside:
-            value = builder.build(node)
-            if place is None:
-                planner.load_bytes(item, _saved(value))
-                continue
-            for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):
-                value = value.narrow(dimension, offset, length)
-            copy_elements(place, value)
-        for item, place in places:
-            planner.commit_tensor(item, place)
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node, dict) and node.get("t") == "tensor"
-
-
-def _saved(value: Any) -> io.BytesIO:
-    """A value as planners take it."""
-    data = io.BytesIO()
-    torch.save(value, data)
-    data.seek(0)
-    return data
+    def _open(self, step: Optional[options.StepName]) -> Opened:
+        return with_step(self._url, step, None, lambda found: Opened(found, self._allow_pickle, self._threads))
 
 
 def _step_of(checkpoint_id: Union[int, str, "os.PathLike[str]"]) -> int:

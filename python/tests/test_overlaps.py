@@ -1,0 +1,148 @@
+"""`dcp.async_save` of one writer begun again before the save before is over, and saves after one that failed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import forebay
+import forebay.dcp
+from forebay import _native
+
+from .conftest import PATIENCE_S
+from .test_dcp import Unsavable, clear, run_at, silence  # noqa: F401  (a fixture)
+from .test_stager import count_copies
+
+STEPS = (10, 20, 30)
+
+
+def state_of(step: int, size: int) -> dict[str, Any]:
+    """Tensors of that value, sharded and replicated where there are several ranks."""
+    value = torch.full((50, 2), float(step))
+    state: dict[str, Any] = {"plain": value.clone(), "n": step}
+    if size > 1:
+        mesh = init_device_mesh("cpu", (size,))
+        state |= {"rows": distribute_tensor(value, mesh, [Shard(0)]), "both": distribute_tensor(value, mesh, [Replicate()])}
+    return state
+
+
+def check(place: Path, steps: Any = STEPS) -> None:
+    """Whether each step holds what was when it was begun."""
+    assert sorted(step for step, *_ in _native.list_steps(f"file://{place}")) == list(steps)
+    assert _native.verify(f"file://{place}", None) == []
+    for step in steps:
+        loaded = forebay.load(place, step=step)
+        values = {name: value.unique().tolist() for name, value in loaded.items() if name != "n"}
+        assert loaded["n"] == step and all(found == [step] for found in values.values()), (step, values)
+
+
+class Waiting(DefaultSavePlanner):
+    """Plans no sooner than it may."""
+
+    def __init__(self, may_plan: threading.Event) -> None:
+        super().__init__()
+        self._may_plan = may_plan
+
+    def create_local_plan(self) -> Any:
+        assert self._may_plan.wait(PATIENCE_S)
+        return super().create_local_plan()
+
+
+class Refusing(DefaultSavePlanner):
+    """Fails where the writer is not told."""
+
+    def create_local_plan(self) -> Any:
+        raise RuntimeError("no plan")
+
+
+@pytest.mark.parametrize("kind", ["plain", "stager"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_saves_that_are_begun_before_the_one_before_is_over_follow_it(tmp_path: Path, size: int, kind: str) -> None:
+    """The second ended what the first waited with, and was taken for it where both had the same memory."""
+
+    def save(rank: int) -> Any:
+        with forebay.dcp.Writer(tmp_path) as writer:
+            stager = forebay.dcp.Stager(writer) if kind == "stager" else None
+            may_plan = threading.Event()
+            saved = []
+            for step in STEPS:
+                state, planner = state_of(step, size), Waiting(may_plan)
+                options: dict[str, Any] = {"storage_writer": writer, "planner": planner, "async_stager": stager}
+                saved.append(dcp.async_save(state, checkpoint_id=step, **options))
+                clear(state)
+            may_plan.set()
+            for future in saved:
+                future.result(PATIENCE_S)
+            last = dcp.async_save(state_of(31, size), storage_writer=writer, async_stager=stager)
+            last.result(PATIENCE_S)
+
+    run_at(size, save)
+    check(tmp_path, (*STEPS, 31))
+
+
+def test_what_is_staged_while_a_save_is_written_has_the_other_place(tmp_path: Path) -> None:
+    """Each is uploaded as it was staged, once the one before has planned."""
+    with pytest.MonkeyPatch.context() as patch, forebay.dcp.Writer(tmp_path) as writer:
+        copied, stager = count_copies(patch), forebay.dcp.Stager(writer)
+        write, written, may_end = forebay.dcp.Writer.finish, threading.Event(), threading.Event()
+
+        def finish(itself: Any, **results: Any) -> None:
+            written.set()
+            assert may_end.wait(PATIENCE_S)
+            write(itself, **results)
+
+        patch.setattr(forebay.dcp.Writer, "finish", finish)
+        first = dcp.async_save(state_of(10, 1), checkpoint_id=10, storage_writer=writer, async_stager=stager)
+        assert written.wait(PATIENCE_S)
+        second = dcp.async_save(state_of(20, 1), checkpoint_id=20, storage_writer=writer, async_stager=stager)
+        assert writer._staged is not None
+        may_end.set()
+        first.result(PATIENCE_S)
+        second.result(PATIENCE_S)
+        assert copied == []
+    check(tmp_path, (10, 20))
+
+
+def test_a_save_that_failed_in_silence_keeps_no_other_waiting(tmp_path: Path) -> None:
+    with forebay.dcp.Writer(tmp_path) as writer:
+        stager = forebay.dcp.Stager(writer)
+        for step, planner in ((10, Refusing()), (10, None), (20, Refusing()), (20, None)):
+            state, kept = state_of(step, 1), {"storage_writer": writer, "planner": planner, "checkpoint_id": step}
+            if planner is not None:
+                # In a thread that goes on, and in one of its own whose failure is kept.
+                with pytest.raises(CheckpointException, match="no plan"):
+                    dcp.save(state, **kept)
+                failed = dcp.async_save(state, async_stager=stager, **kept)
+                assert failed.exception(PATIENCE_S) is not None
+                continue
+            dcp.async_save(state, async_stager=stager, **kept).result(PATIENCE_S)
+        stager.close()
+        del failed
+        gc.collect()
+        stager.close()
+        assert writer._staged is None
+    check(tmp_path, (10, 20))
+
+
+def test_a_save_that_failed_on_another_rank_keeps_no_other_waiting(tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        with forebay.dcp.Writer(tmp_path) as writer:
+            for bad in (0, 1):
+                own: Optional[Any] = Unsavable() if rank == bad else None
+                with pytest.raises(CheckpointException, match="Unsavable"):
+                    dcp.save({**state_of(1, 2), f"own{rank}": own}, checkpoint_id=10, storage_writer=writer)
+                step = 10 * (bad + 1)
+                dcp.async_save(state_of(step, 2), checkpoint_id=step, storage_writer=writer).result(PATIENCE_S)
+
+    run_at(2, save)
+    check(tmp_path, (10, 20))
