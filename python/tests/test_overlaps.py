@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 from pathlib import Path
 from typing import Any, Optional
@@ -19,7 +20,7 @@ import forebay
 import forebay.dcp
 from forebay import _native
 
-from .conftest import PATIENCE_S
+from .conftest import PATIENCE_S, SCALE
 from .test_dcp import Unsavable, clear, run_at, silence  # noqa: F401  (a fixture)
 from .test_stager import count_copies
 
@@ -146,3 +147,32 @@ def test_a_save_that_failed_on_another_rank_keeps_no_other_waiting(tmp_path: Pat
 
     run_at(2, save)
     check(tmp_path, (10, 20))
+
+
+@pytest.mark.parametrize("kind", ["copies", "process"][:SCALE])
+def test_saves_from_a_process_of_their_own_are_counted_on(tmp_path: Path, kind: str) -> None:
+    """Each is done by a copy of the writer, and all were the first step."""
+    type_of_save = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
+
+    def save(rank: int) -> Any:
+        writers = {first: forebay.dcp.Writer(tmp_path / str(first), step=first) for first in (1, None, 7)}
+        for first, last in ((1, 1), (1, 2), (1, 3), (None, 1), (None, 2), (7, 7), (7, 8), (7, 40), (7, 41)):
+            name, state = 40 if last == 40 else None, {"plain": torch.full((9,), float(last)), "n": last}
+            if kind == "process":
+                kept: dict[str, Any] = {"checkpoint_id": name, "storage_writer": writers[first]}
+                dcp.async_save(state, async_checkpointer_type=type_of_save, **kept).result(PATIENCE_S)
+                continue
+            with pickle.loads(pickle.dumps(writers[first])) as copied:
+                dcp.save(state, checkpoint_id=name, storage_writer=copied)
+        if kind == "process":
+            return
+        # What is saved where the copies come from counts, too.
+        dcp.save({"plain": torch.full((9,), 60.0), "n": 60}, checkpoint_id=60, storage_writer=writers[7])
+        with pickle.loads(pickle.dumps(writers[7])) as copied:
+            dcp.save({"plain": torch.full((9,), 61.0), "n": 61}, storage_writer=copied)
+        writers[7].close()
+
+    run_at(2 if kind == "process" else 1, save)
+    check(tmp_path / "1", (1, 2, 3))
+    check(tmp_path / "None", (1, 2))
+    check(tmp_path / "7", (7, 8, 40, 41, *((60, 61) if kind == "copies" else ())))

@@ -68,6 +68,10 @@ _PATIENCE_S = 600.0
 _LOADED: dict[str, tuple[str, int]] = {}
 """The step that this process loaded last of a place, and the start that saved it: what is saved there goes on from it."""
 
+_COUNTED: dict[str, tuple[Optional[int], int]] = {}
+"""Of each writer that copies came of to this process (`async_save` sends one for each save), the number that the last copy came
+with, and the one that is next."""
+
 CheckpointId = Union[int, str, "os.PathLike[str]", None]
 
 
@@ -131,6 +135,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
         }
         self._allow_pickle = options.flag("allow_pickle", allow_pickle)
         self._next = options.whole("step", step, least=0)
+        self._name = secrets.token_hex(16)
+        self._came_with: Optional[tuple[Optional[int]]] = None
         self._is_coordinator = True
         self._planned: Optional[_Part] = None
         self._is_sound = True
@@ -160,6 +166,11 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock(), _turns=Turns())
+        self._came_with = (self._next,)
+        came_with, counted = _COUNTED.get(self._name, (None, None))
+        if counted is not None and came_with == self._next:
+            # Where it came from knows of no save that was done here.
+            self._next = counted
 
     def close(self) -> None:
         """Waits until the agent has ended. Nothing is lost without it: what was saved is durable."""
@@ -209,6 +220,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
             checkpointer._give_up(part.step, None, error)
             raise
         self._next = part.step + 1
+        if self._came_with is not None:
+            _COUNTED[self._name] = (*self._came_with, self._next)
         if self._is_coordinator:
             # Until the others have sealed theirs: the state's tree, which is sealed here, tells of all of them.
             self._held = held
