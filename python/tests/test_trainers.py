@@ -191,6 +191,27 @@ def test_the_trainer_of_hugging_face_resumes_bit_equal(tmp_path: Path) -> None:
     assert sorted(os.listdir(folder)) == ["checkpoint-3"]
 
 
+def test_a_callback_that_is_used_again_saves_the_end_of_each_training(tmp_path: Path) -> None:
+    """The last step of the second has the number of the first one's, and was taken to be saved."""
+    place, folder = tmp_path / "run", tmp_path / "out"
+    trainer, recorder = small_trainer(place, folder, 1, 20)
+    (callback,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, forebay.huggingface.Callback)]
+    # None but the last.
+    callback._every = 20
+    for _ in range(2):
+        trainer.train()
+        source = forebay.huggingface.checkpoint(place, folder)
+        assert source == str(folder / "checkpoint-8")
+        assert same(transformers.GPT2LMHeadModel.from_pretrained(source).state_dict(), recorder.weights[8])
+    # What a training that died was about to save, and how often, is nothing to the next one.
+    callback._every, callback._is_due = None, True
+    for interval in (4, 5):
+        callback.on_train_begin(trainer.args, transformers.TrainerState(save_steps=interval), trainer.control)
+        assert (callback._interval, callback._is_due) == (interval, False)
+        assert callback._checkpointer is not None
+        callback._checkpointer.close()
+
+
 def put(place: Path, step: int, value: float, scaler: Any = None) -> None:
     """A step as the callback saves it, of a model of that one value."""
     model = torch.nn.Linear(2, 2)

@@ -78,6 +78,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
             raise ValueError(f"every is {every}; it is at least 1, or None")
         self._url = bucket_url(url)
         self._every = every
+        self._interval = every or 1
         self._keep = (keep, keep_every)
         self._trainer = trainer
         self._checkpointer: Optional[Checkpointer] = None
@@ -87,7 +88,9 @@ class Callback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
             raise CheckpointInvalid("Trainers that shard their models are not saved by this callback, but by forebay.dcp")
-        self._every = self._every or max(int(state.save_steps), 1)
+        # A Trainer may train again, with other arguments: nothing of the last training is left.
+        self._interval = self._every or max(int(state.save_steps), 1)
+        self._saved, self._is_due = None, False
         if self._trainer is None:
             _warn_of_callbacks(args, state)
         keep, keep_every = self._keep
@@ -103,7 +106,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._checkpointer is None:
             return
-        if self._every and state.global_step % self._every == 0:
+        if state.global_step % self._interval == 0:
             # The Trainer evaluates it next, and at the end of an epoch again.
             self._is_due = True
         else:
