@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import json
 import os
+import threading
 import time
 import types
 import warnings
@@ -19,7 +20,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import Child
+from .conftest import PATIENCE_S, Child
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="LIGHTNING is not installed")
 transformers = pytest.importorskip("transformers", reason="TRANSFORMERS is not installed")
@@ -123,6 +124,66 @@ def test_lightning_saves_rotates_and_resumes(tmp_path: Path) -> None:
         assert moments[0].keys() == moments[1].keys()
         assert all(torch.equal(moments[0][number][key], moments[1][number][key]) for number in moments[0]), key
     assert ends[0]["lr_schedulers"] == ends[1]["lr_schedulers"]
+
+
+def test_whatever_lightning_removes_is_gone_or_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of runs before the plug-in and links were left, and so in silence was what could not be deleted."""
+    plugin = forebay.lightning.CheckpointIO()
+    for name in ("one.ckpt", "two.ckpt"):
+        plugin.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, tmp_path / name)
+    (tmp_path / "old.ckpt").write_bytes(b"as torch writes it")
+    (tmp_path / "last.ckpt").symlink_to("one.ckpt")
+    (tmp_path / "broken.ckpt").symlink_to("nowhere")
+    for name in ("old.ckpt", "last.ckpt", "broken.ckpt", "none.ckpt"):
+        plugin.remove_checkpoint(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["one.ckpt", "two.ckpt"]
+    assert torch.equal(forebay.load(tmp_path / "one.ckpt")["w"], torch.ones(3)), "what a link leads to is left"
+
+    unlink = os.unlink
+
+    def refuse(path: Any, **kept: Any) -> None:
+        if str(path).endswith(".safetensors"):
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, **kept)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.warns(forebay.CheckpointWarning, match="two.ckpt is not deleted: .*Permission denied"):
+        plugin.remove_checkpoint(tmp_path / "two.ckpt")
+    assert not list((tmp_path / "two.ckpt").glob("steps/*/*")), "what can be deleted is"
+    monkeypatch.setattr(os, "unlink", unlink)
+    plugin.remove_checkpoint(tmp_path / "two.ckpt")
+    assert os.listdir(tmp_path) == ["one.ckpt"]
+
+
+def test_lightning_removes_no_checkpoint_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `AsyncCheckpointIO` saves in a thread and removes at once, and half of a checkpoint stayed."""
+    from pytorch_lightning.plugins.io import AsyncCheckpointIO
+
+    plugin, began, may_end = AsyncCheckpointIO(forebay.lightning.CheckpointIO()), threading.Event(), threading.Event()
+    save, order = forebay.lightning._save, []
+
+    def save_late(*args: Any) -> None:
+        began.set()
+        assert may_end.wait(PATIENCE_S)
+        save(*args)
+        order.append("saved")
+
+    def remove() -> None:
+        plugin.remove_checkpoint(tmp_path / "one.ckpt")
+        order.append("removed")
+
+    monkeypatch.setattr(forebay.lightning, "_save", save_late)
+    plugin.save_checkpoint({"global_step": 1, "w": torch.ones(3)}, tmp_path / "one.ckpt")
+    assert began.wait(PATIENCE_S)
+    (tmp_path / "another.ckpt").write_bytes(b"")
+    plugin.remove_checkpoint(tmp_path / "another.ckpt")
+    remover = threading.Thread(target=remove)
+    remover.start()
+    remover.join(0.2)
+    may_end.set()
+    plugin.teardown()
+    remover.join()
+    assert order == ["saved", "removed"] and os.listdir(tmp_path) == []
 
 
 class Recorder(transformers.TrainerCallback):  # type: ignore[misc]

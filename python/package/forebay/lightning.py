@@ -16,13 +16,17 @@ Each checkpoint that Lightning writes becomes a directory (or a bucket prefix) o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
+import threading
+import warnings
+from collections.abc import Iterator
 from typing import Any, Optional, TypeVar, Union
 
 from ._checkpointer import Checkpointer
-from ._errors import CheckpointInvalid, CheckpointNotFound
+from ._errors import CheckpointInvalid, CheckpointNotFound, CheckpointWarning
 from ._files import load
 from ._loading import load_rest, with_step
 from ._ranks import surroundings
@@ -38,6 +42,11 @@ S = TypeVar("S", bound=type[Any])
 
 _HELD = ("state_dict", "optimizer_states")
 """What of a checkpoint the live model and optimizers hold."""
+
+_busy: set[str] = set()
+"""The places that a thread writes or removes: Lightning's `AsyncCheckpointIO` removes some while it writes others."""
+
+_freed = threading.Condition()
 
 
 def sharded(strategy: S, allow_pickle: bool = False) -> S:
@@ -80,6 +89,41 @@ def _save(checkpoint: dict[str, Any], path: Place, allow_pickle: bool, ranks: Op
         checkpointer.save_now(int(checkpoint.get("global_step", 0)), checkpoint)
 
 
+@contextlib.contextmanager
+def _alone_at(url: str) -> Iterator[None]:
+    """Waits for other threads at that place, and keeps them waiting."""
+    with _freed:
+        _freed.wait_for(lambda: url not in _busy)
+        _busy.add(url)
+    try:
+        yield
+    finally:
+        with _freed:
+            _busy.discard(url)
+            _freed.notify_all()
+
+
+def _remove(path: str) -> None:
+    """Deletes what is there, whatever it is, and all of a directory that can be."""
+    failed: list[OSError] = []
+
+    def note(_: Any, __: str, told: Any) -> None:
+        if not isinstance(told[1], FileNotFoundError):
+            failed.append(told[1])
+
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, onerror=note)
+        else:
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        failed.append(error)
+    if failed:
+        warnings.warn(f"the checkpoint at {path} is not deleted: {failed[0]}", CheckpointWarning, stacklevel=3)
+
+
 class CheckpointIO:
     """Writes and reads Lightning's checkpoints. Import Lightning before one is made.
 
@@ -100,7 +144,8 @@ class CheckpointIO:
         """Saves what Lightning gathered; returns once it is durable. An earlier one at `path` is replaced."""
         if storage_options is not None:
             raise TypeError("storage_options are for fsspec; Forebay takes credentials from the environment")
-        _save(checkpoint, path, self._allow_pickle, (0, 1))
+        with _alone_at(bucket_url(path)):
+            _save(checkpoint, path, self._allow_pickle, (0, 1))
 
     def load_checkpoint(
         self, path: Place, map_location: Optional[Any] = None, weights_only: Optional[bool] = None
@@ -110,17 +155,21 @@ class CheckpointIO:
         return loaded
 
     def remove_checkpoint(self, path: Place) -> None:
-        """Deletes a checkpoint of Lightning's choice."""
-        url = bucket_url(path)
-        if url.startswith("file://"):
-            shutil.rmtree(url[len("file://") :], ignore_errors=True)
-            return
-        # What Lightning itself lists buckets with.
-        import fsspec
+        """Deletes a checkpoint of Lightning's choice, one of its own (a file) and a link to one, too.
 
-        system, place = fsspec.core.url_to_fs(url)
-        if system.exists(place):
-            system.rm(place, recursive=True)
+        What cannot be deleted is warned of. One that another thread writes is waited for.
+        """
+        url = bucket_url(path)
+        with _alone_at(url):
+            if url.startswith("file://"):
+                _remove(url[len("file://") :])
+                return
+            # What Lightning itself lists buckets with.
+            import fsspec
+
+            system, place = fsspec.core.url_to_fs(url)
+            if system.exists(place):
+                system.rm(place, recursive=True)
 
     def teardown(self) -> None:
         """Nothing is left open between calls."""
