@@ -273,6 +273,29 @@ def test_a_callback_that_is_used_again_saves_the_end_of_each_training(tmp_path: 
         callback._checkpointer.close()
 
 
+@pytest.mark.parametrize("mode", ["NOT_PARALLEL", "DISTRIBUTED"])
+def test_generators_of_devices_are_saved_as_the_trainer_resumes_them(tmp_path: Path, mode: str) -> None:
+    """One process under torchrun is distributed to the Trainer, which took one device's state for those of all."""
+    draws = types.SimpleNamespace(get_rng_state=lambda: torch.ones(4), get_rng_state_all=lambda: [torch.zeros(4)] * 2)
+    cuda = types.SimpleNamespace(is_available=lambda: True, random=draws)
+    args = types.SimpleNamespace(parallel_mode=transformers.training_args.ParallelMode[mode])
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = {"model": model, "optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+    callback = forebay.huggingface.Callback(tmp_path / "run", every=1)
+    state = transformers.TrainerState(global_step=1)
+    callback.on_train_begin(args, state, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forebay.huggingface, "torch", types.SimpleNamespace(cuda=cuda, random=torch.random))
+        callback.on_train_end(args, state, None, **parts)
+    source = forebay.huggingface.checkpoint(tmp_path / "run", tmp_path / "out")
+    saved = torch.load(f"{source}/rng_state.pth", weights_only=False)["cuda"]
+    if mode == "DISTRIBUTED":
+        assert isinstance(saved, list) and [one.tolist() for one in saved] == [[0.0] * 4] * 2
+    else:
+        assert saved.tolist() == [1.0] * 4
+
+
 def put(place: Path, step: int, value: float, scaler: Any = None) -> None:
     """A step as the callback saves it, of a model of that one value."""
     model = torch.nn.Linear(2, 2)

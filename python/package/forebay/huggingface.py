@@ -25,6 +25,7 @@ import numpy
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.training_args import ParallelMode
 
 from . import _native
 from . import _options as options
@@ -32,7 +33,7 @@ from ._aside import NOTE, Foreign, ensure
 from ._checkpointer import Checkpointer
 from ._errors import CheckpointInvalid, CheckpointNotFound, CheckpointWarning
 from ._loading import load_rest, with_step
-from ._ranks import Ranks, surroundings
+from ._ranks import Ranks
 from ._url import bucket_url
 from .convert import SHARD_BYTES
 
@@ -84,6 +85,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         self._checkpointer: Optional[Checkpointer] = None
         self._saved: Optional[int] = None
         self._is_due = False
+        self._is_distributed = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
@@ -91,6 +93,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         # A Trainer may train again, with other arguments: nothing of the last training is left.
         self._interval = self._every or max(int(state.save_steps), 1)
         self._saved, self._is_due = None, False
+        self._is_distributed = getattr(args, "parallel_mode", None) == ParallelMode.DISTRIBUTED
         if self._trainer is None:
             _warn_of_callbacks(args, state)
         keep, keep_every = self._keep
@@ -142,7 +145,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
             self._is_due = False
             if self._trainer is not None:
                 state = dataclasses.replace(state, stateful_callbacks=_stateful(self._trainer))
-            self._checkpointer.save_now(state.global_step, _state(state, **kwargs))
+            self._checkpointer.save_now(state.global_step, _state(state, is_distributed=self._is_distributed, **kwargs))
             self._saved = state.global_step
 
 
@@ -181,8 +184,10 @@ def _warn_of_callbacks(args: Any, state: Any) -> None:
         warnings.warn(f"{text} (hint: trainer.add_callback(Callback(url, trainer=trainer)))", CheckpointWarning, stacklevel=3)
 
 
-def _state(state: Any, model: Any, optimizer: Any, lr_scheduler: Any, **others: Any) -> dict[str, Any]:
-    """What a Trainer resumes from."""
+def _state(
+    state: Any, model: Any, optimizer: Any, lr_scheduler: Any, is_distributed: bool = False, **others: Any
+) -> dict[str, Any]:
+    """What a Trainer resumes from; `is_distributed` as it takes itself to be, which one process under torchrun does."""
     config = getattr(model, "config", None)
     generators: dict[str, Any] = {
         "python": random.getstate(),
@@ -190,8 +195,8 @@ def _state(state: Any, model: Any, optimizer: Any, lr_scheduler: Any, **others: 
         "cpu": torch.random.get_rng_state(),
     }
     if torch.cuda.is_available():
-        several = surroundings()[1] > 1
-        generators["cuda"] = torch.cuda.random.get_rng_state_all() if several else torch.cuda.random.get_rng_state()
+        cuda = torch.cuda.random
+        generators["cuda"] = cuda.get_rng_state_all() if is_distributed else cuda.get_rng_state()
     # What accelerate wraps an optimizer in knows it.
     scaler = getattr(optimizer, "scaler", None)
     return {
