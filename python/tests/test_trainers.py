@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import json
 import os
+import sys
 import threading
 import time
 import types
@@ -294,6 +295,30 @@ def test_generators_of_devices_are_saved_as_the_trainer_resumes_them(tmp_path: P
         assert isinstance(saved, list) and [one.tolist() for one in saved] == [[0.0] * 4] * 2
     else:
         assert saved.tolist() == [1.0] * 4
+
+
+def test_a_model_of_peft_is_written_as_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer took a directory of several for an adapter's, and found none."""
+
+    class PeftModel(torch.nn.Linear):
+        """As peft's class by that name."""
+
+    monkeypatch.setitem(sys.modules, "peft", types.SimpleNamespace(PeftModel=PeftModel))
+    monkeypatch.setattr(forebay.huggingface, "SHARD_BYTES", 20)
+    for kind, files in ((PeftModel, ["model.safetensors"]), (torch.nn.Linear, None)):
+        model, place = kind(2, 2), tmp_path / kind.__name__
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        state = transformers.TrainerState(global_step=1)
+        with forebay.Checkpointer(place, rng=False, linger=0) as checkpointer:
+            checkpointer.save_now(1, forebay.huggingface._state(state, model, optimizer, scheduler))
+        source = forebay.huggingface.checkpoint(place, tmp_path / f"{kind.__name__}.out")
+        assert source is not None
+        names = sorted(name for name in os.listdir(source) if name.startswith("model"))
+        if files is not None:
+            assert names == files and same(safetensors.torch.load_file(f"{source}/{names[0]}"), model.state_dict())
+        else:
+            assert "model.safetensors.index.json" in names and len(names) == 3
 
 
 def put(place: Path, step: int, value: float, scaler: Any = None) -> None:

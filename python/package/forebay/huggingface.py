@@ -7,8 +7,9 @@
 
 The callback saves model, optimizer, scheduler, the scale of the loss, the Trainer's own state and its random number
 generators, while the training goes on, each step after it was logged and evaluated. `checkpoint` writes a step as the
-directory that the Trainer resumes from, which is also one that `from_pretrained` reads. Under torchrun every process does the
-same; what all of them hold is stored once. For Trainers that shard their models (FSDP, DeepSpeed) there is `forebay.dcp`.
+directory that the Trainer resumes from, which is also one that `from_pretrained` reads; one of a PEFT model, adapters and what
+they adapt, in one file as the Trainer wants it, is for the Trainer alone. Under torchrun every process does the same; what all of
+them hold is stored once. For Trainers that shard their models (FSDP, DeepSpeed) there is `forebay.dcp`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import dataclasses
 import json
 import os
 import random
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -43,6 +45,9 @@ Place = Union[str, "os.PathLike[str]"]
 
 _ENDS = "train_runtime"
 """What the Trainer logs of a whole training, once that is over and before it loads the best model."""
+
+_ONE_FILE = 1 << 62
+"""More than any model has."""
 
 _PATIENCE_S = 3600.0
 """How long processes wait for the one that writes a checkpoint."""
@@ -207,8 +212,16 @@ def _state(
         "rng": generators,
         # As the Trainer writes them.
         "trainer": json.dumps(dataclasses.asdict(state)),
+        "is_adapted": _is_adapted(model),
         "config": None if config is None else config.to_json_string(use_diff=False),
     }
+
+
+def _is_adapted(model: Any) -> bool:
+    """Whether it is PEFT's, which whoever has one has imported: the Trainer resumes no such model from several files."""
+    peft = sys.modules.get("peft")
+    kinds = tuple(getattr(peft, name) for name in ("PeftModel", "PeftMixedModel") if hasattr(peft, name))
+    return isinstance(model, kinds)
 
 
 def _written(step: _native.Step, folder: Path) -> str:
@@ -222,8 +235,8 @@ def _written(step: _native.Step, folder: Path) -> str:
 
 
 def _write(step: _native.Step, part: Path) -> None:
-    step.export(str(part), "model", SHARD_BYTES)
     state = load_rest(step, ["model", "rng"])
+    step.export(str(part), "model", _ONE_FILE if state.get("is_adapted") else SHARD_BYTES)
     for name, key in (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler"), ("scaler.pt", "scaler")):
         # Most have no scaler, and the Trainer takes one that is there.
         if state.get(key) is not None:
