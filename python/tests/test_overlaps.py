@@ -1,10 +1,13 @@
-"""`dcp.async_save` of one writer begun again before the save before is over, and saves after one that failed."""
+"""Saves of one `forebay.dcp.Writer` that meet: begun before the one before is over, after one that failed, waited for long."""
 
 from __future__ import annotations
 
+import datetime
 import gc
 import pickle
 import threading
+import types
+import warnings
 from pathlib import Path
 from typing import Any, Optional
 
@@ -17,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import forebay
+import forebay._watchdog
 import forebay.dcp
 from forebay import _native
 
@@ -147,6 +151,41 @@ def test_a_save_that_failed_on_another_rank_keeps_no_other_waiting(tmp_path: Pat
 
     run_at(2, save)
     check(tmp_path, (10, 20))
+
+
+@pytest.mark.parametrize("limit_s", [None, 0.0])
+def test_who_waits_long_over_nccl_is_warned_before_its_watchdog_ends_the_job(tmp_path: Path, limit_s: Any) -> None:
+    """The other ranks wait for the upload inside of a collective; an upload is longer than no time at all."""
+
+    def save(rank: int) -> list[str]:
+        assert forebay._watchdog.watchdog_limit_s() is None, "gloo"
+        with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
+            warnings.simplefilter("always")
+            patch.setattr(forebay.dcp, "watchdog_limit_s", lambda: limit_s)
+            with forebay.dcp.Writer(tmp_path) as writer:
+                dcp.save(state_of(10, 2), storage_writer=writer, checkpoint_id=10)
+        return [str(one.message) for one in told if one.category is forebay.CheckpointWarning]
+
+    first, second = run_at(2, save)
+    assert second == [] and len(first) == (limit_s is not None)
+    assert all("step 10 is on its way" in text and "hint: save with async_save" in text for text in first)
+    check(tmp_path, (10,))
+
+
+def test_the_time_that_nccl_gives_is_found_where_objects_go_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = types.SimpleNamespace(_timeout=datetime.timedelta(minutes=3))
+    found = types.SimpleNamespace(_get_backend=lambda device: types.SimpleNamespace(options=options))
+    for backends, group, expected in (
+        ("cuda:nccl", found, 180.0),
+        ("cuda:nccl", None, 600.0),
+        ("cpu:gloo,cuda:nccl", found, None),
+        ("cpu:gloo,cuda:gloo", found, None),
+    ):
+        stub = types.SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)
+        stub.get_backend_config = lambda told=backends: told
+        stub.group = types.SimpleNamespace(WORLD=group)
+        monkeypatch.setattr(forebay._watchdog, "dist", stub)
+        assert forebay._watchdog.watchdog_limit_s() == expected, backends
 
 
 @pytest.mark.parametrize("kind", ["copies", "process"][:SCALE])

@@ -22,6 +22,7 @@ import re
 import secrets
 import threading
 import time
+import warnings
 from typing import Any, Optional, Union
 
 import torch
@@ -46,6 +47,7 @@ from ._errors import (
     CheckpointInvalid,
     CheckpointNotFound,
     CheckpointSuperseded,
+    CheckpointWarning,
 )
 from ._flatten import KEPT, Flattener
 from ._leaf import Leaf, elements_of, tensor_dtype, tensor_leaf
@@ -59,6 +61,7 @@ from ._shares import Share
 from ._stager import Staged, Stager, box_of, is_stored
 from ._turns import Turns
 from ._url import bucket_url, make_directory
+from ._watchdog import watchdog_limit_s
 
 __all__ = ["Reader", "Stager", "Writer"]
 
@@ -111,6 +114,10 @@ class Writer(StorageWriter):  # type: ignore[misc]
         allow_pickle: As for `Checkpointer`.
         agent_log: As for `Checkpointer`.
         flush_rate: As for `Checkpointer`.
+
+    Where torch's objects go over NCCL (a group of `nccl` alone), `dcp.save` has all ranks wait for the slowest upload inside of a
+    collective, and NCCL's watchdog ends the job when that takes longer than the group's timeout, ten minutes by default: give
+    `init_process_group` a longer one or `cpu:gloo,cuda:nccl`, or `dcp.save` a group of gloo. `async_save` asks for gloo anyway.
 
     Host memory: two copies of what this rank writes.
     """
@@ -245,7 +252,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             held.checkpointer._give_up(held.step, None, error)
             raise
         try:
-            save.wait_durable()
+            self._wait_durable(save)
         except CheckpointSuperseded as error:
             self._superseded = error
             raise
@@ -254,6 +261,15 @@ class Writer(StorageWriter):  # type: ignore[misc]
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Union[str, "os.PathLike[str]"]) -> bool:
         return re.search(r"\d+$", os.fspath(checkpoint_id)) is not None
+
+    def _wait_durable(self, save: Save) -> None:
+        """Waits, as the other ranks do inside of a collective, and warns in time where that may be the death of them."""
+        limit_s = watchdog_limit_s() if self._planned is not None and self._planned.world_size > 1 else None
+        if limit_s is not None and not save.wait_durable(limit_s / 4):
+            text = f"step {save.step} is on its way since {limit_s / 4:.0f} s, and NCCL ends ranks that wait for {limit_s:.0f} s"
+            hint = "save with async_save, through a group of gloo, or give init_process_group a longer timeout"
+            warnings.warn(f"{text} (hint: {hint})", CheckpointWarning, stacklevel=3)
+        save.wait_durable()
 
     def _part_of(self, plan: SavePlan) -> _Part:
         """This rank's part in the save at hand."""
