@@ -327,8 +327,9 @@ def test_steps_are_numbered_and_kept(tmp_path: Path) -> None:
             dcp.save({"n": number}, storage_writer=writer)
         dcp.save({"n": 40}, checkpoint_id="run/step-40", storage_writer=writer)
         dcp.save({"n": 41}, storage_writer=writer)
-        with pytest.raises(forebay.CheckpointInvalid, match="names no step"):
-            dcp.save({"n": 0}, checkpoint_id="latest", storage_writer=writer)
+        for wrong in ("latest", "-3", "a/5.5", "run/2.", -3, True, 2**63, str(2**63)):
+            with pytest.raises(forebay.CheckpointInvalid, match="checkpoint_id"):
+                dcp.save({"n": 0}, checkpoint_id=wrong, storage_writer=writer)
     with forebay.dcp.Writer(tmp_path) as writer:
         dcp.save({"n": 42}, storage_writer=writer)
     with forebay.Checkpointer(tmp_path) as checkpointer:

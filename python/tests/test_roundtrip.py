@@ -683,7 +683,7 @@ def test_a_bucket_that_does_not_exist_is_named(s3_endpoint: str) -> None:
     with pytest.raises(forebay.CheckpointError, match="(?i)bucket|404|not found"):
         forebay.load("s3://no-such-bucket/run")
     # Nor is it a place of which nothing was saved yet: a typo would train from the beginning.
-    with pytest.raises(forebay.CheckpointNotFound, match="no-such-bucket does not exist"):
+    with pytest.raises(forebay.CheckpointNotFound, match="bucket s3://no-such-bucket/run does not exist"):
         forebay.Checkpointer("s3://no-such-bucket/run").restore({"n": 0})
     assert forebay.Checkpointer("s3://checkpoints/nothing-yet").restore({"n": 0}) is None
     with pytest.raises(ValueError, match="no known scheme"):

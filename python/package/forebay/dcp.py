@@ -463,11 +463,13 @@ class Reader(StorageReader):  # type: ignore[misc]
 def _step_of(checkpoint_id: Union[int, str, "os.PathLike[str]"]) -> int:
     """The step that a `checkpoint_id` means."""
     if isinstance(checkpoint_id, int):
-        return checkpoint_id
-    found = re.search(r"\d+$", os.fspath(checkpoint_id))
+        step: int = options.whole("checkpoint_id", checkpoint_id, least=0, may_lack=False)
+        return step
+    # `checkpoint-500`, but neither a negative number nor one with a point.
+    found = re.search(r"(?:^|[^\d.])(\d+)$", re.sub(r"^-(?=\d+$)", ".", os.fspath(checkpoint_id)), re.ASCII)
     if found is None:
         raise CheckpointInvalid(f"checkpoint_id {checkpoint_id!r} names no step: it is a number, or ends in one")
-    return int(found.group())
+    return _step_of(int(found.group(1)))
 
 
 def _take(plan: SavePlan, planner: SavePlanner, allow_pickle: bool) -> tuple[list[Leaf], list[WriteResult]]:

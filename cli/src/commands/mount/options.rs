@@ -16,6 +16,9 @@ use super::MountArguments;
 use crate::places;
 use crate::settings::Settings;
 
+/// More threads of a session than any host has use for.
+const MOST_THREADS: usize = 512;
+
 /// Options that mean something to mount(8), systemd or other file systems, and nothing here.
 const IGNORED: &[&str] = &[
     "rw",
@@ -111,6 +114,12 @@ impl Plan {
         }
         for (name, value) in long_options(arguments) {
             plan.apply(name, value)?;
+        }
+        if let Some(threads) = plan.mount.threads.filter(|threads| !(1..=MOST_THREADS).contains(threads)) {
+            return Err(Error::invalid(format!(
+                "mount option `threads`: {threads} is not from 1 to {MOST_THREADS}"
+            ))
+            .with_hint("leave it out: as many as the processors allow are enough"));
         }
         plan.mount.read_only = plan.volume.read_only;
         plan.mount.dataset = plan.volume.dataset;

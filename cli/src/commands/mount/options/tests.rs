@@ -66,6 +66,8 @@ fn options_of_other_programs_are_let_pass() {
 fn nonsense_is_refused_with_a_hint() {
     refused("-o no_such_thing", "unknown mount option `no_such_thing`", "--help");
     refused("-o uid", "`uid` needs a value", "uid=VALUE");
+    refused("-o threads=0", "`threads`: 0 is not from 1 to 512", "leave it out");
+    refused("-o threads=100000", "`threads`: 100000 is not", "leave it out");
     refused("-o uid=me", "`me` is not a number", "uid=NUMBER");
     refused("--file-mode 99", "no octal mode", "file_mode=0644");
     refused("--memory lots", "`lots` is not a size", "512MiB");
