@@ -298,7 +298,7 @@ async fn what_is_no_volume_of_an_s3_bucket_is_told_and_stays_as_it_is() {
     let scratch = Scratch::new();
     let home = scratch.folder("home");
     let source = bucket.url().to_string();
-    let fsck = Forebay::new(&home, &["fsck", &source]).envs(&server.envs()).run();
+    let fsck = Forebay::new(&home, ["fsck", &source]).envs(&server.envs()).run();
     fsck.failed_with("is no volume: nobody ever mounted it for writing", "check the URL");
     let found: Vec<_> = bucket.list("").try_collect().await.expect("list");
     assert!(found.is_empty(), "{found:?}");
