@@ -102,6 +102,14 @@ pub(super) fn lacks_credentials(error: &object_store::Error) -> bool {
     }
 }
 
+/// How long nothing had moved, in milliseconds, where that is what ended an attempt.
+pub(super) fn stalled_ms(error: &object_store::Error) -> Option<u64> {
+    match find::<Fault>(error) {
+        Some(Fault::Stalled { waited_ms }) => Some(*waited_ms),
+        _ => None,
+    }
+}
+
 /// Whether a request that failed for now may have been carried out: it was sent, and the store did not put it off.
 pub(super) fn is_unanswered(error: &object_store::Error) -> bool {
     let is_put_off =

@@ -385,11 +385,14 @@ async fn a_copy_is_waited_for_as_long_as_its_bytes_take() {
     let [from, to] = ["from", "to"].map(ObjectKey::new);
     bucket.put(&from, "bytes".into(), Condition::Always).await.expect("put");
     for (bytes, is_waited_for) in [(5 << 30, true), (5, false)] {
-        let before = bucket.counters();
+        let (before, begun) = (bucket.counters(), tokio::time::Instant::now());
         let copied = bucket.copy(&from, &to, bytes, &Condition::Always).await;
+        let waited = begun.elapsed();
         let sent = bucket.counters().since(&before).of(OperationKind::Copy).requests;
         assert_eq!(copied.is_ok(), is_waited_for, "{bytes} bytes: {copied:?}");
-        assert_eq!(sent == 1, is_waited_for, "{sent} requests");
+        assert_eq!(sent, if is_waited_for { 1 } else { 3 });
+        // By the clock that stands: the first attempt's ten seconds are of the thirty.
+        assert_eq!(waited.as_secs(), if is_waited_for { 60 } else { 30 });
     }
 }
 

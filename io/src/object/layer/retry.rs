@@ -1,7 +1,7 @@
 //! Sends requests again that may succeed the next time, until a deadline.
 //!
 //! The wait doubles from 50 ms to 5 s, each drawn from its upper half. The deadline counts from the first failure of
-//! a request, so that a large transfer that works is never cut. A body that breaks is resumed where it stopped, from
+//! a request, so that a large transfer that works is never cut; of one that stood still, from when it began to. A body that breaks is resumed where it stopped, from
 //! the same version of the object or not at all, with a new deadline after each byte of progress.
 //!
 //! **A conditional write whose reply was lost** may have been carried out, and then its repetition is refused. So
@@ -30,6 +30,7 @@ use super::body::{Body, replace};
 use crate::object::counters::Meter;
 use crate::object::error::{
     Fault, is_of_kernel, is_refusal, is_transient, is_unanswered, is_unreachable, lacks_credentials,
+    stalled_ms,
 };
 use crate::object::request::{Reply, Request, Service, Shared};
 use crate::object::types::Condition;
@@ -76,6 +77,13 @@ enum Finding {
     /// What was asked for holds.
     Unfounded,
     Stands,
+}
+
+/// When what failed now had stopped to move: a store that does not answer is away since then. What was given more time than
+/// others, for its bytes, is tried as often as those.
+fn stood_still_since(cause: &object_store::Error, deadline_ms: u64) -> Instant {
+    let (now, stalled_ms) = (Instant::now(), stalled_ms(cause).unwrap_or(0).min(deadline_ms / 3));
+    now.checked_sub(Duration::from_millis(stalled_ms)).unwrap_or(now)
 }
 
 #[async_trait]
@@ -147,7 +155,7 @@ impl Retrying {
 
     /// Waits before the next attempt, or gives up.
     async fn back_off(&self, attempts: &mut Attempts, cause: object_store::Error) -> Result<()> {
-        let since = *attempts.since.get_or_insert_with(Instant::now);
+        let since = *attempts.since.get_or_insert_with(|| stood_still_since(&cause, self.deadline_ms));
         attempts.failed += 1;
         let longest_ms = FIRST_WAIT_MS << (attempts.failed - 1).min(20);
         let longest_ms = longest_ms.min(LONGEST_WAIT_MS);
