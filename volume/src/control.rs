@@ -128,6 +128,9 @@ pub struct Status {
     /// What is staged on the local disk and not in the bucket yet.
     #[serde(default)]
     pub staged: Staged,
+    /// Closed files that could not become objects at their own paths since it was mounted, as far as they are still there.
+    #[serde(default)]
+    pub unsealed_files: usize,
     /// Whether it is unmounted, and goes on only to upload what is staged.
     #[serde(default)]
     pub is_ending: bool,
@@ -157,6 +160,7 @@ impl Volume {
             read_only: self.read_only(),
             open_files: open.len(),
             staged: self.staged(),
+            unsealed_files: self.unsealed(),
             is_ending: self.ending.load(Ordering::Relaxed),
             dirty_bytes: open.iter().map(|inode| inode.look(Content::dirty)).sum(),
             cache: self.blocks().counters(),

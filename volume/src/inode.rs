@@ -14,7 +14,7 @@ use forebay_io::mem::Permit;
 use forebay_io::object::Upload;
 use forebay_metadata::tree::Placement;
 use parking_lot::{Mutex, RwLock};
-use tokio::sync::{Mutex as AsyncMutex, MutexGuard};
+use tokio::sync::{Mutex as AsyncMutex, MutexGuard, Notify};
 
 use crate::content::Content;
 use crate::fetch::join;
@@ -40,6 +40,8 @@ pub(crate) struct OpenInode {
     writer: AsyncMutex<Writer>,
     /// Handles for writing whose release has not begun.
     writers: AtomicUsize,
+    /// Wakes who makes way for writers.
+    came: Notify,
     /// Whether bytes were shared with another file since the last write: such a file becomes an object of its own by a
     /// copy inside the store.
     shares: AtomicBool,
@@ -122,6 +124,7 @@ impl OpenInode {
             content: RwLock::new(Content::committed(layout, generation)),
             writer: AsyncMutex::default(),
             writers: AtomicUsize::default(),
+            came: Notify::new(),
             shares: AtomicBool::new(false),
             awaits_seal: AtomicBool::new(false),
             accessed: Mutex::default(),
@@ -141,6 +144,7 @@ impl OpenInode {
     /// Counts a handle for writing.
     pub(crate) fn enter_writer(&self) {
         self.writers.fetch_add(1, SeqCst);
+        self.came.notify_waiters();
     }
 
     /// Counts a handle for writing off; its last flush comes after this.
@@ -151,6 +155,17 @@ impl OpenInode {
     /// Whether a flush is certain to come.
     pub(crate) fn has_writers(&self) -> bool {
         self.writers.load(SeqCst) > 0
+    }
+
+    /// Returns once a handle for writing is open.
+    async fn has_writer(&self) {
+        loop {
+            let came = self.came.notified();
+            if self.has_writers() {
+                return;
+            }
+            came.await;
+        }
     }
 
     /// The writers' turn: nothing is committed while it is kept.
@@ -299,7 +314,6 @@ impl OpenInode {
                 content.modified().is_none()
                     && (!content.is_whole()
                         || self.shares.load(Relaxed) && content.size() <= settings.seal_max_bytes)
-                    && self.store.carried_bytes(content.layout()) <= settings.seal_max_bytes
             })
     }
 
@@ -440,6 +454,7 @@ impl OpenInode {
         *self.content.write() = Content::committed(layout, committed.generation);
         self.shares.store(false, Relaxed);
         self.store.settled(self.ino);
+        self.store.unsealed.forget(self.ino);
         if !is_own {
             self.look_after_commit().await;
         }
@@ -471,7 +486,7 @@ impl OpenInode {
         let (mut upload, placement) = self.store.start_upload(self.ino).await?;
         let sent = match whole {
             Some(parts) => send_charged(&mut upload, parts, &mut writer.permits).await,
-            None => self.store.copy_content(&layout, &mut upload).await.map(drop),
+            None => self.store.carry(&layout, 0..layout.size(), &mut upload).await.map(drop),
         };
         if let Err(error) = sent {
             // The bytes are still here.

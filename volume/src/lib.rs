@@ -7,6 +7,8 @@
 pub mod prefetch;
 pub mod staging;
 pub mod settings;
+mod unsealed;
+mod copying;
 mod fetch;
 mod content;
 mod segments;

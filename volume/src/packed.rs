@@ -163,9 +163,9 @@ impl Exported {
             Ok(Some(Done::NoPlace)) => {
                 Some("its path is no key of an object, or that holds bytes of another file".to_owned())
             }
-            Ok(Some(Done::TooLarge)) => {
-                Some("more of it than write.seal_max_bytes would have to pass through this host".to_owned())
-            }
+            Ok(Some(Done::TooLarge)) => Some(
+                "more of it than write.seal_max_bytes allows would have to pass through this host".to_owned(),
+            ),
             Err(error) => Some(error.to_string()),
         };
         self.progress.done_bytes += size;
@@ -183,8 +183,11 @@ async fn export_file(volume: &Arc<Volume>, tree: &LocalTree, ino: InodeId) -> Re
     volume.commit(ino).await?;
     let exported = match tree.layout(ino).await {
         Ok((layout, _)) if layout.is_plain() => return Ok(Done::WasPlain),
-        Ok((layout, _)) if !volume.may_carry(&layout) => return Ok(Done::TooLarge),
-        Ok(_) => volume.unpack(ino).await,
+        Ok((layout, _)) => match volume.store().may_carry(ino, &layout).await {
+            Ok(false) => return Ok(Done::TooLarge),
+            Ok(true) => volume.unpack(ino).await,
+            Err(error) => Err(error),
+        },
         Err(error) => Err(error),
     };
     match exported {

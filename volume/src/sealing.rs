@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_core::{ErrorKind, Result};
+use forebay_core::{Error, ErrorKind, Result};
 
 use crate::Volume;
 use crate::inode::OpenInode;
@@ -15,7 +15,7 @@ impl Volume {
         self.tasks().spawn("seal", async move {
             let ino = inode.ino();
             let sealed = volume.seal_in_time(&inode).await.unwrap_or_else(|error| {
-                tracing::warn!(%ino, %error, "could not seal; the file stays readable through Forebay");
+                inode.store().tell_unsealed(ino, &error);
                 false
             });
             // Sealed once more if it was written again meanwhile.
@@ -23,6 +23,14 @@ impl Volume {
                 tracing::warn!(%ino, %error, "could not close a sealed inode");
             }
         });
+    }
+
+    /// How many closed files could not become objects at their own paths.
+    pub(crate) fn unsealed(&self) -> usize {
+        let is_gone = |error: &Error| error.kind() == ErrorKind::NotFound;
+        self.store()
+            .unsealed
+            .count(|ino| matches!(self.tree().attributes_now(ino), Some(Err(error)) if is_gone(&error)))
     }
 
     /// Seals a closed file, which stays open for that: again and again while the store is away, until the volume is closed.

@@ -34,8 +34,8 @@ pub struct WriteSettings {
     /// Milliseconds that fsync and sync wait for the tree to be durable before they fail. Default 30,000, as the
     /// store's own deadline.
     pub deadline_ms: u64,
-    /// Most bytes that sealing one file may move through this host. Default 1 GiB: what the store cannot copy by itself
-    /// is read and written once more.
+    /// Most bytes that sealing one file may move through this host; 64 times as many where an older object of it is what
+    /// other tools read. Default 1 GiB: what the store cannot copy by itself is read and written once more.
     pub seal_max_bytes: u64,
     /// Bytes of the largest file of a packed directory that shares an object with others. Default 256 KiB: at that size
     /// a request of its own costs little more than the bytes.

@@ -8,21 +8,23 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, ObjectKey, Result, Source, Timestamp};
 use forebay_io::clock::Clock;
-use forebay_io::object::{Bucket, Condition, MIN_PART_BYTES, ObjectInfo, Upload, UploadNotes, UploadOptions};
+use forebay_io::object::{Bucket, Condition, ObjectInfo, Upload, UploadNotes, UploadOptions};
 use forebay_metadata::tree::{Placement, Tree};
 
+use crate::copying::{Plan, Run};
 use crate::fetch::Fetch;
 use crate::prefetch::PrefetchSettings;
 use crate::segments::{Segments, Stored};
 use crate::settings::WriteSettings;
 use crate::staging::Uploads;
+use crate::unsealed::Unsealed;
 
 /// Times a whole object is placed again after an outsider took its key in between.
 const PLACE_ATTEMPTS: usize = 3;
 
-/// The least run of one blob that the store is asked to copy. Up to a part's least bytes at its start may have to be
-/// read to fill up the part before; with twice as much, most of the run stays in the store.
-const COPIED_BYTES_MIN: u64 = 2 * MIN_PART_BYTES;
+/// How much more than `seal_max_bytes` of a file may pass through this host where an older object of it stands in the bucket:
+/// 64 GiB by default, some ten minutes of a fast link. The alternative is an object that other tools take for the file.
+const OLDER_OBJECT_FACTOR: u64 = 64;
 
 /// What every open inode of a volume shares.
 #[derive(Debug)]
@@ -38,6 +40,8 @@ pub(crate) struct Store {
     pub(crate) clock: Clock,
     /// Who brings in what is staged on this host.
     pub(crate) uploads: Option<Arc<Uploads>>,
+    /// Closed files that stay in pieces.
+    pub(crate) unsealed: Unsealed,
 }
 
 impl Store {
@@ -129,9 +133,10 @@ impl Store {
         self.start(ino, UploadOptions { bytes_in_flight, ..UploadOptions::default() }).await
     }
 
-    /// Memory that it takes to seal a file of `size` bytes: parts in flight, the one that fills up, and what is read.
-    pub(crate) fn sealing_bytes(&self, size: u64) -> u64 {
-        size.min(4 * self.write.buffer_bytes)
+    /// Memory that it takes to seal a file: parts in flight, the one that fills up, and what is read.
+    pub(crate) fn sealing_bytes(&self, layout: &FileLayout) -> u64 {
+        let (part, buffer) = (self.plan(layout).part_bytes(), self.write.buffer_bytes);
+        layout.size().min((2 * buffer).max(part) + part + buffer)
     }
 
     async fn start(&self, ino: InodeId, options: UploadOptions) -> Result<(Upload, Placement)> {
@@ -147,46 +152,79 @@ impl Store {
         Ok((upload, placement))
     }
 
-    /// How many bytes of a file [`Self::copy_content`] moves through this host, but for those that have to leave it anyway.
+    /// How the bytes of a file get into a new object.
+    fn plan(&self, layout: &FileLayout) -> Plan {
+        Plan::of(layout, self.part_copy)
+    }
+
+    /// How many bytes of a file sealing moves through this host, but for those that have to leave it anyway.
     pub(crate) fn carried_bytes(&self, layout: &FileLayout) -> u64 {
         let staged = layout.extents().iter().map(|extent| match &extent.source {
             Source::Blob { blob, .. } if self.fetch.is_staged(blob) => extent.length,
             _ => 0,
         });
-        let carried = runs(layout, self.part_copy).into_iter().map(|run| match run {
-            Run::Carried(range) => range.end - range.start,
-            Run::Copied(..) => 0,
-        });
-        carried.sum::<u64>() - staged.sum::<u64>()
+        self.plan(layout).carried() - staged.sum::<u64>()
     }
 
-    /// Appends a whole file to an upload: long runs of one blob inside the store, where it can, the rest through here.
+    /// Whether a file may become a plain object: of a large one, most must be copied by the store, unless an older object
+    /// of it is what other tools read. Holes take no room until they are carried: for them there is no such exception.
+    pub(crate) async fn may_carry(&self, ino: InodeId, layout: &FileLayout) -> Result<bool> {
+        let (carried, most) = (self.carried_bytes(layout), self.write.seal_max_bytes);
+        let holes = layout.size().saturating_sub(layout.allocated());
+        let is_bearable = carried <= most.saturating_mul(OLDER_OBJECT_FACTOR) && holes <= most;
+        Ok(carried <= most || is_bearable && self.tree.has_object(ino).await?)
+    }
+
+    /// Logs that a file could not be sealed, and notes it unless it is gone.
+    pub(crate) fn tell_unsealed(&self, ino: InodeId, error: &Error) {
+        if error.kind() != ErrorKind::NotFound {
+            self.unsealed.note(ino);
+        }
+        tracing::warn!(%ino, %error, "could not seal; the file stays readable through Forebay");
+    }
+
+    /// Appends a whole file to an upload as it is planned: long runs of one blob inside the store, the rest through here.
     /// Returns the content if it is no more than is read in one piece.
     pub(crate) async fn copy_content(
         &self,
         layout: &FileLayout,
         upload: &mut Upload,
     ) -> Result<Option<Bytes>> {
-        let step = self.write.buffer_bytes.max(1);
-        for run in runs(layout, self.part_copy) {
+        let plan = self.plan(layout);
+        for run in plan.runs() {
             match run {
                 Run::Copied(blob, range) => {
-                    upload.copy_from(&blob.key, &blob.version, range).await.map_err(lost_source)?;
-                }
-                Run::Carried(range) if range.end <= step && range == (0..layout.size()) => {
-                    let whole = self.fetch.bytes(layout.pieces(range)).await?;
-                    upload.write(whole.clone()).await?;
-                    return Ok(Some(whole));
+                    let copied = upload.copy_from(&blob.key, &blob.version, range.clone()).await;
+                    copied.map_err(lost_source)?;
                 }
                 Run::Carried(range) => {
-                    let mut at = range.start;
-                    while at < range.end {
-                        let end = range.end.min(at + step);
-                        upload.write(self.fetch.bytes(layout.pieces(at..end)).await?).await?;
-                        at = end;
+                    upload.cut_into(plan.cut(range.end - range.start));
+                    let content = self.carry(layout, range.clone(), upload).await?;
+                    if range.end - range.start == layout.size() {
+                        return Ok(content);
                     }
                 }
             }
+        }
+        Ok(None)
+    }
+
+    /// Appends `range` of a file to an upload through here. Returns it if it is no more than is read in one piece.
+    pub(crate) async fn carry(
+        &self,
+        layout: &FileLayout,
+        range: Range<u64>,
+        upload: &mut Upload,
+    ) -> Result<Option<Bytes>> {
+        let (step, mut at) = (self.write.buffer_bytes.max(1), range.start);
+        while at < range.end {
+            let end = range.end.min(at + step);
+            let content = self.fetch.bytes(layout.pieces(at..end)).await?;
+            upload.write(content.clone()).await?;
+            if (at..end) == range {
+                return Ok(Some(content));
+            }
+            at = end;
         }
         Ok(None)
     }
@@ -220,43 +258,6 @@ fn lost_source(error: Error) -> Error {
         true => Error::new(ErrorKind::Stale, "what was to be copied is gone").with_source(error),
         false => error,
     }
-}
-
-/// A stretch of a file as it gets into a new object.
-#[derive(Debug, PartialEq, Eq)]
-enum Run {
-    /// Bytes of a blob that the store copies by itself.
-    Copied(Blob, Range<u64>),
-    /// Bytes of the file that pass through this host.
-    Carried(Range<u64>),
-}
-
-/// Cuts a file into runs: what one blob holds in a row, and is long enough for a part of its own, may be `copied`.
-fn runs(layout: &FileLayout, copied: bool) -> Vec<Run> {
-    let mut runs = Vec::new();
-    let mut carried = 0;
-    for piece in layout.pieces(0..layout.size()) {
-        let length = piece.range.end - piece.range.start;
-        match piece.source {
-            // Staged bytes may not be in the store, which anyway has given them no version.
-            Some(Source::Blob { blob, offset })
-                if copied
-                    && blob.staged_on().is_none()
-                    && (length >= COPIED_BYTES_MIN || length == layout.size()) =>
-            {
-                if carried < piece.range.start {
-                    runs.push(Run::Carried(carried..piece.range.start));
-                }
-                carried = piece.range.end;
-                runs.push(Run::Copied(blob, offset..offset + length));
-            }
-            _ => {}
-        }
-    }
-    if carried < layout.size() {
-        runs.push(Run::Carried(carried..layout.size()));
-    }
-    runs
 }
 
 /// Waits for the tree as long as for any request: an engine inside the bucket goes on trying for ever.

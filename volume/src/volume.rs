@@ -28,6 +28,7 @@ use crate::segments::Segments;
 use crate::settings::WriteSettings;
 use crate::staging::{Staging, Uploads, WritebackSettings};
 use crate::store::Store;
+use crate::unsealed::Unsealed;
 
 mod names;
 
@@ -145,6 +146,7 @@ impl Volume {
             prefetch: parts.prefetch,
             clock: parts.clock,
             uploads: uploads.clone(),
+            unsealed: Unsealed::default(),
         };
         let volume = Arc::new(Self {
             walks: Mutex::new(Walks::new(store.prefetch.max_files)),
@@ -340,11 +342,6 @@ impl Volume {
 
     pub(crate) fn tasks(&self) -> &TaskGroup {
         &self.tasks
-    }
-
-    /// Whether a file may become a plain object: of a large one, most must be copied by the store.
-    pub(crate) fn may_carry(&self, layout: &FileLayout) -> bool {
-        self.store.carried_bytes(layout) <= self.store.write.seal_max_bytes
     }
 
     /// Brings a file that lies in owned blobs to its own path; false where that is not free.

@@ -64,6 +64,7 @@ pub(crate) fn run(global: &Global, arguments: &StatusArguments) -> Result<ExitCo
         false => {
             for mount in &found {
                 warn_of_staged(mount);
+                warn_of_unsealed(mount);
             }
             left.iter().for_each(warn_of_left);
             let rows = std::iter::once(print::row(HEAD)).chain(found.iter().map(as_row));
@@ -86,6 +87,19 @@ fn warn_of_staged(mount: &Mount) {
             &format!("{at}: {damaged} staged blobs are damaged on the local disk, and lost"),
             false,
         );
+    }
+}
+
+/// Says that other tools see none of some files, or older bytes.
+fn warn_of_unsealed(mount: &Mount) {
+    let State::Serving(status) = &mount.state else { return };
+    let (at, files) = (&status.mount_point, status.unsealed_files);
+    if files > 0 {
+        let message = format!(
+            "{at}: {files} closed files are no objects at their own paths, for reasons that the mount's log tells: other \
+             tools find none there, or older ones"
+        );
+        report::warning(&message, false);
     }
 }
 

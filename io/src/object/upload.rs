@@ -26,7 +26,7 @@ pub const MAX_PARTS: usize = 10_000;
 /// The least bytes of a part that is not the last, as S3 has it.
 pub const MIN_PART_BYTES: u64 = 5 * MIB;
 /// The largest piece that one part copies inside the store. S3 allows 5 GiB; smaller ones run side by side.
-const COPY_PART_BYTES: u64 = 1 << 30;
+pub const COPY_PART_BYTES: u64 = 1 << 30;
 /// The first part, and with it the largest object that is one PUT.
 const FIRST_PART_BYTES: u64 = 8 * MIB;
 /// Parts of one size; then the size doubles. With 800, an object needs parts of about 1/800 of its size.
@@ -214,6 +214,11 @@ impl Upload {
         range: std::ops::Range<u64>,
     ) -> Result<()> {
         self.state().copy_from(from, version, range).await
+    }
+
+    /// Has what is written from here on cut into parts of so many bytes.
+    pub fn cut_into(&mut self, part_bytes: u64) {
+        self.state().options.part_bytes = Some(part_bytes);
     }
 
     /// What charges the bytes that were not sent; they are charged to nobody then.

@@ -256,6 +256,10 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// packed directories.
     async fn packs(&self, ino: InodeId) -> Result<bool>;
 
+    /// Whether an object of the file stands in the bucket, which other tools read, older than the content or not, until the
+    /// next whole content replaces it.
+    async fn has_object(&self, ino: InodeId) -> Result<bool>;
+
     /// A fresh key for a segment that later commits of several files are going to refer to. It is let go of once all of
     /// them were made.
     fn fresh_segment(&self) -> SegmentPin;

@@ -272,6 +272,10 @@ impl Tree for LocalTree {
         self.look(|look| segments::packs(look, ino)).await
     }
 
+    async fn has_object(&self, ino: InodeId) -> Result<bool> {
+        self.look(|look| look.file(ino).map(|inode| inode.home.is_some() && inode.nlink > 0)).await
+    }
+
     fn fresh_segment(&self) -> SegmentPin {
         SegmentPin::new(&self.shared.segments, self.shared.session, &self.fresh_name())
     }

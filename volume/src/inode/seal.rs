@@ -18,8 +18,21 @@ impl OpenInode {
         self.take_over().await?;
         match self.store.packs(self.ino, self.look(Content::size)).await? {
             true => self.pack_together().await,
-            false => self.bring_home(true).await,
+            false if self.may_carry().await? => self.bring_home(true).await,
+            false => Ok(false),
         }
+    }
+
+    /// Whether it may be sealed through this host; tells once if not.
+    async fn may_carry(&self) -> Result<bool> {
+        let (layout, store) = (self.look(|content| content.layout().clone()), &self.store);
+        let may = store.may_carry(self.ino, &layout).await?;
+        if !may && store.unsealed.note(self.ino) {
+            let (ino, carried, size) = (self.ino, store.carried_bytes(&layout), layout.size());
+            let most = store.write.seal_max_bytes;
+            tracing::warn!(%ino, size, carried, most, "not sealed: too many bytes would pass through this host");
+        }
+        Ok(may)
     }
 
     /// Brings a file to its own path if it lies in segments or other owned blobs, whatever the policy; false where that is
@@ -52,7 +65,13 @@ impl OpenInode {
             let later = || Error::new(ErrorKind::Unavailable, "what is at its path is still on its way out");
             return if comes_free && comes_back { Err(later()) } else { Ok(false) };
         }
-        let whole = self.store.copy_content(&layout, &mut upload).await?;
+        // Many bytes take long, and a writer waits for the turn: its close has the file sealed again.
+        let gives_way = comes_back && self.store.carried_bytes(&layout) > self.store.write.seal_max_bytes;
+        let whole = tokio::select! {
+            biased;
+            () = self.has_writer(), if gives_way => return Ok(false),
+            whole = self.store.copy_content(&layout, &mut upload) => whole?,
+        };
         let blob = self.store.complete(upload, &placement).await?.blob();
         if let Some(whole) = whole {
             self.store.fetch.remember(&blob, whole);
@@ -64,6 +83,7 @@ impl OpenInode {
         self.store.tree.relocate(self.ino, generation, layout.clone()).await?;
         *self.content.write() = Content::committed(layout, generation);
         self.shares.store(false, Relaxed);
+        self.store.unsealed.forget(self.ino);
         Ok(true)
     }
 }

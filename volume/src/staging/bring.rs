@@ -36,7 +36,7 @@ impl Volume {
                 return Err(error);
             }
             Err(error) => {
-                tracing::warn!(%ino, %error, "could not seal; the file stays readable through Forebay");
+                self.store().tell_unsealed(ino, &error);
                 Sealed::Done
             }
             Ok(sealed) => sealed,
@@ -74,7 +74,7 @@ impl Volume {
         let sealed = match is_busy || !inode.needs_seal() {
             true => Ok(()),
             false => {
-                let bytes = inode.store().sealing_bytes(inode.look(Content::size));
+                let bytes = inode.look(|content| inode.store().sealing_bytes(content.layout()));
                 match uploads.charge(self, bytes).await {
                     Ok(_charge) => inode.seal().await.map(drop),
                     Err(error) => Err(error),

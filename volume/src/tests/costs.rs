@@ -1,11 +1,17 @@
 //! What writing asks of the store, in requests and bytes, the tree's own included.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};
-use forebay_io::object::{Bucket, Counters, OperationKind};
+use forebay_core::{InodeId, ObjectKey};
+use forebay_io::object::{Bucket, Counters, Faults, OperationKind};
 use forebay_io::rng::Rng;
+use forebay_metadata::tree::SetAttributes;
 
 use super::support::{Fixture, READ_WRITE, create, object, open, pattern, run};
+use crate::{Access, File, Volume};
 
 /// Bytes that went to the store.
 fn sent(counters: &Counters) -> u64 {
@@ -102,5 +108,149 @@ fn sealing_copies_inside_the_store() {
                 false => assert!(copies == 0 && sent > 24 * MIB, "{copies} copies, {sent} bytes sent"),
             }
         }
+    });
+}
+
+/// Writes `range` of file 1 in pieces of a MiB, as programs do.
+async fn fill(file: &File, range: Range<u64>) {
+    for at in range.step_by(MIB as usize) {
+        file.write(at, pattern(1, at..at + MIB)).await.expect("write");
+    }
+}
+
+/// A volume whose files keep 8 MiB in memory and whose seals move 16 MiB.
+fn narrow() -> Fixture {
+    let mut fixture = Fixture::new(Bucket::in_memory());
+    (fixture.write.buffer_bytes, fixture.write.seal_max_bytes) = (8 * MIB, 16 * MIB);
+    fixture
+}
+
+/// What lies in blobs of the size that writing makes them was carried through the host, all of it: a file that was synced
+/// while it was written kept a shorter object at its path for good.
+#[test]
+fn blobs_as_writing_makes_them_are_copied_inside_the_store() {
+    run(async {
+        let fixture = narrow();
+        let volume = fixture.open().await;
+        let (synced, backwards) = (create(&volume, "synced").await, create(&volume, "backwards").await);
+        fill(&synced, 0..10 * MIB).await;
+        synced.fsync().await.expect("fsync");
+        fill(&synced, 10 * MIB..40 * MIB).await;
+        for at in (0..5).rev() {
+            backwards.write(8 * at * MIB, pattern(1, 8 * at * MIB..8 * (at + 1) * MIB)).await.expect("write");
+        }
+        for file in [&synced, &backwards] {
+            file.fsync().await.expect("fsync");
+        }
+        let before = fixture.bucket.counters();
+        for file in [synced, backwards] {
+            file.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+        let asked = fixture.bucket.counters().since(&before);
+        for name in ["synced", "backwards"] {
+            assert!(object(&fixture.bucket, name).await == pattern(1, 0..40 * MIB), "{name}");
+        }
+        let (copies, sent) = (asked.of(OperationKind::CopyPart).requests, sent(&asked));
+        assert!(copies == 10 && sent == 0, "{copies} copies, {sent} bytes sent");
+    });
+}
+
+/// The same where the store copies nothing, and most bytes that may pass through the host are so many.
+fn carrying(seal_max_bytes: u64, faults: &Faults) -> Fixture {
+    let mut fixture = Fixture::new(Bucket::in_memory().with_faults(faults));
+    (fixture.write.buffer_bytes, fixture.write.seal_max_bytes) = (8 * MIB, seal_max_bytes);
+    Fixture { part_copy: false, ..fixture }
+}
+
+/// Makes a file of 10 MiB that is an object, and 30 MiB that are not.
+async fn synced_while_written(volume: &Arc<Volume>, name: &str) {
+    let file = create(volume, name).await;
+    fill(&file, 0..10 * MIB).await;
+    file.fsync().await.expect("fsync");
+    fill(&file, 10 * MIB..40 * MIB).await;
+    file.fsync().await.expect("fsync");
+    file.release().await.expect("release");
+}
+
+/// A file's older object is what other tools read: to replace it, 64 times as much passes through the host as to make a first
+/// one.
+#[test]
+fn an_older_object_is_replaced_through_the_host() {
+    run(async {
+        let fixture = carrying(MIB, &Faults::new());
+        let volume = fixture.open().await;
+        synced_while_written(&volume, "f").await;
+        assert_eq!(volume.unsealed(), 0);
+        volume.close().await.expect("close");
+        assert!(object(&fixture.bucket, "f").await == pattern(1, 0..40 * MIB));
+    });
+}
+
+/// What is not sealed was not told.
+#[test]
+fn closed_files_that_stay_in_pieces_are_counted() {
+    run(async {
+        let fixture = carrying(512 * KIB, &Faults::new());
+        let volume = fixture.open().await;
+        synced_while_written(&volume, "older").await;
+        let file = create(&volume, "none").await;
+        for at in [MIB, 0] {
+            file.write(at, pattern(1, at..at + MIB)).await.expect("write");
+            file.fsync().await.expect("fsync");
+        }
+        file.release().await.expect("release");
+        // A file with holes that is synced as an empty one would take room for nothing.
+        let holes = create(&volume, "holes").await;
+        holes.fsync().await.expect("fsync");
+        let size = volume.set_attributes(holes.ino(), SetAttributes::default(), Some(MIB)).await;
+        assert_eq!(size.expect("a size").size, MIB);
+        holes.release().await.expect("release");
+        let sealed = async || {
+            // Until nothing is being sealed any more.
+            while !volume.open_inodes().is_empty() {
+                tokio::task::yield_now().await;
+            }
+        };
+        sealed().await;
+        assert_eq!(volume.unsealed(), 3);
+        assert_eq!(object(&fixture.bucket, "older").await.len() as u64, 10 * MIB);
+        assert!(fixture.bucket.head(&ObjectKey::new("none")).await.expect("head").is_none());
+
+        // It is written anew, in order, and another one goes.
+        let file = open(&volume, "none", Access { truncate: true, ..READ_WRITE }).await;
+        fill(&file, 0..MIB).await;
+        file.fsync().await.expect("fsync");
+        file.release().await.expect("release");
+        volume.unlink(InodeId::ROOT, b"holes").await.expect("unlink");
+        sealed().await;
+        assert_eq!(volume.unsealed(), 1);
+        volume.close().await.expect("close");
+    });
+}
+
+/// What passes through the host takes long: a writer who comes meanwhile waits for none of it, and the file is sealed after it.
+#[test]
+fn a_writer_does_not_wait_for_a_long_seal() {
+    run(async {
+        let faults = Faults::new();
+        let fixture = carrying(MIB, &faults);
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        fill(&file, 0..10 * MIB).await;
+        file.fsync().await.expect("fsync");
+        fill(&file, 10 * MIB..40 * MIB).await;
+        file.fsync().await.expect("fsync");
+        let gate = faults.gate(1);
+        file.release().await.expect("release");
+        gate.reached().await;
+        let file = open(&volume, "f", READ_WRITE).await;
+        file.write(40 * MIB, pattern(1, 40 * MIB..41 * MIB)).await.expect("write");
+        file.fsync().await.expect("fsync");
+        assert_eq!(object(&fixture.bucket, "f").await.len() as u64, 10 * MIB, "it is not sealed before that");
+        gate.open();
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert!(object(&fixture.bucket, "f").await == pattern(1, 0..41 * MIB));
     });
 }

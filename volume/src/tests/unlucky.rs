@@ -144,6 +144,10 @@ impl Tree for Unlucky {
         self.tree.packs(ino).await
     }
 
+    async fn has_object(&self, ino: InodeId) -> Result<bool> {
+        self.tree.has_object(ino).await
+    }
+
     fn fresh_segment(&self) -> SegmentPin {
         self.tree.fresh_segment()
     }
