@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::io::{self, Write};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -44,11 +45,19 @@ const DEADLINE: Duration = Duration::from_secs(120);
 /// Few names, so that operations meet.
 const NAMES: [&str; 6] = ["a", "b", "c", "d", "e e", "ü"];
 
+/// Most descriptors that a writer keeps open.
+const HELD: usize = 3;
+/// Lengths of what leaves for the store before it is synced.
+const STREAMED: Range<usize> = 8 << 20..10 << 20;
+
 /// A directory's files: for each name which file it is, for each file its bytes.
 #[derive(Debug, Clone, Default)]
 struct State {
     names: BTreeMap<&'static str, usize>,
     files: BTreeMap<usize, Arc<Vec<u8>>>,
+    /// Of files that were written through a descriptor which is open still: what they held from the last fsync or close
+    /// on, any of which they may be found to hold.
+    earlier: BTreeMap<usize, Vec<Arc<Vec<u8>>>>,
 }
 
 impl State {
@@ -57,9 +66,36 @@ impl State {
         self.names.iter().map(|(name, file)| (*name, &self.files[file][..])).collect()
     }
 
-    fn content(&self, name: &str) -> Option<Vec<u8>> {
-        self.names.get(name).map(|file| self.files[file].to_vec())
+    fn content(&self, file: usize) -> Vec<u8> {
+        self.files[&file].to_vec()
     }
+
+    /// Whether a crash may leave these bytes in the file.
+    fn may_hold(&self, file: usize, bytes: &[u8]) -> bool {
+        let earlier = self.earlier.get(&file).into_iter().flatten();
+        earlier.chain(self.files.get(&file)).any(|known| known[..] == *bytes)
+    }
+
+    /// This state as a crash left it, if `seen` is that: the same names, and for each file one content that it may have.
+    fn left_as(&self, seen: &BTreeMap<&str, &[u8]>) -> Option<Self> {
+        let mut found = Self { names: self.names.clone(), ..Self::default() };
+        for (name, file) in &self.names {
+            let bytes = *seen.get(name)?;
+            let known = found.files.entry(*file).or_insert_with(|| Arc::new(bytes.to_vec()));
+            if known[..] != *bytes || !self.may_hold(*file, bytes) {
+                return None;
+            }
+        }
+        (seen.len() == self.names.len()).then_some(found)
+    }
+}
+
+/// `bytes` written over `content`.
+fn laid_over(mut content: Vec<u8>, offset: usize, bytes: &[u8]) -> Vec<u8> {
+    let end = offset + bytes.len();
+    content.resize(content.len().max(end), 0);
+    content[offset..end].copy_from_slice(bytes);
+    content
 }
 
 #[derive(Debug)]
@@ -71,28 +107,58 @@ enum Operation {
     Link(&'static str, &'static str),
     Unlink(&'static str),
     Sync(&'static str),
+    /// Writes, syncs through the same descriptor, writes more, and does not close.
+    Hold(&'static str, Part, Part),
+    /// The same of a new content, front to back.
+    Begin(&'static str, Vec<u8>, Vec<u8>),
+    /// Writes through a descriptor that is open, and does not sync.
+    Add(usize, Part),
+    /// Closes a descriptor that is open.
+    Close(usize),
 }
 
-fn bytes(rng: &mut impl Rng) -> Vec<u8> {
+impl Operation {
+    /// Whether an fsync has returned when it has.
+    fn is_synced(&self) -> bool {
+        matches!(self, Self::Sync(_) | Self::Hold(..) | Self::Begin(..))
+    }
+}
+
+/// Bytes, and the offset that they are written to.
+type Part = (usize, Vec<u8>);
+
+fn bytes(rng: &mut StdRng) -> Vec<u8> {
     let length = match rng.random_range(0..20) {
         0..14 => rng.random_range(1..20_000),
         14..19 => rng.random_range(20_000..400_000),
         _ => rng.random_range(5 << 20..9 << 20),
     };
-    let mut bytes = vec![0; length];
+    some_bytes(rng, length..length + 1)
+}
+
+fn some_bytes(rng: &mut StdRng, lengths: Range<usize>) -> Vec<u8> {
+    let mut bytes = vec![0; rng.random_range(lengths)];
     rng.fill_bytes(&mut bytes);
     bytes
 }
 
-fn operation(rng: &mut impl Rng) -> Operation {
+fn operation(rng: &mut StdRng) -> Operation {
     let name = |rng: &mut dyn Rng| NAMES[rng.next_u32() as usize % NAMES.len()];
+    let part = |rng: &mut StdRng| (rng.random_range(0..300_000), bytes(rng));
     match rng.random_range(0..100) {
-        0..25 => Operation::Replace(name(rng), bytes(rng)),
-        25..45 => Operation::Write(name(rng), rng.random_range(0..300_000), bytes(rng)),
-        45..55 => Operation::Truncate(name(rng), rng.random_range(0..300_000)),
-        55..65 => Operation::Rename(name(rng), name(rng)),
-        65..72 => Operation::Link(name(rng), name(rng)),
-        72..80 => Operation::Unlink(name(rng)),
+        0..20 => Operation::Replace(name(rng), bytes(rng)),
+        20..35 => Operation::Write(name(rng), rng.random_range(0..300_000), bytes(rng)),
+        35..44 => Operation::Truncate(name(rng), rng.random_range(0..300_000)),
+        44..53 => Operation::Rename(name(rng), name(rng)),
+        53..60 => Operation::Link(name(rng), name(rng)),
+        60..67 => Operation::Unlink(name(rng)),
+        67..75 => Operation::Hold(name(rng), part(rng), part(rng)),
+        75..80 if rng.random_range(0..8) == 0 => {
+            Operation::Begin(name(rng), some_bytes(rng, STREAMED), bytes(rng))
+        }
+        75..80 => Operation::Begin(name(rng), bytes(rng), bytes(rng)),
+        80..85 => Operation::Add(rng.random_range(0..HELD), part(rng)),
+        85..90 => Operation::Close(rng.random_range(0..HELD)),
         _ => Operation::Sync(name(rng)),
     }
 }
@@ -107,6 +173,8 @@ struct Writer {
     history: Vec<State>,
     /// All contents that any file ever had, by hash, and when.
     contents: HashMap<blake3::Hash, String>,
+    /// Descriptors that are open for writing, of which file.
+    held: Vec<(usize, File)>,
     /// How often something was written.
     written: usize,
     round: usize,
@@ -117,7 +185,7 @@ impl Writer {
     fn new(folder: PathBuf, seed: u64) -> Self {
         let contents = HashMap::from([(blake3::hash(b""), "empty".to_owned())]);
         let (rng, history) = (StdRng::seed_from_u64(seed), vec![State::default()]);
-        Self { folder, rng, history, contents, written: 0, round: 0, files: 0 }
+        Self { folder, rng, history, contents, held: Vec::new(), written: 0, round: 0, files: 0 }
     }
 
     fn state(&self) -> &State {
@@ -130,18 +198,42 @@ impl Writer {
         self.history = vec![state];
     }
 
-    /// The bytes of a file become `bytes`; the file is made if there is none.
-    fn step_to(&mut self, name: &'static str, bytes: Vec<u8>) {
+    /// The file of a name, which is made if there is none.
+    fn made(&mut self, name: &'static str) -> usize {
+        if let Some(file) = self.state().names.get(name) {
+            return *file;
+        }
         let mut state = self.state().clone();
-        let file = *state.names.entry(name).or_insert_with(|| {
-            self.files += 1;
-            self.files
-        });
-        self.written += 1;
-        let when = format!("write {} of round {}, to {name}", self.written, self.round);
-        self.contents.entry(blake3::hash(&bytes)).or_insert(when);
-        state.files.insert(file, Arc::new(bytes));
+        self.files += 1;
+        state.names.insert(name, self.files);
+        state.files.insert(self.files, Arc::default());
         self.history.push(state);
+        self.files
+    }
+
+    /// The bytes of a file become `bytes`, and are committed.
+    fn step_to(&mut self, file: usize, bytes: Vec<u8>) {
+        self.step_in(file, bytes);
+        self.step_committed(file);
+    }
+
+    /// The bytes of a file become `bytes`, which may be lost as long as it is neither synced nor closed.
+    fn step_in(&mut self, file: usize, bytes: Vec<u8>) {
+        let mut state = self.state().clone();
+        self.written += 1;
+        let when = format!("write {} of round {}, to {file}", self.written, self.round);
+        self.contents.entry(blake3::hash(&bytes)).or_insert(when);
+        let before = state.files.insert(file, Arc::new(bytes));
+        state.earlier.entry(file).or_default().extend(before);
+        self.history.push(state);
+    }
+
+    /// Somebody syncs or closes a file.
+    fn step_committed(&mut self, file: usize) {
+        let mut state = self.state().clone();
+        if state.earlier.remove(&file).is_some() {
+            self.history.push(state);
+        }
     }
 
     /// The names change.
@@ -159,7 +251,7 @@ impl Writer {
                 continue;
             }
             match self.perform(&operation) {
-                Ok(()) if matches!(operation, Operation::Sync(_)) => {
+                Ok(()) if operation.is_synced() => {
                     synced.fetch_add(1, Ordering::Relaxed);
                     self.settle(self.history.len() - 1);
                 }
@@ -170,7 +262,7 @@ impl Writer {
                     let code = error.raw_os_error().unwrap_or_default();
                     assert!(died.contains(&code), "{operation:.100?}: {error}");
                     assert!(killed.load(Ordering::SeqCst), "the mount lives, and {operation:.100?}: {error}");
-                    return;
+                    return self.held.clear();
                 }
             }
         }
@@ -181,23 +273,19 @@ impl Writer {
         let file = |name: &str| self.state().names.get(name).copied();
         match *operation {
             Operation::Replace(name, ref bytes) => {
-                self.step_to(name, Vec::new());
-                self.step_to(name, bytes.clone());
+                let file = self.made(name);
+                self.step_in(file, Vec::new());
+                self.step_to(file, bytes.clone());
             }
             Operation::Write(name, offset, ref bytes) => {
-                let mut content = self.state().content(name).unwrap_or_else(|| {
-                    self.step_to(name, Vec::new());
-                    Vec::new()
-                });
-                let end = offset + bytes.len();
-                content.resize(content.len().max(end), 0);
-                content[offset..end].copy_from_slice(bytes);
-                self.step_to(name, content);
+                let file = self.made(name);
+                self.step_to(file, laid_over(self.state().content(file), offset, bytes));
             }
             Operation::Truncate(name, size) => {
-                let Some(mut content) = self.state().content(name) else { return false };
+                let Some(file) = file(name) else { return false };
+                let mut content = self.state().content(file);
                 content.resize(size, 0);
-                self.step_to(name, content);
+                self.step_to(file, content);
             }
             Operation::Rename(from, to) => match (file(from), file(to)) {
                 (None, _) => return false,
@@ -213,12 +301,45 @@ impl Writer {
                 _ => return false,
             },
             Operation::Unlink(name) if file(name).is_some() => self.step(|names| _ = names.remove(name)),
-            Operation::Unlink(name) | Operation::Sync(name) => return file(name).is_some(),
+            Operation::Unlink(_) => return false,
+            Operation::Sync(name) => match file(name) {
+                Some(file) => self.step_committed(file),
+                None => return false,
+            },
+            Operation::Hold(name, (at, ref bytes), (later_at, ref later)) => {
+                if self.held.len() == HELD && !file(name).is_some_and(|file| self.holds(file)) {
+                    return false;
+                }
+                let file = self.made(name);
+                self.step_to(file, laid_over(self.state().content(file), at, bytes));
+                self.step_in(file, laid_over(self.state().content(file), later_at, later));
+            }
+            Operation::Begin(name, ref bytes, ref later) => {
+                if self.held.len() == HELD {
+                    return false;
+                }
+                let file = self.made(name);
+                self.step_in(file, Vec::new());
+                self.step_to(file, bytes.clone());
+                self.step_in(file, [&bytes[..], later].concat());
+            }
+            Operation::Add(which, (at, ref bytes)) => match self.held.get(which) {
+                Some(&(file, _)) => self.step_in(file, laid_over(self.state().content(file), at, bytes)),
+                None => return false,
+            },
+            Operation::Close(which) => match self.held.get(which) {
+                Some(&(file, _)) => self.step_committed(file),
+                None => return false,
+            },
         }
         true
     }
 
-    fn perform(&self, operation: &Operation) -> io::Result<()> {
+    fn holds(&self, file: usize) -> bool {
+        self.held.iter().any(|(held, _)| *held == file)
+    }
+
+    fn perform(&mut self, operation: &Operation) -> io::Result<()> {
         let path = |name: &str| self.folder.join(name);
         match operation {
             Operation::Replace(name, bytes) => fs::write(path(name), bytes),
@@ -233,6 +354,31 @@ impl Writer {
             Operation::Link(from, to) => fs::hard_link(path(from), path(to)),
             Operation::Unlink(name) => fs::remove_file(path(name)),
             Operation::Sync(name) => File::open(path(name))?.sync_all(),
+            Operation::Hold(name, (at, bytes), (later_at, later)) => {
+                let file = self.state().names[name];
+                if !self.holds(file) {
+                    let opened =
+                        OpenOptions::new().write(true).create(true).truncate(false).open(path(name))?;
+                    self.held.push((file, opened));
+                }
+                let (_, open) = self.held.iter().find(|(held, _)| *held == file).expect("it is open now");
+                open.write_all_at(bytes, *at as u64)?;
+                open.sync_all()?;
+                open.write_all_at(later, *later_at as u64)
+            }
+            Operation::Begin(name, bytes, later) => {
+                let mut opened = File::create(path(name))?;
+                opened.write_all(bytes)?;
+                opened.sync_all()?;
+                opened.write_all(later)?;
+                self.held.push((self.state().names[name], opened));
+                Ok(())
+            }
+            Operation::Add(which, (at, bytes)) => self.held[*which].1.write_all_at(bytes, *at as u64),
+            Operation::Close(which) => {
+                drop(self.held.remove(*which));
+                Ok(())
+            }
         }
     }
 
@@ -248,10 +394,8 @@ impl Writer {
         }
         let seen: BTreeMap<&str, &[u8]> =
             found.iter().map(|(name, bytes)| (name.as_str(), &bytes[..])).collect();
-        if let Some(at) = self.history.iter().rposition(|state| state.seen() == seen) {
-            return self.settle(at);
-        }
-        match (0..self.history.len()).rev().find_map(|at| self.overtaken(at, &seen)) {
+        let left = self.history.iter().rev().find_map(|state| state.left_as(&seen));
+        match left.or_else(|| (0..self.history.len()).rev().find_map(|at| self.overtaken(at, &seen))) {
             Some(state) => self.history = vec![state],
             None => panic!("round {round}: {}", self.story(&seen)),
         }
@@ -261,14 +405,16 @@ impl Writer {
     /// object is found, and the changes of names before it are not. `None` when `seen` is not that.
     fn overtaken(&mut self, at: usize, seen: &BTreeMap<&str, &[u8]>) -> Option<State> {
         let (state, later) = (&self.history[at], &self.history[at + 1..]);
-        let came =
-            |name: &str, bytes: &[u8]| later.iter().any(|state| state.seen().get(name) == Some(&bytes));
+        let came = |name: &str, bytes: &[u8]| {
+            later.iter().any(|state| state.names.get(name).is_some_and(|file| state.may_hold(*file, bytes)))
+        };
         let mut found = State::default();
         for (name, file) in &state.names {
             let bytes = *seen.get(name)?;
             let mut names = state.names.iter().filter(|(_, other)| *other == file).map(|(name, _)| name);
             let is_whole = names.all(|name| seen.get(name) == Some(&bytes));
-            if bytes == &state.files[file][..] || is_whole && came(name, bytes) {
+            let is_one = found.files.get(file).is_none_or(|known| known[..] == *bytes);
+            if is_one && state.may_hold(*file, bytes) || is_whole && came(name, bytes) {
                 found.names.insert(*name, *file);
                 found.files.insert(*file, Arc::new(bytes.to_vec()));
                 continue;
@@ -295,7 +441,14 @@ impl Writer {
             };
             state.iter().map(file).collect::<Vec<_>>().join(", ")
         };
-        let states: Vec<_> = self.history.iter().map(|state| short(&state.seen())).collect();
+        let states = self.history.iter().map(|state| {
+            let earlier = state.names.iter().flat_map(|(name, file)| {
+                let earlier = state.earlier.get(file).into_iter().flatten();
+                earlier.map(move |bytes| short(&BTreeMap::from([(*name, &bytes[..])])))
+            });
+            [short(&state.seen())].into_iter().chain(earlier).collect::<Vec<_>>().join(" or ")
+        });
+        let states: Vec<_> = states.collect();
         let origin = |(name, bytes): (&&str, &&[u8])| {
             let when = self.contents.get(&blake3::hash(bytes)).map_or("nobody wrote that", |when| when);
             format!("{name}: {when}")
