@@ -1,12 +1,16 @@
 //! Writing through a mount with the programs people use, and finding it again in the bucket.
 
+use std::io::{BufRead, BufReader};
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use forebay_core::ObjectKey;
 use forebay_io::object::{Bucket, StoreSettings};
 use forebay_tests::s3::Server;
-use forebay_tests::{Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, scale, shell};
+use forebay_tests::{
+    Forebay, Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, scale, shell,
+};
 use futures::TryStreamExt;
 
 /// A mounted empty bucket; unmounted before what is below it goes.
@@ -312,27 +316,60 @@ async fn what_was_synced_to_s3_survives_kill_and_loss_of_the_disk() {
     }
 }
 
+/// Files of a round, the last of them synced last: at plain paths, in a packed directory and at a name that is no key. No
+/// listing finds the bytes of the latter two, nor anybody's mode.
+const SYNCED: &str = "
+import os, sys
+def names(r):
+    plain = [b'deep/er/%d-%d' % (r, i) for i in range(3)]
+    odd = [b'packed/%d' % r, b'deep/odd-\\xff-%d' % r]
+    return plain + (odd if r % 2 else odd[::-1])
+def content(r, name): return bytes([r % 256, len(name)]) * 50_000
+";
+
+/// Kills the mount while all that was synced is open still, so that no close stands in for an fsync.
 async fn sync_and_kill(mut walk: Walk, rounds: usize) {
+    walk.sh("mkdir -p deep/er packed");
+    let packed = walk.mount.path().join("packed").display().to_string();
+    Forebay::new(&walk.scratch.join("home"), ["volume", "policy", &packed, "packed"]).run().succeeded();
     for round in 0..rounds {
-        walk.python(&format!(
-            "
-import os
-os.makedirs('deep/er', exist_ok=True)
-for i in range(5):
-    with open(f'deep/er/{round}-{{i}}', 'wb') as f:
-        f.write(bytes([{round} % 256, i]) * 50_000); f.flush(); os.fsync(f.fileno())
-open('unsynced-{round}', 'w').write('may be lost')
+        let script = format!(
+            "{SYNCED}
+held = []
+for name in names({round}):
+    f = open(name, 'wb', 0); held.append(f)
+    f.write(content({round}, name)); os.fchmod(f.fileno(), 0o604); os.fsync(f.fileno())
+for f in held: f.write(b'may be lost')
+held.append(open('unsynced-{round}', 'wb', 0)); held[-1].write(b'may be lost')
+print('synced', flush=True); sys.stdin.read(); os._exit(0)
 "
-        ));
+        );
+        let mut writer = Command::new("python3")
+            .args(["-c", &script])
+            .current_dir(walk.mount.path())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("python starts");
+        let mut told = String::new();
+        let output = writer.stdout.as_mut().expect("it is piped");
+        BufReader::new(output).read_line(&mut told).expect("it can be read");
+        assert_eq!(told, "synced\n", "round {round}");
         walk.mount.kill();
+        drop(writer.stdin.take());
+        writer.wait().expect("it ends");
         walk.mount.remount(&walk.scratch.join(&format!("home-{round}")));
         walk.python(&format!(
-            "
+            "{SYNCED}
 for r in range({round} + 1):
-    for i in range(5):
-        assert open(f'deep/er/{{r}}-{{i}}', 'rb').read() == bytes([r % 256, i]) * 50_000, (r, i)
+    for name in names(r):
+        found, want = open(name, 'rb').read(), content(r, name)
+        assert found[:len(want)] == want and found[len(want):] in (b'', b'may be lost'), (name, len(found))
+        assert os.stat(name).st_mode & 0o777 == 0o604, (name, oct(os.stat(name).st_mode))
 "
         ));
+        let plain = walk.bucket.list("packed").try_collect::<Vec<_>>().await.expect("a listing");
+        assert!(plain.is_empty(), "{plain:?} would be found without the tree");
     }
     walk.mount.unmount();
 }
