@@ -17,6 +17,7 @@ use forebay_tests::{Door, Forebay, Manner, Mount, Scratch, Seeded, TestBucket, r
 use futures::StreamExt;
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
+use rustix::fs::{CWD, FallocateFlags, RenameFlags, copy_file_range, fallocate, renameat_with};
 
 #[path = "crash/power.rs"]
 mod power;
@@ -42,8 +43,10 @@ const TROUBLED_PERCENT: u32 = 10;
 const WRITERS: usize = 3;
 /// Longest that the first fsync of a round may take.
 const DEADLINE: Duration = Duration::from_secs(120);
-/// Few names, so that operations meet.
-const NAMES: [&str; 6] = ["a", "b", "c", "d", "e e", "ü"];
+/// Few names, so that operations meet; the same in both directories, which take each other's place.
+const NAMES: [&str; 8] = ["a", "b", "c c", "ü", "x/a", "x/ü", "y/a", "y/ü"];
+/// The directories among them. They are there as long as nobody is in between of moving one.
+const DIRECTORIES: [&str; 2] = ["x", "y"];
 
 /// Most descriptors that a writer keeps open.
 const HELD: usize = 3;
@@ -98,12 +101,28 @@ fn laid_over(mut content: Vec<u8>, offset: usize, bytes: &[u8]) -> Vec<u8> {
     content
 }
 
+/// The same name in the other directory; a name in none stays.
+fn turned(name: &'static str) -> &'static str {
+    let Some((directory, rest)) = name.split_once('/') else { return name };
+    let is_other =
+        |known: &&str| known.split_once('/').is_some_and(|(at, name)| at != directory && name == rest);
+    NAMES.into_iter().find(is_other).expect("both directories have the same names")
+}
+
 #[derive(Debug)]
 enum Operation {
     Replace(&'static str, Vec<u8>),
     Write(&'static str, usize, Vec<u8>),
     Truncate(&'static str, usize),
+    /// Makes a hole.
+    Punch(&'static str, Range<usize>),
+    /// copy_file_range of a whole file to an offset of another one.
+    Copy(&'static str, &'static str, usize),
     Rename(&'static str, &'static str),
+    /// Two names change places.
+    Exchange(&'static str, &'static str),
+    /// The directories change places: the first is moved over the second where that is empty.
+    Turn,
     Link(&'static str, &'static str),
     Unlink(&'static str),
     Sync(&'static str),
@@ -146,19 +165,26 @@ fn operation(rng: &mut StdRng) -> Operation {
     let name = |rng: &mut dyn Rng| NAMES[rng.next_u32() as usize % NAMES.len()];
     let part = |rng: &mut StdRng| (rng.random_range(0..300_000), bytes(rng));
     match rng.random_range(0..100) {
-        0..20 => Operation::Replace(name(rng), bytes(rng)),
-        20..35 => Operation::Write(name(rng), rng.random_range(0..300_000), bytes(rng)),
-        35..44 => Operation::Truncate(name(rng), rng.random_range(0..300_000)),
-        44..53 => Operation::Rename(name(rng), name(rng)),
-        53..60 => Operation::Link(name(rng), name(rng)),
-        60..67 => Operation::Unlink(name(rng)),
-        67..75 => Operation::Hold(name(rng), part(rng), part(rng)),
-        75..80 if rng.random_range(0..8) == 0 => {
+        0..16 => Operation::Replace(name(rng), bytes(rng)),
+        16..28 => Operation::Write(name(rng), rng.random_range(0..300_000), bytes(rng)),
+        28..34 => Operation::Truncate(name(rng), rng.random_range(0..300_000)),
+        34..39 => {
+            let start = rng.random_range(0..300_000);
+            Operation::Punch(name(rng), start..start + rng.random_range(1..100_000))
+        }
+        39..44 => Operation::Copy(name(rng), name(rng), rng.random_range(0..3) * 70_000),
+        44..51 => Operation::Rename(name(rng), name(rng)),
+        51..55 => Operation::Exchange(name(rng), name(rng)),
+        55..58 => Operation::Turn,
+        58..64 => Operation::Link(name(rng), name(rng)),
+        64..70 => Operation::Unlink(name(rng)),
+        70..78 => Operation::Hold(name(rng), part(rng), part(rng)),
+        78..83 if rng.random_range(0..8) == 0 => {
             Operation::Begin(name(rng), some_bytes(rng, STREAMED), bytes(rng))
         }
-        75..80 => Operation::Begin(name(rng), bytes(rng), bytes(rng)),
-        80..85 => Operation::Add(rng.random_range(0..HELD), part(rng)),
-        85..90 => Operation::Close(rng.random_range(0..HELD)),
+        78..83 => Operation::Begin(name(rng), bytes(rng), bytes(rng)),
+        83..87 => Operation::Add(rng.random_range(0..HELD), part(rng)),
+        87..91 => Operation::Close(rng.random_range(0..HELD)),
         _ => Operation::Sync(name(rng)),
     }
 }
@@ -268,9 +294,25 @@ impl Writer {
         }
     }
 
+    fn file(&self, name: &str) -> Option<usize> {
+        self.state().names.get(name).copied()
+    }
+
     /// Notes what may come of an operation; false when nothing can.
     fn note(&mut self, operation: &Operation) -> bool {
-        let file = |name: &str| self.state().names.get(name).copied();
+        match operation {
+            Operation::Rename(..) | Operation::Exchange(..) | Operation::Turn => self.note_names(operation),
+            Operation::Link(..) | Operation::Unlink(_) => self.note_names(operation),
+            Operation::Hold(..) | Operation::Begin(..) | Operation::Add(..) | Operation::Close(_) => {
+                self.note_held(operation)
+            }
+            _ => self.note_bytes(operation),
+        }
+    }
+
+    /// Of those that open a file, change its bytes, and close it, or sync it.
+    fn note_bytes(&mut self, operation: &Operation) -> bool {
+        let file = |name: &str| self.file(name);
         match *operation {
             Operation::Replace(name, ref bytes) => {
                 let file = self.made(name);
@@ -287,6 +329,37 @@ impl Writer {
                 content.resize(size, 0);
                 self.step_to(file, content);
             }
+            Operation::Punch(name, Range { start, end }) => {
+                let Some(file) = file(name) else { return false };
+                let mut content = self.state().content(file);
+                let size = content.len();
+                content[start.min(size)..end.min(size)].fill(0);
+                self.step_to(file, content);
+            }
+            Operation::Copy(from, to, at) => {
+                let Some(source) = file(from).filter(|source| file(to) != Some(*source)) else {
+                    return false;
+                };
+                let (file, bytes) = (self.made(to), self.state().content(source));
+                let content = match bytes.is_empty() {
+                    true => self.state().content(file),
+                    false => laid_over(self.state().content(file), at, &bytes),
+                };
+                self.step_to(file, content);
+            }
+            Operation::Sync(name) => match file(name) {
+                Some(file) => self.step_committed(file),
+                None => return false,
+            },
+            _ => unreachable!("{operation:?} is of another kind"),
+        }
+        true
+    }
+
+    /// Of those that change names.
+    fn note_names(&mut self, operation: &Operation) -> bool {
+        let file = |name: &str| self.file(name);
+        match *operation {
             Operation::Rename(from, to) => match (file(from), file(to)) {
                 (None, _) => return false,
                 // Two names of one file: nothing happens.
@@ -296,16 +369,37 @@ impl Writer {
                     names.insert(to, file);
                 }),
             },
+            Operation::Exchange(from, to) => match (file(from), file(to)) {
+                (Some(first), Some(second)) => self.step(|names| {
+                    names.insert(to, first);
+                    names.insert(from, second);
+                }),
+                _ => return false,
+            },
+            Operation::Turn if self.has_names_in(DIRECTORIES[0]) || self.has_names_in(DIRECTORIES[1]) => {
+                self.step(|names| *names = names.iter().map(|(name, file)| (turned(name), *file)).collect());
+            }
+            Operation::Turn => return false,
             Operation::Link(from, to) => match (file(from), file(to)) {
                 (Some(file), None) => self.step(|names| _ = names.insert(to, file)),
                 _ => return false,
             },
             Operation::Unlink(name) if file(name).is_some() => self.step(|names| _ = names.remove(name)),
             Operation::Unlink(_) => return false,
-            Operation::Sync(name) => match file(name) {
-                Some(file) => self.step_committed(file),
-                None => return false,
-            },
+            _ => unreachable!("{operation:?} is of another kind"),
+        }
+        true
+    }
+
+    fn has_names_in(&self, directory: &str) -> bool {
+        let within = |name: &&str| name.split_once('/').is_some_and(|(known, _)| known == directory);
+        self.state().names.keys().any(within)
+    }
+
+    /// Of those that leave a file open, or find it so.
+    fn note_held(&mut self, operation: &Operation) -> bool {
+        let file = |name: &str| self.file(name);
+        match *operation {
             Operation::Hold(name, (at, ref bytes), (later_at, ref later)) => {
                 if self.held.len() == HELD && !file(name).is_some_and(|file| self.holds(file)) {
                     return false;
@@ -331,6 +425,7 @@ impl Writer {
                 Some(&(file, _)) => self.step_committed(file),
                 None => return false,
             },
+            _ => unreachable!("{operation:?} is of another kind"),
         }
         true
     }
@@ -350,10 +445,47 @@ impl Writer {
             Operation::Truncate(name, size) => {
                 OpenOptions::new().write(true).open(path(name))?.set_len(*size as u64)
             }
+            Operation::Punch(name, range) => {
+                let file = OpenOptions::new().write(true).open(path(name))?;
+                let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                Ok(fallocate(file, mode, range.start as u64, range.len() as u64)?)
+            }
+            Operation::Copy(from, to, at) => {
+                let source = File::open(path(from))?;
+                let target = OpenOptions::new().write(true).create(true).truncate(false).open(path(to))?;
+                let size = self.state().content(self.state().names[from]).len();
+                let (mut read, mut written) = (0, *at as u64);
+                while read < size as u64 {
+                    let left = size - read as usize;
+                    let copied =
+                        copy_file_range(&source, Some(&mut read), &target, Some(&mut written), left)?;
+                    assert!(copied > 0, "{from} ends {left} bytes too early");
+                }
+                Ok(())
+            }
             Operation::Rename(from, to) => fs::rename(path(from), path(to)),
+            Operation::Exchange(from, to) => {
+                Ok(renameat_with(CWD, path(from), CWD, path(to), RenameFlags::EXCHANGE)?)
+            }
+            Operation::Turn => {
+                let [first, second] = DIRECTORIES.map(path);
+                // What is in the first one now was in the second one before.
+                if self.has_names_in(DIRECTORIES[0]) {
+                    return Ok(renameat_with(CWD, first, CWD, second, RenameFlags::EXCHANGE)?);
+                }
+                fs::rename(&first, second)?;
+                fs::create_dir(first)
+            }
             Operation::Link(from, to) => fs::hard_link(path(from), path(to)),
             Operation::Unlink(name) => fs::remove_file(path(name)),
             Operation::Sync(name) => File::open(path(name))?.sync_all(),
+            _ => self.perform_held(operation),
+        }
+    }
+
+    fn perform_held(&mut self, operation: &Operation) -> io::Result<()> {
+        let path = |name: &str| self.folder.join(name);
+        match operation {
             Operation::Hold(name, (at, bytes), (later_at, later)) => {
                 let file = self.state().names[name];
                 if !self.holds(file) {
@@ -379,6 +511,14 @@ impl Writer {
                 drop(self.held.remove(*which));
                 Ok(())
             }
+            _ => unreachable!("{operation:?} is of another kind"),
+        }
+    }
+
+    /// Makes the directories that are missing: a kill leaves one less while one is moved.
+    fn make_directories(&self) {
+        for directory in DIRECTORIES {
+            fs::create_dir_all(self.folder.join(directory)).expect("a directory");
         }
     }
 
@@ -387,10 +527,18 @@ impl Writer {
     fn check(&mut self, round: usize) {
         self.round = round + 1;
         let mut found = BTreeMap::new();
-        for entry in fs::read_dir(&self.folder).expect("the directory was synced") {
-            let path = entry.expect("an entry").path();
-            let name = path.file_name().and_then(|name| name.to_str()).expect("a name of ours").to_owned();
-            found.insert(name, fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display())));
+        assert!(self.folder.is_dir(), "{} was synced", self.folder.display());
+        self.make_directories();
+        for directory in [""].into_iter().chain(DIRECTORIES) {
+            for entry in fs::read_dir(self.folder.join(directory)).expect("a directory") {
+                let path = entry.expect("an entry").path();
+                let name =
+                    path.strip_prefix(&self.folder).ok().and_then(Path::to_str).expect("a name of ours");
+                if !DIRECTORIES.contains(&name) {
+                    let bytes = fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+                    found.insert(name.to_owned(), bytes);
+                }
+            }
         }
         let seen: BTreeMap<&str, &[u8]> =
             found.iter().map(|(name, bytes)| (name.as_str(), &bytes[..])).collect();
@@ -633,6 +781,7 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
         (0..WRITERS).map(|index| Writer::new(folder.join(format!("w{index}")), rng.random())).collect();
     for writer in &writers {
         fs::create_dir(&writer.folder).expect("a directory");
+        writer.make_directories();
         File::open(&writer.folder).and_then(|folder| folder.sync_all()).expect("it is synced");
     }
     for round in 0..rounds {
