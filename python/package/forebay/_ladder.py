@@ -14,7 +14,6 @@ from ._held import Inheritance
 from ._loading import NoStep, with_step
 from ._local import LocalCopies
 from ._ranks import Ranks
-from ._url import exists
 
 T = TypeVar("T")
 
@@ -90,8 +89,8 @@ class Ladder:
         try:
             return with_step(self._url, step, self._ranks, use, self._note)
         except CheckpointNotFound as error:
-            # A directory is made by the first save; a bucket is not, and a step that was deleted while it was read was one.
-            if not isinstance(error, NoStep) and exists(self._url):
+            # A bucket that is not there holds no first start, and steps that were deleted while they were read were there.
+            if not isinstance(error, NoStep):
                 raise
             if has_touched:
                 text = f"{self._url} holds no step, and nearer copies of one are damaged: the state may hold anything"

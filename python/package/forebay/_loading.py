@@ -46,7 +46,7 @@ def newest_steps(url: str, also_superseded: bool = False) -> list[tuple[int, int
 
 
 class NoStep(CheckpointNotFound):
-    """The place is there, and has no such step."""
+    """The place has no such step: it is there, or will be with the first save."""
 
 
 def _find_steps(url: str, also_superseded: bool) -> tuple[int, list[tuple[int, int, str]]]:
@@ -80,7 +80,13 @@ def with_step(
         note_newest(number)
         return [(at, of, name) for at, of, name in found if step in (None, at) and start in (None, of)]
 
-    found = look()
+    try:
+        found = look()
+    except CheckpointNotFound as error:
+        # A directory is made by the first save, and may be by now: all ranks heard that it was not there. A bucket is not.
+        if url.startswith("file://"):
+            raise NoStep(str(error)) from error
+        raise
     if not found:
         raise NoStep(f"{url} holds no step{asked}")
     damaged: list[str] = []
