@@ -158,8 +158,8 @@ fn an_export_on_a_mount_shares_the_steps_bytes() {
     Forebay::new(&scratch.folder("home"), ["sync", &folder.display().to_string()]).run().succeeded();
     let moved = moved_bytes(&scratch) - before;
     // Once it is closed the mount makes it an object of its own inside the store; its first part, with the header, passes
-    // through the host.
-    assert!(moved < 11 << 20, "{moved} bytes were moved for a model of 64 MiB");
+    // through the host: 5 MiB, read as the two blocks that hold them.
+    assert!(moved < 14 << 20, "{moved} bytes were moved for a model of 64 MiB");
     assert!(tensors(&out.join("model.safetensors")) == tensors(&hub.join("model.safetensors")));
     drop(mount);
 }
