@@ -583,4 +583,6 @@ mod adopt_tests;
 #[cfg(test)]
 mod length_tests;
 #[cfg(test)]
+mod retention_tests;
+#[cfg(test)]
 mod tests;

@@ -157,11 +157,8 @@ pub async fn pin(bucket: &Bucket, name: StepName) -> Result<()> {
     // the pin; what was unmarked before is gone by now.
     let is_marked = is_being_deleted(bucket, &key).await?;
     let is_there = list_steps(bucket).await?.iter().any(|info| info.key == key);
-    if is_there && !is_marked {
-        return Ok(());
-    }
-    if is_there && was_pinned {
-        // That pin holds: it was there before whoever deletes looked for pins, or they will find it gone.
+    // A pin that was there before held already.
+    if is_there && (was_pinned || !is_marked) {
         return Ok(());
     }
     bucket.delete(&own).await?;

@@ -89,13 +89,11 @@ class Ladder:
         try:
             return with_step(self._url, step, self._ranks, use, self._note)
         except CheckpointNotFound as error:
-            # A bucket that is not there holds no first start, and steps that were deleted while they were read were there.
-            if not isinstance(error, NoStep):
-                raise
             if has_touched:
                 text = f"{self._url} holds no step, and nearer copies of one are damaged: the state may hold anything"
                 raise CheckpointCorrupt(text) from None
-            if step is not None:
+            # A bucket that is not there holds no first start, and steps that were deleted while they were read were there.
+            if step is not None or not isinstance(error, NoStep):
                 raise
             if self.passed_over and self._ranks.rank == 0:
                 # There is no `Restored` to tell it.
