@@ -1,0 +1,65 @@
+//! What a directory may be found to hold.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Few names, so that operations meet; the same in both directories, which take each other's place.
+pub(crate) const NAMES: [&str; 8] = ["a", "b", "c c", "ü", "x/a", "x/ü", "y/a", "y/ü"];
+/// The directories among them. They are there as long as nobody is in between of moving one.
+pub(crate) const DIRECTORIES: [&str; 2] = ["x", "y"];
+
+/// A directory's files: for each name which file it is, for each file its bytes.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct State {
+    pub(crate) names: BTreeMap<&'static str, usize>,
+    pub(crate) files: BTreeMap<usize, Arc<Vec<u8>>>,
+    /// Of files that were written through a descriptor which is open still: what they held from the last fsync or close
+    /// on, any of which they may be found to hold.
+    pub(crate) earlier: BTreeMap<usize, Vec<Arc<Vec<u8>>>>,
+}
+
+impl State {
+    /// What a reader sees.
+    pub(crate) fn seen(&self) -> BTreeMap<&str, &[u8]> {
+        self.names.iter().map(|(name, file)| (*name, &self.files[file][..])).collect()
+    }
+
+    pub(crate) fn content(&self, file: usize) -> Vec<u8> {
+        self.files[&file].to_vec()
+    }
+
+    /// Whether a crash may leave these bytes in the file.
+    pub(crate) fn may_hold(&self, file: usize, bytes: &[u8]) -> bool {
+        let earlier = self.earlier.get(&file).into_iter().flatten();
+        earlier.chain(self.files.get(&file)).any(|known| known[..] == *bytes)
+    }
+
+    /// This state as a crash left it, if `seen` is that: the same names, and for each file one content that it may have.
+    pub(crate) fn left_as(&self, seen: &BTreeMap<&str, &[u8]>) -> Option<Self> {
+        let mut found = Self { names: self.names.clone(), ..Self::default() };
+        for (name, file) in &self.names {
+            let bytes = *seen.get(name)?;
+            let known = found.files.entry(*file).or_insert_with(|| Arc::new(bytes.to_vec()));
+            if known[..] != *bytes || !self.may_hold(*file, bytes) {
+                return None;
+            }
+        }
+        (seen.len() == self.names.len()).then_some(found)
+    }
+}
+
+/// `bytes` written over `content`.
+pub(crate) fn laid_over(mut content: Vec<u8>, offset: usize, bytes: &[u8]) -> Vec<u8> {
+    let end = offset + bytes.len();
+    content.resize(content.len().max(end), 0);
+    content[offset..end].copy_from_slice(bytes);
+    content
+}
+
+/// The same name in the other directory; a name in none stays.
+pub(crate) fn turned(name: &'static str) -> &'static str {
+    let Some((directory, rest)) = name.split_once('/') else { return name };
+    let is_other =
+        |known: &&str| known.split_once('/').is_some_and(|(at, name)| at != directory && name == rest);
+    NAMES.into_iter().find(is_other).expect("both directories have the same names")
+}
