@@ -125,7 +125,7 @@ pub struct Mounted {
     ended: watch::Receiver<bool>,
     place: Option<Place>,
     notices: TaskGroup,
-    _session: Running,
+    session: Running,
 }
 
 /// A mounted directory and the device number by which our mount is told from a later one.
@@ -143,6 +143,13 @@ impl Place {
 
     fn unmount(&self, lazily: bool) -> Result<()> {
         if self.holds() { transport::unmount(&self.directory, lazily) } else { Ok(()) }
+    }
+
+    /// After a session that ended by itself. Whoever comes next shall find a directory, not a dead end.
+    fn leave(&self) {
+        if let Err(failure) = self.unmount(true) {
+            warn!(%failure, "cannot detach a mount whose session has ended");
+        }
     }
 }
 
@@ -166,17 +173,18 @@ pub fn mount(
     let (end, ended) = watch::channel(false);
     let dispatch = Dispatch::new(fs.clone(), answers.clone(), end);
     let notices = TaskGroup::new("notices");
-    let session = transport::start(dispatch, target, options.config(target))?;
+    let mut session = transport::start(dispatch, target, options.config(target))?;
     let place = match target {
         MountPoint::Directory(directory) => Some(find_place(directory)?),
         MountPoint::Device(_) => None,
     };
     if let Some(place) = &place {
         raise_read_ahead(&place.device);
+        session.first_answer(&place.directory, || *ended.borrow()).inspect_err(|_| place.leave())?;
     }
     notify::start(fs.clone(), session.notifier(), &runtime, &notices);
     info!(source = %options.source, ?target, dataset = options.dataset, "mounted");
-    Ok(Mounted { fs, answers, ended, place, notices, _session: session })
+    Ok(Mounted { fs, answers, ended, place, notices, session })
 }
 
 fn find_place(directory: &std::path::Path) -> Result<Place> {
@@ -200,9 +208,16 @@ impl Mounted {
     }
 
     /// Returns when the kernel has let go: after `umount` by anyone. Cancel-safe.
-    pub async fn ended(&mut self) {
+    ///
+    /// # Errors
+    /// `Unavailable` when the session ended while its mount was still there.
+    pub async fn ended(&mut self) -> Result<()> {
         // An error means that the sender is gone, and with it the session.
         let _ = self.ended.wait_for(|ended| *ended).await;
+        match self.place.as_ref().filter(|place| place.holds()) {
+            Some(place) => Err(transport::ended_by_itself(&place.directory, &self.session.cause())),
+            None => Ok(()),
+        }
     }
 
     /// Unmounts. A mount that is in use is detached: out of sight at once, ended when its last user is done.
@@ -225,13 +240,8 @@ impl Mounted {
 
     /// After the end: waits for requests in progress and writes what is still open.
     pub async fn finish(self) {
-        if let Some(place) = &self.place
-            && place.holds()
-        {
-            // The session ended by itself. Whoever comes next shall find a directory, not a dead end.
-            if let Err(failure) = place.unmount(true) {
-                warn!(%failure, "cannot detach a mount whose session has ended");
-            }
+        if let Some(place) = &self.place {
+            place.leave();
         }
         self.answers.drain(DRAIN_DEADLINE).await;
         self.notices.shutdown(NOTICES_DEADLINE).await;

@@ -5,13 +5,16 @@
 #![allow(unsafe_code)]
 
 use std::io;
-use std::mem::ManuallyDrop;
+use std::mem::{self, ManuallyDrop};
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::process::Command;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
-use fuser::{BackgroundSession, Config, Session, SessionACL};
+use fuser::{BackgroundSession, Config, Notifier, Session, SessionACL};
 use rustix::mount::UnmountFlags;
 
 use crate::dispatch::Dispatch;
@@ -20,8 +23,72 @@ use crate::mountpoint::{self, MountPoint};
 /// Dead mounts of ours, one on top of the other, that are cleared away: a supervisor leaves one at most.
 const DEAD_MOUNTS_MAX: usize = 16;
 
+/// How long the first request may take to be answered before the mount is taken to be slow, and well.
+const FIRST_ANSWER: Duration = Duration::from_secs(10);
+/// How often, until then, it is looked at whether the session still runs.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
 /// A running session. Dropping it leaves the mount as it is.
-pub(crate) type Running = ManuallyDrop<BackgroundSession>;
+#[derive(Debug)]
+pub(crate) struct Running {
+    /// What ends with the session's threads, or because they could not be started.
+    thread: Option<JoinHandle<io::Result<()>>>,
+    session: ManuallyDrop<BackgroundSession>,
+}
+
+impl Running {
+    pub(crate) fn notifier(&self) -> Notifier {
+        self.session.notifier()
+    }
+
+    /// Why the session ended by itself, as far as the library says it.
+    pub(crate) fn cause(&mut self) -> String {
+        match self.thread.take_if(|thread| thread.is_finished()).map(JoinHandle::join) {
+            Some(Ok(Err(error))) => error.to_string(),
+            Some(Err(_)) => "its thread panicked".into(),
+            // As the kernel ends one that is aborted.
+            Some(Ok(Ok(()))) | None => "the kernel ended it".into(),
+        }
+    }
+
+    /// Returns when the session has answered a first request at `directory`, or is slow to.
+    ///
+    /// # Errors
+    /// `Unavailable` when it has ended instead.
+    pub(crate) fn first_answer(&mut self, directory: &Path, ended: impl Fn() -> bool) -> Result<()> {
+        let (tell, told) = mpsc::channel();
+        let place = directory.to_owned();
+        // It stays in the kernel where nobody answers.
+        let asking = move || _ = tell.send(rustix::fs::statfs(&place).is_ok());
+        thread::Builder::new().name("first-request".into()).spawn(asking).map_err(no_threads)?;
+        let rounds = FIRST_ANSWER.as_millis() / LOOK_EVERY.as_millis();
+        for _ in 0..rounds {
+            match told.recv_timeout(LOOK_EVERY) {
+                Err(RecvTimeoutError::Timeout) if !ended() => {}
+                Err(RecvTimeoutError::Timeout) => return Err(ended_by_itself(directory, &self.cause())),
+                // Whatever it answers, it serves.
+                Ok(_) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// That a session ended though its mount was still there.
+pub(crate) fn ended_by_itself(directory: &Path, cause: &str) -> Error {
+    let fact =
+        format!("the kernel's session of {} ended though nobody unmounted it: {cause}", directory.display());
+    Error::new(ErrorKind::Unavailable, fact).with_hint(
+        "mount it again; each of its threads (-o threads=N) takes a descriptor and a process of what `ulimit -n` and \
+         `ulimit -u` allow",
+    )
+}
+
+fn no_threads(error: io::Error) -> Error {
+    Error::from(error)
+        .context("cannot start the session's threads")
+        .with_hint("allow more processes (`ulimit -u`, a container's pids limit)")
+}
 
 /// Starts serving `dispatch` at `target`. Returns when the kernel has agreed on the protocol.
 pub(crate) fn start(dispatch: Dispatch, target: &MountPoint, config: Config) -> Result<Running> {
@@ -37,8 +104,11 @@ pub(crate) fn start(dispatch: Dispatch, target: &MountPoint, config: Config) -> 
             })?
         }
     };
-    let running = session.spawn().map_err(|error| Error::from(error).context("cannot start the session"))?;
-    Ok(ManuallyDrop::new(running))
+    let mut session = ManuallyDrop::new(session.spawn().map_err(no_threads)?);
+    // The library gives its thread to who drops the session, and with it the mount.
+    let none = thread::Builder::new().spawn(|| Ok(())).map_err(no_threads)?;
+    let thread = Some(mem::replace(&mut session.guard, none));
+    Ok(Running { thread, session })
 }
 
 /// Takes over a descriptor that this process was started with.

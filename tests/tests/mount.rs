@@ -90,6 +90,51 @@ fn a_background_mount_that_fails_says_why() {
     assert!(!is_mounted(&scratch.join("mnt")));
 }
 
+/// Its threads take more descriptors than the process may have.
+#[test]
+fn a_mount_whose_threads_cannot_be_started_says_so() {
+    if !require_fuse("a_mount_whose_threads_cannot_be_started_says_so") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (home, mnt) = (scratch.folder("home"), scratch.folder("mnt"));
+    let program = Forebay::binary();
+    for more in ["", "--foreground"] {
+        let line = format!(
+            "HOME={0} XDG_STATE_HOME={0}/state prlimit --nofile=100 {1} mount {2} {3} -o threads=200 {more}",
+            home.display(),
+            program.display(),
+            url(&scratch.folder("bucket")),
+            mnt.display(),
+        );
+        let outcome = shell(scratch.path(), &line);
+        outcome.failed_with("ended though nobody unmounted it: Too many open files", "`ulimit -n`");
+        assert!(!is_mounted(&mnt));
+    }
+}
+
+#[test]
+fn a_mount_that_the_kernel_ends_writes_what_it_has_and_fails() {
+    if !require_fuse("a_mount_that_the_kernel_ends_writes_what_it_has_and_fails") {
+        return;
+    }
+    let scratch = Scratch::new();
+    background(&scratch, &[]).succeeded();
+    let mnt = scratch.join("mnt");
+    std::fs::write(mnt.join("file"), "kept").expect("the mount serves");
+    let device = std::os::unix::fs::MetadataExt::dev(&std::fs::metadata(&mnt).expect("the mount serves"));
+    scratch.folder("connections");
+    // Anonymous devices have the major number 0, and connections are named by the minor one.
+    let abort =
+        "unshare --mount bash -c 'mount -t fusectl none connections && echo 1 > connections/$1/abort' --";
+    shell(scratch.path(), &format!("{abort} {device}")).succeeded();
+    wait_until("the mount has ended", || log(&scratch).contains("ended though nobody unmounted it"));
+    wait_until("it is out of the way", || !is_mounted(&mnt));
+    background(&scratch, &[]).succeeded();
+    assert_eq!(std::fs::read_to_string(mnt.join("file")).expect("an object"), "kept");
+    shell(scratch.path(), "umount mnt").succeeded();
+}
+
 #[test]
 fn a_signal_unmounts_and_writes_even_what_is_in_use() {
     if !require_fuse("a_signal_unmounts_and_writes_even_what_is_in_use") {

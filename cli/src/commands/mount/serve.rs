@@ -17,7 +17,7 @@ use forebay_volume::control::{self, Identity};
 use forebay_volume::staging::Staged;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use super::options::Plan;
 use crate::mounts::{self, State};
@@ -67,11 +67,13 @@ async fn serve_mount(plan: &Plan, ready: impl FnOnce(&Plan) -> Result<()>) -> Re
     let failure = match mounted {
         Ok(mounted) => {
             ready(plan)?;
-            match until_the_end(mounted, &mut signals).await {
+            let (end, ended) = until_the_end(mounted, &mut signals).await;
+            let brought = match end {
                 // Still to be asked: `forebay status` shows what is left.
-                End::Once => bring_in(&volume, &mut signals).await.err(),
-                End::AtOnce => left_staged(&volume).err(),
-            }
+                End::Once => bring_in(&volume, &mut signals).await,
+                End::AtOnce => left_staged(&volume),
+            };
+            ended.and(brought).err()
         }
         Err(failure) => Some(failure),
     };
@@ -121,11 +123,17 @@ enum End {
     AtOnce,
 }
 
-/// Returns when the mount has ended: unmounted by anyone, or by us after a signal.
-async fn until_the_end(mut mounted: Mounted, signals: &mut Signals) -> End {
-    let mut end = End::Once;
+/// Returns when the mount has ended: unmounted by anyone, by us after a signal, or by itself, which is an error.
+async fn until_the_end(mut mounted: Mounted, signals: &mut Signals) -> (End, Result<()>) {
+    let (mut end, mut outcome) = (End::Once, Ok(()));
     tokio::select! {
-        () = mounted.ended() => info!("unmounted"),
+        ended = mounted.ended() => match ended {
+            Ok(()) => info!("unmounted"),
+            Err(failure) => {
+                error!(%failure, "the mount ends; what reached it is written");
+                outcome = Err(failure);
+            }
+        },
         name = signals.next() => {
             info!(signal = name, "unmounting");
             if let Err(error) = mounted.unmount().await {
@@ -142,7 +150,7 @@ async fn until_the_end(mut mounted: Mounted, signals: &mut Signals) -> End {
         }
     }
     mounted.finish().await;
-    end
+    (end, outcome)
 }
 
 /// Waits until what is staged is in the bucket, or a signal comes.
