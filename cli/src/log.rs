@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use forebay_core::{Error, Result};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
-use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::filter::{LevelFilter, filter_fn};
 use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
@@ -34,10 +34,7 @@ pub(crate) fn start_keeping_warnings(filter: Option<&str>) -> Result<Warnings> {
 }
 
 fn begin(filter: Option<&str>, json: bool, keep: Option<Keep>) -> Result<()> {
-    let filter = EnvFilter::try_new(filter.unwrap_or(DEFAULT)).map_err(|error| {
-        Error::invalid(format!("log level does not parse: {error}"))
-            .with_hint("write error, warn, info, debug or trace")
-    })?;
+    let filter = parse(filter.unwrap_or(DEFAULT))?;
     let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
     let lines = match json {
         true => lines.json().with_filter(filter).boxed(),
@@ -51,6 +48,21 @@ fn begin(filter: Option<&str>, json: bool, keep: Option<Keep>) -> Result<()> {
         .with(keep)
         .try_init()
         .map_err(|error| Error::bug(format!("logging was started twice: {error}")))
+}
+
+/// A level, or several of TARGET=LEVEL. A word alone is a level: the library takes any other for a target, and then logs
+/// nothing else, and nothing of that.
+fn parse(text: &str) -> Result<EnvFilter> {
+    let refused = |why: String| {
+        Error::invalid(format!("log level `{text}` does not parse: {why}")).with_hint(
+            "write error, warn, info, debug, trace or off, or as in `warn,forebay_io=debug` for parts",
+        )
+    };
+    let words = text.split(',').map(str::trim).filter(|word| !word.is_empty() && !word.contains(['=', '[']));
+    for word in words {
+        word.parse::<LevelFilter>().map_err(|_| refused(format!("`{word}` is no level")))?;
+    }
+    EnvFilter::try_new(text).map_err(|error| refused(error.to_string()))
 }
 
 /// Warnings since logging was started.
@@ -96,6 +108,18 @@ impl Visit for Text {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_misspelt_level_is_told() {
+        for good in ["debug", "WARN", "off", "3", "warn,forebay_io=debug", "forebay[span]=trace", DEFAULT, ""]
+        {
+            assert!(parse(good).is_ok(), "{good}");
+        }
+        for wrong in ["debgu", "info,verbose", "forebay_io=debgu", "6"] {
+            let told = parse(wrong).expect_err(wrong);
+            assert!(told.message().contains(wrong) && told.hint().is_some(), "{told}");
+        }
+    }
 
     #[test]
     fn warnings_are_kept_as_text_up_to_a_bound() {

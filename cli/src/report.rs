@@ -56,6 +56,11 @@ pub(crate) fn warning(text: &str, json: bool) {
     }
 }
 
+/// Prints a line that another program wrote to its stderr.
+pub(crate) fn foreign(line: &str) {
+    eprintln!("{line}");
+}
+
 /// Prints what is wrong with a command line, or the help or version that was asked for.
 pub(crate) fn usage(failure: &clap::Error) -> ExitCode {
     // A closed pipe is no reason to fail.

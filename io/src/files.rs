@@ -28,7 +28,7 @@ impl NewFile {
     /// Begins it, in place of what an earlier attempt left.
     pub fn create(path: &Path) -> Result<Self> {
         let part = with_suffix(path, ".part");
-        let file = File::create(&part).map_err(|error| named(error, &part))?;
+        let file = File::create(&part).map_err(|error| unmade(error, path))?;
         Ok(Self { file, part, path: path.to_owned(), replaces: true, is_finished: false })
     }
 
@@ -39,18 +39,18 @@ impl NewFile {
     pub fn create_new(path: &Path) -> Result<Self> {
         refuse_taken(path)?;
         let part = with_suffix(path, &format!(".{:016x}.part", Rng::system().u64()));
-        let file = File::create_new(&part).map_err(|error| named(error, &part))?;
+        let file = File::create_new(&part).map_err(|error| unmade(error, path))?;
         Ok(Self { file, part, path: path.to_owned(), replaces: false, is_finished: false })
     }
 
     /// Another handle of it, to write through.
     pub fn handle(&self) -> Result<File> {
-        self.file.try_clone().map_err(|error| named(error, &self.part))
+        self.file.try_clone().map_err(|error| named(error, &self.path))
     }
 
     /// Adds bytes.
     pub fn write(&mut self, data: &[u8]) -> Result<()> {
-        self.file.write_all(data).map_err(|error| named(error, &self.part))
+        self.file.write_all(data).map_err(|error| named(error, &self.path))
     }
 
     /// Adds a range of another file by copy_file_range(2): where both lie on a file system that lets files share bytes,
@@ -74,7 +74,7 @@ impl NewFile {
 
     /// Gives it its name, once it is on disk.
     pub fn finish(mut self) -> Result<()> {
-        self.file.sync_all().map_err(|error| named(error, &self.part))?;
+        self.file.sync_all().map_err(|error| named(error, &self.path))?;
         match self.replaces {
             true => fs::rename(&self.part, &self.path).map_err(|error| named(error, &self.path))?,
             false => self.take_free_name()?,
@@ -143,6 +143,19 @@ pub fn make_directory(path: &Path) -> Result<()> {
     fs::create_dir_all(path).map_err(|error| named(error, path))
 }
 
+/// Why a new file cannot be begun where a person wants it.
+fn unmade(error: io::Error, path: &Path) -> Error {
+    let hint = match error.kind() {
+        io::ErrorKind::NotFound => "its directory has to be there: make it with `mkdir -p`",
+        io::ErrorKind::NotADirectory => "a part of its path is a file",
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "choose a directory that you can write to"
+        }
+        _ => return named(error, path),
+    };
+    named(error, path).with_hint(hint)
+}
+
 fn named(error: io::Error, path: &Path) -> Error {
     Error::from(error).context(path.display())
 }
@@ -185,6 +198,26 @@ mod tests {
         file.finish().expect("finish");
         assert_eq!(fs::read(&path).expect("whole"), b"0123456789");
     }
+
+    #[test]
+    fn a_place_where_no_file_can_be_is_named_as_it_was_given() {
+        let folder = tempfile::tempdir().expect("scratch");
+        fs::write(folder.path().join("file"), b"").expect("write");
+        for (place, kind, hint) in [
+            ("none/new", ErrorKind::NotFound, "mkdir -p"),
+            ("file/new", ErrorKind::NotDirectory, "is a file"),
+        ] {
+            let path = folder.path().join(place);
+            for told in
+                [NewFile::create(&path), NewFile::create_new(&path)].map(|made| made.expect_err(place))
+            {
+                assert_eq!(told.kind(), kind, "{told}");
+                assert!(told.message().starts_with(&format!("{}: ", path.display())), "{told}");
+                assert!(told.hint().is_some_and(|said| said.contains(hint)), "{told:?}");
+            }
+        }
+    }
+
     #[test]
     fn a_file_that_replaces_nothing_finds_its_name_taken() {
         let folder = tempfile::tempdir().expect("scratch");

@@ -221,6 +221,38 @@ def test_the_binary_has_python_convert_and_tell_it_as_json(tmp_path: Path) -> No
     assert {name: told[name] for name in expected} == expected
 
 
+def test_the_binary_tells_what_python_did_as_what_it_did_itself(tmp_path: Path) -> None:
+    def convert(*words: str) -> tuple[int, list[str], list[str]]:
+        command = [binary(), "ckpt", "convert", *words, "--python", sys.executable]
+        done = subprocess.run(command, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True)
+        return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+    run, files = f"{tmp_path / 'run'}", f"dcp:{tmp_path / 'files'}"
+    torch.save({"net": {"w": torch.ones(3, 5)}}, tmp_path / "net.pt")
+    code, told, said = convert(f"pt:{tmp_path / 'net.pt'}", f"{run}@4")
+    assert (code, [line.split() for line in told]) == (0, [["step", "4"], ["tensors", "1"], ["size", "60", "B"]]), said
+    code, told, said = convert(run, files)
+    assert (code, [line.split()[0] for line in told], said) == (0, ["files", "tensors", "size"], [])
+    code, told, said = convert(files, f"hf:{tmp_path / 'hub'}", "--part", "net")
+    assert (code, told) == (1, [])
+    assert said == [
+        f"error: torch reads {tmp_path / 'files'} by unpickling its files, which can run any code",
+        "hint: --allow-pickle, if you trust whoever wrote them",
+    ]
+    code, told, said = convert(f"pt:{tmp_path / 'none.pt'}", f"{tmp_path / 'other'}")
+    assert (code, told, len(said)) == (1, [], 1) and said[0].startswith("error: ") and "none.pt" in said[0], said
+    # Warnings of a conversion are as the command's own.
+    one = {"a": torch.ones(2), "b": torch.ones(3)}
+    (tmp_path / "indexed").mkdir()
+    save_file(one, tmp_path / "indexed/one.safetensors")
+    index = {"metadata": {}, "weight_map": {"a": "one.safetensors"}}
+    (tmp_path / "indexed/model.safetensors.index.json").write_text(json.dumps(index))
+    code, told, said = convert(f"hf:{tmp_path / 'indexed'}", f"dcp:{tmp_path / 'from'}", "--part", "net")
+    assert code == 0 and len(said) == 1 and said[0].startswith("warning: "), said
+    code, told, said = convert(f"hf:{tmp_path / 'indexed'}", f"dcp:{tmp_path / 'json'}", "--part", "net", "--json")
+    assert code == 0 and list(json.loads(said[0])) == ["warning"], said
+
+
 def test_tensors_in_tuples_are_written_with_them(tmp_path: Path) -> None:
     state = {"pair": (1, torch.arange(5)), "list": [{"deep": (torch.ones(2), {"x": torch.zeros(3)})}, torch.eye(2)]}
     forebay.save(state, tmp_path / "run")

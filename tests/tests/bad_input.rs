@@ -36,6 +36,44 @@ fn a_missing_bucket_folder() {
     assert!(!bucket.exists(), "a refused mount makes nothing");
 }
 
+/// Root itself is kept out of it: without the right to pass over permissions, and on a file system that is read-only.
+#[test]
+fn a_directory_that_cannot_be_used_is_named_with_a_hint() {
+    let scratch = Scratch::new();
+    let (bucket, mnt) = (scratch.folder("bucket"), scratch.folder("mnt"));
+    if shell(scratch.path(), "unshare --mount true").code != Some(0) {
+        return forebay_tests::settings::skip(
+            "a_directory_that_cannot_be_used_is_named_with_a_hint",
+            "mount namespaces need root",
+        );
+    }
+    let (source, home) = (url(&bucket), scratch.folder("home"));
+    let run = |before: &str, words: &str| {
+        let program = Forebay::binary();
+        let limited = format!(
+            "{before} env HOME={0} XDG_STATE_HOME={0}/state {1} {words}",
+            home.display(),
+            program.display()
+        );
+        shell(scratch.path(), &limited)
+    };
+    let denied = format!("{source}: Permission denied");
+    let unprivileged = "chown 12345 bucket && chmod 700 bucket && exec setpriv --bounding-set -dac_override,-dac_read_search --";
+    for words in
+        [format!("ckpt ls {source}"), format!("mount {source} {}", mnt.display()), format!("fsck {source}")]
+    {
+        run(unprivileged, &words).failed_with(&denied, "`ls -ld`");
+    }
+    let fixed = |words: &str| {
+        run("exec unshare --mount bash -c 'mount --bind -o ro bucket bucket && exec \"$@\"' --", words)
+    };
+    let header = r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
+    let model = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), b"x"].concat();
+    std::fs::write(scratch.folder("hub").join("model.safetensors"), model).expect("a model");
+    let outcome = fixed(&format!("ckpt convert hf:hub {source}"));
+    outcome.failed_with(&format!("{source}: Read-only file system"), "`findmnt -T`");
+}
+
 /// A prefix that was misspelt is no error, since nothing may lie there yet; that nothing does is said.
 #[test]
 fn commands_that_find_nothing_say_so() {

@@ -74,6 +74,8 @@ fn a_refreshed_directory_shows_what_is_new_in_the_bucket() {
     assert!(!folder.join("dir/one").exists(), "the listing at hand is good for a minute");
     forebay(&scratch, &["refresh", &folder.join("dir").display().to_string()]).succeeded();
     assert_eq!(fs::read_to_string(folder.join("dir/two")).expect("a new file"), "two");
+    forebay(&scratch, &["refresh", &folder.join("dir/two").display().to_string()])
+        .failed_with("mnt/dir/two: it is no directory", "the directory that it is in");
 }
 
 /// The checks that `doctor --json` made, by name.
@@ -248,6 +250,8 @@ async fn steps_are_pinned_and_deleted_and_garbage_goes() {
     assert_eq!(shown("10.1"), shown("10"));
     run(&["show", &source, "10.2"]).failed_with("no step 10 of start 2", "2 steps are committed");
     run(&["unpin", &source, "10"]).succeeded();
+    run(&["unpin", &source, "10"]).succeeded();
+    run(&["unpin", &source, "11"]).failed_with("no step 11", "the last");
     let removed = parse(&run(&["rm", &source, "10", "--json"]).succeeded());
     assert_eq!(removed, json!({"manifests": 1, "shards": 1}));
     run(&["verify", &source]).succeeded();

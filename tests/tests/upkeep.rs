@@ -258,6 +258,12 @@ fn a_tree_that_was_lost_is_loaded_from_its_dump() {
     damaged.truncate(damaged.len() - 9);
     fs::write(path("damaged"), damaged).expect("written");
     volume(&["load", &path("damaged"), &source]).failed_with("damaged at byte", "nothing was changed");
+    fs::write(path("stranger"), "no dump").expect("written");
+    volume(&["load", &path("other"), &source])
+        .failed_with("other: the dump is damaged at byte 0", "`forebay volume dump` wrote");
+    volume(&["load", &path("none"), &source])
+        .failed_with("none: No such file", "`forebay volume dump` wrote");
+    volume(&["dump", &source, &path("none/dump")]).failed_with("none/dump: No such file", "mkdir -p");
     let loaded = parse(&volume(&["load", &path("offline"), &source, "--json"]).succeeded());
     assert!(loaded["records"].as_u64().is_some_and(|records| records > 8), "{loaded}");
     mount.remount(&home);

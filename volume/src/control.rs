@@ -244,7 +244,11 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
 
 async fn refresh(volume: &Volume, path: &str) -> Result<()> {
     let directory = resolve(&**volume.tree(), path).await?;
-    volume.tree().refresh(directory.ino).await?;
+    volume.tree().refresh(directory.ino).await.map_err(|error| match error.kind() {
+        ErrorKind::NotDirectory => Error::new(error.kind(), "it is no directory")
+            .with_hint("refresh the directory that it is in: names are what is listed again"),
+        _ => error,
+    })?;
     volume.tree().outside().heard().await;
     Ok(())
 }

@@ -183,9 +183,15 @@ async fn is_being_deleted(bucket: &Bucket, key: &StepKey) -> Result<bool> {
 
 /// Leaves a step to retention again, or where `name` tells no start, all that were saved under its number; one that is
 /// not pinned is no error.
+///
+/// # Errors
+/// `NotFound` when there is no such step, and no pin of one.
 pub async fn unpin(bucket: &Bucket, name: StepName) -> Result<()> {
     let pins = list_pins(bucket).await?;
     let keys: Vec<_> = pins.iter().filter(|key| name.means(key)).map(|key| beside(PINS, key)).collect();
+    if keys.is_empty() {
+        return find_step(bucket, name).await.map(drop);
+    }
     bucket.delete_many(&keys).await
 }
 

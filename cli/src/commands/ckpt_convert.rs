@@ -1,7 +1,8 @@
 //! `forebay ckpt convert`: steps from and to Hugging Face directories, and, by the Python package, torch's own files.
 
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 
 use clap::Args;
 use forebay_ckpt::catalog::{Start, StepName, list_steps};
@@ -13,9 +14,11 @@ use forebay_io::files::make_directory;
 use forebay_io::object::BucketUrl;
 use forebay_io::rng::Rng;
 use forebay_io::task;
+use serde::{Deserialize, Serialize};
 use tokio::runtime::Handle;
 
 use super::ckpt::{bar, manifest, open, open_to_change, split, url_of};
+use crate::report::Failure;
 use crate::settings::Settings;
 use crate::{mounts, print, report};
 
@@ -126,7 +129,7 @@ pub(crate) async fn run(settings: &Settings, arguments: &ConvertArguments, json:
                 "forebay ckpt convert s3://bucket/run@500 hf:./model; dcp:DIR and pt:FILE are others",
             ));
         }
-        (Side::Torch | Side::TorchFile, _) | (_, Side::Torch) => hand_over(arguments, json)?,
+        (Side::Torch | Side::TorchFile, _) | (_, Side::Torch) => return hand_over(arguments, json),
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -183,30 +186,84 @@ async fn read(settings: &Settings, folder: &str, url: &str, step: u64, part: &st
     imported
 }
 
-/// Has the Python package convert: torch's own files are pickles.
-fn hand_over(arguments: &ConvertArguments, json: bool) -> Result<()> {
+/// What the Python package tells of a conversion: of a step, or of the files of a directory.
+#[derive(Debug, Serialize, Deserialize)]
+struct Told {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    step: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    files: Option<Vec<String>>,
+    tensors: u64,
+    bytes: u64,
+}
+
+/// Has the Python package convert: torch's own files are pickles. It tells warnings and errors as this program does.
+fn hand_over(arguments: &ConvertArguments, json: bool) -> Result<ExitCode> {
     let python = arguments.python.display();
     let hint = "torch's files need torch and the package forebay in a Python 3; --python says which";
-    let run = |words: &[&str]| {
-        let started = Command::new(&arguments.python).args(words).status();
-        started.map_err(|error| Error::from(error).context(&python).with_hint(hint))
-    };
-    if !run(&["-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('forebay') is None)"])?
-        .success()
-    {
+    let refused = |error| Error::from(error).context(&python).with_hint(hint);
+    let find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('forebay') is None)";
+    if !Command::new(&arguments.python).args(["-c", find]).status().map_err(refused)?.success() {
         return Err(
             Error::new(ErrorKind::NotFound, format!("`{python}` has no package forebay")).with_hint(hint)
         );
     }
     let size = arguments.max_shard_size.to_string();
-    let mut words = vec!["-m", "forebay.convert", &arguments.source, &arguments.target];
+    let mut words = vec!["-m", "forebay.convert", &arguments.source, &arguments.target, "--json"];
     words.extend(["--part", &arguments.part, "--shard-size", &size]);
     words.extend(arguments.allow_pickle.then_some("--allow-pickle"));
-    words.extend(json.then_some("--json"));
-    if run(&words)?.success() {
-        return Ok(());
+    let mut command = Command::new(&arguments.python);
+    let mut child =
+        command.args(&words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(refused)?;
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    let failure = std::thread::spawn(move || stderr.and_then(|stderr| pass_on(stderr, json)));
+    let mut text = Vec::new();
+    stdout.map_or(Ok(0), |mut stdout| stdout.read_to_end(&mut text)).map_err(refused)?;
+    let status = child.wait().map_err(refused)?;
+    let failure = failure.join().unwrap_or_default();
+    if let Some(failure) = failure.filter(|_| !status.success()) {
+        failure.print(json);
+        return Ok(ExitCode::FAILURE);
     }
-    Err(Error::invalid(format!("`{python} -m forebay.convert` failed, and said why above")))
+    match serde_json::from_slice::<Told>(&text) {
+        Ok(told) if status.success() => show_told(&told, json).map(|()| ExitCode::SUCCESS),
+        _ => Err(Error::bug(format!(
+            "`{python} -m forebay.convert` ended with {status} and did not say why"
+        ))
+        .with_hint(
+            "what it wrote to stderr above may tell; the package and this program have to be of one version",
+        )),
+    }
+}
+
+/// Tells the warnings that come as lines of JSON, and any other line as it is. Returns the error.
+fn pass_on(stderr: impl Read, json: bool) -> Option<Failure> {
+    let mut failure = None;
+    for line in BufReader::new(stderr).lines().map_while(std::result::Result::ok) {
+        let value: serde_json::Value = serde_json::from_str(&line).unwrap_or_default();
+        if let Some(text) = value["warning"].as_str() {
+            report::warning(text, json);
+        } else if let Ok(told) = serde_json::from_value(value) {
+            failure = Some(told);
+        } else {
+            report::foreign(&line);
+        }
+    }
+    failure
+}
+
+fn show_told(told: &Told, json: bool) -> Result<()> {
+    if json {
+        return print::json(told);
+    }
+    let Told { step, files, tensors, bytes } = told;
+    let first = step.map(|step| ("step", step.to_string()));
+    let first = first.or_else(|| files.as_ref().map(|files| ("files", files.len().to_string())));
+    let mut rows: Vec<_> = first.iter().map(|(name, value)| print::row([name, value])).collect();
+    rows.push(print::row(["tensors", &tensors.to_string()]));
+    rows.push(print::row(["size", &format_bytes(*bytes)]));
+    print::table(&rows);
+    Ok(())
 }
 
 fn show_files(exported: &Exported, json: bool) -> Result<()> {

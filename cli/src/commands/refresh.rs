@@ -28,7 +28,8 @@ pub(crate) fn run(global: &Global, arguments: &RefreshArguments) -> Result<ExitC
     let place = run::block_on(async {
         let place = mounts::holding(&arguments.path, &state).await?;
         let request = Request::Refresh { path: place.path.clone() };
-        control::ask(&place.socket, &request, |_| {}, &Stop::new()).await?;
+        let asked = control::ask(&place.socket, &request, |_| {}, &Stop::new()).await;
+        asked.map_err(|error| error.context(arguments.path.display()))?;
         Ok(place)
     })?;
     if global.json {

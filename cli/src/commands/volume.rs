@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use forebay_core::{Error, Result};
+use forebay_core::{Error, ErrorKind, Result};
 use forebay_volume::backup::{LoadOptions, Target};
 use forebay_volume::upkeep::{Report, Request};
 use forebay_volume::{VolumeSettings, backup};
@@ -137,7 +137,11 @@ fn load(global: &Global, arguments: &LoadArguments, settings: &Settings) -> Resu
                 let from = source(&arguments.file, &volume)?;
                 let LoadArguments { force, of_another_volume, .. } = *arguments;
                 let options = LoadOptions { force, of_another_volume };
-                backup::load(&arguments.source, &volume, from, options).await
+                let loaded = backup::load(&arguments.source, &volume, from, options).await;
+                loaded.map_err(|error| match error.kind() {
+                    ErrorKind::Corrupt => error.context(arguments.file.display()),
+                    _ => error,
+                })
             }
         }
     })?;
@@ -154,7 +158,10 @@ fn load(global: &Global, arguments: &LoadArguments, settings: &Settings) -> Resu
 /// The dump as a file that can be read twice; what comes from stdin is kept in the state directory meanwhile.
 fn source(file: &Path, volume: &VolumeSettings) -> Result<File> {
     if !is_standard(file) {
-        return File::open(file).map_err(|error| Error::from(error).context(file.display()));
+        return File::open(file).map_err(|error| {
+            let hint = "name a file that `forebay volume dump` wrote, or `-` for stdin";
+            Error::from(error).context(file.display()).with_hint(hint)
+        });
     }
     std::fs::create_dir_all(&volume.state_directory)?;
     let path = volume.state_directory.join(format!("load-{}", std::process::id()));

@@ -186,6 +186,7 @@ pub(super) fn convert(bucket: &str, error: object_store::Error) -> Error {
     // These say all that is known: what lies below would only say it again.
     known
         .or_else(|| gave_up(bucket, &error))
+        .or_else(|| by_kernel(bucket, &error))
         .unwrap_or_else(|| by_variant(bucket, &error, &text).with_source(error))
 }
 
@@ -345,15 +346,34 @@ fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
         Store::PermissionDenied { path, .. } | Store::Unauthenticated { path, .. } => {
             (ErrorKind::Denied, format!("access to {path} in {bucket} is denied"))
         }
-        _ => match find::<std::io::Error>(error).filter(|_| is_of_kernel(error)) {
-            Some(io) => {
-                let kind = Error::from(std::io::Error::from(io.kind())).kind();
-                (kind, format!("{bucket} failed"))
-            }
-            None => (ErrorKind::Unavailable, format!("{bucket} failed")),
-        },
+        _ => (ErrorKind::Unavailable, format!("{bucket} failed")),
     };
     Error::new(kind, message)
+}
+
+/// What this host's kernel said of a folder and of what lies in it. That a name is there or not is the caller's to tell.
+fn by_kernel(bucket: &str, error: &object_store::Error) -> Option<Error> {
+    use std::io::ErrorKind as Io;
+    let io = find::<std::io::Error>(error).filter(|_| is_of_kernel(error) && !is_refusal(error))?;
+    let place = match error {
+        object_store::Error::PermissionDenied { path, .. } if !path.is_empty() => {
+            format!("{path} in {bucket}")
+        }
+        _ => bucket.to_owned(),
+    };
+    let failure = Error::new(Error::from(std::io::Error::from(io.kind())).kind(), format!("{place}: {io}"));
+    Some(match io.kind() {
+        Io::PermissionDenied => failure.with_hint(
+            "whoever runs this has to be allowed to list, read and write the directory: compare `id` and `ls -ld`",
+        ),
+        Io::ReadOnlyFilesystem => {
+            failure.with_hint("the file system that holds it is mounted read-only: `findmnt -T` shows it")
+        }
+        Io::StorageFull | Io::QuotaExceeded => {
+            failure.with_hint("make room on the file system that holds it: `df -h` and `df -i` show what there is")
+        }
+        _ => failure,
+    })
 }
 
 #[cfg(test)]
@@ -404,6 +424,45 @@ mod tests {
             assert!(error.message().contains(&format!("{missing} is not set")), "{error}");
             assert!(error.hint().expect("a hint").contains("AWS_PROFILE"), "{error}");
         }
+    }
+
+    #[test]
+    fn what_the_kernel_says_of_a_folder_is_said_once_with_its_place() {
+        let io = |raw: i32| std::io::Error::from_raw_os_error(raw);
+        let denied = |path: &str| object_store::Error::PermissionDenied {
+            path: path.into(),
+            source: io(libc::EACCES).into(),
+        };
+        let generic = |raw| object_store::Error::Generic { store: STORE, source: io(raw).into() };
+        for (error, kind, text, hint) in [
+            (denied(""), ErrorKind::Denied, "file:///d: Permission denied (os error 13)", Some("ls -ld")),
+            (
+                denied("a/b"),
+                ErrorKind::Denied,
+                "a/b in file:///d: Permission denied (os error 13)",
+                Some("ls -ld"),
+            ),
+            (
+                generic(libc::EROFS),
+                ErrorKind::ReadOnly,
+                "file:///d: Read-only file system (os error 30)",
+                Some("findmnt"),
+            ),
+            (
+                generic(libc::ENOSPC),
+                ErrorKind::NoSpace,
+                "file:///d: No space left on device (os error 28)",
+                Some("df -h"),
+            ),
+            (generic(libc::EIO), ErrorKind::Unavailable, "file:///d: Input/output error (os error 5)", None),
+        ] {
+            let error = convert("file:///d", error);
+            assert_eq!((error.kind(), error.to_string().as_str()), (kind, text));
+            assert_eq!(error.hint().is_some(), hint.is_some(), "{error}");
+            assert!(hint.is_none_or(|hint| error.hint().is_some_and(|said| said.contains(hint))), "{error}");
+        }
+        let gone = object_store::Error::NotFound { path: "a".into(), source: io(libc::ENOENT).into() };
+        assert_eq!(convert("file:///d", gone).message(), "no object a in file:///d");
     }
 
     #[test]

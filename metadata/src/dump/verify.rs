@@ -99,7 +99,9 @@ impl<R: Read> Lines<R> {
 }
 
 fn damaged(at: u64, why: impl std::fmt::Display) -> Error {
-    Error::corrupt(format!("the dump is damaged at byte {at}: {why}")).with_hint(
-        "nothing was changed by it; offsets count bytes before compression, as `zstd -dc` shows them",
-    )
+    let hint = match at {
+        0 => "nothing was changed by it; is it a file that `forebay volume dump` wrote?",
+        _ => "nothing was changed by it; offsets count bytes before compression, as `zstd -dc` shows them",
+    };
+    Error::corrupt(format!("the dump is damaged at byte {at}: {why}")).with_hint(hint)
 }

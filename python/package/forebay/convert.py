@@ -28,11 +28,23 @@ import struct
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from . import _native
-from ._errors import CheckpointError, CheckpointInvalid, CheckpointMismatch, CheckpointWarning
+from ._errors import (
+    CheckpointConflict,
+    CheckpointCorrupt,
+    CheckpointDenied,
+    CheckpointError,
+    CheckpointInvalid,
+    CheckpointMismatch,
+    CheckpointNoSpace,
+    CheckpointNotFound,
+    CheckpointUnavailable,
+    CheckpointWarning,
+)
 from ._loading import newest_steps, with_step
 from ._options import StepName, step_name
 from ._ranks import new_start
@@ -239,20 +251,64 @@ def main(words: Optional[list[str]] = None) -> int:
     parser.add_argument(*sizes, type=_size_of, default=SHARD_BYTES, help="of a Hugging Face file [5GB]")
     parser.add_argument("--allow-pickle", action="store_true", help="unpickle what SOURCE holds")
     parser.add_argument("--json", action="store_true", help="tell the step or the files, tensors and bytes as JSON")
+    arguments = parser.parse_args(words)
     try:
-        arguments = parser.parse_args(words)
-        told = _run(arguments)
-        if arguments.json:
-            print(json.dumps(told))
-        elif arguments.target.startswith("hf:"):
-            print("\n".join(told["files"]))
+        with warnings.catch_warnings():
+            warnings.showwarning = _warner(arguments.json)
+            warnings.simplefilter("always", CheckpointWarning)
+            # By this process alone is just how it is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            told = _run(arguments)
     except (CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _failed(error, str(error), arguments.json)
     except ModuleNotFoundError as error:
-        print(f"error: {error} (hint: torch's files need torch in this Python, {sys.executable})", file=sys.stderr)
-        return 1
+        text = f"{error} (hint: torch's files need torch in this Python, {sys.executable})"
+        return _failed(error, text, arguments.json)
+    if arguments.json:
+        print(json.dumps(told))
+    elif arguments.target.startswith("hf:"):
+        print("\n".join(told["files"]))
     return 0
+
+
+_KINDS = {
+    CheckpointNotFound: "not found",
+    CheckpointCorrupt: "corrupt",
+    CheckpointUnavailable: "unavailable",
+    CheckpointConflict: "conflict",
+    CheckpointDenied: "denied",
+    CheckpointNoSpace: "no space",
+    FileNotFoundError: "not found",
+    FileExistsError: "exists",
+    PermissionError: "denied",
+    OSError: "unavailable",
+}
+"""What the command line calls errors; all others are `invalid`."""
+
+
+def _failed(error: Exception, text: str, as_json: bool) -> int:
+    """Tells an error, as JSON in the form of the `forebay` command."""
+    if as_json:
+        said, _, hint = text.partition(" (hint: ")
+        kind = next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "invalid")
+        text = json.dumps({"kind": kind, "error": said, "hint": hint.removesuffix(")") or None})
+    else:
+        text = f"error: {text}"
+    print(text, file=sys.stderr)
+    return 1
+
+
+def _warner(as_json: bool) -> Callable[..., None]:
+    """Tells warnings of this package as the `forebay` command does, and others as Python."""
+    usual = warnings.showwarning
+
+    def show(message: Union[Warning, str], category: type[Warning], *rest: Any, **named: Any) -> None:
+        if not issubclass(category, CheckpointWarning):
+            usual(message, category, *rest, **named)
+            return
+        print(json.dumps({"warning": str(message)}) if as_json else f"warning: {message}", file=sys.stderr)
+
+    return show
 
 
 if __name__ == "__main__":

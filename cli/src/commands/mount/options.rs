@@ -64,6 +64,8 @@ pub(super) struct Plan {
     pub(super) log: Option<String>,
     /// Check everything and mount nothing.
     pub(super) fake: bool,
+    /// The command line itself, not the configuration of all mounts, has what is written staged.
+    asks_writeback: bool,
 }
 
 /// Refuses a mount point that the bucket's own directory is, lies in, or holds: the mount would wait for itself, or show itself
@@ -106,7 +108,8 @@ impl Plan {
         let target = MountPoint::parse(&arguments.directory)?;
         apart(&arguments.source.parse()?, &arguments.directory)?;
         let source = arguments.source.clone();
-        let mut plan = Self { source, target, mount, volume, log: settings.log.clone(), fake: false };
+        let log = settings.log.clone();
+        let mut plan = Self { source, target, mount, volume, log, fake: false, asks_writeback: false };
         for list in &arguments.options {
             for option in list.split(',').filter(|option| !option.is_empty()) {
                 plan.apply_option(option)?;
@@ -123,6 +126,12 @@ impl Plan {
         }
         plan.mount.read_only = plan.volume.read_only;
         plan.mount.dataset = plan.volume.dataset;
+        if plan.asks_writeback && (plan.mount.read_only || plan.mount.dataset) {
+            return Err(Error::invalid(
+                "a mount that refuses changes has nothing to stage: `writeback` is for others",
+            )
+            .with_hint("leave out either `writeback`, or `ro` (`read_only`, `dataset`)"));
+        }
         Ok(plan)
     }
 
@@ -155,7 +164,10 @@ impl Plan {
             "state_dir" => self.volume.state_directory = absolute(given()?)?,
             "cache_dir" => self.volume.cache.directory = Some(absolute(given()?)?),
             "cache_size" => self.volume.cache.disk_bytes = Some(parse_bytes(given()?)?),
-            "writeback" => self.volume.writeback.enabled = true,
+            "writeback" => {
+                self.volume.writeback.enabled = true;
+                self.asks_writeback = true;
+            }
             "writeback_size" => self.volume.writeback.bytes = parse_bytes(given()?)?,
             "trash" => self.volume.trash_ms = parse_duration(given()?)?.as_millis() as u64,
             "memory" => self.volume.memory_bytes = parse_bytes(given()?)?,

@@ -24,20 +24,16 @@ fn refused(line: &str, message: &str, hint: &str) {
 
 #[test]
 fn fstab_can_say_what_a_command_line_can() {
-    let long = plan(
-        "--read-only --dataset --allow-other --take-over --relatime --cache-dir /c --cache-size 2GiB --memory 512MiB \
-         --state-dir /s --uid 7 --gid 8 --file-mode 0640 --dir-mode 0750 --ttl 2.5 --trash 7d --writeback \
-         --writeback-size 3GiB",
-    );
-    let short = plan(
-        "-o ro,dataset,allow_other,take_over,noatime,relatime,cache_dir=/c,cache_size=2GiB,memory=512MiB \
-         -o state_dir=/s,uid=7,gid=8,file_mode=0640,dir_mode=0750,ttl=2.5,trash=7d,writeback,writeback_size=3GiB",
-    );
-    let shown = |plan: Result<Plan>| {
-        let plan = plan.expect("a plan");
+    let shown = |line: &str| {
+        let plan = plan(line).expect("a plan");
         format!("{:?} {:?}", plan.mount, plan.volume)
     };
+    let long = "--allow-other --take-over --relatime --cache-dir /c --cache-size 2GiB --memory 512MiB --state-dir /s --uid 7 \
+         --gid 8 --file-mode 0640 --dir-mode 0750 --ttl 2.5 --trash 7d --writeback --writeback-size 3GiB";
+    let short = "-o allow_other,take_over,noatime,relatime,cache_dir=/c,cache_size=2GiB,memory=512MiB \
+         -o state_dir=/s,uid=7,gid=8,file_mode=0640,dir_mode=0750,ttl=2.5,trash=7d,writeback,writeback_size=3GiB";
     assert_eq!(shown(long), shown(short));
+    assert_eq!(shown("--read-only --dataset"), shown("-o ro,dataset"));
 }
 
 #[test]
@@ -72,4 +68,7 @@ fn nonsense_is_refused_with_a_hint() {
     refused("--file-mode 99", "no octal mode", "file_mode=0644");
     refused("--memory lots", "`lots` is not a size", "512MiB");
     refused("--ttl=-1", "ttl of -1", "0 to");
+    for fixed in ["-o ro", "--read-only", "--dataset"] {
+        refused(&format!("--writeback {fixed}"), "nothing to stage", "leave out either");
+    }
 }
