@@ -9,7 +9,7 @@ use super::damage::Damage;
 use crate::kv::Snapshot;
 use crate::records::given_up_in;
 use crate::schema::{
-    Claim, Counters, Dentry, HolderState, ImportState, Inode, Intent, Keys, Loan, Member, Move, Quota,
+    Claim, Counters, Dentry, HolderState, ImportState, Inode, Intent, Keys, Loan, Member, Move, Parts, Quota,
     References, Tag, decode_extents,
 };
 
@@ -146,18 +146,18 @@ impl Gather<'_> {
 
     /// All extents that can be read, and why there are not more.
     async fn extents(&self, ino: InodeId, inode: &Inode) -> Result<(Vec<Extent>, Option<String>)> {
-        let mut extents = inode.extents.clone();
+        let (mut parts, mut missing) = (Parts { head: inode.extents.clone(), further: Vec::new() }, None);
         for n in 0..inode.further {
-            let value = self.snapshot.get(&self.keys.extents(ino, n)).await?;
-            let Some(value) = value else {
-                return Ok((extents, Some(format!("part {n} of its extents is missing"))));
-            };
-            match decode_extents(value) {
-                Ok(further) => extents.extend(further),
-                Err(error) => return Ok((extents, Some(error.to_string()))),
+            match self.snapshot.get(&self.keys.extents(ino, n)).await?.map(decode_extents) {
+                Some(Ok(run)) => parts.further.push(run),
+                Some(Err(error)) => missing = Some(error.to_string()),
+                None => {
+                    missing = Some(format!("part {n} of its extents is missing"));
+                    break;
+                }
             }
         }
-        Ok((extents, None))
+        Ok((parts.joined(), missing))
     }
 
     /// Further names: each must be an entry that leads to the inode.

@@ -7,7 +7,8 @@ use super::{OutsideChange, Shared};
 use crate::commit::{Reads, Txn, View};
 use crate::kv::Pair;
 use crate::schema::{
-    Claim, Counters, Dentry, ImportState, Inode, Intent, Keys, Loan, Move, References, Tag, decode_extents,
+    Claim, Counters, Dentry, ImportState, Inode, Intent, Keys, Loan, Move, Parts, References, Tag,
+    decode_extents,
 };
 
 /// The plain objects in a layout that are not the file's own, each once.
@@ -122,7 +123,12 @@ pub(crate) trait Records {
 
     /// The layout as the records have it.
     fn stored_layout(&self, ino: InodeId, inode: &Inode) -> Result<FileLayout> {
-        let mut extents = inode.extents.clone();
+        FileLayout::from_parts(inode.size, self.parts(ino, inode)?.joined())
+    }
+
+    /// The same as it lies in the records.
+    fn parts(&self, ino: InodeId, inode: &Inode) -> Result<Parts> {
+        let mut parts = Parts { head: inode.extents.clone(), further: Vec::new() };
         if inode.further > 0 {
             let keys: Vec<Bytes> = (0..inode.further).map(|n| self.keys().extents(ino, n)).collect();
             let keys: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
@@ -130,10 +136,10 @@ pub(crate) trait Records {
                 let value = value.ok_or_else(|| {
                     Error::corrupt(format!("a part of the layout of inode {ino} is missing"))
                 })?;
-                extents.extend(decode_extents(value)?);
+                parts.further.push(decode_extents(value)?);
             }
         }
-        FileLayout::from_parts(inode.size, extents)
+        Ok(parts)
     }
 
     /// Whether there is a claim on any key at all.

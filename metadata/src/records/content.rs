@@ -6,7 +6,7 @@ use forebay_core::{Blob, FileLayout, InodeId, ObjectKey, Result, Version};
 
 use super::access::borrowed;
 use super::{Change, Records};
-use crate::schema::{Deletion, Inode, Loan, References, encode_extents, split};
+use crate::schema::{Deletion, Inode, Loan, Parts, References, encode_extents};
 
 impl Change<'_, '_> {
     /// Replaces a file's layout, size and plain object; references, loans, further extents and counts follow. Returns
@@ -17,24 +17,27 @@ impl Change<'_, '_> {
         layout: &FileLayout,
         home: Option<Blob>,
     ) -> Result<Option<Blob>> {
-        let stored = self.stored_layout(ino, inode)?;
+        let parts = self.parts(ino, inode)?;
+        let stored = FileLayout::from_parts(inode.size, parts.joined())?;
         let old = self.resolve(stored.clone(), inode.home.as_ref())?;
         let layout = &self.resolve(layout.clone(), home.as_ref())?;
         self.change_loans((&stored, inode.home.as_ref()), (layout, home.as_ref()))?;
         self.change_references(ino, &old, layout)?;
         let before = std::mem::replace(&mut inode.home, home);
-        let (head, further) = split(layout.extents());
-        for (n, chunk) in (0u32..).zip(&further) {
-            self.put(self.keys().extents(ino, n), encode_extents(chunk))?;
+        let Parts { head, further: runs } = parts.recut(layout.extents());
+        for (n, run) in (0u32..).zip(&runs) {
+            if parts.further.get(n as usize) != Some(run) {
+                self.put(self.keys().extents(ino, n), encode_extents(run))?;
+            }
         }
-        let further = further.len() as u32;
+        let further = runs.len() as u32;
         for n in further..inode.further {
             self.delete(self.keys().extents(ino, n))?;
         }
         self.charge_size(inode, layout.size())?;
         self.count(0, layout.size() as i64 - inode.size as i64)?;
         inode.size = layout.size();
-        inode.extents = head.to_vec();
+        inode.extents = head;
         inode.further = further;
         Ok(before)
     }

@@ -51,7 +51,7 @@ pub struct Inode {
     pub home: Option<Blob>,
     /// Of a file: the first extents.
     pub extents: Vec<Extent>,
-    /// Of a file: how many `E` records follow, numbered from 0.
+    /// Of a file: how many `E` records there are, numbered from 0, whose order says nothing.
     pub further: u32,
     /// Of a symlink: where it points.
     #[serde(with = "super::text")]
@@ -68,11 +68,6 @@ pub struct Inode {
 /// The bits of a directory's flags.
 const KEPT: u8 = 1;
 const PACKED: u8 = 2;
-
-/// Bytes of extents that an `I` record may hold before `E` records follow: small files need one read.
-const HEAD_BYTES: usize = 1024;
-/// Bytes of extents in one `E` record.
-const FURTHER_BYTES: usize = 4096;
 
 impl Inode {
     /// A new inode without content.
@@ -193,40 +188,6 @@ impl Inode {
         from.finish()?;
         Ok(inode)
     }
-}
-
-/// Cuts a layout into what the `I` record holds and what each `E` record holds.
-pub fn split(extents: &[Extent]) -> (&[Extent], Vec<&[Extent]>) {
-    let head = fitting(extents, HEAD_BYTES);
-    let (head, mut rest) = extents.split_at(head);
-    let mut further = Vec::new();
-    while !rest.is_empty() {
-        let (chunk, more) = rest.split_at(fitting(rest, FURTHER_BYTES).max(1));
-        further.push(chunk);
-        rest = more;
-    }
-    (head, further)
-}
-
-/// How many of the first extents take at most `most` bytes.
-fn fitting(extents: &[Extent], most: usize) -> usize {
-    let mut taken = 0;
-    let mut blobs: Vec<&Blob> = Vec::new();
-    for (index, extent) in extents.iter().enumerate() {
-        taken += 16;
-        match &extent.source {
-            Source::Inline(bytes) => taken += bytes.len(),
-            Source::Blob { blob, .. } if !blobs.contains(&blob) => {
-                taken += blob.key.as_str().len() + blob.version.as_str().len() + 16;
-                blobs.push(blob);
-            }
-            Source::Blob { .. } => {}
-        }
-        if taken > most {
-            return index;
-        }
-    }
-    extents.len()
 }
 
 /// An `E` record.

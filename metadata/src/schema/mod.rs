@@ -8,12 +8,14 @@ mod codec;
 pub(crate) mod text;
 mod key;
 mod inode;
+mod parts;
 mod record;
 mod quota;
 
 pub use codec::{FORMAT, decode_plain, encode_plain};
-pub use inode::{Inode, NumberRun, decode_extents, encode_extents, split};
+pub use inode::{Inode, NumberRun, decode_extents, encode_extents};
 pub use key::{Keys, Tag, hash_of};
+pub use parts::Parts;
 pub use quota::{Quota, QuotaLimits, Usage};
 pub use record::{
     Claim, Counters, Deletion, Dentry, HolderState, ImportState, Intent, Loan, Loose, Mark, Member, Move,

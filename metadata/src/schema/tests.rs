@@ -2,8 +2,7 @@
 
 use bytes::Bytes;
 use forebay_core::{
-    Blob, ErrorKind, Extent, FileKind, FileLayout, InodeId, ObjectKey, Result, Source, Timestamp, Version,
-    VolumeId,
+    Blob, ErrorKind, Extent, FileKind, InodeId, ObjectKey, Result, Source, Timestamp, Version, VolumeId,
 };
 
 use super::*;
@@ -202,28 +201,6 @@ fn numbers_and_types_that_do_not_fit_are_refused() {
             .collect();
         assert_eq!(Dentry::decode(bytes.into()).expect_err(value).kind(), ErrorKind::Corrupt);
     }
-}
-
-#[test]
-fn long_layouts_are_split_and_joined() {
-    let mut layout = FileLayout::empty();
-    for n in 0..500u64 {
-        let blob = blob(&format!("blobs/{n:032}"), 10);
-        layout.write(Extent { offset: n * 10, length: 10, source: Source::Blob { blob, offset: 0 } });
-    }
-    let (head, further) = split(layout.extents());
-    assert!(!head.is_empty() && further.len() > 1);
-    let mut joined = head.to_vec();
-    for chunk in &further {
-        let record = encode_extents(chunk);
-        assert!(record.len() <= 4200, "{}", record.len());
-        joined.extend(decode_extents(record).expect("extents"));
-    }
-    assert_eq!(joined, layout.extents());
-    let inline = Extent { offset: 0, length: 5000, source: Source::Inline(vec![1; 5000].into()) };
-    let (head, further) = split(std::slice::from_ref(&inline));
-    assert_eq!((head.len(), further.len()), (0, 1), "an extent larger than a record has one of its own");
-    assert_eq!(split(&[]).1.len(), 0);
 }
 
 /// Sizes that no file may have any more can be there: a sum of them ended the mount.

@@ -1,10 +1,10 @@
-//! Directories of any size.
+//! Directories and layouts of any size.
 
-use forebay_core::InodeId;
+use forebay_core::{Blob, Extent, InodeId, ObjectKey, Source, Version};
 
 use super::world::*;
 use crate::testing::rounds;
-use crate::tree::{LocalTree, RenameMode, Tree, resolve};
+use crate::tree::{Existing, LocalTree, RenameMode, Tree, resolve};
 
 /// Entries of a large directory: a million in a long run.
 fn many() -> usize {
@@ -63,4 +63,37 @@ async fn a_directory_of_any_size_is_renamed_by_one_commit() {
     let few = written_for_rename(3).await;
     assert_eq!(few.len(), 1, "{few:?}");
     assert_eq!(written_for_rename(many()).await, few);
+}
+
+/// Records that a commit of one more extent writes for a file of so many.
+async fn written_for_an_extent(count: u64) -> Vec<usize> {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    let extent = |number: u64, offset: u64| {
+        let key = ObjectKey::new(format!(".forebay/blobs/{:016x}/{number:032x}", 7));
+        let blob = Blob { key, version: Version::new("v"), size: 10 };
+        Extent { offset, length: 10, source: Source::Blob { blob, offset: 0 } }
+    };
+    let file = tree.create(InodeId::ROOT, b"f", new_file(), Existing::Refuse).await.expect("made").0.ino;
+    let (mut layout, generation) = tree.layout(file).await.expect("a layout");
+    (0..count).for_each(|number| layout.write(extent(number, number * 100)));
+    tree.commit_layout(file, generation, layout.clone(), world.clock.wall()).await.expect("committed");
+    tree.sync().await.expect("synced");
+    world.disk.batches();
+    layout.write(extent(count, count / 2 * 100 + 50));
+    tree.commit_layout(file, generation + 1, layout.clone(), world.clock.wall()).await.expect("committed");
+    tree.sync().await.expect("synced");
+    let batches = world.disk.batches();
+    world.crash(tree, false).await;
+    let tree = world.open().await;
+    assert!(tree.layout(file).await.expect("a layout") == (layout, generation + 2));
+    batches
+}
+
+/// As many records however many extents there are, and all of them survive a power cut.
+#[tokio::test]
+async fn a_change_of_a_layout_of_any_length_writes_as_many_records() {
+    let few = written_for_an_extent(300).await;
+    assert_eq!(few.len(), 1, "{few:?}");
+    assert_eq!(written_for_an_extent(many() as u64).await, few);
 }
