@@ -13,7 +13,7 @@ use std::time::Duration;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::{Clock, Moment};
 use forebay_io::mem::SharedMemory;
-use forebay_io::net::{FdStream, Inherited, MAX_FRAME, Meeting, meet};
+use forebay_io::net::{FdStream, Inherited, MAX_FRAME, Meeting, Received, meet};
 use serde::{Deserialize, Serialize};
 
 /// How much longer a rank waits than the collecting thread does, which then names those it waits for.
@@ -387,36 +387,43 @@ struct Said {
     patience: Duration,
 }
 
-/// Hears all ranks; `patience` is for the first word alone, once it has begun.
+/// Hears all ranks, each piece by piece: one that stops in the middle of its word keeps nobody from being heard. `patience` is
+/// for the first word alone, once it has begun; from then on its own counts.
 fn collect(ranks: &mut [FdStream], patience: Duration) -> Result<Said> {
     let clock = Clock::system();
     let mut fds: Vec<Option<OwnedFd>> = ranks.iter().map(|_| None).collect();
     let mut texts: Vec<Option<String>> = ranks.iter().map(|_| None).collect();
-    // From the first word on.
-    let mut waiting: Option<(Moment, Duration)> = None;
+    let (mut begun, mut waiting): (Option<(Moment, Duration)>, Option<(Moment, Duration)>) = (None, None);
     loop {
         let silent: Vec<usize> = (0..texts.len()).filter(|rank| texts[*rank].is_none()).collect();
         if silent.is_empty() {
             let patience = waiting.map_or(patience, |(_, patience)| patience);
             return Ok(Said { texts: texts.into_iter().flatten().collect(), fds, patience });
         }
-        let left = waiting.map_or(TICK, |(deadline, _)| deadline.since(clock.now()));
-        if let Some((_, patience)) = waiting.filter(|_| left.is_zero()) {
-            return Err(missing(&silent, "take part", patience));
+        let left = waiting.or(begun).map_or(TICK, |(deadline, _)| deadline.since(clock.now()));
+        if let Some((_, patience)) = waiting.or(begun).filter(|_| left.is_zero()) {
+            // While nobody has said a word, only those that began one are waited for.
+            let is_late = |rank: &usize| waiting.is_some() || ranks[*rank].is_amid();
+            let late: Vec<usize> = silent.into_iter().filter(is_late).collect();
+            return Err(missing(&late, "take part", patience));
         }
         // Those that spoke say nothing more until they are answered: what can be received from them is their end.
         let streams: Vec<&FdStream> = ranks.iter().collect();
         for rank in FdStream::readable_among(&streams, left)? {
-            let (until, patience) = waiting.unwrap_or_else(|| (clock.now() + patience, patience));
             let received = match texts[rank] {
-                None => ranks[rank].receive_while(&mut || clock.now() < until),
-                Some(_) => Ok(None),
+                None => ranks[rank].receive_more(),
+                Some(_) => Ok(Received::Closed),
             };
-            if received.is_err() && clock.now() >= until {
-                return Err(missing(&[rank], "take part", patience));
-            }
-            let Ok(Some((frame, fd))) = received else {
-                return Err(Error::new(ErrorKind::Unavailable, format!("rank {rank} of the job is gone")));
+            let (frame, fd) = match received {
+                Ok(Received::Frame(frame, fd)) => (frame, fd),
+                Ok(Received::Pause) => {
+                    begun.get_or_insert((clock.now() + patience, patience));
+                    continue;
+                }
+                Ok(Received::Closed) | Err(_) => {
+                    let fact = format!("rank {rank} of the job is gone");
+                    return Err(Error::new(ErrorKind::Unavailable, fact));
+                }
             };
             fds[rank] = fd;
             let Word { text, patience_ms, too_long } = parse(&frame)?;

@@ -159,29 +159,40 @@ fn a_rank_that_takes_no_answer_is_named_and_holds_nobody_up() {
     }
 }
 
-/// A rank that stops in the middle of its word.
+/// A rank that stops in the middle of its word, before the others say theirs or after.
 #[test]
 fn a_rank_that_says_half_a_word_is_named() {
-    let over = std::sync::Barrier::new(3);
-    let heard = on_ranks("half", 3, |mut group| {
-        let heard = match group.rank() {
-            2 => {
+    for is_first in [true, false] {
+        let (said, over) = (std::sync::Barrier::new(3), std::sync::Barrier::new(3));
+        let heard = on_ranks(if is_first { "half" } else { "last-half" }, 3, |mut group| {
+            let half = |group: &Group| {
+                let stream = group.stream.as_ref().expect("a stream").as_fd().try_clone_to_owned();
+                let stream = std::os::unix::net::UnixStream::from(stream.expect("clone"));
                 // The length of a frame, and nothing of it.
-                let stream = std::os::unix::net::UnixStream::from(
-                    group.stream.as_ref().expect("a stream").as_fd().try_clone_to_owned().expect("clone"),
-                );
                 std::io::Write::write_all(&mut &stream, &[9, 0, 0, 0, b'{']).expect("write");
-                None
+            };
+            let is_half = group.rank() == 2;
+            if is_half && is_first {
+                half(&group);
             }
-            _ => {
-                Some(group.gather("", Duration::from_secs(1), &mut || true).expect_err("no word").to_string())
-            }
-        };
-        over.wait();
-        heard
-    });
-    for error in heard.into_iter().flatten() {
-        assert!(error.contains("rank 2 did not take part within"), "{error}");
+            said.wait();
+            let heard = match is_half {
+                true if is_first => None,
+                true => {
+                    half(&group);
+                    None
+                }
+                false => {
+                    let brief = Duration::from_secs(1);
+                    Some(group.gather("", brief, &mut || true).expect_err("no word").to_string())
+                }
+            };
+            over.wait();
+            heard
+        });
+        for error in heard.into_iter().flatten() {
+            assert!(error.contains("rank 2 did not take part within 1 s"), "{error}");
+        }
     }
 }
 

@@ -21,12 +21,37 @@ const CONTROL: usize = 64;
 #[derive(Debug)]
 pub struct FdStream {
     stream: UnixStream,
+    /// What came of the next frame.
+    begun: Option<Begun>,
+}
+
+/// A part of a frame.
+#[derive(Debug, Default)]
+struct Begun {
+    length: [u8; 4],
+    /// Bytes of the length that came.
+    length_read: usize,
+    frame: Vec<u8>,
+    /// Bytes of the frame that came.
+    frame_read: usize,
+    fd: Option<OwnedFd>,
+}
+
+/// What [`FdStream::receive_more`] found.
+#[derive(Debug)]
+pub enum Received {
+    /// A whole frame, and the descriptor that came with it.
+    Frame(Vec<u8>, Option<OwnedFd>),
+    /// The other side closed between two frames.
+    Closed,
+    /// Nothing, or a part of a frame, which is kept.
+    Pause,
 }
 
 impl FdStream {
     /// Wraps one end of a connection.
     pub fn new(stream: UnixStream) -> Self {
-        Self { stream }
+        Self { stream, begun: None }
     }
 
     /// Two connected ends.
@@ -108,19 +133,74 @@ impl FdStream {
         &mut self,
         goes_on: &mut dyn FnMut() -> bool,
     ) -> Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
-        let mut length = [0; 4];
-        let (read, fd) = self.receive_with_fd(&mut length, goes_on)?;
-        if read == 0 {
-            return Ok(None);
+        loop {
+            match self.receive_more()? {
+                Received::Frame(frame, fd) => return Ok(Some((frame, fd))),
+                Received::Closed => return Ok(None),
+                Received::Pause if goes_on() => {}
+                Received::Pause => return Err(std::io::Error::from(std::io::ErrorKind::WouldBlock).into()),
+            }
         }
-        self.patient(goes_on).read_exact(&mut length[read..])?;
-        let length = u32::from_le_bytes(length) as usize;
+    }
+
+    /// Receives what is there of the next frame, and waits for more as long as the [patience](Self::set_patience) lasts. A
+    /// frame that pauses is gone on with by the next call.
+    ///
+    /// # Errors
+    /// `Unavailable` when the other side is gone in the middle of a frame; `Corrupt` for one of an impossible length.
+    pub fn receive_more(&mut self) -> Result<Received> {
+        let mut begun = self.begun.take().unwrap_or_default();
+        match self.fill(&mut begun) {
+            Ok(true) => Ok(Received::Frame(begun.frame, begun.fd)),
+            Ok(false) => Ok(Received::Closed),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                self.begun = Some(begun).filter(|begun| begun.length_read > 0);
+                Ok(Received::Pause)
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::InvalidData => {
+                Err(Error::corrupt(error.to_string()))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Whether a part of a frame was received and the rest was not.
+    pub fn is_amid(&self) -> bool {
+        self.begun.is_some()
+    }
+
+    /// Reads on until the frame is whole; false when the other side closed before it began.
+    fn fill(&self, begun: &mut Begun) -> std::io::Result<bool> {
+        if begun.length_read == 0 {
+            (begun.length_read, begun.fd) = self.receive_with_fd(&mut begun.length)?;
+            if begun.length_read == 0 {
+                return Ok(false);
+            }
+        }
+        self.read_on(&mut begun.length, &mut begun.length_read)?;
+        let length = u32::from_le_bytes(begun.length) as usize;
         if length > MAX_FRAME {
-            return Err(Error::corrupt(format!("a frame announces {length} bytes")));
+            let fact = format!("a frame announces {length} bytes");
+            return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, fact));
         }
-        let mut frame = vec![0; length];
-        self.patient(goes_on).read_exact(&mut frame)?;
-        Ok(Some((frame, fd)))
+        if begun.frame.len() < length {
+            begun.frame = vec![0; length];
+        }
+        self.read_on(&mut begun.frame, &mut begun.frame_read)?;
+        Ok(true)
+    }
+
+    /// Fills `bytes` from `read` on.
+    fn read_on(&self, bytes: &mut [u8], read: &mut usize) -> std::io::Result<()> {
+        while *read < bytes.len() {
+            match (&self.stream).read(&mut bytes[*read..]) {
+                Ok(0) => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+                Ok(more) => *read += more,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// Whether the other side has closed the connection; what it sent before may still be there to be received.
@@ -180,11 +260,7 @@ impl FdStream {
         }
     }
 
-    fn receive_with_fd(
-        &mut self,
-        bytes: &mut [u8; 4],
-        goes_on: &mut dyn FnMut() -> bool,
-    ) -> Result<(usize, Option<OwnedFd>)> {
+    fn receive_with_fd(&self, bytes: &mut [u8; 4]) -> std::io::Result<(usize, Option<OwnedFd>)> {
         let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
         let mut control = ControlBuffer([0; CONTROL]);
         let mut message = message(&mut part, &mut control);
@@ -194,7 +270,12 @@ impl FdStream {
                 unsafe { libc::recvmsg(self.stream.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) };
             match usize::try_from(read) {
                 Ok(read) => break read,
-                Err(_) => retry_if(goes_on)?,
+                Err(_) => {
+                    let error = std::io::Error::last_os_error();
+                    if error.kind() != std::io::ErrorKind::Interrupted {
+                        return Err(error);
+                    }
+                }
             }
         };
         // SAFETY: the kernel filled the headers within `msg_controllen`; a descriptor it delivered is ours alone.
@@ -255,35 +336,20 @@ fn retry_if(goes_on: &mut dyn FnMut() -> bool) -> Result<()> {
     }
 }
 
-/// Reads and writes that go on, each time that the socket's patience is over, as long as they are to.
+/// Writes that go on, each time that the socket's patience is over, as long as they are to.
 struct Patient<'a> {
     stream: &'a UnixStream,
     goes_on: &'a mut dyn FnMut() -> bool,
 }
 
-impl Patient<'_> {
-    fn retry(
-        &mut self,
-        mut call: impl FnMut(&UnixStream) -> std::io::Result<usize>,
-    ) -> std::io::Result<usize> {
+impl Write for Patient<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         loop {
-            match call(self.stream) {
+            match self.stream.write(bytes) {
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock && (self.goes_on)() => {}
                 done => return done,
             }
         }
-    }
-}
-
-impl Read for Patient<'_> {
-    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-        self.retry(|mut stream| stream.read(into))
-    }
-}
-
-impl Write for Patient<'_> {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.retry(|mut stream| stream.write(bytes))
     }
 
     fn flush(&mut self) -> std::io::Result<()> {
@@ -346,6 +412,31 @@ mod tests {
         };
         right.receive_while(&mut twice).expect_err("the rest never comes");
         assert_eq!(asked, 3);
+    }
+
+    /// Whatever the pieces that it comes in, and the descriptor with the first of them.
+    #[test]
+    fn a_frame_that_pauses_is_gone_on_with() {
+        let (mut left, mut right) = FdStream::pair().expect("pair");
+        right.set_patience(Duration::from_millis(1)).expect("patience");
+        assert!(matches!(right.receive_more(), Ok(Received::Pause)) && !right.is_amid());
+        let file = tempfile::tempfile().expect("file");
+        left.send_with_fd(&[3, 0, 0, 0], file.as_fd(), &mut || false).expect("send");
+        for piece in [&b""[..], b"a", b"bc"] {
+            assert!(matches!(right.receive_more(), Ok(Received::Pause)) && right.is_amid());
+            (&left.stream).write_all(piece).expect("write");
+        }
+        let Ok(Received::Frame(frame, Some(_))) = right.receive_more() else { panic!("no frame") };
+        assert_eq!((frame.as_slice(), right.is_amid()), (&b"abc"[..], false));
+        for byte in [1, 0, 0, 0, b'x'] {
+            assert!(matches!(right.receive_more(), Ok(Received::Pause)));
+            (&left.stream).write_all(&[byte]).expect("write");
+        }
+        assert!(matches!(right.receive_more(), Ok(Received::Frame(frame, None)) if frame == b"x"));
+        left.send(b"", None).expect("send");
+        drop(left);
+        assert!(matches!(right.receive_more(), Ok(Received::Frame(frame, None)) if frame.is_empty()));
+        assert!(matches!(right.receive_more(), Ok(Received::Closed)));
     }
 
     #[test]

@@ -5,7 +5,7 @@ mod inherited;
 mod meeting;
 mod notice;
 
-pub use fd_stream::{FdStream, MAX_FRAME, wait_readable};
+pub use fd_stream::{FdStream, MAX_FRAME, Received, wait_readable};
 pub use inherited::{Inherited, Noted};
 pub use meeting::{Meeting, meet};
 pub use notice::Notice;
