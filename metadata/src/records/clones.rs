@@ -70,6 +70,8 @@ pub(crate) struct Made {
     pub(crate) copy: InodeId,
     /// The directory above the one that it is a copy of; of the topmost the same.
     pub(crate) above: InodeId,
+    /// The copy of that which it lies in. It is no part of the clone any more once another copy of that one is.
+    pub(crate) inside: InodeId,
     /// What was copied right below it, but for directories.
     pub(crate) files: u64,
     pub(crate) bytes: u64,
@@ -208,6 +210,11 @@ impl Building {
                 match self.made.get(&at) {
                     Some(made) if copies.contains(&made.copy) => break true,
                     Some(made) if made.above == at => break false,
+                    Some(made)
+                        if self.made.get(&made.above).is_none_or(|above| above.copy != made.inside) =>
+                    {
+                        break true;
+                    }
                     Some(made) => at = made.above,
                     None => break true,
                 }

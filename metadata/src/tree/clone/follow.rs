@@ -143,7 +143,8 @@ impl Work {
         tally.directory = *directory;
         if source.inode.kind == FileKind::Directory {
             tally.subdirectories += 1;
-            let made = Made { copy: ino, above: *directory, files: 0, bytes: 0, read: Read::Nothing };
+            let (above, inside) = (*directory, *copy);
+            let made = Made { copy: ino, above, inside, files: 0, bytes: 0, read: Read::Nothing };
             self.made.insert(source.ino, made);
             self.waiting.push(Reading { directory: source.ino, copy: ino, after: None });
         } else {

@@ -277,7 +277,8 @@ impl Work {
             inode.nlink = 0;
             change.put_inode(top, &inode)?;
         }
-        let made = Made { copy: top, above: job.source, files: 0, bytes: 0, read: Read::Nothing };
+        let made =
+            Made { copy: top, above: job.source, inside: top, files: 0, bytes: 0, read: Read::Nothing };
         self.made.insert(job.source, made);
         self.waiting.push(Reading { directory: job.source, copy: top, after: None });
         Ok(top)
@@ -361,11 +362,14 @@ impl Work {
         self.waiting.is_empty() && self.unlisted.is_empty() && self.held_up.is_empty()
     }
 
-    /// What the clone is after this step.
-    fn after(&self, building: &Building) -> After {
+    /// What the clone is after this step. Forgets what this step has made in copies that are no part of it any more: they are
+    /// freed with those.
+    fn after(&mut self, building: &Building) -> After {
         // Of a directory that was moved the copy at its old place is out of date, even if it is still to be removed.
         let moved = self.made.keys().filter_map(|source| building.made.get(source)).map(|made| made.copy);
         let gone = building.gone(&self.dropped.iter().copied().chain(moved).collect());
+        let stray = self.stray(building, &gone);
+        self.made.retain(|source, _| !stray.contains(source));
         let mut cloned = building.cloned;
         for made in gone.iter().filter_map(|source| building.made.get(source)) {
             cloned.files -= made.files;
@@ -381,6 +385,24 @@ impl Work {
         }
         cloned.directories = (building.made.len() - gone.len() + self.made.len()) as u64;
         After { gone, cloned }
+    }
+
+    /// The directories that were copied in this step into copies that are no part of the clone after it: of directories in
+    /// `gone`, or below those.
+    fn stray(&self, building: &Building, gone: &HashSet<InodeId>) -> HashSet<InodeId> {
+        let is_part = |source: &InodeId| {
+            let mut at = *source;
+            while let Some(made) = self.made.get(&at).filter(|made| made.above != at) {
+                let new = self.made.get(&made.above);
+                let old = building.made.get(&made.above).filter(|_| !gone.contains(&made.above));
+                if new.or(old).is_none_or(|above| above.copy != made.inside) {
+                    return false;
+                }
+                at = made.above;
+            }
+            true
+        };
+        self.made.keys().filter(|source| !is_part(source)).copied().collect()
     }
 
     /// How many directories lie right below the topmost one.

@@ -286,6 +286,42 @@ async fn random_histories_beside_a_clone_show_one_moment() {
     assert!(cloned > count, "{cloned} of {} clones came to their end", count * 4);
 }
 
+/// A directory whose copy is being read goes elsewhere, in or out of what is cloned, and what was copied of it is freed while the
+/// clone goes on: nothing more is put there.
+#[tokio::test]
+async fn a_directory_may_move_at_any_step() {
+    let targets = ["e/moved", "d/1/moved", "d/zz"];
+    let cases = [2, 5, 9].into_iter().flat_map(|step| (0..20).map(move |polls| (step, polls)));
+    for ((step, polls), to) in cases.flat_map(|case| targets.map(|to| (case, to))) {
+        let world = world_of(Kind::Memory, step).await;
+        let tree = world.open().await;
+        sample(&world, &tree, 6).await;
+        make_directory(&tree, "e").await.expect("made");
+        let guide = Patient::default();
+        let mut cloning = begin(&tree, &guide, ("d", "copy")).await;
+        let mut outcome = None;
+        for poll in 0.. {
+            if let std::task::Poll::Ready(done) = poll!(cloning.as_mut()) {
+                outcome = Some(done);
+                break;
+            }
+            match poll {
+                _ if poll == polls => rename(&tree, "d/0", to, RenameMode::Replace).await.expect("moved"),
+                _ if poll > polls => drop(tree.drain().await.expect("drained")),
+                _ => {}
+            }
+        }
+        drop(cloning);
+        outcome.expect("done").expect("cloned");
+        assert_eq!(
+            shape(&world, &tree, "d/").await,
+            shape(&world, &tree, "copy/").await,
+            "{step} {polls} {to}"
+        );
+        is_clean(&tree, &format!("moved to {to} after {polls} steps of {step}")).await;
+    }
+}
+
 /// A crash after any step: nothing of the clone is to be seen, the tree is whole, and what was made goes.
 #[tokio::test]
 async fn a_clone_is_cut_off_after_any_step() {
