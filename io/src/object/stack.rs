@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use tokio::sync::Semaphore;
-
 use super::StoreSettings;
 use super::counters::Meter;
 use super::layer::{
-    Delay, Delayed, Failing, Faults, Instrument, Limit, Patience, Rate, Rated, ReadOnly, Retry, Retrying,
+    Delay, Delayed, Failing, Faults, Instrument, Limit, Patience, Places, Rate, Rated, ReadOnly, Retry,
+    Retrying,
 };
 use super::request::Shared;
 use super::unanswered::Unanswered;
@@ -26,7 +25,7 @@ pub(super) struct Stack {
     base: Shared,
     pub(super) meter: Arc<Meter>,
     pub(super) unanswered: Arc<Unanswered>,
-    places: Arc<Semaphore>,
+    places: Places,
     pub(super) tasks: TaskGroup,
     pub(super) rng: Rng,
     pub(super) settings: StoreSettings,
@@ -42,7 +41,7 @@ pub(super) struct Stack {
 impl Stack {
     /// A stack over `base`, without faults and delays.
     pub(super) fn new(base: Shared, settings: &StoreSettings) -> Self {
-        let places = places(settings.max_in_flight);
+        let places = Places::new(settings.max_in_flight);
         let (meter, unanswered) = (Arc::default(), Arc::default());
         let (tasks, rng) = (TaskGroup::new("bucket"), Rng::system());
         let settings = settings.clone();
@@ -72,7 +71,7 @@ impl Stack {
 
     /// Takes `count` places that others do not wait for.
     pub(super) fn stand_apart(&mut self, count: usize) {
-        self.places = places(count);
+        self.places = Places::new(count);
     }
 
     /// Bytes go through these from the last to the first.
@@ -106,8 +105,4 @@ impl Stack {
         }
         service
     }
-}
-
-fn places(count: usize) -> Arc<Semaphore> {
-    Arc::new(Semaphore::new(count.clamp(1, Semaphore::MAX_PERMITS)))
 }

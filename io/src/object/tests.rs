@@ -183,6 +183,33 @@ async fn requests_that_stand_apart_wait_for_no_others() {
     assert_eq!(apart.counters().requests(), 4, "all are counted together");
 }
 
+/// Who lists a directory, or closes a small file, waits for nobody's gigabytes; these wait for each other.
+#[tokio::test]
+async fn short_requests_wait_for_no_bytes_of_others() {
+    let store = Arc::new(Plain::staged(Arc::new(InMemory::new()), true));
+    let settings = StoreSettings { max_in_flight: 1, ..StoreSettings::default() };
+    let bucket = Bucket::over("s3://b".parse().expect("a URL"), Stack::new(store, &settings));
+    let (faults, [data, small]) = (Faults::new(), ["data", "small"].map(ObjectKey::new));
+    let (busy, gate) = (bucket.with_faults(&faults), faults.gate(1));
+    let large = Bytes::from(vec![1; 1 << 20]);
+    let holds_up = busy.put(&data, large.clone(), Condition::Always);
+    let others = async {
+        gate.reached().await;
+        let mut waits = std::pin::pin!(bucket.put(&data, large.clone(), Condition::Always));
+        assert!(futures::poll!(&mut waits).is_pending(), "there is one place");
+        bucket.put(&small, "small".into(), Condition::Always).await.expect("put");
+        let info = bucket.head(&small).await.expect("head").expect("the object");
+        let read = bucket.get(&small, Some(&info.version), 1..4).await.expect("read");
+        assert_eq!(read, "mal");
+        assert_eq!(bucket.list("").try_collect::<Vec<_>>().await.expect("list").len(), 1);
+        bucket.delete(&small).await.expect("deleted");
+        assert!(futures::poll!(&mut waits).is_pending());
+        gate.open();
+        waits.await.expect("put");
+    };
+    tokio::join!(holds_up, others).0.expect("put");
+}
+
 /// An engine inside the bucket sees object_store's trait, and goes through the same counts and faults.
 #[tokio::test]
 async fn the_store_of_a_bucket_goes_through_its_decorators() {

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct StoreSettings {
-    /// Requests in flight at once, all kinds together; those of the tree and of the lease are counted apart, so that they
-    /// do not wait behind the bytes of files. Default 64: enough to fill 25 Gbit/s at 30 ms with 4 MiB GETs.
+    /// Requests in flight at once that carry more than 256 KiB, and as many others; those of the tree and of the lease are
+    /// counted apart: none waits behind the bytes of files. Default 64: enough to fill 25 Gbit/s at 30 ms with 4 MiB GETs.
     pub max_in_flight: usize,
     /// Milliseconds until a request that keeps failing is given up, retries included. Default 30,000.
     pub deadline_ms: u64,

@@ -20,7 +20,7 @@ pub(super) use body::map_body;
 pub(super) use delay::Delayed;
 pub(super) use fail::Failing;
 pub(super) use instrument::Instrument;
-pub(super) use limit::Limit;
+pub(super) use limit::{Limit, Places};
 pub(super) use patience::Patience;
 pub(super) use prefix::Prefix;
 pub(super) use rate::Rated;
