@@ -1,11 +1,11 @@
-//! How large files may become.
+//! How large files may become, and what holes are.
 
 use forebay_core::ErrorKind;
 use forebay_io::object::Bucket;
 
-use super::support::{Fixture, create, pattern, run};
-use crate::Position;
+use super::support::{Fixture, READ_WRITE, create, object, open, pattern, run};
 use crate::file::LARGEST_BYTES;
+use crate::{Position, Seek};
 
 /// Promise S30: What would make a file larger than 16 TiB fails with EFBIG; one that is larger already keeps its size, and
 /// can be cut.
@@ -42,6 +42,28 @@ fn no_file_grows_past_16_tib() {
         for handle in [file, other] {
             handle.release().await.expect("release");
         }
+        volume.close().await.expect("close");
+    });
+}
+
+/// Promise S30: No object has holes: once a file is a plain object, after its last close (S5), what they were is stored as
+/// zeros, and counts.
+#[test]
+fn the_holes_of_a_file_are_zeros_in_its_object() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(300_000, pattern(1, 0..100)).await.expect("write");
+        file.fsync().await.expect("fsync");
+        assert_eq!(file.seek(0, Seek::Data).await.expect("seek"), Some(300_000));
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert!(object(&fixture.bucket, "f").await == [&vec![0; 300_000][..], &pattern(1, 0..100)].concat());
+        let volume = fixture.open().await;
+        let file = open(&volume, "f", READ_WRITE).await;
+        assert_eq!(file.seek(0, Seek::Data).await.expect("seek"), Some(0));
+        file.release().await.expect("release");
         volume.close().await.expect("close");
     });
 }
