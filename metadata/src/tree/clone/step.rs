@@ -301,7 +301,14 @@ impl Work {
     }
 
     /// Copies entries of some directories, `most` of all together. Returns how many.
-    fn read_wave(&mut self, change: &mut Change<'_, '_>, wave: Vec<Reading>, most: usize) -> Result<usize> {
+    fn read_wave(
+        &mut self,
+        change: &mut Change<'_, '_>,
+        mut wave: Vec<Reading>,
+        most: usize,
+    ) -> Result<usize> {
+        // One that was copied anew is read for that copy alone: what is below it has a place there already.
+        wave.retain(|one| self.made.get(&one.directory).is_none_or(|made| made.copy == one.copy));
         let states: Vec<_> = wave.iter().map(|one| change.import_state(one.directory)).collect();
         let limit = (most / wave.len().max(1)).max(1);
         let entries = |one: &Reading| change.entries(one.directory, one.after.as_deref(), limit);

@@ -286,6 +286,39 @@ async fn random_histories_beside_a_clone_show_one_moment() {
     assert!(cloned > count, "{cloned} of {} clones came to their end", count * 4);
 }
 
+/// A directory is moved that was read in part, and that has another one right where the reading stopped: the step that copies it
+/// anew reads what is below it once, for the new copy.
+#[tokio::test]
+async fn what_lies_below_a_moved_directory_is_copied_once() {
+    for polls in [1, 2] {
+        let world = world_of(Kind::Memory, 20).await;
+        let tree = world.open().await;
+        for path in ["d", "d/p", "d/p/x"] {
+            make_directory(&tree, path).await.expect("made");
+        }
+        for (directory, count) in [("d", 10), ("d/p", 9), ("d/p/x", 30)] {
+            for number in 0..count {
+                let path = format!("{directory}/f{number:02}");
+                world.write_path(&tree, &path, &path).await.expect("written");
+            }
+        }
+        let guide = Patient::default();
+        let mut cloning = begin(&tree, &guide, ("d", "copy")).await;
+        for _ in 0..polls {
+            assert!(poll!(cloning.as_mut()).is_pending());
+        }
+        rename(&tree, "d/p", "d/q", RenameMode::Replace).await.expect("moved");
+        let cloned = cloning.await.expect("cloned");
+        assert_eq!((cloned.directories, cloned.files), (3, 49), "after {polls} steps");
+        assert_eq!(
+            shape(&world, &tree, "d/").await,
+            shape(&world, &tree, "copy/").await,
+            "after {polls} steps"
+        );
+        is_clean(&tree, &format!("after {polls} steps")).await;
+    }
+}
+
 /// A directory whose copy is being read goes elsewhere, in or out of what is cloned, and what was copied of it is freed while the
 /// clone goes on: nothing more is put there.
 #[tokio::test]
@@ -307,7 +340,7 @@ async fn a_directory_may_move_at_any_step() {
             }
             match poll {
                 _ if poll == polls => rename(&tree, "d/0", to, RenameMode::Replace).await.expect("moved"),
-                _ if poll > polls => drop(tree.drain().await.expect("drained")),
+                _ if poll > polls => tree.drain().await.expect("drained"),
                 _ => {}
             }
         }
