@@ -214,9 +214,15 @@ impl Mounted {
     pub async fn ended(&mut self) -> Result<()> {
         // An error means that the sender is gone, and with it the session.
         let _ = self.ended.wait_for(|ended| *ended).await;
-        match self.place.as_ref().filter(|place| place.holds()) {
-            Some(place) => Err(transport::ended_by_itself(&place.directory, &self.session.cause())),
-            None => Ok(()),
+        match self.place.as_ref() {
+            Some(place) if place.holds() => {
+                Err(transport::ended_by_itself(&place.directory.display(), self.session.cause()))
+            }
+            Some(_) => Ok(()),
+            None => match self.session.cause() {
+                Some(cause) => Err(transport::ended_by_itself(&"the device", Some(cause))),
+                None => Ok(()),
+            },
         }
     }
 

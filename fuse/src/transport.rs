@@ -4,6 +4,7 @@
 //! unmounts the path once more at its end, and with it whatever has been mounted there since.
 #![allow(unsafe_code)]
 
+use std::fmt::Display;
 use std::io;
 use std::mem::{self, ManuallyDrop};
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -25,6 +26,8 @@ const DEAD_MOUNTS_MAX: usize = 16;
 
 /// How long the first request may take to be answered before the mount is taken to be slow, and well.
 const FIRST_ANSWER: Duration = Duration::from_secs(10);
+/// How long a session that has ended may take to say why.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How often, until then, it is looked at whether the session still runs.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
@@ -41,13 +44,18 @@ impl Running {
         self.session.notifier()
     }
 
-    /// Why the session ended by itself, as far as the library says it.
-    pub(crate) fn cause(&mut self) -> String {
-        match self.thread.take_if(|thread| thread.is_finished()).map(JoinHandle::join) {
-            Some(Ok(Err(error))) => error.to_string(),
-            Some(Err(_)) => "its thread panicked".into(),
-            // As the kernel ends one that is aborted.
-            Some(Ok(Ok(()))) | None => "the kernel ended it".into(),
+    /// Why the session ended, if the library says it; waits for that a while, as the end is told a moment before.
+    pub(crate) fn cause(&mut self) -> Option<String> {
+        for _ in 0..LAST_WORDS.as_millis() / LOOK_EVERY.as_millis() {
+            if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
+                break;
+            }
+            thread::sleep(LOOK_EVERY);
+        }
+        match self.thread.take_if(|thread| thread.is_finished())?.join() {
+            Ok(Err(error)) => Some(error.to_string()),
+            Err(_) => Some("its thread panicked".into()),
+            Ok(Ok(())) => None,
         }
     }
 
@@ -65,7 +73,9 @@ impl Running {
         for _ in 0..rounds {
             match told.recv_timeout(LOOK_EVERY) {
                 Err(RecvTimeoutError::Timeout) if !ended() => {}
-                Err(RecvTimeoutError::Timeout) => return Err(ended_by_itself(directory, &self.cause())),
+                Err(RecvTimeoutError::Timeout) => {
+                    return Err(ended_by_itself(&directory.display(), self.cause()));
+                }
                 // Whatever it answers, it serves.
                 Ok(_) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
@@ -75,9 +85,10 @@ impl Running {
 }
 
 /// That a session ended though its mount was still there.
-pub(crate) fn ended_by_itself(directory: &Path, cause: &str) -> Error {
-    let fact =
-        format!("the kernel's session of {} ended though nobody unmounted it: {cause}", directory.display());
+pub(crate) fn ended_by_itself(place: &dyn Display, cause: Option<String>) -> Error {
+    // As one that is aborted.
+    let cause = cause.unwrap_or_else(|| "the kernel ended it".into());
+    let fact = format!("the kernel's session of {place} ended though nobody unmounted it: {cause}");
     Error::new(ErrorKind::Unavailable, fact).with_hint(
         "mount it again; each of its threads (-o threads=N) takes a descriptor and a process of what `ulimit -n` and \
          `ulimit -u` allow",
@@ -104,9 +115,9 @@ pub(crate) fn start(dispatch: Dispatch, target: &MountPoint, config: Config) -> 
             })?
         }
     };
-    let mut session = ManuallyDrop::new(session.spawn().map_err(no_threads)?);
-    // The library gives its thread to who drops the session, and with it the mount.
+    // The library gives its thread to who drops the session, and with it the mount. Until it runs, that unmounts.
     let none = thread::Builder::new().spawn(|| Ok(())).map_err(no_threads)?;
+    let mut session = ManuallyDrop::new(session.spawn().map_err(no_threads)?);
     let thread = Some(mem::replace(&mut session.guard, none));
     Ok(Running { thread, session })
 }

@@ -73,6 +73,9 @@ async fn serve_mount(plan: &Plan, ready: impl FnOnce(&Plan) -> Result<()>) -> Re
                 End::Once => bring_in(&volume, &mut signals).await,
                 End::AtOnce => left_staged(&volume),
             };
+            if let (Err(_), Err(left)) = (&ended, &brought) {
+                warn!(%left, "the mount ended, and not all of it is in the bucket");
+            }
             ended.and(brought).err()
         }
         Err(failure) => Some(failure),
