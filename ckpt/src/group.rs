@@ -393,7 +393,9 @@ fn collect(ranks: &mut [FdStream], patience: Duration) -> Result<Said> {
     let clock = Clock::system();
     let mut fds: Vec<Option<OwnedFd>> = ranks.iter().map(|_| None).collect();
     let mut texts: Vec<Option<String>> = ranks.iter().map(|_| None).collect();
-    let (mut begun, mut waiting): (Option<(Moment, Duration)>, Option<(Moment, Duration)>) = (None, None);
+    // Until when, and how long that is.
+    let mut begun: Option<(Moment, Duration)> = None;
+    let mut waiting: Option<(Moment, Duration)> = None;
     loop {
         let silent: Vec<usize> = (0..texts.len()).filter(|rank| texts[*rank].is_none()).collect();
         if silent.is_empty() {

@@ -1,6 +1,7 @@
 //! Names of things: volumes, inodes, objects and blobs. Newtypes, so that they cannot be swapped.
 
 use std::fmt;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -40,19 +41,32 @@ impl fmt::Display for InodeId {
     }
 }
 
-/// The full key of an object relative to the volume's prefix, without a leading slash: `images/cat.jpg`.
+/// The full key of an object relative to the volume's prefix, without a leading slash: `images/cat.jpg`. Clones share it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct ObjectKey(String);
+#[serde(from = "String", into = "String")]
+pub struct ObjectKey(Arc<str>);
 
 impl ObjectKey {
     /// Wraps a key as the store spells it.
     pub fn new(key: impl Into<String>) -> Self {
-        Self(key.into())
+        Self(key.into().into())
     }
 
     /// The key as the store spells it.
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+}
+
+impl From<String> for ObjectKey {
+    fn from(key: String) -> Self {
+        Self(key.into())
+    }
+}
+
+impl From<ObjectKey> for String {
+    fn from(key: ObjectKey) -> Self {
+        key.0.as_ref().into()
     }
 }
 
@@ -62,19 +76,32 @@ impl fmt::Display for ObjectKey {
     }
 }
 
-/// What tells one content of a key from the next: an ETag, opaque, compared only for equality.
+/// What tells one content of a key from the next: an ETag, opaque, compared only for equality. Clones share it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Version(String);
+#[serde(from = "String", into = "String")]
+pub struct Version(Arc<str>);
 
 impl Version {
     /// Wraps the store's own spelling, quotes included.
     pub fn new(version: impl Into<String>) -> Self {
-        Self(version.into())
+        Self(version.into().into())
     }
 
     /// The store's own spelling.
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+}
+
+impl From<String> for Version {
+    fn from(version: String) -> Self {
+        Self(version.into())
+    }
+}
+
+impl From<Version> for String {
+    fn from(version: Version) -> Self {
+        version.0.as_ref().into()
     }
 }
 
