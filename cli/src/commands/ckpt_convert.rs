@@ -225,7 +225,12 @@ fn hand_over(arguments: &ConvertArguments, json: bool) -> Result<ExitCode> {
         failure.print(json);
         return Ok(ExitCode::FAILURE);
     }
-    match serde_json::from_slice::<Told>(&text) {
+    // What it unpickles may print as well.
+    let lines = String::from_utf8_lossy(&text);
+    let mut lines: Vec<&str> = lines.lines().filter(|line| !line.is_empty()).collect();
+    let told = lines.pop().unwrap_or_default();
+    lines.into_iter().for_each(report::foreign);
+    match serde_json::from_str::<Told>(told) {
         Ok(told) if status.success() => show_told(&told, json).map(|()| ExitCode::SUCCESS),
         _ => Err(Error::bug(format!(
             "`{python} -m forebay.convert` ended with {status} and did not say why"
@@ -239,7 +244,8 @@ fn hand_over(arguments: &ConvertArguments, json: bool) -> Result<ExitCode> {
 /// Tells the warnings that come as lines of JSON, and any other line as it is. Returns the error.
 fn pass_on(stderr: impl Read, json: bool) -> Option<Failure> {
     let mut failure = None;
-    for line in BufReader::new(stderr).lines().map_while(std::result::Result::ok) {
+    for line in BufReader::new(stderr).split(b'\n').map_while(std::result::Result::ok) {
+        let line = String::from_utf8_lossy(&line);
         let value: serde_json::Value = serde_json::from_str(&line).unwrap_or_default();
         if let Some(text) = value["warning"].as_str() {
             report::warning(text, json);

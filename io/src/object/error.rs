@@ -354,7 +354,10 @@ fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
 /// What this host's kernel said of a folder and of what lies in it. That a name is there or not is the caller's to tell.
 fn by_kernel(bucket: &str, error: &object_store::Error) -> Option<Error> {
     use std::io::ErrorKind as Io;
-    let io = find::<std::io::Error>(error).filter(|_| is_of_kernel(error) && !is_refusal(error))?;
+    // Of other stores it is about a file with credentials, which object_store names.
+    let is_folder = bucket.starts_with("file:");
+    let io =
+        find::<std::io::Error>(error).filter(|_| is_folder && is_of_kernel(error) && !is_refusal(error))?;
     let place = match error {
         object_store::Error::PermissionDenied { path, .. } if !path.is_empty() => {
             format!("{path} in {bucket}")
@@ -461,6 +464,10 @@ mod tests {
             assert_eq!(error.hint().is_some(), hint.is_some(), "{error}");
             assert!(hint.is_none_or(|hint| error.hint().is_some_and(|said| said.contains(hint))), "{error}");
         }
+        let file = format!("no key in /k.json: {}", io(libc::EACCES));
+        let key = object_store::Error::Generic { store: "GCS", source: std::io::Error::other(file).into() };
+        let told = convert("gs://b", key);
+        assert!(told.to_string().contains("/k.json") && told.hint().is_none(), "{told}");
         let gone = object_store::Error::NotFound { path: "a".into(), source: io(libc::ENOENT).into() };
         assert_eq!(convert("file:///d", gone).message(), "no object a in file:///d");
     }

@@ -46,17 +46,17 @@ fn is_short(request: &Request) -> bool {
                 GetRange::Bounded(range) => range.end.saturating_sub(range.start) <= SHORT_BYTES,
                 GetRange::Offset(_) | GetRange::Suffix(_) => false,
             };
-            options.head || options.range.as_ref().is_some_and(is_short)
+            // Whole objects are asked for where they are small: records and manifests.
+            options.head || options.range.as_ref().is_none_or(is_short)
         }
         Request::Put { payload, .. } | Request::Part { payload, .. } => {
             payload.content_length() as u64 <= SHORT_BYTES
         }
         // The store takes its time for these.
-        Request::Copy { .. } | Request::CopyPart { .. } => false,
+        Request::Copy { .. } | Request::CopyPart { .. } | Request::Complete { .. } => false,
         Request::Delete { .. }
         | Request::List(_)
         | Request::Create { .. }
-        | Request::Complete { .. }
         | Request::Abort { .. }
         | Request::ListUploads { .. }
         | Request::ListParts { .. } => true,
