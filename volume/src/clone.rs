@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Attributes, Error, ErrorKind, FileKind, InodeId, Result};
-use forebay_metadata::tree::{CloneGuide, Cloned, OutsideChange, resolve, walk};
+use forebay_metadata::tree::{CloneGuide, Cloned, OutsideChange, Tree, resolve, walk};
 use futures::StreamExt;
 use tokio_util::sync::CancellationToken;
 
@@ -24,7 +24,7 @@ const WAIT: Duration = Duration::from_millis(50);
 ///
 /// # Errors
 /// `NotFound`, and those of the tree's `clone_tree`; `Conflict` for a file that is written all the time; `Unavailable` when
-/// it is cancelled. Nothing is made then.
+/// it is cancelled. Nothing is made then. `Unavailable`, too, when the copy is there and the store did not take its name in time.
 pub async fn clone(
     volume: &Volume,
     (from, to): (&str, &str),
@@ -43,7 +43,11 @@ pub async fn clone(
     let name = Bytes::copy_from_slice(name.as_bytes());
     tree.outside().tell(OutsideChange { directory: parent.ino, name });
     tree.outside().heard().await;
-    volume.sync_names().await?;
+    volume.sync_names().await.map_err(|error| {
+        error
+            .context("the copy is there, and is not known to be durable yet")
+            .with_hint("`forebay sync` tells when it is")
+    })?;
     Ok(made)
 }
 
@@ -64,8 +68,29 @@ async fn prepare(volume: &Volume, source: &Attributes, cancel: &CancellationToke
             }
             volume.commit(entry.attributes.ino).await?;
         }
+        // What was moved meanwhile was perhaps met nowhere.
+        for inode in volume.open_inodes() {
+            if is_within(&**volume.tree(), inode.ino(), source.ino).await? {
+                volume.commit(inode.ino()).await?;
+            }
+        }
     }
     Ok(total)
+}
+
+/// Whether the first name of a file leads through `directory`.
+async fn is_within(tree: &dyn Tree, ino: InodeId, directory: InodeId) -> Result<bool> {
+    let mut at = ino;
+    loop {
+        match tree.parent(at).await {
+            Ok(above) if above == directory => return Ok(true),
+            Ok(above) if above == at => return Ok(false),
+            Ok(above) => at = above,
+            // It was removed.
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(error),
+        }
+    }
 }
 
 /// What the tree asks while it clones.

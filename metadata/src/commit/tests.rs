@@ -257,6 +257,22 @@ async fn a_closure_set_aside_does_not_hold_up_others_and_sees_the_newest_state()
     assert_eq!(twin.fetches.load(Ordering::SeqCst), fetches);
 }
 
+/// Whoever passes over the error of a read that waits can still learn of it: that run is not the one that counts.
+#[tokio::test]
+async fn a_run_that_misses_something_knows() {
+    let twin = Twin::new(false);
+    let committer = start(&twin);
+    let runs = Arc::new(Mutex::new(Vec::new()));
+    let noted = runs.clone();
+    let work = move |txn: &mut Txn<'_>| {
+        let passed_over = txn.get(b"not in memory").is_err();
+        noted.lock().push((passed_over, txn.has_missed()));
+        Ok(())
+    };
+    committer.transact(Durability::Buffered, work).await.expect("transaction");
+    assert_eq!(*runs.lock(), [(true, true), (false, false)]);
+}
+
 /// Promise: a transaction whose reads are in memory is answered where it is asked, without a switch of threads.
 #[tokio::test]
 async fn what_is_in_memory_is_answered_at_once() {

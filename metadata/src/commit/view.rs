@@ -70,6 +70,10 @@ impl<'a> View<'a> {
         self.missed.into_inner().into_iter().collect()
     }
 
+    fn has_missed(&self) -> bool {
+        !self.missed.borrow().is_empty()
+    }
+
     fn miss(&self, want: Want) -> Error {
         self.missed.borrow_mut().insert(want);
         Error::new(ErrorKind::Unavailable, "this part of the tree is still being read")
@@ -145,6 +149,11 @@ impl<'a> Txn<'a> {
     pub(super) fn into_parts(self) -> (Vec<Want>, Changes) {
         let Self { view, changes: changed, absent, wholes, .. } = self;
         (view.into_missed(), Changes { changed, absent, wholes })
+    }
+
+    /// Whether something was asked for that has to be fetched: this run ends without effect then, whatever it returns.
+    pub fn has_missed(&self) -> bool {
+        self.view.has_missed()
     }
 
     /// Says that neither the engine nor any transaction before holds `key`, as for a number that nothing ever had: it

@@ -119,6 +119,14 @@ impl Importer {
         }
     }
 
+    /// Forgets when these directories were listed.
+    pub(crate) fn forget(&self, directories: &[InodeId]) {
+        let mut state = self.0.state.lock();
+        for directory in directories {
+            state.listed.remove(directory);
+        }
+    }
+
     /// Forgets when anything was listed.
     pub(crate) fn forget_all(&self) {
         self.0.state.lock().listed.clear();

@@ -98,6 +98,8 @@ pub(crate) struct Building {
     pub(crate) made: HashMap<InodeId, Made>,
     /// Directories whose entries are to be copied; the next one is the last.
     pub(crate) waiting: Vec<InodeId>,
+    /// Files that are copied and had several names then.
+    pub(crate) linked: HashSet<InodeId>,
     pub(crate) changed: HashSet<Changed>,
     /// What was not copied because its bytes are about to be replaced.
     pub(crate) held_up: HashSet<Changed>,
@@ -143,7 +145,11 @@ impl Clones {
             (_, 1) => building
                 .copied(inode.parent, &inode.name)
                 .map(|_| Changed::Name(inode.parent, inode.name.clone())),
-            _ => Some(Changed::Links(ino)),
+            _ => {
+                let is_copied =
+                    building.linked.contains(&ino) || building.copied(inode.parent, &inode.name).is_some();
+                is_copied.then_some(Changed::Links(ino))
+            }
         });
     }
 

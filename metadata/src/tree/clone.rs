@@ -83,6 +83,10 @@ async fn build(
 
 /// Looks at directories of the bucket that nobody has looked at.
 async fn list(tree: &LocalTree, directories: Vec<InodeId>) -> Result<()> {
+    // What the records call unlisted is listed, whatever is remembered of it: else the next step would ask for the same.
+    if let Some(importer) = &tree.importer {
+        importer.forget(&directories);
+    }
     let listed = stream::iter(directories).map(|directory| async move {
         match tree.ensure_listed(directory).await {
             // The next step learns that it is gone.

@@ -52,9 +52,10 @@ fn linked(change: &Change<'_, '_>, changed: &[Changed]) -> Result<Vec<(InodeId, 
         Changed::Links(ino) => {
             let (start, end) = change.keys().below(Tag::Link, ino.0);
             let (inode, further) = (change.find(*ino), change.reads().scan(&start, &end, usize::MAX));
-            let Some(inode) = inode?.filter(|inode| inode.nlink > 0) else { return Ok(Vec::new()) };
+            let (inode, further) = (inode?, further?);
+            let Some(inode) = inode.filter(|inode| inode.nlink > 0) else { return Ok(Vec::new()) };
             let mut names = vec![(inode.parent, inode.name)];
-            for (key, _) in further? {
+            for (key, _) in further {
                 names.push(change.keys().link_in(&key)?);
             }
             Ok(names)
@@ -150,6 +151,9 @@ impl Work {
         } else {
             tally.files += 1;
             tally.bytes = tally.bytes.saturating_add_unsigned(source.bytes());
+            if source.inode.nlink > 1 {
+                self.linked.push(source.ino);
+            }
         }
         Ok(())
     }

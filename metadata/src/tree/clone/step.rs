@@ -91,6 +91,8 @@ pub(super) struct Work {
     read: HashMap<InodeId, (InodeId, Read)>,
     unlisted: Vec<Reading>,
     pub(super) held_up: Vec<(Changed, InodeId)>,
+    /// Files of several names.
+    pub(super) linked: Vec<InodeId>,
     /// Bytes of records.
     pub(super) weight: usize,
 }
@@ -100,7 +102,9 @@ pub(super) struct Work {
 struct Begun {
     top: Option<InodeId>,
     changed: Vec<Changed>,
-    /// Whether something is left for another step, but for what this one brings to light.
+    /// Whether changes are left for another step.
+    is_behind: bool,
+    /// Whether anything is, but for what this one brings to light.
     is_cut: bool,
     waiting: Vec<Reading>,
 }
@@ -134,10 +138,16 @@ pub(super) fn step(change: &mut Change<'_, '_>, job: &Job, runs: &mut Runs) -> R
                 .with(job.number, |building| work.right_below(building, &after, job.source));
             link(change, job, (top, target), (&after.cloned, below))?;
         }
+        // What was moved may count twice until all that was changed is followed.
+        false if begun.is_behind => {}
         false => change.check_room(job.to.0, after.cloned.usage())?,
     }
     if begun.top.is_none() && !is_whole {
         change.mark_unfinished(change.shared.session, top)?;
+    }
+    if change.txn.has_missed() {
+        // An error that somebody passed over: nothing of this run stays.
+        return Err(Error::new(ErrorKind::Unavailable, "not all that the clone reads is in memory yet"));
     }
     // Nothing fails from here on: what was read was there.
     change.shared.clones.with(job.number, |building| building.top = Some(top));
@@ -180,8 +190,9 @@ fn begin(building: &Building, limit: usize, runs: &mut Runs) -> Result<Begun> {
         }
     }
     let left = building.changed.len() + building.held_up.len();
-    let is_cut = from > 0 || left > runs.changed.len();
-    Ok(Begun { top: building.top, changed: runs.changed.clone(), is_cut, waiting })
+    let is_behind = left > runs.changed.len();
+    let is_cut = from > 0 || is_behind;
+    Ok(Begun { top: building.top, changed: runs.changed.clone(), is_behind, is_cut, waiting })
 }
 
 /// The directory that the copy is to be in.
@@ -263,6 +274,7 @@ impl Work {
             read: HashMap::new(),
             unlisted: Vec::new(),
             held_up: Vec::new(),
+            linked: Vec::new(),
             weight: 0,
         }
     }
@@ -438,6 +450,7 @@ impl Work {
             }
         }
         building.cloned = after.cloned;
+        building.linked.extend(self.linked);
         let unlisted: Vec<InodeId> = self.unlisted.iter().map(|reading| reading.directory).collect();
         let is_there = |reading: &Reading, building: &Building| {
             building.made.get(&reading.directory).is_some_and(|made| made.copy == reading.copy)

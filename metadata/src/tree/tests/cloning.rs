@@ -13,6 +13,7 @@ use futures::poll;
 use super::clone::{remove_all, sample, shape};
 use super::segments::{compact, write_packed};
 use super::sharing::{no_loans, share};
+use super::trash::newest;
 use super::world::*;
 use crate::commit::{Committer, CommitterSettings};
 use crate::dump::{LoadOptions, load};
@@ -29,16 +30,18 @@ struct Patient {
     steps: AtomicUsize,
     copied: AtomicU64,
     most_copied: AtomicU64,
+    /// After so many it gives the clone up.
+    most_steps: Option<usize>,
 }
 
 #[async_trait::async_trait]
 impl CloneGuide for Patient {
     fn goes_on(&self, cloned: &Cloned) -> bool {
-        self.steps.fetch_add(1, Ordering::SeqCst);
+        let steps = self.steps.fetch_add(1, Ordering::SeqCst);
         let copied = cloned.files + cloned.directories;
         let before = self.copied.swap(copied, Ordering::SeqCst);
         self.most_copied.fetch_max(copied.saturating_sub(before), Ordering::SeqCst);
-        true
+        self.most_steps.is_none_or(|most| steps < most)
     }
 
     async fn settle(&self, _: &[InodeId], times: u32) -> forebay_core::Result<bool> {
@@ -317,6 +320,53 @@ async fn what_lies_below_a_moved_directory_is_copied_once() {
         );
         is_clean(&tree, &format!("after {polls} steps")).await;
     }
+}
+
+/// A directory that was in the trash is listed again, whatever is remembered of it.
+#[tokio::test]
+async fn a_restored_directory_is_cloned() {
+    let mut world = world_of(Kind::Memory, 2).await;
+    world.settings.trash_ms = 3_600_000;
+    let tree = world.open().await;
+    sample(&world, &tree, 6).await;
+    make_directory(&tree, "d/x").await.expect("made");
+    paths(&tree).await;
+    let d = resolve(&tree, "d").await.expect("found").ino;
+    tree.remove_directory(d, b"x").await.expect("removed");
+    tree.restore(newest(&tree, "d/x").await, d, b"x").await.expect("restored");
+    let guide = Patient { most_steps: Some(1_000), ..Patient::default() };
+    begin(&tree, &guide, ("d", "copy")).await.await.expect("cloned");
+    assert_eq!(shape(&world, &tree, "d/").await, shape(&world, &tree, "copy/").await);
+}
+
+/// Names of files that have nothing to do with what is cloned are nothing to follow.
+#[tokio::test]
+async fn hard_links_elsewhere_hold_up_no_clone() {
+    let world = world_of(Kind::Memory, 2).await;
+    let tree = world.open().await;
+    sample(&world, &tree, 6).await;
+    let mut others = Vec::new();
+    for name in ["o0", "o1", "o2", "o3"] {
+        world.write_path(&tree, name, "x").await.expect("written");
+        others.push(resolve(&tree, name).await.expect("found").ino);
+    }
+    let guide = Patient::default();
+    let mut cloning = begin(&tree, &guide, ("d", "copy")).await;
+    let (mut steps, mut count) = (0, 0);
+    let outcome = loop {
+        if let std::task::Poll::Ready(outcome) = poll!(cloning.as_mut()) {
+            break outcome;
+        }
+        steps += 1;
+        assert!(steps < 1_000, "it follows what others link");
+        for other in &others {
+            count += 1;
+            tree.link(*other, InodeId::ROOT, format!("link-{count}").as_bytes()).await.expect("linked");
+        }
+        tokio::task::yield_now().await;
+    };
+    outcome.expect("cloned");
+    assert_eq!(shape(&world, &tree, "d/").await, shape(&world, &tree, "copy/").await);
 }
 
 /// A directory whose copy is being read goes elsewhere, in or out of what is cloned, and what was copied of it is freed while the

@@ -43,7 +43,7 @@ async fn deleted(tree: &LocalTree) -> Vec<String> {
 }
 
 /// What was deleted last at `path`.
-async fn newest(tree: &LocalTree, path: &str) -> TrashId {
+pub(super) async fn newest(tree: &LocalTree, path: &str) -> TrashId {
     let found = trash(tree).await.into_iter().filter(|one| one.path == path);
     found.max_by_key(|one| (one.deleted, one.id)).unwrap_or_else(|| panic!("{path} is not in the trash")).id
 }
