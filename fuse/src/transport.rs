@@ -26,8 +26,6 @@ const DEAD_MOUNTS_MAX: usize = 16;
 
 /// How long the first request may take to be answered before the mount is taken to be slow, and well.
 const FIRST_ANSWER: Duration = Duration::from_secs(10);
-/// How long a session that has ended may take to say why.
-const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How often, until then, it is looked at whether the session still runs.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
@@ -44,15 +42,9 @@ impl Running {
         self.session.notifier()
     }
 
-    /// Why the session ended, if the library says it; waits for that a while, as the end is told a moment before.
+    /// Why the session ended, if the library says it. To be asked once it has: its thread is about to be over then.
     pub(crate) fn cause(&mut self) -> Option<String> {
-        for _ in 0..LAST_WORDS.as_millis() / LOOK_EVERY.as_millis() {
-            if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
-                break;
-            }
-            thread::sleep(LOOK_EVERY);
-        }
-        match self.thread.take_if(|thread| thread.is_finished())?.join() {
+        match self.thread.take()?.join() {
             Ok(Err(error)) => Some(error.to_string()),
             Err(_) => Some("its thread panicked".into()),
             Ok(Ok(())) => None,
