@@ -241,10 +241,13 @@ class Child:
 
     def __init__(self, work: Callable[[Callable[[str], None]], None]) -> None:
         read, write = os.pipe()
+        begun, begins = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             os.close(read)
+            os.close(begun)
             os.setsid()
+            os.close(begins)
             # The pool of threads did not survive the fork.
             torch.set_num_threads(1)
             try:
@@ -256,6 +259,10 @@ class Child:
                 os._exit(1)
             os._exit(0)
         os.close(write)
+        os.close(begins)
+        # Until it has a group, that cannot be killed.
+        os.read(begun, 1)
+        os.close(begun)
         self._lines = os.fdopen(read)
         Child.alive.add(self)
 

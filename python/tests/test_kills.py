@@ -63,8 +63,13 @@ def start(place: Path, world_size: int, is_last: bool) -> list[Child]:
         torch.set_num_threads(1)
         state = parts(1 + rank)
         report("begun")
-        # Killed before all ranks had sealed their first step, or before a sealed one was known to be durable.
-        for words in ("nothing is restored: arena: not all ranks hold the step", "which a killed trainer had sealed, may not be"):
+        # Killed before all ranks had sealed their first step, before a sealed one was known to be durable, or before its agent was
+        # up, which came to the store after its successor then.
+        for words in (
+            "nothing is restored: arena: not all ranks hold the step",
+            "which a killed trainer had sealed, may not be",
+            "which a killed trainer had sealed, was not saved by its agent: a later start of this run",
+        ):
             warnings.filterwarnings("ignore", f".*{words}", forebay.CheckpointWarning)
         try:
             checkpointer = forebay.Checkpointer(place, every=1, keep=2, linger=LINGER_S)

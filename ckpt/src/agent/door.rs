@@ -3,10 +3,11 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-use forebay_core::Result;
-use forebay_io::net::{FdStream, Meeting, Notice, wait_readable};
+use forebay_core::{Error, Result};
+use forebay_io::net::{FdStream, Meeting, Notice, meet, wait_readable};
 
-use super::Visit;
+use super::{Answer, VISIT_VERSION, Visit};
+use crate::catalog::Start;
 
 /// Visitors at once at most: the ranks of one host, several times over. More are turned away.
 const MAX_VISITORS: usize = 256;
@@ -40,6 +41,20 @@ impl Door {
             self.meeting = Meeting::hold(place).ok();
         }
         self.meeting.is_some()
+    }
+
+    /// Opens it where the agent of an earlier start has the place, too: that one was late, so that its successor did not meet it,
+    /// and is told to leave.
+    pub(super) fn take_over(&mut self, own: &Start) -> bool {
+        let Some(place) = self.place.clone() else { return false };
+        match dismiss_earlier(&place, own) {
+            Ok(true) => self.open(),
+            Ok(false) => false,
+            Err(error) => {
+                tracing::warn!(%error, "another agent has the place at which a restarted trainer looks");
+                false
+            }
+        }
     }
 
     /// Closes it for ever, so that another agent can have the place.
@@ -110,4 +125,33 @@ impl Door {
     pub(super) fn is_watched(&self) -> bool {
         self.visitors.iter().any(|visitor| visitor.has_looked)
     }
+}
+
+/// Has the agent at `place` leave it if the start that it served is an earlier one; whether the place is free now.
+fn dismiss_earlier(place: &str, own: &Start) -> Result<bool> {
+    let Some(mut stream) = meet(place, Duration::ZERO)? else { return Ok(true) };
+    stream.set_patience(PATIENCE)?;
+    stream.send(&words(&Visit::Look { version: VISIT_VERSION })?, None)?;
+    // One whose trainer lives turns all away.
+    let Some((frame, _)) = stream.receive()? else { return Ok(false) };
+    let answer: Answer = serde_json::from_slice(&frame)
+        .map_err(|error| Error::invalid(format!("an agent's answer does not parse: {error}")))?;
+    if (answer.started_ms, &answer.start) >= (own.started_ms, &own.nonce) {
+        return Ok(false);
+    }
+    for _ in &answer.held {
+        stream.receive()?;
+    }
+    stream.send(&words(&Visit::Succeed)?, None)?;
+    // It has left the place when it says what becomes of its saves, which its own start told of.
+    stream.receive()?;
+    tracing::info!(
+        start = answer.start,
+        "the agent of an earlier start left the place at which a restarted trainer looks"
+    );
+    Ok(true)
+}
+
+fn words(visit: &Visit) -> Result<Vec<u8>> {
+    serde_json::to_vec(visit).map_err(|error| Error::bug(format!("encode a visit: {error}")))
 }

@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use super::{Answer, Told};
 use crate::arena::{Held, HeldStep, SLOTS, Seal};
+use crate::catalog::Start;
 
 /// Memory and its slots, as this process sees them.
 struct Arena {
@@ -94,7 +95,7 @@ impl Holdings {
     /// to be committed.
     pub(super) fn show(
         &mut self,
-        (start, after): (&str, &[String]),
+        (start, after): (&Start, &[String]),
         is_durable: impl Fn(u64) -> bool,
         visitor: &mut FdStream,
     ) -> Result<()> {
@@ -102,7 +103,8 @@ impl Holdings {
         let all = || self.held.iter().map(|holding| &holding.held);
         let durable = all().filter(|held| is_durable(held.seal.save)).map(Held::name).collect();
         let held = all().map(Held::name).collect();
-        let answer = Answer { start: start.to_owned(), held, durable, after: after.to_vec() };
+        let Start { nonce, started_ms, .. } = start.clone();
+        let answer = Answer { start: nonce, started_ms, held, durable, after: after.to_vec() };
         visitor.send(&frame(&answer)?, None)?;
         for Holding { held, memory } in &self.held {
             visitor.send(&frame(held)?, Some(memory.as_fd()))?;

@@ -191,6 +191,9 @@ pub enum Visit {
 pub struct Answer {
     /// The nonce of the start that it served.
     pub start: String,
+    /// When that began, in milliseconds since 1970.
+    #[serde(default)]
+    pub started_ms: u64,
     /// The steps that it holds, oldest first: large seals are parsed where they are wanted.
     pub held: Vec<HeldStep>,
     /// Those of them that were committed in the bucket.

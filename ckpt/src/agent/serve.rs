@@ -211,7 +211,8 @@ impl Desk {
     /// Holds what there is until another trainer has it, or none came for long enough, or this process was asked to end; and
     /// in any case as long as there are sealed saves that are not in the store.
     fn await_successor(&mut self) -> Result<()> {
-        if self.holdings.is_empty() || self.linger.is_zero() || !self.door.open() {
+        let is_held = !self.holdings.is_empty() && !self.linger.is_zero();
+        if !is_held || !self.door.open() && !self.door.take_over(&self.hello.start) {
             self.door.close();
             return Ok(());
         }
@@ -235,7 +236,7 @@ impl Desk {
             };
             match next? {
                 Some((Visit::Look { version }, mut visitor)) if version == VISIT_VERSION => {
-                    let start = (self.hello.start.nonce.as_str(), self.hello.after.as_slice());
+                    let start = (&self.hello.start, self.hello.after.as_slice());
                     let is_durable = |save| self.trainer.is_durable(save);
                     if self.holdings.show(start, is_durable, &mut visitor).is_ok() {
                         self.door.keep(visitor);
@@ -341,6 +342,50 @@ mod tests {
                 assert!(!visitor.readable(Duration::ZERO).expect("look"), "who looked is not let go yet");
             }
             drop(door);
+        }
+    }
+
+    /// An agent that was so late that its successor's trainer did not meet it had the place when that one was killed as well, and
+    /// the newer memory was shown to nobody.
+    #[test]
+    fn the_agent_of_a_later_start_has_the_place() {
+        for earlier_is_first in [true, false] {
+            let place = format!("forebay-test-later-{earlier_is_first}-{}", std::process::id());
+            let begin = |nonce: &str, started_ms: u64| {
+                let (mut session, far) = FdStream::pair().expect("pair");
+                let mut stream = far.try_clone().expect("clone");
+                let trainer = Trainer::new(far, Arc::new(Pace::new(None)));
+                let start = Start { nonce: nonce.repeat(16), host: "h".into(), pid: 1, started_ms };
+                let mut hello = Hello::new("s3://unused".into(), start.clone(), Keep::default());
+                hello.linger = Some(Linger { place: place.clone(), for_ms: 100 });
+                let (saves, mut queue) = mpsc::channel(MAX_SAVES);
+                let mut desk = Desk::new(&hello, trainer.clone(), saves, None, None);
+                let desk = std::thread::spawn(move || desk.serve(&mut stream));
+                let (memory, slot) =
+                    (SharedMemory::create("forebay-test", SLOTS * 4096).expect("memory"), [b' '; 4096]);
+                let held = Held::new(start.nonce, 0, 1, Seal::of_test(1, 1, &slot, 4096, Vec::new()));
+                say(&mut session, &Request::Arena { arena: 1, slot_bytes: 4096 }, Some(&memory));
+                say(&mut session, &Request::Seal(Box::new(Told { arena: 1, held })), None);
+                let Some(Work::Save(_)) = queue.blocking_recv() else { panic!("a save") };
+                session.shutdown();
+                (desk, trainer)
+            };
+            let who_is_there = || {
+                let mut visitor = meet(&place, LONG).expect("meet").expect("somebody is there");
+                say(&mut visitor, &Visit::Look { version: VISIT_VERSION }, None);
+                let (frame, _) = visitor.receive().expect("receive").expect("an answer");
+                serde_json::from_slice::<crate::agent::Answer>(&frame).expect("an answer").start
+            };
+            let order = if earlier_is_first { [("aa", 1), ("bb", 2)] } else { [("bb", 2), ("aa", 1)] };
+            let (first, first_trainer) = begin(order[0].0, order[0].1);
+            assert_eq!(who_is_there(), order[0].0.repeat(16));
+            let (second, second_trainer) = begin(order[1].0, order[1].1);
+            // Whichever is not to have it is over.
+            if earlier_is_first { first } else { second }.join().expect("the desk").expect("served");
+            assert_eq!(who_is_there(), "bb".repeat(16));
+            for trainer in [first_trainer, second_trainer] {
+                trainer.tell(&Reply::Durable { save: 1, at_us: 0 });
+            }
         }
     }
 

@@ -69,7 +69,7 @@ impl Predecessor {
     fn look(mut stream: FdStream) -> Result<Option<Self>> {
         say(&mut stream, &Visit::Look { version: VISIT_VERSION })?;
         let Some((frame, _)) = stream.receive()? else { return Ok(None) };
-        let Answer { start, held: steps, mut durable, after } = parse(&frame)?;
+        let Answer { start, held: steps, mut durable, after, .. } = parse(&frame)?;
         if steps.len() > MAX_HELD {
             return Err(Error::invalid(format!("an agent that holds {} steps", steps.len())));
         }
