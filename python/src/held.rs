@@ -4,7 +4,7 @@ use std::future::Future;
 use std::time::Duration;
 
 use forebay_ckpt::arena::HeldStep;
-use forebay_ckpt::catalog::{list_steps, newest_number, newest_run};
+use forebay_ckpt::catalog::{Start, list_steps, newest_number, newest_run};
 use forebay_ckpt::local::{Local, PATIENCE, as_damage};
 use forebay_ckpt::restore::assemble;
 use forebay_ckpt::session;
@@ -64,6 +64,12 @@ impl Predecessor {
         self.with(|found| Ok(found.start().to_owned())).or_raise()
     }
 
+    /// When that start began, in milliseconds since 1970 by its own clock; 0 where the agent does not say.
+    #[getter]
+    fn started_ms(&self) -> PyResult<u64> {
+        self.with(|found| Ok(found.started_ms())).or_raise()
+    }
+
     /// The starts that it came after, as far as it knows, by the first eight characters of their nonces.
     fn after(&self) -> PyResult<Vec<String>> {
         self.with(|found| Ok(found.after().to_vec())).or_raise()
@@ -93,8 +99,9 @@ pub(crate) fn open_held(py: Python<'_>, agents: Vec<Py<Predecessor>>, step: Name
 }
 
 /// What the store has: the nonce of the run's newest start, if there was one, empty where its record is damaged, that start's
-/// number, else 0, and every committed step, newest first, as the first eight digits of its start's nonce and its number.
-type Survey = (Option<String>, u64, Vec<(String, u64)>);
+/// number, else 0, every committed step, newest first, as the first eight digits of its start's nonce and its number, and the
+/// host and the time (milliseconds since 1970) of that start, as it says.
+type Survey = (Option<String>, u64, Vec<(String, u64)>, Option<(String, u64)>);
 
 /// Asks the store at `url` what it has.
 ///
@@ -110,15 +117,18 @@ pub(crate) fn survey(py: Python<'_>, url: &str, patience_s: f64) -> PyResult<Sur
         let asked = runtime.block_on(async {
             let look = async {
                 let bucket = Bucket::open(&url, &StoreSettings::default()).await?;
-                let (start, number) = match newest_run(&bucket).await {
+                let (start, number, began) = match newest_run(&bucket).await {
                     Err(error) if error.kind() == ErrorKind::Corrupt => {
-                        (Some(String::new()), newest_number(&bucket).await?)
+                        (Some(String::new()), newest_number(&bucket).await?, None)
                     }
-                    run => run?.map_or((None, 0), |run| (Some(run.start.nonce), run.incarnation)),
+                    run => run?.map_or((None, 0, None), |run| {
+                        let Start { nonce, host, started_ms, .. } = run.start;
+                        (Some(nonce), run.incarnation, Some((host, started_ms)))
+                    }),
                 };
                 let steps = list_steps(&bucket).await?.into_iter().rev();
                 let steps = steps.map(|info| (info.key.attempt, info.key.step));
-                Ok::<Survey, Error>((start, number, steps.collect()))
+                Ok::<Survey, Error>((start, number, steps.collect(), began))
             };
             tokio::select! {
                 found = look => found,

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -248,9 +248,22 @@ def test_a_later_start_elsewhere_makes_memory_stale(tmp_path: Path, is_damaged: 
 def test_memory_is_newer_than_the_starts_that_its_own_came_after(known: bool) -> None:
     """Until the agent of a start takes its number, that of the one before is the newest, and so is a step of that."""
     before, own = "b" * 32, "c" * 32
-    word = {"start": own, "after": [before[:8]] if known else [], "held": [[own, 4], [own, 3]], "durable": []}
-    reason = _held._reason_against([word, {**word, "after": []}], (own, 4), _held.Survey(before, 1, [(before[:8], 2)]))
+    after = [before[:8]] if known else []
+    word = {"start": own, "began": ["here", 20], "after": after, "held": [[own, 4], [own, 3]], "durable": []}
+    store = _held.Survey(before, 1, [(before[:8], 2)], ("here", 30))
+    reason = _held._reason_against([word, {**word, "after": []}], (own, 4), store)
     assert reason == (None if known else "the job was started elsewhere since")
+
+
+@pytest.mark.parametrize(
+    "began, is_late", [(("here", 10), True), (("here", 20), False), (("elsewhere", 10), False), (None, False)]
+)
+def test_memory_is_newer_than_a_start_whose_agent_came_late(began: Optional[tuple[str, int]], is_late: bool) -> None:
+    """A trainer was killed before its agent was up, which took its number after that of the next start, on this host."""
+    late, own = "b" * 32, "c" * 32
+    word = {"start": own, "began": ["here", 20], "after": [], "held": [[own, 4]], "durable": []}
+    reason = _held._reason_against([word, word], (own, 4), _held.Survey(late, 2, [(late[:8], 2)], began))
+    assert reason == (None if is_late else "the job was started elsewhere since")
 
 
 def test_a_living_trainer_is_left_alone(tmp_path: Path) -> None:

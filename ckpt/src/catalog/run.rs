@@ -20,11 +20,11 @@ const MAX_ATTEMPTS: usize = 16;
 pub struct Start {
     /// 32 random hex digits, new at each start.
     pub nonce: String,
-    /// The host's name, for people.
+    /// The host's name.
     pub host: String,
     /// The trainer's process id, for people.
     pub pid: u32,
-    /// Milliseconds since 1970 by the trainer's clock, for people.
+    /// Milliseconds since 1970 by the trainer's clock.
     pub started_ms: u64,
 }
 

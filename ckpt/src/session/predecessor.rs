@@ -23,6 +23,7 @@ const MAX_HELD: usize = 3 * SLOTS;
 pub struct Predecessor {
     pub(super) stream: FdStream,
     start: String,
+    started_ms: u64,
     after: Vec<String>,
     /// Oldest first.
     pub(super) held: Vec<Shown>,
@@ -69,7 +70,7 @@ impl Predecessor {
     fn look(mut stream: FdStream) -> Result<Option<Self>> {
         say(&mut stream, &Visit::Look { version: VISIT_VERSION })?;
         let Some((frame, _)) = stream.receive()? else { return Ok(None) };
-        let Answer { start, held: steps, mut durable, after, .. } = parse(&frame)?;
+        let Answer { start, started_ms, held: steps, mut durable, after } = parse(&frame)?;
         if steps.len() > MAX_HELD {
             return Err(Error::invalid(format!("an agent that holds {} steps", steps.len())));
         }
@@ -82,12 +83,17 @@ impl Predecessor {
             let memory = known.map_or_else(|| Arc::new(memory), |known| known.memory.clone());
             held.push(Shown { step, told, memory });
         }
-        Ok(Some(Self { stream, start, after, held, durable }))
+        Ok(Some(Self { stream, start, started_ms, after, held, durable }))
     }
 
     /// The nonce of the start that the agent served.
     pub fn start(&self) -> &str {
         &self.start
+    }
+
+    /// When that start began, in milliseconds since 1970 by its own clock; 0 where the agent does not say.
+    pub fn started_ms(&self) -> u64 {
+        self.started_ms
     }
 
     /// The starts that it came after, as far as it knows, by the beginnings of their nonces.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import warnings
 from collections.abc import Sequence
@@ -99,9 +100,10 @@ class Inheritance:
     def _say(self) -> dict[str, Any]:
         own = self._look()
         if own is None:
-            return {"start": None, "after": [], "held": [], "durable": []}
+            return {"start": None, "began": None, "after": [], "held": [], "durable": []}
         held, durable = ([list(entry) for entry in entries] for entries in (own.held(), own.durable()))
-        return {"start": own.start, "after": own.after(), "held": held, "durable": durable}
+        began = [socket.gethostname(), own.started_ms]
+        return {"start": own.start, "began": began, "after": own.after(), "held": held, "durable": durable}
 
     def _look(self) -> Optional[_native.Predecessor]:
         if not self._has_looked:
@@ -148,6 +150,8 @@ class Survey(NamedTuple):
     """Its number, else 0."""
     steps: list[tuple[str, int]]
     """The steps, newest first, by the first eight characters of their starts' nonces."""
+    began: Optional[tuple[str, int]]
+    """Where the newest start began, and when, in milliseconds since 1970, as it says."""
 
 
 def survey(url: str, ranks: Ranks, act: str) -> Optional[Survey]:
@@ -188,6 +192,17 @@ def _is_gone(url: str) -> bool:
     return gone.is_set()
 
 
+def _was_late(words: Sequence[Any], store: Survey) -> bool:
+    """Whether the newest start in the store began before the one whose memory is held, on the same host: its trainer was killed
+    before its agent was up, which came to the store after that of the next start.
+    """
+    began = [word["began"] for word in words if word["began"] is not None]
+    if store.began is None or not began:
+        return False
+    host, started_ms = store.began
+    return all(host == own_host and started_ms < own_ms for own_host, own_ms in began)
+
+
 def _reason_against(words: Sequence[Any], step: _native.Named, store: Survey) -> Optional[str]:
     """Why a step that is held is not used where the store has that; None where it may be."""
     start, number = step
@@ -197,7 +212,8 @@ def _reason_against(words: Sequence[Any], step: _native.Named, store: Survey) ->
     own = {word["start"] for word in words} | {held[0] for word in words for held in word["held"]}
     # Nor one that they came after, whose number stays the newest until their agents take theirs.
     known = {nonce[:8] for nonce in own if nonce} | {attempt for word in words for attempt in word["after"]}
-    if newest is not None and newest[:8] not in known and store.steps and store.steps[0][0] not in known:
+    is_unknown = newest is not None and newest[:8] not in known and store.steps and store.steps[0][0] not in known
+    if is_unknown and not _was_late(words, store):
         return "the job was started elsewhere since"
     # What the ranks said was said before the store was asked: what was committed by then is there unless it was deleted.
     is_durable = any([start, number] in word["durable"] for word in words)
