@@ -180,7 +180,11 @@ pub fn mount(
     };
     if let Some(place) = &place {
         raise_read_ahead(&place.device);
-        session.first_answer(&place.directory, || *ended.borrow()).inspect_err(|_| place.leave())?;
+        session.await_threads(options.threads(), || *ended.borrow());
+        if *ended.borrow() && place.holds() {
+            place.leave();
+            return Err(transport::ended_by_itself(&place.directory.display(), session.cause()));
+        }
     }
     notify::start(fs.clone(), session.notifier(), &runtime, &notices);
     info!(source = %options.source, ?target, dataset = options.dataset, "mounted");

@@ -10,7 +10,6 @@ use std::mem::{self, ManuallyDrop};
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::process::Command;
-use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -24,10 +23,10 @@ use crate::mountpoint::{self, MountPoint};
 /// Dead mounts of ours, one on top of the other, that are cleared away: a supervisor leaves one at most.
 const DEAD_MOUNTS_MAX: usize = 16;
 
-/// How long the first request may take to be answered before the mount is taken to be slow, and well.
-const FIRST_ANSWER: Duration = Duration::from_secs(10);
-/// How often, until then, it is looked at whether the session still runs.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How long the threads of a session may take to begin before it is taken to be slow, and well.
+const BEGINNING: Duration = Duration::from_secs(10);
+/// How often it is looked at until then.
+const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// A running session. Dropping it leaves the mount as it is.
 #[derive(Debug)]
@@ -51,29 +50,25 @@ impl Running {
         }
     }
 
-    /// Returns when the session has answered a first request at `directory`, or is slow to.
-    ///
-    /// # Errors
-    /// `Unavailable` when it has ended instead.
-    pub(crate) fn first_answer(&mut self, directory: &Path, ended: impl Fn() -> bool) -> Result<()> {
-        let (tell, told) = mpsc::channel();
-        let place = directory.to_owned();
-        // It stays in the kernel where nobody answers.
-        let asking = move || _ = tell.send(rustix::fs::statfs(&place).is_ok());
-        thread::Builder::new().name("first-request".into()).spawn(asking).map_err(no_threads)?;
-        let rounds = FIRST_ANSWER.as_millis() / LOOK_EVERY.as_millis();
-        for _ in 0..rounds {
-            match told.recv_timeout(LOOK_EVERY) {
-                Err(RecvTimeoutError::Timeout) if !ended() => {}
-                Err(RecvTimeoutError::Timeout) => {
-                    return Err(ended_by_itself(&directory.display(), self.cause()));
-                }
-                // Whatever it answers, it serves.
-                Ok(_) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+    /// Returns when all `threads` of the session run, or are slow to begin, or it has ended. Asks the mount nothing: it could not
+    /// be unmounted meanwhile.
+    pub(crate) fn await_threads(&self, threads: usize, ended: impl Fn() -> bool) {
+        // As the library names the last one that it starts.
+        let last = format!("fuser-{}", threads.saturating_sub(1));
+        for _ in 0..BEGINNING.as_millis() / LOOK_EVERY.as_millis() {
+            if ended() || has_thread(&last) {
+                return;
             }
+            thread::park_timeout(LOOK_EVERY);
         }
-        Ok(())
     }
+}
+
+/// Whether this process has a thread of that name.
+fn has_thread(name: &str) -> bool {
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let mut names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+    names.any(|found| found.trim_end() == name)
 }
 
 /// That a session ended though its mount was still there.
