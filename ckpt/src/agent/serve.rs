@@ -300,18 +300,24 @@ mod tests {
         stream.send(&frame, memory.map(AsFd::as_fd)).expect("send");
     }
 
-    /// The place was kept for as long as old steps were deleted: who came was not answered, and the next start's agent, which
-    /// could not have it, showed nobody what it held.
-    #[test]
-    fn the_place_is_free_once_nobody_is_waited_for() {
-        for is_done in [true, false] {
-            let place = format!("forebay-test-free-{is_done}-{}", std::process::id());
-            let (near, far) = FdStream::pair().expect("pair");
-            let (mut session, mut stream) = (near, far.try_clone().expect("clone"));
+    /// An agent's desk, and the trainer's end of it, which has sealed a step.
+    struct Sealed {
+        desk: std::thread::JoinHandle<Result<Desk>>,
+        trainer: Trainer,
+        session: FdStream,
+        /// Where the work for the flusher goes.
+        _queue: mpsc::Receiver<Work>,
+    }
+
+    impl Sealed {
+        /// That of a start, told by what its nonce repeats and when it began.
+        fn by(place: &str, linger_ms: u64, (nonce, started_ms): (&str, u64)) -> Self {
+            let (mut session, far) = FdStream::pair().expect("pair");
+            let mut stream = far.try_clone().expect("clone");
             let trainer = Trainer::new(far, Arc::new(Pace::new(None)));
-            let start = Start { nonce: "ab".repeat(16), host: "h".into(), pid: 1, started_ms: 0 };
+            let start = Start { nonce: nonce.repeat(16), host: "h".into(), pid: 1, started_ms };
             let mut hello = Hello::new("s3://unused".into(), start.clone(), Keep::default());
-            hello.linger = Some(Linger { place: place.clone(), for_ms: 1 });
+            hello.linger = Some(Linger { place: place.into(), for_ms: linger_ms });
             let (saves, mut queue) = mpsc::channel(MAX_SAVES);
             let mut desk = Desk::new(&hello, trainer.clone(), saves, None, None);
             let desk = std::thread::spawn(move || desk.serve(&mut stream).map(|()| desk));
@@ -321,6 +327,17 @@ mod tests {
             say(&mut session, &Request::Arena { arena: 1, slot_bytes: 4096 }, Some(&memory));
             say(&mut session, &Request::Seal(Box::new(Told { arena: 1, held })), None);
             let Some(Work::Save(_)) = queue.blocking_recv() else { panic!("a save") };
+            Self { desk, trainer, session, _queue: queue }
+        }
+    }
+
+    /// The place was kept for as long as old steps were deleted: who came was not answered, and the next start's agent, which
+    /// could not have it, showed nobody what it held.
+    #[test]
+    fn the_place_is_free_once_nobody_is_waited_for() {
+        for is_done in [true, false] {
+            let place = format!("forebay-test-free-{is_done}-{}", std::process::id());
+            let Sealed { desk, trainer, mut session, .. } = Sealed::by(&place, 1, ("ab", 0));
             if is_done {
                 say(&mut session, &Request::Bye, None);
             }
@@ -351,22 +368,8 @@ mod tests {
     fn the_agent_of_a_later_start_has_the_place() {
         for earlier_is_first in [true, false] {
             let place = format!("forebay-test-later-{earlier_is_first}-{}", std::process::id());
-            let begin = |nonce: &str, started_ms: u64| {
-                let (mut session, far) = FdStream::pair().expect("pair");
-                let mut stream = far.try_clone().expect("clone");
-                let trainer = Trainer::new(far, Arc::new(Pace::new(None)));
-                let start = Start { nonce: nonce.repeat(16), host: "h".into(), pid: 1, started_ms };
-                let mut hello = Hello::new("s3://unused".into(), start.clone(), Keep::default());
-                hello.linger = Some(Linger { place: place.clone(), for_ms: 100 });
-                let (saves, mut queue) = mpsc::channel(MAX_SAVES);
-                let mut desk = Desk::new(&hello, trainer.clone(), saves, None, None);
-                let desk = std::thread::spawn(move || desk.serve(&mut stream));
-                let (memory, slot) =
-                    (SharedMemory::create("forebay-test", SLOTS * 4096).expect("memory"), [b' '; 4096]);
-                let held = Held::new(start.nonce, 0, 1, Seal::of_test(1, 1, &slot, 4096, Vec::new()));
-                say(&mut session, &Request::Arena { arena: 1, slot_bytes: 4096 }, Some(&memory));
-                say(&mut session, &Request::Seal(Box::new(Told { arena: 1, held })), None);
-                let Some(Work::Save(_)) = queue.blocking_recv() else { panic!("a save") };
+            let begin = |start| {
+                let Sealed { desk, trainer, session, .. } = Sealed::by(&place, 100, start);
                 session.shutdown();
                 (desk, trainer)
             };
@@ -377,11 +380,12 @@ mod tests {
                 serde_json::from_slice::<crate::agent::Answer>(&frame).expect("an answer").start
             };
             let order = if earlier_is_first { [("aa", 1), ("bb", 2)] } else { [("bb", 2), ("aa", 1)] };
-            let (first, first_trainer) = begin(order[0].0, order[0].1);
+            let (first, first_trainer) = begin(order[0]);
             assert_eq!(who_is_there(), order[0].0.repeat(16));
-            let (second, second_trainer) = begin(order[1].0, order[1].1);
+            let (second, second_trainer) = begin(order[1]);
             // Whichever is not to have it is over.
-            if earlier_is_first { first } else { second }.join().expect("the desk").expect("served");
+            let over = if earlier_is_first { first } else { second };
+            assert!(over.join().expect("the desk").is_ok());
             assert_eq!(who_is_there(), "bb".repeat(16));
             for trainer in [first_trainer, second_trainer] {
                 trainer.tell(&Reply::Durable { save: 1, at_us: 0 });
