@@ -13,6 +13,7 @@ mod sharing;
 mod copies;
 mod moves;
 mod clone;
+mod clone_histories;
 mod cloning;
 mod trash;
 mod quota;
