@@ -7,6 +7,7 @@ Holds a state of many tensors, and answers each line of stdin with one line of J
              (0 without) and committed; all of the state has changed since the last one
     restart  {"memcpy_s", "restart_s", "bytes"}: the first line to a process that takes the place of a killed one; the
              state comes out of the memory of that one
+    back     {"memcpy_s", "back_s", "bytes"}: back to the newest step, out of this process's own memory
     train    {"alone_s", "saving_s", "flush_cpu_s", "saves"}: a training loop that computes on all processors, without saves,
              and with one saved as soon as the one before is committed; the agent's processor time in the second loop
     memory   {"extra_bytes"}: memory of this process and its agent beyond the state and the snapshots, since before
@@ -202,6 +203,12 @@ class Trainer:
             tensor.view(torch.int32).add_(0x01010101)
 
     def restart(self) -> dict[str, float]:
+        return self._from_memory("restart_s")
+
+    def back(self) -> dict[str, float]:
+        return self._from_memory("back_s")
+
+    def _from_memory(self, name: str) -> dict[str, float]:
         memcpy = self._memcpy.seconds()
         start = time.perf_counter()
         checkpointer = self._checkpointer()
@@ -209,7 +216,7 @@ class Trainer:
         seconds = time.perf_counter() - start
         restored = checkpointer.restored
         assert restored is not None and restored.tier == "arena", f"restored {restored}"
-        return {"memcpy_s": memcpy, "restart_s": seconds, "bytes": self._bytes}
+        return {"memcpy_s": memcpy, name: seconds, "bytes": self._bytes}
 
     def train(self) -> dict[str, float]:
         model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
@@ -325,6 +332,7 @@ def main() -> None:
         "save": trainer.save,
         "restore": trainer.restore,
         "restart": trainer.restart,
+        "back": trainer.back,
         "train": trainer.train,
         "memory": trainer.memory,
         "disk": trainer.disk,

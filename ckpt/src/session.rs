@@ -25,9 +25,11 @@ use crate::manifest::{Extra, TextLength};
 use crate::shard::{ShardLayout, TensorSpec};
 
 mod adopt;
+mod open_memory;
 mod pending;
 mod predecessor;
 
+pub use open_memory::OpenMemory;
 pub use pending::Lost;
 use pending::Pending;
 pub use predecessor::{Part, Predecessor};
@@ -185,6 +187,10 @@ impl Session {
     /// What is saved next goes on from a step that was restored: what did not change since is not stored again.
     pub fn go_on_from(&mut self, origin: Origin) {
         self.hello.comes_after(&origin.attempt);
+        // Known already, or older than what this start saved since: an agent that waits for the store has room for few words.
+        if self.origin.as_ref() == Some(&origin) {
+            return;
+        }
         // A failure here is the agent's death, and the next one is told.
         self.send(&Request::GoOn(origin.clone()), None).ok();
         self.origin = Some(origin);

@@ -1,4 +1,5 @@
-//! What is nearer than the store: what the agents of killed trainers hold, and the copies on this host's disk.
+//! What is nearer than the store: what is held in memory, by this job or the agents of killed trainers, and the copies on
+//! this host's disk.
 
 use std::future::Future;
 use std::time::Duration;
@@ -30,7 +31,7 @@ pub(crate) fn step_named((start, step): Named) -> HeldStep {
     HeldStep { start, step }
 }
 
-/// An agent that lost its trainer.
+/// An agent that lost its trainer, or memory that a rank of this job opened.
 #[pyclass(frozen, module = "forebay._native")]
 pub(crate) struct Predecessor(Mutex<Option<session::Predecessor>>);
 
@@ -51,14 +52,14 @@ fn gone() -> Error {
 
 #[pymethods]
 impl Predecessor {
-    /// Visits the agent that is found at `place`; `None` when there is none, or its trainer lives.
+    /// Visits who is found at `place`; `None` when there is none, or it is an agent whose trainer lives.
     #[staticmethod]
     fn visit(py: Python<'_>, place: &str) -> PyResult<Option<Self>> {
         let found = py.detach(|| session::Predecessor::visit(place));
         Ok(found.or_raise()?.map(|found| Self(Mutex::new(Some(found)))))
     }
 
-    /// The nonce of the start that it served.
+    /// The nonce of the start whose memory it is.
     #[getter]
     fn start(&self) -> PyResult<String> {
         self.with(|found| Ok(found.start().to_owned())).or_raise()
@@ -80,13 +81,36 @@ impl Predecessor {
         self.with(|found| Ok(found.held().into_iter().map(named).collect())).or_raise()
     }
 
+    /// Lets go of its memory at once, whatever refers to this.
+    fn release(&self, py: Python<'_>) {
+        py.detach(|| drop(self.0.lock().take()));
+    }
+
     /// Those of them that were committed.
     fn durable(&self) -> PyResult<Vec<Named>> {
         self.with(|found| Ok(found.durable().iter().cloned().map(named).collect())).or_raise()
     }
 }
 
-/// The step that the ranks' agents hold, given in the order of ranks.
+/// What a session's memory holds, at a place where other ranks find it.
+#[pyclass(frozen, module = "forebay._native")]
+pub(crate) struct OpenMemory(Mutex<Option<session::OpenMemory>>);
+
+impl OpenMemory {
+    pub(crate) fn new(opened: session::OpenMemory) -> Self {
+        Self(Mutex::new(Some(opened)))
+    }
+}
+
+#[pymethods]
+impl OpenMemory {
+    /// Nobody finds it any more; those who came keep what they saw.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| drop(self.0.lock().take()));
+    }
+}
+
+/// The step that is held in memory for each rank, given in their order.
 #[pyfunction]
 pub(crate) fn open_held(py: Python<'_>, agents: Vec<Py<Predecessor>>, step: Named) -> PyResult<Step> {
     let agents: Vec<&Predecessor> = agents.iter().map(Py::get).collect();

@@ -20,7 +20,7 @@ mod _native {
     #[pymodule_export]
     use super::device::Device;
     #[pymodule_export]
-    use super::held::{Predecessor, begin_local, look_local, open_held, open_local, survey};
+    use super::held::{OpenMemory, Predecessor, begin_local, look_local, open_held, open_local, survey};
     #[pymodule_export]
     use super::loading::{
         Step, check_url, find_steps, import_model, list_steps, mapped_bytes, open_step, verify,

@@ -24,7 +24,7 @@ use pyo3::prelude::*;
 use crate::buffer::{self, Span};
 use crate::device::Device;
 use crate::errors::{OrRaise, exception};
-use crate::held::{Named, Predecessor, named, step_named};
+use crate::held::{Named, OpenMemory, Predecessor, named, step_named};
 use crate::ranks::patience;
 
 /// Every element type: name and bytes of one element.
@@ -184,6 +184,12 @@ impl Session {
     /// The sealed steps that are in memory, newest first.
     fn held(&self, py: Python<'_>) -> Vec<Named> {
         py.detach(|| self.0.lock().held().into_iter().map(named).collect())
+    }
+
+    /// Shows what is in memory to whoever visits `place`, until that is closed.
+    fn open_memory(&self, py: Python<'_>, place: &str) -> PyResult<OpenMemory> {
+        let opened = py.detach(|| self.0.lock().open_memory(place)).or_raise()?;
+        Ok(OpenMemory::new(opened))
     }
 
     /// From now on no save takes the slot of that step.

@@ -19,7 +19,7 @@ import torch
 
 import forebay
 from forebay import _held, _native
-from forebay._held import Inheritance
+from forebay._held import Memory
 
 from .conftest import Child, arenas_of, rounds, wait_until
 from .test_crash import is_running
@@ -355,13 +355,13 @@ def test_memory_that_one_rank_cannot_open_is_left_by_all(tmp_path: Path, monkeyp
         signal.pause()
 
     agents = [kill(child) for child in start_ranks(2, work, with_gloo=False)]
-    visit = Inheritance._visit
+    visit = Memory._visit
 
-    def one_is_gone(self: Inheritance, rank: int) -> Any:
+    def one_is_gone(self: Memory, place: str, rank: int) -> Any:
         # Of the other's; its own it looked for before.
-        return None if (self._ranks.rank, rank) == (0, 1) else visit(self, rank)
+        return None if (self._ranks.rank, rank) == (0, 1) else visit(self, place, rank)
 
-    monkeypatch.setattr(Inheritance, "_visit", one_is_gone)
+    monkeypatch.setattr(Memory, "_visit", one_is_gone)
     warnings.simplefilter("ignore", forebay.CheckpointWarning)
     assert rank_restores(tmp_path) == [[1, "store", True]] * 2
     for agent in agents:

@@ -37,7 +37,7 @@ def test_saves_and_restores_tell_what_they_took(tmp_path: Path) -> None:
     check_save(entries[0], 1, 0, 1_200_000)
     check_save(entries[1], 2, 0, 1_200_000)
     assert entries[2]["act"] == "restore" and entries[2]["seconds"] > 0
-    assert [entries[2][name] for name in ("step", "tier", "rank", "bytes")] == [2, "store", 0, 1_200_000]
+    assert [entries[2][name] for name in ("step", "tier", "rank", "bytes")] == [2, "arena", 0, 1_200_000]
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     told = [line["fields"] for line in lines if line["fields"].get("message") == "durable"]
     assert [(fields["step"], fields["rank"]) for fields in told] == [(1, 0), (2, 0)]
@@ -72,7 +72,7 @@ def test_metrics_count_all_saves_and_restores(tmp_path: Path) -> None:
         assert found["forebay_save_seconds_count", phase] == 110
     assert found["forebay_save_seconds_sum", "sealed"] <= found["forebay_save_seconds_sum", "durable"]
     assert ("forebay_save_seconds_count", "local") not in found
-    assert found["forebay_restore_seconds_count", "store"] == 1 and found["forebay_restored_bytes_total", "store"] == 1200
+    assert found["forebay_restore_seconds_count", "arena"] == 1 and found["forebay_restored_bytes_total", "arena"] == 1200
     assert found["forebay_saves_skipped_total",] == found["forebay_copies_missed_total",] == 0
 
 

@@ -151,14 +151,14 @@ fn on_disk(context: &Context) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// What is nearer than the store: the host's disk, and the memory that a killed trainer leaves to the next.
+/// What is nearer than the store: the host's disk, and memory, the trainer's own and what a killed one leaves to the next.
 fn near(context: &Context) -> Result<Vec<Row>> {
     let store = StoreProcess::start(PaceSettings::default())?;
     let (url, local) = (format!("s3://{}/near", StoreProcess::BUCKET), context.place("local")?);
     let start = || Trainer::start_with(context, &url, &store.environment(), Some(&local));
     let mut trainer = start()?;
     trainer.ask("save")?;
-    let (mut saves, mut restarts) = (Vec::new(), Vec::new());
+    let (mut saves, mut restarts, mut returns) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..context.settings.pairs {
         let save = trainer.ask("save")?;
         let raw = trainer.ask("disk")?;
@@ -172,6 +172,8 @@ fn near(context: &Context) -> Result<Vec<Row>> {
         let restart = trainer.ask("restart")?;
         restarts.push((of(&restart, "restart_s")? * 1e3, of(&restart, "memcpy_s")? * 1e3));
         trainer.ask("save")?;
+        let back = trainer.ask("back")?;
+        returns.push((of(&back, "back_s")? * 1e3, of(&back, "memcpy_s")? * 1e3));
     }
     trainer.ask("end")?;
     let (gib, mib) = (state / GIB, GIB / 1024.0);
@@ -183,6 +185,7 @@ fn near(context: &Context) -> Result<Vec<Row>> {
     Ok(vec![
         row("save until it is on the local disk", &saves, "write, fsync"),
         row("restart of a killed trainer, in place", &restarts, "warm memcpy"),
+        row("back to the newest step in the process that saved it", &returns, "warm memcpy"),
         Row::of_values(NAME, &more, "MiB", &[extra / mib]).aim(Aim::AtMost(0.02 * state / mib + 64.0)),
     ])
 }

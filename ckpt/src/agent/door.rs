@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 use forebay_core::{Error, Result};
-use forebay_io::net::{FdStream, Meeting, Notice, meet, wait_readable};
+use forebay_io::net::{FdStream, Meeting, meet, wait_readable};
 
 use super::{Answer, VISIT_VERSION, Visit};
 use crate::catalog::Start;
@@ -17,7 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_secs(3600);
 
 /// A meeting place and those who came.
-pub(super) struct Door {
+pub(crate) struct Door {
     place: Option<String>,
     meeting: Option<Meeting>,
     visitors: Vec<Visitor>,
@@ -30,6 +30,14 @@ struct Visitor {
 }
 
 impl Door {
+    /// One at `place` that is open.
+    ///
+    /// # Errors
+    /// `Exists` where the place is taken.
+    pub(crate) fn hold(place: &str) -> Result<Self> {
+        Ok(Self { place: None, meeting: Some(Meeting::hold(place)?), visitors: Vec::new() })
+    }
+
     /// A door at `place`, not opened yet; none is never opened.
     pub(super) fn new(place: Option<String>) -> Self {
         Self { place, meeting: None, visitors: Vec::new() }
@@ -85,16 +93,16 @@ impl Door {
         }
     }
 
-    /// The next visitor and what it wants; `None` when `patience` passed first, `notice` was given, or for no reason.
-    pub(super) fn next(
+    /// The next visitor and what it wants; `None` when `patience` passed first, `notice` can be read from, or for no reason.
+    pub(crate) fn next(
         &mut self,
         patience: Duration,
-        notice: Option<&Notice>,
+        notice: Option<BorrowedFd<'_>>,
     ) -> Result<Option<(Visit, FdStream)>> {
         let Some(meeting) = &self.meeting else { return Ok(None) };
         let visitors = self.visitors.iter().map(|visitor| visitor.stream.as_fd());
         let fds: Vec<BorrowedFd<'_>> =
-            std::iter::once(meeting.as_fd()).chain(visitors).chain(notice.map(AsFd::as_fd)).collect();
+            std::iter::once(meeting.as_fd()).chain(visitors).chain(notice).collect();
         let ready = wait_readable(&fds, patience)?;
         match ready.first() {
             None => Ok(None),

@@ -30,13 +30,19 @@ struct Holding {
 
 /// All of it.
 #[derive(Default)]
-pub(super) struct Holdings {
+pub(crate) struct Holdings {
     /// The one that was announced last.
     arena: Option<Arena>,
     held: Vec<Holding>,
 }
 
 impl Holdings {
+    /// These steps, and where they lie.
+    pub(crate) fn of(steps: Vec<(Held, Arc<SharedMemory>)>) -> Self {
+        let held = steps.into_iter().map(|(held, memory)| Holding { held, memory }).collect();
+        Self { arena: None, held }
+    }
+
     /// Takes the memory that following seals mean.
     pub(super) fn announce(&mut self, number: u64, slot_bytes: usize, fd: Option<OwnedFd>) -> Result<()> {
         let fd = fd.ok_or_else(|| Error::invalid("an arena came without its descriptor"))?;
@@ -93,7 +99,7 @@ impl Holdings {
 
     /// Shows a visitor everything: of which start it is, which ones that came after, and which saves of it `is_durable` has
     /// to be committed.
-    pub(super) fn show(
+    pub(crate) fn show(
         &mut self,
         (start, after): (&Start, &[String]),
         is_durable: impl Fn(u64) -> bool,

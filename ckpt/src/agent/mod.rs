@@ -22,4 +22,7 @@ mod serve;
 pub use protocol::{Answer, Hello, Linger, Member, Origin, Reply, Request, Told, VISIT_VERSION, Visit};
 pub use serve::serve;
 
+pub(crate) use door::Door;
+pub(crate) use holdings::Holdings;
+
 pub use crate::arena::Seal;

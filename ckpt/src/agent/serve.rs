@@ -9,7 +9,7 @@
 //! One thread reads requests, and afterwards receives successors; one task flushes, see `flusher`, and one writes to this
 //! host's disk, see `disk`.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -232,7 +232,7 @@ impl Desk {
             }
             let next = match left.is_zero() || is_asked {
                 true => self.door.next(GLANCE, None),
-                false => self.door.next(left, self.notice.as_ref()),
+                false => self.door.next(left, self.notice.as_ref().map(AsFd::as_fd)),
             };
             match next? {
                 Some((Visit::Look { version }, mut visitor)) if version == VISIT_VERSION => {
@@ -282,8 +282,6 @@ impl Vigil {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
-
     use forebay_io::mem::SharedMemory;
     use forebay_io::net::{Meeting, meet};
 

@@ -55,8 +55,7 @@ impl Session {
 
     /// The sealed steps that this session's memory holds, newest first.
     pub fn held(&self) -> Vec<HeldStep> {
-        let pending = self.pending.iter().filter_map(|pending| pending.slot.held());
-        let mut held: Vec<&Held> = self.idle_slots().filter_map(Slot::held).chain(pending).collect();
+        let mut held: Vec<&Held> = self.held_slots().filter_map(Slot::held).collect();
         held.sort_by_key(|held| std::cmp::Reverse(held.seal.save));
         held.into_iter().map(Held::name).collect()
     }
@@ -92,6 +91,11 @@ impl Session {
         let mut steps: Vec<_> = self.idle_slots().filter_map(step).collect();
         steps.sort_by_key(|(held, _)| held.seal.save);
         steps
+    }
+
+    /// Slots that may hold a sealed step.
+    pub(super) fn held_slots(&self) -> impl Iterator<Item = &Slot> {
+        self.idle_slots().chain(self.pending.iter().map(|pending| &pending.slot))
     }
 
     /// Slots that hold what need not be flushed by this session's agent.

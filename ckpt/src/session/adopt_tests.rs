@@ -2,9 +2,10 @@
 
 use std::thread::JoinHandle;
 
+use super::predecessor::say;
 use super::tests::{Fixture, PATIENCE, attach, save, settle, snapshot};
 use super::*;
-use crate::agent::Answer;
+use crate::agent::{Answer, Visit};
 use crate::catalog::{Note, RankKey, begin_run, list_ranks};
 use crate::dtype::Dtype;
 use crate::manifest::Encoding;
@@ -543,4 +544,37 @@ fn every_field_of_a_seal_in_memory_is_looked_at() {
     agent.join().expect("agent").expect("served");
     last.dismiss();
     end.join().expect("agent").expect("served");
+}
+
+/// A trainer that lived could not read its own sealed steps until they were in the store, which may be away for long.
+#[test]
+fn what_a_living_trainers_memory_holds_is_open_to_its_job_while_it_is_shown() {
+    let (mut fixture, place) = (Fixture::new(), place("open"));
+    let (mut session, agent) = fixture.session(None);
+    let saves = [(1, 3 << 20), (2, 5000)].map(|(step, length)| save(&mut session, step, length));
+    assert!(matches!(settle(&mut session, &saves[0]), Progress::Durable));
+    // The second one may be under way still, as it is where the store is away.
+    let opened = session.open_memory(&place).expect("open");
+    let taken = session.open_memory(&place).expect_err("it is open");
+    assert_eq!(taken.kind(), ErrorKind::Exists);
+    let visitors = [(); 3].map(|()| visit(&place).expect("it is open"));
+    let mut successor = visit(&place).expect("it is open").stream;
+    say(&mut successor, &Visit::Succeed).expect("say");
+    assert!(!matches!(successor.receive(), Ok(Some(_))), "nobody takes over what is in use");
+    // As a child that was forked meanwhile has it.
+    let elsewhere = opened.stop.as_ref().expect("open").try_clone().expect("clone");
+    drop(opened);
+    assert!(visit(&place).is_none(), "it is shown no more");
+    drop(elsewhere);
+    for found in &visitors {
+        assert_eq!((found.start(), numbers(&found.held())), (session.hello.start.nonce.as_str(), vec![2, 1]));
+        assert!(numbers(found.durable()).contains(&1));
+        assert_eq!(read(found, &found.held()[1]).expect("step 1"), vec![1; 3 << 20]);
+        assert_eq!(read(found, &found.held()[0]).expect("step 2"), vec![2; 5000]);
+    }
+    // Saves go on as if nobody had looked.
+    let third = save(&mut session, 3, 100);
+    assert!(matches!(settle(&mut session, &third), Progress::Durable));
+    session.dismiss();
+    agent.join().expect("agent").expect("served");
 }

@@ -1,4 +1,5 @@
-//! What the agent of a killed trainer holds, as its successor sees it, and the other ranks of the job.
+//! What the agent of a killed trainer holds, as its successor sees it, and the other ranks of the job; or what a rank of
+//! this job shows them of its own memory.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +19,8 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 /// Steps that an agent can hold at most: two slots of the present arena, two of each of two former ones.
 const MAX_HELD: usize = 3 * SLOTS;
 
-/// An agent that lost its trainer. It goes on holding until [`super::Session::adopt`], whoever else looks.
+/// An agent that lost its trainer, which goes on holding until [`super::Session::adopt`], whoever else looks; or a rank's
+/// [`super::OpenMemory`], which nobody takes over.
 #[derive(Debug)]
 pub struct Predecessor {
     pub(super) stream: FdStream,
@@ -49,7 +51,7 @@ pub struct Part {
 }
 
 impl Predecessor {
-    /// Visits the agent that is found at `place`; `None` when there is none, or its trainer lives.
+    /// Visits who is found at `place`; `None` when there is none, or it is an agent whose trainer lives.
     pub fn visit(place: &str) -> Result<Option<Self>> {
         let stream = match meet(place, Duration::ZERO) {
             Ok(Some(stream)) => stream,

@@ -195,16 +195,12 @@ class Checkpointer(Saver):
         before names in dicts does not matter. When a newer step is damaged, that is a warning; when all are, tensors may hold
         anything, and all else is as it was.
 
-        What this checkpointer itself saved is newer than what is in the store: where it is still on its way there, it is waited
-        for, on all ranks, as `wait` does; one that fails is passed over, and told by the next call. While the store is away
-        that takes until the agents give up, ten minutes. It is not waited for where another `step` is asked for, nor where each
-        rank has a copy of it on the local disk (`local`), which is used at once.
-
-        Where the agents of this job's killed processes still hold a step that all ranks had sealed, that is the newest:
-        it is copied out of their memory, every byte checked, and the store is only asked whether the job was started
-        elsewhere meanwhile, or the step, once committed, deleted. Next come the copies on the local disk (`local`), unless
-        the store has a newer step; a step that was still on its way to the store is brought there once this start saves.
-        `restored` tells where the step came from.
+        What all ranks have in memory comes first: the newest steps that this job itself sealed, mostly two, or what
+        the agents of its killed processes still hold. It is copied out of that memory, every byte checked, whether it is in
+        the store, on its way there, or never will be; the store is only asked whether the job was started elsewhere meanwhile,
+        or the step, once committed, deleted. Next come the copies on the local disk (`local`), unless the store has a newer
+        step. Where neither has what is on its way to the store, it is waited for on all ranks, as `wait` does: one that fails
+        is passed over, and told by the next call. `restored` tells where the step came from.
 
         Ranks may hold other parts of the state than those that saved: stages of another pipeline, or all of it in one
         process. Where what the rank of the same number saved (modulo how many did) does not fit on every rank, each looks up
@@ -219,7 +215,7 @@ class Checkpointer(Saver):
         not at all; the name of a dict, list or module (`model`) means all in it. Random number generators stay as they are.
 
         A job that goes back to a step before its last save, and on from there, may save the steps after it again: once
-        what it saved is committed, it goes on as another start would, and a step that it saves again counts instead of
+        what it saved is committed, or given up, for which it waits, it goes on as another start would, and a step that it saves again counts instead of
         the one before. That one is deleted, unless it was pinned: `step="500.2"` is step 500 as start 2 of the run saved it
         (the incarnation in `forebay ckpt ls`).
 
@@ -250,7 +246,7 @@ class Checkpointer(Saver):
         `name` says which module (or dict of tensors) of the saved state is meant where it holds several, such as
         `model` or `models.ema`; `only` takes patterns of names inside of it, as in `restore`.
 
-        A save that is under way is waited for, as `restore` does.
+        What is in memory or under way comes first, as with `restore`.
 
         Raises `CheckpointNotFound`, `CheckpointCorrupt` or `CheckpointMismatch`, as `restore` does.
         """
@@ -284,7 +280,8 @@ class Checkpointer(Saver):
             if self._newest is not None:
                 self._settle_together(number, may_be_near)
 
-        found, generators = self._ladder.use(step, note, settle) or (None, None)
+        own = self._session, self._nonce
+        found, generators = self._ladder.use(step, note, settle, own) or (None, None)
         if found is None:
             return None
         if generators is not None:
@@ -293,6 +290,8 @@ class Checkpointer(Saver):
         self.restored = Restored(found.step, found.tier, rank, size, seconds, self._ladder.passed_over)
         # As all ranks know it: this one may have failed where others saved.
         if goes_back and self._newest is not None and found.step < self._newest:
+            # No rank begins anew while another one waits for the store.
+            self._settle_together(None, False)
             start = new_start()
             self._missed_before += self._session.copies_missed
             self._begin_anew(start, self._open_session(start))

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
+import warnings
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
+
+_PACKAGE = os.path.dirname(__file__)
 
 
 class CheckpointError(Exception):
@@ -58,6 +63,14 @@ class CheckpointMutated(CheckpointError):
 
 class CheckpointWarning(UserWarning):
     """Something went wrong that Forebay made up for; a person should know."""
+
+
+def warn(text: str) -> None:
+    """A `CheckpointWarning` that points to whoever called this package, from however deep within."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _PACKAGE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, CheckpointWarning, stacklevel=level)
 
 
 def anew(error: E) -> E:

@@ -1,16 +1,16 @@
-"""What the agents of this job's killed processes still hold in memory."""
+"""What this job has in memory: of its own saves, or what the agents of its killed processes still hold."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
-import warnings
 from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple, Optional, TypeVar
 
 from . import _native
-from ._errors import CheckpointCorrupt, CheckpointError, CheckpointWarning
+from ._errors import CheckpointCorrupt, CheckpointError, warn
 from ._loading import use_together
 from ._ranks import Ranks
 from ._url import digest, exists, store_name
@@ -30,13 +30,14 @@ def newest_common(held: Sequence[Sequence[Any]]) -> Optional[_native.Named]:
     return None
 
 
-class Inheritance:
-    """The agents whose trainers were killed, one for each rank of this job, as far as there are any."""
+class Memory:
+    """What is in memory, one part for each rank of this job: of its own saves, or until this start has an agent, what the agents
+    of killed processes hold."""
 
     def __init__(self, url: str, ranks: Ranks) -> None:
         self._url = url
         self._ranks = ranks
-        self._own: Optional[_native.Predecessor] = None
+        self._inherited: Optional[_native.Predecessor] = None
         self._has_looked = False
         self.passed_over: list[str] = []
         """Why the last `use` used nothing."""
@@ -46,29 +47,63 @@ class Inheritance:
         """Whether the last `use` may have left something in the state."""
         self.seen: Optional[int] = None
         """The highest number of a start in the store, as the last `use` found; None where it did not look, or was not told."""
+        self.start: Optional[str] = None
+        """The nonce of the start whose memory this rank has, as the last `use` found it, if there is any."""
+        self.own_step: Optional[_native.Named] = None
+        """What the last `use` used of this job's own memory."""
 
     def place(self, rank: int) -> str:
-        """Where the agent of a rank is found."""
+        """Where the agent of a rank is found once its trainer was killed."""
         return "forebay-arena-" + digest(os.getuid(), store_name(self._url), rank, self._ranks.world_size)
 
-    @property
-    def start(self) -> Optional[str]:
-        """The nonce of the start that this rank's served, if there is one."""
-        own = self._look()
-        return None if own is None else own.start
-
-    def use(self, step: Optional[int], use: Callable[[_native.Step], T]) -> Optional[T]:
-        """Calls `use` with the newest step that all ranks' agents hold, or with `step`; all ranks do, or none.
+    def use(self, step: Optional[int], use: Callable[[_native.Step], T], session: _native.Session, nonce: str) -> Optional[T]:
+        """Calls `use` with the newest step that all ranks hold, or with `step`; all ranks do, or none. This rank's own is what
+        the `session` of the start of that `nonce` has.
 
         None where they hold none, the job was started elsewhere since, the step was committed and deleted since, or what
         they hold is damaged, which is a warning.
         """
         self.passed_over, self.has_touched, self.is_used, self.seen = [], False, False, None
-        words = self._ranks.gather("look for what is in memory", self._say)
+        self.start, self.own_step = None, None
+        opened: list[_native.OpenMemory] = []
+        found: list[Optional[_native.Predecessor]] = []
+
+        def look() -> dict[str, Any]:
+            place, held = self.place(self._ranks.rank), self._inherit()
+            # What was committed meanwhile may have been deleted.
+            session.take_replies(0.0)
+            if held is None and session.held():
+                # Not twice the same: a child that was forked meanwhile may have it open.
+                place = "forebay-open-" + digest(os.getuid(), nonce, self._ranks.rank, secrets.token_hex(8))
+                held = self._visit(place, self._ranks.rank, lambda: opened.append(session.open_memory(place)))
+            found.append(held)
+            self.start = None if held is None else held.start
+            return {"place": place, **_words_of(held, is_own=bool(opened))}
+
+        try:
+            words = self._ranks.gather("look for what is in memory", look)
+            used = self._use(step, use, words, found[0])
+        finally:
+            for one in opened:
+                one.close()
+            if opened and found and found[0] is not None:
+                # As below.
+                found[0].release()
+        if not opened:
+            self.own_step = None
+        return used
+
+    def _use(
+        self,
+        step: Optional[int],
+        use: Callable[[_native.Step], T],
+        words: list[dict[str, Any]],
+        own: Optional[_native.Predecessor],
+    ) -> Optional[T]:
         wanted = [[entry for entry in word["held"] if step is None or entry[1] == step] for word in words]
         common = newest_common(wanted)
         if common is None:
-            if any(word["held"] for word in words):
+            if any(wanted):
                 self.passed_over.append("arena: not all ranks hold the step")
             return None
         store = survey(self._url, self._ranks, f"step {common[1]} is restored from memory")
@@ -78,67 +113,77 @@ class Inheritance:
             self.passed_over.append(f"arena: {reason}")
             return None
         try:
-            used = self._read(use, common)
+            used = self._read(use, common, [word["place"] for word in words], own)
         except CheckpointCorrupt as error:
             self.has_touched = True
             self.passed_over.append(f"arena: {error}")
-            text = f"{self._url}: step {common[1]} in memory is not used: {error}"
-            warnings.warn(text, CheckpointWarning, stacklevel=5)
+            warn(f"{self._url}: step {common[1]} in memory is not used: {error}")
             return None
-        self.is_used = True
+        self.is_used, self.own_step = True, common
         return used
 
     def take(self) -> Optional[_native.Predecessor]:
-        """This rank's, for its session to adopt; once."""
-        taken, self._own = self._look(), None
+        """What this rank's killed process left, for its session to adopt; once."""
+        taken, self._inherited = self._inherit(), None
         return taken
 
     def leave(self) -> None:
-        """Leaves it to whoever comes next."""
-        self._own, self._has_looked = None, True
+        """Leaves that to whoever comes next."""
+        self._inherited, self._has_looked = None, True
 
-    def _say(self) -> dict[str, Any]:
-        own = self._look()
-        if own is None:
-            return {"start": None, "began": None, "after": [], "held": [], "durable": []}
-        held, durable = ([list(entry) for entry in entries] for entries in (own.held(), own.durable()))
-        began = [socket.gethostname(), own.started_ms]
-        return {"start": own.start, "began": began, "after": own.after(), "held": held, "durable": durable}
-
-    def _look(self) -> Optional[_native.Predecessor]:
+    def _inherit(self) -> Optional[_native.Predecessor]:
         if not self._has_looked:
             self._has_looked = True
-            self._own = self._visit(self._ranks.rank)
-        return self._own
+            self._inherited = self._visit(self.place(self._ranks.rank), self._ranks.rank)
+        return self._inherited
 
-    def _visit(self, rank: int) -> Optional[_native.Predecessor]:
+    def _visit(
+        self, place: str, rank: int, before: Callable[[], None] = lambda: None
+    ) -> Optional[_native.Predecessor]:
         try:
-            return _native.Predecessor.visit(self.place(rank))
+            before()
+            return _native.Predecessor.visit(place)
         except CheckpointError as error:
             # It is of no use then, and no reason not to train.
-            text = f"what the agent of rank {rank} holds is not used: {error}"
-            warnings.warn(text, CheckpointWarning, stacklevel=6)
+            warn(f"what rank {rank} has in memory is not used: {error}")
             return None
 
-    def _read(self, use: Callable[[_native.Step], T], step: _native.Named) -> T:
+    def _read(
+        self,
+        use: Callable[[_native.Step], T],
+        step: _native.Named,
+        places: list[str],
+        own: Optional[_native.Predecessor],
+    ) -> T:
         opened: list[_native.Step] = []
+
+        def open_parts() -> None:
+            agents = []
+            for rank, place in enumerate(places):
+                agent = own if rank == self._ranks.rank else self._visit(place, rank)
+                if agent is None:
+                    raise CheckpointCorrupt(f"what rank {rank} had in memory is gone")
+                agents.append(agent)
+            opened.append(_native.open_held(agents, step))
+
         try:
             # Apart: ranks meet while they use it, and one that cannot open it would not be there.
-            use_together(self._ranks, "open what is in memory", lambda: opened.append(self._open(step)))
+            use_together(self._ranks, "open what is in memory", open_parts)
             return use_together(self._ranks, "read a step", lambda: use(opened[0]))
         finally:
             for one in opened:
                 # What reads it may refer to itself, and be collected late.
                 one.release()
 
-    def _open(self, step: _native.Named) -> _native.Step:
-        agents = []
-        for rank in range(self._ranks.world_size):
-            agent = self._own if rank == self._ranks.rank else self._visit(rank)
-            if agent is None:
-                raise CheckpointCorrupt(f"the agent of rank {rank} is gone")
-            agents.append(agent)
-        return _native.open_held(agents, step)
+
+def _words_of(found: Optional[_native.Predecessor], is_own: bool) -> dict[str, Any]:
+    """What a rank tells the others of what is in its memory, its process's own or inherited."""
+    if found is None:
+        return {"start": None, "began": None, "after": [], "held": [], "durable": []}
+    held, durable = ([list(entry) for entry in entries] for entries in (found.held(), found.durable()))
+    # No start that is in the store is late beside one that lives.
+    began = None if is_own else [socket.gethostname(), found.started_ms]
+    return {"start": found.start, "began": began, "after": found.after(), "held": held, "durable": durable}
 
 
 class Survey(NamedTuple):
@@ -173,7 +218,7 @@ def survey(url: str, ranks: Ranks, act: str) -> Optional[Survey]:
             text = f"the directory is missing, and {act} (hint: where it was deleted to begin anew, make an empty one first)"
         else:
             text = f"{act}, and it is not known whether the job went on elsewhere: {answer['why']}"
-        warnings.warn(f"{url}: {text}", CheckpointWarning, stacklevel=6)
+        warn(f"{url}: {text}")
     return found
 
 

@@ -1,16 +1,15 @@
-"""Where a restore looks, nearest first: memory that killed processes left, this host's disk, the store."""
+"""Where a restore looks, nearest first: memory, the job's own or what killed processes left, this host's disk, the store."""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from typing import Any, Callable, Literal, Optional, TypeVar
 
 from . import _native
 from . import _options as options
-from ._errors import CheckpointCorrupt, CheckpointNotFound, CheckpointWarning
-from ._held import Inheritance
+from ._errors import CheckpointCorrupt, CheckpointNotFound, warn
+from ._held import Memory
 from ._loading import NoStep, with_step
 from ._local import LocalCopies
 from ._ranks import Ranks
@@ -28,8 +27,8 @@ class Restored:
     step: int
     """The step."""
     tier: Literal["arena", "local", "store"]
-    """Where it was read: `arena`, the memory that a killed process left with its agent, `local`, a copy on this host's
-    disk, or `store`."""
+    """Where it was read: `arena`, memory, this process's own or what a killed one left with its agent, `local`, a copy on this
+    host's disk, or `store`."""
     rank: int
     """Whose restore it was."""
     bytes: int
@@ -51,16 +50,23 @@ class Ladder:
         self._url = url
         self._ranks = ranks
         self._local = local
-        self.arena = Inheritance(url, ranks)
+        self.arena = Memory(url, ranks)
         self.passed_over: tuple[str, ...] = ()
         """Why nearer tiers were not used by the last `use`, where they had something."""
         self.seen: Optional[int] = None
         """The highest number that a start had in the store when the last `use` looked there; None where it did not."""
 
-    def use(self, step: Optional[options.StepName], use: Callable[[_native.Step], T], settle: Settle) -> Optional[T]:
+    def use(
+        self,
+        step: Optional[options.StepName],
+        use: Callable[[_native.Step], T],
+        settle: Settle,
+        own: tuple[_native.Session, str],
+    ) -> Optional[T]:
         """Calls `use` with the newest step that all ranks can get from any tier, or with `step`, out of the nearest one
-        whose copy is whole on all ranks; None when there is no step at all. Before the store is asked, what is on its way
-        there has to `settle`; before nearer tiers are, that which they do not have.
+        whose copy is whole on all ranks; None when there is no step at all. Nearest is the memory of their `own` sessions, given
+        with the nonce of their start. Before the store is asked, what is on its way there has to `settle`; before the local
+        disk is, that which is not there.
 
         Raises as `with_step` does.
         """
@@ -71,14 +77,14 @@ class Ladder:
             settle(number, False)
             return with_step(self._url, step, self._ranks, use, self._note)
         step = number
-        settle(step, True)
         local = self._local
-        used = self.arena.use(step, use)
+        used = self.arena.use(step, use, *own)
         passed_over, has_touched = self.arena.passed_over, self.arena.has_touched
         self.seen = self.arena.seen
         if local is not None and used is not None:
-            local.follow(self.arena.start, self.seen)
+            local.follow(self.arena.start, self.seen, self.arena.own_step)
         elif local is not None:
+            settle(step, True)
             used = local.use(step, use)
             passed_over, has_touched = passed_over + local.passed_over, has_touched or local.has_touched
             self.seen = local.seen if self.seen is None else self.seen
@@ -98,7 +104,7 @@ class Ladder:
             if self.passed_over and self._ranks.rank == 0:
                 # There is no `Restored` to tell it.
                 text = f"{self._url} holds no step, and nothing is restored: {'; '.join(self.passed_over)}"
-                warnings.warn(text, CheckpointWarning, stacklevel=4)
+                warn(text)
             return None
 
     def _note(self, number: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from functools import partial
 from typing import Any, Callable, Optional, TypeVar
 
@@ -13,8 +12,8 @@ from ._errors import (
     CheckpointError,
     CheckpointInvalid,
     CheckpointUnavailable,
-    CheckpointWarning,
     CopiesHang,
+    warn,
 )
 from ._held import survey
 from ._loading import use_together
@@ -85,7 +84,7 @@ class LocalCopies:
                 self.has_touched = True
                 self.passed_over.append(f"local: {error}")
                 text = f"{self._url}: step {number} on the local disk is not used: {error}"
-                warnings.warn(text, CheckpointWarning, stacklevel=5)
+                warn(text)
                 if isinstance(error, CopiesHang):
                     # It is waited for once: nor is another copy looked at.
                     self.hung += 1
@@ -114,12 +113,16 @@ class LocalCopies:
         """Goes on from no copy, but from what the store had when its newest start had that number."""
         self._starts, self._resumes, self._seen = [], None, number
 
-    def follow(self, start: Optional[str], seen: Optional[int]) -> None:
-        """Goes on from the copies of a start that ended, whose memory was used, where the store had starts up to the number
-        `seen`, if it told: all ranks alike, as rank 0 found them, or where it could not look, the next one. What one rank takes for stale its agent deletes, the other ranks' parts as well."""
+    def follow(self, start: Optional[str], seen: Optional[int], own_step: Optional[_native.Named]) -> None:
+        """Goes on from the copies of a start whose memory was used, where the store had starts up to the number `seen`, if it
+        told: all ranks alike, as rank 0 found them, or where it could not look, the next one. What one rank takes for stale its
+        agent deletes, the other ranks' parts as well. Of this job's own memory it is told the step: whoever takes over from
+        this start brings the copy of it to the store, if that has not got it."""
         words = self._ranks.gather("follow local copies", lambda: {"start": start, **self._look()})
         word = next((word for word in words if word["is_known"]), words[0])
         self._starts, self._resumes = word["starts"] if word["start"] in word["starts"] else [], None
+        if self._starts and own_step is not None and all(_has(word, [list(own_step)]) for word in words):
+            self._resumes = own_step
         self._seen = word["seen"] if seen is None and self._starts else seen or 0
 
     def begin(self, nonce: str) -> None:
@@ -131,7 +134,7 @@ class LocalCopies:
             _native.begin_local(self._directory, [*self._starts, nonce], self._seen)
         except CheckpointError as error:
             # The agents try again, and tell.
-            warnings.warn(f"copies on the local disk: {error}", CheckpointWarning, stacklevel=6)
+            warn(f"copies on the local disk: {error}")
 
     def begin_anew(self) -> None:
         """Goes on with another session."""
@@ -151,7 +154,7 @@ class LocalCopies:
             # Of no use then, and no reason not to train.
             self._hangs = isinstance(error, CheckpointUnavailable)
             self.hung += self._hangs
-            warnings.warn(f"copies on the local disk are not used: {error}", CheckpointWarning, stacklevel=6)
+            warn(f"copies on the local disk are not used: {error}")
             return {"starts": [], "seen": 0, "steps": [], "is_known": False}
         self._hangs = False
         found = [[list(name), is_durable] for name, is_durable in steps]

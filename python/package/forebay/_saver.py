@@ -9,13 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 import weakref
 from typing import Any, Optional
 
 from . import _native
 from ._devices import Devices, Sources
-from ._errors import CheckpointError, CheckpointInvalid, CheckpointWarning, anew
+from ._errors import CheckpointError, CheckpointInvalid, anew, warn
 from ._ladder import Ladder
 from ._leaf import Leaf, densify, fill
 from ._local import LocalCopies
@@ -28,9 +27,6 @@ from ._url import make_directory
 
 _FAREWELL_S = 30.0
 """How long `close()` waits for the agent to end once every save is committed, in seconds."""
-
-
-_PACKAGE = os.path.dirname(__file__)
 
 _open: weakref.WeakSet[Saver] = weakref.WeakSet()
 """Those that nobody closed yet."""
@@ -98,7 +94,7 @@ class Saver:
         else:
             self._session.leave()
         if lost is not None:
-            warnings.warn(f"a save under way was given up: {lost}", CheckpointWarning, stacklevel=4)
+            warn(f"a save under way was given up: {lost}")
 
     def _begin_anew(self, start: Start, session: _native.Session) -> None:
         """Goes on as a start that takes over from this one, once what this one saved is settled."""
@@ -123,11 +119,7 @@ class Saver:
             try:
                 self._agent.wait(_FAREWELL_S)
             except subprocess.TimeoutExpired:
-                warnings.warn(
-                    "the checkpoint agent has not ended yet; it may still delete old steps",
-                    CheckpointWarning,
-                    stacklevel=3,
-                )
+                warn("the checkpoint agent has not ended yet; it may still delete old steps")
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -244,7 +236,7 @@ class Saver:
             self._agent.poll()
             text = f"the checkpoint agent (process {self._agent.pid}) ended unexpectedly; another one was started"
             steps = f" and saves steps {lost}" if lost else ""
-            warnings.warn(text + steps, CheckpointWarning, stacklevel=4)
+            warn(text + steps)
         make_directory(self._url)
         arena = self._ladder.arena
         predecessor = arena.take()
@@ -312,7 +304,7 @@ class Saver:
 
     def _pass_warnings_on(self) -> None:
         for message in self._session.take_warnings():
-            _warn(message)
+            warn(message)
 
     def _tell_failures(self, may_count: bool) -> None:
         """Raises what went wrong with earlier saves, or warns of it, on this rank. Where ranks meet they tell it together."""
@@ -333,7 +325,7 @@ class Saver:
 
     def _warn_of_failures(self, all_pass: bool = False) -> None:
         while (text := self._outcomes.next_warning(all_pass)) is not None:
-            _warn(text)
+            warn(text)
 
     def _raise_together(self, own: Optional[Trouble], facts: list[Optional[dict[str, Any]]]) -> None:
         """Where any rank has a trouble, raises on all: its own, or with the rank's number that of another one."""
@@ -345,14 +337,6 @@ class Saver:
             raise anew(own.error)
         rank, fact = others[0]
         raise error_named(fact["kind"])(f"rank {rank}: {fact['text']}")
-
-
-def _warn(text: str) -> None:
-    """Points to whoever called this package, from however deep within."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _PACKAGE:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, CheckpointWarning, stacklevel=level)
 
 
 @atexit.register
