@@ -113,6 +113,26 @@ fn a_mount_whose_threads_cannot_be_started_says_so() {
     }
 }
 
+/// What it may have is more than shells allow at first.
+#[test]
+fn a_mount_takes_as_many_descriptors_as_it_may() {
+    if !require_fuse("a_mount_takes_as_many_descriptors_as_it_may") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (home, mnt) = (scratch.folder("home"), scratch.folder("mnt"));
+    let line = format!(
+        "HOME={0} XDG_STATE_HOME={0}/state prlimit --nofile=100:4096 {1} mount {2} {3} -o threads=200 \
+         && echo x >{3}/file && umount {3}",
+        home.display(),
+        Forebay::binary().display(),
+        url(&scratch.folder("bucket")),
+        mnt.display(),
+    );
+    shell(scratch.path(), &line).succeeded();
+    assert!(!is_mounted(&mnt));
+}
+
 #[test]
 fn a_mount_that_the_kernel_ends_writes_what_it_has_and_fails() {
     if !require_fuse("a_mount_that_the_kernel_ends_writes_what_it_has_and_fails") {

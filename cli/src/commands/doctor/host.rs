@@ -89,9 +89,10 @@ fn uring() -> Check {
 
 fn open_files() -> Check {
     const NAME: &str = "open files";
-    match getrlimit(Resource::Nofile).current {
+    // A mount raises its own to that.
+    match getrlimit(Resource::Nofile).maximum {
         Some(limit) if limit < OPEN_FILES_MIN => {
-            let hint = format!("raise it to {OPEN_FILES_MIN} or more with `ulimit -n` or LimitNOFILE=");
+            let hint = format!("raise it to {OPEN_FILES_MIN} or more with `ulimit -Hn` or LimitNOFILE=");
             Check::warn(NAME, format!("at most {limit}"), hint)
         }
         limit => {

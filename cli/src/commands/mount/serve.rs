@@ -15,6 +15,7 @@ use forebay_io::task::{TaskGroup, blocking, end};
 use forebay_volume::Volume;
 use forebay_volume::control::{self, Identity};
 use forebay_volume::staging::Staged;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::{error, info, warn};
@@ -36,11 +37,24 @@ pub(super) fn serve(plan: Plan, ready: impl FnOnce(&Plan) -> Result<()>) -> Resu
     if plan.fake {
         return ready(&plan).map(|()| ExitCode::SUCCESS);
     }
+    raise_open_files();
     let runtime = runtime()?;
     let served = runtime.block_on(serve_mount(&plan, ready));
     // Session threads of a mount that was given up may still sit in the kernel; the process ends under them.
     end(runtime);
     served.map(|()| ExitCode::SUCCESS)
+}
+
+/// Sessions, connections and cached files take a descriptor each; what shells and service managers allow at first (1,024) is
+/// meant for programs that use select(2).
+fn raise_open_files() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, ..limit };
+    if raised != limit
+        && let Err(error) = setrlimit(Resource::Nofile, raised)
+    {
+        warn!(%error, "the limit of open files stays as it was");
+    }
 }
 
 fn runtime() -> Result<Runtime> {
