@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import shutil
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,26 @@ def test_other_ranks_are_told_where_one_has_nothing_in_memory(tmp_path: Path) ->
                 return bring_back(job, rank)
 
     assert run_ranks(2, work, with_gloo=False) == [[1, "store", ["arena: not all ranks hold the step"]]] * 2
+
+
+def test_all_ranks_hear_of_a_warning_that_is_an_error(tmp_path: Path) -> None:
+    """The others waited for rank 0, which had left with it, until their patience was over."""
+
+    def away(*_: Any) -> None:
+        raise forebay.CheckpointUnavailable("the store is away")
+
+    def work(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, every=1, ranks=(rank, 2)) as job:
+            save(job, rank, 1)
+            assert job.wait()
+            with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+                patch.setattr(_native, "survey", away)
+                warnings.simplefilter("error", forebay.CheckpointWarning)
+                with pytest.raises((forebay.CheckpointWarning, forebay.CheckpointError), match="the store is away") as told:
+                    job.restore(state_of(rank, 0))
+            return type(told.value).__name__, bring_back(job, rank)[1]
+
+    assert run_ranks(2, work, with_gloo=False) == [["CheckpointWarning", "arena"], ["CheckpointError", "arena"]]
 
 
 class _Refusing:

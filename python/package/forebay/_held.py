@@ -205,21 +205,20 @@ def survey(url: str, ranks: Ranks, act: str) -> Optional[Survey]:
     None where it does not tell, with a warning of what is done without: it may be what is out of reach.
     """
 
-    def ask() -> dict[str, Any]:
+    def ask() -> Any:
         try:
-            return {"found": _native.survey(url, PATIENCE_S), "why": None}
+            return _native.survey(url, PATIENCE_S)
         except CheckpointError as error:
-            return {"found": None, "why": str(error)}
+            if _is_gone(url):
+                text = f"the directory is missing, and {act} (hint: where it was deleted to begin anew, make an empty one first)"
+            else:
+                text = f"{act}, and it is not known whether the job went on elsewhere: {error}"
+            # Here, so that the others hear of it where warnings are errors.
+            warn(f"{url}: {text}")
+            return None
 
-    answer = ranks.first("look for later starts", ask)
-    found = None if answer["found"] is None else Survey(*answer["found"])
-    if found is None and ranks.rank == 0:
-        if _is_gone(url):
-            text = f"the directory is missing, and {act} (hint: where it was deleted to begin anew, make an empty one first)"
-        else:
-            text = f"{act}, and it is not known whether the job went on elsewhere: {answer['why']}"
-        warn(f"{url}: {text}")
-    return found
+    found = ranks.first("look for later starts", ask)
+    return None if found is None else Survey(*found)
 
 
 def _is_gone(url: str) -> bool:
