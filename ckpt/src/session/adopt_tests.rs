@@ -2,6 +2,8 @@
 
 use std::thread::JoinHandle;
 
+use forebay_io::net::meet;
+
 use super::predecessor::say;
 use super::tests::{Fixture, PATIENCE, attach, save, settle, snapshot};
 use super::*;
@@ -558,7 +560,7 @@ fn what_a_living_trainers_memory_holds_is_open_to_its_job_while_it_is_shown() {
     let taken = session.open_memory(&place).expect_err("it is open");
     assert_eq!(taken.kind(), ErrorKind::Exists);
     let visitors = [(); 3].map(|()| visit(&place).expect("it is open"));
-    let mut successor = visit(&place).expect("it is open").stream;
+    let mut successor = meet(&place, Duration::ZERO).expect("meet").expect("it is open");
     say(&mut successor, &Visit::Succeed).expect("say");
     assert!(!matches!(successor.receive(), Ok(Some(_))), "nobody takes over what is in use");
     // As a child that was forked meanwhile has it.
