@@ -141,7 +141,8 @@ impl FileSystem {
         if mode & 0o2010 == 0o2010 {
             mode &= !0o2000;
         }
-        Ok((attributes.kind == FileKind::File && mode != attributes.mode).then_some(mode))
+        // Of a directory they mean something else.
+        Ok((attributes.kind != FileKind::Directory && mode != attributes.mode).then_some(mode))
     }
 
     /// Counts for statfs.

@@ -128,6 +128,27 @@ async fn set_id_bits_go_when_others_change_the_content() {
     fs.release(handle).await.expect("release");
 }
 
+/// chown(2) with neither user nor group: Linux takes them from all but directories.
+#[tokio::test]
+async fn set_id_bits_go_when_an_owner_is_asked_for_that_is_none() {
+    let fs = writable().await;
+    for kind in
+        [FileKind::File, FileKind::Fifo, FileKind::Socket, FileKind::CharDevice, FileKind::BlockDevice]
+    {
+        let name = format!("{kind:?}");
+        let made = fs.make_node(CALLER, ROOT, name.as_bytes(), kind, 0o644, 0x103).await.expect("mknod");
+        let mode = Change { mode: Some(0o6755), ..Change::default() };
+        fs.set_attributes(made.ino, mode, true).await.expect("chmod");
+        let after = fs.set_attributes(made.ino, Change::default(), true).await.expect("chown");
+        assert_eq!(after.mode, 0o755, "{name}");
+    }
+    let directory = fs.make_directory(CALLER, ROOT, b"d", 0o2755).await.expect("mkdir").ino;
+    let mode = Change { mode: Some(0o2755), ..Change::default() };
+    fs.set_attributes(directory, mode, true).await.expect("chmod");
+    let after = fs.set_attributes(directory, Change::default(), true).await.expect("chown");
+    assert_eq!(after.mode, 0o2755);
+}
+
 #[tokio::test]
 async fn extended_attributes_probe_sizes_and_keep_limits() {
     let fs = writable().await;
