@@ -215,9 +215,9 @@ class Checkpointer(Saver):
         not at all; the name of a dict, list or module (`model`) means all in it. Random number generators stay as they are.
 
         A job that goes back to a step before its last save, and on from there, may save the steps after it again: once
-        what it saved is committed, or given up, for which it waits, it goes on as another start would, and a step that it saves again counts instead of
-        the one before. That one is deleted, unless it was pinned: `step="500.2"` is step 500 as start 2 of the run saved it
-        (the incarnation in `forebay ckpt ls`).
+        what it saved is committed, or given up, for which it waits, it goes on as another start would, and a step that it
+        saves again counts instead of the one before. That one is deleted, unless it was pinned: `step="500.2"` is step 500 as
+        start 2 of the run saved it (the incarnation in `forebay ckpt ls`).
 
         Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
         `CheckpointMismatch` when the state is not shaped like the one that was saved, or has tensors on the meta device.
