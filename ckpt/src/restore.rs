@@ -34,7 +34,7 @@ use source::Source;
 pub use through::{Spot, Through};
 pub use together::{Together, Wish};
 
-/// Bytes of one request at most.
+/// Bytes of one request at most; of a file, of its shortest run.
 const READ: u64 = 8 << 20;
 /// Requests in flight at once over all threads.
 const PARALLEL: usize = 8;
@@ -305,7 +305,8 @@ fn fill(
         segments.extend(segments_of(tensors[index], index, target.bytes, wants, asides));
     }
     let named: BTreeSet<SliceId> = segments.iter().map(|segment| segment.slice).collect();
-    let parts = read_all(source, manifest, plan(segments, READ), (threads, PARALLEL))?;
+    let most = source.most_at_once(bytes_of(&segments), threads);
+    let parts = read_all(source, manifest, plan(segments, most), (threads, PARALLEL))?;
     check_slices(source, manifest, &tensors, named, parts)?;
     for ((target, tensor), (wants, asides)) in targets.iter_mut().zip(tensors).zip(wants.iter().zip(asides)) {
         let through = wants.iter().filter(|want| matches!(want.way, Way::Aside));
@@ -314,6 +315,10 @@ fn fill(
         }
     }
     Ok(())
+}
+
+fn bytes_of(segments: &[Segment<'_>]) -> u64 {
+    segments.iter().map(|segment| segment.target.len() as u64).sum()
 }
 
 /// Where the bytes of one target's slices go.

@@ -22,9 +22,7 @@ mod _native {
     #[pymodule_export]
     use super::held::{OpenMemory, Predecessor, begin_local, look_local, open_held, open_local, survey};
     #[pymodule_export]
-    use super::loading::{
-        Step, check_url, find_steps, import_model, list_steps, mapped_bytes, open_step, verify,
-    };
+    use super::loading::{Step, check_url, find_steps, import_model, list_steps, open_step, verify};
     #[pymodule_export]
     use super::ranks::{Group, begin_job, hash_bytes, join_job, plan_shares, refuse_if_superseded};
     #[pymodule_export]

@@ -121,12 +121,6 @@ pub(crate) fn open_step(
     Ok(Step { place: Place::Store(url), attempt, manifest, bytes_read: AtomicU64::new(0) })
 }
 
-/// Bytes that this process copied out of files' mappings so far.
-#[pyfunction]
-pub(crate) fn mapped_bytes() -> u64 {
-    forebay_io::mem::mapped_bytes()
-}
-
 /// Saves the tensors of a Hugging Face directory, by its URL, as a step of a start of its own; gives what to warn of.
 #[pyfunction]
 pub(crate) fn import_model(

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import forebay
-from forebay import _native
 
 
 def cached_pages(path: Path) -> int:
@@ -46,10 +45,8 @@ def test_a_save_leaves_the_page_cache_alone_and_a_restore_is_exact(tmp_path: Pat
     assert cached_pages(shard) <= 1, "the last page, which is not whole"
     for _ in ("from the disk", "from the page cache"):
         state = {"large": torch.zeros(6 << 20, dtype=torch.int32), "small": torch.zeros(777, dtype=torch.int64), "n": 0}
-        before = _native.mapped_bytes()
         with forebay.Checkpointer(place) as checkpointer:
             assert checkpointer.restore(state) == 1
-        assert _native.mapped_bytes() - before >= 24 << 20, "large reads are mapped"
         assert torch.equal(state["large"], saved["large"]) and torch.equal(state["small"], saved["small"])
 
 

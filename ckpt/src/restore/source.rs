@@ -6,13 +6,22 @@ use bytes::Bytes;
 use forebay_core::checksum::combine;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::mem::{copy_with_crc32c, expect_read};
-use forebay_io::object::{Bucket, InPlace};
+use forebay_io::object::Bucket;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use tokio::runtime::Handle;
 
 use super::disk::Disk;
-use super::{PARALLEL, Part, Read, Segment};
+use super::{PARALLEL, Part, READ, Read, Segment};
 use crate::manifest::{Manifest, Shard};
+
+/// Bytes of a file that are read at once: what most processors' caches have for a core, and enough for stores past them.
+const PIECE: usize = 1 << 20;
+
+/// Longest run of a file that one thread reads front to back. The kernel reads ahead of it then, and its page cache has what
+/// it read in large pages, which are read again in half the time.
+const LONGEST_RUN: u64 = 64 << 20;
+/// Such runs for each thread, at least: none waits long for the others in the end.
+const RUNS_OF_A_THREAD: u64 = 8;
 
 /// The store, this host's disk, or memory.
 pub(super) enum Source<'a> {
@@ -40,6 +49,16 @@ impl Source<'_> {
                 }
                 Err(Error::bug("shards in memory that are not the manifest's"))
             }
+        }
+    }
+
+    /// Bytes of one read at most, where `threads` read so many.
+    pub(super) fn most_at_once(&self, bytes: u64, threads: usize) -> u64 {
+        match self {
+            Self::Store(_, bucket) if bucket.reads_in_place() => {
+                (bytes / (RUNS_OF_A_THREAD * threads as u64).max(1)).clamp(READ, LONGEST_RUN)
+            }
+            _ => READ,
         }
     }
 
@@ -100,34 +119,24 @@ fn copy_out(shard: &Bytes, read: Read<'_>) -> Vec<Part> {
     read.segments.into_iter().map(copy).collect()
 }
 
-/// Reads ranges of shards that are files into their segments. Once a disk has to be waited for, it is asked for the next
-/// range before this one is copied.
+/// Reads ranges of shards that are files into their segments, through memory that stays in the processor's caches: a read
+/// and the copy with its checksum cost less than a read into place and the checksum of what went past the caches since.
 fn read_in_place<'r>(
     bucket: &Bucket,
     manifest: &Manifest,
     next: impl Fn() -> Option<Read<'r>>,
 ) -> Result<Vec<Part>> {
-    let open = || -> Result<Option<(InPlace, Read<'r>)>> {
-        let Some(read) = next() else { return Ok(None) };
-        let shard = &manifest.shards[read.shard as usize];
-        let file = bucket.open_in_place(&shard.object()).map_err(|error| told(manifest, shard, error))?;
-        Ok(Some((file, read)))
-    };
-    let (mut parts, mut is_cold) = (Vec::new(), false);
-    let mut opened = open()?;
-    while let Some((mut file, read)) = opened {
-        let ahead = if is_cold { open()? } else { None };
-        if let Some((file, read)) = &ahead {
-            file.announce(read.range.clone());
+    let (mut parts, mut memory) = (Vec::new(), vec![0; PIECE]);
+    while let Some(read) = next() {
+        let (shard, range) = (&manifest.shards[read.shard as usize], read.range.clone());
+        let told = |error| told(manifest, shard, error);
+        let (file, mut spread) = (bucket.open_in_place(&shard.object()).map_err(told)?, Spread::new(read));
+        for at in range.clone().step_by(PIECE) {
+            let piece = &mut memory[..PIECE.min((range.end - at) as usize)];
+            file.read_at(at, piece).map_err(told)?;
+            spread.take(piece);
         }
-        is_cold = file.expect(read.range);
-        for Segment { slice, start, target, .. } in read.segments {
-            let length = target.len() as u64;
-            let shard = &manifest.shards[read.shard as usize];
-            let crc32c = file.copy_at(start, target).map_err(|error| told(manifest, shard, error))?;
-            parts.push(Part { slice, start, length, crc32c });
-        }
-        opened = if ahead.is_some() { ahead } else { open()? };
+        parts.extend(spread.parts().ok_or_else(|| lost(manifest, shard, "ends too early"))?);
     }
     Ok(parts)
 }

@@ -4,11 +4,9 @@
 mod budget;
 mod shared;
 mod fused;
-mod file_map;
 mod pool;
 
 pub use budget::{Budget, Class, Permit};
-pub use file_map::{FileMapping, mapped_bytes};
 pub use fused::copy_with_crc32c;
 pub use pool::{Buffer, Pool};
 pub use shared::{ReadMapping, SharedMemory, WriteMapping, expect_read, populate};
