@@ -10,7 +10,8 @@ Holds a state of many tensors, and answers each line of stdin with one line of J
     back     {"memcpy_s", "back_s", "bytes"}: back to the newest step, out of this process's own memory
     train    {"alone_s", "saving_s", "flush_cpu_s", "saves"}: a training loop that computes on all processors, without saves,
              and with one saved as soon as the one before is committed; the agent's processor time in the second loop
-    memory   {"extra_bytes"}: memory of this process and its agent beyond the state and the snapshots, since before
+    memory   {"extra_bytes"}: the most memory of this process and its agent beyond the state and the snapshots, more than
+             before, while a step is saved, until it is durable, and brought back
     restore  {"memcpy_s", "restore_s", "read_bytes", "bytes"}: into the existing tensors, and what was read for it
     disk     {"write_s", "bytes"}: the same bytes written to a plain file and synced, by the same number of threads; as many
              files stay as steps do
@@ -29,6 +30,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,7 +42,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import forebay
-from forebay import _native
 
 TENSORS = 333
 """As many as in the model that the design was measured with."""
@@ -125,23 +126,18 @@ def _pread(fd: int, memory: memoryview, offset: int) -> None:
 
 
 def _private_bytes(process: int) -> int:
-    """The process's share of its memory (PSS of proc(5)), without memory files, which hold the snapshots."""
-    total, is_memory_file = 0, False
-    with open(f"/proc/{process}/smaps") as smaps:
-        for line in smaps:
-            head = line.split(maxsplit=5)
-            if "-" in head[0]:
-                is_memory_file = len(head) == 6 and "memfd:" in head[5]
-            elif head[0] == "Pss:" and not is_memory_file:
-                total += int(head[1]) << 10
-    return total
+    """The process's share of its memory (PSS of proc(5)), without shared memory, which holds the snapshots."""
+    with open(f"/proc/{process}/smaps_rollup") as rollup:
+        fields = dict(line.split(":") for line in rollup if line.startswith("Pss"))
+    kib = {name: int(value.split()[0]) for name, value in fields.items()}
+    return (kib["Pss"] - kib["Pss_Shmem"]) << 10
 
 
 def _read_bytes() -> int:
-    """Bytes that this process has read so far, by system calls and out of mappings."""
+    """Bytes that this process has read so far."""
     with open("/proc/self/io") as io:
         fields = dict(line.split(": ") for line in io)
-    return int(fields["rchar"]) + _native.mapped_bytes()
+    return int(fields["rchar"])
 
 
 def _processor_s(process: int) -> float:
@@ -254,8 +250,20 @@ class Trainer:
         return {"alone_s": alone, "saving_s": saving, "flush_cpu_s": flush, "saves": len(saves)}
 
     def memory(self) -> dict[str, float]:
-        both = _private_bytes(os.getpid()) + _private_bytes(self._checkpointer()._agent.pid)
-        return {"extra_bytes": both - self._before}
+        processes = [os.getpid(), self._checkpointer()._agent.pid]
+        most, done = [0], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.02):
+                most.append(sum(map(_private_bytes, processes)))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        self.save()
+        self.back()
+        done.set()
+        watcher.join()
+        return {"extra_bytes": max(most) - self._before}
 
     def restore(self) -> dict[str, float]:
         memcpy = self._memcpy.seconds()

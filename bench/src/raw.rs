@@ -13,6 +13,7 @@ use object_store::aws::{AmazonS3, AmazonS3Builder};
 use object_store::path::Path;
 use object_store::{MultipartUpload, ObjectStore, ObjectStoreExt};
 
+use crate::context::PART;
 use crate::store::StoreProcess;
 
 /// object_store's S3 client with its own defaults, but for unsigned payloads.
@@ -66,15 +67,17 @@ impl ObjectStoreClient {
         futures::stream::iter(puts).buffer_unordered(in_flight).try_collect().await
     }
 
-    /// Writes an object of `parts` times `part` by its multipart upload, so many parts in flight.
-    pub async fn put_multipart(&self, key: &str, part: Bytes, parts: usize, in_flight: usize) -> Result<()> {
+    /// Writes an object of so many parts of [`PART`] bytes by its multipart upload, so many in flight; `data`, a multiple of
+    /// them, is sent again and again.
+    pub async fn put_multipart(&self, key: &str, data: Bytes, parts: usize, in_flight: usize) -> Result<()> {
         let mut upload = self.0.put_multipart(&Path::from(key)).await?;
         let mut running = futures::stream::FuturesUnordered::new();
-        for _ in 0..parts {
+        for index in 0..parts {
             if running.len() == in_flight {
                 running.next().await.context("a part is running")???;
             }
-            running.push(tokio::spawn(upload.put_part(part.clone().into())));
+            let start = index * PART as usize % data.len();
+            running.push(tokio::spawn(upload.put_part(data.slice(start..start + PART as usize).into())));
         }
         while let Some(done) = running.next().await {
             done??;

@@ -18,6 +18,8 @@ use crate::store::{PaceSettings, StoreProcess};
 type Values = HashMap<String, f64>;
 
 const NAME: &str = "checkpoint";
+/// What the raw client sends again and again: more than caches hold.
+const RAW_BYTES: usize = 32 * PART as usize;
 /// The first rows of `in_store`, in which no store has a part.
 const BLOCKING_ROWS: usize = 2;
 
@@ -64,9 +66,10 @@ fn in_store(context: &Context, pace: PaceSettings) -> Result<Vec<Row>> {
     let url = format!("s3://{}/checkpoints", StoreProcess::BUCKET);
     let mut trainer = Trainer::start(context, &url, &store.environment())?;
     let parts = context.settings.state.div_ceil(PART) as usize;
-    let part = noise(PART as usize);
+    // A state is read from memory, not from the processor's caches.
+    let data = noise(RAW_BYTES);
     let put = || {
-        let put = client.put_multipart("bare/file", part.clone(), parts, IN_FLIGHT);
+        let put = client.put_multipart("bare/file", data.clone(), parts, IN_FLIGHT);
         measure(None, || context.wait(put).map(|()| (parts as u64 * PART) as f64))
     };
     let get = || {
