@@ -37,7 +37,7 @@ pub(crate) struct Global {
     /// What to log: error, warn, info, debug, trace, or per module as in `info,forebay_fuse=debug`.
     #[arg(long, global = true, value_name = "LEVEL")]
     pub(crate) log: Option<String>,
-    /// Configuration file [default: /etc/forebay/forebay.toml].
+    /// Configuration file [default: $XDG_CONFIG_HOME/forebay/forebay.toml if there, else /etc/forebay/forebay.toml].
     #[arg(long, global = true, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
 }
@@ -71,7 +71,7 @@ pub(crate) enum Command {
     Quota(QuotaCommand),
     /// Check this host, and a bucket, for all that Forebay needs.
     Doctor(DoctorArguments),
-    /// Look at checkpoints.
+    /// Look at checkpoints, keep, convert and delete them.
     #[command(subcommand)]
     Ckpt(CkptCommand),
     /// Show the version of this program and of the formats that it writes.

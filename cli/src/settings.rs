@@ -32,7 +32,7 @@ pub(crate) struct MountSettings {
     pub(crate) ttl_seconds: Option<f64>,
     /// Keep track of when files are read. Default false.
     pub(crate) relatime: bool,
-    /// Threads that take requests from the kernel. Default one a core, at least 8 and at most 16:
+    /// Threads that take requests from the kernel. Default one a core, at least 8 and at most 32:
     /// some may wait for a disk.
     pub(crate) threads: Option<usize>,
 }

@@ -468,6 +468,20 @@ async fn steps_are_compared_and_waited_for() {
     let watched = run(&["watch", &source, "--after", "10", "--once", "--json"]).succeeded();
     assert_eq!(parse(&watched)["step"], json!(20), "{watched}");
     run(&["watch", &source, "--timeout", "0"]).failed_with("no step was committed", "--timeout");
+    // A directory that the first save has not made yet has no steps, and the first is told.
+    let early = scratch.join("early").display().to_string();
+    let watch =
+        |words: &[&str]| Forebay::new(scratch.path(), [&["ckpt", "watch", &early], words].concat()).run();
+    watch(&["--timeout", "0"]).failed_with("no step was committed", "--timeout");
+    let watched = std::thread::scope(|threads| {
+        let watching = threads.spawn(|| watch(&["--once", "--timeout", "60", "--interval", "1", "--json"]));
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        fs::rename(&folder, &early).expect("move");
+        let watched = watching.join().expect("it ends").succeeded();
+        fs::rename(&early, &folder).expect("move back");
+        watched
+    });
+    assert!(watched.lines().any(|line| parse(line)["step"] == json!(20)), "{watched}");
     // A step that comes while it waits.
     let parked = scratch.join("parked");
     fs::rename(folder.join("steps").join(format!("{:020}", 20)), &parked).expect("move");

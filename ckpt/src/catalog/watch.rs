@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use forebay_core::Result;
+use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::object::Bucket;
 
@@ -30,18 +30,30 @@ impl Watch {
         Ok(Self { seen, clock, interval })
     }
 
-    /// The steps that are new, oldest first; waits for the first of them, until none came for `patience`.
-    pub async fn next(&mut self, bucket: &Bucket, patience: Option<Duration>) -> Result<Vec<StepInfo>> {
+    /// The same of a place that was not there yet: every step in it is told.
+    pub fn of_new(clock: Clock, interval: Duration) -> Self {
+        Self { seen: HashSet::new(), clock, interval }
+    }
+
+    /// The steps that are new, oldest first; waits for the first of them, until none came for `patience`. A store that is
+    /// away has none: `trouble` hears of each look that failed.
+    pub async fn next(
+        &mut self,
+        bucket: &Bucket,
+        patience: Option<Duration>,
+        mut trouble: impl FnMut(&Error),
+    ) -> Result<Vec<StepInfo>> {
         let start = self.clock.now();
         loop {
-            let steps = list_steps(bucket).await?;
-            let new: Vec<_> = steps
-                .iter()
-                .filter(|info| !info.superseded && !self.seen.contains(&info.key))
-                .cloned()
-                .collect();
-            // What was deleted meanwhile need not be remembered.
-            self.seen = steps.into_iter().map(|info| info.key).collect();
+            let steps = match list_steps(bucket).await {
+                Ok(steps) => Some(steps),
+                Err(error) if error.kind() == ErrorKind::Unavailable => {
+                    trouble(&error);
+                    None
+                }
+                Err(error) => return Err(error),
+            };
+            let new = steps.map(|steps| self.take(steps)).unwrap_or_default();
             let left = patience.map(|patience| patience.saturating_sub(self.clock.now().since(start)));
             if !new.is_empty() || left.is_some_and(|left| left.is_zero()) {
                 return Ok(new);
@@ -49,12 +61,21 @@ impl Watch {
             self.clock.sleep(left.map_or(self.interval, |left| left.min(self.interval))).await;
         }
     }
+
+    /// Those of `steps`, which are all that there are, that were not told before.
+    fn take(&mut self, steps: Vec<StepInfo>) -> Vec<StepInfo> {
+        let is_new = |info: &&StepInfo| !info.superseded && !self.seen.contains(&info.key);
+        let new = steps.iter().filter(is_new).cloned().collect();
+        // What was deleted meanwhile need not be remembered.
+        self.seen = steps.into_iter().map(|info| info.key).collect();
+        new
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use bytes::Bytes;
-    use forebay_io::object::Condition;
+    use forebay_io::object::{Condition, Faults};
 
     use super::*;
 
@@ -70,7 +91,8 @@ mod tests {
         let (clock, interval) = (Clock::system(), Duration::from_millis(1));
         let mut watch = Watch::begin(&bucket, clock, interval, Some(1)).await.expect("begin");
         let mut next = async |patience| -> Vec<StepKey> {
-            let steps = watch.next(&bucket, Some(Duration::from_millis(patience))).await.expect("next");
+            let patience = Some(Duration::from_millis(patience));
+            let steps = watch.next(&bucket, patience, |error| panic!("{error}")).await.expect("next");
             steps.into_iter().map(|info| info.key).collect()
         };
         assert_eq!(next(0).await, [key(2, 1)]);
@@ -79,5 +101,23 @@ mod tests {
         put(key(2, 2)).await;
         assert_eq!(next(60_000).await, [key(3, 1), key(2, 2)], "a step that was saved again is new");
         assert_eq!(next(0).await, []);
+    }
+
+    /// Evaluation jobs wait for days: what a store is away for is told, and waited for.
+    #[tokio::test]
+    async fn a_store_that_is_away_is_waited_for() {
+        let (plain, faults) = (Bucket::in_memory(), Faults::new());
+        let bucket = plain.with_faults(&faults);
+        let mut watch = Watch::of_new(Clock::system(), Duration::from_millis(1));
+        let key = StepKey { incarnation: 1, step: 7, attempt: "0a1b2c3d".into() };
+        bucket.put(&key.object(), Bytes::new(), Condition::Always).await.expect("put");
+        faults.set_down(true);
+        let mut failed = 0;
+        let count = |_: &Error| {
+            failed += 1;
+            faults.set_down(failed < 2);
+        };
+        let steps = watch.next(&bucket, None, count).await.expect("it comes back");
+        assert_eq!((steps.into_iter().map(|info| info.key).collect::<Vec<_>>(), failed), (vec![key], 2));
     }
 }

@@ -109,9 +109,7 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
                 let sides = [(&before, old), (&after, new)];
                 ckpt_compare::compare(sides, arguments.read, global.json).await
             }
-            CkptCommand::Watch(arguments) => {
-                ckpt_compare::watch(&open(&arguments.url, &settings).await?, arguments, global.json).await
-            }
+            CkptCommand::Watch(arguments) => ckpt_compare::watch(&settings, arguments, global.json).await,
             CkptCommand::Rm(arguments) => {
                 ckpt_keep::rm(&open_to_change(&arguments.url, &settings).await?, arguments, global.json).await
             }

@@ -15,8 +15,9 @@ use forebay_io::task;
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
 
-use super::ckpt::{bar, manifest, split};
-use crate::print;
+use super::ckpt::{bar, manifest, open, split, url_of};
+use crate::settings::Settings;
+use crate::{print, report};
 
 /// The arguments of `forebay ckpt diff`.
 #[derive(Debug, Args)]
@@ -146,15 +147,29 @@ fn word(change: Change) -> &'static str {
 }
 
 /// Prints each step as it is committed.
-pub(crate) async fn watch(bucket: &Bucket, arguments: &WatchArguments, json: bool) -> Result<ExitCode> {
+pub(crate) async fn watch(settings: &Settings, arguments: &WatchArguments, json: bool) -> Result<ExitCode> {
+    let (clock, patience) = (Clock::system(), arguments.timeout.map(Duration::from_secs));
     let interval = Duration::from_secs(arguments.interval);
-    let mut watch = Watch::begin(bucket, Clock::system(), interval, arguments.after).await?;
+    let Some((bucket, is_new)) = open_once_there(settings, arguments, &clock).await? else {
+        return Err(no_step(arguments));
+    };
+    let mut watch = match is_new {
+        true => Watch::of_new(clock, interval),
+        false => Watch::begin(&bucket, clock, interval, arguments.after).await?,
+    };
+    let mut is_away = false;
     loop {
-        let steps = watch.next(bucket, arguments.timeout.map(Duration::from_secs)).await?;
-        if let (true, Some(seconds)) = (steps.is_empty(), arguments.timeout) {
-            let message = format!("no step was committed to {} for {seconds} s", bucket.url());
-            return Err(Error::new(ErrorKind::NotFound, message).with_hint("wait longer: --timeout"));
+        let trouble = |error: &Error| {
+            if !is_away {
+                report::warning(&format!("{error}; looking on"), json);
+            }
+            is_away = true;
+        };
+        let steps = watch.next(&bucket, patience, trouble).await?;
+        if steps.is_empty() && patience.is_some() {
+            return Err(no_step(arguments));
         }
+        is_away = false;
         for step in &steps {
             tell(step, json)?;
         }
@@ -162,6 +177,34 @@ pub(crate) async fn watch(bucket: &Bucket, arguments: &WatchArguments, json: boo
             return Ok(ExitCode::SUCCESS);
         }
     }
+}
+
+/// Opens what is watched, and says whether it was not there at first: the directory that the first save will make is waited
+/// for. Nothing where it was not made in time.
+async fn open_once_there(
+    settings: &Settings,
+    arguments: &WatchArguments,
+    clock: &Clock,
+) -> Result<Option<(Bucket, bool)>> {
+    let start = clock.now();
+    let can_come = url_of(&arguments.url)?.directory().is_some();
+    let mut is_new = false;
+    loop {
+        match open(&arguments.url, settings).await {
+            Err(error) if can_come && error.kind() == ErrorKind::NotFound => is_new = true,
+            opened => return opened.map(|bucket| Some((bucket, is_new))),
+        }
+        if arguments.timeout.is_some_and(|seconds| clock.now().since(start).as_secs() >= seconds) {
+            return Ok(None);
+        }
+        clock.sleep(Duration::from_secs(arguments.interval)).await;
+    }
+}
+
+fn no_step(arguments: &WatchArguments) -> Error {
+    let WatchArguments { url, timeout, .. } = arguments;
+    let message = format!("no step was committed to {url} for {} s", timeout.unwrap_or_default());
+    Error::new(ErrorKind::NotFound, message).with_hint("wait longer: --timeout")
 }
 
 fn tell(info: &StepInfo, json: bool) -> Result<()> {

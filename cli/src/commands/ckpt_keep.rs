@@ -72,6 +72,9 @@ pub(crate) async fn set_pin(
     }
     if json {
         print::json(&json!({ "step": arguments.step.step, "pinned": pinned }))?;
+    } else {
+        let state = if pinned { "pinned" } else { "not pinned" };
+        print::table(&[print::row([&format!("step {}", arguments.step), state])]);
     }
     Ok(ExitCode::SUCCESS)
 }

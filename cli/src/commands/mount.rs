@@ -28,8 +28,9 @@ pub(crate) struct MountArguments {
     pub(crate) source: String,
     /// The directory to mount on, or /dev/fd/N for a FUSE device that is mounted already.
     pub(crate) directory: PathBuf,
-    /// Options as mount(8) takes them, separated by commas: every long option below with `_` for `-`, and ro, rw,
-    /// dev, suid, noexec, fsname=NAME, plain_type, threads=N.
+    /// Options as mount(8) takes them, separated by commas: long options below that shape the mount, with `_` for `-`, and ro,
+    /// rw, dev, suid, noexec, noatime, fsname=NAME, plain_type, threads=N, log=LEVEL. Times of access are kept with relatime
+    /// or not at all.
     #[arg(short = 'o', value_name = "OPTIONS")]
     pub(crate) options: Vec<String>,
     /// Serve in this process and log to stderr.
