@@ -34,6 +34,8 @@ pub enum Manner {
     Refuse,
     /// Its connection is closed without an answer.
     Shut,
+    /// It is never answered, and its connection stays open until whoever asks gives up.
+    Silent,
     /// So many requests go through; those after them find it shut.
     Few(usize),
     /// One [`Trouble`] or another befalls it in this many of 100 cases; else it goes through.
@@ -237,6 +239,7 @@ fn serve(mut client: TcpStream, server: SocketAddr, state: &Mutex<State>, age: u
     let (manner, trouble) = lock(state).meet(request, range, conditions);
     match (manner, trouble) {
         (Manner::Shut, _) | (_, Some(Trouble::Closed)) => return client.shutdown(Shutdown::Both),
+        (Manner::Silent, _) => return io::copy(&mut client, &mut io::sink()).map(drop),
         (Manner::Refuse, _) => return refuse(client, "403 Forbidden", "InvalidAccessKeyId"),
         (_, Some(Trouble::Internal)) => return refuse(client, "500 Internal Error", "InternalError"),
         (_, Some(Trouble::SlowDown)) => return refuse(client, "503 Slow Down", "SlowDown"),
@@ -367,8 +370,16 @@ mod tests {
         door.set(Manner::Few(1));
         assert!(ask(&door).starts_with("HTTP/1.1 200"));
         assert_eq!(ask(&door), "");
-        assert_eq!(door.take_conditions(), ["If-None-Match: *"; 6]);
-        assert_eq!(door.take_requests(), ["PUT /b/k bytes=3-9"; 6]);
+        door.set(Manner::Silent);
+        let mut waiting = TcpStream::connect(door.address).expect("door");
+        waiting
+            .write_all(b"PUT /b/k HTTP/1.1\r\nRange: bytes=3-9\r\nIf-None-Match: *\r\n\r\n")
+            .expect("sent");
+        waiting.set_read_timeout(Some(Duration::from_millis(50))).expect("a timeout");
+        let silence = waiting.read(&mut [0]).expect_err("no answer, and no end");
+        assert_eq!(silence.kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(door.take_conditions(), ["If-None-Match: *"; 7]);
+        assert_eq!(door.take_requests(), ["PUT /b/k bytes=3-9"; 7]);
         assert!(door.take_requests().is_empty());
     }
 

@@ -11,6 +11,9 @@ use crate::{Forebay, shell};
 /// Longest that mounting and unmounting may take.
 const DEADLINE: Duration = Duration::from_secs(60);
 
+/// Options of a mount that has a cache on disk below its home, small enough for blocks to be thrown out.
+pub const DISK_CACHE: &[&str] = &["--cache-dir", "{home}/blocks", "--cache-size", "64MiB"];
+
 /// A `forebay mount` in the foreground, unmounted on drop.
 #[derive(Debug)]
 pub struct Mount {
@@ -25,7 +28,8 @@ pub struct Mount {
 impl Mount {
     /// Mounts `source` at `folder` (made if need be) and returns when it can be used.
     ///
-    /// State, cache and configuration lie below `home`; `options` are further arguments and `variables` environment.
+    /// State, cache and configuration lie below `home`; `options` are further arguments, in which `{home}` stands for it, and
+    /// `variables` environment.
     #[track_caller]
     pub fn new(
         home: &Path,
@@ -128,9 +132,10 @@ impl Mount {
 
     #[track_caller]
     fn mount(&mut self) {
-        let folder = self.folder.to_string_lossy().into_owned();
+        let (folder, home) = (self.folder.to_string_lossy(), self.home.to_string_lossy());
         let args = ["mount", "-f", &self.source, &folder].map(str::to_owned);
-        let command = Forebay::new(&self.home, args.iter().chain(&self.options)).envs(&self.variables);
+        let options = self.options.iter().map(|option| option.replace("{home}", &home));
+        let command = Forebay::new(&self.home, args.into_iter().chain(options)).envs(&self.variables);
         let mut process = command.spawn(&self.home.join("mount.log"));
         let started = Instant::now();
         while !is_mounted(&self.folder) {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use rand::RngExt;
 
 use crate::s3::Server;
-use crate::{Door, Forebay, Manner, Mount, Outcome, Scratch, Seeded, shell};
+use crate::{DISK_CACHE, Door, Forebay, Manner, Mount, Outcome, Scratch, Seeded, shell};
 
 /// The least that must go wrong for a run to say anything about trouble.
 const ENOUGH_TROUBLES: usize = 10;
@@ -34,12 +34,13 @@ impl Mounted {
         Self::new(scratch, &url, options, Vec::new())
     }
 
-    /// Over an S3 server.
+    /// Over an S3 server, with a cache on disk, as over all that follow.
     pub fn s3(options: &[&str]) -> Self {
         let server = Server::for_volume();
         let url = format!("s3://{}/a/prefix", server.create_bucket());
         let variables = server.envs();
-        Self { _server: Some(server), ..Self::new(Scratch::new(), &url, options, variables) }
+        let options = [options, DISK_CACHE].concat();
+        Self { _server: Some(server), ..Self::new(Scratch::new(), &url, &options, variables) }
     }
 
     /// Over S3 behind a door, where a tenth of all requests fails, is delayed or refused, or loses its answer: less than
@@ -49,14 +50,15 @@ impl Mounted {
         let door = Door::new(server.address()).expect("loopback has free ports");
         let url = format!("s3://{}/a/prefix", server.create_bucket());
         let variables = server.envs_at(door.endpoint());
-        let mounted = Self::new(Scratch::new(), &url, options, variables);
+        let options = [options, DISK_CACHE].concat();
+        let mounted = Self::new(Scratch::new(), &url, &options, variables);
         door.trouble(rng.random(), 10);
         Self { _server: Some(server), door: Some(door), ..mounted }
     }
 
     /// Over a folder, with all directories packed.
     pub fn packed(options: &[&str]) -> Self {
-        let mounted = Self::folder(options);
+        let mounted = Self::folder(&[options, DISK_CACHE].concat());
         let top = mounted.path().display().to_string();
         Forebay::new(&mounted.scratch.join("home"), ["volume", "policy", &top, "packed"]).run().succeeded();
         mounted

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use forebay_io::object::Bucket;
 use forebay_tests::s3::Server;
 use forebay_tests::settings::skip;
-use forebay_tests::{Door, Forebay, Manner, Mount, Scratch, Seeded, TestBucket, require_fuse, scale};
+use forebay_tests::{
+    DISK_CACHE, Door, Forebay, Manner, Mount, Scratch, Seeded, TestBucket, require_fuse, scale,
+};
 use futures::StreamExt;
 use rand::RngExt;
 
@@ -51,7 +53,7 @@ async fn a_load_that_is_killed_keeps_what_was_synced() {
     if require_fuse("a_load_that_is_killed_keeps_what_was_synced") {
         let scratch = Scratch::new();
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
-        let load = Load::of(&scratch, rounds());
+        let load = Load { options: DISK_CACHE, ..Load::of(&scratch, rounds()) };
         load_and_kill(&bucket, || {}, load).await;
     }
 }
@@ -77,7 +79,7 @@ async fn a_load_on_packed_directories_that_is_killed_keeps_what_was_synced() {
     if require_fuse("a_load_on_packed_directories_that_is_killed_keeps_what_was_synced") {
         let scratch = Scratch::new();
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
-        let load = Load { is_packed: true, ..Load::of(&scratch, variant_rounds()) };
+        let load = Load { is_packed: true, options: DISK_CACHE, ..Load::of(&scratch, variant_rounds()) };
         load_and_kill(&bucket, || {}, load).await;
     }
 }
@@ -116,7 +118,7 @@ async fn a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced() {
             return skip("a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced", why);
         }
         let bucket = server.bucket("a/prefix").await;
-        let options = [WRITEBACK, &["--take-over"]].concat();
+        let options = [WRITEBACK, DISK_CACHE, &["--take-over"]].concat();
         load_and_kill_over_s3(
             &server,
             &bucket,
@@ -165,7 +167,8 @@ async fn a_load_on_s3_that_is_killed_keeps_what_was_synced() {
         }
         let bucket = server.bucket("a/prefix").await;
         let scratch = Scratch::new();
-        let load = Load { options: &["--take-over"], ..Load::of(&scratch, rounds()) };
+        let options = [DISK_CACHE, &["--take-over"]].concat();
+        let load = Load { options: &options, ..Load::of(&scratch, rounds()) };
         load_and_kill_over_s3(&server, &bucket, load).await;
     }
 }

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use forebay_tests::cloud::Cloud;
 use forebay_tests::s3::Server;
 use forebay_tests::settings::skip;
-use forebay_tests::{Door, Scratch, Seeded, require_fuse, scale};
+use forebay_tests::{DISK_CACHE, Door, Scratch, Seeded, require_fuse, scale};
 use rand::RngExt;
 
 #[path = "model/operation.rs"]
@@ -89,7 +89,7 @@ impl Case<'_> {
 /// One sequence on a tmpfs, on a mount and on the layer without a kernel.
 #[test]
 fn random_operations_do_what_a_plain_folder_does() {
-    let case = Case { layer: true, ..Case::default() };
+    let case = Case { options: DISK_CACHE, layer: true, ..Case::default() };
     case.compare_on_folder("random_operations_do_what_a_plain_folder_does", 3 * scale());
 }
 
@@ -149,15 +149,15 @@ fn random_operations_on_s3_do_what_a_plain_folder_does() {
     if can_run("random_operations_on_s3_do_what_a_plain_folder_does") {
         let server = Server::for_volume();
         let variables = server.envs();
-        let case = Case { variables: &variables, ..Case::default() };
+        let case = Case { options: DISK_CACHE, variables: &variables, ..Case::default() };
         case.compare(&format!("s3://{}/a/prefix", server.create_bucket()), scale());
     }
 }
 
 #[test]
 fn random_operations_on_a_troubled_store_do_what_a_plain_folder_does() {
-    Case::default()
-        .compare_on_troubled_s3("random_operations_on_a_troubled_store_do_what_a_plain_folder_does");
+    let case = Case { options: DISK_CACHE, ..Case::default() };
+    case.compare_on_troubled_s3("random_operations_on_a_troubled_store_do_what_a_plain_folder_does");
 }
 
 #[test]

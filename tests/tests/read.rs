@@ -52,6 +52,36 @@ fn a_read_only_mount_leaves_the_bucket_alone() {
     assert_eq!(before, listing());
 }
 
+/// Beside a mount for writing it shows the objects, says what it does not show, and changes nothing for the writer.
+///
+/// Promise S8: Any number of read-only mounts may exist beside it, which show what S2 says.
+#[test]
+fn a_read_only_mount_beside_a_writer_shows_objects_and_says_so() {
+    if !require_fuse("a_read_only_mount_beside_a_writer_shows_objects_and_says_so") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let url = format!("file://{}", scratch.folder("bucket").display());
+    let mount = |name: &str, options: &[&str]| {
+        Mount::new(&scratch.join(&format!("home-{name}")), &url, &scratch.join(name), options, &[])
+    };
+    let mut writer = mount("writer", &[]);
+    let make = "mkdir plain packed empty && echo one > plain/a && ln -s a plain/link && chmod 600 plain/a && sync plain/a";
+    shell(writer.path(), make).succeeded();
+    let packed = writer.path().join("packed").display().to_string();
+    Forebay::new(&scratch.join("home-writer"), ["volume", "policy", &packed, "packed"]).run().succeeded();
+    shell(writer.path(), "echo two > packed/b && sync packed/b").succeeded();
+    let mut readers = ["first", "second"].map(|name| mount(name, &["--read-only"]));
+    for reader in &mut readers {
+        assert_eq!(shell(reader.path(), "ls -R; cat plain/a").succeeded(), ".:\nplain\n\n./plain:\na\none\n");
+        assert!(reader.log().contains("this bucket is written through Forebay"), "{}", reader.log());
+        reader.unmount();
+    }
+    shell(writer.path(), "echo more >> plain/a && sync plain/a && test -L plain/link && cat packed/b")
+        .succeeded();
+    writer.unmount();
+}
+
 /// Promise S1: Every object of a bucket that nobody prepared is a file
 /// Promise S2: A read-only mount writes nothing to the bucket.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

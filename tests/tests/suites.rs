@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use forebay_tests::settings::{skip, tool};
-use forebay_tests::{Mounted, Seeded, is_long, require_fuse, scale, shell};
+use forebay_tests::{DISK_CACHE, Mounted, Seeded, is_long, require_fuse, scale, shell};
 use rand::RngExt;
 
 /// Whether `test` has the programs and rights that it needs.
@@ -172,7 +172,7 @@ fn run_fsx(program: &str, mounted: &Mounted, rng: &mut Seeded, runs: usize, long
 #[test]
 fn fsx_finds_no_wrong_byte() {
     if let Some(program) = ready("fsx_finds_no_wrong_byte", "fsx", false) {
-        let mounted = Mounted::folder(&[]);
+        let mounted = Mounted::folder(DISK_CACHE);
         run_fsx(&program, &mounted, &mut Seeded::new(), 3 * fsx_runs(), 10);
         mounted.end();
     }
@@ -237,7 +237,7 @@ fn fsx_finds_no_wrong_byte_with_a_trash() {
 #[test]
 fn fio_verifies_what_it_wrote() {
     let Some(program) = ready("fio_verifies_what_it_wrote", "fio", false) else { return };
-    let (mounted, mut rng) = (Mounted::folder(&[]), Seeded::new());
+    let (mounted, mut rng) = (Mounted::folder(DISK_CACHE), Seeded::new());
     let jobs = [
         ("write", "128k", 0),
         ("write", "128k", 1),

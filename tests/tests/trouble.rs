@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use forebay_core::ObjectKey;
 use forebay_io::object::{Bucket, Condition};
@@ -157,6 +158,34 @@ async fn the_store_goes_away_and_comes_back() {
         assert_eq!(read("b").expect("the store is back"), 100_000);
         mount.unmount();
     }
+}
+
+/// A store that takes requests and answers none holds nobody up for longer than one that is away: calls fail, and what
+/// was written is kept for when it answers again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_store_that_never_answers_is_given_up_at_the_deadline() {
+    if !require_fuse("a_store_that_never_answers_is_given_up_at_the_deadline") {
+        return;
+    }
+    let store = Store::new().await;
+    let mut mount = store.mount(&["--take-over"]);
+    let (home, folder) = (store.scratch.join("home"), mount.path().to_owned());
+    let code = |error: std::io::Error| error.raw_os_error();
+    shell(&folder, "ls -l && md5sum a").succeeded();
+    let mut written = File::create(folder.join("written")).expect("created");
+    written.write_all(b"kept").expect("written");
+    store.door.set(Manner::Silent);
+    mount.within(5 * Duration::from_millis(DEADLINE_MS), || {
+        assert_eq!(fs::read(folder.join("a")).expect("a is cached").len(), 100_000);
+        assert_eq!(fs::read(folder.join("b")).map_err(code), Err(Some(libc::EIO)));
+        assert_eq!(written.sync_all().map_err(code), Err(Some(libc::EIO)));
+    });
+    store.door.set(Manner::Pass);
+    assert_eq!(fs::read(folder.join("b")).expect("the store answers").len(), 100_000);
+    Forebay::new(&home, ["sync".as_ref(), folder.as_os_str()]).run().succeeded();
+    assert_eq!(store.bucket.get_whole(&ObjectKey::new("written")).await.expect("an object").0, "kept");
+    drop(written);
+    mount.unmount();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -90,6 +90,13 @@ impl Records {
             claim => claim?.map(Arc::new),
         };
         let recorded = claim.as_ref().and_then(|claim| claim.record()).map(|record| record.volume);
+        if read_only && recorded.is_some() {
+            tracing::warn!(
+                %url,
+                "this bucket is written through Forebay: a read-only mount shows its objects, without links, modes, packed \
+                 files, and what is not at its own path yet"
+            );
+        }
         let volume = recorded.unwrap_or_else(|| VolumeId::of_url(&url.to_string()));
         let opened = async {
             let record = claim.as_ref().and_then(|claim| claim.record());

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use forebay_tests::noise;
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
 
@@ -65,9 +66,8 @@ fn bytes(rng: &mut StdRng) -> Vec<u8> {
 }
 
 fn some_bytes(rng: &mut StdRng, lengths: Range<usize>) -> Vec<u8> {
-    let mut bytes = vec![0; rng.random_range(lengths)];
-    rng.fill_bytes(&mut bytes);
-    bytes
+    let length = rng.random_range(lengths);
+    noise(rng, length)
 }
 
 pub(crate) fn operation(rng: &mut StdRng) -> Operation {

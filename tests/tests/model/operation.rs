@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use forebay_tests::noise;
 use rand::{Rng, RngExt};
 
 use super::calls::Kind;
@@ -203,8 +204,8 @@ fn on_attributes(rng: &mut impl Rng) -> Operation {
             Operation::Times { path, accessed, modified }
         }
         42..54 => {
-            let mut value = vec![0; one_of(rng, &[0, 1, 30, 3000])];
-            rng.fill_bytes(&mut value);
+            let length = one_of(rng, &[0, 1, 30, 3000]);
+            let value = noise(rng, length);
             Operation::SetXattr { path, name, value, flags: xattr_flags(rng) }
         }
         54..60 => Operation::Xattr { path, name },
@@ -273,9 +274,8 @@ fn on_mapping(rng: &mut impl Rng) -> Operation {
             Operation::Map { path: likely(rng), offset: pages * PAGE, length }
         }
         6..14 => {
-            let mut bytes = vec![0; rng.random_range(1..20_000)];
-            rng.fill_bytes(&mut bytes);
-            Operation::Store { at, bytes: Content(bytes) }
+            let length = rng.random_range(1..20_000);
+            Operation::Store { at, bytes: Content(noise(rng, length)) }
         }
         14..18 => Operation::Load { at, length: rng.random_range(1..200_000) },
         18 => Operation::SyncMap,
@@ -347,9 +347,7 @@ fn bytes(rng: &mut impl Rng) -> Content {
         7..9 => rng.random_range(5000..300_000),
         _ => rng.random_range(4 << 20..9 << 20),
     };
-    let mut bytes = vec![0; length];
-    rng.fill_bytes(&mut bytes);
-    Content(bytes)
+    Content(noise(rng, length))
 }
 
 fn offset(rng: &mut impl Rng) -> u64 {
