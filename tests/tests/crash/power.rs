@@ -1,7 +1,8 @@
-//! A disk whose power fails: a file system in memory that forgets what was not synced.
+//! A disk whose power fails: a file system in memory that forgets what was not synced, all of it, or any part.
 //!
 //! The strictest reading of POSIX: bytes, size and times of a file last from its fsync on, the names in a directory from
-//! the fsync of the directory on, and neither brings the other along. File systems of a kernel keep more.
+//! the fsync of the directory on, and neither brings the other along. File systems of a kernel keep more, in any order: pages
+//! of a file without each other, and names without the bytes that they lead to.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -11,11 +12,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
+use forebay_tests::Seeded;
 use fuser::{
     BackgroundSession, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
     INodeNo, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
     ReplyEmpty, ReplyEntry, ReplyOpen, ReplyStatfs, ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
+use rand::RngExt;
 
 /// Bytes of a file that are copied at once when they change after a sync.
 const PAGE: usize = 64 << 10;
@@ -29,6 +32,7 @@ pub(crate) struct PowerDisk {
     folder: PathBuf,
     disk: Arc<Mutex<Disk>>,
     session: Option<BackgroundSession>,
+    chance: Seeded,
 }
 
 impl PowerDisk {
@@ -36,7 +40,8 @@ impl PowerDisk {
     pub(crate) fn mount(folder: PathBuf) -> Self {
         let root = Inode::new(true, 0o755);
         let disk = Disk { inodes: HashMap::from([(INodeNo::ROOT.0, root)]), last: INodeNo::ROOT.0 };
-        let mut mounted = Self { folder, disk: Arc::new(Mutex::new(disk)), session: None };
+        let (disk, chance) = (Arc::new(Mutex::new(disk)), Seeded::new());
+        let mut mounted = Self { folder, disk, session: None, chance };
         mounted.start();
         mounted
     }
@@ -46,10 +51,12 @@ impl PowerDisk {
         &self.folder
     }
 
-    /// The power goes and comes back. Nobody may have a file of it open.
+    /// The power goes and comes back; every second time some of what was not synced is there. Nobody may have a file of it
+    /// open.
     pub(crate) fn fail(&mut self) {
         self.stop();
-        lock(&self.disk).forget();
+        let written_percent = if self.chance.random_bool(0.5) { 0 } else { self.chance.random_range(1..100) };
+        lock(&self.disk).forget(&mut self.chance, written_percent);
         self.start();
     }
 
@@ -112,6 +119,32 @@ impl Inode {
     }
 }
 
+impl Inode {
+    /// What was synced is there again, and whatever else `is_written` says of one piece after another.
+    fn lose(&mut self, mut is_written: impl FnMut() -> bool) {
+        let Content { size, modified, bytes, entries, .. } = self.now.clone();
+        if entries.is_some() {
+            if is_written() {
+                self.synced.entries = entries;
+            }
+        } else {
+            if is_written() {
+                self.synced.set_size(size);
+                self.synced.modified = modified;
+            }
+            let kept = self.synced.size;
+            for (synced, now) in self.synced.bytes.iter_mut().zip(bytes) {
+                if is_written() {
+                    *synced = now;
+                }
+            }
+            // Past the end of the file are zeros.
+            self.synced.set_size(kept);
+        }
+        self.now = self.synced.clone();
+    }
+}
+
 impl Content {
     fn set_size(&mut self, size: u64) {
         self.size = size;
@@ -155,9 +188,16 @@ impl Content {
 }
 
 impl Disk {
-    /// Goes back to what was synced.
-    fn forget(&mut self) {
-        self.inodes.values_mut().for_each(|inode| inode.now = inode.synced.clone());
+    /// Goes back to what was synced, and what came to the disk by itself: each page and each size of a file, and the names
+    /// of each directory, in so many of 100 cases.
+    fn forget(&mut self, chance: &mut Seeded, written_percent: u32) {
+        // In an order of their own, so that a seed tells them all.
+        let mut numbers: Vec<u64> = self.inodes.keys().copied().collect();
+        numbers.sort_unstable();
+        let mut is_written = || chance.random_range(0..100) < written_percent;
+        for number in numbers {
+            self.inodes.entry(number).and_modify(|inode| inode.lose(&mut is_written));
+        }
         let mut reached = vec![INodeNo::ROOT.0];
         let mut at = 0;
         while let Some(number) = reached.get(at) {
