@@ -32,10 +32,17 @@ def test_types_are_whole_and_catch_what_is_wrong(tmp_path: Path) -> None:
         "forebay.save({})\n"
         "start: int = forebay.Checkpointer('s3://b/r').restore({})\n"
         "forebay.Checkpointer('s3://b/r').steps(1, {})\n"
+        "import forebay.huggingface, forebay.lightning\n"
+        "forebay.huggingface.Callback('s3://b/r', 5, linger=1.5, on_error='warn', local='/nvme', local_bytes='5GiB')\n"
+        "forebay.huggingface.Callback('s3://b/r', linger='long')\n"
+        "forebay.huggingface.Callback('s3://b/r', rng=False)\n"
+        "forebay.lightning.CheckpointIO(flush_rate='5MiB', agent_log='log')\n"
+        "forebay.lightning.CheckpointIO(linger=5)\n"
+        "forebay.lightning.sharded(object, local='/nvme')\n"
     )
     ended = mypy(tmp_path, wrong)
     lines = {line.split(":")[1] for line in ended.stdout.splitlines() if ": error:" in line}
-    assert lines == {"2", "3", "4", "5"}, ended.stdout + ended.stderr
+    assert lines == {"2", "3", "4", "5", "8", "9", "11", "12"}, ended.stdout + ended.stderr
 
 
 def other_pythons() -> list[str]:

@@ -6,6 +6,8 @@ import copy
 import logging
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -217,25 +219,79 @@ def test_the_first_step_of_a_schedule_prepares_once(scheduled: forebay.Checkpoin
     assert arenas() - others == prepared and len(prepared) == 1, "memory is taken once"
 
 
-def test_what_memory_is_taken_is_told_before_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Once: by `prepare`, or else by the first step of a schedule."""
+def test_what_memory_is_taken_is_told_before_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once: by `prepare`, or else by the first step of a schedule, or its first save. Nobody saw the logger, who did not ask."""
     caplog.set_level(logging.INFO, logger="forebay")
-    state, others, told = parts(), arenas(), []
+    state, others = parts(), arenas()
     with forebay.Checkpointer(tmp_path / "asked", rng=False) as checkpointer:
         size = checkpointer.prepare(state)
         # With the moments that are to come; what the kernel gave is whole pages, of which the largest have 2 MiB.
         assert 6 * sum(own.nbytes for own in state["model"].parameters()) <= size <= taken(others) <= size + 8 * MIB
-        told += caplog.messages
+        assert checkpointer.prepare(state) == size
         learn(state)
         checkpointer.save_now(1, state)
     with forebay.Checkpointer(tmp_path / "scheduled", every=5, rng=False) as checkpointer:
-        caplog.clear()
         state = parts()
         for step in (1, 2):
             checkpointer.step(step, state)
-        told += caplog.messages
-    mib = size / MIB
-    assert told == [f"rank 0: saves take {mib:.0f} MiB of this host's memory, 2 snapshots of {mib / 2:.0f} MiB"] * 2
+        learn(state)
+        for step in (5, 10):
+            checkpointer.step(step, state)
+    with forebay.Checkpointer(tmp_path / "always", every=1, rng=False) as checkpointer:
+        for step in (1, 2):
+            checkpointer.step(step, state)
+    # The last one's first call is a save, whose bytes are known.
+    texts = [
+        f"saves take {total / MIB:.1f} MiB of this host's memory, 2 snapshots of {total / MIB / 2:.1f} MiB"
+        for total in (size, size, 2 * size_of(state))
+    ]
+    assert caplog.messages == texts
+    assert capfd.readouterr().err == "".join(f"forebay: {text}\n" for text in texts)
+
+
+def test_more_memory_is_told_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with forebay.Checkpointer(tmp_path, every=1, rng=False) as checkpointer:
+        for step, size in enumerate((1000, 1000, 2000, 2020)):
+            checkpointer.step(step, {"w": torch.zeros(size * 1024 // 4)})
+    told = [line.split()[3:5] for line in capfd.readouterr().err.splitlines()]
+    assert told == [["2.0", "MiB"], ["3.9", "MiB"]]
+
+
+def test_one_rank_tells_of_memory_for_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(rank: int) -> int:
+        with forebay.Checkpointer(tmp_path, every=2, rng=False) as checkpointer:
+            checkpointer.step(1, {"w": torch.zeros(1 << 20)})
+        return 0
+
+    run_ranks(2, work)
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("forebay: ")]
+    assert told == [
+        "forebay: rank 0 of 2: saves take 8.0 MiB of this host's memory, 2 snapshots of 4.0 MiB"
+        "; each other rank takes as much for what it saves"
+    ]
+
+
+@pytest.mark.parametrize("stream", ["kept", "closed", "none"])
+def test_where_warnings_are_errors_memory_is_told_all_the_same(tmp_path: Path, stream: str) -> None:
+    """Nor does it end a training that has no standard error."""
+    program = """
+import os, sys, torch, forebay
+if sys.argv[2] == "closed":
+    sys.stderr.close()
+elif sys.argv[2] == "none":
+    sys.stderr = None
+with forebay.Checkpointer(sys.argv[1], every=2, rng=False) as checkpointer:
+    for step in range(1, 5):
+        checkpointer.step(step, {"w": torch.zeros(1 << 18)})
+print("done")
+"""
+    command = [sys.executable, "-W", "error", "-c", program, str(tmp_path), stream]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+    told = ["forebay: saves take 2.0 MiB of this host's memory, 2 snapshots of 1.0 MiB"]
+    assert ended.stderr.splitlines() == (told if stream == "kept" else [])
 
 
 @pytest.mark.parametrize("first", ["prepare", "save_now", "due"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -16,30 +18,39 @@ from torch.distributed.fsdp import fully_shard
 import forebay
 from forebay import _native
 
-from .test_ranks import run_ranks
-from .test_trainers import pytorch_lightning, quiet, same, small_trainer  # noqa: F401
+from .conftest import wait_until
+from .test_crash import is_running
+from .test_ranks import run_ranks, start_ranks
+from .test_restart import LINGER_S
+from .test_trainer_options import At, await_last, saver_of
+from .test_trainers import pytorch_lightning, quiet, small_trainer  # noqa: F401  (a fixture)
 
 import forebay.huggingface  # noqa: E402  isort: skip
 import forebay.lightning  # noqa: E402  isort: skip
 from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy  # noqa: E402  isort: skip
 
 
-def run_job(world_size: int, work: Callable[[int], Any]) -> list[Any]:
-    """As `run_ranks`, with the environment that torchrun sets, for libraries that join torch's group by themselves."""
+def as_torchrun(world_size: int, work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work` with the environment that torchrun sets, for libraries that join torch's group by themselves."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
-    def run(rank: int) -> Any:
+    def run(rank: int, *rest: Any) -> Any:
         local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0, "NODE_RANK": 0}
         os.environ.update({name: str(value) for name, value in local.items()}, MASTER_PORT=str(port))
         try:
-            return work(rank)
+            return work(rank, *rest)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    return run_ranks(world_size, run, with_gloo=False)
+    return run
+
+
+def run_job(world_size: int, work: Callable[[int], Any]) -> list[Any]:
+    """As `run_ranks`, with the environment of torchrun."""
+    return run_ranks(world_size, as_torchrun(world_size, work), with_gloo=False)
 
 
 class Model(pytorch_lightning.LightningModule):  # type: ignore[misc]
@@ -158,3 +169,42 @@ def test_the_trainer_of_hugging_face_resumes_bit_equal_with_several_processes(tm
         assert two[2] == one[2][3:]
     names = {path.name for path in (tmp_path / "out" / "checkpoint-3").iterdir()}
     assert {"model.safetensors", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"} <= names
+
+
+def test_trainers_that_were_killed_go_on_from_the_memory_of_all(tmp_path: Path) -> None:
+    """Each has its own random numbers, and half of what both have."""
+    place, folder = tmp_path / "run", tmp_path / "out"
+    whole = run_job(2, lambda rank: train(tmp_path / "one", tmp_path / "unused", 1))
+
+    def killed(rank: int, report: Callable[[str], None]) -> None:
+        trainer, _ = small_trainer(place, folder, 1, 40, {"linger": LINGER_S}, ddp_backend="gloo")
+
+        def stop() -> None:
+            await_last(trainer, "durable")
+            report(str(saver_of(trainer)._agent.pid))
+            signal.pause()
+
+        trainer.add_callback(At({4: stop}))
+        trainer.train()
+
+    children = start_ranks(2, as_torchrun(2, killed), with_gloo=False)
+    agents = [int(child.line()) for child in children]
+    for child in children:
+        child.kill()
+
+    def resumed(rank: int) -> Any:
+        source = forebay.huggingface.checkpoint(place, folder)
+        trainer, recorder = small_trainer(place, folder, 2, 40, ddp_backend="gloo")
+        seen: list[Any] = []
+        trainer.add_callback(At({5: lambda: seen.append(saver_of(trainer).restored.tier)}))
+        trainer.train(resume_from_checkpoint=source)
+        weights = [[at, *(value.double().sum().item() for value in own.values())] for at, own in recorder.weights.items()]
+        return [source, seen, weights]
+
+    for one, two in zip(whole, run_job(2, resumed)):
+        assert two == [str(folder / "checkpoint-3"), ["arena"], one[2][3:]]
+    assert json.loads((folder / "checkpoint-3" / "forebay.json").read_text())["tier"] == "arena"
+    for agent in agents:
+        wait_until(lambda: not is_running(agent))
+    with forebay.Checkpointer(place) as checkpointer:
+        assert checkpointer.steps() == [3, 6, 8]

@@ -198,8 +198,11 @@ class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
         self.weights[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def small_trainer(place: Path, folder: Path, seed: int, count: int, **settings: Any) -> tuple[Any, Recorder]:
+def small_trainer(
+    place: Path, folder: Path, seed: int, count: int, options: Any = None, **settings: Any
+) -> tuple[Any, Recorder]:
     """A Trainer of a small model and `count` rows that saves every third of eight steps, and what records its weights."""
+    chosen: dict[str, Any] = {"every": 3, "keep": 9, **(options or {})}
     torch.manual_seed(seed)
     config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=40, n_positions=8)
     numbers = torch.Generator().manual_seed(5)
@@ -220,7 +223,7 @@ def small_trainer(place: Path, folder: Path, seed: int, count: int, **settings: 
         model=transformers.GPT2LMHeadModel(config),
         args=arguments,
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        callbacks=[forebay.huggingface.Callback(place, every=3, keep=9), recorder],
+        callbacks=[forebay.huggingface.Callback(place, **chosen), recorder],
     )
     return trainer, recorder
 
@@ -266,11 +269,11 @@ def test_a_callback_that_is_used_again_saves_the_end_of_each_training(tmp_path: 
         assert source == str(folder / "checkpoint-8")
         assert same(transformers.GPT2LMHeadModel.from_pretrained(source).state_dict(), recorder.weights[8])
     # What a training that died was about to save, and how often, is nothing to the next one.
-    callback._every, callback._is_due = None, True
+    callback._every, callback._has_stepped = None, True
     for interval in (4, 5):
         callback.on_train_begin(trainer.args, transformers.TrainerState(save_steps=interval), trainer.control)
-        assert (callback._interval, callback._is_due) == (interval, False)
         assert callback._checkpointer is not None
+        assert (callback._checkpointer._schedule._every, callback._has_stepped) == (interval, False)
         callback._checkpointer.close()
 
 

@@ -1,6 +1,7 @@
 """What `test_torchrun.py` has torchrun start, in each rank: `torchrun_program.py FOLDER ACT`.
 
-`train` trains modules of DDP and of FSDP2 for six steps, each of which is saved; where FOLDER holds a file `kill`, the
+`train` trains modules of DDP and of FSDP2, in float32 and in bfloat16 with tied weights, for six steps, each of which is
+saved; where FOLDER holds a file `kill`, the
 last rank removes it and kills itself once step 3 is sealed, and torchrun starts all ranks again. What comes out is
 compared with a training that nobody interrupts, and written beside the steps. `restore` compares what it restores, at
 any number of ranks, with that. What each rank found it adds to FOLDER/`told`, and the process that saves for it to
@@ -27,15 +28,46 @@ import forebay
 LAST = 6
 KILLED_AT = 3
 
+KINDS = ("ddp", "fsdp", "ddp16", "fsdp16")
+"""Modules of 32 bits, and of 16 with what is odd beside it."""
+
+
+class Half(torch.nn.Module):
+    """bfloat16, one weight of two names, a scalar and a tensor of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower = torch.nn.Linear(7, 7, bias=False, dtype=torch.bfloat16)
+        self.upper = torch.nn.Linear(7, 7, bias=False, dtype=torch.bfloat16)
+        self.upper.weight = self.lower.weight
+        self.register_buffer("scale", torch.tensor(1.0, dtype=torch.bfloat16))
+        self.register_buffer("nothing", torch.empty(0, 7, dtype=torch.bfloat16))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(1.01)
+        found: torch.Tensor = self.upper(self.lower(batch.bfloat16()).tanh()) * self.scale.item()
+        return found
+
+
+def plain(seed: int) -> dict[str, torch.Tensor]:
+    """Tensors of no module, two names of which are of one memory."""
+    shared = torch.full((5, 3), seed + 0.3, dtype=torch.bfloat16)
+    return {
+        "one": shared,
+        "other": shared,
+        "scalar": torch.tensor(float(seed), dtype=torch.float64),
+        "nothing": torch.empty(3, 0, dtype=torch.int16),
+    }
+
 
 def parts(seed: int) -> dict[str, Any]:
-    """Modules and optimizers, of the same values on all ranks."""
+    """Modules, optimizers and tensors, of the same values on all ranks."""
     torch.manual_seed(seed)
-    state: dict[str, Any] = {"losses": []}
-    for kind in ("ddp", "fsdp"):
+    state: dict[str, Any] = {"losses": [], "plain": plain(seed)}
+    for kind in KINDS:
         layers = [torch.nn.Linear(7, 13), torch.nn.BatchNorm1d(13), torch.nn.Dropout(0.1), torch.nn.Linear(13, 5)]
-        model = torch.nn.Sequential(*layers)
-        if kind == "ddp":
+        model = Half() if kind.endswith("16") else torch.nn.Sequential(*layers)
+        if kind.startswith("ddp"):
             # Without it DDP orders gradients anew after its first step: four ranks' sums are rounded otherwise then.
             model = DistributedDataParallel(model, find_unused_parameters=True)
         else:
@@ -47,19 +79,21 @@ def parts(seed: int) -> dict[str, Any]:
 
 def train(state: dict[str, Any]) -> None:
     """One step, on data of each rank's own generator."""
-    for kind in ("ddp", "fsdp"):
+    for kind in KINDS:
         loss = state[kind](torch.randn(4, 7)).square().mean()
         loss.backward()
         state[f"{kind}_optim"].step()
         state[f"{kind}_optim"].zero_grad()
         state["losses"].append(loss.item())
+    state["plain"]["one"].mul_(1.25)
+    state["plain"]["scalar"].add_(0.1)
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
-    """All tensors of modules and optimizers, as one process would have them."""
+    """All tensors, those of modules and optimizers as one process would have them."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=False)
-    tensors: dict[str, Any] = {}
-    for kind in ("ddp", "fsdp"):
+    tensors: dict[str, Any] = {f"plain.{name}": value.clone() for name, value in state["plain"].items()}
+    for kind in KINDS:
         model, optim = get_state_dict(state[kind], state[f"{kind}_optim"], options=options)
         tensors |= {f"{kind}.{name}": value.clone() for name, value in model.items()}
         for name, own in optim["state"].items():
@@ -67,10 +101,26 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
     return tensors
 
 
+def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a tensor is, and its bytes."""
+    return tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).tolist()
+
+
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Names of tensors that are not equal, bit by bit."""
-    assert one.keys() == other.keys() and len(one) == 2 * (9 + 6 * 3), list(one)
-    return [name for name in one if not torch.equal(one[name], other[name])]
+    assert one.keys() == other.keys() and len(one) == 2 * (9 + 6 * 3) + 2 * (4 + 3) + 4, list(one)
+    assert {torch.bfloat16, torch.float32, torch.float64, torch.int64} <= {value.dtype for value in one.values()}
+    assert sum(value.numel() == 0 for value in one.values()) == 3
+    return [name for name in one if bits(one[name]) != bits(other[name])]
+
+
+def untied(state: dict[str, Any]) -> list[str]:
+    """Names that are not of one memory any more."""
+    modules = {kind: getattr(state[kind], "module", state[kind]) for kind in KINDS if kind.endswith("16")}
+    pairs = {kind: (module.lower.weight, module.upper.weight) for kind, module in modules.items()}
+    pairs["plain"] = (state["plain"]["one"], state["plain"]["other"])
+    # The objects: a rank that holds nothing of a DTensor has no memory of it.
+    return [name for name, (one, other) in pairs.items() if one is not other]
 
 
 def tell(path: Path, what: Any) -> None:
@@ -106,7 +156,7 @@ def act_train(folder: Path, rank: int) -> dict[str, Any]:
     for _ in range(LAST):
         train(expected)
     tensors = whole(state)
-    found["wrong"] = differing(tensors, whole(expected))
+    found["wrong"] = differing(tensors, whole(expected)) + untied(state)
     found["losses_are_equal"] = state["losses"] == expected["losses"]
     torch.save(tensors, folder / f"expected.{rank}.pt")
     return found
@@ -117,11 +167,11 @@ def act_restore(folder: Path, rank: int) -> dict[str, Any]:
     state = parts(1)
     with forebay.Checkpointer(folder / "run") as checkpointer:
         start = checkpointer.restore(state)
-    # Of DDP's buffers those of rank 0 count; FSDP2 leaves each rank its own.
+    # Of DDP's buffers those of rank 0 count; FSDP2 leaves each rank its own, and so is what is of no module.
     saved_by = len(list(folder.glob("expected.*.pt")))
     first, own = (torch.load(folder / f"expected.{number}.pt") for number in (0, rank % saved_by))
-    expected = {name: first[name] if name.startswith("ddp.") else own[name] for name in first}
-    return {"start": start, "wrong": differing(whole(state), expected)}
+    expected = {name: first[name] if name.startswith("ddp") else own[name] for name in first}
+    return {"start": start, "wrong": differing(whole(state), expected) + untied(state)}
 
 
 def main() -> None:

@@ -27,12 +27,9 @@ from ._saver import Saver, open_session
 from ._schedule import Schedule
 from ._shares import Planner, share_size
 from ._signals import Names, Notice
-from ._sizes import Sizer, tell_memory
+from ._sizes import SNAPSHOTS, Sizer, tell_memory
 from ._timeline import Timeline
 from ._url import bucket_url, exists
-
-_MAX_THREADS = 1024
-"""More threads than any host has processors would only be in each other's way."""
 
 LINGER_S = 600.0
 """How long an agent holds the newest steps for the successor of a killed trainer, in seconds: a restart on the same host
@@ -95,7 +92,7 @@ class Checkpointer(Saver):
     stored. Ranks are all on one host. What one rank heard of earlier saves when the next one is due is raised on all
     of them, so that none waits for another in it; failures in a row are counted there, and by `wait` and `close`.
 
-    Host memory: two copies of what this rank saves, whose size is logged before the first save (`prepare`).
+    Host memory: two copies of what this rank saves, whose size is told before the first save (`prepare`).
     """
 
     skipped = 0
@@ -129,36 +126,30 @@ class Checkpointer(Saver):
         linger: Optional[float] = None,
         patience: float = 600.0,
     ) -> None:
-        schedule = Schedule(every, every_minutes)
-        keep, keep_every = options.whole("keep", keep), options.whole("keep_every", keep_every)
-        options.replicas(replicas)
-        threads = options.whole("copy_threads", copy_threads, most=_MAX_THREADS) or default_threads()
-        options.one_of("on_busy", on_busy, ("wait", "skip"))
-        options.one_of("on_error", on_error, ("raise", "warn"))
-        outcomes = Outcomes(on_error, options.whole("max_failures", max_failures, may_lack=False))
-        self._rng, self._allow_pickle = options.flag("rng", rng), options.flag("allow_pickle", allow_pickle)
-        self._replicated = options.patterns("replicated", replicated)
-        patience_s = options.real("patience", patience, "seconds", may_lack=False)
-        linger_s = options.real("linger", linger, "seconds", may_be_zero=True)
-        rate, directory = options.size("flush_rate", flush_rate), options.path("local", local)
-        ceiling = options.size("local_bytes", local_bytes)
-        copies_kept = options.whole("local_keep", local_keep, may_lack=False)
-        if local_bytes is not None and directory is None:
-            raise options.refused("local_bytes", local_bytes, "of use with local=, a directory for copies, only")
+        given = options.checked(
+            every=every, every_minutes=every_minutes, keep=keep, keep_every=keep_every, replicas=replicas, rng=rng,
+            copy_threads=copy_threads, on_busy=on_busy, on_error=on_error, max_failures=max_failures, ranks=ranks,
+            allow_pickle=allow_pickle, replicated=replicated, patience=patience, linger=linger, flush_rate=flush_rate,
+            local=local, local_keep=local_keep, local_bytes=local_bytes,
+        )
+        threads = given["copy_threads"] or default_threads()
+        outcomes = Outcomes(on_error, given["max_failures"])
+        self._rng, self._allow_pickle, self._replicated = rng, allow_pickle, given["replicated"]
         place, start = bucket_url(url), new_start()
-        group = Ranks(place, options.ranks("ranks", ranks), patience_s)
-        self._open_session = partial(open_session, place, keep, keep_every, rate)
+        group = Ranks(place, given["ranks"], given["patience"])
+        self._open_session = partial(open_session, place, given["keep"], given["keep_every"], given["flush_rate"])
         self._notice = Notice(on_signal)
         try:
             session = self._open_session(start)
             log = options.log("agent_log", agent_log)
-            copies = None if directory is None else LocalCopies(place, group, directory, copies_kept, ceiling)
+            disk = given["local"], given["local_keep"], given["local_bytes"]
+            copies = None if local is None else LocalCopies(place, group, *disk)
         except BaseException:
             self._notice.release()
             raise
-        linger_s = LINGER_S if linger_s is None else linger_s
+        linger_s = LINGER_S if given["linger"] is None else given["linger"]
         super().__init__(place, start, session, group, copies, threads, linger_s, log, outcomes)
-        self._schedule = schedule
+        self._schedule = Schedule(given["every"], given["every_minutes"])
         self._on_busy = on_busy
         self._planner = Planner(self._ranks)
         self._newest: Optional[int] = None
@@ -169,6 +160,8 @@ class Checkpointer(Saver):
         """Copies that sessions before this one missed."""
         self._past = Timeline(self._ranks.rank)
         self._has_memory = False
+        self._told_bytes = 0
+        """Bytes of this host's memory that were told of."""
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -305,6 +298,10 @@ class Checkpointer(Saver):
 
         Where there is a schedule and nothing was prepared or saved yet, the first call prepares (`prepare`).
         """
+        return self._step(step, lambda: state)
+
+    def _step(self, step: int, state_of: Callable[[], Any]) -> Optional[Save]:
+        """As `step`, with a state that is made only where it is looked at."""
         step = options.whole("step", step, least=0, may_lack=False)
         with self._lock:
             self._check_open()
@@ -319,8 +316,8 @@ class Checkpointer(Saver):
             saves = is_told or self._schedule.is_due(step, self._ranks)
             if not is_told:
                 self._tell_before(saves)
-            save = self._save(step, state, is_told) if saves else None
-            if not (saves or self._has_memory) and self._schedule.is_used and state is not None:
+            save = self._save(step, state_of(), is_told) if saves else None
+            if not (saves or self._has_memory) and self._schedule.is_used and (state := state_of()) is not None:
                 # Now, while the training warms up, rather than in its first save.
                 self._prepare(state)
             if is_told:
@@ -357,7 +354,8 @@ class Checkpointer(Saver):
         """Takes the memory for saves of a state like this one, and gives its bytes: the first save is as fast as the next.
 
         Nothing of the state is changed. An optimizer of torch.optim that never stepped is given room for the state that its
-        first step makes. Without it the first `step` of a schedule does this. The logger `forebay` is told (info).
+        first step makes. Without it the first `step` of a schedule does this. What it takes is told on standard error, in one
+        line of rank 0's, and to the logger `forebay` (info) by each rank; once, and again where it has become much more.
         """
         with self._lock:
             self._check_open()
@@ -373,7 +371,16 @@ class Checkpointer(Saver):
         self._devices.open(sizer.leaves)
         self._session.prepare(size := sizer.size(), self._threads)
         self._has_memory = True
-        return tell_memory(self._ranks.rank, size)
+        return self._tell_memory(size)
+
+    def _tell_memory(self, size: int) -> int:
+        """Tells what memory snapshots of `size` bytes take, unless that is known; gives the bytes."""
+        total = SNAPSHOTS * size
+        # A size is an estimate before the first save.
+        if total > self._told_bytes * 9 // 8:
+            self._told_bytes = total
+            tell_memory(self._ranks, size)
+        return total
 
     def wait(self, timeout: Optional[float] = None) -> bool:
         """Waits until no save is under way; False when `timeout` seconds passed first. Tells what went wrong (`on_error`)."""
@@ -560,6 +567,9 @@ class Checkpointer(Saver):
             late = self._copy(step, snapshot, leaves, shares)
             self._schedule.begin_anew()
             save = Save(self, step, sum(share_size(leaves[share.leaf], share.part) for share in shares), begun)
+            if self._schedule.is_used:
+                # The first step of a schedule may be one that it saves.
+                self._tell_memory(save._record.size or 0)
             named = [(extra_name(name, rank), data) for name, data in extras]
             self._staging = Staging(save, number, snapshot, late, named)
         except BaseException as error:

@@ -7,7 +7,8 @@ import operator
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from functools import partial
+from typing import Any, Callable, Optional, Union
 
 from . import _native
 from ._errors import CheckpointInvalid
@@ -17,6 +18,9 @@ _MOST = 2**63 - 1
 
 _MOST_S = 1e9
 """Thirty years, in seconds: whoever wants longer than that wants no limit, which there is not."""
+
+_MAX_THREADS = 1024
+"""More threads than any host has processors would only be in each other's way."""
 
 
 def refused(name: str, value: Any, allowed: str) -> CheckpointInvalid:
@@ -38,11 +42,12 @@ def whole(name: str, value: Any, least: int = 1, most: int = _MOST, may_lack: bo
     raise refused(name, value, f"a whole number, {limits}{', or None' if may_lack else ''}")
 
 
-def replicas(value: Any) -> None:
-    """Checks how many other hosts are to hold what a rank saves."""
-    if whole("replicas", value, least=0, may_lack=False):
+def replicas(name: str, value: Any) -> int:
+    """How many other hosts are to hold what a rank saves."""
+    if whole(name, value, least=0, may_lack=False):
         text = "0, as the ranks of a job are all on one host yet, and a replica is for the loss of one"
-        raise refused("replicas", value, f"{text} (hint: local= keeps copies on its disk)")
+        raise refused(name, value, f"{text} (hint: local= keeps copies on its disk)")
+    return 0
 
 
 StepName = Union[int, str]
@@ -117,10 +122,11 @@ def log(name: str, value: Any) -> Optional[str]:
     return os.path.abspath(found)
 
 
-def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
     """One of some words."""
     if not isinstance(value, str) or value not in allowed:
         raise refused(name, value, " or ".join(map(repr, allowed)))
+    return value
 
 
 def patterns(name: str, value: Any) -> tuple[str, ...]:
@@ -145,3 +151,37 @@ def ranks(name: str, value: Any) -> Optional[tuple[int, int]]:
     if 0 <= rank < world_size < 2**31:
         return rank, world_size
     raise refused(name, value, "this rank, from 0, and how many there are, such as (0, 8), or None")
+
+
+_RULES: dict[str, Callable[[str, Any], Any]] = {
+    "every": whole,
+    "every_minutes": partial(real, unit="minutes"),
+    "keep": whole,
+    "keep_every": whole,
+    "rng": flag,
+    "on_busy": partial(one_of, allowed=("wait", "skip")),
+    "on_error": partial(one_of, allowed=("raise", "warn")),
+    "max_failures": partial(whole, may_lack=False),
+    "allow_pickle": flag,
+    "copy_threads": partial(whole, most=_MAX_THREADS),
+    # Whether it can be written to is seen by whoever opens it.
+    "agent_log": path,
+    "replicated": patterns,
+    "ranks": ranks,
+    "flush_rate": size,
+    "local": path,
+    "local_keep": partial(whole, may_lack=False),
+    "local_bytes": size,
+    "replicas": replicas,
+    "linger": partial(real, unit="seconds", may_be_zero=True),
+    "patience": partial(real, unit="seconds", may_lack=False),
+}
+"""What each option of a `Checkpointer` may be; of `on_signal` that is said in `_signals.py`."""
+
+
+def checked(**given: Any) -> dict[str, Any]:
+    """Options of a `Checkpointer` as the engine takes them. Raises `CheckpointInvalid` for the first one that is none."""
+    found = {name: _RULES[name](name, value) for name, value in given.items()}
+    if found.get("local_bytes") is not None and found.get("local") is None:
+        raise refused("local_bytes", given["local_bytes"], "of use with local=, a directory for copies, only")
+    return found

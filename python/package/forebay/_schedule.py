@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Optional
 
-from . import _options as options
 from ._ranks import Ranks
 
 
@@ -13,9 +12,8 @@ class Schedule:
     """The schedule of a job. All ranks ask it at the same steps."""
 
     def __init__(self, every: Optional[int], every_minutes: Optional[float]) -> None:
-        self._every: Optional[int] = options.whole("every", every)
-        minutes = options.real("every_minutes", every_minutes, "minutes")
-        self._every_s: Optional[float] = None if minutes is None else 60 * minutes
+        self._every = every
+        self._every_s: Optional[float] = None if every_minutes is None else 60 * every_minutes
         self._saved_at = time.monotonic()
 
     @property

@@ -14,33 +14,46 @@ from ._errors import CheckpointInvalid
 Names = Union[None, str, int, Sequence[Union[str, int]]]
 
 
+def numbers_of(names: Names) -> list[signal.Signals]:
+    """The signals that are named. Raises `CheckpointInvalid` where one is none."""
+    try:
+        given = [] if names is None else [names] if isinstance(names, (str, int)) else list(names)
+        if any(isinstance(name, bool) for name in given):
+            raise TypeError
+    except TypeError:
+        raise options.refused("on_signal", names, "a signal, such as 'SIGTERM', several, or None") from None
+    numbers = []
+    for name in given:
+        try:
+            numbers.append(signal.Signals[name] if isinstance(name, str) else signal.Signals(name))
+        except (KeyError, ValueError) as error:
+            raise _unusable(name, error) from error
+    return numbers
+
+
+def _unusable(name: Union[str, int], error: Exception) -> CheckpointInvalid:
+    return CheckpointInvalid(f"on_signal: {name!r} is no signal that can be waited for: {error}")
+
+
 class Notice:
     """Takes signals over until `release`; `pass_on` has them do what they did before."""
 
     def __init__(self, names: Names) -> None:
-        try:
-            given = [] if names is None else [names] if isinstance(names, (str, int)) else list(names)
-            if any(isinstance(name, bool) for name in given):
-                raise TypeError
-        except TypeError:
-            raise options.refused("on_signal", names, "a signal, such as 'SIGTERM', several, or None") from None
+        numbers = numbers_of(names)
         self.received: Optional[int] = None
         """The first that came."""
         self._frame: Optional[FrameType] = None
         self._pid = os.getpid()
         self._is_released = False
         self._before: dict[int, Any] = {}
-        for name in given:
+        for number in dict.fromkeys(numbers):
             try:
-                number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
-                if number in self._before:
-                    continue
                 if signal.getsignal(number) is None:
                     raise ValueError("something outside of Python handles it")
                 self._before[number] = signal.signal(number, self._note)
-            except (KeyError, ValueError, OSError) as error:
+            except (ValueError, OSError) as error:
                 self.release()
-                raise CheckpointInvalid(f"on_signal: {name!r} is no signal that can be waited for: {error}") from error
+                raise _unusable(number.name, error) from error
 
     @property
     def is_used(self) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import fnmatch
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +24,10 @@ from ._ties import aliases
 _HEADER, _ENTRY = 4096, 512
 """Bytes of a shard's header at most: beside its entries, and for each tensor."""
 
-_SNAPSHOTS = 2
+SNAPSHOTS = 2
 """One is written while the other one is on its way to the store."""
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Sizer(Flattener):
@@ -57,12 +60,28 @@ class Sizer(Flattener):
         return node
 
 
-def tell_memory(rank: int, size: int) -> int:
-    """Tells what of the host's memory snapshots of `size` bytes take, before the training goes on; gives the bytes."""
-    total, mib = _SNAPSHOTS * size, float(1 << 20)
-    text = "rank %d: saves take %.0f MiB of this host's memory, %d snapshots of %.0f MiB"
-    logging.getLogger("forebay").info(text, rank, total / mib, _SNAPSHOTS, size / mib)
-    return total
+def tell_memory(ranks: Ranks, size: int) -> None:
+    """Tells what of the host's memory snapshots of `size` bytes take: the logger `forebay` on each rank, and who reads standard
+    error once for the job, as nobody sees that logger who did not ask for it."""
+    whose, others = "", ""
+    if not ranks.alone:
+        whose, others = f"rank {ranks.rank} of {ranks.world_size}: ", "; each other rank takes as much for what it saves"
+    memory = f"{_in_units(SNAPSHOTS * size)} of this host's memory, {SNAPSHOTS} snapshots of {_in_units(size)}"
+    text = f"{whose}saves take {memory}"
+    logging.getLogger("forebay").info("%s", text)
+    # No warning: nothing is wrong, and where warnings are errors it would end the training. Nor does a stream that is closed.
+    if ranks.rank == 0 and sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"forebay: {text}{others}\n")
+            sys.stderr.flush()
+
+
+def _in_units(size: int) -> str:
+    """Bytes as people read them: `5.2 GiB`."""
+    amount, unit = float(size), 0
+    while amount >= 1024 and unit < len(_UNITS) - 1:
+        amount, unit = amount / 1024, unit + 1
+    return f"{amount:.1f} {_UNITS[unit]}" if unit else f"{size} B"
 
 
 def coming_state(optimizer: Any) -> tuple[int, int]:

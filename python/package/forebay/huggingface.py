@@ -10,20 +10,28 @@ generators, while the training goes on, each step after it was logged and evalua
 directory that the Trainer resumes from, which is also one that `from_pretrained` reads; one of a PEFT model, adapters and what
 they adapt, in one file as the Trainer wants it, is for the Trainer alone. Under torchrun every process does the same; what all of
 them hold is stored once. For Trainers that shard their models (FSDP, DeepSpeed) there is `forebay.dcp`.
+
+Of a Trainer that was killed, and is started again on the same host, `checkpoint` writes the newest step that was sealed, out
+of the memory that its agents still hold (`linger=`), in the store or not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import random
+import secrets
 import sys
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union, cast
 
 import numpy
+import safetensors.torch
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -33,11 +41,21 @@ from . import _native
 from . import _options as options
 from ._aside import NOTE, Foreign, ensure
 from ._checkpointer import Checkpointer
-from ._errors import CheckpointInvalid, CheckpointNotFound, CheckpointWarning
-from ._loading import load_rest, with_step
-from ._ranks import Ranks
+from ._errors import (
+    CheckpointCorrupt,
+    CheckpointInvalid,
+    CheckpointNotFound,
+    CheckpointUnavailable,
+    CheckpointWarning,
+)
+from ._loading import load_rest
+from ._passed import JobOptions, passed_on
 from ._url import bucket_url
 from .convert import SHARD_BYTES
+
+if TYPE_CHECKING:
+    # Type checkers bring it along. Python itself has it from 3.11 on only, and does not need it.
+    from typing_extensions import Unpack
 
 __all__ = ["Callback", "checkpoint"]
 
@@ -51,6 +69,20 @@ _ONE_FILE = 1 << 62
 
 _PATIENCE_S = 3600.0
 """How long processes wait for the one that writes a checkpoint."""
+
+_RANKS = "the callback knows what the Trainer's processes are, and what all of them have"
+
+_REASONS = {
+    "rng": "the Trainer resumes generators by itself, and they are saved for it",
+    "allow_pickle": "nothing of what it saves is a pickle",
+    "ranks": _RANKS,
+    "replicated": _RANKS,
+    "replicas": "a job's ranks are all on one host yet",
+}
+"""Options of `Checkpointer` that have no meaning here, and why."""
+
+_GIVEN: dict[str, int] = {}
+"""The step that `checkpoint` gave this process last, by its place: a training that begins with it goes on from it."""
 
 
 class Callback(TrainerCallback):  # type: ignore[misc]
@@ -66,9 +98,13 @@ class Callback(TrainerCallback):  # type: ignore[misc]
     Args:
         url: Where the steps lie, as for `Checkpointer`.
         every: Steps from one save to the next; by default the Trainer's `save_steps`.
-        keep: As for `Checkpointer`.
-        keep_every: As for `Checkpointer`.
         trainer: The Trainer that it is added to, of whose other callbacks the states are saved, too.
+        options: As for `Checkpointer`: all but those that say what is saved, and by whom (`rng`, `ranks`, `replicated`,
+            `allow_pickle`, `replicas`). A step that `on_busy="skip"` skips may be any but the last one. A signal (`on_signal`) is
+            looked for before each step: the one that is done is saved, with its evaluation, and then the signal does
+            what it did before, such as end the process. The Trainer's own way to heed one (`enable_jit_checkpoint`) then follows.
+
+    Raises `CheckpointInvalid`, a `ValueError`, for an option that is none or has no meaning here.
     """
 
     def __init__(
@@ -76,104 +112,146 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         url: Place,
         every: Optional[int] = None,
         *,
-        keep: Optional[int] = None,
-        keep_every: Optional[int] = None,
         trainer: Optional[Any] = None,
+        **options: Unpack[JobOptions],
     ) -> None:
-        if every is not None and every < 1:
-            raise ValueError(f"every is {every}; it is at least 1, or None")
         self._url = bucket_url(url)
-        self._every = every
-        self._interval = every or 1
-        self._keep = (keep, keep_every)
+        self._every = _checked_every(every)
+        known: frozenset[str] = JobOptions.__optional_keys__
+        self._options = cast(JobOptions, passed_on("Callback()", options, known, _REASONS))
         self._trainer = trainer
         self._checkpointer: Optional[Checkpointer] = None
         self._saved: Optional[int] = None
-        self._is_due = False
+        self._has_stepped = False
+        """Whether a step was made that the Trainer may not be done with."""
         self._is_distributed = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
             raise CheckpointInvalid("Trainers that shard their models are not saved by this callback, but by forebay.dcp")
         # A Trainer may train again, with other arguments: nothing of the last training is left.
-        self._interval = self._every or max(int(state.save_steps), 1)
-        self._saved, self._is_due = None, False
+        self._leave()
+        self._saved, self._has_stepped = None, False
         self._is_distributed = getattr(args, "parallel_mode", None) == ParallelMode.DISTRIBUTED
         if self._trainer is None:
             _warn_of_callbacks(args, state)
-        keep, keep_every = self._keep
         # What the Trainer's processes all have; each has its own random numbers.
         alike = [f"{name}.*" for name in ("model", "optimizer", "scheduler")]
-        options: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "rng": False, "linger": 0}
-        self._checkpointer = Checkpointer(self._url, replicated=alike, **options)
+        every = self._every or max(int(state.save_steps), 1)
+        self._checkpointer = Checkpointer(self._url, every, rng=False, replicated=alike, **self._options)
+        if _GIVEN.get(self._url) == state.global_step:
+            # What did not change since is not stored again, and what is in memory stays there until there is something newer.
+            # Where the step is gone, or the store away, this is a start like any other.
+            with contextlib.suppress(CheckpointNotFound, CheckpointCorrupt, CheckpointUnavailable):
+                self._checkpointer._bring(state.global_step, lambda step: None)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._checkpointer is not None:
             self._checkpointer.before_optimizer_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._checkpointer is None:
-            return
-        if state.global_step % self._interval == 0:
-            # The Trainer evaluates it next, and at the end of an epoch again.
-            self._is_due = True
-        else:
-            # Saves nothing, having no schedule; raises what went wrong with earlier saves.
-            self._checkpointer.step(state.global_step, None)
+        # The Trainer evaluates it next, and at the end of an epoch again.
+        self._has_stepped = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Of the next one, whose data may have drawn random numbers: the Trainer resumes its generators behind them, too.
-        self._save_if_due(state, **kwargs)
+        self._step(state, **kwargs)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The order of its data is not drawn yet, as it is not where the Trainer resumes the generators.
-        self._save_if_due(state, **kwargs)
+        self._step(state, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self._checkpointer is not None and _ENDS in (logs or ()):
             # Of that entry a training that goes on knows nothing.
-            self._is_due = self._is_due or self._saved != state.global_step
-            self._save_if_due(dataclasses.replace(state, log_history=state.log_history[:-1]), **kwargs)
+            self._save_last(dataclasses.replace(state, log_history=state.log_history[:-1]), **kwargs)
             # What follows may be the best model, in the last one's stead.
             self._checkpointer.before_optimizer_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._is_due = self._is_due or self._saved != state.global_step
         checkpointer = self._checkpointer
         if checkpointer is not None:
             with checkpointer:
-                self._save_if_due(state, **kwargs)
+                self._save_last(state, **kwargs)
         self._checkpointer = None
 
-    def _save_if_due(self, state: Any, **kwargs: Any) -> None:
-        if self._is_due and self._checkpointer is not None:
-            self._is_due = False
-            if self._trainer is not None:
-                state = dataclasses.replace(state, stateful_callbacks=_stateful(self._trainer))
-            self._checkpointer.save_now(state.global_step, _state(state, is_distributed=self._is_distributed, **kwargs))
-            self._saved = state.global_step
+    def _step(self, state: Any, **kwargs: Any) -> None:
+        """The Trainer is done with the last step, if it made one: it is saved where it is due, or a signal asks for it."""
+        if self._has_stepped and self._checkpointer is not None:
+            self._has_stepped = False
+            save = self._checkpointer._step(state.global_step, partial(self._state, state, **kwargs))
+            self._saved = self._saved if save is None else state.global_step
+
+    def _save_last(self, state: Any, **kwargs: Any) -> None:
+        """Saves the step if it is not, and whatever `on_busy` says."""
+        checkpointer = self._checkpointer
+        if checkpointer is None or self._saved == state.global_step:
+            return
+        made = self._state(state, **kwargs)
+        if checkpointer.save_now(state.global_step, made) is None:
+            checkpointer.wait()
+            checkpointer.save_now(state.global_step, made)
+        self._saved = state.global_step
+
+    def _state(self, state: Any, **kwargs: Any) -> dict[str, Any]:
+        """What is saved of the Trainer."""
+        if self._trainer is not None:
+            state = dataclasses.replace(state, stateful_callbacks=_stateful(self._trainer))
+        return _state(state, is_distributed=self._is_distributed, **kwargs)
+
+    def _leave(self) -> None:
+        """Leaves what a training that died saves through: its agent commits what is sealed."""
+        left, self._checkpointer = self._checkpointer, None
+        if left is not None:
+            left._let_go()
+            left._notice.pass_on()
 
 
-def checkpoint(url: Place, folder: Place, step: Optional[options.StepName] = None) -> Optional[str]:
+def _checked_every(every: Any) -> Optional[int]:
+    try:
+        found: Optional[int] = options.whole("every", every)
+    except CheckpointInvalid as error:
+        raise CheckpointInvalid(f"{error} (hint: None takes the Trainer's save_steps)") from None
+    return found
+
+
+def checkpoint(
+    url: Place,
+    folder: Place,
+    step: Optional[options.StepName] = None,
+    *,
+    local: Optional[Place] = None,
+) -> Optional[str]:
     """Writes a step of `Callback`'s, by default the newest, as `folder/checkpoint-STEP`, and gives that path.
 
-    None if there is no step. One that was written already is given as it is, if the step is still the one that it was
-    written from: a training that went back saves a step of that number anew, and then it is written anew, too. Every byte
-    read is checked. Under torchrun every process calls it, and the first one writes.
+    None if there is no step. It is looked for where `Checkpointer.restore` looks: in memory that agents of killed processes
+    hold, in copies on the local disk where that is given as it was to the `Callback`, and in the store; the `forebay.json` in
+    the directory names the tier where it is another one than the store. What was written already out of the store is given
+    as it is, if the step is still the one that it was written from: a training that went back saves a step of that number anew,
+    and then it is written anew, too. Every byte read is checked. Under torchrun every process calls it, and the first one writes.
 
     Raises `CheckpointInvalid` where a directory of that name is not of this function's, such as the Trainer's own.
     """
     place = bucket_url(url)
+    given: list[str] = []
+    with Checkpointer(place, rng=False, linger=0, local=local, patience=_PATIENCE_S) as reader:
 
-    def write() -> Optional[str]:
+        def use(found: _native.Step) -> None:
+            given.append(reader._ranks.first("write a checkpoint", lambda: _written(found, Path(folder))))
+
         try:
-            return with_step(place, step, None, lambda found: _written(found, Path(folder)))
+            number = reader._bring(step, use)
         except CheckpointNotFound:
-            if step is None:
-                return None
-            raise
-
-    return Ranks(place, None, _PATIENCE_S).first("write a checkpoint", write)
+            if step is not None:
+                raise
+            number = None
+    _GIVEN.pop(place, None)
+    if number is None or reader.restored is None:
+        return None
+    if not reader.restored.passed_over:
+        # What was found damaged would be found again, and not read.
+        _GIVEN[place] = number
+    return given[-1]
 
 
 def _stateful(trainer: Any) -> list[Any]:
@@ -226,8 +304,12 @@ def _is_adapted(model: Any) -> bool:
 
 def _written(step: _native.Step, folder: Path) -> str:
     place = folder / f"checkpoint-{step.step}"
+    facts = {"commit": step.commit}
+    if step.tier != "store":
+        # Nothing tells such a step from what is, or will be, in the store under its number: it is always written anew.
+        facts = {"commit": secrets.token_hex(16), "tier": step.tier}
     try:
-        ensure(place, {"commit": step.commit}, lambda part: _write(step, part))
+        ensure(place, facts, lambda part: _write(step, part))
     except Foreign:
         text = f"{place} is not of forebay.huggingface.checkpoint, whose directories have a {NOTE}"
         raise CheckpointInvalid(f"{text} (hint: move or delete it, or give another folder)") from None
@@ -236,7 +318,12 @@ def _written(step: _native.Step, folder: Path) -> str:
 
 def _write(step: _native.Step, part: Path) -> None:
     state = load_rest(step, ["model", "rng"])
-    step.export(str(part), "model", _ONE_FILE if state.get("is_adapted") else SHARD_BYTES)
+    file_bytes = _ONE_FILE if state.get("is_adapted") else SHARD_BYTES
+    if step.tier == "store":
+        step.export(str(part), "model", file_bytes)
+    else:
+        model = load_rest(step, ["rng", *state])["model"]
+        _write_model(dict(_tensors_in(model)), part, file_bytes)
     for name, key in (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler"), ("scaler.pt", "scaler")):
         # Most have no scaler, and the Trainer takes one that is there.
         if state.get(key) is not None:
@@ -247,3 +334,39 @@ def _write(step: _native.Step, part: Path) -> None:
     if state["config"] is not None:
         (part / "config.json").write_text(state["config"])
     (part / "trainer_state.json").write_text(state["trainer"])
+
+
+def _tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in dicts and lists, named by their keys with dots between them, as the engine names what it exports."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, below in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors_in(below, f"{name}.{key}" if name else str(key))
+
+
+def _write_model(tensors: dict[str, torch.Tensor], folder: Path, file_bytes: int) -> None:
+    """Writes files of at most so many bytes of tensors, unless one has more: the engine exports steps of the store only."""
+    files: list[dict[str, torch.Tensor]] = [{}]
+    room, seen = file_bytes, set()
+    for name, tensor in tensors.items():
+        size = tensor.nbytes
+        if files[-1] and size > room:
+            files.append({})
+            room = file_bytes
+        # The library refuses tensors that share memory; each name gets its own bytes, as in an export.
+        memory = tensor.untyped_storage()
+        is_alone = tensor.is_contiguous() and memory.nbytes() == size and memory.data_ptr() not in seen
+        seen.add(memory.data_ptr())
+        files[-1][name] = tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)
+        room -= size
+    count = len(files)
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    names = names if count > 1 else ["model.safetensors"]
+    for name, own in zip(names, files):
+        safetensors.torch.save_file(own, folder / name, {"format": "pt"})
+    if count > 1:
+        weights = {tensor: name for name, own in zip(names, files) for tensor in own}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

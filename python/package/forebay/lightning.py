@@ -11,7 +11,11 @@ is for strategies that save whole states from one process: one device, DDP. Thos
 has each rank save its part, and read it again at any number of ranks.
 
 Each checkpoint that Lightning writes becomes a directory (or a bucket prefix) of that name with one step in it, which
-`forebay.load` and `forebay ckpt` read as well. What is kept and under which name is Lightning's business.
+`forebay.load` and `forebay ckpt` read as well. What is kept and under which name is Lightning's business, and so is what a
+signal does. A save that failed is raised: Lightning, once it takes a checkpoint for saved, deletes the one before.
+
+Of the options of `Checkpointer`, both take `copy_threads`, `agent_log`, `flush_rate` and `patience`. Those that are about the
+many steps of one place (`keep`, `local`, `linger`, `on_error`, `on_signal` and others) are refused, each with its reason.
 """
 
 from __future__ import annotations
@@ -23,14 +27,20 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union, cast
 
 from ._checkpointer import Checkpointer
 from ._errors import CheckpointInvalid, CheckpointNotFound, CheckpointWarning
 from ._files import load
 from ._loading import load_rest, with_step
+from ._options import checked
+from ._passed import CheckpointOptions, passed_on
 from ._ranks import surroundings
 from ._url import bucket_url
+
+if TYPE_CHECKING:
+    # Type checkers bring it along. Python itself has it from 3.11 on only, and does not need it.
+    from typing_extensions import Unpack
 
 __all__ = ["CheckpointIO", "sharded"]
 
@@ -43,17 +53,45 @@ S = TypeVar("S", bound=type[Any])
 _HELD = ("state_dict", "optimizer_states")
 """What of a checkpoint the live model and optimizers hold."""
 
+_KEEPS = "what is kept is Lightning's to say (save_top_k)"
+_SAVES = "when a checkpoint is saved is Lightning's to say"
+_IS_LAST = "Lightning deletes the checkpoint before once this one's save returns, which has to be there then"
+_COPIES = "copies on the local disk are of the steps of one place, and each of Lightning's checkpoints is a place of its own"
+_IS_WHOSE = "what is in a checkpoint, and which processes save it, is Lightning's to say"
+
+_REASONS = {
+    "rng": _IS_WHOSE,
+    "ranks": _IS_WHOSE,
+    "replicated": _IS_WHOSE,
+    "replicas": "a job's ranks are all on one host yet",
+    "keep": _KEEPS,
+    "keep_every": _KEEPS,
+    "every": _SAVES,
+    "every_minutes": _SAVES,
+    "on_busy": "each checkpoint has memory of its own, which no other one keeps busy",
+    "on_error": _IS_LAST,
+    "max_failures": _IS_LAST,
+    "on_signal": "Lightning acts on signals by itself, and says when a checkpoint is saved",
+    "local": _COPIES,
+    "local_keep": _COPIES,
+    "local_bytes": _COPIES,
+    "linger": "a checkpoint is in the store when its save returns, and no memory is held after it",
+}
+"""Options of `Checkpointer` that have no meaning here, and why."""
+
 _busy: set[str] = set()
 """The places that a thread writes or removes: Lightning's `AsyncCheckpointIO` removes some while it writes others."""
 
 _freed = threading.Condition()
 
 
-def sharded(strategy: S, allow_pickle: bool = False) -> S:
+def sharded(strategy: S, allow_pickle: bool = False, **options: Unpack[CheckpointOptions]) -> S:
     """A class like `FSDPStrategy` or `ModelParallelStrategy` that saves and loads through Forebay, each rank its part.
 
-    Give `FSDPStrategy` the `state_dict_type="sharded"`. `allow_pickle` is as for `CheckpointIO`.
+    Give `FSDPStrategy` the `state_dict_type="sharded"`. `allow_pickle` and `options` are as for `CheckpointIO`, and so is what
+    is raised for them.
     """
+    given = _checked("sharded()", allow_pickle, options)
 
     class Sharded(strategy):  # type: ignore[misc, valid-type]
         def save_checkpoint(
@@ -62,18 +100,17 @@ def sharded(strategy: S, allow_pickle: bool = False) -> S:
             """Saves what each rank has; returns once it is durable. An earlier one at `filepath` is replaced."""
             if storage_options is not None:
                 raise TypeError("storage_options are for fsspec; Forebay takes credentials from the environment")
-            _save(checkpoint, self.broadcast(os.fspath(filepath)), allow_pickle, None)
+            _save(checkpoint, self.broadcast(os.fspath(filepath)), allow_pickle, None, given)
 
         def load_checkpoint(self, checkpoint_path: Place, weights_only: Optional[bool] = None) -> dict[str, Any]:
             """Brings model and, while fitting, optimizers back in place; gives the rest of the checkpoint."""
             place = self.broadcast(os.fspath(checkpoint_path))
             live = {"state_dict": self.model, "optimizer_states": list(self.optimizers)}
             held = _HELD if self.optimizers else _HELD[:1]
-            options: dict[str, Any] = {"rng": False, "linger": 0, "allow_pickle": allow_pickle and not weights_only}
-            with Checkpointer(place, **options) as checkpointer:
+            rank, may_pickle = surroundings()[0], allow_pickle and not weights_only
+            with Checkpointer(place, rng=False, linger=0, allow_pickle=may_pickle, **given) as checkpointer:
                 if checkpointer.restore(live, only=[f"{key}.*" for key in held]) is None:
                     raise CheckpointNotFound(f"{place} holds no step")
-            rank, may_pickle = surroundings()[0], options["allow_pickle"]
             return with_step(
                 bucket_url(place), None, None, lambda step: load_rest(step, _HELD, rank % step.world_size, may_pickle)
             )
@@ -82,10 +119,23 @@ def sharded(strategy: S, allow_pickle: bool = False) -> S:
     return Sharded  # type: ignore[return-value]
 
 
-def _save(checkpoint: dict[str, Any], path: Place, allow_pickle: bool, ranks: Optional[tuple[int, int]]) -> None:
+def _checked(who: str, allow_pickle: bool, given: CheckpointOptions) -> CheckpointOptions:
+    """What is passed on to `Checkpointer`, which is right."""
+    checked(allow_pickle=allow_pickle)
+    known: frozenset[str] = CheckpointOptions.__optional_keys__
+    return cast(CheckpointOptions, passed_on(who, given, known, _REASONS))
+
+
+def _save(
+    checkpoint: dict[str, Any],
+    path: Place,
+    allow_pickle: bool,
+    ranks: Optional[tuple[int, int]],
+    given: CheckpointOptions,
+) -> None:
     """Saves a checkpoint as the one step of its place; returns once it is durable."""
     options: dict[str, Any] = {"keep": 1, "rng": False, "linger": 0, "ranks": ranks}
-    with Checkpointer(path, allow_pickle=allow_pickle, **options) as checkpointer:
+    with Checkpointer(path, allow_pickle=allow_pickle, **options, **given) as checkpointer:
         checkpointer.save_now(int(checkpoint.get("global_step", 0)), checkpoint)
 
 
@@ -130,10 +180,15 @@ class CheckpointIO:
     Args:
         allow_pickle: Whether objects that are neither tensors nor plain values may be pickled, and unpickled, which
             can run any code.
+        options: `copy_threads`, `agent_log`, `flush_rate` and `patience`, as for `Checkpointer`.
+
+    Raises `CheckpointInvalid` for an option that is none, and for one of `Checkpointer` that has no meaning for single
+    checkpoints of Lightning's choice, with the reason.
     """
 
-    def __init__(self, allow_pickle: bool = False) -> None:
+    def __init__(self, allow_pickle: bool = False, **options: Unpack[CheckpointOptions]) -> None:
         self._allow_pickle = allow_pickle
+        self._options = _checked("CheckpointIO()", allow_pickle, options)
         interfaces = [sys.modules[name] for name in _INTERFACES if name in sys.modules]
         if not interfaces:
             raise CheckpointInvalid("import lightning, or pytorch_lightning, before a CheckpointIO is made")
@@ -145,7 +200,7 @@ class CheckpointIO:
         if storage_options is not None:
             raise TypeError("storage_options are for fsspec; Forebay takes credentials from the environment")
         with _alone_at(bucket_url(path)):
-            _save(checkpoint, path, self._allow_pickle, (0, 1))
+            _save(checkpoint, path, self._allow_pickle, (0, 1), self._options)
 
     def load_checkpoint(
         self, path: Place, map_location: Optional[Any] = None, weights_only: Optional[bool] = None
