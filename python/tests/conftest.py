@@ -149,17 +149,38 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
-class Gate:
-    """A way to a store that can be shut: connections are taken then, and not passed on until it is open."""
+class Proxy:
+    """Something on the way to a store: each visitor is served by a thread of its own."""
 
     def __init__(self, endpoint: str) -> None:
         host, port = endpoint.removeprefix("http://").split(":")
         self._store = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._opened = threading.Event()
-        self._passing: list[socket.socket] = []
         self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._welcome, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def serve(self, visitor: socket.socket) -> None:
+        raise NotImplementedError
+
+    def _welcome(self) -> None:
+        while True:
+            try:
+                visitor, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self.serve, args=[visitor], daemon=True).start()
+
+
+class Gate(Proxy):
+    """A way to a store that can be shut: connections are taken then, and not passed on until it is open."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._opened = threading.Event()
+        self._passing: list[socket.socket] = []
+        super().__init__(endpoint)
 
     def open(self) -> None:
         self._opened.set()
@@ -176,17 +197,9 @@ class Gate:
 
     def close(self) -> None:
         self._opened.set()
-        self._listener.close()
+        super().close()
 
-    def _welcome(self) -> None:
-        while True:
-            try:
-                visitor, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._pass_on, args=[visitor], daemon=True).start()
-
-    def _pass_on(self, visitor: socket.socket) -> None:
+    def serve(self, visitor: socket.socket) -> None:
         self._opened.wait()
         store = socket.create_connection(self._store)
         self._passing += [visitor, store]

@@ -19,7 +19,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import SCALE, chances
+from .conftest import SCALE, Proxy, chances
 
 TROUBLED = 0.25
 """How many requests something befalls: less than what is tried again until it succeeds."""
@@ -29,29 +29,14 @@ STEPS = 2
 """Saves of each start."""
 
 
-class Troubles:
+class Troubles(Proxy):
     """The proxy."""
 
     def __init__(self, endpoint: str, chance: random.Random) -> None:
-        host, port = endpoint.removeprefix("http://").split(":")
-        self._store = (host, int(port))
         self._chance = chance
         self._lock = threading.Lock()
         self.came: collections.Counter[str] = collections.Counter()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._welcome, daemon=True).start()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _welcome(self) -> None:
-        while True:
-            try:
-                visitor, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=[visitor], daemon=True).start()
+        super().__init__(endpoint)
 
     def _draw(self, head: bytes) -> str:
         """What befalls a request: conditions are refused of those that have one, conflicts are of writes."""
@@ -69,7 +54,7 @@ class Troubles:
             self.came[kind] += 1
             return kind
 
-    def _serve(self, visitor: socket.socket) -> None:
+    def serve(self, visitor: socket.socket) -> None:
         try:
             with visitor:
                 head, body = _request(visitor)
