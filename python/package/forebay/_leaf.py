@@ -97,8 +97,11 @@ _NAMES: dict[Any, Optional[str]] = {}
 def plain_kinds() -> frozenset[type]:
     """The types of torch tensors that are no more than their elements."""
     torch = torch_module()
-    if torch is None:
-        return frozenset()
+    return frozenset() if torch is None else _plain_kinds(torch)
+
+
+@functools.cache
+def _plain_kinds(torch: Any) -> frozenset[type]:
     return frozenset((torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)))
 
 
@@ -191,6 +194,8 @@ def sharded_class() -> Any:
 def local_parts(tensor: Any) -> Optional[list[tuple[Any, list[int], list[int]]]]:
     """What this rank has of a tensor that several ranks hold together: plain tensors, and offsets and lengths of the
     boxes that they are. None for any other tensor."""
+    if type(tensor) in plain_kinds():
+        return None
     dtensor, sharded = dtensor_class(), sharded_class()
     if dtensor is not None and isinstance(tensor, dtensor):
         if tensor.device_mesh.get_coordinate() is None:
