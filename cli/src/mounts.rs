@@ -112,8 +112,16 @@ pub(crate) async fn holding(path: &Path, state: &Path) -> Result<Place> {
     let refused = |error| Error::from(error).context(&shown).with_hint("give a path in a mount");
     let real = fs::canonicalize(path).map_err(refused)?;
     let device = fs::metadata(&real).map_err(refused)?.dev();
+    let mut denied = None;
     for Mount { socket, state } in all(state).await? {
-        let State::Serving(status) = state else { continue };
+        let status = match state {
+            State::Serving(status) => status,
+            State::Silent(error) if error.kind() == ErrorKind::Denied => {
+                denied = Some(socket);
+                continue;
+            }
+            State::Silent(_) | State::Dead => continue,
+        };
         let Ok(inner) = real.strip_prefix(&status.mount_point) else { continue };
         // The same device number tells that nothing else is mounted in between.
         if !fs::metadata(&status.mount_point).is_ok_and(|mounted| mounted.dev() == device) {
@@ -123,6 +131,15 @@ pub(crate) async fn holding(path: &Path, state: &Path) -> Result<Place> {
             Error::invalid(format!("{shown} is not UTF-8")).with_hint("name the directory that it is in")
         })?;
         return Ok(Place { socket, status: *status, path });
+    }
+    if let Some(socket) = denied {
+        let message = format!(
+            "no mount that takes commands of this user holds {shown}: {} is another's",
+            socket.display()
+        );
+        return Err(
+            Error::new(ErrorKind::Denied, message).with_hint("run this as the user who mounted, or as root")
+        );
     }
     Err(Error::new(ErrorKind::NotFound, format!("no Forebay mount that answers holds {shown}")).with_hint(
         format!(

@@ -10,6 +10,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use forebay_core::{Error, ErrorKind, Result};
+use rustix::io::Errno;
 
 const DEVICE: &str = "/dev/fuse";
 const MOUNT_TABLE: &str = "/proc/self/mountinfo";
@@ -80,7 +81,8 @@ impl MountPoint {
 
 /// The directory behind `path`, absolute and without symlinks, if a mount of ours lies there whose process is gone.
 pub(crate) fn dead_mount(path: &Path) -> Result<Option<PathBuf>> {
-    if !matches!(fs::metadata(path), Err(error) if error.raw_os_error() == Some(libc::ENOTCONN)) {
+    // The attributes of its root may be known to the kernel for as long as they were to last; this is asked each time.
+    if !matches!(rustix::fs::statfs(path), Err(Errno::NOTCONN)) {
         return Ok(None);
     }
     // The last component cannot be resolved any more; those above it can.

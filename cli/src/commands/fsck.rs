@@ -74,7 +74,10 @@ pub(crate) fn run(global: &Global, arguments: &FsckArguments) -> Result<ExitCode
     });
     let hint = match (arguments.repair, &refused) {
         (true, Some(refused)) => refused,
-        (true, None) => "what cannot be mended is left as it is: restore those files from a backup",
+        (true, None) => {
+            "what cannot be mended is left as it is: restore files that lack bytes from a backup, and remove objects below \
+             .forebay/ that are not Forebay's"
+        }
         (false, _) => {
             "run `forebay fsck --repair` while it is not mounted, which gives up bytes that are gone; `forebay gc` frees \
              what leaked"

@@ -2,8 +2,8 @@
 //!
 //! The rename itself claims whole prefixes, in one commit. Here every directory below is walked: it is attached to its
 //! new path, each of its files gets a claim of its own on the key that holds its bytes, and a move. When all queued
-//! directories are walked and none was renamed meanwhile, the claims on prefixes go. One that cannot be listed keeps them,
-//! and no others from being walked.
+//! directories are walked and none was renamed meanwhile, the claims on prefixes go, and that is on disk before anything is
+//! written below these. One that cannot be listed keeps them, and no others from being walked.
 
 use std::sync::atomic::Ordering;
 
@@ -22,7 +22,9 @@ const STEP: usize = 128;
 
 impl Mover {
     /// Walks what is queued and takes the claims on prefixes back.
-    pub(super) async fn walk_subtrees(&self) -> Result<Tally> {
+    pub(crate) async fn walk_subtrees(&self) -> Result<Tally> {
+        // Where that failed before.
+        self.sync_freed().await?;
         let renames = self.shared().subtree_moves.load(Ordering::SeqCst);
         let queued = self.queued_subtrees().await?;
         if queued.is_empty() {
@@ -48,8 +50,21 @@ impl Mover {
             queued.iter().try_for_each(|ino| take_back(change, *ino))?;
             Ok(true)
         };
+        // Who writes there in the meantime waits for that itself.
+        self.shared().prefixes_freed.fetch_add(1, Ordering::SeqCst);
         let done = self.transact(Durability::Buffered, finish).await?;
+        self.sync_freed().await?;
         Ok(Tally { done: if done { count } else { 0 }, failed: 0 })
+    }
+
+    /// Makes sure that prefixes which were let go of are free on disk. The caller is the only one who lets go of any.
+    async fn sync_freed(&self) -> Result<()> {
+        let freed = self.shared().prefixes_freed.load(Ordering::SeqCst);
+        if freed > 0 {
+            self.committer().sync().await?;
+            self.shared().prefixes_freed.fetch_sub(freed, Ordering::SeqCst);
+        }
+        Ok(())
     }
 
     async fn queued_subtrees(&self) -> Result<Vec<InodeId>> {

@@ -1,5 +1,6 @@
 //! `LocalTree` as a [`Tree`]: what has to be listed first, then one transaction or one look.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -245,9 +246,10 @@ impl Tree for LocalTree {
                 (Step::Placed { placement, is_first }, _) => {
                     // On disk before anything is written: what is overwritten, what nobody else would ever find, and
                     // that the key is free. Else what is written there would be somebody else's after a crash, and stay
-                    // when the file goes on. A file's first content may be: it is found again at the file's path. It
-                    // waits, too, while another host may have the volume.
-                    if !is_first || !self.committer.is_sure() {
+                    // when the file goes on. A file's first content may be: it is found again at the file's path, unless
+                    // that led elsewhere. It waits, too, while another host may have the volume.
+                    let may_lead_elsewhere = self.shared.prefixes_freed.load(Ordering::SeqCst) > 0;
+                    if !is_first || may_lead_elsewhere || !self.committer.is_sure() {
                         self.committer.sync().await?;
                     }
                     return Ok(placement);

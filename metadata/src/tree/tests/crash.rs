@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use forebay_core::{ErrorKind, FileLayout, InodeId};
 use forebay_io::object::{Condition, Faults, OperationKind};
 
+use super::segments::write_packed;
 use super::world::*;
 use crate::fsck::Repair;
 use crate::records::Records;
@@ -184,6 +185,30 @@ async fn first_content_at_a_freed_key_is_found_by_a_listing_under_way() {
         tree.drain().await.expect("drained");
         listing.open();
     });
+}
+
+/// A directory moves away, whose files lie in a segment, so that no object has to follow it. What is written where it was
+/// is not taken for a new content of theirs when the power goes before all of that is on disk.
+#[tokio::test]
+async fn what_comes_to_the_place_of_a_moved_directory_is_not_taken_for_its_files() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    make_directory(&tree, "x").await.expect("made");
+    write_packed(&world, &tree, &[("f", b"packed")]).await;
+    rename(&tree, "f", "x/f", RenameMode::Replace).await.expect("renamed");
+    make_directory(&tree, "y").await.expect("made");
+    tree.drain().await.expect("drained");
+    rename(&tree, "x", "y", RenameMode::Exchange).await.expect("renamed");
+    tree.sync().await.expect("synced");
+    // The mover lets go of what was below `x`, and has not gone on yet.
+    tree.mover.as_ref().expect("a mover").walk_subtrees().await.expect("walked");
+    world.write_path(&tree, "x/f", "new").await.expect("written");
+    world.crash(tree, false).await;
+    let tree = world.open().await;
+    // Whatever was listed is listed again.
+    world.pass_ttl();
+    tree.drain().await.expect("drained");
+    assert_eq!(world.read_path(&tree, "y/f").await.expect("bytes"), "packed");
 }
 
 /// The same with outsiders writing and deleting, and with what was not synced lost. Whatever is there in the end can be
