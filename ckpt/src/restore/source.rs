@@ -1,6 +1,7 @@
 //! Where a step's shards are read from.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use bytes::Bytes;
 use forebay_core::checksum::combine;
@@ -128,17 +129,34 @@ fn read_in_place<'r>(
 ) -> Result<Vec<Part>> {
     let (mut parts, mut memory) = (Vec::new(), vec![0; PIECE]);
     while let Some(read) = next() {
-        let (shard, range) = (&manifest.shards[read.shard as usize], read.range.clone());
+        let (shard, runs) = (&manifest.shards[read.shard as usize], runs_of(&read.segments));
         let told = |error| told(manifest, shard, error);
         let (file, mut spread) = (bucket.open_in_place(&shard.object()).map_err(told)?, Spread::new(read));
-        for at in range.clone().step_by(PIECE) {
-            let piece = &mut memory[..PIECE.min((range.end - at) as usize)];
-            file.read_at(at, piece).map_err(told)?;
-            spread.take(piece);
+        for run in runs {
+            // What lies between is left out: another read of a file costs little.
+            spread.at = run.start;
+            for at in run.clone().step_by(PIECE) {
+                let piece = &mut memory[..PIECE.min((run.end - at) as usize)];
+                file.read_at(at, piece).map_err(told)?;
+                spread.take(piece);
+            }
         }
         parts.extend(spread.parts().ok_or_else(|| lost(manifest, shard, "ends too early"))?);
     }
     Ok(parts)
+}
+
+/// The bytes that segments want, those that follow one another together.
+fn runs_of(segments: &[Segment<'_>]) -> Vec<Range<u64>> {
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for Segment { start, target, .. } in segments {
+        let end = start + target.len() as u64;
+        match runs.last_mut() {
+            Some(last) if last.end == *start => last.end = end,
+            _ => runs.push(*start..end),
+        }
+    }
+    runs
 }
 
 /// What an error says of a shard.
