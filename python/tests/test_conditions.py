@@ -16,23 +16,22 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import Gate, _pump
+from .conftest import Proxy, _pump
 
 PATIENCE_S = 60.0
 """How long a start's record is held back for another one's."""
 
 
-class Deaf(Gate):
+class Deaf(Proxy):
     """A way to a store on which conditions are lost. Two puts of starts' records, where two are to come, go through at once."""
 
     def __init__(self, endpoint: str) -> None:
-        super().__init__(endpoint)
         self.puts: list[str] = []
         """The keys of what was put, each as often as it was."""
         self.meeting: Optional[threading.Barrier] = None
-        self.open()
+        super().__init__(endpoint)
 
-    def _pass_on(self, visitor: socket.socket) -> None:
+    def serve(self, visitor: socket.socket) -> None:
         head = b""
         while b"\r\n\r\n" not in head:
             data = visitor.recv(1 << 16)

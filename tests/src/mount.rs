@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use crate::process::run_apart;
 use crate::{Forebay, shell};
 
 /// Longest that mounting and unmounting may take.
@@ -62,7 +63,7 @@ impl Mount {
     #[track_caller]
     pub fn unmount(&mut self) {
         let folder = &self.folder;
-        let ended = Command::new("umount").arg(folder).stdin(Stdio::null()).output().expect("umount starts");
+        let ended = run_apart(Command::new("umount").arg(folder)).expect("umount starts");
         let told = String::from_utf8_lossy(&ended.stderr);
         assert!(ended.status.success(), "{}\n{}", told.trim_end(), self.log());
         let status = self.wait();

@@ -1,13 +1,30 @@
 //! Running the built `forebay` binary and other programs, with a deadline.
 
 use std::ffi::OsStr;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::{PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 /// Longest that a program may run before it is killed and the test fails.
 const DEADLINE: Duration = Duration::from_secs(180);
+
+/// Held while a program is started. Until it begins, it has copies of all files that this process has open, those of other
+/// tests' mounts among them, which are busy then.
+static STARTING: RwLock<()> = RwLock::new(());
+
+/// Starts a program; returns when it has begun.
+pub(crate) fn start(command: &mut Command) -> io::Result<Child> {
+    let _starting = STARTING.read().unwrap_or_else(PoisonError::into_inner);
+    command.spawn()
+}
+
+/// Runs a program to its end at a moment in which no other one is being started.
+pub(crate) fn run_apart(command: &mut Command) -> io::Result<Output> {
+    let _apart = STARTING.write().unwrap_or_else(PoisonError::into_inner);
+    command.stdin(Stdio::null()).output()
+}
 
 /// A run of `forebay` being prepared.
 #[derive(Debug)]
@@ -38,7 +55,7 @@ impl Forebay {
         let file = std::fs::File::create(log).expect("a log can be made");
         let errors = file.try_clone().expect("a file can be shared");
         self.0.stdin(Stdio::null()).stdout(file).stderr(errors);
-        self.0.spawn().expect("forebay starts")
+        start(&mut self.0).expect("forebay starts")
     }
 
     /// The binary beside this test, which `make build` and `make test` build.
@@ -106,7 +123,7 @@ pub fn shell(folder: &Path, script: &str) -> Outcome {
 fn run(command: &mut Command) -> Outcome {
     let name = format!("{command:?}");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().unwrap_or_else(|error| panic!("{name}: {error}"));
+    let mut child = start(command).unwrap_or_else(|error| panic!("{name}: {error}"));
     let stdout = drain(child.stdout.take().expect("stdout is piped"));
     let stderr = drain(child.stderr.take().expect("stderr is piped"));
     let started = Instant::now();

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use rand::RngExt;
 
 use crate::Scratch;
+use crate::process::start;
 
 /// Longest that a server may take to answer its first request. moto imports for seconds on a busy machine.
 const START_DEADLINE: Duration = Duration::from_secs(60);
@@ -40,7 +41,8 @@ impl Program {
             let scratch = Scratch::new();
             let port = free_port();
             let log = std::fs::File::create(scratch.join("server.log")).expect("a log can be made");
-            let guard = Command::new("bash")
+            let mut guard = Command::new("bash");
+            guard
                 .args(["-c", GUARD, "guard"])
                 .arg(scratch.path())
                 .arg(program)
@@ -48,9 +50,8 @@ impl Program {
                 .envs(variables.iter().copied())
                 .stdin(Stdio::piped())
                 .stdout(log.try_clone().expect("a file can be shared"))
-                .stderr(log)
-                .spawn()
-                .expect("bash starts");
+                .stderr(log);
+            let guard = start(&mut guard).expect("bash starts");
             let server = Self { guard, port, scratch };
             if server.answers() {
                 return server;
