@@ -432,3 +432,26 @@ def test_the_death_of_all_ranks_at_any_moment_loses_no_common_seal(tmp_path: Pat
         (step, tier, right), other = rank_restores(place)
         assert other == [step, tier, right] and right and tier == "arena", f"seed {seed}: {step} {tier} {other}"
         assert step >= min(sealed), f"seed {seed}: {step}, sealed were {sealed}"
+
+
+def test_a_close_that_was_cut_off_leaves_what_is_sealed_to_the_next_start(tmp_path: Path) -> None:
+    """Ctrl-C in the wait of `close` let go of the memory that the sealed step was in."""
+    place = f"file://{tmp_path}/run"
+
+    def work(report: Callable[[str], None]) -> None:
+        checkpointer = forebay.Checkpointer(place, linger=10, flush_rate="1MiB")
+        checkpointer.save_now(1, {"w": torch.arange(1 << 20)}).wait_sealed()
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+        try:
+            checkpointer.close()
+        except KeyboardInterrupt:
+            report("cut off")
+
+    child = Child(work)
+    assert child.line() == "cut off" and child.join() == 0
+    state = {"w": torch.zeros(1 << 20, dtype=torch.int64)}
+    with forebay.Checkpointer(place) as checkpointer:
+        assert checkpointer.restore(state) == 1
+    restored = checkpointer.restored
+    assert restored is not None and restored.tier == "arena"
+    assert torch.equal(state["w"], torch.arange(1 << 20))

@@ -15,13 +15,13 @@ const DEADLINE: Duration = Duration::from_secs(180);
 static STARTING: RwLock<()> = RwLock::new(());
 
 /// Starts a program; returns when it has begun.
-pub(crate) fn start(command: &mut Command) -> io::Result<Child> {
+pub fn start(command: &mut Command) -> io::Result<Child> {
     let _starting = STARTING.read().unwrap_or_else(PoisonError::into_inner);
     command.spawn()
 }
 
 /// Runs a program to its end at a moment in which no other one is being started.
-pub(crate) fn run_apart(command: &mut Command) -> io::Result<Output> {
+pub fn run_apart(command: &mut Command) -> io::Result<Output> {
     let _apart = STARTING.write().unwrap_or_else(PoisonError::into_inner);
     command.stdin(Stdio::null()).output()
 }

@@ -428,12 +428,19 @@ class Checkpointer(Saver):
         with self._lock:
             if self._is_closed:
                 return
+            is_done = False
             try:
-                self.wait()
+                try:
+                    self.wait()
+                    is_done = True
+                except CheckpointError:
+                    is_done = True
+                    raise
                 self._let_go(is_done=True)
                 self._await_agent()
             finally:
-                self._let_go(is_done=True)
+                # Where the wait was cut off, as by Ctrl-C, what is sealed is kept for the next start.
+                self._let_go(is_done)
                 self._notice.pass_on()
 
     def _let_go(self, is_done: bool = False) -> None:

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use forebay_tests::Forebay;
+use forebay_tests::process::start;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rustix::fs::{CWD, FallocateFlags, RenameFlags, copy_file_range, fallocate, renameat_with};
@@ -495,13 +496,9 @@ fn store(path: &Path, at: usize, bytes: &[u8]) -> io::Result<()> {
          \x20   at, data = int(sys.argv[2]), sys.stdin.buffer.read()[:len(memory) - int(sys.argv[2])]\n\
          \x20   memory[at:at + len(data)] = data\n\
          \x20   memory.flush()\n";
-    let mut child = Command::new("python3")
-        .args(["-c", PROGRAM])
-        .arg(path)
-        .arg(at.to_string())
-        .stdin(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()?;
+    let mut command = Command::new("python3");
+    command.args(["-c", PROGRAM]).arg(path).arg(at.to_string());
+    let mut child = start(command.stdin(Stdio::piped()).stderr(Stdio::null()))?;
     // It may be gone before it has read all.
     let _ = child.stdin.take().map(|mut stdin| stdin.write_all(bytes));
     match child.wait()?.success() {

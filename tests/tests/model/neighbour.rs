@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::OnceLock;
 
+use forebay_tests::process::start;
+
 use super::calls::{Answer, Called};
 use super::operation::{HOLDERS, Operation};
 
@@ -33,7 +35,7 @@ impl Neighbour {
         let mut command = Command::new(python());
         command.args(["-I", "-S", "-c", include_str!("neighbour.py")]).arg(root);
         let mut process =
-            command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("python3 starts");
+            start(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("python3 starts");
         let requests = process.stdin.take();
         let answers = BufReader::new(process.stdout.take().expect("it is piped"));
         Self { process, requests, answers }

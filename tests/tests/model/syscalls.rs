@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use forebay_tests::Scratch;
+use forebay_tests::process::run_apart;
 use rustix::fs::{self, AtFlags, CWD, FallocateFlags, FileType, Gid, Mode, OFlags, RenameFlags, SeekFrom};
 use rustix::fs::{Stat, Timespec, Timestamps, Uid, XattrFlags};
 use rustix::io::{Errno, pread, pwrite};
@@ -67,7 +68,7 @@ impl Tmpfs {
         let folder = Scratch::new();
         // Access times stay and devices lead nowhere, as through Forebay.
         let args = ["-t", "tmpfs", "-o", "size=4g,noatime,nodev,mode=755", "tmpfs"];
-        let mounted = Command::new("mount").args(args).arg(folder.path()).output();
+        let mounted = run_apart(Command::new("mount").args(args).arg(folder.path()));
         match mounted {
             Ok(done) if done.status.success() => Ok(Self { folder }),
             Ok(done) => Err(format!("no tmpfs: {}", String::from_utf8_lossy(&done.stderr).trim())),
@@ -95,7 +96,7 @@ impl Tmpfs {
 impl Drop for Tmpfs {
     fn drop(&mut self) {
         // Lazily: a failed test may have left files open.
-        let _ = Command::new("umount").arg("-l").arg(self.folder.path()).status();
+        let _ = run_apart(Command::new("umount").arg("-l").arg(self.folder.path()));
     }
 }
 
