@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, Callable
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import forebay
+
+from .conftest import Instead
 
 
 def parts(make: Callable[[Any], torch.optim.Optimizer]) -> dict[str, Any]:
@@ -71,6 +74,62 @@ def test_saving_does_not_change_the_training(tmp_path: Path) -> None:
         checkpointer.prepare(state)
         checkpointer.save_now(0, state)
         assert train(state, checkpointer, 1, 6, False) == expected
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_waits_for_the_copy(tmp_path: Path, fused: bool, is_compiled: bool) -> None:
+    """No version counter tells of what a fused one changes: a step would have held half of the next one."""
+    model = torch.nn.Linear(300, 300)
+    state: dict[str, Any] = {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)}
+    apply = torch.compile(state["optim"].step, backend="eager") if is_compiled else state["optim"].step
+
+    def train_once() -> None:
+        model(torch.randn(8, 300)).square().mean().backward()
+        apply()
+
+    train_once()
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.before_optimizer_step()
+        for step in (1, 2):
+            expected = copy.deepcopy(model.state_dict()), copy.deepcopy(state["optim"].state_dict()["state"])
+            session, begun = checkpointer._session, late_copies(checkpointer)
+            save = checkpointer.save_now(step, state)
+            assert save is not None and not save.staged and begun == [1]
+            train_once()
+            checkpointer._session = session
+            assert save.staged and save.wait_durable(60)
+            loaded = forebay.load(tmp_path)
+            assert loaded["model"].keys() == expected[0].keys()
+            assert all(torch.equal(loaded["model"][name], value) for name, value in expected[0].items())
+            found = loaded["optim"]["state"]
+            for number, (name, _) in enumerate(model.named_parameters()):
+                assert all(torch.equal(found[name][key], value) for key, value in expected[1][number].items())
+
+
+def late_copies(checkpointer: forebay.Checkpointer) -> list[int]:
+    """Has the next save copy in the background only once it is waited for; gets a 1 when that is begun."""
+    session, begun = checkpointer._session, list[int]()
+
+    def begin(*given: Any) -> Any:
+        snapshot, copies = session.begin(*given), list[Any]()
+
+        def join() -> None:
+            snapshot.copy_in_background(*copies)
+            snapshot.join()
+
+        def copy_in_background(*what: Any) -> None:
+            copies.extend(what)
+            begun.append(1)
+
+        def given_up(held: Any) -> None:
+            session.abandon(snapshot)
+
+        checkpointer._session = Instead(session, seal=lambda held, *rest: session.seal(snapshot, *rest), abandon=given_up)
+        return Instead(snapshot, join=join, copy_in_background=copy_in_background)
+
+    checkpointer._session = Instead(session, begin=begin)
+    return begun
 
 
 def test_an_optimizer_that_never_stepped(tmp_path: Path) -> None:

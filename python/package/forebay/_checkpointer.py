@@ -341,9 +341,9 @@ class Checkpointer(Saver):
         """To be called before parameters change: waits until they are copied.
 
         Once it was called, saves return before parameters and optimizer state are copied. A loop that calls it must
-        do so before every change of them; a change that came too early is raised as `CheckpointMutated`, but for one that
-        torch does not count: through `.data`, and by optimizers with `fused=True`. Modules that no optimizer of the state
-        trains, beside one that is trained (averages, target networks), are copied before the save returns.
+        do so before every change of them: the step of an optimizer of torch waits by itself, and a change by others that came
+        too early is raised as `CheckpointMutated`, but for one through `.data`, which torch does not count. Modules that no
+        optimizer of the state trains, beside one that is trained (averages, target networks), are copied before it returns.
         """
         with self._lock:
             self._check_open()

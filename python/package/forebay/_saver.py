@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import subprocess
@@ -181,6 +182,7 @@ class Saver:
         waiting = {shares[index].leaf for index in later.indexes()}
         check_unchanged(step, [leaf for index, leaf in enumerate(leaves) if index not in waiting])
         if waiting:
+            _hold_optimizers()
             snapshot.copy_in_background(later.near, later.fetches, self._threads)
         return [leaves[index] for index in waiting]
 
@@ -337,6 +339,22 @@ class Saver:
             raise anew(own.error)
         rank, fact = others[0]
         raise error_named(fact["kind"])(f"rank {rank}: {fact['text']}")
+
+
+@functools.cache
+def _hold_optimizers() -> None:
+    """From now on a step of any optimizer of torch waits for what is copied in the background: kernels of fused ones change
+    tensors whose version counters stay as they are. One function for good, as `torch.compile` looks at what a step calls."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    register_optimizer_step_pre_hook(torch.compiler.disable(_finish_before_step))
+
+
+def _finish_before_step(*_: Any) -> None:
+    for saver in list(_open):
+        if saver._hook_is_used and saver._staging is not None:
+            saver._finish_staging()
 
 
 @atexit.register
