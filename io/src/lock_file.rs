@@ -43,11 +43,19 @@ impl LockFile {
             }
         }
         let lock = Self(file);
-        let mut file = &lock.0;
+        lock.say(holder)?;
+        Ok(Locked::Mine(lock))
+    }
+
+    /// Has the file say this from now on to whoever comes second.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn say(&self, holder: &str) -> io::Result<()> {
+        let mut file = &self.0;
         file.set_len(0)?;
         file.rewind()?;
-        writeln!(file, "{holder}")?;
-        Ok(Locked::Mine(lock))
+        writeln!(file, "{holder}")
     }
 }
 

@@ -359,6 +359,10 @@ impl Volume {
     /// Commits everything, waits for what runs in the background, and closes the tree. What is staged stays so: see
     /// [`Self::drain`].
     pub async fn close(&self) -> Result<()> {
+        let claim = self.claim.lock().clone();
+        if let Some(claim) = claim {
+            claim.say_ending().await;
+        }
         self.sync().await?;
         self.tasks.shutdown(CLOSE_DEADLINE).await;
         self.store.tree.close().await?;

@@ -1,18 +1,19 @@
 //! Opening a volume: reading or creating its file, and claiming its lease.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version, VolumeId};
 use forebay_io::clock::Clock;
-use forebay_io::lock_file::LockFile;
+use forebay_io::lock_file::{LockFile, Locked};
 use forebay_io::object::{Bucket, Condition};
 use forebay_io::rng::Rng;
 use forebay_io::task::blocking;
 use tokio::sync::watch;
 
 use super::lease::{Held, Lease, LeaseSettings, LeaseState};
-use super::lock::lock;
+use super::lock::{held_by, is_ending, lock, say_ending};
 use super::record::{EngineKind, LeaseRecord, VolumeRecord};
 
 /// How long requests of a mount that was taken over may still be on their way.
@@ -31,6 +32,12 @@ pub enum Access {
 const MOST_TRIES: usize = 16;
 /// Looks at the counter in one lease.
 const LOOKS: u32 = 6;
+/// How long the lock of a directory is waited for: its holder may be a mount that was just unmounted, and about to say so.
+const LOCK_PATIENCE: Duration = Duration::from_secs(1);
+/// How long it is once the holder says that it closes the volume.
+const ENDING_PATIENCE: Duration = Duration::from_secs(60);
+/// Between two looks at the lock.
+const LOCK_PAUSE: Duration = Duration::from_millis(50);
 
 /// Opens the volume of one bucket.
 #[derive(Debug, Clone)]
@@ -153,16 +160,33 @@ impl VolumeFile {
     /// On a directory the lock decides; the lease in the record only shows who holds it.
     async fn claim_directory(&self, directory: PathBuf) -> Result<Claim> {
         let holder = self.holder().await;
-        let lock = {
-            let holder = holder.clone();
-            blocking(move || lock(&directory, &holder)).await??
-        };
+        let lock = self.lock(&directory, &holder).await?;
         let found = read(&self.bucket).await?.map(|(record, _)| record);
         let record = self.next_record(found, &holder);
         put_always(&self.bucket, &record).await?;
         let state = watch::Sender::new(LeaseState::Held);
-        let right = Right::Locked { bucket: self.bucket.clone(), state, _lock: lock };
+        let right = Right::Locked { bucket: self.bucket.clone(), state, lock: Arc::new(lock), holder };
         Ok(Claim { record: Some(record), right })
+    }
+
+    /// The lock of a directory. `umount` returns before the mount's process has closed the volume: that is waited for.
+    ///
+    /// # Errors
+    /// `Conflict`, naming the holder, when another writes to the volume.
+    async fn lock(&self, directory: &Path, holder: &str) -> Result<LockFile> {
+        let begun = self.clock.now();
+        loop {
+            let (path, name) = (directory.to_owned(), holder.to_owned());
+            let other = match blocking(move || lock(&path, &name)).await?? {
+                Locked::Mine(lock) => return Ok(lock),
+                Locked::By(other) => other,
+            };
+            let patience = if is_ending(&other) { ENDING_PATIENCE } else { LOCK_PATIENCE };
+            if self.clock.now() >= begun + patience {
+                return Err(held_by(&other));
+            }
+            self.clock.sleep(LOCK_PAUSE).await;
+        }
     }
 
     /// The record with the lease in `holder`'s hands.
@@ -205,7 +229,7 @@ pub struct Claim {
 enum Right {
     Read,
     Leased(Lease),
-    Locked { bucket: Bucket, state: watch::Sender<LeaseState>, _lock: LockFile },
+    Locked { bucket: Bucket, state: watch::Sender<LeaseState>, lock: Arc<LockFile>, holder: String },
 }
 
 impl Claim {
@@ -241,6 +265,17 @@ impl Claim {
             Right::Leased(lease) => lease.watch(),
             Right::Locked { state, .. } => state.subscribe(),
             Right::Read => watch::Sender::new(LeaseState::Held).subscribe(),
+        }
+    }
+
+    /// Says that the volume is about to be given back: whoever wants it waits. A lease, whose next holder waits anyway, says
+    /// nothing.
+    pub async fn say_ending(&self) {
+        let Right::Locked { lock, holder, .. } = &self.right else { return };
+        let (lock, holder) = (lock.clone(), holder.clone());
+        let said = blocking(move || say_ending(&lock, &holder)).await;
+        if let Err(error) = said.and_then(|said| said) {
+            tracing::warn!(%error, "the lock does not say that the volume is being closed");
         }
     }
 
