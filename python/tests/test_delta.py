@@ -96,6 +96,24 @@ def test_what_is_damaged_is_not_referred_to_by_a_start_that_left_it(tmp_path: Pa
     assert same(forebay.load(tmp_path, step=3)["model"], fine_tuned(3))
 
 
+def test_a_shard_that_somebody_deleted_is_missed_by_the_next_save(tmp_path: Path) -> None:
+    """As a rule of a bucket by age does: every step from then on needed it, and nobody knew before a restore."""
+    whole = sum(tensor.nbytes for tensor in fine_tuned(1).values())
+    with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_now(step, {"model": fine_tuned(step)}).wait_durable()
+        lost = body_of(tmp_path, 1)["shards"][0]["key"]
+        (tmp_path / lost).unlink()
+        with pytest.warns(forebay.CheckpointWarning, match=f"{lost}.* step 3 is stored whole.* lifecycle rule"):
+            checkpointer.save_now(3, {"model": fine_tuned(3)}).wait_durable()
+        checkpointer.save_now(4, {"model": fine_tuned(4)}).wait_durable()
+    assert stored_by(tmp_path, 3) == whole + 4096 and stored_by(tmp_path, 4) < 0.011 * whole
+    assert body_of(tmp_path, 4)["parents"] == [3]
+    for step in (3, 4):
+        assert same(forebay.load(tmp_path, step=step)["model"], fine_tuned(step))
+        assert _native.verify(f"file://{tmp_path}", step) == []
+
+
 def test_other_numbers_of_ranks_do_not_store_again_what_is_frozen(tmp_path: Path) -> None:
     frozen = torch.arange(8 * MIB, dtype=torch.float32)
 

@@ -237,22 +237,33 @@ async fn steps_are_pinned_and_deleted_and_garbage_goes() {
     let folder = checkpoints(&scratch).await;
     let source = url(&folder);
     let run = |args: &[&str]| forebay(&scratch, &[&["ckpt"], args].concat());
+    let at = |step: &str| format!("{source}@{step}");
     run(&["pin", &source, "30"]).failed_with("no step 30", "the last 20");
-    assert_eq!(
-        parse(&run(&["pin", &source, "10", "--json"]).succeeded()),
-        json!({"step": 10, "pinned": true})
-    );
+    run(&["pin", &at("30")]).failed_with("no step 30", "the last 20");
+    // As `show` and `verify` take it, or beside the URL.
+    for pinned in [vec!["pin", &source, "10"], vec!["pin", &at("10")], vec!["pin", &at("10.1")]] {
+        let told = parse(&run(&[&pinned[..], &["--json"]].concat()).succeeded());
+        assert_eq!(told, json!({"step": 10, "pinned": true}), "{pinned:?}");
+    }
+    for command in ["pin", "unpin", "rm"] {
+        run(&[command, &source]).failed_with("names no step", "@500");
+        run(&[command, &at("ten")]).failed_with("`ten` names no step", "@500");
+    }
     run(&["rm", &source, "20", "10"]).failed_with("step 10 is pinned", "unpin");
+    run(&["rm", &at("10")]).failed_with("step 10 is pinned", "unpin");
     let listed = parse(&run(&["ls", &source, "--json"]).succeeded());
     assert_eq!([&listed["steps"][0]["pinned"], &listed["steps"][1]["pinned"]], [&json!(true), &json!(false)]);
     assert!(run(&["ls", &source]).succeeded().contains("pinned"));
     let shown = |step: &str| parse(&run(&["show", &format!("{source}@{step}"), "--json"]).succeeded());
     assert_eq!(shown("10.1"), shown("10"));
     run(&["show", &source, "10.2"]).failed_with("no step 10 of start 2", "2 steps are committed");
-    run(&["unpin", &source, "10"]).succeeded();
+    run(&["unpin", &at("10.2")]).failed_with("no step 10 of start 2", "2 steps are committed");
+    run(&["unpin", &at("10")]).succeeded();
     run(&["unpin", &source, "10"]).succeeded();
     run(&["unpin", &source, "11"]).failed_with("no step 11", "the last");
-    let removed = parse(&run(&["rm", &source, "10", "--json"]).succeeded());
+    run(&["rm", &at("10.1")])
+        .failed_with("step 10 of start 1: a step is deleted as every start", "not pinned");
+    let removed = parse(&run(&["rm", &at("10"), "--json"]).succeeded());
     assert_eq!(removed, json!({"manifests": 1, "shards": 1}));
     run(&["verify", &source]).succeeded();
 

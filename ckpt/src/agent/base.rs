@@ -4,13 +4,13 @@
 //! A step out of the bucket was stored by whatever ranks there were: slices are taken by tensor and place, whoever wrote
 //! them. Of a file that slices of several ranks lie in, each answers for its share.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 
 use forebay_core::{ErrorKind, Result};
 use forebay_io::object::Bucket;
 
 use super::{Origin, Seal};
-use crate::catalog::{StepKey, list_steps, load_manifest, missing};
+use crate::catalog::{StepKey, list_steps, load_manifest};
 use crate::manifest::{Manifest, Shard, Slice, SliceKind, Tensor};
 
 /// Which part of a tensor, by its name, a slice is.
@@ -66,14 +66,6 @@ impl Base {
             }
             Err(error) => Err(error),
         }
-    }
-
-    /// The key of a shard that this rank may refer to and that is not there as the step has it: deleted by hand, or by a
-    /// rule of the store by age. The manifest does not show it, and every step from then on would need it.
-    pub(super) async fn missing(&self, bucket: &Bucket) -> Result<Option<String>> {
-        let slices = self.manifest.tensors.iter().flat_map(|tensor| &tensor.slices);
-        let used: BTreeSet<u32> = slices.map(|slice| slice.shard).collect();
-        missing(bucket, used.into_iter().map(|shard| &self.manifest.shards[shard as usize])).await
     }
 
     /// What a rank that saves `seal` has of a step.

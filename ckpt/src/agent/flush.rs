@@ -19,9 +19,9 @@ use super::source::Source;
 use super::{Member, Seal};
 use crate::arena::Held;
 use crate::catalog::{
-    Note, OLD, RankKey, Round, Run, StepKey, abort_uploads_to, deleted, failure_of, forget_notes,
-    forget_ranks, is_commit_of, list_notes_of, list_ranks, load_manifest, merge_ranks, missing, put_intent,
-    put_rank, try_commit,
+    Note, OLD, RankKey, Round, Run, StepKey, abort_uploads_to, failure_of, forget_notes, forget_ranks,
+    is_commit_of, list_notes_of, list_ranks, load_manifest, merge_ranks, missing, put_intent, put_rank,
+    try_commit,
 };
 use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 use crate::trees;
@@ -78,8 +78,8 @@ pub(super) enum Outcome {
     Durable(Option<Error>),
     /// It never will be, as the job's other ranks tell.
     Refused(Error),
-    /// Something that it names is gone, so that it was not committed.
-    Gone(Error),
+    /// This shard, which it names, is gone, so that it was not committed.
+    Gone(String),
     /// Another save has its step: a manifest that was read says so. Where a commit was tried, nothing else is a reason to
     /// delete anything.
     Taken,
@@ -220,18 +220,24 @@ async fn look_at(
     Ok(())
 }
 
-/// What a part names and is gone, where it was begun so long ago that others may have taken it for garbage.
-pub(super) async fn is_gone(
+/// A shard that a part names and that is gone. Those of earlier steps are looked for where they were not `seen` since the
+/// part was stored: whoever keeps the store may have deleted them, as a rule by age does, and neither the base nor its
+/// manifest shows it. All are where the part was begun so long ago that others may have taken it for garbage.
+///
+/// A request for each shard, of fewer than a manifest has files: to list them takes more where jobs have many ranks or keep
+/// many steps, and costs more anyway.
+pub(super) async fn find_gone(
     clock: &Clock,
     bucket: &Bucket,
     part: &Manifest,
     begun: Moment,
-) -> Result<Option<Outcome>> {
-    if clock.now().since(begun) <= OLD {
-        return Ok(None);
-    }
-    let gone = missing(bucket, part.shards.iter()).await?;
-    Ok(gone.map(|shard| Outcome::Gone(deleted(part.step, &shard))))
+    seen: bool,
+) -> Result<Option<String>> {
+    let (own, earlier) = part.shards.split_at(1);
+    let is_old = clock.now().since(begun) > OLD;
+    let own = own.iter().filter(|_| is_old);
+    let earlier = earlier.iter().filter(|_| is_old || !seen);
+    missing(bucket, own.chain(earlier)).await
 }
 
 /// Tells the job's other ranks of a part that was stored; not where this start committed the step already, with other
@@ -277,8 +283,8 @@ pub(super) async fn settle(
         return commit_together(leave, member, part, round).await;
     }
     leave.renew().await?;
-    if let Some(gone) = is_gone(leave.clock, leave.bucket, part, begun).await? {
-        return Ok(gone);
+    if let Some(shard) = find_gone(leave.clock, leave.bucket, part, begun, true).await? {
+        return Ok(Outcome::Gone(shard));
     }
     if try_commit(leave.bucket, leave.run, part).await?.is_none() {
         return Ok(Outcome::Taken);

@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 use super::base::Base;
 use super::copy::{Copy, Settled};
 use super::disk::Copies;
-use super::flush::{Given, Outcome, Save, Stored, discard, is_gone, publish, settle, store};
+use super::flush::{Given, Outcome, Save, Stored, discard, find_gone, publish, settle, store};
 use super::leave::Leave;
 use super::patience::Patience;
 use super::protocol::now_us;
@@ -29,8 +29,8 @@ use crate::arena::HeldStep;
 #[cfg(test)]
 use crate::catalog::begin_run;
 use crate::catalog::{
-    Alive, KnownShards, OLD, Part, Round, Run, StepKey, begin_run_unless, find_run, forget_notes, put_failed,
-    remove_part, retain, saved_already, superseded_by,
+    Alive, DELETED_HINT, KnownShards, Part, Round, Run, StepKey, begin_run_unless, deleted, find_run,
+    forget_notes, put_failed, remove_part, retain, saved_already, superseded_by,
 };
 #[cfg(test)]
 use crate::local::{Local, LocalTier};
@@ -69,6 +69,8 @@ struct Progress {
     is_published: bool,
     /// Whether a commit was tried whose outcome is not known.
     may_be_committed: bool,
+    /// Whether all that it refers to was seen since it was stored. Nobody is told of it before.
+    is_seen: bool,
     /// How often its upload was begun anew.
     begun_anew: u32,
     /// Whether it was stored a second time, since something of the first was gone.
@@ -95,8 +97,6 @@ pub(super) struct Flusher {
     known: KnownShards,
     /// The next step refers to what did not change since this one.
     base: Option<Base>,
-    /// When it was last known that all of it is there.
-    looked: Option<Moment>,
     /// Where to find one, unless this agent stored it itself.
     origin: Option<Origin>,
     /// To this host's disk, where copies are kept there.
@@ -121,7 +121,6 @@ impl Flusher {
             target: None,
             known: KnownShards::default(),
             base: None,
-            looked: None,
             origin: None,
             copies,
             heir_of: None,
@@ -269,14 +268,16 @@ impl Flusher {
         let outcome = loop {
             let (begun, milestone) = (self.clock.now(), progress.milestone());
             let error = match self.try_flush(save, &mut progress).await {
-                Ok(Outcome::Gone(error)) => {
+                Ok(Outcome::Gone(shard)) => {
                     // The next save would refer to it as well.
-                    (self.base, self.origin) = (None, None);
+                    let base = self.base.take();
+                    self.origin = None;
                     // What is told to be stored may be written over.
                     if progress.is_published || progress.is_stored_anew {
-                        break Ok(Outcome::Refused(error));
+                        break Ok(Outcome::Refused(deleted(save.held.seal.step, &shard)));
                     }
-                    tracing::warn!(step = save.held.seal.step, %error, "it is stored again, and whole");
+                    let message = stored_whole(save.held.seal.step, base.as_ref(), &shard);
+                    self.trainer.tell(&Reply::Warning { message });
                     self.store_anew(save, &mut progress).await;
                     continue;
                 }
@@ -311,7 +312,8 @@ impl Flusher {
                 self.take_back(step, has_notes, stays).await;
                 Ok(())
             }
-            Outcome::Refused(error) | Outcome::Gone(error) => Err(error),
+            Outcome::Refused(error) => Err(error),
+            Outcome::Gone(shard) => Err(deleted(step, &shard)),
             Outcome::Taken => {
                 self.discard(progress.stored.as_ref()).await;
                 Err(saved_already(step))
@@ -329,7 +331,7 @@ impl Flusher {
         progress.is_stored_anew = true;
         let Some(stored) = progress.stored.take() else { return };
         progress.had_notes |= stored.has_notes;
-        if save.given == Given::First && self.hello.member.is_none() {
+        if save.given == Given::First && (self.hello.member.is_none() || !progress.is_seen) {
             self.discard(Some(&Stored { has_notes: false, ..stored })).await;
         }
     }
@@ -389,9 +391,6 @@ impl Flusher {
     fn go_on_from(&mut self, save: &Save, part: Manifest) {
         let earlier = self.base.take();
         let Some((_, run)) = &self.target else { return };
-        if earlier.is_none() {
-            self.looked = Some(self.clock.now());
-        }
         if save.given == Given::First {
             self.base = Some(Base::after(earlier, run.save(part.step), part));
         } else {
@@ -428,18 +427,9 @@ impl Flusher {
                 };
                 if let Some(origin) = &self.origin {
                     let found = alive.during(Base::find(bucket, origin, &save.held.seal)).await?;
-                    (self.base, self.origin, self.looked) = (found, None, None);
+                    (self.base, self.origin) = (found, None);
                 }
-                let now = self.clock.now();
-                if let Some(base) = &self.base
-                    && self.looked.is_none_or(|looked| now.since(looked) > OLD)
-                {
-                    if !alive.during(self.is_whole(bucket, base, save)).await? {
-                        self.base = None;
-                    }
-                    self.looked = Some(now);
-                }
-                progress.begun = Some(now);
+                progress.begun = Some(self.clock.now());
                 let work = store(bucket, run, member, save, self.base.as_ref(), leave.ask());
                 let part = alive.during(work).await?;
                 let has_notes = part.has_notes || alive.is_told() || progress.had_notes;
@@ -448,9 +438,11 @@ impl Flusher {
         };
         let begun = progress.begun.unwrap_or_else(|| self.clock.now());
         if !progress.is_published {
-            if let Some(gone) = is_gone(&self.clock, bucket, &stored.part, begun).await? {
-                return Ok(gone);
+            let gone = find_gone(&self.clock, bucket, &stored.part, begun, progress.is_seen).await?;
+            if let Some(shard) = gone {
+                return Ok(Outcome::Gone(shard));
             }
+            progress.is_seen = true;
             if !publish(bucket, run, member, &stored.part).await? {
                 return Ok(Outcome::Taken);
             }
@@ -460,19 +452,6 @@ impl Flusher {
             }
         }
         settle(&mut leave, member, &stored.part, begun, round).await
-    }
-
-    /// Whether all is there that a step needs which is to be gone on from.
-    async fn is_whole(&self, bucket: &Bucket, base: &Base, save: &Save) -> Result<bool> {
-        let Some(shard) = base.missing(bucket).await? else { return Ok(true) };
-        // Else it was deleted just now, in order.
-        if bucket.head(&base.key.object()).await?.is_some() {
-            let message = format!("step {} is damaged: {shard} is not there, or cut off", base.key.step);
-            let effect =
-                format!("step {} is stored whole, and refers to no earlier one", save.held.seal.step);
-            self.trainer.tell(&Reply::Warning { message: format!("{message}; {effect}") });
-        }
-        Ok(false)
     }
 
     /// Opens the bucket and takes an incarnation.
@@ -540,6 +519,19 @@ pub(super) fn disk_hangs(patience: Duration) -> String {
     format!("the local disk did not answer for {seconds} s: saves go on without copies there until it does")
 }
 
+/// What is told of a save of which a shard is gone: its own, or one of the step that it went on from.
+fn stored_whole(step: u64, base: Option<&Base>, shard: &str) -> String {
+    let base = base.filter(|base| base.manifest.shards.iter().any(|earlier| earlier.key == shard));
+    let fact = match base {
+        Some(base) => format!(
+            "step {} is damaged, and so is every other that refers to `{shard}`, which is not there, or cut off",
+            base.key.step
+        ),
+        None => format!("`{shard}` was deleted before its commit"),
+    };
+    format!("{fact}: step {step} is stored whole, and refers to no earlier one (hint: {DELETED_HINT})")
+}
+
 /// What a person can do about a save that failed.
 fn explain(error: Error, step: u64) -> Error {
     if error.kind() != ErrorKind::NoSpace {
@@ -560,6 +552,8 @@ mod delta_tests;
 mod disk_tests;
 #[cfg(test)]
 mod fault_tests;
+#[cfg(test)]
+mod lost_tests;
 #[cfg(test)]
 mod origin_tests;
 #[cfg(test)]

@@ -87,10 +87,14 @@ pub(crate) async fn missing(
     Ok(None)
 }
 
+/// What a person can do about shards that are deleted.
+pub(crate) const DELETED_HINT: &str =
+    "a lifecycle rule of the bucket that deletes objects by age must leave a run's place alone";
+
 /// Tells that a step would have been committed without a shard that it names.
 pub(crate) fn deleted(step: u64, shard: &str) -> Error {
     let message = format!("step {step} was not saved: `{shard}` was deleted before its commit");
-    Error::new(ErrorKind::Unavailable, message)
+    Error::new(ErrorKind::Unavailable, message).with_hint(DELETED_HINT)
 }
 
 /// Tells that a step is there with other content.

@@ -30,7 +30,7 @@ pub(crate) use alive::Alive;
 #[cfg(test)]
 pub(crate) use alive::EVERY;
 pub use commit::commit;
-pub(crate) use commit::{deleted, is_commit_of, missing, saved_already, try_commit};
+pub(crate) use commit::{DELETED_HINT, deleted, is_commit_of, missing, saved_already, try_commit};
 pub use gc::{Garbage, collect_garbage};
 pub use keys::{StepKey, incarnation_key};
 pub use named::KnownShards;

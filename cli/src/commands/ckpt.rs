@@ -111,15 +111,18 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
             }
             CkptCommand::Watch(arguments) => ckpt_compare::watch(&settings, arguments, global.json).await,
             CkptCommand::Rm(arguments) => {
-                ckpt_keep::rm(&open_to_change(&arguments.url, &settings).await?, arguments, global.json).await
+                let (url, steps) = arguments.named()?;
+                ckpt_keep::rm(&open_to_change(url, &settings).await?, &steps, global.json).await
             }
             CkptCommand::Pin(arguments) => {
-                let bucket = open_to_change(&arguments.url, &settings).await?;
-                ckpt_keep::set_pin(&bucket, arguments, true, global.json).await
+                let (url, step) = named(&arguments.url, arguments.step)?;
+                let bucket = open_to_change(url, &settings).await?;
+                ckpt_keep::set_pin(&bucket, step, true, global.json).await
             }
             CkptCommand::Unpin(arguments) => {
-                let bucket = open_to_change(&arguments.url, &settings).await?;
-                ckpt_keep::set_pin(&bucket, arguments, false, global.json).await
+                let (url, step) = named(&arguments.url, arguments.step)?;
+                let bucket = open_to_change(url, &settings).await?;
+                ckpt_keep::set_pin(&bucket, step, false, global.json).await
             }
             CkptCommand::Gc(arguments) => {
                 ckpt_keep::gc(&open_to_change(&arguments.url, &settings).await?, arguments, global.json).await
@@ -165,6 +168,17 @@ pub(super) fn split(text: &str) -> Result<(&str, Option<StepName>)> {
 /// The same where the step may be given beside the URL, which then is one as it stands.
 fn addressed(text: &str, step: Option<StepName>) -> Result<(&str, Option<StepName>)> {
     step.map_or_else(|| split(text), |step| Ok((text, Some(step))))
+}
+
+/// The same where a step is kept or deleted, of which none is meant unless it is named.
+pub(super) fn named(text: &str, step: Option<StepName>) -> Result<(&str, StepName)> {
+    match addressed(text, step)? {
+        (url, Some(step)) => Ok((url, step)),
+        (url, None) => {
+            let hint = format!("{url}@500 means step 500 there");
+            Err(Error::invalid(format!("`{text}` names no step")).with_hint(hint))
+        }
+    }
 }
 
 /// The manifest of a step, or of the newest one.

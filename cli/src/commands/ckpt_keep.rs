@@ -5,30 +5,52 @@ use std::time::Duration;
 
 use clap::Args;
 use forebay_ckpt::catalog::{Garbage, StepName, collect_garbage, pin, remove_steps, unpin};
-use forebay_core::Result;
 use forebay_core::units::format_bytes;
+use forebay_core::{Error, Result};
 use forebay_io::object::Bucket;
 use serde_json::json;
 
+use super::ckpt::named;
 use crate::print;
 
 /// The arguments of `forebay ckpt rm`.
 #[derive(Debug, Args)]
 pub(crate) struct RmArguments {
-    /// The URL, or the directory, that was saved to.
+    /// URL@STEP, or the URL that was saved to.
     pub(crate) url: String,
-    /// The steps.
-    #[arg(required = true)]
-    pub(crate) steps: Vec<u64>,
+    /// The steps, where the URL does not say it.
+    pub(crate) steps: Vec<StepName>,
+}
+
+impl RmArguments {
+    /// The URL and the steps.
+    ///
+    /// # Errors
+    /// `Invalid` where none is named, or what one start saved of it alone.
+    pub(crate) fn named(&self) -> Result<(&str, Vec<u64>)> {
+        let (url, steps) = match &self.steps[..] {
+            [] => {
+                let (url, step) = named(&self.url, None)?;
+                (url, vec![step])
+            }
+            steps => (self.url.as_str(), steps.to_vec()),
+        };
+        let number = |name: StepName| match name.start {
+            None => Ok(name.step),
+            Some(_) => Err(Error::invalid(format!("step {name}: a step is deleted as every start saved it"))
+                .with_hint("what another start saved again goes with the next save, once it is not pinned")),
+        };
+        Ok((url, steps.into_iter().map(number).collect::<Result<_>>()?))
+    }
 }
 
 /// The arguments of `forebay ckpt pin` and `unpin`.
 #[derive(Debug, Args)]
 pub(crate) struct PinArguments {
-    /// The URL, or the directory, that was saved to.
+    /// URL@STEP, or the URL that was saved to.
     pub(crate) url: String,
-    /// The step, or STEP.START, as that start of the run saved it.
-    pub(crate) step: StepName,
+    /// The step, or STEP.START, as that start of the run saved it, where the URL does not say it.
+    pub(crate) step: Option<StepName>,
 }
 
 /// The arguments of `forebay ckpt gc`.
@@ -45,8 +67,8 @@ pub(crate) struct GcArguments {
 }
 
 /// Deletes steps and the shards that only they need.
-pub(crate) async fn rm(bucket: &Bucket, arguments: &RmArguments, json: bool) -> Result<ExitCode> {
-    let removed = remove_steps(bucket, &arguments.steps).await?;
+pub(crate) async fn rm(bucket: &Bucket, steps: &[u64], json: bool) -> Result<ExitCode> {
+    let removed = remove_steps(bucket, steps).await?;
     if json {
         print::json(&json!({ "manifests": removed.manifests, "shards": removed.shards }))?;
     } else {
@@ -60,21 +82,16 @@ pub(crate) async fn rm(bucket: &Bucket, arguments: &RmArguments, json: bool) -> 
 }
 
 /// Keeps a step from retention and `rm`, or leaves it to them again.
-pub(crate) async fn set_pin(
-    bucket: &Bucket,
-    arguments: &PinArguments,
-    pinned: bool,
-    json: bool,
-) -> Result<ExitCode> {
+pub(crate) async fn set_pin(bucket: &Bucket, name: StepName, pinned: bool, json: bool) -> Result<ExitCode> {
     match pinned {
-        true => pin(bucket, arguments.step).await?,
-        false => unpin(bucket, arguments.step).await?,
+        true => pin(bucket, name).await?,
+        false => unpin(bucket, name).await?,
     }
     if json {
-        print::json(&json!({ "step": arguments.step.step, "pinned": pinned }))?;
+        print::json(&json!({ "step": name.step, "pinned": pinned }))?;
     } else {
         let state = if pinned { "pinned" } else { "not pinned" };
-        print::table(&[print::row([&format!("step {}", arguments.step), state])]);
+        print::table(&[print::row([&format!("step {name}"), state])]);
     }
     Ok(ExitCode::SUCCESS)
 }

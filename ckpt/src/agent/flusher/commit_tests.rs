@@ -21,7 +21,7 @@ fn agent(bucket: &Bucket, run: &Run, rank: Option<u32>, clock: &Clock) -> (Flush
 }
 
 /// What the trainer was warned of since it last looked.
-fn warnings(hears: &mut FdStream) -> Vec<String> {
+pub(super) fn warnings(hears: &mut FdStream) -> Vec<String> {
     let mut warnings = Vec::new();
     while hears.readable(Duration::ZERO).expect("readable") {
         let (frame, _) = hears.receive().expect("receive").expect("a frame");

@@ -130,7 +130,7 @@ async fn a_start_refers_to_no_shard_that_somebody_deleted() {
             let after = bucket.counters();
             let heads = [between.since(&before), after.since(&between)]
                 .map(|seen| seen.of(OperationKind::Head).requests);
-            assert_eq!(heads, [3, 1], "the step that is referred to each time, its two shards once");
+            assert_eq!(heads, [2, 2], "the step that it goes on from, and the one shard that it refers to");
         }
         expect_content(&bucket, step + 1, &fills_at(step + 1)).await;
         let mut warnings = Vec::new();

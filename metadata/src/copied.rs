@@ -1,0 +1,77 @@
+//! A tree as a mount for writing has it, copied to where a read-only mount keeps its own.
+//!
+//! Promises that the copy is of one moment, and that a failed one leaves nothing. What is at work in the other mount is left
+//! out: its sessions, what it has open without names, and writes that may or may not have happened, whose keys are as any other
+//! then. From there on the copy follows the bucket's listings, as every tree does.
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, Result};
+
+use crate::kv::{Batch, Durability, Engine, Pair, Snapshot};
+use crate::schema::{Claim, HolderState, Keys, Tag};
+
+/// Records that are read and written at once: an engine may sync each batch.
+const PAGE: usize = 4096;
+
+/// Replaces what `into` has of the volume by the records that `from` shows; gives their number. Nobody may use `into` meanwhile.
+///
+/// # Errors
+/// `Unavailable` while that tree is being loaded; `Corrupt` or `Unsupported` for records that cannot be read; those of the
+/// engines. Nothing of the volume is left in `into` then.
+pub async fn copy(from: &dyn Snapshot, keys: Keys, into: &dyn Engine) -> Result<u64> {
+    clear(keys, into).await?;
+    let copied = fill(from, keys, into).await;
+    if copied.is_err() {
+        clear(keys, into).await?;
+    }
+    copied
+}
+
+async fn fill(from: &dyn Snapshot, keys: Keys, into: &dyn Engine) -> Result<u64> {
+    if from.get(&keys.loading()).await?.is_some() {
+        return Err(Error::new(ErrorKind::Unavailable, "the tree is being loaded from a dump"));
+    }
+    let (mut start, end) = keys.all();
+    let mut copied = 0;
+    loop {
+        let page = from.scan(&start, &end, PAGE).await?;
+        let Some((last, _)) = page.last() else { return Ok(copied) };
+        start = after(last);
+        let mut batch = Batch::default();
+        for (key, value) in page {
+            if is_of_the_tree(keys, &key, &value)? {
+                batch.put(key, value);
+            }
+        }
+        copied += batch.len() as u64;
+        into.write(batch, Durability::Buffered).await?;
+    }
+}
+
+/// Whether a record says something of names, attributes and bytes, and not of who is at work on them.
+fn is_of_the_tree(keys: Keys, key: &Bytes, value: &Bytes) -> Result<bool> {
+    Ok(match keys.tag_in(key)? {
+        Tag::Session | Tag::Orphan | Tag::Intent | Tag::Loading => false,
+        // Listings pass over what is claimed: what the other mount is about to write there is to be seen.
+        Tag::Claim => !matches!(Claim::decode(value.clone())?.state, HolderState::Intended(_)),
+        _ => true,
+    })
+}
+
+async fn clear(keys: Keys, engine: &dyn Engine) -> Result<()> {
+    let (start, end) = keys.all();
+    loop {
+        let page: Vec<Pair> = engine.scan(&start, &end, PAGE).await?;
+        if page.is_empty() {
+            return Ok(());
+        }
+        let mut batch = Batch::default();
+        page.into_iter().for_each(|(key, _)| batch.delete(key));
+        engine.write(batch, Durability::Buffered).await?;
+    }
+}
+
+/// The first key after this one.
+fn after(key: &[u8]) -> Bytes {
+    [key, &[0]].concat().into()
+}
