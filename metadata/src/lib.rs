@@ -9,6 +9,7 @@ pub mod volume_file;
 pub mod schema;
 mod records;
 pub mod dump;
+pub mod copied;
 mod import;
 mod mover;
 pub mod gc;

@@ -1,6 +1,6 @@
 //! Reading a bucket that nobody prepared, with the programs people use.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -52,34 +52,138 @@ fn a_read_only_mount_leaves_the_bucket_alone() {
     assert_eq!(before, listing());
 }
 
-/// Beside a mount for writing it shows the objects, says what it does not show, and changes nothing for the writer.
-///
-/// Promise S8: Any number of read-only mounts may exist beside it, which show what S2 says.
+/// What only a tree knows: links, modes, owners, attributes, names that are no keys, packed files, files in pieces, and a large
+/// file that was just renamed, whose object is where it was.
+const MAKE: &str = r#"
+mkdir -p plain/deep packed empty moved && echo one > plain/deep/a && ln -s a plain/deep/link && ln plain/deep/a plain/hard
+chmod 600 plain/deep/a && chown 12:34 plain && mkfifo plain/pipe && python3 -c 'import os; os.setxattr("plain/hard", "user.k", b"v")'
+head -c 9000000 /dev/urandom > plain/pieces && printf x | dd of=plain/pieces bs=1 seek=5000000 conv=notrunc status=none
+head -c 3000000 /dev/urandom > plain/old && mv plain/old moved/new && touch "plain/$(printf 'caf\\351')"
+for i in $(seq 50); do echo $i > packed/$i; done
+"#;
+
+/// A bucket that one mount writes to, and others read.
+struct Readers<'a> {
+    url: String,
+    scratch: &'a Scratch,
+    writer: Mount,
+}
+
+impl<'a> Readers<'a> {
+    fn beside(scratch: &'a Scratch, url: &str, envs: &[(String, String)]) -> Self {
+        let home = scratch.join("home-writer");
+        let writer = Mount::new(&home, url, &scratch.join("writer"), &[], envs);
+        fs::create_dir(writer.path().join("packed")).expect("made");
+        let packed = writer.path().join("packed").display().to_string();
+        Forebay::new(&home, ["volume", "policy", &packed, "packed"]).run().succeeded();
+        let made = Self { url: url.to_owned(), scratch, writer };
+        made.write(MAKE);
+        made
+    }
+
+    /// Runs a line in the writer's mount, and has all of it in the bucket.
+    #[track_caller]
+    fn write(&self, line: &str) {
+        shell(self.writer.path(), line).succeeded();
+        let at = self.writer.path().display().to_string();
+        Forebay::new(&self.scratch.join("home-writer"), ["sync", &at]).run().succeeded();
+    }
+
+    fn mount(&self, name: &str, option: &str, envs: &[(String, String)]) -> Mount {
+        let home = self.scratch.join(&format!("home-{name}"));
+        Mount::new(&home, &self.url, &self.scratch.join(name), &[option], envs)
+    }
+
+    /// Compares all that a reader shows.
+    #[track_caller]
+    fn check(&self, reader: &Mount) {
+        assert_same_trees(self.writer.path(), reader.path(), true);
+        let facts = "find . -printf '%p %y %m %U %G %n %s %T@\\n' | sort; cat packed/*; \
+                     python3 -c 'import os; print(os.getxattr(\"plain/hard\", \"user.k\"))'";
+        assert_eq!(shell(reader.path(), facts).succeeded(), shell(self.writer.path(), facts).succeeded());
+        let written = shell(reader.path(), "echo new > new-file");
+        assert!(written.stderr.contains("Read-only file system"), "{written}");
+    }
+}
+
+/// Promise S2: It shows the tree of a mount for writing as that was when it was mounted
+/// Promise S8: Any number of read-only mounts may exist beside it
 #[test]
-fn a_read_only_mount_beside_a_writer_shows_objects_and_says_so() {
-    if !require_fuse("a_read_only_mount_beside_a_writer_shows_objects_and_says_so") {
+fn read_only_mounts_beside_a_writer_show_its_tree() {
+    if !require_fuse("read_only_mounts_beside_a_writer_show_its_tree") {
         return;
     }
     let scratch = Scratch::new();
-    let url = format!("file://{}", scratch.folder("bucket").display());
-    let mount = |name: &str, options: &[&str]| {
-        Mount::new(&scratch.join(&format!("home-{name}")), &url, &scratch.join(name), options, &[])
-    };
-    let mut writer = mount("writer", &[]);
-    let make = "mkdir plain packed empty && echo one > plain/a && ln -s a plain/link && chmod 600 plain/a && sync plain/a";
-    shell(writer.path(), make).succeeded();
-    let packed = writer.path().join("packed").display().to_string();
-    Forebay::new(&scratch.join("home-writer"), ["volume", "policy", &packed, "packed"]).run().succeeded();
-    shell(writer.path(), "echo two > packed/b && sync packed/b").succeeded();
-    let mut readers = ["first", "second"].map(|name| mount(name, &["--read-only"]));
-    for reader in &mut readers {
-        assert_eq!(shell(reader.path(), "ls -R; cat plain/a").succeeded(), ".:\nplain\n\n./plain:\na\none\n");
-        assert!(reader.log().contains("this bucket is written through Forebay"), "{}", reader.log());
-        reader.unmount();
-    }
-    shell(writer.path(), "echo more >> plain/a && sync plain/a && test -L plain/link && cat packed/b")
+    let bucket = scratch.folder("bucket");
+    let url = format!("file://{}", bucket.display());
+    let mut readers = Readers::beside(&scratch, &url, &[]);
+    let mut mounts = ["--read-only", "--dataset"].map(|option| readers.mount(option, option, &[]));
+    mounts.iter().for_each(|reader| readers.check(reader));
+    // What becomes an object later is found by listings.
+    readers.write("echo later > plain/later");
+    let [reader, dataset] = &mut mounts;
+    let plain = reader.path().join("plain").display().to_string();
+    Forebay::new(&scratch.join("home---read-only"), ["refresh", &plain]).run().succeeded();
+    assert_eq!(shell(reader.path(), "cat plain/later plain/deep/a").succeeded(), "later\none\n");
+    dataset.unmount();
+    reader.unmount();
+    // The next mount shows what the tree is by then.
+    readers.write("rm packed/1 && mv plain/deep plain/deeper && chmod 640 plain/deeper/a");
+    reader.remount(&scratch.join("home---read-only"));
+    readers.check(reader);
+    reader.unmount();
+    readers.writer.unmount();
+    // And that of one that nobody has mounted for writing.
+    let before = shell(&bucket, "find . -path ./.forebay/tree.lmdb -prune -o -printf '%p %s %T@\\n' | sort")
         .succeeded();
-    writer.unmount();
+    reader.remount(&scratch.join("home-elsewhere"));
+    assert_eq!(shell(reader.path(), "readlink plain/deeper/link; cat packed/2").succeeded(), "a\n2\n");
+    reader.unmount();
+    let after = shell(&bucket, "find . -path ./.forebay/tree.lmdb -prune -o -printf '%p %s %T@\\n' | sort")
+        .succeeded();
+    assert_eq!(before, after);
+}
+
+/// Promise S2: It shows the tree of a mount for writing as that was when it was mounted
+///
+/// With rights to read alone, while the writer goes on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn read_only_mounts_of_s3_show_the_tree_of_the_writer() {
+    if !require_fuse("read_only_mounts_of_s3_show_the_tree_of_the_writer") {
+        return;
+    }
+    let Some(server) = Server::fast() else { return };
+    let (scratch, bucket) = (Scratch::new(), server.bucket("some/where").await);
+    let url = bucket.url().to_string();
+    let mut readers = Readers::beside(&scratch, &url, &server.envs());
+    let account = server.account(&bucket.url().bucket, &["s3:GetObject", "s3:ListBucket"]);
+    let mut mounts = ["--read-only", "--dataset"].map(|option| readers.mount(option, option, &account));
+    mounts.iter_mut().for_each(|reader| {
+        readers.check(reader);
+        reader.unmount();
+    });
+    readers.write("echo more >> plain/deep/a && rm packed/1");
+    readers.writer.unmount();
+    let mut reader = readers.mount("later", "--read-only", &account);
+    assert_eq!(shell(reader.path(), "cat plain/hard && ls packed | wc -l").succeeded(), "one\nmore\n49\n");
+    reader.unmount();
+}
+
+/// Promise S2: Where that tree cannot be read, the mount warns and shows the objects alone.
+#[test]
+fn a_read_only_mount_over_a_damaged_tree_shows_objects_and_says_so() {
+    if !require_fuse("a_read_only_mount_over_a_damaged_tree_shows_objects_and_says_so") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let bucket = scratch.folder("bucket");
+    let mut readers = Readers::beside(&scratch, &format!("file://{}", bucket.display()), &[]);
+    readers.writer.unmount();
+    fs::write(bucket.join(".forebay/tree.lmdb/data.mdb"), "no tree").expect("written");
+    let mut reader = readers.mount("reader", "--read-only", &[]);
+    assert_eq!(shell(reader.path(), "ls; cat plain/deep/a").succeeded(), "moved\nplain\none\n");
+    assert!(reader.log().contains("its objects are shown, without links"), "{}", reader.log());
+    reader.unmount();
 }
 
 /// Promise S1: Every object of a bucket that nobody prepared is a file

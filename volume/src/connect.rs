@@ -15,7 +15,9 @@ use forebay_io::object::{Bucket, BucketUrl};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::commit::{Committer, CommitterSettings};
+use forebay_metadata::copied;
 use forebay_metadata::kv::{Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings, after};
+use forebay_metadata::schema::Keys;
 use forebay_metadata::tree::{GcSettings, ImportSettings, LocalTree, TreeParts, TreeSettings};
 use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile, VolumeRecord};
 
@@ -89,15 +91,9 @@ impl Records {
             }
             claim => claim?.map(Arc::new),
         };
-        let recorded = claim.as_ref().and_then(|claim| claim.record()).map(|record| record.volume);
-        if read_only && recorded.is_some() {
-            tracing::warn!(
-                %url,
-                "this bucket is written through Forebay: a read-only mount shows its objects, without links, modes, packed \
-                 files, and what is not at its own path yet"
-            );
-        }
-        let volume = recorded.unwrap_or_else(|| VolumeId::of_url(&url.to_string()));
+        let recorded = claim.as_ref().and_then(|claim| claim.record()).cloned();
+        let volume =
+            recorded.as_ref().map_or_else(|| VolumeId::of_url(&url.to_string()), |record| record.volume);
         let opened = async {
             let record = claim.as_ref().and_then(|claim| claim.record());
             let writeback = match read_only {
@@ -107,7 +103,11 @@ impl Records {
                     staging::open(state, &bucket, volume, record, &settings.writeback).await?
                 }
             };
-            Ok((home.engine(&bucket).await?, writeback))
+            let engine = home.engine(&bucket).await?;
+            if let (true, Some(record)) = (read_only, &recorded) {
+                copy_tree(&bucket, record, &*engine).await;
+            }
+            Ok((engine, writeback))
         };
         match opened.await {
             Ok((engine, writeback)) => {
@@ -142,6 +142,37 @@ impl Records {
     }
 }
 
+/// Takes over what the mount for writing knows beyond the objects, for a read-only one. Where that cannot be had, the objects
+/// are what there is.
+async fn copy_tree(bucket: &Bucket, record: &VolumeRecord, into: &dyn Engine) {
+    let keys = Keys(record.volume);
+    let copied = async {
+        match (record.engine, bucket.url().directory()) {
+            (EngineKind::Lmdb, Some(directory)) => {
+                let view = LmdbEngine::view(tree_directory(&directory), &LmdbSettings::default()).await?;
+                copied::copy(&*view, keys, into).await
+            }
+            (EngineKind::SlateDb, None) => {
+                let from = SlateEngine::open_aside(bucket, &SlateSettings::default()).await?;
+                let copied = copied::copy(&*from.snapshot()?, keys, into).await;
+                from.close().await.and(copied)
+            }
+            _ => Err(Error::new(ErrorKind::Unsupported, "its tree is of another kind of store")),
+        }
+    };
+    match copied.await {
+        Ok(records) => {
+            tracing::info!(records, "the tree is shown as it was now, and objects as they are listed")
+        }
+        Err(error) => tracing::warn!(
+            url = %bucket.url(),
+            %error,
+            "the tree of this bucket, which is written through Forebay, cannot be read: its objects are shown, without links, \
+             modes, packed files, and what is not at its own path yet"
+        ),
+    }
+}
+
 /// Where another has the volume, uploads what this host staged of it before.
 async fn heal(bucket: &Bucket, home: &Home, settings: &VolumeSettings) -> Result<()> {
     let record = match home.claim(bucket, Access::ReadOnly, false).await {
@@ -166,7 +197,7 @@ enum Home {
 impl Home {
     /// In a bucket that is a directory.
     fn in_bucket(directory: PathBuf) -> Self {
-        Self::Directory { path: directory.join(".forebay/tree.lmdb"), inside_bucket: true }
+        Self::Directory { path: tree_directory(&directory), inside_bucket: true }
     }
 
     /// In the state directory, apart from the trees of other buckets.
@@ -197,6 +228,11 @@ impl Home {
             Self::Directory { path, .. } => Arc::new(LmdbEngine::open(path, &LmdbSettings::default()).await?),
         })
     }
+}
+
+/// Where the tree of a bucket that is a directory lies.
+fn tree_directory(bucket: &Path) -> PathBuf {
+    bucket.join(".forebay/tree.lmdb")
 }
 
 /// Whether there is a tree that takes changes.

@@ -74,10 +74,7 @@ impl ObjectStore for Aside {
         }
     }
 
-    fn delete_stream(
-        &self,
-        locations: BoxStream<'static, Result<Path>>,
-    ) -> BoxStream<'static, Result<Path>> {
+    fn delete_stream(&self, locations: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
         // Nobody but this process sees them.
         self.memory.delete_stream(locations)
     }
@@ -97,9 +94,10 @@ impl ObjectStore for Aside {
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
         let mut found = self.memory.list_with_delimiter(prefix).await?;
         let more = self.bucket.list_with_delimiter(prefix).await?;
-        let others = more.objects.into_iter().filter(|object| {
-            found.objects.iter().all(|changed| changed.location != object.location)
-        });
+        let others = more
+            .objects
+            .into_iter()
+            .filter(|object| found.objects.iter().all(|changed| changed.location != object.location));
         let others: Vec<ObjectMeta> = others.collect();
         found.objects.extend(others);
         for prefix in more.common_prefixes {
@@ -137,10 +135,10 @@ mod tests {
         }
         let mut listed: Vec<ObjectMeta> = aside.list(None).try_collect().await.expect("listed");
         listed.sort_by(|one, other| one.location.cmp(&other.location));
-        assert_eq!(listed.iter().map(|object| (object.location.as_ref(), object.size)).collect::<Vec<_>>(), [
-            ("a/new", 3),
-            ("a/old", 7)
-        ]);
+        assert_eq!(
+            listed.iter().map(|object| (object.location.as_ref(), object.size)).collect::<Vec<_>>(),
+            [("a/new", 3), ("a/old", 7)]
+        );
         let level = aside.list_with_delimiter(Some(&Path::from("a"))).await.expect("listed");
         assert_eq!(level.objects.len(), 2);
         let there: Vec<ObjectMeta> = bucket.list(None).try_collect().await.expect("listed");

@@ -10,6 +10,7 @@ use futures::stream::{BoxStream, StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{Attribute, CopyMode, CopyOptions, GetResult, ObjectMeta, ObjectStore, PutOptions};
 
+use super::aside::Aside;
 use super::backend::{Plain, STAGED, connect, sweep_directory};
 use super::counters::Meter;
 use super::error::convert;
@@ -152,6 +153,12 @@ impl Bucket {
     /// The store itself, decorators included, for an engine that keeps its tree inside the bucket.
     pub fn store(&self) -> Arc<dyn ObjectStore> {
         self.0.store.clone()
+    }
+
+    /// As [`Self::store`], for an engine that only looks at its tree: what it puts stays in this process, and hides what the
+    /// bucket has there.
+    pub fn store_aside(&self) -> Arc<dyn ObjectStore> {
+        Arc::new(Aside::over(self.store()))
     }
 
     /// What went over the wire so far, by this handle and those that derive from it or that it derives from.

@@ -12,6 +12,7 @@ mod layer;
 mod backend;
 mod stack;
 mod front;
+mod aside;
 mod bucket;
 mod read;
 mod in_place;

@@ -18,7 +18,7 @@ use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::lock_file::{LockFile, Locked};
 use forebay_io::task::blocking;
 use heed::types::Bytes as Raw;
-use heed::{CommitOrAbort, EnvOpenOptions, MdbError, RoTxn, WithoutTls};
+use heed::{CommitOrAbort, EnvFlags, EnvOpenOptions, MdbError, RoTxn, WithoutTls};
 use parking_lot::{Mutex, RwLock};
 
 use super::{Batch, Durability, Engine, Limits, Pair, Snapshot};
@@ -82,6 +82,34 @@ impl LmdbEngine {
         Ok(Self { tree, directory, epoch, limits })
     }
 
+    /// The tree in `directory` as it is at this moment, whoever writes to it. To be read soon: it keeps old pages alive.
+    ///
+    /// # Errors
+    /// `NotFound` where there is none; `Denied` where LMDB's own lock file cannot be written; `Corrupt` when the file is no tree.
+    pub async fn view(directory: impl Into<PathBuf>, settings: &LmdbSettings) -> Result<Box<dyn Snapshot>> {
+        let (directory, settings) = (directory.into(), settings.clone());
+        let view = blocking(move || Self::view_blocking(&directory, &settings)).await??;
+        Ok(Box::new(view))
+    }
+
+    fn view_blocking(directory: &Path, settings: &LmdbSettings) -> Result<LmdbSnapshot> {
+        let at = |error: Error| error.context(format!("the tree in {}", directory.display()));
+        let length = std::fs::metadata(directory.join("data.mdb")).map_err(|error| at(error.into()))?.len();
+        let mut options = EnvOpenOptions::new().read_txn_without_tls();
+        options.map_size(settings.map_bytes).max_dbs(2).max_readers(1024);
+        // SAFETY: the file must not change under the map other than through LMDB, whose writer sees by LMDB's own locks which
+        // pages this one reads; the flag only keeps this process from writing.
+        let env = unsafe { options.flags(EnvFlags::READ_ONLY).open(directory) };
+        let env = env.map_err(|error| at(convert(error)))?;
+        // A page that is not in the file would end this process.
+        if length < needed_bytes(&env) {
+            return Err(at(Error::corrupt("data.mdb was cut short")));
+        }
+        let (table, txn) = find_table(&env).map_err(|error| at(convert(error)))?;
+        let table = table.ok_or_else(|| at(Error::corrupt("data.mdb holds no tree")))?;
+        Ok(LmdbSnapshot { table, txn: Mutex::new(txn) })
+    }
+
     fn tree(&self) -> Result<Arc<Tree>> {
         self.tree.read().clone().ok_or_else(closed)
     }
@@ -118,12 +146,26 @@ fn keep_names(directory: &Path) -> std::io::Result<()> {
 /// Fills a file that was cut short with zeros, so that reading a lost page is an error and not a bus error.
 /// LMDB itself may leave its last pages unwritten when nothing refers to them, so a short file proves nothing.
 fn cover_missing_tail(env: &Env, directory: &Path) -> Result<()> {
-    let needed = (env.info().last_page_number as u64 + 1) * u64::from(env.unnamed_database_stat().page_size);
+    let needed = needed_bytes(env);
     let file = OpenOptions::new().write(true).open(directory.join("data.mdb"))?;
     if file.metadata()?.len() < needed {
         file.set_len(needed)?;
     }
     Ok(())
+}
+
+/// The length of a file that has all its pages.
+fn needed_bytes(env: &Env) -> u64 {
+    (env.info().last_page_number as u64 + 1) * u64::from(env.unnamed_database_stat().page_size)
+}
+
+/// The table of records, if there is one, and a view of this moment.
+fn find_table(env: &Env) -> heed::Result<(Option<Table>, RoTxn<'static, WithoutTls>)> {
+    let opened = env.open_databases_and_commit(env.read_txn()?, |opener, txn| {
+        let table = opener.open_database::<Raw, Raw>(txn, Some("tree"))?;
+        heed::Result::Ok(CommitOrAbort::<_, ()>::Commit(table))
+    })?;
+    Ok((opened.unwrap_commit(), env.clone().static_read_txn()?))
 }
 
 /// Opens the tables and counts this opening.

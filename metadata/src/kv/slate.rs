@@ -19,6 +19,7 @@ use slatedb::config::{
 };
 use slatedb::db_cache::foyer::{FoyerCache, FoyerCacheOptions};
 use slatedb::db_cache::{DbCache, SplitCache};
+use slatedb::object_store::ObjectStore;
 use slatedb::{CloseReason, Db, DbIterator, DbSnapshot, WriteBatch};
 
 use super::{Batch, Durability, Engine, Limits, Pair, Snapshot};
@@ -63,17 +64,28 @@ impl SlateEngine {
     /// Opens or creates the tree in `bucket`, and fences whoever wrote to it before.
     pub async fn open(bucket: &Bucket, settings: &SlateSettings) -> Result<Self> {
         // A sync does not wait behind the bytes of files.
-        let opening = Db::builder(Self::PATH, bucket.apart().store())
-            .with_settings(slate_settings(settings))
-            .with_db_cache(block_cache(settings), 0)
-            .build();
-        let late =
-            |_| Error::new(ErrorKind::Unavailable, "the tree in the bucket could not be opened in time");
-        let opened = tokio::time::timeout(settings.open_deadline, opening).await.map_err(late)?;
-        let db = opened.map_err(|error| convert(error).context("the tree in the bucket"))?;
+        let db = build(bucket.apart().store(), slate_settings(settings), settings).await?;
         let epoch = db.manifest().writer_epoch();
         Ok(Self { db, epoch })
     }
+
+    /// Opens the tree in `bucket` as it is at this moment, whoever writes to it: what this one writes stays in this process, and
+    /// nobody is fenced. To be read within minutes, and closed: the writer deletes objects that it needs no more.
+    pub async fn open_aside(bucket: &Bucket, settings: &SlateSettings) -> Result<Self> {
+        let alone =
+            Settings { compactor_options: None, garbage_collector_options: None, ..slate_settings(settings) };
+        let db = build(bucket.apart().store_aside(), alone, settings).await?;
+        let epoch = db.manifest().writer_epoch();
+        Ok(Self { db, epoch })
+    }
+}
+
+async fn build(store: Arc<dyn ObjectStore>, own: Settings, settings: &SlateSettings) -> Result<Db> {
+    let cache = block_cache(settings);
+    let opening = Db::builder(SlateEngine::PATH, store).with_settings(own).with_db_cache(cache, 0).build();
+    let late = |_| Error::new(ErrorKind::Unavailable, "the tree in the bucket could not be opened in time");
+    let opened = tokio::time::timeout(settings.open_deadline, opening).await.map_err(late)?;
+    opened.map_err(|error| convert(error).context("the tree in the bucket"))
 }
 
 fn slate_settings(settings: &SlateSettings) -> Settings {
