@@ -233,6 +233,7 @@ def load_step(
 
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     source = rank % step.world_size
+    tried: list[Placer] = []
 
     def plan(tree: _Tree) -> _Plan:
         # A generator's state is one rank's; a job of another size has other ranks.
@@ -245,6 +246,7 @@ def load_step(
         fills = tree.left is None and step.world_size == world_size
         placer = None if into is None else Placer(builder, into, only, fills)
         if placer is not None:
+            tried.append(placer)
             placer.plan(tree.node, tree.left)
         wanted = tree.node if placer is None else placer.needed
         builder.refuse_pickles(wanted)
@@ -257,7 +259,12 @@ def load_step(
             return plan(_Tree(*whole_tree(step, source)))
         return _fitting(step, ranks, source, plan, only is not None)
 
-    found = read_planned(step, ranks, fit)
+    try:
+        found = read_planned(step, ranks, fit)
+    except BaseException:
+        for placer in tried:
+            placer.drop()
+        raise
     if found.placer is not None:
         found.placer.apply()
     state = found.builder.build(found.tree) if found.placer is None else into

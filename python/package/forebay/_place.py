@@ -94,6 +94,10 @@ class Placer:
             self.needed.append(tree)
         self._check_matched()
 
+    def drop(self) -> None:
+        """For a plan that comes to nothing: takes back what was made for it."""
+        self._pairs.unmake()
+
     def _names_of(self, module: Any) -> Any:
         return state_of(module, self._pairs)[1].keys()
 

@@ -1,0 +1,182 @@
+"""States that are like what was saved in shape, and yet not it: optimizers of other parameters or another class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+import torch
+
+import forebay
+
+from .test_optimizers import groups, linear, train, values, whole
+from .test_ranks import run_ranks
+
+State = dict[str, Any]
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int = 2, is_beside: bool = True) -> State:
+    """A model and its optimizer; what is saved is both, or the optimizer alone, which goes by numbers then."""
+    model = linear()
+    state = {"model": model, "optim": make(model)}
+    train(state, 1, steps)
+    return state if is_beside else {"optim": state["optim"]}
+
+
+def refused(place: Path, found: State, match: str) -> None:
+    """A restore says so, and changes nothing; state that was made to be read into is none."""
+    before = values({"model": torch.nn.Module(), **found})
+    with pytest.raises(forebay.CheckpointMismatch, match=match) as told:
+        forebay.load(place, found)
+    assert "only=" in str(told.value)
+    assert values({"model": torch.nn.Module(), **found}) == before
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_an_optimizer_of_fewer_parameters_is_refused(tmp_path: Path, steps_before: int) -> None:
+    """A run that goes on would have lost the state of those that were left out, and not train them."""
+    forebay.save(trained(lambda model: groups(model, ("0", {}), ("2", {"weight_decay": 0.5}))), tmp_path)
+    parts: list[list[tuple[str, State]]] = [[("0", {})], [("0", {}), ("2.w", {})]]
+    for kept in parts:
+        found = trained(lambda model: groups(model, *kept), steps_before)
+        lost = "'2.bias'" if len(kept) == 2 else "'2.weight', '2.bias'"
+        refused(tmp_path, found, rf"state\['optim'\]: state of parameters was saved .* not have: {lost} \(hint")
+    with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+        checkpointer.restore(found, only=["model.*"])
+
+
+def test_state_of_parameters_that_are_frozen_now_is_not_dropped(tmp_path: Path) -> None:
+    forebay.save(trained(lambda model: torch.optim.AdamW(model.parameters())), tmp_path)
+
+    def of_thawed(model: Any) -> Any:
+        model[2].requires_grad_(False)
+        return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+    for steps in (0, 2):
+        refused(tmp_path, trained(of_thawed, steps), "'2.weight', '2.bias'")
+
+
+def test_frozen_parameters_that_only_groups_named_may_be_left_out(tmp_path: Path) -> None:
+    def frozen(model: Any, is_whole: bool) -> Any:
+        model[0].requires_grad_(False)
+        of = [parameter for parameter in model.parameters() if is_whole or parameter.requires_grad]
+        return torch.optim.AdamW(of, lr=0.1)
+
+    for saved, live in ((True, False), (False, True)):
+        state = trained(lambda model: frozen(model, saved))
+        forebay.save(state, tmp_path / str(saved))
+        found = trained(lambda model: frozen(model, live), 0)
+        forebay.load(tmp_path / str(saved), found)
+        known = [entry["exp_avg"].tolist() for entry in found["optim"].state.values()]
+        assert known == [entry["exp_avg"].tolist() for entry in state["optim"].state.values()] and len(known) == 2
+
+
+def test_ranks_may_share_out_what_was_saved_but_not_lose_it(tmp_path: Path) -> None:
+    """An optimizer of a stage has fewer parameters than one process that had all of them; what none has is lost."""
+
+    def work(rank: int) -> Any:
+        model = linear()
+        told: list[Any] = []
+        stages: list[tuple[str, State]] = [("0", {}), ("2", {})]
+        for mine in ([stages[rank]], [stages[0]]):
+            part = torch.nn.ModuleDict({name[0]: model[int(name[0])] for name, _ in mine})
+            state = {"model": part, "optim": groups(part, *mine)}
+            with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+                try:
+                    told.append(checkpointer.restore(state))
+                except forebay.CheckpointMismatch as error:
+                    told.append(str(error))
+            known = [state["optim"].state.get(parameter, {}).get("exp_avg") for parameter in part.parameters()]
+            assert all((value is None) == (told[-1] != 1) for value in known), "also where another rank's is refused"
+        return told
+
+    forebay.save(trained(lambda model: groups(model, ("", {}))), tmp_path, step=1)
+    for told in run_ranks(2, work, with_gloo=False):
+        assert told[0] == 1
+        assert "the state lacks what was saved, on every rank" in told[1] and "['optim']['2.bias']" in told[1]
+
+
+CLASSES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters()),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "SGD of momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+    "Adamax": lambda model: torch.optim.Adamax(model.parameters()),
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters()),
+    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters()),
+}
+
+
+@pytest.mark.parametrize("is_beside", [True, False], ids=["by name", "by number"])
+@pytest.mark.parametrize("live", CLASSES)
+@pytest.mark.parametrize("saved", ["AdamW", "SGD", "SGD of momentum"])
+def test_the_state_of_another_class_is_refused(tmp_path: Path, saved: str, live: str, is_beside: bool) -> None:
+    """Its state would be of no use, and its groups have not the options that the next step wants."""
+    state = trained(CLASSES[saved], is_beside=is_beside)
+    forebay.save(state, tmp_path)
+    for steps in (0, 2):
+        found = trained(CLASSES[live], steps, is_beside)
+        if saved.split()[0] == live.split()[0]:
+            forebay.load(tmp_path, found)
+            assert whole(found["optim"].state_dict()) == whole(state["optim"].state_dict())
+            continue
+        if (saved, live, is_beside, steps) == ("AdamW", "Adamax", False, 0):
+            # Its groups want nothing else, and what its state will be nobody knows yet.
+            continue
+        refused(tmp_path, found, rf"state\['optim'\]: an optimizer of another class than {live.split()[0]} was saved: its")
+
+
+def test_the_class_is_told_by_what_it_lacks(tmp_path: Path) -> None:
+    forebay.save(trained(CLASSES["AdamW"]), tmp_path)
+    refused(tmp_path, trained(CLASSES["SGD"]), r"SGD was saved: its groups have no 'momentum', 'dampening' \(hint")
+    refused(tmp_path, trained(CLASSES["Adamax"]), r"Adamax was saved: its parameters have no 'exp_inf' \(hint")
+
+
+def test_options_that_a_class_has_now_or_had_are_no_other_class(tmp_path: Path) -> None:
+    """Flags come with versions of torch, keys with schedulers, and state with options, which a restore brings back."""
+
+    def old(model: Any) -> Any:
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+        torch.optim.lr_scheduler.OneCycleLR(optim, 0.1, total_steps=9)
+        return optim
+
+    state = trained(old)
+    for flag in ("foreach", "fused", "maximize", "differentiable", "capturable", "amsgrad", "decoupled_weight_decay"):
+        del state["optim"].param_groups[0][flag]
+    forebay.save(state, tmp_path / "old")
+    found = trained(lambda model: torch.optim.AdamW(model.parameters(), lr=0.5, amsgrad=True))
+    forebay.load(tmp_path / "old", found)
+    assert found["optim"].param_groups[0]["betas"] == state["optim"].param_groups[0]["betas"]
+
+    def spread(**options: Any) -> State:
+        return trained(lambda model: torch.optim.RMSprop(model.parameters(), lr=0.1, **options))
+
+    forebay.save(state := spread(momentum=0.5), tmp_path / "options")
+    forebay.load(tmp_path / "options", found := spread(centered=True))
+    assert values(found) == values(state)
+
+
+def test_an_optimizer_of_ones_own_is_known_by_its_state(tmp_path: Path) -> None:
+    class Other(torch.optim.Optimizer):
+        """Has no option that another one lacks."""
+
+        key = "pace"
+
+        def __init__(self, model: Any) -> None:
+            super().__init__(model.parameters(), {"lr": 0.1})
+
+        def step(self, closure: Any = None) -> Any:
+            with torch.enable_grad():
+                loss = closure() if closure is not None else None
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter].update({"step": torch.tensor(1.0), self.key: parameter.grad.clone()})
+            return loss
+
+    class Another(Other):
+        key = "course"
+
+    forebay.save(trained(Other), tmp_path)
+    refused(tmp_path, trained(Another), r"state\['optim'\]: .* than .*Another was saved: its parameters have no 'course'")
+    forebay.load(tmp_path, trained(Other, 0))
