@@ -1,4 +1,5 @@
-"""States that are like what was saved in shape, and yet not it: optimizers of other parameters or another class."""
+"""States that are like what was saved in shape, and yet not it: optimizers of other parameters or another class, weights that
+are one now."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 import forebay
 
 from .test_optimizers import groups, linear, train, values, whole
-from .test_ranks import run_ranks
+from .test_ranks import body_of, run_ranks
 
 State = dict[str, Any]
 
@@ -180,3 +181,67 @@ def test_an_optimizer_of_ones_own_is_known_by_its_state(tmp_path: Path) -> None:
     forebay.save(trained(Other), tmp_path)
     refused(tmp_path, trained(Another), r"state\['optim'\]: .* than .*Another was saved: its parameters have no 'course'")
     forebay.load(tmp_path, trained(Other, 0))
+
+
+def two(is_tied: bool, *values: float) -> Any:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(64, 64, bias=False) for name in "ab"})
+    if is_tied:
+        model["b"].weight = model["a"].weight
+    with torch.no_grad():
+        for name, value in zip("ab", values):
+            model[name].weight.fill_(value)
+    return model
+
+
+FORMS: dict[str, Callable[[Any], State]] = {
+    "module": lambda model: {"model": model},
+    "dict": lambda model: {"model": model.state_dict()},
+    "two modules": lambda model: {"model": {"a": model["a"], "b": model["b"]}},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_that_are_one_now_and_were_two_are_refused(tmp_path: Path, form: str) -> None:
+    """Whichever came last would have stayed. Where both were alike, that is what the one is."""
+    forebay.save(FORMS[form](two(False, 1.0, 2.0)), tmp_path / "two")
+    forebay.save(FORMS[form](two(False, 3.0, 3.0)), tmp_path / "alike")
+    forebay.save(FORMS[form](two(True, 4.0)), tmp_path / "one")
+    model = two(True, 0.0)
+    fact = r"model.*b.*weight.*: one tensor in the state, .* than state\['model'\].*a.*weight.* that differs"
+    with pytest.raises(forebay.CheckpointMismatch, match=fact):
+        forebay.load(tmp_path / "two", FORMS[form](model))
+    assert not model["a"].weight.any()
+    if form == "module":
+        with pytest.raises(forebay.CheckpointMismatch, match="model.b.weight: one tensor .* than model.a.weight"):
+            forebay.load_model(tmp_path / "two", model)
+        forebay.load_model(tmp_path / "two", model, only=["b.*"])
+        assert (model["a"].weight == 2).all()
+    for name, value in (("alike", 3), ("one", 4)):
+        forebay.load(tmp_path / name, FORMS[form](model))
+        assert (model["a"].weight == value).all() and model["a"].weight is model["b"].weight
+    model = two(False, 0.0, 0.0)
+    forebay.load(tmp_path / "two", FORMS[form](model))
+    assert (model["a"].weight == 1).all() and (model["b"].weight == 2).all()
+
+
+def test_weights_that_are_alike_and_were_cut_in_other_ways_are_one(tmp_path: Path) -> None:
+    """Ranks that share out what all have, and steps that hold what changed, cut tensors wherever they may."""
+    rows = torch.arange(1 << 21, dtype=torch.float32)
+
+    def work(rank: int) -> Any:
+        for name, other in (("alike", rows), ("other", rows + 1)):
+            pair = {"first": torch.ones(300_001), "a": rows.clone(), "b": other.clone()}
+            with forebay.Checkpointer(tmp_path / name, rng=False, replicated=["*"]) as checkpointer:
+                checkpointer.save_now(1, pair)
+        return True
+
+    assert run_ranks(2, work, with_gloo=False) == [True, True]
+    cuts = [tensor["slices"] for tensor in body_of(tmp_path / "alike", 1)["tensors"] if tensor["name"] in "ab"]
+    assert len({str([slice["offsets"] for slice in one]) for one in cuts}) == 2, "or nothing is shown here"
+    live = torch.zeros(1 << 21)
+    state = {"first": torch.zeros(300_001), "a": live, "b": live}
+    with pytest.raises(forebay.CheckpointMismatch, match=r"state\['b'\]: one tensor .* than state\['a'\]"):
+        forebay.load(tmp_path / "other", state)
+    assert not live.any()
+    forebay.load(tmp_path / "alike", state)
+    assert torch.equal(live, rows)

@@ -19,6 +19,7 @@ from ._leaf import (
     array_dtype,
     copy_elements,
     dtensor_class,
+    elements_at,
     local_parts,
     numpy_module,
     refuse_meta,
@@ -63,6 +64,8 @@ class Placer:
         self._pairs = Pairs(state)
         self._optimizers = OptimizerPlacer(builder, self._pairs)
         self._own = OwnPlacer(builder, self._pairs)
+        self._places: dict[Any, tuple[Node, str]] = {}
+        """What was planned to be put into memory, and where."""
         self._objects: list[tuple[str, Any, str, Node]] = []
         self._copies: list[Callable[[], Any]] = []
         self._in_place: dict[str, Callable[[Node, Any, str, str], None]] = {
@@ -290,6 +293,9 @@ class Placer:
                 if module.keeps_shape(key, told):
                     self._check_shape(value, told, place)
                 refuse_meta(told, place)
+                if module.is_own(key, told):
+                    # Copies are of another memory each time that they are told.
+                    self._check_tied(value, told, place)
             if is_part and not module.is_own(key, told):
                 refuse_mark(value)
                 raise CheckpointMismatch(f"{place}: {WHOLE_ONLY}")
@@ -306,6 +312,14 @@ class Placer:
         shape, live_shape = self._tensors.shape(node), shape_of(live)
         if shape != live_shape:
             raise CheckpointMismatch(f"{path}: {shape} was saved, the state has {live_shape}")
+
+    def _check_tied(self, node: Node, live: Any, path: str) -> None:
+        """Whether what is one tensor in the state was one, or several alike: of others the last one read would stay."""
+        known = elements_at(live)
+        former, place = self._places.setdefault(known, (node, path)) if known else (node, path)
+        if former is not node and not self._tensors.hold_same(former, node):
+            text = f"one tensor in the state, and was saved as another one than {place} that differs from it"
+            raise CheckpointMismatch(f"{path}: {text} (hint: untie them, or take one of them with only=)")
 
     def _bind(self, node: Node, live: Any) -> bool:
         """Has a tensor read into a live one, converted where that is of another type."""
@@ -417,6 +431,7 @@ class Placer:
         is_plain = local_parts(live) is None and live.layout is torch.strided
         if is_plain and any(stride == 0 and size > 1 for size, stride in zip(live.shape, live.stride())):
             raise CheckpointMismatch(f"{path}: elements of the tensor share memory (an expanded one): clone() it")
+        self._check_tied(node, live, path)
         if self._tensors.bind(node, live):
             return
         _refuse_whole(live, path)

@@ -81,6 +81,22 @@ class Tensors:
         """Whether two tensors hold the same, as far as the step tells."""
         return self._step.are_same(self.entry(one)[0], self.entry(other)[0])
 
+    def hold_same(self, one: Node, other: Node) -> bool:
+        """Whether what two places of a tree name is the same, bit by bit: as the step tells, or by reading both where it may be
+        cut in different ways."""
+        if one.get("view") != other.get("view"):
+            return False
+        if one["n"] == other["n"] or self.are_same(one["n"], other["n"]):
+            return True
+        if self.entry(one["n"])[1:] != self.entry(other["n"])[1:]:
+            return False
+        torch = torch_module()
+        apart = Tensors(self._step, self._threads, self._rank)
+        apart.want([{"t": "tensor", "n": node["n"]} for node in (one, other)])
+        apart.read()
+        bits = [apart.get("tensor", node["n"]).reshape(-1).view(torch.uint8) for node in (one, other)]
+        return bool(torch.equal(*bits))
+
     def bind(self, node: Node, live: Any) -> bool:
         """Has the tensor that a tree names read into a live one; of one that several ranks hold, what is here.
 
