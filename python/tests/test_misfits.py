@@ -1,5 +1,5 @@
 """States that are like what was saved in shape, and yet not it: optimizers of other parameters or another class, weights that
-are one now."""
+are one now, objects that take none."""
 
 from __future__ import annotations
 
@@ -181,6 +181,63 @@ def test_an_optimizer_of_ones_own_is_known_by_its_state(tmp_path: Path) -> None:
     forebay.save(trained(Other), tmp_path)
     refused(tmp_path, trained(Another), r"state\['optim'\]: .* than .*Another was saved: its parameters have no 'course'")
     forebay.load(tmp_path, trained(Other, 0))
+
+
+class Fussy:
+    """Takes no state that it has not seen."""
+
+    def __init__(self, at: int, takes: bool = True) -> None:
+        self.at, self.takes = at, takes
+
+    def state_dict(self) -> State:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: State) -> None:
+        if not self.takes:
+            raise KeyError("at")
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_object_that_takes_no_state_leaves_one_that_is_told_to_be_changed(tmp_path: Path, ranks: int) -> None:
+    """Only the object knows, when all tensors are there: what was restored in part looks as if it could be trained on."""
+
+    def work(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.save_now(1, {"w": torch.ones(3), "loader": Fussy(7), "n": 1})
+        found = {"w": torch.zeros(3), "loader": Fussy(0, takes=rank < ranks - 1), "n": 0}
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            fact = r"state\['loader'\]: it does not take the state that was saved"
+            with pytest.raises(forebay.CheckpointMismatch, match=fact) as told:
+                checkpointer.restore(found)
+        assert found["w"].all(), "as the error says"
+        return str(told.value).partition("'at'; ")[2]
+
+    text = "the state was changed in part: restore all of it, or begin anew, before it is trained or saved"
+    assert run_ranks(ranks, work, with_gloo=False) == [text] * ranks
+
+
+def test_a_dict_that_takes_no_values_is_told_alike(tmp_path: Path) -> None:
+    class Closed(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            raise TypeError("it is closed")
+
+    forebay.save({"w": torch.ones(3), "n": 1}, tmp_path)
+    found = Closed(w=torch.zeros(3), n=0)
+    with pytest.raises(forebay.CheckpointMismatch, match="state: .*it is closed; the state was changed in part"):
+        forebay.load(tmp_path, found)
+
+
+def test_a_store_that_fails_while_it_is_read_leaves_a_state_that_is_told_to_be_changed(tmp_path: Path) -> None:
+    """What is refused before that, and what nothing is read into, has nothing of the kind."""
+    forebay.save({"w": torch.ones(3)}, tmp_path)
+    (shard,) = tmp_path.rglob("*.safetensors")
+    shard.unlink()
+    shard.symlink_to(shard.name)
+    for into, is_told in (({"w": torch.zeros(3)}, True), (None, False)):
+        with pytest.raises(forebay.CheckpointError) as told:
+            forebay.load(tmp_path, into)
+        assert ("the state was changed in part" in str(told.value)) == is_told, type(told.value)
 
 
 def two(is_tied: bool, *values: float) -> Any:

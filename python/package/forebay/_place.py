@@ -33,7 +33,7 @@ from ._objects import Pairs, give_state, is_stateful, state_of
 from ._optimizers import tells_copies
 from ._place_optimizer import OptimizerPlacer, taken
 from ._place_own import OwnPlacer
-from ._tensors import Node
+from ._tensors import IN_PART, Node
 from ._unflatten import Builder
 from ._wrappers import fitted
 
@@ -145,16 +145,21 @@ class Placer:
         return any(self._wants_any(value, below) for below, value in named_parts(node, name))
 
     def apply(self) -> None:
-        """Puts everything into place that was not read there; objects after what lies outside of them."""
+        """Puts everything into place that was not read there; objects after what lies outside of them.
+
+        Raises `CheckpointMismatch` where something of the state does not take what it is given, which says that the rest has
+        it already.
+        """
         states = [(path, value, kind, self._builder.build(node)) for path, value, kind, node in self._objects]
         states.sort(key=lambda entry: not entry[2].startswith("optimizer"))
-        for copy in self._copies:
-            copy()
-        for path, value, kind, state in states:
-            try:
+        path = "state"
+        try:
+            for copy in self._copies:
+                copy()
+            for path, value, kind, state in states:
                 give_state(value, kind, state, self._pairs)
-            except Exception as error:
-                raise CheckpointMismatch(f"{path}: it does not take the state that was saved: {error}") from error
+        except Exception as error:
+            raise CheckpointMismatch(f"{path}: it does not take the state that was saved: {error}; {IN_PART}") from error
 
     def _place(self, node: Node, live: Any, path: str, name: str) -> Optional[Callable[[], Any]]:
         """None where the live value is changed in place; else what gives the value to put in its stead."""

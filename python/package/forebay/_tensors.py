@@ -9,7 +9,7 @@ import ctypes
 from typing import Any, Callable, Optional
 
 from . import _native
-from ._errors import CheckpointCorrupt
+from ._errors import CheckpointCorrupt, CheckpointError
 from ._leaf import (
     SIZES,
     array_dtype,
@@ -31,6 +31,9 @@ Node = Any
 Part = Optional[tuple[list[int], list[int]]]
 """Offsets and lengths of a box of a tensor; none for all of it."""
 
+
+IN_PART = "the state was changed in part: restore all of it, or begin anew, before it is trained or saved"
+"""What a restore leaves that fails once it has begun to change things."""
 
 NOBODY = -1
 """No rank."""
@@ -204,7 +207,8 @@ class Tensors:
     def read(
         self, read: Optional[Callable[[list[_native.Wanted], Pieces, int], None]] = None
     ) -> None:
-        """Reads what was noted, by `read` or alone. Raises `CheckpointCorrupt` when any of it is not what was saved."""
+        """Reads what was noted, by `read` or alone. Raises `CheckpointCorrupt` when any of it is not what was saved: there may be
+        a copy elsewhere. What else goes wrong says that live tensors were read into."""
         torch = torch_module()
         pieces = Pieces(self._asides)
         try:
@@ -216,6 +220,13 @@ class Tensors:
             for place, source in self._repeats:
                 with torch.no_grad():
                     copy_elements(place.detach(), source.detach())
+        except CheckpointCorrupt:
+            raise
+        except CheckpointError as error:
+            if not self._bound or self._step.tier == "local":
+                # The next tier is tried after the local disk.
+                raise
+            raise type(error)(f"{error}; {IN_PART}") from error
         finally:
             for value in self._bound:
                 if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():
