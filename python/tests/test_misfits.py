@@ -1,8 +1,9 @@
-"""States that are like what was saved in shape, and yet not it: optimizers of other parameters or another class, weights that
-are one now, objects that take none."""
+"""States that are like what was saved in shape, and yet not it: optimizers of other parameters or another class, ranks that had
+each their own, weights that are one now, objects that take none."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, Callable
 
@@ -302,3 +303,99 @@ def test_weights_that_are_alike_and_were_cut_in_other_ways_are_one(tmp_path: Pat
     assert not live.any()
     forebay.load(tmp_path / "alike", state)
     assert torch.equal(live, rows)
+
+
+def saves(place: Path, state: State) -> None:
+    with forebay.Checkpointer(place, rng=False) as checkpointer:
+        checkpointer.save_now(1, state)
+
+
+def own(rank: int) -> State:
+    """What each rank has for itself, and what all have alike."""
+    loader = {"at": 10 + rank, "seen": torch.full((3,), rank), "of": "all"}
+    return {"loader": loader, "rows": list(range(rank)), "same": torch.arange(4.0), "n": 5, "fussy": Fussy(rank)}
+
+
+@pytest.mark.parametrize("saved, now", [(4, 2), (2, 4), (4, 1), (2, 2)])
+def test_what_ranks_had_each_for_themselves_is_told_where_others_take_it(tmp_path: Path, saved: int, now: int) -> None:
+    """A loader's place is that of a share of the data that nobody has now: each rank takes that of its number modulo how many
+    saved, and what others had is nobody's."""
+
+    def save(rank: int) -> None:
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.save_now(3, own(rank))
+
+    def restore(rank: int) -> Any:
+        found, part = own(90), own(90)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with forebay.Checkpointer(tmp_path) as checkpointer:
+                assert checkpointer.restore(found) == 3
+                first = [str(one.message) for one in told]
+                checkpointer.restore(part, only=["same", "n"])
+                checkpointer.restore(part, only=["loader.of"])
+        assert [str(one.message) for one in told] == first, "what is not asked for is not told"
+        taken = rank % saved
+        assert [found["loader"]["at"], found["loader"]["seen"].tolist(), found["fussy"].at] == [10 + taken, [taken] * 3, taken]
+        assert part["loader"]["at"] == 100 and part["n"] == 5
+        return first
+
+    run_ranks(saved, save, with_gloo=False)
+    first, *others = run_ranks(now, restore, with_gloo=False)
+    assert others == [[]] * (now - 1), "once for the job"
+    if saved == now:
+        assert first == []
+        return
+    (text,) = first
+    names = "state['loader']['at'], state['loader']['seen'], state['rows'], state['fussy']"
+    took = "each takes what the rank of its number had" + ("" if now < saved else " modulo 2")
+    assert text.startswith(f"step 3: the {saved} ranks that saved differ in {names}; {now} restore, and {took} (hint:")
+
+
+def test_all_ranks_hear_where_that_warning_is_an_error(tmp_path: Path) -> None:
+    """And nothing is changed."""
+    run_ranks(2, lambda rank: saves(tmp_path, own(rank)), with_gloo=False)
+
+    def restore(rank: int) -> Any:
+        found = own(90)
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            # conftest makes it one.
+            with pytest.raises((forebay.CheckpointError, forebay.CheckpointWarning), match="differ in state"):
+                checkpointer.restore(found)
+        return [found["loader"]["at"], found["same"].tolist()]
+
+    assert run_ranks(3, restore, with_gloo=False) == [[100, [0.0, 1.0, 2.0, 3.0]]] * 3
+
+
+def test_weights_that_ranks_had_otherwise_are_told_where_one_takes_them(tmp_path: Path) -> None:
+    """Of a model alone, by its own names; what ranks have alike is nothing to tell."""
+    run_ranks(2, lambda rank: saves(tmp_path, {"models": {"a": two(False, 1, 2 + rank)}, **own(rank)}), with_gloo=False)
+    model = two(False, 0, 0)
+    with pytest.warns(forebay.CheckpointWarning, match=r"differ in state\['models'\]\['a'\]\['b.weight'\]; 1 restore"):
+        forebay.load_model(tmp_path, model)
+    assert (model["b"].weight == 2).all()
+    forebay.load_model(tmp_path, model, only=["a.*"])
+
+
+def test_generators_are_nobody_elses(tmp_path: Path) -> None:
+    """At another number of ranks they stay as the program has them: no rank goes on by the numbers of a peer."""
+
+    def save(rank: int) -> Any:
+        torch.manual_seed(100 + rank)
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save_now(1, {"n": 1})
+        return torch.rand(3).tolist()
+
+    def restore(rank: int) -> Any:
+        torch.manual_seed(200 + rank)
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.restore({"n": 0})
+        return torch.rand(3).tolist()
+
+    def fresh(rank: int) -> Any:
+        return torch.rand(3, generator=torch.Generator().manual_seed(200 + rank)).tolist()
+
+    saved = run_ranks(2, save, with_gloo=False)
+    assert run_ranks(2, restore, with_gloo=False) == saved
+    for now in (1, 3):
+        assert run_ranks(now, restore, with_gloo=False) == [fresh(rank) for rank in range(now)]
