@@ -183,10 +183,11 @@ class Checkpointer(Saver):
         optimizers beside them, keep the element types that they have; any other tensor is of the one that was saved. Where the
         state has nothing yet (None, an empty dict or list), it gets what was saved there by this rank, if as many ranks saved:
         plain values, and tensors in the processor's memory, but no objects and no parts of what ranks hold together. An object
-        gets the parts of such tensors where its own `state_dict` has them, which is asked for that. Nothing is changed
-        unless the state is shaped like the one that was saved; what DDP (`module.`) and `torch.compile` (`_orig_mod.`) put
-        before names in dicts does not matter. When a newer step is damaged, that is a warning; when all are, tensors may hold
-        anything, and all else is as it was.
+        gets the parts of such tensors where its own `state_dict` has them, which is asked for that. Nothing is changed unless
+        the state is shaped like the one that was saved; what DDP (`module.`) and `torch.compile` (`_orig_mod.`) put before
+        names in dicts does not matter. Optimizers must have all parameters whose state was saved, and the class as far as that
+        tells; weights that are tied now must have been alike. A newer step that is damaged is a warning; when all are, tensors
+        may hold anything, and all else is as it was. Other errors say where the state was changed in part.
 
         What all ranks have in memory comes first: the newest steps that this job itself sealed, mostly two, or what
         the agents of its killed processes still hold. It is copied out of that memory, every byte checked, whether it is in
@@ -195,13 +196,13 @@ class Checkpointer(Saver):
         step. Where neither has what is on its way to the store, it is waited for on all ranks, as `wait` does: one that fails
         is passed over, and told by the next call. `restored` tells where the step came from.
 
-        Ranks may hold other parts of the state than those that saved: stages of another pipeline, or all of it in one
-        process. Where what the rank of the same number saved (modulo how many did) does not fit on every rank, each looks up
-        what it has, by its names, in what all saved: keys of dicts, modules' tensors, and the state of optimizers that lie
-        in the state beside their modules. What only one rank saved, or several alike, is taken. `CheckpointMismatch` names
-        what several saved and not alike (a loader's place), what goes by number (an optimizer's own `state_dict`), what
-        none saved, and what no rank asks for. Numbers of parameters that not all who saved mean alike are refused by other
-        numbers of ranks even where they fit.
+        Ranks may hold other parts of the state than those that saved: stages of another pipeline, or all of it in one process.
+        Where what the rank of the same number saved (modulo how many did) does not fit on every rank, each looks up what it
+        has, by its names, in what all saved: keys of dicts, modules' tensors, and the state of optimizers that lie in the state
+        beside their modules. What only one rank saved, or several alike, is taken. `CheckpointMismatch` names what several
+        saved and not alike (a loader's place), what goes by number (an optimizer's own `state_dict`), what none saved, and what
+        no rank asks for. Where it fits and the number of ranks is another, a warning names what is not alike and taken by
+        number; random number generators stay as they are; numbers of parameters that not all who saved mean alike are refused.
 
         With `only`, patterns (as of `fnmatch`) of names such as `model.encoder.*`, nothing else is read or changed, and may be
         missing on either side. Tensors go by their own names, values by theirs, objects other than modules (`optim.*`) whole or
@@ -239,9 +240,7 @@ class Checkpointer(Saver):
         `name` says which module (or dict of tensors) of the saved state is meant where it holds several, such as
         `model` or `models.ema`; `only` takes patterns of names inside of it, as in `restore`.
 
-        What is in memory or under way comes first, as with `restore`.
-
-        Raises `CheckpointNotFound`, `CheckpointCorrupt` or `CheckpointMismatch`, as `restore` does.
+        What is in memory or under way comes first, as with `restore`, which tells what it raises.
         """
         only = None if only is None else options.patterns("only", only)
         with self._lock:

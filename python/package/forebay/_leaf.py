@@ -174,6 +174,21 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(is_like and one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg())
 
 
+def elements_at(tensor: Any) -> Any:
+    """Which elements of this rank's memory a tensor is made of, to be compared; None where it has none here, or its class
+    answers for them by itself."""
+    torch, parts = torch_module(), local_parts(tensor)
+    boxes = [(tensor, [], [])] if parts is None else parts
+    if any(type(local) not in plain_kinds() or local.layout is not torch.strided for local, _, _ in boxes):
+        return None
+    found = []
+    for local, offsets, lengths in boxes:
+        if local.numel() > 0 and local.data_ptr() != 0:
+            memory = local.device, local.dtype, local.data_ptr(), local.shape, local.stride()
+            found.append((memory, local.is_conj(), local.is_neg(), str((offsets, lengths))))
+    return tuple(found) or None
+
+
 def is_on_device(tensor: Any) -> bool:
     """Whether a tensor's bytes are in a CUDA device's memory."""
     return bool(tensor.is_cuda)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import json
 import os
 import warnings
@@ -19,10 +20,11 @@ from ._errors import (
     CheckpointMismatch,
     CheckpointNotFound,
     CheckpointWarning,
+    warn,
 )
 from ._grammar import check_tree
 from ._keyed import KEYED
-from ._merge import Path, left_by_all, merged, rename, tensor_names
+from ._merge import MARK, Path, left_by_all, merged, rename, tag_of, tensor_names
 from ._ranks import Ranks
 from ._pieces import Pieces
 from ._place import Placer, named_parts
@@ -233,6 +235,7 @@ def load_step(
 
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     source = rank % step.world_size
+    tried: list[Placer] = []
 
     def plan(tree: _Tree) -> _Plan:
         # A generator's state is one rank's; a job of another size has other ranks.
@@ -245,6 +248,7 @@ def load_step(
         fills = tree.left is None and step.world_size == world_size
         placer = None if into is None else Placer(builder, into, only, fills)
         if placer is not None:
+            tried.append(placer)
             placer.plan(tree.node, tree.left)
         wanted = tree.node if placer is None else placer.needed
         builder.refuse_pickles(wanted)
@@ -255,9 +259,14 @@ def load_step(
     def fit() -> _Plan:
         if into is None:
             return plan(_Tree(*whole_tree(step, source)))
-        return _fitting(step, ranks, source, plan, only is not None)
+        return _fitting(step, ranks, source, plan, only)
 
-    found = read_planned(step, ranks, fit)
+    try:
+        found = read_planned(step, ranks, fit)
+    except BaseException:
+        for placer in tried:
+            placer.drop()
+        raise
     if found.placer is not None:
         found.placer.apply()
     state = found.builder.build(found.tree) if found.placer is None else into
@@ -292,8 +301,11 @@ def load_weights(
         tensors.want(placer.needed)
         return _Plan(tensors, builder, placer, tree.node)
 
+    def called(tree: Node) -> str:
+        return next((found for found, _ in _modules(tree, "")), "") if name is None else name
+
     source = 0 if ranks is None else ranks.rank % step.world_size
-    placer = read_planned(step, ranks, lambda: _fitting(step, ranks, source, plan, only is not None)).placer
+    placer = read_planned(step, ranks, lambda: _fitting(step, ranks, source, plan, only, called)).placer
     if placer is not None:
         placer.apply()
 
@@ -333,11 +345,18 @@ def _find(node: Node, name: str) -> Optional[Node]:
 
 
 def _fitting(
-    step: _native.Step, ranks: Optional[Ranks], source: int, plan: Callable[[_Tree], _Plan], is_part: bool
+    step: _native.Step,
+    ranks: Optional[Ranks],
+    source: int,
+    plan: Callable[[_Tree], _Plan],
+    only: Optional[Sequence[str]],
+    within: Callable[[Node], str] = lambda tree: "",
 ) -> _Plan:
-    """A plan by what the rank `source` saved; where that does not fit on every rank, by names from what all saved.
+    """A plan by what the rank `source` saved, with a warning of what ranks had not alike where others are there now; where that
+    does not fit on every rank, by names from what all saved.
 
-    By names each rank takes what it asks for, and all together everything, unless a part alone is wanted.
+    By names each rank takes what it asks for, and all together everything, unless a part alone is wanted: patterns of names,
+    which are those within the part of the tree that `within` names.
     """
     made: list[_Plan] = []
     failure: Optional[CheckpointMismatch] = None
@@ -358,6 +377,8 @@ def _fitting(
     world_size = 1 if ranks is None else ranks.world_size
     words = [try_own()] if ranks is None else ranks.gather("compare the state", try_own)
     if all(word["fits"] for word in words):
+        if ranks is None or ranks.rank == 0:
+            _tell_taken(step, world_size, within, only)
         return made.pop()
     if failure is not None and is_alone and step.world_size == 1:
         raise failure
@@ -370,9 +391,52 @@ def _fitting(
 
     words = [try_names()] if ranks is None else ranks.gather("look for names", try_names)
     nobodys = left_by_all([[tuple(path) for path in word["left"]] for word in words])
-    if nobodys and not is_part:
+    if nobodys and only is None:
         raise CheckpointMismatch(f"the state lacks what was saved, on every rank: {', '.join(nobodys[:5])}")
     return made.pop()
+
+
+def _tell_taken(
+    step: _native.Step, world_size: int, within: Callable[[Node], str], only: Optional[Sequence[str]]
+) -> None:
+    """Warns of what each rank that saved had as its own and not as others, where other ranks take it by their numbers."""
+    saved = step.world_size
+    is_alike = all(_extra(step, "state", rank) is None for rank in range(1, saved))
+    if saved == world_size or (is_alike and all("@" not in name for name, _, _, _ in step.tensors())):
+        return
+    tree = _merged(step, range(saved))[0]
+    root = within(tree)
+    marks = [(name.removeprefix(root).removeprefix("."), path) for name, path in _marks(tree, "") if _lies_in(name, root)]
+    places = [path for name, path in marks if only is None or _is_meant(name, only)]
+    if places:
+        named = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
+        took = "each takes what the rank of its number had"
+        took += "" if world_size < saved else f" modulo {saved}"
+        text = f"step {step.step}: the {saved} ranks that saved differ in {named}; {world_size} restore, and {took}"
+        warn(f"{text} (hint: leave it out with only=, and set it for as many ranks as there are now)")
+
+
+def _marks(node: Node, name: str) -> Iterator[tuple[str, str]]:
+    """The names of what ranks have not alike, in a tree of all, and its places."""
+    tag = tag_of(node)
+    if tag == MARK:
+        yield name, node["path"]
+    elif tag == "object":
+        yield from _marks(node["v"], name)
+    else:
+        for below, part in named_parts(node, name):
+            yield from _marks(part, below)
+
+
+def _lies_in(name: str, root: str) -> bool:
+    return not root or f"{name}.".startswith(f"{root}.")
+
+
+def _is_meant(name: str, only: Sequence[str]) -> bool:
+    """Whether patterns mean what has that name, or something that it lies in."""
+    parts = name.split(".")
+    around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return any(fnmatch.fnmatchcase(one, pattern) for one in around for pattern in only)
 
 
 MEANT_OTHERWISE = "goes by numbers, of which ranks mean other parameters by each: that they fit is chance"

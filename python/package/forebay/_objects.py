@@ -48,6 +48,7 @@ class Pairs:
         self._parameters = [frozenset(map(id, module.parameters())) for module in self._modules]
         optimizers = [value for value in found if isinstance(value, torch.optim.Optimizer)]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._made: list[Any] = []
         self._optimized = frozenset(id(parameter) for group in groups for parameter in group["params"])
 
     def module_of(self, optimizer: Any) -> Optional[Any]:
@@ -57,6 +58,18 @@ class Pairs:
             if wanted <= parameters:
                 return module
         return None
+
+    def fill(self, module: Any, optimizer: Any) -> dict[str, Any]:
+        """An optimizer's state by the names of its module, made where there is none yet."""
+        if not optimizer.state:
+            self._made.append(optimizer)
+        return state_by_names(module, optimizer)
+
+    def unmake(self) -> None:
+        """Takes state away that was made to be filled, and is not."""
+        for optimizer in self._made:
+            optimizer.state.clear()
+        self._made.clear()
 
     def is_replicated(self, value: Any) -> bool:
         """Whether other ranks have the same state: DDP's modules, and the optimizers of their parameters."""
@@ -129,7 +142,7 @@ def state_to_fill(value: Any, pairs: Pairs) -> tuple[str, Any]:
     made where that can be."""
     torch = torch_module()
     module = pairs.module_of(value) if torch is not None and isinstance(value, torch.optim.Optimizer) else None
-    return state_of(value, pairs) if module is None else ("optimizer", state_by_names(module, value))
+    return state_of(value, pairs) if module is None else ("optimizer", pairs.fill(module, value))
 
 
 def give_state(value: Any, kind: str, state: Any, pairs: Pairs) -> None:

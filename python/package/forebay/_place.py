@@ -19,6 +19,7 @@ from ._leaf import (
     array_dtype,
     copy_elements,
     dtensor_class,
+    elements_at,
     local_parts,
     numpy_module,
     refuse_meta,
@@ -32,7 +33,7 @@ from ._objects import Pairs, give_state, is_stateful, state_of
 from ._optimizers import tells_copies
 from ._place_optimizer import OptimizerPlacer, taken
 from ._place_own import OwnPlacer
-from ._tensors import Node
+from ._tensors import IN_PART, Node
 from ._unflatten import Builder
 from ._wrappers import fitted
 
@@ -63,6 +64,8 @@ class Placer:
         self._pairs = Pairs(state)
         self._optimizers = OptimizerPlacer(builder, self._pairs)
         self._own = OwnPlacer(builder, self._pairs)
+        self._places: dict[Any, tuple[Node, str]] = {}
+        """What was planned to be put into memory, and where."""
         self._objects: list[tuple[str, Any, str, Node]] = []
         self._copies: list[Callable[[], Any]] = []
         self._in_place: dict[str, Callable[[Node, Any, str, str], None]] = {
@@ -93,6 +96,10 @@ class Placer:
             self._objects.append(("model", self._state, "module", tree))
             self.needed.append(tree)
         self._check_matched()
+
+    def drop(self) -> None:
+        """For a plan that comes to nothing: takes back what was made for it."""
+        self._pairs.unmake()
 
     def _names_of(self, module: Any) -> Any:
         return state_of(module, self._pairs)[1].keys()
@@ -138,16 +145,21 @@ class Placer:
         return any(self._wants_any(value, below) for below, value in named_parts(node, name))
 
     def apply(self) -> None:
-        """Puts everything into place that was not read there; objects after what lies outside of them."""
+        """Puts everything into place that was not read there; objects after what lies outside of them.
+
+        Raises `CheckpointMismatch` where something of the state does not take what it is given, which says that the rest has
+        it already.
+        """
         states = [(path, value, kind, self._builder.build(node)) for path, value, kind, node in self._objects]
         states.sort(key=lambda entry: not entry[2].startswith("optimizer"))
-        for copy in self._copies:
-            copy()
-        for path, value, kind, state in states:
-            try:
+        path = "state"
+        try:
+            for copy in self._copies:
+                copy()
+            for path, value, kind, state in states:
                 give_state(value, kind, state, self._pairs)
-            except Exception as error:
-                raise CheckpointMismatch(f"{path}: it does not take the state that was saved: {error}") from error
+        except Exception as error:
+            raise CheckpointMismatch(f"{path}: it does not take the state that was saved: {error}; {IN_PART}") from error
 
     def _place(self, node: Node, live: Any, path: str, name: str) -> Optional[Callable[[], Any]]:
         """None where the live value is changed in place; else what gives the value to put in its stead."""
@@ -286,6 +298,9 @@ class Placer:
                 if module.keeps_shape(key, told):
                     self._check_shape(value, told, place)
                 refuse_meta(told, place)
+                if module.is_own(key, told):
+                    # Copies are of another memory each time that they are told.
+                    self._check_tied(value, told, place)
             if is_part and not module.is_own(key, told):
                 refuse_mark(value)
                 raise CheckpointMismatch(f"{place}: {WHOLE_ONLY}")
@@ -302,6 +317,14 @@ class Placer:
         shape, live_shape = self._tensors.shape(node), shape_of(live)
         if shape != live_shape:
             raise CheckpointMismatch(f"{path}: {shape} was saved, the state has {live_shape}")
+
+    def _check_tied(self, node: Node, live: Any, path: str) -> None:
+        """Whether what is one tensor in the state was one, or several alike: of others the last one read would stay."""
+        known = elements_at(live)
+        former, place = self._places.setdefault(known, (node, path)) if known else (node, path)
+        if former is not node and not self._tensors.hold_same(former, node):
+            text = f"one tensor in the state, and was saved as another one than {place} that differs from it"
+            raise CheckpointMismatch(f"{path}: {text} (hint: untie them, or take one of them with only=)")
 
     def _bind(self, node: Node, live: Any) -> bool:
         """Has a tensor read into a live one, converted where that is of another type."""
@@ -413,6 +436,7 @@ class Placer:
         is_plain = local_parts(live) is None and live.layout is torch.strided
         if is_plain and any(stride == 0 and size > 1 for size, stride in zip(live.shape, live.stride())):
             raise CheckpointMismatch(f"{path}: elements of the tensor share memory (an expanded one): clone() it")
+        self._check_tied(node, live, path)
         if self._tensors.bind(node, live):
             return
         _refuse_whole(live, path)

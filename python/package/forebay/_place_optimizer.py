@@ -20,6 +20,13 @@ from ._tensors import Node
 from ._unflatten import Builder
 
 
+BY_OPTION = frozenset(("max_exp_avg_sq", "momentum_buffer", "grad_avg"))
+"""What torch's optimizers have of a parameter where an option says so, which the groups that were saved bring along."""
+
+WITHOUT = "hint: Checkpointer.restore(only=) brings back the rest, and an optimizer that is left out begins anew"
+"""What to do about an optimizer that is not the one that was saved."""
+
+
 class OptimizerPlacer:
     """Plans how the states of optimizers go into live ones."""
 
@@ -42,6 +49,7 @@ class OptimizerPlacer:
                 has = taken(live, self._pairs, path, by_names=False)[1]
                 has = has if isinstance(has, dict) else {}
                 self._check_sizes(tree, live, path)
+                self._check_class(tree, live, has, path)
                 self._bind_there(tree, has)
                 self._bind_made(tree, has, parameters, path)
             return
@@ -56,6 +64,8 @@ class OptimizerPlacer:
         groups = groups_of(tree)
         if groups is not None:
             _check_names(groups, has, own, path)
+            self._check_class(tree, live, has, path)
+            self._check_lost(groups, tree, has, own, path)
             _check_order(groups, has, live, path)
             self._check_options(groups, has, path)
         self._bind_there(tree, has)
@@ -94,7 +104,45 @@ class OptimizerPlacer:
         sizes = [len(group["params"]) for group in live.param_groups]
         if saved != sizes:
             text = f"groups of {saved} parameters were saved, the state has {sizes}"
-            raise CheckpointMismatch(f"{path}: {text}")
+            raise CheckpointMismatch(f"{path}: {text} ({WITHOUT})")
+
+    def _check_class(self, tree: Node, live: Any, has: dict[Any, Any], path: str) -> None:
+        """Whether the state can be one of the live one's class, which no step names: whether the groups have the numbers that
+        torch's own classes go by, and parameters what the live ones have, of which an option may be the reason."""
+        inner, entries = underneath(live), self._entries(tree)
+        is_torchs = f"{type(inner).__module__}.".startswith("torch.optim.")
+        groups = entries.get("param_groups")
+        options = [self._entries(group) for group in groups if pairs_of(group)] if isinstance(groups, list) else []
+        lacking = [
+            name
+            for name, value in (inner.defaults.items() if is_torchs else ())
+            if _is_number(value) and any(name not in given for given in options)
+        ]
+        if lacking:
+            raise _other_class(path, "its groups have", lacking, inner)
+        states = self._entries(entries.get("state"))
+        alike = [key for key in states if isinstance(has.get("state", {}).get(key), dict)]
+        saved = {name for key in alike for name in self._entries(states[key])}
+        wanted = {name for key in alike for name in has["state"][key]}
+        lacking = sorted(map(str, wanted - saved - (BY_OPTION if is_torchs else set())))
+        if lacking and saved - wanted and (is_torchs or saved & wanted <= {"step"}):
+            raise _other_class(path, "its parameters have", lacking, inner)
+
+    def _check_lost(self, groups: Groups, tree: Node, has: Any, own: dict[str, Any], path: str) -> None:
+        """Whether all that was saved finds its parameter; of what is frozen nothing may have been saved."""
+        states = self._entries(self._entries(tree).get("state"))
+        wanted = {name for group in has["param_groups"] for name in group["params"]}
+        saved = dict.fromkeys([*(name for called, _ in groups for name in called), *states])
+        lost = [
+            name
+            for name in saved
+            if name not in wanted
+            and (self._entries(states.get(name)) or (name in own and own[name].requires_grad))
+        ]
+        if lost:
+            names = ", ".join(map(repr, lost[:5])) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+            text = f"state of parameters was saved that the optimizer does not have: {names}"
+            raise CheckpointMismatch(f"{path}: {text} ({WITHOUT})")
 
     def _bind_there(self, tree: Node, has: dict[Any, Any]) -> None:
         """Binds the tensors of a state that the live one has in the same places; groups have options of their own."""
@@ -154,6 +202,17 @@ class OptimizerPlacer:
     def _entries(self, node: Node) -> dict[Any, Node]:
         """What a dict of the tree has; nothing where it is something else."""
         return self._builder.items(pairs_of(node) or [])
+
+
+def _is_number(value: Any) -> bool:
+    """Whether an option is a number or numbers, without which no step is taken; flags come and go between versions of torch."""
+    return isinstance(value, (int, float, tuple, list)) and not isinstance(value, bool)
+
+
+def _other_class(path: str, what: str, lacking: list[str], live: Any) -> CheckpointMismatch:
+    names = ", ".join(map(repr, lacking))
+    text = f"an optimizer of another class than {type(live).__qualname__} was saved: {what} no {names}"
+    return CheckpointMismatch(f"{path}: {text} ({WITHOUT})")
 
 
 def _parts_of(node: Node) -> list[Node]:

@@ -9,7 +9,7 @@ import ctypes
 from typing import Any, Callable, Optional
 
 from . import _native
-from ._errors import CheckpointCorrupt
+from ._errors import CheckpointCorrupt, CheckpointError
 from ._leaf import (
     SIZES,
     array_dtype,
@@ -31,6 +31,9 @@ Node = Any
 Part = Optional[tuple[list[int], list[int]]]
 """Offsets and lengths of a box of a tensor; none for all of it."""
 
+
+IN_PART = "the state was changed in part: restore all of it, or begin anew, before it is trained or saved"
+"""What a restore leaves that fails once it has begun to change things."""
 
 NOBODY = -1
 """No rank."""
@@ -80,6 +83,22 @@ class Tensors:
     def are_same(self, one: str, other: str) -> bool:
         """Whether two tensors hold the same, as far as the step tells."""
         return self._step.are_same(self.entry(one)[0], self.entry(other)[0])
+
+    def hold_same(self, one: Node, other: Node) -> bool:
+        """Whether what two places of a tree name is the same, bit by bit: as the step tells, or by reading both where it may be
+        cut in different ways."""
+        if one.get("view") != other.get("view"):
+            return False
+        if one["n"] == other["n"] or self.are_same(one["n"], other["n"]):
+            return True
+        if self.entry(one["n"])[1:] != self.entry(other["n"])[1:]:
+            return False
+        torch = torch_module()
+        apart = Tensors(self._step, self._threads, self._rank)
+        apart.want([{"t": "tensor", "n": node["n"]} for node in (one, other)])
+        apart.read()
+        bits = [apart.get("tensor", node["n"]).reshape(-1).view(torch.uint8) for node in (one, other)]
+        return bool(torch.equal(*bits))
 
     def bind(self, node: Node, live: Any) -> bool:
         """Has the tensor that a tree names read into a live one; of one that several ranks hold, what is here.
@@ -188,7 +207,8 @@ class Tensors:
     def read(
         self, read: Optional[Callable[[list[_native.Wanted], Pieces, int], None]] = None
     ) -> None:
-        """Reads what was noted, by `read` or alone. Raises `CheckpointCorrupt` when any of it is not what was saved."""
+        """Reads what was noted, by `read` or alone. Raises `CheckpointCorrupt` when any of it is not what was saved: there may be
+        a copy elsewhere. What else goes wrong says that live tensors were read into."""
         torch = torch_module()
         pieces = Pieces(self._asides)
         try:
@@ -200,6 +220,13 @@ class Tensors:
             for place, source in self._repeats:
                 with torch.no_grad():
                     copy_elements(place.detach(), source.detach())
+        except CheckpointCorrupt:
+            raise
+        except CheckpointError as error:
+            if not self._bound or self._step.tier == "local":
+                # The next tier is tried after the local disk.
+                raise
+            raise type(error)(f"{error}; {IN_PART}") from error
         finally:
             for value in self._bound:
                 if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():
