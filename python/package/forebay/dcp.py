@@ -98,6 +98,12 @@ class _Held:
     snapshot: _native.Snapshot
 
 
+class _Own(Checkpointer):
+    """A Writer's, of which several may save to one place at once, each through a start of its own."""
+
+    _is_only = False
+
+
 class Writer(StorageWriter):  # type: ignore[misc]
     """Writes steps for `dcp.save` and `dcp.async_save`; they return, or complete, once the step is durable.
 
@@ -324,7 +330,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def _new_checkpointer(self, ranks: tuple[int, int]) -> Checkpointer:
         # Memory that lingers and copies on a local disk are for a Checkpointer: the Reader reads from the store.
-        checkpointer = Checkpointer(self._url, rng=False, ranks=ranks, linger=0, **self._options)
+        checkpointer = _Own(self._url, rng=False, ranks=ranks, linger=0, **self._options)
         if self._url in _LOADED:
             checkpointer._session.go_on_from(*_LOADED[self._url])
         return checkpointer
