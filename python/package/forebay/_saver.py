@@ -291,6 +291,7 @@ class Saver:
 
     def _ensure_agent(self) -> None:
         """Starts an agent if none is connected; it takes over what an earlier one left."""
+        self._ranks.refuse_others()
         self._session.take_replies(0.0)
         if self._session.is_connected:
             return
