@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -284,3 +286,32 @@ def test_signals_go_to_the_new_one(tmp_path: Path) -> None:
         assert second.steps() == [1, 2]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+LEAVING = """
+import gc, sys, torch, forebay
+def leave(how, place):
+    job = forebay.Checkpointer(place, every=1, linger=0)
+    job.step(1, {"t": torch.zeros(9)})
+    if how == "close":
+        job.close()
+    elif how == "with":
+        try:
+            with job:
+                raise RuntimeError
+        except RuntimeError:
+            pass
+    elif how == "kept":
+        globals()["kept"] = job
+leave(*sys.argv[1:])
+gc.collect()
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "with", "collected", "kept"])
+def test_no_way_to_leave_one_is_warned_of(tmp_path: Path, how: str) -> None:
+    """Its agent outlives it, which is what it is for: Python warned of a process that was still running."""
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", LEAVING, how, str(tmp_path)]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=True)
+    assert [line for line in ended.stderr.splitlines() if "saves take" not in line] == []
