@@ -29,7 +29,7 @@ from ._shares import Planner, share_size
 from ._signals import Names, Notice, numbers_of
 from ._sizes import SNAPSHOTS, Sizer, tell_memory
 from ._timeline import Timeline
-from ._url import bucket_url, exists
+from ._url import bucket_url, exists, source_url
 
 LINGER_S = 600.0
 """How long an agent holds the newest steps for the successor of a killed trainer, in seconds: a restart on the same host
@@ -253,7 +253,7 @@ class Checkpointer(Saver):
 
             loaded = self._bring(step, use)
             if loaded is None:
-                raise CheckpointNotFound(f"{self._url} holds no step")
+                raise CheckpointNotFound(f"{source_url(self._url)} holds no step")
             return loaded
 
     def _bring(

@@ -60,7 +60,7 @@ from ._save import Save
 from ._shares import Share
 from ._stager import Staged, Stager, box_of, is_stored
 from ._turns import Turns
-from ._url import bucket_url, make_directory
+from ._url import bucket_url, make_directory, source_url
 from ._watchdog import watchdog_limit_s
 
 __all__ = ["Reader", "Stager", "Writer"]
@@ -463,7 +463,7 @@ class Reader(StorageReader):  # type: ignore[misc]
         return self._opened
 
     def _open(self, step: Optional[options.StepName]) -> Opened:
-        return with_step(self._url, step, None, lambda found: Opened(found, self._allow_pickle, self._threads))
+        return with_step(source_url(self._url), step, None, lambda found: Opened(found, self._allow_pickle, self._threads))
 
 
 def _step_of(checkpoint_id: Union[int, str, "os.PathLike[str]"]) -> int:
