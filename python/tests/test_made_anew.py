@@ -99,6 +99,21 @@ def test_a_name_that_is_bound_again_time_after_time(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(is_running, agents)))
 
 
+def test_one_that_an_exception_left_is_found_at_once(tmp_path: Path) -> None:
+    """Its agent was still being started."""
+    found = []
+    for step in range(1, 4):
+        with pytest.raises(RuntimeError, match="a loss that is no number"):
+            with forebay.Checkpointer(tmp_path, **settings(flush_rate=None)) as job:
+                found.append(bring_back(job))
+                save(job, step)
+                raise RuntimeError("a loss that is no number")
+    with forebay.Checkpointer(tmp_path, every=1) as job:
+        found.append(bring_back(job))
+        save(job, 4)
+    assert found == [(None, None), (1, "arena"), (2, "arena"), (3, "arena")]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_store_that_is_away_keeps_nobody(
     gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
@@ -289,10 +304,10 @@ def test_signals_go_to_the_new_one(tmp_path: Path) -> None:
 
 
 LEAVING = """
-import gc, sys, torch, forebay
+import gc, sys, forebay
 def leave(how, place):
     job = forebay.Checkpointer(place, every=1, linger=0)
-    job.step(1, {"t": torch.zeros(9)})
+    job.step(1, {"t": 1})
     if how == "close":
         job.close()
     elif how == "with":

@@ -171,7 +171,7 @@ class Checkpointer(Saver):
             self.close()
             return
         # The error under way is the one to be seen; what is sealed gets committed by the agent.
-        self._let_go()
+        self._leave()
         self._notice.pass_on()
 
     def restore(

@@ -105,6 +105,13 @@ class Saver:
             else:
                 self._session.leave()
 
+    def _leave(self) -> None:
+        """As `_let_go`; what is held can be found then by the next one of this process as well."""
+        holds = self._staging is not None or bool(self._session.held())
+        self._let_go()
+        if holds:
+            self._await_door()
+
     def _stop_staging(self) -> None:
         """As `_finish_staging`; what went wrong is a warning."""
         try:
@@ -167,7 +174,7 @@ class Saver:
         """Waits until the agent that was left can be found: it may have been started just now."""
         deadline = time.monotonic() + _FAREWELL_S
         place = self._ladder.arena.place(self._ranks.rank)
-        while self._linger_s > 0 and self._agent.poll() is None and time.monotonic() < deadline:
+        while self._linger_s > 0 and self._agent is not None and self._agent.poll() is None and time.monotonic() < deadline:
             try:
                 found = _native.Predecessor.visit(place)
             except CheckpointError:
