@@ -16,7 +16,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import Proxy, _pump
+from .conftest import Proxy, _pump, put_elsewhere
 
 PATIENCE_S = 60.0
 """How long a start's record is held back for another one's."""
@@ -105,7 +105,10 @@ def test_two_starts_of_one_number_overwrite_nothing_of_each_other(deaf: Deaf, s3
     durable = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", forebay.CheckpointWarning)
-        both = {number: forebay.Checkpointer(place, rng=False, on_error="warn") for number in values}
+        both: dict[int, forebay.Checkpointer] = {}
+        for number in values:
+            both[number] = forebay.Checkpointer(place, rng=False, on_error="warn")
+            put_elsewhere(both[number])
         saves = {
             number: checkpointer.save_now(5, {"t": torch.full((1000,), values[number])})
             for number, checkpointer in both.items()

@@ -16,7 +16,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import SCALE, Child, Gate, rounds, wait_until
+from .conftest import SCALE, Child, Gate, put_elsewhere, rounds, wait_until
 
 
 def parts(seed: int) -> dict[str, Any]:
@@ -171,6 +171,7 @@ def test_without_the_hook_nothing_can_change_under_the_copy(tmp_path: Path) -> N
 
 def test_a_later_start_supersedes_this_one(url: str) -> None:
     old = forebay.Checkpointer(url, every=1)
+    put_elsewhere(old)
     new = forebay.Checkpointer(url, every=1)
     with old, new:
         save = old.step(1, {"n": 1})

@@ -15,7 +15,7 @@ import torch
 
 import forebay
 
-from .conftest import Instead, wait_until
+from .conftest import Instead, put_elsewhere, wait_until
 from .test_ranks import run_ranks
 
 
@@ -161,6 +161,7 @@ def test_waiting_and_closing_tell_of_failures_too(tmp_path: Path) -> None:
 
 def test_what_no_later_save_can_mend_is_raised_at_once(tmp_path: Path) -> None:
     old = forebay.Checkpointer(tmp_path, every=1, on_error="warn", max_failures=100)
+    put_elsewhere(old)
     new = forebay.Checkpointer(tmp_path, every=1)
     with old, new:
         for owner, step in ((old, 1), (new, 2)):

@@ -17,7 +17,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import Gate, arenas_of, wait_until
+from .conftest import Gate, arenas_of, put_elsewhere, wait_until
 from .test_ranks import run_ranks, start_ranks
 from .test_restart import LINGER_S, Report, end, held_until, kill, restored
 
@@ -130,6 +130,7 @@ def test_memory_gives_way_to_a_job_that_went_on_elsewhere(tmp_path: Path) -> Non
     with forebay.Checkpointer(tmp_path, every=1) as job:
         save(job, 0, 1, 2)
         assert job.wait()
+        put_elsewhere(job)
         with forebay.Checkpointer(tmp_path, every=1) as later:
             save(later, 0, 3)
         assert bring_back(job, 0) == (3, "store", ("arena: the job was started elsewhere since",))
@@ -141,6 +142,7 @@ def test_memory_gives_way_to_a_job_that_went_on_elsewhere(tmp_path: Path) -> Non
 def test_memory_gives_way_to_a_job_that_began_before_and_saved_later(tmp_path: Path) -> None:
     """As one that was late: but this one lives, and is told that the other took over."""
     with forebay.Checkpointer(tmp_path, every=1) as early:
+        put_elsewhere(early)
         with pytest.raises(forebay.CheckpointSuperseded), forebay.Checkpointer(tmp_path, every=1) as job:
             save(job, 0, 1, 2)
             assert job.wait()

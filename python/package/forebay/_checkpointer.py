@@ -23,13 +23,13 @@ from ._outcomes import MAX_FAILURES, OnError, Outcomes, Trouble
 from ._ranks import Ranks, new_start
 from ._rng import rng_state, set_rng_state
 from ._save import TICK_S, Save, Staging, now
-from ._saver import Saver, open_session
+from ._saver import Saver, end_former, open_session
 from ._schedule import Schedule
 from ._shares import Planner, share_size
-from ._signals import Names, Notice
+from ._signals import Names, Notice, numbers_of
 from ._sizes import SNAPSHOTS, Sizer, tell_memory
 from ._timeline import Timeline
-from ._url import bucket_url, exists
+from ._url import bucket_url, exists, source_url
 
 LINGER_S = 600.0
 """How long an agent holds the newest steps for the successor of a killed trainer, in seconds: a restart on the same host
@@ -92,6 +92,9 @@ class Checkpointer(Saver):
     stored. Ranks are all on one host. What one rank heard of earlier saves when the next one is due is raised on all
     of them, so that none waits for another in it; failures in a row are counted there, and by `wait` and `close`.
 
+    Where another one of its URL and rank is open in this process (a notebook's cell that runs again), a new one closes that,
+    and restores what it sealed.
+
     Host memory: two copies of what this rank saves, whose size is told before the first save (`prepare`).
     """
 
@@ -135,20 +138,19 @@ class Checkpointer(Saver):
         threads = given["copy_threads"] or default_threads()
         outcomes = Outcomes(on_error, given["max_failures"])
         self._rng, self._allow_pickle, self._replicated = rng, allow_pickle, given["replicated"]
-        place, start = bucket_url(url), new_start()
+        place, start, signals = bucket_url(url), new_start(), numbers_of(on_signal)
         group = Ranks(place, given["ranks"], given["patience"])
         self._open_session = partial(open_session, place, given["keep"], given["keep_every"], given["flush_rate"])
-        self._notice = Notice(on_signal)
-        try:
-            session = self._open_session(start)
-            log = options.log("agent_log", agent_log)
-            disk = given["local"], given["local_keep"], given["local_bytes"]
-            copies = None if local is None else LocalCopies(place, group, *disk)
-        except BaseException:
-            self._notice.release()
-            raise
+        session = self._open_session(start)
+        log = options.log("agent_log", agent_log)
+        disk = given["local"], given["local_keep"], given["local_bytes"]
+        copies = None if local is None else LocalCopies(place, group, *disk)
+        # One that is made to look at steps, or to load a model, is in nobody's way.
+        if is_used := self._is_only and bool(given["every"] or given["every_minutes"] or signals):
+            end_former(place, group)
         linger_s = LINGER_S if given["linger"] is None else given["linger"]
-        super().__init__(place, start, session, group, copies, threads, linger_s, log, outcomes)
+        super().__init__(place, start, session, group, copies, threads, linger_s, log, outcomes, Notice(signals))
+        self._has_place = is_used
         self._schedule = Schedule(given["every"], given["every_minutes"])
         self._on_busy = on_busy
         self._planner = Planner(self._ranks)
@@ -171,7 +173,7 @@ class Checkpointer(Saver):
             self.close()
             return
         # The error under way is the one to be seen; what is sealed gets committed by the agent.
-        self._let_go()
+        self._leave()
         self._notice.pass_on()
 
     def restore(
@@ -218,7 +220,7 @@ class Checkpointer(Saver):
         """
         only = None if only is None else options.patterns("only", only)
         with self._lock:
-            self._check_open()
+            self._begin_use()
             self._finish_staging()
 
             def use(found: _native.Step) -> Optional[dict[str, Any]]:
@@ -252,7 +254,7 @@ class Checkpointer(Saver):
 
             loaded = self._bring(step, use)
             if loaded is None:
-                raise CheckpointNotFound(f"{self._url} holds no step")
+                raise CheckpointNotFound(f"{source_url(self._url)} holds no step")
             return loaded
 
     def _bring(
@@ -303,7 +305,7 @@ class Checkpointer(Saver):
         """As `step`, with a state that is made only where it is looked at."""
         step = options.whole("step", step, least=0, may_lack=False)
         with self._lock:
-            self._check_open()
+            self._begin_use()
             failed = self._finish_staging_first()
             self._ensure_agent()
             # These may be meetings of all ranks, which none may leave out.
@@ -330,7 +332,7 @@ class Checkpointer(Saver):
         """
         step = options.whole("step", step, least=0, may_lack=False)
         with self._lock:
-            self._check_open()
+            self._begin_use()
             self._finish_staging()
             self._ensure_agent()
             self._tell_before(True)
@@ -357,7 +359,7 @@ class Checkpointer(Saver):
         line of rank 0's, and to the logger `forebay` (info) by each rank; once, and again where it has become much more.
         """
         with self._lock:
-            self._check_open()
+            self._begin_use()
             self._finish_staging()
             self._ensure_agent()
             return self._prepare(state)
@@ -441,10 +443,6 @@ class Checkpointer(Saver):
                 # Where the wait was cut off, as by Ctrl-C, what is sealed is kept for the next start.
                 self._let_go(is_done)
                 self._notice.pass_on()
-
-    def _let_go(self, is_done: bool = False) -> None:
-        self._notice.release()
-        super()._let_go(is_done)
 
     def _is_told(self) -> bool:
         """Whether a signal asks this job to end; one that came to any rank is from now on every rank's."""

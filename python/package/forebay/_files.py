@@ -10,7 +10,7 @@ from . import _native
 from . import _options as options
 from ._checkpointer import Checkpointer
 from ._loading import default_threads, load_step, load_weights, with_step
-from ._url import bucket_url
+from ._url import source_url
 
 Place = Union[str, "os.PathLike[str]"]
 
@@ -41,7 +41,7 @@ def load(url: Place, into: Any = None, *, step: Optional[options.StepName] = Non
     Raises `CheckpointNotFound`, `CheckpointCorrupt`, or `CheckpointMismatch` when `into` is shaped otherwise.
     """
     threads = default_threads()
-    return with_step(bucket_url(url), step, None, lambda found: load_step(found, into, allow_pickle, threads)[0])
+    return with_step(source_url(url), step, None, lambda found: load_step(found, into, allow_pickle, threads)[0])
 
 
 def load_model(
@@ -65,4 +65,4 @@ def load_model(
         load_weights(found, model, name, wanted, allow_pickle, default_threads())
         return found.step
 
-    return with_step(bucket_url(url), step, None, use)
+    return with_step(source_url(url), step, None, use)

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Optional
 
+from ._hints import hint_for, hint_for_key
 from ._keyed import TAGS, factory_name
 from ._leaf import (
     Leaf,
@@ -152,7 +153,7 @@ class Flattener:
         here = f"{path}.{key}" if path.endswith(_OBJECT) else f"{path}[{key!r}]"
         here = here.replace(_OBJECT, "")
         if not isinstance(key, _KEYS):
-            raise TypeError(f"{here}: a key of type {_type_name(key)}")
+            raise TypeError(f"{here}: a key of type {_type_name(key)} cannot be saved; {hint_for_key(key)}")
         if type(key) is str and key.isascii():
             return [key, self._node(value, here, _join(name, key))]
         return [self._key(key, here), self._node(value, here, _join(name, str(key)))]
@@ -174,8 +175,8 @@ class Flattener:
             return self._object(value, path, name)
         if self._allow_pickle:
             return self._pickle(value, path, name)
-        hint = "give it state_dict() and load_state_dict(), convert it, or pass allow_pickle=True"
-        raise TypeError(f"{path.replace(_OBJECT, '')}: object of type {_type_name(value)} cannot be saved; {hint}")
+        text = f"object of type {_type_name(value)} cannot be saved; {hint_for(value)}"
+        raise TypeError(f"{path.replace(_OBJECT, '')}: {text}")
 
     def _torch(self, value: Any, path: str, name: str) -> Optional[Node]:
         torch = torch_module()
@@ -283,8 +284,8 @@ class Flattener:
         if dtype is None or not (is_scalar or type(value) in (numpy.ndarray, numpy.memmap)):
             if self._allow_pickle:
                 return None
-            what = f"{_type_name(value)} of {value.dtype}"
-            raise TypeError(f"{path.replace(_OBJECT, '')}: object of type {what} cannot be saved")
+            text = f"object of type {_type_name(value)} of {value.dtype} cannot be saved; {hint_for(value)}"
+            raise TypeError(f"{path.replace(_OBJECT, '')}: {text}")
         if is_scalar:
             return {"t": "scalar", "d": dtype, "v": value.tobytes().hex()}
         identity = (value.ctypes.data, "array", dtype, value.shape, value.strides)

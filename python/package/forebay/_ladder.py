@@ -13,6 +13,7 @@ from ._held import Memory
 from ._loading import NoStep, with_step
 from ._local import LocalCopies
 from ._ranks import Ranks
+from ._url import source_url
 
 T = TypeVar("T")
 
@@ -99,7 +100,10 @@ class Ladder:
                 text = f"{self._url} holds no step, and nearer copies of one are damaged: the state may hold anything"
                 raise CheckpointCorrupt(text) from None
             # A bucket that is not there holds no first start, and steps that were deleted while they were read were there.
-            if step is not None or not isinstance(error, NoStep):
+            if step is not None:
+                source_url(self._url)
+                raise
+            if not isinstance(error, NoStep):
                 raise
             if self.passed_over and self._ranks.rank == 0:
                 # There is no `Restored` to tell it.

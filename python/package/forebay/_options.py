@@ -101,12 +101,12 @@ def size(name: str, value: Any) -> Optional[str]:
 
 
 def path(name: str, value: Any) -> Optional[str]:
-    """A path as text."""
+    """A path as text, with the home directory for `~`."""
     if value is None:
         return None
     found = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(found, str) and found.strip() and "\0" not in found:
-        return found
+        return os.path.expanduser(found)
     raise refused(name, value, "a path, or None")
 
 

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import IO, Optional, Union
+from typing import IO, Any, Optional, Union
 
 _HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that go to every process of a job, by which an agent does not end before what is sealed is in the store."""
@@ -13,7 +13,18 @@ _HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 _AGENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_agent.py")
 
 
-def start_agent(log: Optional[str]) -> tuple[int, "subprocess.Popen[bytes]"]:
+class Agent(subprocess.Popen):  # type: ignore[type-arg]
+    """The process. It outlives this one, and whoever started it, where that is not closed: nothing to be warned of."""
+
+    def __del__(self) -> None:
+        super().__del__(_warn=_no_warning)  # type: ignore[call-arg]
+
+
+def _no_warning(*_: Any, **__: Any) -> None:
+    pass
+
+
+def start_agent(log: Optional[str]) -> tuple[int, Agent]:
     """Starts an agent; gives this end of its socket and the process.
 
     The agent neither shares this process's group (a signal to the group spares it) nor its standard streams (who
@@ -31,7 +42,7 @@ def start_agent(log: Optional[str]) -> tuple[int, "subprocess.Popen[bytes]"]:
             # another one held.
             signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
             # Isolated and without site-packages: it starts in tens of milliseconds and imports nothing of the user's.
-            process = subprocess.Popen(
+            process = Agent(
                 [sys.executable, "-I", "-S", _AGENT, str(far.fileno())],
                 pass_fds=[far.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -18,6 +18,7 @@ from typing import Any, Callable, Optional, TypeVar
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointError, CheckpointInvalid, CopiesHang
 from ._leaf import torch_module
+from ._presence import Presence
 
 T = TypeVar("T")
 
@@ -58,6 +59,7 @@ class Ranks:
 
         Raises what `work` raised here; else, with the rank's number, what it raised elsewhere.
         """
+        self.refuse_others()
         if self.alone:
             return [work()]
         failure: Optional[BaseException] = None
@@ -122,6 +124,17 @@ class Ranks:
         if self._group is not None:
             self._group.forget()
 
+    def refuse_others(self) -> None:
+        """Raises `CheckpointInvalid` where torch.distributed, which was set up since, says that this is another rank, or one of
+        another number: each rank would save as if it were alone."""
+        present = None if self._given is not None else _numbers_of_torch()
+        if present is None or present == self._find():
+            return
+        (rank, world_size), (own, others) = present, self._find()
+        text = f"it was made as rank {own} of {others}, and torch.distributed says that this is rank {rank} of {world_size}"
+        hint = f"make it after init_process_group, or with ranks=({rank}, {world_size})"
+        raise CheckpointInvalid(f"the Checkpointer of {self._url}: {text} (hint: {hint})")
+
     def _find(self) -> tuple[int, int]:
         if self._found is None:
             self._found = self._given or surroundings()
@@ -141,7 +154,12 @@ class Ranks:
             place = [os.environ.get(name, "") for name in names]
             text = json.dumps([os.getuid(), *place, self._url, _groups[self._url]])
             name = "forebay-" + hashlib.sha256(text.encode()).hexdigest()[:32]
-            self._group = _native.Group(name, self._find(), meeting_place(), self._patience_s)
+            text = f"to restore or save at {self._url}, for {self._patience_s:g} s at most"
+            hint = "to save alone, pass ranks=(0, 1)"
+            if self._given is None and _numbers_of_torch() is None:
+                hint += ", or unset RANK and WORLD_SIZE in the environment"
+            with Presence(name, self._find(), text, hint):
+                self._group = _native.Group(name, self._find(), meeting_place(), self._patience_s)
         return self._group
 
 
@@ -167,10 +185,18 @@ def meeting_place() -> str:
 
 def surroundings() -> tuple[int, int]:
     """Rank and number of ranks, by torch.distributed where it is in use, else by the environment as torchrun sets it."""
-    torch = torch_module()
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found = _numbers_of_torch()
+    if found is not None:
+        return found
     try:
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError as error:
         raise CheckpointInvalid(f"RANK and WORLD_SIZE of the environment are no numbers: {error}") from error
+
+
+def _numbers_of_torch() -> Optional[tuple[int, int]]:
+    """Rank and number of ranks by torch.distributed; None where it is not in use."""
+    torch = torch_module()
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()

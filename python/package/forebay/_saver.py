@@ -24,10 +24,16 @@ from ._process import start_agent
 from ._ranks import Ranks, Start, error_named
 from ._save import TICK_S, Save, Staging, check_unchanged, now
 from ._shares import Share, share_size, source_offset
+from ._signals import Notice
 from ._url import make_directory
 
 _FAREWELL_S = 30.0
 """How long `close()` waits for the agent to end once every save is committed, in seconds."""
+
+_HANDOVER_S = 30.0
+"""How long one that takes another's place waits for it, and for what no agent holds of it, in seconds."""
+
+_CLOSED = "the checkpointer is closed (or this is a forked child, which may not save)"
 
 _open: weakref.WeakSet[Saver] = weakref.WeakSet()
 """Those that nobody closed yet."""
@@ -46,6 +52,9 @@ def open_session(
 class Saver:
     """What a `Checkpointer` saves with, whatever it saves and when."""
 
+    _is_only = True
+    """Whether another one of this URL and rank in this process ends it, as it does others."""
+
     def __init__(
         self,
         url: str,
@@ -57,6 +66,7 @@ class Saver:
         linger_s: float,
         agent_log: Optional[str],
         outcomes: Outcomes,
+        notice: Notice,
     ) -> None:
         self._url = url
         self._start = start
@@ -74,28 +84,42 @@ class Saver:
         self._agent: Any = None
         self._staging: Optional[Staging] = None
         self._outcomes = outcomes
+        self._notice = notice
         self._hook_is_used = False
+        self._has_place = False
         self._is_closed = False
+        self._why_closed = _CLOSED
         _open.add(self)
         _forget_in_children(self)
 
     def _let_go(self, is_done: bool = False) -> None:
         """Ends the session, and leaves its memory. Unless the job is done, the agent keeps what it holds for a while."""
         self._is_closed = True
+        self._notice.release()
         _open.discard(self)
         self._ladder.arena.leave()
-        lost: Optional[CheckpointError] = None
         try:
             # What is copied was saved, as far as its caller knows.
+            self._stop_staging()
+        finally:
+            if is_done:
+                self._session.dismiss()
+            else:
+                self._session.leave()
+
+    def _leave(self) -> None:
+        """As `_let_go`; what is held can be found then by the next one of this process as well."""
+        holds = self._staging is not None or bool(self._session.held())
+        self._let_go()
+        if holds:
+            self._await_door()
+
+    def _stop_staging(self) -> None:
+        """As `_finish_staging`; what went wrong is a warning."""
+        try:
             self._finish_staging()
         except CheckpointError as error:
-            lost = error
-        if is_done:
-            self._session.dismiss()
-        else:
-            self._session.leave()
-        if lost is not None:
-            warn(f"a save under way was given up: {lost}")
+            warn(f"a save under way was given up: {error}")
 
     def _begin_anew(self, start: Start, session: _native.Session) -> None:
         """Goes on as a start that takes over from this one, once what this one saved is settled."""
@@ -114,6 +138,54 @@ class Saver:
         self._await_agent()
         self._agent = None
 
+    def _make_way(self, ranks: Ranks) -> None:
+        """Ends this one for another one of its URL and rank, among these ranks, and tells what becomes of what it sealed.
+
+        That is left to its agent, where the other one looks for what a killed process left. What would not be found there is
+        waited for, but not for ever.
+        """
+        is_held = self._linger_s > 0 and self._ranks.world_size == ranks.world_size
+        is_settled = False
+        try:
+            self._stop_staging()
+            held = self._session.held()
+            if held:
+                # Of a dead agent's, another one holds it.
+                self._ensure_agent()
+            is_settled = not is_held and self._settle(_HANDOVER_S)
+        finally:
+            self._why_closed = "closed: another Checkpointer of this URL was made in this process"
+            self._let_go(is_done=is_settled)
+        if is_settled:
+            # It holds memory.
+            self._await_agent()
+        elif held:
+            self._await_door()
+        try:
+            self._warn_of_failures(all_pass=True)
+            if held:
+                late = f"was not in the store after {_HANDOVER_S:g} s"
+                fate = "is in memory" if is_held else "is settled" if is_settled else late
+                text = "another Checkpointer of it was open in this process, and is closed"
+                hint = "close() it first, or use `with`"
+                warn(f"{self._url}: {text}; step {held[0][1]}, its newest, {fate} (hint: {hint})")
+        finally:
+            self._notice.pass_on()
+
+    def _await_door(self) -> None:
+        """Waits until the agent that was left can be found: it may have been started just now."""
+        deadline = time.monotonic() + _FAREWELL_S
+        place = self._ladder.arena.place(self._ranks.rank)
+        while self._linger_s > 0 and self._agent is not None and self._agent.poll() is None and time.monotonic() < deadline:
+            try:
+                found = _native.Predecessor.visit(place)
+            except CheckpointError:
+                # Whoever looks for it is told.
+                return
+            if found is not None and found.start == self._nonce:
+                return
+            time.sleep(0.01)
+
     def _await_agent(self) -> None:
         """Nothing is changed in the bucket after `close()`: the agent may still be deleting old steps."""
         if self._agent is not None:
@@ -124,7 +196,14 @@ class Saver:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise CheckpointInvalid("the checkpointer is closed (or this is a forked child, which may not save)")
+            raise CheckpointInvalid(self._why_closed)
+
+    def _begin_use(self) -> None:
+        """To be called before the state is saved or brought back: from now on this is the one of its URL and rank."""
+        self._check_open()
+        if self._is_only and not self._has_place:
+            end_former(self._url, self._ranks)
+            self._has_place = True
 
     def _begin(
         self,
@@ -229,6 +308,7 @@ class Saver:
 
     def _ensure_agent(self) -> None:
         """Starts an agent if none is connected; it takes over what an earlier one left."""
+        self._ranks.refuse_others()
         self._session.take_replies(0.0)
         if self._session.is_connected:
             return
@@ -355,6 +435,25 @@ def _finish_before_step(*_: Any) -> None:
     for saver in list(_open):
         if saver._hook_is_used and saver._staging is not None:
             saver._finish_staging()
+
+
+def end_former(url: str, ranks: Ranks) -> None:
+    """Ends those of this URL and rank that are in use and nobody closed, before another one is used: it would be a later start,
+    and what they sealed be lost.
+
+    Raises `CheckpointInvalid` where one is in a call of another thread, which does not end.
+    """
+    for former in list(_open):
+        if former._url != url or not former._has_place or former._is_closed or former._ranks.rank != ranks.rank:
+            continue
+        if not former._lock.acquire(timeout=_HANDOVER_S):
+            text = "another Checkpointer of it in this process is in a call of another thread"
+            raise CheckpointInvalid(f"{url}: {text} (hint: one at a time saves to a URL; close() that one first)")
+        try:
+            if not former._is_closed:
+                former._make_way(ranks)
+        finally:
+            former._lock.release()
 
 
 @atexit.register

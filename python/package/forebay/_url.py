@@ -5,10 +5,11 @@ import hashlib
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any, Union
 
 from . import _native
-from ._errors import CheckpointDenied, CheckpointError, CheckpointInvalid, CheckpointNoSpace
+from ._errors import CheckpointDenied, CheckpointError, CheckpointInvalid, CheckpointNoSpace, CheckpointNotFound
 
 
 _KINDS: dict[int, type[CheckpointError]] = {
@@ -33,7 +34,7 @@ def bucket_url(url: Union[str, "os.PathLike[str]"]) -> str:
     if re.match(r"(s3|gs|az|file):(?!//)", text):
         raise CheckpointInvalid(f"url is {text!r}, which lacks a slash (hint: ./{text} names a directory)")
     if "://" not in text:
-        return "file://" + os.path.abspath(text)
+        return "file://" + os.path.abspath(os.path.expanduser(text))
     _native.check_url(text)
     return text
 
@@ -52,6 +53,32 @@ def make_directory(url: str) -> None:
 def exists(url: str) -> bool:
     """Whether there may be something: False for a directory that is not there."""
     return not url.startswith("file://") or os.path.isdir(url[len("file://") :])
+
+
+def source_url(url: Union[str, "os.PathLike[str]"]) -> str:
+    """As `bucket_url`, of what is about to be read. Raises `CheckpointNotFound` for a directory that is not there."""
+    place = bucket_url(url)
+    if not exists(place) and not os.path.lexists(place[len("file://") :]):
+        raise missing(place, "check the path; the first save of a run makes its directory")
+    return place
+
+
+def source_path(path: Union[str, "os.PathLike[str]"]) -> Path:
+    """A file or directory that is about to be read. Raises `CheckpointNotFound` for one that is not there."""
+    found = user_path(path)
+    if not os.path.lexists(found):
+        raise missing(str(found), "check the path")
+    return found
+
+
+def user_path(path: Union[str, "os.PathLike[str]"]) -> Path:
+    """A path of this host, with the home directory for `~`."""
+    return Path(os.path.expanduser(path))
+
+
+def missing(place: str, hint: str) -> CheckpointNotFound:
+    """What there is to say of a path where nothing is."""
+    return CheckpointNotFound(f"{place}: No such file or directory (hint: {hint})")
 
 
 def store_name(url: str) -> list[Any]:

@@ -48,7 +48,7 @@ from ._errors import (
 from ._loading import newest_steps, with_step
 from ._options import StepName, step_name
 from ._ranks import new_start
-from ._url import bucket_url, make_directory
+from ._url import bucket_url, make_directory, source_path, source_url, user_path
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in a file of a Hugging Face directory at most, unless one tensor has more."""
@@ -65,7 +65,7 @@ def to_hugging_face(
     Raises `CheckpointInvalid` when the step has no such part, it holds a type that safetensors has not, or the directory
     holds a model already.
     """
-    place = bucket_url(url)
+    place, folder = source_url(url), user_path(folder)
     step = _newest(place, step)
     files, differing = with_step(place, step, None, lambda found: found.export(str(folder), part, shard_bytes))
     if differing:
@@ -84,9 +84,9 @@ def from_hugging_face(folder: Path, url: str, step: int = 0, part: str = "model"
 
     What the directory holds beside what its index says is warned of. Memory: some 128 MiB.
     """
-    place = bucket_url(url)
+    source, place = bucket_url(source_path(folder)), bucket_url(url)
     make_directory(place)
-    for text in _native.import_model(bucket_url(folder), place, new_start(), step, part):
+    for text in _native.import_model(source, place, new_start(), step, part):
         warnings.warn(text, CheckpointWarning, stacklevel=2)
 
 
@@ -99,6 +99,7 @@ def to_dcp(url: str, folder: Path, step: Optional[StepName] = None, allow_pickle
 
     from ._outline import Planner, outline
 
+    place, folder = source_url(url), user_path(folder)
     if (folder / ".metadata").exists():
         raise CheckpointInvalid(f"{folder} holds a checkpoint already")
 
@@ -117,7 +118,6 @@ def to_dcp(url: str, folder: Path, step: Optional[StepName] = None, allow_pickle
                 raise met from error
             raise
 
-    place = bucket_url(url)
     with_step(place, _newest(place, step), None, write)
 
 
@@ -133,6 +133,10 @@ def from_dcp(folder: Path, url: str, step: int = 0, allow_pickle: bool = False) 
     if not allow_pickle:
         text = f"torch reads {folder} by unpickling its files, which can run any code"
         raise CheckpointInvalid(f"{text} (hint: --allow-pickle, if you trust whoever wrote them)")
+    folder = source_path(folder)
+    if folder.is_dir() and not (folder / ".metadata").exists():
+        text = "holds no checkpoint of torch.distributed.checkpoint, which has a file `.metadata`"
+        raise CheckpointNotFound(f"{folder} {text} (hint: check the path)")
     save_directory(folder, bucket_url(url), step)
 
 
@@ -146,7 +150,7 @@ def from_file(file: Path, url: str, step: int = 0, allow_pickle: bool = False) -
     """
     from ._torch_files import save_file
 
-    save_file(file, bucket_url(url), step, allow_pickle)
+    save_file(source_path(file), bucket_url(url), step, allow_pickle)
 
 
 def _size_of(text: str) -> int:
@@ -178,7 +182,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     if other == "pt":
         raise CheckpointInvalid("pt:FILE is a SOURCE only (hint: torch.save(forebay.load(URL), FILE) writes one)")
     if kind == "forebay":
-        return _export(source, step, other, Path(target), arguments)
+        return _export(source, step, other, user_path(target), arguments)
     if other == "forebay":
         saved, start = step_name(number)
         if start is not None:
@@ -186,11 +190,11 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         _import(kind, Path(source), target, saved or 0, arguments)
         place = bucket_url(target)
         return with_step(place, saved or 0, None, lambda found: _told({"step": found.step}, _sizes_in_step(found)))
-    folder = Path(target).absolute().parent
+    folder = user_path(target).absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".forebay-convert-") as between:
         _import(kind, Path(source), between, 0, arguments)
-        return _export(between, 0, other, Path(target), arguments)
+        return _export(between, 0, other, user_path(target), arguments)
 
 
 def _export(url: str, step: Optional[StepName], kind: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -60,7 +60,7 @@ from ._save import Save
 from ._shares import Share
 from ._stager import Staged, Stager, box_of, is_stored
 from ._turns import Turns
-from ._url import bucket_url, make_directory
+from ._url import bucket_url, make_directory, source_url
 from ._watchdog import watchdog_limit_s
 
 __all__ = ["Reader", "Stager", "Writer"]
@@ -96,6 +96,12 @@ class _Held:
     checkpointer: Checkpointer
     step: int
     snapshot: _native.Snapshot
+
+
+class _Own(Checkpointer):
+    """A Writer's, of which several may save to one place at once, each through a start of its own."""
+
+    _is_only = False
 
 
 class Writer(StorageWriter):  # type: ignore[misc]
@@ -324,7 +330,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def _new_checkpointer(self, ranks: tuple[int, int]) -> Checkpointer:
         # Memory that lingers and copies on a local disk are for a Checkpointer: the Reader reads from the store.
-        checkpointer = Checkpointer(self._url, rng=False, ranks=ranks, linger=0, **self._options)
+        checkpointer = _Own(self._url, rng=False, ranks=ranks, linger=0, **self._options)
         if self._url in _LOADED:
             checkpointer._session.go_on_from(*_LOADED[self._url])
         return checkpointer
@@ -457,7 +463,7 @@ class Reader(StorageReader):  # type: ignore[misc]
         return self._opened
 
     def _open(self, step: Optional[options.StepName]) -> Opened:
-        return with_step(self._url, step, None, lambda found: Opened(found, self._allow_pickle, self._threads))
+        return with_step(source_url(self._url), step, None, lambda found: Opened(found, self._allow_pickle, self._threads))
 
 
 def _step_of(checkpoint_id: Union[int, str, "os.PathLike[str]"]) -> int:

@@ -50,7 +50,7 @@ from ._errors import (
 )
 from ._loading import load_rest
 from ._passed import JobOptions, passed_on
-from ._url import bucket_url
+from ._url import bucket_url, user_path
 from .convert import SHARD_BYTES
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def checkpoint(
     with Checkpointer(place, rng=False, linger=0, local=local, patience=_PATIENCE_S) as reader:
 
         def use(found: _native.Step) -> None:
-            given.append(reader._ranks.first("write a checkpoint", lambda: _written(found, Path(folder))))
+            given.append(reader._ranks.first("write a checkpoint", lambda: _written(found, user_path(folder))))
 
         try:
             number = reader._bring(step, use)

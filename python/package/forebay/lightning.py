@@ -36,7 +36,7 @@ from ._loading import load_rest, with_step
 from ._options import checked
 from ._passed import CheckpointOptions, passed_on
 from ._ranks import surroundings
-from ._url import bucket_url
+from ._url import bucket_url, source_url
 
 if TYPE_CHECKING:
     # Type checkers bring it along. Python itself has it from 3.11 on only, and does not need it.
@@ -110,7 +110,7 @@ def sharded(strategy: S, allow_pickle: bool = False, **options: Unpack[Checkpoin
             rank, may_pickle = surroundings()[0], allow_pickle and not weights_only
             with Checkpointer(place, rng=False, linger=0, allow_pickle=may_pickle, **given) as checkpointer:
                 if checkpointer.restore(live, only=[f"{key}.*" for key in held]) is None:
-                    raise CheckpointNotFound(f"{place} holds no step")
+                    raise CheckpointNotFound(f"{source_url(place)} holds no step")
             return with_step(
                 bucket_url(place), None, None, lambda step: load_rest(step, _HELD, rank % step.world_size, may_pickle)
             )
