@@ -286,7 +286,7 @@ def test_only_what_is_right_and_of_the_same_place_ends_another(tmp_path: Path) -
 def test_who_only_looks_ends_nobody(tmp_path: Path) -> None:
     """An evaluation in the same process: it ended the training."""
     model = torch.nn.Linear(3, 3)
-    first = forebay.Checkpointer(tmp_path, every=1)
+    first = forebay.Checkpointer(tmp_path, every=1, linger=LINGER_S)
     assert first.step(1, {"model": model}).wait_durable(60)  # type: ignore[union-attr]
     other = forebay.Checkpointer(tmp_path)
     assert other.latest() == 1 and other.steps() == [1]
