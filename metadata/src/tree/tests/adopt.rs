@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::Cursor;
 
-use forebay_core::{Attributes, ErrorKind, FileKind, InodeId, ObjectKey, Result, VolumeId};
+use forebay_core::{Attributes, Blob, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, VolumeId};
 use futures::stream::{StreamExt, TryStreamExt};
 
 use super::dump::{dumped, sample};
@@ -177,6 +177,12 @@ async fn what_was_not_copied_is_named_and_is_never_other_bytes() {
     tree.set_packed(packed, true).await.expect("set");
     write_packed(&world, &tree, &[("one", b"1"), ("two", b"22")]).await;
     world.write_path(&tree, "d/kept", "kept").await.expect("written");
+    // Bytes that another host has yet to upload.
+    let (late, _) =
+        tree.create(InodeId::ROOT, b"late\xff", new_file(), Existing::Refuse).await.expect("made");
+    let placed = tree.place(late.ino).await.expect("placed");
+    let staged = FileLayout::of_blob(Blob::staged(placed.key().clone(), 4, "elsewhere"));
+    tree.commit_layout(late.ino, 0, staged, world.clock.wall()).await.expect("committed");
     tree.close().await.expect("closed");
     let other = copied(&world).await;
     other.put("shrunk", b"123").await;
@@ -191,12 +197,13 @@ async fn what_was_not_copied_is_named_and_is_never_other_bytes() {
     named.sort_by_key(|(path, ..)| *path);
     let expected = [
         ("gone", "gone", Why::Missing),
+        ("late\u{fffd}", placed.key().as_str(), Why::NotUploaded),
         ("one", owned.as_str(), Why::Missing),
         ("shrunk", "shrunk", Why::OtherSize),
         ("two", owned.as_str(), Why::Missing),
     ];
     assert_eq!(named, expected);
-    assert_eq!((report.objects, report.lacking, report.files), (1, 3, 4));
+    assert_eq!((report.objects, report.lacking, report.files), (1, 4, 5));
     let tree = other.open().await;
     assert_eq!(other.read_path(&tree, "d/kept").await.expect("bytes"), "kept");
     for path in ["one", "two", "gone"] {
@@ -209,9 +216,11 @@ async fn what_was_not_copied_is_named_and_is_never_other_bytes() {
     // Copied at last.
     let (bytes, _) = world.bucket().get_whole(&ObjectKey::new(&*owned)).await.expect("an object");
     other.put(&owned, &bytes).await;
+    other.put(placed.key().as_str(), b"late").await;
     assert_eq!(adopted(&other).await.expect("adopted").files, 0);
     let tree = other.open().await;
     assert_eq!(other.read_path(&tree, "two").await.expect("bytes"), "22");
+    assert_eq!(other.read(&tree, late.ino).await.expect("bytes"), b"late");
     tree.close().await.expect("closed");
 }
 
