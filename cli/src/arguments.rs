@@ -107,6 +107,8 @@ mod tests {
             "forebay fsck file:///b --repair --accept-loss",
             "forebay volume dump s3://b/p tree.dump",
             "forebay volume load - s3://b/p --force --of-another-volume",
+            "forebay volume load tree.dump s3://b/p --moved --json",
+            "forebay volume adopt s3://b/p --json",
             "forebay clone /mnt/a /mnt/b",
             "forebay quota set /mnt/a --bytes 10TiB --inodes none",
             "forebay quota get /mnt/a --json",

@@ -8,6 +8,7 @@ pub mod commit;
 pub mod volume_file;
 pub mod schema;
 mod records;
+pub mod adopt;
 pub mod dump;
 pub mod copied;
 mod import;

@@ -173,6 +173,29 @@ impl Server {
         Self::envs_of(self.endpoint(), &name)
     }
 
+    /// Copies every object below `from` (`BUCKET/PREFIX/`) to the same place below `to`, in parts of another size than
+    /// Forebay's: what tools that copy in parts make, where ETags are others.
+    pub fn copy_in_parts(&self, from: &str, to: &str) {
+        let python = r"
+import boto3, os, sys
+s3 = boto3.client('s3', region_name=os.environ['AWS_REGION'])
+(source, below), (target, place) = [argument.split('/', 1) for argument in sys.argv[1:]]
+for page in s3.get_paginator('list_objects_v2').paginate(Bucket=source, Prefix=below):
+    for found in page.get('Contents', []):
+        body = s3.get_object(Bucket=source, Key=found['Key'])['Body'].read()
+        to = dict(Bucket=target, Key=place + found['Key'][len(below):])
+        if not body:
+            s3.put_object(**to, Body=body)
+            continue
+        upload = dict(**to, UploadId=s3.create_multipart_upload(**to)['UploadId'])
+        pieces = [body[at:at + (6 << 20)] for at in range(0, len(body), 6 << 20)]
+        put = lambda number, piece: s3.upload_part(**upload, PartNumber=number, Body=piece)['ETag']
+        parts = [dict(PartNumber=n, ETag=put(n, piece)) for n, piece in enumerate(pieces, 1)]
+        s3.complete_multipart_upload(**upload, MultipartUpload=dict(Parts=parts))
+";
+        run(Command::new(venv().join("bin/python")).args(["-c", python, from, to]).envs(self.envs()));
+    }
+
     /// A handle on a new bucket, below `prefix` in it.
     pub async fn bucket(&self, prefix: &str) -> Bucket {
         let url: BucketUrl = format!("s3://{}/{prefix}", self.create_bucket()).parse().expect("a valid URL");

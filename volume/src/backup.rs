@@ -1,13 +1,17 @@
-//! Dumping and loading the tree of a volume that nobody has open.
+//! Dumping, loading and adopting the tree of a volume that nobody has open.
 
 use std::io::{Read, Seek};
 
-use forebay_core::{Error, ErrorKind, Result};
+use forebay_core::{Error, ErrorKind, ObjectKey, Result};
 use forebay_io::clock::Clock;
+use forebay_io::object::{Bucket, BucketUrl};
+use forebay_metadata::adopt;
 use forebay_metadata::dump::{self, DumpReport, LoadReport};
 use forebay_metadata::schema::Keys;
+use forebay_metadata::volume_file::VolumeRecord;
 
 pub use crate::dumping::Target;
+pub use forebay_metadata::adopt::{Adopted, Lacking, Why};
 pub use forebay_metadata::dump::LoadOptions;
 
 use crate::connect::Records;
@@ -47,16 +51,63 @@ pub async fn load(
     options: LoadOptions,
 ) -> Result<LoadReport> {
     let records = Records::open(source, settings).await?;
-    let loaded = match refuse_staged(&records, |folder| {
-        format!(
-            ". Where the tree cannot be mounted, move {folder} aside: they are no file's once it is replaced"
-        )
-    }) {
+    let loaded = match refuse_staged(&records, move_aside) {
         Ok(()) => dump::load(&records.committer, Keys(records.volume), from, options).await,
         Err(error) => Err(error),
     };
     let closed = records.close().await;
     loaded.and_then(|report| closed.map(|()| report))
+}
+
+/// The same over a bucket that is a copy of the one that the dump was taken beside: as [`load`], then as [`adopt`].
+///
+/// # Errors
+/// Those of both.
+pub async fn load_moved(
+    source: &str,
+    settings: &VolumeSettings,
+    from: impl Read + Seek + Send + 'static,
+    options: LoadOptions,
+) -> Result<(LoadReport, Adopted)> {
+    let records = Records::open(source, settings).await?;
+    let Records { committer, bucket, .. } = &records;
+    let loaded = match refuse_staged(&records, move_aside) {
+        Ok(()) => dump::load_moved(committer, Keys(records.volume), from, options, bucket).await,
+        Err(error) => Err(error),
+    };
+    let closed = records.close().await;
+    loaded.and_then(|report| closed.map(|()| report))
+}
+
+/// Has the tree in the bucket that `source` names, which was copied there from another one, name the objects that are there.
+///
+/// # Errors
+/// As [`crate::connect`] and [`adopt::adopt`]; `NotFound` where no tree was copied; `Unavailable` while this host has staged
+/// bytes of the volume.
+pub async fn adopt(source: &str, settings: &VolumeSettings) -> Result<Adopted> {
+    let url: BucketUrl = source.parse()?;
+    let bucket = Bucket::open(&url, &settings.store).await?;
+    // Whoever opens it would make it a volume of another number, which the tree is not of.
+    if bucket.head(&ObjectKey::new(VolumeRecord::KEY)).await?.is_none() {
+        let fact = format!("{url} has no {}", VolumeRecord::KEY);
+        return Err(Error::new(ErrorKind::NotFound, fact).with_hint(
+            "check the URL, and copy all of `.forebay/`; a bucket that was copied without it takes a dump of the tree: \
+             `forebay volume load --moved`",
+        ));
+    }
+    let records = Records::open(source, settings).await?;
+    let adopted = match refuse_staged(&records, |folder| {
+        format!(". Where that cannot be, move {folder} aside: files that need those bytes are named then")
+    }) {
+        Ok(()) => adopt::adopt(&records.committer, Keys(records.volume), &records.bucket).await,
+        Err(error) => Err(error),
+    };
+    let closed = records.close().await;
+    adopted.and_then(|report| closed.map(|()| report))
+}
+
+fn move_aside(folder: std::path::Display<'_>) -> String {
+    format!(". Where the tree cannot be mounted, move {folder} aside: they are no file's once it is replaced")
 }
 
 fn refuse_staged(records: &Records, more: impl FnOnce(std::path::Display<'_>) -> String) -> Result<()> {

@@ -55,7 +55,7 @@ async fn give_up(claim: Option<Arc<Claim>>) {
 
 /// The records of a volume, claimed, with what they lie in and what they are about.
 pub(crate) struct Records {
-    bucket: Bucket,
+    pub(crate) bucket: Bucket,
     home: Home,
     claim: Option<Arc<Claim>>,
     /// Whether the store copies ranges of objects into uploads, and holds to conditions on them.

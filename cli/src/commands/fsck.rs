@@ -80,7 +80,7 @@ pub(crate) fn run(global: &Global, arguments: &FsckArguments) -> Result<ExitCode
         }
         (false, _) => {
             "run `forebay fsck --repair` while it is not mounted, which gives up bytes that are gone; `forebay gc` frees \
-             what leaked"
+             what leaked. In a copy of a bucket all objects are of other versions until `forebay volume adopt`"
         }
     };
     Err(Error::corrupt(format!("{wrong} things are wrong with {}", arguments.source)).with_hint(hint))

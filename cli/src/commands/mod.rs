@@ -8,6 +8,7 @@ pub(crate) mod sync;
 pub(crate) mod gc;
 pub(crate) mod fsck;
 pub(crate) mod packed;
+mod adopt;
 pub(crate) mod volume;
 pub(crate) mod clone;
 pub(crate) mod trash;

@@ -1,4 +1,5 @@
-//! `forebay volume dump|load`: back a volume's tree up, and bring it back. `policy|export` are in `packed`.
+//! `forebay volume dump|load`: back a volume's tree up, and bring it back. `adopt` is in `adopt`, `policy|export` are in
+//! `packed`.
 
 use std::fs::File;
 use std::io::{self, IsTerminal};
@@ -11,6 +12,7 @@ use forebay_volume::backup::{LoadOptions, Target};
 use forebay_volume::upkeep::{Report, Request};
 use forebay_volume::{VolumeSettings, backup};
 
+use super::adopt::{self, AdoptArguments};
 use super::packed::{self, ExportArguments, PolicyArguments};
 use crate::arguments::Global;
 use crate::settings::Settings;
@@ -24,6 +26,12 @@ pub(crate) enum VolumeCommand {
     Dump(DumpArguments),
     /// Replace the tree of a volume that is not mounted by a dump.
     Load(LoadArguments),
+    /// Take a bucket for the same volume that was copied or moved object by object (`cp`, `rsync`, `aws s3 sync`, from a
+    /// backup). Its objects have other versions than those that the tree names: each is taken for what it was where key and
+    /// size agree. That its bytes are the same is yours to know; nothing reads them. What is missing or has another size is
+    /// named, cannot be read, and makes the exit code 3. The bucket that it is a copy of must not have been mounted for
+    /// writing while it was copied, nor may this one be, before this.
+    Adopt(AdoptArguments),
     /// Show how small files made in a directory are stored, or set it: each as an object (`plain`), or many in one
     /// (`packed`). What is there stays as it is; directories made in it later take it over.
     Policy(PolicyArguments),
@@ -56,6 +64,10 @@ pub(crate) struct LoadArguments {
     /// Load the dump of a volume with another id: right only over the objects that it was taken beside.
     #[arg(long)]
     pub(crate) of_another_volume: bool,
+    /// The bucket is a copy of the one that the dump was taken beside: take the objects that are there, as `forebay volume
+    /// adopt` does. For copies in another kind of store, and those without `.forebay/tree`.
+    #[arg(long)]
+    pub(crate) moved: bool,
     /// The state directory that it is mounted with.
     #[arg(long, value_name = "DIRECTORY")]
     pub(crate) state_dir: Option<PathBuf>,
@@ -67,6 +79,7 @@ pub(crate) fn run(global: &Global, command: &VolumeCommand) -> Result<ExitCode> 
     match command {
         VolumeCommand::Dump(arguments) => dump(global, arguments, &settings),
         VolumeCommand::Load(arguments) => load(global, arguments, &settings),
+        VolumeCommand::Adopt(arguments) => adopt::run(global, arguments, &settings),
         VolumeCommand::Policy(arguments) => packed::policy(global, arguments),
         VolumeCommand::Export(arguments) => packed::export(global, arguments),
     }
@@ -129,15 +142,20 @@ fn target(file: &Path) -> Target {
 }
 
 fn load(global: &Global, arguments: &LoadArguments, settings: &Settings) -> Result<ExitCode> {
-    let report = run::block_on(async {
+    let (report, adopted) = run::block_on(async {
         match upkeep::find(&arguments.source, arguments.state_dir.as_deref(), settings).await? {
             Place::Mount(_) => Err(Error::invalid("a volume cannot be loaded while it is mounted")
                 .with_hint("unmount it, then load again")),
             Place::Nowhere(volume) => {
-                let from = source(&arguments.file, &volume)?;
+                let (url, from) = (&arguments.source, source(&arguments.file, &volume)?);
                 let LoadArguments { force, of_another_volume, .. } = *arguments;
                 let options = LoadOptions { force, of_another_volume };
-                let loaded = backup::load(&arguments.source, &volume, from, options).await;
+                let loaded = match arguments.moved {
+                    true => backup::load_moved(url, &volume, from, options)
+                        .await
+                        .map(|(report, adopted)| (report, Some(adopted))),
+                    false => backup::load(url, &volume, from, options).await.map(|report| (report, None)),
+                };
                 loaded.map_err(|error| match error.kind() {
                     ErrorKind::Corrupt => error.context(arguments.file.display()),
                     _ => error,
@@ -146,13 +164,23 @@ fn load(global: &Global, arguments: &LoadArguments, settings: &Settings) -> Resu
         }
     })?;
     match global.json {
-        true => print::json(&report)?,
+        true => {
+            let mut value = serde_json::to_value(&report).map_err(|error| Error::bug(error.to_string()))?;
+            if let Some(adopted) = &adopted {
+                value["adopted"] =
+                    serde_json::to_value(adopted).map_err(|error| Error::bug(error.to_string()))?;
+            }
+            print::json(&value)?;
+        }
         false => {
             let taken = format!("taken {}", print::utc(report.header.taken));
-            print::table(&[print::row([&format!("{} records", report.records), &taken])]);
+            let loaded = print::row([&format!("{} records", report.records), &taken]);
+            print::table(
+                &[&[loaded][..], &adopted.iter().flat_map(adopt::rows).collect::<Vec<_>>()].concat(),
+            );
         }
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(adopted.map_or(ExitCode::SUCCESS, |adopted| adopt::tell(&adopted, global.json)))
 }
 
 /// The dump as a file that can be read twice; what comes from stdin is kept in the state directory meanwhile.

@@ -4,6 +4,7 @@ use std::io::{Read, Seek};
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result, VolumeId};
+use forebay_io::object::Bucket;
 use forebay_io::task::blocking;
 use futures::future::join;
 use serde::{Deserialize, Serialize};
@@ -12,9 +13,10 @@ use tokio::sync::mpsc;
 use super::line::Header;
 use super::sound::Sound;
 use super::verify::Lines;
+use crate::adopt::{Adopted, adopt_loaded};
 use crate::commit::{Committer, Reads};
 use crate::kv::{Durability, Pair};
-use crate::schema::{Keys, Tag, encode_plain};
+use crate::schema::{Keys, Partial, Tag};
 
 /// Records written or deleted in one transaction.
 const STEP: usize = 256;
@@ -49,6 +51,34 @@ pub struct LoadOptions {
 pub async fn load(
     committer: &Committer,
     keys: Keys,
+    from: impl Read + Seek + Send + 'static,
+    options: LoadOptions,
+) -> Result<LoadReport> {
+    let report = fill(committer, keys, from, options).await?;
+    let mark = keys.loading();
+    committer.transact(Durability::Durable, move |txn| txn.delete(mark.clone())).await?;
+    Ok(report)
+}
+
+/// The same over `bucket`, which is a copy of the one that the dump was taken beside.
+///
+/// # Errors
+/// As [`load`] and [`adopt`](crate::adopt::adopt).
+pub async fn load_moved(
+    committer: &Committer,
+    keys: Keys,
+    from: impl Read + Seek + Send + 'static,
+    options: LoadOptions,
+    bucket: &Bucket,
+) -> Result<(LoadReport, Adopted)> {
+    let report = fill(committer, keys, from, options).await?;
+    Ok((report, adopt_loaded(committer, keys, bucket).await?))
+}
+
+/// Loads everything and leaves the mark.
+async fn fill(
+    committer: &Committer,
+    keys: Keys,
     mut from: impl Read + Seek + Send + 'static,
     options: LoadOptions,
 ) -> Result<LoadReport> {
@@ -66,7 +96,9 @@ pub async fn load(
         return Err(another(report.header.volume, keys.0));
     }
     let mark = keys.loading();
-    committer.transact(Durability::Durable, move |txn| txn.put(mark.clone(), encode_plain(b""))).await?;
+    committer
+        .transact(Durability::Durable, move |txn| txn.put(mark.clone(), Partial::Loading.encode()))
+        .await?;
     clear(committer, keys).await?;
     let (steps, mut read) = mpsc::channel::<Vec<Pair>>(STEPS_AHEAD);
     let reader = blocking(move || send(keys, from, &steps));
@@ -83,8 +115,6 @@ pub async fn load(
     written?;
     sent??;
     committer.sync().await?;
-    let mark = keys.loading();
-    committer.transact(Durability::Durable, move |txn| txn.delete(mark.clone())).await?;
     Ok(report)
 }
 

@@ -12,5 +12,5 @@ mod sound;
 mod load;
 
 pub use line::Header;
-pub use load::{LoadOptions, LoadReport, load};
+pub use load::{LoadOptions, LoadReport, load, load_moved};
 pub use write::{DumpReport, Dumped, Frozen, dump, freeze};

@@ -49,7 +49,7 @@ pub enum Tag {
     Import = b'M',
     /// `N`: the volume's counters.
     Counters = b'N',
-    /// `Z`: the tree is being loaded, and is not whole.
+    /// `Z`: the tree is being loaded or adopted, and is not whole.
     Loading = b'Z',
 }
 

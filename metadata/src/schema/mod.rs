@@ -19,7 +19,7 @@ pub use parts::Parts;
 pub use quota::{Quota, QuotaLimits, Usage};
 pub use record::{
     Claim, Counters, Deletion, Dentry, HolderState, ImportState, Intent, Loan, Loose, Mark, Member, Move,
-    Orphan, References, SessionRecord, UploadRecord,
+    Orphan, Partial, References, SessionRecord, UploadRecord,
 };
 
 #[cfg(test)]

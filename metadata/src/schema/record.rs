@@ -454,6 +454,47 @@ impl UploadRecord {
     }
 }
 
+/// `Z`: the tree is not whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Partial {
+    /// A dump is being loaded.
+    Loading,
+    /// Versions of objects are being replaced by those of a copy.
+    Adopting {
+        /// The plain objects that were replaced before the bucket was copied: they keep theirs.
+        replaced: Vec<Blob>,
+    },
+}
+
+impl Partial {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        if let Self::Adopting { replaced } = self {
+            out.byte(1);
+            out.number(replaced.len() as u64);
+            replaced.iter().for_each(|blob| out.blob(blob));
+        }
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let is_loading = value.len() <= 1;
+        let mut from = Decoder::new(value, "mark")?;
+        if is_loading {
+            return from.finish().map(|()| Self::Loading);
+        }
+        if from.byte()? != 1 {
+            return Err(from.bad("is of an unknown type"));
+        }
+        let count = from.number()?;
+        let replaced = (0..count).map(|_| from.blob()).collect::<Result<_>>()?;
+        from.finish()?;
+        Ok(Self::Adopting { replaced })
+    }
+}
+
 /// `N`: what a whole volume counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

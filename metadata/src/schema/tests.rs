@@ -139,6 +139,8 @@ fn golden_values() {
     check(UploadRecord { key: key.clone(), id: "u".into() }.encode(), "01016b0175");
     check(Counters { next_ino: 2, inodes: 1, bytes: 128 }.encode(), "010201 8001");
     check(quota().encode(), "01 01 8002 00 01 04 01");
+    check(Partial::Loading.encode(), "01");
+    check(Partial::Adopting { replaced: vec![blob("b", 1)] }.encode(), "01 01 01 016202763101");
     check(encode_plain(b"v"), "0176");
 }
 
@@ -187,6 +189,9 @@ fn only_whole_values_are_read() {
     check_decoding(loose.clone(), loose.encode(), Loose::decode);
     let deletion = Deletion { blob: blob("b", 1), session: None };
     check_decoding(deletion.clone(), deletion.encode(), Deletion::decode);
+    for mark in [Partial::Loading, Partial::Adopting { replaced: vec![blob("b", 1), blob("c", 2)] }] {
+        assert_eq!(Partial::decode(mark.encode()).expect("whole"), mark);
+    }
     check_decoding(quota(), quota().encode(), Quota::decode);
     let counters = Counters { next_ino: u64::MAX, inodes: 0, bytes: 1 };
     check_decoding(counters, counters.encode(), Counters::decode);

@@ -13,6 +13,7 @@ use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use tracing::{debug, warn};
 
+use crate::adopt::not_whole;
 use crate::commit::{Committer, Txn};
 use crate::dump::{self, DumpReport, Frozen};
 use crate::fsck::{self, FsckReport, Repair};
@@ -21,7 +22,7 @@ use crate::import::Importer;
 use crate::kv::Durability;
 use crate::mover::{Mover, free_unfinished};
 use crate::records::{Change, Look, Records, Shared, Spelling, TreeSettings, names_of};
-use crate::schema::{Counters, ImportState, Inode, Keys, SessionRecord, Tag, UploadRecord};
+use crate::schema::{Counters, ImportState, Inode, Keys, Partial, SessionRecord, Tag, UploadRecord};
 
 /// How long `close` goes on moving and deleting objects.
 const CLOSE_DRAIN: Duration = Duration::from_secs(5);
@@ -118,9 +119,8 @@ impl LocalTree {
     /// Makes the root of a new volume, and notes this session.
     async fn begin(&self) -> Result<()> {
         self.transact(Durability::Buffered, |change| {
-            if change.reads().get(&change.keys().loading())?.is_some() {
-                return Err(Error::corrupt("the tree is not whole: loading it was cut off")
-                    .with_hint("load it again with `forebay volume load --force`"));
+            if let Some(mark) = change.reads().get(&change.keys().loading())? {
+                return Err(not_whole(&Partial::decode(mark)?));
             }
             // Few keys are claimed or lent at a time, and each new file asks about its own.
             for tag in [Tag::Claim, Tag::Loan] {

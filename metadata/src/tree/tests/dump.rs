@@ -38,7 +38,7 @@ impl Write for Shared {
     }
 }
 
-async fn sample(world: &World) -> LocalTree {
+pub(super) async fn sample(world: &World) -> LocalTree {
     for key in ["listed/a", "listed/deep/b", "top"] {
         world.put(key, key.as_bytes()).await;
     }
@@ -68,7 +68,7 @@ async fn sample(world: &World) -> LocalTree {
     tree
 }
 
-async fn dumped(tree: &LocalTree) -> Vec<u8> {
+pub(super) async fn dumped(tree: &LocalTree) -> Vec<u8> {
     let out = Shared::default();
     tree.dump(out.clone()).await.expect("dumped");
     out.taken()

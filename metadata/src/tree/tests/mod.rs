@@ -9,6 +9,7 @@ mod garbage;
 mod segments;
 mod fsck;
 mod dump;
+mod adopt;
 mod sharing;
 mod copies;
 mod moves;

@@ -196,7 +196,7 @@ impl Lease {
         self.0.lock().unsure = 0..0;
     }
 
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         let mut holding = self.0.lock();
         holding.asked += 1;
         match holding.unsure.contains(&holding.asked) {

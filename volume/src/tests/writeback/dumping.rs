@@ -137,7 +137,7 @@ fn a_dump_that_would_name_damaged_bytes_is_refused_and_leaves_no_file() {
     });
 }
 
-/// `load --force` over staged bytes: the next mount found nothing that refers to them, and deleted them.
+/// `load --force` over staged bytes: the next mount found nothing that refers to them, and deleted them. Nor is anything adopted.
 #[test]
 fn a_load_is_refused_while_bytes_are_staged() {
     run(async {
@@ -165,6 +165,17 @@ fn a_load_is_refused_while_bytes_are_staged() {
             assert_eq!(told.kind(), ErrorKind::Unavailable, "{told}");
             assert!(told.hint().is_some_and(|hint| hint.contains(&*folder.to_string_lossy())), "{told:?}");
         }
+        let told = crate::backup::adopt(&source, &settings).await.expect_err("staged");
+        assert_eq!(told.kind(), ErrorKind::Unavailable, "{told}");
+        // Nor is a copy of the bucket adopted here, of which they are not.
+        let copy = scratch.path().join("copy");
+        fs::create_dir_all(copy.join(".forebay/tree.lmdb")).expect("made");
+        for name in [".forebay/volume.json", ".forebay/tree.lmdb/data.mdb"] {
+            fs::copy(scratch.path().join("bucket").join(name), copy.join(name)).expect("copied");
+        }
+        let copy = format!("file://{}", copy.display());
+        let told = crate::backup::adopt(&copy, &settings).await.expect_err("another's");
+        assert!(told.message().contains("that are not uploaded yet"), "{told}");
         assert_eq!(names(&folder), before);
         let volume = crate::connect(&source, settings).await.expect("a volume");
         assert!(read(&volume, "f").await == pattern(1, 0..KIB));
