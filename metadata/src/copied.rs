@@ -75,3 +75,64 @@ async fn clear(keys: Keys, engine: &dyn Engine) -> Result<()> {
 fn after(key: &[u8]) -> Bytes {
     [key, &[0]].concat().into()
 }
+
+#[cfg(test)]
+mod tests {
+    use forebay_core::{InodeId, ObjectKey, VolumeId};
+
+    use super::*;
+    use crate::kv::{MemEngine, MemStore};
+    use crate::schema::{Intent, SessionRecord, encode_plain};
+
+    const KEYS: Keys = Keys(VolumeId(7));
+
+    fn claim(key: &str, state: HolderState) -> (Bytes, Bytes) {
+        (KEYS.claim(key), Claim { key: ObjectKey::new(key), state }.encode())
+    }
+
+    async fn engine_of(records: &[(Bytes, Bytes)]) -> MemEngine {
+        let engine = MemEngine::open(&MemStore::default());
+        let mut batch = Batch::default();
+        records.iter().for_each(|(key, value)| batch.put(key.clone(), value.clone()));
+        engine.write(batch, Durability::Durable).await.expect("written");
+        engine
+    }
+
+    async fn all(engine: &MemEngine) -> Vec<Pair> {
+        engine.scan(&[], &[], usize::MAX).await.expect("scanned")
+    }
+
+    #[tokio::test]
+    async fn what_is_at_work_is_left_out_and_other_volumes_stay() {
+        let xattr = |name: &[u8]| (KEYS.xattr(InodeId(2), name), encode_plain(b"v"));
+        let held = claim("held", HolderState::Held(InodeId(2)));
+        let intent = Intent { key: ObjectKey::new("intended"), replaces: None, copies: None, mark: None };
+        let records = [
+            xattr(b"user.a"),
+            held.clone(),
+            claim("intended", HolderState::Intended(InodeId(3))),
+            (KEYS.intent(InodeId(3)), intent.encode()),
+            (KEYS.session(9), SessionRecord { started: Default::default() }.encode()),
+        ];
+        let (from, other) = (engine_of(&records).await, (Keys(VolumeId(8)).loading(), encode_plain(b"")));
+        let into = engine_of(&[xattr(b"user.old"), other.clone()]).await;
+        let copied = copy(&*from.snapshot().expect("snapshot"), KEYS, &into).await.expect("copied");
+        assert_eq!(copied, 2);
+        let mut expected = vec![xattr(b"user.a"), held, other];
+        expected.sort();
+        assert_eq!(all(&into).await, expected);
+    }
+
+    #[tokio::test]
+    async fn a_copy_that_fails_leaves_nothing() {
+        let xattr = (KEYS.xattr(InodeId(2), b"user.a"), encode_plain(b"v"));
+        let unknown = ([&KEYS.all().0[..], b"~"].concat().into(), encode_plain(b""));
+        let loading = (KEYS.loading(), encode_plain(b""));
+        for (wrong, kind) in [(unknown, ErrorKind::Unsupported), (loading, ErrorKind::Unavailable)] {
+            let from = engine_of(&[xattr.clone(), wrong]).await;
+            let into = engine_of(&[xattr.clone()]).await;
+            let error = copy(&*from.snapshot().expect("snapshot"), KEYS, &into).await.expect_err("refused");
+            assert_eq!((error.kind(), all(&into).await), (kind, Vec::new()));
+        }
+    }
+}

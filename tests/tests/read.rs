@@ -94,13 +94,16 @@ impl<'a> Readers<'a> {
         Mount::new(&home, &self.url, &self.scratch.join(name), &[option], envs)
     }
 
-    /// Compares all that a reader shows.
+    /// Compares all that a reader shows; a data set has no extended attributes, which the kernel would ask for.
     #[track_caller]
     fn check(&self, reader: &Mount) {
         assert_same_trees(self.writer.path(), reader.path(), true);
-        let facts = "find . -printf '%p %y %m %U %G %n %s %T@\\n' | sort; cat packed/*; \
-                     python3 -c 'import os; print(os.getxattr(\"plain/hard\", \"user.k\"))'";
+        let facts = "find . -printf '%p %y %m %U %G %n %s %T@\\n' | sort; cat packed/*";
         assert_eq!(shell(reader.path(), facts).succeeded(), shell(self.writer.path(), facts).succeeded());
+        if !reader.path().ends_with("--dataset") {
+            let value = "python3 -c 'import os; print(os.getxattr(\"plain/hard\", \"user.k\").decode())'";
+            assert_eq!(shell(reader.path(), value).succeeded(), "v\n");
+        }
         let written = shell(reader.path(), "echo new > new-file");
         assert!(written.stderr.contains("Read-only file system"), "{written}");
     }

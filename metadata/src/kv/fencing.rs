@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use forebay_core::ErrorKind;
 use forebay_io::object::{Bucket, Faults};
+use futures::TryStreamExt;
 
 use super::{Batch, Durability, Engine, SlateEngine, SlateSettings};
 use crate::testing::{Chance, fill, rounds};
@@ -106,4 +107,37 @@ async fn a_durable_batch_takes_one_put() {
     assert_eq!(objects().await, before + 1);
     engine.sync().await.expect("sync");
     assert_eq!(objects().await, before + 1, "nothing is new");
+}
+
+/// Who only looks sees what was synced, fences nobody, and leaves the bucket as it is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_looks_at_a_tree_in_a_bucket_changes_nothing() {
+    let bucket = Bucket::in_memory();
+    let put = |key: &'static [u8]| {
+        let mut batch = Batch::default();
+        batch.put(key, &b"v"[..]);
+        batch
+    };
+    let objects = async || {
+        let found: Vec<_> = bucket.list("").try_collect().await.expect("listed");
+        found.into_iter().map(|info| (info.key, info.version)).collect::<Vec<_>>()
+    };
+    let writer = SlateEngine::open(&bucket, &SlateSettings::default()).await.expect("open");
+    writer.write(put(b"a"), Durability::Durable).await.expect("written");
+    let before = objects().await;
+    let reader = bucket.read_only();
+    for _ in 0..2 {
+        let view = SlateEngine::open_aside(&reader, &SlateSettings::default()).await.expect("open");
+        view.write(put(b"own"), Durability::Durable).await.expect("written aside");
+        let seen = view.snapshot().expect("snapshot").scan(&[], &[], 9).await.expect("scan");
+        assert_eq!(seen.iter().map(|(key, _)| &key[..]).collect::<Vec<_>>(), [&b"a"[..], b"own"]);
+        view.close().await.expect("closed");
+    }
+    assert_eq!(objects().await, before);
+    writer.write(put(b"b"), Durability::Durable).await.expect("nobody fenced it");
+    let view = SlateEngine::open_aside(&reader, &SlateSettings::default()).await.expect("open");
+    let seen = view.scan(&[], &[], 9).await.expect("scan");
+    assert_eq!(seen.iter().map(|(key, _)| &key[..]).collect::<Vec<_>>(), [&b"a"[..], b"b"]);
+    view.close().await.expect("closed");
+    writer.close().await.expect("closed");
 }
