@@ -130,7 +130,7 @@ mod tests {
         let loading = (KEYS.loading(), encode_plain(b""));
         for (wrong, kind) in [(unknown, ErrorKind::Unsupported), (loading, ErrorKind::Unavailable)] {
             let from = engine_of(&[xattr.clone(), wrong]).await;
-            let into = engine_of(&[xattr.clone()]).await;
+            let into = engine_of(std::slice::from_ref(&xattr)).await;
             let error = copy(&*from.snapshot().expect("snapshot"), KEYS, &into).await.expect_err("refused");
             assert_eq!((error.kind(), all(&into).await), (kind, Vec::new()));
         }
