@@ -485,7 +485,9 @@ async fn steps_are_compared_and_waited_for() {
         |words: &[&str]| Forebay::new(scratch.path(), [&["ckpt", "watch", &early], words].concat()).run();
     watch(&["--timeout", "0"]).failed_with("no step was committed", "--timeout");
     let watched = std::thread::scope(|threads| {
-        let watching = threads.spawn(|| watch(&["--once", "--timeout", "60", "--interval", "1", "--json"]));
+        // Should it begin after the directory is there, the step is told as well.
+        let words = ["--after", "10", "--once", "--timeout", "60", "--interval", "1", "--json"];
+        let watching = threads.spawn(move || watch(&words));
         std::thread::sleep(std::time::Duration::from_millis(300));
         fs::rename(&folder, &early).expect("move");
         let watched = watching.join().expect("it ends").succeeded();
