@@ -56,8 +56,9 @@ def kill(child: Child) -> int:
 
 
 def end(agent: int) -> None:
-    """Ends an agent that nobody will come to."""
-    os.kill(agent, signal.SIGKILL)
+    """Ends an agent that nobody will come to; one whose memory was taken over may have ended."""
+    with suppress(ProcessLookupError):
+        os.kill(agent, signal.SIGKILL)
     wait_until(lambda: not is_running(agent))
 
 

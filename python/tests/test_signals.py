@@ -300,8 +300,10 @@ while checkpointer._lock.acquire(blocking=False):
     time.sleep(0.001)
 print(checkpointer._agent.pid)
 """
-    run = subprocess.run([sys.executable, "-c", program, place], check=True, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-X", "faulthandler", "-c", program, place]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     gate.open()
+    assert run.returncode == 0, run.stderr
     agent = int(run.stdout)
     try:
         wait_until(lambda: [step for step, *_ in _native.list_steps(place)] == [1, 2])

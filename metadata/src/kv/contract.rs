@@ -309,4 +309,17 @@ async fn a_damaged_file_is_corrupt_and_never_a_crash() {
         Err(error) => Err(error),
     };
     assert_eq!(read.expect_err("pages are gone").kind(), ErrorKind::Corrupt);
+    // The same for who only looks.
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    fill(directory.path()).await;
+    let view = LmdbEngine::view(directory.path(), &LmdbSettings::default()).await.expect("a tree");
+    assert_eq!(view.scan(b"", b"", usize::MAX).await.expect("whole").len(), 5000);
+    drop(view);
+    let file = std::fs::OpenOptions::new().write(true).open(directory.path().join("data.mdb")).expect("file");
+    file.set_len(16_384).expect("cut");
+    let read = match LmdbEngine::view(directory.path(), &LmdbSettings::default()).await {
+        Ok(view) => view.scan(b"", b"", usize::MAX).await.map(drop),
+        Err(error) => Err(error),
+    };
+    assert_eq!(read.expect_err("pages are gone").kind(), ErrorKind::Corrupt);
 }

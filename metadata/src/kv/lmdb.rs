@@ -20,6 +20,7 @@ use forebay_io::task::blocking;
 use heed::types::Bytes as Raw;
 use heed::{CommitOrAbort, EnvFlags, EnvOpenOptions, MdbError, RoTxn, WithoutTls};
 use parking_lot::{Mutex, RwLock};
+use rustix::fs::FallocateFlags;
 
 use super::{Batch, Durability, Engine, Limits, Pair, Snapshot};
 
@@ -94,17 +95,15 @@ impl LmdbEngine {
 
     fn view_blocking(directory: &Path, settings: &LmdbSettings) -> Result<LmdbSnapshot> {
         let at = |error: Error| error.context(format!("the tree in {}", directory.display()));
-        let length = std::fs::metadata(directory.join("data.mdb")).map_err(|error| at(error.into()))?.len();
+        let file = directory.join("data.mdb");
+        std::fs::metadata(&file).map_err(|error| at(error.into()))?;
         let mut options = EnvOpenOptions::new().read_txn_without_tls();
         options.map_size(settings.map_bytes).max_dbs(2).max_readers(1024);
         // SAFETY: the file must not change under the map other than through LMDB, whose writer sees by LMDB's own locks which
         // pages this one reads; the flag only keeps this process from writing.
         let env = unsafe { options.flags(EnvFlags::READ_ONLY).open(directory) };
         let env = env.map_err(|error| at(convert(error)))?;
-        // A page that is not in the file would end this process.
-        if length < needed_bytes(&env) {
-            return Err(at(Error::corrupt("data.mdb was cut short")));
-        }
+        lengthen(&file, needed_bytes(&env)).map_err(|error| at(error.into()))?;
         let (table, txn) = find_table(&env).map_err(|error| at(convert(error)))?;
         let table = table.ok_or_else(|| at(Error::corrupt("data.mdb holds no tree")))?;
         Ok(LmdbSnapshot { table, txn: Mutex::new(txn) })
@@ -150,6 +149,15 @@ fn cover_missing_tail(env: &Env, directory: &Path) -> Result<()> {
     let file = OpenOptions::new().write(true).open(directory.join("data.mdb"))?;
     if file.metadata()?.len() < needed {
         file.set_len(needed)?;
+    }
+    Ok(())
+}
+
+/// As [`cover_missing_tail`], of a file that another process writes to, which makes it longer itself: never shorter.
+fn lengthen(file: &Path, needed: u64) -> std::io::Result<()> {
+    if std::fs::metadata(file)?.len() < needed {
+        let file = OpenOptions::new().write(true).open(file)?;
+        rustix::fs::fallocate(file, FallocateFlags::empty(), 0, needed)?;
     }
     Ok(())
 }
