@@ -122,6 +122,8 @@ impl Walk {
     /// Adopts the copy, which is whole, and finds in it what the volume showed.
     #[track_caller]
     fn adopt(&self, copy: &str, told: &str) {
+        let at = self.scratch.join("mnt").display().to_string();
+        self.forebay(&["mount", copy, &at]).failed_with("seems to be a copy", "forebay volume adopt");
         let report = parse(&self.forebay(&["volume", "adopt", copy, "--json"]).succeeded());
         assert!(report["objects"].as_u64().is_some_and(|objects| objects > 5), "{report}");
         assert_eq!((&report["changed"], &report["files"]), (&report["objects"], &0.into()), "{report}");

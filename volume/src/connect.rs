@@ -14,6 +14,7 @@ use forebay_io::mem::Budget;
 use forebay_io::object::{Bucket, BucketUrl};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
+use forebay_metadata::adopt::looks_copied;
 use forebay_metadata::commit::{Committer, CommitterSettings};
 use forebay_metadata::copied;
 use forebay_metadata::kv::{Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings, after};
@@ -37,11 +38,40 @@ const CENTURY_MS: u64 = 100 * 365 * 24 * 60 * 60 * 1000;
 pub async fn connect(source: &str, settings: VolumeSettings) -> Result<Arc<Volume>> {
     let records = Records::open(source, &settings).await?;
     let claim = records.claim.clone();
+    if let Err(error) = refuse_copy(source, &records, &settings).await {
+        let closed = records.close().await;
+        closed.unwrap_or_else(|error| tracing::warn!(%error, "closing the volume"));
+        return Err(error);
+    }
     let opened = open(records, settings).await;
     if opened.is_err() {
         give_up(claim).await;
     }
     opened
+}
+
+/// Keeps a mount for writing from taking the objects of a copied bucket for an outsider's, and what its tree knows with them.
+/// Only a bucket that became a volume under another URL is looked at.
+async fn refuse_copy(source: &str, records: &Records, settings: &VolumeSettings) -> Result<()> {
+    let url = records.bucket.url();
+    if records.bucket.is_read_only()
+        || settings.must_exist
+        || records.volume == VolumeId::of_url(&url.to_string())
+    {
+        return Ok(());
+    }
+    let tree = records.committer.engine().snapshot()?;
+    match looks_copied(&*tree, Keys(records.volume), &records.bucket).await? {
+        false => Ok(()),
+        true => {
+            let fact = format!(
+                "{source} seems to be a copy: its objects have the sizes that its tree knows, and other versions"
+            );
+            Err(Error::new(ErrorKind::Conflict, fact).with_hint(
+                "`forebay volume adopt` takes it for the same volume; mounted as it is, it would lose modes, links and more",
+            ))
+        }
+    }
 }
 
 /// Gives a volume back that could not be opened: the next mount would wait for the lease of one that never was.

@@ -12,7 +12,9 @@ mod naming;
 mod named;
 mod matched;
 mod run;
+mod suspicion;
 
 pub use matched::{Lacking, Why};
 pub use run::{Adopted, adopt};
 pub(crate) use run::{adopt_loaded, not_whole};
+pub use suspicion::looks_copied;
