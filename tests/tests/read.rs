@@ -147,9 +147,9 @@ fn read_only_mounts_beside_a_writer_show_its_tree() {
     assert_eq!(before, after);
 }
 
-/// Promise S2: It shows the tree of a mount for writing as that was when it was mounted
-///
 /// With rights to read alone, while the writer goes on.
+///
+/// Promise S2: It shows the tree of a mount for writing as that was when it was mounted
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn read_only_mounts_of_s3_show_the_tree_of_the_writer() {
     if !require_fuse("read_only_mounts_of_s3_show_the_tree_of_the_writer") {
@@ -172,7 +172,7 @@ async fn read_only_mounts_of_s3_show_the_tree_of_the_writer() {
     reader.unmount();
 }
 
-/// Promise S2: Where that tree cannot be read, the mount warns and shows the objects alone.
+/// Promise S2: Where that tree cannot be read, it warns and shows the objects alone.
 #[test]
 fn a_read_only_mount_over_a_damaged_tree_shows_objects_and_says_so() {
     if !require_fuse("a_read_only_mount_over_a_damaged_tree_shows_objects_and_says_so") {
