@@ -240,7 +240,8 @@ def test_the_binary_tells_what_python_did_as_what_it_did_itself(tmp_path: Path) 
         "hint: --allow-pickle, if you trust whoever wrote them",
     ]
     code, told, said = convert(f"pt:{tmp_path / 'none.pt'}", f"{tmp_path / 'other'}")
-    assert (code, told, len(said)) == (1, [], 1) and said[0].startswith("error: ") and "none.pt" in said[0], said
+    assert (code, told, len(said)) == (1, [], 2) and said[0].startswith("error: ") and "none.pt" in said[0], said
+    assert said[1] == "hint: check the path"
     # Warnings of a conversion are as the command's own.
     one = {"a": torch.ones(2), "b": torch.ones(3)}
     (tmp_path / "indexed").mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +161,15 @@ def test_deltas_of_two_ranks_are_restored_by_any_number(tmp_path: Path) -> None:
     assert body["parents"] == [1] and len(body["shards"]) == 4
     assert stored_by(tmp_path, 3) < frozen.nbytes // 100
 
-    def restore(rank: int) -> Any:
+    def restore(rank: int, said: Any) -> Any:
         state = {"frozen": torch.zeros(MIB), "own": torch.zeros(1000, dtype=torch.int64)}
-        with forebay.Checkpointer(tmp_path) as checkpointer:
+        with said, forebay.Checkpointer(tmp_path) as checkpointer:
             assert checkpointer.restore(state) == 3
         return [torch.equal(state["frozen"], frozen), state["own"].unique().tolist()]
 
-    assert run_ranks(2, restore, with_gloo=False) == [[True, [3]], [True, [13]]]
-    assert run_ranks(1, restore, with_gloo=False) == [[True, [3]]]
+    assert run_ranks(2, lambda rank: restore(rank, nullcontext()), with_gloo=False) == [[True, [3]], [True, [13]]]
+    differ = pytest.warns(forebay.CheckpointWarning, match=r"the 2 ranks that saved differ in state\['own'\]")
+    assert run_ranks(1, lambda rank: restore(rank, differ), with_gloo=False) == [[True, [3]]]
 
     def frozen_alone(rank: int) -> Any:
         state = {"frozen": torch.zeros(MIB)}
