@@ -43,6 +43,7 @@ use parking_lot::Mutex;
 
 use crate::object::error::STORE;
 use crate::object::layer::TOKEN_ATTRIBUTE;
+use crate::object::progress::Progress;
 use crate::object::request::{Reply, Request, Service};
 use crate::rng::Rng;
 use crate::task::blocking;
@@ -176,7 +177,10 @@ impl Service for Directory {
                 self.run_wanted(move |inner, wanted| inner.delete_all(&keys, &wanted)).await?;
                 Ok(Reply::Done)
             }
-            Request::List(list) => self.run(move |inner| inner.list(&list)).await.map(Reply::Page),
+            Request::List(list) => {
+                let progress = Progress::of_call();
+                self.run(move |inner| inner.list(&list, progress)).await.map(Reply::Page)
+            }
             Request::Copy { from, to, options, .. } => {
                 self.run_wanted(move |inner, wanted| inner.copy(&from, &to, options.mode, &wanted)).await?;
                 Ok(Reply::Done)

@@ -9,10 +9,14 @@ use object_store::path::Path;
 
 use super::{Inner, STAGING, io_error, object_meta};
 use crate::object::key::{address, is_segment};
+use crate::object::progress::Progress;
 use crate::object::request::{ListRequest, Page};
 
 /// Entries of one page. Each page reads the directories on its way again, so pages are large.
 const PAGE_ENTRIES: usize = 50_000;
+
+/// Names between two words of progress: a page of a large directory takes longer than a store may be silent.
+const STEP: usize = 1000;
 
 /// One page being filled.
 struct Walk<'a> {
@@ -20,6 +24,9 @@ struct Walk<'a> {
     after: &'a str,
     limit: usize,
     page: Page,
+    /// Names and files looked at.
+    steps: usize,
+    progress: Option<Progress>,
 }
 
 /// Something found in a directory, with a slash at the end of its sort name if it is one, so that names sort as keys.
@@ -31,10 +38,11 @@ struct Found {
 }
 
 impl Inner {
-    pub(super) fn list(&self, list: &ListRequest) -> Result<Page> {
+    /// A page of a listing, `progress` of which is told to whoever waits for it.
+    pub(super) fn list(&self, list: &ListRequest, progress: Option<Progress>) -> Result<Page> {
         let after = list.token.as_deref().or(list.after.as_deref()).unwrap_or("");
         let limit = list.limit.unwrap_or(PAGE_ENTRIES).clamp(1, PAGE_ENTRIES);
-        let mut walk = Walk { list, after, limit, page: Page::default() };
+        let mut walk = Walk { list, after, limit, page: Page::default(), steps: 0, progress };
         let directory = self.root.join(&list.prefix);
         walk.directory(directory, &list.prefix)
             .map_err(|error| io_error(&Path::from(list.prefix.as_str()), error))?;
@@ -53,6 +61,7 @@ impl Walk<'_> {
             Err(error) => return Err(error),
         };
         for entry in entries {
+            self.step();
             found.extend(self.look_at(&entry?)?);
         }
         found.sort_unstable_by(|a, b| a.sort_name.cmp(&b.sort_name));
@@ -60,9 +69,19 @@ impl Walk<'_> {
             if self.page.next.is_some() {
                 return Ok(());
             }
+            self.step();
             self.take(&directory, prefix, entry)?;
         }
         Ok(())
+    }
+
+    fn step(&mut self) {
+        self.steps += 1;
+        if self.steps.is_multiple_of(STEP)
+            && let Some(progress) = &self.progress
+        {
+            progress.tell();
+        }
     }
 
     fn look_at(&mut self, entry: &DirEntry) -> io::Result<Option<Found>> {
@@ -136,4 +155,30 @@ fn look_up(path: &std::path::Path) -> io::Result<Option<Metadata>> {
 fn is_absent(error: &io::Error) -> bool {
     let is_loop = error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error());
     is_loop || matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::future::FutureExt;
+
+    use super::*;
+    use crate::object::backend::file::Directory;
+    use crate::object::request::{Reply, Request, Service};
+
+    /// A listing of a million names on a busy disk takes longer than a store may be silent.
+    #[tokio::test]
+    async fn whoever_waits_for_a_large_listing_hears_of_it() {
+        let folder = tempfile::tempdir().expect("scratch");
+        let list = async |names: usize| {
+            (0..names).for_each(|name| drop(std::fs::File::create(folder.path().join(name.to_string()))));
+            let (progress, request) =
+                (Progress::default(), ListRequest { delimited: true, ..Default::default() });
+            let directory = Directory::new(folder.path().to_owned());
+            let reply = progress.watch(directory.call(Request::List(request))).await.expect("a listing");
+            let Reply::Page(page) = reply else { panic!("a page") };
+            (page.objects.len(), progress.made().now_or_never().is_some())
+        };
+        assert_eq!(list(400).await, (400, false));
+        assert_eq!(list(1500).await, (1500, true));
+    }
 }
