@@ -92,8 +92,8 @@ class Checkpointer(Saver):
     stored. Ranks are all on one host. What one rank heard of earlier saves when the next one is due is raised on all
     of them, so that none waits for another in it; failures in a row are counted there, and by `wait` and `close`.
 
-    Where another one of its URL and rank is open in this process (a notebook's cell that runs again), a new one closes that,
-    and restores what it sealed.
+    Where another one of its URL and rank is in use in this process (a notebook's cell that runs again), a new one with a
+    schedule or `on_signal` closes that, and restores what it sealed; any other does so once it restores or saves.
 
     Host memory: two copies of what this rank saves, whose size is told before the first save (`prepare`).
     """
