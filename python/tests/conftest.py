@@ -102,7 +102,8 @@ def s3_endpoint() -> Iterator[str]:
         import moto  # noqa: F401
     except ImportError:
         pytest.skip("NO S3 SERVER: moto is not installed, so that nothing is tested on s3://")
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    launcher = Path(__file__).parents[2] / "tests/src/one_at_a_time.py"
+    command = [sys.executable, str(launcher), "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     endpoint = f"http://127.0.0.1:{port}"
 

@@ -37,10 +37,11 @@ impl Server {
     /// # Panics
     /// When moto is not installed: `make setup` installs it.
     pub fn start() -> Self {
-        let program = venv().join("bin/moto_server");
-        assert!(program.exists(), "{} is missing: run `make setup`", program.display());
-        let program = Program::start(&program, &[], |port, _| {
-            ["-H", "127.0.0.1", "-p", &port.to_string()].map(str::to_owned).to_vec()
+        let moto = venv().join("bin/moto_server");
+        assert!(moto.exists(), "{} is missing: run `make setup`", moto.display());
+        let program = Program::start(&venv().join("bin/python"), &[], |port, _| {
+            let script = concat!(env!("CARGO_MANIFEST_DIR"), "/src/one_at_a_time.py");
+            [script, "-H", "127.0.0.1", "-p", &port.to_string()].map(str::to_owned).to_vec()
         });
         Self::over(program, Kind::Moto)
     }

@@ -226,8 +226,8 @@ async fn warnings_of_a_mount_in_the_background_reach_the_terminal() {
     let store = Store::new().await;
     let (url, home) = (store.url(), store.scratch.folder("home"));
     let folder = store.scratch.folder("mnt").display().to_string();
-    let mount = |options: &[&str]| {
-        let line = [&["mount", url.as_str(), folder.as_str(), "--config", &store.config], options].concat();
+    let mount = |url: &str, options: &[&str]| {
+        let line = [&["mount", url, folder.as_str(), "--config", &store.config], options].concat();
         let outcome = Forebay::new(&home, line).envs(&store.variables).run();
         let stderr = outcome.stderr.clone();
         outcome.succeeded();
@@ -242,14 +242,18 @@ async fn warnings_of_a_mount_in_the_background_reach_the_terminal() {
         .envs(&store.variables)
         .run()
         .failed_with("cache directory", "choose a directory");
-    assert_eq!(mount(&["--state-dir", &store.scratch.join("first").display().to_string()]), "");
+    assert_eq!(mount(&url, &["--state-dir", &store.scratch.join("first").display().to_string()]), "");
     store.door.set(Manner::IgnoreConditions);
-    let told = mount(&["--log", "error", "--state-dir", &store.scratch.join("second").display().to_string()]);
+    // There is a tree in the bucket, which it may not pass over.
+    store.mount_fails(&url, "the volume's tree is in the bucket", "--read-only shows the tree");
+    let other = format!("{url}/other");
+    let state = store.scratch.join("second").display().to_string();
+    let told = mount(&other, &["--log", "error", "--state-dir", &state]);
     let warning = "warning: the store ignores conditional puts";
-    assert!(told.starts_with(warning) && told.contains("no second host") && told.contains(&url), "{told}");
+    assert!(told.starts_with(warning) && told.contains("no second host") && told.contains(&other), "{told}");
     let state = store.scratch.join("third").display().to_string();
     let told: serde_json::Value =
-        serde_json::from_str(&mount(&["--json", "--state-dir", &state])).expect("JSON");
+        serde_json::from_str(&mount(&other, &["--json", "--state-dir", &state])).expect("JSON");
     assert!(told["warning"].as_str().is_some_and(|text| text.contains("conditional puts")), "{told}");
 }
 

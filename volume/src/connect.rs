@@ -293,6 +293,13 @@ async fn choose_home(bucket: Bucket, state: &Path) -> Result<(Bucket, Home, bool
     if capabilities.safe_for_many_writers() {
         return Ok((bucket, Home::Bucket, part_copy));
     }
+    if has_tree(&bucket).await? {
+        let fact =
+            "the volume's tree is in the bucket, and the store, as it answers now, ignores conditional puts";
+        return Err(Error::new(ErrorKind::Unsupported, fact).with_hint(
+            "two writers could undo each other's changes: `forebay doctor` shows what it does; --read-only shows the tree as it is",
+        ));
+    }
     tracing::warn!(
         url = %bucket.url(),
         "the store ignores conditional puts: names, modes and links are kept on this host only, and no second host \
@@ -300,6 +307,12 @@ async fn choose_home(bucket: Bucket, state: &Path) -> Result<(Bucket, Home, bool
     );
     let home = Home::local(state, bucket.url());
     Ok((bucket, home, part_copy))
+}
+
+/// Whether a tree was begun in a bucket that is no directory.
+async fn has_tree(bucket: &Bucket) -> Result<bool> {
+    let claim = VolumeFile::of(bucket, EngineKind::SlateDb).open_or_create(Access::ReadOnly, false).await?;
+    Ok(claim.record().is_some_and(|record| record.engine == EngineKind::SlateDb))
 }
 
 /// A data set is listed once: what it holds is taken as fixed.
