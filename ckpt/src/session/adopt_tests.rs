@@ -1,6 +1,7 @@
 //! A trainer that comes after a killed one: it finds, reads and takes over what the agent holds.
 
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use forebay_io::net::meet;
 
@@ -328,8 +329,12 @@ fn what_is_durable_is_told_from_one_agent_to_the_next() {
     }
     agent.join().expect("agent").expect("served");
     second.disconnect();
-    // Its agent may be about to open the door that the one before it closed.
-    let found = wait_for(&place);
+    // Its agent may be about to open the door that the one before it closed, or to store what that one left to it.
+    let (mut found, begun) = (wait_for(&place), Instant::now());
+    while numbers(found.durable()) != [1, 2] && begun.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(10));
+        found = wait_for(&place);
+    }
     assert_eq!((numbers(&found.held()), numbers(found.durable())), (vec![2, 1], vec![1, 2]));
     assert_eq!(found.after(), ["00000001"], "the start whose memory it took over");
     // An agent of an earlier build says nothing of it.
