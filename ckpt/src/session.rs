@@ -25,10 +25,12 @@ use crate::manifest::{Extra, TextLength};
 use crate::shard::{ShardLayout, TensorSpec};
 
 mod adopt;
+mod crowd;
 mod open_memory;
 mod pending;
 mod predecessor;
 
+pub use crowd::PLACES;
 pub use open_memory::OpenMemory;
 pub use pending::Lost;
 use pending::Pending;
@@ -258,7 +260,7 @@ impl Session {
 
     /// Faults a slot in, and locks it where a device is to copy into it.
     fn make_ready(&mut self, slot: &mut Slot, bytes: u64, threads: usize) -> Result<()> {
-        slot.populate(bytes as usize, threads)?;
+        crowd::fault_in(slot, bytes, threads)?;
         let Some(device) = &self.device else { return Ok(()) };
         if let Err(error) = slot.pin(device) {
             self.warnings.push(format!("snapshots of device memory are slow: it cannot be locked: {error}"));

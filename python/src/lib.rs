@@ -31,4 +31,6 @@ mod _native {
     use super::together::{Together, wishes};
     #[pymodule_export]
     use super::writing::StepWriter;
+    #[pymodule_export]
+    const PLACES: &str = forebay_ckpt::session::PLACES;
 }

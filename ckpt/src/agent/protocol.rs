@@ -184,6 +184,8 @@ pub enum Visit {
     },
     /// I hold it now: tell me, as replies, what becomes of the saves under way, and end.
     Succeed,
+    /// Saves of another job lack memory: let go of yours, if nothing is lost by that, and tell so by an empty frame.
+    MakeWay,
 }
 
 /// What an agent shows: this, and then a `Held` frame for each step, with its memory's descriptor.

@@ -247,12 +247,28 @@ impl Desk {
                     self.door.close();
                     return self.trainer.hand_over(visitor);
                 }
-                Some((Visit::Look { .. }, _)) | None => {}
+                Some((Visit::MakeWay, mut visitor)) if self.may_make_way() => {
+                    tracing::info!(
+                        "lets go of its steps in memory, which are in the store: another job's saves need it"
+                    );
+                    self.door.close();
+                    self.holdings.clear();
+                    // One that left early has the memory all the same.
+                    visitor.send(&[], None).ok();
+                    return Ok(());
+                }
+                Some((Visit::Look { .. } | Visit::MakeWay, _)) | None => {}
             }
             if was_watched || self.door.is_watched() {
                 vigil.begin_anew(clock.now());
             }
         }
+    }
+
+    /// Whether all that is held can be had from the store, and nobody is about to take it from here.
+    fn may_make_way(&self) -> bool {
+        let mut saves = self.holdings.saves().into_iter();
+        !self.trainer.has_open() && !self.door.is_watched() && saves.all(|save| self.trainer.is_durable(save))
     }
 }
 
@@ -358,6 +374,38 @@ mod tests {
             }
             drop(door);
         }
+    }
+
+    /// What is in the store is let go for another job's memory; the only copy of a step, and what somebody is about to take,
+    /// are kept.
+    #[test]
+    fn only_what_is_in_the_store_makes_way() {
+        let place = format!("forebay-test-way-{}", std::process::id());
+        let Sealed { desk, trainer, session, .. } = Sealed::by(&place, 600_000, ("cd", 0));
+        let ask = || {
+            let mut visitor = meet(&place, LONG).expect("meet").expect("somebody is there");
+            say(&mut visitor, &Visit::MakeWay, None);
+            visitor.receive().ok().flatten().map(|(frame, _)| frame)
+        };
+        assert_eq!(ask(), None, "its trainer lives");
+        session.shutdown();
+        assert_eq!(ask(), None, "it is on its way to the store");
+        trainer.tell(&Reply::Failed { save: 1, error: (&Error::invalid("a test has it so")).into() });
+        assert_eq!(ask(), None, "it is nowhere else");
+        trainer.set_durable(1);
+        let mut visitor = meet(&place, LONG).expect("meet").expect("it waits");
+        say(&mut visitor, &Visit::Look { version: VISIT_VERSION }, None);
+        for _ in ["the answer", "the step"] {
+            visitor.receive().expect("receive").expect("a frame");
+        }
+        assert_eq!(ask(), None, "somebody looks at it");
+        drop(visitor);
+        // That it left is heard after the next one came, at times.
+        let made_way = std::iter::from_fn(|| Some(ask())).take(1000).find_map(|told| told);
+        assert_eq!(made_way, Some(Vec::new()));
+        let desk = desk.join().expect("the desk").expect("served");
+        assert!(desk.holdings.is_empty());
+        Meeting::hold(&place).expect("another agent has the place now");
     }
 
     /// An agent that was so late that its successor's trainer did not meet it had the place when that one was killed as well, and

@@ -11,7 +11,7 @@ pub(crate) use held::attempt_of;
 pub use held::{Held, HeldStep, Seal, manifest_of};
 #[cfg(test)]
 pub(crate) use slots::LACKS_MEMORY;
-pub(crate) use slots::SLOTS;
 pub use slots::{Arena, Slot};
+pub(crate) use slots::{LEFT, SLOTS};
 pub(crate) use snapshot::Cut;
 pub use snapshot::Snapshot;

@@ -4,15 +4,21 @@
 //! the first copy, and kept: copying into fresh pages costs several times as much.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 
 use forebay_core::{ErrorKind, Result};
 use forebay_io::device::{Device, Pinned};
-use forebay_io::mem::{SharedMemory, WriteMapping, populate};
+use forebay_io::mem::{self, SharedMemory, WriteMapping, populate};
 
 use super::{Held, HeldStep};
 
 /// Slots are a multiple of this: a huge page.
 const SLOT_ALIGNMENT: usize = 2 << 20;
+/// What a thread faults in at once, and what has to be left of the host's memory before that, where as much is still to come:
+/// more than as many threads as copy take meanwhile.
+const PIECE: usize = 64 << 20;
+pub(crate) const LEFT: u64 = 512 << 20;
 /// Slots in an arena.
 pub(crate) const SLOTS: usize = 2;
 
@@ -44,8 +50,28 @@ thread_local! {
 
 fn no_memory(bytes: usize, error: &forebay_core::Error) -> forebay_core::Error {
     let message = format!("no memory for a snapshot of {bytes} bytes: {error}");
-    forebay_core::Error::new(ErrorKind::NoSpace, message)
-        .with_hint("a checkpointer keeps two copies of the state in host memory")
+    forebay_core::Error::new(ErrorKind::NoSpace, message).with_hint(
+        "a checkpointer keeps two copies of the state in host memory: have less beside them, or fewer ranks on a host",
+    )
+}
+
+/// Faults `pages` in, of so many bytes that are `missing` still, of all threads.
+///
+/// # Errors
+/// `NoSpace` before the kernel would end a process for it.
+fn take(pages: &mut [u8], missing: &AtomicUsize) -> Result<()> {
+    for piece in pages.chunks_mut(PIECE) {
+        if let Some(left) = mem::available()
+            && left < LEFT.min(missing.load(Relaxed) as u64)
+        {
+            let message =
+                format!("{left} bytes of memory are left on this host, or of what its limits allow");
+            return Err(forebay_core::Error::new(ErrorKind::NoSpace, message));
+        }
+        populate(piece)?;
+        missing.fetch_sub(piece.len(), Relaxed);
+    }
+    Ok(())
 }
 
 impl Arena {
@@ -148,7 +174,7 @@ impl Slot {
     /// Faults the first `bytes` in, with `threads` threads.
     ///
     /// # Errors
-    /// `NoSpace` when the host lacks the memory.
+    /// `NoSpace` when the host lacks the memory: none is taken then.
     pub fn populate(&mut self, bytes: usize, threads: usize) -> Result<()> {
         let bytes = bytes.min(self.mapping.len());
         if bytes <= self.populated {
@@ -159,14 +185,18 @@ impl Slot {
             return Err(no_memory(bytes, &forebay_core::Error::bug("a test has it so")));
         }
         let missing = &mut self.mapping[self.populated..bytes];
+        let count = &AtomicUsize::new(missing.len());
         let part = missing.len().div_ceil(threads.max(1)).next_multiple_of(SLOT_ALIGNMENT);
         let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
             let workers: Vec<_> =
-                missing.chunks_mut(part).map(|pages| scope.spawn(move || populate(pages))).collect();
+                missing.chunks_mut(part).map(|pages| scope.spawn(move || take(pages, count))).collect();
             let bug = |_| Err(forebay_core::Error::bug("a thread that faults pages in panicked"));
             workers.into_iter().map(|worker| worker.join().unwrap_or_else(bug)).collect()
         });
-        outcomes.into_iter().collect::<Result<()>>().map_err(|error| no_memory(bytes, &error))?;
+        if let Err(error) = outcomes.into_iter().collect::<Result<()>>() {
+            mem::give_up(missing);
+            return Err(no_memory(bytes, &error));
+        }
         self.populated = bytes;
         Ok(())
     }

@@ -225,6 +225,16 @@ pub fn populate(memory: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
+/// Gives the whole pages within `memory`, of a mapping that is shared, back to the kernel: they hold zeros when they are
+/// touched again. Where it fails, they stay.
+pub fn give_up(memory: &mut [u8]) {
+    let skip = memory.as_ptr().align_offset(PAGE).min(memory.len());
+    let (pages, _) = memory[skip..].as_chunks_mut::<PAGE>();
+    let pages = pages.as_flattened_mut();
+    // SAFETY: the range is one live exclusive slice; zeros are bytes like any others.
+    unsafe { libc::madvise(pages.as_mut_ptr().cast(), pages.len(), libc::MADV_REMOVE) };
+}
+
 /// Takes huge pages for what of `memory` has no page yet, even where the kernel gives them unasked to nobody
 /// (`shmem_enabled` is `never`). Taking one costs less than the small ones that it stands for. What has pages keeps them:
 /// they would be copied. Where it fails, there are small pages.
@@ -292,6 +302,19 @@ mod tests {
         let reader = twin.map_read(0..8192).expect("map");
         assert_eq!(&reader.as_ref()[4096..4101], b"hello");
         assert!(reader.as_ref()[..4096].iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn pages_that_are_given_up_are_zeros_and_taken_no_more() {
+        let memory = SharedMemory::create("test", 16 * PAGE).expect("create");
+        let mut writer = memory.map_write(0..16 * PAGE).expect("map");
+        writer.fill(7);
+        let blocks = || memory.file.metadata().expect("told").blocks() * 512;
+        assert_eq!(blocks(), 16 * PAGE as u64);
+        give_up(&mut writer[PAGE + 1..6 * PAGE + 5]);
+        assert_eq!(blocks(), 12 * PAGE as u64, "four whole ones");
+        assert!(writer[..2 * PAGE].iter().chain(&writer[6 * PAGE..]).all(|byte| *byte == 7));
+        assert!(writer[2 * PAGE..6 * PAGE].iter().all(|byte| *byte == 0));
     }
 
     /// How much of the memory called `name` each of its mappings here has in huge pages.

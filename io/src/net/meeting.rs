@@ -99,6 +99,19 @@ pub fn meet(name: &str, patience: Duration) -> Result<Option<FdStream>> {
     }
 }
 
+/// The names that begin with `prefix` and are held on this host, in its network's namespace, by whomever.
+pub fn places(prefix: &str) -> Result<Vec<String>> {
+    /// `__SO_ACCEPTCON` of the kernel: what listens, and not who is connected there, has it in the table of proc_net_unix(5).
+    const LISTENS: &str = "00010000";
+    let table = std::fs::read_to_string("/proc/net/unix")
+        .map_err(|error| Error::from(error).context("read /proc/net/unix"))?;
+    let names = table.lines().filter_map(|line| {
+        let mut fields = line.split_whitespace().skip(3);
+        (fields.next()? == LISTENS).then(|| fields.nth(3)?.strip_prefix('@'))?
+    });
+    Ok(names.filter(|name| name.starts_with(prefix)).map(str::to_owned).collect())
+}
+
 fn address(name: &str) -> Result<SocketAddr> {
     SocketAddr::from_abstract_name(name).map_err(|error| Error::invalid(format!("`{name}`: {error}")))
 }
@@ -114,12 +127,14 @@ mod tests {
         assert_eq!(Meeting::hold(&name).expect_err("taken").kind(), ErrorKind::Exists);
         assert!(meeting.welcome(Duration::ZERO).expect("look").is_none());
         let mut visitor = meet(&name, Duration::ZERO).expect("meet").expect("it is held");
+        assert_eq!(places(&name[..name.len() - 1]).expect("look"), [&name[..]]);
         let mut host = meeting.welcome(Duration::from_secs(60)).expect("look").expect("a visitor");
         visitor.send(b"hello", None).expect("send");
         assert_eq!(FdStream::readable_among(&[&host], Duration::from_secs(60)).expect("poll"), [0]);
         assert_eq!(host.receive().expect("receive").expect("frame").0, b"hello");
         drop(meeting);
         assert!(meet(&name, Duration::ZERO).expect("meet").is_none());
+        assert!(places(&name).expect("look").is_empty());
         Meeting::hold(&name).expect("free again");
     }
 }

@@ -7,5 +7,5 @@ mod notice;
 
 pub use fd_stream::{FdStream, MAX_FRAME, Received, wait_readable};
 pub use inherited::{Inherited, Noted};
-pub use meeting::{Meeting, meet};
+pub use meeting::{Meeting, meet, places};
 pub use notice::Notice;

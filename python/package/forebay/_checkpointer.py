@@ -81,7 +81,7 @@ class Checkpointer(Saver):
         linger: Seconds that the newest steps stay in memory after this process was killed; 0 lets them go at once. By
             default ten minutes. While another start that looked at them lives, and saves nothing yet, they stay, and for so
             long after it; 24 times as long in all at most, or until they are in the store. They go as soon as they are there
-            where the agent was asked to end (SIGTERM).
+            where the agent was asked to end (SIGTERM), or other saves lack memory.
         patience: Seconds that ranks wait for each other before they name those that are missing.
 
     Raises `CheckpointInvalid`, a `ValueError`, for an option that is none.

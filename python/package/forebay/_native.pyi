@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, Optional
 
+PLACES: str
+"""What the names begin with of the places where agents of killed trainers are found."""
+
 def check_url(url: str) -> None: ...
 def parse_size(text: str) -> int: ...
 def dtypes() -> list[tuple[str, int]]: ...
