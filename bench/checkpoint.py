@@ -266,6 +266,8 @@ class Trainer:
         return {"extra_bytes": max(most) - self._before}
 
     def restore(self) -> dict[str, float]:
+        # What is open has the newest steps in memory.
+        self.end()
         memcpy = self._memcpy.seconds()
         before = _read_bytes()
         start = time.perf_counter()
@@ -274,6 +276,7 @@ class Trainer:
         seconds = time.perf_counter() - start
         restored = checkpointer.restored
         assert step == self._step and restored is not None, f"restored step {step}, not {self._step}"
+        assert restored.tier == "store", f"restored {restored}"
         # Of files the kernel counts, of a store the restore alone.
         read = max(restored.bytes, _read_bytes() - before)
         return {"memcpy_s": memcpy, "restore_s": seconds, "read_bytes": read, "bytes": self._bytes}
@@ -327,7 +330,9 @@ class Trainer:
         return dcp.async_save(self._tensors, storage_writer=writer, async_stager=self._tuned, no_dist=True)
 
     def end(self) -> dict[str, float]:
-        self._checkpointer().close()
+        if self._own is not None:
+            self._own.close()
+        self._own = None
         return {}
 
     def _state(self) -> dict[str, object]:

@@ -20,6 +20,8 @@ type Values = HashMap<String, f64>;
 const NAME: &str = "checkpoint";
 /// What the raw client sends again and again: more than caches hold.
 const RAW_BYTES: usize = 32 * PART as usize;
+/// Rounds until a store of this host has all the memory that it will use: it takes its first pages from clients on its cores.
+const WARM_UP: usize = 3;
 /// The first rows of `in_store`, in which no store has a part.
 const BLOCKING_ROWS: usize = 2;
 
@@ -79,6 +81,10 @@ fn in_store(context: &Context, pace: PaceSettings) -> Result<Vec<Row>> {
     let first = Round { told: trainer.ask("save")?, raw: put()? };
     let mut saves = Vec::new();
     let mut restores = Vec::new();
+    for _ in 0..WARM_UP {
+        trainer.ask("save")?;
+        put()?;
+    }
     for _ in 0..context.settings.pairs {
         saves.push(Round { told: trainer.ask("save")?, raw: put()? });
     }
