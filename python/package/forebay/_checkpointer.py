@@ -581,7 +581,7 @@ class Checkpointer(Saver):
             if snapshot is not None:
                 self._session.abandon(snapshot)
             self._give_up(step, number, error)
-            raise
+            save = self._without_memory(step, begun, error)
         self._last = save
         self._past.append(save._record)
         if not self._hook_is_used:

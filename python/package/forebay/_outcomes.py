@@ -50,6 +50,10 @@ class Outcomes:
         # Pending saves that another rank told of before this one heard.
         self._told_ahead: list[Save] = []
 
+    def may_pass(self, error: CheckpointError) -> bool:
+        """Whether a failure is only warned about."""
+        return self._warns and _may_pass(error)
+
     def follow(self, save: Save) -> None:
         """The agent was given one."""
         with self._lock:
@@ -72,7 +76,7 @@ class Outcomes:
         with self._lock:
             self._hear()
             for save in self._untold:
-                if save._failure is not None and not (self._warns and _may_pass(save._failure)):
+                if save._failure is not None and not self.may_pass(save._failure):
                     return Trouble(save.step, save._failure, _sentence(save))
             last = self._last_failed
             if last is None or not (self._warns and may_count and self._in_a_row >= self._max_failures):

@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from . import _native
 from ._devices import Devices, Sources
-from ._errors import CheckpointError, CheckpointInvalid, anew, warn
+from ._errors import CheckpointError, CheckpointInvalid, CheckpointNoSpace, anew, warn
 from ._ladder import Ladder
 from ._leaf import Leaf, densify, fill
 from ._local import LocalCopies
@@ -269,6 +269,15 @@ class Saver:
         """Tells the other ranks that the step, which they may have sealed in the round of that number, will not be."""
         if not self._ranks.alone:
             self._session.give_up(step, number, str(error))
+
+    def _without_memory(self, step: int, begun: float, error: BaseException) -> Save:
+        """The save that failed with `error`, where the host has no memory for it and failures are warned of; else raises it."""
+        if not isinstance(error, CheckpointNoSpace) or not self._outcomes.may_pass(error):
+            raise error
+        save = Save(self, step, None, begun)
+        save._fail(error)
+        self._outcomes.follow(save)
+        return save
 
     def _stage(self, deadline: Optional[float]) -> bool:
         """As `_finish_staging`, unless the copy takes longer than until `deadline`."""
