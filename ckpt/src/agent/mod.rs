@@ -20,6 +20,7 @@ mod door;
 mod serve;
 
 pub use protocol::{Answer, Hello, Linger, Member, Origin, Reply, Request, Told, VISIT_VERSION, Visit};
+pub(crate) use protocol::{MADE_WAY, MAKES_WAY_LATER};
 pub use serve::serve;
 
 pub(crate) use door::Door;

@@ -184,9 +184,15 @@ pub enum Visit {
     },
     /// I hold it now: tell me, as replies, what becomes of the saves under way, and end.
     Succeed,
-    /// Saves of another job lack memory: let go of yours, if nothing is lost by that, and tell so by an empty frame.
+    /// Saves of another job lack memory: let go of yours, if nothing is lost by that. Answered by [`MADE_WAY`], or by
+    /// [`MAKES_WAY_LATER`] where it is still on its way to the store.
     MakeWay,
 }
+
+/// The answer of an agent that has let go of its memory.
+pub(crate) const MADE_WAY: &[u8] = b"gone";
+/// The answer of one that will be asked again.
+pub(crate) const MAKES_WAY_LATER: &[u8] = b"later";
 
 /// What an agent shows: this, and then a `Held` frame for each step, with its memory's descriptor.
 #[derive(Debug, Serialize, Deserialize)]

@@ -55,13 +55,16 @@ fn no_memory(bytes: usize, error: &forebay_core::Error) -> forebay_core::Error {
     )
 }
 
-/// Faults `pages` in, of so many bytes that are `missing` still, of all threads.
+/// Faults `pages` in, of so many bytes that are `missing` still, of all threads. Those of memory that another process had are
+/// there.
 ///
 /// # Errors
 /// `NoSpace` before the kernel would end a process for it.
 fn take(pages: &mut [u8], missing: &AtomicUsize) -> Result<()> {
     for piece in pages.chunks_mut(PIECE) {
-        if let Some(left) = mem::available()
+        let absent = mem::absent_bytes(piece);
+        if absent > 0
+            && let Some(left) = mem::available()
             && left < LEFT.min(missing.load(Relaxed) as u64)
         {
             let message =
@@ -69,7 +72,7 @@ fn take(pages: &mut [u8], missing: &AtomicUsize) -> Result<()> {
             return Err(forebay_core::Error::new(ErrorKind::NoSpace, message));
         }
         populate(piece)?;
-        missing.fetch_sub(piece.len(), Relaxed);
+        missing.fetch_sub(absent, Relaxed);
     }
     Ok(())
 }
@@ -185,7 +188,7 @@ impl Slot {
             return Err(no_memory(bytes, &forebay_core::Error::bug("a test has it so")));
         }
         let missing = &mut self.mapping[self.populated..bytes];
-        let count = &AtomicUsize::new(missing.len());
+        let count = &AtomicUsize::new(missing.chunks(PIECE).map(mem::absent_bytes).sum());
         let part = missing.len().div_ceil(threads.max(1)).next_multiple_of(SLOT_ALIGNMENT);
         let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
             let workers: Vec<_> =
@@ -194,7 +197,11 @@ impl Slot {
             workers.into_iter().map(|worker| worker.join().unwrap_or_else(bug)).collect()
         });
         if let Err(error) = outcomes.into_iter().collect::<Result<()>>() {
-            mem::give_up(missing);
+            // What another process sealed stays.
+            if self.held.is_none() {
+                self.pinned = None;
+                mem::give_up(missing);
+            }
             return Err(no_memory(bytes, &error));
         }
         self.populated = bytes;

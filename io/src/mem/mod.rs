@@ -10,5 +10,5 @@ mod room;
 pub use budget::{Budget, Class, Permit};
 pub use fused::copy_with_crc32c;
 pub use pool::{Buffer, Pool};
-pub use room::available;
-pub use shared::{ReadMapping, SharedMemory, WriteMapping, expect_read, give_up, populate};
+pub use room::{available, counts_here};
+pub use shared::{ReadMapping, SharedMemory, WriteMapping, absent_bytes, expect_read, give_up, populate};

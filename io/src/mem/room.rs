@@ -5,8 +5,6 @@ use std::path::{Path, PathBuf};
 
 /// What tells of the host.
 const HOST: &str = "/proc/meminfo";
-/// Which groups this process is in.
-const GROUPS: &str = "/proc/self/cgroup";
 
 /// One kind of control groups: where they are, and how their files are called.
 struct Kind {
@@ -42,11 +40,34 @@ const KINDS: [Kind; 2] = [
 /// the page cache, which gives way; `None` where nothing tells. It is an estimate: others take memory meanwhile.
 pub fn available() -> Option<u64> {
     let host = fs::read_to_string(HOST).ok()?;
-    let swap = kibibytes(&host, "SwapFree")?;
-    let groups = fs::read_to_string(GROUPS).unwrap_or_default();
-    let limited = KINDS.iter().flat_map(|kind| kind.left(&groups)).min();
-    let left = kibibytes(&host, "MemAvailable")?;
-    Some(left.min(limited.unwrap_or(u64::MAX)).saturating_add(swap))
+    let (left, _) = tightest(&host, &groups_of("self"))?;
+    Some(left.saturating_add(kibibytes(&host, "SwapFree")?))
+}
+
+/// Whether memory that the process `pid` lets go of is memory that this one can take: not where a limit of this one's is what it
+/// lacks, and the other one is not under it.
+pub fn counts_here(pid: u32) -> bool {
+    let tightest = fs::read_to_string(HOST).ok().and_then(|host| tightest(&host, &groups_of("self")));
+    match tightest {
+        Some((_, Some((kind, group)))) => {
+            let theirs = kind.group_in(&groups_of(&pid.to_string())).map(PathBuf::from);
+            theirs.is_some_and(|theirs| theirs.starts_with(group))
+        }
+        Some((_, None)) | None => true,
+    }
+}
+
+/// The lines of /proc/PID/cgroup.
+fn groups_of(process: &str) -> String {
+    fs::read_to_string(format!("/proc/{process}/cgroup")).unwrap_or_default()
+}
+
+/// What the host, or the tightest limit of `groups`, has left, and which limit that is.
+fn tightest(host: &str, groups: &str) -> Option<(u64, Option<(&'static Kind, PathBuf)>)> {
+    let limits = KINDS
+        .iter()
+        .flat_map(|kind| kind.left(groups).into_iter().map(move |(left, group)| (left, Some((kind, group)))));
+    limits.chain([(kibibytes(host, "MemAvailable")?, None)]).min_by_key(|(left, _)| *left)
 }
 
 /// A line of /proc/meminfo, in bytes.
@@ -56,15 +77,25 @@ fn kibibytes(text: &str, name: &str) -> Option<u64> {
 }
 
 impl Kind {
-    /// Bytes left of each limit that this process is under, as `groups` names them.
-    fn left(&self, groups: &str) -> Vec<u64> {
-        let path = groups.lines().find_map(|line| {
+    /// The group of this kind that `groups` names.
+    fn group_in<'a>(&self, groups: &'a str) -> Option<&'a str> {
+        groups.lines().find_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);
             fields.next()?.split(',').any(|name| name == self.controller).then(|| fields.next())?
+        })
+    }
+
+    /// Bytes left of each limit that a process of these `groups` is under, and the group whose limit it is.
+    fn left(&self, groups: &str) -> Vec<(u64, PathBuf)> {
+        let Some(group) = self.group_in(groups) else { return Vec::new() };
+        // A container may see only some of them.
+        let all = self.mounts.iter().flat_map(|mount| {
+            Path::new(group).ancestors().filter_map(|group| {
+                let below = group.strip_prefix("/").unwrap_or(group);
+                Some((self.left_in(&Path::new(mount).join(below))?, group.to_owned()))
+            })
         });
-        let Some(path) = path else { return Vec::new() };
-        let all = self.mounts.iter().flat_map(|mount| ancestors(Path::new(mount), path));
-        all.filter_map(|folder| self.left_in(&folder)).collect()
+        all.collect()
     }
 
     fn left_in(&self, folder: &Path) -> Option<u64> {
@@ -84,17 +115,13 @@ fn number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// The group at `path` and those above it, of which a container may see only some.
-fn ancestors(mount: &Path, path: &str) -> Vec<PathBuf> {
-    Path::new(path.trim_start_matches('/')).ancestors().map(|path| mount.join(path)).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn this_host_has_memory_left() {
+        assert!(counts_here(std::process::id()), "it is under all its own limits");
         let left = available().expect("Linux tells");
         let all = kibibytes(&fs::read_to_string(HOST).expect("read"), "MemTotal").expect("told");
         let swap = kibibytes(&fs::read_to_string(HOST).expect("read"), "SwapTotal").expect("told");
@@ -129,20 +156,23 @@ mod tests {
         let [second, first] = KINDS;
         let (second, first) = (Kind { mounts, ..second }, Kind { mounts, ..first });
         let groups = "4:cpu,memory:/v1\n0::/pods/one\n";
-        assert_eq!(second.left(groups), [500]);
+        let bytes_left = |kind: &Kind, groups: &str| -> Vec<u64> {
+            kind.left(groups).into_iter().map(|(left, _)| left).collect()
+        };
+        assert_eq!(second.left(groups), [(500, PathBuf::from("/pods"))]);
         group("pods/one", "450\n", "500\n");
-        assert_eq!(second.left(groups), [50, 500]);
+        assert_eq!(bytes_left(&second, groups), [50, 500]);
         // More than all is used while the limit is lowered.
         group("pods/one", "300\n", "500\n");
-        assert_eq!(second.left(groups), [0, 500]);
+        assert_eq!(bytes_left(&second, groups), [0, 500]);
         // In a container, which sees its own group alone, as the mount itself.
-        assert!(second.left("0::/../elsewhere\n").is_empty());
+        assert!(bytes_left(&second, "0::/../elsewhere\n").is_empty());
         group("", "2000\n", "600\n");
-        assert_eq!(second.left("0::/elsewhere\n"), [1500]);
+        assert_eq!(bytes_left(&second, "0::/elsewhere\n"), [1500]);
         put("v1", "memory.limit_in_bytes", "800\n");
         put("v1", "memory.usage_in_bytes", "300\n");
         put("v1", "memory.stat", "inactive_file 1\ntotal_inactive_file 100\ntotal_active_file 50\n");
-        assert_eq!(first.left(groups), [650]);
-        assert!(first.left("0::/pods/one\n").is_empty());
+        assert_eq!(bytes_left(&first, groups), [650]);
+        assert!(bytes_left(&first, "0::/pods/one\n").is_empty());
     }
 }

@@ -225,6 +225,20 @@ pub fn populate(memory: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
+/// Bytes of `memory`, of a mapping that is shared, that the kernel has no pages for yet, be they mapped here or not.
+pub fn absent_bytes(memory: &[u8]) -> usize {
+    let skip = memory.as_ptr().align_offset(PAGE).min(memory.len());
+    let pages = &memory[skip..];
+    let mut residence = vec![0_u8; pages.len().div_ceil(PAGE)];
+    // SAFETY: the range is mapped, and there is a byte for each of its pages.
+    let told =
+        unsafe { libc::mincore(pages.as_ptr().cast_mut().cast(), pages.len(), residence.as_mut_ptr()) };
+    if told != 0 {
+        return memory.len();
+    }
+    PAGE * residence.iter().filter(|page| **page & 1 == 0).count()
+}
+
 /// Gives the whole pages within `memory`, of a mapping that is shared, back to the kernel: they hold zeros when they are
 /// touched again. Where it fails, they stay.
 pub fn give_up(memory: &mut [u8]) {
@@ -313,6 +327,10 @@ mod tests {
         assert_eq!(blocks(), 16 * PAGE as u64);
         give_up(&mut writer[PAGE + 1..6 * PAGE + 5]);
         assert_eq!(blocks(), 12 * PAGE as u64, "four whole ones");
+        assert_eq!(absent_bytes(&writer), 4 * PAGE);
+        // Another mapping tells the same, without having touched any.
+        let other = memory.map_write(0..16 * PAGE).expect("map");
+        assert_eq!((absent_bytes(&other), absent_bytes(&other[6 * PAGE..])), (4 * PAGE, 0));
         assert!(writer[..2 * PAGE].iter().chain(&writer[6 * PAGE..]).all(|byte| *byte == 7));
         assert!(writer[2 * PAGE..6 * PAGE].iter().all(|byte| *byte == 0));
     }

@@ -84,6 +84,15 @@ impl FdStream {
 
     /// The user at the other end of a unix socket, as the kernel knows it.
     pub fn peer_user(&self) -> Result<u32> {
+        Ok(self.peer()?.uid)
+    }
+
+    /// The process at the other end that made or took the connection.
+    pub fn peer_process(&self) -> Result<u32> {
+        Ok(self.peer()?.pid.unsigned_abs())
+    }
+
+    fn peer(&self) -> Result<libc::ucred> {
         // SAFETY: all zeros is a valid `ucred`.
         let mut credentials: libc::ucred = unsafe { std::mem::zeroed() };
         let mut length = size_of::<libc::ucred>() as libc::socklen_t;
@@ -91,7 +100,7 @@ impl FdStream {
         let (fd, level) = (self.stream.as_raw_fd(), libc::SOL_SOCKET);
         // SAFETY: `into` points at a live `ucred`, and `length` says how long it is.
         match unsafe { libc::getsockopt(fd, level, libc::SO_PEERCRED, into, &mut length) } {
-            0 => Ok(credentials.uid),
+            0 => Ok(credentials),
             _ => Err(std::io::Error::last_os_error().into()),
         }
     }

@@ -582,6 +582,8 @@ class Checkpointer(Saver):
                 self._session.abandon(snapshot)
             self._give_up(step, number, error)
             save = self._without_memory(step, begun, error)
+            self._has_memory = True
+            self._schedule.begin_anew()
         self._last = save
         self._past.append(save._record)
         if not self._hook_is_used:

@@ -42,7 +42,7 @@ class Outcomes:
     def __init__(self, on_error: OnError = "raise", max_failures: int = MAX_FAILURES) -> None:
         self._warns = on_error == "warn"
         self._max_failures = max_failures
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pending: list[Save] = []
         self._untold: list[Save] = []
         self._in_a_row = 0

@@ -39,7 +39,7 @@ class Timeline:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._past: collections.deque[Union[Record, Restored]] = collections.deque()
         # Of what is not told one by one any more.
         self._totals: _Totals = collections.defaultdict(float)
