@@ -416,6 +416,8 @@ impl OpenInode {
                 Ok(())
             }
             None => {
+                // What lay in a blob of its own may have been moved since, and that deleted.
+                self.keep_up().await;
                 self.pack(writer).await?;
                 match self.replace_layout(self.look(|content| content.layout().clone())).await {
                     // What was written lies over bytes that are gone: trying again would never do.
@@ -441,7 +443,16 @@ impl OpenInode {
         let committed = loop {
             match tree.commit_layout(self.ino, generation, layout.clone(), mtime).await {
                 Err(error) if error.kind() == ErrorKind::Conflict && attempt < COMMIT_ATTEMPTS => {
-                    let (now, current) = tree.layout(self.ino).await?;
+                    let (mut now, mut current) = tree.layout(self.ino).await?;
+                    if (&now, current) == (&base, generation) {
+                        // An upload that was lost may have come to what this is based on.
+                        tree.settle(self.ino).await?;
+                        (now, current) = tree.layout(self.ino).await?;
+                        if (&now, current) == (&base, generation) {
+                            attempt += 1;
+                            continue;
+                        }
+                    }
                     let same_bytes = current == generation;
                     layout = rebase(layout, &base, &now, same_bytes).ok_or_else(|| stale(error))?;
                     (base, generation) = (now, current);
@@ -456,14 +467,14 @@ impl OpenInode {
         self.store.settled(self.ino);
         self.store.unsealed.forget(self.ino);
         if !is_own {
-            self.look_after_commit().await;
+            self.keep_up().await;
         }
         Ok(())
     }
 
-    /// Goes on from where the tree has the bytes after a commit: of what it keeps of before, objects may have been moved.
-    /// The commit stands if the tree cannot tell: who finds bytes gone asks it again.
-    async fn look_after_commit(&self) {
+    /// Goes on from where the tree has the bytes before and after a commit: objects may have been moved. Goes on as before if
+    /// the tree cannot tell: who finds bytes gone asks it again.
+    async fn keep_up(&self) {
         if let Err(error) = self.take_over().await {
             tracing::debug!(ino = %self.ino, %error, "what was committed may have been moved");
         }

@@ -248,6 +248,10 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// Asks where the next whole content of a file goes and records the intent, durably, where one is needed.
     async fn place(&self, ino: InodeId) -> Result<Placement>;
 
+    /// Finds out what came of a write to the file's own path of which the answer was lost, if there is one. What it brought is
+    /// the file's content then, in the next generation.
+    async fn settle(&self, ino: InodeId) -> Result<()>;
+
     /// A fresh key for an owned blob that a later `commit_layout` is going to refer to. It names this session: what no
     /// layout refers to goes after the session ended.
     fn fresh_blob(&self) -> ObjectKey;

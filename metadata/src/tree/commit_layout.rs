@@ -44,6 +44,11 @@ pub(super) fn commit_layout(
     let Some(home) = new_home(&inode, known, intent.as_ref(), &layout) else {
         return conflict("was moved: its layout is based on an object that is not its own any more");
     };
+    if let (Some(intent), Some(_)) = (&intent, content.mtime)
+        && names_what_may_be_gone(&layout, intent)
+    {
+        return conflict("is based on an object that a write may have replaced of which nobody was told");
+    }
     let before = change.replace_layout((ino, &mut inode), &layout, home)?;
     if let Some(intent) = &intent {
         change.end_intent(ino, intent)?;
@@ -68,6 +73,12 @@ pub(super) fn commit_layout(
     change.put_inode(ino, &inode)?;
     change.settle_home(ino, &inode)?;
     Ok(inode.attributes(ino))
+}
+
+/// Whether a layout has bytes of the very object that an intent is to replace, and nothing of what it announces.
+fn names_what_may_be_gone(layout: &FileLayout, intent: &Intent) -> bool {
+    let mut there = layout.blobs().filter(|blob| blob.key == intent.key).peekable();
+    there.peek().is_some() && there.all(|blob| Some(&blob.version) == intent.replaces.as_ref())
 }
 
 /// The plain objects and segments that `lender` may lend: those in its layout that stay. One that is about to be replaced or deleted

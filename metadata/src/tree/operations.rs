@@ -19,7 +19,7 @@ use super::{
     quota, remove_directory, rename, segments, set_attributes, unlink, xattr,
 };
 use crate::records::{Change, Look, Records, check_name, owned_key};
-use crate::schema::UploadRecord;
+use crate::schema::{Intent, UploadRecord};
 
 /// Most entries in one page.
 const MOST_ENTRIES: usize = 4096;
@@ -264,6 +264,14 @@ impl Tree for LocalTree {
             }
         }
         Err(Error::new(ErrorKind::Unavailable, format!("inode {ino} is written by another")))
+    }
+
+    async fn settle(&self, ino: InodeId) -> Result<()> {
+        let intent = self.look(move |look| look.intent(ino)).await?;
+        if let (Some(mover), Some(Intent { copies: None, .. })) = (&self.mover, intent) {
+            mover.settle(ino, Instant::now() + PATIENCE).await?;
+        }
+        Ok(())
     }
 
     fn fresh_blob(&self) -> ObjectKey {

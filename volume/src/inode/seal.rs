@@ -65,6 +65,10 @@ impl OpenInode {
             let later = || Error::new(ErrorKind::Unavailable, "what is at its path is still on its way out");
             return if comes_free && comes_back { Err(later()) } else { Ok(false) };
         }
+        if self.was_brought_home(generation).await? {
+            upload.abort().await?;
+            return Ok(true);
+        }
         // Many bytes take long, and a writer waits for the turn: its close has the file sealed again.
         let gives_way = comes_back && self.store.carried_bytes(&layout) > self.store.write.seal_max_bytes;
         let whole = tokio::select! {
@@ -77,6 +81,16 @@ impl OpenInode {
             self.store.fetch.remember(&blob, whole);
         }
         self.move_to(FileLayout::of_blob(blob), generation).await
+    }
+
+    /// Whether an earlier try, of which the answer was lost, brought the file home after all: asking for a place found it then.
+    async fn was_brought_home(&self, generation: u64) -> Result<bool> {
+        let (now, current) = self.store.tree.layout(self.ino).await?;
+        if current == generation {
+            return Ok(false);
+        }
+        // Nothing is written to the place that was just asked for.
+        self.move_to(now, current).await
     }
 
     async fn move_to(&self, layout: FileLayout, generation: u64) -> Result<bool> {

@@ -63,6 +63,9 @@ impl OpenInode {
 
     /// The same when all bytes of both files lie in blobs; the caller has both turns.
     async fn share_committed(&self, source: &Self, range: Range<u64>, to: u64) -> Result<u64> {
+        // What lay in blobs of their own may have been moved since, and those deleted.
+        source.keep_up().await;
+        self.keep_up().await;
         match self.share_once(source, range.clone(), to).await {
             Err(error) if error.kind() == ErrorKind::Conflict => {
                 // The object of the source was moved since it was opened.
@@ -91,7 +94,7 @@ impl OpenInode {
         *self.content.write() = Content::committed(layout, committed.generation);
         self.shares.store(true, Ordering::Relaxed);
         self.store.settled(self.ino);
-        self.look_after_commit().await;
+        self.keep_up().await;
         Ok(length)
     }
 }

@@ -13,6 +13,7 @@ mod moving;
 mod outside;
 mod cloning;
 mod costs;
+mod doubts;
 mod packing;
 mod warming;
 mod asking;

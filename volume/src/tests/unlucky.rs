@@ -136,6 +136,10 @@ impl Tree for Unlucky {
         self.tree.place(ino).await
     }
 
+    async fn settle(&self, ino: InodeId) -> Result<()> {
+        self.tree.settle(ino).await
+    }
+
     fn fresh_blob(&self) -> ObjectKey {
         self.tree.fresh_blob()
     }

@@ -1,0 +1,132 @@
+//! What was moved while a file was open, and writes of which the answer was lost.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_core::{ErrorKind, FileLayout};
+use forebay_io::object::{Bucket, FaultMode, Faults, OperationKind};
+use forebay_metadata::tree::RenameMode;
+
+use super::support::*;
+use crate::{Access, File, Volume};
+
+async fn until(what: &str, mut happened: impl AsyncFnMut() -> bool) {
+    for _ in 0..2000 {
+        if happened().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    panic!("not within 10 s: {what}");
+}
+
+/// The store is away from the first fault on.
+async fn goes_away_after_one(faults: &Faults) {
+    while faults.injected() == 0 {
+        tokio::task::yield_now().await;
+    }
+    faults.set_down(true);
+}
+
+async fn layout_of(volume: &Volume, file: &File) -> FileLayout {
+    volume.store().tree.layout(file.ino()).await.expect("a layout").0
+}
+
+/// A blob of its own, which the mover had brought to the file's path and which was deleted since, was committed anew: bytes
+/// that had been synced were gone.
+#[test]
+fn what_was_moved_while_a_file_is_open_is_not_committed_from_where_it_was() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let old = create(&volume, "log").await;
+        old.write(0, Bytes::from_static(b"old")).await.expect("write");
+        old.release().await.expect("release");
+        let root = forebay_core::InodeId::ROOT;
+        volume.rename((root, b"log"), (root, b"log.1"), RenameMode::Replace).await.expect("rename");
+        let log = create(&volume, "log").await;
+        log.write(0, Bytes::from_static(b"header\n")).await.expect("write");
+        log.fsync().await.expect("fsync");
+        until("it is moved", async || layout_of(&volume, &log).await.is_plain()).await;
+        log.write(7, Bytes::from_static(b"more\n")).await.expect("write");
+        log.fsync().await.expect("fsync");
+        let named = layout_of(&volume, &log).await;
+        let home: Vec<_> =
+            named.blobs().filter(|blob| !blob.is_owned()).map(|blob| blob.key.as_str().to_owned()).collect();
+        assert_eq!(home, ["log"], "{named:?}");
+        log.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert_eq!(object(&fixture.bucket, "log").await, "header\nmore\n");
+    });
+}
+
+/// A file of which a part was written anew, and what it holds.
+async fn in_parts(volume: &std::sync::Arc<Volume>) -> std::sync::Arc<File> {
+    let file = create(volume, "f").await;
+    file.write(0, Bytes::from_static(b"hello")).await.expect("write");
+    file.fsync().await.expect("fsync");
+    file.write(1, Bytes::from_static(b"E")).await.expect("write");
+    file.fsync().await.expect("fsync");
+    file
+}
+
+/// The next try put the same bytes there again, which the tree did not name: the file could not be read, and what was synced to
+/// it later was lost.
+#[test]
+fn a_file_whose_seal_was_not_answered_is_whole_and_goes_on() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
+        let fixture = Fixture::new(bucket);
+        let volume = fixture.open().await;
+        let file = in_parts(&volume).await;
+        faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
+        let (released, ()) = tokio::join!(file.release(), goes_away_after_one(&faults));
+        released.expect("release");
+        until("a try is given up", async || faults.injected() > 4).await;
+        faults.set_down(false);
+        let file = open(&volume, "f", READ_WRITE).await;
+        until("it is sealed", async || layout_of(&volume, &file).await.is_plain()).await;
+        file.write(5, Bytes::from_static(b" more")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        assert_eq!(file.read(0, 100).await.expect("read"), "hEllo more");
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert_eq!(object(&fixture.bucket, "f").await, "hEllo more");
+    });
+}
+
+/// What an upload that was lost may have replaced was committed with newer bytes over it: the file could not be read, and
+/// either went with the next settlement.
+#[test]
+fn nothing_is_committed_over_what_a_lost_upload_may_have_replaced() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
+        let fixture = Fixture::new(bucket);
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"old")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        file.release().await.expect("release");
+        let file = open(&volume, "f", Access { truncate: true, ..READ_WRITE }).await;
+        faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
+        for at in 0..4 * forebay_core::units::MIB / 65536 {
+            file.write(at * 65536, pattern(2, at * 65536..(at + 1) * 65536)).await.expect("write");
+        }
+        let (synced, ()) = tokio::join!(file.fsync(), goes_away_after_one(&faults));
+        synced.expect_err("nobody knows what became of it");
+        faults.set_down(false);
+        file.write(3, Bytes::from_static(b" more")).await.expect("write");
+        let told = file.fsync().await;
+        let whole = pattern(2, 0..4 * forebay_core::units::MIB);
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        let there = object(&fixture.bucket, "f").await;
+        match told {
+            // What was written is over bytes that are gone; what was lost is there after all.
+            Err(error) => assert_eq!((error.kind(), there == whole), (ErrorKind::Stale, true), "{error}"),
+            Ok(()) => assert!(there == "old more", "{} bytes", there.len()),
+        }
+    });
+}
