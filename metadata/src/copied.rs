@@ -1,6 +1,7 @@
 //! A tree as a mount for writing has it, copied to where a read-only mount keeps its own.
 //!
-//! Promises that the copy is of one moment, and that a failed one leaves nothing. What is at work in the other mount is left
+//! Promises that the copy is of one moment, and that a failed one leaves nothing: of one that was cut off, the next mount does
+//! away with the rest. What is at work in the other mount is left
 //! out: its sessions, what it has open without names, and writes that may or may not have happened, whose keys are as any other
 //! then. From there on the copy follows the bucket's listings, as every tree does.
 
@@ -8,7 +9,7 @@ use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 
 use crate::kv::{Batch, Durability, Engine, Pair, Snapshot};
-use crate::schema::{Claim, HolderState, Keys, Tag};
+use crate::schema::{Claim, HolderState, Keys, Tag, encode_plain};
 
 /// Records that are read and written at once: an engine may sync each batch.
 const PAGE: usize = 4096;
@@ -20,11 +21,22 @@ const PAGE: usize = 4096;
 /// engines. Nothing of the volume is left in `into` then.
 pub async fn copy(from: &dyn Snapshot, keys: Keys, into: &dyn Engine) -> Result<u64> {
     clear(keys, into).await?;
+    let mut mark = Batch::default();
+    mark.put(keys.copied(), encode_plain(b""));
+    into.write(mark, Durability::Buffered).await?;
     let copied = fill(from, keys, into).await;
     if copied.is_err() {
         clear(keys, into).await?;
     }
     copied
+}
+
+/// Removes what [`copy`] left in `engine` earlier, be it whole or in part. A tree that was made of listings stays.
+pub async fn forget(keys: Keys, engine: &dyn Engine) -> Result<()> {
+    match engine.get(&keys.copied()).await? {
+        Some(_) => clear(keys, engine).await,
+        None => Ok(()),
+    }
 }
 
 async fn fill(from: &dyn Snapshot, keys: Keys, into: &dyn Engine) -> Result<u64> {
@@ -51,7 +63,7 @@ async fn fill(from: &dyn Snapshot, keys: Keys, into: &dyn Engine) -> Result<u64>
 /// Whether a record says something of names, attributes and bytes, and not of who is at work on them.
 fn is_of_the_tree(keys: Keys, key: &Bytes, value: &Bytes) -> Result<bool> {
     Ok(match keys.tag_in(key)? {
-        Tag::Session | Tag::Orphan | Tag::Intent | Tag::Loading => false,
+        Tag::Session | Tag::Orphan | Tag::Intent | Tag::Loading | Tag::Home | Tag::Copied => false,
         // Listings pass over what is claimed: what the other mount is about to write there is to be seen.
         Tag::Claim => !matches!(Claim::decode(value.clone())?.state, HolderState::Intended(_)),
         _ => true,
@@ -62,12 +74,16 @@ async fn clear(keys: Keys, engine: &dyn Engine) -> Result<()> {
     let (start, end) = keys.all();
     loop {
         let page: Vec<Pair> = engine.scan(&start, &end, PAGE).await?;
-        if page.is_empty() {
+        let mut batch = Batch::default();
+        // The mark goes last: clearing may be cut off, too.
+        let is_last = page.len() < PAGE;
+        page.into_iter()
+            .filter(|(key, _)| is_last || *key != keys.copied())
+            .for_each(|(key, _)| batch.delete(key));
+        engine.write(batch, Durability::Buffered).await?;
+        if is_last {
             return Ok(());
         }
-        let mut batch = Batch::default();
-        page.into_iter().for_each(|(key, _)| batch.delete(key));
-        engine.write(batch, Durability::Buffered).await?;
     }
 }
 
@@ -118,9 +134,30 @@ mod tests {
         let into = engine_of(&[xattr(b"user.old"), other.clone()]).await;
         let copied = copy(&*from.snapshot().expect("snapshot"), KEYS, &into).await.expect("copied");
         assert_eq!(copied, 2);
-        let mut expected = vec![xattr(b"user.a"), held, other];
+        let mark = (KEYS.copied(), encode_plain(b""));
+        let mut expected = vec![xattr(b"user.a"), held, mark, other.clone()];
         expected.sort();
         assert_eq!(all(&into).await, expected);
+        forget(KEYS, &into).await.expect("forgotten");
+        assert_eq!(all(&into).await, std::slice::from_ref(&other));
+        // What listings have made stays.
+        let listed = engine_of(&[xattr(b"user.a"), other]).await;
+        forget(KEYS, &listed).await.expect("looked");
+        assert_eq!(all(&listed).await.len(), 2);
+    }
+
+    /// An engine that is killed may have any number of a copy's batches.
+    #[tokio::test]
+    async fn a_copy_that_was_cut_off_is_forgotten_whole() {
+        let many = |count: usize| -> Vec<_> {
+            let xattr = |number: usize| (KEYS.xattr(InodeId(number as u64), b"user.a"), encode_plain(b"v"));
+            (0..count).map(xattr).chain([(KEYS.copied(), encode_plain(b""))]).collect()
+        };
+        for count in [0, 1, PAGE - 1, PAGE, 2 * PAGE + 1] {
+            let cut_off = engine_of(&many(count)).await;
+            forget(KEYS, &cut_off).await.expect("forgotten");
+            assert_eq!(all(&cut_off).await, Vec::new(), "{count}");
+        }
     }
 
     #[tokio::test]

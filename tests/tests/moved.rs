@@ -199,6 +199,34 @@ fn a_copied_folder_is_the_same_volume_once_it_is_adopted() {
     walk.compare(&bare, &told);
 }
 
+/// It was refused as a copy from then on, and adopting it gave the clone the other bytes.
+#[test]
+fn what_is_replaced_in_an_adopted_copy_is_an_outsiders() {
+    if !require_fuse("what_is_replaced_in_an_adopted_copy_is_an_outsiders") {
+        return;
+    }
+    let walk = Walk::new(Vec::new());
+    let bucket = walk.scratch.folder("bucket");
+    let source = format!("file://{}", bucket.display());
+    let mut mount = walk.mount(&source);
+    walk.python("for name in 'fg': open(name, 'w').write('hello\\n')");
+    let at = |name: &str| mount.path().join(name).display().to_string();
+    walk.forebay(&["clone", &at("f"), &at("c")]).succeeded();
+    mount.unmount();
+    let moved = copy(&bucket, &walk.scratch.join("moved"));
+    walk.forebay(&["volume", "adopt", &moved]).succeeded();
+    fs::write(walk.scratch.join("moved/f"), "world\n").expect("replaced");
+    let mut mount = walk.mount(&moved);
+    assert_eq!(shell(mount.path(), "cat f g").succeeded(), "world\nhello\n");
+    assert!(shell(mount.path(), "cat c").stderr.contains("Stale file handle"));
+    mount.unmount();
+    // A copy of that one is one again.
+    let again = copy(&walk.scratch.join("moved"), &walk.scratch.join("again"));
+    Forebay::new(&walk.home, ["mount", &again, &walk.scratch.join("mnt").display().to_string()])
+        .run()
+        .failed_with("seems to be a copy", "volume adopt");
+}
+
 /// Promise S70: Files that need an object which is missing or has another size are named, the exit code is 3, and no
 /// byte of them is read from another object.
 #[test]

@@ -189,6 +189,27 @@ fn a_read_only_mount_over_a_damaged_tree_shows_objects_and_says_so() {
     reader.unmount();
 }
 
+/// What it copied of the tree was shown by the next mount, though it was gone with its bucket.
+#[test]
+fn a_read_only_mount_shows_nothing_of_a_tree_that_is_gone() {
+    if !require_fuse("a_read_only_mount_shows_nothing_of_a_tree_that_is_gone") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let bucket = scratch.folder("bucket");
+    let mut readers = Readers::beside(&scratch, &format!("file://{}", bucket.display()), &[]);
+    let mut reader = readers.mount("reader", "--read-only", &[]);
+    readers.check(&reader);
+    reader.unmount();
+    readers.writer.unmount();
+    fs::remove_dir_all(&bucket).expect("removed");
+    fs::create_dir(&bucket).expect("made");
+    fs::write(bucket.join("new"), "new\n").expect("written");
+    reader.remount(&scratch.join("home-reader"));
+    assert_eq!(shell(reader.path(), "ls && cat new").succeeded(), "new\nnew\n");
+    reader.unmount();
+}
+
 /// Promise S1: Every object of a bucket that nobody prepared is a file
 /// Promise S2: A read-only mount writes nothing to the bucket.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

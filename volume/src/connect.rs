@@ -15,10 +15,10 @@ use forebay_io::object::{Bucket, BucketUrl};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::adopt::looks_copied;
-use forebay_metadata::commit::{Committer, CommitterSettings};
+use forebay_metadata::commit::{Committer, CommitterSettings, Txn};
 use forebay_metadata::copied;
-use forebay_metadata::kv::{Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings, after};
-use forebay_metadata::schema::Keys;
+use forebay_metadata::kv::{Durability, Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings, after};
+use forebay_metadata::schema::{Keys, encode_plain};
 use forebay_metadata::tree::{GcSettings, ImportSettings, LocalTree, TreeParts, TreeSettings};
 use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile, VolumeRecord};
 
@@ -26,6 +26,9 @@ use crate::compact;
 use crate::settings::VolumeSettings;
 use crate::staging::{self, Durable, Staging};
 use crate::{Parts, Volume, Writeback};
+
+/// How often a tree that another mount changes meanwhile is copied until it is given up.
+const COPY_TRIES: u32 = 3;
 
 /// Longer than any mount lives.
 const CENTURY_MS: u64 = 100 * 365 * 24 * 60 * 60 * 1000;
@@ -51,7 +54,7 @@ pub async fn connect(source: &str, settings: VolumeSettings) -> Result<Arc<Volum
 }
 
 /// Keeps a mount for writing from taking the objects of a copied bucket for an outsider's, and what its tree knows with them.
-/// Only a bucket that became a volume under another URL is looked at.
+/// Only a bucket that became a volume under another URL is looked at, and once under each: what outsiders replace later is theirs.
 async fn refuse_copy(source: &str, records: &Records, settings: &VolumeSettings) -> Result<()> {
     let url = records.bucket.url();
     if records.bucket.is_read_only()
@@ -60,9 +63,16 @@ async fn refuse_copy(source: &str, records: &Records, settings: &VolumeSettings)
     {
         return Ok(());
     }
-    let tree = records.committer.engine().snapshot()?;
-    match looks_copied(&*tree, Keys(records.volume), &records.bucket).await? {
-        false => Ok(()),
+    let (tree, keys) = (records.committer.engine().snapshot()?, Keys(records.volume));
+    let home = encode_plain(url.to_string().as_bytes());
+    if tree.get(&keys.home()).await?.as_ref() == Some(&home) {
+        return Ok(());
+    }
+    match looks_copied(&*tree, keys, &records.bucket).await? {
+        false => {
+            let note = move |txn: &mut Txn<'_>| txn.put(keys.home(), home.clone());
+            records.committer.transact(Durability::Buffered, note).await
+        }
         true => {
             let fact = format!(
                 "{source} seems to be a copy: its objects have the sizes that its tree knows, and other versions"
@@ -134,8 +144,12 @@ impl Records {
                 }
             };
             let engine = home.engine(&bucket).await?;
-            if let (true, Some(record)) = (read_only, &recorded) {
-                copy_tree(&bucket, record, &*engine).await;
+            if read_only {
+                // Of a tree that is there no more, or cannot be had now, nothing is shown.
+                copied::forget(Keys(volume), &*engine).await?;
+                if let Some(record) = &recorded {
+                    copy_tree(&bucket, record, &*engine).await;
+                }
             }
             Ok((engine, writeback))
         };
@@ -175,31 +189,53 @@ impl Records {
 /// Takes over what the mount for writing knows beyond the objects, for a read-only one. Where that cannot be had, the objects
 /// are what there is.
 async fn copy_tree(bucket: &Bucket, record: &VolumeRecord, into: &dyn Engine) {
+    let mut tries = 1;
+    loop {
+        match copy_tree_once(bucket, record, into).await {
+            Ok(records) => {
+                tracing::info!(records, "the tree is shown as it was now, and objects as they are listed");
+                return;
+            }
+            // The writer may have deleted what it needed no more, and this copy did.
+            Err(error) if tries < COPY_TRIES && may_pass(error.kind()) => {
+                tracing::info!(%error, "the tree is copied from its beginning again")
+            }
+            Err(error) => {
+                tracing::warn!(
+                    url = %bucket.url(),
+                    %error,
+                    "the tree of this bucket, which is written through Forebay, cannot be read: its objects are shown, without \
+                     links, modes, packed files, and what is not at its own path yet"
+                );
+                return;
+            }
+        }
+        tries += 1;
+    }
+}
+
+/// Whether a copy that is begun anew may do better.
+fn may_pass(kind: ErrorKind) -> bool {
+    !matches!(kind, ErrorKind::Denied | ErrorKind::Unsupported)
+}
+
+async fn copy_tree_once(bucket: &Bucket, record: &VolumeRecord, into: &dyn Engine) -> Result<u64> {
     let keys = Keys(record.volume);
-    let copied = async {
-        match (record.engine, bucket.url().directory()) {
-            (EngineKind::Lmdb, Some(directory)) => {
-                let view = LmdbEngine::view(tree_directory(&directory), &LmdbSettings::default()).await?;
-                copied::copy(&*view, keys, into).await
-            }
-            (EngineKind::SlateDb, None) => {
-                let from = SlateEngine::open_aside(bucket, &SlateSettings::default()).await?;
-                let copied = copied::copy(&*from.snapshot()?, keys, into).await;
-                from.close().await.and(copied)
-            }
-            _ => Err(Error::new(ErrorKind::Unsupported, "its tree is of another kind of store")),
+    match (record.engine, bucket.url().directory()) {
+        (EngineKind::Lmdb, Some(directory)) => {
+            let view = LmdbEngine::view(tree_directory(&directory), &LmdbSettings::default()).await?;
+            copied::copy(&*view, keys, into).await
         }
-    };
-    match copied.await {
-        Ok(records) => {
-            tracing::info!(records, "the tree is shown as it was now, and objects as they are listed")
+        (EngineKind::SlateDb, None) => {
+            let from = SlateEngine::open_aside(bucket, &SlateSettings::default()).await?;
+            let copied = copied::copy(&*from.snapshot()?, keys, into).await;
+            if let Err(error) = from.close().await {
+                // Nothing of it was to be kept.
+                tracing::debug!(%error, "closing what was opened to be copied");
+            }
+            copied
         }
-        Err(error) => tracing::warn!(
-            url = %bucket.url(),
-            %error,
-            "the tree of this bucket, which is written through Forebay, cannot be read: its objects are shown, without links, \
-             modes, packed files, and what is not at its own path yet"
-        ),
+        _ => Err(Error::new(ErrorKind::Unsupported, "its tree is of another kind of store")),
     }
 }
 

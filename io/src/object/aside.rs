@@ -1,6 +1,10 @@
 //! A store whose changes stay in this process: an engine opens the tree that it keeps there, as it is, and the bucket is only
 //! read.
+//!
+//! Where an engine numbers what it puts, and has put one here, what the bucket has of that number and later is another's
+//! and hidden: whoever writes to the bucket goes on from the same number, and neither is to follow the other.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -11,18 +15,45 @@ use object_store::{
     CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
     ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
+use parking_lot::Mutex;
 
 /// What is put is in memory, and hides what the bucket has under the same name.
 #[derive(Debug)]
 pub(super) struct Aside {
     bucket: Arc<dyn ObjectStore>,
     memory: Arc<InMemory>,
+    firsts: Arc<Firsts>,
 }
+
+/// The least number that was put into each directory of numbered objects.
+type Firsts = Mutex<HashMap<Path, u64>>;
 
 impl Aside {
     pub(super) fn over(bucket: Arc<dyn ObjectStore>) -> Self {
-        Self { bucket, memory: Arc::new(InMemory::new()) }
+        Self { bucket, memory: Arc::new(InMemory::new()), firsts: Arc::default() }
     }
+
+    /// What the bucket says of one object.
+    async fn below(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
+        if is_later(&self.firsts, location) {
+            let (path, source) = (location.to_string(), "it is another writer's".into());
+            return Err(Error::NotFound { path, source });
+        }
+        self.bucket.get_opts(location, options).await
+    }
+}
+
+/// The directory and the number of an object such as `manifest/00000000000000000007.manifest`.
+fn numbered(location: &Path) -> Option<(Path, u64)> {
+    let number = location.filename()?.split('.').next()?.parse().ok()?;
+    let (directory, _) = location.as_ref().rsplit_once('/')?;
+    Some((Path::from(directory), number))
+}
+
+/// Whether an object in the bucket has the number of one that was put here, or a later one.
+fn is_later(firsts: &Firsts, location: &Path) -> bool {
+    let Some((directory, number)) = numbered(location) else { return false };
+    firsts.lock().get(&directory).is_some_and(|first| number >= *first)
 }
 
 impl std::fmt::Display for Aside {
@@ -45,7 +76,9 @@ impl ObjectStore for Aside {
     async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         let is_changed = unless_missing(self.memory.head(location).await).is_some();
         match (&options.mode, is_changed) {
-            (PutMode::Create, false) => match unless_missing(self.bucket.head(location).await) {
+            (PutMode::Create, false) => match unless_missing(
+                self.below(location, GetOptions { head: true, ..GetOptions::default() }).await,
+            ) {
                 Some(Ok(_)) => {
                     let (path, source) = (location.to_string(), "it is in the bucket".into());
                     return Err(Error::AlreadyExists { path, source });
@@ -56,7 +89,13 @@ impl ObjectStore for Aside {
             (PutMode::Update(_), false) => return Err(not_offered("to replace")),
             _ => {}
         }
-        self.memory.put_opts(location, payload, options).await
+        let put = self.memory.put_opts(location, payload, options).await?;
+        if let Some((directory, number)) = numbered(location) {
+            let mut firsts = self.firsts.lock();
+            let first = firsts.entry(directory).or_insert(number);
+            *first = number.min(*first);
+        }
+        Ok(put)
     }
 
     async fn put_multipart_opts(
@@ -70,7 +109,7 @@ impl ObjectStore for Aside {
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
         match unless_missing(self.memory.get_opts(location, options.clone()).await) {
             Some(answer) => answer,
-            None => self.bucket.get_opts(location, options).await,
+            None => self.below(location, options).await,
         }
     }
 
@@ -80,11 +119,12 @@ impl ObjectStore for Aside {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        let memory = self.memory.clone();
+        let (memory, firsts) = (self.memory.clone(), self.firsts.clone());
         let others = self.bucket.list(prefix).try_filter_map(move |object| {
-            let memory = memory.clone();
+            let (memory, firsts) = (memory.clone(), firsts.clone());
             async move {
-                let is_hidden = unless_missing(memory.head(&object.location).await).is_some();
+                let is_hidden = is_later(&firsts, &object.location)
+                    || unless_missing(memory.head(&object.location).await).is_some();
                 Ok((!is_hidden).then_some(object))
             }
         });
@@ -97,7 +137,8 @@ impl ObjectStore for Aside {
         let others = more
             .objects
             .into_iter()
-            .filter(|object| found.objects.iter().all(|changed| changed.location != object.location));
+            .filter(|object| found.objects.iter().all(|changed| changed.location != object.location))
+            .filter(|object| !is_later(&self.firsts, &object.location));
         let others: Vec<ObjectMeta> = others.collect();
         found.objects.extend(others);
         for prefix in more.common_prefixes {
@@ -116,6 +157,31 @@ impl ObjectStore for Aside {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// An engine went on from its own third manifest to the writer's fourth, which says nothing of it.
+    #[tokio::test]
+    async fn what_another_writer_numbers_meanwhile_is_not_there() {
+        let bucket: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+        let at = |number: u64| Path::from(format!("tree/manifest/{number:020}.manifest"));
+        for number in [1, 2] {
+            bucket.put(&at(number), "old".into()).await.expect("put");
+        }
+        let aside = Aside::over(bucket.clone());
+        aside.put_opts(&at(3), "own".into(), PutOptions::from(PutMode::Create)).await.expect("free");
+        for (path, text) in [(at(3), "theirs"), (at(4), "theirs"), (Path::from("tree/wal/4"), "log")] {
+            bucket.put(&path, text.into()).await.expect("put");
+        }
+        let mut listed: Vec<Path> =
+            aside.list(None).map_ok(|object| object.location).try_collect().await.expect("listed");
+        listed.sort();
+        assert_eq!(listed, [at(1), at(2), at(3), Path::from("tree/wal/4")]);
+        let level = aside.list_with_delimiter(Some(&Path::from("tree/manifest"))).await.expect("listed");
+        assert_eq!(level.objects.len(), 3);
+        assert_eq!(aside.get(&at(3)).await.expect("get").bytes().await.expect("bytes"), "own");
+        let hidden = aside.get(&at(4)).await.expect_err("another's");
+        assert!(matches!(hidden, Error::NotFound { .. }), "{hidden}");
+        aside.put_opts(&at(4), "own".into(), PutOptions::from(PutMode::Create)).await.expect("free here");
+    }
 
     #[tokio::test]
     async fn changes_hide_what_is_in_the_bucket_and_never_reach_it() {

@@ -13,7 +13,7 @@ use super::naming::{NAMING, Naming, Role};
 use crate::commit::{Committer, Reads, Txn, View};
 use crate::kv::{Durability, Pair};
 use crate::records::{Look, Records, path_or_name};
-use crate::schema::{Keys, Loan, Partial, Tag};
+use crate::schema::{Keys, Loan, Partial, Tag, encode_plain};
 
 /// Records read, and at most as many written, at once.
 const PAGE: usize = 256;
@@ -121,7 +121,11 @@ async fn rewrite(
         .await?;
     }
     committer.sync().await?;
-    let end = move |txn: &mut Txn<'_>| txn.delete(keys.loading());
+    let url = encode_plain(bucket.url().to_string().as_bytes());
+    let end = move |txn: &mut Txn<'_>| {
+        txn.put(keys.home(), url.clone())?;
+        txn.delete(keys.loading())
+    };
     committer.transact(Durability::Durable, end).await?;
     needs.report(committer, keys, &matched).await
 }

@@ -323,3 +323,45 @@ async fn a_damaged_file_is_corrupt_and_never_a_crash() {
     };
     assert_eq!(read.expect_err("pages are gone").kind(), ErrorKind::Corrupt);
 }
+
+/// LMDB keeps what changes while somebody reads, and took one that was killed for somebody who reads.
+#[tokio::test]
+async fn a_reader_that_was_killed_keeps_no_pages_of_lmdb() {
+    const WHERE: &str = "FOREBAY_TEST_LMDB_READER";
+    if let Ok(directory) = std::env::var(WHERE) {
+        // The reader, in a process of its own.
+        let view = LmdbEngine::view(directory, &LmdbSettings::default()).await.expect("a tree");
+        println!("reads {}", view.scan(b"", b"", 1).await.expect("read").len());
+        std::thread::sleep(std::time::Duration::from_secs(600));
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let engine = LmdbEngine::open(directory.path(), &LmdbSettings::default()).await.expect("open");
+    let change = async |rounds: u32| {
+        for round in 0..rounds {
+            let mut batch = Batch::default();
+            (0..20_u8).for_each(|key| batch.put(vec![key], vec![round as u8; 3000]));
+            engine.write(batch, Durability::Durable).await.expect("written");
+        }
+    };
+    let size = || std::fs::metadata(directory.path().join("data.mdb")).expect("there").len();
+    change(20).await;
+    let before = size();
+    let mut reader = std::process::Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", "kv::contract::a_reader_that_was_killed_keeps_no_pages_of_lmdb", "--nocapture"])
+        .env(WHERE, directory.path())
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("spawn");
+    let lines = std::io::BufRead::lines(std::io::BufReader::new(reader.stdout.take().expect("its output")));
+    assert!(lines.map_while(|line| line.ok()).any(|line| line.contains("reads 1")));
+    change(20).await;
+    assert!(size() > before, "it reads what was");
+    reader.kill().expect("kill");
+    reader.wait().expect("wait");
+    // Until the dead are looked for.
+    change(270).await;
+    let settled = size();
+    change(100).await;
+    assert_eq!(size(), settled, "pages are used again");
+}

@@ -141,3 +141,41 @@ async fn who_looks_at_a_tree_in_a_bucket_changes_nothing() {
     view.close().await.expect("closed");
     writer.close().await.expect("closed");
 }
+
+/// It followed the writer's later manifests, which know nothing of its own, and ended in a panic.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_looks_at_a_tree_is_not_disturbed_by_its_writer() {
+    let bucket = Bucket::in_memory();
+    // Each batch leaves as a table of its own, which a manifest names.
+    let small = SlateSettings { table_bytes: 4096, ..SlateSettings::default() };
+    let writer = SlateEngine::open(&bucket, &small).await.expect("open");
+    let fill = async |from: u32| {
+        for number in from..from + 12 {
+            let mut batch = Batch::default();
+            batch.put(format!("{number:08}").into_bytes(), vec![b'v'; 1000]);
+            writer.write(batch, Durability::Durable).await.expect("written");
+        }
+    };
+    let manifests = async || {
+        use futures::StreamExt;
+        bucket.list(".forebay/tree/manifest").count().await
+    };
+    fill(0).await;
+    let reader = bucket.read_only();
+    let view = SlateEngine::open_aside(&reader, &SlateSettings::default()).await.expect("open");
+    let snapshot = view.snapshot().expect("snapshot");
+    let before = manifests().await;
+    fill(40).await;
+    for _ in 0..1000 {
+        if manifests().await >= before + 2 {
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    assert!(manifests().await >= before + 2, "the writer went on");
+    // What this one has in memory leaves, to its own memory, at the latest as it is closed.
+    view.write(numbered(1_000_000), Durability::Durable).await.expect("written aside");
+    assert_eq!(snapshot.scan(&[], &[], 1000).await.expect("scan").len(), 12, "of one moment");
+    view.close().await.expect("closed");
+    writer.close().await.expect("closed");
+}

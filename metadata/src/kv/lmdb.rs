@@ -11,10 +11,14 @@ use std::fs::{File, OpenOptions};
 use std::ops::Bound;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::clock::Clock;
 use forebay_io::lock_file::{LockFile, Locked};
 use forebay_io::task::blocking;
 use heed::types::Bytes as Raw;
@@ -23,6 +27,13 @@ use parking_lot::{Mutex, RwLock};
 use rustix::fs::FallocateFlags;
 
 use super::{Batch, Durability, Engine, Limits, Pair, Snapshot};
+
+/// How often, and after which pause, a tree is opened that a process of the same number, in another PID namespace, is reading:
+/// LMDB knows readers by these numbers. As one reads that copies it, it ends.
+const TRIES: u32 = 40;
+const PAUSE: Duration = Duration::from_millis(250);
+/// Batches between two looks for readers that were killed.
+const LOOK_EVERY: u64 = 256;
 
 type Env = heed::Env<WithoutTls>;
 type Table = heed::Database<'static, Raw, Raw>;
@@ -53,6 +64,8 @@ pub struct LmdbEngine {
 struct Tree {
     env: Env,
     table: Table,
+    /// Batches that were written.
+    writes: AtomicU64,
     _lock: LockFile,
 }
 
@@ -62,7 +75,18 @@ impl LmdbEngine {
     /// # Errors
     /// `Conflict`, naming the process, when another one has it open; `Corrupt` when the file is no tree.
     pub async fn open(directory: impl Into<PathBuf>, settings: &LmdbSettings) -> Result<Self> {
-        let (directory, settings) = (directory.into(), settings.clone());
+        let directory = directory.into();
+        for _ in 0..TRIES {
+            match Self::open_once(&directory, settings).await {
+                Err(error) if error.kind() == ErrorKind::Unavailable => Clock::system().sleep(PAUSE).await,
+                opened => return opened,
+            }
+        }
+        Self::open_once(&directory, settings).await
+    }
+
+    async fn open_once(directory: &Path, settings: &LmdbSettings) -> Result<Self> {
+        let (directory, settings) = (directory.to_owned(), settings.clone());
         blocking(move || Self::open_blocking(directory, &settings)).await?
     }
 
@@ -75,11 +99,14 @@ impl LmdbEngine {
         // SAFETY: the file must not change under the map other than through LMDB, and no unsafe flag may be
         // set. The exclusive lock keeps other processes of ours out, and no flag is set.
         let env = unsafe { options.open(&directory) }.map_err(|error| at(convert(error)))?;
+        // Where it fails, so would all reads.
+        env.read_txn().map(drop).map_err(|error| at(convert(error)))?;
+        forget_dead_readers(&env);
         cover_missing_tail(&env, &directory).map_err(at)?;
         let (table, epoch) = begin_epoch(&env).map_err(|error| at(convert(error)))?;
         keep_names(&directory).map_err(|error| at(error.into()))?;
         let limits = Limits { max_key_bytes: env.max_key_size(), max_value_bytes: 64 << 20 };
-        let tree = RwLock::new(Some(Arc::new(Tree { env, table, _lock: lock })));
+        let tree = RwLock::new(Some(Arc::new(Tree { env, table, writes: AtomicU64::new(0), _lock: lock })));
         Ok(Self { tree, directory, epoch, limits })
     }
 
@@ -103,6 +130,7 @@ impl LmdbEngine {
         // pages this one reads; the flag only keeps this process from writing.
         let env = unsafe { options.flags(EnvFlags::READ_ONLY).open(directory) };
         let env = env.map_err(|error| at(convert(error)))?;
+        forget_dead_readers(&env);
         lengthen(&file, needed_bytes(&env)).map_err(|error| at(error.into()))?;
         let (table, txn) = find_table(&env).map_err(|error| at(convert(error)))?;
         let table = table.ok_or_else(|| at(Error::corrupt("data.mdb holds no tree")))?;
@@ -121,6 +149,20 @@ impl LmdbEngine {
 
     fn describe(&self, error: heed::Error) -> Error {
         convert(error).context(format!("the tree in {}", self.directory.display()))
+    }
+}
+
+/// Has LMDB forget readers whose processes were killed: it keeps all pages that changed since they began, and looks for the dead
+/// in few cases by itself. Where that fails, as it is.
+fn forget_dead_readers(env: &Env) {
+    match env.clear_stale_readers() {
+        Ok(0) => {}
+        Ok(count) => {
+            tracing::debug!(count, "processes that were killed while they read the tree are forgotten")
+        }
+        Err(error) => {
+            tracing::debug!(%error, "whether processes that read the tree were killed cannot be told")
+        }
     }
 }
 
@@ -280,6 +322,9 @@ fn scan(
 }
 
 fn apply(tree: &Tree, batch: &Batch) -> heed::Result<()> {
+    if tree.writes.fetch_add(1, Relaxed) % LOOK_EVERY == LOOK_EVERY - 1 {
+        forget_dead_readers(&tree.env);
+    }
     let mut txn = tree.env.write_txn()?;
     for (key, value) in batch.changes() {
         match value {
@@ -303,6 +348,12 @@ fn convert(error: heed::Error) -> Error {
         )
     };
     match error {
+        Heed::Io(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+            let fact = "a process of the same number, in another PID namespace, is using it";
+            Error::new(ErrorKind::Unavailable, fact).with_hint(
+                "share the PID namespace (`hostPID`, `--pid=host`), or mount once that one has ended",
+            )
+        }
         Heed::Io(error) => error.into(),
         Heed::Mdb(MdbError::MapFull) => Error::new(ErrorKind::NoSpace, "the reserved map is full")
             .with_hint("open it with a larger map_bytes"),

@@ -72,8 +72,13 @@ impl SlateEngine {
     /// Opens the tree in `bucket` as it is at this moment, whoever writes to it: what this one writes stays in this process, and
     /// nobody is fenced. To be read within minutes, and closed: the writer deletes objects that it needs no more.
     pub async fn open_aside(bucket: &Bucket, settings: &SlateSettings) -> Result<Self> {
-        let alone =
-            Settings { compactor_options: None, garbage_collector_options: None, ..slate_settings(settings) };
+        let alone = Settings {
+            compactor_options: None,
+            garbage_collector_options: None,
+            // The bucket tries again by itself, for as long as it may; its error is to be heard then.
+            object_store_max_retries: Some(0),
+            ..slate_settings(settings)
+        };
         let db = build(bucket.apart().store_aside(), alone, settings).await?;
         let epoch = db.manifest().writer_epoch();
         Ok(Self { db, epoch })

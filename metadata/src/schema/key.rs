@@ -51,6 +51,10 @@ pub enum Tag {
     Counters = b'N',
     /// `Z`: the tree is being loaded or adopted, and is not whole.
     Loading = b'Z',
+    /// `H`: the URL under which the objects were found to be those that the tree names.
+    Home = b'H',
+    /// `Y`: the tree is a read-only mount's copy of another mount's, whole or not.
+    Copied = b'Y',
 }
 
 impl Tag {
@@ -77,6 +81,8 @@ impl Tag {
             b'N' => Self::Counters,
             b'L' => Self::Loan,
             b'Z' => Self::Loading,
+            b'H' => Self::Home,
+            b'Y' => Self::Copied,
             _ => return None,
         })
     }
@@ -267,6 +273,16 @@ impl Keys {
     /// `Z`.
     pub fn loading(self) -> Bytes {
         self.start(Tag::Loading, 0).freeze()
+    }
+
+    /// `H`.
+    pub fn home(self) -> Bytes {
+        self.start(Tag::Home, 0).freeze()
+    }
+
+    /// `Y`.
+    pub fn copied(self) -> Bytes {
+        self.start(Tag::Copied, 0).freeze()
     }
 
     /// The range of all keys of the volume: start and excluded end.
