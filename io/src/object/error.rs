@@ -219,13 +219,20 @@ fn gave_up(bucket: &str, error: &object_store::Error) -> Option<Error> {
     // The layers of a client repeat one another; the lowest knows what happened.
     let said = chain(cause).last().map(ToString::to_string).unwrap_or_default();
     let no_tls = said.contains("InvalidContentType") || said.contains("corrupt message");
-    let hint = match no_tls {
-        true => "the server does not speak TLS there: does AWS_ENDPOINT_URL have to begin with http://?",
-        false => "is the endpoint up and reachable from here? check AWS_ENDPOINT_URL and the network",
+    let is_busy = ["SlowDown", "429 Too Many Requests", "503 "].iter().any(|word| said.contains(word));
+    let hint = match (no_tls, is_busy) {
+        (true, _) => "the server does not speak TLS there: does AWS_ENDPOINT_URL have to begin with http://?",
+        (false, true) => {
+            "the store asks for fewer requests, of all clients together: fewer at a time (store.max_in_flight), keys under more \
+             prefixes, or a longer store.deadline_ms"
+        }
+        (false, false) => {
+            "is the endpoint up and reachable from here? check AWS_ENDPOINT_URL and the network"
+        }
     };
-    let message = format!(
-        "{bucket} did not answer: gave up after {attempts} attempts in {waited_ms} ms; the last: {said}"
-    );
+    let what = if is_busy { "is too busy" } else { "did not answer" };
+    let message =
+        format!("{bucket} {what}: gave up after {attempts} attempts in {waited_ms} ms; the last: {said}");
     Some(Error::new(ErrorKind::Unavailable, message).with_hint(hint))
 }
 
@@ -246,7 +253,7 @@ fn by_code(bucket: &str, code: &str, said: &str) -> Option<Error> {
         "ExpiredToken" | "TokenRefreshRequired" => (
             ErrorKind::Denied,
             format!("the temporary credentials for {bucket} have expired ({said})"),
-            "get new ones: log in again (aws sso login), or set AWS_SESSION_TOKEN and its keys anew",
+            "get new ones: log in again (aws sso login); keys in the environment or in a file are read when it is mounted: mount again",
         ),
         "InvalidBucketName" => (
             ErrorKind::Invalid,

@@ -186,3 +186,19 @@ fn completion_goes_on_when_its_caller_leaves() {
         assert_eq!(bucket.head(&key("a")).await.expect("head").expect("there").size, 2 * PART as u64);
     });
 }
+
+/// With `AWS_CHECKSUM_ALGORITHM` no upload in parts could be completed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn parts_are_completed_with_the_checksums_that_are_asked_for() {
+    let Some(server) = Server::fast() else { return };
+    let mut settings = server.settings();
+    settings.options.insert("aws_checksum_algorithm".into(), "SHA256".into());
+    let url: BucketUrl = format!("s3://{}", server.create_bucket()).parse().expect("a URL");
+    let bucket = Bucket::open(&url, &settings).await.expect("open");
+    let data = Bytes::from(pattern(2 * PART + 5));
+    let mut upload = bucket.upload_with(&key("parts"), small_parts()).expect("upload");
+    upload.write(data.clone()).await.expect("write");
+    let done = upload.complete(Condition::IfAbsent).await.expect("complete");
+    assert_eq!(done.size, data.len() as u64);
+    assert_eq!(bucket.get(&key("parts"), None, 0..done.size).await.expect("get"), data);
+}

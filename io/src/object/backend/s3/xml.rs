@@ -89,6 +89,57 @@ struct Tagged {
     e_tag: String,
 }
 
+#[derive(Debug, Deserialize)]
+struct CopiedPart {
+    #[serde(rename = "ETag")]
+    e_tag: String,
+    #[serde(rename = "ChecksumSHA256")]
+    checksum_sha256: Option<String>,
+    #[serde(rename = "ChecksumCRC64NVME")]
+    checksum_crc64nvme: Option<String>,
+}
+
+/// What a part is known by, as object_store puts it into its number where the bucket is asked to check checksums
+/// (`AWS_CHECKSUM_ALGORITHM`); without, it is the ETag alone.
+#[derive(Debug, Deserialize)]
+struct PartNames {
+    e_tag: String,
+    checksum_sha256: Option<String>,
+    checksum_crc64nvme: Option<String>,
+}
+
+impl PartNames {
+    fn read(content_id: &str) -> Self {
+        let plain = || Self { e_tag: content_id.to_owned(), checksum_sha256: None, checksum_crc64nvme: None };
+        if content_id.starts_with('<') {
+            quick_xml::de::from_str(content_id).unwrap_or_else(|_| plain())
+        } else {
+            plain()
+        }
+    }
+
+    /// As `read` reads it.
+    fn to_text(&self) -> String {
+        let mut text = format!("<PartMetadata><e_tag>{}</e_tag>", escape(self.e_tag.as_str()));
+        let fields =
+            [("checksum_sha256", &self.checksum_sha256), ("checksum_crc64nvme", &self.checksum_crc64nvme)];
+        for (name, checksum) in fields.iter().filter_map(|(name, value)| Some((name, value.as_deref()?))) {
+            text.push_str(&format!("<{name}>{}</{name}>", escape(checksum)));
+        }
+        text + "</PartMetadata>"
+    }
+
+    fn checksums(&self) -> impl Iterator<Item = (&'static str, &String)> {
+        let all =
+            [("ChecksumSHA256", &self.checksum_sha256), ("ChecksumCRC64NVME", &self.checksum_crc64nvme)];
+        all.into_iter().filter_map(|(name, value)| Some((name, value.as_ref()?)))
+    }
+
+    fn has_checksum(&self) -> bool {
+        self.checksums().next().is_some()
+    }
+}
+
 /// Unfinished uploads as the store names them, and the marker of the next page.
 pub(super) struct ListedUploads {
     pub(super) uploads: Vec<(String, String, Timestamp)>,
@@ -149,9 +200,15 @@ pub(super) fn read_has_parts(body: &[u8]) -> Result<bool> {
     parse::<ListPartsResult>(body).map(|answer| !answer.part.is_empty())
 }
 
-/// Reads the ETag of a copied part.
+/// Reads what a copied part is known by when its upload is completed, as object_store says it of one that was sent.
 pub(super) fn read_copied_part(body: &[u8]) -> Result<String> {
-    parse::<Tagged>(body).map(|part| part.e_tag)
+    let part: CopiedPart = parse(body)?;
+    let named = PartNames {
+        e_tag: part.e_tag,
+        checksum_sha256: part.checksum_sha256,
+        checksum_crc64nvme: part.checksum_crc64nvme,
+    };
+    Ok(if named.has_checksum() { named.to_text() } else { named.e_tag })
 }
 
 /// Reads the ETag of a completed upload, or of a copy.
@@ -164,8 +221,14 @@ pub(in crate::object::backend) fn write_parts(parts: &[PartId]) -> String {
     let mut text =
         String::from("<CompleteMultipartUpload xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\">");
     for (index, part) in parts.iter().enumerate() {
-        let (number, tag) = (index + 1, escape(part.content_id.as_str()));
-        text.push_str(&format!("<Part><PartNumber>{number}</PartNumber><ETag>{tag}</ETag></Part>"));
+        let (number, named) = (index + 1, PartNames::read(&part.content_id));
+        let tag = escape(named.e_tag.as_str());
+        text.push_str(&format!("<Part><PartNumber>{number}</PartNumber><ETag>{tag}</ETag>"));
+        for (name, checksum) in named.checksums() {
+            let checksum = escape(checksum.as_str());
+            text.push_str(&format!("<{name}>{checksum}</{name}>"));
+        }
+        text.push_str("</Part>");
     }
     text.push_str("</CompleteMultipartUpload>");
     text
@@ -220,5 +283,24 @@ mod tests {
         let text = write_parts(&parts);
         assert!(text.contains("<PartNumber>1</PartNumber><ETag>&quot;a&quot;</ETag>"), "{text}");
         assert!(text.contains("<PartNumber>2</PartNumber><ETag>b</ETag>"), "{text}");
+    }
+
+    /// The whole of what object_store says of a part was taken for its ETag: no upload in parts could be completed.
+    #[test]
+    fn parts_keep_the_checksums_that_they_were_stored_with() {
+        let sent = "<PartMetadata><e_tag>\"a\"</e_tag><checksum_sha256>s+/=</checksum_sha256></PartMetadata>";
+        let copied = "<CopyPartResult><LastModified>2026-11-24T00:00:00Z</LastModified><ETag>&quot;b&quot;</ETag>\
+            <ChecksumCRC64NVME>c=</ChecksumCRC64NVME></CopyPartResult>";
+        let copied = read_copied_part(copied.as_bytes()).expect("read");
+        let parts = [sent.to_owned(), copied].map(|content_id| PartId { content_id });
+        let text = write_parts(&parts);
+        for part in [
+            "<PartNumber>1</PartNumber><ETag>&quot;a&quot;</ETag><ChecksumSHA256>s+/=</ChecksumSHA256></Part>",
+            "<PartNumber>2</PartNumber><ETag>&quot;b&quot;</ETag><ChecksumCRC64NVME>c=</ChecksumCRC64NVME></Part>",
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+        let plain = "<CopyPartResult><ETag>\"b\"</ETag></CopyPartResult>";
+        assert_eq!(read_copied_part(plain.as_bytes()).expect("read"), "\"b\"");
     }
 }
