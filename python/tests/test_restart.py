@@ -345,6 +345,32 @@ def test_ranks_restore_each_others_parts_from_memory(tmp_path: Path) -> None:
         wait_until(lambda: not is_running(agent))
 
 
+def test_what_another_number_of_ranks_sealed_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older step was restored, and the newer one saved once more over that of the agents."""
+
+    def work(rank: int, report: Report) -> None:
+        checkpointer = forebay.Checkpointer(tmp_path, rng=False, linger=LINGER_S, flush_rate="128KiB")
+        assert checkpointer.save_now(1, {"t": torch.full((50_000,), 1.0)}).wait_durable(60)
+        assert checkpointer.save_now(2, {"t": torch.full((50_000,), 2.0)}).wait_sealed(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    agents = [kill(child) for child in start_ranks(2, work, with_gloo=False)]
+    with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+        assert checkpointer.restore({"t": torch.zeros(50_000)}) == 2
+    for agent in agents:
+        end(agent)
+    # What takes longer is told.
+    agents = [kill(child) for child in start_ranks(2, work, with_gloo=False)]
+    monkeypatch.setattr("forebay._others._on_its_way", lambda place: 7)
+    monkeypatch.setattr("forebay._others._WAIT_S", 0.0)
+    with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+        with pytest.warns(forebay.CheckpointWarning, match="step 7, which 2 ranks sealed on this host, is not in the store"):
+            assert checkpointer.restore({"t": torch.zeros(50_000)}) in (1, 2)
+    for agent in agents:
+        end(agent)
+
+
 def test_memory_that_one_rank_cannot_open_is_left_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int, report: Report) -> None:
         state = rank_state()

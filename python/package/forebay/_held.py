@@ -52,9 +52,9 @@ class Memory:
         self.own_step: Optional[_native.Named] = None
         """What the last `use` used of this job's own memory."""
 
-    def place(self, rank: int) -> str:
+    def place(self, rank: int, world_size: Optional[int] = None) -> str:
         """Where the agent of a rank is found once its trainer was killed."""
-        return _native.PLACES + digest(os.getuid(), store_name(self._url), rank, self._ranks.world_size)
+        return _native.PLACES + digest(os.getuid(), store_name(self._url), rank, world_size or self._ranks.world_size)
 
     def use(self, step: Optional[int], use: Callable[[_native.Step], T], session: _native.Session, nonce: str) -> Optional[T]:
         """Calls `use` with the newest step that all ranks hold, or with `step`; all ranks do, or none. This rank's own is what

@@ -12,6 +12,7 @@ from ._errors import CheckpointCorrupt, CheckpointNotFound, warn
 from ._held import Memory
 from ._loading import NoStep, with_step
 from ._local import LocalCopies
+from ._others import await_others
 from ._ranks import Ranks
 from ._url import source_url
 
@@ -54,6 +55,7 @@ class Ladder:
         self.arena = Memory(url, ranks)
         self.passed_over: tuple[str, ...] = ()
         """Why nearer tiers were not used by the last `use`, where they had something."""
+        self._has_waited = False
         self.seen: Optional[int] = None
         """The highest number that a start had in the store when the last `use` looked there; None where it did not."""
 
@@ -93,6 +95,9 @@ class Ladder:
         if used is not None:
             return used
         settle(step, False)
+        if not self._has_waited:
+            self._has_waited = True
+            await_others(self._url, self._ranks, lambda size: self.arena.place(0, size))
         try:
             return with_step(self._url, step, self._ranks, use, self._note)
         except CheckpointNotFound as error:

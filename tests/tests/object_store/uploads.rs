@@ -195,7 +195,7 @@ async fn parts_are_completed_with_the_checksums_that_are_asked_for() {
     settings.options.insert("aws_checksum_algorithm".into(), "SHA256".into());
     let url: BucketUrl = format!("s3://{}", server.create_bucket()).parse().expect("a URL");
     let bucket = Bucket::open(&url, &settings).await.expect("open");
-    let data = Bytes::from(pattern(2 * PART + 5));
+    let data = pattern(2 * PART + 5);
     let mut upload = bucket.upload_with(&key("parts"), small_parts()).expect("upload");
     upload.write(data.clone()).await.expect("write");
     let done = upload.complete(Condition::IfAbsent).await.expect("complete");
