@@ -30,6 +30,7 @@ mod open_memory;
 mod pending;
 mod predecessor;
 
+use adopt::Inherited;
 pub use crowd::PLACES;
 pub use open_memory::OpenMemory;
 pub use pending::Lost;
@@ -117,8 +118,8 @@ pub struct Session {
     former: Vec<Slot>,
     /// Those of the steps in memory that are committed.
     durable: Vec<HeldStep>,
-    /// Slots that a predecessor may still be reading.
-    inherited: Vec<Slot>,
+    /// Slots that a predecessor may still be reading, or one before it.
+    inherited: Vec<Inherited>,
     /// Steps that the predecessor has said neither of that they are committed nor that they will not be: save and step.
     unsaved: Vec<(u64, u64)>,
     /// The newest save of the predecessor that is committed.
@@ -588,6 +589,8 @@ impl Session {
 
 #[cfg(test)]
 mod adopt_tests;
+#[cfg(test)]
+mod lease_tests;
 #[cfg(test)]
 mod length_tests;
 #[cfg(test)]

@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use forebay_core::{Error, Result};
-use forebay_io::mem::SharedMemory;
+use forebay_io::mem::{Lease, SharedMemory};
 use forebay_io::net::FdStream;
 use serde::Serialize;
 
 use super::{Answer, Told};
-use crate::arena::{Held, HeldStep, SLOTS, Seal};
+use crate::arena::{Held, HeldStep, SLOTS, Seal, slot_range};
 use crate::catalog::Start;
 
 /// Memory and its slots, as this process sees them.
@@ -69,6 +69,15 @@ impl Holdings {
         self.held.retain(|other| (other.memory.id(), other.held.seal.slot) != (memory.id(), slot));
         self.held.push(Holding { held, memory });
         Ok(bytes)
+    }
+
+    /// Says to all that have the memory that `save`, which is held, is being read, until the lease is dropped.
+    pub(super) fn lease(&self, save: u64) -> Option<Lease> {
+        let Holding { held, memory } = self.held.iter().find(|holding| holding.held.seal.save == save)?;
+        let lease = memory.lease(slot_range(memory, held.seal.slot));
+        let note =
+            |error: &Error| tracing::debug!(%error, "later starts are not told that a step is being read");
+        lease.inspect_err(note).ok()
     }
 
     /// Lets a step go.

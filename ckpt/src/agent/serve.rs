@@ -191,7 +191,7 @@ impl Desk {
     fn begin(&mut self, told: Told, given: Given) -> Result<()> {
         let held = Arc::new(told.held.clone());
         let (save, slot) = (held.seal.save, self.holdings.hold(told)?);
-        self.trainer.begin(save, &self.holdings.saves());
+        self.trainer.begin(save, &self.holdings.saves(), self.holdings.lease(save));
         let mut local = None;
         if let Some(copies) = &self.copies {
             local = copies.save(held.clone(), slot.clone());

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use forebay_core::Result;
+use forebay_io::mem::Lease;
 use forebay_io::net::FdStream;
 use parking_lot::Mutex;
 
@@ -25,8 +26,8 @@ pub(super) struct Trainer {
 
 struct Link {
     stream: FdStream,
-    /// Saves whose slots are still needed.
-    unsettled: BTreeSet<u64>,
+    /// Saves whose slots are still needed, and what says so to all that have the memory.
+    unsettled: BTreeMap<u64, Option<Lease>>,
     /// Saves of which nobody knows yet whether they will be committed.
     open: BTreeSet<u64>,
     /// Saves that are committed, as far as they are still held.
@@ -49,12 +50,12 @@ impl Trainer {
         self.pace.await_save(save);
     }
 
-    /// Notes a save that is to be flushed, one of those that are `held`.
-    pub(super) fn begin(&self, save: u64, held: &[u64]) {
+    /// Notes a save that is to be flushed, one of those that are `held`, and the lease of its slot.
+    pub(super) fn begin(&self, save: u64, held: &[u64], lease: Option<Lease>) {
         let mut link = self.link.lock();
         link.durable.retain(|save| held.contains(save));
         link.failed.retain(|save, _| held.contains(save));
-        link.unsettled.insert(save);
+        link.unsettled.insert(save, lease);
         link.open.insert(save);
     }
 
@@ -111,10 +112,9 @@ impl Trainer {
     /// From now on `successor` hears what becomes of the saves under way, and first which these are.
     pub(super) fn hand_over(&self, mut successor: FdStream) -> Result<()> {
         let mut link = self.link.lock();
-        let numbers = |saves: &BTreeSet<u64>| saves.iter().copied().collect();
         let unsettled = Reply::Unsettled {
-            saves: numbers(&link.unsettled),
-            durable: numbers(&link.durable),
+            saves: link.unsettled.keys().copied().collect(),
+            durable: link.durable.iter().copied().collect(),
             failed: link.failed.iter().map(|(save, error)| (*save, error.clone())).collect(),
         };
         let unheard = link.unheard.iter().map(|message| Reply::Warning { message: message.clone() });
@@ -155,7 +155,7 @@ mod tests {
             warn(&format!("warning {number}"));
         }
         for save in [1, 2, 3, 4] {
-            trainer.begin(save, &[2, 3, 4]);
+            trainer.begin(save, &[2, 3, 4], None);
         }
         let error = Error::new(ErrorKind::Unavailable, "the store stayed away");
         trainer.tell(&Reply::Failed { save: 2, error: (&error).into() });

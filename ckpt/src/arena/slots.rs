@@ -3,6 +3,7 @@
 //! Two, so that the newest step that all ranks sealed stays whole while the next one is filled. Pages are faulted in once, before
 //! the first copy, and kept: copying into fresh pages costs several times as much.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
@@ -77,6 +78,12 @@ fn take(pages: &mut [u8], missing: &AtomicUsize) -> Result<()> {
     Ok(())
 }
 
+/// Where slot `index` of an arena's memory lies.
+pub(crate) fn slot_range(memory: &SharedMemory, index: usize) -> Range<usize> {
+    let bytes = memory.len() / SLOTS;
+    index * bytes..(index + 1) * bytes
+}
+
 impl Arena {
     /// An arena whose slots hold `bytes` each and a quarter more, for a state that grows; the memory that is not
     /// written is not taken.
@@ -149,8 +156,7 @@ impl Arena {
 impl Slot {
     /// Slot `index` of an arena's memory.
     pub fn map(memory: &Arc<SharedMemory>, index: usize) -> Result<Self> {
-        let bytes = memory.len() / SLOTS;
-        let mapping = memory.map_write(index * bytes..(index + 1) * bytes)?;
+        let mapping = memory.map_write(slot_range(memory, index))?;
         Ok(Self { index, memory: memory.clone(), pinned: None, mapping, populated: 0, held: None })
     }
 
@@ -220,6 +226,12 @@ impl Slot {
         self.pinned = None;
         self.pinned = Some((bytes, device.pin(&mut self.mapping[..bytes])?));
         Ok(())
+    }
+
+    /// Whether an agent says that it reads the slot, be it that of a start before the last one. Where the kernel has no such
+    /// locks, none does.
+    pub fn is_being_read(&self) -> bool {
+        self.memory.is_leased(slot_range(&self.memory, self.index)).unwrap_or(false)
     }
 
     /// The slot's bytes.

@@ -3,11 +3,34 @@
 //! In this order, so that a kill at any moment leaves one agent that holds the steps: the new agent is told of all that
 //! is held, then the old one is told that it may go, then slots are written. Slots whose flush the old one has not
 //! finished wait for it, and none is written before the old one has said which these are: where it ends without a word,
-//! the memory is only read from then on, as others may be reading it as well.
+//! the memory is only read from then on, as others may be reading it as well. What an agent before that one still brings to
+//! the store, since the start between them was killed as well, is known by its lease of the slot.
 
 use super::predecessor::{PATIENCE, parse, say};
 use super::*;
 use crate::agent::Visit;
+
+/// A slot of a predecessor's memory.
+#[derive(Debug)]
+pub(super) struct Inherited {
+    slot: Slot,
+    /// Whether the predecessor reads it no more. One before it may.
+    is_let_go: bool,
+}
+
+impl Inherited {
+    fn new(slot: Slot) -> Self {
+        Self { slot, is_let_go: false }
+    }
+
+    fn save(&self) -> Option<u64> {
+        self.slot.held().map(|held| held.seal.save)
+    }
+
+    fn is_free(&self) -> bool {
+        self.is_let_go && !self.slot.is_being_read()
+    }
+}
 
 impl Session {
     /// Takes over what `predecessor` holds, before an agent is greeted: its newest arena becomes this session's. Its
@@ -31,7 +54,7 @@ impl Session {
             }
         };
         self.arena = Some(arena);
-        self.inherited = slots;
+        self.inherited = slots.into_iter().map(Inherited::new).collect();
         for (held, memory) in held {
             match durable.contains(&held.name()) {
                 true => self.last_durable = self.last_durable.max(held.seal.save),
@@ -40,12 +63,12 @@ impl Session {
             let is_at =
                 |slot: &&mut Slot| slot.index() == held.seal.slot && Arc::ptr_eq(slot.memory(), &memory);
             self.last_save = self.last_save.max(held.seal.save);
-            match self.inherited.iter_mut().find(is_at) {
+            match self.inherited.iter_mut().map(|inherited| &mut inherited.slot).find(is_at) {
                 Some(slot) => *slot.held_mut() = Some(Box::new(held)),
                 None => {
                     let mut slot = Slot::map(&memory, held.seal.slot)?;
                     *slot.held_mut() = Some(Box::new(held));
-                    self.inherited.push(slot);
+                    self.inherited.push(Inherited::new(slot));
                 }
             }
         }
@@ -101,7 +124,7 @@ impl Session {
     /// Slots that hold what need not be flushed by this session's agent.
     fn idle_slots(&self) -> impl Iterator<Item = &Slot> {
         let free = self.arena.iter().flat_map(Arena::slots);
-        let inherited = self.inherited.iter().filter(|_| self.goes_on);
+        let inherited = self.inherited.iter().filter(|_| self.goes_on).map(|inherited| &inherited.slot);
         self.former.iter().chain(inherited).chain(free)
     }
 
@@ -115,8 +138,8 @@ impl Session {
             Err(_) => {
                 // It may still be reading: the memory is left to it.
                 (self.arena, self.announced) = (None, None);
-                for mut slot in std::mem::take(&mut self.inherited) {
-                    self.release(&mut slot);
+                for mut inherited in std::mem::take(&mut self.inherited) {
+                    self.release(&mut inherited.slot);
                 }
                 let message = format!("the agent of a killed trainer did not answer within {PATIENCE:?}");
                 self.warnings.push(message);
@@ -126,7 +149,7 @@ impl Session {
         if let Reply::Unsettled { saves, durable, failed } = answer {
             durable.into_iter().for_each(|save| self.hear_durable(save));
             failed.into_iter().for_each(|(save, error)| self.warn_of_failure(save, Some(error.into())));
-            self.free_inherited(|save| !saves.contains(&save));
+            self.let_go(|save| !saves.contains(&save));
         }
         (self.predecessor, self.has_succeeded) = (Some(stream), true);
         Ok(())
@@ -136,14 +159,15 @@ impl Session {
     /// about to end. What it held is held until newer steps are, in other memory.
     fn outlive(&mut self, stream: FdStream) -> Result<()> {
         self.arena = None;
-        let inherited = std::mem::take(&mut self.inherited);
-        self.former.extend(inherited.into_iter().filter(|slot| self.goes_on && slot.held().is_some()));
+        let inherited = std::mem::take(&mut self.inherited).into_iter().map(|inherited| inherited.slot);
+        self.former.extend(inherited.filter(|slot| self.goes_on && slot.held().is_some()));
         (self.predecessor, self.has_succeeded) = (Some(stream), true);
         Ok(())
     }
 
     /// Takes what the predecessor says, without waiting.
     pub(super) fn hear_predecessor(&mut self) {
+        self.free_inherited();
         while let Some(stream) = &mut self.predecessor {
             // Before it was let go it has nothing to say, and its end is noticed then.
             if !self.has_succeeded || !stream.readable(Duration::ZERO).unwrap_or(true) {
@@ -154,10 +178,10 @@ impl Session {
                 Ok(None) | Err(_) => None,
             };
             match reply {
-                Some(Reply::Stored { save, .. }) => self.free_inherited(|other| other == save),
+                Some(Reply::Stored { save, .. }) => self.let_go(|other| other == save),
                 Some(Reply::Failed { save, error }) => {
                     self.warn_of_failure(save, Some(error.into()));
-                    self.free_inherited(|other| other == save);
+                    self.let_go(|other| other == save);
                 }
                 Some(Reply::Durable { save, .. }) => self.hear_durable(save),
                 Some(Reply::Warning { message }) if self.warnings.len() < MAX_WARNINGS => {
@@ -166,9 +190,15 @@ impl Session {
                 Some(_) => {}
                 None => {
                     self.predecessor = None;
-                    // It tells what became of every save before it ends, unless it is killed, too.
+                    // It tells what became of every save before it ends, unless it is killed, too; not of what is on its
+                    // way from an agent before it.
+                    let is_under_way = |save| {
+                        let mut slots = self.inherited.iter();
+                        slots.any(|slot| slot.save() == Some(save) && slot.slot.is_being_read())
+                    };
+                    self.unsaved.retain(|(save, _)| !is_under_way(*save));
                     self.unsaved.clone().into_iter().for_each(|(save, _)| self.warn_of_failure(save, None));
-                    self.free_inherited(|_| true);
+                    self.let_go(|_| true);
                 }
             }
         }
@@ -196,13 +226,20 @@ impl Session {
         self.warnings.push(format!("step {step}, which a killed trainer had sealed, {fate}; {rest}"));
     }
 
-    /// Gives back the inherited slots that hold nothing or a step that was saved under such a number.
-    fn free_inherited(&mut self, is_free: impl Fn(u64) -> bool) {
-        let is_free = |slot: &Slot| slot.held().is_none_or(|held| is_free(held.seal.save));
+    /// Notes that the predecessor reads those slots no more that hold nothing, or a step that was saved under such a number.
+    fn let_go(&mut self, is_let_go: impl Fn(u64) -> bool) {
+        for inherited in &mut self.inherited {
+            inherited.is_let_go |= inherited.save().is_none_or(&is_let_go);
+        }
+        self.free_inherited();
+    }
+
+    /// Gives back the inherited slots that no agent of a former start reads any more.
+    fn free_inherited(&mut self) {
         let (free, stays): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.inherited).into_iter().partition(is_free);
+            std::mem::take(&mut self.inherited).into_iter().partition(Inherited::is_free);
         self.inherited = stays;
-        for mut slot in free {
+        for Inherited { mut slot, .. } in free {
             if !self.goes_on {
                 *slot.held_mut() = None;
             }

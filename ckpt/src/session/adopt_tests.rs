@@ -16,7 +16,7 @@ use crate::region::Region;
 use crate::restore::{Target, assemble, read_held};
 
 /// A session whose agent will wait at `place`.
-fn unattached(fixture: &mut Fixture, place: &str) -> Session {
+pub(super) fn unattached(fixture: &mut Fixture, place: &str) -> Session {
     let mut session = fixture.unattached(None);
     session.set_linger(Some(Linger { place: place.to_owned(), for_ms: 60_000 }));
     session
@@ -28,7 +28,7 @@ fn lingering(fixture: &mut Fixture, place: &str) -> (Session, JoinHandle<Result<
     (session, agent)
 }
 
-fn place(test: &str) -> String {
+pub(super) fn place(test: &str) -> String {
     format!("forebay-test-{test}-{}", std::process::id())
 }
 
@@ -50,7 +50,7 @@ fn visit(place: &str) -> Option<Predecessor> {
 }
 
 /// Visits once an agent opened the door.
-fn wait_for(place: &str) -> Predecessor {
+pub(super) fn wait_for(place: &str) -> Predecessor {
     loop {
         match visit(place) {
             Some(found) => return found,
