@@ -54,8 +54,8 @@ impl Store {
     }
 
     /// Where the next whole content of a file goes, as [`Tree::place`].
-    async fn place(&self, ino: InodeId) -> Result<Placement> {
-        let placed = self.in_time("the intent to write reaches the store", self.tree.place(ino)).await;
+    async fn place(&self, ino: InodeId, seals: bool) -> Result<Placement> {
+        let placed = self.in_time("the intent to write reaches the store", self.tree.place(ino, seals)).await;
         placed.map_err(|error| {
             error.context(format!("inode {ino} could not be written, for it found no place"))
         })
@@ -84,7 +84,7 @@ impl Store {
                 .map_err(|error| error.context(format!("inode {ino} could not be written to a segment")));
         }
         for _ in 0..PLACE_ATTEMPTS {
-            let placement = self.place(ino).await?;
+            let placement = self.place(ino, false).await?;
             let (key, condition) = (placement.key(), condition(&placement));
             let put = match &placement {
                 Placement::Own { token, .. } => {
@@ -124,13 +124,13 @@ impl Store {
 
     /// Starts an object that is written front to back.
     pub(crate) async fn start_upload(&self, ino: InodeId) -> Result<(Upload, Placement)> {
-        self.start(ino, UploadOptions::default()).await
+        self.start(ino, false, UploadOptions::default()).await
     }
 
-    /// The same of bytes that are at hand elsewhere: no more than [`Self::sealing_bytes`] of them are in memory at once.
+    /// The same of the content that the file has, whose bytes are at hand elsewhere: no more than [`Self::sealing_bytes`] of them are in memory at once.
     pub(crate) async fn start_sealing(&self, ino: InodeId) -> Result<(Upload, Placement)> {
         let bytes_in_flight = 2 * self.write.buffer_bytes;
-        self.start(ino, UploadOptions { bytes_in_flight, ..UploadOptions::default() }).await
+        self.start(ino, true, UploadOptions { bytes_in_flight, ..UploadOptions::default() }).await
     }
 
     /// Memory that it takes to seal a file: parts in flight, the one that fills up, and what is read.
@@ -139,8 +139,8 @@ impl Store {
         layout.size().min((2 * buffer).max(part) + part + buffer)
     }
 
-    async fn start(&self, ino: InodeId, options: UploadOptions) -> Result<(Upload, Placement)> {
-        let placement = self.place(ino).await?;
+    async fn start(&self, ino: InodeId, seals: bool, options: UploadOptions) -> Result<(Upload, Placement)> {
+        let placement = self.place(ino, seals).await?;
         let token = match &placement {
             Placement::Own { token, .. } => Some(token.clone()),
             Placement::Owned { .. } => None,

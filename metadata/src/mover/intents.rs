@@ -1,6 +1,6 @@
 //! Writes to plain objects of which it is not known whether they happened.
 
-use forebay_core::{ErrorKind, FileLayout, InodeId, ObjectKey, Result};
+use forebay_core::{Blob, ErrorKind, FileLayout, InodeId, ObjectKey, Result};
 use forebay_io::object::{Authorship, ObjectInfo};
 use tokio::time::Instant;
 
@@ -10,7 +10,7 @@ use super::moves::{discard, is_still};
 use super::run::{PAGE, Tally};
 use crate::kv::Durability;
 use crate::records::{Change, Records, session_of};
-use crate::schema::{Inode, Intent, Tag};
+use crate::schema::{Announced, Inode, Intent, Tag};
 
 /// Seconds that a store's clock may differ from this host's: past that, stores refuse what it has signed.
 const CLOCKS_APART: u64 = 15 * 60;
@@ -147,8 +147,8 @@ impl Mover {
 }
 
 /// The version from before means that nothing happened. Another one is, after a writer's intent, the file's content
-/// now, whoever wrote it, unless the file has newer content elsewhere; after the mover's, the copy if it has the size of
-/// one. A file without a name takes only what was written for it, and what was written for one that is gone follows it:
+/// now, whoever wrote it, unless newer content was committed since, or the file has that elsewhere; after the mover's, the
+/// copy if it has the size of one. A file without a name takes only what was written for it, and what was written for one that is gone follows it:
 /// anything else there is an outsider's.
 fn settle(
     change: &mut Change<'_, '_>,
@@ -173,6 +173,20 @@ fn settle(
         .map(|(found, by)| (found, *by));
     match (found, inode, &intent.copies) {
         (Some((found, Authorship::Ours)), None, None) => change.doom_plain(&found.blob()),
+        (Some((found, Authorship::Ours)), Some(inode), None) if intent.is_outdone(inode.generation) => {
+            let is_home =
+                inode.nlink > 0 && change.key_of(ino, &inode)?.as_deref() == Some(found.key.as_str());
+            if is_home {
+                return change.stand(ino, inode, found.blob());
+            }
+            change.doom_plain(&found.blob())?;
+            change.settle_home(ino, &inode)
+        }
+        (Some((found, Authorship::Ours)), Some(inode), None)
+            if seals(change, ino, &inode, (intent, found))? =>
+        {
+            seal(change, ino, inode, found.blob())
+        }
         (Some((found, _)), Some(inode), None) if change.outlives(ino, &inode, found)? => {
             change.stand(ino, inode, found.blob())
         }
@@ -191,19 +205,35 @@ fn settle(
     }
 }
 
-fn adopt(change: &mut Change<'_, '_>, ino: InodeId, mut inode: Inode, found: &ObjectInfo) -> Result<()> {
-    let layout = FileLayout::of_blob(found.blob());
-    let before = change.replace_layout((ino, &mut inode), &layout, Some(found.blob()))?;
+/// Whether an object holds the very content that the file has, as an intent announced.
+fn seals(
+    change: &Change<'_, '_>,
+    ino: InodeId,
+    inode: &Inode,
+    (intent, found): (&Intent, &ObjectInfo),
+) -> Result<bool> {
+    let content = Some(Announced { generation: inode.generation, seals: true });
+    Ok(intent.announced() == content && change.layout(ino, inode)?.size() == found.size)
+}
+
+/// What the file holds lies in `found` from now on.
+fn seal(change: &mut Change<'_, '_>, ino: InodeId, mut inode: Inode, found: Blob) -> Result<()> {
+    let (layout, home) = (FileLayout::of_blob(found.clone()), Some(found.clone()));
+    let before = change.replace_layout((ino, &mut inode), &layout, home)?;
     if let Some(before) = before.filter(|before| before.key != found.key) {
         change.doom_plain(&before)?;
     }
-    inode.generation += 1;
-    inode.mtime = found.modified;
-    inode.ctime = change.now;
     if inode.nlink == 0 && change.shared.openers(ino) == 0 {
         // In the trash, or on its way there: the path is not its own any more.
         change.part_with_home(ino, &mut inode)?;
     }
     change.put_inode(ino, &inode)?;
     change.settle_home(ino, &inode)
+}
+
+fn adopt(change: &mut Change<'_, '_>, ino: InodeId, mut inode: Inode, found: &ObjectInfo) -> Result<()> {
+    inode.generation += 1;
+    inode.mtime = found.modified;
+    inode.ctime = change.now;
+    seal(change, ino, inode, found.blob())
 }

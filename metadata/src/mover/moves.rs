@@ -7,6 +7,7 @@ use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, Version};
 use forebay_io::object::{Condition, ObjectInfo};
 use futures::stream::{self, StreamExt};
+use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use super::Mover;
@@ -57,6 +58,8 @@ enum Next {
     Wait,
     /// Nothing now, but others can go on.
     WayMade,
+    /// Nothing before it is known whether older content came to the path.
+    Settle,
     /// The intent is recorded; copy.
     Copy(Plan),
     /// Others hold bytes of this object, which stands where newer content is to go: they get a copy.
@@ -119,6 +122,7 @@ impl Mover {
             match next {
                 Next::Done | Next::WayMade => tally.done += 1,
                 Next::Wait => {}
+                Next::Settle => tally.add(self.settle(ino, Instant::now()).await.map(usize::from)),
                 Next::Copy(plan) => plans.push((ino, plan)),
                 Next::MakeRoom(blob) => crowded.push(blob),
             }
@@ -218,8 +222,8 @@ fn plan(change: &mut Change<'_, '_>, ino: InodeId, fresh: &ObjectKey) -> Result<
         change.delete(record)?;
         return Ok(Next::Done);
     };
-    if change.intent(ino)?.is_some() {
-        return Ok(Next::Wait);
+    if let Some(intent) = change.intent(ino)? {
+        return Ok(if intent.is_outdone(inode.generation) { Next::Settle } else { Next::Wait });
     }
     let (from, to) = (whole(change, ino, &inode)?, change.key_of(ino, &inode)?);
     let wants = to.as_deref();

@@ -18,8 +18,8 @@ pub use key::{Keys, Tag, hash_of};
 pub use parts::Parts;
 pub use quota::{Quota, QuotaLimits, Usage};
 pub use record::{
-    Claim, Counters, Deletion, Dentry, HolderState, ImportState, Intent, Loan, Loose, Mark, Member, Move,
-    Orphan, Partial, References, SessionRecord, UploadRecord,
+    Announced, Claim, Counters, Deletion, Dentry, HolderState, ImportState, Intent, Loan, Loose, Mark,
+    Member, Move, Orphan, Partial, References, SessionRecord, UploadRecord,
 };
 
 #[cfg(test)]

@@ -229,9 +229,32 @@ pub struct Mark {
     pub token: String,
     /// When the intent was made, by the local clock.
     pub made: Timestamp,
+    /// What the file was then; `None` in records of before this was kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub of: Option<Announced>,
+}
+
+/// Which content an intent announces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Announced {
+    /// The file's generation when the intent was made.
+    pub generation: u64,
+    /// Whether the bytes are those of that generation, which lie elsewhere, or new ones.
+    pub seals: bool,
 }
 
 impl Intent {
+    /// What a writer announced, as far as it is known.
+    pub fn announced(&self) -> Option<Announced> {
+        self.mark.as_ref()?.of
+    }
+
+    /// Whether newer content than the one that a writer announced was committed since.
+    pub fn is_outdone(&self, generation: u64) -> bool {
+        self.announced().is_some_and(|announced| announced.generation < generation)
+    }
+
     /// The record.
     pub fn encode(&self) -> Bytes {
         let mut out = Encoder::new();
@@ -243,9 +266,13 @@ impl Intent {
                 out.blob(blob);
             }
             (None, Some(mark)) => {
-                out.byte(2);
+                out.byte(if mark.of.is_some() { 3 } else { 2 });
                 out.bytes(mark.token.as_bytes());
                 out.time(mark.made);
+                if let Some(Announced { generation, seals }) = mark.of {
+                    out.number(generation);
+                    out.byte(u8::from(seals));
+                }
             }
             (None, None) => out.byte(0),
         }
@@ -259,7 +286,16 @@ impl Intent {
         let (copies, mark) = match from.byte()? {
             0 => (None, None),
             1 => (Some(from.blob()?), None),
-            2 => (None, Some(Mark { token: from.text()?, made: from.time()? })),
+            2 => (None, Some(Mark { token: from.text()?, made: from.time()?, of: None })),
+            3 => {
+                let (token, made) = (from.text()?, from.time()?);
+                let (generation, seals) = (from.number()?, from.byte()?);
+                if seals > 1 {
+                    return Err(from.bad(&format!("announces content of the type {seals}")));
+                }
+                let of = Some(Announced { generation, seals: seals == 1 });
+                (None, Some(Mark { token, made, of }))
+            }
             other => return Err(from.bad(&format!("is of the type {other}"))),
         };
         from.finish()?;

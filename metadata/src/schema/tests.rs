@@ -121,9 +121,12 @@ fn golden_values() {
     let copies = Some(blob("b", 1));
     let intent = Intent { key: key.clone(), replaces: Some(Version::new("v")), copies, mark: None };
     check(intent.encode(), "01016b010176010162027631 01");
-    let mark = Some(Mark { token: "t".into(), made: Timestamp { seconds: 1, nanos: 3 } });
-    let intent = Intent { key: key.clone(), replaces: None, copies: None, mark };
+    let mark = |of| Some(Mark { token: "t".into(), made: Timestamp { seconds: 1, nanos: 3 }, of });
+    let intent = Intent { key: key.clone(), replaces: None, copies: None, mark: mark(None) };
     check(intent.encode(), "01016b00 02017402 03");
+    let of = Some(Announced { generation: 4, seals: true });
+    let intent = Intent { mark: mark(of), ..intent };
+    check(intent.encode(), "01016b00 03017402 030401");
     let intent = Intent { mark: None, ..intent };
     check(intent.encode(), "01016b0000");
     let loan = Loan { blob: blob("b", 1), count: 2, moved: Some(blob("c", 1)) };
@@ -176,7 +179,8 @@ fn only_whole_values_are_read() {
     check_decoding(link.clone(), link.encode(), Inode::decode);
     let dentry = Dentry { ino: InodeId(u64::MAX), kind: FileKind::Fifo };
     check_decoding(dentry, dentry.encode(), Dentry::decode);
-    let mark = Some(Mark { token: "t".into(), made: Timestamp::default() });
+    let of = Some(Announced { generation: u64::MAX, seals: false });
+    let mark = Some(Mark { token: "t".into(), made: Timestamp::default(), of });
     let intent = Intent { key: ObjectKey::new("k"), replaces: None, copies: None, mark };
     check_decoding(intent.clone(), intent.encode(), Intent::decode);
     let claim = Claim { key: ObjectKey::new("k"), state: HolderState::Doomed { due_ms: u64::MAX } };

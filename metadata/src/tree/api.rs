@@ -245,11 +245,12 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// `OverQuota` when they do not fit.
     async fn reserve(&self, ino: InodeId, size: u64) -> Result<()>;
 
-    /// Asks where the next whole content of a file goes and records the intent, durably, where one is needed.
-    async fn place(&self, ino: InodeId) -> Result<Placement>;
+    /// Asks where the next whole content of a file goes and records the intent, durably, where one is needed. The content is
+    /// new, or `seals` the one that the file has, whose bytes lie elsewhere.
+    async fn place(&self, ino: InodeId, seals: bool) -> Result<Placement>;
 
     /// Finds out what came of a write to the file's own path of which the answer was lost, if there is one. What it brought is
-    /// the file's content then, in the next generation.
+    /// the file's content then: in the next generation if it was new, and not where newer one was committed since.
     async fn settle(&self, ino: InodeId) -> Result<()>;
 
     /// A fresh key for an owned blob that a later `commit_layout` is going to refer to. It names this session: what no

@@ -51,9 +51,13 @@ pub(super) fn commit_layout(
     }
     let before = change.replace_layout((ino, &mut inode), &layout, home)?;
     if let Some(intent) = &intent {
-        change.end_intent(ino, intent)?;
-        if layout.blobs().all(|blob| blob.key != intent.key) {
-            // The store did not take the content there: the mover tries again.
+        let is_there = layout.blobs().any(|blob| blob.key == intent.key);
+        // What was asked of the store may be there all the same, or be on its way: the intent tells then that it is older.
+        if is_there || intent.announced().is_none() {
+            change.end_intent(ino, intent)?;
+        }
+        if !is_there {
+            // The mover tries again.
             change.queue_move(ino)?;
         }
     }

@@ -233,13 +233,13 @@ impl Tree for LocalTree {
         self.change(move |change| change.reserve(ino, size)).await
     }
 
-    async fn place(&self, ino: InodeId) -> Result<Placement> {
+    async fn place(&self, ino: InodeId, seals: bool) -> Result<Placement> {
         let (mut gone, mut is_late, until) = (None, false, Instant::now() + PATIENCE);
         for step in 1..=MOST_STEPS {
             let (key, token) = (self.fresh_blob(), self.fresh_name());
             let (is_last, lost) = (step == MOST_STEPS || is_late, gone.clone());
             let attempt = move |change: &mut Change<'_, '_>| {
-                place(change, ino, (&key, &token), (is_last, lost.as_ref()))
+                place(change, ino, (&key, &token, seals), (is_last, lost.as_ref()))
             };
             let step = self.change(attempt).await?;
             match (step, &self.mover) {

@@ -5,7 +5,7 @@ use forebay_core::{Blob, InodeId, ObjectKey, Result};
 use super::Placement;
 use crate::mover::LONGEST_COPY;
 use crate::records::{Change, Occupancy, Records};
-use crate::schema::{Deletion, HolderState, Intent, Mark};
+use crate::schema::{Announced, Deletion, HolderState, Intent, Mark};
 
 /// What a look at the records came to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,12 +21,12 @@ pub(super) enum Step {
 }
 
 /// One attempt of [`super::Tree::place`]. `fresh` is used if the content goes to an owned blob, as it does when
-/// `is_last` says that copies, doomed and lent objects are not waited for any more; else the object carries `token`. There
-/// is nothing to copy away of an object that is `gone`.
+/// `is_last` says that copies, doomed and lent objects are not waited for any more; else the object carries `token`, and
+/// `seals` the content that the file has. There is nothing to copy away of an object that is `gone`.
 pub(super) fn place(
     change: &mut Change<'_, '_>,
     ino: InodeId,
-    (fresh, token): (&ObjectKey, &str),
+    (fresh, token, seals): (&ObjectKey, &str, bool),
     (is_last, gone): (bool, Option<&Blob>),
 ) -> Result<Step> {
     let inode = change.file(ino)?;
@@ -64,7 +64,8 @@ pub(super) fn place(
             }
             let key = ObjectKey::new(key);
             let replaces = inode.home.filter(|home| home.key == key).map(|home| home.version);
-            let mark = Some(Mark { token: token.to_owned(), made: change.now });
+            let of = Some(Announced { generation: inode.generation, seals });
+            let mark = Some(Mark { token: token.to_owned(), made: change.now, of });
             let intent = Intent { key: key.clone(), replaces: replaces.clone(), copies: None, mark };
             change.put_intent(ino, &intent)?;
             let is_first = replaces.is_none() && inode.generation == 0;

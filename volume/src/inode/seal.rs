@@ -65,7 +65,7 @@ impl OpenInode {
             let later = || Error::new(ErrorKind::Unavailable, "what is at its path is still on its way out");
             return if comes_free && comes_back { Err(later()) } else { Ok(false) };
         }
-        if self.was_brought_home(generation).await? {
+        if self.was_brought_home(&layout, generation).await? {
             upload.abort().await?;
             return Ok(true);
         }
@@ -84,9 +84,9 @@ impl OpenInode {
     }
 
     /// Whether an earlier try, of which the answer was lost, brought the file home after all: asking for a place found it then.
-    async fn was_brought_home(&self, generation: u64) -> Result<bool> {
+    async fn was_brought_home(&self, layout: &FileLayout, generation: u64) -> Result<bool> {
         let (now, current) = self.store.tree.layout(self.ino).await?;
-        if current == generation {
+        if current == generation && (now == *layout || !now.is_plain()) {
             return Ok(false);
         }
         // Nothing is written to the place that was just asked for.

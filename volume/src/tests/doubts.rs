@@ -8,6 +8,7 @@ use forebay_io::object::{Bucket, FaultMode, Faults, OperationKind};
 use forebay_metadata::tree::RenameMode;
 
 use super::support::*;
+use crate::staging::WritebackSettings;
 use crate::{Access, File, Volume};
 
 async fn until(what: &str, mut happened: impl AsyncFnMut() -> bool) {
@@ -128,5 +129,45 @@ fn nothing_is_committed_over_what_a_lost_upload_may_have_replaced() {
             Err(error) => assert_eq!((error.kind(), there == whole), (ErrorKind::Stale, true), "{error}"),
             Ok(()) => assert!(there == "old more", "{} bytes", there.len()),
         }
+    });
+}
+
+/// What an upload of a staged file had brought, of which the answer was lost, took the place of what was synced after it when
+/// the volume was opened again.
+#[test]
+fn what_is_synced_after_a_seal_that_was_not_answered_is_newer_than_what_that_brought() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
+        let at_once = WritebackSettings { enabled: true, bytes: 1 << 40, delay_ms: 0, open_ms: 3_600_000 };
+        let fixture = Fixture::new(bucket).writing_back(at_once);
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
+        file.write(0, Bytes::from_static(b"old")).await.expect("write");
+        file.fsync().await.expect("it is staged");
+        let (released, ()) = tokio::join!(file.release(), goes_away_after_one(&faults));
+        released.expect("release");
+        until("its upload is given up", async || faults.injected() > 4).await;
+        let file = open(&volume, "f", READ_WRITE).await;
+        file.write(3, Bytes::from_static(b" more")).await.expect("write");
+        file.fsync().await.expect("it is staged");
+        let refused = faults.injected();
+        file.release().await.expect("release");
+        tokio::select! {
+            _ = volume.drain(|_| {}) => panic!("the store is away"),
+            () = until("the next one is given up", async || faults.injected() > refused + 4) => {}
+        }
+        // What is staged stays so: the next mount brings it in.
+        volume.close().await.ok();
+        faults.set_down(false);
+        assert_eq!(object(&fixture.bucket, "f").await, "old", "that came");
+        let volume = fixture.open().await;
+        let file = open(&volume, "f", READ).await;
+        assert_eq!(file.read(0, 100).await.expect("read"), "old more");
+        file.release().await.expect("release");
+        volume.drain(|_| {}).await.expect("drain");
+        assert_eq!(object(&fixture.bucket, "f").await, "old more");
+        volume.close().await.expect("close");
     });
 }

@@ -132,8 +132,8 @@ impl Tree for Unlucky {
         self.tree.reserve(ino, size).await
     }
 
-    async fn place(&self, ino: InodeId) -> Result<Placement> {
-        self.tree.place(ino).await
+    async fn place(&self, ino: InodeId, seals: bool) -> Result<Placement> {
+        self.tree.place(ino, seals).await
     }
 
     async fn settle(&self, ino: InodeId) -> Result<()> {

@@ -128,8 +128,8 @@ async fn what_is_pending_goes_on_in_a_copy() {
     world.write_path(&tree, "asked", "before").await.expect("written");
     let [arrived, asked] = ["arrived", "asked"].map(|path| resolve(&tree, path));
     let (arrived, asked) = (arrived.await.expect("found"), asked.await.expect("found"));
-    tree.place(asked.ino).await.expect("placed");
-    let placement = tree.place(arrived.ino).await.expect("placed");
+    tree.place(asked.ino, false).await.expect("placed");
+    let placement = tree.place(arrived.ino, false).await.expect("placed");
     world.put_at(&placement, b"and after").await.expect("put");
     unlink(&tree, "doomed").await.expect("unlinked");
     unlink(&tree, "replaced").await.expect("unlinked");
@@ -180,7 +180,7 @@ async fn what_was_not_copied_is_named_and_is_never_other_bytes() {
     // Bytes that another host has yet to upload.
     let (late, _) =
         tree.create(InodeId::ROOT, b"late\xff", new_file(), Existing::Refuse).await.expect("made");
-    let placed = tree.place(late.ino).await.expect("placed");
+    let placed = tree.place(late.ino, false).await.expect("placed");
     let staged = FileLayout::of_blob(Blob::staged(placed.key().clone(), 4, "elsewhere"));
     tree.commit_layout(late.ino, 0, staged, world.clock.wall()).await.expect("committed");
     tree.close().await.expect("closed");

@@ -138,7 +138,7 @@ async fn what_is_on_its_way_is_waited_for() {
     world.put("e/f/b", b"b").await;
     let tree = world.open().await;
     let ino = resolve(&tree, "d/a").await.expect("found").ino;
-    let placement = tree.place(ino).await.expect("placed");
+    let placement = tree.place(ino, false).await.expect("placed");
     assert_eq!(kind_of(clone(&tree, "d", "copy").await), ErrorKind::Conflict);
     // What nobody has looked at is looked at.
     clone(&tree, "e", "copy-of-e").await.expect("cloned");

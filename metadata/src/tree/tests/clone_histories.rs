@@ -99,7 +99,7 @@ impl Others {
         }
         let Ok(found) = resolve(tree, path).await else { return };
         if found.kind == forebay_core::FileKind::File {
-            self.writing = tree.place(found.ino).await.ok().map(|placement| (found.ino, placement));
+            self.writing = tree.place(found.ino, false).await.ok().map(|placement| (found.ino, placement));
         }
     }
 

@@ -148,7 +148,7 @@ async fn writing_over_a_large_lent_file_waits_for_no_copy() {
         [OperationKind::Copy, OperationKind::CopyPart].map(|kind| sent.of(kind).requests)
     };
     let ino = resolve(&tree, "a").await.expect("found").ino;
-    let placement = tree.place(ino).await.expect("placed");
+    let placement = tree.place(ino, false).await.expect("placed");
     assert!(matches!(placement, Placement::Owned { .. }), "{placement:?}");
     assert_eq!(sent(), [0, 0]);
     // The mover, which is faster than the writer, finds nothing to move yet, but makes room.
@@ -179,10 +179,10 @@ async fn room_is_made_for_who_comes_back() {
     let tree = world.open().await;
     share(&world, &tree, "a", "b").await.expect("shared");
     let ino = resolve(&tree, "a").await.expect("found").ino;
-    let placement = tree.place(ino).await.expect("placed");
+    let placement = tree.place(ino, false).await.expect("placed");
     assert!(matches!(placement, Placement::Owned { comes_free: true, .. }), "{placement:?}");
     tree.drain().await.expect("drained");
-    let placement = tree.place(ino).await.expect("placed");
+    let placement = tree.place(ino, false).await.expect("placed");
     assert!(matches!(placement, Placement::Own { .. }), "{placement:?}");
 }
 

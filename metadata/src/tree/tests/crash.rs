@@ -97,7 +97,7 @@ async fn cut_off_write(replaces: bool, steps: u32, keeps_cache: bool) {
     let mut placement = None;
     for step in 0..steps {
         match step {
-            0 => placement = Some(tree.place(before.ino).await.expect("placed")),
+            0 => placement = Some(tree.place(before.ino, false).await.expect("placed")),
             1 => {
                 let placement = placement.as_ref().expect("placed");
                 put = Some(world.put_at(placement, b"new").await.expect("put"));
@@ -140,7 +140,7 @@ async fn an_owned_blob_that_was_never_committed_goes_with_its_session() {
     rename(&tree, "a", "b", RenameMode::Replace).await.expect("renamed");
     let root = forebay_core::InodeId::ROOT;
     let (file, _) = tree.create(root, b"a", new_file(), crate::tree::Existing::Refuse).await.expect("made");
-    let placement = tree.place(file.ino).await.expect("placed");
+    let placement = tree.place(file.ino, false).await.expect("placed");
     world.put_at(&placement, b"new").await.expect("put");
     tree.drain().await.expect("drained");
     world.check_objects(&[("*", "new"), ("b", "old")]).await;
@@ -418,7 +418,7 @@ async fn an_older_object_at_the_path_does_not_replace_newer_content() {
             make_owned(&world, &tree, "a", "newer", later).await
         };
         if is_intended {
-            tree.place(file).await.expect("placed");
+            tree.place(file, false).await.expect("placed");
         }
         tree.sync().await.expect("synced");
         world.put("a", b"older").await;
@@ -445,7 +445,7 @@ async fn a_write_to_a_key_that_was_just_freed_can_be_cut_off() {
     let file = make_owned(&world, &tree, "b", "new", 1).await;
     rename(&tree, "b", "a", RenameMode::Replace).await.expect("renamed");
     tree.sync().await.expect("synced");
-    let placement = tree.place(file).await.expect("placed");
+    let placement = tree.place(file, false).await.expect("placed");
     assert!(matches!(&placement, Placement::Own { replaces: None, .. }), "{placement:?}");
     world.put_at(&placement, b"new").await.expect("put");
     world.crash(tree, false).await;
@@ -494,7 +494,7 @@ async fn remove_unsettled(kind: Kind, (replaces, is_open): (bool, bool), by: By)
     if is_open {
         tree.opened(file).await.expect("open");
     }
-    let placement = tree.place(file).await.expect("placed");
+    let placement = tree.place(file, false).await.expect("placed");
     match by {
         By::Outsider => world.put("a", b"theirs").await,
         _ => drop(world.put_at(&placement, b"new").await.expect("put")),
@@ -511,7 +511,7 @@ async fn remove_unsettled(kind: Kind, (replaces, is_open): (bool, bool), by: By)
         }
         (_, true) => {
             tree.drain().await.expect("drained");
-            tree.place(file).await.expect("settled");
+            tree.place(file, false).await.expect("settled");
             tree.closed(file).await.expect("closed");
             tree
         }
@@ -545,7 +545,7 @@ async fn write_over_unsettled(kind: Kind, is_listed: bool) {
     let tree = world.open().await;
     world.write_path(&tree, "a", "old").await.expect("written");
     let before = resolve(&tree, "a").await.expect("found").ino;
-    let placement = tree.place(before).await.expect("placed");
+    let placement = tree.place(before, false).await.expect("placed");
     world.put_at(&placement, b"removed").await.expect("put");
     unlink(&tree, "a").await.expect("unlinked");
     let mover = tree.mover.as_ref().expect("a mover");
@@ -556,7 +556,7 @@ async fn write_over_unsettled(kind: Kind, is_listed: bool) {
         assert_eq!(paths(&tree).await, Vec::<String>::new());
     }
     let (file, _) = tree.create(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made");
-    let placement = tree.place(file.ino).await.expect("placed");
+    let placement = tree.place(file.ino, false).await.expect("placed");
     let put = world.put_at(&placement, b"new").await.expect("nothing else is there");
     let (layout, generation) = tree.layout(file.ino).await.expect("a layout");
     assert_eq!((layout.size(), generation), (0, file.generation), "it has no content yet");

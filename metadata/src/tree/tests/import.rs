@@ -174,7 +174,7 @@ async fn a_read_only_tree_writes_nothing_to_the_bucket() {
     let file = resolve(&tree, "d/a").await.expect("found").ino;
     assert_eq!(kind_of(tree.create(ROOT, b"x", new_file(), Existing::Refuse).await), ErrorKind::ReadOnly);
     assert_eq!(kind_of(tree.unlink(ROOT, b"d").await), ErrorKind::ReadOnly);
-    assert_eq!(kind_of(tree.place(file).await), ErrorKind::ReadOnly);
+    assert_eq!(kind_of(tree.place(file, false).await), ErrorKind::ReadOnly);
     assert_eq!(kind_of(rename(&tree, "d", "e", RenameMode::Replace).await), ErrorKind::ReadOnly);
     tree.opened(file).await.expect("opened");
     world.delete("d/a").await;

@@ -392,7 +392,7 @@ async fn files_in_a_new_directory_are_made_without_asking_the_engine() {
         assert_eq!(found.expect("looked up"), Lookup::Miss);
         let made = tree.create(directory, name.as_bytes(), new_file(), Existing::Refuse).now_or_never();
         let (file, _) = made.expect("at once").expect("made");
-        let placement = tree.place(file.ino).now_or_never().expect("at once").expect("placed");
+        let placement = tree.place(file.ino, false).now_or_never().expect("at once").expect("placed");
         assert!(is_own(&placement, &format!("d/{name}")), "{placement:?}");
         let blob = world.put_at(&placement, b"bytes").await.expect("put").blob();
         let commit = tree.commit_layout(file.ino, 0, FileLayout::of_blob(blob), time(1)).now_or_never();

@@ -92,7 +92,7 @@ async fn an_object_that_is_about_to_be_replaced_is_not_lent() {
     world.put("a", b"old").await;
     let tree = world.open().await;
     let ino = resolve(&tree, "a").await.expect("found").ino;
-    tree.place(ino).await.expect("placed");
+    tree.place(ino, false).await.expect("placed");
     assert_eq!(kind_of(share(&world, &tree, "a", "b").await), ErrorKind::Conflict);
 }
 

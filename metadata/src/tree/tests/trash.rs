@@ -120,7 +120,7 @@ async fn an_uncommitted_write_of_a_deleted_file_leaves_the_path() {
         let world = world(Kind::Memory).await;
         let tree = world.open().await;
         let (file, _) = tree.create(ROOT, b"a", new_file(), Existing::Refuse).await.expect("made");
-        let placement = tree.place(file.ino).await.expect("placed");
+        let placement = tree.place(file.ino, false).await.expect("placed");
         if is_put {
             world.put_at(&placement, b"late").await.expect("put");
         }

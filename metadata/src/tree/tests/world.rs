@@ -406,7 +406,7 @@ impl World {
     /// Writes a file whole, as the writer does: place, put, commit; again when an outsider came first.
     pub(super) async fn write(&self, tree: &LocalTree, ino: InodeId, bytes: &[u8]) -> Result<Placement> {
         for _ in 0..4 {
-            let placement = tree.place(ino).await?;
+            let placement = tree.place(ino, false).await?;
             match self.put_at(&placement, bytes).await {
                 Err(error) if error.kind() == ErrorKind::Conflict => continue,
                 Err(error) => return Err(error),
