@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{ErrorKind, FileLayout};
+use forebay_core::{ErrorKind, FileLayout, InodeId};
 use forebay_io::object::{Bucket, FaultMode, Faults, OperationKind};
 use forebay_metadata::tree::RenameMode;
 
@@ -43,7 +43,7 @@ fn what_was_moved_while_a_file_is_open_is_not_committed_from_where_it_was() {
         let old = create(&volume, "log").await;
         old.write(0, Bytes::from_static(b"old")).await.expect("write");
         old.release().await.expect("release");
-        let root = forebay_core::InodeId::ROOT;
+        let root = InodeId::ROOT;
         volume.rename((root, b"log"), (root, b"log.1"), RenameMode::Replace).await.expect("rename");
         let log = create(&volume, "log").await;
         log.write(0, Bytes::from_static(b"header\n")).await.expect("write");
@@ -81,6 +81,7 @@ fn a_file_whose_seal_was_not_answered_is_whole_and_goes_on() {
         let fixture = Fixture::new(bucket);
         let volume = fixture.open().await;
         let file = in_parts(&volume).await;
+        let written = volume.attributes(file.ino()).await.expect("it is there").mtime;
         faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
         let (released, ()) = tokio::join!(file.release(), goes_away_after_one(&faults));
         released.expect("release");
@@ -88,6 +89,7 @@ fn a_file_whose_seal_was_not_answered_is_whole_and_goes_on() {
         faults.set_down(false);
         let file = open(&volume, "f", READ_WRITE).await;
         until("it is sealed", async || layout_of(&volume, &file).await.is_plain()).await;
+        assert_eq!(volume.attributes(file.ino()).await.expect("it is there").mtime, written);
         file.write(5, Bytes::from_static(b" more")).await.expect("write");
         file.fsync().await.expect("fsync");
         assert_eq!(file.read(0, 100).await.expect("read"), "hEllo more");
