@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use forebay_io::mem::{Budget, Class};
 use forebay_io::object::{Condition, MIN_PART_BYTES, OperationKind, UploadOptions};
+use forebay_tests::Door;
 
 use super::*;
 
@@ -201,4 +202,30 @@ async fn parts_are_completed_with_the_checksums_that_are_asked_for() {
     let done = upload.complete(Condition::IfAbsent).await.expect("complete");
     assert_eq!(done.size, data.len() as u64);
     assert_eq!(bucket.get(&key("parts"), None, 0..done.size).await.expect("get"), data);
+}
+
+/// Policies of buckets may refuse what is signed in the query (`s3:authType`): listings, completions and copies were.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_request_is_signed_in_its_query() {
+    let server = Server::for_volume();
+    let door = Door::new(server.address()).expect("loopback has free ports");
+    let mut settings = server.settings();
+    settings.options.insert("aws_endpoint".to_owned(), door.endpoint());
+    let url = format!("s3://{}/a/prefix", server.create_bucket()).parse().expect("a URL");
+    let bucket = Bucket::open(&url, &settings).await.expect("open");
+    let name = key("a b/ü&=?/ß");
+    let mut upload = bucket.upload_with(&name, small_parts()).expect("upload");
+    upload.write(pattern(PART + 1)).await.expect("write");
+    let there = bucket.uploads_to(&name).await.expect("unfinished uploads");
+    assert_eq!(there.len(), 1);
+    let first = upload.complete(Condition::IfAbsent).await.expect("complete");
+    assert_eq!(keys_below(&bucket, "a b/ü&=?/").await, [name.as_str()]);
+    let mut copy = bucket.upload_with(&key("copy"), small_parts()).expect("upload");
+    copy.copy_from(&name, &first.version, 0..first.size).await.expect("copy");
+    copy.complete(Condition::IfAbsent).await.expect("complete");
+    assert!(bucket.get_whole(&key("copy")).await.expect("get").0 == pattern(PART + 1));
+    let requests = door.take_requests();
+    let of = |what: &str| requests.iter().filter(|request| request.contains(what)).count();
+    assert!(of("list-type=2") > 0 && of("partNumber=") > 2 && of("uploads=&prefix=") > 0, "{requests:#?}");
+    assert_eq!(of("X-Amz-"), 0, "{requests:#?}");
 }

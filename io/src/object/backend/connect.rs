@@ -17,13 +17,15 @@ use super::credentials::Renewed;
 use super::file::Directory;
 use super::google::{self, Google};
 use super::profile;
-use super::s3::{S3, Signed};
+use super::s3::{Manner, S3, Signed};
 use super::send::{Sender, Transport};
 use crate::object::error::convert;
 use crate::object::layer::Prefix;
 use crate::object::request::Shared;
 use crate::object::{BucketUrl, Scheme, StoreSettings};
 
+/// What object_store takes where none is named.
+const DEFAULT_REGION: &str = "us-east-1";
 /// Far longer than any transfer: the decorators bound each attempt.
 const NO_TIMEOUT: &str = "7days";
 
@@ -94,6 +96,12 @@ fn unknown_option(name: &str, url: &BucketUrl) -> Error {
         .with_hint("options have object_store's names, for example aws_region or aws_endpoint")
 }
 
+/// As object_store reads it. What does not parse is told when the store is built.
+fn is_set(builder: &AmazonS3Builder, key: AmazonS3ConfigKey) -> bool {
+    let value = builder.get_config_value(&key).unwrap_or_default().to_ascii_lowercase();
+    matches!(value.as_str(), "1" | "true" | "on" | "yes" | "y")
+}
+
 async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     let environment = environment("AWS_");
     let mut builder = AmazonS3Builder::new()
@@ -119,8 +127,7 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
         // Over TLS a hash of the payload protects from nothing and costs more than the encryption.
         builder = builder.with_unsigned_payload(true);
     }
-    let skip = builder.get_config_value(&AmazonS3ConfigKey::SkipSignature);
-    let anonymous = skip.is_some_and(|value| value == "true" || value == "1");
+    let anonymous = is_set(&builder, AmazonS3ConfigKey::SkipSignature);
     let failed = |error| convert(&url.to_string(), error);
     let keys = builder.get_config_value(&AmazonS3ConfigKey::AccessKeyId).is_some();
     if let Some(origin) = profile.origin.filter(|_| !anonymous && !keys) {
@@ -128,6 +135,15 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
         let renewed = Renewed::open(origin, region).await.map_err(failed)?;
         builder = builder.with_credentials(Arc::new(renewed));
     }
+    let manner = match anonymous {
+        true => Manner::Anonymous,
+        false if is_set(&builder, AmazonS3ConfigKey::S3Express) => Manner::InQuery,
+        false => {
+            let region = builder.get_config_value(&AmazonS3ConfigKey::Region);
+            let is_payer = is_set(&builder, AmazonS3ConfigKey::RequestPayer);
+            Manner::InHeader { region: region.unwrap_or_else(|| DEFAULT_REGION.to_owned()), is_payer }
+        }
+    };
     let transport = Transport::default();
     let builder = builder.with_retry(no_retries()).with_http_connector(transport.clone());
     let mut signer = builder.clone();
@@ -137,7 +153,7 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     let store = builder.build().map_err(failed)?;
     let signer = if anonymous { signer.build().map_err(failed)? } else { store.clone() };
     let sender = Sender::new(&transport).map_err(failed)?;
-    Ok(S3 { store, signed: Signed::new(sender, signer, anonymous), bucket: url.bucket.clone() })
+    Ok(S3 { store, signed: Signed::new(sender, signer, manner), bucket: url.bucket.clone() })
 }
 
 fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Google> {

@@ -2,8 +2,7 @@
 //!
 //! object_store carries bodies and simple requests. What it lacks is sent from here over the same connections:
 //! completion with a condition, part copy, unfinished uploads, and listings that survive any key. Those requests are
-//! signed by object_store's own signer (in the query, with an unsigned payload: none of them carries data), so
-//! credentials, region, endpoint style and session tokens are its business alone.
+//! signed by object_store's own signer, so credentials, endpoint style and session tokens are its business alone.
 
 mod xml;
 mod sign;
@@ -25,7 +24,7 @@ use crate::object::layer::TOKEN_ATTRIBUTE;
 use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadId, UploadsPage};
 use crate::object::types::Condition;
 
-pub(super) use sign::Signed;
+pub(super) use sign::{Manner, Signed};
 pub(super) use xml::{read_completed as read_e_tag, read_page, write_parts};
 
 /// Keys of one page, the most that S3 gives.

@@ -8,7 +8,7 @@ use http::Method;
 use object_store::RetryConfig;
 use object_store::aws::AmazonS3Builder;
 
-use super::super::s3::{S3, Signed};
+use super::super::s3::{Manner, S3, Signed};
 use super::*;
 use crate::object::stack::Stack;
 use crate::object::{Bucket, Condition, OperationKind, StoreSettings, UploadOptions};
@@ -80,7 +80,7 @@ fn bucket_that_says(code: &'static str) -> Bucket {
         .with_http_connector(Way(client.clone()))
         .build()
         .expect("a store");
-    let signed = Signed::new(Sender(client), store.clone(), false);
+    let signed = Signed::new(Sender(client), store.clone(), Manner::InQuery);
     let s3 = S3 { store, signed, bucket: "b".into() };
     Bucket::over("s3://b".parse().expect("a URL"), Stack::new(Arc::new(s3), &StoreSettings::default()))
 }
