@@ -117,6 +117,7 @@ struct State {
     manner: Manner,
     requests: Vec<String>,
     conditions: Vec<String>,
+    keys: Vec<String>,
     chance: StdRng,
     troubles: BTreeMap<Trouble, usize>,
     /// How often everything was forgotten.
@@ -129,8 +130,8 @@ impl Door {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let address = listener.local_addr()?;
         let (chance, troubles) = (StdRng::seed_from_u64(0), BTreeMap::new());
-        let (requests, conditions) = Default::default();
-        let state = State { manner: Manner::Pass, requests, conditions, chance, troubles, age: 0 };
+        let (requests, conditions, keys) = Default::default();
+        let state = State { manner: Manner::Pass, requests, conditions, keys, chance, troubles, age: 0 };
         let state = Arc::new(Mutex::new(state));
         let shared = state.clone();
         thread::spawn(move || {
@@ -178,7 +179,13 @@ impl Door {
     pub fn take_requests(&self) -> Vec<String> {
         let mut state = lock(&self.state);
         state.conditions.clear();
+        state.keys.clear();
         std::mem::take(&mut state.requests)
+    }
+
+    /// The id of the access key with which each of those requests was signed, nothing for one that was not.
+    pub fn keys(&self) -> Vec<String> {
+        lock(&self.state).keys.clone()
     }
 
     /// Takes the conditions of writes since the last call, in their order, each as `name: value`.
@@ -193,11 +200,12 @@ impl State {
         &mut self,
         request: &str,
         range: Option<&str>,
-        conditions: Vec<&str>,
+        (conditions, key): (Vec<&str>, &str),
     ) -> (Manner, Option<Trouble>) {
         let is_conditional = !conditions.is_empty();
         let range = range.map(|range| format!(" {range}")).unwrap_or_default();
         self.requests.push(format!("{}{range}", request.trim_end_matches(" HTTP/1.1")));
+        self.keys.push(key.to_owned());
         if !request.starts_with("GET") {
             self.conditions.extend(conditions.into_iter().map(str::to_owned));
         }
@@ -236,7 +244,12 @@ fn serve(mut client: TcpStream, server: SocketAddr, state: &Mutex<State>, age: u
     let is_condition = |line: &str| CONDITIONS.contains(&name(line).as_str());
     let range = lines.clone().find(|line| name(line) == "range").map(|line| line[6..].trim());
     let conditions = lines.clone().filter(|line| is_condition(line)).collect();
-    let (manner, trouble) = lock(state).meet(request, range, conditions);
+    let signed = lines
+        .clone()
+        .find(|line| name(line) == "authorization")
+        .and_then(|line| line.split_once("Credential="));
+    let key = signed.and_then(|(_, rest)| rest.split('/').next()).unwrap_or_default();
+    let (manner, trouble) = lock(state).meet(request, range, (conditions, key));
     match (manner, trouble) {
         (Manner::Shut, _) | (_, Some(Trouble::Closed)) => return client.shutdown(Shutdown::Both),
         (Manner::Silent, _) => return io::copy(&mut client, &mut io::sink()).map(drop),

@@ -13,7 +13,7 @@ use forebay_tests::{Door, Forebay, Mount, Outcome, Scratch, require_fuse, shell}
 /// Longest that credentials may take to be renewed.
 const DEADLINE: Duration = Duration::from_secs(60);
 /// With what moto's token service begins its temporary keys.
-const TEMPORARY: &str = "Credential=ASIA";
+const TEMPORARY: &str = "ASIA";
 
 /// A bucket of a moto server behind a door, and a home with profiles.
 struct Place {
@@ -58,9 +58,9 @@ async fn a_profile_that_assumes_a_role() {
     let place = Place::new(profiles).await;
     let outcome = place.doctor(&[("AWS_PROFILE", "role")]);
     assert!(reached(&outcome), "{outcome}");
-    let requests = place.door.take_requests();
+    let (keys, requests) = (place.door.keys(), place.door.take_requests());
     assert_eq!(requests[0], "POST /", "the role is asked for first and once: {requests:?}");
-    assert!(requests[1].contains(TEMPORARY) && !requests[1..].contains(&"POST /".to_owned()), "{requests:?}");
+    assert!(keys[1].starts_with(TEMPORARY) && !requests[1..].contains(&"POST /".to_owned()), "{requests:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -79,9 +79,9 @@ async fn a_web_identity_of_a_profile_or_of_the_environment() {
     for variables in [&[("AWS_PROFILE", "pod")][..], &environment] {
         let outcome = place.doctor(variables);
         assert!(reached(&outcome), "{outcome}");
-        let requests = place.door.take_requests();
+        let (keys, requests) = (place.door.keys(), place.door.take_requests());
         assert_eq!(requests[0], "POST /", "{requests:?}");
-        assert!(requests[1].contains(TEMPORARY), "{requests:?}");
+        assert!(keys[1].starts_with(TEMPORARY), "{keys:?}");
     }
     std::fs::remove_file(&token).expect("it is there");
     let refused = place.doctor(&environment);
@@ -106,31 +106,101 @@ async fn a_profile_with_a_login() {
         .succeeded();
     let outcome = place.doctor(&variables);
     assert!(reached(&outcome), "{outcome}");
-    let requests = place.door.take_requests();
-    assert!(requests[0].contains("Credential=portal-key"), "{requests:?}");
+    assert_eq!(place.door.keys()[0], "portal-key");
 }
 
 /// Answers each request as the login portal answers one for a role's credentials.
 fn portal() -> String {
+    answering(|request| {
+        request.starts_with("GET /federation/credentials?").then_some(
+            r#"{"roleCredentials": {"accessKeyId": "portal-key", "secretAccessKey": "s",
+                "sessionToken": "t", "expiration": 4070908800000}}"#,
+        )
+    })
+}
+
+/// A service on this host that answers the heads of requests, or refuses them.
+fn answering(answer: impl Fn(&str) -> Option<&'static str> + Send + 'static) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback has free ports");
     let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
     std::thread::spawn(move || {
         for mut client in listener.incoming().flatten() {
             let mut head = [0; 16 << 10];
             let read = client.read(&mut head).unwrap_or(0);
-            let right = head[..read].starts_with(b"GET /federation/credentials?");
-            let status = if right { "200 OK" } else { "400 Bad Request" };
-            let body = r#"{"roleCredentials": {"accessKeyId": "portal-key", "secretAccessKey": "s",
-                "sessionToken": "t", "expiration": 4070908800000}}"#;
+            let body = answer(
+                &String::from_utf8_lossy(&head[..read]).to_ascii_lowercase().replacen("get", "GET", 1),
+            );
+            let status = if body.is_some() { "200 OK" } else { "404 Not Found" };
+            let body = body.unwrap_or_default();
             let length = body.len();
             let head = format!(
                 "HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
             );
+            // How long a token holds, as an instance's metadata service says it.
+            let head = head + "X-Aws-Ec2-Metadata-Token-Ttl-Seconds: 21600\r\n";
             // A client that goes away early fails its own test.
             let _ = write!(client, "{head}Connection: close\r\n\r\n{body}");
         }
     });
     endpoint
+}
+
+/// As ECS gives them, and EKS by Pod Identity: with a token, of which a file has the present one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn credentials_of_a_container() {
+    let place = Place::new("").await;
+    let endpoint = answering(|request| {
+        let is_right = request.starts_with("GET /creds ") && request.contains("authorization: a token");
+        is_right.then_some(
+            r#"{"AccessKeyId": "container-key", "SecretAccessKey": "s", "Token": "t",
+                "Expiration": "2099-01-01T00:00:00Z"}"#,
+        )
+    });
+    let (address, token) = (format!("{endpoint}/creds"), place.scratch.join("token").display().to_string());
+    let variables = [
+        ("AWS_CONTAINER_CREDENTIALS_FULL_URI", address.as_str()),
+        ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", token.as_str()),
+        ("AWS_REGION", "us-east-1"),
+    ];
+    let outcome = place.doctor(&variables);
+    assert!(reached(&outcome), "{outcome}");
+    assert_eq!(place.door.keys()[0], "container-key");
+    std::fs::write(&token, "of yesterday").expect("writable");
+    let refused = place.doctor(&variables);
+    assert!(refused.stdout.contains("no credentials for") && refused.stdout.contains(&address), "{refused}");
+    assert!(refused.stdout.contains("identity association"), "{refused}");
+}
+
+/// The metadata service of an instance, of which a token is asked for first.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn credentials_of_an_instance() {
+    let place = Place::new("").await;
+    let endpoint = answering(|request| match request.split(' ').nth(1)? {
+        "/latest/api/token" => Some("a token"),
+        _ if !request.contains("x-aws-ec2-metadata-token: a token") => None,
+        "/latest/meta-data/iam/security-credentials/" => Some("node"),
+        "/latest/meta-data/iam/security-credentials/node" => Some(
+            r#"{"Code": "Success", "Type": "AWS-HMAC", "LastUpdated": "2026-01-01T00:00:00Z",
+                "AccessKeyId": "instance-key", "SecretAccessKey": "s", "Token": "t",
+                "Expiration": "2099-01-01T00:00:00Z"}"#,
+        ),
+        _ => None,
+    });
+    for name in ["AWS_METADATA_ENDPOINT", "AWS_EC2_METADATA_SERVICE_ENDPOINT"] {
+        let outcome = place.doctor(&[(name, endpoint.as_str()), ("AWS_REGION", "us-east-1")]);
+        assert!(reached(&outcome), "{outcome}");
+        assert_eq!(place.door.keys()[0], "instance-key");
+        place.door.take_requests();
+    }
+    let closed = TcpListener::bind("127.0.0.1:0").and_then(|held| held.local_addr()).expect("an address");
+    let silent = TcpListener::bind("127.0.0.1:0").expect("loopback has free ports");
+    for address in [closed, silent.local_addr().expect("an address")] {
+        let endpoint = format!("http://{address}");
+        let refused =
+            place.doctor(&[("AWS_METADATA_ENDPOINT", endpoint.as_str()), ("AWS_REGION", "us-east-1")]);
+        let told = ["no credentials for", "the instance's metadata service", "set AWS_ACCESS_KEY_ID"];
+        assert!(told.iter().all(|text| refused.stdout.contains(text)), "{refused}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

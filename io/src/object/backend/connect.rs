@@ -13,7 +13,7 @@ use object_store::client::ClientConfigKey;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 
 use super::azure::{self, Azure};
-use super::credentials::Renewed;
+use super::credentials::{Origin, Renewed};
 use super::file::Directory;
 use super::google::{self, Google};
 use super::profile;
@@ -102,6 +102,16 @@ fn is_set(builder: &AmazonS3Builder, key: AmazonS3ConfigKey) -> bool {
     matches!(value.as_str(), "1" | "true" | "on" | "yes" | "y")
 }
 
+/// The instance's own credentials, where options do not ask for others, or for them as only object_store gets them.
+fn instance(builder: &AmazonS3Builder) -> Option<Origin> {
+    use AmazonS3ConfigKey as Key;
+    let of_store =
+        [Key::ContainerCredentialsRelativeUri, Key::ContainerCredentialsFullUri, Key::WebIdentityTokenFile];
+    let is_of_store = of_store.iter().any(|key| builder.get_config_value(key).is_some());
+    let is_old = is_set(builder, Key::ImdsV1Fallback);
+    (!is_of_store && !is_old).then(|| Origin::Instance(builder.get_config_value(&Key::MetadataEndpoint)))
+}
+
 async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     let environment = environment("AWS_");
     let mut builder = AmazonS3Builder::new()
@@ -130,7 +140,8 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     let anonymous = is_set(&builder, AmazonS3ConfigKey::SkipSignature);
     let failed = |error| convert(&url.to_string(), error);
     let keys = builder.get_config_value(&AmazonS3ConfigKey::AccessKeyId).is_some();
-    if let Some(origin) = profile.origin.filter(|_| !anonymous && !keys) {
+    let origin = profile.origin.or_else(|| instance(&builder));
+    if let Some(origin) = origin.filter(|_| !anonymous && !keys) {
         let region = builder.get_config_value(&AmazonS3ConfigKey::Region);
         let renewed = Renewed::open(origin, region).await.map_err(failed)?;
         builder = builder.with_credentials(Arc::new(renewed));

@@ -1,5 +1,5 @@
-//! Temporary AWS credentials: of profiles that assume a role, log in through SSO or run a program, and of a web
-//! identity.
+//! Temporary AWS credentials: of profiles that assume a role, log in through SSO or run a program, of a web identity, of a
+//! container (ECS, EKS Pod Identity), and of an instance.
 //!
 //! The `aws-config` crate knows how each is obtained; its requests go over object_store's HTTP client. What it gives
 //! is kept until a quarter of its lifetime, or five minutes if that is less, is left, and then asked for anew: by one
@@ -10,6 +10,9 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use aws_config::Region;
+use aws_config::ecs::EcsCredentialsProvider;
+use aws_config::imds;
+use aws_config::imds::credentials::ImdsCredentialsProvider;
 use aws_config::profile::ProfileFileCredentialsProvider;
 use aws_config::provider_config::ProviderConfig;
 use aws_config::web_identity_token::WebIdentityTokenCredentialsProvider;
@@ -27,6 +30,7 @@ use object_store::client::{HttpClient, HttpConnector, HttpRequestBody, ReqwestCo
 use object_store::{ClientOptions, CredentialProvider, Result};
 use parking_lot::Mutex;
 
+use super::send::generic;
 use crate::clock::Clock;
 use crate::object::error::Fault;
 use crate::task::TaskGroup;
@@ -38,6 +42,10 @@ pub(super) enum Origin {
     Profile(String),
     /// The token file that `AWS_WEB_IDENTITY_TOKEN_FILE` names, for the role of `AWS_ROLE_ARN`.
     WebIdentity(String),
+    /// The address that `AWS_CONTAINER_CREDENTIALS_RELATIVE_URI` or `AWS_CONTAINER_CREDENTIALS_FULL_URI` names.
+    Container(String),
+    /// The metadata service of the instance, where another address than the usual one is named there.
+    Instance(Option<String>),
 }
 
 impl std::fmt::Display for Origin {
@@ -45,10 +53,66 @@ impl std::fmt::Display for Origin {
         match self {
             Self::Profile(name) => write!(f, "AWS profile `{name}`"),
             Self::WebIdentity(file) => write!(f, "the web identity token {file}"),
+            Self::Container(address) => write!(f, "the container's endpoint {address}"),
+            Self::Instance(None) => write!(f, "the instance's metadata service"),
+            Self::Instance(Some(address)) => write!(f, "the instance's metadata service at {address}"),
         }
     }
 }
 
+impl Origin {
+    fn provider(&self, config: &ProviderConfig) -> Result<SharedCredentialsProvider> {
+        Ok(match self {
+            Self::Profile(name) => SharedCredentialsProvider::new(
+                ProfileFileCredentialsProvider::builder().configure(config).profile_name(name).build(),
+            ),
+            Self::WebIdentity(_) => SharedCredentialsProvider::new(
+                WebIdentityTokenCredentialsProvider::builder().configure(config).build(),
+            ),
+            Self::Container(_) => {
+                SharedCredentialsProvider::new(EcsCredentialsProvider::builder().configure(config).build())
+            }
+            Self::Instance(address) => {
+                let client = imds::Client::builder()
+                    .configure(config)
+                    .max_attempts(METADATA_ATTEMPTS)
+                    .operation_timeout(METADATA_DEADLINE);
+                let client = match address {
+                    Some(address) => client.endpoint(address).map_err(generic)?,
+                    None => client,
+                };
+                let provider =
+                    ImdsCredentialsProvider::builder().configure(config).imds_client(client.build());
+                SharedCredentialsProvider::new(provider.build())
+            }
+        })
+    }
+
+    /// What to look at where it gives none.
+    fn hint(&self) -> String {
+        match self {
+            Self::Profile(name) => format!(
+                "see what `aws sts get-caller-identity --profile {name}` says; \
+                logins are renewed with `aws sso login --profile {name}`"
+            ),
+            Self::WebIdentity(_) => {
+                "check AWS_WEB_IDENTITY_TOKEN_FILE, AWS_ROLE_ARN and AWS_REGION".to_owned()
+            }
+            Self::Container(_) => "check the task's role, or the pod's identity association; \
+                AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE names the token"
+                .to_owned(),
+            Self::Instance(_) => {
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; on an instance, \
+                give it a role, and a hop limit of 2 where this runs in a container"
+                    .to_owned()
+            }
+        }
+    }
+}
+
+/// How often a metadata service is asked, each time for a second or two, and for how long in all: it is on this host.
+const METADATA_ATTEMPTS: u32 = 3;
+const METADATA_DEADLINE: Duration = Duration::from_secs(8);
 /// New credentials are asked for when this is left of the old ones.
 const AHEAD: Duration = Duration::from_secs(300);
 /// After a failure the old ones serve this long before it is tried again.
@@ -101,14 +165,7 @@ impl Renewed {
         let config = ProviderConfig::without_region()
             .with_region(Some(Region::new(region)))
             .with_http_client(http_client_fn(move |_, _| connector.clone()));
-        let provider = match &origin {
-            Origin::Profile(name) => SharedCredentialsProvider::new(
-                ProfileFileCredentialsProvider::builder().configure(&config).profile_name(name).build(),
-            ),
-            Origin::WebIdentity(_) => SharedCredentialsProvider::new(
-                WebIdentityTokenCredentialsProvider::builder().configure(&config).build(),
-            ),
-        };
+        let provider = origin.provider(&config)?;
         let renewed = Self::over(origin, provider, Clock::system());
         renewed.get_credential().await?;
         Ok(renewed)
@@ -152,18 +209,9 @@ impl Source {
     }
 
     async fn fetch(&self, now: i64) -> Result<Current> {
-        let hint = match &self.origin {
-            Origin::Profile(name) => format!(
-                "see what `aws sts get-caller-identity --profile {name}` says; \
-                logins are renewed with `aws sso login --profile {name}`"
-            ),
-            Origin::WebIdentity(_) => {
-                "check AWS_WEB_IDENTITY_TOKEN_FILE, AWS_ROLE_ARN and AWS_REGION".to_owned()
-            }
-        };
         let failed = |cause| {
-            let origin = self.origin.to_string();
-            Fault::Credentials { origin, cause, hint: hint.clone() }
+            let (origin, hint) = (self.origin.to_string(), self.origin.hint());
+            Fault::Credentials { origin, cause, hint }
         };
         let given = tokio::time::timeout(DEADLINE, self.provider.provide_credentials())
             .await

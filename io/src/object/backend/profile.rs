@@ -1,8 +1,8 @@
 //! The AWS profile: static credentials, region and endpoint from `~/.aws/credentials` and `~/.aws/config`.
 //!
-//! object_store reads the environment and asks instance and container endpoints, but knows no profiles. This reads
-//! the named one (`AWS_PROFILE`, else `default`) and tells where credentials come from when they are not just keys: a
-//! role, an SSO login, a program, a web identity. Keys in the environment take precedence over all of these.
+//! object_store reads the environment, but knows no profiles. This reads the named one (`AWS_PROFILE`, else `default`) and
+//! tells where credentials come from when they are not just keys: a role, an SSO login, a program, a web identity, a
+//! container. Keys in the environment take precedence over all of these.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -48,6 +48,11 @@ pub(super) async fn read(environment: &[(String, String)]) -> Result<Profile> {
     if !has_keys && variable("aws_role_arn").is_some() {
         let identity = variable("aws_web_identity_token_file").map(Origin::WebIdentity);
         profile.origin = profile.origin.or(identity);
+    }
+    if !has_keys {
+        let names = ["aws_container_credentials_relative_uri", "aws_container_credentials_full_uri"];
+        let container = names.into_iter().find_map(variable).map(Origin::Container);
+        profile.origin = profile.origin.or(container);
     }
     Ok(profile)
 }
