@@ -112,9 +112,18 @@ pub(super) fn stalled_ms(error: &object_store::Error) -> Option<u64> {
 
 /// Whether a request that failed for now may have been carried out: it was sent, and the store did not put it off.
 pub(super) fn is_unanswered(error: &object_store::Error) -> bool {
-    let is_put_off =
-        matches!(find::<Fault>(error), Some(Fault::Service { status: 408 | 409 | 429 | 503, .. }));
-    !is_put_off && !is_unreachable(error) && !lacks_credentials(error)
+    let is_later = matches!(find::<Fault>(error), Some(Fault::Service { status: 408 | 409 | 429 | 503, .. }));
+    !is_later && !is_unreachable(error) && !lacks_credentials(error)
+}
+
+/// Whether a store asks for fewer requests; one that is away, behind something that answers for it, does not.
+pub(super) fn is_put_off(error: &object_store::Error) -> bool {
+    match find::<Fault>(error) {
+        Some(Fault::Service { status, code, .. }) => {
+            *status == 429 || matches!(code.as_str(), "SlowDown" | "ServerBusy" | "TooManyRequests")
+        }
+        _ => false,
+    }
 }
 
 /// Whether nobody took a connection.
