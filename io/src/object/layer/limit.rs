@@ -202,7 +202,8 @@ mod tests {
 
     /// Carries `count` requests through, each tried until it is, and gives how often one was put off, and most at once.
     async fn carry(limit: &Limit, narrow: &Narrow, count: usize) -> (usize, usize) {
-        (narrow.put_off.store(0, Relaxed), narrow.most.store(0, Relaxed));
+        narrow.put_off.store(0, Relaxed);
+        narrow.most.store(0, Relaxed);
         let one = |_| async {
             while limit.call(Request::Delete { keys: vec![Path::from("k")] }).await.is_err() {
                 tokio::time::sleep(Duration::from_millis(100)).await;
