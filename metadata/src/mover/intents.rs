@@ -6,11 +6,12 @@ use tokio::time::Instant;
 
 use super::Mover;
 use super::deletions::after;
+use super::doubts::LONGEST_MS;
 use super::moves::{discard, is_still};
 use super::run::{PAGE, Tally};
 use crate::kv::Durability;
 use crate::records::{Change, Records, session_of};
-use crate::schema::{Announced, Inode, Intent, Tag};
+use crate::schema::{Announced, HolderState, Inode, Intent, Tag};
 
 /// Seconds that a store's clock may differ from this host's: past that, stores refuse what it has signed.
 const CLOCKS_APART: u64 = 15 * 60;
@@ -78,6 +79,12 @@ impl Mover {
         Ok(inode.is_none_or(|inode| inode.nlink == 0) && self.shared().openers(ino) == 0)
     }
 
+    /// Whether a file has newer content than an intent of it announces.
+    async fn is_outdone(&self, ino: InodeId, intent: &Intent) -> Result<bool> {
+        let inode = self.look(move |look| look.find(ino)).await?;
+        Ok(inode.is_some_and(|inode| intent.is_outdone(inode.generation)))
+    }
+
     /// The same of those that name `key`: what is found there may be what such a file wrote last. Returns whether any named
     /// it. The caller holds the turn.
     pub(super) async fn settle_writes_to(&self, key: &ObjectKey) -> Result<bool> {
@@ -90,10 +97,11 @@ impl Mover {
             let Some((last, _)) = page.last() else { return Ok(is_named) };
             start = after(last);
             for (record, value) in page {
-                if Intent::decode(value)?.key == *key {
+                let intent = Intent::decode(value)?;
+                if intent.key == *key {
                     let ino = InodeId(keys.number_in(&record)?);
                     is_named = true;
-                    if self.is_abandoned(ino).await? {
+                    if self.is_abandoned(ino).await? || self.is_outdone(ino, &intent).await? {
                         self.settle_intent(ino).await?;
                     }
                 }
@@ -104,16 +112,26 @@ impl Mover {
     /// Finds out what came of an inode's intent and ends it; false where that cannot be known yet. The caller has the turn
     /// alone, since a copy may be on its way, or has made sure that there is none.
     pub(super) async fn settle_intent(&self, ino: InodeId) -> Result<bool> {
-        self.settle_intent_of(ino, true).await
+        self.settle_intent_of(ino, true, None).await
     }
 
-    async fn settle_intent_of(&self, ino: InodeId, may_be_copy: bool) -> Result<bool> {
+    /// Settles an intent that newer content has outdone, if it still stands. Where nothing came of it so far, it stands for as
+    /// long as something may.
+    pub(super) async fn settle_outdone(&self, ino: InodeId, intent: &Intent) -> Result<bool> {
+        let _turn = self.copying_turn().await;
+        self.settle_intent_of(ino, false, Some(intent)).await
+    }
+
+    async fn settle_intent_of(&self, ino: InodeId, may_be_copy: bool, only: Option<&Intent>) -> Result<bool> {
         let doubt = self.doubts().of(ino);
         let intent = self.look(move |look| look.intent(ino)).await?;
         let Some(intent) = intent else {
             self.doubts().end(ino, doubt.as_ref());
             return Ok(true);
         };
+        if only.is_some_and(|only| *only != intent) {
+            return Ok(false);
+        }
         if intent.copies.is_some() && (!may_be_copy || self.doubts().holds(ino, self.shared().now_ms())) {
             return Ok(false);
         }
@@ -123,10 +141,21 @@ impl Mover {
             None if doubt.as_ref().is_some_and(|doubt| doubt.is_unasked(&intent)) => None,
             None => self.bucket().head(&intent.key).await?.map(|found| (found, Authorship::Unknown)),
         };
+        let is_unchanged = found.as_ref().map(|(found, _)| &found.version) == intent.replaces.as_ref();
+        if only.is_some() && is_unchanged && self.may_still_come(&intent) {
+            return Ok(false);
+        }
         let settle = move |change: &mut Change<'_, '_>| settle(change, ino, &intent, found.as_ref());
         self.transact(Durability::Buffered, settle).await?;
         self.doubts().end(ino, doubt.as_ref());
         Ok(true)
+    }
+
+    /// Whether the store may still do what a writer asked of it, and gave up.
+    fn may_still_come(&self, intent: &Intent) -> bool {
+        let made = intent.mark.as_ref().map(|mark| mark.made.seconds.saturating_mul(1000));
+        let now = i64::try_from(self.shared().now_ms()).unwrap_or(i64::MAX);
+        made.is_some_and(|made| now < made.saturating_add(LONGEST_MS as i64))
     }
 
     /// As `settle_intent`, for a writer that asks for a place. A copy under way is waited for `until` then; false where that
@@ -142,7 +171,7 @@ impl Mover {
             return Ok(self.alone_until(until, "settle a copy", settle).await? == Some(true));
         }
         let _turn = self.copying_turn().await;
-        self.settle_intent_of(ino, false).await
+        self.settle_intent_of(ino, false, None).await
     }
 }
 
@@ -174,13 +203,16 @@ fn settle(
     match (found, inode, &intent.copies) {
         (Some((found, Authorship::Ours)), None, None) => change.doom_plain(&found.blob()),
         (Some((found, Authorship::Ours)), Some(inode), None) if intent.is_outdone(inode.generation) => {
-            let is_home =
-                inode.nlink > 0 && change.key_of(ino, &inode)?.as_deref() == Some(found.key.as_str());
-            if is_home {
-                return change.stand(ino, inode, found.blob());
+            match is_at_home(change, ino, &inode, &found.key)? {
+                true => change.stand(ino, inode, found.blob()),
+                false => discard_older(change, ino, inode, &found.blob()),
             }
-            change.doom_plain(&found.blob())?;
-            change.settle_home(ino, &inode)
+        }
+        // Somebody else's at a path that was the file's once: the next listing shows it.
+        (Some((found, _)), Some(inode), None)
+            if intent.is_outdone(inode.generation) && !is_at_home(change, ino, &inode, &found.key)? =>
+        {
+            change.resettle_home(ino, &inode)
         }
         (Some((found, Authorship::Ours)), Some(inode), None)
             if seals(change, ino, &inode, (intent, found))? =>
@@ -203,6 +235,27 @@ fn settle(
         (_, Some(inode), _) => change.resettle_home(ino, &inode),
         _ => Ok(()),
     }
+}
+
+/// Whether a key is what a file's path spells, and no other file's.
+fn is_at_home(change: &Change<'_, '_>, ino: InodeId, inode: &Inode, key: &ObjectKey) -> Result<bool> {
+    let holder = match change.claim(key.as_str())?.map(|claim| claim.state) {
+        Some(HolderState::Held(holder) | HolderState::Intended(holder)) => Some(holder),
+        _ => None,
+    };
+    let is_free = holder.is_none_or(|holder| holder == ino);
+    Ok(is_free && inode.nlink > 0 && change.key_of(ino, inode)?.as_deref() == Some(key.as_str()))
+}
+
+/// Has older content of a file go that came to a path which was its own then.
+fn discard_older(change: &mut Change<'_, '_>, ino: InodeId, mut inode: Inode, found: &Blob) -> Result<()> {
+    if inode.home.as_ref().is_some_and(|home| home.key == found.key) {
+        // That was replaced.
+        inode.home = None;
+        change.put_inode(ino, &inode)?;
+    }
+    change.doom_plain(found)?;
+    change.settle_home(ino, &inode)
 }
 
 /// Whether an object holds the very content that the file has, as an intent announced.

@@ -3,11 +3,13 @@
 //! An intent says that the copy is coming, the copy comes, one commit makes it the file's content and queues the old
 //! object for deletion. A file that is being written, or whose key is held by another, waits.
 
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, Version};
 use forebay_io::object::{Condition, ObjectInfo};
 use futures::stream::{self, StreamExt};
-use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use super::Mover;
@@ -58,8 +60,8 @@ enum Next {
     Wait,
     /// Nothing now, but others can go on.
     WayMade,
-    /// Nothing before it is known whether older content came to the path.
-    Settle,
+    /// Nothing before it is known whether older content came to the path, as this intent announced.
+    Settle(Intent),
     /// The intent is recorded; copy.
     Copy(Plan),
     /// Others hold bytes of this object, which stands where newer content is to go: they get a copy.
@@ -109,7 +111,7 @@ impl Mover {
         plans: &mut Vec<(InodeId, Plan)>,
         tally: &mut Tally,
     ) -> Result<()> {
-        let mut crowded = Vec::new();
+        let (mut crowded, mut outdone) = (Vec::new(), Vec::new());
         for (key, value) in page {
             if Move::decode(value)? != Move::File {
                 continue;
@@ -122,13 +124,31 @@ impl Mover {
             match next {
                 Next::Done | Next::WayMade => tally.done += 1,
                 Next::Wait => {}
-                Next::Settle => tally.add(self.settle(ino, Instant::now()).await.map(usize::from)),
+                Next::Settle(intent) => outdone.push((ino, intent)),
                 Next::Copy(plan) => plans.push((ino, plan)),
                 Next::MakeRoom(blob) => crowded.push(blob),
             }
         }
         stream::iter(crowded).for_each_concurrent(AT_ONCE, |blob| self.save_one(blob)).await;
+        self.settle_all_outdone(outdone, tally).await;
         Ok(())
+    }
+
+    /// Settles these, as long as the store answers.
+    async fn settle_all_outdone(&self, outdone: Vec<(InodeId, Intent)>, tally: &mut Tally) {
+        let is_away = &AtomicBool::new(false);
+        let each = outdone.into_iter().map(|(ino, intent)| self.settle_unless_away(ino, intent, is_away));
+        let done: Vec<_> = stream::iter(each).buffer_unordered(AT_ONCE).collect().await;
+        done.into_iter().for_each(|done| tally.add(done.map(usize::from)));
+    }
+
+    async fn settle_unless_away(&self, ino: InodeId, intent: Intent, is_away: &AtomicBool) -> Result<bool> {
+        if is_away.load(Relaxed) {
+            return Ok(false);
+        }
+        let settled = self.settle_outdone(ino, &intent).await;
+        is_away.fetch_or(settled.is_err(), Relaxed);
+        settled
     }
 
     /// Makes the copy that was planned, if nobody ended its intent while others had their turn. Returns whether the move is
@@ -223,7 +243,7 @@ fn plan(change: &mut Change<'_, '_>, ino: InodeId, fresh: &ObjectKey) -> Result<
         return Ok(Next::Done);
     };
     if let Some(intent) = change.intent(ino)? {
-        return Ok(if intent.is_outdone(inode.generation) { Next::Settle } else { Next::Wait });
+        return Ok(if intent.is_outdone(inode.generation) { Next::Settle(intent) } else { Next::Wait });
     }
     let (from, to) = (whole(change, ino, &inode)?, change.key_of(ino, &inode)?);
     let wants = to.as_deref();

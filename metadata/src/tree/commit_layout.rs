@@ -52,8 +52,10 @@ pub(super) fn commit_layout(
     let before = change.replace_layout((ino, &mut inode), &layout, home)?;
     if let Some(intent) = &intent {
         let is_there = layout.blobs().any(|blob| blob.key == intent.key);
-        // What was asked of the store may be there all the same, or be on its way: the intent tells then that it is older.
-        if is_there || intent.announced().is_none() {
+        // What was asked of the store may be there all the same, or be on its way: the intent tells then that it is older. Who
+        // brings bytes elsewhere has asked for nothing since he settled it.
+        let is_asked = content.mtime.is_some() && intent.announced().is_some();
+        if is_there || !is_asked {
             change.end_intent(ino, intent)?;
         }
         if !is_there {

@@ -46,6 +46,9 @@ impl OpenInode {
 
     /// Puts all bytes of a small file into a segment. The caller has the turn.
     async fn pack_together(&self) -> Result<bool> {
+        // An upload to its own path that was not answered may have come.
+        self.store.tree.settle(self.ino).await?;
+        self.take_over().await?;
         let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
         if layout.is_packed() {
             return Ok(false);

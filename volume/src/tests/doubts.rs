@@ -173,3 +173,47 @@ fn what_is_synced_after_a_seal_that_was_not_answered_is_newer_than_what_that_bro
         volume.close().await.expect("close");
     });
 }
+
+/// An upload that was not answered to a path that is another file's since: that one's object was taken for the file's content,
+/// and deleted.
+#[test]
+fn what_was_not_answered_at_a_path_that_is_another_files_takes_nothing_from_either() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
+        let at_once = WritebackSettings { enabled: true, bytes: 1 << 40, delay_ms: 0, open_ms: 3_600_000 };
+        let fixture = Fixture::new(bucket).writing_back(at_once);
+        let volume = fixture.open().await;
+        let file = create(&volume, "log").await;
+        file.write(0, Bytes::from_static(b"old")).await.expect("write");
+        file.release().await.expect("release");
+        volume.drain(|_| {}).await.expect("drain");
+        let file = open(&volume, "log", READ_WRITE).await;
+        file.write(0, Bytes::from_static(b"old and")).await.expect("write");
+        file.fsync().await.expect("it is staged");
+        faults.set_down(true);
+        file.release().await.expect("release");
+        until("its upload is given up", async || faults.injected() > 3).await;
+        let (file, root) = (open(&volume, "log", READ_WRITE).await, InodeId::ROOT);
+        volume.rename((root, b"log"), (root, b"log.1"), RenameMode::Replace).await.expect("rename");
+        file.write(7, Bytes::from_static(b" more")).await.expect("write");
+        file.fsync().await.expect("it is staged");
+        let fresh = create(&volume, "log").await;
+        fresh.write(0, Bytes::from_static(b"new")).await.expect("write");
+        fresh.fsync().await.expect("it is staged");
+        faults.set_down(false);
+        fresh.release().await.expect("release");
+        until("the new one is there", async || layout_of(&volume, &fresh).await.is_plain()).await;
+        file.release().await.expect("release");
+        volume.drain(|_| {}).await.expect("drain");
+        volume.close().await.expect("close");
+        let volume = fixture.open().await;
+        for (name, expected) in [("log", "new"), ("log.1", "old and more")] {
+            let file = open(&volume, name, READ).await;
+            assert_eq!(file.read(0, 100).await.expect("read"), expected);
+            file.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+        assert_eq!(object(&fixture.bucket, "log").await, "new");
+    });
+}
