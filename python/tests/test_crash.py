@@ -116,9 +116,17 @@ def test_the_agent_leaves_when_the_trainer_is_gone(tmp_path: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Whether a thread of a process exists that is no zombie: its files are open until the last one has ended, be the first one
+    a zombie long before."""
+
+    def lives(thread: Path) -> bool:
+        try:
+            return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except OSError:
+            return False
+
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return any(map(lives, Path(f"/proc/{pid}/task").iterdir()))
     except OSError:
         return False
 

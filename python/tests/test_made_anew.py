@@ -211,6 +211,8 @@ def test_a_copy_under_way_is_sealed_unless_it_was_changed(tmp_path: Path, has_ch
     first = forebay.Checkpointer(tmp_path, every=1, linger=LINGER_S)
     first.before_optimizer_step()
     first.step(1, state)
+    # Its agent is up then: one that is late hears that a later start took over, see docs/promises.md.
+    first.wait()
     first.before_optimizer_step()
     first.step(2, state)
     if has_changed:
