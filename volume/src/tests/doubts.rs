@@ -134,15 +134,20 @@ fn nothing_is_committed_over_what_a_lost_upload_may_have_replaced() {
     });
 }
 
+/// A volume whose closed files are uploaded at once, to a store that may go away.
+fn written_back_at_close() -> (Faults, Fixture) {
+    let faults = Faults::new();
+    let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
+    let at_once = WritebackSettings { enabled: true, bytes: 1 << 40, delay_ms: 0, open_ms: 3_600_000 };
+    (faults, Fixture::new(bucket).writing_back(at_once))
+}
+
 /// What an upload of a staged file had brought, of which the answer was lost, took the place of what was synced after it when
 /// the volume was opened again.
 #[test]
 fn what_is_synced_after_a_seal_that_was_not_answered_is_newer_than_what_that_brought() {
     run(async {
-        let faults = Faults::new();
-        let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
-        let at_once = WritebackSettings { enabled: true, bytes: 1 << 40, delay_ms: 0, open_ms: 3_600_000 };
-        let fixture = Fixture::new(bucket).writing_back(at_once);
+        let (faults, fixture) = written_back_at_close();
         let volume = fixture.open().await;
         let file = create(&volume, "f").await;
         faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
@@ -179,10 +184,7 @@ fn what_is_synced_after_a_seal_that_was_not_answered_is_newer_than_what_that_bro
 #[test]
 fn what_was_not_answered_at_a_path_that_is_another_files_takes_nothing_from_either() {
     run(async {
-        let faults = Faults::new();
-        let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
-        let at_once = WritebackSettings { enabled: true, bytes: 1 << 40, delay_ms: 0, open_ms: 3_600_000 };
-        let fixture = Fixture::new(bucket).writing_back(at_once);
+        let (faults, fixture) = written_back_at_close();
         let volume = fixture.open().await;
         let file = create(&volume, "log").await;
         file.write(0, Bytes::from_static(b"old")).await.expect("write");
