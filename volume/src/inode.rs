@@ -11,22 +11,22 @@ use std::sync::atomic::{AtomicBool, AtomicUsize};
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, FileLayout, InodeId, Piece, Result, Source, Timestamp};
 use forebay_io::mem::Permit;
-use forebay_io::object::Upload;
-use forebay_metadata::tree::Placement;
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Mutex as AsyncMutex, MutexGuard, Notify};
 
 use crate::content::Content;
 use crate::fetch::join;
 use crate::settings::SealPolicy;
-use crate::store::{Store, not_written};
+use crate::store::Store;
 
 mod failures;
 mod seal;
 mod share;
+mod stream;
 
 use failures::Failures;
 pub(crate) use failures::Told;
+use stream::Stream;
 
 /// Times a new content is laid over what the tree went over to meanwhile.
 const COMMIT_ATTEMPTS: usize = 4;
@@ -63,13 +63,6 @@ struct Writer {
     permits: Vec<Permit>,
     /// Where pieces of long appends are still to come, each before some that is there.
     gaps: Vec<Range<u64>>,
-}
-
-/// A whole object on its way to the store, front to back.
-#[derive(Debug)]
-struct Stream {
-    upload: Upload,
-    placement: Placement,
 }
 
 /// Where a write goes.
@@ -382,26 +375,6 @@ impl OpenInode {
         committed.or_else(|error| self.failures.tell(told).and(Err(error)))
     }
 
-    /// Frees the memory that written bytes take: a running upload sends what it holds back, or is completed when
-    /// `finish` says so, and inline bytes go to a blob of their own. Does nothing where somebody has the turn, and so never
-    /// waits for another writer: that one brings the bytes to the store itself, or is done soon.
-    pub(crate) async fn relieve(&self, finish: bool) -> Result<()> {
-        if self.look(|content| content.dirty() == 0 && content.readable()) {
-            return Ok(());
-        }
-        let Ok(mut writer) = self.writer.try_lock() else { return Ok(()) };
-        if finish {
-            self.finish_stream(&mut writer).await?;
-        }
-        if let Some(stream) = &mut writer.stream {
-            return match stream.upload.relieve().await {
-                Ok(_) => Ok(()),
-                Err(error) => Err(self.lose_stream(&mut writer, error).await),
-            };
-        }
-        self.pack(&mut writer).await
-    }
-
     /// Brings inline bytes into the store and commits the layout.
     async fn commit(&self, writer: &mut Writer) -> Result<()> {
         if self.look(Content::modified).is_none() || self.is_retired() {
@@ -479,86 +452,6 @@ impl OpenInode {
             tracing::debug!(ino = %self.ino, %error, "what was committed may have been moved");
         }
     }
-
-    /// Moves inline bytes out of memory: onto the local disk where they are staged, else into a running upload if they
-    /// are the whole file, else into an owned blob.
-    async fn spill(&self, writer: &mut Writer) -> Result<()> {
-        if self.store.can_stage(self.look(Content::dirty))
-            && let Some(blob) = self.store.stage(self.ino, &self.look(Content::pack)).await
-        {
-            self.content.write().packed_into(&blob);
-            writer.permits.clear();
-            return Ok(());
-        }
-        let (whole, layout) = self.look(|content| (content.whole_inline(), content.layout().clone()));
-        if whole.is_none() && !self.store.is_staged_stream(&layout) {
-            return self.pack(writer).await;
-        }
-        let (mut upload, placement) = self.store.start_upload(self.ino).await?;
-        let sent = match whole {
-            Some(parts) => send_charged(&mut upload, parts, &mut writer.permits).await,
-            None => self.store.carry(&layout, 0..layout.size(), &mut upload).await.map(drop),
-        };
-        if let Err(error) = sent {
-            // The bytes are still here.
-            writer.permits.append(&mut upload.take_permits());
-            return Err(error);
-        }
-        // What is left is of bytes that were written over.
-        writer.permits.clear();
-        self.content.write().start_stream();
-        writer.stream = Some(Stream { upload, placement });
-        Ok(())
-    }
-
-    /// Puts all inline bytes into one owned blob.
-    async fn pack(&self, writer: &mut Writer) -> Result<()> {
-        if self.is_retired() {
-            return Ok(());
-        }
-        let packed = self.look(Content::pack);
-        if !packed.is_empty() {
-            let blob = self.store.put_owned(self.ino, packed).await?;
-            self.content.write().packed_into(&blob);
-        }
-        writer.permits.clear();
-        Ok(())
-    }
-
-    /// Completes a running upload and commits it as the whole file.
-    async fn finish_stream(&self, writer: &mut Writer) -> Result<()> {
-        let Some(Stream { upload, placement }) = writer.stream.take() else { return Ok(()) };
-        if self.is_retired() {
-            return upload.abort().await;
-        }
-        let committed = match self.store.complete(upload, &placement).await {
-            Ok(info) => self.replace_layout(FileLayout::of_blob(info.blob())).await,
-            Err(error) => Err(not_written(self.ino, placement.key(), error)),
-        };
-        match committed {
-            Err(error) => Err(self.lose_stream(writer, error).await),
-            Ok(()) => Ok(()),
-        }
-    }
-}
-
-/// Appends `parts` to an upload, and with them what charges them.
-async fn send_charged(upload: &mut Upload, parts: Vec<Bytes>, permits: &mut Vec<Permit>) -> Result<()> {
-    for mut part in parts {
-        while !part.is_empty() {
-            let Some(permit) = permits.last_mut() else {
-                upload.write(std::mem::take(&mut part)).await?;
-                break;
-            };
-            let bytes = permit.bytes().min(part.len() as u64);
-            let share = permit.split(bytes);
-            if permit.bytes() == 0 {
-                permits.pop();
-            }
-            upload.write_charged(part.split_to(bytes as usize), share).await?;
-        }
-    }
-    Ok(())
 }
 
 /// `layout`, which was made of new bytes and of `base`, after the tree went over to `now`: another place of the same

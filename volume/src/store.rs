@@ -94,7 +94,10 @@ impl Store {
             };
             match put {
                 Err(error) if is_refused(&error) => {}
-                Err(error) => return Err(not_written(ino, key, error)),
+                Err(error) => {
+                    self.failed(ino, &placement, &error).await;
+                    return Err(not_written(ino, key, error));
+                }
                 Ok(info) => {
                     let blob = info.blob();
                     self.fetch.remember(&blob, content);
@@ -227,6 +230,25 @@ impl Store {
             at = end;
         }
         Ok(None)
+    }
+
+    /// Has the tree find out what became of a write that failed, now if the store is done with it.
+    pub(crate) async fn failed(&self, ino: InodeId, placement: &Placement, error: &Error) {
+        if error.kind() != ErrorKind::Unavailable {
+            return self.ended(ino, placement).await;
+        }
+        if let (Placement::Own { .. }, Err(error)) = (placement, self.tree.doubt(ino).await) {
+            tracing::debug!(%ino, %error, "what is not answered is settled when the file is written again");
+        }
+    }
+
+    /// The same of a write that was given up before the store could show anything of it.
+    pub(crate) async fn ended(&self, ino: InodeId, placement: &Placement) {
+        let Placement::Own { .. } = placement else { return };
+        if let Err(error) = self.in_time("what was written is known", self.tree.settle(ino)).await {
+            tracing::debug!(%ino, %error, "settled later");
+            self.tree.doubt(ino).await.ok();
+        }
     }
 
     /// Makes a streamed object visible.

@@ -226,6 +226,15 @@ impl Bucket {
         Ok(Some((info(object.meta), authorship)))
     }
 
+    /// What the write of an object carried, if it was one as of [`Bucket::put_as`]; copies inside the store carry the same.
+    pub async fn token_of(&self, key: &ObjectKey) -> Result<Option<String>> {
+        let held = |object: GetResult| {
+            let held = object.attributes.get(&Attribute::Metadata(TOKEN_ATTRIBUTE.into()));
+            held.map(|held| held.as_ref().to_owned())
+        };
+        Ok(self.find(key).await?.and_then(held))
+    }
+
     /// Writes a whole object in one PUT.
     ///
     /// # Errors

@@ -49,10 +49,21 @@ impl Mover {
         self.bucket().copy(&from.key, to, from.size, &condition).await
     }
 
+    /// Whether `found` is a copy of `source` and nobody else's object of the same size: it has the same hash or carries the same
+    /// token.
+    pub(super) async fn is_copy(&self, source: &Blob, found: &ObjectInfo) -> Result<bool> {
+        if found.size != source.size || found.version == source.version {
+            return Ok(found.size == source.size);
+        }
+        let token = self.bucket().token_of(&source.key).await?;
+        Ok(token.is_some() && token == self.bucket().token_of(&found.key).await?)
+    }
+
     async fn copy_in_parts(&self, from: &Blob, to: &ObjectKey, condition: Condition) -> Result<ObjectInfo> {
         let notes = Some(std::sync::Arc::new(Notes(self.clone())) as _);
+        let token = self.bucket().token_of(&from.key).await?;
         let mut upload =
-            self.bucket().upload_with(to, UploadOptions { notes, ..UploadOptions::default() })?;
+            self.bucket().upload_with(to, UploadOptions { notes, token, ..UploadOptions::default() })?;
         upload.copy_from(&from.key, &from.version, 0..from.size).await?;
         upload.complete(condition).await
     }

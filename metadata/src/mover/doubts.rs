@@ -1,7 +1,8 @@
-//! Copies of which it is not known whether they were made, or still will be: the store was asked and did not answer.
+//! Copies and writes of which it is not known whether they were made, or still will be: the store was asked and did not
+//! answer.
 //!
-//! Their intents stand meanwhile, so that nobody else writes where they may appear: a store may still be at a copy that
-//! nobody waits for. What another process left in this state is settled when the next one starts.
+//! Their intents stand meanwhile, so that nobody else writes where they may appear: a store may still be at one that nobody
+//! waits for. What another process left in this state is settled when the next one starts.
 //!
 //! The same of copies that were planned and not asked for, as a step before failed, and of those whose commit did: here
 //! nothing comes any more, and the next pass settles them.
@@ -16,11 +17,11 @@ use super::run::Tally;
 use crate::records::Records;
 use crate::schema::Intent;
 
-/// How long a store may go on with a copy that nobody waits for. It had more time than that for the bytes of any that is
-/// large; what is left is one that hung on the way.
-pub(super) const LONGEST_MS: u64 = 5 * 60 * 1000;
+/// How long a store may go on with a copy or a write that nobody waits for. It had more time than that for the bytes of any
+/// that is large; what is left is one that hung on the way.
+const LONGEST_MS: u64 = 5 * 60 * 1000;
 
-/// How far a copy came whose intent stands.
+/// How far a copy or a write came whose intent stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Asked {
     /// The store was not asked for it.
@@ -31,36 +32,59 @@ pub(super) enum Asked {
     Unanswered,
 }
 
-/// One copy in doubt.
+/// One copy or write in doubt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Doubt {
     key: ObjectKey,
+    /// What the object of a write carries; `None` for a copy.
+    token: Option<String>,
     asked: Asked,
     /// It does not come after this.
     until_ms: u64,
 }
 
 impl Doubt {
+    /// Whether it is the copy or write that `intent` announces.
+    fn is_of(&self, intent: &Intent) -> bool {
+        let token = intent.mark.as_ref().map(|mark| &mark.token);
+        self.key == intent.key && self.token.as_ref() == token && token.is_some() != intent.copies.is_some()
+    }
+
     /// Whether the store was not asked for the copy that `intent` announces.
     pub(super) fn is_unasked(&self, intent: &Intent) -> bool {
-        self.asked == Asked::Never && intent.copies.is_some() && intent.key == self.key
+        self.asked == Asked::Never && self.is_of(intent)
     }
 }
 
-/// By the inodes whose copies these are. In memory only.
+/// By the inodes whose copies and writes these are. In memory only.
 #[derive(Debug, Default)]
 pub(super) struct Doubts(Mutex<HashMap<InodeId, Doubt>>);
 
 impl Doubts {
     /// The intent to copy `ino` to `key` stands and is to be settled; one that may still come, when it cannot any more.
-    pub(super) fn add(&self, ino: InodeId, key: &ObjectKey, now_ms: u64, asked: Asked) {
+    fn add(&self, ino: InodeId, key: &ObjectKey, now_ms: u64, asked: Asked) {
         let mut doubts = self.0.lock();
-        if asked != Asked::Unanswered && doubts.get(&ino).is_some_and(|doubt| doubt.until_ms > now_ms) {
+        let holds = |doubt: &Doubt| doubt.token.is_none() && doubt.until_ms > now_ms;
+        if asked != Asked::Unanswered && doubts.get(&ino).is_some_and(holds) {
             return;
         }
         let most_ms = if asked == Asked::Unanswered { LONGEST_MS } else { 0 };
         let until_ms = now_ms.saturating_add(most_ms);
-        doubts.insert(ino, Doubt { key: key.clone(), asked, until_ms });
+        doubts.insert(ino, Doubt { key: key.clone(), token: None, asked, until_ms });
+    }
+
+    /// Whether the write that `intent` announces may still come. One that was not in doubt yet is from here on.
+    pub(super) fn still_awaits(&self, ino: InodeId, intent: &Intent, now_ms: u64) -> bool {
+        let Some(mark) = &intent.mark else { return false };
+        let (key, token, asked) = (intent.key.clone(), Some(mark.token.clone()), Asked::Unanswered);
+        let mut doubts = self.0.lock();
+        let doubt = match doubts.remove(&ino) {
+            Some(doubt) if doubt.is_of(intent) => doubt,
+            _ => Doubt { key, token, asked, until_ms: now_ms.saturating_add(LONGEST_MS) },
+        };
+        let awaits = doubt.until_ms > now_ms;
+        doubts.insert(ino, doubt);
+        awaits
     }
 
     pub(super) fn of(&self, ino: InodeId) -> Option<Doubt> {
@@ -75,20 +99,29 @@ impl Doubts {
         }
     }
 
-    /// Whether the copy of `ino` may still come.
-    pub(super) fn holds(&self, ino: InodeId, now_ms: u64) -> bool {
-        self.0.lock().get(&ino).is_some_and(|doubt| doubt.until_ms > now_ms)
+    /// Whether what `intent` announces was asked for, not answered, and may still come.
+    pub(super) fn holds(&self, ino: InodeId, intent: &Intent, now_ms: u64) -> bool {
+        self.0.lock().get(&ino).is_some_and(|doubt| doubt.is_of(intent) && doubt.until_ms > now_ms)
     }
 
-    /// Whether any copy goes to `key`, until it is settled.
+    /// Whether any copy goes to `key`, until it is settled. A write that would replace what is deleted there is refused.
     pub(super) fn names(&self, key: &ObjectKey) -> bool {
-        self.0.lock().values().any(|doubt| doubt.key == *key)
+        self.0.lock().values().any(|doubt| doubt.token.is_none() && doubt.key == *key)
     }
 
+    /// Copies that do not come any more.
     fn over(&self, now_ms: u64) -> Vec<(InodeId, Doubt)> {
+        self.select(|doubt| doubt.token.is_none() && doubt.until_ms <= now_ms)
+    }
+
+    fn writes(&self) -> Vec<(InodeId, Doubt)> {
+        self.select(|doubt| doubt.token.is_some())
+    }
+
+    fn select(&self, is_meant: impl Fn(&Doubt) -> bool) -> Vec<(InodeId, Doubt)> {
         let doubts = self.0.lock();
-        let over = doubts.iter().filter(|(_, doubt)| doubt.until_ms <= now_ms);
-        over.map(|(ino, doubt)| (*ino, doubt.clone())).collect()
+        let meant = doubts.iter().filter(|(_, doubt)| is_meant(doubt));
+        meant.map(|(ino, doubt)| (*ino, doubt.clone())).collect()
     }
 }
 
@@ -98,13 +131,36 @@ impl Mover {
         self.doubts().add(ino, key, self.shared().now_ms(), asked);
     }
 
-    /// Settles what cannot come any more.
+    /// Notes that the store did not answer what was written of a file to its own path.
+    pub(crate) async fn doubt_write(&self, ino: InodeId) -> Result<()> {
+        let intent = self.look(move |look| look.intent(ino)).await?;
+        if let Some(intent) = intent {
+            self.doubts().still_awaits(ino, &intent, self.shared().now_ms());
+        }
+        Ok(())
+    }
+
+    /// Whether what was written of a file to its own path may still come.
+    pub(crate) async fn awaits_write(&self, ino: InodeId) -> Result<bool> {
+        let intent = self.look(move |look| look.intent(ino)).await?;
+        Ok(intent.is_some_and(|intent| self.doubts().holds(ino, &intent, self.shared().now_ms())))
+    }
+
+    /// Settles what has come, and what cannot any more.
     pub(super) async fn settle_doubts(&self) -> Result<Tally> {
         let mut tally = Tally::default();
         for (ino, doubt) in self.doubts().over(self.shared().now_ms()) {
             let _turn = self.turn().await;
             tally.add(self.settle_doubt(ino, &doubt).await.map(usize::from));
         }
+        let mut writes = Vec::new();
+        for (ino, doubt) in self.doubts().writes() {
+            match self.look(move |look| look.intent(ino)).await? {
+                Some(intent) if doubt.is_of(&intent) => writes.push((ino, intent)),
+                _ => self.doubts().end(ino, Some(&doubt)),
+            }
+        }
+        self.settle_writes(writes, &mut tally).await;
         Ok(tally)
     }
 

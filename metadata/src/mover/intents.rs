@@ -6,7 +6,6 @@ use tokio::time::Instant;
 
 use super::Mover;
 use super::deletions::after;
-use super::doubts::LONGEST_MS;
 use super::moves::{discard, is_still};
 use super::run::{PAGE, Tally};
 use crate::kv::Durability;
@@ -64,10 +63,11 @@ impl Mover {
             let page = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
             let Some((last, _)) = page.last() else { return Ok(tally) };
             start = after(last);
-            for (key, _) in page {
+            for (key, value) in page {
                 let ino = InodeId(keys.number_in(&key)?);
                 if self.is_abandoned(ino).await? {
-                    tally.add(self.settle_intent(ino).await.map(usize::from));
+                    let intent = Intent::decode(value)?;
+                    tally.add(self.settle_intent_of(ino, true, Some(&intent)).await.map(usize::from));
                 }
             }
         }
@@ -102,7 +102,7 @@ impl Mover {
                     let ino = InodeId(keys.number_in(&record)?);
                     is_named = true;
                     if self.is_abandoned(ino).await? || self.is_outdone(ino, &intent).await? {
-                        self.settle_intent(ino).await?;
+                        self.settle_intent_of(ino, true, Some(&intent)).await?;
                     }
                 }
             }
@@ -115,9 +115,9 @@ impl Mover {
         self.settle_intent_of(ino, true, None).await
     }
 
-    /// Settles an intent that newer content has outdone, if it still stands. Where nothing came of it so far, it stands for as
-    /// long as something may.
-    pub(super) async fn settle_outdone(&self, ino: InodeId, intent: &Intent) -> Result<bool> {
+    /// Settles what a writer announced and does not go on with, if that still stands. Where nothing came of it so far, it
+    /// stands for as long as something may.
+    pub(super) async fn settle_write(&self, ino: InodeId, intent: &Intent) -> Result<bool> {
         let _turn = self.copying_turn().await;
         self.settle_intent_of(ino, false, Some(intent)).await
     }
@@ -132,7 +132,8 @@ impl Mover {
         if only.is_some_and(|only| *only != intent) {
             return Ok(false);
         }
-        if intent.copies.is_some() && (!may_be_copy || self.doubts().holds(ino, self.shared().now_ms())) {
+        let now_ms = self.shared().now_ms();
+        if intent.copies.is_some() && (!may_be_copy || self.doubts().holds(ino, &intent, now_ms)) {
             return Ok(false);
         }
         let found = match &intent.mark {
@@ -142,28 +143,27 @@ impl Mover {
             None => self.bucket().head(&intent.key).await?.map(|found| (found, Authorship::Unknown)),
         };
         let is_unchanged = found.as_ref().map(|(found, _)| &found.version) == intent.replaces.as_ref();
-        if only.is_some() && is_unchanged && self.may_still_come(&intent) {
+        if only.is_some() && is_unchanged && self.doubts().still_awaits(ino, &intent, self.shared().now_ms())
+        {
             return Ok(false);
         }
-        let settle = move |change: &mut Change<'_, '_>| settle(change, ino, &intent, found.as_ref());
+        let is_copy = match (&intent.copies, &found) {
+            (Some(source), Some((found, _))) => self.is_copy(source, found).await?,
+            _ => false,
+        };
+        let settle =
+            move |change: &mut Change<'_, '_>| settle(change, ino, (&intent, is_copy), found.as_ref());
         self.transact(Durability::Buffered, settle).await?;
         self.doubts().end(ino, doubt.as_ref());
         Ok(true)
-    }
-
-    /// Whether the store may still do what a writer asked of it, and gave up.
-    fn may_still_come(&self, intent: &Intent) -> bool {
-        let made = intent.mark.as_ref().map(|mark| mark.made.seconds.saturating_mul(1000));
-        let now = i64::try_from(self.shared().now_ms()).unwrap_or(i64::MAX);
-        made.is_some_and(|made| now < made.saturating_add(LONGEST_MS as i64))
     }
 
     /// As `settle_intent`, for a writer that asks for a place. A copy under way is waited for `until` then; false where that
     /// is not enough, and the writer goes elsewhere. What a writer began is known by nobody but the store.
     pub(crate) async fn settle(&self, ino: InodeId, until: Instant) -> Result<bool> {
         let intent = self.look(move |look| look.intent(ino)).await?;
-        if intent.is_some_and(|intent| intent.copies.is_some()) {
-            if self.doubts().holds(ino, self.shared().now_ms()) {
+        if let Some(intent) = intent.filter(|intent| intent.copies.is_some()) {
+            if self.doubts().holds(ino, &intent, self.shared().now_ms()) {
                 return Ok(false);
             }
             let mover = self.clone();
@@ -176,13 +176,13 @@ impl Mover {
 }
 
 /// The version from before means that nothing happened. Another one is, after a writer's intent, the file's content
-/// now, whoever wrote it, unless newer content was committed since, or the file has that elsewhere; after the mover's, the
-/// copy if it has the size of one. A file without a name takes only what was written for it, and what was written for one that is gone follows it:
-/// anything else there is an outsider's.
+/// now, whoever wrote it, unless newer content was committed since, or the file has that elsewhere; after the mover's, what
+/// has the size of the copy: the same content where it is known to be that, else a new one. A file without a name takes only
+/// what was written for it, and what was written for one that is gone follows it: anything else there is an outsider's.
 fn settle(
     change: &mut Change<'_, '_>,
     ino: InodeId,
-    intent: &Intent,
+    (intent, is_copy): (&Intent, bool),
     found: Option<&(ObjectInfo, Authorship)>,
 ) -> Result<()> {
     if change.intent(ino)?.as_ref() != Some(intent) {
@@ -209,8 +209,9 @@ fn settle(
             }
         }
         // Somebody else's at a path that was the file's once: the next listing shows it.
-        (Some((found, _)), Some(inode), None)
-            if intent.is_outdone(inode.generation) && !is_at_home(change, ino, &inode, &found.key)? =>
+        (Some((found, by)), Some(inode), None)
+            if (by == Authorship::Others || intent.is_outdone(inode.generation))
+                && !is_at_home(change, ino, &inode, &found.key)? =>
         {
             change.resettle_home(ino, &inode)
         }
@@ -226,9 +227,10 @@ fn settle(
         // An owned copy that nothing refers to is queued for deletion already.
         (Some((found, _)), inode, Some(source)) if !found.blob().is_owned() && found.size == source.size => {
             match inode {
-                Some(inode) if is_still(change, ino, &inode, (source, &intent.key))? => {
-                    adopt(change, ino, inode, found)
-                }
+                Some(inode) if is_still(change, ino, &inode, (source, &intent.key))? => match is_copy {
+                    true => seal(change, ino, inode, found.blob()),
+                    false => adopt(change, ino, inode, found),
+                },
                 inode => discard(change, ino, inode, &found.blob()),
             }
         }

@@ -130,14 +130,14 @@ impl Mover {
             }
         }
         stream::iter(crowded).for_each_concurrent(AT_ONCE, |blob| self.save_one(blob)).await;
-        self.settle_all_outdone(outdone, tally).await;
+        self.settle_writes(outdone, tally).await;
         Ok(())
     }
 
-    /// Settles these, as long as the store answers.
-    async fn settle_all_outdone(&self, outdone: Vec<(InodeId, Intent)>, tally: &mut Tally) {
+    /// Settles what was announced to be written, as long as the store answers.
+    pub(super) async fn settle_writes(&self, writes: Vec<(InodeId, Intent)>, tally: &mut Tally) {
         let is_away = &AtomicBool::new(false);
-        let each = outdone.into_iter().map(|(ino, intent)| self.settle_unless_away(ino, intent, is_away));
+        let each = writes.into_iter().map(|(ino, intent)| self.settle_unless_away(ino, intent, is_away));
         let done: Vec<_> = stream::iter(each).buffer_unordered(AT_ONCE).collect().await;
         done.into_iter().for_each(|done| tally.add(done.map(usize::from)));
     }
@@ -146,7 +146,7 @@ impl Mover {
         if is_away.load(Relaxed) {
             return Ok(false);
         }
-        let settled = self.settle_outdone(ino, &intent).await;
+        let settled = self.settle_write(ino, &intent).await;
         is_away.fetch_or(settled.is_err(), Relaxed);
         settled
     }

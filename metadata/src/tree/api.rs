@@ -253,6 +253,13 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// the file's content then: in the next generation if it was new, and not where newer one was committed since.
     async fn settle(&self, ino: InodeId) -> Result<()>;
 
+    /// Says that a write to the file's own path was not answered and is given up: what comes of it later is the file's content
+    /// as above, or goes if the file is gone, and nothing else is written there meanwhile.
+    async fn doubt(&self, ino: InodeId) -> Result<()>;
+
+    /// Whether such a write may still come.
+    async fn is_in_doubt(&self, ino: InodeId) -> Result<bool>;
+
     /// A fresh key for an owned blob that a later `commit_layout` is going to refer to. It names this session: what no
     /// layout refers to goes after the session ended.
     fn fresh_blob(&self) -> ObjectKey;

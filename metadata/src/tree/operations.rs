@@ -274,6 +274,20 @@ impl Tree for LocalTree {
         Ok(())
     }
 
+    async fn doubt(&self, ino: InodeId) -> Result<()> {
+        match &self.mover {
+            Some(mover) => mover.doubt_write(ino).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn is_in_doubt(&self, ino: InodeId) -> Result<bool> {
+        match &self.mover {
+            Some(mover) => mover.awaits_write(ino).await,
+            None => Ok(false),
+        }
+    }
+
     fn fresh_blob(&self) -> ObjectKey {
         owned_key(self.shared.session, &self.fresh_name())
     }

@@ -6,6 +6,7 @@
 use forebay_core::{Error, Result};
 use parking_lot::Mutex;
 
+use super::stream::Stream;
 use super::{OpenInode, Writer};
 use crate::content::Content;
 use crate::store::not_written;
@@ -103,10 +104,11 @@ impl OpenInode {
         };
         tracing::error!(ino = %self.ino, %error, "lost written bytes: the upload failed");
         self.failures.record(error.duplicate());
-        if let Some(stream) = writer.stream.take()
-            && let Err(abort) = stream.upload.abort().await
-        {
-            tracing::warn!(ino = %self.ino, error = %abort, "could not abort the failed upload");
+        if let Some(Stream { upload, placement }) = writer.stream.take() {
+            if let Err(abort) = upload.abort().await {
+                tracing::warn!(ino = %self.ino, error = %abort, "could not abort the failed upload");
+            }
+            self.store.failed(self.ino, &placement, &error).await;
         }
         self.fall_back().await;
         error

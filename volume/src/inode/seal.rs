@@ -2,7 +2,8 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use forebay_core::{Error, ErrorKind, FileLayout, Result};
+use forebay_core::{Blob, Error, ErrorKind, FileLayout, Result};
+use forebay_io::object::Upload;
 use forebay_metadata::tree::Placement;
 
 use super::OpenInode;
@@ -46,7 +47,11 @@ impl OpenInode {
 
     /// Puts all bytes of a small file into a segment. The caller has the turn.
     async fn pack_together(&self) -> Result<bool> {
-        // An upload to its own path that was not answered may have come.
+        // An upload to its own path that was not answered may have come, or would take the place of the segment.
+        if self.store.tree.is_in_doubt(self.ino).await? {
+            let message = "an upload to its path was not answered and may still come";
+            return Err(Error::new(ErrorKind::Unavailable, message));
+        }
         self.store.tree.settle(self.ino).await?;
         self.take_over().await?;
         let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
@@ -62,7 +67,7 @@ impl OpenInode {
     /// again what is `Unavailable` if it `comes_back`.
     async fn bring_home(&self, comes_back: bool) -> Result<bool> {
         let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
-        let (mut upload, placement) = self.store.start_sealing(self.ino).await?;
+        let (upload, placement) = self.store.start_sealing(self.ino).await?;
         if let Placement::Owned { comes_free, .. } = placement {
             upload.abort().await?;
             let later = || Error::new(ErrorKind::Unavailable, "what is at its path is still on its way out");
@@ -70,20 +75,42 @@ impl OpenInode {
         }
         if self.was_brought_home(&layout, generation).await? {
             upload.abort().await?;
+            self.store.ended(self.ino, &placement).await;
             return Ok(true);
         }
         // Many bytes take long, and a writer waits for the turn: its close has the file sealed again.
         let gives_way = comes_back && self.store.carried_bytes(&layout) > self.store.write.seal_max_bytes;
+        match self.write_home(upload, &placement, &layout, gives_way).await {
+            Ok(Some(blob)) => self.move_to(FileLayout::of_blob(blob), generation).await,
+            Ok(None) => {
+                self.store.ended(self.ino, &placement).await;
+                Ok(false)
+            }
+            Err(error) => {
+                self.store.failed(self.ino, &placement, &error).await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Writes what `layout` names as one object; `None` where a writer came first and it `gives_way`.
+    async fn write_home(
+        &self,
+        mut upload: Upload,
+        placement: &Placement,
+        layout: &FileLayout,
+        gives_way: bool,
+    ) -> Result<Option<Blob>> {
         let whole = tokio::select! {
             biased;
-            () = self.has_writer(), if gives_way => return Ok(false),
-            whole = self.store.copy_content(&layout, &mut upload) => whole?,
+            () = self.has_writer(), if gives_way => return Ok(None),
+            whole = self.store.copy_content(layout, &mut upload) => whole?,
         };
-        let blob = self.store.complete(upload, &placement).await?.blob();
+        let blob = self.store.complete(upload, placement).await?.blob();
         if let Some(whole) = whole {
             self.store.fetch.remember(&blob, whole);
         }
-        self.move_to(FileLayout::of_blob(blob), generation).await
+        Ok(Some(blob))
     }
 
     /// Whether an earlier try, of which the answer was lost, brought the file home after all: asking for a place found it then.

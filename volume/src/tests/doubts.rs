@@ -4,10 +4,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{ErrorKind, FileLayout, InodeId};
+use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, FaultMode, Faults, OperationKind};
 use forebay_metadata::tree::RenameMode;
+use tokio_util::sync::CancellationToken;
 
 use super::support::*;
+use crate::packed::{Policy, export, policy};
 use crate::staging::WritebackSettings;
 use crate::{Access, File, Volume};
 
@@ -217,5 +220,125 @@ fn what_was_not_answered_at_a_path_that_is_another_files_takes_nothing_from_eith
         }
         volume.close().await.expect("close");
         assert_eq!(object(&fixture.bucket, "log").await, "new");
+    });
+}
+
+/// Advances the clock a second at a time until it has happened.
+async fn in_time(fixture: &Fixture, what: &str, mut happened: impl AsyncFnMut() -> bool) {
+    until(what, async || {
+        fixture.clock.advance(Duration::from_secs(1));
+        happened().await
+    })
+    .await;
+}
+
+/// The store refused to take a file at its path, and the path was kept for it for as long as the volume was mounted: the next
+/// file there was no object of its own.
+#[test]
+fn a_path_where_a_file_was_refused_is_free_again() {
+    run(async {
+        let faults = Faults::new();
+        let fixture = Fixture::new(Bucket::in_memory().with_deadline_ms(100).with_faults(&faults));
+        let volume = fixture.open().await;
+        policy(&volume, "", Some(Policy::Packed)).await.expect("set");
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"packed")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        file.release().await.expect("release");
+        faults.script(OperationKind::Put, 1, FaultMode::Deny);
+        let exported =
+            export(&volume, ("", true), |_| {}, &CancellationToken::new()).await.expect("an outcome");
+        assert_eq!((exported.failed, faults.injected()), (1, 1), "{exported:?}");
+        let root = InodeId::ROOT;
+        volume.rename((root, b"f"), (root, b"g"), RenameMode::Replace).await.expect("rename");
+        let next = create(&volume, "f").await;
+        next.write(0, Bytes::from_static(b"next")).await.expect("write");
+        next.fsync().await.expect("fsync");
+        let named = layout_of(&volume, &next).await;
+        assert!(named.is_plain() && named.blobs().all(|blob| blob.key.as_str() == "f"), "{named:?}");
+        next.release().await.expect("release");
+        let file = open(&volume, "g", READ).await;
+        assert_eq!(file.read(0, 100).await.expect("read"), "packed");
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert_eq!(object(&fixture.bucket, "f").await, "next");
+    });
+}
+
+/// A file whose seal was not answered went into a segment, and what came of the seal then was an object of nobody.
+#[test]
+fn a_file_whose_seal_may_still_come_is_not_packed() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
+        let fixture = Fixture { clock: Clock::manual(), ..Fixture::new(bucket) };
+        let volume = fixture.open().await;
+        policy(&volume, "", Some(Policy::Packed)).await.expect("set");
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"hello")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        policy(&volume, "", Some(Policy::Plain)).await.expect("set");
+        file.write(1, Bytes::from_static(b"E")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        for nth in 1..200 {
+            faults.script(OperationKind::Put, nth, FaultMode::Before);
+        }
+        file.release().await.expect("release");
+        let tree = volume.tree();
+        until("it is in doubt", async || tree.is_in_doubt(file.ino()).await.expect("known")).await;
+        policy(&volume, "", Some(Policy::Packed)).await.expect("set");
+        let mut tried = 0;
+        until("it rests", async || {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            std::mem::replace(&mut tried, faults.injected()) == faults.injected()
+        })
+        .await;
+        faults.clear();
+        let before = fixture.bucket.counters();
+        for _ in 0..60 {
+            fixture.clock.advance(Duration::from_secs(1));
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let asked = fixture.bucket.counters().since(&before);
+        assert_eq!(asked.of(OperationKind::Put).requests, 0, "{asked:?}");
+        in_time(&fixture, "it is packed", async || layout_of(&volume, &file).await.is_packed()).await;
+        assert!(!tree.is_in_doubt(file.ino()).await.expect("known"));
+        let file = open(&volume, "f", READ).await;
+        assert_eq!(file.read(0, 100).await.expect("read"), "hEllo");
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+    });
+}
+
+/// What an upload that was not answered had brought could not be read, nor what it had replaced, until the file was written
+/// again or the volume mounted again.
+#[test]
+fn what_an_upload_brought_that_was_not_answered_is_found_by_itself() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
+        let fixture = Fixture { clock: Clock::manual(), ..Fixture::new(bucket) };
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"old")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        file.release().await.expect("release");
+        let file = open(&volume, "f", Access { truncate: true, ..READ_WRITE }).await;
+        let whole = pattern(2, 0..4 * forebay_core::units::MIB);
+        faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
+        for at in 0..4 * forebay_core::units::MIB / 65536 {
+            file.write(at * 65536, pattern(2, at * 65536..(at + 1) * 65536)).await.expect("write");
+        }
+        let (synced, ()) = tokio::join!(file.fsync(), goes_away_after_one(&faults));
+        synced.expect_err("nobody knows what became of it");
+        faults.set_down(false);
+        file.release().await.expect("release");
+        assert_eq!(layout_of(&volume, &file).await.size(), 3, "what is known");
+        in_time(&fixture, "it is found", async || layout_of(&volume, &file).await.size() != 3).await;
+        let file = open(&volume, "f", READ).await;
+        assert!(file.read(0, whole.len() as u32).await.expect("read") == whole);
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert!(object(&fixture.bucket, "f").await == whole);
     });
 }

@@ -136,6 +136,14 @@ impl Tree for Unlucky {
         self.tree.place(ino, seals).await
     }
 
+    async fn doubt(&self, ino: InodeId) -> Result<()> {
+        self.tree.doubt(ino).await
+    }
+
+    async fn is_in_doubt(&self, ino: InodeId) -> Result<bool> {
+        self.tree.is_in_doubt(ino).await
+    }
+
     async fn settle(&self, ino: InodeId) -> Result<()> {
         self.tree.settle(ino).await
     }

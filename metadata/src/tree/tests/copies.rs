@@ -73,6 +73,40 @@ async fn a_copy_that_comes_late_is_still_the_files() {
     world.check_objects(&[("b", "old")]).await;
 }
 
+/// It was taken for new content: the file's mtime went for that of the copy, and who was writing it lost what he had written.
+#[tokio::test]
+async fn a_copy_that_comes_late_is_no_new_content() {
+    for is_large in [false, true] {
+        let world = World::memory().await;
+        let faults = Faults::new();
+        let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(30))).await;
+        let content = if is_large { "7".repeat((64 << 20) + 1) } else { "7".to_owned() };
+        world.write_path(&tree, "a", &content).await.expect("written");
+        let before = resolve(&tree, "a").await.expect("found");
+        rename(&tree, "a", "b", RenameMode::Replace).await.expect("renamed");
+        let kind = if is_large { OperationKind::Complete } else { OperationKind::Copy };
+        faults.script(kind, 1, FaultMode::LoseReply);
+        let (drained, ()) = tokio::join!(tree.drain(), async {
+            while faults.injected() == 0 {
+                tokio::task::yield_now().await;
+            }
+            faults.set_down(true);
+        });
+        drained.expect("drained");
+        faults.set_down(false);
+        world.check_objects(&[("a", &content), ("b", &content)]).await;
+        assert_eq!(
+            tree.layout(before.ino).await.expect("a layout").0.blobs().next().expect("a blob").key.as_str(),
+            "a"
+        );
+        world.clock.advance(LATER);
+        tree.drain().await.expect("drained");
+        world.check_objects(&[("b", &content)]).await;
+        let after = resolve(&tree, "b").await.expect("found");
+        assert_eq!((after.ino, after.generation, after.mtime), (before.ino, before.generation, before.mtime));
+    }
+}
+
 #[tokio::test]
 async fn a_copy_that_comes_after_its_file_was_removed_is_removed() {
     for comes in [false, true] {

@@ -390,8 +390,15 @@ async fn check_queue(tree: &LocalTree) {
 }
 
 /// Makes a file of content that lies in an owned blob.
-async fn make_owned(world: &World, tree: &LocalTree, name: &str, text: &'static str, mtime: i64) -> InodeId {
-    let made = tree.create(InodeId::ROOT, name.as_bytes(), new_file(), Existing::Refuse).await;
+pub(super) async fn make_owned(
+    world: &World,
+    tree: &LocalTree,
+    path: &str,
+    text: &'static str,
+    mtime: i64,
+) -> InodeId {
+    let (directory, name) = split(tree, path).await.expect("a directory");
+    let made = tree.create(directory, name.as_bytes(), new_file(), Existing::Refuse).await;
     let (file, _) = made.expect("made");
     let put = world.bucket().put(&tree.fresh_blob(), text.into(), Condition::IfAbsent).await;
     let layout = FileLayout::of_blob(put.expect("put").blob());

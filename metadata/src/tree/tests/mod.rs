@@ -21,3 +21,4 @@ mod quota;
 mod lost;
 mod large;
 mod crash;
+mod doubts;

@@ -123,6 +123,8 @@ async fn an_uncommitted_write_of_a_deleted_file_leaves_the_path() {
         let placement = tree.place(file.ino, false).await.expect("placed");
         if is_put {
             world.put_at(&placement, b"late").await.expect("put");
+        } else {
+            tree.settle(file.ino).await.expect("given up");
         }
         unlink(&tree, "a").await.expect("unlinked");
         for _ in 0..2 {

@@ -1,0 +1,145 @@
+//! Writes to a file's own path that are not answered, or come to nothing: nothing is lost to one that comes late, and an
+//! outsider's object is nobody's content.
+
+use std::time::Duration;
+
+use forebay_core::{FileLayout, InodeId};
+use forebay_io::object::Condition;
+
+use super::crash::make_owned;
+use super::world::*;
+use crate::tree::{Existing, LocalTree, Placement, RenameMode, Tree, resolve};
+
+/// When nothing comes any more of a write that was not answered.
+const LATER: Duration = Duration::from_secs(6 * 60);
+
+/// Asserts what the tree shows, at once and when all is done, and that the bucket holds the same then.
+async fn check(world: &World, tree: &LocalTree, expected: &[(&str, &str)]) {
+    for advance in [Duration::ZERO, LATER, LATER] {
+        world.clock.advance(advance);
+        world.pass_ttl();
+        let names: Vec<&str> = expected.iter().map(|(name, _)| *name).collect();
+        assert_eq!(paths(tree).await, names);
+        for (name, text) in expected {
+            assert_eq!(world.read_path(tree, name).await.expect("bytes"), *text, "{name}");
+        }
+        tree.drain().await.expect("drained");
+    }
+    world.check_objects(expected).await;
+}
+
+/// A file that was to be sealed was renamed first: what an outsider puts at the path of before is not its content. Its synced
+/// bytes went for it.
+#[tokio::test]
+async fn an_outsiders_object_at_a_path_of_before_is_not_the_files() {
+    let soon = forebay_io::clock::Clock::system().wall().seconds + 60;
+    for mtime in [1, soon] {
+        for (crashes, is_directory) in [(false, false), (true, false), (false, true), (true, true)] {
+            println!("mtime {mtime}, crashes {crashes}, directory {is_directory}");
+            let world = World::memory().await;
+            let tree = world.open().await;
+            make_directory(&tree, "d").await.expect("made");
+            let ino = make_owned(&world, &tree, "d/a", "newer", mtime).await;
+            let placement = tree.place(ino, true).await.expect("placed");
+            assert!(matches!(placement, Placement::Own { .. }), "{placement:?}");
+            let to = if is_directory { ("d", "e") } else { ("d/a", "d/b") };
+            rename(&tree, to.0, to.1, RenameMode::Replace).await.expect("renamed");
+            if is_directory {
+                // Until the mover has been there, what is found below the prefix of before is the renamed directory's.
+                tree.mover.as_ref().expect("a mover").walk_subtrees().await.expect("walked");
+            }
+            tree.sync().await.expect("synced");
+            world.put("d/a", b"theirs").await;
+            let tree = if crashes {
+                world.crash(tree, true).await;
+                world.open().await
+            } else {
+                tree.settle(ino).await.expect("settled");
+                tree
+            };
+            let names: &[&str] =
+                if is_directory { &["d/", "d/a", "e/", "e/a"] } else { &["d/", "d/a", "d/b"] };
+            world.pass_ttl();
+            for _ in 0..2 {
+                assert_eq!(paths(&tree).await, names);
+                let own = if is_directory { "e/a" } else { "d/b" };
+                assert_eq!(world.read_path(&tree, own).await.expect("bytes"), "newer");
+                assert_eq!(world.read_path(&tree, "d/a").await.expect("bytes"), "theirs");
+                tree.drain().await.expect("drained");
+                world.pass_ttl();
+            }
+        }
+    }
+}
+
+/// A file that was removed while a write of it was not answered came back with that, or the next file at its path was lost
+/// to it.
+#[tokio::test]
+async fn a_write_that_comes_after_its_file_was_removed_goes() {
+    for kind in [Kind::Memory, Kind::Lmdb, Kind::Slate] {
+        for (replaces, is_made_anew) in [(false, false), (false, true), (true, false), (true, true)] {
+            println!("{kind:?}, replaces {replaces}, made anew {is_made_anew}");
+            let world = World::new(kind).await;
+            let tree = world.open().await;
+            let file =
+                tree.create(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made").0.ino;
+            if replaces {
+                world.write(&tree, file, b"old").await.expect("written");
+            }
+            let placement = tree.place(file, false).await.expect("placed");
+            tree.doubt(file).await.expect("noted");
+            unlink(&tree, "a").await.expect("unlinked");
+            tree.drain().await.expect("drained");
+            let mut expected: &[(&str, &str)] = &[];
+            if is_made_anew {
+                world.write_path(&tree, "a", "new").await.expect("written");
+                expected = &[("a", "new")];
+            }
+            // The store refuses what is to replace an object that is gone.
+            if !replaces {
+                world.put_at(&placement, b"late").await.expect("nothing else is there");
+            }
+            check(&world, &tree, expected).await;
+            tree.close().await.expect("closed");
+        }
+    }
+}
+
+/// It took more than five minutes until the store did not answer; what it does then may still come as long as of any other.
+#[tokio::test]
+async fn a_long_write_that_was_not_answered_may_still_come() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    let file = make_owned(&world, &tree, "a", "old", 1).await;
+    let placement = tree.place(file, true).await.expect("placed");
+    world.clock.advance(LATER);
+    tree.doubt(file).await.expect("noted");
+    let put = world.bucket().put(&tree.fresh_blob(), "newer".into(), Condition::IfAbsent).await;
+    let (_, generation) = tree.layout(file).await.expect("a layout");
+    let layout = FileLayout::of_blob(put.expect("put").blob());
+    tree.commit_layout(file, generation, layout, world.clock.wall()).await.expect("committed");
+    tree.drain().await.expect("drained");
+    world.put_at(&placement, b"old").await.expect("nothing else is there");
+    check(&world, &tree, &[("a", "newer")]).await;
+}
+
+/// What comes late is the file's without anybody asking for it: nobody could read a file whose object it had replaced.
+#[tokio::test]
+async fn what_comes_late_is_the_files_also_when_nobody_writes_it_any_more() {
+    for waits in [Duration::ZERO, Duration::from_secs(60)] {
+        let world = World::memory().await;
+        let tree = world.open().await;
+        world.write_path(&tree, "a", "old").await.expect("written");
+        let file = resolve(&tree, "a").await.expect("found").ino;
+        let placement = tree.place(file, false).await.expect("placed");
+        tree.doubt(file).await.expect("noted");
+        tree.drain().await.expect("drained");
+        assert!(tree.is_in_doubt(file).await.expect("known"));
+        world.clock.advance(waits);
+        world.put_at(&placement, b"late").await.expect("put");
+        tree.drain().await.expect("drained");
+        assert!(!tree.is_in_doubt(file).await.expect("known"));
+        assert_eq!(resolve(&tree, "a").await.expect("found").ino, file);
+        check(&world, &tree, &[("a", "late")]).await;
+    }
+}
