@@ -419,7 +419,7 @@ impl OpenInode {
                     let (mut now, mut current) = tree.layout(self.ino).await?;
                     if (&now, current) == (&base, generation) {
                         // An upload that was lost may have come to what this is based on.
-                        tree.settle(self.ino).await?;
+                        tree.settle(self.ino, false).await?;
                         (now, current) = tree.layout(self.ino).await?;
                         if (&now, current) == (&base, generation) {
                             attempt += 1;

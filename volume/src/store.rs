@@ -245,7 +245,7 @@ impl Store {
     /// The same of a write that was given up before the store could show anything of it.
     pub(crate) async fn ended(&self, ino: InodeId, placement: &Placement) {
         let Placement::Own { .. } = placement else { return };
-        if let Err(error) = self.in_time("what was written is known", self.tree.settle(ino)).await {
+        if let Err(error) = self.in_time("what was written is known", self.tree.settle(ino, true)).await {
             tracing::debug!(%ino, %error, "settled later");
             self.tree.doubt(ino).await.ok();
         }

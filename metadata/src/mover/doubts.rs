@@ -44,10 +44,19 @@ pub(super) struct Doubt {
 }
 
 impl Doubt {
-    /// Whether it is the copy or write that `intent` announces.
+    /// Whether it is the copy or write that `intent` announces, or one of before that it tells of.
     fn is_of(&self, intent: &Intent) -> bool {
-        let token = intent.mark.as_ref().map(|mark| &mark.token);
-        self.key == intent.key && self.token.as_ref() == token && token.is_some() != intent.copies.is_some()
+        let is_meant = match (&self.token, &intent.mark) {
+            (Some(token), Some(mark)) => mark.names(token),
+            (None, None) => intent.copies.is_some(),
+            _ => false,
+        };
+        is_meant && self.key == intent.key
+    }
+
+    /// Whether it is a write after which `intent` announces none.
+    fn is_last_of(&self, intent: &Intent) -> bool {
+        self.is_of(intent) && self.token.as_ref() == intent.mark.as_ref().map(|mark| &mark.token)
     }
 
     /// Whether the store was not asked for the copy that `intent` announces.
@@ -73,18 +82,26 @@ impl Doubts {
         doubts.insert(ino, Doubt { key: key.clone(), token: None, asked, until_ms });
     }
 
-    /// Whether the write that `intent` announces may still come. One that was not in doubt yet is from here on.
-    pub(super) fn still_awaits(&self, ino: InodeId, intent: &Intent, now_ms: u64) -> bool {
-        let Some(mark) = &intent.mark else { return false };
+    /// The store did not answer the write that `intent` announces: it may come from here on.
+    fn add_write(&self, ino: InodeId, intent: &Intent, now_ms: u64) {
+        let Some(mark) = &intent.mark else { return };
         let (key, token, asked) = (intent.key.clone(), Some(mark.token.clone()), Asked::Unanswered);
-        let mut doubts = self.0.lock();
-        let doubt = match doubts.remove(&ino) {
-            Some(doubt) if doubt.is_of(intent) => doubt,
-            _ => Doubt { key, token, asked, until_ms: now_ms.saturating_add(LONGEST_MS) },
-        };
-        let awaits = doubt.until_ms > now_ms;
-        doubts.insert(ino, doubt);
-        awaits
+        let until_ms = now_ms.saturating_add(LONGEST_MS);
+        self.0.lock().insert(ino, Doubt { key, token, asked, until_ms });
+    }
+
+    /// Whether the write that `intent` announces, or one of before, may still come; from here on it is over by itself. Where
+    /// nothing is known of it, it is in doubt now, if it is `unknown` to be answered.
+    pub(super) fn awaits(&self, ino: InodeId, intent: &Intent, now_ms: u64, unknown: bool) -> bool {
+        let Some(mark) = &intent.mark else { return false };
+        if let Some(doubt) = self.0.lock().get_mut(&ino).filter(|doubt| doubt.is_of(intent)) {
+            doubt.token = Some(mark.token.clone());
+            return doubt.until_ms > now_ms;
+        }
+        if unknown {
+            self.add_write(ino, intent, now_ms);
+        }
+        unknown
     }
 
     pub(super) fn of(&self, ino: InodeId) -> Option<Doubt> {
@@ -135,7 +152,7 @@ impl Mover {
     pub(crate) async fn doubt_write(&self, ino: InodeId) -> Result<()> {
         let intent = self.look(move |look| look.intent(ino)).await?;
         if let Some(intent) = intent {
-            self.doubts().still_awaits(ino, &intent, self.shared().now_ms());
+            self.doubts().add_write(ino, &intent, self.shared().now_ms());
         }
         Ok(())
     }
@@ -156,7 +173,9 @@ impl Mover {
         let mut writes = Vec::new();
         for (ino, doubt) in self.doubts().writes() {
             match self.look(move |look| look.intent(ino)).await? {
-                Some(intent) if doubt.is_of(&intent) => writes.push((ino, intent)),
+                Some(intent) if doubt.is_last_of(&intent) => writes.push((ino, intent)),
+                // Its next write is under way.
+                Some(intent) if doubt.is_of(&intent) => {}
                 _ => self.doubts().end(ino, Some(&doubt)),
             }
         }

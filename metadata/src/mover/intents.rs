@@ -15,6 +15,36 @@ use crate::schema::{Announced, HolderState, Inode, Intent, Tag};
 /// Seconds that a store's clock may differ from this host's: past that, stores refuse what it has signed.
 const CLOCKS_APART: u64 = 15 * 60;
 
+/// Whether an intent of which nothing has come yet is ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Patience {
+    /// It is.
+    None,
+    /// Not while it is known that the store did not answer, and may still do it.
+    Known,
+    /// Nor before it has been met like that for as long.
+    Unknown,
+}
+
+/// What came of settling one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Settled {
+    /// It is ended.
+    Over,
+    /// A copy of the mover's is, or may be, under way.
+    Copying,
+    /// It stands, for what a writer was not answered may still come.
+    InDoubt(Intent),
+    /// Another one stands by now.
+    Changed,
+}
+
+impl Settled {
+    fn is_over(&self) -> bool {
+        *self == Self::Over
+    }
+}
+
 impl Mover {
     /// Settles every intent there is: at start-up, when nobody can be writing.
     pub(crate) async fn settle_all(&self) -> Result<()> {
@@ -67,7 +97,7 @@ impl Mover {
                 let ino = InodeId(keys.number_in(&key)?);
                 if self.is_abandoned(ino).await? {
                     let intent = Intent::decode(value)?;
-                    tally.add(self.settle_intent_of(ino, true, Some(&intent)).await.map(usize::from));
+                    tally.add(self.settle_left(ino, &intent).await.map(usize::from));
                 }
             }
         }
@@ -102,7 +132,7 @@ impl Mover {
                     let ino = InodeId(keys.number_in(&record)?);
                     is_named = true;
                     if self.is_abandoned(ino).await? || self.is_outdone(ino, &intent).await? {
-                        self.settle_intent_of(ino, true, Some(&intent)).await?;
+                        self.settle_left(ino, &intent).await?;
                     }
                 }
             }
@@ -112,66 +142,114 @@ impl Mover {
     /// Finds out what came of an inode's intent and ends it; false where that cannot be known yet. The caller has the turn
     /// alone, since a copy may be on its way, or has made sure that there is none.
     pub(super) async fn settle_intent(&self, ino: InodeId) -> Result<bool> {
-        self.settle_intent_of(ino, true, None).await
+        self.settle_intent_of(ino, true, (None, Patience::None)).await.map(|settled| settled.is_over())
+    }
+
+    /// Settles what nobody goes on with, and which may still come.
+    async fn settle_left(&self, ino: InodeId, intent: &Intent) -> Result<bool> {
+        self.settle_intent_of(ino, true, (Some(intent), Patience::Unknown))
+            .await
+            .map(|settled| settled.is_over())
     }
 
     /// Settles what a writer announced and does not go on with, if that still stands. Where nothing came of it so far, it
     /// stands for as long as something may.
     pub(super) async fn settle_write(&self, ino: InodeId, intent: &Intent) -> Result<bool> {
         let _turn = self.copying_turn().await;
-        self.settle_intent_of(ino, false, Some(intent)).await
+        self.settle_intent_of(ino, false, (Some(intent), Patience::Unknown))
+            .await
+            .map(|settled| settled.is_over())
     }
 
-    async fn settle_intent_of(&self, ino: InodeId, may_be_copy: bool, only: Option<&Intent>) -> Result<bool> {
+    async fn settle_intent_of(
+        &self,
+        ino: InodeId,
+        may_be_copy: bool,
+        (only, patience): (Option<&Intent>, Patience),
+    ) -> Result<Settled> {
         let doubt = self.doubts().of(ino);
         let intent = self.look(move |look| look.intent(ino)).await?;
         let Some(intent) = intent else {
             self.doubts().end(ino, doubt.as_ref());
-            return Ok(true);
+            return Ok(Settled::Over);
         };
         if only.is_some_and(|only| *only != intent) {
-            return Ok(false);
+            return Ok(Settled::Changed);
         }
         let now_ms = self.shared().now_ms();
         if intent.copies.is_some() && (!may_be_copy || self.doubts().holds(ino, &intent, now_ms)) {
-            return Ok(false);
+            return Ok(Settled::Copying);
         }
-        let found = match &intent.mark {
-            Some(mark) => self.bucket().head_of(&intent.key, &mark.token).await?,
-            // What lies there is somebody else's.
-            None if doubt.as_ref().is_some_and(|doubt| doubt.is_unasked(&intent)) => None,
-            None => self.bucket().head(&intent.key).await?.map(|found| (found, Authorship::Unknown)),
-        };
-        let is_unchanged = found.as_ref().map(|(found, _)| &found.version) == intent.replaces.as_ref();
-        if only.is_some() && is_unchanged && self.doubts().still_awaits(ino, &intent, self.shared().now_ms())
+        // What lies there is somebody else's than the mover's.
+        let is_unasked = doubt.as_ref().is_some_and(|doubt| doubt.is_unasked(&intent));
+        let found = if is_unasked { None } else { self.find(&intent).await? };
+        let is_unchanged = found.as_ref().map(|found| &found.object.version) == intent.replaces.as_ref();
+        let is_unknown = patience == Patience::Unknown;
+        if is_unchanged
+            && patience != Patience::None
+            && self.doubts().awaits(ino, &intent, self.shared().now_ms(), is_unknown)
         {
-            return Ok(false);
+            return Ok(Settled::InDoubt(intent));
         }
         let is_copy = match (&intent.copies, &found) {
-            (Some(source), Some((found, _))) => self.is_copy(source, found).await?,
+            (Some(source), Some(found)) => self.is_copy(source, &found.object).await?,
             _ => false,
         };
         let settle =
             move |change: &mut Change<'_, '_>| settle(change, ino, (&intent, is_copy), found.as_ref());
         self.transact(Durability::Buffered, settle).await?;
         self.doubts().end(ino, doubt.as_ref());
-        Ok(true)
+        Ok(Settled::Over)
     }
 
-    /// As `settle_intent`, for a writer that asks for a place. A copy under way is waited for `until` then; false where that
-    /// is not enough, and the writer goes elsewhere. What a writer began is known by nobody but the store.
-    pub(crate) async fn settle(&self, ino: InodeId, until: Instant) -> Result<bool> {
+    /// What lies where an intent announced something.
+    async fn find(&self, intent: &Intent) -> Result<Option<Found>> {
+        let Some(mark) = &intent.mark else {
+            let object = self.bucket().head(&intent.key).await?;
+            return Ok(object.map(|object| Found { object, by: Authorship::Unknown, of: None }));
+        };
+        let found = self.bucket().head_of(&intent.key, &mark.token).await?;
+        if let Some((_, Authorship::Others)) = &found {
+            for earlier in &mark.earlier {
+                let found = self.bucket().head_of(&intent.key, &earlier.token).await?;
+                if let Some((object, by @ Authorship::Ours)) = found {
+                    return Ok(Some(Found { object, by, of: Some(earlier.of) }));
+                }
+            }
+        }
+        Ok(found.map(|(object, by)| Found { object, by, of: mark.of }))
+    }
+
+    /// As `settle_intent`, for a writer that asks for a place, or has ended. A copy under way is waited for `until` then;
+    /// where that is not enough, the writer goes elsewhere. What a writer began is known by nobody but the store.
+    pub(crate) async fn settle(&self, ino: InodeId, until: Instant, patience: Patience) -> Result<Settled> {
         let intent = self.look(move |look| look.intent(ino)).await?;
         if let Some(intent) = intent.filter(|intent| intent.copies.is_some()) {
             if self.doubts().holds(ino, &intent, self.shared().now_ms()) {
-                return Ok(false);
+                return Ok(Settled::Copying);
             }
             let mover = self.clone();
             let settle = async move { mover.settle_intent(ino).await };
-            return Ok(self.alone_until(until, "settle a copy", settle).await? == Some(true));
+            let settled = self.alone_until(until, "settle a copy", settle).await? == Some(true);
+            return Ok(if settled { Settled::Over } else { Settled::Copying });
         }
         let _turn = self.copying_turn().await;
-        self.settle_intent_of(ino, false, None).await
+        self.settle_intent_of(ino, false, (None, patience)).await
+    }
+}
+
+/// An object where something was announced.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Found {
+    object: ObjectInfo,
+    by: Authorship,
+    /// The content that it was announced as, as far as that is known.
+    of: Option<Announced>,
+}
+
+impl Found {
+    fn is_outdone(&self, inode: &Inode) -> bool {
+        self.of.is_some_and(|of| of.is_outdone(inode.generation))
     }
 }
 
@@ -183,7 +261,7 @@ fn settle(
     change: &mut Change<'_, '_>,
     ino: InodeId,
     (intent, is_copy): (&Intent, bool),
-    found: Option<&(ObjectInfo, Authorship)>,
+    found: Option<&Found>,
 ) -> Result<()> {
     if change.intent(ino)?.as_ref() != Some(intent) {
         return Ok(());
@@ -195,47 +273,63 @@ fn settle(
     }
     let inode = change.find(ino)?;
     let may_be_others = inode.as_ref().is_some_and(|inode| inode.nlink > 0);
-    let found = found
-        .filter(|(found, by)| {
-            Some(&found.version) != intent.replaces.as_ref() && (may_be_others || *by != Authorship::Others)
-        })
-        .map(|(found, by)| (found, *by));
-    match (found, inode, &intent.copies) {
-        (Some((found, Authorship::Ours)), None, None) => change.doom_plain(&found.blob()),
-        (Some((found, Authorship::Ours)), Some(inode), None) if intent.is_outdone(inode.generation) => {
-            match is_at_home(change, ino, &inode, &found.key)? {
-                true => change.stand(ino, inode, found.blob()),
-                false => discard_older(change, ino, inode, &found.blob()),
-            }
-        }
+    let found = found.filter(|found| {
+        Some(&found.object.version) != intent.replaces.as_ref()
+            && (may_be_others || found.by != Authorship::Others)
+    });
+    let Some(found) = found else {
+        return inode.map_or(Ok(()), |inode| change.resettle_home(ino, &inode));
+    };
+    match (&intent.copies, inode) {
+        (Some(source), inode) => settle_copy(change, (ino, inode), (source, is_copy), found),
+        (None, Some(inode)) => settle_write(change, (ino, inode), found),
+        (None, None) if found.by == Authorship::Ours => change.doom_plain(&found.object.blob()),
+        (None, None) => Ok(()),
+    }
+}
+
+/// What a writer announced of a file that is there still.
+fn settle_write(change: &mut Change<'_, '_>, (ino, inode): (InodeId, Inode), found: &Found) -> Result<()> {
+    let (object, blob) = (&found.object, found.object.blob());
+    let (is_ours, is_outdone) = (found.by == Authorship::Ours, found.is_outdone(&inode));
+    let is_at_home = is_at_home(change, ino, &inode, &object.key)?;
+    if is_ours && is_outdone {
+        return match is_at_home {
+            true => change.stand(ino, inode, blob),
+            false => discard_older(change, ino, inode, &blob),
+        };
+    }
+    if !is_at_home && (is_outdone || found.by == Authorship::Others) {
         // Somebody else's at a path that was the file's once: the next listing shows it.
-        (Some((found, by)), Some(inode), None)
-            if (by == Authorship::Others || intent.is_outdone(inode.generation))
-                && !is_at_home(change, ino, &inode, &found.key)? =>
-        {
-            change.resettle_home(ino, &inode)
-        }
-        (Some((found, Authorship::Ours)), Some(inode), None)
-            if seals(change, ino, &inode, (intent, found))? =>
-        {
-            seal(change, ino, inode, found.blob())
-        }
-        (Some((found, _)), Some(inode), None) if change.outlives(ino, &inode, found)? => {
-            change.stand(ino, inode, found.blob())
-        }
-        (Some((found, _)), Some(inode), None) => adopt(change, ino, inode, found),
-        // An owned copy that nothing refers to is queued for deletion already.
-        (Some((found, _)), inode, Some(source)) if !found.blob().is_owned() && found.size == source.size => {
-            match inode {
-                Some(inode) if is_still(change, ino, &inode, (source, &intent.key))? => match is_copy {
-                    true => seal(change, ino, inode, found.blob()),
-                    false => adopt(change, ino, inode, found),
-                },
-                inode => discard(change, ino, inode, &found.blob()),
-            }
-        }
-        (_, Some(inode), _) => change.resettle_home(ino, &inode),
-        _ => Ok(()),
+        return change.resettle_home(ino, &inode);
+    }
+    if is_ours && seals(change, ino, &inode, found)? {
+        return seal(change, ino, inode, blob);
+    }
+    match change.outlives(ino, &inode, object)? {
+        true => change.stand(ino, inode, blob),
+        false => adopt(change, ino, inode, object),
+    }
+}
+
+/// What the mover announced to copy there.
+fn settle_copy(
+    change: &mut Change<'_, '_>,
+    (ino, inode): (InodeId, Option<Inode>),
+    (source, is_copy): (&Blob, bool),
+    found: &Found,
+) -> Result<()> {
+    let (object, blob) = (&found.object, found.object.blob());
+    // An owned copy that nothing refers to is queued for deletion already.
+    if blob.is_owned() || object.size != source.size {
+        return inode.map_or(Ok(()), |inode| change.resettle_home(ino, &inode));
+    }
+    match inode {
+        Some(inode) if is_still(change, ino, &inode, (source, &object.key))? => match is_copy {
+            true => seal(change, ino, inode, blob),
+            false => adopt(change, ino, inode, object),
+        },
+        inode => discard(change, ino, inode, &blob),
     }
 }
 
@@ -260,15 +354,10 @@ fn discard_older(change: &mut Change<'_, '_>, ino: InodeId, mut inode: Inode, fo
     change.settle_home(ino, &inode)
 }
 
-/// Whether an object holds the very content that the file has, as an intent announced.
-fn seals(
-    change: &Change<'_, '_>,
-    ino: InodeId,
-    inode: &Inode,
-    (intent, found): (&Intent, &ObjectInfo),
-) -> Result<bool> {
+/// Whether an object holds the very content that the file has, as was announced.
+fn seals(change: &Change<'_, '_>, ino: InodeId, inode: &Inode, found: &Found) -> Result<bool> {
     let content = Some(Announced { generation: inode.generation, seals: true });
-    Ok(intent.announced() == content && change.layout(ino, inode)?.size() == found.size)
+    Ok(found.of == content && change.layout(ino, inode)?.size() == found.object.size)
 }
 
 /// What the file holds lies in `found` from now on.

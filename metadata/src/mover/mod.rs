@@ -17,5 +17,6 @@ mod subtrees;
 mod run;
 
 pub(crate) use copies::LONGEST_COPY;
+pub(crate) use intents::{Patience, Settled};
 pub(crate) use run::Mover;
 pub(crate) use unfinished::free_unfinished;

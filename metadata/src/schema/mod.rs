@@ -10,16 +10,18 @@ mod key;
 mod inode;
 mod parts;
 mod record;
+mod intent;
 mod quota;
 
 pub use codec::{FORMAT, decode_plain, encode_plain};
 pub use inode::{Inode, NumberRun, decode_extents, encode_extents};
+pub use intent::{Announced, Earlier, Intent, Mark};
 pub use key::{Keys, Tag, hash_of};
 pub use parts::Parts;
 pub use quota::{Quota, QuotaLimits, Usage};
 pub use record::{
-    Announced, Claim, Counters, Deletion, Dentry, HolderState, ImportState, Intent, Loan, Loose, Mark,
-    Member, Move, Orphan, Partial, References, SessionRecord, UploadRecord,
+    Claim, Counters, Deletion, Dentry, HolderState, ImportState, Loan, Loose, Member, Move, Orphan, Partial,
+    References, SessionRecord, UploadRecord,
 };
 
 #[cfg(test)]

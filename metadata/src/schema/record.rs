@@ -1,7 +1,7 @@
-//! All records but the inode.
+//! All records but inodes and intents.
 
 use bytes::Bytes;
-use forebay_core::{Blob, FileKind, InodeId, ObjectKey, Result, Timestamp, Version};
+use forebay_core::{Blob, FileKind, InodeId, ObjectKey, Result, Timestamp};
 use serde::{Deserialize, Serialize};
 
 use super::codec::{Decoder, Encoder, kind_byte};
@@ -203,103 +203,6 @@ impl Loan {
         let record = Self { blob: from.blob()?, count: from.number()?, moved: from.optional(Decoder::blob)? };
         from.finish()?;
         Ok(record)
-    }
-}
-
-/// `W ino`: a plain object is about to be written for an inode.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Intent {
-    /// Where.
-    pub key: ObjectKey,
-    /// What was there when the intent was made; `None` when nothing was.
-    pub replaces: Option<Version>,
-    /// What the mover copies there; `None` when a writer brings new content.
-    pub copies: Option<Blob>,
-    /// How what a writer brings is known; `None` in records of before this was kept, and for the mover.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mark: Option<Mark>,
-}
-
-/// How the object that an intent announces is told from another's.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Mark {
-    /// What the object carries: [`forebay_io::object::Bucket::put_as`].
-    pub token: String,
-    /// When the intent was made, by the local clock.
-    pub made: Timestamp,
-    /// What the file was then; `None` in records of before this was kept.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub of: Option<Announced>,
-}
-
-/// Which content an intent announces.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Announced {
-    /// The file's generation when the intent was made.
-    pub generation: u64,
-    /// Whether the bytes are those of that generation, which lie elsewhere, or new ones.
-    pub seals: bool,
-}
-
-impl Intent {
-    /// What a writer announced, as far as it is known.
-    pub fn announced(&self) -> Option<Announced> {
-        self.mark.as_ref()?.of
-    }
-
-    /// Whether newer content than the one that a writer announced was committed since.
-    pub fn is_outdone(&self, generation: u64) -> bool {
-        self.announced().is_some_and(|announced| announced.generation < generation)
-    }
-
-    /// The record.
-    pub fn encode(&self) -> Bytes {
-        let mut out = Encoder::new();
-        out.bytes(self.key.as_str().as_bytes());
-        out.optional(self.replaces.as_ref(), |out, version| out.bytes(version.as_str().as_bytes()));
-        match (&self.copies, &self.mark) {
-            (Some(blob), _) => {
-                out.byte(1);
-                out.blob(blob);
-            }
-            (None, Some(mark)) => {
-                out.byte(if mark.of.is_some() { 3 } else { 2 });
-                out.bytes(mark.token.as_bytes());
-                out.time(mark.made);
-                if let Some(Announced { generation, seals }) = mark.of {
-                    out.number(generation);
-                    out.byte(u8::from(seals));
-                }
-            }
-            (None, None) => out.byte(0),
-        }
-        out.finish()
-    }
-
-    /// Reads the record.
-    pub fn decode(value: Bytes) -> Result<Self> {
-        let mut from = Decoder::new(value, "intent")?;
-        let (key, replaces) = (from.object_key()?, from.optional(Decoder::version)?);
-        let (copies, mark) = match from.byte()? {
-            0 => (None, None),
-            1 => (Some(from.blob()?), None),
-            2 => (None, Some(Mark { token: from.text()?, made: from.time()?, of: None })),
-            3 => {
-                let (token, made) = (from.text()?, from.time()?);
-                let (generation, seals) = (from.number()?, from.byte()?);
-                if seals > 1 {
-                    return Err(from.bad(&format!("announces content of the type {seals}")));
-                }
-                let of = Some(Announced { generation, seals: seals == 1 });
-                (None, Some(Mark { token, made, of }))
-            }
-            other => return Err(from.bad(&format!("is of the type {other}"))),
-        };
-        from.finish()?;
-        Ok(Self { key, replaces, copies, mark })
     }
 }
 

@@ -121,12 +121,16 @@ fn golden_values() {
     let copies = Some(blob("b", 1));
     let intent = Intent { key: key.clone(), replaces: Some(Version::new("v")), copies, mark: None };
     check(intent.encode(), "01016b010176010162027631 01");
-    let mark = |of| Some(Mark { token: "t".into(), made: Timestamp { seconds: 1, nanos: 3 }, of });
+    let made = Timestamp { seconds: 1, nanos: 3 };
+    let mark = |of| Some(Mark { token: "t".into(), made, of, earlier: Vec::new() });
     let intent = Intent { key: key.clone(), replaces: None, copies: None, mark: mark(None) };
     check(intent.encode(), "01016b00 02017402 03");
     let of = Some(Announced { generation: 4, seals: true });
     let intent = Intent { mark: mark(of), ..intent };
     check(intent.encode(), "01016b00 03017402 030401");
+    let earlier = vec![Earlier { token: "u".into(), of: Announced { generation: 3, seals: false } }];
+    let intent = Intent { mark: Some(Mark { token: "t".into(), made, of, earlier }), ..intent };
+    check(intent.encode(), "01016b00 04017402 030401 01 01750300");
     let intent = Intent { mark: None, ..intent };
     check(intent.encode(), "01016b0000");
     let loan = Loan { blob: blob("b", 1), count: 2, moved: Some(blob("c", 1)) };
@@ -180,9 +184,12 @@ fn only_whole_values_are_read() {
     let dentry = Dentry { ino: InodeId(u64::MAX), kind: FileKind::Fifo };
     check_decoding(dentry, dentry.encode(), Dentry::decode);
     let of = Some(Announced { generation: u64::MAX, seals: false });
-    let mark = Some(Mark { token: "t".into(), made: Timestamp::default(), of });
-    let intent = Intent { key: ObjectKey::new("k"), replaces: None, copies: None, mark };
-    check_decoding(intent.clone(), intent.encode(), Intent::decode);
+    let earlier = Earlier { token: "u".into(), of: Announced { generation: 1, seals: true } };
+    for earlier in [vec![], vec![earlier.clone(), earlier]] {
+        let mark = Some(Mark { token: "t".into(), made: Timestamp::default(), of, earlier });
+        let intent = Intent { key: ObjectKey::new("k"), replaces: None, copies: None, mark };
+        check_decoding(intent.clone(), intent.encode(), Intent::decode);
+    }
     let claim = Claim { key: ObjectKey::new("k"), state: HolderState::Doomed { due_ms: u64::MAX } };
     check_decoding(claim.clone(), claim.encode(), Claim::decode);
     let move_ = Move::Subtree { prefixes: vec!["a/".into(), String::new()] };

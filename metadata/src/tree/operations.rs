@@ -18,6 +18,7 @@ use super::{
     RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode, clone, create, following, link,
     quota, remove_directory, rename, segments, set_attributes, unlink, xattr,
 };
+use crate::mover::{Patience, Settled};
 use crate::records::{Change, Look, Records, check_name, owned_key};
 use crate::schema::{Intent, UploadRecord};
 
@@ -235,11 +236,13 @@ impl Tree for LocalTree {
 
     async fn place(&self, ino: InodeId, seals: bool) -> Result<Placement> {
         let (mut gone, mut is_late, until) = (None, false, Instant::now() + PATIENCE);
+        let mut in_doubt = None;
         for step in 1..=MOST_STEPS {
             let (key, token) = (self.fresh_blob(), self.fresh_name());
             let (is_last, lost) = (step == MOST_STEPS || is_late, gone.clone());
+            let before = in_doubt.clone();
             let attempt = move |change: &mut Change<'_, '_>| {
-                place(change, ino, (&key, &token, seals), (is_last, lost.as_ref()))
+                place(change, ino, (&key, &token, seals), (is_last, lost.as_ref()), before.as_ref())
             };
             let step = self.change(attempt).await?;
             match (step, &self.mover) {
@@ -254,7 +257,11 @@ impl Tree for LocalTree {
                     }
                     return Ok(placement);
                 }
-                (Step::Unsettled, Some(mover)) => is_late |= !mover.settle(ino, until).await?,
+                (Step::Unsettled, Some(mover)) => match mover.settle(ino, until, Patience::Known).await? {
+                    Settled::Over | Settled::Changed => {}
+                    Settled::Copying => is_late = true,
+                    Settled::InDoubt(intent) => in_doubt = Some(intent),
+                },
                 (Step::Doomed(key), Some(mover)) => is_late |= !mover.delete_doomed(&key, until).await?,
                 (Step::Lent(blob), Some(mover)) => match mover.move_lent(&blob, until).await? {
                     Some(is_there) => gone = (!is_there).then_some(blob),
@@ -266,10 +273,11 @@ impl Tree for LocalTree {
         Err(Error::new(ErrorKind::Unavailable, format!("inode {ino} is written by another")))
     }
 
-    async fn settle(&self, ino: InodeId) -> Result<()> {
+    async fn settle(&self, ino: InodeId, may_still_come: bool) -> Result<()> {
         let intent = self.look(move |look| look.intent(ino)).await?;
         if let (Some(mover), Some(Intent { copies: None, .. })) = (&self.mover, intent) {
-            mover.settle(ino, Instant::now() + PATIENCE).await?;
+            let patience = if may_still_come { Patience::Known } else { Patience::None };
+            mover.settle(ino, Instant::now() + PATIENCE, patience).await?;
         }
         Ok(())
     }

@@ -22,20 +22,23 @@ pub(super) enum Step {
 
 /// One attempt of [`super::Tree::place`]. `fresh` is used if the content goes to an owned blob, as it does when
 /// `is_last` says that copies, doomed and lent objects are not waited for any more; else the object carries `token`, and
-/// `seals` the content that the file has. There is nothing to copy away of an object that is `gone`.
+/// `seals` the content that the file has. There is nothing to copy away of an object that is `gone`. What was announced
+/// `in_doubt` may still come to the same key, and stays known.
 pub(super) fn place(
     change: &mut Change<'_, '_>,
     ino: InodeId,
     (fresh, token, seals): (&ObjectKey, &str, bool),
     (is_last, gone): (bool, Option<&Blob>),
+    in_doubt: Option<&Intent>,
 ) -> Result<Step> {
     let inode = change.file(ino)?;
-    match change.intent(ino)? {
+    let before = match change.intent(ino)? {
         // The copy that is under way, or may be, is of content that this one replaces.
         Some(intent) if intent.copies.is_some() && is_last => return place_aside(change, ino, fresh, true),
+        Some(intent) if Some(&intent) == in_doubt => Some(intent),
         Some(_) => return Ok(Step::Unsettled),
-        None => {}
-    }
+        None => None,
+    };
     let spelled = if inode.nlink > 0 { change.key_of(ino, &inode)? } else { None };
     let Some(key) = spelled else { return place_owned(change, fresh, false) };
     match change.in_the_way(&key)? {
@@ -63,9 +66,14 @@ pub(super) fn place(
                 };
             }
             let key = ObjectKey::new(key);
+            let earlier = match before {
+                // It would be forgotten, and come to where it is nobody's.
+                Some(before) if before.key != key => return place_aside(change, ino, fresh, true),
+                before => before.and_then(|before| before.mark).map(Mark::and_earlier).unwrap_or_default(),
+            };
             let replaces = inode.home.filter(|home| home.key == key).map(|home| home.version);
             let of = Some(Announced { generation: inode.generation, seals });
-            let mark = Some(Mark { token: token.to_owned(), made: change.now, of });
+            let mark = Some(Mark { token: token.to_owned(), made: change.now, of, earlier });
             let intent = Intent { key: key.clone(), replaces: replaces.clone(), copies: None, mark };
             change.put_intent(ino, &intent)?;
             let is_first = replaces.is_none() && inode.generation == 0;

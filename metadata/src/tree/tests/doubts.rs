@@ -54,7 +54,7 @@ async fn an_outsiders_object_at_a_path_of_before_is_not_the_files() {
                 world.crash(tree, true).await;
                 world.open().await
             } else {
-                tree.settle(ino).await.expect("settled");
+                tree.settle(ino, true).await.expect("settled");
                 tree
             };
             let names: &[&str] =
@@ -141,5 +141,50 @@ async fn what_comes_late_is_the_files_also_when_nobody_writes_it_any_more() {
         assert!(!tree.is_in_doubt(file).await.expect("known"));
         assert_eq!(resolve(&tree, "a").await.expect("found").ino, file);
         check(&world, &tree, &[("a", "late")]).await;
+    }
+}
+
+/// A put that was not answered came when the next upload of the file had begun, which was refused for it: it was taken for
+/// what somebody else wrote after what had been synced.
+#[tokio::test]
+async fn what_comes_behind_the_next_upload_is_older_content() {
+    for (replaces, crashes, tries) in
+        [(false, false, 1), (true, false, 1), (false, true, 2), (true, true, 2), (true, false, 20)]
+    {
+        println!("replaces {replaces}, crashes {crashes}, {tries} tries between");
+        let world = World::memory().await;
+        let tree = world.open().await;
+        let file = tree.create(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made").0.ino;
+        if replaces {
+            world.write(&tree, file, b"old").await.expect("written");
+        }
+        let unanswered = tree.place(file, false).await.expect("placed");
+        tree.doubt(file).await.expect("noted");
+        let put = world.bucket().put(&tree.fresh_blob(), "newer".into(), Condition::IfAbsent).await;
+        let (_, generation) = tree.layout(file).await.expect("a layout");
+        let layout = FileLayout::of_blob(put.expect("put").blob());
+        tree.commit_layout(file, generation, layout, world.clock.wall()).await.expect("committed");
+        let mut last = None;
+        for _ in 0..tries {
+            // Not one second later, as the clock of the test has it: nothing but the notes tells which is newer.
+            let placement = tree.place(file, true).await.expect("placed");
+            assert!(matches!(placement, Placement::Own { .. }), "{placement:?}");
+            if tries < 20 {
+                tree.doubt(file).await.expect("noted");
+            }
+            last = Some(placement);
+        }
+        let late = if tries < 20 { unanswered } else { last.take().expect("placed") };
+        world.put_at(&late, b"late").await.expect("put");
+        let tree = if crashes {
+            world.crash(tree, true).await;
+            world.open().await
+        } else {
+            tree.settle(file, true).await.expect("settled");
+            tree
+        };
+        let text = if tries < 20 { "newer" } else { "late" };
+        assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), text);
+        check(&world, &tree, &[("a", text)]).await;
     }
 }
