@@ -314,6 +314,8 @@ async fn check_objects(bucket: &Bucket, writers: &[Writer]) {
         let (bytes, _) = bucket.get_whole(&key).await.unwrap_or_else(|error| panic!("{key}: {error}"));
         let hash = blake3::hash(&bytes);
         let known = writers.iter().any(|writer| writer.contents.contains_key(&hash));
-        assert!(known, "object {key} of {} bytes is no whole file", bytes.len());
+        let near: Vec<_> =
+            if known { vec![] } else { writers.iter().flat_map(|it| it.near(&bytes)).collect() };
+        assert!(known, "object {key} of {} bytes is no whole file, but\n{}", bytes.len(), near.join("\n"));
     }
 }

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
 
 use bytes::Bytes;
 use forebay_core::{BlockKey, Error, ErrorKind, InodeId, Result, Timestamp};
@@ -52,6 +54,8 @@ pub struct File {
     access: Access,
     prefetch: Mutex<Prefetch>,
     writers: Mutex<Writers>,
+    /// Whether something was written through it after its last flush.
+    is_unflushed: AtomicBool,
     told: Told,
 }
 
@@ -70,7 +74,8 @@ impl File {
             inode.enter_writer();
         }
         let told = inode.begin_telling();
-        Self { inode, volume, access, prefetch, writers: Mutex::default(), told }
+        let is_unflushed = AtomicBool::new(false);
+        Self { inode, volume, access, prefetch, writers: Mutex::default(), is_unflushed, told }
     }
 
     /// The inode.
@@ -155,7 +160,9 @@ impl File {
     pub async fn write(&self, position: impl Into<Position>, data: Bytes) -> Result<u32> {
         let position = position.into();
         let permit = self.volume.charge_write(data.len() as u64).await?;
-        self.inode.write(position, data, permit).await
+        let written = self.inode.write(position, data, permit).await;
+        self.is_unflushed.store(true, SeqCst);
+        written
     }
 
     /// copy_file_range(2) without moving a byte: `range` of `source` is shared, over what was at `to`. Returns the bytes
@@ -164,12 +171,27 @@ impl File {
     /// # Errors
     /// `Conflict` when the bytes of `source` are about to be replaced: they have to be copied.
     pub async fn share(&self, source: &Self, range: std::ops::Range<u64>, to: u64) -> Result<u64> {
-        self.inode.share(&source.inode, range, to).await
+        let shared = self.inode.share(&source.inode, range, to).await;
+        self.is_unflushed.store(true, SeqCst);
+        shared
     }
 
     /// close(2): commits what was written. The bytes are in the bucket on return, the name within 5 s.
     pub async fn flush(&self) -> Result<()> {
-        if self.access.write { self.inode.flush(&self.told).await } else { Ok(()) }
+        self.flush_if(|| true).await
+    }
+
+    /// The same if it `may`, as is found out when nothing is being written.
+    async fn flush_if(&self, may: impl FnOnce() -> bool) -> Result<()> {
+        if !self.access.write {
+            return Ok(());
+        }
+        let may = || {
+            let may = may();
+            self.is_unflushed.fetch_and(!may, SeqCst);
+            may
+        };
+        self.inode.flush_if(&self.told, may).await
     }
 
     /// Notes that the next write is made by the process whose descriptors are `writer`.
@@ -185,14 +207,14 @@ impl File {
     /// close(2) by the process whose descriptors are `closer`: as [`Self::flush`], unless only others wrote. A child
     /// that is forked while its parent writes closes copies of the parent's descriptors: what is half-written stays so.
     pub async fn close(&self, closer: u64) -> Result<()> {
-        let leaves_it_to_others = {
+        let may_commit = || {
             let mut writers = self.writers.lock();
             let others =
                 !writers.is_incomplete && !writers.named.is_empty() && !writers.named.contains(&closer);
             writers.named.retain(|writer| *writer != closer);
-            others
+            !others
         };
-        if leaves_it_to_others { Ok(()) } else { self.flush().await }
+        self.flush_if(may_commit).await
     }
 
     /// fsync(2): bytes and metadata are in the bucket on return.
@@ -203,13 +225,15 @@ impl File {
         self.inode.tell_failure(&self.told)
     }
 
-    /// The last reference to the handle is gone. Commits what a mapping wrote after the last flush. No program hears what
-    /// fails here: what others wrote is still theirs to be told of.
+    /// The last reference to the handle is gone. Commits what a mapping wrote after the last flush, and leaves the rest to
+    /// those who are writing: the kernel tells of it late, and what they have half-written stays so. No program hears what fails
+    /// here: what others wrote is still theirs to be told of.
     pub async fn release(&self) -> Result<()> {
         let flushed = match self.access.write {
             true => {
                 self.inode.leave_writer();
-                let committed = self.inode.commit_now().await;
+                let may = || self.is_unflushed.load(SeqCst) || !self.inode.has_writers();
+                let committed = self.inode.commit_if(may).await;
                 self.inode.untold_failure(&self.told).and(committed)
             }
             false => Ok(()),
@@ -238,7 +262,8 @@ impl File {
             self.inode.let_in(end).await?;
         }
         let store = self.inode.store();
-        self.inode
+        let edited = self
+            .inode
             .edit(|content| {
                 let now = store.now();
                 // As Linux has it, also where nothing else changes.
@@ -250,7 +275,9 @@ impl File {
                     content.truncate(end, now);
                 }
             })
-            .await
+            .await;
+        self.is_unflushed.store(true, SeqCst);
+        edited
     }
 
     /// lseek(2) with SEEK_DATA or SEEK_HOLE; `None` (ENXIO) past the end or when no data follows.

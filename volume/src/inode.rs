@@ -368,7 +368,15 @@ impl OpenInode {
 
     /// Commits everything written so far. What failed since this handle was `told` last is told here, once.
     pub(crate) async fn flush(&self, told: &Told) -> Result<()> {
+        self.flush_if(told, || true).await
+    }
+
+    /// The same if `may` still says so when the turn has come: a write that came in before has noted who makes it.
+    pub(crate) async fn flush_if(&self, told: &Told, may: impl FnOnce() -> bool) -> Result<()> {
         let mut writer = self.writer.lock().await;
+        if !may() {
+            return Ok(());
+        }
         self.tell_failure(told)?;
         let committed = self.commit_all(&mut writer).await;
         // One that lost bytes is told here and now.

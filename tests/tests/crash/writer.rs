@@ -462,6 +462,29 @@ impl Writer {
         Some(found)
     }
 
+    /// In words, how `bytes` differ from contents that files have had lately and which they resemble.
+    pub(crate) fn near(&self, bytes: &[u8]) -> Vec<String> {
+        let earlier = |state: &State| state.earlier.values().flatten().cloned().collect::<Vec<_>>();
+        let contents =
+            self.history.iter().flat_map(|state| [state.files.values().cloned().collect(), earlier(state)]);
+        let known: BTreeMap<_, _> =
+            contents.flatten().map(|content| (*blake3::hash(&content).as_bytes(), content)).collect();
+        let differs = |content: &Vec<u8>| {
+            let common = content.len().min(bytes.len());
+            let differing: Vec<_> = (0..common).filter(|at| content[*at] != bytes[*at]).collect();
+            (differing.len() < common / 2).then(|| {
+                let (first, last) = (differing.first(), differing.last());
+                let when = self.contents.get(&blake3::hash(content)).map_or("", |when| when);
+                format!(
+                    "of {} bytes ({when}) {} differ, from {first:?} to {last:?}",
+                    content.len(),
+                    differing.len()
+                )
+            })
+        };
+        known.values().filter_map(|content| differs(content)).collect()
+    }
+
     /// A directory in a state that it never had, in words.
     fn story(&self, seen: &BTreeMap<&str, &[u8]>) -> String {
         let short = |state: &BTreeMap<&str, &[u8]>| {

@@ -52,8 +52,13 @@ impl OpenInode {
 
     /// Commits everything written so far, and leaves failures to those who wrote.
     pub(crate) async fn commit_now(&self) -> Result<()> {
+        self.commit_if(|| true).await
+    }
+
+    /// The same if it `may`, as is found out when nothing is being written.
+    pub(crate) async fn commit_if(&self, may: impl FnOnce() -> bool) -> Result<()> {
         let mut turn = self.writer.lock().await;
-        self.commit_all(&mut turn).await
+        if may() { self.commit_all(&mut turn).await } else { Ok(()) }
     }
 
     pub(super) async fn commit_all(&self, turn: &mut Writer) -> Result<()> {

@@ -12,6 +12,7 @@ mod failing;
 mod moving;
 mod outside;
 mod cloning;
+mod closing;
 mod costs;
 mod doubts;
 mod packing;

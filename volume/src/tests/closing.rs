@@ -1,0 +1,99 @@
+//! What closing one handle of a file commits while others write: nothing that is half-written.
+
+use std::pin::pin;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use forebay_io::object::Bucket;
+use futures::future::FutureExt;
+
+use super::support::*;
+use crate::{File, Volume};
+
+/// Processes, by their descriptors.
+const WRITER: u64 = 1;
+const CHILD: u64 = 2;
+
+async fn committed(volume: &Volume, file: &File) -> u64 {
+    volume.tree().layout(file.ino()).await.expect("a layout").0.size()
+}
+
+/// Writes through a handle as its process does.
+async fn write(file: &File, offset: u64, text: &'static str) {
+    file.note_writer(Some(WRITER));
+    file.write(offset, Bytes::from_static(text.as_bytes())).await.expect("write");
+}
+
+/// A handle whose file was written and closed, and of whose end nobody has heard yet.
+async fn closed(volume: &Arc<Volume>) -> Arc<File> {
+    let file = create(volume, "f").await;
+    write(&file, 0, "old").await;
+    file.close(WRITER).await.expect("close");
+    assert_eq!(committed(volume, &file).await, 3);
+    file
+}
+
+/// The kernel tells late that the last descriptor of a handle is gone. What the next one had written by then was committed,
+/// and a mount that was killed in that moment left half a file.
+#[test]
+fn a_handle_that_goes_late_commits_nothing_of_the_next_one() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let late = closed(&volume).await;
+        let file = open(&volume, "f", READ_WRITE).await;
+        write(&file, 3, " and half").await;
+        late.release().await.expect("release");
+        assert_eq!(committed(&volume, &file).await, 3);
+        write(&file, 12, " and whole").await;
+        file.close(WRITER).await.expect("close");
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert_eq!(object(&fixture.bucket, "f").await, "old and half and whole");
+    });
+}
+
+/// A mapping is written back after its descriptor was closed; the file may be open elsewhere for long.
+#[test]
+fn a_handle_that_goes_commits_what_its_mapping_wrote() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let mapped = closed(&volume).await;
+        let other = open(&volume, "f", READ_WRITE).await;
+        mapped.note_writer(None);
+        mapped.write(3, Bytes::from_static(b" page")).await.expect("write");
+        mapped.release().await.expect("release");
+        assert_eq!(committed(&volume, &other).await, 8);
+        other.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert_eq!(object(&fixture.bucket, "f").await, "old page");
+    });
+}
+
+/// A child closes its copy of a descriptor, and its parent begins to write before that is seen to.
+#[test]
+fn a_copy_that_is_closed_while_a_write_begins_commits_nothing_of_it() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        closed(&volume).await.release().await.expect("release");
+        let file = open(&volume, "f", READ_WRITE).await;
+        // As the first piece is taken in.
+        file.write(3, Bytes::from_static(b" and half")).await.expect("write");
+        let inode = volume.open_inodes().pop().expect("it is open");
+        let writing = inode.turn().await;
+        let mut closing = pin!(file.close(CHILD));
+        assert!(closing.as_mut().now_or_never().is_none(), "it waits for the write");
+        file.note_writer(Some(WRITER));
+        drop(writing);
+        closing.await.expect("close");
+        assert_eq!(committed(&volume, &file).await, 3);
+        write(&file, 12, " and whole").await;
+        file.close(WRITER).await.expect("close");
+        file.release().await.expect("release");
+        drop(inode);
+        volume.close().await.expect("close");
+        assert_eq!(object(&fixture.bucket, "f").await, "old and half and whole");
+    });
+}
