@@ -165,6 +165,11 @@ impl File {
         written
     }
 
+    /// Notes that a mapping wrote: the kernel brings its pages through whichever handle it finds.
+    pub fn note_page(&self) {
+        self.inode.note_page();
+    }
+
     /// copy_file_range(2) without moving a byte: `range` of `source` is shared, over what was at `to`. Returns the bytes
     /// shared: fewer at the end of `source`.
     ///
@@ -191,7 +196,11 @@ impl File {
             self.is_unflushed.fetch_and(!may, SeqCst);
             may
         };
-        self.inode.flush_if(&self.told, may).await
+        let flushed = self.inode.flush_if(&self.told, may).await;
+        if flushed.is_err() {
+            self.is_unflushed.store(true, SeqCst);
+        }
+        flushed
     }
 
     /// Notes that the next write is made by the process whose descriptors are `writer`.
@@ -232,7 +241,8 @@ impl File {
         let flushed = match self.access.write {
             true => {
                 self.inode.leave_writer();
-                let may = || self.is_unflushed.load(SeqCst) || !self.inode.has_writers();
+                let is_own = || self.is_unflushed.load(SeqCst) || self.inode.has_pages();
+                let may = || is_own() || !self.inode.has_writers();
                 let committed = self.inode.commit_if(may).await;
                 self.inode.untold_failure(&self.told).and(committed)
             }

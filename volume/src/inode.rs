@@ -45,6 +45,8 @@ pub(crate) struct OpenInode {
     /// Whether bytes were shared with another file since the last write: such a file becomes an object of its own by a
     /// copy inside the store.
     shares: AtomicBool,
+    /// Whether a mapping has written since the last commit.
+    has_pages: AtomicBool,
     /// Whether a writer has closed it since sealing it was last tried.
     awaits_seal: AtomicBool,
     /// When it was last read, if that is kept and the tree was not told yet.
@@ -119,6 +121,7 @@ impl OpenInode {
             writers: AtomicUsize::default(),
             came: Notify::new(),
             shares: AtomicBool::new(false),
+            has_pages: AtomicBool::new(false),
             awaits_seal: AtomicBool::new(false),
             accessed: Mutex::default(),
             is_retired: AtomicBool::new(false),
@@ -143,6 +146,16 @@ impl OpenInode {
     /// Counts a handle for writing off; its last flush comes after this.
     pub(crate) fn leave_writer(&self) {
         self.writers.fetch_sub(1, SeqCst);
+    }
+
+    /// Notes that a mapping wrote.
+    pub(crate) fn note_page(&self) {
+        self.has_pages.store(true, SeqCst);
+    }
+
+    /// Whether a mapping has written since the last commit.
+    pub(crate) fn has_pages(&self) -> bool {
+        self.has_pages.load(SeqCst)
     }
 
     /// Whether a flush is certain to come.
@@ -427,9 +440,13 @@ impl OpenInode {
                     let (mut now, mut current) = tree.layout(self.ino).await?;
                     if (&now, current) == (&base, generation) {
                         // An upload that was lost may have come to what this is based on.
-                        tree.settle(self.ino, false).await?;
+                        tree.settle(self.ino).await?;
                         (now, current) = tree.layout(self.ino).await?;
                         if (&now, current) == (&base, generation) {
+                            if tree.is_in_doubt(self.ino).await? {
+                                // It may come still, to what would be synced then.
+                                layout = FileLayout::of_blob(self.store.put_aside(self.ino, &layout).await?);
+                            }
                             attempt += 1;
                             continue;
                         }

@@ -93,7 +93,7 @@ impl Store {
                 Placement::Owned { .. } => self.bucket.put(key, content.clone(), condition).await,
             };
             match put {
-                Err(error) if is_refused(&error) => {}
+                Err(error) if is_refused(&error) => self.ended(ino, &placement).await,
                 Err(error) => {
                     self.failed(ino, &placement, &error).await;
                     return Err(not_written(ino, key, error));
@@ -151,8 +151,24 @@ impl Store {
         let (tree, deadline_ms) = (self.tree.clone(), self.write.deadline_ms);
         let notes = Arc::new(Notes { tree, deadline_ms, is_announced: token.is_some() });
         let options = UploadOptions { notes: Some(notes), token, ..options };
-        let upload = self.bucket.upload_with(placement.key(), options)?;
-        Ok((upload, placement))
+        match self.bucket.upload_with(placement.key(), options) {
+            Ok(upload) => Ok((upload, placement)),
+            Err(error) => {
+                self.failed(ino, &placement, &error).await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Copies all bytes of a file, which lie in blobs, into one blob of its own.
+    pub(crate) async fn put_aside(&self, ino: InodeId, layout: &FileLayout) -> Result<Blob> {
+        let (tree, key) = (self.tree.clone(), self.tree.fresh_blob());
+        let notes = Notes { tree, deadline_ms: self.write.deadline_ms, is_announced: false };
+        let options = UploadOptions { notes: Some(Arc::new(notes)), ..UploadOptions::default() };
+        let mut upload = self.bucket.upload_with(&key, options)?;
+        self.copy_content(layout, &mut upload).await?;
+        let put = upload.complete(Condition::IfAbsent).await;
+        put.map(|info| info.blob()).map_err(|error| not_written(ino, &key, error))
     }
 
     /// How the bytes of a file get into a new object.
@@ -245,7 +261,7 @@ impl Store {
     /// The same of a write that was given up before the store could show anything of it.
     pub(crate) async fn ended(&self, ino: InodeId, placement: &Placement) {
         let Placement::Own { .. } = placement else { return };
-        if let Err(error) = self.in_time("what was written is known", self.tree.settle(ino, true)).await {
+        if let Err(error) = self.in_time("what was written is known", self.tree.settle(ino)).await {
             tracing::debug!(%ino, %error, "settled later");
             self.tree.doubt(ino).await.ok();
         }

@@ -20,11 +20,13 @@ pub struct Write {
     ///
     /// [`OpenFlags::syncs`]: super::OpenFlags::syncs
     pub syncs: bool,
+    /// Whether it is a page that a mapping wrote.
+    pub is_page: bool,
 }
 
 impl<P: Into<Position>> From<P> for Write {
     fn from(position: P) -> Self {
-        Self { position: position.into(), clears_setid: false, syncs: false }
+        Self { position: position.into(), clears_setid: false, syncs: false, is_page: false }
     }
 }
 
@@ -59,7 +61,7 @@ impl FileSystem {
         write: impl Into<Write>,
         data: Bytes,
     ) -> FsResult<u32> {
-        let Write { position, clears_setid, syncs } = write.into();
+        let Write { position, clears_setid, syncs, is_page } = write.into();
         let file = self.file(ino, handle).await?;
         if clears_setid {
             self.clear_setid(ino).await?;
@@ -68,6 +70,9 @@ impl FileSystem {
             self.clear_capability(ino).await?;
         }
         let written = file.write(position, data).await?;
+        if is_page {
+            file.note_page();
+        }
         if syncs {
             file.fsync().await?;
         }

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::Mover;
 use super::run::Tally;
 use crate::records::Records;
-use crate::schema::Intent;
+use crate::schema::{Intent, Mark};
 
 /// How long a store may go on with a copy or a write that nobody waits for. It had more time than that for the bytes of any
 /// that is large; what is left is one that hung on the way.
@@ -32,31 +32,43 @@ pub(super) enum Asked {
     Unanswered,
 }
 
-/// One copy or write in doubt.
+/// One copy, or the writes of one file, in doubt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Doubt {
-    key: ObjectKey,
-    /// What the object of a write carries; `None` for a copy.
-    token: Option<String>,
+    of: Of,
     asked: Asked,
-    /// It does not come after this.
+    /// Nothing comes after this.
     until_ms: u64,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Of {
+    /// A copy to this key.
+    Copy(ObjectKey),
+    /// Writes whose objects carry these tokens.
+    Writes(Vec<String>),
+}
+
 impl Doubt {
+    fn is_copy(&self) -> bool {
+        matches!(self.of, Of::Copy(_))
+    }
+
     /// Whether it is the copy or write that `intent` announces, or one of before that it tells of.
     fn is_of(&self, intent: &Intent) -> bool {
-        let is_meant = match (&self.token, &intent.mark) {
-            (Some(token), Some(mark)) => mark.names(token),
-            (None, None) => intent.copies.is_some(),
+        match (&self.of, &intent.mark) {
+            (Of::Copy(key), None) => intent.copies.is_some() && intent.key == *key,
+            (Of::Writes(tokens), Some(mark)) => tokens.iter().any(|token| mark.names(token)),
             _ => false,
-        };
-        is_meant && self.key == intent.key
+        }
     }
 
     /// Whether it is a write after which `intent` announces none.
     fn is_last_of(&self, intent: &Intent) -> bool {
-        self.is_of(intent) && self.token.as_ref() == intent.mark.as_ref().map(|mark| &mark.token)
+        match (&self.of, &intent.mark) {
+            (Of::Writes(tokens), Some(mark)) => tokens.contains(&mark.token),
+            _ => false,
+        }
     }
 
     /// Whether the store was not asked for the copy that `intent` announces.
@@ -73,33 +85,43 @@ impl Doubts {
     /// The intent to copy `ino` to `key` stands and is to be settled; one that may still come, when it cannot any more.
     fn add(&self, ino: InodeId, key: &ObjectKey, now_ms: u64, asked: Asked) {
         let mut doubts = self.0.lock();
-        let holds = |doubt: &Doubt| doubt.token.is_none() && doubt.until_ms > now_ms;
+        let holds = |doubt: &Doubt| doubt.is_copy() && doubt.until_ms > now_ms;
         if asked != Asked::Unanswered && doubts.get(&ino).is_some_and(holds) {
             return;
         }
         let most_ms = if asked == Asked::Unanswered { LONGEST_MS } else { 0 };
         let until_ms = now_ms.saturating_add(most_ms);
-        doubts.insert(ino, Doubt { key: key.clone(), token: None, asked, until_ms });
+        doubts.insert(ino, Doubt { of: Of::Copy(key.clone()), asked, until_ms });
     }
 
-    /// The store did not answer the write that `intent` announces: it may come from here on.
-    fn add_write(&self, ino: InodeId, intent: &Intent, now_ms: u64) {
-        let Some(mark) = &intent.mark else { return };
-        let (key, token, asked) = (intent.key.clone(), Some(mark.token.clone()), Asked::Unanswered);
+    /// The store did not answer the write whose object carries `token`: it may come from here on.
+    fn add_write(&self, ino: InodeId, token: &str, now_ms: u64) {
         let until_ms = now_ms.saturating_add(LONGEST_MS);
-        self.0.lock().insert(ino, Doubt { key, token, asked, until_ms });
+        let mut doubts = self.0.lock();
+        let mut tokens = match doubts.remove(&ino).map(|doubt| doubt.of) {
+            Some(Of::Writes(tokens)) => tokens,
+            _ => Vec::new(),
+        };
+        if !tokens.iter().any(|known| known == token) {
+            tokens.push(token.to_owned());
+        }
+        doubts.insert(ino, Doubt { of: Of::Writes(tokens), asked: Asked::Unanswered, until_ms });
     }
 
     /// Whether the write that `intent` announces, or one of before, may still come; from here on it is over by itself. Where
     /// nothing is known of it, it is in doubt now, if it is `unknown` to be answered.
     pub(super) fn awaits(&self, ino: InodeId, intent: &Intent, now_ms: u64, unknown: bool) -> bool {
-        let Some(mark) = &intent.mark else { return false };
+        let Some(Mark { token, .. }) = &intent.mark else { return false };
         if let Some(doubt) = self.0.lock().get_mut(&ino).filter(|doubt| doubt.is_of(intent)) {
-            doubt.token = Some(mark.token.clone());
+            if let Of::Writes(tokens) = &mut doubt.of
+                && !tokens.contains(token)
+            {
+                tokens.push(token.clone());
+            }
             return doubt.until_ms > now_ms;
         }
         if unknown {
-            self.add_write(ino, intent, now_ms);
+            self.add_write(ino, token, now_ms);
         }
         unknown
     }
@@ -123,22 +145,48 @@ impl Doubts {
 
     /// Whether any copy goes to `key`, until it is settled. A write that would replace what is deleted there is refused.
     pub(super) fn names(&self, key: &ObjectKey) -> bool {
-        self.0.lock().values().any(|doubt| doubt.token.is_none() && doubt.key == *key)
+        self.0.lock().values().any(|doubt| doubt.of == Of::Copy(key.clone()))
     }
 
     /// Copies that do not come any more.
     fn over(&self, now_ms: u64) -> Vec<(InodeId, Doubt)> {
-        self.select(|doubt| doubt.token.is_none() && doubt.until_ms <= now_ms)
+        self.select(|doubt| doubt.is_copy() && doubt.until_ms <= now_ms)
     }
 
     fn writes(&self) -> Vec<(InodeId, Doubt)> {
-        self.select(|doubt| doubt.token.is_some())
+        self.select(|doubt| !doubt.is_copy())
     }
 
     fn select(&self, is_meant: impl Fn(&Doubt) -> bool) -> Vec<(InodeId, Doubt)> {
         let doubts = self.0.lock();
         let meant = doubts.iter().filter(|(_, doubt)| is_meant(doubt));
         meant.map(|(ino, doubt)| (*ino, doubt.clone())).collect()
+    }
+}
+
+/// Notes a write in doubt when it is dropped: whoever asks for a place may lose patience, which may be recorded by then.
+pub(crate) struct Unplaced {
+    mover: Option<Mover>,
+    ino: InodeId,
+    token: String,
+}
+
+impl Unplaced {
+    pub(crate) fn new(mover: Option<Mover>, ino: InodeId, token: &str) -> Self {
+        Self { mover, ino, token: token.to_owned() }
+    }
+
+    /// There is no such place, or who asked for it has heard of it.
+    pub(crate) fn forget(&mut self) {
+        self.mover = None;
+    }
+}
+
+impl Drop for Unplaced {
+    fn drop(&mut self) {
+        if let Some(mover) = &self.mover {
+            mover.doubts().add_write(self.ino, &self.token, mover.shared().now_ms());
+        }
     }
 }
 
@@ -150,9 +198,8 @@ impl Mover {
 
     /// Notes that the store did not answer what was written of a file to its own path.
     pub(crate) async fn doubt_write(&self, ino: InodeId) -> Result<()> {
-        let intent = self.look(move |look| look.intent(ino)).await?;
-        if let Some(intent) = intent {
-            self.doubts().add_write(ino, &intent, self.shared().now_ms());
+        if let Some(Intent { mark: Some(mark), .. }) = self.look(move |look| look.intent(ino)).await? {
+            self.doubts().add_write(ino, &mark.token, self.shared().now_ms());
         }
         Ok(())
     }
@@ -185,7 +232,7 @@ impl Mover {
 
     async fn settle_doubt(&self, ino: InodeId, doubt: &Doubt) -> Result<bool> {
         let intent = self.look(move |look| look.intent(ino)).await?;
-        if intent.is_some_and(|intent| intent.copies.is_some() && intent.key == doubt.key) {
+        if intent.is_some_and(|intent| intent.copies.is_some() && doubt.is_of(&intent)) {
             return self.settle_intent(ino).await;
         }
         // It was ended; one that stands now may be that of a writer, who is at it.

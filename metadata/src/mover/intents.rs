@@ -17,7 +17,7 @@ const CLOCKS_APART: u64 = 15 * 60;
 
 /// Whether an intent of which nothing has come yet is ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Patience {
+enum Patience {
     /// It is.
     None,
     /// Not while it is known that the store did not answer, and may still do it.
@@ -96,8 +96,12 @@ impl Mover {
             for (key, value) in page {
                 let ino = InodeId(keys.number_in(&key)?);
                 if self.is_abandoned(ino).await? {
-                    let intent = Intent::decode(value)?;
-                    tally.add(self.settle_left(ino, &intent).await.map(usize::from));
+                    let settled = self.settle_left(ino, &Intent::decode(value)?).await;
+                    let is_away = settled.is_err();
+                    tally.add(settled.map(usize::from));
+                    if is_away {
+                        return Ok(tally);
+                    }
                 }
             }
         }
@@ -222,7 +226,7 @@ impl Mover {
 
     /// As `settle_intent`, for a writer that asks for a place, or has ended. A copy under way is waited for `until` then;
     /// where that is not enough, the writer goes elsewhere. What a writer began is known by nobody but the store.
-    pub(crate) async fn settle(&self, ino: InodeId, until: Instant, patience: Patience) -> Result<Settled> {
+    pub(crate) async fn settle(&self, ino: InodeId, until: Instant) -> Result<Settled> {
         let intent = self.look(move |look| look.intent(ino)).await?;
         if let Some(intent) = intent.filter(|intent| intent.copies.is_some()) {
             if self.doubts().holds(ino, &intent, self.shared().now_ms()) {
@@ -234,7 +238,7 @@ impl Mover {
             return Ok(if settled { Settled::Over } else { Settled::Copying });
         }
         let _turn = self.copying_turn().await;
-        self.settle_intent_of(ino, false, (None, patience)).await
+        self.settle_intent_of(ino, false, (None, Patience::Known)).await
     }
 }
 

@@ -251,8 +251,8 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
 
     /// Finds out what came of the last write to the file's own path, if it was not committed. What it brought is the file's
     /// content then: in the next generation if it was new, and not where newer one was committed since. Of one that is in
-    /// doubt, what has not come by now is not expected any more, unless it `may_still_come`.
-    async fn settle(&self, ino: InodeId, may_still_come: bool) -> Result<()>;
+    /// doubt, what has not come by now may still come.
+    async fn settle(&self, ino: InodeId) -> Result<()>;
 
     /// Says that a write to the file's own path was not answered and is given up: what comes of it later is the file's content
     /// as above, or goes if the file is gone, and nothing else is written there meanwhile.

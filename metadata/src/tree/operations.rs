@@ -18,7 +18,7 @@ use super::{
     RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode, clone, create, following, link,
     quota, remove_directory, rename, segments, set_attributes, unlink, xattr,
 };
-use crate::mover::{Patience, Settled};
+use crate::mover::{Settled, Unplaced};
 use crate::records::{Change, Look, Records, check_name, owned_key};
 use crate::schema::{Intent, UploadRecord};
 
@@ -241,10 +241,14 @@ impl Tree for LocalTree {
             let (key, token) = (self.fresh_blob(), self.fresh_name());
             let (is_last, lost) = (step == MOST_STEPS || is_late, gone.clone());
             let before = in_doubt.clone();
+            let mut unplaced = Unplaced::new(self.mover.clone(), ino, &token);
             let attempt = move |change: &mut Change<'_, '_>| {
                 place(change, ino, (&key, &token, seals), (is_last, lost.as_ref()), before.as_ref())
             };
             let step = self.change(attempt).await?;
+            if !matches!(step, Step::Placed { .. }) {
+                unplaced.forget();
+            }
             match (step, &self.mover) {
                 (Step::Placed { placement, is_first }, _) => {
                     // On disk before anything is written: what is overwritten, what nobody else would ever find, and
@@ -255,9 +259,10 @@ impl Tree for LocalTree {
                     if !is_first || may_lead_elsewhere || !self.committer.is_sure() {
                         self.committer.sync().await?;
                     }
+                    unplaced.forget();
                     return Ok(placement);
                 }
-                (Step::Unsettled, Some(mover)) => match mover.settle(ino, until, Patience::Known).await? {
+                (Step::Unsettled, Some(mover)) => match mover.settle(ino, until).await? {
                     Settled::Over | Settled::Changed => {}
                     Settled::Copying => is_late = true,
                     Settled::InDoubt(intent) => in_doubt = Some(intent),
@@ -273,11 +278,10 @@ impl Tree for LocalTree {
         Err(Error::new(ErrorKind::Unavailable, format!("inode {ino} is written by another")))
     }
 
-    async fn settle(&self, ino: InodeId, may_still_come: bool) -> Result<()> {
+    async fn settle(&self, ino: InodeId) -> Result<()> {
         let intent = self.look(move |look| look.intent(ino)).await?;
         if let (Some(mover), Some(Intent { copies: None, .. })) = (&self.mover, intent) {
-            let patience = if may_still_come { Patience::Known } else { Patience::None };
-            mover.settle(ino, Instant::now() + PATIENCE, patience).await?;
+            mover.settle(ino, Instant::now() + PATIENCE).await?;
         }
         Ok(())
     }

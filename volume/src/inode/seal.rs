@@ -52,7 +52,7 @@ impl OpenInode {
             let message = "an upload to its path was not answered and may still come";
             return Err(Error::new(ErrorKind::Unavailable, message));
         }
-        self.store.tree.settle(self.ino, true).await?;
+        self.store.tree.settle(self.ino).await?;
         self.take_over().await?;
         let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
         if layout.is_packed() {

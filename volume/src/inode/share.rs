@@ -62,8 +62,13 @@ impl OpenInode {
     }
 
     pub(super) async fn commit_all(&self, turn: &mut Writer) -> Result<()> {
-        self.finish_stream(turn).await?;
-        self.commit(turn).await
+        let had_pages = self.has_pages.swap(false, Ordering::SeqCst);
+        let committed = match self.finish_stream(turn).await {
+            Ok(()) => self.commit(turn).await,
+            failed => failed,
+        };
+        self.has_pages.fetch_or(had_pages && committed.is_err(), Ordering::SeqCst);
+        committed
     }
 
     /// The same when all bytes of both files lie in blobs; the caller has both turns.

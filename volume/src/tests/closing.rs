@@ -4,7 +4,7 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use forebay_io::object::Bucket;
+use forebay_io::object::{Bucket, Faults};
 use futures::future::FutureExt;
 
 use super::support::*;
@@ -61,8 +61,10 @@ fn a_handle_that_goes_commits_what_its_mapping_wrote() {
         let volume = fixture.open().await;
         let mapped = closed(&volume).await;
         let other = open(&volume, "f", READ_WRITE).await;
-        mapped.note_writer(None);
-        mapped.write(3, Bytes::from_static(b" page")).await.expect("write");
+        // Through whichever handle the kernel finds.
+        other.note_writer(None);
+        other.write(3, Bytes::from_static(b" page")).await.expect("write");
+        other.note_page();
         mapped.release().await.expect("release");
         assert_eq!(committed(&volume, &other).await, 8);
         other.release().await.expect("release");
@@ -95,5 +97,26 @@ fn a_copy_that_is_closed_while_a_write_begins_commits_nothing_of_it() {
         drop(inode);
         volume.close().await.expect("close");
         assert_eq!(object(&fixture.bucket, "f").await, "old and half and whole");
+    });
+}
+
+/// A file that is open elsewhere for long kept what could not be brought to the store at a close in memory until then.
+#[test]
+fn a_handle_whose_close_failed_commits_at_its_end() {
+    run(async {
+        let faults = Faults::new();
+        let fixture = Fixture::new(Bucket::in_memory().with_deadline_ms(50).with_faults(&faults));
+        let volume = fixture.open().await;
+        closed(&volume).await.release().await.expect("release");
+        let (file, other) = (open(&volume, "f", READ_WRITE).await, open(&volume, "f", READ_WRITE).await);
+        write(&file, 3, " and more").await;
+        faults.set_down(true);
+        file.close(WRITER).await.expect_err("the store is away");
+        faults.set_down(false);
+        file.release().await.expect("release");
+        assert_eq!(committed(&volume, &other).await, 12);
+        other.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert_eq!(object(&fixture.bucket, "f").await, "old and more");
     });
 }

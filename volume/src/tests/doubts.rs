@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{ErrorKind, FileLayout, InodeId};
+use forebay_core::{ErrorKind, FileLayout, InodeId, ObjectKey};
 use forebay_io::clock::Clock;
-use forebay_io::object::{Bucket, FaultMode, Faults, OperationKind};
+use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
 use forebay_metadata::tree::RenameMode;
 use tokio_util::sync::CancellationToken;
 
@@ -134,6 +134,71 @@ fn nothing_is_committed_over_what_a_lost_upload_may_have_replaced() {
             Err(error) => assert_eq!((error.kind(), there == whole), (ErrorKind::Stale, true), "{error}"),
             Ok(()) => assert!(there == "old more", "{} bytes", there.len()),
         }
+    });
+}
+
+/// An upload that was not answered, and may still replace what the file had: bytes that are written over a part of that, and
+/// synced, were lost with it if it did.
+#[test]
+fn what_an_upload_may_still_replace_is_nothing_to_build_on() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
+        let fixture = Fixture::new(bucket);
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"old and long")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        file.release().await.expect("release");
+        let file = open(&volume, "f", Access { truncate: true, ..READ_WRITE }).await;
+        for at in 0..4 * forebay_core::units::MIB / 65536 {
+            file.write(at * 65536, pattern(2, at * 65536..(at + 1) * 65536)).await.expect("write");
+        }
+        for nth in 1..200 {
+            faults.script(OperationKind::Put, nth, FaultMode::Before);
+        }
+        file.fsync().await.expect_err("nobody knows what became of it");
+        faults.clear();
+        file.write(0, Bytes::from_static(b"new")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        let named = layout_of(&volume, &file).await;
+        assert!(named.blobs().all(|blob| blob.is_owned()), "{named:?}");
+        assert!(volume.tree().is_in_doubt(file.ino()).await.expect("known"));
+        // Whatever comes there now.
+        let put =
+            fixture.bucket.put(&ObjectKey::new("f"), Bytes::from_static(b"late"), Condition::Always).await;
+        put.expect("put");
+        assert_eq!(file.read(0, 100).await.expect("read"), "new and long");
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+    });
+}
+
+/// A place that was asked for in vain, as it was not on disk in time, was kept for the file for as long as the volume was
+/// mounted.
+#[test]
+fn a_place_that_was_not_recorded_in_time_is_free_again() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
+        let fixture = Fixture { clock: Clock::manual(), tree_in_bucket: true, ..Fixture::new(bucket) };
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"old")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        faults.set_down(true);
+        let asked =
+            tokio::time::timeout(Duration::from_millis(300), volume.tree().place(file.ino(), false)).await;
+        assert!(!asked.is_ok_and(|placed| placed.is_ok()), "the tree is not there");
+        faults.set_down(false);
+        until("it is recorded", async || volume.tree().is_in_doubt(file.ino()).await.is_ok_and(|is| is))
+            .await;
+        in_time(&fixture, "it is settled", async || {
+            !volume.tree().is_in_doubt(file.ino()).await.expect("known")
+        })
+        .await;
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
     });
 }
 

@@ -144,8 +144,8 @@ impl Tree for Unlucky {
         self.tree.is_in_doubt(ino).await
     }
 
-    async fn settle(&self, ino: InodeId, may_still_come: bool) -> Result<()> {
-        self.tree.settle(ino, may_still_come).await
+    async fn settle(&self, ino: InodeId) -> Result<()> {
+        self.tree.settle(ino).await
     }
 
     fn fresh_blob(&self) -> ObjectKey {

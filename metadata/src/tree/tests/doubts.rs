@@ -54,7 +54,7 @@ async fn an_outsiders_object_at_a_path_of_before_is_not_the_files() {
                 world.crash(tree, true).await;
                 world.open().await
             } else {
-                tree.settle(ino, true).await.expect("settled");
+                tree.settle(ino).await.expect("settled");
                 tree
             };
             let names: &[&str] =
@@ -180,7 +180,7 @@ async fn what_comes_behind_the_next_upload_is_older_content() {
             world.crash(tree, true).await;
             world.open().await
         } else {
-            tree.settle(file, true).await.expect("settled");
+            tree.settle(file).await.expect("settled");
             tree
         };
         let text = if tries < 20 { "newer" } else { "late" };

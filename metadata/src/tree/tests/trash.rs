@@ -124,7 +124,7 @@ async fn an_uncommitted_write_of_a_deleted_file_leaves_the_path() {
         if is_put {
             world.put_at(&placement, b"late").await.expect("put");
         } else {
-            tree.settle(file.ino, true).await.expect("given up");
+            tree.settle(file.ino).await.expect("given up");
         }
         unlink(&tree, "a").await.expect("unlinked");
         for _ in 0..2 {
