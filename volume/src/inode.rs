@@ -460,9 +460,10 @@ impl OpenInode {
             }
         };
         let is_own = layout.single_blob().is_some();
+        // While it counts as uncommitted, nobody else opens the file anew and stages what is not committed yet.
+        self.store.settled(self.ino);
         *self.content.write() = Content::committed(layout, committed.generation);
         self.shares.store(false, Relaxed);
-        self.store.settled(self.ino);
         self.store.unsealed.forget(self.ino);
         if !is_own {
             self.keep_up().await;

@@ -315,12 +315,16 @@ impl Volume {
     /// Everything written and changed so far is in the bucket on return, but for what was lost before: that is for those
     /// who wrote it.
     pub async fn sync(&self) -> Result<()> {
+        self.commit_open().await.and(self.store.sync_tree().await)
+    }
+
+    /// Commits what was written to open files so far. One that fails keeps no other from that.
+    pub(crate) async fn commit_open(&self) -> Result<()> {
         let mut outcome = Ok(());
         for inode in self.open_inodes() {
-            // One file that fails keeps no other from the bucket.
             outcome = outcome.and(inode.commit_now().await);
         }
-        outcome.and(self.store.sync_tree().await)
+        outcome
     }
 
     pub(crate) fn open_inodes(&self) -> Vec<Arc<OpenInode>> {

@@ -121,7 +121,7 @@ impl OpenInode {
             tracing::warn!(ino = %self.ino, %error, "the last content is the one that this mount knew");
             known
         });
-        *self.content.write() = Content::committed(layout, generation);
         self.store.settled(self.ino);
+        *self.content.write() = Content::committed(layout, generation);
     }
 }

@@ -101,9 +101,9 @@ impl OpenInode {
         layout.copy(&from, range, to);
         let (tree, now) = (&self.store.tree, self.store.now());
         let committed = tree.commit_shared(self.ino, generation, layout.clone(), now, source.ino).await?;
+        self.store.settled(self.ino);
         *self.content.write() = Content::committed(layout, committed.generation);
         self.shares.store(true, Ordering::Relaxed);
-        self.store.settled(self.ino);
         self.keep_up().await;
         Ok(length)
     }

@@ -145,10 +145,12 @@ pub(super) async fn upload(staging: &Arc<Staging>, bucket: &Bucket, key: ObjectK
     }
 }
 
-/// Puts the bytes of a staged blob, which may be there from a try whose answer was lost, and forgets it.
+/// Puts the bytes of a staged blob, which may be there from a try whose answer was lost, and forgets it: that it is there is
+/// seen, not taken from a refusal, for these may be all that there is of them.
 pub(super) async fn put(staging: &Staging, bucket: &Bucket, key: ObjectKey, data: Bytes) -> Result<()> {
+    let size = data.len() as u64;
     match bucket.put(&key, data, Condition::IfAbsent).await {
-        Err(error) if error.kind() == ErrorKind::Conflict => {}
+        Err(error) if error.kind() == ErrorKind::Conflict && is_there(bucket, &key, Some(size)).await? => {}
         put => drop(put?),
     }
     staging.forget(vec![key]).await

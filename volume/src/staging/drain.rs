@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use forebay_core::{Error, ObjectKey, Result};
+use forebay_core::{Error, ErrorKind, ObjectKey, Result};
 
 use super::{Staged, Staging};
 use crate::Volume;
@@ -25,12 +25,20 @@ impl Volume {
     ///
     /// # Errors
     /// When what was written cannot be committed; `Corrupt` while files lack staged bytes that the disk lost.
-    pub async fn drain(&self, progress: impl FnMut(&Staged)) -> Result<()> {
+    pub async fn drain(&self, mut progress: impl FnMut(&Staged)) -> Result<()> {
         let Some(uploads) = &self.store().uploads else { return Ok(()) };
         self.ending.store(true, Ordering::Relaxed);
         // What cannot be committed keeps nothing else from the bucket.
-        let synced = self.sync().await;
-        uploads.drain(self, (u64::MAX, None), progress).await.and(synced)?;
+        let mut committed = self.commit_open().await;
+        self.sync_names().await.ok();
+        uploads.drain(self, (u64::MAX, None), &mut progress).await?;
+        if committed.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unavailable) {
+            committed = self.commit_open().await;
+            uploads.drain(self, (u64::MAX, None), progress).await?;
+        }
+        committed?;
+        // Of names, what counts is how it is by now: the store may have been away before.
+        self.sync_names().await?;
         self.check_damaged().await
     }
 

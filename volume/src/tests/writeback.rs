@@ -7,13 +7,14 @@ mod torn;
 mod copied;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};
 use forebay_core::{ErrorKind, InodeId};
 use forebay_io::clock::Clock;
 use forebay_io::mem::{Budget, Class};
-use forebay_io::object::{Bucket, Counters, Faults, OperationKind};
+use forebay_io::object::{Bucket, Counters, FaultMode, Faults, OperationKind};
 use forebay_metadata::tree::resolve;
 
 use super::REFUSES_SYNC;
@@ -113,6 +114,33 @@ fn what_is_gone_before_its_turn_is_not_uploaded() {
         let asked = fixture.bucket.counters().since(&before);
         assert_eq!(puts(&asked), (1, 2 * KIB), "{asked:?}");
         assert!(object(&fixture.bucket, "kept").await == pattern(9, 0..2 * KIB));
+        volume.close().await.expect("close");
+    });
+}
+
+/// A store that says again and again that a blob is there, and it is not: what was staged of it is kept, which was deleted.
+#[test]
+fn what_the_store_says_it_has_and_has_not_stays_staged() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(500).with_faults(&faults);
+        let soon = WritebackSettings { open_ms: 1, ..AT_ONCE };
+        let fixture = Fixture::new(bucket).writing_back(soon);
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        for nth in 1..=40 {
+            faults.script(OperationKind::Put, nth, FaultMode::Refuse);
+        }
+        file.write(0, Bytes::from_static(b"synced")).await.expect("write");
+        file.fsync().await.expect("fsync");
+        while faults.injected() < 20 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(volume.staged().files, 1, "{:?}", volume.staged());
+        faults.clear();
+        file.release().await.expect("release");
+        drain(&volume).await;
+        assert_eq!(read(&volume, "f").await, "synced");
         volume.close().await.expect("close");
     });
 }
@@ -504,6 +532,7 @@ fn a_disk_that_is_full_at_fsync_stops_nothing() {
         for (number, name) in (1..).zip(["kept", "through", "direct", "again"]) {
             assert!(object(&fixture.bucket, name).await == pattern(number, 0..100 * KIB), "{name}");
         }
+        volume.tree().local().expect("a tree").drain().await.expect("what is not needed is deleted");
         assert_eq!(owned(&fixture.bucket).await, 0);
         volume.close().await.expect("close");
     });

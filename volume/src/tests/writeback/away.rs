@@ -66,6 +66,27 @@ fn files_are_written_and_closed_after_the_lease_ran_out() {
     });
 }
 
+/// An unmount whose beginning the store missed had all in the bucket in the end, and failed for what was so at first.
+#[test]
+fn a_volume_that_is_closed_while_the_store_is_away_ends_well_when_it_is_back() {
+    run(async {
+        let (fixture, faults, volume) = over_a_store_that_goes_away(AT_ONCE).await;
+        write(&volume, "f", pattern(1, 0..100 * KIB)).await;
+        let refused = faults.injected();
+        let (drained, ()) = tokio::join!(volume.drain(|_| {}), async {
+            // The tree is waited for, so long, and then what is staged.
+            tokio::time::sleep(Duration::from_millis(fixture.write.deadline_ms + 1000)).await;
+            assert!(faults.injected() > refused, "it was tried");
+            faults.set_down(false);
+            fixture.lapsed.store(false, SeqCst);
+        });
+        drained.expect("all is in the bucket");
+        assert!(object(&fixture.bucket, "f").await == pattern(1, 0..100 * KIB));
+        assert_eq!(volume.staged().files, 0);
+        volume.close().await.expect("close");
+    });
+}
+
 /// Promise S62: Where another host takes the volume over meanwhile, it is lost, too, every further call fails with EBUSY,
 /// and what the other host has stays as it is.
 #[test]
