@@ -326,6 +326,24 @@ def test_replicas_that_differ_are_refused_and_named(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("steps/*/*"))
 
 
+def test_replicas_that_come_later_and_differ_are_refused(tmp_path: Path) -> None:
+    """What an optimizer has after its first step was stored as a mixture of what the ranks had."""
+
+    def save(rank: int) -> Any:
+        checkpointer = forebay.Checkpointer(tmp_path, replicated=["w", "late"])
+        state = {"w": torch.ones(4)}
+        checkpointer.save_now(1, state)
+        state["late"] = torch.full((4,), rank)
+        with pytest.raises(forebay.CheckpointError, match="`late` should be the same on ranks 0 and 1"):
+            checkpointer.save_now(2, state)
+        state["late"].zero_()
+        checkpointer.save_now(3, state)
+        checkpointer.close()
+        return checkpointer.steps()
+
+    assert run_ranks(2, save, with_gloo=False) == [[1, 3]] * 2
+
+
 def test_what_goes_wrong_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
     def save(rank: int) -> Any:
         checkpointer = forebay.Checkpointer(tmp_path)
@@ -479,9 +497,10 @@ def test_a_step_is_saved_once_in_a_start(tmp_path: Path) -> None:
         for step, value in ((5, 1), (6, 2)):
             checkpointer.save_now(step, {"n": value, "own": torch.full((9,), value)})
             checkpointer.wait()
-        again = checkpointer.save_now(5, {"n": 3, "own": torch.full((9,), 3)})
-        with pytest.raises(forebay.CheckpointConflict, match="step 5 was saved already"):
-            again.wait_durable()
+        for step, error in ((5, forebay.CheckpointInvalid), (6, forebay.CheckpointConflict)):
+            with pytest.raises(error, match=f"step {step} "):
+                checkpointer.save_now(step, {"n": 3, "own": torch.full((9,), 3)})
+        checkpointer.close()
         return None
 
     run_ranks(2, save, with_gloo=False)

@@ -279,3 +279,22 @@ def test_what_is_not_under_way_is_not_waited_for(tmp_path: Path, monkeypatch: py
         assert job.wait()
         waits.clear()
         assert job.restore(state_of(0, 0, 0)) == 1 and not any(waits)
+
+
+def test_a_step_before_the_newest_of_the_run_is_refused(tmp_path: Path) -> None:
+    """It was committed, deleted at once as an old one, and the next start restored what the job had gone back from."""
+
+    def work(rank: int) -> None:
+        with forebay.Checkpointer(tmp_path / "run", keep=1) as job:
+            for step in (8, 9):
+                job.save_now(step, state_of(rank, step, 1))
+            state = state_of(rank, 0, 0)
+            assert job.restore(state, step=8, only=["own*"]) == 8
+            with pytest.raises(forebay.CheckpointInvalid, match="step 5 comes before step 9.*without `only` goes back"):
+                job.save_now(5, state)
+            assert job.wait() and job.steps()[-1] == 9
+            job.save_now(10, state)
+            assert job.wait() and job.steps()[-1] == 10
+
+    for ranks in (1, 2):
+        run_ranks(ranks, work, with_gloo=False)

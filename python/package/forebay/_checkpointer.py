@@ -518,6 +518,7 @@ class Checkpointer(Saver):
         steps = [word["step"] for word in words]
         if steps != [step] * len(steps):
             raise CheckpointInvalid(f"the ranks are at different steps: {steps}")
+        options.check_order(step, self._newest)
         self._raise_together(trouble, [word["trouble"] for word in words])
         fates = [word["fate"] for word in words]
         # What failed on one rank will on all, which may not have heard yet.

@@ -95,7 +95,7 @@ class Pairs:
             getattr(parameter, "_local_tensor", parameter).data_ptr()
             for module in trained or self._modules
             for parameter in module.parameters()
-            if parameter.device.type in ("cpu", "cuda")
+            if parameter.device.type in ("cpu", "cuda") and _is_strided(parameter)
         )
 
 
@@ -121,7 +121,12 @@ def uncompiled(value: Any) -> Any:
 def buffer_addresses(value: Any) -> frozenset[int]:
     """Where the bytes of a module's buffers are; none for anything else."""
     buffers = value.buffers() if hasattr(value, "buffers") else ()
-    return frozenset(buffer.data_ptr() for buffer in buffers if buffer.numel() > 0)
+    return frozenset(buffer.data_ptr() for buffer in buffers if _is_strided(buffer) and buffer.numel() > 0)
+
+
+def _is_strided(tensor: Any) -> bool:
+    """Whether a tensor's elements lie at one address, which sparse ones do not."""
+    return bool(tensor.layout == torch_module().strided)
 
 
 def state_of(value: Any, pairs: Pairs) -> tuple[str, Any]:

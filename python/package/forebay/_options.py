@@ -28,6 +28,14 @@ def refused(name: str, value: Any, allowed: str) -> CheckpointInvalid:
     return CheckpointInvalid(f"{name} is {value!r}; it is {allowed}")
 
 
+def check_order(step: int, newest: Optional[int]) -> None:
+    """Raises `CheckpointInvalid` for a step below the newest that this run has saved: `keep` would take it for an old one, and
+    the next start restore the other."""
+    if newest is not None and step < newest:
+        text = f"step {step} comes before step {newest}, which this run has saved"
+        raise CheckpointInvalid(f"{text} (hint: a `restore` without `only` goes back, and begins the run anew there)")
+
+
 def whole(name: str, value: Any, least: int = 1, most: int = _MOST, may_lack: bool = True) -> Any:
     """A whole number, of Python or numpy; None where that is allowed."""
     if value is None and may_lack:

@@ -7,7 +7,7 @@ import struct
 import sys
 from typing import Any
 
-from ._errors import CheckpointCorrupt
+from ._errors import CheckpointCorrupt, warn
 from ._leaf import numpy_module, torch_module
 
 
@@ -46,5 +46,14 @@ def _set(state: dict[str, Any]) -> None:
         numpy.random.set_state(state["numpy"])
     if torch is not None and "torch" in state:
         torch.set_rng_state(state["torch"])
-        if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(state["cuda"])
+        if torch.cuda.is_available() and "cuda" in state:
+            _set_cuda(torch, state["cuda"])
+
+
+def _set_cuda(torch: Any, states: Any) -> None:
+    count = torch.cuda.device_count()
+    if len(states) == count:
+        torch.cuda.set_rng_state_all(states)
+    elif torch.cuda.is_initialized():
+        text = f"the states of {len(states)} CUDA generators were saved, and this process sees {count} devices"
+        warn(f"{text}: theirs stay as they are")

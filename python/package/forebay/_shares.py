@@ -73,8 +73,8 @@ class Planner:
             [text for text in word["tensors"] if text["name"] not in again or not _is_part(text)] for word in words
         ]
         alike = _alike(described)
-        # Only the first time: later on equal steps keep equal what was equal.
-        if alike and not self._structures:
+        # Whenever there is something new: after that equal steps keep equal what was equal.
+        if alike:
             described = self._compare([leaves[index] for index in kept], alike)
         planned, self._beside = _native.plan_shares([json.dumps(each) for each in described], self._ranks.rank)
         return again, [Share(kept[index], name, part) for index, name, part in planned]
