@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import forebay
+from forebay import _rng
 
 from .test_optimizers import groups, linear, train, values, whole
 from .test_ranks import body_of, run_ranks
@@ -375,6 +376,18 @@ def test_weights_that_ranks_had_otherwise_are_told_where_one_takes_them(tmp_path
         forebay.load_model(tmp_path, model)
     assert (model["b"].weight == 2).all()
     forebay.load_model(tmp_path, model, only=["a.*"])
+
+
+def test_generators_of_another_number_of_devices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one process of four devices goes on from what one of eight has saved; all others are set."""
+    state = _rng.rng_state()
+    before = torch.rand(4)
+    state["cuda"] = [torch.zeros(16, dtype=torch.uint8)]
+    for name, answer in (("is_available", True), ("is_initialized", True), ("device_count", 2)):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    with pytest.warns(forebay.CheckpointWarning, match="states of 1 CUDA generators were saved.* sees 2 devices"):
+        _rng.set_rng_state(state)
+    assert torch.equal(torch.rand(4), before)
 
 
 def test_generators_are_nobody_elses(tmp_path: Path) -> None:

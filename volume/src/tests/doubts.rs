@@ -74,6 +74,19 @@ async fn in_parts(volume: &std::sync::Arc<Volume>) -> std::sync::Arc<File> {
     file
 }
 
+/// A file that holds `text` by its last close, and was opened again and written anew, whole: one upload, not yet completed.
+async fn written_anew(volume: &std::sync::Arc<Volume>, text: &'static str) -> std::sync::Arc<File> {
+    let file = create(volume, "f").await;
+    file.write(0, Bytes::from_static(text.as_bytes())).await.expect("write");
+    file.fsync().await.expect("fsync");
+    file.release().await.expect("release");
+    let file = open(volume, "f", Access { truncate: true, ..READ_WRITE }).await;
+    for at in 0..4 * forebay_core::units::MIB / 65536 {
+        file.write(at * 65536, pattern(2, at * 65536..(at + 1) * 65536)).await.expect("write");
+    }
+    file
+}
+
 /// The next try put the same bytes there again, which the tree did not name: the file could not be read, and what was synced to
 /// it later was lost.
 #[test]
@@ -111,15 +124,8 @@ fn nothing_is_committed_over_what_a_lost_upload_may_have_replaced() {
         let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
         let fixture = Fixture::new(bucket);
         let volume = fixture.open().await;
-        let file = create(&volume, "f").await;
-        file.write(0, Bytes::from_static(b"old")).await.expect("write");
-        file.fsync().await.expect("fsync");
-        file.release().await.expect("release");
-        let file = open(&volume, "f", Access { truncate: true, ..READ_WRITE }).await;
+        let file = written_anew(&volume, "old").await;
         faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
-        for at in 0..4 * forebay_core::units::MIB / 65536 {
-            file.write(at * 65536, pattern(2, at * 65536..(at + 1) * 65536)).await.expect("write");
-        }
         let (synced, ()) = tokio::join!(file.fsync(), goes_away_after_one(&faults));
         synced.expect_err("nobody knows what became of it");
         faults.set_down(false);
@@ -146,14 +152,7 @@ fn what_an_upload_may_still_replace_is_nothing_to_build_on() {
         let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
         let fixture = Fixture::new(bucket);
         let volume = fixture.open().await;
-        let file = create(&volume, "f").await;
-        file.write(0, Bytes::from_static(b"old and long")).await.expect("write");
-        file.fsync().await.expect("fsync");
-        file.release().await.expect("release");
-        let file = open(&volume, "f", Access { truncate: true, ..READ_WRITE }).await;
-        for at in 0..4 * forebay_core::units::MIB / 65536 {
-            file.write(at * 65536, pattern(2, at * 65536..(at + 1) * 65536)).await.expect("write");
-        }
+        let file = written_anew(&volume, "old and long").await;
         for nth in 1..200 {
             faults.script(OperationKind::Put, nth, FaultMode::Before);
         }
@@ -384,16 +383,9 @@ fn what_an_upload_brought_that_was_not_answered_is_found_by_itself() {
         let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
         let fixture = Fixture { clock: Clock::manual(), ..Fixture::new(bucket) };
         let volume = fixture.open().await;
-        let file = create(&volume, "f").await;
-        file.write(0, Bytes::from_static(b"old")).await.expect("write");
-        file.fsync().await.expect("fsync");
-        file.release().await.expect("release");
-        let file = open(&volume, "f", Access { truncate: true, ..READ_WRITE }).await;
+        let file = written_anew(&volume, "old").await;
         let whole = pattern(2, 0..4 * forebay_core::units::MIB);
         faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
-        for at in 0..4 * forebay_core::units::MIB / 65536 {
-            file.write(at * 65536, pattern(2, at * 65536..(at + 1) * 65536)).await.expect("write");
-        }
         let (synced, ()) = tokio::join!(file.fsync(), goes_away_after_one(&faults));
         synced.expect_err("nobody knows what became of it");
         faults.set_down(false);
