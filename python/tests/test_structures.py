@@ -203,3 +203,23 @@ def test_optimizer_state_that_is_made_late(tmp_path: Path) -> None:
         return True
 
     assert run_ranks(2, work, with_gloo=False) == [True, True]
+
+
+class Sparse(torch.nn.Linear):
+    """A module with a matrix that is sparse, as graph networks have."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=persistent)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_buffer_keeps_no_module_from_being_saved(tmp_path: Path) -> None:
+    """One that is part of the state is refused by name."""
+    module, other = Sparse(False), Sparse(False)
+    with forebay.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save_now(1, {"m": module})
+        assert checkpointer.restore({"m": other}) == 1
+        assert torch.equal(module.weight, other.weight)
+        with pytest.raises(TypeError, match=r"state\['m'\].*graph.*sparse_coo tensor"):
+            checkpointer.save_now(2, {"m": Sparse(True)})
