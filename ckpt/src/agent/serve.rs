@@ -81,9 +81,6 @@ fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>, notice: Op
     });
     let copies = disk.as_ref().map(|_| copies);
     let mut desk = Desk::new(&hello, trainer.clone(), saves, copies.clone(), notice);
-    if stream.is_left() {
-        desk.trainer.set_gone();
-    }
     let flusher = tasks.spawn("flush", Flusher::new(*hello, trainer, copies).settle_all(queue));
     let served = desk.serve(&mut stream);
     let door = desk.close();

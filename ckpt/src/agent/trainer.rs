@@ -99,8 +99,11 @@ impl Trainer {
         !self.link.lock().open.is_empty()
     }
 
-    /// Whether the trainer whose saves these are has ended.
+    /// Whether the trainer whose saves these are has ended, known as soon as it has: the thread that hears it may be held up.
     pub(super) fn is_gone(&self) -> bool {
+        if !self.gone.load(Ordering::Acquire) && self.link.lock().stream.is_left() {
+            self.set_gone();
+        }
         self.gone.load(Ordering::Acquire)
     }
 

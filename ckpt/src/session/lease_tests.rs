@@ -39,7 +39,8 @@ fn memory_is_not_written_while_the_agent_before_the_last_one_reads_it() {
         let both = [2, 3].map(|fill| snapshot(&mut third, 20 << 20, fill));
         both.into_iter().for_each(|snapshot| third.abandon(snapshot));
         let newer = save(&mut third, 2, 1000);
-        assert!(matches!(settle(&mut third, &newer), Progress::Durable));
+        let progress = settle(&mut third, &newer);
+        assert!(matches!(progress, Progress::Durable), "{progress:?}");
         third.dismiss();
         own.join().expect("agent").expect("served");
     }

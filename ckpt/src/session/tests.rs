@@ -49,7 +49,7 @@ impl Fixture {
     pub(super) fn unattached(&mut self, keep: Option<usize>) -> Session {
         self.starts += 1;
         let nonce = format!("{:08x}{:024}", self.starts, 0);
-        let start = Start { nonce, host: "host".into(), pid: 7, started_ms: 0 };
+        let start = Start { nonce, host: "host".into(), pid: 7, started_ms: self.starts.into() };
         let keep = Keep { newest: keep, every: None };
         Session::new(Hello::new(self.url(), start, keep))
     }

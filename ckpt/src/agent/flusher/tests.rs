@@ -199,8 +199,9 @@ async fn an_agent_whose_trainer_died_takes_no_number_after_its_successor() {
         let bucket =
             Bucket::open(&url.parse().expect("a URL"), &StoreSettings::default()).await.expect("open");
         let run = begin_run(&bucket, newest(started_ms)).await.expect("the newest");
-        let (trainer, _listener) = trainer();
-        trainer.set_gone();
+        let (trainer, listener) = trainer();
+        // No thread was there yet to hear of its end.
+        drop(listener);
         let mut hello = Hello { seen, ..Hello::new(url, own.clone(), Keep::default()) };
         if comes_after {
             hello.comes_after(run.attempt());
