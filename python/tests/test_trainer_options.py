@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import forebay
-from forebay import _passed
+from forebay import _native, _passed
 
 from .conftest import Child, arenas_of, wait_until
 from .test_crash import is_running
@@ -366,15 +366,18 @@ def test_a_step_that_was_gone_on_from_stays_in_memory(tmp_path: Path) -> None:
 
         def stop() -> None:
             report(str(saver_of(trainer)._agent.pid))
+            report(saver_of(trainer)._ladder.arena.place(0))
             signal.pause()
 
         trainer.add_callback(At({8: stop}))
         trainer.train(resume_from_checkpoint=source)
 
     child = Child(work)
-    second = int(child.line())
+    second, place = int(child.line()), child.line()
     child.kill()
     wait_until(lambda: not is_running(first))
+    # On a host that is slow, who comes at once is there before the agent knows of the end.
+    wait_until(lambda: _native.Predecessor.visit(place) is not None)
     assert forebay.huggingface.checkpoint(run, tmp_path / "again") == str(tmp_path / "again" / "checkpoint-6")
     end(second)
     assert forebay.huggingface.checkpoint(run, tmp_path / "again") == str(tmp_path / "again" / "checkpoint-3")
