@@ -379,31 +379,42 @@ impl Session {
 
     /// Takes what the agent said, waiting for a first word up to `patience`.
     pub fn take_replies(&mut self, patience: Duration) -> Result<()> {
-        self.hear_predecessor();
-        let (mut limit, mut waits) = (Duration::ZERO, !patience.is_zero());
-        while let Some(stream) = &mut self.stream {
-            if stream.readable(limit)? {
-                match stream.receive() {
-                    Ok(Some((frame, _))) => self.apply(&frame)?,
-                    Ok(None) | Err(_) => self.stream = None,
-                }
-                (limit, waits) = (Duration::ZERO, false);
-            } else if std::mem::take(&mut waits) {
-                self.tell_of_waiting();
-                limit = patience;
-            } else {
-                return Ok(());
-            }
+        if self.hear()? || patience.is_zero() {
+            return Ok(());
+        }
+        if let Some(connection) = self.await_agent()? {
+            connection.readable(patience)?;
+            self.hear()?;
         }
         Ok(())
     }
 
-    /// Has the agent hurry with the oldest save that is not settled.
-    fn tell_of_waiting(&mut self) {
-        let Some(save) = self.pending.front().map(|pending| pending.save.number) else { return };
-        if save > self.awaited && self.send(&Request::Await { save }, None).is_ok() {
+    /// Takes what the agent said by now; whether it said anything.
+    pub fn hear(&mut self) -> Result<bool> {
+        self.hear_predecessor();
+        let mut has_heard = false;
+        while let Some(stream) = &mut self.stream
+            && stream.readable(Duration::ZERO)?
+        {
+            has_heard = true;
+            match stream.receive() {
+                Ok(Some((frame, _))) => self.apply(&frame)?,
+                Ok(None) | Err(_) => self.stream = None,
+            }
+        }
+        Ok(has_heard)
+    }
+
+    /// Has the agent hurry with the oldest save that is not settled. What it says can be read from the connection that this
+    /// gives, so that others can use the session while somebody waits there; none where no agent is connected.
+    pub fn await_agent(&mut self) -> Result<Option<FdStream>> {
+        if let Some(save) = self.pending.front().map(|pending| pending.save.number)
+            && save > self.awaited
+            && self.send(&Request::Await { save }, None).is_ok()
+        {
             self.awaited = save;
         }
+        self.stream.as_ref().map(FdStream::try_clone).transpose()
     }
 
     /// Whether a save is still under way.

@@ -297,9 +297,23 @@ impl Session {
         py.detach(|| self.0.lock().give_up(step, round.map(Round::new), reason));
     }
 
-    /// Takes what the agent said, waiting for a first word for that long.
+    /// Takes what the agent said, waiting for a first word for that long; other threads can use the session meanwhile.
     fn take_replies(&self, py: Python<'_>, patience_s: f64) -> PyResult<()> {
-        py.detach(|| self.0.lock().take_replies(patience(patience_s))).or_raise()
+        let listen = || -> Result<()> {
+            let connection = {
+                let mut session = self.0.lock();
+                if session.hear()? || patience_s <= 0.0 {
+                    return Ok(());
+                }
+                session.await_agent()?
+            };
+            if let Some(connection) = connection {
+                connection.readable(patience(patience_s))?;
+                self.0.lock().hear()?;
+            }
+            Ok(())
+        };
+        py.detach(listen).or_raise()
     }
 
     /// Leaves the agent for good, and all memory with it: nobody will come for what is there.

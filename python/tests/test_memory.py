@@ -3,6 +3,7 @@ cycles: on a host with little to spare, what waits for the collector ends the tr
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import weakref
@@ -118,6 +119,25 @@ def test_saves_that_fail_keep_nothing_of_who_is_told(tmp_path: Path, on_error: A
 
     assert left_by(spoil, forebay.CheckpointMutated) == []
     checkpointer.close()
+
+
+def test_memory_that_is_being_copied_stays_where_its_tensor_is_given_other(tmp_path: Path) -> None:
+    memory = (ctypes.c_float * 300_000)(*range(300_000))
+    seen = weakref.ref(memory)
+    module = torch.nn.Module()
+    module.p = torch.nn.Parameter(torch.frombuffer(memory, dtype=torch.float32))
+    del memory
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.before_optimizer_step()
+        save = checkpointer.save_now(1, {"module": module})
+        module.p.data = torch.zeros(300_000)
+        assert seen() is not None, "it is read in the background"
+        checkpointer.before_optimizer_step()
+        assert save.wait_durable(60)
+        del save
+        assert seen() is None
+    forebay.load(tmp_path, {"module": module})
+    assert torch.equal(module.p, torch.arange(300_000, dtype=torch.float32))
 
 
 def test_ranks_of_which_one_fails_keep_nothing_of_their_callers(tmp_path: Path) -> None:

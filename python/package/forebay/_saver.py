@@ -245,6 +245,9 @@ class Saver:
             device = self._devices.find(leaf)
             can_wait = leaf.address is not None or device is not None
             sources = later if can_wait and leaf.is_late and self._hook_is_used else now
+            if sources is later:
+                # Where the tensor is given other memory (`p.data = x`), what is copied stays.
+                leaf.source = leaf.source.detach()
             if device is not None and leaf.device_address is not None:
                 sources.fetches.append((index, device, leaf.device_address + source_offset(leaf, share.part), size))
             elif leaf.address is None and size == leaf.size:
@@ -390,8 +393,15 @@ class Saver:
         """Takes what the agent said; replaces it if it died."""
         self._session.take_replies(patience_s)
         self._pass_warnings_on()
-        if self._session.lost():
-            self._ensure_agent()
+        if not self._session.lost():
+            return
+        # One that waits for a save may be another thread than the one that saves, which may have noticed it, too.
+        if self._lock.acquire(timeout=max(0.0, patience_s)):
+            try:
+                if self._session.lost() and not self._is_closed:
+                    self._ensure_agent()
+            finally:
+                self._lock.release()
 
     def _pass_warnings_on(self) -> None:
         for message in self._session.take_warnings():
