@@ -125,19 +125,23 @@ def test_memory_that_is_being_copied_stays_where_its_tensor_is_given_other(tmp_p
     memory = (ctypes.c_float * 300_000)(*range(300_000))
     seen = weakref.ref(memory)
     module = torch.nn.Module()
-    module.p = torch.nn.Parameter(torch.frombuffer(memory, dtype=torch.float32))
+    module.p = torch.nn.Parameter(torch.zeros(300_000))
+    optim = torch.optim.SGD([module.p], lr=1.0, momentum=0.9)
+    momentum = optim.state[module.p]["momentum_buffer"] = torch.frombuffer(memory, dtype=torch.float32)
     del memory
+    state = {"module": module, "optim": optim}
     with forebay.Checkpointer(tmp_path) as checkpointer:
         checkpointer.before_optimizer_step()
-        save = checkpointer.save_now(1, {"module": module})
-        module.p.data = torch.zeros(300_000)
+        save = checkpointer.save_now(1, state)
+        momentum.data = torch.zeros(300_000)
         assert seen() is not None, "it is read in the background"
         checkpointer.before_optimizer_step()
         assert save.wait_durable(60)
         del save
         assert seen() is None
-    forebay.load(tmp_path, {"module": module})
-    assert torch.equal(module.p, torch.arange(300_000, dtype=torch.float32))
+    forebay.load(tmp_path, state)
+    momentum = optim.state[module.p]["momentum_buffer"]
+    assert torch.equal(momentum, torch.arange(300_000, dtype=torch.float32))
 
 
 def test_ranks_of_which_one_fails_keep_nothing_of_their_callers(tmp_path: Path) -> None:
