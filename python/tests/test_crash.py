@@ -193,6 +193,34 @@ def test_a_later_start_supersedes_this_one(url: str) -> None:
         assert new.steps() == [1, 2]
 
 
+@pytest.mark.parametrize("looks_again", [False, True])
+def test_a_killed_agent_of_a_superseded_start_leaves_the_later_one_alone(url: str, looks_again: bool) -> None:
+    old = forebay.Checkpointer(url, every=1)
+    put_elsewhere(old)
+    state = {"t": torch.zeros(3)}
+    assert old.restore(state) is None
+    new = forebay.Checkpointer(url, every=1)
+    with old, new:
+        save = old.step(1, state)
+        assert save is not None and save.wait_durable(60)
+        assert new.restore(state) == 1
+        save = new.step(2, state)
+        assert save is not None and save.wait_durable(60)
+        if looks_again:
+            assert old.restore(state, step=1) == 1
+        assert old._agent is not None
+        os.kill(old._agent.pid, signal.SIGKILL)
+        old._agent.wait()
+        with pytest.warns(forebay.CheckpointWarning, match="ended unexpectedly"):
+            save = old.step(3, state)
+        assert save is not None
+        with pytest.raises(forebay.CheckpointSuperseded, match="incarnation 2"):
+            save.wait_durable(60)
+        save = new.step(3, state)
+        assert save is not None and save.wait_durable(60)
+        assert new.steps() == [1, 2, 3]
+
+
 def test_errors_surface_at_the_next_call_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with forebay.Checkpointer(run, every=1) as checkpointer:

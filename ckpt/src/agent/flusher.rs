@@ -473,7 +473,8 @@ impl Flusher {
                 // A trainer that died may have a successor, here or elsewhere.
                 let (hello, trainer) = (&self.hello, &self.trainer);
                 let is_over = |newest: &Run| trainer.is_gone() && hello.is_outrun_by(newest);
-                begin_run_unless(&bucket, hello.start.clone(), is_over).await?
+                let seen = Some(hello.seen.unwrap_or(0));
+                begin_run_unless(&bucket, hello.start.clone(), seen, is_over).await?
             }
         };
         if !run.conditional {

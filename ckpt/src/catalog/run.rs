@@ -7,13 +7,16 @@
 
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::object::{Bucket, Condition};
-use futures::TryStreamExt;
+use futures::{StreamExt, TryStreamExt, stream};
 use serde::{Deserialize, Serialize};
 
 use super::keys::{RUNS, StepKey, incarnation_key, parse_incarnation};
 
 /// Starts of one run that race for a number at most; each loser takes the next.
 const MAX_ATTEMPTS: usize = 16;
+
+/// Records that are read side by side.
+const LOADS: usize = 16;
 
 /// Who starts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,29 +60,41 @@ impl Run {
 
 /// Takes the next incarnation.
 pub async fn begin_run(bucket: &Bucket, start: Start) -> Result<Run> {
-    begin_run_unless(bucket, start, |_| false).await
+    begin_run_unless(bucket, start, None, |_| false).await
 }
 
-/// As [`begin_run`], unless this start `is_over` now that the newest one is that.
+/// As [`begin_run`], of a start that looked before, when `seen` was the highest number: one that it took since, it keeps.
+/// Where it has none, it takes none if it `is_over` now that the newest start is that.
 ///
 /// # Errors
-/// `Stale` then, if it has no number yet.
+/// `Stale` then.
 pub(crate) async fn begin_run_unless(
     bucket: &Bucket,
     start: Start,
+    mut seen: Option<u64>,
     is_over: impl Fn(&Run) -> bool,
 ) -> Result<Run> {
     if start.nonce.len() != 32 || !start.nonce.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Err(Error::invalid("a start's nonce is 32 hex digits"));
     }
     for _ in 0..MAX_ATTEMPTS {
-        let last = newest_run(bucket).await?;
-        // Our own record: the answer to an earlier try was lost, or another agent of the same start took it.
+        let numbers = incarnations(bucket).await?;
+        let last = match numbers.last() {
+            Some(number) => Some(load(bucket, *number).await?),
+            None => None,
+        };
+        // Our own record: the answer to an earlier try was lost, or another agent of the same start took it. It need not be
+        // the last one: a second number would supersede our successor.
         if let Some(own) = last.as_ref().filter(|last| last.start.nonce == start.nonce) {
             return Ok(own.clone());
         }
+        let seen = *seen.get_or_insert(numbers.last().copied().unwrap_or(0));
+        let earlier = numbers.iter().rev().skip(1).copied().take_while(|number| *number > seen);
+        if let Some(own) = find_among(bucket, earlier, &start.nonce).await? {
+            return Ok(own);
+        }
         if let Some(last) = last.as_ref().filter(|last| is_over(last)) {
-            return find_run(bucket, &start.nonce).await?.ok_or_else(|| took_over(last.clone()));
+            return Err(took_over(last.clone()));
         }
         let run = match &last {
             Some(last) => last.run.clone(),
@@ -153,10 +168,21 @@ pub async fn newest_number(bucket: &Bucket) -> Result<u64> {
 
 /// What the start with that nonce recorded, if it came so far.
 pub async fn find_run(bucket: &Bucket, nonce: &str) -> Result<Option<Run>> {
-    for number in incarnations(bucket).await?.into_iter().rev() {
-        let run = load(bucket, number).await?;
-        if run.start.nonce == nonce {
-            return Ok(Some(run));
+    find_among(bucket, incarnations(bucket).await?.into_iter().rev(), nonce).await
+}
+
+/// As [`find_run`], among the starts of these `numbers`. What is not to be read is another's.
+async fn find_among(
+    bucket: &Bucket,
+    numbers: impl Iterator<Item = u64>,
+    nonce: &str,
+) -> Result<Option<Run>> {
+    let mut runs = stream::iter(numbers).map(|number| load(bucket, number)).buffered(LOADS);
+    while let Some(run) = runs.next().await {
+        match run {
+            Ok(run) if run.start.nonce == nonce => return Ok(Some(run)),
+            Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => return Err(error),
+            Ok(_) | Err(_) => {}
         }
     }
     Ok(None)

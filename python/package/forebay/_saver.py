@@ -336,7 +336,8 @@ class Saver:
         predecessor = arena.take()
         if predecessor is not None:
             self._session.adopt(predecessor, arena.is_used)
-        if self._ladder.seen is not None:
+        # What was seen later says nothing of when this start began: its number may be among them.
+        if self._agent is None and self._ladder.seen is not None:
             self._session.set_seen(self._ladder.seen)
         if self._linger_s > 0:
             self._session.set_linger(arena.place(self._ranks.rank), self._linger_s)

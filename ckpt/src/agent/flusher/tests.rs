@@ -217,6 +217,32 @@ async fn an_agent_whose_trainer_died_takes_no_number_after_its_successor() {
     }
 }
 
+/// It took a second number, higher than that of its successor, whose saves were refused from then on.
+#[tokio::test]
+async fn the_next_agent_of_a_superseded_start_leaves_its_successor_alone() {
+    for seen in [None, Some(1)] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let url = format!("file://{}", folder.path().display());
+        let bucket =
+            Bucket::open(&url.parse().expect("a URL"), &StoreSettings::default()).await.expect("open");
+        let [earlier, between, newest] =
+            ["a", "b", "c"].map(|digit| Start { nonce: digit.repeat(32), ..start() });
+        begin_run(&bucket, earlier).await.expect("the one that was there");
+        let own = begin_run(&bucket, start()).await.expect("its own");
+        begin_run(&bucket, between).await.expect("a successor");
+        let newest = begin_run(&bucket, newest).await.expect("and its successor");
+
+        let (trainer, _listener) = trainer();
+        let hello = Hello { seen, ..Hello::new(url, own.start.clone(), Keep::default()) };
+        let mut agent = Flusher::new(hello, trainer, None);
+        let refused = agent.flush(&sealed(1, 1000)).await.expect_err("it was superseded");
+        assert_eq!(refused.kind(), ErrorKind::Stale, "seen {seen:?}: {refused}");
+        assert_eq!(agent.target.map(|(_, run)| run), Some(own), "seen {seen:?}");
+        assert_eq!(superseded_by(&bucket, &newest).await.expect("look"), None, "seen {seen:?}");
+        assert_eq!(list_steps(&bucket).await.expect("list"), [], "seen {seen:?}");
+    }
+}
+
 #[tokio::test]
 async fn under_random_faults_every_listed_step_is_whole() {
     let scale = std::env::var("FOREBAY_TEST_SCALE").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
