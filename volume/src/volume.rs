@@ -1,9 +1,7 @@
 //! A volume as one mount or command uses it: its tree, with the state of files that are open here laid over it.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use forebay_cache::Blocks;
@@ -29,8 +27,10 @@ use crate::settings::WriteSettings;
 use crate::staging::{Staging, Uploads, WritebackSettings};
 use crate::store::Store;
 use crate::unsealed::Unsealed;
+use table::OpenTable;
 
 mod names;
+mod table;
 
 /// Blocks of all open files together that are being brought in ahead of their readers. 32 blocks of 4 MiB keep a
 /// 25 Gbit/s link busy at 40 ms; past that, reading ahead of more files only evicts what others still need.
@@ -84,9 +84,7 @@ pub struct Writeback {
 pub struct Volume {
     store: Arc<Store>,
     read_only: bool,
-    open: Mutex<HashMap<InodeId, Opened>>,
-    /// How many inodes were taken off `open`, under its lock.
-    gone: AtomicU64,
+    open: Mutex<OpenTable>,
     fills: Arc<Semaphore>,
     walks: Mutex<Walks>,
     pub(crate) seals: Semaphore,
@@ -95,13 +93,6 @@ pub struct Volume {
     tasks: TaskGroup,
     /// Nobody uses it any more; what is staged is being uploaded.
     pub(crate) ending: AtomicBool,
-}
-
-/// An inode that is open here and how many handles it has.
-#[derive(Debug)]
-struct Opened {
-    inode: Arc<OpenInode>,
-    handles: usize,
 }
 
 /// What came of giving back a handle.
@@ -153,7 +144,6 @@ impl Volume {
             store: Arc::new(store),
             read_only: parts.read_only,
             open: Mutex::default(),
-            gone: AtomicU64::new(0),
             fills: Arc::new(Semaphore::new(FILLS_AT_ONCE)),
             seals: Semaphore::new(SEALS_AT_ONCE),
             claim: Mutex::new(parts.claim),
@@ -199,24 +189,38 @@ impl Volume {
 
     /// Finds `name` in `parent`.
     pub async fn lookup(&self, parent: InodeId, name: &[u8]) -> Result<Lookup> {
-        Ok(self.overlay_lookup(self.store.tree.lookup(parent, name).await?))
+        loop {
+            let gone = self.gone();
+            let found = self.store.tree.lookup(parent, name).await?;
+            if let Some(found) = self.overlay_lookup(found, gone) {
+                return Ok(found);
+            }
+        }
     }
 
     /// The same if it can be told without waiting.
     pub fn lookup_now(&self, parent: InodeId, name: &[u8]) -> Option<Result<Lookup>> {
+        let gone = self.gone();
         let found = self.store.tree.lookup_now(parent, name)?;
-        Some(found.map(|lookup| self.overlay_lookup(lookup)))
+        found.map(|found| self.overlay_lookup(found, gone)).transpose()
     }
 
     /// Attributes of an inode.
     pub async fn attributes(&self, ino: InodeId) -> Result<Attributes> {
-        Ok(self.overlay(self.store.tree.attributes(ino).await?))
+        loop {
+            let gone = self.gone();
+            let found = self.store.tree.attributes(ino).await?;
+            if let Some(attributes) = self.overlay(found, gone) {
+                return Ok(attributes);
+            }
+        }
     }
 
     /// The same if they can be told without waiting.
     pub fn attributes_now(&self, ino: InodeId) -> Option<Result<Attributes>> {
+        let gone = self.gone();
         let found = self.store.tree.attributes_now(ino)?;
-        Some(found.map(|attributes| self.overlay(attributes)))
+        found.map(|attributes| self.overlay(attributes, gone)).transpose()
     }
 
     /// Entries of a directory, as [`Tree::read_directory`].
@@ -226,10 +230,17 @@ impl Volume {
         after: Option<&[u8]>,
         limit: usize,
     ) -> Result<DirectoryPage> {
+        let gone = self.gone();
         let mut page = self.store.tree.read_directory(ino, after, limit).await?;
-        if !self.open.lock().is_empty() {
-            for entry in &mut page.entries {
-                entry.attributes = self.overlay(entry.attributes.clone());
+        if self.open.lock().is_unchanged(gone) {
+            return Ok(page);
+        }
+        for entry in &mut page.entries {
+            match self.shown(entry.attributes.clone(), gone).await {
+                Ok(attributes) => entry.attributes = attributes,
+                // Removed since; its name was still there.
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(page)
@@ -251,11 +262,12 @@ impl Volume {
         if let (Some(_), Some(inode)) = (changes.atime, self.find_open(ino)) {
             inode.forget_access(self.store.now());
         }
-        let attributes = match changes == SetAttributes::default() {
-            true => self.store.tree.attributes(ino).await?,
-            false => self.store.tree.set_attributes(ino, changes).await?,
-        };
-        Ok(self.overlay(attributes))
+        if changes == SetAttributes::default() {
+            return self.attributes(ino).await;
+        }
+        let gone = self.gone();
+        let changed = self.store.tree.set_attributes(ino, changes).await?;
+        self.shown(changed, gone).await
     }
 
     /// truncate(2) by inode. Where nobody has the file open for writing, committed at once, under a handle of its own:
@@ -309,7 +321,7 @@ impl Volume {
         {
             inode.touch();
         }
-        Ok((self.overlay(attributes), file))
+        Ok((self.shown(attributes, self.gone()).await?, file))
     }
 
     /// Everything written and changed so far is in the bucket on return, but for what was lost before: that is for those
@@ -328,7 +340,7 @@ impl Volume {
     }
 
     pub(crate) fn open_inodes(&self) -> Vec<Arc<OpenInode>> {
-        self.open.lock().values().map(|opened| opened.inode.clone()).collect()
+        self.open.lock().all().cloned().collect()
     }
 
     /// Commits what was written to a file so far, if it is open here.
@@ -458,7 +470,7 @@ impl Volume {
     /// uncommitted, which takes the writers' turn.
     fn leave(&self, inode: &OpenInode, may_seal: bool, has_turn: bool) -> Left {
         let mut open = self.open.lock();
-        let Some(opened) = open.get_mut(&inode.ino()) else { return Left::Gone };
+        let Some(opened) = open.get_mut(inode.ino()) else { return Left::Gone };
         if opened.handles > 1 {
             opened.handles -= 1;
             return Left::Counted;
@@ -470,8 +482,7 @@ impl Volume {
             return Left::Pending;
         }
         inode.retire();
-        open.remove(&inode.ino());
-        self.gone.fetch_add(1, Ordering::SeqCst);
+        open.remove(inode.ino());
         // While nobody can begin to write: what was not committed by now never will be.
         self.store.settled(inode.ino());
         Left::Counted
@@ -481,7 +492,7 @@ impl Volume {
     pub(crate) async fn acquire(&self, ino: InodeId) -> Result<Arc<OpenInode>> {
         // First, so that there is no handle to take back where the tree refuses.
         self.store.tree.opened(ino).await?;
-        if let Some(inode) = self.add_handle(ino, || None) {
+        if let Some(inode) = self.open.lock().add_handle(ino, || None) {
             return Ok(inode);
         }
         loop {
@@ -501,70 +512,74 @@ impl Volume {
 
     /// How many inodes were open and are not any more.
     pub(crate) fn gone(&self) -> u64 {
-        self.gone.load(Ordering::SeqCst)
+        self.open.lock().gone()
     }
 
-    /// The inode with one more handle, as the tree had it after `gone` were closed. `None` if another was since: it may
-    /// have been this one, brought elsewhere, and what the layout names be deleted.
+    /// The inode with one more handle, as the tree had it after `gone` were closed. `None` if it was closed since: it may have
+    /// been brought elsewhere, and what the layout names be deleted.
     pub(crate) fn adopt(
         &self,
         ino: InodeId,
         (layout, generation): (FileLayout, u64),
         gone: u64,
     ) -> Option<Arc<OpenInode>> {
-        let fresh = || Arc::new(OpenInode::new(ino, self.store.clone(), layout, generation));
-        self.add_handle(ino, || (self.gone() == gone).then(fresh))
-    }
-
-    /// Counts one more handle on an open inode, which `fresh` makes if there is none.
-    fn add_handle(
-        &self,
-        ino: InodeId,
-        fresh: impl FnOnce() -> Option<Arc<OpenInode>>,
-    ) -> Option<Arc<OpenInode>> {
         let mut open = self.open.lock();
-        let opened = match open.entry(ino) {
-            Entry::Occupied(entry) => entry.into_mut(),
-            Entry::Vacant(entry) => entry.insert(Opened { inode: fresh()?, handles: 0 }),
-        };
-        opened.handles += 1;
-        Some(opened.inode.clone())
+        let is_old = open.is_gone_since(ino, gone);
+        let fresh = || Arc::new(OpenInode::new(ino, self.store.clone(), layout, generation));
+        open.add_handle(ino, || (!is_old).then(fresh))
     }
 
     fn find_open(&self, ino: InodeId) -> Option<Arc<OpenInode>> {
-        self.open.lock().get(&ino).map(|opened| opened.inode.clone())
+        self.open.lock().get(ino).cloned()
     }
 
-    fn overlay_lookup(&self, lookup: Lookup) -> Lookup {
+    /// As [`Self::overlay`]; asks the tree again where that cannot tell.
+    async fn shown(&self, attributes: Attributes, gone: u64) -> Result<Attributes> {
+        let ino = attributes.ino;
+        match self.overlay(attributes, gone) {
+            Some(attributes) => Ok(attributes),
+            None => self.attributes(ino).await,
+        }
+    }
+
+    fn overlay_lookup(&self, lookup: Lookup, gone: u64) -> Option<Lookup> {
         match lookup {
-            Lookup::Found(attributes) => Lookup::Found(self.overlay(attributes)),
-            Lookup::Miss => Lookup::Miss,
+            Lookup::Found(attributes) => self.overlay(attributes, gone).map(Lookup::Found),
+            Lookup::Miss => Some(Lookup::Miss),
         }
     }
 
     /// Shows the size and times that pending writes will commit, and the size of a commit that the tree's answer came
-    /// just before: a kernel that is told an older size cuts what it holds of the file.
-    fn overlay(&self, mut attributes: Attributes) -> Attributes {
-        if attributes.kind == FileKind::File
-            && let Some(inode) = self.find_open(attributes.ino)
-        {
-            if let Some(accessed) = inode.accessed()
-                && attributes.access_is_due(accessed)
-            {
-                attributes.atime = accessed;
-            }
-            inode.look(|content| {
-                if let Some(mtime) = content.modified() {
-                    attributes.size = content.size();
-                    attributes.allocated = content.allocated();
-                    attributes.mtime = mtime;
-                    attributes.ctime = attributes.ctime.max(content.changed());
-                } else if content.generation() > attributes.generation {
-                    attributes.size = content.size();
-                    attributes.allocated = content.allocated();
-                }
-            });
+    /// just before: a kernel that is told an older size cuts what it holds of the file. The tree was asked after `gone` inodes
+    /// were closed; `None` where this one was closed since, so that nothing tells whether the answer is from before its last
+    /// commit.
+    fn overlay(&self, mut attributes: Attributes, gone: u64) -> Option<Attributes> {
+        if attributes.kind != FileKind::File {
+            return Some(attributes);
         }
-        attributes
+        let inode = {
+            let open = self.open.lock();
+            match open.get(attributes.ino) {
+                Some(inode) => inode.clone(),
+                None => return (!open.is_gone_since(attributes.ino, gone)).then_some(attributes),
+            }
+        };
+        if let Some(accessed) = inode.accessed()
+            && attributes.access_is_due(accessed)
+        {
+            attributes.atime = accessed;
+        }
+        inode.look(|content| {
+            if let Some(mtime) = content.modified() {
+                attributes.size = content.size();
+                attributes.allocated = content.allocated();
+                attributes.mtime = mtime;
+                attributes.ctime = attributes.ctime.max(content.changed());
+            } else if content.generation() > attributes.generation {
+                attributes.size = content.size();
+                attributes.allocated = content.allocated();
+            }
+        });
+        Some(attributes)
     }
 }

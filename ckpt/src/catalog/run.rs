@@ -172,16 +172,14 @@ pub async fn find_run(bucket: &Bucket, nonce: &str) -> Result<Option<Run>> {
 }
 
 /// As [`find_run`], among the starts of these `numbers`. What is not to be read is another's.
-async fn find_among(
-    bucket: &Bucket,
-    numbers: impl Iterator<Item = u64>,
-    nonce: &str,
-) -> Result<Option<Run>> {
+async fn find_among(bucket: &Bucket, numbers: impl Iterator<Item = u64>, nonce: &str) -> Result<Option<Run>> {
     let mut runs = stream::iter(numbers).map(|number| load(bucket, number)).buffered(LOADS);
     while let Some(run) = runs.next().await {
         match run {
             Ok(run) if run.start.nonce == nonce => return Ok(Some(run)),
-            Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => return Err(error),
+            Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => {
+                return Err(error);
+            }
             Ok(_) | Err(_) => {}
         }
     }

@@ -4,7 +4,9 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use forebay_core::InodeId;
 use forebay_io::object::{Bucket, Faults};
+use forebay_metadata::tree::{Lookup, SetAttributes};
 use futures::future::FutureExt;
 
 use super::support::*;
@@ -118,5 +120,48 @@ fn a_handle_whose_close_failed_commits_at_its_end() {
         other.release().await.expect("release");
         volume.close().await.expect("close");
         assert_eq!(object(&fixture.bucket, "f").await, "old and more");
+    });
+}
+
+/// What the tree answered before the last commit of a file came to the kernel after the file's close, which cut what it held
+/// of the file.
+#[test]
+fn an_answer_from_before_a_files_end_does_not_come_after_it() {
+    run(async {
+        for asked in ["attributes", "lookup", "a listing", "a change"] {
+            let fixture = Fixture { is_unlucky: true, ..Fixture::new(Bucket::in_memory()) };
+            let volume = fixture.open().await;
+            let file = create(&volume, "f").await;
+            write(&file, 0, "old").await;
+            fixture.held_up.set();
+            let ino = file.ino();
+            let ask = async {
+                match asked {
+                    "attributes" => volume.attributes(ino).await.expect("a file"),
+                    "lookup" => match volume.lookup(InodeId::ROOT, b"f").await.expect("a directory") {
+                        Lookup::Found(attributes) => attributes,
+                        Lookup::Miss => panic!("it is there"),
+                    },
+                    "a listing" => {
+                        let page = volume.read_directory(InodeId::ROOT, None, 10).await;
+                        page.expect("a directory").entries.remove(0).attributes
+                    }
+                    _ => {
+                        let changes = SetAttributes { uid: Some(7), ..SetAttributes::default() };
+                        volume.set_attributes(ino, changes, None).await.expect("changed")
+                    }
+                }
+            };
+            let end = async {
+                fixture.held_up.reached().await;
+                file.close(WRITER).await.expect("close");
+                file.release().await.expect("release");
+                assert!(volume.open_inodes().is_empty(), "it is closed");
+                fixture.held_up.go_on();
+            };
+            let (told, ()) = tokio::join!(ask, end);
+            assert_eq!((told.ino, told.size), (ino, 3), "{asked}");
+            volume.close().await.expect("close");
+        }
     });
 }

@@ -19,7 +19,7 @@ use forebay_metadata::kv::{Engine, MemEngine, MemStore, SlateEngine, SlateSettin
 use forebay_metadata::tree::{Existing, LocalTree, NewInode, Tree, TreeParts, TreeSettings};
 use tokio_util::sync::CancellationToken;
 
-use super::unlucky::Unlucky;
+use super::unlucky::{HeldUp, Unlucky};
 use super::warming::StopsAtProof;
 use crate::prefetch::PrefetchSettings;
 use crate::settings::WriteSettings;
@@ -62,6 +62,8 @@ pub(crate) struct Fixture {
     pub(crate) is_unlucky: bool,
     /// The tree, if it is such a one, refuses to have files opened.
     pub(crate) refuses: Arc<AtomicBool>,
+    /// The tree's answers, if it is such a one, can be held up.
+    pub(crate) held_up: Arc<HeldUp>,
     /// Entries that a clone copies at a time.
     pub(crate) clone_step: usize,
     /// How long a change of the tree that nobody waits for may stay in memory.
@@ -88,6 +90,7 @@ impl Fixture {
             tree_in_bucket,
             is_unlucky,
             refuses: Arc::default(),
+            held_up: Arc::default(),
             write,
             part_copy,
             budget,
@@ -163,7 +166,12 @@ impl Fixture {
         let settings = TreeSettings { delete_delay_ms: 0, clone_step, trash_ms, ..TreeSettings::default() };
         let tree = LocalTree::open(parts, settings).await.expect("a tree");
         let tree: Arc<dyn Tree> = match self.is_unlucky {
-            true => Arc::new(Unlucky { tree, fails: AtomicBool::default(), refuses: self.refuses.clone() }),
+            true => Arc::new(Unlucky {
+                tree,
+                fails: AtomicBool::default(),
+                refuses: self.refuses.clone(),
+                held_up: self.held_up.clone(),
+            }),
             false => Arc::new(tree),
         };
         Volume::assemble(Parts {

@@ -1,4 +1,5 @@
-//! A tree that cannot be asked for a layout right after each commit, and is there again then.
+//! A tree that cannot be asked for a layout right after each commit, and is there again then; and whose answers can be held
+//! up.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -7,10 +8,42 @@ use std::sync::atomic::Ordering::SeqCst;
 use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Attributes, Error, ErrorKind, FileLayout, InodeId, ObjectKey, Result, Timestamp};
+use tokio::sync::Notify;
+
 use forebay_metadata::tree::{
     CloneGuide, Cloned, DirectoryPage, Existing, LocalTree, Lookup, NewInode, OutsideChanges, Placement,
     RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
 };
+
+/// Holds up the next answer of the tree that says what a file is.
+#[derive(Debug, Default)]
+pub(crate) struct HeldUp {
+    is_set: AtomicBool,
+    asked: Notify,
+    goes_on: Notify,
+}
+
+impl HeldUp {
+    pub(crate) fn set(&self) {
+        self.is_set.store(true, SeqCst);
+    }
+
+    /// Returns when the tree has answered what is held up.
+    pub(crate) async fn reached(&self) {
+        self.asked.notified().await;
+    }
+
+    pub(crate) fn go_on(&self) {
+        self.goes_on.notify_one();
+    }
+
+    async fn pass(&self) {
+        if self.is_set.swap(false, SeqCst) {
+            self.asked.notify_one();
+            self.goes_on.notified().await;
+        }
+    }
+}
 
 /// Passes everything on.
 #[derive(Debug)]
@@ -19,12 +52,15 @@ pub(crate) struct Unlucky {
     pub(crate) fails: AtomicBool,
     /// Whether no file can be opened.
     pub(crate) refuses: Arc<AtomicBool>,
+    pub(crate) held_up: Arc<HeldUp>,
 }
 
 #[async_trait]
 impl Tree for Unlucky {
     async fn lookup(&self, parent: InodeId, name: &[u8]) -> Result<Lookup> {
-        self.tree.lookup(parent, name).await
+        let answer = self.tree.lookup(parent, name).await;
+        self.held_up.pass().await;
+        answer
     }
 
     fn lookup_now(&self, parent: InodeId, name: &[u8]) -> Option<Result<Lookup>> {
@@ -32,7 +68,9 @@ impl Tree for Unlucky {
     }
 
     async fn attributes(&self, ino: InodeId) -> Result<Attributes> {
-        self.tree.attributes(ino).await
+        let answer = self.tree.attributes(ino).await;
+        self.held_up.pass().await;
+        answer
     }
 
     fn attributes_now(&self, ino: InodeId) -> Option<Result<Attributes>> {
@@ -45,7 +83,9 @@ impl Tree for Unlucky {
         after: Option<&[u8]>,
         limit: usize,
     ) -> Result<DirectoryPage> {
-        self.tree.read_directory(ino, after, limit).await
+        let answer = self.tree.read_directory(ino, after, limit).await;
+        self.held_up.pass().await;
+        answer
     }
 
     async fn parent(&self, ino: InodeId) -> Result<InodeId> {
@@ -94,7 +134,9 @@ impl Tree for Unlucky {
     }
 
     async fn set_attributes(&self, ino: InodeId, changes: SetAttributes) -> Result<Attributes> {
-        self.tree.set_attributes(ino, changes).await
+        let answer = self.tree.set_attributes(ino, changes).await;
+        self.held_up.pass().await;
+        answer
     }
 
     async fn accessed(&self, ino: InodeId, atime: Timestamp) -> Result<()> {
