@@ -158,6 +158,13 @@ impl OpenInode {
         self.has_pages.load(SeqCst)
     }
 
+    /// Gives up what a mapping wrote and nobody was told of: who opens the file next is.
+    pub(crate) fn lose_pages(&self, error: Error) {
+        tracing::error!(ino = %self.ino, %error, "lost what a mapping wrote");
+        self.record_failure(error);
+        self.has_pages.store(false, SeqCst);
+    }
+
     /// Whether a flush is certain to come.
     pub(crate) fn has_writers(&self) -> bool {
         self.writers.load(SeqCst) > 0

@@ -1,4 +1,5 @@
-//! Files that are brought together behind their last close, where nothing is staged.
+//! What is done to files behind their last close: where nothing is staged they are brought together, and what a mapping
+//! wrote after the last descriptor was closed is committed where that failed.
 
 use std::sync::Arc;
 
@@ -25,6 +26,20 @@ impl Volume {
         });
     }
 
+    /// Commits in the background what a mapping wrote, and releases the handle that it was given. A program whose descriptors
+    /// are closed is told nothing: what it wrote is tried until it is there, or a reason that will not pass says that it can't be.
+    pub(crate) fn commit_behind(self: &Arc<Self>, inode: Arc<OpenInode>) {
+        let volume = self.clone();
+        self.tasks().spawn("commit-pages", async move {
+            if let Err(error) = volume.commit_in_time(&inode).await {
+                inode.lose_pages(error);
+            }
+            if let Err(error) = volume.release(&inode, true).await {
+                tracing::warn!(ino = %inode.ino(), %error, "could not close an inode that a mapping wrote to");
+            }
+        });
+    }
+
     /// How many closed files could not become objects at their own paths.
     pub(crate) fn unsealed(&self) -> usize {
         let is_gone = |error: &Error| error.kind() == ErrorKind::NotFound;
@@ -33,22 +48,42 @@ impl Volume {
             .count(|ino| matches!(self.tree().attributes_now(ino), Some(Err(error)) if is_gone(&error)))
     }
 
-    /// Seals a closed file, which stays open for that: again and again while the store is away, until the volume is closed.
+    /// Seals a closed file, which stays open for that, in the end.
     async fn seal_in_time(&self, inode: &OpenInode) -> Result<bool> {
-        let stop = self.tasks().stop();
         for failures in 1.. {
             let permit = self.seals.acquire().await;
             let sealed = inode.seal().await;
             drop(permit);
             match sealed {
-                Err(error) if error.kind() == ErrorKind::Unavailable && !stop.is_cancelled() => {
-                    tracing::debug!(ino = %inode.ino(), %error, "sealed later");
-                }
+                Err(error) if self.may_try_again(inode, &error) => self.await_next(failures).await,
                 sealed => return sealed,
             }
-            // Cut short at the end: then it is tried for the last time.
-            stop.run_until_cancelled(self.clock().sleep(pause(failures))).await;
         }
         Ok(false)
+    }
+
+    /// The same of what is to be committed.
+    async fn commit_in_time(&self, inode: &OpenInode) -> Result<()> {
+        for failures in 1.. {
+            match inode.commit_now().await {
+                Err(error) if self.may_try_again(inode, &error) => self.await_next(failures).await,
+                committed => return committed,
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the store is away, until the volume is closed.
+    fn may_try_again(&self, inode: &OpenInode, error: &Error) -> bool {
+        let may = error.kind() == ErrorKind::Unavailable && !self.tasks().stop().is_cancelled();
+        if may {
+            tracing::debug!(ino = %inode.ino(), %error, "tried again later");
+        }
+        may
+    }
+
+    /// Cut short at the end: then it is tried for the last time.
+    async fn await_next(&self, failures: u32) {
+        self.tasks().stop().run_until_cancelled(self.clock().sleep(pause(failures))).await;
     }
 }

@@ -102,6 +102,8 @@ enum Left {
     Counted,
     /// It goes on, to seal the file.
     Seals,
+    /// It goes on, to commit what a mapping wrote: nobody would be told that it was lost.
+    Commits,
     /// It is the last one of a file with uncommitted bytes.
     Pending,
     /// It was not open.
@@ -459,6 +461,10 @@ impl Volume {
             self.seal_behind(inode.clone());
             return told;
         }
+        if left == Left::Commits {
+            self.commit_behind(inode.clone());
+            return told;
+        }
         let closed = self.store.tree.closed(ino).await;
         if written && let Some(uploads) = uploads {
             uploads.closed(ino, behind);
@@ -480,6 +486,9 @@ impl Volume {
         }
         if !has_turn && inode.look(Content::modified).is_some() {
             return Left::Pending;
+        }
+        if has_turn && inode.has_pages() && inode.look(Content::modified).is_some() {
+            return Left::Commits;
         }
         inode.retire();
         open.remove(inode.ino());

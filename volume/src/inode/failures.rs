@@ -73,6 +73,16 @@ impl OpenInode {
         self.failures.unknown().or_else(|| self.lost(false))
     }
 
+    /// The last failure that was recorded, while nobody was told about it.
+    pub(crate) fn unknown_failure(&self) -> Option<Error> {
+        self.failures.unknown()
+    }
+
+    /// Notes a failure that lost bytes: each handle is told.
+    pub(crate) fn record_failure(&self, error: Error) {
+        self.failures.record(error);
+    }
+
     /// What a handle that is opened now was told of failures.
     pub(crate) fn begin_telling(&self) -> Told {
         self.failures.begin()

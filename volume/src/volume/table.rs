@@ -4,12 +4,15 @@ use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use forebay_core::InodeId;
+use forebay_core::{Error, InodeId};
 
 use crate::inode::OpenInode;
 
 /// Inodes that are known by their numbers after they were closed. Who was held up for longer than these took asks again.
 const REMEMBERED: usize = 1024;
+
+/// Closed files of which a loss is still to be told. Of more only the log tells.
+const MOST_UNTOLD: usize = 1024;
 
 /// An inode that is open here and how many handles it has.
 #[derive(Debug)]
@@ -25,6 +28,8 @@ pub(super) struct OpenTable {
     /// How many were taken off, and the last of them, the newest one in front.
     gone: u64,
     last_gone: VecDeque<InodeId>,
+    /// Bytes of closed files that were lost, as whoever opens them next is told.
+    untold: HashMap<InodeId, Error>,
 }
 
 impl OpenTable {
@@ -57,7 +62,11 @@ impl OpenTable {
     ) -> Option<Arc<OpenInode>> {
         let opened = match self.inodes.entry(ino) {
             Entry::Occupied(entry) => entry.into_mut(),
-            Entry::Vacant(entry) => entry.insert(Opened { inode: fresh()?, handles: 0 }),
+            Entry::Vacant(entry) => {
+                let inode = fresh()?;
+                self.untold.remove(&ino).into_iter().for_each(|error| inode.record_failure(error));
+                entry.insert(Opened { inode, handles: 0 })
+            }
         };
         opened.handles += 1;
         Some(opened.inode.clone())
@@ -65,7 +74,12 @@ impl OpenTable {
 
     /// Takes off an inode whose last handle is gone.
     pub(super) fn remove(&mut self, ino: InodeId) {
-        if self.inodes.remove(&ino).is_some() {
+        if let Some(removed) = self.inodes.remove(&ino) {
+            if let Some(error) = removed.inode.unknown_failure()
+                && self.untold.len() < MOST_UNTOLD
+            {
+                self.untold.insert(ino, error);
+            }
             self.gone += 1;
             self.last_gone.truncate(REMEMBERED - 1);
             self.last_gone.push_front(ino);
