@@ -209,8 +209,7 @@ impl Session {
         lineage.iter().for_each(|attempt| self.hello.comes_after(attempt));
     }
 
-    /// Notes the highest number that a start had in the store when this one looked there; said before the first agent is
-    /// greeted.
+    /// Notes the highest number of a start that this one saw in the store; said before the first agent is greeted.
     pub fn set_seen(&mut self, number: u64) {
         self.hello.seen = Some(number);
     }

@@ -166,12 +166,7 @@ impl Fixture {
         let settings = TreeSettings { delete_delay_ms: 0, clone_step, trash_ms, ..TreeSettings::default() };
         let tree = LocalTree::open(parts, settings).await.expect("a tree");
         let tree: Arc<dyn Tree> = match self.is_unlucky {
-            true => Arc::new(Unlucky {
-                tree,
-                fails: AtomicBool::default(),
-                refuses: self.refuses.clone(),
-                held_up: self.held_up.clone(),
-            }),
+            true => Arc::new(Unlucky::new(tree, self.refuses.clone(), self.held_up.clone())),
             false => Arc::new(tree),
         };
         Volume::assemble(Parts {

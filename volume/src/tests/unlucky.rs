@@ -48,11 +48,17 @@ impl HeldUp {
 /// Passes everything on.
 #[derive(Debug)]
 pub(crate) struct Unlucky {
-    pub(crate) tree: LocalTree,
-    pub(crate) fails: AtomicBool,
+    tree: LocalTree,
+    fails: AtomicBool,
     /// Whether no file can be opened.
-    pub(crate) refuses: Arc<AtomicBool>,
-    pub(crate) held_up: Arc<HeldUp>,
+    refuses: Arc<AtomicBool>,
+    held_up: Arc<HeldUp>,
+}
+
+impl Unlucky {
+    pub(crate) fn new(tree: LocalTree, refuses: Arc<AtomicBool>, held_up: Arc<HeldUp>) -> Self {
+        Self { tree, fails: AtomicBool::default(), refuses, held_up }
+    }
 }
 
 #[async_trait]
