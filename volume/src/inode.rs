@@ -219,12 +219,15 @@ impl OpenInode {
         let range = offset..offset.saturating_add(length);
         let mut last: Option<(Vec<Piece>, Error)> = None;
         loop {
-            if !self.look(Content::readable) {
+            // In one look: the next write may begin to leave right after it was found readable.
+            let found = self.look(|content| {
+                content.readable().then(|| (content.layout().pieces(range.clone()), content.generation()))
+            });
+            let Some((pieces, generation)) = found else {
                 let mut writer = self.writer.lock().await;
                 self.finish_stream(&mut writer).await?;
-            }
-            let (pieces, generation) =
-                self.look(|content| (content.layout().pieces(range.clone()), content.generation()));
+                continue;
+            };
             if let Some((tried, error)) = last
                 && tried == pieces
             {

@@ -1,7 +1,7 @@
 //! Lookup, forget, attributes and the size of the whole.
 
 use forebay_core::{Attributes, ErrorKind, FileKind, InodeId, Timestamp};
-use forebay_metadata::tree::{Lookup, SetAttributes};
+use forebay_metadata::tree::{Lookup, SetAttributes, SetIds};
 
 use super::FileSystem;
 use crate::errno::FsResult;
@@ -91,13 +91,14 @@ impl FileSystem {
     ) -> FsResult<Attributes> {
         let mut changes = SetAttributes {
             mode: change.mode,
+            clears: None,
             uid: change.uid,
             gid: change.gid,
             atime: change.atime.map(|time| self.resolve(time)),
             mtime: change.mtime.map(|time| self.resolve(time)),
         };
-        if change.size.is_some() && changes.mode.is_none() && !privileged {
-            changes.mode = self.mode_without_setid(ino).await?;
+        if change.size.is_some() && changes.mode.is_none() && !privileged && self.has_setid(ino).await? {
+            changes.clears = Some(SetIds::All);
         }
         if changes == SetAttributes::default() && change.size.is_none() {
             // So the kernel sends a chown(2) that names neither user nor group. Set-id bits go as with any other.
@@ -116,33 +117,33 @@ impl FileSystem {
 
     /// Clears the set-id bits of a file, as a write by someone without CAP_FSETID must.
     pub(super) async fn clear_setid(&self, ino: InodeId) -> FsResult<()> {
-        if let Some(mode) = self.mode_without_setid(ino).await? {
-            let changes = SetAttributes { mode: Some(mode), ..SetAttributes::default() };
-            self.volume.set_attributes(ino, changes, None).await?;
+        match self.has_setid(ino).await? {
+            true => self.clear(ino, SetIds::All).await,
+            false => Ok(()),
         }
-        Ok(())
     }
 
     /// Clears the set-gid bit of what does not belong to `group`.
     pub(super) async fn clear_setgid_of_others(&self, ino: InodeId, group: u32) -> FsResult<()> {
         let attributes = self.attributes(ino).await?;
-        if attributes.gid != group && attributes.mode & 0o2000 != 0 {
-            let changes = SetAttributes { mode: Some(attributes.mode & !0o2000), ..SetAttributes::default() };
-            self.volume.set_attributes(ino, changes, None).await?;
+        match attributes.gid != group && attributes.mode & 0o2000 != 0 {
+            true => self.clear(ino, SetIds::GroupUnless(group)).await,
+            false => Ok(()),
         }
+    }
+
+    async fn clear(&self, ino: InodeId, clears: SetIds) -> FsResult<()> {
+        let changes = SetAttributes { clears: Some(clears), ..SetAttributes::default() };
+        self.volume.set_attributes(ino, changes, None).await?;
         Ok(())
     }
 
-    /// The mode that is left when set-id bits are cleared, if that changes it.
-    async fn mode_without_setid(&self, ino: InodeId) -> FsResult<Option<u16>> {
+    /// Whether there may be set-id bits to clear. Of most files there are none, which costs no change.
+    async fn has_setid(&self, ino: InodeId) -> FsResult<bool> {
         let attributes = self.attributes(ino).await?;
-        let mut mode = attributes.mode & !0o4000;
         // Set-gid without group execution is the mark of mandatory locking and stays.
-        if mode & 0o2010 == 0o2010 {
-            mode &= !0o2000;
-        }
-        // Of a directory they mean something else.
-        Ok((attributes.kind != FileKind::Directory && mode != attributes.mode).then_some(mode))
+        let is_set = attributes.mode & 0o4000 != 0 || attributes.mode & 0o2010 == 0o2010;
+        Ok(attributes.kind != FileKind::Directory && is_set)
     }
 
     /// Counts for statfs.

@@ -78,6 +78,8 @@ pub enum RenameMode {
 pub struct SetAttributes {
     /// Permission, set-id and sticky bits.
     pub mode: Option<u16>,
+    /// Set-id bits that go, of the mode that the inode has by then.
+    pub clears: Option<SetIds>,
     /// Owner.
     pub uid: Option<u32>,
     /// Group.
@@ -86,6 +88,16 @@ pub struct SetAttributes {
     pub atime: Option<Timestamp>,
     /// Last change of content.
     pub mtime: Option<Timestamp>,
+}
+
+/// Set-id bits that a change by somebody without CAP_FSETID takes away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SetIds {
+    /// Set-uid, and set-gid where the group may execute: without that it means mandatory locking. Of a directory they mean
+    /// something else, and stay.
+    All,
+    /// Set-gid, of what does not belong to this group.
+    GroupUnless(u32),
 }
 
 /// The flags of setxattr.

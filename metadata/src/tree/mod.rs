@@ -25,7 +25,7 @@ mod paths;
 
 pub use api::{
     CloneGuide, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, Placement, RenameMode,
-    SetAttributes, Statistics, Tree, XattrMode,
+    SetAttributes, SetIds, Statistics, Tree, XattrMode,
 };
 pub use local::{LocalTree, TreeParts};
 pub use paths::{Walked, resolve, resolve_directory, walk};

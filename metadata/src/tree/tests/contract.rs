@@ -4,7 +4,7 @@ use bytes::Bytes;
 use forebay_core::{Blob, ErrorKind, Extent, FileKind, FileLayout, InodeId, ObjectKey, Source, Version};
 
 use super::world::*;
-use crate::tree::{Existing, LocalTree, Lookup, RenameMode, SetAttributes, Tree, XattrMode, resolve};
+use crate::tree::{Existing, LocalTree, Lookup, RenameMode, SetAttributes, SetIds, Tree, XattrMode, resolve};
 
 const ROOT: InodeId = InodeId::ROOT;
 
@@ -157,6 +157,7 @@ async fn attributes_are_set(tree: &dyn Tree) {
     set(mode(0o2644)).await;
     let owned = set(owner).await;
     assert_eq!((owned.mode, owned.uid, owned.gid), (0o2644, 9, 2), "but not the lock bit");
+    set_ids_are_cleared(tree, file).await;
     let pipe = make(tree, ROOT, "p", FileKind::Fifo).await;
     let owner = SetAttributes { mode: Some(0o6755), uid: Some(9), ..SetAttributes::default() };
     tree.set_attributes(pipe, SetAttributes { uid: None, ..owner.clone() }).await.expect("set");
@@ -180,6 +181,25 @@ async fn attributes_are_set(tree: &dyn Tree) {
     tree.remove_directory(directory, b"inner").await.expect("removed");
     tree.remove_directory(ROOT, b"d").await.expect("removed");
     tree.unlink(ROOT, b"a").await.expect("unlinked");
+}
+
+/// Of the mode that the file has by then: who found them set, and took them off what it had found, undid a chmod that came
+/// between.
+async fn set_ids_are_cleared(tree: &dyn Tree, file: InodeId) {
+    let cleared = async |mode, clears| {
+        let mode = SetAttributes { mode: Some(mode), ..SetAttributes::default() };
+        let gid = tree.set_attributes(file, mode).await.expect("set").gid;
+        let clears = if clears { SetIds::All } else { SetIds::GroupUnless(gid + 1) };
+        let changes = SetAttributes { clears: Some(clears), ..SetAttributes::default() };
+        let mode = tree.set_attributes(file, changes).await.expect("cleared").mode;
+        let own = SetAttributes { clears: Some(SetIds::GroupUnless(gid)), ..SetAttributes::default() };
+        assert_eq!(tree.set_attributes(file, own).await.expect("its own group").mode, mode);
+        mode
+    };
+    assert_eq!(cleared(0o6755, true).await, 0o755);
+    assert_eq!(cleared(0o700, true).await, 0o700);
+    assert_eq!(cleared(0o6744, true).await, 0o2744, "but not the lock bit");
+    assert_eq!(cleared(0o6755, false).await, 0o4755);
 }
 
 async fn extended_attributes(tree: &dyn Tree) {
