@@ -302,7 +302,7 @@ async fn commit_together(
 ) -> Result<Outcome> {
     let (clock, bucket) = (leave.clock, leave.bucket);
     let (step, save) = (part.step, member.save(part.step));
-    let mut late = None;
+    let (mut late, mut was_gone) = (None, false);
     let mut deadline = clock.now() + RANKS_PATIENCE;
     let mut seen = Vec::new();
     let (mut complete, mut rest) = (None, pauses(member.world_size));
@@ -340,7 +340,11 @@ async fn commit_together(
                     Ok(Some(outcome)) => return Ok(outcome),
                     Ok(None) => {}
                     // Another agent just committed the step and took the indexes away.
-                    Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                    Err(error) if error.kind() == ErrorKind::NotFound => {
+                        if !std::mem::replace(&mut was_gone, true) {
+                            continue;
+                        }
+                    }
                     Err(error) if error.kind() == ErrorKind::Invalid => return Ok(Outcome::Refused(error)),
                     Err(error) => return Err(error),
                 }

@@ -131,7 +131,7 @@ impl Flusher {
     }
 
     /// Settles every save that arrives, in order; beside them, uploads of the dead are ended.
-    pub(super) async fn settle_all(self, queue: mpsc::Receiver<Work>) {
+    pub(super) async fn settle_all(self, queue: mpsc::UnboundedReceiver<Work>) {
         let (sweep, asked) = mpsc::channel(1);
         let sweeper = Sweeper::new(self.clock.clone(), self.trainer.clone());
         tokio::select! {
@@ -141,7 +141,11 @@ impl Flusher {
         }
     }
 
-    async fn settle_each(mut self, mut queue: mpsc::Receiver<Work>, sweep: mpsc::Sender<(Bucket, Run)>) {
+    async fn settle_each(
+        mut self,
+        mut queue: mpsc::UnboundedReceiver<Work>,
+        sweep: mpsc::Sender<(Bucket, Run)>,
+    ) {
         // The incarnation is taken at once, so that starts are ordered as they happened; what fails here fails again,
         // and is told, at the first save. One that died by now may have a successor, which it must not come after.
         if !self.trainer.is_gone() {

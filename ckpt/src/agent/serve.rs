@@ -35,8 +35,8 @@ use super::{Hello, Reply, Request, Told, VISIT_VERSION, Visit};
 use crate::arena::SLOTS;
 use crate::local::PATIENCE;
 
-/// Saves under way at most: two slots of the present arena, two of the one before.
-const MAX_SAVES: usize = 2 * SLOTS;
+/// Copies under way at most, of two slots of the present arena and two of the one before: whole ones and those that go on.
+const MAX_COPIES: usize = 4 * SLOTS;
 /// How often an agent that is to end, and may not yet, looks whether it may.
 const GLANCE: Duration = Duration::from_millis(100);
 /// How many times as long as a successor is waited for the memory is held at most, whoever looks at it meanwhile: four hours
@@ -66,10 +66,12 @@ fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>, notice: Op
     let Request::Hello(hello) = parse(&frame)? else {
         return Err(Error::invalid("an agent is greeted first"));
     };
-    let (saves, queue) = mpsc::channel(MAX_SAVES);
+    // Slots bound the saves. Beside them are a few words: that a step was given up, while the store is away for long, and the
+    // trainer is heard all the same.
+    let (saves, queue) = mpsc::unbounded_channel();
     let tasks = TaskGroup::new("agent");
     let _context = runtime.enter();
-    let (copies, work) = Copies::new(2 * MAX_SAVES);
+    let (copies, work) = Copies::new(MAX_COPIES);
     let disk = Disk::new(&hello, &trainer, copies.health()).map(|disk| {
         let (begun, ticket) = copy(copies.health(), 0);
         let disk = tasks.spawn("disk", disk.do_all(ticket, work));
@@ -113,7 +115,7 @@ struct Desk {
     hello: Hello,
     linger: Duration,
     trainer: Trainer,
-    saves: mpsc::Sender<Work>,
+    saves: mpsc::UnboundedSender<Work>,
     /// To this host's disk, where copies are kept there.
     copies: Option<Copies>,
     holdings: Holdings,
@@ -125,7 +127,7 @@ impl Desk {
     fn new(
         hello: &Hello,
         trainer: Trainer,
-        saves: mpsc::Sender<Work>,
+        saves: mpsc::UnboundedSender<Work>,
         copies: Option<Copies>,
         notice: Option<Notice>,
     ) -> Self {
@@ -202,7 +204,7 @@ impl Desk {
     }
 
     fn pass_on(&self, work: Work) -> Result<()> {
-        self.saves.blocking_send(work).map_err(|_| Error::bug("the flusher is gone"))
+        self.saves.send(work).map_err(|_| Error::bug("the flusher is gone"))
     }
 
     /// Holds what there is until another trainer has it, or none came for long enough, or this process was asked to end; and
@@ -320,7 +322,7 @@ mod tests {
         trainer: Trainer,
         session: FdStream,
         /// Where the work for the flusher goes.
-        _queue: mpsc::Receiver<Work>,
+        _queue: mpsc::UnboundedReceiver<Work>,
     }
 
     impl Sealed {
@@ -332,7 +334,7 @@ mod tests {
             let start = Start { nonce: nonce.repeat(16), host: "h".into(), pid: 1, started_ms };
             let mut hello = Hello::new("s3://unused".into(), start.clone(), Keep::default());
             hello.linger = Some(Linger { place: place.into(), for_ms: linger_ms });
-            let (saves, mut queue) = mpsc::channel(MAX_SAVES);
+            let (saves, mut queue) = mpsc::unbounded_channel();
             let mut desk = Desk::new(&hello, trainer.clone(), saves, None, None);
             let desk = std::thread::spawn(move || desk.serve(&mut stream).map(|()| desk));
             let (memory, slot) =
@@ -374,6 +376,20 @@ mod tests {
             }
             drop(door);
         }
+    }
+
+    /// The agent heard nobody any more once a few steps were given up while the store was away: its trainer stood still.
+    #[test]
+    fn however_many_steps_are_given_up_the_trainer_is_heard() {
+        let place = format!("forebay-test-given-up-{}", std::process::id());
+        let Sealed { desk, trainer, mut session, _queue } = Sealed::by(&place, 1, ("ef", 0));
+        for step in 2..100 {
+            say(&mut session, &Request::GiveUp { step, round: None, reason: "a test".to_owned() }, None);
+        }
+        say(&mut session, &Request::Bye, None);
+        session.shutdown();
+        trainer.tell(&Reply::Durable { save: 1, at_us: 0 });
+        desk.join().expect("the desk").expect("served");
     }
 
     /// What is in the store is let go for another job's memory; the only copy of a step, and what somebody is about to take,

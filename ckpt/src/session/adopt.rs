@@ -6,7 +6,7 @@
 //! the memory is only read from then on, as others may be reading it as well. What an agent before that one still brings to
 //! the store, since the start between them was killed as well, is known by its lease of the slot.
 
-use super::predecessor::{PATIENCE, parse, say};
+use super::predecessor::{PATIENCE, Shown, parse, say};
 use super::*;
 use crate::agent::Visit;
 
@@ -32,6 +32,26 @@ impl Inherited {
     }
 }
 
+/// The slots of an arena, and those of earlier ones that hold a step, each with what an agent says that it holds.
+///
+/// # Errors
+/// As [`Shown::read`], and where no memory can be mapped.
+fn take_steps(held: &[Shown], mut slots: Vec<Slot>) -> Result<Vec<Slot>> {
+    for shown in held {
+        let step = shown.read()?;
+        let is_at = |slot: &Slot| slot.index() == step.seal.slot && Arc::ptr_eq(slot.memory(), &shown.memory);
+        let place = match slots.iter().position(is_at) {
+            Some(place) => place,
+            None => {
+                slots.push(Slot::map(&shown.memory, step.seal.slot)?);
+                slots.len() - 1
+            }
+        };
+        *slots[place].held_mut() = Some(Box::new(step));
+    }
+    Ok(slots)
+}
+
 impl Session {
     /// Takes over what `predecessor` holds, before an agent is greeted: its newest arena becomes this session's. Its
     /// steps stay held only where this start `goes_on` from one of them; else the store may have a newer one. A session
@@ -43,35 +63,27 @@ impl Session {
         self.hello.comes_after(attempt_of(predecessor.start()));
         let Predecessor { stream, held, durable, .. } = predecessor;
         let Some(newest) = held.last().filter(|_| self.arena.is_none()) else { return Ok(()) };
-        let (arena, slots) = Arena::adopt(newest.memory.clone())?;
-        let read = held.into_iter().map(|shown| Ok((shown.read()?, shown.memory)));
-        let held = match read.collect::<Result<Vec<_>>>() {
-            Ok(held) => held,
+        let adopted = Arena::adopt(newest.memory.clone())
+            .and_then(|(arena, slots)| Ok((arena, take_steps(&held, slots)?)));
+        let (arena, slots) = match adopted {
+            Ok(adopted) => adopted,
             Err(error) => {
                 self.warnings
                     .push(format!("what the agent of a killed trainer holds is not taken over: {error}"));
                 return Ok(());
             }
         };
-        self.arena = Some(arena);
-        self.inherited = slots.into_iter().map(Inherited::new).collect();
-        for (held, memory) in held {
+        let mut steps: Vec<&Held> = slots.iter().filter_map(Slot::held).collect();
+        steps.sort_by_key(|held| held.seal.save);
+        for held in steps {
             match durable.contains(&held.name()) {
                 true => self.last_durable = self.last_durable.max(held.seal.save),
                 false => self.unsaved.push((held.seal.save, held.seal.step)),
             }
-            let is_at =
-                |slot: &&mut Slot| slot.index() == held.seal.slot && Arc::ptr_eq(slot.memory(), &memory);
             self.last_save = self.last_save.max(held.seal.save);
-            match self.inherited.iter_mut().map(|inherited| &mut inherited.slot).find(is_at) {
-                Some(slot) => *slot.held_mut() = Some(Box::new(held)),
-                None => {
-                    let mut slot = Slot::map(&memory, held.seal.slot)?;
-                    *slot.held_mut() = Some(Box::new(held));
-                    self.inherited.push(Inherited::new(slot));
-                }
-            }
         }
+        self.arena = Some(arena);
+        self.inherited = slots.into_iter().map(Inherited::new).collect();
         (self.predecessor, self.goes_on, self.durable) = (Some(stream), goes_on, durable);
         Ok(())
     }

@@ -103,6 +103,42 @@ fn a_killed_trainers_steps_are_read_and_taken_over() {
     assert!(visit(&place).is_none(), "a trainer that is done leaves nothing");
 }
 
+/// A session that could not map what it was told of had memory with no slot to save into, for good.
+#[test]
+fn memory_that_cannot_be_taken_over_is_left_and_saves_go_on() {
+    let (mut fixture, place) = (Fixture::new(), place("left"));
+    let (mut first, agent) = lingering(&mut fixture, &place);
+    for step in [1, 2] {
+        let save = save(&mut first, step, 1000);
+        assert!(matches!(settle(&mut first, &save), Progress::Durable));
+    }
+    first.disconnect();
+    let mut found = visit(&place).expect("it waits");
+    // The older one lies where no memory is.
+    let mut held = found.held[0].read().expect("a step");
+    held.seal.slot = 1000;
+    found.held[0].told = serde_json::to_vec(&held.sealed_again()).expect("encodes");
+    let mut second = fixture.unattached(None);
+    second.adopt(found, true).expect("adopt");
+    let warnings = second.take_warnings();
+    let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+    assert!(warning.contains("is not taken over"), "{warning}");
+    assert_eq!(second.held(), []);
+    let own = attach(&mut second);
+    for step in 3..7 {
+        let save = save(&mut second, step, 1000);
+        assert!(matches!(settle(&mut second, &save), Progress::Durable));
+    }
+    second.dismiss();
+    own.join().expect("agent").expect("served");
+    let mut last = unattached(&mut fixture, &place);
+    last.adopt(visit(&place).expect("it waits still"), true).expect("adopt");
+    let end = attach(&mut last);
+    agent.join().expect("agent").expect("served");
+    last.dismiss();
+    end.join().expect("agent").expect("served");
+}
+
 /// A start on this host took a number before the agent of the killed trainer could: that one's save is refused.
 #[test]
 fn a_sealed_step_that_its_agent_could_not_save_is_told_by_the_successor() {

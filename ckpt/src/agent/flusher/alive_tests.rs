@@ -285,10 +285,10 @@ async fn saves_go_on_while_uploads_of_the_dead_are_aborted() {
     let mut agent = flusher(&bucket, &later, trainer);
     (agent.clock, agent.hello.url, agent.hello.start) =
         (clock.clone(), bucket.url().to_string(), later.start.clone());
-    let (queue, work) = mpsc::channel(4);
+    let (queue, work) = mpsc::unbounded_channel();
     let agent = tokio::spawn(agent.settle_all(work));
     for step in [11, 12, 13] {
-        queue.send(Work::Save(sealed(step, 1000))).await.expect("send");
+        queue.send(Work::Save(sealed(step, 1000))).expect("send");
     }
     let durable = tokio::task::spawn_blocking(move || {
         let mut durable = Vec::new();
@@ -471,12 +471,12 @@ async fn a_rank_that_cleans_up_for_long_is_waited_for() {
     });
     first.hello.url = plain.url().to_string();
     // That the first step will not be is told, and then it is asked whether another start took over.
-    let (gate, (queue, work)) = (faults.gate(2), mpsc::channel(4));
+    let (gate, (queue, work)) = (faults.gate(2), mpsc::unbounded_channel());
     let first = tokio::spawn(first.settle_all(work));
     let gives_up = Work::GiveUp { step: 1, round: None, reason: "no memory".to_owned() };
-    queue.send(gives_up).await.expect("it takes work");
+    queue.send(gives_up).expect("it takes work");
     gate.reached().await;
-    queue.send(Work::Save(part(0, 2, 1000))).await.expect("it takes work");
+    queue.send(Work::Save(part(0, 2, 1000))).expect("it takes work");
     drop(queue);
     let told = RankKey { save: run.save(2), rank: 0, note: Note::Alive };
     let mut seconds = 0;
@@ -512,17 +512,17 @@ async fn a_rank_that_is_at_an_earlier_step_is_waited_for() {
         agent.clock = clock.clone();
         agent.hello.url = plain.url().to_string();
         agent.hello.member = Some(Member { run: run.clone(), rank, world_size: 2 });
-        let (queue, work) = mpsc::channel(4);
+        let (queue, work) = mpsc::unbounded_channel();
         (queue, tokio::spawn(agent.settle_all(work)))
     });
     let [(first, one), (second, other)] = agents;
     let gate = faults.gate(1);
-    first.send(Work::Save(part(0, 1, 1000))).await.expect("it takes work");
+    first.send(Work::Save(part(0, 1, 1000))).expect("it takes work");
     gate.reached().await;
     let gives_up = Work::GiveUp { step: 1, round: None, reason: "no memory".to_owned() };
-    second.send(gives_up).await.expect("it takes work");
+    second.send(gives_up).expect("it takes work");
     for (rank, queue) in [first, second].into_iter().enumerate() {
-        queue.send(Work::Save(part(rank as u32, 2, 1000))).await.expect("it takes work");
+        queue.send(Work::Save(part(rank as u32, 2, 1000))).expect("it takes work");
     }
     for _ in 0..1200 {
         clock.advance(Duration::from_secs(1));

@@ -256,7 +256,7 @@ async fn a_step_that_is_brought_home_is_not_deleted_meanwhile() {
         let clock = Clock::manual();
         let mut agent = Flusher::new(hello, trainer, Some(copies.clone()));
         agent.clock = clock.clone();
-        let (queue, work) = mpsc::channel(4);
+        let (queue, work) = mpsc::unbounded_channel();
         let agent = tokio::spawn(agent.settle_all(work));
         // It is sent as fast as time passes, which it does not yet.
         while bucket.list_uploads("shards").await.expect("list").is_empty() {

@@ -19,12 +19,12 @@ pub(super) struct Others {
 
 /// What comes next, as far as it was looked for.
 pub(super) struct Next<'a> {
-    queue: &'a mut mpsc::Receiver<Work>,
+    queue: &'a mut mpsc::UnboundedReceiver<Work>,
     taken: Option<Work>,
 }
 
 impl<'a> Next<'a> {
-    pub(super) fn new(queue: &'a mut mpsc::Receiver<Work>) -> Self {
+    pub(super) fn new(queue: &'a mut mpsc::UnboundedReceiver<Work>) -> Self {
         Self { queue, taken: None }
     }
 

@@ -14,7 +14,7 @@ use crate::catalog::list_steps;
 
 /// A rank's agent at work, and what its trainer hears.
 struct Rank {
-    queue: mpsc::Sender<Work>,
+    queue: mpsc::UnboundedSender<Work>,
     hears: FdStream,
     agent: tokio::task::JoinHandle<()>,
 }
@@ -28,12 +28,12 @@ impl Rank {
         agent.clock = clock.clone();
         agent.hello.url = bucket.url().to_string();
         agent.hello.member = Some(Member { run: run.clone(), rank, world_size: 2 });
-        let (queue, work) = mpsc::channel(4);
+        let (queue, work) = mpsc::unbounded_channel();
         Self { queue, hears, agent: tokio::spawn(agent.settle_all(work)) }
     }
 
     async fn take(&self, work: Work) {
-        self.queue.send(work).await.expect("it takes work");
+        self.queue.send(work).expect("it takes work");
     }
 
     /// What becomes of its next save.
