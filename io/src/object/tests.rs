@@ -262,6 +262,51 @@ async fn a_body_is_not_resumed_from_another_version() {
     assert_eq!(bucket.get(&key, Some(&old), 0..9).await.expect_err("stale").kind(), ErrorKind::Stale);
 }
 
+/// A store, or something on the way to it, that looks at no condition of a read.
+#[derive(Debug)]
+struct Heedless(Plain);
+
+#[async_trait]
+impl Service for Heedless {
+    async fn call(&self, mut request: Request) -> Result<Reply> {
+        if let Request::Get { options, .. } = &mut request {
+            options.if_match = None;
+        }
+        self.0.call(request).await
+    }
+}
+
+/// Where a store gave whatever was there, a read of one version was given bytes of two.
+#[tokio::test]
+async fn a_store_that_ignores_conditions_of_reads_mixes_no_versions() {
+    let store = Arc::new(Heedless(Plain::staged(Arc::new(InMemory::new()), true)));
+    let stack = Stack::new(store, &StoreSettings::default());
+    let inner = Bucket::over("s3://b".parse().expect("a URL"), stack);
+    let faults = Faults::new();
+    let (bucket, key) = (inner.with_faults(&faults), ObjectKey::new("a"));
+    let old = inner.put(&key, Bytes::from(vec![1; 1000]), Condition::Always).await.expect("put").version;
+    let before = inner.counters();
+    // The same version as another answer of a store spells it, or what a proxy made of it.
+    let bare = old.as_str().trim_matches('"');
+    for spelt in [old.as_str().to_owned(), format!("\"{bare}\""), format!("W/\"{bare}\""), bare.to_owned()] {
+        let version = forebay_core::Version::new(spelt);
+        assert_eq!(bucket.get(&key, Some(&version), 0..9).await.expect("read"), [1; 9].as_slice());
+    }
+    assert_eq!(inner.counters().since(&before).requests(), 4, "nothing more is asked");
+    let body = async || bucket.get_whole(&key).await.map(|(bytes, _)| bytes);
+    faults.script(OperationKind::Get, 1, FaultMode::BreakBody(500));
+    assert_eq!(body().await.expect("resumed"), vec![1; 1000]);
+    // Replaced in the middle of a body that breaks.
+    faults.script(OperationKind::Get, 1, FaultMode::BreakBody(500));
+    let read = bucket.store().get(&Path::from("a")).await.expect("get");
+    inner.put(&key, Bytes::from(vec![2; 1000]), Condition::Always).await.expect("replace");
+    let broken = read.bytes().await.err();
+    assert!(matches!(broken, Some(object_store::Error::Precondition { .. })), "{broken:?}");
+    let stale = bucket.get(&key, Some(&old), 0..9).await;
+    assert_eq!(stale.expect_err("another version").kind(), ErrorKind::Stale);
+    assert_eq!(body().await.expect("whatever is there"), vec![2; 1000]);
+}
+
 /// As the tree in the bucket reads, which asks for what changed since: it is answered 304 or the object.
 #[tokio::test]
 async fn a_412_to_a_read_that_no_condition_forbids_is_asked_again() {

@@ -15,6 +15,9 @@
 //! replies lost or not: if the object has the token, the write succeeded; if what the condition asks for is there, the
 //! request is sent again; otherwise the refusal stands.
 //!
+//! **An answer with another version** than a read asked for is such a refusal: there are stores, and things on the way to
+//! them, that look at no condition of a read.
+//!
 //! **An upload whose beginning went unanswered** may go on beside the one that a repetition began: [`Unanswered`] is told.
 
 use std::sync::Arc;
@@ -133,7 +136,7 @@ impl Retrying {
         let mut attempts = Attempts::default();
         loop {
             let sent = Instant::now();
-            let error = match self.next.call(request.clone()).await {
+            let error = match self.send(request).await {
                 Err(error) if self.may_pass(&error) => error,
                 done => return (done, attempts.failed > 0),
             };
@@ -146,6 +149,20 @@ impl Retrying {
                 return (Err(error), true);
             }
         }
+    }
+
+    /// Sends a request once. An object of another version than the one that was asked for is refused here, where the store
+    /// did not.
+    async fn send(&self, request: &Request) -> Result<Reply> {
+        let reply = self.next.call(request.clone()).await?;
+        if let (Request::Get { key, options }, Reply::Object(GetResult { meta, .. })) = (request, &reply)
+            && let (Some(wanted), Some(found)) = (&options.if_match, &meta.e_tag)
+            && !is_version(wanted, found)
+        {
+            let source = format!("asked for {wanted}, answered with {found}").into();
+            return Err(object_store::Error::Precondition { path: key.to_string(), source });
+        }
+        Ok(reply)
     }
 
     /// Whether the same request may succeed if it is sent again.
@@ -219,7 +236,7 @@ impl Retrying {
         let found = head.as_ref().and_then(|head| head.meta.e_tag.as_deref());
         let holds = match &condition {
             Condition::IfAbsent => head.is_none(),
-            Condition::IfVersion(version) => found == Some(version.as_str()),
+            Condition::IfVersion(version) => found.is_some_and(|found| is_version(version.as_str(), found)),
             // An unconditional completion whose upload is gone and whose object is not ours: both may be true only if
             // an outsider came in between, which a caller must treat as a conflict.
             Condition::Always if head.is_some() && doubtful => {
@@ -231,6 +248,16 @@ impl Retrying {
         let is_unfounded = holds && !is_missing && !is_of_kernel(refusal);
         Ok(if is_unfounded { Finding::Unfounded } else { Finding::Stands })
     }
+}
+
+/// Whether the ETag `found` is one of those `wanted`, which are listed as in `If-Match`. Answers of one store differ in the
+/// quotes around it, and what stands between may have marked it as weak: neither makes it another version.
+fn is_version(wanted: &str, found: &str) -> bool {
+    fn bare(tag: &str) -> &str {
+        let tag = tag.trim();
+        tag.strip_prefix("W/").unwrap_or(tag).trim_matches('"')
+    }
+    wanted == "*" || wanted.split(',').any(|wanted| bare(wanted) == bare(found))
 }
 
 /// Whether the write that carried `token` put the object there.
@@ -290,7 +317,7 @@ impl Resume {
             ..self.options.clone()
         };
         let request = Request::Get { key: self.key.clone(), options };
-        let GetResult { payload, .. } = match self.core.next.call(request.clone()).await {
+        let GetResult { payload, .. } = match self.core.send(&request).await {
             Ok(reply) => reply.object()?,
             // Counted as one more failure by the caller's loop.
             Err(error) if self.core.may_pass(&error) => {
