@@ -12,7 +12,7 @@
 //!   one tick of the file system's clock and to the same size is not noticed.
 //! - The token of a write is an extended attribute of its file, where the file system has those.
 //!
-//! - A copy or deletion whose request was given up, as one that took too long, has no effect any more.
+//! - A request that was given up, as one that took too long, has no effect any more.
 //!
 //! Staging files, unfinished uploads and the lock lie in `.forebay/staging/`, which listings leave out. What dead
 //! processes left in the staging folder goes when it is swept.
@@ -171,7 +171,10 @@ impl Service for Directory {
         match request {
             Request::Get { key, options } => self.get(key, options).await.map(Reply::Object),
             Request::Put { key, payload, options, token } => {
-                self.run(move |inner| inner.put(&key, &payload, &options.mode, token)).await.map(Reply::Put)
+                let work = move |inner: &Inner, wanted: Wanted| {
+                    inner.put(&key, &payload, &options.mode, token, &wanted)
+                };
+                self.run_wanted(work).await.map(Reply::Put)
             }
             Request::Delete { keys } => {
                 self.run_wanted(move |inner, wanted| inner.delete_all(&keys, &wanted)).await?;
@@ -187,10 +190,14 @@ impl Service for Directory {
             }
             Request::Create { key, options, token, .. } => {
                 let past_cache = options.extensions.get().copied();
-                self.run(move |inner| inner.create_upload(key, token, past_cache)).await.map(Reply::Upload)
+                let work =
+                    move |inner: &Inner, wanted: Wanted| inner.create_upload(key, token, past_cache, &wanted);
+                self.run_wanted(work).await.map(Reply::Upload)
             }
             Request::Part { upload, offset, payload, .. } => {
-                self.run(move |inner| inner.write_part(&upload, offset, &payload)).await.map(Reply::Part)
+                let work =
+                    move |inner: &Inner, wanted: Wanted| inner.write_part(&upload, offset, &payload, &wanted);
+                self.run_wanted(work).await.map(Reply::Part)
             }
             Request::CopyPart { upload, offset, from, version, range, .. } => {
                 let work = move |inner: &Inner, wanted: Wanted| {
@@ -199,7 +206,9 @@ impl Service for Directory {
                 self.run_wanted(work).await.map(Reply::Part)
             }
             Request::Complete { upload, parts, condition } => {
-                self.run(move |inner| inner.complete(&upload, &parts, &condition)).await.map(Reply::Put)
+                let work =
+                    move |inner: &Inner, wanted: Wanted| inner.complete(&upload, &parts, &condition, &wanted);
+                self.run_wanted(work).await.map(Reply::Put)
             }
             Request::Abort { upload } => {
                 self.run(move |inner| inner.abort(&upload)).await?;

@@ -11,6 +11,7 @@ use forebay_core::{Timestamp, Version};
 use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::{PutPayload, PutResult, Result};
+use parking_lot::RwLock;
 use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
 
@@ -27,6 +28,10 @@ pub(super) const UPLOADS: &str = "uploads";
 /// What disks want writes past the page cache aligned to, in memory and in the file.
 const ALIGNMENT: usize = 4096;
 
+/// Shared by those who write parts of an upload, whole for who completes it: a part that was given up while it was written
+/// changes no file that has its key already.
+type Turn = Arc<RwLock<()>>;
+
 /// An upload of this process.
 #[derive(Debug)]
 pub(super) struct Begun {
@@ -36,6 +41,7 @@ pub(super) struct Begun {
     past_cache: Option<Arc<File>>,
     /// Whether a part was begun.
     has_parts: bool,
+    turn: Turn,
 }
 
 impl Inner {
@@ -44,6 +50,7 @@ impl Inner {
         key: Path,
         token: String,
         past_cache: Option<PastCache>,
+        wanted: &Wanted,
     ) -> Result<UploadId> {
         let upload = UploadId { key, id: self.rng.name(), token };
         let folder = self.upload_path(&upload);
@@ -59,7 +66,8 @@ impl Inner {
                 let flags = OFlags::DIRECT.bits() as i32;
                 direct = OpenOptions::new().write(true).custom_flags(flags).open(&path).ok().map(Arc::new);
             }
-            Ok(Begun { _locked: file, past_cache: direct, has_parts: false })
+            wanted.check()?;
+            Ok(Begun { _locked: file, past_cache: direct, has_parts: false, turn: Arc::default() })
         };
         let begun = create().map_err(|error| {
             // Nobody was told its id; what stays is swept.
@@ -79,26 +87,35 @@ impl Inner {
         OpenOptions::new().write(true).open(path).map_err(|error| io_error(&upload.key, error))
     }
 
-    pub(super) fn write_part(&self, upload: &UploadId, offset: u64, payload: &PutPayload) -> Result<PartId> {
+    pub(super) fn write_part(
+        &self,
+        upload: &UploadId,
+        offset: u64,
+        payload: &PutPayload,
+        wanted: &Wanted,
+    ) -> Result<PartId> {
         let file = self.open_upload(upload)?;
-        let direct = self.begin_part(upload);
+        let (turn, direct) = self.begin_part(upload)?;
+        let _turn = turn.read();
         let mut at = offset;
         for bytes in payload {
-            let written = direct.as_ref().map_or(Ok(0), |direct| write_direct(direct, bytes, at));
-            written
-                .and_then(|written| file.write_all_at(&bytes[written..], at + written as u64))
-                .map_err(|error| io_error(&upload.key, error))?;
+            let write = || {
+                wanted.check()?;
+                let written = direct.as_ref().map_or(Ok(0), |direct| write_direct(direct, bytes, at))?;
+                file.write_all_at(&bytes[written..], at + written as u64)
+            };
+            write().map_err(|error| io_error(&upload.key, error))?;
             at += bytes.len() as u64;
         }
         Ok(part_id(offset, at - offset))
     }
 
-    /// Notes a part, and returns the file as it is written past the page cache.
-    fn begin_part(&self, upload: &UploadId) -> Option<Arc<File>> {
+    /// Notes a part. Returns what is held while it is written, and the file as it is written past the page cache.
+    fn begin_part(&self, upload: &UploadId) -> Result<(Turn, Option<Arc<File>>)> {
         let mut uploads = self.uploads.lock();
-        let begun = uploads.get_mut(&upload.id)?;
+        let begun = uploads.get_mut(&upload.id).ok_or_else(|| gone(upload))?;
         begun.has_parts = true;
-        begun.past_cache.clone()
+        Ok((begun.turn.clone(), begun.past_cache.clone()))
     }
 
     /// Of another process's upload, which may have any number of them, as if it had.
@@ -118,7 +135,8 @@ impl Inner {
         let mut source = File::open(self.file_of(from)).map_err(copy)?;
         let before = version_of(&source.metadata().map_err(copy)?);
         let mut target = self.open_upload(upload)?;
-        self.begin_part(upload);
+        let (turn, _) = self.begin_part(upload)?;
+        let _turn = turn.read();
         target.seek(SeekFrom::Start(offset)).map_err(copy)?;
         source.seek(SeekFrom::Start(range.start)).map_err(copy)?;
         let copied = copy_bytes(&mut source, &mut target, length, wanted).map_err(copy)?;
@@ -138,8 +156,12 @@ impl Inner {
         upload: &UploadId,
         parts: &[PartId],
         condition: &Condition,
+        wanted: &Wanted,
     ) -> Result<PutResult> {
         let file = self.open_upload(upload)?;
+        let turn = self.uploads.lock().get(&upload.id).map(|begun| begun.turn.clone());
+        let turn = turn.ok_or_else(|| gone(upload))?;
+        let _turn = turn.write();
         let size = parts.iter().try_fold(0, |end, part| match read_part_id(part) {
             Some((offset, length)) if offset == end => Ok(end + length),
             _ => Err(object_store::Error::Generic {
@@ -149,6 +171,7 @@ impl Inner {
             }),
         })?;
         let sync = || {
+            wanted.check()?;
             file.set_len(size)?;
             token::sync(&file, &upload.token)
         };
@@ -159,7 +182,7 @@ impl Inner {
             &upload.key,
             &put_mode(condition),
             upload.token.clone(),
-            None,
+            wanted,
         )?;
         // The object is visible and durable; an upload's empty folder that stays behind is listed and aborted later.
         let _ = std::fs::remove_dir_all(&folder);
@@ -199,6 +222,10 @@ impl Inner {
         }
         Ok(page)
     }
+}
+
+fn gone(upload: &UploadId) -> object_store::Error {
+    io_error(&upload.key, io::ErrorKind::NotFound.into())
 }
 
 /// Takes the room for a file of so many bytes, where the file system can.
@@ -245,9 +272,67 @@ fn read_part_id(part: &PartId) -> Option<(u64, u64)> {
 mod tests {
     use bytes::Bytes;
     use forebay_core::ObjectKey;
+    use futures::future::FutureExt;
+    use object_store::path::Path;
+    use object_store::{PutMultipartOptions, PutOptions, PutPayload};
 
     use crate::mem::SharedMemory;
+    use crate::object::backend::file::Directory;
+    use crate::object::request::{Reply, Request, Service, UploadId};
     use crate::object::{Bucket, BucketUrl, Condition, StoreSettings, UploadOptions};
+
+    fn create(key: &str) -> Request {
+        let (options, token) = (PutMultipartOptions::default(), String::new());
+        Request::Create { key: Path::from(key), options, token, conditional: true }
+    }
+
+    fn part(upload: &UploadId, bytes: usize) -> Request {
+        let payload = PutPayload::from(vec![7; bytes]);
+        Request::Part { upload: upload.clone(), index: 0, offset: 0, payload }
+    }
+
+    fn put(key: &str, bytes: usize) -> Request {
+        let (options, token) = (PutOptions::default(), String::new());
+        Request::Put { key: Path::from(key), payload: PutPayload::from(vec![7; bytes]), options, token }
+    }
+
+    async fn begin(directory: &Directory, bytes: usize) -> (UploadId, Request) {
+        let upload = directory.call(create("parts")).await.and_then(Reply::upload).expect("an upload");
+        let parts = vec![directory.call(part(&upload, bytes)).await.and_then(Reply::part).expect("a part")];
+        (upload.clone(), Request::Complete { upload, parts, condition: Condition::Always })
+    }
+
+    /// What was given up came into effect later, over what had been written meanwhile.
+    #[test]
+    fn what_was_given_up_before_it_began_has_no_effect() {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.max_blocking_threads(1).enable_all().build().expect("a runtime");
+        let folder = tempfile::tempdir().expect("scratch");
+        let directory = Directory::new(folder.path().to_owned());
+        runtime.block_on(async {
+            let (upload, complete) = begin(&directory, 10).await;
+            let longer = part(&upload, 20);
+            // The one thread is busy, so that all of these wait for it when they are given up.
+            let (busy, is_free) = std::sync::mpsc::channel::<()>();
+            let works = crate::task::blocking(move || is_free.recv());
+            let mut works = std::pin::pin!(works);
+            assert!(futures::poll!(&mut works).is_pending());
+            for request in [create("other"), longer, complete, put("whole", 10)] {
+                assert!(directory.call(request).now_or_never().is_none());
+            }
+            drop(busy);
+            assert!(works.await.expect("it ran").is_err());
+            // Who comes last has waited for all before.
+            crate::task::blocking(|| ()).await.expect("it ran");
+        });
+        let mut uploads = std::fs::read_dir(folder.path().join(".forebay/staging/uploads")).expect("uploads");
+        let data = uploads.next().expect("one upload").expect("it").path().join("data");
+        assert!(uploads.next().is_none(), "another was begun");
+        assert_eq!(data.metadata().expect("its file").len(), 10, "a part was written");
+        for key in ["parts", "whole"] {
+            assert!(!folder.path().join(key).exists(), "{key} is there");
+        }
+    }
 
     #[tokio::test]
     async fn what_goes_past_the_page_cache_is_the_same() {

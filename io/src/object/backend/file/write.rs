@@ -17,9 +17,12 @@ impl Inner {
         payload: &PutPayload,
         mode: &PutMode,
         token: String,
+        wanted: &Wanted,
     ) -> Result<PutResult> {
-        let write = |file: &mut File| payload.iter().try_for_each(|bytes| file.write_all(bytes));
-        self.write_whole(key, write, mode, token, None)
+        let write = |file: &mut File| {
+            payload.iter().try_for_each(|bytes| wanted.check().and_then(|()| file.write_all(bytes)))
+        };
+        self.write_whole(key, write, mode, token, wanted)
     }
 
     /// Copies the bytes: a hard link would let a later change in place reach both keys. As in a bucket, the token of their
@@ -33,7 +36,7 @@ impl Inner {
             CopyMode::Create => PutMode::Create,
         };
         let write = |file: &mut File| copy_bytes(&mut source, file, u64::MAX, wanted).map(drop);
-        self.write_whole(to, write, &mode, held.unwrap_or_default(), Some(wanted)).map(drop)
+        self.write_whole(to, write, &mode, held.unwrap_or_default(), wanted).map(drop)
     }
 
     fn write_whole(
@@ -42,7 +45,7 @@ impl Inner {
         write: impl FnOnce(&mut File) -> io::Result<()>,
         mode: &PutMode,
         token: String,
-        wanted: Option<&Wanted>,
+        wanted: &Wanted,
     ) -> Result<PutResult> {
         let staged = self.staging_path(&self.rng.name());
         let written = self.stage(&staged, write, &token).map_err(|error| io_error(key, error));
@@ -83,15 +86,15 @@ impl Inner {
         token::sync(&file, token)
     }
 
-    /// Moves the synced file `staged` to its key if `mode` allows and it is still `wanted`, where that matters, and syncs the
-    /// directories that changed.
+    /// Moves the synced file `staged` to its key if `mode` allows and it is still `wanted`, and syncs the directories that
+    /// changed.
     pub(super) fn publish(
         &self,
         staged: &FilePath,
         key: &Path,
         mode: &PutMode,
         token: String,
-        wanted: Option<&Wanted>,
+        wanted: &Wanted,
     ) -> Result<PutResult> {
         let target = self.file_of(key);
         let failed = |error| io_error(key, error);
@@ -106,7 +109,7 @@ impl Inner {
         };
         // Within the lock, or a delete of the last neighbour could take the directory away in between.
         let top = self.locked(|| {
-            wanted.map_or(Ok(()), Wanted::check).map_err(failed)?;
+            wanted.check().map_err(failed)?;
             let top = create_directories(&parent).map_err(|error| taken_error(key, error))?;
             if let PutMode::Update(update) = mode {
                 expect_version(&target, key, update.e_tag.as_deref())?;
