@@ -235,14 +235,24 @@ fn gave_up(bucket: &str, error: &object_store::Error) -> Option<Error> {
             "the store asks for fewer requests, of all clients together: fewer at a time (store.max_in_flight), keys under more \
              prefixes, or a longer store.deadline_ms"
         }
-        (false, false) => {
-            "is the endpoint up and reachable from here? check AWS_ENDPOINT_URL and the network"
-        }
+        (false, false) => unreached(bucket),
     };
     let what = if is_busy { "is too busy" } else { "did not answer" };
     let message =
         format!("{bucket} {what}: gave up after {attempts} attempts in {waited_ms} ms; the last: {said}");
     Some(Error::new(ErrorKind::Unavailable, message).with_hint(hint))
+}
+
+/// What to look at where a store is not heard of.
+fn unreached(bucket: &str) -> &'static str {
+    match bucket.split_once("://") {
+        Some(("file", _)) => {
+            "the disk that holds the directory, or the server that it is mounted from, hangs or is too slow: `dmesg` and \
+             `iostat -x 1` may show it; a longer store.deadline_ms waits longer"
+        }
+        Some(("gs" | "az", _)) => "is the endpoint up and reachable from here? check the network",
+        _ => "is the endpoint up and reachable from here? check AWS_ENDPOINT_URL and the network",
+    }
 }
 
 /// Errors that S3 names. The hint says what to change.
@@ -521,5 +531,22 @@ mod tests {
         let told = convert("s3://b", Fault::GaveUp { attempts: 3, waited_ms: 9, cause: refused }.into());
         let text = "s3://b did not answer: gave up after 3 attempts in 9 ms; the last: connection refused";
         assert_eq!(told.to_string(), text);
+    }
+
+    /// Whose folder was on a slow disk was sent to look at AWS_ENDPOINT_URL.
+    #[test]
+    fn the_hint_of_what_did_not_answer_is_about_the_store_that_it_is() {
+        for (bucket, hint) in [
+            ("s3://b", "AWS_ENDPOINT_URL"),
+            ("gs://b", "reachable from here"),
+            ("az://b", "reachable from here"),
+            ("file:///d", "the disk"),
+        ] {
+            let cause = Fault::Stalled { waited_ms: 10_000 }.into();
+            let told = convert(bucket, Fault::GaveUp { attempts: 3, waited_ms: 30_000, cause }.into());
+            let said = told.hint().expect("a hint");
+            assert!(said.contains(hint), "{bucket}: {said}");
+            assert_eq!(said.contains("AWS_"), bucket.starts_with("s3:"), "{bucket}: {said}");
+        }
     }
 }

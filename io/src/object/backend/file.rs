@@ -41,6 +41,7 @@ use object_store::{
 };
 use parking_lot::Mutex;
 
+use crate::disk::write_out;
 use crate::object::error::STORE;
 use crate::object::layer::TOKEN_ATTRIBUTE;
 use crate::object::progress::Progress;
@@ -57,6 +58,8 @@ const STAGING: &str = ".forebay/staging";
 const CHUNK_BYTES: u64 = 4 << 20;
 /// Bytes copied between two looks at whether anybody waits for the copy: some 100 ms of a disk.
 const COPIED_BYTES: u64 = 64 << 20;
+/// Bytes that are synced between two looks at that: what the slowest disks write in a few seconds.
+const SYNCED_BYTES: u64 = 8 << 20;
 /// Tokens of recent writes remembered in this process, to settle replies that were lost on the way.
 const RECENT_WRITES: usize = 1024;
 
@@ -79,14 +82,24 @@ struct Inner {
 /// Whether a request is still waited for. Work on a thread goes on when its request was given up, which may be sent again
 /// then, or be followed by others: what comes late must not undo those.
 #[derive(Debug, Clone, Default)]
-struct Wanted(Arc<AtomicBool>);
+struct Wanted {
+    given_up: Arc<AtomicBool>,
+    /// Who waits, and waits longer for what gets on.
+    progress: Option<Progress>,
+}
 
 impl Wanted {
     fn check(&self) -> io::Result<()> {
-        match self.0.load(Ordering::SeqCst) {
+        match self.given_up.load(Ordering::SeqCst) {
             false => Ok(()),
             true => Err(io::Error::new(io::ErrorKind::TimedOut, "the request was given up")),
         }
+    }
+
+    /// Tells whoever waits that a piece of the work is done, and looks whether the next one is wanted.
+    fn step(&self) -> io::Result<()> {
+        self.progress.iter().for_each(Progress::tell);
+        self.check()
     }
 }
 
@@ -95,20 +108,33 @@ struct Waits(Wanted);
 
 impl Drop for Waits {
     fn drop(&mut self) {
-        self.0.0.store(true, Ordering::SeqCst);
+        self.0.given_up.store(true, Ordering::SeqCst);
     }
+}
+
+/// Syncs a file with the token of its write. One that is large is written to its disk piece by piece first, each of which
+/// is told: a disk that has much to write is so told from one that hangs.
+fn sync(file: &File, token: &str, wanted: &Wanted) -> io::Result<()> {
+    let length = file.metadata()?.len();
+    let pieces = if length > SYNCED_BYTES { length } else { 0 };
+    for at in (0..pieces).step_by(SYNCED_BYTES as usize) {
+        write_out(file, at..length.min(at + SYNCED_BYTES))?;
+        wanted.step()?;
+    }
+    token::sync(file, token)
 }
 
 /// Copies up to `length` bytes, in pieces between which it may be given up. Returns how many there were.
 fn copy_bytes(source: &mut File, target: &mut File, length: u64, wanted: &Wanted) -> io::Result<u64> {
     let mut copied = 0;
+    wanted.check()?;
     while copied < length {
-        wanted.check()?;
         let piece = (length - copied).min(COPIED_BYTES);
         match io::copy(&mut Read::take(&mut *source, piece), target)? {
             0 => break,
             more => copied += more,
         }
+        wanted.step()?;
     }
     Ok(copied)
 }
@@ -137,7 +163,7 @@ impl Directory {
         T: Send + 'static,
         F: FnOnce(&Inner, Wanted) -> Result<T> + Send + 'static,
     {
-        let wanted = Wanted::default();
+        let wanted = Wanted { given_up: Arc::default(), progress: Progress::of_call() };
         let _waits = Waits(wanted.clone());
         self.run(move |inner| work(inner, wanted)).await
     }

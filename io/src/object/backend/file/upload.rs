@@ -15,7 +15,7 @@ use parking_lot::RwLock;
 use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
 
-use super::{Inner, STAGING, Wanted, copy_bytes, io_error, token, version_of};
+use super::{Inner, STAGING, Wanted, copy_bytes, io_error, sync, version_of};
 use crate::files::is_local;
 use crate::object::error::STORE;
 use crate::object::key::address;
@@ -170,12 +170,12 @@ impl Inner {
                     .into(),
             }),
         })?;
-        let sync = || {
+        let finish = || {
             wanted.check()?;
             file.set_len(size)?;
-            token::sync(&file, &upload.token)
+            sync(&file, &upload.token, wanted)
         };
-        sync().map_err(|error| io_error(&upload.key, error))?;
+        finish().map_err(|error| io_error(&upload.key, error))?;
         let folder = self.upload_path(upload);
         let put = self.publish(
             &folder.join("data"),
@@ -278,6 +278,7 @@ mod tests {
 
     use crate::mem::SharedMemory;
     use crate::object::backend::file::Directory;
+    use crate::object::progress::Progress;
     use crate::object::request::{Reply, Request, Service, UploadId};
     use crate::object::{Bucket, BucketUrl, Condition, StoreSettings, UploadOptions};
 
@@ -300,6 +301,26 @@ mod tests {
         let upload = directory.call(create("parts")).await.and_then(Reply::upload).expect("an upload");
         let parts = vec![directory.call(part(&upload, bytes)).await.and_then(Reply::part).expect("a part")];
         (upload.clone(), Request::Complete { upload, parts, condition: Condition::Always })
+    }
+
+    /// A disk that had some GB to write before it answered the fsync was given up after ten seconds.
+    #[tokio::test]
+    async fn a_file_that_is_synced_is_heard_of_as_its_bytes_come_to_the_disk() {
+        let folder = tempfile::tempdir().expect("scratch");
+        let directory = Directory::new(folder.path().to_owned());
+        let is_heard_of = async |request: Request| {
+            let progress = Progress::default();
+            progress.watch(directory.call(request)).await.expect("done");
+            progress.made().now_or_never().is_some()
+        };
+        for (bytes, is_long) in [(1 << 20, false), (20 << 20, true)] {
+            let (_, complete) = begin(&directory, bytes).await;
+            assert_eq!(is_heard_of(complete).await, is_long, "{bytes} bytes in parts");
+            let from = Path::from("parts");
+            let (to, options) = (Path::from("copy"), object_store::CopyOptions::default());
+            let copy = Request::Copy { from, to, bytes: bytes as u64, options };
+            assert!(is_heard_of(copy).await, "{bytes} bytes copied");
+        }
     }
 
     /// What was given up came into effect later, over what had been written meanwhile.

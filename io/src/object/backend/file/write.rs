@@ -8,7 +8,7 @@ use std::path::{Path as FilePath, PathBuf};
 use object_store::path::Path;
 use object_store::{CopyMode, PutMode, PutPayload, PutResult, Result};
 
-use super::{Inner, STAGING, Wanted, copy_bytes, io_error, put_result, token, version_of};
+use super::{Inner, STAGING, Wanted, copy_bytes, io_error, put_result, sync, token, version_of};
 
 impl Inner {
     pub(super) fn put(
@@ -48,7 +48,7 @@ impl Inner {
         wanted: &Wanted,
     ) -> Result<PutResult> {
         let staged = self.staging_path(&self.rng.name());
-        let written = self.stage(&staged, write, &token).map_err(|error| io_error(key, error));
+        let written = self.stage(&staged, write, &token, wanted).map_err(|error| io_error(key, error));
         let published = written.and_then(|()| self.publish(&staged, key, mode, token, wanted));
         if published.is_err() {
             // The first error is the one to report; a file left in the staging folder is seen by no reader.
@@ -73,6 +73,7 @@ impl Inner {
         staged: &FilePath,
         write: impl FnOnce(&mut File) -> io::Result<()>,
         token: &str,
+        wanted: &Wanted,
     ) -> io::Result<()> {
         let open = || OpenOptions::new().write(true).create_new(true).open(staged);
         let mut file = match open() {
@@ -83,7 +84,7 @@ impl Inner {
             other => other?,
         };
         write(&mut file)?;
-        token::sync(&file, token)
+        sync(&file, token, wanted)
     }
 
     /// Moves the synced file `staged` to its key if `mode` allows and it is still `wanted`, and syncs the directories that
