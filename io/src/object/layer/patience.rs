@@ -1,9 +1,10 @@
 //! Bounds the wait for one attempt: for its reply, and for each next piece of its body.
 //!
 //! The clients' own timeouts are off, because they count a large part on a slow link as a failure. Here the wait
-//! for a reply grows with what is sent, or is copied inside the store, at a rate below which a link counts as broken, and
-//! with the parts that the store puts together: S3 says that it may take minutes over 10,000. It begins anew with each piece
-//! of the request's body that the connection takes: many that share a slow link move slowly, and none is late.
+//! for a reply grows with what is sent, or is copied inside the store, at a rate below which a link counts as broken, up to
+//! ten minutes, and with the parts that the store puts together: S3 says that it may take minutes over 10,000. It begins
+//! anew with each piece of the request's body that the connection takes, or that a folder's disk does: many that share a
+//! slow link move slowly, and none is late.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -19,6 +20,9 @@ use crate::object::request::{Reply, Request, Service, Shared};
 
 /// Bytes a second that any working link moves; slower ones time out.
 const SLOWEST_BYTES_A_MS: u64 = 256;
+/// The most that bytes are given without a sign of life, in milliseconds: a store that is asked to copy 5 GiB, the most that
+/// S3 copies at once, needs some ten seconds, and two minutes on a disk that does other things as well.
+const MOST_MOVED_MS: u64 = 600_000;
 /// What a store may need for each part of an object that it completes.
 const SLOWEST_PART_MS: u64 = 50;
 
@@ -31,7 +35,7 @@ pub(in crate::object) struct Patience {
 #[async_trait]
 impl Service for Patience {
     async fn call(&self, request: Request) -> Result<Reply> {
-        let moved_ms = request.moved_bytes() / SLOWEST_BYTES_A_MS;
+        let moved_ms = (request.moved_bytes() / SLOWEST_BYTES_A_MS).min(MOST_MOVED_MS);
         let waited_ms = self.attempt_ms + moved_ms + request.joined_parts() as u64 * SLOWEST_PART_MS;
         let progress = Progress::default();
         let mut call = pin!(progress.watch(self.next.call(request)));
@@ -102,6 +106,20 @@ mod tests {
         let begun = tokio::time::Instant::now();
         let reply = patience.call(put).await;
         (reply, store.taken.load(Ordering::Relaxed), begun.elapsed())
+    }
+
+    /// A store that answered no copy of 5 GiB was waited for all day.
+    #[tokio::test(start_paused = true)]
+    async fn a_copy_of_any_size_stands_still_for_minutes_at_most() {
+        for (bytes, waited_ms) in [(1 << 20, 14_096), (5 << 30, 610_000), (u64::MAX, 610_000)] {
+            let store = Arc::new(Slow { pieces: 0, answers: false, taken: AtomicUsize::default() });
+            let patience = Patience { next: store, attempt_ms: 10_000 };
+            let [from, to] = ["a", "b"].map(Path::from);
+            let begun = tokio::time::Instant::now();
+            let copied = patience.call(Request::Copy { from, to, bytes, options: Default::default() }).await;
+            copied.expect_err("no answer");
+            assert_eq!(begun.elapsed(), Duration::from_millis(waited_ms), "{bytes} bytes");
+        }
     }
 
     #[tokio::test(start_paused = true)]
