@@ -5,7 +5,6 @@ use std::io;
 use std::path::PathBuf;
 
 use object_store::Result;
-use object_store::path::Path;
 
 use super::{Inner, STAGING, io_error, object_meta};
 use crate::object::key::{address, is_segment};
@@ -43,29 +42,15 @@ impl Inner {
         let after = list.token.as_deref().or(list.after.as_deref()).unwrap_or("");
         let limit = list.limit.unwrap_or(PAGE_ENTRIES).clamp(1, PAGE_ENTRIES);
         let mut walk = Walk { list, after, limit, page: Page::default(), steps: 0, progress };
-        let directory = self.root.join(&list.prefix);
-        walk.directory(directory, &list.prefix)
-            .map_err(|error| io_error(&Path::from(list.prefix.as_str()), error))?;
+        walk.directory(self.root.join(&list.prefix), &list.prefix)?;
         Ok(walk.page)
     }
 }
 
 impl Walk<'_> {
     /// Lists what lies in `directory`, whose keys start with `prefix`.
-    fn directory(&mut self, directory: PathBuf, prefix: &str) -> io::Result<()> {
-        let mut found = Vec::new();
-        let entries = match std::fs::read_dir(&directory) {
-            Ok(entries) => entries,
-            // Gone meanwhile, or never there: no keys.
-            Err(error) if is_absent(&error) => return Ok(()),
-            Err(error) => return Err(error),
-        };
-        for entry in entries {
-            self.step();
-            found.extend(self.look_at(&entry?)?);
-        }
-        found.sort_unstable_by(|a, b| a.sort_name.cmp(&b.sort_name));
-        for entry in found {
+    fn directory(&mut self, directory: PathBuf, prefix: &str) -> Result<()> {
+        for entry in self.read(&directory).map_err(|error| unreadable(prefix, error))? {
             if self.page.next.is_some() {
                 return Ok(());
             }
@@ -73,6 +58,23 @@ impl Walk<'_> {
             self.take(&directory, prefix, entry)?;
         }
         Ok(())
+    }
+
+    /// What lies in `directory`, in the order of keys.
+    fn read(&mut self, directory: &std::path::Path) -> io::Result<Vec<Found>> {
+        let mut found = Vec::new();
+        let entries = match std::fs::read_dir(directory) {
+            Ok(entries) => entries,
+            // Gone meanwhile, or never there: no keys.
+            Err(error) if is_absent(&error) => return Ok(found),
+            Err(error) => return Err(error),
+        };
+        for entry in entries {
+            self.step();
+            found.extend(self.look_at(&entry?)?);
+        }
+        found.sort_unstable_by(|a, b| a.sort_name.cmp(&b.sort_name));
+        Ok(found)
     }
 
     fn step(&mut self) {
@@ -106,14 +108,15 @@ impl Walk<'_> {
         Ok(target.map(|target| Found { sort_name: name.to_owned(), metadata: Some(target) }))
     }
 
-    fn take(&mut self, directory: &std::path::Path, prefix: &str, entry: Found) -> io::Result<()> {
+    fn take(&mut self, directory: &std::path::Path, prefix: &str, entry: Found) -> Result<()> {
         let key = format!("{prefix}{}", entry.sort_name);
         let Some(name) = entry.sort_name.strip_suffix('/') else {
             if key.as_str() > self.after
                 && let Some(location) = address(&key)
                 && let Some(metadata) = entry
                     .metadata
-                    .map_or_else(|| look_up(&directory.join(&entry.sort_name)), |known| Ok(Some(known)))?
+                    .map_or_else(|| look_up(&directory.join(&entry.sort_name)), |known| Ok(Some(known)))
+                    .map_err(|error| unreadable(&key, error))?
             {
                 self.page.objects.push(object_meta(location, &metadata));
                 self.end_page(key);
@@ -127,8 +130,11 @@ impl Walk<'_> {
         }
         if self.list.delimited {
             // A folder that holds nothing but the staging folder holds no key.
-            if key == ".forebay/" && std::fs::read_dir(directory.join(name))?.count() <= 1 {
-                return Ok(());
+            if key == ".forebay/" {
+                let entries = std::fs::read_dir(directory.join(name));
+                if entries.map_err(|error| unreadable(&key, error))?.count() <= 1 {
+                    return Ok(());
+                }
             }
             self.page.directories.push(name.to_owned());
             self.end_page(key);
@@ -152,6 +158,18 @@ fn look_up(path: &std::path::Path) -> io::Result<Option<Metadata>> {
     }
 }
 
+/// Names what could not be read. To leave it out would make what is in it vanish.
+fn unreadable(key: &str, error: io::Error) -> object_store::Error {
+    let key = key.trim_end_matches('/');
+    let path = address(key).unwrap_or_default();
+    match error.kind() {
+        // These are told with their path.
+        io::ErrorKind::PermissionDenied | io::ErrorKind::NotFound => io_error(&path, error),
+        _ if key.is_empty() => io_error(&path, error),
+        kind => io_error(&path, io::Error::new(kind, format!("{key}: {error}"))),
+    }
+}
+
 fn is_absent(error: &io::Error) -> bool {
     let is_loop = error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error());
     is_loop || matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
@@ -160,10 +178,31 @@ fn is_absent(error: &io::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use futures::future::FutureExt;
+    use futures::stream::TryStreamExt;
 
     use super::*;
     use crate::object::backend::file::Directory;
     use crate::object::request::{Reply, Request, Service};
+    use crate::object::{Bucket, BucketUrl, StoreSettings};
+
+    /// Of a folder that cannot be read, in a listing of all below, nothing told which it was.
+    #[tokio::test]
+    async fn a_folder_that_cannot_be_read_is_named_and_no_key_is_left_out() {
+        use rustix::fs::{CWD, Mode, OFlags, mkdirat, openat};
+        let folder = tempfile::tempdir().expect("scratch");
+        // Deeper than a path may be long: the superuser may read everything else.
+        let name = "n".repeat(255);
+        let mut deepest = openat(CWD, folder.path(), OFlags::DIRECTORY, Mode::empty()).expect("open");
+        for name in std::iter::once("deep").chain(std::iter::repeat_n(name.as_str(), 16)) {
+            mkdirat(&deepest, name, Mode::RWXU).expect("a folder");
+            deepest = openat(&deepest, name, OFlags::DIRECTORY, Mode::empty()).expect("open");
+        }
+        let url: BucketUrl = format!("file://{}", folder.path().display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let listed = bucket.list("").try_collect::<Vec<_>>().await.expect_err("not all can be read");
+        assert!(listed.to_string().contains("deep/nnn"), "{listed}");
+        assert_eq!(bucket.list_directory("").await.expect("one level").directories, ["deep"]);
+    }
 
     /// A listing of a million names on a busy disk takes longer than a store may be silent.
     #[tokio::test]
