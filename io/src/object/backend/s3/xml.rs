@@ -26,6 +26,8 @@ struct ListBucketResult {
     #[serde(default)]
     encoding_type: Option<String>,
     #[serde(default)]
+    is_truncated: bool,
+    #[serde(default)]
     next_continuation_token: Option<String>,
 }
 
@@ -150,7 +152,11 @@ pub(super) struct ListedUploads {
 pub(in crate::object::backend) fn read_page(body: &[u8], prefix: &str) -> Result<Page> {
     let answer: ListBucketResult = parse(body)?;
     let decoded = answer.encoding_type.is_some();
-    let mut page = Page { next: answer.next_continuation_token.filter(|t| !t.is_empty()), ..Page::default() };
+    let next = answer.next_continuation_token.filter(|token| !token.is_empty());
+    if answer.is_truncated && next.is_none() {
+        return Err(no_way_on("keys"));
+    }
+    let mut page = Page { next, ..Page::default() };
     for object in answer.contents {
         let key = decode(object.key, decoded);
         let Some(location) = key.as_deref().and_then(address) else {
@@ -189,10 +195,17 @@ pub(super) fn read_uploads(body: &[u8]) -> Result<ListedUploads> {
         Some((decode(upload.key, decoded)?, upload.upload_id, started))
     };
     let next = match (answer.is_truncated, answer.next_key_marker, answer.next_upload_id_marker) {
-        (true, Some(key), Some(id)) => decode(key, decoded).map(|key| (key, id)),
-        _ => None,
+        (false, ..) => None,
+        (true, Some(key), Some(id)) => Some((decode(key, decoded).ok_or_else(|| no_way_on("uploads"))?, id)),
+        (true, ..) => return Err(no_way_on("uploads")),
     };
     Ok(ListedUploads { uploads: answer.upload.into_iter().filter_map(entry).collect(), next })
+}
+
+/// A page that is not the last one, and does not say where the next begins: what follows would seem not to be there.
+fn no_way_on(of: &str) -> object_store::Error {
+    let source = format!("the store says that there are more {of}, and not where they begin").into();
+    object_store::Error::Generic { store: STORE, source }
 }
 
 /// Reads whether an upload has parts.
@@ -275,6 +288,29 @@ mod tests {
         assert_eq!(page.objects[0].e_tag.as_deref(), Some("\"x\""));
         assert_eq!(page.directories, ["sub dir"]);
         assert_eq!((page.skipped, page.next.as_deref()), (3, Some("more")));
+    }
+
+    /// A page that says that there is more, and not where, was taken for the last one.
+    #[test]
+    fn a_page_that_cannot_be_gone_on_from_is_no_end() {
+        let uploads = |rest: &str| {
+            let text = format!("<ListMultipartUploadsResult>{rest}</ListMultipartUploadsResult>");
+            read_uploads(text.as_bytes()).map(|page| page.next)
+        };
+        let next = "<NextKeyMarker>a</NextKeyMarker><NextUploadIdMarker>1</NextUploadIdMarker>";
+        let more = "<IsTruncated>true</IsTruncated>";
+        assert_eq!(uploads("<IsTruncated>false</IsTruncated>").expect("the last page"), None);
+        let read = uploads(&format!("{more}{next}")).expect("one more");
+        assert_eq!(read, Some(("a".to_owned(), "1".to_owned())));
+        uploads(more).expect_err("no markers");
+        uploads(&format!("{more}<EncodingType>url</EncodingType>{}", next.replace(">a<", ">%FF<")))
+            .expect_err("no key");
+        let keys = |rest: &str| {
+            let text = format!("<ListBucketResult>{rest}</ListBucketResult>");
+            read_page(text.as_bytes(), "").map(|page| page.next)
+        };
+        assert_eq!(keys("<IsTruncated>false</IsTruncated>").expect("the last page"), None);
+        keys(more).expect_err("no token");
     }
 
     #[test]
