@@ -29,6 +29,9 @@ pub(super) enum Fault {
     /// Retries were exhausted.
     #[error("gave up after {attempts} attempts in {waited_ms} ms; last error: {cause}")]
     GaveUp { attempts: u64, waited_ms: u64, cause: object_store::Error },
+    /// The last attempt failed for good, and one before it was not answered: it may have been carried out, or still be.
+    #[error("{cause}; what became of an earlier attempt is not known")]
+    Unsettled { cause: object_store::Error },
     /// A condition was said not to hold, and it does.
     #[error("the store refused what holds: {cause}")]
     Unfounded { cause: String },
@@ -71,7 +74,9 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
             Fault::Stalled { .. } | Fault::Short { .. } | Fault::Unfounded { .. } | Fault::Injected(_) => {
                 true
             }
-            Fault::GaveUp { .. } | Fault::Credentials { .. } | Fault::ReadOnly => false,
+            Fault::GaveUp { .. } | Fault::Unsettled { .. } | Fault::Credentials { .. } | Fault::ReadOnly => {
+                false
+            }
         };
     }
     let text = error.to_string();
@@ -174,11 +179,24 @@ fn between<'a>(text: &'a str, tag: &str) -> Option<&'a str> {
 
 /// The error as it crosses the package's boundary. `bucket` names the bucket in messages.
 pub(super) fn convert(bucket: &str, error: object_store::Error) -> Error {
-    if let Some(error) = no_credentials(bucket, &error) {
-        return error;
+    explain(bucket, &error)
+        .unwrap_or_else(|| by_variant(bucket, &error, &error.to_string()).with_source(error))
+}
+
+/// The same where all that is known is said: what lies below would only say it again.
+fn explain(bucket: &str, error: &object_store::Error) -> Option<Error> {
+    if let Some(Fault::Unsettled { cause }) = find::<Fault>(error) {
+        let told = explain(bucket, cause);
+        let told = told.unwrap_or_else(|| by_variant(bucket, cause, &cause.to_string()));
+        return Some(
+            unanswered(told).context("what became of an earlier attempt is not known; the last one"),
+        );
+    }
+    if let Some(error) = no_credentials(bucket, error) {
+        return Some(error);
     }
     let text = error.to_string();
-    let service = find::<Fault>(&error).and_then(|fault| match fault {
+    let service = find::<Fault>(error).and_then(|fault| match fault {
         Fault::Service { code, message, .. } => Some((code.clone(), message.clone())),
         Fault::GaveUp { cause, .. } => find::<Fault>(cause).and_then(|fault| match fault {
             Fault::Service { code, message, .. } => Some((code.clone(), message.clone())),
@@ -192,11 +210,20 @@ pub(super) fn convert(bucket: &str, error: object_store::Error) -> Error {
         "" => None,
         code => by_code(bucket, code, said.unwrap_or("no reason given")),
     };
-    // These say all that is known: what lies below would only say it again.
+    let has_given_up = matches!(find::<Fault>(error), Some(Fault::GaveUp { .. }));
     known
-        .or_else(|| gave_up(bucket, &error))
-        .or_else(|| by_kernel(bucket, &error))
-        .unwrap_or_else(|| by_variant(bucket, &error, &text).with_source(error))
+        .map(|known| if has_given_up { unanswered(known) } else { known })
+        .or_else(|| gave_up(bucket, error))
+        .or_else(|| by_kernel(bucket, error))
+}
+
+/// The same cause and hint, of what may nevertheless have been carried out: the caller finds out later.
+fn unanswered(told: Error) -> Error {
+    let error = Error::new(ErrorKind::Unavailable, told.message());
+    match told.hint() {
+        Some(hint) => error.with_hint(hint),
+        None => error,
+    }
 }
 
 /// Nobody gave any. Where there were some before, they were asked for as long as the store may be.

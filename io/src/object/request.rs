@@ -213,6 +213,11 @@ impl Request {
         !matches!(self, Get { .. } | List(_) | ListUploads { .. } | ListParts { .. })
     }
 
+    /// Whether the request changes what a key holds, or whether it holds anything.
+    pub(super) fn changes_keys(&self) -> bool {
+        matches!(self, Self::Put { .. } | Self::Complete { .. } | Self::Copy { .. } | Self::Delete { .. })
+    }
+
     /// What a store may refuse the request for: the object at which key is to be what.
     pub(super) fn condition(&self) -> Option<(&Path, Condition)> {
         let version = |tag: &Option<String>| tag.as_deref().map(Version::new).map(Condition::IfVersion);

@@ -13,6 +13,7 @@ use object_store::{
     CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt,
     PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
+use parking_lot::Mutex;
 
 use object_store::client::{HttpError, HttpErrorKind};
 
@@ -484,5 +485,49 @@ async fn an_upload_of_many_parts_has_time_to_be_completed() {
         let sent = bucket.counters().since(&before).of(OperationKind::Complete).requests;
         assert_eq!(completed.is_ok(), is_waited_for, "{parts} parts: {completed:?}");
         assert_eq!(sent == 1, is_waited_for, "{sent} requests");
+    }
+}
+
+/// A token that ran out between two attempts: the second one's denial was taken for the answer to both, and what the first
+/// one brought came to a key that was free by all that was known.
+#[tokio::test(start_paused = true)]
+async fn a_denial_after_an_attempt_that_was_not_answered_settles_nothing() {
+    let (faults, inner) = (Faults::new(), Bucket::in_memory());
+    let (bucket, key) = (inner.with_faults(&faults), ObjectKey::new("a"));
+    let put = async || bucket.put(&key, "new".into(), Condition::Always).await.expect_err("denied");
+    faults.script(OperationKind::Put, 1, FaultMode::Deny);
+    assert_eq!(put().await.kind(), ErrorKind::Denied, "the only attempt was answered");
+    faults.script(OperationKind::Put, 1, FaultMode::LoseReply).script(OperationKind::Put, 2, FaultMode::Deny);
+    let told = put().await;
+    assert_eq!(told.kind(), ErrorKind::Unavailable, "{told}");
+    assert!(told.message().contains("access to a in s3://memory is denied"), "{told}");
+    assert!(inner.head(&key).await.expect("head").is_some(), "it was carried out");
+    // Nobody doubts a read, or what the store itself put off.
+    faults.script(OperationKind::Get, 1, FaultMode::Before).script(OperationKind::Get, 2, FaultMode::Deny);
+    assert_eq!(bucket.get(&key, None, 0..1).await.expect_err("denied").kind(), ErrorKind::Denied);
+    let answers: [fn() -> object_store::Error; 2] = [
+        || Fault::Service { status: 503, code: "SlowDown".into(), message: String::new() }.into(),
+        || Fault::Service { status: 403, code: "ExpiredToken".into(), message: "it expired".into() }.into(),
+    ];
+    let lost: fn() -> object_store::Error = || Fault::Stalled { waited_ms: 10_000 }.into();
+    for (first, kind) in [(answers[0], ErrorKind::Denied), (lost, ErrorKind::Unavailable)] {
+        let store = Arc::new(Answers(Mutex::new(vec![answers[1], first])));
+        let bucket =
+            Bucket::over("s3://b".parse().expect("a URL"), Stack::new(store, &StoreSettings::default()));
+        let told = bucket.delete(&key).await.expect_err("the token ran out");
+        assert_eq!(told.kind(), kind, "{told}");
+        assert!(told.message().contains("credentials for s3://b have expired"), "{told}");
+        assert!(told.hint().is_some_and(|hint| hint.contains("log in again")), "{told}");
+    }
+}
+
+/// A store that answers with these errors, the last one first.
+#[derive(Debug)]
+struct Answers(Mutex<Vec<fn() -> object_store::Error>>);
+
+#[async_trait]
+impl Service for Answers {
+    async fn call(&self, _: Request) -> Result<Reply> {
+        Err(self.0.lock().pop().expect("one more")())
     }
 }

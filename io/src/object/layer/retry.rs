@@ -15,6 +15,9 @@
 //! replies lost or not: if the object has the token, the write succeeded; if what the condition asks for is there, the
 //! request is sent again; otherwise the refusal stands.
 //!
+//! **An error after a lost reply**, such as a denial because a token ran out between the two, answers the last attempt alone.
+//! Of a request that changes what keys hold it is told as its cause, but as unanswered ([`Fault::Unsettled`]).
+//!
 //! **An answer with another version** than a read asked for is such a refusal: there are stores, and things on the way to
 //! them, that look at no condition of a read.
 //!
@@ -73,6 +76,21 @@ struct Attempts {
     failed: u64,
 }
 
+/// What became of attempts at a request that was sent again.
+#[derive(Debug, Clone, Copy, Default)]
+struct Past {
+    /// One failed, in whatever way.
+    failed: bool,
+    /// One was sent and not put off: the store may have carried it out, or still may.
+    unanswered: bool,
+}
+
+impl Past {
+    fn and(self, other: Self) -> Self {
+        Self { failed: self.failed || other.failed, unanswered: self.unanswered || other.unanswered }
+    }
+}
+
 /// What a look at the store says of a refusal.
 enum Finding {
     /// The write had succeeded.
@@ -107,16 +125,18 @@ impl Service for Retry {
 impl Retrying {
     /// As [`Self::attempt`]; a refusal is looked into before it counts.
     async fn ask(&self, request: &Request) -> Result<Reply> {
-        let (mut unfounded, mut doubtful) = (Attempts::default(), false);
+        let (mut unfounded, mut past) = (Attempts::default(), Past::default());
         loop {
-            let refusal = match self.attempt(request).await {
-                (Err(error), in_doubt) if is_refusal(&error) => {
-                    doubtful |= in_doubt;
-                    error
+            let (done, before) = self.attempt(request).await;
+            past = past.and(before);
+            let refusal = match done {
+                Err(error) if is_refusal(&error) => error,
+                Err(error) if past.unanswered && request.changes_keys() => {
+                    return Err(Fault::Unsettled { cause: error }.into());
                 }
-                (done, _) => return done,
+                done => return done,
             };
-            match self.settle(request, &refusal, doubtful).await? {
+            match self.settle(request, &refusal, past.failed).await? {
                 Finding::Done(reply) => return Ok(reply),
                 Finding::Unfounded if unfounded.failed < MOST_UNFOUNDED => {
                     let cause = Fault::Unfounded { cause: refusal.to_string() };
@@ -130,23 +150,25 @@ impl Retrying {
         }
     }
 
-    /// Repeats `request` until it succeeds, is refused, or the deadline passes. The flag says whether an attempt
-    /// failed in a way that leaves open whether the store carried it out.
-    async fn attempt(&self, request: &Request) -> (Result<Reply>, bool) {
-        let mut attempts = Attempts::default();
+    /// Repeats `request` until it succeeds, is refused, or the deadline passes. Says what became of the attempts before the
+    /// last one.
+    async fn attempt(&self, request: &Request) -> (Result<Reply>, Past) {
+        let (mut attempts, mut past) = (Attempts::default(), Past::default());
         loop {
             let sent = Instant::now();
             let error = match self.send(request).await {
                 Err(error) if self.may_pass(&error) => error,
-                done => return (done, attempts.failed > 0),
+                done => return (done, past),
             };
+            let unanswered = is_unanswered(&error);
+            past = past.and(Past { failed: true, unanswered });
             if let Request::Create { key, .. } = request
-                && is_unanswered(&error)
+                && unanswered
             {
                 self.unanswered.note(key, sent);
             }
             if let Err(error) = self.back_off(&mut attempts, error).await {
-                return (Err(error), true);
+                return (Err(error), past);
             }
         }
     }
