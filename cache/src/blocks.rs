@@ -126,10 +126,13 @@ pub struct Counters {
     pub disk_evictions: u64,
     /// Blocks written to disk.
     pub disk_writes: u64,
-    /// Blocks not written to disk because too much was on its way there, or because the disk keeps failing.
+    /// Blocks not written to disk because too much was on its way there, or because the disk keeps failing or hangs.
     pub disk_skips: u64,
     /// Writes to disk that failed.
     pub disk_failures: u64,
+    /// How often the disk did not answer in time, and was left alone for a while.
+    #[serde(default)]
+    pub disk_stalls: u64,
     /// Bytes in memory now, bookkeeping included.
     pub memory_bytes: u64,
     /// Bytes on disk now, in whole 4 KiB pages.

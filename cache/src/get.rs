@@ -41,12 +41,12 @@ pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey, keep: Keep) -> R
         if let Some(block) = own.memory.get(&id) {
             return Ok((block, Filled::Memory));
         }
-        if let Some(disk) = own.disk.as_ref().filter(|disk| disk.peek(&key).is_some()) {
-            let _turn = ticket.wait(disk.admit(&key)).await?;
-            if let Some(block) = disk.read(&key).await {
-                own.memory.insert(id, block.clone());
-                return Ok((block, Filled::Disk));
-            }
+        if let Some(disk) = own.disk.as_ref().filter(|disk| disk.peek(&key).is_some())
+            && let Some(place) = ticket.wait(disk.admit(&key)).await?
+            && let Some(block) = disk.read(&key, place).await
+        {
+            own.memory.insert(id, block.clone());
+            return Ok((block, Filled::Disk));
         }
         let permit = ticket.wait(own.origin.admit(&key)).await?;
         let block = own.origin.fetch(&key, permit).await?;

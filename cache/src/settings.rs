@@ -31,6 +31,9 @@ pub struct CacheSettings {
     pub fetch_bytes: u64,
     /// Bytes on their way to the disk tier at once; blocks read past it stay in memory only. Default 64 MiB.
     pub store_bytes: u64,
+    /// Milliseconds that the disk may take for one block, or for nothing at all while others wait for their turn; then the
+    /// origin is asked, and the disk is left alone for 30 s. Default 5,000: a disk that works takes tens of them.
+    pub disk_deadline_ms: u64,
 }
 
 impl Default for CacheSettings {
@@ -43,6 +46,7 @@ impl Default for CacheSettings {
             fetches: 64,
             fetch_bytes: 64 * MIB,
             store_bytes: 64 * MIB,
+            disk_deadline_ms: 5_000,
         }
     }
 }
@@ -79,6 +83,10 @@ impl CacheSettings {
             let (given, least) = (format_bytes(self.fetch_bytes), format_bytes(2 * BLOCK_SIZE));
             return Err(Error::invalid(format!("`fetch_bytes` of {given} is less than two blocks"))
                 .with_hint(format!("set it to {least} or more")));
+        }
+        if self.disk_deadline_ms == 0 {
+            return Err(Error::invalid("a disk cache that may take no time is never read")
+                .with_hint("set `disk_deadline_ms` to 1 or more, or leave the directory out"));
         }
         let disk_bytes = self.disk_ceiling();
         if self.directory.is_some() && disk_bytes < MIN_DISK_BYTES {

@@ -259,6 +259,7 @@ fn settings_that_cannot_work_are_refused() {
     CacheSettings::default().validate().expect("valid");
     let bad = [
         CacheSettings { fetches: 0, ..CacheSettings::default() },
+        CacheSettings { disk_deadline_ms: 0, ..CacheSettings::default() },
         CacheSettings { fetch_bytes: 2 * BLOCK_SIZE - 1, ..CacheSettings::default() },
         CacheSettings { directory: Some("/d".into()), disk_bytes: Some(MIB), ..CacheSettings::default() },
         CacheSettings { directory: Some("/d".into()), pin_bytes: Some(1 << 50), ..CacheSettings::default() },

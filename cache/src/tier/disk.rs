@@ -1,12 +1,13 @@
 //! The disk tier: one file a block, under a ceiling, for blocks of every size; survives the process.
 //!
-//! Promises: a damaged file is told from its block, dropped and counted; a disk that is full, unwritable or gone
-//! costs copies, never a read; pinned blocks are not evicted. Files are not synced: after a power cut the checksum
+//! Promises: a damaged file is told from its block, dropped and counted; a disk that is full, unwritable, gone or hung
+//! costs copies, never a read (but for small ones that were begun on their callers' threads when it began to hang); pinned blocks are not evicted. Files are not synced: after a power cut the checksum
 //! tells which ones made it. Reads go through the kernel's page cache.
 
 use std::io::ErrorKind as Io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use forebay_core::{BLOCK_SIZE, BlockKey, Error, ErrorKind, Result};
 use forebay_io::files::is_want;
@@ -15,6 +16,7 @@ use forebay_io::task::{TaskGroup, blocking};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
 use crate::block::{Block, BlockId};
 use crate::flight::{Flights, Role, Ticket};
@@ -22,6 +24,7 @@ use crate::room::{Place, Room};
 use crate::tier::directory::Directory;
 use crate::tier::file::{self, ReadError};
 use crate::tier::index::{Full, Index, Slot};
+use crate::tier::stalls::Stalls;
 use crate::{CacheSettings, Counters, Unpinned};
 
 /// Files read at once, and written at once: threads that wait for the disk.
@@ -29,8 +32,12 @@ const CARRIERS: u32 = 32;
 
 /// Largest block that a caller's own thread reads, in bytes: a switch to another thread and back costs as much.
 const NEAR_BYTES: u64 = 256 << 10;
-/// Callers that read on their own threads at once. Fewer than a mount has, so that disks which hang leave some.
-const NEAR_AT_ONCE: usize = 12;
+/// Callers that read on their own threads at once, at most.
+const MOST_NEAR: usize = 12;
+/// The threads that a mount has at least unless told otherwise, and one a core where that is more.
+const LEAST_THREADS: usize = 8;
+/// Those of them that a disk which hangs leaves.
+const FREE_THREADS: usize = 2;
 /// What the names beside a block take at most, with room to spare: a key is 1 KiB at most.
 const NAMES_BYTES: u64 = 4 << 10;
 /// Buffers of whole blocks that stay unused, as the origin has them.
@@ -45,6 +52,7 @@ pub(crate) struct DiskTier {
     directory: Directory,
     index: Mutex<Index>,
     health: Mutex<Health>,
+    stalls: Stalls,
     /// Held while a pin changes, which takes several steps; by threads that may wait only.
     pinning: Mutex<()>,
     stores: Flights<()>,
@@ -115,13 +123,14 @@ impl DiskTier {
             directory,
             index: Mutex::new(index),
             health: Mutex::default(),
+            stalls: Stalls::new(Duration::from_millis(settings.disk_deadline_ms)),
             pinning: Mutex::default(),
             stores: Flights::new("store", tasks.clone()),
             tasks: tasks.clone(),
             runtime: Handle::current(),
             reads: Room::new(settings.disk_read_bytes(), CARRIERS),
-            near: Semaphore::new(NEAR_AT_ONCE),
-            small: Pool::new((NEAR_BYTES + NAMES_BYTES) as usize, NEAR_AT_ONCE),
+            near: Semaphore::new(near_at_once()),
+            small: Pool::new((NEAR_BYTES + NAMES_BYTES) as usize, near_at_once()),
             large: Pool::new((BLOCK_SIZE + NAMES_BYTES) as usize, UNUSED_BUFFERS),
             writes: Room::new(settings.store_bytes, CARRIERS),
             counts: Counts::default(),
@@ -139,15 +148,22 @@ impl DiskTier {
         self.index.lock().peek(&BlockId::of(key))
     }
 
-    /// Waits for a turn to read.
-    pub(crate) async fn admit(&self, key: &BlockKey) -> Place {
-        self.reads.enter(key.len()).await
+    /// Waits for a turn to read; `None` while the disk hangs.
+    pub(crate) async fn admit(&self, key: &BlockKey) -> Option<Place> {
+        if !self.stalls.may_ask() {
+            return None;
+        }
+        let place = self.stalls.turn(self.reads.enter(key.len())).await;
+        if place.is_none() {
+            self.missed();
+        }
+        place
     }
 
-    /// A checked copy in memory of its own, or `None` when there is no good one. A bad one is dropped.
-    pub(crate) async fn read(self: &Arc<Self>, key: &BlockKey) -> Option<Block> {
+    /// A checked copy in memory of its own, or `None` when there is no good one, or none in time. A bad one is dropped.
+    pub(crate) async fn read(self: &Arc<Self>, key: &BlockKey, place: Place) -> Option<Block> {
         self.index.lock().find(&BlockId::of(key))?;
-        let block = self.load(key).await?;
+        let block = self.load(key, place).await?;
         self.counts.hits.fetch_add(1, Relaxed);
         Some(block.compact())
     }
@@ -158,7 +174,8 @@ impl DiskTier {
         if key.len() > NEAR_BYTES {
             return None;
         }
-        let _turn = self.near.try_acquire().ok()?;
+        // Nothing ends the wait of a thread.
+        let _turn = self.near.try_acquire().ok().filter(|_| self.stalls.answers())?;
         self.index.lock().find(&BlockId::of(key))?;
         let block = self.load_blocking(key)?;
         self.counts.hits.fetch_add(1, Relaxed);
@@ -167,17 +184,46 @@ impl DiskTier {
 
     /// Whether there is a good copy. A bad one is dropped. Does not touch the order of eviction.
     pub(crate) async fn verify(self: &Arc<Self>, key: &BlockKey) -> bool {
-        let _place = self.admit(key).await;
-        self.load(key).await.is_some()
+        match self.admit(key).await {
+            Some(place) => self.load(key, place).await.is_some(),
+            None => false,
+        }
     }
 
-    async fn load(self: &Arc<Self>, key: &BlockKey) -> Option<Block> {
+    /// Loads within the deadline. The place is given back when the disk has answered, whoever still waits for it.
+    async fn load(self: &Arc<Self>, key: &BlockKey, place: Place) -> Option<Block> {
         let (own, key) = (self.clone(), key.clone());
-        // A panic was logged where it happened; the next source is asked.
-        blocking(move || own.load_blocking(&key)).await.unwrap_or_default()
+        let work = blocking(move || {
+            let _place = place;
+            own.load_blocking(&key)
+        });
+        match self.stalls.answer(work).await {
+            // A panic was logged where it happened; the next source is asked.
+            Some(loaded) => loaded.unwrap_or_default(),
+            None => {
+                self.missed();
+                None
+            }
+        }
+    }
+
+    fn missed(&self) {
+        if self.stalls.missed() {
+            let directory = self.directory.root().display();
+            tracing::warn!(%directory, "the disk cache does not answer; reads go on without it");
+        }
     }
 
     fn load_blocking(&self, key: &BlockKey) -> Option<Block> {
+        let began = Instant::now();
+        let block = self.load_file(key);
+        if self.stalls.answered(began) {
+            tracing::info!(directory = %self.directory.root().display(), "the disk cache answers again");
+        }
+        block
+    }
+
+    fn load_file(&self, key: &BlockKey) -> Option<Block> {
         let mut slot = self.peek(key)?;
         loop {
             let buffer = self.buffer(key, slot.size);
@@ -220,7 +266,7 @@ impl DiskTier {
         if self.peek(key).is_some() {
             return;
         }
-        let healthy = self.health.lock().may_write();
+        let healthy = self.stalls.answers() && self.health.lock().may_write();
         let Some(place) = healthy.then(|| self.writes.try_enter(key.len())).flatten() else {
             self.counts.skips.fetch_add(1, Relaxed);
             return;
@@ -242,10 +288,15 @@ impl DiskTier {
     /// Sees to it that a block is on disk, pinned if asked.
     ///
     /// # Errors
-    /// `NoSpace` at a ceiling or on a full disk; what the file system says otherwise.
+    /// `NoSpace` at a ceiling or on a full disk; `Unavailable` while the disk hangs; what the file system says otherwise.
     pub(crate) async fn ensure(self: &Arc<Self>, key: &BlockKey, block: &Block, pin: bool) -> Result<()> {
         // Another caller's write may end unpinned, or be evicted at once: look again, but not for ever.
         for _ in 0..4 {
+            if !self.stalls.answers() {
+                let directory = self.directory.root().display();
+                let message = format!("disk cache {directory} does not answer");
+                return Err(Error::new(ErrorKind::Unavailable, message));
+            }
             match self.peek(key) {
                 Some(slot) if !pin || slot.pinned => return Ok(()),
                 Some(slot) => {
@@ -380,6 +431,7 @@ impl DiskTier {
         counters.disk_writes = counts.writes.load(Relaxed);
         counters.disk_skips = counts.skips.load(Relaxed);
         counters.disk_failures = counts.failures.load(Relaxed);
+        counters.disk_stalls = self.stalls.count();
         let index = self.index.lock();
         (counters.disk_bytes, counters.pinned_bytes) = (index.used(), index.pinned());
     }
@@ -405,6 +457,12 @@ impl Health {
         *self = Self::default();
         recovered
     }
+}
+
+/// Fewer than a mount has threads, so that disks which hang leave some.
+fn near_at_once() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    (cores.max(LEAST_THREADS) - FREE_THREADS).min(MOST_NEAR)
 }
 
 fn no_room(full: Full) -> Error {

@@ -5,4 +5,5 @@ pub(crate) mod memory;
 pub(crate) mod file;
 pub(crate) mod index;
 pub(crate) mod directory;
+pub(crate) mod stalls;
 pub(crate) mod disk;
