@@ -137,9 +137,10 @@ impl DiskTier {
         })))
     }
 
-    /// Ends the use of the directory; the tier is empty from now on. Nothing may be under way.
+    /// Ends the use of the directory; the tier is empty from now on. A write that a disk holds up beyond this removes its
+    /// file.
     pub(crate) fn close(&self) {
-        *self.index.lock() = Index::new(0, 0);
+        self.index.lock().close();
         self.directory.unlock();
     }
 

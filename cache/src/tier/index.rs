@@ -46,7 +46,10 @@ struct Entry {
     serial: u64,
     size: u32,
     pinned: bool,
+    /// Whether it was since it was last considered.
     read: bool,
+    /// Whether the queue has it, as it may while it is pinned.
+    queued: bool,
 }
 
 impl Entry {
@@ -68,12 +71,14 @@ pub(crate) struct Index {
     ceiling: u64,
     pin_ceiling: u64,
     next_serial: u64,
+    closed: bool,
 }
 
 impl Index {
     pub(crate) fn new(limit: u64, pin_ceiling: u64) -> Self {
         let (entries, queue) = (HashMap::default(), VecDeque::new());
-        Self { entries, queue, used: 0, pinned: 0, limit, ceiling: limit, pin_ceiling, next_serial: 0 }
+        let (used, pinned, next_serial, closed) = (0, 0, 0, false);
+        Self { entries, queue, used, pinned, limit, ceiling: limit, pin_ceiling, next_serial, closed }
     }
 
     /// Takes over files found on disk; returns those that must go: older copies, and what is over
@@ -146,10 +151,15 @@ impl Index {
         }
     }
 
-    /// Lists a reserved file as written; returns the one that it replaces.
+    /// Lists a reserved file as written; returns the one that it replaces. That is itself when the books were closed.
     pub(crate) fn commit(&mut self, slot: Slot) -> Option<Slot> {
+        if self.closed {
+            self.count(&slot, false);
+            return Some(slot);
+        }
         self.recover(slot.cost());
-        let entry = Entry { serial: slot.serial, size: slot.size, pinned: slot.pinned, read: false };
+        let Slot { serial, size, pinned, .. } = slot;
+        let entry = Entry { serial, size, pinned, read: false, queued: !pinned };
         let replaced = self.entries.insert(slot.id, entry).map(|old| old.slot(slot.id));
         if let Some(old) = &replaced {
             self.count(old, false);
@@ -188,9 +198,10 @@ impl Index {
         self.count(&changed, true);
         if let Some(entry) = self.entries.get_mut(&slot.id) {
             entry.pinned = pinned;
-        }
-        if !pinned && slot.pinned {
-            self.queue.push_back((slot.id, slot.serial));
+            // One that was written before it was pinned has its place still, unless that came up meanwhile.
+            if !pinned && !std::mem::replace(&mut entry.queued, true) {
+                self.queue.push_back((slot.id, slot.serial));
+            }
         }
         Ok(Some(changed))
     }
@@ -198,6 +209,15 @@ impl Index {
     /// The disk is full although the books say otherwise: what is taken now is all there is, for now.
     pub(crate) fn lower_ceiling(&mut self) {
         self.ceiling = self.used.min(self.limit);
+    }
+
+    /// Lists nothing and takes nothing from now on. Room that was taken is given back as ever.
+    pub(crate) fn close(&mut self) {
+        (self.limit, self.ceiling, self.pin_ceiling, self.closed) = (0, 0, 0, true);
+        self.queue.clear();
+        for (id, entry) in std::mem::take(&mut self.entries) {
+            self.count(&entry.slot(id), false);
+        }
     }
 
     /// Those that are pinned.
@@ -221,7 +241,8 @@ impl Index {
         while self.used + cost > ceiling {
             let Some((id, serial)) = self.queue.pop_front() else { break };
             match self.entries.get_mut(&id) {
-                Some(entry) if entry.serial != serial || entry.pinned => {}
+                Some(entry) if entry.serial != serial => {}
+                Some(entry) if entry.pinned => entry.queued = false,
                 Some(entry) if entry.read => {
                     entry.read = false;
                     self.queue.push_back((id, serial));
@@ -239,7 +260,8 @@ impl Index {
             // Whoever was evicted on the way still has its file: back it goes, at the front of the queue.
             for slot in leave.into_iter().rev() {
                 self.count(&slot, true);
-                let entry = Entry { serial: slot.serial, size: slot.size, pinned: false, read: false };
+                let Slot { serial, size, .. } = slot;
+                let entry = Entry { serial, size, pinned: false, read: false, queued: true };
                 self.entries.insert(slot.id, entry);
                 self.queue.push_front((slot.id, slot.serial));
             }

@@ -43,6 +43,41 @@ fn blocks_that_were_read_stay_longer() {
     assert!(left.contains(&3), "{left:?}");
 }
 
+/// Each round left an entry behind, for as long as nothing had to be evicted.
+#[test]
+fn pinning_again_and_again_takes_no_memory() {
+    let mut index = Index::new(8 * PAGE, 4 * PAGE);
+    for block in 0..3 {
+        put(&mut index, block);
+    }
+    for _ in 0..1000 {
+        for pinned in [true, false] {
+            let slot = index.peek(&id(1)).expect("here");
+            index.set_pinned(&slot, pinned).expect("room").expect("listed");
+        }
+    }
+    assert_eq!(index.queue.len(), 3);
+    // What was unpinned goes when it is its turn, and each goes once.
+    let left: Vec<u64> = (3..14).flat_map(|block| put(&mut index, block)).collect();
+    assert_eq!(left, [0, 1, 2, 3, 4, 5]);
+    assert_eq!(index.used(), 8 * PAGE);
+}
+
+/// A write that a disk held up beyond the close of its cache gave back room that nobody had taken.
+#[test]
+fn what_is_under_way_when_the_books_are_closed_ends_in_order() {
+    let mut index = Index::new(8 * PAGE, 4 * PAGE);
+    put(&mut index, 0);
+    let (fails, _) = index.reserve(id(1), 1, false).expect("room");
+    let (ends, _) = index.reserve(id(2), 1, true).expect("room");
+    index.close();
+    assert_eq!((index.used(), index.pinned()), (2 * PAGE, PAGE));
+    index.release(&fails);
+    assert_eq!(index.commit(ends), Some(ends), "its file goes: the directory is others' by now");
+    assert_eq!((index.used(), index.pinned(), index.peek(&id(2))), (0, 0, None));
+    index.reserve(id(3), 1, false).expect_err("closed");
+}
+
 #[test]
 fn pins_stop_at_their_ceiling_and_the_rest_still_turns_over() {
     let mut index = Index::new(4 * PAGE, 3 * PAGE);
