@@ -101,6 +101,8 @@ pub enum Residency {
     Disk,
     /// Nowhere in this cache.
     Absent,
+    /// Nowhere any more: it was on disk, and its copy turned out to be damaged. Said once, by who verifies.
+    Damaged,
 }
 
 /// What a cache did and holds. Counts since it was opened unless stated otherwise.

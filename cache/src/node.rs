@@ -76,13 +76,15 @@ impl Node {
 
     async fn residency(&self, key: BlockKey, verify: bool) -> Residency {
         let on_disk = match &self.sources.disk {
-            Some(disk) if disk.peek(&key).is_some() => !verify || disk.verify(&key).await,
-            _ => false,
+            Some(disk) if disk.peek(&key).is_some() && verify => disk.verify(&key).await,
+            Some(disk) if disk.peek(&key).is_some() => Residency::Disk,
+            _ => Residency::Absent,
         };
         match on_disk {
-            true => Residency::Disk,
-            false if self.sources.memory.contains(&BlockId::of(&key)) => Residency::Memory,
-            false => Residency::Absent,
+            Residency::Absent | Residency::Damaged if self.sources.memory.contains(&BlockId::of(&key)) => {
+                Residency::Memory
+            }
+            residency => residency,
         }
     }
 

@@ -114,17 +114,16 @@ pub async fn prove(
     let mut proof = Proof::default();
     let mut windows = std::pin::pin!(keys.chunks(PROOF_WINDOW));
     while let Some(window) = windows.next().await {
-        let known = blocks.stat(&window, false).await?;
         let found = blocks.stat(&window, true).await?;
-        for ((key, known), residency) in window.into_iter().zip(known).zip(found) {
+        for (key, residency) in window.into_iter().zip(found) {
             match residency {
                 Residency::Disk => proof.present += 1,
                 Residency::Memory => {
                     proof.present += 1;
                     proof.memory_only += 1;
                 }
-                Residency::Absent if known == Residency::Disk => proof.damaged.push(key),
                 Residency::Absent => proof.missing.push(key),
+                Residency::Damaged => proof.damaged.push(key),
             }
         }
     }

@@ -207,8 +207,10 @@ async fn dry_run(
             outcome.blocks += 1;
             match residency {
                 Residency::Memory | Residency::Disk => outcome.already += 1,
-                Residency::Absent if outcome.missing.len() < NAMED => outcome.missing.push(name(key)),
-                Residency::Absent => {}
+                Residency::Absent | Residency::Damaged if outcome.missing.len() < NAMED => {
+                    outcome.missing.push(name(key));
+                }
+                Residency::Absent | Residency::Damaged => {}
             }
         }
     }

@@ -1,12 +1,16 @@
 //! Warming: true totals, cancelling, and the proof.
 
+use std::ops::Range;
+
+use async_trait::async_trait;
+use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};
-use forebay_core::{BLOCK_SIZE, ErrorKind};
+use forebay_core::{BLOCK_SIZE, BlockKey, ErrorKind, Result};
 use forebay_io::task::Stop;
 use futures::stream;
 
 use super::support::World;
-use crate::{Fill, Proof, fill_many, prove};
+use crate::{Blocks, Counters, Fill, Filled, Proof, Residency, Unpinned, fill_many, prove};
 
 const FILL: Fill = Fill { concurrency: 4, pin: false };
 
@@ -66,4 +70,46 @@ async fn a_cancelled_fill_stops_at_the_window() {
     };
     let report = fill_many(&*node, endless, FILL, stop_at_ten, &cancel).await;
     assert!(report.cancelled && (10..=20).contains(&report.total.blocks), "{report:?}");
+}
+
+/// A cache that evicts a block just before its copy is read back.
+#[derive(Debug)]
+struct Evicts;
+
+#[async_trait]
+impl Blocks for Evicts {
+    async fn stat(&self, keys: &[BlockKey], verify: bool) -> Result<Vec<Residency>> {
+        Ok(vec![if verify { Residency::Absent } else { Residency::Disk }; keys.len()])
+    }
+    async fn get(&self, _: &BlockKey, _: Range<u64>) -> Result<Bytes> {
+        unreachable!("a proof reads nothing else")
+    }
+    fn get_now(&self, _: &BlockKey, _: Range<u64>) -> Option<Bytes> {
+        None
+    }
+    fn get_near(&self, _: &BlockKey, _: Range<u64>) -> Option<Bytes> {
+        None
+    }
+    async fn fill(&self, _: &BlockKey, _: bool) -> Result<Filled> {
+        unreachable!("a proof fills nothing")
+    }
+    async fn unpin(&self, _: &BlockKey) -> Result<Unpinned> {
+        Ok(Unpinned::default())
+    }
+    async fn unpin_all(&self) -> Result<Unpinned> {
+        Ok(Unpinned::default())
+    }
+    fn insert(&self, _: &BlockKey, _: Bytes) {}
+    fn spend(&self, _: &BlockKey) {}
+    fn counters(&self) -> Counters {
+        Counters::default()
+    }
+}
+
+/// It was called damaged, and fetched again in place of what had taken its room.
+#[tokio::test]
+async fn what_was_evicted_meanwhile_is_not_damaged() {
+    let blob = World::new().put("k", 10).await;
+    let proof = prove(&Evicts, stream::iter(blob.keys())).await.expect("prove");
+    assert_eq!(proof, Proof { missing: blob.keys(), ..Proof::default() });
 }

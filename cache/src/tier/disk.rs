@@ -25,7 +25,7 @@ use crate::tier::directory::Directory;
 use crate::tier::file::{self, ReadError};
 use crate::tier::index::{Full, Index, Slot};
 use crate::tier::stalls::Stalls;
-use crate::{CacheSettings, Counters, Unpinned};
+use crate::{CacheSettings, Counters, Residency, Unpinned};
 
 /// Files read at once, and written at once: threads that wait for the disk.
 const CARRIERS: u32 = 32;
@@ -76,6 +76,15 @@ struct Counts {
     failures: AtomicU64,
     corruptions: AtomicU64,
     evictions: AtomicU64,
+}
+
+/// Why there is no block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Lost {
+    /// Its copy was bad, and is gone now.
+    Dropped,
+    /// There is none, or it cannot be read for now.
+    Unread,
 }
 
 /// Why a block was not written.
@@ -164,7 +173,7 @@ impl DiskTier {
     /// A checked copy in memory of its own, or `None` when there is no good one, or none in time. A bad one is dropped.
     pub(crate) async fn read(self: &Arc<Self>, key: &BlockKey, place: Place) -> Option<Block> {
         self.index.lock().find(&BlockId::of(key))?;
-        let block = self.load(key, place).await?;
+        let block = self.load(key, place).await.ok()?;
         self.counts.hits.fetch_add(1, Relaxed);
         Some(block.compact())
     }
@@ -178,21 +187,23 @@ impl DiskTier {
         // Nothing ends the wait of a thread.
         let _turn = self.near.try_acquire().ok().filter(|_| self.stalls.answers())?;
         self.index.lock().find(&BlockId::of(key))?;
-        let block = self.load_blocking(key)?;
+        let block = self.load_blocking(key).ok()?;
         self.counts.hits.fetch_add(1, Relaxed);
         Some(block)
     }
 
     /// Whether there is a good copy. A bad one is dropped. Does not touch the order of eviction.
-    pub(crate) async fn verify(self: &Arc<Self>, key: &BlockKey) -> bool {
-        match self.admit(key).await {
-            Some(place) => self.load(key, place).await.is_some(),
-            None => false,
+    pub(crate) async fn verify(self: &Arc<Self>, key: &BlockKey) -> Residency {
+        let Some(place) = self.admit(key).await else { return Residency::Absent };
+        match self.load(key, place).await {
+            Ok(_) => Residency::Disk,
+            Err(Lost::Dropped) => Residency::Damaged,
+            Err(Lost::Unread) => Residency::Absent,
         }
     }
 
     /// Loads within the deadline. The place is given back when the disk has answered, whoever still waits for it.
-    async fn load(self: &Arc<Self>, key: &BlockKey, place: Place) -> Option<Block> {
+    async fn load(self: &Arc<Self>, key: &BlockKey, place: Place) -> Result<Block, Lost> {
         let (own, key) = (self.clone(), key.clone());
         let work = blocking(move || {
             let _place = place;
@@ -200,10 +211,10 @@ impl DiskTier {
         });
         match self.stalls.answer(work).await {
             // A panic was logged where it happened; the next source is asked.
-            Some(loaded) => loaded.unwrap_or_default(),
+            Some(loaded) => loaded.unwrap_or(Err(Lost::Unread)),
             None => {
                 self.missed();
-                None
+                Err(Lost::Unread)
             }
         }
     }
@@ -215,7 +226,7 @@ impl DiskTier {
         }
     }
 
-    fn load_blocking(&self, key: &BlockKey) -> Option<Block> {
+    fn load_blocking(&self, key: &BlockKey) -> Result<Block, Lost> {
         let began = Instant::now();
         let block = self.load_file(key);
         if self.stalls.answered(began) {
@@ -224,16 +235,16 @@ impl DiskTier {
         block
     }
 
-    fn load_file(&self, key: &BlockKey) -> Option<Block> {
-        let mut slot = self.peek(key)?;
+    fn load_file(&self, key: &BlockKey) -> Result<Block, Lost> {
+        let mut slot = self.peek(key).ok_or(Lost::Unread)?;
         loop {
             let buffer = self.buffer(key, slot.size);
             let error = match file::read(&self.directory.path(&slot), key, slot.size, buffer) {
-                Ok(block) => return Some(block),
+                Ok(block) => return Ok(block),
                 Err(error) => error,
             };
             // Pinning renames files: one that is gone may have been listed anew, at most a few times.
-            let now = self.peek(key)?;
+            let now = self.peek(key).ok_or(Lost::Unread)?;
             if matches!(error, ReadError::Gone) && now != slot {
                 slot = now;
                 continue;
@@ -245,13 +256,13 @@ impl DiskTier {
             count.fetch_add(1, Relaxed);
             if matches!(&error, ReadError::Io(error) if is_want(error)) {
                 tracing::warn!(%key, %error, "a copy on disk cannot be read for now");
-                return None;
+                return Err(Lost::Unread);
             }
             tracing::warn!(%key, %error, "a copy on disk is dropped");
             if self.index.lock().remove(&slot) {
                 self.directory.remove(&slot);
             }
-            return None;
+            return Err(Lost::Dropped);
         }
     }
 
