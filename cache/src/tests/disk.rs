@@ -510,7 +510,7 @@ async fn a_disk_that_hangs_costs_copies_and_no_reads() {
         blobs.push(world.put(&format!("blob-{index}"), 100 * KIB).await);
     }
     let settings = CacheSettings { memory_bytes: 0, ..settings(directory.path(), 64 * MIB) };
-    let settings = CacheSettings { disk_deadline_ms: 500, ..settings };
+    let settings = CacheSettings { disk_deadline_ms: 2_000, ..settings };
     let node = world.open(settings).await;
     for blob in &blobs {
         fill_all(&node, blob, false).await;
