@@ -1,5 +1,7 @@
 //! Reading one step by several ranks of a job, each slice once between them.
 
+use std::ops::Range;
+
 use forebay_ckpt::restore::{self, Through, Wish};
 use forebay_core::{Error, Result};
 use forebay_io::mem::{ReadMapping, SharedMemory, WriteMapping};
@@ -19,10 +21,18 @@ pub(crate) struct Together {
     step: Py<Step>,
     plan: restore::Together,
     place: (Runtime, Bucket),
-    /// Both halves of this rank's memory.
+    /// This rank's memory, and both halves of it, where there is something to lend.
+    memory: Option<SharedMemory>,
     own: Mutex<Vec<WriteMapping>>,
-    /// All ranks' memory, both halves each.
+    /// All ranks' memory, as it came, and both halves each.
+    came: Mutex<Vec<SharedMemory>>,
     lent: Mutex<Vec<[ReadMapping; 2]>>,
+}
+
+/// The bytes of either half of a rank's memory.
+fn halves(plan: &restore::Together) -> [Range<usize>; 2] {
+    let half = plan.half_bytes();
+    [0..half, half..2 * half]
 }
 
 /// What this rank wants, for [`Together`].
@@ -34,19 +44,29 @@ pub(crate) fn wishes(step: &Step, targets: Vec<(usize, Option<Boxed>)>) -> PyRes
 
 #[pymethods]
 impl Together {
-    /// The plan, from what [`wishes`] gave on each rank.
+    /// The plan, from what [`wishes`] gave on each rank, and the memory that it takes.
     #[new]
     fn new(py: Python<'_>, step: Py<Step>, wishes: Vec<String>, rank: usize) -> PyResult<Self> {
         let found = step.get();
-        let made = py.detach(|| {
+        let made = py.detach(|| -> Result<_> {
             let Place::Store(url) = &found.place else {
                 return Err(Error::bug("ranks read together what lies in the store"));
             };
             let wishes: Vec<Vec<Wish>> = wishes.iter().map(|text| parse(text)).collect::<Result<_>>()?;
-            Ok((restore::Together::new(&found.manifest, &wishes, rank)?, open(url)?))
+            let plan = restore::Together::new(&found.manifest, &wishes, rank)?;
+            let (mut memory, mut own) = (None, Vec::new());
+            if plan.rounds() > 0 {
+                let lent = SharedMemory::create("forebay-restore", 2 * plan.half_bytes())?;
+                for half in halves(&plan) {
+                    own.push(lent.map_write(half)?);
+                }
+                memory = Some(lent);
+            }
+            Ok((plan, open(url)?, memory, own))
         });
-        let (plan, place) = made.or_raise()?;
-        Ok(Self { step, plan, place, own: Mutex::default(), lent: Mutex::default() })
+        let (plan, place, memory, own) = made.or_raise()?;
+        let own = Mutex::new(own);
+        Ok(Self { step, plan, place, memory, own, came: Mutex::default(), lent: Mutex::default() })
     }
 
     /// How often the ranks meet.
@@ -55,22 +75,24 @@ impl Together {
         self.plan.rounds()
     }
 
-    /// Lends this rank's memory to all and takes theirs; all ranks do so before the first round.
+    /// Lends this rank's memory to all and is lent theirs; all ranks do so before the first round.
     fn lend(&self, py: Python<'_>, group: &Group, patience_s: f64) -> PyResult<()> {
-        let half = self.plan.half_bytes();
-        let halves = [0..half, half..2 * half];
         group.wait(py, |group, goes_on| {
-            let memory = SharedMemory::create("forebay-restore", 2 * half)?;
-            let lent = group.exchange(&memory, patience(patience_s), goes_on)?;
-            let both = |memory: SharedMemory| -> Result<[ReadMapping; 2]> {
-                let [first, second] = halves.clone();
-                Ok([memory.map_read(first)?, memory.map_read(second)?])
-            };
-            *self.lent.lock() = lent.into_iter().map(both).collect::<Result<_>>()?;
-            let own = halves.iter().map(|half| memory.map_write(half.clone()));
-            *self.own.lock() = own.collect::<Result<_>>()?;
+            let memory = self.memory.as_ref().ok_or_else(|| Error::bug("nothing is read together"))?;
+            *self.came.lock() = group.exchange(memory, patience(patience_s), goes_on)?;
             Ok(())
         })
+    }
+
+    /// Maps what was lent, once all ranks lent theirs.
+    fn take_lent(&self) -> PyResult<()> {
+        let both = |memory: SharedMemory| -> Result<[ReadMapping; 2]> {
+            let [first, second] = halves(&self.plan);
+            Ok([memory.map_read(first)?, memory.map_read(second)?])
+        };
+        let came = std::mem::take(&mut *self.came.lock());
+        *self.lent.lock() = came.into_iter().map(both).collect::<Result<_>>().or_raise()?;
+        Ok(())
     }
 
     /// Fills memory, given as to `Step.read`, with what no other rank wants.

@@ -244,6 +244,7 @@ def test_what_another_torch_has_is_no_damage(tmp_path: Path, tag: str, value: st
         {"t": "object", "k": "optimizer", "v": 7},
         {"t": "object", "k": "optimizer-own", "v": {"t": "dict", "v": [["state", 7], ["param_groups", [7]]]}},
         {"t": "object", "k": "module", "v": {"t": "dict", "v": [[7, {"t": "tensor", "n": "t"}]]}},
+        {"t": "object", "k": "module", "v": {"t": "dict", "v": [[{"t": "bytes", "n": "b"}, 1]]}},
     ],
 )
 def test_another_state_than_the_objects_is_a_mismatch(tmp_path: Path, node: Any) -> None:

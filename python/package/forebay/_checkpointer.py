@@ -17,7 +17,7 @@ from ._flatten import Flattener
 from ._held import newest_common
 from ._ladder import Restored
 from ._leaf import Leaf
-from ._loading import default_threads, extra_name, load_step, load_weights, newest_steps
+from ._loading import default_threads, extra_name, load_step, load_weights, newest_steps, use_together
 from ._local import LocalCopies
 from ._outcomes import MAX_FAILURES, OnError, Outcomes, Trouble
 from ._ranks import Ranks, new_start
@@ -278,8 +278,7 @@ class Checkpointer(Saver):
         found, generators = self._ladder.use(step, note, settle, own) or (None, None)
         if found is None:
             return None
-        if generators is not None:
-            set_rng_state(generators)
+        use_together(self._ranks, "set generators", lambda: set_rng_state(generators))
         seconds, rank, size = time.monotonic() - begun, self._ranks.rank, found.bytes_read
         self.restored = Restored(found.step, found.tier, rank, size, seconds, self._ladder.passed_over)
         # As all ranks know it: this one may have failed where others saved.

@@ -10,7 +10,7 @@ from . import _native
 from . import _options as options
 from ._errors import CheckpointCorrupt, CheckpointNotFound, warn
 from ._held import Memory
-from ._loading import NoStep, with_step
+from ._loading import NoStep, telling_what_was_read, with_step
 from ._local import LocalCopies
 from ._others import await_others
 from ._ranks import Ranks
@@ -94,12 +94,13 @@ class Ladder:
         self.passed_over = tuple(passed_over)
         if used is not None:
             return used
-        settle(step, False)
-        if not self._has_waited:
-            self._has_waited = True
-            await_others(self._url, self._ranks, lambda size: self.arena.place(0, size))
         try:
-            return with_step(self._url, step, self._ranks, use, self._note)
+            with telling_what_was_read(passed_over if has_touched else ()):
+                settle(step, False)
+                if not self._has_waited:
+                    self._has_waited = True
+                    await_others(self._url, self._ranks, lambda size: self.arena.place(0, size))
+                return with_step(self._url, step, self._ranks, use, self._note)
         except CheckpointNotFound as error:
             if has_touched:
                 text = f"{self._url} holds no step, and nearer copies of one are damaged: the state may hold anything"

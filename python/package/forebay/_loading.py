@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import json
@@ -28,7 +29,7 @@ from ._merge import MARK, Path, left_by_all, merged, rename, tag_of, tensor_name
 from ._ranks import Ranks
 from ._pieces import Pieces
 from ._place import Placer, named_parts
-from ._tensors import NOBODY, Node, Tensors
+from ._tensors import IN_PART, NOBODY, Node, Tensors
 from ._unflatten import Builder
 
 T = TypeVar("T")
@@ -92,21 +93,26 @@ def with_step(
     if not found:
         raise NoStep(f"{url} holds no step{asked}")
     damaged: list[str] = []
+    touched: list[str] = []
     deleted = 0
     while found:
         entry = number, incarnation, attempt = found.pop(0)
+        opened: Optional[_native.Step] = None
         try:
-            opened = use_together(ranks, "open a step", partial(_native.open_step, url, number, incarnation, attempt))
-            used = use_together(ranks, "read a step", partial(use, opened))
+            with telling_what_was_read(touched):
+                opened = use_together(ranks, "open a step", partial(_native.open_step, url, number, incarnation, attempt))
+                used = use_together(ranks, "read a step", partial(use, opened))
         except CheckpointCorrupt as error:
-            there = look()
+            touched += [] if opened is None else [str(error)]
+            with telling_what_was_read(touched):
+                there = look()
             if entry in there:
                 if step is not None:
                     raise
                 damaged.append(str(error))
             elif deleted == MOST_DELETED or not there:
                 text = f"{url}: step {number} was deleted while it was read, and so were {deleted} before it"
-                raise CheckpointNotFound(f"{text} (hint: a larger `keep`)") from error
+                raise CheckpointNotFound(f"{text} (hint: a larger `keep`); {IN_PART}") from error
             else:
                 found, damaged, deleted = there, [], deleted + 1
             continue
@@ -115,6 +121,20 @@ def with_step(
             warnings.warn(text, CheckpointWarning, stacklevel=3)
         return used
     raise CheckpointCorrupt(f"{url} holds no step that is whole: {'; '.join(damaged)}")
+
+
+@contextlib.contextmanager
+def telling_what_was_read(damaged: Sequence[str]) -> Iterator[None]:
+    """Has an error say, too, that copies were read before which are `damaged`: the state may hold anything of them."""
+    try:
+        yield
+    except CheckpointCorrupt:
+        raise
+    except CheckpointError as error:
+        if not damaged:
+            raise
+        text = str(error) if IN_PART in str(error) else f"{error}; {IN_PART}"
+        raise type(error)(f"{text}. Before: {'; '.join(damaged)}") from error
 
 
 def use_together(ranks: Optional[Ranks], act: str, use: Callable[[], T]) -> T:
@@ -165,12 +185,17 @@ P = TypeVar("P", bound=Planned)
 def read_planned(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], P]) -> P:
     """Makes a plan and reads what it wants.
 
-    Several ranks read what more than one of them wants of the store once, and lend it to each other.
+    Several ranks read what more than one of them wants of the store once, and lend it to each other. They meet once all of
+    them have read: none changes anything else before.
     """
-    if ranks is None or ranks.alone or step.tier != "store":
+
+    def read_here() -> P:
         planned = plan()
         planned.tensors.read()
         return planned
+
+    if ranks is None or ranks.alone or step.tier != "store":
+        return use_together(ranks, "read tensors", read_here)
     made: list[P] = []
 
     def wish() -> dict[str, Any]:
@@ -182,7 +207,7 @@ def read_planned(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], 
         raise CheckpointConflict(f"step {step.step} was saved again, and ranks read both (hint: load it again)")
     wishes = [word["wishes"] for word in words]
     together = use_together(ranks, "share a restore", lambda: _native.Together(step, wishes, ranks.rank))
-    made[0].tensors.read(partial(_read_together, together, ranks))
+    use_together(ranks, "read tensors", lambda: made[0].tensors.read(partial(_read_together, together, ranks)))
     return made[0]
 
 
@@ -206,6 +231,7 @@ def _read_together(
 
     def take_turn(number: int) -> dict[str, Any]:
         if number == 0:
+            together.take_lent()
             read_rest()
         else:
             copy(number - 1)

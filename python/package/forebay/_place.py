@@ -279,7 +279,7 @@ class Placer:
         torch = torch_module()
         if torch is None or not isinstance(live, torch.nn.Module):
             raise _mismatch(path, "a torch module", live)
-        saved = {self._builder.build(key): value for key, value in node["v"]}
+        saved = self._builder.items(node["v"])
         has = state_of(live, self._pairs)[1]
         is_part = self._only is not None and not self._wants(f"{name}.")
         if is_part and tells_copies(live):

@@ -38,6 +38,10 @@ class Ranks:
         self._patience_s = patience_s
         self._found: Optional[tuple[int, int]] = None
         self._group: Optional[_native.Group] = None
+        self._acts: list[str] = []
+        """What this rank is at, within one another."""
+        self._left: Optional[str] = None
+        """At which of these another rank failed and told so, while this one was further within: that round has been."""
 
     @property
     def rank(self) -> int:
@@ -57,36 +61,47 @@ class Ranks:
     def gather(self, act: str, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Does `work`, and gives what it gave on each rank, in their order. All ranks must be at the same `act`.
 
-        Raises what `work` raised here; else, with the rank's number, what it raised elsewhere.
+        Raises what `work` raised here; else, with the rank's number, what it raised elsewhere. `work` may have rounds of its own:
+        where a rank fails between these, its word that it did is heard in the next of them by all others, which fail with it.
         """
         self.refuse_others()
         if self.alone:
             return [work()]
         failure: Optional[BaseException] = None
+        self._acts.append(act)
         try:
             facts = work()
         except BaseException as error:
             failure, facts = error, {"failed": f"{type(error).__name__}: {error}", "kind": type(error).__name__}
-        try:
-            texts = self._join().gather(json.dumps({"act": act, "facts": facts}), self._patience_s)
-        except CheckpointError:
-            if failure is None:
-                raise
+        finally:
+            self._acts.pop()
+        words: list[dict[str, Any]] = []
+        left, self._left = self._left, None
+        if failure is not None and left is not None:
+            # All heard of it in a round within this one; whether this is the one that the rank which failed was at, or not yet.
+            self._left = None if left == act else left
+        else:
+            try:
+                texts = self._join().gather(json.dumps({"act": act, "facts": facts}), self._patience_s)
+                words = [json.loads(text) for text in texts]
+            except CheckpointError:
+                if failure is None:
+                    raise
+        failed = [(rank, word) for rank, word in enumerate(words) if "failed" in word["facts"]]
+        self._left = next((word["act"] for _, word in failed if word["act"] in self._acts), self._left)
         if failure is not None:
             try:
                 raise failure
             finally:
                 # Else all frames that it passes refer to themselves, through it and this one.
                 failure = None
-        words = [json.loads(text) for text in texts]
+        for rank, word in failed:
+            # All ranks go on alike: what is not there for one is not there for all.
+            kind = error_named(word["facts"]["kind"])
+            raise kind(f"rank {rank} failed to {word['act']}: {word['facts']['failed']}")
         for rank, word in enumerate(words):
             if word["act"] != act:
                 raise CheckpointInvalid(f"rank {self.rank} is at `{act}` while rank {rank} is at `{word['act']}`")
-        for rank, word in enumerate(words):
-            if "failed" in word["facts"]:
-                # All ranks go on alike: what is not there for one is not there for all.
-                kind = error_named(word["facts"]["kind"])
-                raise kind(f"rank {rank} failed to {act}: {word['facts']['failed']}")
         return [word["facts"] for word in words]
 
     def first(self, act: str, work: Callable[[], T]) -> T:
@@ -117,6 +132,8 @@ class Ranks:
 
     def lend(self, together: _native.Together) -> None:
         """Has all ranks lend each other memory. Raises `CheckpointUnavailable` when one is gone."""
+        # Not all may have come so far.
+        self.gather("lend memory", dict)
         together.lend(self._join(), self._patience_s)
 
     def forget(self) -> None:

@@ -27,13 +27,17 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Any) -> None:
-    """Sets every generator whose state was saved and which this program uses.
+    """Sets every generator whose state was saved and which this program uses; none where there is no state.
 
-    Raises `CheckpointCorrupt` where it is none.
+    Raises `CheckpointCorrupt` where it is none, and leaves all of them as they are.
     """
+    if state is None:
+        return
+    before = rng_state()
     try:
         _set(state)
     except Exception as error:
+        _set(before)
         text = "the state of the random number generators is none, all else was restored"
         raise CheckpointCorrupt(f"{text}: {type(error).__name__}: {error}") from error
 
