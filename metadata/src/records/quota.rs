@@ -168,7 +168,7 @@ impl Change<'_, '_> {
     }
 
     /// Begins to count a directory, or goes on: from here on its record sees every change. What was there before comes
-    /// with [`Self::correct_quota`].
+    /// with [`Self::finish_count`].
     pub(crate) fn begin_count(&mut self, directory: InodeId, limits: Option<QuotaLimits>) -> Result<Quota> {
         let mut inode = self.directory(directory)?;
         let mut quota = self.quota(directory)?.unwrap_or_default();
@@ -182,7 +182,23 @@ impl Change<'_, '_> {
         Ok(quota)
     }
 
-    /// Adds what a count found beyond what the record said at the same moment.
+    /// Adds what a count found beyond what the record said at the same moment, unless all is counted by now.
+    pub(crate) fn finish_count(&mut self, directory: InodeId, beyond: Usage) -> Result<()> {
+        match self.quota(directory)? {
+            Some(quota) if !quota.is_counted => self.correct_quota(directory, beyond),
+            _ => Ok(()),
+        }
+    }
+
+    /// Counts a directory that has no entries, if that was not done yet.
+    pub(crate) fn count_empty(&mut self, directory: InodeId) -> Result<()> {
+        match self.quota(directory)? {
+            Some(quota) if !quota.is_counted => self.correct_quota(directory, -quota.usage),
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds what a count is off by.
     pub(crate) fn correct_quota(&mut self, directory: InodeId, beyond: Usage) -> Result<()> {
         let Some(mut quota) = self.quota(directory)? else { return Ok(()) };
         quota.usage = quota.usage + beyond;

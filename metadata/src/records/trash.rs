@@ -118,6 +118,8 @@ impl Change<'_, '_> {
         if is_directory {
             self.put_import_state(id.ino, &ImportState::default())?;
             self.attach(id.ino)?;
+            // Removed directories are empty; whoever was counting it may have given up then.
+            self.count_empty(id.ino)?;
         }
         if inode.kind == FileKind::File {
             self.queue_move(id.ino)?;

@@ -5,8 +5,9 @@
 //! before, and is added. The sum is exact, whatever changed meanwhile.
 
 use bytes::Bytes;
-use forebay_core::{FileKind, InodeId, Result};
+use forebay_core::{ErrorKind, FileKind, InodeId, Result};
 use futures::stream::{self, StreamExt};
+use tracing::warn;
 
 use super::local::LocalTree;
 use crate::kv::Snapshot;
@@ -83,20 +84,20 @@ impl LocalTree {
         .await
     }
 
-    /// Up to `limit` of the directories that have a quota, after `after` by their numbers.
+    /// Up to `limit` of the directories that have a quota, after `after` by their numbers; none when there are no more.
     pub async fn quotas(&self, after: Option<InodeId>, limit: usize) -> Result<Vec<DirectoryQuota>> {
         let keys = self.shared.keys;
         let (first, end) = keys.family(Tag::Quota);
-        let start = after.map_or(first, |after| keys.quota(InodeId(after.0.saturating_add(1))));
+        let first = after.map_or(first, |after| keys.quota(InodeId(after.0.saturating_add(1))));
         self.look(move |look| {
-            let mut found = Vec::new();
-            for (key, value) in look.reads().scan(&start, &end, limit)? {
-                let (ino, quota) = (InodeId(keys.number_in(&key)?), Quota::decode(value)?);
-                let path = match ino {
-                    InodeId::ROOT => Vec::new(),
-                    ino => names_of(look, &look.inode(ino)?)?.join(&b'/'),
-                };
-                found.push(DirectoryQuota { ino, path: path.into(), quota });
+            let (mut start, mut found) = (first.clone(), Vec::new());
+            while found.is_empty() {
+                let page = look.reads().scan(&start, &end, limit)?;
+                let Some((last, _)) = page.last() else { break };
+                start = [&last[..], &[0]].concat().into();
+                for (key, value) in page {
+                    found.extend(directory_quota(look, &key, value)?);
+                }
             }
             Ok(found)
         })
@@ -106,22 +107,37 @@ impl LocalTree {
     /// Learns which directories are counted, at the start. Counts what an earlier session did not come to the end of, and
     /// ends counts that were made for a rename which did not come.
     pub(super) async fn load_quotas(&self) -> Result<()> {
-        let keys = self.shared.keys;
-        let (mut start, end) = keys.family(Tag::Quota);
+        let (mut start, end) = self.shared.keys.family(Tag::Quota);
         loop {
             let (from, to) = (start.clone(), end.clone());
             let page = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
             let Some((last, _)) = page.last() else { return Ok(()) };
             start = [&last[..], &[0]].concat().into();
             for (key, value) in page {
-                let (directory, quota) = (InodeId(keys.number_in(&key)?), Quota::decode(value)?);
-                self.shared.quotas.add(directory);
-                if quota.limits == QuotaLimits::default() {
-                    self.end_count(directory).await?;
-                } else if !quota.is_counted {
-                    self.count_below(directory).await?;
-                }
+                self.load_quota(&key, value).await?;
             }
+        }
+    }
+
+    /// The same for one. What is damaged limits nothing, and refuses no mount: a volume that cannot be mounted cannot be
+    /// checked either.
+    async fn load_quota(&self, key: &Bytes, value: Bytes) -> Result<()> {
+        let Some((directory, quota)) = decode(self.shared.keys, key, value) else { return Ok(()) };
+        self.shared.quotas.add(directory);
+        if quota.limits == QuotaLimits::default() {
+            return self.end_count(directory).await;
+        }
+        if quota.is_counted {
+            return Ok(());
+        }
+        match self.count_below(directory).await {
+            // It was removed, so that nothing is below it; it is counted when it is brought back.
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotDirectory) => {
+                warn!(%directory, %error, "a quota that cannot be counted limits nothing; see `forebay fsck`");
+                Ok(())
+            }
+            counted => counted,
         }
     }
 
@@ -141,7 +157,7 @@ impl LocalTree {
         // Removed meanwhile.
         let Some(recorded) = recorded else { return Ok(()) };
         let beyond = found - recorded.usage;
-        self.change(move |change| change.correct_quota(directory, beyond)).await
+        self.change(move |change| change.finish_count(directory, beyond)).await
     }
 
     /// Ends the counting of a directory that has no limits.
@@ -161,7 +177,39 @@ impl LocalTree {
 
 /// The quota of a directory, read where it is not known whether there is one.
 pub(super) fn read(look: &Look<'_, '_>, directory: InodeId) -> Result<Option<Quota>> {
-    look.reads().get(&look.keys.quota(directory))?.map(Quota::decode).transpose()
+    let key = look.keys.quota(directory);
+    let value = look.reads().get(&key)?;
+    Ok(value.and_then(|value| decode(look.keys, &key, value)).map(|(_, quota)| quota))
+}
+
+/// A quota and its directory. One that cannot be read is as none, until it is set anew.
+fn decode(keys: Keys, key: &Bytes, value: Bytes) -> Option<(InodeId, Quota)> {
+    let decoded = keys.number_in(key).and_then(|ino| Ok((InodeId(ino), Quota::decode(value)?)));
+    match decoded {
+        Ok(decoded) => Some(decoded),
+        Err(error) => {
+            warn!(%error, "a quota that cannot be read limits nothing; see `forebay fsck`");
+            None
+        }
+    }
+}
+
+/// What a list says of a quota; nothing where its directory was removed, or is missing, which is for fsck.
+fn directory_quota(look: &Look<'_, '_>, key: &Bytes, value: Bytes) -> Result<Option<DirectoryQuota>> {
+    let Some((ino, quota)) = decode(look.keys, key, value) else { return Ok(None) };
+    let path = match ino {
+        InodeId::ROOT => Ok(Vec::new()),
+        ino => look.directory(ino).and_then(|inode| Ok(names_of(look, &inode)?.join(&b'/'))),
+    };
+    match path {
+        Ok(path) => Ok(Some(DirectoryQuota { ino, path: path.into(), quota })),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotDirectory) => {
+            warn!(directory = %ino, %error, "a quota is not listed; see `forebay fsck`");
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// What lies below a directory in a snapshot. Holds a number for every directory that is still to be entered.

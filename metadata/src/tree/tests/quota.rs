@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use bytes::Bytes;
 use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, Result};
 use forebay_io::object::{Bucket, Faults};
 
@@ -11,7 +12,9 @@ use super::world::*;
 use crate::records::Records;
 use crate::schema::Tag;
 use crate::testing::{Chance, rounds};
-use crate::tree::{Existing, LocalTree, Quota, QuotaLimits, RenameMode, Tree, Usage, resolve};
+use crate::tree::{
+    DirectoryQuota, Existing, LocalTree, Quota, QuotaLimits, RenameMode, Tree, Usage, resolve,
+};
 
 const ROOT: InodeId = InodeId::ROOT;
 
@@ -263,6 +266,92 @@ async fn what_was_not_counted_to_the_end_is() {
     assert_eq!(used(&tree, "d").await, (1, 2));
     assert_eq!(tree.quota(e).await.expect("looked at"), None);
     sound(&tree).await;
+}
+
+/// Such a directory kept the volume from being mounted, and from being checked, while it was in the trash.
+#[tokio::test]
+async fn a_removed_directory_that_was_not_counted_to_the_end_refuses_no_mount() {
+    let mut world = World::memory().await;
+    world.settings.trash_ms = 3_600_000;
+    let tree = world.open().await;
+    for directory in ["kept", "open", "back"] {
+        let ino = make_directory(&tree, directory).await.expect("made").ino;
+        let file = format!("{directory}/f");
+        world.write_path(&tree, &file, "1234").await.expect("written");
+        tree.change(move |change| change.begin_count(ino, Some(limits(1, 5))).map(drop))
+            .await
+            .expect("begun");
+        unlink(&tree, &file).await.expect("unlinked");
+    }
+    let open = resolve(&tree, "open").await.expect("found").ino;
+    tree.opened(open).await.expect("opened");
+    for directory in ["kept", "open", "back"] {
+        tree.remove_directory(ROOT, directory.as_bytes()).await.expect("removed");
+    }
+    bring_back(&tree, b"back").await;
+    assert_eq!(used(&tree, "back").await, (0, 0), "it came back empty");
+    let back = resolve(&tree, "back").await.expect("found").ino;
+    let late = Usage { inodes: 1, bytes: 4 };
+    tree.change(move |change| change.finish_count(back, late)).await.expect("a count that began before");
+    assert_eq!(used(&tree, "back").await, (0, 0));
+    assert_eq!(tree.quotas(None, 8).await.expect("a list").len(), 1, "those that are removed are not listed");
+    tree.sync().await.expect("synced");
+    world.crash(tree, false).await;
+
+    let tree = world.open().await;
+    sound(&tree).await;
+    for name in ["kept", "open"] {
+        bring_back(&tree, name.as_bytes()).await;
+        let directory = resolve(&tree, name).await.expect("found").ino;
+        tree.create(directory, b"f", new_file(), Existing::Refuse).await.expect("it fits");
+        assert!(is_over(tree.create(directory, b"g", new_file(), Existing::Refuse).await));
+        assert_eq!(used(&tree, name).await, (1, 0));
+    }
+    assert_eq!(tree.quotas(None, 1).await.expect("a list").len(), 1);
+    assert_eq!(tree.quotas(None, 8).await.expect("a list").len(), 3);
+    sound(&tree).await;
+}
+
+/// Brings the directory of that name back from the trash.
+async fn bring_back(tree: &LocalTree, name: &[u8]) {
+    let trash = tree.trash(None, 16).await.expect("the trash");
+    let found = trash.iter().find(|one| one.path == name).expect("in the trash");
+    tree.restore(found.id, ROOT, name).await.expect("restored");
+}
+
+#[tokio::test]
+async fn a_quota_that_cannot_be_read_refuses_no_mount() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    make_directory(&tree, "x").await.expect("made");
+    for directory in ["d", "e", "x/f"] {
+        make_directory(&tree, directory).await.expect("made");
+        set(&tree, directory, limits(1, 5)).await;
+    }
+    let d = resolve(&tree, "d").await.expect("found").ino;
+    let f = resolve(&tree, "x/f").await.expect("found").ino;
+    let uncounted = Quota { limits: WIDE, ..Quota::default() };
+    let spoil = move |change: &mut crate::records::Change<'_, '_>| {
+        let keys = change.keys();
+        change.put(keys.quota(d), Bytes::from_static(b"?"))?;
+        // One that is to be counted, and whose directory cannot be read.
+        change.put(keys.quota(f), uncounted.encode())?;
+        change.put(keys.inode(f), Bytes::from_static(b"?"))
+    };
+    tree.change(spoil).await.expect("damaged");
+    tree.close().await.expect("closed");
+
+    let tree = world.open().await;
+    make_directory(&tree, "d/a").await.expect("nothing is limited");
+    let listed = |quotas: Vec<DirectoryQuota>| quotas.into_iter().map(|one| one.path).collect::<Vec<_>>();
+    assert_eq!(listed(tree.quotas(None, 1).await.expect("a list")), ["e"]);
+    assert_eq!(tree.quota(d).await.expect("looked at"), None);
+    let found = tree.fsck(false).await.expect("checked");
+    let unreadable = found.findings.iter().filter(|finding| finding.kind == "unreadable-record");
+    assert_eq!(unreadable.count(), 2, "{:?}", found.findings);
+    set(&tree, "d", limits(1, 5)).await.expect("it is made anew");
+    assert_eq!(used(&tree, "d").await, (1, 0));
+    assert!(is_over(make_directory(&tree, "d/b").await));
 }
 
 /// Random changes and power cuts, with quotas that come and go: the counts are right all along.
