@@ -153,14 +153,18 @@ impl Damage {
         }
     }
 
-    /// Whether mending takes something away because nothing was found that needs it.
+    /// Whether mending takes something away because nothing was found that needs it. A name or its bytes are taken from
+    /// their place where an entry may be among what cannot be read.
     pub(super) fn takes_away(&self) -> bool {
         match self {
+            Self::WrongLinkCount { recorded, found, .. } => found < recorded,
             Self::WrongReferences { recorded, found, .. } | Self::WrongLoan { recorded, found, .. } => {
                 found < recorded
             }
             Self::WrongMember { is_recorded, .. } => *is_recorded,
             Self::DanglingEntry { .. }
+            | Self::LostInode { .. }
+            | Self::WrongNames { .. }
             | Self::DanglingExtent(_)
             | Self::StrayTrash { .. }
             | Self::WrongQuota { .. }

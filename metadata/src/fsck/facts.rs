@@ -49,6 +49,8 @@ pub(super) struct Use {
 #[derive(Debug, Default)]
 pub(super) struct Facts {
     pub(super) nodes: HashMap<InodeId, Node>,
+    /// Inodes that are there and cannot be read: entries lead to them, and what lies below them is not lost.
+    pub(super) unreadable: HashSet<InodeId>,
     pub(super) entries: u64,
     pub(super) bytes: u64,
     pub(super) blobs: HashMap<Blob, Use>,
@@ -130,10 +132,12 @@ impl Gather<'_> {
             let Some((last, _)) = page.last() else { return Ok(()) };
             start = [&last[..], &[0]].concat().into();
             for (key, value) in page {
-                let decoded =
-                    self.keys.number_in(&key).and_then(|ino| Ok((InodeId(ino), Inode::decode(value)?)));
-                match decoded {
-                    Err(error) => facts.damage.push(Damage::UnreadableRecord { key, why: error.to_string() }),
+                let ino = self.keys.number_in(&key).map(InodeId);
+                match ino.and_then(|ino| Ok((ino, Inode::decode(value)?))) {
+                    Err(error) => {
+                        facts.unreadable.extend(self.keys.number_in(&key).map(InodeId));
+                        facts.damage.push(Damage::UnreadableRecord { key, why: error.to_string() });
+                    }
                     Ok((ino, inode)) => {
                         let (extents, missing) = self.extents(ino, &inode).await?;
                         facts.layout(ino, &inode, extents, missing);
@@ -329,13 +333,18 @@ impl Facts {
     fn entry(&mut self, parent: InodeId, name: Bytes, entry: Dentry) {
         self.entries += 1;
         let ino = entry.ino;
-        let is_in_directory = self.nodes.get(&parent).is_some_and(|node| node.kind == FileKind::Directory);
-        let Some(node) = self.nodes.get_mut(&ino).filter(|_| is_in_directory) else {
-            return self.damage.push(Damage::DanglingEntry { parent, name, ino });
+        let is_directory = |node: &Node| node.kind == FileKind::Directory;
+        let is_in_directory =
+            self.unreadable.contains(&parent) || self.nodes.get(&parent).is_some_and(is_directory);
+        let kind = match self.nodes.get_mut(&ino).filter(|_| is_in_directory) {
+            Some(node) => {
+                node.names += 1;
+                node.is_first_there |= node.parent == parent && node.name == name;
+                node.kind
+            }
+            None if is_in_directory && self.unreadable.contains(&ino) => entry.kind,
+            None => return self.damage.push(Damage::DanglingEntry { parent, name, ino }),
         };
-        node.names += 1;
-        node.is_first_there |= node.parent == parent && node.name == name;
-        let kind = node.kind;
         if kind != entry.kind {
             self.damage.push(Damage::WrongType { parent, name, ino, kind });
         }
