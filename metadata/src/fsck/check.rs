@@ -189,8 +189,8 @@ async fn leaked_uploads(mover: &Mover) -> Result<Option<Damage>> {
     match collector(mover, true).look_at_uploads().await {
         Ok((0, 0)) => Ok(None),
         Ok((uploads, leftovers)) => Ok(Some(Damage::LeakedUploads { uploads, leftovers })),
-        // Where another tree may use the bucket it is not known what leaked.
-        Err(error) if error.kind() == ErrorKind::Unsupported => Ok(None),
+        // Where another tree may use the bucket, or a session cannot be read, it is not known what leaked.
+        Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::Corrupt) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -214,9 +214,13 @@ async fn find_names(snapshot: &dyn Snapshot, keys: Keys, damage: &mut [Damage]) 
         start = [&last[..], &[0]].concat().into();
         for (key, value) in page {
             // Entries that cannot be read are damage of their own.
-            let Ok(entry) = Dentry::decode(value) else { continue };
+            let (Ok(parent), Ok(name), Ok(entry)) =
+                (keys.number_in(&key), keys.name_in(&key), Dentry::decode(value))
+            else {
+                continue;
+            };
             if let Some(names) = wanted.get_mut(&entry.ino) {
-                names.push((InodeId(keys.number_in(&key)?), keys.name_in(&key)?));
+                names.push((InodeId(parent), name));
             }
         }
     }

@@ -172,13 +172,22 @@ impl Gather<'_> {
             let Some((last, _)) = page.last() else { return Ok(()) };
             start = [&last[..], &[0]].concat().into();
             for (key, _) in page {
-                let (ino, (parent, name)) = (InodeId(self.keys.number_in(&key)?), self.keys.link_in(&key)?);
+                let named =
+                    self.keys.number_in(&key).and_then(|ino| Ok((InodeId(ino), self.keys.link_in(&key)?)));
+                let (ino, (parent, name)) = match named {
+                    Ok(named) => named,
+                    Err(error) => {
+                        facts.damage.push(Damage::UnreadableRecord { key, why: error.to_string() });
+                        continue;
+                    }
+                };
                 let entry = self.snapshot.get(&self.keys.dentry(parent, &name)).await?;
                 let leads =
                     entry.is_some_and(|entry| Dentry::decode(entry).is_ok_and(|entry| entry.ino == ino));
                 match facts.nodes.get_mut(&ino) {
                     Some(node) if leads => node.links += 1,
                     Some(node) => node.bad_links += 1,
+                    None if facts.unreadable.contains(&ino) => {}
                     None => {
                         let why = format!("a name of inode {ino}, which is missing");
                         facts.damage.push(Damage::UnreadableRecord { key, why });
@@ -255,7 +264,8 @@ impl Gather<'_> {
             Ok(())
         })
         .await?;
-        self.each(facts, Tag::Xattr, |facts, _, key, value| {
+        self.each(facts, Tag::Xattr, |facts, keys, key, value| {
+            keys.name_in(&key)?;
             facts.given_up.extend(given_up_in(&key, value)?);
             Ok(())
         })

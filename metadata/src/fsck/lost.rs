@@ -44,7 +44,7 @@ pub(super) async fn find_losses(
         let look_through = |key: Bytes, value| {
             // What cannot be read is damage of its own.
             if names_in(tag, value).is_ok_and(|found| found.iter().any(|key| named.contains(key))) {
-                users.insert(InodeId(keys.number_in(&key)?));
+                users.extend(keys.number_in(&key).map(InodeId));
             }
             Ok(())
         };

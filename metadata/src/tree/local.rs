@@ -156,7 +156,7 @@ impl LocalTree {
             let Some((last, _)) = found.last() else { break };
             start = [&last[..], &[0]].concat().into();
             for (key, _) in found {
-                let (session, ino) = keys.number_and_ino_in(&key)?;
+                let Some((session, ino)) = readable(keys.number_and_ino_in(&key)) else { continue };
                 self.transact(Durability::Buffered, move |change| change.free_orphan(session, ino)).await?;
             }
         }
@@ -175,7 +175,7 @@ impl LocalTree {
     /// Forgets a session that is not this one, or an upload of such a one, which is aborted first.
     async fn end_dead_session(&self, key: Bytes, value: Bytes) -> Result<()> {
         let keys = self.shared.keys;
-        if keys.number_in(&key)? == self.shared.session {
+        if readable(keys.number_in(&key)).is_none_or(|session| session == self.shared.session) {
             return Ok(());
         }
         if let (true, Some(mover)) = (keys.is_upload(&key), &self.mover) {
@@ -323,6 +323,11 @@ impl LocalTree {
         self.check_writable()?;
         self.transact(Durability::Buffered, work).await
     }
+}
+
+/// What a key says. One that is damaged is left for fsck, which needs the tree to be opened.
+fn readable<T>(decoded: Result<T>) -> Option<T> {
+    decoded.inspect_err(|error| warn!(%error, "a damaged record is passed over; see `forebay fsck`")).ok()
 }
 
 impl fmt::Debug for LocalTree {

@@ -9,7 +9,7 @@ use super::world::*;
 use crate::fsck::FsckReport;
 use crate::records::{Change, Records};
 use crate::schema::{
-    Claim, Dentry, HolderState, ImportState, Inode, Loan, Quota, QuotaLimits, Usage, encode_plain,
+    Claim, Dentry, HolderState, ImportState, Inode, Loan, Quota, QuotaLimits, Tag, Usage, encode_plain,
 };
 use crate::testing::{Chance, rounds};
 use crate::tree::{Existing, LocalTree, RenameMode, Tree, resolve};
@@ -204,6 +204,50 @@ async fn what_a_record_that_cannot_be_read_leads_to_is_no_damage() {
     check(&["unreadable-record", "wrong-counters", "wrong-import-state"], false, |change| {
         let ino = at(change, "d")?;
         change.put(change.keys().inode(ino), Bytes::from_static(b"?"))
+    })
+    .await;
+}
+
+/// One such key kept the volume from being mounted, or from being checked.
+#[tokio::test]
+async fn keys_that_are_cut_short_are_told_and_refuse_nothing() {
+    let tags = [
+        Tag::Dentry,
+        Tag::Inode,
+        Tag::Link,
+        Tag::Xattr,
+        Tag::References,
+        Tag::Member,
+        Tag::Loan,
+        Tag::Orphan,
+        Tag::Session,
+        Tag::Quota,
+        Tag::Trash,
+        Tag::Deletion,
+        Tag::Move,
+        Tag::Import,
+        Tag::Claim,
+    ];
+    for tag in tags {
+        let world = World::new(Kind::Lmdb).await;
+        let tree = sample(&world).await;
+        let key = move |change: &Change<'_, '_>| [&change.keys().family(tag).0[..], b"cut"].concat();
+        let spoil = move |change: &mut Change<'_, '_>| change.put(key(change).into(), encode_plain(b""));
+        tree.change(spoil).await.expect("damaged");
+        tree.close().await.expect("closed");
+        let tree = world.try_open(world.bucket.clone()).await;
+        let tree = tree.unwrap_or_else(|error| panic!("{tag:?}: {error:?}"));
+        for repair in [false, true] {
+            let found = tree.fsck(repair).await.unwrap_or_else(|error| panic!("{tag:?}: {error:?}"));
+            assert_eq!(kinds(&found), ["unreadable-record"], "{tag:?}: {:?}", found.findings);
+        }
+        tree.close().await.expect("closed");
+    }
+    check(&["unreadable-record", "wrong-names"], false, |change| {
+        edit(change, "d/linked", |inode| inode.name = "other".into())?;
+        let entry = change.entry(at(change, "d")?, b"linked")?;
+        let nameless = change.keys().dentry(ROOT, b"");
+        change.put(nameless, entry.encode())
     })
     .await;
 }
