@@ -308,6 +308,11 @@ impl Window<'_, '_, '_> {
             None if self.change.outlives(entry.ino, &inode, info)? => {
                 self.change.stand(entry.ino, inode, info.blob())
             }
+            None if self.change.awaits_content(entry.ino, &inode, info.key.as_str())? => {
+                self.change.begin_with(entry.ino, inode, info)?;
+                // Tells of the name, so that whoever knows it asks for the size again.
+                self.change.put_dentry(self.work.directory, name, entry)
+            }
             _ => {
                 self.forget_if_at(name, info.key.as_str(), entry.ino, inode)?;
                 self.make_file(name, info)

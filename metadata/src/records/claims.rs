@@ -6,7 +6,7 @@
 
 use std::sync::atomic::Ordering;
 
-use forebay_core::{Blob, InodeId, ObjectKey, Result, Version};
+use forebay_core::{Blob, FileLayout, InodeId, ObjectKey, Result, Version};
 use forebay_io::object::ObjectInfo;
 
 use super::path::Spelling;
@@ -115,6 +115,31 @@ impl Change<'_, '_> {
         let is_elsewhere =
             layout.blobs().next().is_some() && layout.blobs().all(|blob| blob.key != found.key);
         Ok(is_elsewhere && found.modified.seconds + CLOCKS_APART < inode.mtime.seconds)
+    }
+
+    /// Whether a file never had content, and an object at `key` is its first: whether that was written through a mount that
+    /// died before it had recorded it, or by an outsider, cannot be known.
+    pub(crate) fn awaits_content(&self, ino: InodeId, inode: &Inode, key: &str) -> Result<bool> {
+        let is_new = inode.generation == 0 && inode.home.is_none() && inode.nlink > 0;
+        let is_empty = inode.size == 0 && inode.extents.is_empty() && inode.further == 0;
+        Ok(is_new
+            && is_empty
+            && self.key_of(ino, inode)?.as_deref() == Some(key)
+            && self.intent(ino)?.is_none())
+    }
+
+    /// Makes an object the first content of such a file, which stays what it is otherwise. As nobody knows who wrote it, it
+    /// gets no rights of the owner's.
+    pub(crate) fn begin_with(&mut self, ino: InodeId, mut inode: Inode, found: &ObjectInfo) -> Result<()> {
+        let layout = FileLayout::of_blob(found.blob());
+        self.replace_layout((ino, &mut inode), &layout, Some(found.blob()))?;
+        inode.drop_set_id();
+        self.delete(self.keys().xattr(ino, b"security.capability"))?;
+        inode.generation += 1;
+        inode.mtime = found.modified;
+        inode.ctime = self.now;
+        self.put_inode(ino, &inode)?;
+        self.settle_home(ino, &inode)
     }
 
     /// Takes an older object at a file's own path for the one that the file's next whole content replaces; where the

@@ -96,6 +96,18 @@ impl Inode {
         }
     }
 
+    /// Takes the bits away that lend a program its owner's rights, as a new owner does, and new content.
+    pub fn drop_set_id(&mut self) {
+        const SET_UID: u16 = 0o4000;
+        const SET_GID: u16 = 0o2000;
+        const GROUP_EXECUTE: u16 = 0o010;
+        self.mode &= !SET_UID;
+        // Without group execution the bit means mandatory locking.
+        if self.mode & GROUP_EXECUTE != 0 {
+            self.mode &= !SET_GID;
+        }
+    }
+
     /// What stat shows.
     pub fn attributes(&self, ino: InodeId) -> Attributes {
         Attributes {

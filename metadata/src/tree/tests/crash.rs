@@ -11,7 +11,7 @@ use crate::fsck::Repair;
 use crate::records::Records;
 use crate::schema::{Deletion, Inode, Tag};
 use crate::testing::{Chance, rounds};
-use crate::tree::{Existing, LocalTree, Placement, RenameMode, SetAttributes, Tree, resolve};
+use crate::tree::{Existing, LocalTree, Placement, RenameMode, SetAttributes, Tree, XattrMode, resolve};
 
 /// Asserts that the tree holds just these files with these bytes, and, once the mover is through, the bucket too.
 async fn check_files(world: &World, tree: &LocalTree, expected: &BTreeMap<String, String>) {
@@ -122,9 +122,7 @@ async fn cut_off_write(replaces: bool, steps: u32, keeps_cache: bool) {
     };
     let after = resolve(&tree, "a").await.expect("found");
     assert_eq!(world.read(&tree, after.ino).await.expect("bytes"), expected.as_bytes());
-    if replaces {
-        assert_eq!(after.ino, before.ino, "the intent was on disk: the bytes are known to be the file's");
-    }
+    assert_eq!((after.ino, after.mode, after.uid), (before.ino, before.mode, before.uid));
     let inos = resolve(&tree, "a").await.expect("found");
     assert_eq!(inos, after);
     tree.drain().await.expect("drained");
@@ -148,6 +146,40 @@ async fn an_owned_blob_that_was_never_committed_goes_with_its_session() {
     let tree = world.open().await;
     tree.drain().await.expect("drained");
     world.check_objects(&[("b", "old")]).await;
+}
+
+/// What was set and synced of a file before its first content came went, and everybody could read it: the object was taken
+/// for an outsider's.
+#[tokio::test]
+async fn first_content_finds_the_owner_and_mode_that_were_synced() {
+    for kind in [Kind::Memory, Kind::Lmdb] {
+        let world = World::new(kind).await;
+        let tree = world.open().await;
+        let (file, _) = tree.create(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made");
+        let wanted = SetAttributes { mode: Some(0o4710), uid: Some(7), gid: Some(8), ..Default::default() };
+        tree.set_attributes(file.ino, wanted).await.expect("set");
+        for name in [&b"user.kept"[..], b"security.capability"] {
+            tree.set_xattr(file.ino, name, "value".into(), XattrMode::Set).await.expect("set");
+        }
+        tree.sync().await.expect("synced");
+        // The store has it, and the tree does not know.
+        world.put("a", b"first").await;
+        tree.close().await.expect("closed");
+        let tree = world.open().await;
+        for _ in 0..2 {
+            let found = resolve(&tree, "a").await.expect("found");
+            assert_eq!((found.ino, found.uid, found.gid, found.size), (file.ino, 7, 8, 5));
+            assert_eq!(found.mode, 0o710, "nobody knows who wrote it");
+            assert!(found.mtime.seconds > 1_700_000_000, "the object's own time");
+            assert_eq!(tree.xattr(file.ino, b"user.kept").await.expect("kept"), &b"value"[..]);
+            tree.xattr(file.ino, b"security.capability").await.expect_err("it went with the write");
+            assert_eq!(world.read(&tree, file.ino).await.expect("bytes"), b"first");
+            tree.drain().await.expect("drained");
+            world.pass_ttl();
+        }
+        assert!(tree.fsck(false).await.expect("checked").is_clean());
+        tree.close().await.expect("closed");
+    }
 }
 
 /// A key was freed and written again, and only the first half of that was noted: what is there now is the file's, and at once.

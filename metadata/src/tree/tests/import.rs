@@ -1,10 +1,11 @@
 //! A bucket that others write to.
 
-use forebay_core::{ErrorKind, FileKind, InodeId};
+use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId};
 use forebay_io::object::{Delay, Faults, OperationKind};
+use futures::FutureExt;
 
 use super::world::*;
-use crate::tree::{Existing, RenameMode, Tree, resolve};
+use crate::tree::{Existing, NewInode, RenameMode, Tree, resolve};
 
 const ROOT: InodeId = InodeId::ROOT;
 
@@ -57,6 +58,50 @@ async fn outsiders_changes_show_after_the_ttl() {
     assert_eq!(tree.statistics().await.expect("statistics").inodes, 3);
     tree.drain().await.expect("drained");
     world.check_objects(&[("kept", "1"), ("replaced", "22")]).await;
+}
+
+/// Who made a file at a path has said whose it is; who truncated one has said that it is empty.
+#[tokio::test]
+async fn an_outsiders_object_is_the_first_content_of_a_file_that_never_had_any() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    let mut made = Vec::new();
+    for name in ["new", "emptied", "open", "first"] {
+        let new = NewInode { mode: 0o600, ..new_file() };
+        let (file, _) = tree.create(ROOT, name.as_bytes(), new, Existing::Refuse).await.expect("made");
+        made.push(file.ino);
+    }
+    let [new, emptied, open, first] = made[..] else { panic!("four files") };
+    let layout = FileLayout::default();
+    tree.commit_layout(emptied, 0, layout, world.clock.wall()).await.expect("committed");
+    tree.opened(open).await.expect("opened");
+    tree.link(first, ROOT, b"second").await.expect("linked");
+    for key in ["new", "emptied", "open", "second"] {
+        world.put(key, b"outsider").await;
+    }
+    let mut told = tree.outside().listen();
+    world.pass_ttl();
+    paths(&tree).await;
+    let (file, generation) =
+        (resolve(&tree, "new").await.expect("found"), tree.layout(new).await.expect("known").1);
+    assert_eq!((file.ino, file.mode, file.size, generation), (new, 0o600, 8, 1));
+    assert_eq!(world.read(&tree, new).await.expect("bytes"), b"outsider");
+    for (path, other) in [("emptied", emptied), ("second", first)] {
+        let file = resolve(&tree, path).await.expect("found");
+        assert!(file.ino != other && file.mode == 0o644, "{path} is another file: {file:?}");
+    }
+    assert_eq!(resolve(&tree, "open").await.expect("found").size, 0, "its writer will learn of it");
+    assert_eq!(resolve(&tree, "first").await.expect("found").size, 0);
+    let mut names = Vec::new();
+    while let Some(Ok(change)) = told.next().now_or_never() {
+        names.push(change.name);
+    }
+    assert!(names.iter().any(|name| name == "new"), "the kernel is told: {names:?}");
+    assert_eq!(tree.statistics().await.expect("statistics").bytes, 24);
+    assert!(tree.fsck(false).await.expect("checked").is_clean());
+    unlink(&tree, "new").await.expect("unlinked");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("emptied", "outsider"), ("open", "outsider"), ("second", "outsider")]).await;
 }
 
 #[tokio::test]
