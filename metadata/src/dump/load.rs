@@ -150,20 +150,19 @@ fn check(from: &mut (impl Read + Seek), keys: Keys) -> Result<LoadReport> {
     Ok(LoadReport { header, records })
 }
 
-/// Deletes every record but the mark.
+/// Deletes every record but the mark. Each step begins after the last: what was deleted is passed over nowhere again.
 async fn clear(committer: &Committer, keys: Keys) -> Result<()> {
-    let (start, end) = keys.all();
+    let (mut start, end) = keys.all();
     loop {
-        let (start, end, mark) = (start.clone(), end.clone(), keys.loading());
+        let (from, to, mark) = (start.clone(), end.clone(), keys.loading());
         let step = move |txn: &mut crate::commit::Txn<'_>| {
-            let some: Vec<Bytes> = txn.scan(&start, &end, STEP)?.into_iter().map(|(key, _)| key).collect();
-            let found = some.len();
+            let some: Vec<Bytes> = txn.scan(&from, &to, STEP)?.into_iter().map(|(key, _)| key).collect();
+            let last = some.last().cloned();
             some.into_iter().filter(|key| *key != mark).try_for_each(|key| txn.delete(key))?;
-            Ok(found)
+            Ok(last)
         };
-        if committer.transact(Durability::Buffered, step).await? <= 1 {
-            return Ok(());
-        }
+        let Some(last) = committer.transact(Durability::Buffered, step).await? else { return Ok(()) };
+        start = [&last[..], &[0]].concat().into();
     }
 }
 

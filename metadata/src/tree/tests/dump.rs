@@ -189,6 +189,30 @@ async fn a_tree_is_replaced_only_by_force() {
     tree.close().await.expect("closed");
 }
 
+/// Each step looked through all that was deleted before.
+#[tokio::test]
+async fn a_large_tree_is_replaced_in_one_walk() {
+    let world = World::memory().await;
+    let tree = sample(&world).await;
+    let stream = dumped(&tree).await;
+    let directory = make_directory(&tree, "large").await.expect("made").ino;
+    for n in 0..1500 {
+        let name = format!("{n}");
+        tree.create(directory, name.as_bytes(), new_file(), Existing::Refuse).await.expect("made");
+    }
+    tree.close().await.expect("closed");
+    drop(world.disk.scans());
+    load_into(&world, &stream, true).await.expect("replaced");
+    let starts = world.disk.scans();
+    assert!(starts.len() > 10, "{starts:?}");
+    // The first look asks only whether the tree is empty.
+    let steps: Vec<_> = starts.into_iter().skip_while(|start| *start != KEYS.all().0).collect();
+    assert!(steps.is_sorted_by(|one, next| one < next), "{steps:?}");
+    let tree = world.open().await;
+    assert_eq!(kind_of(resolve(&tree, "large").await), ErrorKind::NotFound);
+    assert!(tree.fsck(false).await.expect("checked").is_clean());
+}
+
 /// With a mistyped URL a tree was replaced by that of another bucket, and the next gc freed all that it had owned.
 #[tokio::test]
 async fn a_dump_of_another_volume_is_refused_unless_it_is_meant() {

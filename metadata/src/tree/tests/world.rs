@@ -44,6 +44,15 @@ struct Power {
     reads: u64,
     /// Records in each batch written.
     batches: Vec<usize>,
+    /// Where each range began that was asked for.
+    scans: Vec<Bytes>,
+}
+
+impl Power {
+    fn scan(&mut self, start: &[u8], end: &[u8], limit: usize) -> Vec<Pair> {
+        self.scans.push(Bytes::copy_from_slice(start));
+        pairs(&self.cached, start, end, limit)
+    }
 }
 
 impl Disk {
@@ -65,6 +74,11 @@ impl Disk {
     /// How many records each batch had that was written since this was asked last.
     pub(super) fn batches(&self) -> Vec<usize> {
         std::mem::take(&mut self.0.lock().batches)
+    }
+
+    /// Where each range began that was asked for since this was asked last.
+    pub(super) fn scans(&self) -> Vec<Bytes> {
+        std::mem::take(&mut self.0.lock().scans)
     }
 
     fn open(&self) -> DiskEngine {
@@ -100,7 +114,7 @@ impl Engine for DiskEngine {
     }
 
     async fn scan(&self, start: &[u8], end: &[u8], limit: usize) -> Result<Vec<Pair>> {
-        self.with(|power| pairs(&power.cached, start, end, limit))
+        self.with(|power| power.scan(start, end, limit))
     }
 
     fn get_now(&self, key: &[u8]) -> Option<Result<Option<Bytes>>> {
@@ -108,7 +122,7 @@ impl Engine for DiskEngine {
     }
 
     fn scan_now(&self, start: &[u8], end: &[u8], limit: usize) -> Option<Result<Vec<Pair>>> {
-        Some(self.with(|power| pairs(&power.cached, start, end, limit)))
+        Some(self.with(|power| power.scan(start, end, limit)))
     }
 
     fn snapshot(&self) -> Result<Box<dyn Snapshot>> {
