@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use forebay_core::ObjectKey;
 use forebay_io::object::Condition;
+use forebay_tests::s3::Server;
 use forebay_tests::{Forebay, Mount, Outcome, Scratch, TestBucket, require_fuse, shell};
 use serde_json::Value;
 
@@ -114,4 +115,44 @@ async fn delete_and_bring_back(bucket: &TestBucket) {
     assert_eq!(forebay(&home, &["trash", "ls", &at(""), "--json"]).succeeded(), "");
     mount.unmount();
     Forebay::new(&home, ["fsck", &source]).envs(&bucket.envs()).run().succeeded();
+}
+
+/// Other tools mark directories by empty objects (`dir/`). What was removed or renamed came back with them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_directory_that_another_tool_marked_is_gone_with_its_marker() {
+    if !require_fuse("a_directory_that_another_tool_marked_is_gone_with_its_marker") {
+        return;
+    }
+    let (scratch, server) = (Scratch::new(), Server::start());
+    let bucket = server.bucket("a/prefix").await;
+    let put = |key: &str| server.put_raw(&format!("{}/a/prefix/{key}", bucket.url().bucket));
+    for marker in ["gone/", "gone/below/", "kept/", "moved/", "moved/below/", "back/"] {
+        put(marker);
+    }
+    let (home, folder, source) = (scratch.folder("home"), scratch.join("mnt"), bucket.url().to_string());
+    let mut mount = Mount::new(&home, &source, &folder, &["--trash", "1d"], &server.envs());
+    let at = |path: &str| folder.join(path).display().to_string();
+    let shown = || {
+        forebay(&home, &["refresh", &at("")]).succeeded();
+        shell(&folder, "find * | sort | xargs").succeeded().trim().to_owned()
+    };
+    let directories = async || {
+        let listed = bucket.list_directory("").await.expect("a listing").directories;
+        listed.into_iter().filter(|name| name != ".forebay").collect::<Vec<_>>()
+    };
+    assert_eq!(shown(), "back gone gone/below kept moved moved/below");
+    shell(&folder, "rm -r gone && rmdir back && mv moved other && echo text > other/below/file").succeeded();
+    let started = Instant::now();
+    while directories().await != ["kept", "other"] {
+        assert!(started.elapsed() < DEADLINE, "not in time: {:?}", directories().await);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(shown(), "kept other other/below other/below/file");
+    forebay(&home, &["trash", "restore", &at("back")]).succeeded();
+    assert_eq!(shown(), "back kept other other/below other/below/file", "what comes back stays");
+    put("gone/");
+    assert_eq!(shown(), "back gone kept other other/below other/below/file", "it was made anew");
+    mount.unmount();
+    assert_eq!(directories().await, ["gone", "kept", "other"]);
+    Forebay::new(&home, ["fsck", &source]).envs(&server.envs()).run().succeeded();
 }

@@ -287,6 +287,13 @@ impl Bucket {
         Ok(())
     }
 
+    /// Deletes the marker of a directory (`dir/`) that a listing showed, unless another one has its place by now. Only in S3: a
+    /// folder has none, and those of other stores are left as they are.
+    pub async fn delete_marker(&self, directory: &str, version: &Version) -> Result<()> {
+        let directory = self.path(&ObjectKey::new(directory))?;
+        self.call(Request::DeleteMarker { directory, version: version.clone() }).await.map(drop)
+    }
+
     /// Every object below the directory `prefix` (`""` is the root), in key order, one page of up to a thousand keys
     /// in memory at a time.
     ///
@@ -302,6 +309,7 @@ impl Bucket {
         let whole = |mut whole: Listing, page: Listing| async move {
             whole.objects.extend(page.objects);
             whole.directories.extend(page.directories);
+            whole.marker = whole.marker.or(page.marker);
             Ok(whole)
         };
         self.list_directory_pages(prefix).try_fold(Listing::default(), whole).await
@@ -323,7 +331,7 @@ impl Bucket {
             .map(move |page| {
                 let page = page.map_err(|error| bucket.error(error))?;
                 let objects = page.objects.into_iter().map(info).collect();
-                Ok(Listing { objects, directories: page.directories })
+                Ok(Listing { objects, directories: page.directories, marker: page.marker })
             })
             .boxed()
     }

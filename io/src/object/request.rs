@@ -39,6 +39,8 @@ pub(super) enum Request {
     Put { key: Path, payload: PutPayload, options: PutOptions, token: String },
     /// Deletes up to [`DELETE_LIMIT`] objects; those that are gone already count as deleted.
     Delete { keys: Vec<Path> },
+    /// Deletes the marker of a directory (`dir/`) if it has this version still; elsewhere than in S3 nothing.
+    DeleteMarker { directory: Path, version: Version },
     /// One page of keys.
     List(ListRequest),
     /// Copies an object of so many bytes inside the store; 0 where the caller does not know.
@@ -102,6 +104,8 @@ pub(super) struct Page {
     pub(super) directories: Vec<String>,
     /// How to ask for the next page; `None` at the end.
     pub(super) next: Option<String>,
+    /// What is known of the marker of the prefix itself, where it can be deleted.
+    pub(super) marker: Option<Version>,
     /// Keys left out because they have no address here.
     pub(super) skipped: u64,
 }
@@ -170,7 +174,7 @@ impl Request {
             Self::Get { options, .. } if options.head => OperationKind::Head,
             Self::Get { .. } => OperationKind::Get,
             Self::Put { .. } => OperationKind::Put,
-            Self::Delete { .. } => OperationKind::Delete,
+            Self::Delete { .. } | Self::DeleteMarker { .. } => OperationKind::Delete,
             Self::List(_) => OperationKind::List,
             Self::Copy { .. } => OperationKind::Copy,
             Self::Create { .. } => OperationKind::Create,
@@ -257,6 +261,7 @@ impl Request {
             | Self::Abort { upload }
             | Self::ListParts { upload } => upload.key.to_string(),
             Self::Delete { keys } => keys.first().map(Path::to_string).unwrap_or_default(),
+            Self::DeleteMarker { directory, .. } => format!("{directory}/"),
             Self::List(list) => list.prefix.clone(),
             Self::ListUploads { prefix, .. } => prefix.clone(),
         }

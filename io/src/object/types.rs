@@ -81,6 +81,8 @@ pub struct Listing {
     pub objects: Vec<ObjectInfo>,
     /// Next segments that have keys below them, without slashes.
     pub directories: Vec<String>,
+    /// What tells the marker for the prefix itself from a later one, for [`super::Bucket::delete_marker`], if there is one.
+    pub marker: Option<Version>,
 }
 
 /// What must hold for a write to be accepted; otherwise it fails with `Conflict`.

@@ -188,6 +188,7 @@ impl Importer {
         let mut listing = self.0.bucket.list_directory(&prefix).await?;
         let (bucket, committer, keys) = (&self.0.bucket, &self.0.committer, self.0.shared.keys);
         Phantoms { bucket, committer, keys }.drop(directory, &prefix, &mut listing).await?;
+        self.0.shared.markers.note(&prefix_with_slash(&prefix), listing.marker.take());
         let items = Items::of(directory, &prefix, listing);
         debug!(%directory, prefix, names = items.items.len(), skipped = items.skipped, "listed");
         if items.skipped > 0 {

@@ -106,7 +106,7 @@ mod tests {
     ) {
         let objects = objects.iter().map(|key| object(key)).collect();
         let directories = directories.iter().map(|name| (*name).to_owned()).collect();
-        let items = Items::of(InodeId(directory), prefix, Listing { objects, directories });
+        let items = Items::of(InodeId(directory), prefix, Listing { objects, directories, marker: None });
         let shown: Vec<String> = items
             .items
             .iter()
@@ -137,8 +137,11 @@ mod tests {
 
     #[test]
     fn an_object_beside_a_directory_is_found_by_its_key() {
-        let listing =
-            Listing { objects: vec![object("a"), object("b")], directories: vec!["a".into(), "c".into()] };
+        let listing = Listing {
+            objects: vec![object("a"), object("b")],
+            directories: vec!["a".into(), "c".into()],
+            marker: None,
+        };
         let items = Items::of(InodeId::ROOT, "", listing);
         assert!(items.has_object(b"a") && items.has_object(b"b"));
         assert!(!items.has_object(b"c") && !items.has_object(b"d"));

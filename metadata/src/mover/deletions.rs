@@ -125,6 +125,10 @@ impl Mover {
                 *verdict != Verdict::Keep && !(is_held_up && is_prefix(deletion))
             })
             .collect();
+        for ((_, deletion), _) in done.iter().filter(|((_, deletion), _)| has_marker(deletion)) {
+            let Blob { key, version, .. } = &deletion.blob;
+            self.bucket().delete_marker(key.as_str().trim_end_matches('/'), version).await?;
+        }
         let count = done.len();
         let forget_all = move |change: &mut Change<'_, '_>| {
             done.iter().try_for_each(|(queued, verdict)| forget(change, queued, *verdict))
@@ -183,6 +187,11 @@ impl Mover {
 /// Whether it is no object but the prefix of a removed directory.
 fn is_prefix(deletion: &Deletion) -> bool {
     deletion.blob.key.as_str().ends_with('/')
+}
+
+/// Whether it is one that lies in the bucket as an object, too.
+fn has_marker(deletion: &Deletion) -> bool {
+    is_prefix(deletion) && !deletion.blob.version.as_str().is_empty()
 }
 
 /// What the records alone say.

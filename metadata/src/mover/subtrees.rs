@@ -14,7 +14,7 @@ use super::Mover;
 use super::deletions::after;
 use super::run::{PAGE, Tally};
 use crate::kv::Durability;
-use crate::records::{Change, Records};
+use crate::records::{Change, Records, prefix_with_slash};
 use crate::schema::{Dentry, HolderState, Move, Tag};
 
 /// Entries claimed in one transaction.
@@ -134,7 +134,14 @@ fn is_away(error: &Error) -> bool {
 /// No further objects come into the directory from its old prefix.
 fn detach(change: &mut Change<'_, '_>, directory: InodeId) -> Result<()> {
     match change.find(directory)? {
-        Some(inode) if inode.nlink > 0 => change.attach(directory).map(|_| ()),
+        Some(inode) if inode.nlink > 0 => {
+            let before = change.import_state(directory)?.prefix;
+            let now = change.attach(directory)?;
+            match before.filter(|before| now.as_ref() != Some(before)) {
+                Some(before) => change.doom_marker(&prefix_with_slash(&before)),
+                None => Ok(()),
+            }
+        }
         _ => Ok(()),
     }
 }
@@ -160,6 +167,8 @@ fn take_back(change: &mut Change<'_, '_>, ino: InodeId) -> Result<()> {
         let claim = change.claim(&prefix)?.map(|claim| claim.state);
         if claim == Some(HolderState::Subtree(ino)) {
             change.delete_claim(&prefix)?;
+            // That of a directory which is made there by now goes, too: the tree knows it without.
+            change.doom_marker(&prefix)?;
         }
     }
     change.delete(change.keys().movement(ino))

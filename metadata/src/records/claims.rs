@@ -220,17 +220,31 @@ impl Change<'_, '_> {
         self.queue_deletion(due_ms, Deletion { blob: blob.clone(), session: None })
     }
 
-    /// Keeps a removed directory from being listed again while objects below its prefix are still to be deleted.
+    /// Keeps a removed directory from being listed again while objects below its prefix, or its marker, are still to be
+    /// deleted.
     pub(crate) fn doom_prefix(&mut self, directory: InodeId) -> Result<()> {
         let prefix = self.import_state(directory)?.prefix.map(|prefix| prefix_with_slash(&prefix));
         let Some(prefix) = prefix.filter(|prefix| !prefix.is_empty()) else { return Ok(()) };
+        let marker = self.shared.markers.of(&prefix).unwrap_or_else(|| Version::new(""));
+        self.doom_prefix_with(prefix, marker)
+    }
+
+    /// The same of a prefix that a directory has left by a rename, where it has a marker.
+    pub(crate) fn doom_marker(&mut self, prefix: &str) -> Result<()> {
+        match self.shared.markers.of(prefix) {
+            Some(marker) => self.doom_prefix_with(prefix.to_owned(), marker),
+            None => Ok(()),
+        }
+    }
+
+    fn doom_prefix_with(&mut self, prefix: String, marker: Version) -> Result<()> {
         if self.claim(&prefix)?.is_some() {
             return Ok(());
         }
         let due_ms = self.shared.now_ms();
         let key = ObjectKey::new(prefix);
         self.put_claim(&Claim { key: key.clone(), state: HolderState::Doomed { due_ms } })?;
-        let blob = Blob { key, version: Version::new(""), size: 0 };
+        let blob = Blob { key, version: marker, size: 0 };
         self.queue_deletion(due_ms, Deletion { blob, session: None })
     }
 

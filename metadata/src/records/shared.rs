@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use bytes::Bytes;
-use forebay_core::{InodeId, ObjectKey, Timestamp};
+use forebay_core::{InodeId, ObjectKey, Timestamp, Version};
 use forebay_io::clock::Clock;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -30,6 +30,7 @@ pub(crate) struct Shared {
     /// How often each inode is open in this session.
     pub(crate) openers: Mutex<HashMap<InodeId, u32>>,
     pub(crate) touched: Touched,
+    pub(crate) markers: Markers,
     pub(crate) quotas: Quotas,
     pub(crate) clones: Clones,
     /// Contents that are being written beside their paths.
@@ -63,6 +64,7 @@ impl Shared {
             spelling,
             openers: Mutex::default(),
             touched: Touched::default(),
+            markers: Markers::default(),
             quotas: Quotas::default(),
             clones: Clones::default(),
             aside: Aside::default(),
@@ -139,6 +141,30 @@ impl Aside {
     /// Forgets a file whose queued move was looked at.
     pub(crate) fn end_crowd(&self, ino: InodeId) {
         self.crowded.lock().remove(&ino);
+    }
+}
+
+/// The markers of directories (`dir/`) that listings showed, by their prefixes: they make a directory where nothing is below,
+/// and go when that is removed or renamed. In memory only: whoever removes a directory has listed it.
+#[derive(Debug, Default)]
+pub(crate) struct Markers(Mutex<HashMap<String, Version>>);
+
+/// Markers remembered. Where there are more, some are forgotten, and their directories come back.
+const MOST_MARKERS: usize = 1 << 16;
+
+impl Markers {
+    /// Notes what a listing of `prefix`, with its slash, showed.
+    pub(crate) fn note(&self, prefix: &str, marker: Option<Version>) {
+        let mut known = self.0.lock();
+        match marker {
+            None => drop(known.remove(prefix)),
+            Some(_) if known.len() >= MOST_MARKERS && !known.contains_key(prefix) => {}
+            Some(marker) => drop(known.insert(prefix.to_owned(), marker)),
+        }
+    }
+
+    pub(crate) fn of(&self, prefix: &str) -> Option<Version> {
+        self.0.lock().get(prefix).cloned()
     }
 }
 

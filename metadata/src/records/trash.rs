@@ -109,6 +109,7 @@ impl Change<'_, '_> {
         let is_directory = inode.kind == FileKind::Directory;
         inode.nlink = if is_directory { 2 } else { 1 };
         (inode.parent, inode.name) = (parent, Bytes::copy_from_slice(name));
+        inode.kept |= is_directory;
         inode.ctime = self.now;
         self.charge(parent, usage_of(&inode), Charge::Checked)?;
         self.put_inode(id.ino, &inode)?;

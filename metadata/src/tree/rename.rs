@@ -199,6 +199,8 @@ fn change_parents(change: &mut Change<'_, '_>, from: InodeId, to: InodeId, takes
 fn arrive(change: &mut Change<'_, '_>, ino: InodeId, from: Place<'_>, to: Place<'_>) -> Result<()> {
     let mut inode: Inode = change.inode(ino)?;
     inode.ctime = change.now;
+    // What made it a directory for a listing stays behind.
+    inode.kept |= inode.kind == FileKind::Directory;
     change.change_name((ino, &mut inode), from, to)?;
     change.put_inode(ino, &inode)?;
     change.settle_home(ino, &inode)

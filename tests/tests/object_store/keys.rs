@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 
-use forebay_io::object::Condition;
+use forebay_io::object::{Condition, Listing};
 
 use super::*;
 
@@ -77,6 +77,37 @@ fn keys_without_an_address_are_refused() {
         assert_kind(bucket.list_directory("a//b").await, ErrorKind::Invalid);
         assert_eq!(bucket.counters().failures(), 0, "nothing was sent");
     });
+}
+
+/// Of an empty object only the time tells it from the next one.
+#[tokio::test]
+async fn a_marker_is_deleted_unless_another_one_has_its_place() {
+    for prefix in ["", "a/prefix"] {
+        let bucket = Server::shared().bucket(prefix).await;
+        let name = format!("{}/{prefix}", bucket.url().bucket);
+        let put = |key: &str| Server::shared().put_raw(format!("{name}/{key}").replace("//", "/").as_str());
+        let shown = async |directory: &str| bucket.list_directory(directory).await.expect("listing");
+        for key in ["dir/", "dir/sub%20dir/", "dir/sub%20dir/a"] {
+            put(key);
+        }
+        assert_eq!(shown("").await.marker, None);
+        let (marker, sub) = (shown("dir").await.marker, shown("dir/sub dir").await.marker);
+        let (marker, sub) = (marker.expect("a marker"), sub.expect("a marker"));
+        bucket.delete_marker("dir", &marker).await.expect("deleted");
+        bucket.delete_marker("dir", &marker).await.expect("gone already");
+        assert_eq!(shown("dir").await.marker, None);
+        tokio::time::sleep(std::time::Duration::from_millis(1100)).await;
+        put("dir/");
+        bucket.delete_marker("dir", &marker).await.expect("left alone");
+        let next = shown("dir").await.marker.expect("another marker");
+        assert_ne!(next, marker);
+        bucket.delete_marker("dir/sub dir", &sub).await.expect("deleted");
+        assert_eq!(shown("dir/sub dir").await.marker, None);
+        assert_eq!(keys_below(&bucket, "").await, ["dir/sub dir/a"], "nothing else goes");
+        bucket.delete_marker("dir", &next).await.expect("deleted");
+        bucket.delete(&ObjectKey::new("dir/sub dir/a")).await.expect("deleted");
+        assert_eq!(shown("").await, Listing::default());
+    }
 }
 
 /// Keys as other tools write them: markers, doubled slashes, dots. The listing shows what can be addressed.

@@ -206,6 +206,7 @@ impl Service for Directory {
                 self.run_wanted(move |inner, wanted| inner.delete_all(&keys, &wanted)).await?;
                 Ok(Reply::Done)
             }
+            Request::DeleteMarker { .. } => Ok(Reply::Done),
             Request::List(list) => {
                 let progress = Progress::of_call();
                 self.run(move |inner| inner.list(&list, progress)).await.map(Reply::Page)

@@ -197,6 +197,7 @@ impl Service for Plain {
                 self.store.put_opts(&key, payload, options).await.map(Reply::Put)
             }
             Request::Delete { keys } => delete_all(self.store.as_ref(), keys).await,
+            Request::DeleteMarker { .. } => Ok(Reply::Done),
             Request::List(list) => self.list(list).await.map(Reply::Page),
             Request::Copy { from, to, options, .. } => {
                 self.store.copy_opts(&from, &to, options).await?;
@@ -244,7 +245,7 @@ fn to_page(list: &ListRequest, result: ListResult) -> Page {
     let objects: Vec<_> = result.objects.into_iter().filter(|m| m.location.as_ref() != own_marker).collect();
     let names = result.common_prefixes.iter().filter_map(|path| path.filename().map(str::to_owned));
     let directories = names.filter(|name| is_segment(name)).collect();
-    Page { objects, directories, next: None, skipped: 0 }
+    Page { objects, directories, next: None, marker: None, skipped: 0 }
 }
 
 fn no_upload(upload: &UploadId) -> object_store::Error {

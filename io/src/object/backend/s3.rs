@@ -9,6 +9,7 @@ mod sign;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use forebay_core::Version;
 use http::Method;
 use object_store::aws::AmazonS3;
 use object_store::multipart::{MultipartStore, PartId};
@@ -66,6 +67,7 @@ impl Service for S3 {
                 self.store.put_opts(&key, payload, options).await.map(Reply::Put)
             }
             Request::Delete { keys } => delete_all(&self.store, keys).await,
+            Request::DeleteMarker { directory, version } => self.delete_marker(&directory, &version).await,
             Request::List(list) => self.list(list).await.map(Reply::Page),
             Request::Copy { from, to, options, .. } => {
                 self.store.copy_opts(&from, &to, options).await?;
@@ -98,6 +100,15 @@ impl Service for S3 {
 impl S3 {
     async fn list(&self, list: ListRequest) -> Result<Page> {
         self.ask_bucket(page_query(&list), |body| read_page(body, &list.prefix)).await
+    }
+
+    /// No request has a condition that tells an empty object from the next one: they are told by their times.
+    async fn delete_marker(&self, directory: &Path, version: &Version) -> Result<Reply> {
+        let list = ListRequest { prefix: format!("{directory}/"), limit: Some(1), ..ListRequest::default() };
+        if self.list(list).await?.marker.as_ref() == Some(version) {
+            self.signed.delete_marker(directory).await?;
+        }
+        Ok(Reply::Done)
     }
 
     /// A request about the bucket whose answer names keys. Keys may hold characters that XML cannot: then the answer

@@ -120,6 +120,7 @@ fn is_short(request: &Request) -> bool {
         // The store takes its time for these.
         Request::Copy { .. } | Request::CopyPart { .. } | Request::Complete { .. } => false,
         Request::Delete { .. }
+        | Request::DeleteMarker { .. }
         | Request::List(_)
         | Request::Create { .. }
         | Request::Abort { .. }

@@ -52,6 +52,9 @@ impl Prefix {
             Request::Delete { keys } => {
                 Request::Delete { keys: keys.iter().map(|key| self.outer(key)).collect::<Result<_>>()? }
             }
+            Request::DeleteMarker { directory, version } => {
+                Request::DeleteMarker { directory: self.outer(&directory)?, version }
+            }
             Request::List(mut list) => {
                 list.prefix.insert_str(0, &self.prefix);
                 list.after = list.after.map(|after| format!("{}{after}", self.prefix));

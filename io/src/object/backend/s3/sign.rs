@@ -81,6 +81,22 @@ impl Signed {
         self.sender.send(key, request).await.map(|(_, body)| body)
     }
 
+    /// Deletes the marker of a directory, whose key is the path and a slash, which no path has.
+    /// Where the path is signed in the query, as for directory buckets, it is left as it is.
+    pub(super) async fn delete_marker(&self, directory: &Path) -> Result<()> {
+        if matches!(self.manner, Manner::InQuery) {
+            return Ok(());
+        }
+        let options = SignedUrlOptions::default();
+        let mut url = self.signer.signed_url_opts(Method::DELETE, directory, SIGNED_FOR, &options).await?;
+        cut_off_signature(&mut url);
+        url.set_path(&format!("{}/", url.path()));
+        let request = http::Request::builder().method(Method::DELETE).uri(url.as_str());
+        let mut request = request.body(HttpRequestBody::empty()).map_err(generic)?;
+        self.sign(&mut request).await?;
+        self.sender.send(directory, request).await.map(drop)
+    }
+
     async fn sign(&self, request: &mut HttpRequest) -> Result<()> {
         let Manner::InHeader { region, is_payer } = &self.manner else { return Ok(()) };
         let credential = self.signer.credentials().get_credential().await?;

@@ -4,7 +4,7 @@
 //! UploadPartCopy and CompleteMultipartUpload. Keys that were asked for URL-encoded have a space as a plus sign.
 
 use chrono::{DateTime, Utc};
-use forebay_core::Timestamp;
+use forebay_core::{Timestamp, Version};
 use object_store::multipart::PartId;
 use object_store::{ObjectMeta, Result};
 use percent_encoding::percent_decode_str;
@@ -161,6 +161,11 @@ pub(in crate::object::backend) fn read_page(body: &[u8], prefix: &str) -> Result
         let key = decode(object.key, decoded);
         let Some(location) = key.as_deref().and_then(address) else {
             // The marker of a directory stands for the directory, which its listing shows already.
+            if key.as_deref() == Some(prefix) {
+                // Markers are empty, and all that is empty has one ETag.
+                let e_tag = object.e_tag.unwrap_or_default();
+                page.marker = Some(Version::new(format!("{e_tag} {}", object.last_modified.to_rfc3339())));
+            }
             page.skipped += u64::from(key.is_none_or(|key| key.trim_end_matches('/').len() + 1 != key.len()));
             continue;
         };
