@@ -6,6 +6,10 @@ use serde::{Deserialize, Serialize};
 
 use super::codec::{Decoder, Encoder, kind_byte};
 
+const SET_UID: u16 = 0o4000;
+pub(crate) const SET_GID: u16 = 0o2000;
+const GROUP_EXECUTE: u16 = 0o010;
+
 /// Inode numbers that a directory may still give to what is made in it, so that its files lie side by side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -96,11 +100,12 @@ impl Inode {
         }
     }
 
-    /// Takes the bits away that lend a program its owner's rights, as a new owner does, and new content.
+    /// Takes the bits away that lend a program its owner's rights, as a new owner does, and new content. Of a directory they
+    /// mean something else.
     pub fn drop_set_id(&mut self) {
-        const SET_UID: u16 = 0o4000;
-        const SET_GID: u16 = 0o2000;
-        const GROUP_EXECUTE: u16 = 0o010;
+        if self.kind == FileKind::Directory {
+            return;
+        }
         self.mode &= !SET_UID;
         // Without group execution the bit means mandatory locking.
         if self.mode & GROUP_EXECUTE != 0 {

@@ -14,6 +14,7 @@ mod intent;
 mod quota;
 
 pub use codec::{FORMAT, decode_plain, encode_plain};
+pub(crate) use inode::SET_GID;
 pub use inode::{Inode, NumberRun, decode_extents, encode_extents};
 pub use intent::{Announced, Earlier, Intent, Mark};
 pub use key::{Keys, Tag, hash_of};

@@ -4,11 +4,7 @@ use forebay_core::{Attributes, FileKind, InodeId, Result, Timestamp};
 
 use super::{SetAttributes, SetIds, acl};
 use crate::records::{Change, Records};
-use crate::schema::Inode;
-
-const SET_UID: u16 = 0o4000;
-const SET_GID: u16 = 0o2000;
-const GROUP_EXECUTE: u16 = 0o010;
+use crate::schema::SET_GID;
 
 /// As [`super::Tree::set_attributes`].
 pub(super) fn set_attributes(
@@ -18,8 +14,11 @@ pub(super) fn set_attributes(
 ) -> Result<Attributes> {
     let mut inode = change.inode(ino)?;
     let owner_changes = wanted.uid.is_some() || wanted.gid.is_some();
-    let clears = wanted.clears.or(owner_changes.then_some(SetIds::All));
-    inode.mode = clears.map_or(inode.mode, |clears| mode_without(clears, &inode));
+    match wanted.clears.or(owner_changes.then_some(SetIds::All)) {
+        Some(SetIds::All) => inode.drop_set_id(),
+        Some(SetIds::GroupUnless(group)) if inode.gid != group => inode.mode &= !SET_GID,
+        Some(SetIds::GroupUnless(_)) | None => {}
+    }
     if let Some(mode) = wanted.mode {
         inode.mode = mode & 0o7777;
         acl::follow_mode(change, ino, mode)?;
@@ -33,18 +32,6 @@ pub(super) fn set_attributes(
     inode.kept |= inode.kind == FileKind::Directory;
     change.put_inode(ino, &inode)?;
     Ok(inode.attributes(ino))
-}
-
-/// What is left of a mode.
-fn mode_without(clears: SetIds, inode: &Inode) -> u16 {
-    let gone = match clears {
-        SetIds::All if inode.kind == FileKind::Directory => 0,
-        SetIds::All if inode.mode & GROUP_EXECUTE == 0 => SET_UID,
-        SetIds::All => SET_UID | SET_GID,
-        SetIds::GroupUnless(group) if inode.gid == group => 0,
-        SetIds::GroupUnless(_) => SET_GID,
-    };
-    inode.mode & !gone
 }
 
 /// As [`super::Tree::accessed`].
