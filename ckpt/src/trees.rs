@@ -8,7 +8,9 @@ use std::borrow::Cow;
 use std::collections::HashSet;
 
 use forebay_core::{Error, Result};
+use serde::Deserialize;
 use serde::de::IgnoredAny;
+use serde_json::Value;
 
 use crate::manifest::Manifest;
 use crate::plan::local_name;
@@ -85,6 +87,17 @@ fn readers_of_first(manifest: &Manifest) -> Vec<u32> {
     let own: HashSet<u32> = trees.filter(|(tree, _)| *tree == "state").map(|(_, rank)| rank).collect();
     let others = (1..manifest.world_size).filter(|rank| !own.contains(rank));
     std::iter::once(0).chain(others).take(manifest.tensors.len() + 1).collect()
+}
+
+/// A tree, as deep as the format allows one.
+///
+/// # Errors
+/// What makes it none.
+pub(crate) fn tree(text: &str) -> std::result::Result<Value, String> {
+    each_name(text, |_| {})?;
+    let mut json = serde_json::Deserializer::from_str(text);
+    json.disable_recursion_limit();
+    Value::deserialize(&mut json).map_err(|error| error.to_string())
 }
 
 /// An object of JSON, as far as it was read. Texts are as they stand there, with their quotes.

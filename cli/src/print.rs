@@ -2,6 +2,8 @@
 
 use std::fmt::Write as _;
 use std::io::Write as _;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 
 use forebay_core::{Error, Result, Timestamp};
 use serde::Serialize;
@@ -18,15 +20,27 @@ pub(crate) fn table(rows: &[Vec<String>]) {
     put(&columns(rows));
 }
 
-/// Writes to stdout. Where nobody reads on, as behind `| head`, the process ends; where it cannot be written, it fails.
+/// Whether nobody reads on, as behind `| head`.
+static IS_UNREAD: AtomicBool = AtomicBool::new(false);
+
+/// Whether what is printed may still be read. Commands that print for long end where it is not.
+pub(crate) fn is_read() -> bool {
+    !IS_UNREAD.load(Relaxed)
+}
+
+/// Writes to stdout. Where nobody reads on, no more is written, and the exit code says how the command ended all the same;
+/// where it cannot be written, the process fails.
 fn put(text: &str) {
+    if !is_read() {
+        return;
+    }
     let mut stdout = std::io::stdout().lock();
     if let Err(error) = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         if error.kind() != std::io::ErrorKind::BrokenPipe {
             crate::report::warning(&format!("the output cannot be written: {error}"), false);
             std::process::exit(1);
         }
-        std::process::exit(0);
+        IS_UNREAD.store(true, Relaxed);
     }
 }
 

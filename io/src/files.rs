@@ -5,10 +5,11 @@
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use forebay_core::{Error, Result};
-use rustix::fs::{CWD, RenameFlags, renameat_with};
+use forebay_core::{Error, ErrorKind, Result};
+use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use rustix::io::Errno;
 
 use crate::rng::Rng;
@@ -26,9 +27,30 @@ pub struct NewFile {
 
 impl NewFile {
     /// Begins it, in place of what an earlier attempt left.
+    ///
+    /// # Errors
+    /// `Conflict` while another one is at it.
     pub fn create(path: &Path) -> Result<Self> {
         let part = with_suffix(path, ".part");
-        let file = File::create(&part).map_err(|error| unmade(error, path))?;
+        let file = loop {
+            let file = File::options().write(true).create(true).truncate(false).open(&part);
+            let file = file.map_err(|error| unmade(error, path))?;
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Err(Errno::WOULDBLOCK) => {
+                    let message = format!("{} is being written already", path.display());
+                    return Err(Error::new(ErrorKind::Conflict, message)
+                        .with_hint("wait for who writes it, or write to another directory"));
+                }
+                // Where files cannot be locked, who writes one twice at once is on their own.
+                Err(Errno::NOSYS | Errno::OPNOTSUPP | Errno::NOLCK) => {}
+                locked => locked.map_err(|error| unmade(error.into(), path))?,
+            }
+            // Whoever had it before may have given it its name meanwhile.
+            if is_there(&file, &part).map_err(|error| unmade(error, path))? {
+                break file;
+            }
+        };
+        file.set_len(0).map_err(|error| unmade(error, path))?;
         Ok(Self { file, part, path: path.to_owned(), replaces: true, is_finished: false })
     }
 
@@ -94,6 +116,16 @@ impl NewFile {
             renamed => renamed.map_err(|error| named(error.into(), &self.path)),
         }
     }
+}
+
+/// Whether a file still lies under that name.
+fn is_there(file: &File, path: &Path) -> io::Result<bool> {
+    let named = match fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        named => named?,
+    };
+    let own = file.metadata()?;
+    Ok((own.dev(), own.ino()) == (named.dev(), named.ino()))
 }
 
 impl Drop for NewFile {
@@ -197,6 +229,27 @@ mod tests {
         assert!(!exists(&path));
         file.finish().expect("finish");
         assert_eq!(fs::read(&path).expect("whole"), b"0123456789");
+    }
+
+    /// Ranks that all export to one directory: each cut off what the others had written, and the last one to be killed left
+    /// zeros under the file's name.
+    #[test]
+    fn a_file_is_written_by_one_at_a_time() {
+        let folder = tempfile::tempdir().expect("scratch");
+        let path = folder.path().join("new");
+        let mut first = NewFile::create(&path).expect("create");
+        first.write(b"first").expect("write");
+        let told = NewFile::create(&path).expect_err("it is being written");
+        assert_eq!(told.kind(), ErrorKind::Conflict, "{told}");
+        first.write(b" and whole").expect("write");
+        first.finish().expect("finish");
+        // What a killed one left is nobody's.
+        fs::write(folder.path().join("new.part"), b"a longer rest of another attempt").expect("write");
+        let mut second = NewFile::create(&path).expect("create");
+        second.write(b"second").expect("write");
+        assert_eq!(fs::read(&path).expect("whole"), b"first and whole");
+        second.finish().expect("finish");
+        assert_eq!(fs::read(&path).expect("whole"), b"second");
     }
 
     #[test]

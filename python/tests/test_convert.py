@@ -254,6 +254,55 @@ def test_the_binary_tells_what_python_did_as_what_it_did_itself(tmp_path: Path) 
     assert code == 0 and list(json.loads(said[0])) == ["warning"], said
 
 
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_nothing_is_written_to_a_directory_that_a_url_was_taken_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lay below the working directory, in `s3:`, and the exit code was 0."""
+    monkeypatch.chdir(tmp_path)
+    forebay.save({"model": {"w": torch.ones(3)}}, tmp_path / "run", step=1)
+    fails(capsys, ["run", f"{kind}:s3://bucket/out"], "mount the bucket")
+    other = "dcp" if kind == "hf" else "hf"
+    fails(capsys, [f"{kind}:s3://bucket/in", f"{other}:out"], "mount the bucket")
+    assert os.listdir(tmp_path) == ["run"]
+    assert main(["run", f"{kind}:file://{tmp_path}/out"]) == 0
+    assert sorted(os.listdir(tmp_path)) == ["out", "run"]
+
+
+def test_a_conversion_ends_no_training_that_it_is_not_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hub").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "hub/model.safetensors")
+    hub, run = f"hf:{tmp_path}/hub", str(tmp_path / "run")
+    assert main([hub, f"{run}@4"]) == 0
+    for target in (run, f"{run}@4", f"{run}@3"):
+        fails(capsys, [hub, target], "a training that saves there would end")
+    fails(capsys, [hub, f"{run}@5O"], "`5O` is no step")
+    assert main([hub, f"{run}@5"]) == 0 and main([hub, f"{run}@3", "--force"]) == 0
+    assert [step for step, _, _ in forebay._loading.newest_steps(f"file://{run}", True)] == [3, 5, 4]
+    assert not (tmp_path / "run@5O").exists()
+
+
+def test_the_binary_has_python_open_the_store_that_its_settings_name(tmp_path: Path, s3_endpoint: str) -> None:
+    """It wrote to a bucket of that name at Amazon, where there was one."""
+    endpoint = os.environ["AWS_ENDPOINT_URL"]
+    settings = tmp_path / "forebay.toml"
+
+    def convert(options: str, step: int) -> subprocess.CompletedProcess[str]:
+        settings.write_text(f"[volume.store]\noptions = {{ {options} }}\n")
+        source, target = f"pt:{tmp_path / 'net.pt'}", f"s3://checkpoints/settings@{step}"
+        words = ["--config", str(settings), "ckpt", "convert", source, target]
+        elsewhere = {**os.environ, "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "HOME": str(tmp_path)}
+        command = [binary(), *words, "--python", sys.executable]
+        return subprocess.run(command, env=elsewhere, capture_output=True, text=True)
+
+    torch.save({"net": torch.ones(3)}, tmp_path / "net.pt")
+    done = convert(f'aws_endpoint_url = "{endpoint}"', 1)
+    assert done.returncode == 0, done.stderr
+    assert forebay.load("s3://checkpoints/settings")["net"].tolist() == [1.0] * 3
+    done = convert(f'aws_endpoint_url = "{endpoint}", region = "us-east-1"', 2)
+    assert done.returncode == 1 and "takes no option `region`" in done.stderr, done.stderr
+
+
 def test_tensors_in_tuples_are_written_with_them(tmp_path: Path) -> None:
     state = {"pair": (1, torch.arange(5)), "list": [{"deep": (torch.ones(2), {"x": torch.zeros(3)})}, torch.eye(2)]}
     forebay.save(state, tmp_path / "run")

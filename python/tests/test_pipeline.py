@@ -431,6 +431,23 @@ def test_an_export_tells_what_ranks_have_otherwise(tmp_path: Path) -> None:
     assert found == {"alike": [1.0] * 3, "own": [0.0] * 3, "stage.0": [5.0] * 2, "stage.1": [5.0] * 2}
 
 
+def test_an_export_tells_what_ranks_of_the_same_names_have_otherwise(tmp_path: Path) -> None:
+    """As tensor parallelism by hand has them: where all had the same tree, half of each tensor was written without a word."""
+
+    def save(rank: int) -> Any:
+        own = {"alike": torch.ones(3), "own": torch.full((3,), float(rank))}
+        with forebay.Checkpointer(tmp_path / "run", rng=False) as checkpointer:
+            checkpointer.save_now(1, {"model": own})
+        return None
+
+    run_ranks(2, save)
+    (tmp_path / "hf").mkdir()
+    with pytest.warns(forebay.CheckpointWarning, match="step 1: ranks differ in own, of which the lowest rank's is"):
+        to_hugging_face(str(tmp_path / "run"), tmp_path / "hf")
+    with pytest.warns(forebay.CheckpointWarning, match=r"step 1: ranks differ in state\['model'\]\['own'\], of which rank 0's is given"):
+        to_dcp(str(tmp_path / "run"), tmp_path / "dcp")
+
+
 def test_stages_of_torchs_pipelining(tmp_path: Path) -> None:
     """Made by `pipeline`, trained by a schedule, and restored into the model that they were made of."""
 

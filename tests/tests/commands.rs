@@ -534,6 +534,12 @@ async fn what_is_damaged_in_a_checkpoint_is_named() {
         assert!(outcome.stdout.contains(word), "{word}: {outcome}");
     }
     verify(&["--step", "10"]).succeeded();
+    // Who reads what is told may have enough: it was no fault then.
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let mut command = std::process::Command::new(Forebay::binary());
+    let unread = command.args(["ckpt", "verify", &source]).stdout(writer).output().expect("it runs");
+    assert_eq!(unread.status.code(), Some(1), "{unread:?}");
     file.write_all_at(&byte, at).expect("write");
     verify(&[]).succeeded();
 

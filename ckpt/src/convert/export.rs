@@ -1,6 +1,6 @@
 //! A part of a step as a directory of safetensors files.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
@@ -19,6 +19,7 @@ use crate::plan::local_name;
 use crate::region::Region;
 use crate::restore::read_parts;
 use crate::shard::{ShardLayout, TensorSpec};
+use crate::trees::tree;
 
 /// Bytes that are read before they are written, unless a single piece of a tensor has more.
 const BATCH: u64 = 64 << 20;
@@ -102,6 +103,10 @@ impl<'a> Export<'a> {
                 Error::corrupt(format!("its state names tensor `{}`, which it does not hold", named.tensor))
             };
             let index = *found.ok_or_else(lost)?;
+            if named.path == "__metadata__" {
+                let message = "a tensor is called `__metadata__`, which safetensors has for something else";
+                return Err(Error::invalid(message).with_hint("--part says which part is written"));
+            }
             if let Some(earlier) = taken.get(&named.path) {
                 if earlier.rank == rank {
                     return Err(Error::invalid(format!("two tensors would be called `{}`", named.path)));
@@ -187,14 +192,25 @@ fn for_each_tensor(
     mut give: impl FnMut(usize, Named) -> Result<()>,
 ) -> Result<()> {
     let (mut has_any, mut first) = (false, None);
+    let with_own = ranks_with_own(manifest);
+    // As the ranks have it that have the same tree.
+    let mut common = Vec::new();
     for rank in 0..manifest.world_size as usize {
         let name = if rank == 0 { "state".to_owned() } else { local_name("state", rank) };
-        let Some(extra) = manifest.extras.iter().find(|extra| extra.name == name) else { continue };
-        let tree = serde_json::from_str(&extra.data)
+        let Some(extra) = manifest.extras.iter().find(|extra| extra.name == name) else {
+            if with_own.contains(&rank) {
+                common.iter().cloned().try_for_each(|named| give(rank, named))?;
+            }
+            continue;
+        };
+        let tree = tree(&extra.data)
             .map_err(|error| Error::corrupt(format!("step {}: its state: {error}", manifest.step)))?;
         match tensors(&tree, part) {
             Ok(there) => {
                 has_any = true;
+                if rank == 0 && !with_own.is_empty() {
+                    common = there.clone();
+                }
                 there.into_iter().try_for_each(|named| give(rank, named))?;
             }
             // A rank may lack the part; what is wrong with it is told where all do.
@@ -207,6 +223,12 @@ fn for_each_tensor(
         Some(error) => Err(error),
         None => Err(Error::corrupt(format!("step {} has no state", manifest.step))),
     }
+}
+
+/// The ranks that have tensors which others have otherwise under the same name.
+fn ranks_with_own(manifest: &Manifest) -> HashSet<usize> {
+    let rank_of = |name: &str| name.rsplit_once('@').and_then(|(_, rank)| rank.parse().ok());
+    manifest.tensors.iter().filter_map(|tensor| rank_of(&tensor.name)).collect()
 }
 
 fn entry(manifest: &Manifest, index: usize, named: &Named) -> Result<Entry> {

@@ -163,14 +163,18 @@ async fn views_columns_and_shared_bytes_are_exported() {
         })
         .collect();
     let tensor = |name: &str| json!({"t": "tensor", "n": name});
+    let object = |state: Value| json!({"t": "object", "k": "other", "v": state});
+    let deep = (0..190).fold(json!(7), |inner, _| json!({"t": "dict", "v": [["in", inner]]}));
     let view = |shape: Value, stride: Value, offset| json!({"t": "tensor", "n": "w", "view": [shape, stride, offset]});
     let state = json!({"t": "dict", "v": [
         ["m", {"t": "object", "k": "module", "v": {"t": "odict", "v": [
             ["w", tensor("w")], ["many", tensor("many")], [3, view(json!([2, 6]), json!([6, 1]), 12)],
             ["turned", view(json!([6, 8]), json!([1, 6]), 0)], ["list", [tensor("w"), {"t": "bytes", "v": ""}]],
             ["seen", {"t": "counter", "v": [["w", 3]]}],
-            ["z", {"t": "defaultdict", "f": "dict", "v": [["x", {"t": "counter", "v": [["y", tensor("w")]]}]]}]
+            ["z", {"t": "defaultdict", "f": "dict", "v": [["x", {"t": "counter", "v": [["y", object(object(tensor("w")))]]}]]}]
         ]}}],
+        ["deep", deep],
+        ["named", {"t": "dict", "v": [["__metadata__", tensor("w")]]}],
         ["bad", view(json!([2, 6]), json!([6, 1]), 37)],
         ["lost", tensor("x")],
     ]});
@@ -196,6 +200,13 @@ async fn views_columns_and_shared_bytes_are_exported() {
             }
         }
     }
+    let error =
+        export((&run, &manifest), "named", 1, scratch.path(), None).await.expect_err("a header's name");
+    assert_eq!(
+        (error.kind(), error.message().contains("__metadata__")),
+        (ErrorKind::Invalid, true),
+        "{error}"
+    );
     for (part, why) in [("bad", "a view that its tensor cannot have"), ("lost", "which it does not hold")] {
         let error = export((&run, &manifest), part, 1, scratch.path(), None).await.expect_err(part);
         assert_eq!((error.kind(), error.message().contains(why)), (ErrorKind::Corrupt, true), "{error}");

@@ -52,6 +52,7 @@ pub(super) fn state<'a>(part: &str, tensors: impl Iterator<Item = (&'a str, &'a 
 }
 
 fn collect(node: &Value, path: &str, found: &mut Vec<Named>) -> Result<()> {
+    let node = state_of(node);
     for (key, value) in entries(node)?.unwrap_or_default() {
         let below = if path.is_empty() { key } else { format!("{path}.{key}") };
         collect(value, &below, found)?;
@@ -66,7 +67,7 @@ fn collect(node: &Value, path: &str, found: &mut Vec<Named>) -> Result<()> {
 
 /// What a container holds, by its keys as text; `None` for anything else. An object stands for its state.
 fn entries(node: &Value) -> Result<Option<Vec<(String, &Value)>>> {
-    let node = if node["t"] == "object" { &node["v"] } else { node };
+    let node = state_of(node);
     let numbered = |parts: &'_ [Value]| (0..parts.len()).map(|index| index.to_string()).collect::<Vec<_>>();
     if let Value::Array(parts) = node {
         return Ok(Some(numbered(parts).into_iter().zip(parts).collect()));
@@ -84,6 +85,14 @@ fn entries(node: &Value) -> Result<Option<Vec<(String, &Value)>>> {
         entries.push((text_of(&pair[0]), &pair[1]));
     }
     Ok(Some(entries))
+}
+
+/// What an object's state is, which may be another object.
+fn state_of(mut node: &Value) -> &Value {
+    while node["t"] == "object" {
+        node = &node["v"];
+    }
+    node
 }
 
 /// A key as Python's `str` has it, as far as keys are that names can be made of.

@@ -173,7 +173,7 @@ pub(crate) async fn watch(settings: &Settings, arguments: &WatchArguments, json:
         for step in &steps {
             tell(step, json)?;
         }
-        if arguments.once {
+        if arguments.once || !print::is_read() {
             return Ok(ExitCode::SUCCESS);
         }
     }

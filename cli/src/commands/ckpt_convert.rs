@@ -1,5 +1,6 @@
 //! `forebay ckpt convert`: steps from and to Hugging Face directories, and, by the Python package, torch's own files.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -129,7 +130,7 @@ pub(crate) async fn run(settings: &Settings, arguments: &ConvertArguments, json:
                 "forebay ckpt convert s3://bucket/run@500 hf:./model; dcp:DIR and pt:FILE are others",
             ));
         }
-        (Side::Torch | Side::TorchFile, _) | (_, Side::Torch) => return hand_over(arguments, json),
+        (Side::Torch | Side::TorchFile, _) | (_, Side::Torch) => return hand_over(settings, arguments, json),
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -197,8 +198,28 @@ struct Told {
     bytes: u64,
 }
 
+/// How the Python package hears of the options that a store is opened with.
+///
+/// # Errors
+/// `Unsupported` for one that has no variable.
+fn options_as_environment(options: &BTreeMap<String, String>) -> Result<Vec<(String, &String)>> {
+    let mut found = Vec::new();
+    for (name, value) in options {
+        let variable = name.to_ascii_uppercase();
+        if !["AWS_", "GOOGLE_", "AZURE_"].iter().any(|prefix| variable.starts_with(prefix)) {
+            let message =
+                format!("the Python package, which converts torch's files, takes no option `{name}`");
+            return Err(Error::new(ErrorKind::Unsupported, message).with_hint(
+                "write it as the variable is called, such as aws_endpoint, or set that variable",
+            ));
+        }
+        found.push((variable, value));
+    }
+    Ok(found)
+}
+
 /// Has the Python package convert: torch's own files are pickles. It tells warnings and errors as this program does.
-fn hand_over(arguments: &ConvertArguments, json: bool) -> Result<ExitCode> {
+fn hand_over(settings: &Settings, arguments: &ConvertArguments, json: bool) -> Result<ExitCode> {
     let python = arguments.python.display();
     let hint = "torch's files need torch and the package forebay in a Python 3; --python says which";
     let refused = |error| Error::from(error).context(&python).with_hint(hint);
@@ -212,7 +233,10 @@ fn hand_over(arguments: &ConvertArguments, json: bool) -> Result<ExitCode> {
     let mut words = vec!["-m", "forebay.convert", &arguments.source, &arguments.target, "--json"];
     words.extend(["--part", &arguments.part, "--shard-size", &size]);
     words.extend(arguments.allow_pickle.then_some("--allow-pickle"));
+    // What is there was looked at.
+    words.push("--force");
     let mut command = Command::new(&arguments.python);
+    command.envs(options_as_environment(&settings.volume.store.options)?);
     let mut child =
         command.args(&words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(refused)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());

@@ -88,8 +88,8 @@ fn list(global: &Global, arguments: &PathArguments, settings: &Settings) -> Resu
             }
             is_first = false;
             after = match next {
-                Some(next) => Some(next),
-                None => return Ok(ExitCode::SUCCESS),
+                Some(next) if print::is_read() => Some(next),
+                _ => return Ok(ExitCode::SUCCESS),
             };
         }
     })

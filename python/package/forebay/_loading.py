@@ -476,21 +476,22 @@ def meant_otherwise(step: _native.Step, places: Sequence[str]) -> list[str]:
     return [place for place in places if any(one.startswith(place) or place.startswith(one) for one in differing)]
 
 
-def whole_tree(step: _native.Step, rank: int, tells: bool = True) -> tuple[Node, int]:
+def whole_tree(step: _native.Step, rank: int, tells: bool = True, tells_all: bool = False) -> tuple[Node, int]:
     """The state as a rank of the saving job had it, with what only others had; and whose tensors that names. Where there is
-    such, a warning tells what they had otherwise than that rank."""
+    such, or in any case with `tells_all`, a warning tells what they had otherwise than that rank."""
     tree = state_tree(step, rank)
     if step.world_size == 1:
         return tree, rank
     named = tensor_names([tree, parse(step, _extra(step, "rng", rank) or "null", rank)])
-    if all(name.partition("@")[0] in named for name, _, _, _ in step.tensors()):
+    has_all = all(name.partition("@")[0] in named for name, _, _, _ in step.tensors())
+    if has_all and not tells_all:
         return tree, rank
     others = [other for other in range(step.world_size) if other != rank]
     whole, differing = _merged(step, [rank, *others], first_counts=True)
-    if differing and tells:
+    if differing and (tells or tells_all):
         text = f"step {step.step}: ranks differ in {', '.join(differing[:5])}, of which rank {rank}'s is given"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
-    return whole, NOBODY
+    return (tree, rank) if has_all else (whole, NOBODY)
 
 
 def _merged(step: _native.Step, ranks: Sequence[int], first_counts: bool = False) -> tuple[Node, list[str]]:

@@ -61,7 +61,7 @@ class _Outliner(Builder):
 
 def outline(step: _native.Step, allow_pickle: bool) -> tuple[Any, Read]:
     """The state, and what reads the tensor of an outline in it."""
-    (tree, rank), threads = whole_tree(step, 0), default_threads()
+    (tree, rank), threads = whole_tree(step, 0, tells_all=True), default_threads()
     rest = _Rest(step, threads, rank)
     rest.want(tree)
     rest.read()

@@ -168,8 +168,13 @@ def _place(text: str) -> tuple[str, str, Optional[StepName]]:
     kind, _, rest = text.partition(":")
     if kind in ("hf", "dcp", "pt"):
         return kind, rest, None
-    found = re.fullmatch(r"(.*)@(\d+(?:\.\d+)?)", text)
-    return ("forebay", text, None) if found is None else ("forebay", found.group(1), found.group(2))
+    url, mark, step = text.rpartition("@")
+    if not mark or "/" in step:
+        return "forebay", text, None
+    if re.fullmatch(r"\d+(?:\.\d+)?", step) is None:
+        hint = "@500 behind the URL means one step; a place whose own name has an `@` takes a slash at its end"
+        raise CheckpointInvalid(f"{text}: `{step}` is no step (hint: {hint})")
+    return "forebay", url, step
 
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -181,12 +186,16 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     if other == "pt":
         raise CheckpointInvalid("pt:FILE is a SOURCE only (hint: torch.save(forebay.load(URL), FILE) writes one)")
+    source = source if kind == "forebay" else _folder(kind, source)
+    target = target if other == "forebay" else _folder(other, target)
     if kind == "forebay":
         return _export(source, step, other, user_path(target), arguments)
     if other == "forebay":
         saved, start = step_name(number)
         if start is not None:
             raise CheckpointInvalid(f"{arguments.target} names a start, which a step that is saved is given")
+        if not arguments.force:
+            _refuse_to_end_training(target, saved)
         _import(kind, Path(source), target, saved or 0, arguments)
         place = bucket_url(target)
         return with_step(place, saved or 0, None, lambda found: _told({"step": found.step}, _sizes_in_step(found)))
@@ -195,6 +204,28 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".forebay-convert-") as between:
         _import(kind, Path(source), between, 0, arguments)
         return _export(between, 0, other, user_path(target), arguments)
+
+
+def _folder(kind: str, place: str) -> str:
+    """The directory or file that `hf:`, `dcp:` or `pt:` stands before."""
+    folder = place.removeprefix("file://")
+    if "://" in folder:
+        text = f"`{kind}:{folder}` is no directory: what torch and Hugging Face write lies in a file system"
+        raise CheckpointInvalid(f"{text} (hint: mount the bucket)")
+    return folder
+
+
+def _refuse_to_end_training(url: str, step: Optional[int]) -> None:
+    """Raises `CheckpointConflict` where the step would not come after all that are there."""
+    try:
+        newest = max((number for number, _, _ in newest_steps(bucket_url(url), True)), default=None)
+    except CheckpointError:
+        # It is made by the conversion, or tells what is wrong with it.
+        return
+    if newest is not None and (step is None or step <= newest):
+        text = f"{url} holds step {newest}, which would not be the newest any more; a training that saves there would end"
+        hint = f"convert to a URL of its own; {url}@{newest + 1} comes after what is there, and --force lets any step be the newest"
+        raise CheckpointConflict(f"{text} (hint: {hint})")
 
 
 def _export(url: str, step: Optional[StepName], kind: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -254,6 +285,7 @@ def main(words: Optional[list[str]] = None) -> int:
     sizes = ("--shard-size", "--max-shard-size")
     parser.add_argument(*sizes, type=_size_of, default=SHARD_BYTES, help="of a Hugging Face file [5GB]")
     parser.add_argument("--allow-pickle", action="store_true", help="unpickle what SOURCE holds")
+    parser.add_argument("--force", action="store_true", help="also where what is saved does not come after what is there")
     parser.add_argument("--json", action="store_true", help="tell the step or the files, tensors and bytes as JSON")
     arguments = parser.parse_args(words)
     try:
