@@ -23,7 +23,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::arena::{Held, HeldStep, attempt_of, manifest_of};
-use crate::manifest::{Manifest, ShardKey, read_local, write_local};
+use crate::manifest::{Manifest, ShardKey, TextLength, read_local, write_local};
 
 mod room;
 
@@ -335,7 +335,7 @@ impl Local {
     }
 
     async fn read<T: DeserializeOwned>(&self, key: &ObjectKey) -> Result<T> {
-        let (data, _) = self.0.get_whole(key).await?;
+        let (data, _) = self.0.get_whole_at_most(key, TextLength::MOST).await?;
         read_local(&data).map_err(|fault| Error::corrupt(format!("`{key}` is damaged: {fault}")))
     }
 }

@@ -5,7 +5,7 @@ use forebay_io::object::{Bucket, Condition};
 use futures::{StreamExt, TryStreamExt, stream};
 
 use super::{Run, StepKey};
-use crate::manifest::{Manifest, Shard};
+use crate::manifest::{Manifest, Shard, TextLength};
 
 /// Shards that are looked for at once.
 const PARALLEL: usize = 16;
@@ -36,12 +36,13 @@ pub(crate) async fn try_commit(bucket: &Bucket, run: &Run, manifest: &Manifest) 
         }
         Err(error) => error,
     };
-    match bucket.get_whole(&key).await {
+    match bucket.get_whole_at_most(&key, TextLength::MOST).await {
         Ok((found, _)) if found == data => Ok(Some(key)),
         Ok((found, _)) => match Manifest::decode(&found) {
             Ok(found) => Ok((found.commit == manifest.commit).then_some(key)),
             Err(fault) => Err(Error::from(fault).context(format!("`{key}`"))),
         },
+        Err(unread) if unread.kind() == ErrorKind::Corrupt => Err(unread),
         Err(unread) if error.kind() == ErrorKind::Conflict => {
             let message = format!("step {} is there, and whose could not be read: {unread}", manifest.step);
             Err(Error::new(ErrorKind::Unavailable, message).with_source(unread))

@@ -52,3 +52,6 @@ pub(crate) use uploads::{
     OLD, SECOND_LOOK, abort as abort_uploads, abort_uploads_to, find_dead_uploads, still_dead,
 };
 pub use watch::Watch;
+
+#[cfg(test)]
+mod tests;

@@ -23,11 +23,13 @@ use forebay_io::object::{Bucket, Condition, ObjectInfo};
 use futures::stream::{self, StreamExt, TryStreamExt};
 
 use super::{Round, Run, StepKey};
-use crate::manifest::{Intent, Manifest, Tensor};
+use crate::manifest::{Intent, Manifest, Tensor, TextLength};
 use crate::trees;
 
 /// The prefix of all indexes.
 pub(super) const RANKS: &str = "ranks";
+/// The longest reason that is read, in bytes.
+const MAX_REASON: u64 = 1 << 20;
 /// Indexes read at once.
 const PARALLEL: usize = 16;
 
@@ -165,8 +167,11 @@ pub async fn put_failed(
 
 /// Why a rank did not store its part.
 pub async fn failure_of(bucket: &Bucket, key: &RankKey) -> Result<String> {
-    let (data, _) = bucket.get_whole(&key.object()).await?;
-    Ok(String::from_utf8_lossy(&data).into_owned())
+    match bucket.get_whole_at_most(&key.object(), MAX_REASON).await {
+        Ok((data, _)) => Ok(String::from_utf8_lossy(&data).into_owned()),
+        Err(error) if error.kind() == ErrorKind::Corrupt => Ok(format!("why is not to be read: {error}")),
+        Err(error) => Err(error),
+    }
 }
 
 /// Reads all indexes of a save and puts those of one `commit` together; `None` where a rank's is of another round, and this
@@ -212,7 +217,7 @@ pub(super) async fn load_index(
     world_size: u32,
 ) -> Result<Manifest> {
     let key = RankKey { save: save.clone(), rank, note: Note::Index }.object();
-    let (data, _) = bucket.get_whole(&key).await?;
+    let (data, _) = bucket.get_whole_at_most(&key, TextLength::MOST).await?;
     let index = Manifest::decode_index(&data).map_err(|fault| {
         Error::from(fault).context(format!("the index of rank {rank} of step {}", save.step))
     })?;
@@ -241,7 +246,7 @@ pub(super) async fn shards_of_note(bucket: &Bucket, key: &RankKey) -> Result<Vec
         return Ok(Vec::new());
     }
     let object = key.object();
-    let data = match bucket.get_whole(&object).await {
+    let data = match bucket.get_whole_at_most(&object, TextLength::MOST).await {
         Ok((data, _)) => data,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error),

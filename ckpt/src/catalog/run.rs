@@ -15,6 +15,8 @@ use super::keys::{RUNS, StepKey, incarnation_key, parse_incarnation};
 /// Starts of one run that race for a number at most; each loser takes the next.
 const MAX_ATTEMPTS: usize = 16;
 
+/// The longest record of a start that is read, in bytes: a hundred times what one has.
+const MAX_RECORD: u64 = 64 << 10;
 /// Records that are read side by side.
 const LOADS: usize = 16;
 
@@ -196,7 +198,7 @@ async fn incarnations(bucket: &Bucket) -> Result<Vec<u64>> {
 
 async fn load(bucket: &Bucket, incarnation: u64) -> Result<Run> {
     let key = incarnation_key(incarnation);
-    let (data, _) = bucket.get_whole(&key).await?;
+    let (data, _) = bucket.get_whole_at_most(&key, MAX_RECORD).await?;
     let run: Run = serde_json::from_slice(&data).map_err(|error| {
         Error::corrupt(format!("`{key}` of {} is no run's record: {error}", bucket.url()))
     })?;

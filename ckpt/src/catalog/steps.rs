@@ -11,7 +11,7 @@ use forebay_io::object::Bucket;
 use futures::TryStreamExt;
 
 use super::StepKey;
-use crate::manifest::Manifest;
+use crate::manifest::{Manifest, TextLength};
 
 /// A committed step, as the listing tells.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -114,7 +114,8 @@ pub async fn find_step(bucket: &Bucket, name: StepName) -> Result<StepInfo> {
 pub async fn load_manifest(bucket: &Bucket, key: &StepKey) -> Result<Manifest> {
     let object = key.object();
     let place = || format!("step {} of {}", key.step, bucket.url());
-    let (data, _) = bucket.get_whole(&object).await.map_err(|error| error.context(place()))?;
+    let read = bucket.get_whole_at_most(&object, TextLength::MOST).await;
+    let (data, _) = read.map_err(|error| error.context(place()))?;
     let manifest = Manifest::decode(&data).map_err(|fault| Error::from(fault).context(place()))?;
     if (manifest.step, manifest.incarnation) != (key.step, key.incarnation) {
         let (step, incarnation) = (manifest.step, manifest.incarnation);

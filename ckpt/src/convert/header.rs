@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::dtype::{DTYPES, Dtype};
 
 /// The longest header that safetensors itself reads, in bytes.
-const MAX_HEADER: u64 = 100_000_000;
+pub(super) const MAX_HEADER: u64 = 100_000_000;
 
 /// A tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]

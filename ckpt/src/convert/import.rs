@@ -7,7 +7,7 @@ use forebay_io::object::Bucket;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use serde::{Deserialize, Serialize};
 
-use super::header::{Entry, read};
+use super::header::{Entry, MAX_HEADER, read};
 use super::tree::state;
 use super::writer::{Piece, StepWriter};
 use super::{INDEX, WHOLE};
@@ -172,7 +172,7 @@ async fn index(from: &Bucket, warnings: &mut Vec<String>) -> Result<Option<Weigh
         weight_map: WeightMap,
     }
     let place = || format!("`{INDEX}` of {}", from.url());
-    let data = match from.get_whole(&ObjectKey::new(INDEX)).await {
+    let data = match from.get_whole_at_most(&ObjectKey::new(INDEX), MAX_HEADER).await {
         Ok((data, _)) => data,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error),

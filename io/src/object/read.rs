@@ -45,23 +45,39 @@ impl Bucket {
     }
 
     /// A whole object and what the store says about it, from one GET. One that is replaced while it is read, and whose
-    /// body broke, is read again.
+    /// body broke, is read again. Memory is taken as the object has bytes: what others may write is read by
+    /// [`Bucket::get_whole_at_most`].
     ///
     /// # Errors
     /// As [`Bucket::get`]; `Stale` where it was replaced again and again.
     pub async fn get_whole(&self, key: &ObjectKey) -> Result<(Bytes, ObjectInfo)> {
+        self.get_whole_at_most(key, u64::MAX).await
+    }
+
+    /// As [`Bucket::get_whole`], of an object that has `most_bytes` at most where it is what it should be: of a longer
+    /// one nothing is read.
+    ///
+    /// # Errors
+    /// As [`Bucket::get_whole`]; `Corrupt`, with its length, for a longer one.
+    pub async fn get_whole_at_most(&self, key: &ObjectKey, most_bytes: u64) -> Result<(Bytes, ObjectInfo)> {
         for _ in 1..MOST_WHOLE_READS {
-            match self.read_whole(key).await {
+            match self.read_whole(key, most_bytes).await {
                 Err(error) if error.kind() == ErrorKind::Stale => {}
                 read => return read,
             }
         }
-        self.read_whole(key).await
+        self.read_whole(key, most_bytes).await
     }
 
-    async fn read_whole(&self, key: &ObjectKey) -> Result<(Bytes, ObjectInfo)> {
+    async fn read_whole(&self, key: &ObjectKey, most_bytes: u64) -> Result<(Bytes, ObjectInfo)> {
         let object = self.open_range(key, None, None).await?;
         let info = info(object.meta.clone());
+        // Of the body as well: a store may say two lengths.
+        let bytes = info.size.max(object.range.end.saturating_sub(object.range.start));
+        if bytes > most_bytes {
+            let fact = format!("`{key}` has {bytes} bytes, more than the {most_bytes} that it may have");
+            return Err(Error::corrupt(fact));
+        }
         Ok((self.collect(object).await?, info))
     }
 

@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 use super::lease::{Held, Lease, LeaseSettings, LeaseState};
 use super::lock::{held_by, is_ending, lock, say_ending};
-use super::record::{EngineKind, LeaseRecord, VolumeRecord};
+use super::record::{EngineKind, LeaseRecord, VolumeRecord, damaged};
 
 /// How long requests of a mount that was taken over may still be on their way.
 const LATE_REQUESTS: Duration = Duration::from_secs(1);
@@ -305,9 +305,11 @@ fn mounted(lease: &LeaseRecord) -> Error {
 }
 
 async fn read(bucket: &Bucket) -> Result<Option<(VolumeRecord, Version)>> {
-    match bucket.get_whole(&ObjectKey::new(VolumeRecord::KEY)).await {
+    let key = ObjectKey::new(VolumeRecord::KEY);
+    match bucket.get_whole_at_most(&key, VolumeRecord::MAX_BYTES).await {
         Ok((text, info)) => Ok(Some((VolumeRecord::decode(&text)?, info.version))),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) if error.kind() == ErrorKind::Corrupt => Err(damaged(error)),
         Err(error) => Err(error.context(VolumeRecord::KEY)),
     }
 }

@@ -220,7 +220,7 @@ impl Held {
         }
         let key = ObjectKey::new(VolumeRecord::KEY);
         let superseded = |by: &str| Error::new(ErrorKind::Conflict, format!("the volume is held by {by}"));
-        let (text, info) = match self.bucket.get_whole(&key).await {
+        let (text, info) = match self.bucket.get_whole_at_most(&key, VolumeRecord::MAX_BYTES).await {
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 return Err(superseded("nobody: its file is gone"));
             }

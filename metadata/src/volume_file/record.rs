@@ -58,6 +58,8 @@ struct Stored {
 impl VolumeRecord {
     /// Where the record lies below the bucket's prefix.
     pub const KEY: &'static str = ".forebay/volume.json";
+    /// The longest text of one that is read, in bytes: hundreds of times what one has.
+    pub(super) const MAX_BYTES: u64 = 1 << 20;
     /// The format that this code writes.
     pub const FORMAT: u32 = 1;
 
@@ -97,7 +99,7 @@ impl VolumeRecord {
     }
 }
 
-fn damaged(why: impl std::fmt::Display) -> Error {
+pub(super) fn damaged(why: impl std::fmt::Display) -> Error {
     Error::corrupt(format!("{} is damaged: {why}", VolumeRecord::KEY)).with_hint(
         "restore it from an earlier version of the object or a backup; without it a mount starts a new, empty \
          tree over the same objects",

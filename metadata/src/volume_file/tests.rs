@@ -273,4 +273,11 @@ async fn a_damaged_record_is_corrupt_and_left_alone() {
         assert_eq!((error.kind(), error.hint().is_some()), (ErrorKind::Corrupt, true));
     }
     assert_eq!(bucket.get_whole(&key).await.expect("get").0, garbage);
+
+    let (scratch, bucket) = directory().await;
+    let path = scratch.path().join(VolumeRecord::KEY);
+    std::fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+    std::fs::File::create(path).and_then(|file| file.set_len(1 << 40)).expect("a sparse file");
+    let error = open(&bucket, &clock, false).await.expect_err("of no such length");
+    assert_eq!((error.kind(), error.hint().is_some()), (ErrorKind::Corrupt, true), "{error}");
 }
