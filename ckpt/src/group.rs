@@ -16,6 +16,8 @@ use forebay_io::mem::SharedMemory;
 use forebay_io::net::{FdStream, Inherited, MAX_FRAME, Meeting, Received, meet};
 use serde::{Deserialize, Serialize};
 
+use crate::manifest::MAX_RANKS;
+
 /// How much longer a rank waits than the collecting thread does, which then names those it waits for.
 const GRACE: Duration = Duration::from_secs(5);
 /// The longest that nobody says anything before the thread looks whether its own process let it go.
@@ -73,8 +75,8 @@ impl Group {
     /// this rank is, for all of the same host alike.
     ///
     /// # Errors
-    /// `Unavailable`, naming the ranks that are missing; `Invalid` when two ranks have one number or the ranks
-    /// disagree about how many they are; `Exists` when another group meets there.
+    /// `Unavailable`, naming the ranks that are missing; `Invalid` when two ranks have one number, the ranks
+    /// disagree about how many they are, or those are more than a step may have; `Exists` when another group meets there.
     pub fn join(
         name: &str,
         rank: usize,
@@ -85,6 +87,9 @@ impl Group {
     ) -> Result<Self> {
         if rank >= world_size {
             return Err(Error::invalid(format!("rank {rank} of {world_size}")));
+        }
+        if world_size > MAX_RANKS as usize {
+            return Err(Error::invalid(format!("{world_size} ranks, more than {MAX_RANKS}")));
         }
         let ends = Arc::new(Inherited::new());
         let stream = match rank {

@@ -124,6 +124,9 @@ fn a_wait_is_ended_where_it_is_not_to_go_on_and_the_others_hear_so() {
     let error =
         Group::join(&name("nobody"), 1, 2, "here", PATIENCE, &mut || false).expect_err("rank 0 never comes");
     assert_eq!(error.message(), own[0]);
+    let error =
+        Group::join(&name("crowd"), 1, 65_537, "here", PATIENCE, &mut || false).expect_err("too many");
+    assert_eq!((error.kind(), error.message()), (ErrorKind::Invalid, "65537 ranks, more than 65536"));
 }
 
 fn heard_of_the_end(group: &mut Group) -> Error {

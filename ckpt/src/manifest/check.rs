@@ -17,6 +17,9 @@ const MAX_DIMENSIONS: usize = 64;
 /// Slices of one tensor at most: twice the ranks of the largest jobs; bounds the check for overlaps.
 const MAX_SLICES: usize = 16_384;
 
+/// Ranks of one job at most: several times the largest. A reader goes over all of them, whoever says how many they are.
+pub(crate) const MAX_RANKS: u32 = 65_536;
+
 /// What is wrong with a manifest.
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
@@ -118,7 +121,9 @@ impl Manifest {
             require(fits, || format!("its {field} `{value}` is not 32 hex digits"))?;
         }
         require(self.incarnation > 0, || "its incarnation is 0".into())?;
-        require(self.world_size > 0, || "its world size is 0".into())?;
+        let world = self.world_size;
+        require(world > 0, || "its world size is 0".into())?;
+        require(world <= MAX_RANKS, || format!("its world size is {world}, more than {MAX_RANKS}"))?;
         let ascending = self.parents.is_sorted_by(|a, b| a < b) && !self.parents.contains(&self.step);
         require(ascending, || format!("its parents {:?} are not ascending other steps", self.parents))?;
         unique("shard", self.shards.iter().map(|shard| &shard.key))?;

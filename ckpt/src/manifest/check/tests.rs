@@ -66,9 +66,12 @@ fn refused(fact: &str, change: impl FnOnce(&mut Manifest)) {
 #[test]
 fn every_lie_is_named() {
     sample().check().expect("the sample holds together");
+    Manifest { world_size: 65_536, ..sample() }.check().expect("as many ranks as there may be");
     refused("32 hex digits", |m| m.commit = "xyz".into());
     refused("incarnation is 0", |m| m.incarnation = 0);
     refused("world size is 0", |m| m.world_size = 0);
+    refused("world size is 65537, more than 65536", |m| m.world_size = 65_537);
+    refused("more than 65536", |m| m.world_size = u32::MAX);
     refused("not ascending", |m| m.parents = vec![400, 300]);
     refused("not ascending", |m| m.parents = vec![500]);
     refused("shard `shards/000000", |m| m.shards[1] = m.shards[0].clone());
