@@ -180,7 +180,7 @@ impl Group {
             return Err(Wait::ended());
         }
         let answer = match heard {
-            Ok(Some((frame, _))) => parse(&frame)?,
+            Ok(Some((frame, _))) => parse(&frame).unwrap_or_else(|error| Answer::Over(error.to_string())),
             Ok(None) => Answer::Over(gone().to_string()),
             Err(error) => Answer::Over(error.to_string()),
         };
@@ -188,10 +188,14 @@ impl Group {
             Answer::All(texts, count) => {
                 let fd = |_| match stream.receive_while(&mut || wait.goes_on()) {
                     Ok(Some((_, Some(fd)))) => Ok(fd),
-                    Ok(_) => Err(gone()),
+                    Ok(Some((_, None))) => Err(lost()),
+                    Ok(None) => Err(gone()),
                     Err(error) => Err(error),
                 };
-                Ok((texts, (0..count).map(fd).collect::<Result<_>>()?))
+                let fds = (0..count).map(fd).collect::<Result<_>>();
+                // What was not read yet would be taken for the next round's words.
+                self.stream = self.stream.take().filter(|_| fds.is_ok());
+                Ok((texts, fds?))
             }
             Answer::Over(message) => {
                 self.stream = None;
@@ -315,6 +319,12 @@ fn parse<T: for<'a> Deserialize<'a>>(frame: &[u8]) -> Result<T> {
 fn missing(ranks: &[usize], doing: &str, patience: Duration) -> Error {
     let (ranks, seconds) = (list(ranks), patience.as_secs_f64());
     Error::new(ErrorKind::Unavailable, format!("{ranks} did not {doing} within {seconds} s"))
+}
+
+/// The kernel gives a frame without its descriptor to a process that may have no more of them.
+fn lost() -> Error {
+    Error::new(ErrorKind::Unavailable, "memory that a rank of the job lent did not arrive")
+        .with_hint("the process may be out of file descriptors: see `ulimit -n`")
 }
 
 fn list(ranks: &[usize]) -> String {

@@ -242,3 +242,23 @@ fn ranks_that_do_not_come_are_named_and_twins_are_refused() {
         });
     }
 }
+
+/// A process that is out of descriptors gets the frame and not what was lent with it. What was left to be read was taken for the
+/// words of the next round.
+#[test]
+fn a_lent_descriptor_that_does_not_arrive_ends_the_group() {
+    let (own, mut other) = FdStream::pair().expect("a pair");
+    let hosts = vec!["here".to_owned(); 2];
+    let mut group = Group { rank: 0, hosts, stream: Some(own), ends: Arc::new(Inherited::new()) };
+    let memory = SharedMemory::create("test", 4096).expect("memory");
+    let answer = frame_of(&Answer::All(vec!["lend".into(); 2], 2)).expect("a frame");
+    other.send(&answer, None).expect("send");
+    for _ in 0..2 {
+        other.send(&[], None).expect("send");
+    }
+    let error = group.exchange(&memory, PATIENCE, &mut || true).expect_err("nothing was lent");
+    let told = (error.kind(), error.message().contains("did not arrive"), error.hint().is_some());
+    assert_eq!(told, (ErrorKind::Unavailable, true, true), "{error}");
+    let error = group.gather("on", PATIENCE, &mut || true).expect_err("it is over");
+    assert_eq!(error.message(), "the job's group is over");
+}
