@@ -16,6 +16,8 @@ use crate::trees;
 const READ: u64 = 8 << 20;
 /// Requests in flight.
 const PARALLEL: usize = 4;
+/// What is wrong with a shard that is not there.
+const MISSING: &str = "is missing";
 
 /// Something wrong with a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,10 +39,11 @@ pub async fn show(bucket: &Bucket, name: StepName) -> Result<Manifest> {
 }
 
 /// Checks one step, or every one that counts; nothing found means that they are whole. `progress` is told the
-/// number of bytes read since it was told last.
+/// number of bytes read since it was told last. Of steps that are deleted meanwhile, as a job does that saves there, nothing
+/// is found.
 ///
 /// # Errors
-/// Only what keeps it from looking: a store that cannot be reached, or a step that is not there.
+/// Only what keeps it from looking: a store that cannot be reached, or a step that is not there, or not any more.
 pub async fn verify(bucket: &Bucket, name: Option<StepName>, progress: &dyn Fn(u64)) -> Result<Vec<Finding>> {
     let steps: Vec<StepInfo> = match name {
         Some(name) => vec![find_step(bucket, name).await?],
@@ -49,34 +52,57 @@ pub async fn verify(bucket: &Bucket, name: Option<StepName>, progress: &dyn Fn(u
     let mut findings = Vec::new();
     let mut sound: HashMap<String, Sound> = HashMap::new();
     for info in steps {
-        let step = info.key.step;
-        let manifest = match load_manifest(bucket, &info.key).await {
-            Ok(manifest) => manifest,
-            Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotFound) => {
-                let object = info.key.object().as_str().to_owned();
-                findings.push(Finding { step, object, fact: error.message().to_owned() });
-                continue;
-            }
-            Err(error) => return Err(error),
-        };
-        let lacks = trees::faults(&manifest).into_iter();
-        let object = info.key.object();
-        findings.extend(lacks.map(|fact| Finding { step, object: object.as_str().to_owned(), fact }));
-        for (index, shard) in (0u32..).zip(&manifest.shards) {
-            let slices = slices_of(&manifest, index);
-            // The first of the steps that share a shard has most of its slices.
-            let known = sound.get(&shard.key).filter(|known| known.shard == *shard);
-            if known.is_some_and(|known| slices.iter().all(|slice| known.slices.contains(slice))) {
-                continue;
-            }
-            let facts = inspect(bucket, &manifest, index, shard, progress).await?;
-            if facts.is_empty() {
-                let slices = slices.into_iter().collect();
-                sound.insert(shard.key.clone(), Sound { shard: shard.clone(), slices });
-            }
-            let object = &shard.key;
-            findings.extend(facts.into_iter().map(|fact| Finding { step, object: object.clone(), fact }));
+        let found = verify_step(bucket, &info, &mut sound, progress).await?;
+        if found.is_empty() {
+            continue;
         }
+        // Manifests are deleted first: what is missing of a step whose manifest is there was not deleted with it.
+        match (bucket.head(&info.key.object()).await?, name) {
+            (Some(_), _) => findings.extend(found),
+            (None, None) => {}
+            (None, Some(name)) => {
+                let fact = format!("step {name} of {} was deleted while it was verified", bucket.url());
+                return Err(Error::new(ErrorKind::NotFound, fact));
+            }
+        }
+    }
+    Ok(findings)
+}
+
+/// What is wrong with a step, that it is gone included; shards in `sound` are not read again.
+async fn verify_step(
+    bucket: &Bucket,
+    info: &StepInfo,
+    sound: &mut HashMap<String, Sound>,
+    progress: &dyn Fn(u64),
+) -> Result<Vec<Finding>> {
+    let object = info.key.object();
+    let finding = |object: &str, fact| Finding { step: info.key.step, object: object.to_owned(), fact };
+    let manifest = match load_manifest(bucket, &info.key).await {
+        Ok(manifest) => manifest,
+        Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotFound) => {
+            return Ok(vec![finding(object.as_str(), error.message().to_owned())]);
+        }
+        Err(error) => return Err(error),
+    };
+    let lacks = trees::faults(&manifest).into_iter();
+    let mut findings: Vec<Finding> = lacks.map(|fact| finding(object.as_str(), fact)).collect();
+    for (index, shard) in (0u32..).zip(&manifest.shards) {
+        let slices = slices_of(&manifest, index);
+        // The first of the steps that share a shard has most of its slices.
+        let known = sound.get(&shard.key).filter(|known| known.shard == *shard);
+        if known.is_some_and(|known| slices.iter().all(|slice| known.slices.contains(slice))) {
+            continue;
+        }
+        let facts = match inspect(bucket, &manifest, index, shard, progress).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => vec![MISSING.to_owned()],
+            facts => facts?,
+        };
+        if facts.is_empty() {
+            let slices = slices.into_iter().collect();
+            sound.insert(shard.key.clone(), Sound { shard: shard.clone(), slices });
+        }
+        findings.extend(facts.into_iter().map(|fact| finding(&shard.key, fact)));
     }
     Ok(findings)
 }
@@ -107,7 +133,7 @@ async fn inspect(
 ) -> Result<Vec<String>> {
     let key = shard.object();
     match bucket.head(&key).await? {
-        None => return Ok(vec!["is missing".into()]),
+        None => return Ok(vec![MISSING.into()]),
         Some(found) if found.size != shard.size => {
             return Ok(vec![format!("has {} bytes, not {}", found.size, shard.size)]);
         }
@@ -186,3 +212,6 @@ impl From<&Finding> for Error {
         Error::corrupt(format!("step {}: `{}` {}", finding.step, finding.object, finding.fact))
     }
 }
+
+#[cfg(test)]
+mod tests;
