@@ -4,13 +4,13 @@
 //! hold alike is laid end to end and cut into as many equal shares as there are holders; a cut goes between elements
 //! of a whole tensor, and between rows of a part of one.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 
-use forebay_core::{Error, Result};
+use forebay_core::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::Dtype;
-use crate::manifest::TextLength;
+use crate::manifest::{MAX_SLICES, TextLength};
 use crate::region::Region;
 
 /// Who else has the same.
@@ -103,9 +103,10 @@ pub fn plan(ranks: &[Vec<Descriptor>]) -> Result<Vec<Vec<Share>>> {
 /// is the same on every rank.
 ///
 /// # Errors
-/// `Invalid` for an element type that there is not, and a part that lies outside of its tensor.
+/// `Invalid` for an element type that there is not, and a part that lies outside of its tensor. `TooLarge` for a tensor of more
+/// slices than one may have.
 pub fn text_beside(ranks: &[Vec<Descriptor>], shares: &[Vec<Share>], rank: usize) -> Result<TextLength> {
-    let mut named = HashSet::new();
+    let mut named: HashMap<&str, usize> = HashMap::new();
     let (mut all, mut own) = (TextLength::default(), TextLength::default());
     for (number, (descriptors, shares)) in ranks.iter().zip(shares).enumerate() {
         let (mut names, mut slices) = (TextLength::default(), TextLength::default());
@@ -115,11 +116,19 @@ pub fn text_beside(ranks: &[Vec<Descriptor>], shares: &[Vec<Share>], rank: usize
                 return Err(Error::invalid(format!("a part of tensor `{name}` lies outside of it")));
             }
             let size = Dtype::named(dtype)?.size;
-            slices = slices + region.pieces(shape, size).iter().map(Region::text).sum();
+            let pieces = region.pieces(shape, size);
+            slices = slices + pieces.iter().map(Region::text).sum();
             let text = TextLength::of_tensor(name, dtype, shape);
             names = names + text;
-            // A tensor is named once, whoever has slices of it.
-            all = all + if named.insert(name.as_str()) { text } else { TextLength::default() };
+            let count = named.entry(name).or_insert_with(|| {
+                // A tensor is named once, whoever has slices of it.
+                all = all + text;
+                0
+            });
+            *count += pieces.len();
+            if *count > MAX_SLICES {
+                return Err(too_many(name));
+            }
         }
         let part = slices + TextLength::of_files(slices.slices);
         all = all + part;
@@ -128,6 +137,12 @@ pub fn text_beside(ranks: &[Vec<Descriptor>], shares: &[Vec<Share>], rank: usize
         }
     }
     Ok(all.less(own))
+}
+
+fn too_many(name: &str) -> Error {
+    let fact =
+        format!("tensor `{name}` lies in more than {MAX_SLICES} parts on the ranks, which no step can say");
+    Error::new(ErrorKind::TooLarge, fact).with_hint("shard it over fewer ranks, or along its first dimension")
 }
 
 /// Everything that is not one rank's own, in the order of names.
@@ -321,6 +336,21 @@ mod tests {
         let outside = [vec![tensor("w", &[8, 10], part(5))]];
         let error = text_beside(&outside, &plan(&outside).expect("plan"), 0).expect_err("outside");
         assert!(error.message().contains("`w` lies outside of it"), "{error}");
+    }
+
+    /// It was told after all of the step had been sent.
+    #[test]
+    fn a_tensor_in_more_parts_than_a_step_can_say_is_named() {
+        let parts = |count: u64| {
+            let part = |at| vec![tensor("w", &[2, count], Placement::Part(boxed(&[0, at], &[2, 1])))];
+            let ranks: Vec<_> = (0..count).map(part).collect();
+            text_beside(&ranks, &plan(&ranks).expect("plan"), 0).map(|text| text.slices)
+        };
+        let most = MAX_SLICES as u64;
+        assert_eq!(parts(most).expect("as many as there may be"), most - 1);
+        let error = parts(most + 1).expect_err("too many");
+        assert_eq!(error.kind(), ErrorKind::TooLarge);
+        assert!(error.message().contains("tensor `w` lies in more than 16384 parts"), "{error}");
     }
 
     #[test]

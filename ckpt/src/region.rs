@@ -8,7 +8,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::elements;
-use crate::manifest::{Slice, SliceKind, TextLength};
+use crate::manifest::{MAX_SLICES, Slice, SliceKind, TextLength};
 
 /// Pieces that a whole tensor is cut into at most, unless they would be large: a multiple of the usual numbers of ranks,
 /// so that their bounds are bounds of pieces.
@@ -110,15 +110,29 @@ impl Region {
     /// Cuts it where the grid of a tensor of `shape` has its lines, in its own order: along the first dimension (for
     /// flat ranges: along the elements), and where that has fewer entries than the grid has lines, each of them along
     /// the next. Every piece is one run of it. A reader that wants a part then reads little more than that.
+    ///
+    /// A part of columns has a piece for each line, as each other one has: where that would be more of the slices that a
+    /// tensor may have than the part has of its elements, it is cut at every other line, or every fourth, and so on.
     pub fn pieces(&self, shape: &[u64], element_bytes: u64) -> Vec<Self> {
         let flat = [elements(shape).unwrap_or(0)];
         let shape = if self.kind == SliceKind::Box { shape } else { &flat };
         if shape.is_empty() || self.elements() == 0 {
             return vec![self.clone()];
         }
-        let mut pieces = Vec::new();
-        self.cut(shape, element_bytes, (0, lines(flat[0].saturating_mul(element_bytes))), &mut pieces);
-        pieces
+        let most = match self.kind == SliceKind::Box && self.lengths[1..] != shape[1..] {
+            true => (MAX_SLICES as u128 * u128::from(self.elements()) / u128::from(flat[0].max(1))).max(1),
+            // Whole rows and ranges have one more a part than the tensor has lines.
+            false => u128::MAX,
+        };
+        let mut lines = lines(flat[0].saturating_mul(element_bytes));
+        loop {
+            let mut pieces = Vec::new();
+            self.cut(shape, element_bytes, (0, lines), &mut pieces);
+            if pieces.len() as u128 <= most || lines == 1 {
+                return pieces;
+            }
+            lines /= 2;
+        }
     }
 
     /// Cuts it along one dimension, which has a part of the grid's lines.
@@ -343,5 +357,39 @@ mod tests {
         let many = [160, 4096, 4096];
         assert_eq!(Region::whole(&many).pieces(&many, 4).len(), 640);
         assert_eq!(Region::whole(&[3, 100]).pieces(&[3, 100], 4).len(), 1);
+    }
+
+    /// Parts of columns have a slice for each line of the grid, each of them: with many ranks no manifest took a step that was
+    /// stored.
+    #[test]
+    fn column_parts_of_any_number_of_ranks_fit_a_manifest() {
+        // Rows, columns, and ranks; Tensors of many GiB have up to 1,024 lines.
+        for (rows, columns, ranks) in [
+            (1024u64, 4112u64, 257u64),
+            (1024, 1 << 14, 1 << 14),
+            (1 << 16, 1 << 17, 64),
+            (3000, 50_257, 1000),
+            (1, 9999, 5000),
+        ] {
+            let shape = [rows, columns];
+            let width = columns.div_ceil(ranks);
+            let starts: Vec<u64> = (0..columns).step_by(width as usize).collect();
+            let parts = starts.iter().map(|at| boxed(&[0, *at], &[rows, width.min(columns - at)]));
+            let mut slices = 0;
+            for part in parts {
+                let pieces = part.pieces(&shape, 4);
+                assert_eq!(pieces.iter().map(Region::elements).sum::<u64>(), part.elements());
+                slices += pieces.len();
+            }
+            assert!(slices <= MAX_SLICES, "{slices} slices of {shape:?} on {ranks} ranks");
+        }
+        // Where all had room, they lie as they lay.
+        let part = boxed(&[0, 16], &[1024, 16]).pieces(&[1024, 4096], 4);
+        assert_eq!((part.len(), &part[1].offsets[..]), (64, &[16, 16][..]), "256 ranks");
+        let part = boxed(&[0, 16], &[1024, 16]).pieces(&[1024, 4112], 4);
+        assert_eq!((part.len(), &part[1].offsets[..]), (32, &[32, 16][..]), "257 ranks");
+        // Whole rows, and ranges, have a slice more for each part at most: however small, they lie on the grid.
+        assert_eq!(boxed(&[31, 0], &[2, 4112]).pieces(&[1024, 4112], 4).len(), 2);
+        assert_eq!(Region::flat(65_535..65_537).pieces(&[1 << 22], 4).len(), 2);
     }
 }

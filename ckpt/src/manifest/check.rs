@@ -15,7 +15,7 @@ use crate::dtype::{Dtype, elements};
 /// Dimensions of a tensor at most, as in torch.
 const MAX_DIMENSIONS: usize = 64;
 /// Slices of one tensor at most: twice the ranks of the largest jobs; bounds the check for overlaps.
-const MAX_SLICES: usize = 16_384;
+pub(crate) const MAX_SLICES: usize = 16_384;
 
 /// Ranks of one job at most: several times the largest. A reader goes over all of them, whoever says how many they are.
 pub(crate) const MAX_RANKS: u32 = 65_536;

@@ -7,7 +7,7 @@ mod text;
 mod length;
 
 pub use check::Fault;
-pub(crate) use check::MAX_RANKS;
+pub(crate) use check::{MAX_RANKS, MAX_SLICES};
 pub(crate) use length::MAX_FILES;
 pub use length::TextLength;
 pub use model::{Checksum, Encoding, Extra, Identity, Manifest, Shard, Slice, SliceKind, Tensor};
