@@ -143,6 +143,9 @@ impl Blocks for Node {
             self.sources.memory.touch(&BlockId::of(key));
             return Ok(filled);
         };
+        if pin {
+            disk.expect_answers().map_err(|error| error.context(format_args!("pin of {key}")))?;
+        }
         if let Some(slot) = disk.peek(key)
             && (!pin || slot.pinned || disk.set_pinned(slot, true).await?)
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from pathlib import Path
@@ -162,3 +163,28 @@ def test_a_state_that_nothing_was_read_into_is_not_called_changed(tmp_path: Path
     with pytest.raises(forebay.CheckpointMismatch) as raised:
         forebay.load(tmp_path, {"w": torch.zeros(3), "v": torch.zeros(5)})
     assert "changed" not in str(raised.value)
+
+
+def test_a_rank_within_all_others_leaves_with_the_outermost() -> None:
+    """Where ranks fail at different depths in one round, each of the others leaves as far as the farthest did."""
+    rounds: list[str] = []
+
+    class Group:
+        """What three ranks say, of which this is the first."""
+
+        def gather(self, text: str, patience_s: float) -> list[str]:
+            rounds.append(json.loads(text)["act"])
+            failed = {"failed": "no", "kind": "CheckpointNoSpace"}
+            return [text, *(json.dumps({"act": act, "facts": failed}) for act in ("middle", "outer"))]
+
+    ranks = Ranks("file:///none", (0, 3), 1)
+    ranks._group = Group()  # type: ignore[assignment]
+
+    def within(acts: list[str]) -> dict[str, Any]:
+        if acts:
+            ranks.gather(acts[0], lambda: within(acts[1:]))
+        return {}
+
+    with pytest.raises(forebay.CheckpointNoSpace, match="rank 1 failed to middle: no"):
+        within(["before", "outer", "middle", "inner"])
+    assert rounds == ["inner", "before"]

@@ -126,7 +126,7 @@ async fn a_directory_that_another_tool_marked_is_gone_with_its_marker() {
     let (scratch, server) = (Scratch::new(), Server::start());
     let bucket = server.bucket("a/prefix").await;
     let put = |key: &str| server.put_raw(&format!("{}/a/prefix/{key}", bucket.url().bucket));
-    for marker in ["gone/", "gone/below/", "kept/", "moved/", "moved/below/", "back/"] {
+    for marker in ["gone/", "gone/below/", "kept/", "moved/", "moved/below/", "moved/empty/", "back/"] {
         put(marker);
     }
     let (home, folder, source) = (scratch.folder("home"), scratch.join("mnt"), bucket.url().to_string());
@@ -140,18 +140,18 @@ async fn a_directory_that_another_tool_marked_is_gone_with_its_marker() {
         let listed = bucket.list_directory("").await.expect("a listing").directories;
         listed.into_iter().filter(|name| name != ".forebay").collect::<Vec<_>>()
     };
-    assert_eq!(shown(), "back gone gone/below kept moved moved/below");
+    assert_eq!(shown(), "back gone gone/below kept moved moved/below moved/empty");
     shell(&folder, "rm -r gone && rmdir back && mv moved other && echo text > other/below/file").succeeded();
     let started = Instant::now();
     while directories().await != ["kept", "other"] {
         assert!(started.elapsed() < DEADLINE, "not in time: {:?}", directories().await);
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    assert_eq!(shown(), "kept other other/below other/below/file");
+    assert_eq!(shown(), "kept other other/below other/below/file other/empty");
     forebay(&home, &["trash", "restore", &at("back")]).succeeded();
-    assert_eq!(shown(), "back kept other other/below other/below/file", "what comes back stays");
+    assert_eq!(shown(), "back kept other other/below other/below/file other/empty", "what comes back stays");
     put("gone/");
-    assert_eq!(shown(), "back gone kept other other/below other/below/file", "it was made anew");
+    assert_eq!(shown(), "back gone kept other other/below other/below/file other/empty", "it was made anew");
     mount.unmount();
     assert_eq!(directories().await, ["gone", "kept", "other"]);
     Forebay::new(&home, ["fsck", &source]).envs(&server.envs()).run().succeeded();

@@ -226,6 +226,9 @@ impl OpenInode {
             let Some((pieces, generation)) = found else {
                 let mut writer = self.writer.lock().await;
                 self.finish_stream(&mut writer).await?;
+                if self.is_retired() {
+                    return Err(Error::bug("a file is read that is not open"));
+                }
                 continue;
             };
             if let Some((tried, error)) = last

@@ -32,7 +32,11 @@ impl Volume {
         let volume = self.clone();
         self.tasks().spawn("commit-pages", async move {
             if let Err(error) = volume.commit_in_time(&inode).await {
-                inode.lose_pages(error);
+                let _turn = inode.turn().await;
+                // Whoever else has it open tries again, and is told.
+                if volume.handles(inode.ino()) == 1 {
+                    inode.lose_pages(error);
+                }
             }
             if let Err(error) = volume.release(&inode, true).await {
                 tracing::warn!(ino = %inode.ino(), %error, "could not close an inode that a mapping wrote to");

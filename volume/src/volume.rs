@@ -538,6 +538,11 @@ impl Volume {
         open.add_handle(ino, || (!is_old).then(fresh))
     }
 
+    /// How many handles of an inode are open here.
+    pub(crate) fn handles(&self, ino: InodeId) -> usize {
+        self.open.lock().handles(ino)
+    }
+
     fn find_open(&self, ino: InodeId) -> Option<Arc<OpenInode>> {
         self.open.lock().get(ino).cloned()
     }

@@ -537,6 +537,8 @@ async fn a_disk_that_hangs_costs_copies_and_no_reads() {
     let after = world.put("after", 100 * KIB).await;
     let pin = node.fill(&after.name.block(0), true).await.expect_err("pins tell");
     assert_eq!(pin.kind(), ErrorKind::Unavailable, "{pin}");
+    let pin = node.fill(&blobs[0].name.block(0), true).await.expect_err("also of what lies there");
+    assert_eq!(pin.kind(), ErrorKind::Unavailable, "{pin}");
     // What answers is asked again.
     go_on(&pipes);
     let hits = node.counters().disk_hits;

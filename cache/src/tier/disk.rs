@@ -273,6 +273,18 @@ impl DiskTier {
         }
     }
 
+    /// For work that has no deadline of its own.
+    ///
+    /// # Errors
+    /// `Unavailable` while the disk hangs.
+    pub(crate) fn expect_answers(&self) -> Result<()> {
+        if self.stalls.answers() {
+            return Ok(());
+        }
+        let message = format!("disk cache {} does not answer", self.directory.root().display());
+        Err(Error::new(ErrorKind::Unavailable, message))
+    }
+
     /// Writes a block in the background, if it is not there and there is room on the way.
     pub(crate) fn offer(self: &Arc<Self>, key: &BlockKey, block: &Block) {
         if self.peek(key).is_some() {
@@ -304,11 +316,7 @@ impl DiskTier {
     pub(crate) async fn ensure(self: &Arc<Self>, key: &BlockKey, block: &Block, pin: bool) -> Result<()> {
         // Another caller's write may end unpinned, or be evicted at once: look again, but not for ever.
         for _ in 0..4 {
-            if !self.stalls.answers() {
-                let directory = self.directory.root().display();
-                let message = format!("disk cache {directory} does not answer");
-                return Err(Error::new(ErrorKind::Unavailable, message));
-            }
+            self.expect_answers()?;
             match self.peek(key) {
                 Some(slot) if !pin || slot.pinned => return Ok(()),
                 Some(slot) => {

@@ -17,6 +17,9 @@ const MAX_ATTEMPTS: usize = 16;
 
 /// The longest record of a start that is read, in bytes: a hundred times what one has.
 const MAX_RECORD: u64 = 64 << 10;
+/// By how much clocks of hosts may differ: records that are older than a start by more were there before it.
+const CLOCKS_MS: u64 = 24 * 3_600_000;
+
 /// Records that are read side by side.
 const LOADS: usize = 16;
 
@@ -92,7 +95,8 @@ pub(crate) async fn begin_run_unless(
         }
         let seen = *seen.get_or_insert(numbers.last().copied().unwrap_or(0));
         let earlier = numbers.iter().rev().skip(1).copied().take_while(|number| *number > seen);
-        if let Some(own) = find_among(bucket, earlier, &start.nonce).await? {
+        let is_past = |run: &Run| run.start.started_ms.saturating_add(CLOCKS_MS) < start.started_ms;
+        if let (Some(own), _) = find_among(bucket, earlier, &start.nonce, is_past).await? {
             return Ok(own);
         }
         if let Some(last) = last.as_ref().filter(|last| is_over(last)) {
@@ -169,23 +173,34 @@ pub async fn newest_number(bucket: &Bucket) -> Result<u64> {
 }
 
 /// What the start with that nonce recorded, if it came so far.
+///
+/// # Errors
+/// `Corrupt` where there is none, and a record is damaged: it may be that one.
 pub async fn find_run(bucket: &Bucket, nonce: &str) -> Result<Option<Run>> {
-    find_among(bucket, incarnations(bucket).await?.into_iter().rev(), nonce).await
+    let numbers = incarnations(bucket).await?.into_iter().rev();
+    let (found, damage) = find_among(bucket, numbers, nonce, |_| false).await?;
+    damage.filter(|_| found.is_none()).map_or(Ok(found), Err)
 }
 
-/// As [`find_run`], among the starts of these `numbers`. What is not to be read is another's.
-async fn find_among(bucket: &Bucket, numbers: impl Iterator<Item = u64>, nonce: &str) -> Result<Option<Run>> {
+/// As [`find_run`], among the starts of these `numbers` up to one that `is_past`. Gives what is wrong with a record, too.
+async fn find_among(
+    bucket: &Bucket,
+    numbers: impl Iterator<Item = u64>,
+    nonce: &str,
+    is_past: impl Fn(&Run) -> bool,
+) -> Result<(Option<Run>, Option<Error>)> {
     let mut runs = stream::iter(numbers).map(|number| load(bucket, number)).buffered(LOADS);
+    let mut damage = None;
     while let Some(run) = runs.next().await {
         match run {
-            Ok(run) if run.start.nonce == nonce => return Ok(Some(run)),
-            Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => {
-                return Err(error);
-            }
+            Ok(run) if run.start.nonce == nonce => return Ok((Some(run), damage)),
+            Ok(run) if is_past(&run) => break,
+            Err(error) if error.kind() == ErrorKind::Corrupt => damage = Some(error),
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
             Ok(_) | Err(_) => {}
         }
     }
-    Ok(None)
+    Ok((None, damage))
 }
 
 /// The numbers taken so far, ascending.

@@ -136,6 +136,26 @@ async fn a_file_that_is_replaced_while_it_is_read_is_told() {
     }
 }
 
+/// A tree with every kind of container, a deep one, and views of `w` and `many`.
+fn state_of_everything() -> Value {
+    let tensor = |name: &str| json!({"t": "tensor", "n": name});
+    let object = |state: Value| json!({"t": "object", "k": "other", "v": state});
+    let deep = (0..190).fold(json!(7), |inner, _| json!({"t": "dict", "v": [["in", inner]]}));
+    let view = |shape: Value, stride: Value, offset| json!({"t": "tensor", "n": "w", "view": [shape, stride, offset]});
+    json!({"t": "dict", "v": [
+        ["m", {"t": "object", "k": "module", "v": {"t": "odict", "v": [
+            ["w", tensor("w")], ["many", tensor("many")], [3, view(json!([2, 6]), json!([6, 1]), 12)],
+            ["turned", view(json!([6, 8]), json!([1, 6]), 0)], ["list", [tensor("w"), {"t": "bytes", "v": ""}]],
+            ["seen", {"t": "counter", "v": [["w", 3]]}],
+            ["z", {"t": "defaultdict", "f": "dict", "v": [["x", {"t": "counter", "v": [["y", object(object(tensor("w")))]]}]]}]
+        ]}}],
+        ["deep", deep],
+        ["named", {"t": "dict", "v": [["__metadata__", tensor("w")]]}],
+        ["bad", view(json!([2, 6]), json!([6, 1]), 37)],
+        ["lost", tensor("x")],
+    ]})
+}
+
 #[tokio::test]
 async fn views_columns_and_shared_bytes_are_exported() {
     let scratch = tempfile::tempdir().expect("scratch");
@@ -162,23 +182,7 @@ async fn views_columns_and_shared_bytes_are_exported() {
             part
         })
         .collect();
-    let tensor = |name: &str| json!({"t": "tensor", "n": name});
-    let object = |state: Value| json!({"t": "object", "k": "other", "v": state});
-    let deep = (0..190).fold(json!(7), |inner, _| json!({"t": "dict", "v": [["in", inner]]}));
-    let view = |shape: Value, stride: Value, offset| json!({"t": "tensor", "n": "w", "view": [shape, stride, offset]});
-    let state = json!({"t": "dict", "v": [
-        ["m", {"t": "object", "k": "module", "v": {"t": "odict", "v": [
-            ["w", tensor("w")], ["many", tensor("many")], [3, view(json!([2, 6]), json!([6, 1]), 12)],
-            ["turned", view(json!([6, 8]), json!([1, 6]), 0)], ["list", [tensor("w"), {"t": "bytes", "v": ""}]],
-            ["seen", {"t": "counter", "v": [["w", 3]]}],
-            ["z", {"t": "defaultdict", "f": "dict", "v": [["x", {"t": "counter", "v": [["y", object(object(tensor("w")))]]}]]}]
-        ]}}],
-        ["deep", deep],
-        ["named", {"t": "dict", "v": [["__metadata__", tensor("w")]]}],
-        ["bad", view(json!([2, 6]), json!([6, 1]), 37)],
-        ["lost", tensor("x")],
-    ]});
-    manifest.extras[0].data = state.to_string();
+    manifest.extras[0].data = state_of_everything().to_string();
     for shared in [None, Some(place.as_path())] {
         let out = scratch.path().join(if shared.is_some() { "shared" } else { "streamed" });
         let exported = export((&run, &manifest), "m", u64::MAX, &out, shared).await.expect("export");

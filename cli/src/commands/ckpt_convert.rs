@@ -198,24 +198,19 @@ struct Told {
     bytes: u64,
 }
 
-/// How the Python package hears of the options that a store is opened with.
-///
-/// # Errors
-/// `Unsupported` for one that has no variable.
-fn options_as_environment(options: &BTreeMap<String, String>) -> Result<Vec<(String, &String)>> {
-    let mut found = Vec::new();
+/// How the Python package hears of the options that a store is opened with: by their variables, of which each kind of store
+/// takes its own.
+fn options_as_environment(options: &BTreeMap<String, String>) -> Vec<(String, &String)> {
+    const KINDS: [&str; 3] = ["AWS_", "GOOGLE_", "AZURE_"];
+    let mut variables = Vec::new();
     for (name, value) in options {
-        let variable = name.to_ascii_uppercase();
-        if !["AWS_", "GOOGLE_", "AZURE_"].iter().any(|prefix| variable.starts_with(prefix)) {
-            let message =
-                format!("the Python package, which converts torch's files, takes no option `{name}`");
-            return Err(Error::new(ErrorKind::Unsupported, message).with_hint(
-                "write it as the variable is called, such as aws_endpoint, or set that variable",
-            ));
+        let name = name.to_ascii_uppercase();
+        match KINDS.iter().any(|kind| name.starts_with(kind)) {
+            true => variables.push((name, value)),
+            false => variables.extend(KINDS.map(|kind| (format!("{kind}{name}"), value))),
         }
-        found.push((variable, value));
     }
-    Ok(found)
+    variables
 }
 
 /// Has the Python package convert: torch's own files are pickles. It tells warnings and errors as this program does.
@@ -236,7 +231,7 @@ fn hand_over(settings: &Settings, arguments: &ConvertArguments, json: bool) -> R
     // What is there was looked at.
     words.push("--force");
     let mut command = Command::new(&arguments.python);
-    command.envs(options_as_environment(&settings.volume.store.options)?);
+    command.envs(options_as_environment(&settings.volume.store.options));
     let mut child =
         command.args(&words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(refused)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());

@@ -66,6 +66,21 @@ fn find<T: StdError + 'static>(error: &object_store::Error) -> Option<&T> {
     chain(error).find_map(|link| link.downcast_ref::<T>())
 }
 
+/// The error of the last attempt of a change, an earlier one of which was not answered. One that gave up says so itself, and
+/// what a store cannot do it has not done.
+pub(super) fn unsettled(error: object_store::Error) -> object_store::Error {
+    let is_beyond = matches!(
+        error,
+        object_store::Error::NotSupported { .. } | object_store::Error::NotImplemented { .. }
+    );
+    match find::<Fault>(&error) {
+        Some(Fault::GaveUp { .. }) => error,
+        Some(Fault::Service { code, .. }) if code == "NotImplemented" => error,
+        _ if is_beyond => error,
+        _ => Fault::Unsettled { cause: error }.into(),
+    }
+}
+
 /// Whether the same request may succeed if it is sent again.
 pub(super) fn is_transient(error: &object_store::Error) -> bool {
     if let Some(fault) = find::<Fault>(error) {
@@ -575,5 +590,15 @@ mod tests {
             assert!(said.contains(hint), "{bucket}: {said}");
             assert_eq!(said.contains("AWS_"), bucket.starts_with("s3:"), "{bucket}: {said}");
         }
+    }
+
+    #[test]
+    fn what_a_store_cannot_do_it_has_not_done() {
+        let kind = |error| convert("s3://b", unsettled(error)).kind();
+        assert_eq!(kind(service(501, "NotImplemented")), ErrorKind::Unsupported);
+        assert_eq!(kind(service(403, "AccessDenied")), ErrorKind::Unavailable);
+        let cause = Fault::Stalled { waited_ms: 1 }.into();
+        let told = convert("s3://b", unsettled(Fault::GaveUp { attempts: 3, waited_ms: 9, cause }.into()));
+        assert!(!told.message().contains("earlier attempt"), "it says so itself: {told}");
     }
 }

@@ -119,22 +119,38 @@ impl Mover {
         if !doomed.is_empty() {
             self.bucket().delete_many(&doomed).await?;
         }
-        let done: Vec<(Queued, Verdict)> = judged
+        let mut done: Vec<(Queued, Verdict)> = judged
             .into_iter()
             .filter(|((_, deletion), verdict)| {
                 *verdict != Verdict::Keep && !(is_held_up && is_prefix(deletion))
             })
             .collect();
-        for ((_, deletion), _) in done.iter().filter(|((_, deletion), _)| has_marker(deletion)) {
-            let Blob { key, version, .. } = &deletion.blob;
-            self.bucket().delete_marker(key.as_str().trim_end_matches('/'), version).await?;
-        }
+        let with_marker = done.iter().filter(|((_, deletion), _)| has_marker(deletion));
+        let markers: Vec<Blob> = with_marker.map(|((_, deletion), _)| deletion.blob.clone()).collect();
+        let deleted = stream::iter(markers).map(|blob| self.delete_marker(blob)).buffered(AT_ONCE);
+        let stays: Vec<ObjectKey> = deleted.filter_map(async |stays| stays).collect().await;
+        done.retain(|((_, deletion), _)| !stays.contains(&deletion.blob.key));
         let count = done.len();
         let forget_all = move |change: &mut Change<'_, '_>| {
             done.iter().try_for_each(|(queued, verdict)| forget(change, queued, *verdict))
         };
         self.transact(Durability::Buffered, forget_all).await?;
         Ok(count)
+    }
+
+    /// Deletes the marker of a removed directory; gives its key where that has to be tried again.
+    async fn delete_marker(&self, blob: Blob) -> Option<ObjectKey> {
+        let Blob { key, version, .. } = blob;
+        match self.bucket().delete_marker(key.as_str().trim_end_matches('/'), &version).await {
+            Ok(()) => {
+                self.shared().markers.note(key.as_str(), None);
+                None
+            }
+            Err(error) => {
+                warn!(%key, %error, "deletion put off");
+                Some(key)
+            }
+        }
     }
 
     /// What cannot be found out now is kept, and does not hold up the others.

@@ -134,11 +134,18 @@ fn is_away(error: &Error) -> bool {
 /// No further objects come into the directory from its old prefix.
 fn detach(change: &mut Change<'_, '_>, directory: InodeId) -> Result<()> {
     match change.find(directory)? {
-        Some(inode) if inode.nlink > 0 => {
+        Some(mut inode) if inode.nlink > 0 => {
             let before = change.import_state(directory)?.prefix;
             let now = change.attach(directory)?;
             match before.filter(|before| now.as_ref() != Some(before)) {
-                Some(before) => change.doom_marker(&prefix_with_slash(&before)),
+                Some(before) => {
+                    // What made it a directory of the bucket goes with the old prefix.
+                    if !inode.kept {
+                        inode.kept = true;
+                        change.put_inode(directory, &inode)?;
+                    }
+                    change.doom_marker(&prefix_with_slash(&before))
+                }
                 None => Ok(()),
             }
         }

@@ -158,8 +158,14 @@ impl Markers {
         let mut known = self.0.lock();
         match marker {
             None => drop(known.remove(prefix)),
-            Some(_) if known.len() >= MOST_MARKERS && !known.contains_key(prefix) => {}
-            Some(marker) => drop(known.insert(prefix.to_owned(), marker)),
+            Some(marker) => {
+                if known.len() >= MOST_MARKERS
+                    && let Some(other) = known.keys().next().cloned()
+                {
+                    known.remove(&other);
+                }
+                known.insert(prefix.to_owned(), marker);
+            }
         }
     }
 

@@ -8,7 +8,7 @@ import fnmatch
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import Any, Callable, Iterator, Optional, Protocol, TypeVar
 
@@ -112,7 +112,8 @@ def with_step(
                 damaged.append(str(error))
             elif deleted == MOST_DELETED or not there:
                 text = f"{url}: step {number} was deleted while it was read, and so were {deleted} before it"
-                raise CheckpointNotFound(f"{text} (hint: a larger `keep`); {IN_PART}") from error
+                told = f"; {IN_PART}" if touched else ""
+                raise CheckpointNotFound(f"{text} (hint: a larger `keep`){told}") from error
             else:
                 found, damaged, deleted = there, [], deleted + 1
             continue
@@ -487,11 +488,21 @@ def whole_tree(step: _native.Step, rank: int, tells: bool = True, tells_all: boo
     if has_all and not tells_all:
         return tree, rank
     others = [other for other in range(step.world_size) if other != rank]
+    if has_all:
+        # The others that have the same tree have the same tensors, but for their own: one of them stands for those.
+        own, known = tensor_names(tree), {name for name, _, _, _ in step.tensors()}
+        alike = [other for other in others if not _has_own(step, other, own, known)]
+        others = [other for other in others if other not in set(alike[1:])]
     whole, differing = _merged(step, [rank, *others], first_counts=True)
     if differing and (tells or tells_all):
         text = f"step {step.step}: ranks differ in {', '.join(differing[:5])}, of which rank {rank}'s is given"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
     return (tree, rank) if has_all else (whole, NOBODY)
+
+
+def _has_own(step: _native.Step, rank: int, names: Iterable[str], known: Container[str]) -> bool:
+    """Whether a rank has a tree of its own, or tensors of its own under names in that of all."""
+    return _extra(step, "state", rank) is not None or any(extra_name(name, rank) in known for name in names)
 
 
 def _merged(step: _native.Step, ranks: Sequence[int], first_counts: bool = False) -> tuple[Node, list[str]]:

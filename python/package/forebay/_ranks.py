@@ -84,11 +84,14 @@ class Ranks:
             try:
                 texts = self._join().gather(json.dumps({"act": act, "facts": facts}), self._patience_s)
                 words = [json.loads(text) for text in texts]
-            except CheckpointError:
+            # A rank that failed is heard by others who lend memory, whose word is none.
+            except (CheckpointError, ValueError):
                 if failure is None:
                     raise
         failed = [(rank, word) for rank, word in enumerate(words) if "failed" in word["facts"]]
-        self._left = next((word["act"] for _, word in failed if word["act"] in self._acts), self._left)
+        # The outermost of those that ranks failed at: what is within it is over for all.
+        told = {word["act"] for _, word in failed}
+        self._left = next((outer for outer in self._acts if outer in told), self._left)
         if failure is not None:
             try:
                 raise failure

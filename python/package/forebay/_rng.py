@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 import sys
@@ -37,7 +38,8 @@ def set_rng_state(state: Any) -> None:
     try:
         _set(state)
     except Exception as error:
-        _set(before)
+        with contextlib.suppress(Exception):
+            _set(before)
         text = "the state of the random number generators is none, all else was restored"
         raise CheckpointCorrupt(f"{text}: {type(error).__name__}: {error}") from error
 

@@ -193,6 +193,37 @@ fn what_a_mapping_wrote_and_the_store_refused_is_told_to_the_next_one() {
     });
 }
 
+/// Who has the file open brings it in: the bytes were told as lost, and came with its next fsync.
+#[test]
+fn what_a_mapping_wrote_is_left_to_who_has_the_file_open() {
+    run(async {
+        let faults = Faults::new();
+        let mut fixture = Fixture::new(Bucket::in_memory().with_deadline_ms(50).with_faults(&faults));
+        fixture.clock = Clock::manual();
+        let volume = fixture.open().await;
+        left_with_a_page(&volume, &faults).await;
+        let file = open(&volume, "f", READ_WRITE).await;
+        for nth in 1..=100 {
+            faults.script(OperationKind::Put, nth, FaultMode::Deny);
+        }
+        faults.set_down(false);
+        while volume.handles(file.ino()) > 1 {
+            fixture.clock.advance(Duration::from_secs(60));
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        faults.clear();
+        file.fsync().await.expect("nothing was lost");
+        let ino = file.ino();
+        file.release().await.expect("release");
+        // Aside from its own path, if the store left open what became of the first put.
+        assert_eq!(volume.tree().layout(ino).await.expect("a layout").0.size(), 8);
+        let reader = open(&volume, "f", READ).await;
+        assert_eq!(reader.read(0, 100).await.expect("read"), "old page");
+        reader.release().await.expect("release");
+        volume.close().await.expect("close");
+    });
+}
+
 /// What the tree answered before the last commit of a file came to the kernel after the file's close, which cut what it held
 /// of the file.
 #[test]

@@ -11,7 +11,8 @@ use crate::inode::OpenInode;
 /// Inodes that are known by their numbers after they were closed. Who was held up for longer than these took asks again.
 const REMEMBERED: usize = 1024;
 
-/// Closed files of which a loss is still to be told. Of more only the log tells.
+/// Closed files of which a loss is still to be told: some may be removed, and opened by nobody any more. Where there are more,
+/// of some only the log tells.
 const MOST_UNTOLD: usize = 1024;
 
 /// An inode that is open here and how many handles it has.
@@ -50,6 +51,11 @@ impl OpenTable {
         self.inodes.get_mut(&ino)
     }
 
+    /// How many handles an inode has.
+    pub(super) fn handles(&self, ino: InodeId) -> usize {
+        self.inodes.get(&ino).map_or(0, |opened| opened.handles)
+    }
+
     pub(super) fn all(&self) -> impl Iterator<Item = &Arc<OpenInode>> {
         self.inodes.values().map(|opened| &opened.inode)
     }
@@ -75,9 +81,11 @@ impl OpenTable {
     /// Takes off an inode whose last handle is gone.
     pub(super) fn remove(&mut self, ino: InodeId) {
         if let Some(removed) = self.inodes.remove(&ino) {
-            if let Some(error) = removed.inode.unknown_failure()
-                && self.untold.len() < MOST_UNTOLD
-            {
+            if let Some(error) = removed.inode.unknown_failure() {
+                let is_full = self.untold.len() >= MOST_UNTOLD;
+                if let Some(other) = self.untold.keys().next().copied().filter(|_| is_full) {
+                    self.untold.remove(&other);
+                }
                 self.untold.insert(ino, error);
             }
             self.gone += 1;

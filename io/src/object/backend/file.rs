@@ -28,8 +28,10 @@ use std::fs::{File, Metadata};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -79,6 +81,11 @@ struct Inner {
     uploads: Mutex<HashMap<String, Begun>>,
 }
 
+/// A sync counts as getting on this often, and so many times: a disk with much to write may take that long for the smallest
+/// file, and one that hangs is told after it.
+const GRANTED: Duration = Duration::from_secs(1);
+const MOST_GRANTED: usize = 20;
+
 /// Whether a request is still waited for. Work on a thread goes on when its request was given up, which may be sent again
 /// then, or be followed by others: what comes late must not undo those.
 #[derive(Debug, Clone, Default)]
@@ -86,6 +93,8 @@ struct Wanted {
     given_up: Arc<AtomicBool>,
     /// Who waits, and waits longer for what gets on.
     progress: Option<Progress>,
+    /// Whether it waits for a sync, of which nothing tells how it gets on.
+    syncs: Arc<AtomicBool>,
 }
 
 impl Wanted {
@@ -121,7 +130,10 @@ fn sync(file: &File, token: &str, wanted: &Wanted) -> io::Result<()> {
         write_out(file, at..length.min(at + SYNCED_BYTES))?;
         wanted.step()?;
     }
-    token::sync(file, token)
+    wanted.syncs.store(true, Ordering::SeqCst);
+    let synced = token::sync(file, token);
+    wanted.syncs.store(false, Ordering::SeqCst);
+    synced
 }
 
 /// Copies up to `length` bytes, in pieces between which it may be given up. Returns how many there were.
@@ -163,9 +175,21 @@ impl Directory {
         T: Send + 'static,
         F: FnOnce(&Inner, Wanted) -> Result<T> + Send + 'static,
     {
-        let wanted = Wanted { given_up: Arc::default(), progress: Progress::of_call() };
-        let _waits = Waits(wanted.clone());
-        self.run(move |inner| work(inner, wanted)).await
+        let wanted = Wanted { progress: Progress::of_call(), ..Wanted::default() };
+        let waits = Waits(wanted.clone());
+        let mut work = pin!(self.run(move |inner| work(inner, wanted)));
+        let mut granted = 0;
+        loop {
+            tokio::select! {
+                biased;
+                done = &mut work => return done,
+                () = tokio::time::sleep(GRANTED), if granted < MOST_GRANTED => {}
+            }
+            if waits.0.syncs.load(Ordering::SeqCst) {
+                granted += 1;
+                waits.0.progress.iter().for_each(Progress::tell);
+            }
+        }
     }
 
     async fn get(&self, key: Path, options: GetOptions) -> Result<GetResult> {

@@ -36,7 +36,7 @@ use super::body::{Body, replace};
 use crate::object::counters::Meter;
 use crate::object::error::{
     Fault, is_of_kernel, is_refusal, is_transient, is_unanswered, is_unreachable, lacks_credentials,
-    stalled_ms,
+    stalled_ms, unsettled,
 };
 use crate::object::request::{Reply, Request, Service, Shared};
 use crate::object::types::Condition;
@@ -131,12 +131,15 @@ impl Retrying {
             past = past.and(before);
             let refusal = match done {
                 Err(error) if is_refusal(&error) => error,
-                Err(error) if past.unanswered && request.changes_keys() => {
-                    return Err(Fault::Unsettled { cause: error }.into());
-                }
+                Err(error) if past.unanswered && request.changes_keys() => return Err(unsettled(error)),
                 done => return done,
             };
-            match self.settle(request, &refusal, past.failed).await? {
+            let found = self.settle(request, &refusal, past.failed).await;
+            let found = match past.unanswered && request.changes_keys() {
+                true => found.map_err(unsettled),
+                false => found,
+            };
+            match found? {
                 Finding::Done(reply) => return Ok(reply),
                 Finding::Unfounded if unfounded.failed < MOST_UNFOUNDED => {
                     let cause = Fault::Unfounded { cause: refusal.to_string() };

@@ -172,7 +172,10 @@ impl Inner {
         })?;
         let finish = || {
             wanted.check()?;
-            file.set_len(size)?;
+            // Another attempt's file may have its name already: its time is its version.
+            if file.metadata()?.len() != size {
+                file.set_len(size)?;
+            }
             sync(&file, &upload.token, wanted)
         };
         finish().map_err(|error| io_error(&upload.key, error))?;
@@ -321,6 +324,28 @@ mod tests {
             let copy = Request::Copy { from, to, bytes: bytes as u64, options };
             assert!(is_heard_of(copy).await, "{bytes} bytes copied");
         }
+    }
+
+    /// A disk whose sync takes longer than an attempt has each of them begun anew: none ended.
+    #[tokio::test]
+    async fn a_sync_counts_as_getting_on_for_a_while() {
+        let folder = tempfile::tempdir().expect("scratch");
+        let (directory, progress) = (Directory::new(folder.path().to_owned()), Progress::default());
+        let (syncing, is_done) = std::sync::mpsc::channel::<()>();
+        let work = directory.run_wanted(move |_, wanted| {
+            wanted.syncs.store(true, std::sync::atomic::Ordering::SeqCst);
+            is_done.recv().ok();
+            Ok(())
+        });
+        let mut work = std::pin::pin!(progress.watch(work));
+        for _ in 0..2 {
+            tokio::select! {
+                _ = &mut work => panic!("it still syncs"),
+                () = progress.made() => {}
+            }
+        }
+        drop(syncing);
+        work.await.expect("it ends");
     }
 
     /// What was given up came into effect later, over what had been written meanwhile.

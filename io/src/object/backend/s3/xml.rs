@@ -160,8 +160,9 @@ pub(in crate::object::backend) fn read_page(body: &[u8], prefix: &str) -> Result
     for object in answer.contents {
         let key = decode(object.key, decoded);
         let Some(location) = key.as_deref().and_then(address) else {
-            // The marker of a directory stands for the directory, which its listing shows already.
-            if key.as_deref() == Some(prefix) {
+            // The marker of a directory stands for the directory, which its listing shows already. One that has bytes is
+            // somebody's data.
+            if key.as_deref() == Some(prefix) && object.size == 0 {
                 // Markers are empty, and all that is empty has one ETag.
                 let e_tag = object.e_tag.unwrap_or_default();
                 page.marker = Some(Version::new(format!("{e_tag} {}", object.last_modified.to_rfc3339())));
@@ -293,6 +294,18 @@ mod tests {
         assert_eq!(page.objects[0].e_tag.as_deref(), Some("\"x\""));
         assert_eq!(page.directories, ["sub dir"]);
         assert_eq!((page.skipped, page.next.as_deref()), (3, Some("more")));
+    }
+
+    /// Somebody's bytes under a directory's own key were taken for its marker, and deleted with the directory.
+    #[test]
+    fn a_marker_is_empty() {
+        let marker = |bytes: u64| {
+            let object =
+                format!("<Key>d/</Key><LastModified>2024-05-01T10:00:00Z</LastModified><Size>{bytes}</Size>");
+            let text = format!("<ListBucketResult><Contents>{object}</Contents></ListBucketResult>");
+            read_page(text.as_bytes(), "d/").expect("page").marker
+        };
+        assert!(marker(0).is_some() && marker(7).is_none());
     }
 
     /// A page that says that there is more, and not where, was taken for the last one.
