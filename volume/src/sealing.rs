@@ -69,7 +69,8 @@ impl Volume {
     /// The same of what is to be committed.
     async fn commit_in_time(&self, inode: &OpenInode) -> Result<()> {
         for failures in 1.. {
-            match inode.commit_now().await {
+            // Who has it open for writing by now commits it, too, and is not to have half of a write published.
+            match inode.commit_if(|| !inode.has_writers()).await {
                 Err(error) if self.may_try_again(inode, &error) => self.await_next(failures).await,
                 committed => return committed,
             }

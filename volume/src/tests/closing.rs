@@ -193,6 +193,31 @@ fn what_a_mapping_wrote_and_the_store_refused_is_told_to_the_next_one() {
     });
 }
 
+/// What the next one to open the file has half-written was published with the page that was tried again.
+#[test]
+fn what_a_mapping_wrote_is_not_tried_again_in_the_midst_of_a_write() {
+    run(async {
+        let faults = Faults::new();
+        let mut fixture = Fixture::new(Bucket::in_memory().with_deadline_ms(50).with_faults(&faults));
+        fixture.clock = Clock::manual();
+        let volume = fixture.open().await;
+        left_with_a_page(&volume, &faults).await;
+        let file = open(&volume, "f", READ_WRITE).await;
+        write(&file, 8, " and half").await;
+        faults.set_down(false);
+        while volume.handles(file.ino()) > 1 {
+            fixture.clock.advance(Duration::from_secs(60));
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert_eq!(committed(&volume, &file).await, 3, "nothing of it");
+        write(&file, 17, " and whole").await;
+        file.close(WRITER).await.expect("close");
+        assert_eq!(committed(&volume, &file).await, 27);
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+    });
+}
+
 /// Who has the file open brings it in: the bytes were told as lost, and came with its next fsync.
 #[test]
 fn what_a_mapping_wrote_is_left_to_who_has_the_file_open() {
