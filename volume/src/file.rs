@@ -188,9 +188,10 @@ impl File {
 
     /// The same if it `may`, as is found out when nothing is being written.
     async fn flush_if(&self, may: impl FnOnce() -> bool) -> Result<()> {
-        if !self.access.write {
-            return Ok(());
-        }
+        if self.access.write { self.commit_if(may).await } else { Ok(()) }
+    }
+
+    async fn commit_if(&self, may: impl FnOnce() -> bool) -> Result<()> {
         let may = || {
             let may = may();
             self.is_unflushed.fetch_and(!may, SeqCst);
@@ -213,22 +214,28 @@ impl File {
         }
     }
 
-    /// close(2) by the process whose descriptors are `closer`: as [`Self::flush`], unless only others wrote. A child
-    /// that is forked while its parent writes closes copies of the parent's descriptors: what is half-written stays so.
+    /// close(2) by the process whose descriptors are `closer`: as [`Self::flush`], unless only others wrote, through this
+    /// handle or another one. A child that is forked while its parent writes closes copies of the parent's descriptors,
+    /// some of them after its parent has: what is half-written stays so.
     pub async fn close(&self, closer: u64) -> Result<()> {
         let may_commit = || {
             let mut writers = self.writers.lock();
             let others =
                 !writers.is_incomplete && !writers.named.is_empty() && !writers.named.contains(&closer);
             writers.named.retain(|writer| *writer != closer);
-            !others
+            !others && (self.has_unflushed() || self.inode.is_touched() || !self.inode.has_writers_beside())
         };
         self.flush_if(may_commit).await
     }
 
+    /// Whether something was written through it, or by a mapping, that was not committed.
+    fn has_unflushed(&self) -> bool {
+        self.is_unflushed.load(SeqCst) || self.inode.has_pages()
+    }
+
     /// fsync(2): bytes and metadata are in the bucket on return.
     pub async fn fsync(&self) -> Result<()> {
-        self.inode.flush(&self.told).await?;
+        self.commit_if(|| true).await?;
         self.inode.store().sync_tree().await?;
         // The local disk may have lost them meanwhile.
         self.inode.tell_failure(&self.told)
@@ -241,8 +248,7 @@ impl File {
         let flushed = match self.access.write {
             true => {
                 self.inode.leave_writer();
-                let is_own = || self.is_unflushed.load(SeqCst) || self.inode.has_pages();
-                let may = || is_own() || !self.inode.has_writers();
+                let may = || self.has_unflushed() || !self.inode.has_writers();
                 let committed = self.inode.commit_if(may).await;
                 self.inode.untold_failure(&self.told).and(committed)
             }

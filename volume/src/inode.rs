@@ -47,6 +47,8 @@ pub(crate) struct OpenInode {
     shares: AtomicBool,
     /// Whether a mapping has written since the last commit.
     has_pages: AtomicBool,
+    /// Whether nothing was written since it was created or truncated last, or committed.
+    is_touched: AtomicBool,
     /// Whether a writer has closed it since sealing it was last tried.
     awaits_seal: AtomicBool,
     /// When it was last read, if that is kept and the tree was not told yet.
@@ -122,6 +124,7 @@ impl OpenInode {
             came: Notify::new(),
             shares: AtomicBool::new(false),
             has_pages: AtomicBool::new(false),
+            is_touched: AtomicBool::new(false),
             awaits_seal: AtomicBool::new(false),
             accessed: Mutex::default(),
             is_retired: AtomicBool::new(false),
@@ -168,6 +171,17 @@ impl OpenInode {
     /// Whether a flush is certain to come.
     pub(crate) fn has_writers(&self) -> bool {
         self.writers.load(SeqCst) > 0
+    }
+
+    /// Whether one is certain to come beside that of a handle for writing.
+    pub(crate) fn has_writers_beside(&self) -> bool {
+        self.writers.load(SeqCst) > 1
+    }
+
+    /// Whether what is uncommitted came of its creation or truncation alone, which no handle answers for: whichever is
+    /// closed next commits it.
+    pub(crate) fn is_touched(&self) -> bool {
+        self.is_touched.load(SeqCst)
     }
 
     /// Returns once a handle for writing is open.
@@ -268,6 +282,7 @@ impl OpenInode {
     /// long as they are in memory.
     pub(crate) async fn write(&self, position: Position, data: Bytes, permit: Permit) -> Result<u32> {
         let mut writer = self.writer.lock().await;
+        self.is_touched.store(false, SeqCst);
         let length = data.len();
         let size = self.look(Content::size);
         let offset = writer.offset(position, length as u64, size);
@@ -316,7 +331,11 @@ impl OpenInode {
     /// Sets the size; what lay past it is gone, what is new reads as zeros.
     pub(crate) async fn truncate(&self, size: u64) -> Result<()> {
         self.let_in(size).await?;
-        self.edit(|content| content.truncate(size, self.store.now())).await
+        self.edit(|content| {
+            content.truncate(size, self.store.now());
+            self.is_touched.store(true, SeqCst);
+        })
+        .await
     }
 
     /// Completes a running upload, so that the committed layout is the whole file but for inline bytes.
@@ -354,6 +373,7 @@ impl OpenInode {
     /// Notes a change that left no bytes, such as the creation of an empty file.
     pub(crate) fn touch(&self) {
         self.content.write().touch(self.store.now());
+        self.is_touched.store(true, SeqCst);
     }
 
     /// Sets the mtime that a pending commit would otherwise set to the time of the last write.
@@ -392,12 +412,8 @@ impl OpenInode {
         Ok(())
     }
 
-    /// Commits everything written so far. What failed since this handle was `told` last is told here, once.
-    pub(crate) async fn flush(&self, told: &Told) -> Result<()> {
-        self.flush_if(told, || true).await
-    }
-
-    /// The same if `may` still says so when the turn has come: a write that came in before has noted who makes it.
+    /// Commits everything written so far, if `may` says so when the turn has come: a write that came in before has noted who
+    /// makes it. What failed since this handle was `told` last is told here, once.
     pub(crate) async fn flush_if(&self, told: &Told, may: impl FnOnce() -> bool) -> Result<()> {
         let mut writer = self.writer.lock().await;
         if !may() {

@@ -310,7 +310,9 @@ impl Filesystem for Dispatch {
         let write = Write { position, clears_setid, syncs: !is_page && flags.syncs(), is_page };
         let writer = lock_owner.map(|owner| owner.0);
         self.run("write", ino, |fs| async move {
-            fs.note_writer(handle, writer);
+            if !is_page {
+                fs.note_writer(handle, writer);
+            }
             replies::written(reply, fs.write(file, handle, write, data).await);
         });
     }

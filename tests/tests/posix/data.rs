@@ -343,6 +343,27 @@ os.write(file, b", whole")
 os.close(file)
 assert get("file") == b"half and half, whole"
 
+# Nor is there by a copy that is closed after its parent closed the file, and while it writes it anew.
+file = os.open("file", os.O_WRONLY)
+ready, done = os.pipe(), os.pipe()
+if os.fork() == 0:
+    os.read(done[0], 1)
+    os.close(file)
+    os.write(ready[1], b"!")
+    os._exit(0)
+os.pwrite(file, b"HALF", 0)
+os.close(file)
+file = os.open("file", os.O_WRONLY | os.O_TRUNC)
+os.write(file, b"new")
+os.write(done[1], b"!")
+os.read(ready[0], 1)
+os.wait()
+# The object is brought up to date once nobody has the file open.
+assert get(bucket + "/file") == b"half and half, whole", "half a file was published"
+os.write(file, b" and whole")
+os.close(file)
+assert get(bucket + "/file") == b"new and whole"
+
 # Whoever opens a file and leaves the writing to a child, as a shell does, has nothing to publish.
 file = os.open("redirected", os.O_WRONLY | os.O_CREAT, 0o644)
 ready, done = os.pipe(), os.pipe()

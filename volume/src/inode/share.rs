@@ -63,11 +63,13 @@ impl OpenInode {
 
     pub(super) async fn commit_all(&self, turn: &mut Writer) -> Result<()> {
         let had_pages = self.has_pages.swap(false, Ordering::SeqCst);
+        let was_touched = self.is_touched.swap(false, Ordering::SeqCst);
         let committed = match self.finish_stream(turn).await {
             Ok(()) => self.commit(turn).await,
             failed => failed,
         };
         self.has_pages.fetch_or(had_pages && committed.is_err(), Ordering::SeqCst);
+        self.is_touched.fetch_or(was_touched && committed.is_err(), Ordering::SeqCst);
         committed
     }
 

@@ -66,7 +66,6 @@ fn a_handle_that_goes_commits_what_its_mapping_wrote() {
         let mapped = closed(&volume).await;
         let other = open(&volume, "f", READ_WRITE).await;
         // Through whichever handle the kernel finds.
-        other.note_writer(None);
         other.write(3, Bytes::from_static(b" page")).await.expect("write");
         other.note_page();
         mapped.release().await.expect("release");
@@ -104,6 +103,58 @@ fn a_copy_that_is_closed_while_a_write_begins_commits_nothing_of_it() {
     });
 }
 
+/// A child has copies of its parent's descriptors until its program begins. Where the parent closed one of them and began to
+/// write through the next handle by then, the mount that was killed in that moment left half a file.
+#[test]
+fn a_copy_that_is_closed_late_commits_nothing_of_the_next_handle() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        for is_synced in [false, true] {
+            let name = if is_synced { "synced" } else { "f" };
+            let copied = create(&volume, name).await;
+            write(&copied, 0, "old").await;
+            if is_synced {
+                copied.fsync().await.expect("fsync");
+            } else {
+                copied.close(WRITER).await.expect("close");
+            }
+            let file = open(&volume, name, READ_WRITE).await;
+            volume.set_attributes(file.ino(), SetAttributes::default(), Some(0)).await.expect("truncated");
+            write(&file, 0, "half").await;
+            copied.close(if is_synced { WRITER } else { CHILD }).await.expect("close");
+            assert_eq!(committed(&volume, &file).await, 3, "{name}: the bytes of before");
+            copied.release().await.expect("release");
+            assert_eq!(committed(&volume, &file).await, 3, "{name}: the bytes of before");
+            write(&file, 4, " and whole").await;
+            file.close(WRITER).await.expect("close");
+            file.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+        assert_eq!(object(&fixture.bucket, "f").await, "half and whole");
+    });
+}
+
+/// What a program cut off, or made, and closed is in the bucket, also where others have the file open for long.
+#[test]
+fn a_handle_that_wrote_nothing_commits_what_was_truncated_before() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let log = closed(&volume).await;
+        let file = open(&volume, "f", READ_WRITE).await;
+        volume.set_attributes(file.ino(), SetAttributes::default(), Some(1)).await.expect("truncated");
+        assert_eq!(committed(&volume, &log).await, 3);
+        file.close(CHILD).await.expect("close");
+        assert_eq!(committed(&volume, &log).await, 1);
+        for handle in [file, log] {
+            handle.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+        assert_eq!(object(&fixture.bucket, "f").await, "o");
+    });
+}
+
 /// A file that is open elsewhere for long kept what could not be brought to the store at a close in memory until then.
 #[test]
 fn a_handle_whose_close_failed_commits_at_its_end() {
@@ -125,14 +176,43 @@ fn a_handle_whose_close_failed_commits_at_its_end() {
     });
 }
 
-/// A handle that was closed, and whose mapping then wrote a page that the store did not take.
-async fn left_with_a_page(volume: &Arc<Volume>, faults: &Faults) {
-    let mapped = closed(volume).await;
-    mapped.note_writer(None);
-    mapped.write(3, Bytes::from_static(b" page")).await.expect("write");
-    mapped.note_page();
-    faults.set_down(true);
-    mapped.release().await.expect_err("the store is away, and nobody is told");
+/// A file of which the last handle is gone, and whose mapping had written a page that the store did not take.
+struct LeftWithAPage {
+    faults: Faults,
+    fixture: Fixture,
+    volume: Arc<Volume>,
+}
+
+impl LeftWithAPage {
+    /// The store is away still.
+    async fn new() -> Self {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_deadline_ms(50).with_faults(&faults);
+        let fixture = Fixture { clock: Clock::manual(), ..Fixture::new(bucket) };
+        let volume = fixture.open().await;
+        let mapped = closed(&volume).await;
+        mapped.write(3, Bytes::from_static(b" page")).await.expect("write");
+        mapped.note_page();
+        faults.set_down(true);
+        mapped.release().await.expect_err("the store is away, and nobody is told");
+        Self { faults, fixture, volume }
+    }
+
+    /// The store is back, and refuses what it is given, if it `refuses`. Returns when the file has but `handles` left.
+    async fn until_handles(&self, handles: usize, refuses: bool) {
+        let inode = self.volume.open_inodes().pop().expect("it is kept open");
+        if refuses {
+            for nth in 1..=100 {
+                self.faults.script(OperationKind::Put, nth, FaultMode::Deny);
+            }
+        }
+        self.faults.set_down(false);
+        while self.volume.handles(inode.ino()) > handles {
+            self.fixture.clock.advance(Duration::from_secs(60));
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        self.faults.clear();
+    }
 }
 
 /// The program has closed its descriptor and unmapped the file: what the kernel wrote of it while the store was away was
@@ -142,20 +222,13 @@ async fn left_with_a_page(volume: &Arc<Volume>, faults: &Faults) {
 #[test]
 fn what_a_mapping_wrote_outlives_its_file_and_a_store_that_is_away() {
     run(async {
-        let faults = Faults::new();
-        let mut fixture = Fixture::new(Bucket::in_memory().with_deadline_ms(50).with_faults(&faults));
-        fixture.clock = Clock::manual();
-        let volume = fixture.open().await;
-        left_with_a_page(&volume, &faults).await;
-        let reader = open(&volume, "f", READ).await;
+        let left = LeftWithAPage::new().await;
+        let volume = &left.volume;
+        let reader = open(volume, "f", READ).await;
         assert_eq!(reader.read(0, 100).await.expect("read"), "old page", "who opens it meanwhile sees it");
         reader.release().await.expect("release");
-        faults.set_down(false);
-        while !volume.open_inodes().is_empty() {
-            fixture.clock.advance(Duration::from_secs(60));
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        assert_eq!(object(&fixture.bucket, "f").await, "old page");
+        left.until_handles(0, false).await;
+        assert_eq!(object(&left.fixture.bucket, "f").await, "old page");
         volume.close().await.expect("close");
     });
 }
@@ -166,29 +239,18 @@ fn what_a_mapping_wrote_outlives_its_file_and_a_store_that_is_away() {
 #[test]
 fn what_a_mapping_wrote_and_the_store_refused_is_told_to_the_next_one() {
     run(async {
-        let faults = Faults::new();
-        let mut fixture = Fixture::new(Bucket::in_memory().with_deadline_ms(50).with_faults(&faults));
-        fixture.clock = Clock::manual();
-        let volume = fixture.open().await;
-        left_with_a_page(&volume, &faults).await;
-        for nth in 1..=100 {
-            faults.script(OperationKind::Put, nth, FaultMode::Deny);
-        }
-        faults.set_down(false);
-        while !volume.open_inodes().is_empty() {
-            fixture.clock.advance(Duration::from_secs(60));
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        faults.clear();
+        let left = LeftWithAPage::new().await;
+        let volume = &left.volume;
+        left.until_handles(0, true).await;
         // One that reads asks nothing.
-        open(&volume, "f", READ).await.release().await.expect("release");
-        let file = open(&volume, "f", READ_WRITE).await;
+        open(volume, "f", READ).await.release().await.expect("release");
+        let file = open(volume, "f", READ_WRITE).await;
         assert_eq!(file.read(0, 100).await.expect("read"), "old", "the content that was committed before");
         let told = file.fsync().await.expect_err("it is told");
         assert_eq!(told.kind(), ErrorKind::Denied, "{told}");
         file.fsync().await.expect("once");
         file.release().await.expect("release");
-        open(&volume, "f", READ_WRITE).await.fsync().await.expect("and to nobody else");
+        open(volume, "f", READ_WRITE).await.fsync().await.expect("and to nobody else");
         volume.close().await.expect("close");
     });
 }
@@ -197,22 +259,15 @@ fn what_a_mapping_wrote_and_the_store_refused_is_told_to_the_next_one() {
 #[test]
 fn what_a_mapping_wrote_is_not_tried_again_in_the_midst_of_a_write() {
     run(async {
-        let faults = Faults::new();
-        let mut fixture = Fixture::new(Bucket::in_memory().with_deadline_ms(50).with_faults(&faults));
-        fixture.clock = Clock::manual();
-        let volume = fixture.open().await;
-        left_with_a_page(&volume, &faults).await;
-        let file = open(&volume, "f", READ_WRITE).await;
+        let left = LeftWithAPage::new().await;
+        let volume = &left.volume;
+        let file = open(volume, "f", READ_WRITE).await;
         write(&file, 8, " and half").await;
-        faults.set_down(false);
-        while volume.handles(file.ino()) > 1 {
-            fixture.clock.advance(Duration::from_secs(60));
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        assert_eq!(committed(&volume, &file).await, 3, "nothing of it");
+        left.until_handles(1, false).await;
+        assert_eq!(committed(volume, &file).await, 3, "nothing of it");
         write(&file, 17, " and whole").await;
         file.close(WRITER).await.expect("close");
-        assert_eq!(committed(&volume, &file).await, 27);
+        assert_eq!(committed(volume, &file).await, 27);
         file.release().await.expect("release");
         volume.close().await.expect("close");
     });
@@ -222,27 +277,16 @@ fn what_a_mapping_wrote_is_not_tried_again_in_the_midst_of_a_write() {
 #[test]
 fn what_a_mapping_wrote_is_left_to_who_has_the_file_open() {
     run(async {
-        let faults = Faults::new();
-        let mut fixture = Fixture::new(Bucket::in_memory().with_deadline_ms(50).with_faults(&faults));
-        fixture.clock = Clock::manual();
-        let volume = fixture.open().await;
-        left_with_a_page(&volume, &faults).await;
-        let file = open(&volume, "f", READ_WRITE).await;
-        for nth in 1..=100 {
-            faults.script(OperationKind::Put, nth, FaultMode::Deny);
-        }
-        faults.set_down(false);
-        while volume.handles(file.ino()) > 1 {
-            fixture.clock.advance(Duration::from_secs(60));
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        faults.clear();
+        let left = LeftWithAPage::new().await;
+        let volume = &left.volume;
+        let file = open(volume, "f", READ_WRITE).await;
+        left.until_handles(1, true).await;
         file.fsync().await.expect("nothing was lost");
         let ino = file.ino();
         file.release().await.expect("release");
         // Aside from its own path, if the store left open what became of the first put.
         assert_eq!(volume.tree().layout(ino).await.expect("a layout").0.size(), 8);
-        let reader = open(&volume, "f", READ).await;
+        let reader = open(volume, "f", READ).await;
         assert_eq!(reader.read(0, 100).await.expect("read"), "old page");
         reader.release().await.expect("release");
         volume.close().await.expect("close");
