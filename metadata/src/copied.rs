@@ -63,7 +63,9 @@ async fn fill(from: &dyn Snapshot, keys: Keys, into: &dyn Engine) -> Result<u64>
 /// Whether a record says something of names, attributes and bytes, and not of who is at work on them.
 fn is_of_the_tree(keys: Keys, key: &Bytes, value: &Bytes) -> Result<bool> {
     Ok(match keys.tag_in(key)? {
-        Tag::Session | Tag::Orphan | Tag::Intent | Tag::Loading | Tag::Home | Tag::Copied => false,
+        Tag::Session | Tag::Known | Tag::Orphan | Tag::Intent | Tag::Loading | Tag::Home | Tag::Copied => {
+            false
+        }
         // Listings pass over what is claimed: what the other mount is about to write there is to be seen.
         Tag::Claim => !matches!(Claim::decode(value.clone())?.state, HolderState::Intended(_)),
         _ => true,

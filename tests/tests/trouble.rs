@@ -215,6 +215,26 @@ async fn a_store_without_conditions_is_written_from_one_host() {
     mount.remount(&store.scratch.join("home"));
     assert_eq!(shell(mount.path(), "stat -c %a d/f && ls").succeeded(), "600\nb\nc\nd\n");
     mount.unmount();
+    // The store learned of them: a tree that begins anew in the bucket would know nothing of what the first one does.
+    store.door.set(Manner::Pass);
+    mount.remount(&store.scratch.join("home"));
+    assert!(mount.log().contains("stays there"), "{}", mount.log());
+    assert_eq!(shell(mount.path(), "stat -c %a d/f && ls").succeeded(), "600\nb\nc\nd\n");
+    let dump = store.scratch.join("tree.dump").display().to_string();
+    let home = store.scratch.join("home");
+    let volume = |words: &[&str]| {
+        let line = [&["volume"], words, &["--config", &store.config]].concat();
+        Forebay::new(&home, line).envs(&store.variables).run().succeeded()
+    };
+    volume(&["dump", &store.url(), &dump]);
+    mount.unmount();
+    let trees = home.join("state/forebay/trees");
+    std::fs::rename(&trees, home.join("trees")).expect("moved away");
+    volume(&["load", &dump, &store.url()]);
+    mount.remount(&home);
+    assert!(!mount.log().contains("stays there"), "{}", mount.log());
+    assert_eq!(shell(mount.path(), "stat -c %a d/f && ls").succeeded(), "600\nb\nc\nd\n");
+    mount.unmount();
 }
 
 /// The same in the background: the terminal is told, not only the log, and whatever the log's level is.

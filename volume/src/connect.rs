@@ -276,6 +276,14 @@ impl Home {
         Self::Directory { path: state.join("trees").join(name), inside_bucket: false }
     }
 
+    /// Where on this host it is, or in what it sees as a directory; nowhere for one in a bucket that is none.
+    fn directory(&self) -> &Path {
+        match self {
+            Self::Bucket => Path::new(""),
+            Self::Directory { path, .. } => path,
+        }
+    }
+
     async fn claim(&self, bucket: &Bucket, access: Access, take_over: bool) -> Result<Option<Claim>> {
         let engine = match self {
             // Nothing is leased, but a volume has one name for all who cache blocks of it.
@@ -308,7 +316,7 @@ async fn exists(bucket: &Bucket, state: &Path) -> Result<bool> {
         None if bucket.head(&ObjectKey::new(VolumeRecord::KEY)).await?.is_some() => return Ok(true),
         None => Home::local(state, bucket.url()),
     };
-    Ok(matches!(home, Home::Directory { path, .. } if path.exists()))
+    Ok(home.directory().exists())
 }
 
 /// Where a tree that takes changes lives, and whether the store copies ranges of a known version.
@@ -326,8 +334,18 @@ async fn choose_home(bucket: Bucket, state: &Path) -> Result<(Bucket, Home, bool
         .with_hint("mount it with --read-only, or give credentials that may put and delete objects"));
     }
     let part_copy = capabilities.part_copy && capabilities.conditional_part_copy;
+    let local = Home::local(state, bucket.url());
     if capabilities.safe_for_many_writers() {
-        return Ok((bucket, Home::Bucket, part_copy));
+        if !local.directory().exists() || has_tree(&bucket).await? {
+            return Ok((bucket, Home::Bucket, part_copy));
+        }
+        tracing::warn!(
+            url = %bucket.url(),
+            directory = %local.directory().display(),
+            "the tree of this bucket was begun on this host, when the store ignored conditional puts, and stays there: to have it in \
+             the bucket, write it with `forebay volume dump`, move the directory away, and read it with `forebay volume load`"
+        );
+        return Ok((bucket, local, part_copy));
     }
     if has_tree(&bucket).await? {
         let fact =
@@ -341,8 +359,7 @@ async fn choose_home(bucket: Bucket, state: &Path) -> Result<(Bucket, Home, bool
         "the store ignores conditional puts: names, modes and links are kept on this host only, and no second host \
          may mount this bucket for writing"
     );
-    let home = Home::local(state, bucket.url());
-    Ok((bucket, home, part_copy))
+    Ok((bucket, local, part_copy))
 }
 
 /// Whether a tree was begun in a bucket that is no directory.

@@ -51,6 +51,9 @@ pub(crate) fn run(global: &Global, arguments: &GcArguments) -> Result<ExitCode> 
     let compacted = if report.dry_run { "to be compacted" } else { "compacted" };
     rows.push(row(format!("segments {compacted}"), report.segments, report.segment_bytes));
     rows.push(row("blobs waiting for their time".into(), report.waiting, report.waiting_bytes));
+    if report.foreign > 0 {
+        rows.push(row("blobs of another tree, left".into(), report.foreign, report.foreign_bytes));
+    }
     print::table(&rows);
     Ok(ExitCode::SUCCESS)
 }

@@ -84,6 +84,9 @@ pub(super) enum Line {
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         is_unfinished: bool,
     },
+    Known {
+        session: u64,
+    },
     Trash {
         due_ms: u64,
         ino: InodeId,
@@ -139,6 +142,7 @@ impl Line {
                 let (session, ino) = keys.number_and_ino_in(key)?;
                 Self::Orphan { session, ino, is_unfinished: Orphan::decode(value)?.is_unfinished }
             }
+            Tag::Known => Self::Known { session: keys.number_in(key)? },
             Tag::Trash => {
                 let (due_ms, ino) = keys.number_and_ino_in(key)?;
                 Self::Trash { due_ms, ino }
@@ -174,6 +178,7 @@ impl Line {
             Self::Orphan { session, ino, is_unfinished } => {
                 (keys.orphan(*session, *ino), Orphan { is_unfinished: *is_unfinished }.encode())
             }
+            Self::Known { session } => (keys.known(*session), encode_plain(b"")),
             Self::Trash { due_ms, ino } => (keys.trash(*due_ms, *ino), encode_plain(b"")),
             Self::Deletion { due_ms, deletion } => {
                 (keys.deletion(*due_ms, deletion.blob.key.as_str()), deletion.encode())

@@ -1,6 +1,5 @@
 //! A round: list, suspect, clear, queue, delete.
 
-use std::collections::HashSet;
 use std::time::Duration;
 
 use forebay_core::{Blob, Error, ErrorKind, Result};
@@ -9,7 +8,7 @@ use futures::stream::StreamExt;
 use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 
-use super::plan::{NAMING, Suspects, is_left};
+use super::plan::{NAMING, Sessions, Suspects};
 use crate::kv::Durability;
 use crate::mover::Mover;
 use crate::records::{Change, Records};
@@ -27,6 +26,11 @@ const PAGE: usize = 1000;
 pub struct GcReport {
     /// Owned blobs in the bucket, those of living sessions included.
     pub listed: u64,
+    /// Those that no session of this tree wrote: another tree's over the same bucket, as of one that was lost. None of them is
+    /// freed.
+    pub foreign: u64,
+    /// Their bytes.
+    pub foreign_bytes: u64,
     /// Blobs that dead sessions left and nothing refers to.
     pub blobs: u64,
     /// Their bytes.
@@ -83,9 +87,9 @@ impl Collector<'_> {
         if !self.dry_run {
             self.mover.free_unfinished().await?;
         }
-        let living = self.living().await?;
-        self.sweep_blobs(&living, &mut report).await?;
-        self.sweep_uploads(&living, &mut report).await?;
+        let sessions = self.sessions().await?;
+        self.sweep_blobs(&sessions, &mut report).await?;
+        self.sweep_uploads(&sessions, &mut report).await?;
         self.count_waiting(&mut report).await?;
         if !report.is_clean() {
             info!(?report, "gc");
@@ -101,7 +105,7 @@ impl Collector<'_> {
         self.check_is_only_tree()?;
         let mut report = GcReport::default();
         let looker = Collector { dry_run: true, ..*self };
-        looker.sweep_uploads(&self.living().await?, &mut report).await?;
+        looker.sweep_uploads(&self.sessions().await?, &mut report).await?;
         Ok((report.uploads, report.leftovers))
     }
 
@@ -114,20 +118,27 @@ impl Collector<'_> {
     }
 
     /// The sessions that have a record. This one does; all that were before it are dead, or fenced off.
-    async fn living(&self) -> Result<HashSet<u64>> {
+    async fn sessions(&self) -> Result<Sessions> {
         let keys = self.mover.shared().keys;
-        let mut living = HashSet::from([self.mover.shared().session]);
+        let mut sessions = Sessions::default();
+        sessions.living.insert(self.mover.shared().session);
         let pages = self.mover.pages(self.pause);
         pages
             .each(Tag::Session, |key, _| {
                 // Uploads of a dead one may still be noted.
                 if !keys.is_upload(&key) {
-                    living.insert(keys.number_in(&key)?);
+                    sessions.living.insert(keys.number_in(&key)?);
                 }
                 Ok(())
             })
             .await?;
-        Ok(living)
+        pages
+            .each(Tag::Known, |key, _| {
+                sessions.known.insert(keys.number_in(&key)?);
+                Ok(())
+            })
+            .await?;
+        Ok(sessions)
     }
 
     async fn sweep_trash(&self, report: &mut GcReport) -> Result<()> {
@@ -146,7 +157,7 @@ impl Collector<'_> {
         Ok(())
     }
 
-    async fn sweep_blobs(&self, living: &HashSet<u64>, report: &mut GcReport) -> Result<()> {
+    async fn sweep_blobs(&self, sessions: &Sessions, report: &mut GcReport) -> Result<()> {
         let prefix = Blob::OWNED_PREFIX.trim_end_matches('/');
         let mut listing = self.mover.bucket().list(prefix).chunks(PAGE);
         let mut suspects = Suspects::default();
@@ -156,7 +167,11 @@ impl Collector<'_> {
             }
             let page: Vec<ObjectInfo> = page.into_iter().collect::<Result<_>>()?;
             report.listed += page.len() as u64;
-            suspects.add(page, living);
+            for info in page.iter().filter(|info| sessions.is_foreign(&info.key)) {
+                report.foreign += 1;
+                report.foreign_bytes += info.size;
+            }
+            suspects.add(page, sessions);
             if suspects.len() >= MOST_SUSPECTS {
                 self.free(std::mem::take(&mut suspects), report).await?;
             }
@@ -198,7 +213,7 @@ impl Collector<'_> {
     }
 
     /// Uploads to owned blobs, whose keys say whose they are; in a directory, all that is staged.
-    async fn sweep_uploads(&self, living: &HashSet<u64>, report: &mut GcReport) -> Result<()> {
+    async fn sweep_uploads(&self, sessions: &Sessions, report: &mut GcReport) -> Result<()> {
         let bucket = self.mover.bucket();
         let min_age = Duration::from_millis(self.mover.shared().settings.gc.staging_ms);
         for left in bucket.sweep_staging(min_age, self.dry_run).await? {
@@ -212,7 +227,7 @@ impl Collector<'_> {
             Err(error) if error.kind() == ErrorKind::Unsupported => return Ok(()),
             found => found?,
         };
-        for upload in found.into_iter().filter(|upload| is_left(&upload.key, living)) {
+        for upload in found.into_iter().filter(|upload| sessions.left(&upload.key)) {
             report.uploads += 1;
             if !self.dry_run {
                 bucket.abort_upload(&upload.key, &upload.id).await?;

@@ -18,9 +18,9 @@ pub(super) const NAMING: [Tag; 7] =
 pub(super) struct Suspects(BTreeMap<ObjectKey, ObjectInfo>);
 
 impl Suspects {
-    /// Suspects what was listed, but for what a living session wrote.
-    pub(super) fn add(&mut self, listed: impl IntoIterator<Item = ObjectInfo>, living: &HashSet<u64>) {
-        let is_dead = |info: &ObjectInfo| is_left(&info.key, living);
+    /// Suspects what was listed, but for what a living session wrote, or one of another tree.
+    pub(super) fn add(&mut self, listed: impl IntoIterator<Item = ObjectInfo>, sessions: &Sessions) {
+        let is_dead = |info: &ObjectInfo| sessions.left(&info.key);
         self.0.extend(listed.into_iter().filter(is_dead).map(|info| (info.key.clone(), info)));
     }
 
@@ -50,9 +50,27 @@ impl Suspects {
     }
 }
 
-/// Whether the session that named an owned key is dead. Of a key that names none it is not known.
-pub(super) fn is_left(key: &ObjectKey, living: &HashSet<u64>) -> bool {
-    session_of(key).is_some_and(|session| !living.contains(&session))
+/// The sessions that a tree knows.
+#[derive(Debug, Default)]
+pub(super) struct Sessions {
+    /// Those that it has or had.
+    pub(super) known: HashSet<u64>,
+    /// Those of them that have not ended.
+    pub(super) living: HashSet<u64>,
+}
+
+impl Sessions {
+    /// Whether the session that named an owned key is dead. A key that names none, or one that the tree never had, as where
+    /// it was begun anew over the bucket of a tree that was lost, may be of use to another tree.
+    pub(super) fn left(&self, key: &ObjectKey) -> bool {
+        session_of(key)
+            .is_some_and(|session| self.known.contains(&session) && !self.living.contains(&session))
+    }
+
+    /// Whether an owned key was not named by a session of this tree.
+    pub(super) fn is_foreign(&self, key: &ObjectKey) -> bool {
+        session_of(key).is_none_or(|session| !self.known.contains(&session))
+    }
 }
 
 /// The object keys that a record of a family names. A count of zero names nothing.

@@ -37,6 +37,8 @@ pub enum Tag {
     Orphan = b'O',
     /// `S session`: a session, and `S session hash`: an upload that it has begun.
     Session = b'S',
+    /// `A session`: a session that this tree has or had. What another one put into the bucket is another tree's.
+    Known = b'A',
     /// `Q ino`: what may lie below a directory, and what does.
     Quota = b'Q',
     /// `T time ino`: a deleted inode that can be brought back until the time.
@@ -73,6 +75,7 @@ impl Tag {
             b'F' => Self::Loose,
             b'O' => Self::Orphan,
             b'S' => Self::Session,
+            b'A' => Self::Known,
             b'Q' => Self::Quota,
             b'T' => Self::Trash,
             b'G' => Self::Deletion,
@@ -227,6 +230,11 @@ impl Keys {
     /// `S session`.
     pub fn session(self, session: u64) -> Bytes {
         self.with_number(Tag::Session, session)
+    }
+
+    /// `A session`.
+    pub fn known(self, session: u64) -> Bytes {
+        self.with_number(Tag::Known, session)
     }
 
     /// `S session hash` of an upload's id.

@@ -22,7 +22,9 @@ use crate::import::Importer;
 use crate::kv::Durability;
 use crate::mover::{Mover, free_unfinished};
 use crate::records::{Change, Look, Records, Shared, Spelling, TreeSettings, names_of};
-use crate::schema::{Counters, ImportState, Inode, Keys, Partial, SessionRecord, Tag, UploadRecord};
+use crate::schema::{
+    Counters, ImportState, Inode, Keys, Partial, SessionRecord, Tag, UploadRecord, encode_plain,
+};
 
 /// How long `close` goes on moving and deleting objects.
 const CLOSE_DRAIN: Duration = Duration::from_secs(5);
@@ -129,6 +131,7 @@ impl LocalTree {
             }
             let session = SessionRecord { started: change.now };
             change.put(change.keys().session(change.shared.session), session.encode())?;
+            change.put(change.keys().known(change.shared.session), encode_plain(b""))?;
             if change.find(InodeId::ROOT)?.is_some() {
                 return Ok(());
             }

@@ -86,7 +86,7 @@ async fn records_dumped(world: &World, taken: Timestamp) -> Vec<u8> {
     out.taken()
 }
 
-async fn load_into(world: &World, stream: &[u8], force: bool) -> Result<LoadReport> {
+pub(super) async fn load_into(world: &World, stream: &[u8], force: bool) -> Result<LoadReport> {
     let committer = records(world).await;
     let options = LoadOptions { force, ..LoadOptions::default() };
     let loaded = load(&committer, KEYS, Cursor::new(stream.to_vec()), options).await;

@@ -1,6 +1,7 @@
 //! What dead sessions leave in the bucket goes, to the byte, and nothing else does.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -72,6 +73,43 @@ async fn what_a_killed_session_packed_and_did_not_commit_is_freed_to_the_byte() 
     }
 }
 
+/// A tree that is begun over the bucket of another one, as where its own is elsewhere or was lost, knows nothing of what that one
+/// refers to: all of it was taken for garbage, and freed within minutes.
+#[tokio::test]
+async fn what_another_tree_put_is_told_and_left() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    create(&tree, "packed").await;
+    write_over(&world, &tree, "packed", 0, b"bytes").await;
+    pack(&world, &tree, b"leaked").await;
+    let mut upload = world.bucket().upload(&tree.fresh_blob()).await.expect("an upload");
+    upload.write(Bytes::from(vec![1; 9 << 20])).await.expect("a part");
+    std::mem::forget(upload);
+    let dump = super::dump::dumped(&tree).await;
+    tree.close().await.expect("closed");
+
+    let mut anew = World::memory().await;
+    anew.bucket.clone_from(&world.bucket);
+    // Numbers of sessions are drawn by chance.
+    anew.sessions.store(100, Ordering::SeqCst);
+    for _ in 0..2 {
+        let tree = anew.open().await;
+        let found = collect(&tree, false).await;
+        assert_eq!((found.listed, found.blobs, found.uploads), (2, 0, 0), "{found:?}");
+        assert_eq!((found.foreign, found.foreign_bytes), (2, 11), "{found:?}");
+        assert!(found.is_clean());
+        tree.close().await.expect("closed");
+    }
+
+    // A dump brings the sessions with the names.
+    super::dump::load_into(&anew, &dump, true).await.expect("loaded");
+    let tree = anew.open().await;
+    let found = collect(&tree, false).await;
+    assert_eq!((found.blobs, found.blob_bytes, found.uploads, found.foreign), (1, 6, 1, 0), "{found:?}");
+    assert_eq!(anew.read_path(&tree, "packed").await.expect("bytes"), "bytes");
+    tree.close().await.expect("closed");
+}
+
 #[tokio::test]
 async fn uploads_of_dead_sessions_are_aborted_and_those_of_others_go_on() {
     let world = World::memory().await;
@@ -84,6 +122,7 @@ async fn uploads_of_dead_sessions_are_aborted_and_those_of_others_go_on() {
     begin(tree.fresh_blob()).await;
     begin(forebay_core::ObjectKey::new("theirs")).await;
     assert_eq!(collect(&tree, false).await.uploads, 0);
+    tree.sync().await.expect("durable");
     world.crash(tree, true).await;
     let tree = world.open().await;
     begin(tree.fresh_blob()).await;
@@ -130,6 +169,7 @@ async fn nothing_is_freed_when_a_record_cannot_be_read_or_the_tree_is_not_the_on
     let tree = world.open().await;
     pack(&world, &tree, b"leaked").await;
     let ino = create(&tree, "f").await;
+    tree.sync().await.expect("durable");
     world.crash(tree, true).await;
     let tree = world.open().await;
     tree.change(move |change| change.put(change.shared.keys.inode(ino), Bytes::from_static(b"?")))
@@ -149,6 +189,7 @@ async fn a_tree_looks_by_itself_now_and_then() {
     world.settings.gc.pause_ms = 0;
     let tree = world.open().await;
     pack(&world, &tree, b"leaked").await;
+    tree.sync().await.expect("durable");
     world.crash(tree, true).await;
     let tree = world.open().await;
     let tasks = TaskGroup::new("gc");

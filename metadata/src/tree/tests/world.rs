@@ -247,7 +247,7 @@ pub(super) struct World {
     pub(super) settings: TreeSettings,
     pub(super) committing: CommitterSettings,
     directory: tempfile::TempDir,
-    sessions: AtomicU64,
+    pub(super) sessions: AtomicU64,
     tasks: Mutex<TaskGroup>,
 }
 
