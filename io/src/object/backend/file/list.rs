@@ -43,6 +43,10 @@ impl Inner {
         let limit = list.limit.unwrap_or(PAGE_ENTRIES).clamp(1, PAGE_ENTRIES);
         let mut walk = Walk { list, after, limit, page: Page::default(), steps: 0, progress };
         walk.directory(self.root.join(&list.prefix), &list.prefix)?;
+        if walk.page.objects.is_empty() && walk.page.directories.is_empty() {
+            // Of a root that went away nobody is to be told that it is empty: all that was known to be there would be forgotten.
+            std::fs::metadata(&self.root).map_err(|error| unreadable("", error))?;
+        }
         Ok(walk.page)
     }
 }
@@ -202,6 +206,26 @@ mod tests {
         let listed = bucket.list("").try_collect::<Vec<_>>().await.expect_err("not all can be read");
         assert!(listed.to_string().contains("deep/nnn"), "{listed}");
         assert_eq!(bucket.list_directory("").await.expect("one level").directories, ["deep"]);
+    }
+
+    /// Whoever follows what others do to a bucket forgot all that lay in it, its owners and modes included, while it was moved away
+    /// or not mounted.
+    #[tokio::test]
+    async fn a_root_that_went_away_is_not_empty() {
+        let folder = tempfile::tempdir().expect("scratch");
+        let (root, elsewhere) = (folder.path().join("bucket"), folder.path().join("elsewhere"));
+        std::fs::create_dir_all(root.join("d")).expect("a folder");
+        std::fs::write(root.join("d/f"), "bytes").expect("a file");
+        let url: BucketUrl = format!("file://{}", root.display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        assert!(bucket.list_directory("not/there").await.expect("a listing").objects.is_empty());
+        std::fs::rename(&root, &elsewhere).expect("moved away");
+        for prefix in ["", "d", "not/there"] {
+            let error = bucket.list_directory(prefix).await.expect_err("nobody knows what is in it");
+            assert!(error.to_string().contains(&url.to_string()), "{prefix}: {error}");
+        }
+        std::fs::rename(&elsewhere, &root).expect("moved back");
+        assert_eq!(bucket.list_directory("d").await.expect("a listing").objects.len(), 1);
     }
 
     /// A listing of a million names on a busy disk takes longer than a store may be silent.
