@@ -57,6 +57,13 @@ impl InodeTable {
         }
     }
 
+    /// Notes that bytes that were not committed enter the kernel's cache: whether they will be, nobody knows.
+    pub(crate) fn doubt_cache(&self, ino: InodeId) {
+        if let Some(record) = self.shard(ino).lock().get_mut(&ino) {
+            record.cached = None;
+        }
+    }
+
     /// References to `ino` that the kernel holds.
     pub(crate) fn lookups(&self, ino: InodeId) -> u64 {
         self.shard(ino).lock().get(&ino).map_or(0, |record| record.lookups)

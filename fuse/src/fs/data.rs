@@ -70,6 +70,8 @@ impl FileSystem {
             self.clear_capability(ino).await?;
         }
         let written = file.write(position, data).await?;
+        // Of a write that cannot be brought to the store the kernel has the bytes, and of the content of before the generation.
+        self.inodes.doubt_cache(ino);
         if is_page {
             file.note_page();
         }

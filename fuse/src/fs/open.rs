@@ -27,9 +27,9 @@ impl OpenFlags {
     }
 
     /// Where a write goes that the kernel has put at `offset`, with the flags that its descriptor has by now: fcntl(2)
-    /// changes O_APPEND and O_DIRECT. Pieces of a long direct write come in any order.
+    /// changes O_APPEND and O_DIRECT. Pieces of a long write past the page cache come in any order, if its caller does not wait.
     pub fn position(self, offset: u64) -> Position {
-        match (self.has(libc::O_APPEND), self.has(libc::O_DIRECT)) {
+        match (self.has(libc::O_APPEND), self.passes_the_page_cache()) {
             (false, _) => Position::At(offset),
             (true, false) => Position::End,
             (true, true) => Position::PieceAt(offset),
@@ -40,12 +40,16 @@ impl OpenFlags {
     /// it: the kernel sends FSYNC after writes through its page cache, and none after direct or asynchronous ones.
     pub fn syncs(self) -> bool {
         // O_SYNC contains O_DSYNC.
-        self.has(libc::O_DSYNC) && (self.is_direct() || self.has(libc::O_DIRECT))
+        self.has(libc::O_DSYNC) && self.passes_the_page_cache()
     }
 
     /// As [`Opened::direct`].
     fn is_direct(self) -> bool {
         self.0 & libc::O_ACCMODE == libc::O_WRONLY
+    }
+
+    fn passes_the_page_cache(self) -> bool {
+        self.is_direct() || self.has(libc::O_DIRECT)
     }
 
     fn has(self, flag: i32) -> bool {

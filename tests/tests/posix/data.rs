@@ -183,13 +183,16 @@ if os.uname().machine == "x86_64":
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     def iocb(file, address, length, IOCB_CMD_PWRITE=1):
         return struct.pack("QIiHhIQQqQII", 0, 0, 0, IOCB_CMD_PWRITE, 0, file, address, length, 0, 0, 0, 0)
-    file = os.open("asynchronous", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_DIRECT)
-    for _ in range(2):
-        block = ctypes.create_string_buffer(iocb(file, address, len(memory)))
-        blocks, events = (ctypes.c_void_p * 1)(ctypes.addressof(block)), (ctypes.c_int64 * 4)()
-        assert call(209, context, 1, blocks) == 1 and call(208, context, 1, 1, events, None) == 1
-        assert events[2] == len(memory)
-    assert get("asynchronous") == bytes(memory) * 2
+    for flags in (os.O_RDWR | os.O_DIRECT, os.O_WRONLY, os.O_WRONLY | os.O_DIRECT):
+        file = os.open("asynchronous", flags | os.O_CREAT | os.O_APPEND)
+        for _ in range(2):
+            block = ctypes.create_string_buffer(iocb(file, address, len(memory)))
+            blocks, events = (ctypes.c_void_p * 1)(ctypes.addressof(block)), (ctypes.c_int64 * 4)()
+            assert call(209, context, 1, blocks) == 1 and call(208, context, 1, 1, events, None) == 1
+            assert events[2] == len(memory)
+        os.close(file)
+        assert get("asynchronous") == bytes(memory) * 2, flags
+        os.unlink("asynchronous")
 
 # A page that is written back through a handle that appends stays where it is.
 file = os.open("mapped-log", os.O_RDWR | os.O_CREAT | os.O_APPEND)

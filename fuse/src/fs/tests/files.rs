@@ -107,6 +107,13 @@ async fn the_kernel_keeps_its_pages_while_the_content_stays() {
     put_content(&fs, ino, "two").await;
     keeps().await;
     assert!(keeps().await);
+    let handle = open(&fs, ino, libc::O_RDWR).await.expect("open");
+    assert!(keeps().await);
+    fs.write(ino, handle, 0, Bytes::from_static(b"2")).await.expect("write");
+    assert!(!keeps().await, "what was written is in the pages, and may be given up");
+    fs.release(handle).await.expect("release");
+    keeps().await;
+    assert!(keeps().await);
     let change = crate::fs::Change { size: Some(1), ..Default::default() };
     fs.set_attributes(ino, change, true).await.expect("truncate");
     assert!(!keeps().await, "another content");
