@@ -117,6 +117,31 @@ async fn delete_and_bring_back(bucket: &TestBucket) {
     Forebay::new(&home, ["fsck", &source]).envs(&bucket.envs()).run().succeeded();
 }
 
+/// What was deleted of the whole volume came to paths beside the one that it was to be brought to.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_brought_back_elsewhere_keeps_its_paths() {
+    if !require_fuse("what_is_brought_back_elsewhere_keeps_its_paths") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
+    let (home, folder) = (scratch.folder("home"), scratch.join("mnt"));
+    let mut mount = Mount::new(&home, &bucket.source(), &folder, &["--trash", "1h"], &[]);
+    let at = |path: &str| folder.join(path).display().to_string();
+    shell(&folder, "mkdir -p run dir && echo 1 > run/a && echo 2 > b && echo 3 > dir/f && rm -r run b dir/f")
+        .succeeded();
+    forebay(&home, &["trash", "restore", &at(""), "--to", &at("back")]).succeeded();
+    assert_eq!(shell(&folder, "cat back/run/a back/b back/dir/f; ls").succeeded(), "1\n2\n3\nback\ndir\n");
+    for (path, to) in [("", "one"), ("back", "two/three")] {
+        shell(&folder, "echo 4 > back/new && rm back/new").succeeded();
+        let listed = lines(&forebay(&home, &["trash", "ls", &at("back"), "--json"]).succeeded());
+        let id = listed[0]["id"].as_str().expect("a name");
+        forebay(&home, &["trash", "restore", &at(path), "--id", id, "--to", &at(to)]).succeeded();
+        assert_eq!(fs::read_to_string(folder.join(to)).expect("bytes"), "4\n");
+    }
+    mount.unmount();
+}
+
 /// Other tools mark directories by empty objects (`dir/`). What was removed or renamed came back with them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_directory_that_another_tool_marked_is_gone_with_its_marker() {

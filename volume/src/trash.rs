@@ -149,6 +149,13 @@ fn below<'p>(path: &'p [u8], above: &str) -> Option<&'p [u8]> {
     (above.is_empty() || rest.is_empty() || rest[0] == b'/').then_some(rest)
 }
 
+/// `rest` below the directory at `to`, where either may be empty.
+fn joined(to: &str, rest: &[u8]) -> Vec<u8> {
+    let rest = rest.strip_prefix(b"/").unwrap_or(rest);
+    let parts: Vec<&[u8]> = [to.as_bytes(), rest].into_iter().filter(|part| !part.is_empty()).collect();
+    parts.join(&b'/')
+}
+
 /// Shows `each` everything in the trash.
 async fn each(tree: &LocalTree, mut each: impl FnMut(Trashed)) -> Result<()> {
     let mut after = None;
@@ -201,6 +208,8 @@ async fn empty(tree: &LocalTree, path: &str) -> Result<Report> {
 #[derive(Default)]
 struct Wanted {
     found: BTreeMap<Vec<u8>, Trashed>,
+    /// It is one, by its number in the trash.
+    is_named: bool,
     /// Deleted directories above.
     above: BTreeMap<Vec<u8>, Trashed>,
 }
@@ -217,7 +226,7 @@ impl Wanted {
     /// `NotFound` when there is nothing.
     async fn find(tree: &LocalTree, path: &str, id: Option<&str>) -> Result<Self> {
         let id: Option<TrashId> = id.map(str::parse).transpose()?;
-        let mut wanted = Self::default();
+        let mut wanted = Self { is_named: id.is_some(), ..Self::default() };
         each(tree, |one| {
             let is_directory = one.attributes.kind == FileKind::Directory;
             let is_above = std::str::from_utf8(&one.path)
@@ -250,10 +259,11 @@ async fn restore(
     restored: &mut Restored,
 ) -> Result<()> {
     for (at, one) in &wanted.found {
-        let target = match (to, below(at, path)) {
-            (Some(to), Some(rest)) => [to.as_bytes(), rest].concat(),
-            (Some(to), None) => to.as_bytes().to_vec(),
-            (None, _) => at.clone(),
+        let target = match to {
+            // One that is named goes to that very path.
+            Some(to) if wanted.is_named => to.as_bytes().to_vec(),
+            Some(to) => joined(to, below(at, path).unwrap_or_default()),
+            None => at.clone(),
         };
         match bring_back(tree, one, &target, &wanted.above).await {
             Ok(false) => {}
