@@ -41,6 +41,9 @@ pub(super) enum Fault {
     /// The handle may not write.
     #[error("this bucket is open read-only")]
     ReadOnly,
+    /// The directory that is the bucket went away.
+    #[error("the bucket's directory is not there")]
+    RootGone,
     /// A fault that a test asked for.
     #[error("injected fault: {0}")]
     Injected(&'static str),
@@ -86,9 +89,11 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
     if let Some(fault) = find::<Fault>(error) {
         return match fault {
             Fault::Service { status, code, .. } => is_busy(*status, code),
-            Fault::Stalled { .. } | Fault::Short { .. } | Fault::Unfounded { .. } | Fault::Injected(_) => {
-                true
-            }
+            Fault::Stalled { .. }
+            | Fault::Short { .. }
+            | Fault::Unfounded { .. }
+            | Fault::RootGone
+            | Fault::Injected(_) => true,
             Fault::GaveUp { .. } | Fault::Unsettled { .. } | Fault::Credentials { .. } | Fault::ReadOnly => {
                 false
             }
@@ -271,7 +276,9 @@ fn gave_up(bucket: &str, error: &object_store::Error) -> Option<Error> {
     let said = chain(cause).last().map(ToString::to_string).unwrap_or_default();
     let no_tls = said.contains("InvalidContentType") || said.contains("corrupt message");
     let is_busy = ["SlowDown", "429 Too Many Requests", "503 "].iter().any(|word| said.contains(word));
+    let is_gone = matches!(find::<Fault>(cause), Some(Fault::RootGone));
     let hint = match (no_tls, is_busy) {
+        _ if is_gone => "move it back, or mount again what it lies on",
         (true, _) => "the server does not speak TLS there: does AWS_ENDPOINT_URL have to begin with http://?",
         (false, true) => {
             "the store asks for fewer requests, of all clients together: fewer at a time (store.max_in_flight), keys under more \

@@ -44,7 +44,7 @@ use object_store::{
 use parking_lot::Mutex;
 
 use crate::disk::write_out;
-use crate::object::error::STORE;
+use crate::object::error::{Fault, STORE};
 use crate::object::layer::TOKEN_ATTRIBUTE;
 use crate::object::progress::Progress;
 use crate::object::request::{Reply, Request, Service};
@@ -164,7 +164,8 @@ impl Directory {
         F: FnOnce(&Inner) -> Result<T> + Send + 'static,
     {
         let inner = self.0.clone();
-        blocking(move || work(&inner)).await.unwrap_or_else(|error| {
+        let work = move || work(&inner).map_err(|error| inner.or_gone(error));
+        blocking(work).await.unwrap_or_else(|error| {
             Err(object_store::Error::Generic { store: STORE, source: Box::new(error) })
         })
     }
@@ -274,6 +275,14 @@ impl Service for Directory {
 }
 
 impl Inner {
+    /// What is missing of a root that is there is missing; otherwise nobody knows.
+    fn or_gone(&self, error: object_store::Error) -> object_store::Error {
+        match error {
+            object_store::Error::NotFound { .. } if !self.root.exists() => Fault::RootGone.into(),
+            error => error,
+        }
+    }
+
     fn file_of(&self, key: &Path) -> PathBuf {
         self.root.join(key.as_ref())
     }

@@ -187,7 +187,8 @@ mod tests {
     use super::*;
     use crate::object::backend::file::Directory;
     use crate::object::request::{Reply, Request, Service};
-    use crate::object::{Bucket, BucketUrl, StoreSettings};
+    use crate::object::{Bucket, BucketUrl, Condition, StoreSettings};
+    use forebay_core::{ErrorKind, ObjectKey};
 
     /// Of a folder that cannot be read, in a listing of all below, nothing told which it was.
     #[tokio::test]
@@ -217,12 +218,25 @@ mod tests {
         std::fs::create_dir_all(root.join("d")).expect("a folder");
         std::fs::write(root.join("d/f"), "bytes").expect("a file");
         let url: BucketUrl = format!("file://{}", root.display()).parse().expect("a URL");
-        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        let settings = StoreSettings { deadline_ms: 50, ..StoreSettings::default() };
+        let bucket = Bucket::open(&url, &settings).await.expect("a bucket");
         assert!(bucket.list_directory("not/there").await.expect("a listing").objects.is_empty());
         std::fs::rename(&root, &elsewhere).expect("moved away");
         for prefix in ["", "d", "not/there"] {
             let error = bucket.list_directory(prefix).await.expect_err("nobody knows what is in it");
             assert!(error.to_string().contains(&url.to_string()), "{prefix}: {error}");
+            assert_eq!(error.kind(), ErrorKind::Unavailable, "{prefix}: {error}");
+        }
+        let key = ObjectKey::new("d/f");
+        let failed = [
+            bucket.put(&key, "new".into(), Condition::Always).await.map(drop),
+            bucket.get_whole(&key).await.map(drop),
+            bucket.head(&key).await.map(drop),
+            bucket.delete(&key).await,
+        ];
+        for error in failed.map(|failed| failed.expect_err("nor what is at a key")) {
+            assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+            assert!(error.hint().is_some_and(|hint| hint.contains("mount again")), "{error}");
         }
         std::fs::rename(&elsewhere, &root).expect("moved back");
         assert_eq!(bucket.list_directory("d").await.expect("a listing").objects.len(), 1);
