@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any, Callable
@@ -69,8 +70,11 @@ def check_refused(run: Path, fact: str) -> None:
         with pytest.raises(forebay.CheckpointCorrupt, match=fact):
             checkpointer.restore(target, step=2)
         assert target["n"] == 0, "a restore that fails on damaged bytes changes nothing but tensors"
-        with pytest.warns(forebay.CheckpointWarning, match=f"step 1 is used instead of a newer one.*{fact}"):
+        with pytest.warns(forebay.CheckpointWarning, match=f"step 1 is used instead of a newer one.*{fact}") as told:
             assert checkpointer.restore(target) == 1
+        assert [warning.filename for warning in told] == [__file__], "where the restore is asked for"
+        assert checkpointer.restored is not None and len(checkpointer.restored.passed_over) == 1
+        assert re.search(f"store: .*{fact}", checkpointer.restored.passed_over[0])
     assert equal(target, state_of(1))
     findings = _native.verify(f"file://{run}", None)
     assert findings and {step for step, _, _ in findings} == {2}

@@ -55,6 +55,8 @@ def test_bad_options_are_refused_at_once(tmp_path: Path, name: str) -> None:
 
 
 NO_PLACES = [5, None, "", " ", b"x", "a\0b", "s3:/bucket", "gs:x", "ftp://x", "s3://", "file://x", "https://x/y"]
+# As Lightning makes of a `dirpath`.
+NO_PLACES += ["/work/file:/data/run", "/work/s3:/bucket/run/last.ckpt"]
 
 
 @pytest.mark.parametrize("value", NO_PLACES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, Literal, Optional, TypeVar
 
@@ -38,7 +39,7 @@ class Restored:
     seconds: float
     """How long it took."""
     passed_over: tuple[str, ...]
-    """Why a nearer tier was not used, where it had something."""
+    """Why a nearer tier was not used, where it had something, or a newer step."""
 
     def as_dict(self) -> dict[str, Any]:
         """The same, as plain data."""
@@ -78,7 +79,7 @@ class Ladder:
         if start is not None:
             # Nearer tiers hold what this job saves, of which no other start saved anything again.
             settle(number, False)
-            return with_step(self._url, step, self._ranks, use, self._note)
+            return with_step(self._url, step, self._ranks, use, self._note, self._pass_over)
         step = number
         local = self._local
         used = self.arena.use(step, use, *own)
@@ -100,7 +101,7 @@ class Ladder:
                 if not self._has_waited:
                     self._has_waited = True
                     await_others(self._url, self._ranks, lambda size: self.arena.place(0, size))
-                return with_step(self._url, step, self._ranks, use, self._note)
+                return with_step(self._url, step, self._ranks, use, self._note, self._pass_over)
         except CheckpointNotFound as error:
             if has_touched:
                 text = f"{self._url} holds no step, and nearer copies of one are damaged: the state may hold anything"
@@ -116,6 +117,9 @@ class Ladder:
                 text = f"{self._url} holds no step, and nothing is restored: {'; '.join(self.passed_over)}"
                 warn(text)
             return None
+
+    def _pass_over(self, damaged: Sequence[str]) -> None:
+        self.passed_over += tuple(f"store: {text}" for text in damaged)
 
     def _note(self, number: int) -> None:
         self.seen = number

@@ -7,7 +7,6 @@ import dataclasses
 import fnmatch
 import json
 import os
-import warnings
 from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import Any, Callable, Iterator, Optional, Protocol, TypeVar
@@ -20,7 +19,6 @@ from ._errors import (
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
-    CheckpointWarning,
     warn,
 )
 from ._grammar import check_tree
@@ -65,6 +63,7 @@ def with_step(
     ranks: Optional[Ranks],
     use: Callable[[_native.Step], T],
     note_newest: Callable[[int], None] = lambda number: None,
+    note_damaged: Callable[[Sequence[str]], None] = lambda damaged: None,
 ) -> T:
     """Calls `use` with the step asked for (also one that another start saved again, where its start is named), or with
     the newest one that is whole on every rank.
@@ -72,7 +71,7 @@ def with_step(
     Raises `CheckpointCorrupt` when the step asked for is damaged, or all of them are, and `CheckpointNotFound` when
     there is none. An older step than the newest is used with a warning only. What is deleted while it is read, as
     retention does beside a job that saves, is not damaged: what is there instead is looked for. The highest number that a
-    start had when the step that is used was looked for is told by `note_newest`.
+    start had when the step that is used was looked for is told by `note_newest`, what is wrong with newer ones by `note_damaged`.
     """
     asked = "" if step is None else f" {step}"
     step, start = options.step_name(step)
@@ -119,7 +118,8 @@ def with_step(
             continue
         if damaged:
             text = f"{url}: step {number} is used instead of a newer one that is damaged: {'; '.join(damaged)}"
-            warnings.warn(text, CheckpointWarning, stacklevel=3)
+            warn(text)
+            note_damaged(damaged)
         return used
     raise CheckpointCorrupt(f"{url} holds no step that is whole: {'; '.join(damaged)}")
 
@@ -496,7 +496,7 @@ def whole_tree(step: _native.Step, rank: int, tells: bool = True, tells_all: boo
     whole, differing = _merged(step, [rank, *others], first_counts=True)
     if differing and (tells or tells_all):
         text = f"step {step.step}: ranks differ in {', '.join(differing[:5])}, of which rank {rank}'s is given"
-        warnings.warn(text, CheckpointWarning, stacklevel=2)
+        warn(text)
     return (tree, rank) if has_all else (whole, NOBODY)
 
 

@@ -33,6 +33,9 @@ def bucket_url(url: Union[str, "os.PathLike[str]"]) -> str:
         raise CheckpointInvalid(f"url is {url!r}; it is {allowed}")
     if re.match(r"(s3|gs|az|file):(?!//)", text):
         raise CheckpointInvalid(f"url is {text!r}, which lacks a slash (hint: ./{text} names a directory)")
+    if made := re.search(r"/(s3|gs|az|file):/+", text if "://" not in text else ""):
+        hint = "Lightning and others take a directory, and s3:// only where s3fs is installed"
+        raise CheckpointInvalid(f"url is {text!r}, a path made of the URL {made[1]}:// (hint: {hint})")
     if "://" not in text:
         return "file://" + os.path.abspath(os.path.expanduser(text))
     _native.check_url(text)

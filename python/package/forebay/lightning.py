@@ -12,7 +12,8 @@ has each rank save its part, and read it again at any number of ranks.
 
 Each checkpoint that Lightning writes becomes a directory (or a bucket prefix) of that name with one step in it, which
 `forebay.load` and `forebay ckpt` read as well. What is kept and under which name is Lightning's business, and so is what a
-signal does. A save that failed is raised: Lightning, once it takes a checkpoint for saved, deletes the one before.
+signal does. A save that failed is raised: Lightning, once it takes a checkpoint for saved, deletes the one before. Its `dirpath`
+is a directory, as of a mount: an `s3://` one Lightning looks at through fsspec, which needs s3fs, and of `file://` it makes a path.
 
 Of the options of `Checkpointer`, both take `copy_threads`, `agent_log`, `flush_rate` and `patience`. Those that are about the
 many steps of one place (`keep`, `local`, `linger`, `on_error`, `on_signal` and others) are refused, each with its reason.
