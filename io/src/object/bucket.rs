@@ -16,7 +16,7 @@ use super::counters::Meter;
 use super::error::convert;
 use super::front::{Front, pages};
 use super::key::{address, directory_prefix};
-use super::layer::{Delay, Faults, Prefix, Rate, TOKEN_ATTRIBUTE};
+use super::layer::{Delay, Faults, Guard, Prefix, Rate, TOKEN_ATTRIBUTE};
 use super::request::{DELETE_LIMIT, ListRequest, Reply, Request, Shared, UploadId};
 use super::stack::Stack;
 use super::types::{Leftover, Unfinished, put_mode};
@@ -113,6 +113,13 @@ impl Bucket {
     /// The same bucket, refusing every write with `ReadOnly`.
     pub fn read_only(&self) -> Self {
         self.derive(|stack| stack.read_only = true)
+    }
+
+    /// The same bucket, changing it only while `guard` says that this process may: that is asked right before each request
+    /// that changes anything is sent, or sent again, whatever it waited for until then. One under way is given up half a
+    /// second after at the latest. [`super::is_withheld`] tells what was not sent at all.
+    pub fn guarded(&self, guard: impl Fn() -> Result<()> + Send + Sync + 'static) -> Self {
+        self.derive(|stack| stack.guard = Some(Guard(Arc::new(guard))))
     }
 
     /// Whether this handle refuses writes.

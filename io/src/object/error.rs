@@ -44,6 +44,9 @@ pub(super) enum Fault {
     /// The directory that is the bucket went away.
     #[error("the bucket's directory is not there")]
     RootGone,
+    /// This process may change nothing now.
+    #[error("not sent: {cause}")]
+    Withheld { cause: String },
     /// A fault that a test asked for.
     #[error("injected fault: {0}")]
     Injected(&'static str),
@@ -94,9 +97,11 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
             | Fault::Unfounded { .. }
             | Fault::RootGone
             | Fault::Injected(_) => true,
-            Fault::GaveUp { .. } | Fault::Unsettled { .. } | Fault::Credentials { .. } | Fault::ReadOnly => {
-                false
-            }
+            Fault::GaveUp { .. }
+            | Fault::Unsettled { .. }
+            | Fault::Credentials { .. }
+            | Fault::ReadOnly
+            | Fault::Withheld { .. } => false,
         };
     }
     let text = error.to_string();
@@ -195,6 +200,12 @@ fn code_in(text: &str) -> Option<&str> {
 fn between<'a>(text: &'a str, tag: &str) -> Option<&'a str> {
     let (_, rest) = text.split_once(&format!("<{tag}>"))?;
     rest.split_once(&format!("</{tag}>")).map(|(inside, _)| inside)
+}
+
+/// Whether a change of the bucket was never sent, as this process may make none now: see [`super::Bucket::guarded`].
+pub fn is_withheld(error: &Error) -> bool {
+    let source = error.source().and_then(|source| source.downcast_ref());
+    source.and_then(find::<Fault>).is_some_and(|fault| matches!(fault, Fault::Withheld { .. }))
 }
 
 /// The error as it crosses the package's boundary. `bucket` names the bucket in messages.

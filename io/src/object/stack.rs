@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::StoreSettings;
 use super::counters::Meter;
 use super::layer::{
-    Delay, Delayed, Failing, Faults, Instrument, Limit, Patience, Places, Rate, Rated, ReadOnly, Retry,
-    Retrying,
+    Delay, Delayed, Failing, Faults, Guard, Guarded, Instrument, Limit, Patience, Places, Rate, Rated,
+    ReadOnly, Retry, Retrying,
 };
 use super::request::Shared;
 use super::unanswered::Unanswered;
@@ -35,6 +35,7 @@ pub(super) struct Stack {
     pub(super) faults: Option<Faults>,
     pub(super) delay: Option<Delay>,
     pub(super) rate: Option<Rate>,
+    pub(super) guard: Option<Guard>,
     pub(super) read_only: bool,
 }
 
@@ -45,7 +46,7 @@ impl Stack {
         let (meter, unanswered) = (Arc::default(), Arc::default());
         let (tasks, rng) = (TaskGroup::new("bucket"), Rng::system());
         let settings = settings.clone();
-        let (faults, delay, rate, read_only) = (None, None, None, false);
+        let (faults, delay, rate, guard, read_only) = (None, None, None, None, false);
         let unreachable_ms = settings.deadline_ms;
         Self {
             base,
@@ -60,6 +61,7 @@ impl Stack {
             faults,
             delay,
             rate,
+            guard,
             read_only,
         }
     }
@@ -84,6 +86,9 @@ impl Stack {
             service = Arc::new(Failing { next: service, faults });
         }
         service = Arc::new(Instrument { next: service, meter: self.meter.clone() });
+        if let Some(guard) = self.guard.clone() {
+            service = Arc::new(Guarded { next: service, guard });
+        }
         // A third of the deadline, so that one silent connection leaves time for two more tries.
         let attempt_ms = (self.settings.deadline_ms / 3).max(LEAST_ATTEMPT_MS);
         service = Arc::new(Patience { next: service, attempt_ms });

@@ -224,7 +224,12 @@ impl Committer {
 
     /// Whether this process surely may act for the volume now.
     pub fn is_sure(&self) -> bool {
-        self.0.state.may_acknowledge().is_ok()
+        self.expect_sure().is_ok()
+    }
+
+    /// The same, with the reason why not.
+    pub(crate) fn expect_sure(&self) -> Result<()> {
+        self.0.state.may_acknowledge()
     }
 
     /// The engine, for its epoch, limits and snapshots. A snapshot holds what was synced before it was taken

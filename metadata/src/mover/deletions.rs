@@ -1,7 +1,10 @@
 //! Objects that nothing refers to any more.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use forebay_core::{Blob, ObjectKey, Result};
+use forebay_io::clock::Moment;
 use futures::stream::{self, StreamExt};
 use tokio::time::Instant;
 use tracing::warn;
@@ -12,6 +15,10 @@ use super::run::{AT_ONCE, PAGE, Tally};
 use crate::kv::Durability;
 use crate::records::{Change, Records};
 use crate::schema::{Deletion, HolderState, Tag};
+
+/// How long a look at an object counts: an outsider may replace it meanwhile. Stores answer in a small part of it, those that
+/// hang do not.
+const LOOK_HOLDS: Duration = Duration::from_secs(5);
 
 /// What is to be done about a queued deletion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,6 +35,13 @@ enum Verdict {
 
 /// A queued deletion and the key of its record.
 type Queued = (Bytes, Deletion);
+
+/// The same, and since when it is known what is to be done about it.
+struct Judged {
+    queued: Queued,
+    verdict: Verdict,
+    since: Moment,
+}
 
 impl Mover {
     /// Deletes what is due, a page at a time.
@@ -108,8 +122,7 @@ impl Mover {
             .into_iter()
             .map(|(key, value)| Ok((key, Deletion::decode(value)?)))
             .collect::<Result<_>>()?;
-        let judged = stream::iter(page).map(|queued| self.judge(queued)).buffered(AT_ONCE);
-        let judged: Vec<(Queued, Verdict)> = judged.collect().await;
+        let judged = self.judge_all(page).await;
         *is_held_up |= judged.iter().any(|((_, deletion), verdict)| {
             *verdict == Verdict::Keep && !deletion.blob.is_owned() && !is_prefix(deletion)
         });
@@ -153,13 +166,35 @@ impl Mover {
         }
     }
 
+    /// Judges a page. What was looked at long ago, once all are judged, is looked at again, and kept where that takes as long.
+    async fn judge_all(&self, page: Vec<Queued>) -> Vec<(Queued, Verdict)> {
+        let judged = stream::iter(page).map(|queued| self.judge(queued)).buffered(AT_ONCE);
+        let judged: Vec<Judged> = judged.collect().await;
+        let judged = stream::iter(judged).map(|judged| self.judge_again(judged)).buffered(AT_ONCE);
+        let judged: Vec<Judged> = judged.collect().await;
+        let fresh = |judged: Judged| match self.is_old(&judged) {
+            true => (judged.queued, Verdict::Keep),
+            false => (judged.queued, judged.verdict),
+        };
+        judged.into_iter().map(fresh).collect()
+    }
+
+    fn is_old(&self, judged: &Judged) -> bool {
+        judged.verdict == Verdict::Delete && self.shared().clock.now().since(judged.since) > LOOK_HOLDS
+    }
+
+    async fn judge_again(&self, judged: Judged) -> Judged {
+        if self.is_old(&judged) { self.judge(judged.queued).await } else { judged }
+    }
+
     /// What cannot be found out now is kept, and does not hold up the others.
-    async fn judge(&self, (key, deletion): Queued) -> (Queued, Verdict) {
+    async fn judge(&self, (key, deletion): Queued) -> Judged {
+        let since = self.shared().clock.now();
         let verdict = self.verdict(&key, &deletion).await.unwrap_or_else(|error| {
             warn!(key = %deletion.blob.key, %error, "deletion put off");
             Verdict::Keep
         });
-        ((key, deletion), verdict)
+        Judged { queued: (key, deletion), verdict, since }
     }
 
     async fn is_lent(&self, blob: &Blob) -> Result<bool> {

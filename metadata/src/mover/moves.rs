@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, Version};
-use forebay_io::object::{Condition, ObjectInfo};
+use forebay_io::object::{Condition, ObjectInfo, is_withheld};
 use futures::stream::{self, StreamExt};
 use tracing::{debug, warn};
 
@@ -227,7 +227,7 @@ impl Mover {
         }
         let condition = plan.replaces.clone().map_or(Condition::IfAbsent, Condition::IfVersion);
         let copied = self.copy_inside(&plan.from, &plan.to, condition).await;
-        if copied.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unavailable) {
+        if copied.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unavailable && !is_withheld(error)) {
             self.doubt(ino, &plan.to, Asked::Unanswered);
         }
         copied.map(Copied::To)

@@ -32,6 +32,9 @@ const MOST_PASSES: usize = 16;
 pub(crate) struct Mover(Arc<Inner>);
 
 struct Inner {
+    /// Changes nothing while another host may have the volume: copies and deletions have no condition that would keep them
+    /// from what that one writes. The last moment at which one is sent, or sent again, is the end of the lease as this
+    /// host knows it, and half a second later none is waited for. Others take the volume a tenth of a lease, 1.5 s, later.
     bucket: Bucket,
     committer: Committer,
     shared: Arc<Shared>,
@@ -81,6 +84,8 @@ impl Mover {
         tasks: TaskGroup,
     ) -> Self {
         let (stop, turn, moving) = (tasks.stop(), Arc::default(), Mutex::default());
+        let sure = committer.clone();
+        let bucket = bucket.guarded(move || sure.expect_sure());
         let (doubts, lacks_part_copy) = (Doubts::default(), AtomicBool::new(false));
         Self(Arc::new(Inner {
             bucket,

@@ -1,9 +1,11 @@
-//! Decorators of one trait. From the caller inwards: read-only, retry, rate, limit, patience, instrument, delay, fail.
+//! Decorators of one trait. From the caller inwards: read-only, retry, rate, limit, patience, guard, instrument,
+//! delay, fail.
 
 mod body;
 mod fail;
 mod delay;
 mod instrument;
+mod guard;
 mod patience;
 mod limit;
 mod rate;
@@ -19,6 +21,7 @@ pub use rate::Rate;
 pub(super) use body::map_body;
 pub(super) use delay::Delayed;
 pub(super) use fail::Failing;
+pub(super) use guard::{Guard, Guarded};
 pub(super) use instrument::Instrument;
 pub(super) use limit::{Limit, Places};
 pub(super) use patience::Patience;

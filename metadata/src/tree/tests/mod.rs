@@ -22,3 +22,4 @@ mod lost;
 mod large;
 mod crash;
 mod doubts;
+mod lapses;
