@@ -32,9 +32,16 @@ pub trait Blocks: Send + Sync + std::fmt::Debug {
     /// fails is no error: the block is then in memory only, and [`Self::stat`] tells.
     ///
     /// # Errors
-    /// As [`Self::get`]; with `pin` also `NoSpace` at the ceiling of pins, `Unsupported` without a disk tier, and
-    /// whatever the disk says.
+    /// As [`Self::get`]; `Unavailable`, naming the disk, where it hangs; with `pin` also `NoSpace` at the ceiling of pins,
+    /// `Unsupported` without a disk tier, and whatever the disk says.
     async fn fill(&self, key: &BlockKey, pin: bool) -> Result<Filled>;
+
+    /// Brings a block in ahead of who reads it, and waits for no disk: what there is no room for on the way there stays in
+    /// memory only.
+    ///
+    /// # Errors
+    /// As [`Self::get`].
+    async fn fetch_ahead(&self, key: &BlockKey) -> Result<()>;
 
     /// Lets a block be evicted again, if it is pinned.
     ///

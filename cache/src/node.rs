@@ -68,6 +68,12 @@ impl Node {
         self.sources.flights.len()
     }
 
+    /// What holds up writes to disk while it is locked, and changes of pins.
+    #[cfg(test)]
+    pub(crate) fn disk_writes(&self) -> &parking_lot::Mutex<()> {
+        self.sources.disk.as_ref().expect("a disk").pinning()
+    }
+
     /// Fetches and writes to disk under way.
     #[cfg(test)]
     pub(crate) fn running(&self) -> Vec<String> {
@@ -143,9 +149,9 @@ impl Blocks for Node {
             self.sources.memory.touch(&BlockId::of(key));
             return Ok(filled);
         };
-        if pin {
-            disk.expect_answers().map_err(|error| error.context(format_args!("pin of {key}")))?;
-        }
+        let what = if pin { "pin" } else { "fill" };
+        // Before the fetch, so that a disk that hangs costs no egress.
+        disk.expect_answers().map_err(|error| error.context(format_args!("{what} of {key}")))?;
         if let Some(slot) = disk.peek(key)
             && (!pin || slot.pinned || disk.set_pinned(slot, true).await?)
         {
@@ -157,10 +163,21 @@ impl Blocks for Node {
         }
         let (block, filled) = self.block(key, Keep::Caller).await?;
         match disk.ensure(key, &block, pin).await {
-            Err(error) if pin => Err(error.context(format_args!("pin of {key}"))),
+            Err(error) if pin || error.kind() == ErrorKind::Unavailable => {
+                Err(error.context(format_args!("{what} of {key}")))
+            }
             // Counted and logged by the tier; a proof will miss the block when memory lets go of it.
             _ => Ok(filled),
         }
+    }
+
+    async fn fetch_ahead(&self, key: &BlockKey) -> Result<()> {
+        if self.sources.disk.as_ref().is_some_and(|disk| disk.peek(key).is_some()) {
+            return Ok(());
+        }
+        let fetched = self.block(key, Keep::Behind).await;
+        self.sources.memory.touch(&BlockId::of(key));
+        fetched.map(drop)
     }
 
     async fn unpin(&self, key: &BlockKey) -> Result<Unpinned> {

@@ -32,7 +32,8 @@ pub struct CacheSettings {
     /// Bytes on their way to the disk tier at once; blocks read past it stay in memory only. Default 64 MiB.
     pub store_bytes: u64,
     /// Milliseconds that the disk may take for one block, or for nothing at all while others wait for their turn; then the
-    /// origin is asked, and the disk is left alone for 30 s. Default 5,000: a disk that works takes tens of them.
+    /// origin is asked, and the disk is left alone for 30 s. What is written has six times as long, and is skipped then.
+    /// Default 5,000: a disk that works takes tens of them.
     pub disk_deadline_ms: u64,
 }
 

@@ -12,7 +12,6 @@ use forebay_io::object::Bucket;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::tree::{DirectoryPage, Existing, LocalTree, Lookup, NewInode, SetAttributes, Tree};
 use forebay_metadata::volume_file::Claim;
-use futures::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
@@ -21,7 +20,7 @@ use crate::fetch::Fetch;
 use crate::file::{Access, File};
 use crate::inode::OpenInode;
 use crate::prefetch::PrefetchSettings;
-use crate::prefetch::directory::{SMALL_FILE, Walks};
+use crate::prefetch::directory::Walks;
 use crate::segments::Segments;
 use crate::settings::WriteSettings;
 use crate::staging::{Staging, Uploads, WritebackSettings};
@@ -29,12 +28,10 @@ use crate::store::Store;
 use crate::unsealed::Unsealed;
 use table::OpenTable;
 
+mod ahead;
 mod names;
 mod table;
 
-/// Blocks of all open files together that are being brought in ahead of their readers. 32 blocks of 4 MiB keep a
-/// 25 Gbit/s link busy at 40 ms; past that, reading ahead of more files only evicts what others still need.
-const FILLS_AT_ONCE: usize = 32;
 /// Files that are sealed at once: each holds one upload's buffers.
 const SEALS_AT_ONCE: usize = 2;
 
@@ -87,6 +84,7 @@ pub struct Volume {
     open: Mutex<OpenTable>,
     fills: Arc<Semaphore>,
     walks: Mutex<Walks>,
+    windows: Arc<Semaphore>,
     pub(crate) seals: Semaphore,
     claim: Mutex<Option<Arc<Claim>>>,
     pub(crate) budget: Budget,
@@ -146,7 +144,8 @@ impl Volume {
             store: Arc::new(store),
             read_only: parts.read_only,
             open: Mutex::default(),
-            fills: Arc::new(Semaphore::new(FILLS_AT_ONCE)),
+            fills: Arc::new(Semaphore::new(ahead::FILLS_AT_ONCE)),
+            windows: Arc::new(Semaphore::new(ahead::WINDOWS_AT_ONCE)),
             seals: Semaphore::new(SEALS_AT_ONCE),
             claim: Mutex::new(parts.claim),
             budget: parts.budget,
@@ -392,42 +391,6 @@ impl Volume {
             Some(claim) => claim.release().await,
             None => Ok(()),
         }
-    }
-
-    /// Brings a block in without waiting for it; dropped when enough of them are under way.
-    pub(crate) fn fill_ahead(&self, key: BlockKey) {
-        let Ok(permit) = self.fills.clone().try_acquire_owned() else { return };
-        let blocks = self.store.fetch.blocks.clone();
-        self.tasks.spawn("fill-ahead", async move {
-            // The reader that comes to this block asks again and gets the error.
-            if let Err(error) = blocks.fill(&key, false).await {
-                tracing::debug!(%error, "could not read ahead");
-            }
-            drop(permit);
-        });
-    }
-
-    /// Notes that a small file is being read, and brings in those that its reader comes to next.
-    pub(crate) fn walk_on(self: &Arc<Self>, ino: InodeId) {
-        let Some(ask) = self.walks.lock().observe(ino) else { return };
-        let volume = self.clone();
-        self.tasks.spawn("files-ahead", async move {
-            let files = volume.store.tree.files_after(ask.after, ask.files).await.unwrap_or_else(|error| {
-                tracing::debug!(%error, "could not look ahead");
-                Vec::new()
-            });
-            let files: Vec<_> = files.into_iter().filter(|(_, layout)| layout.size() <= SMALL_FILE).collect();
-            volume.walks.lock().answer(ask, files.iter().map(|(ino, _)| *ino));
-            let fetch = &volume.store.fetch;
-            let keys = files.iter().flat_map(|(_, layout)| fetch.keys(layout, 0..layout.size()));
-            let fill = async |key: BlockKey| {
-                // The reader that comes to this file asks again and gets the error.
-                if let Err(error) = fetch.blocks.fill(&key, false).await {
-                    tracing::debug!(%error, "could not read a file ahead");
-                }
-            };
-            stream::iter(keys).for_each_concurrent(FILLS_AT_ONCE, fill).await;
-        });
     }
 
     /// Takes back one handle. The last one of a rewritten file goes to the background, which seals and then returns

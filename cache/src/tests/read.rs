@@ -65,7 +65,7 @@ async fn what_is_fetched_ahead_into_a_full_cache_is_there_when_it_is_read() {
     assert_eq!(node.counters().origin_requests, 15);
     for window in ahead.keys().chunks(8) {
         for key in window {
-            node.fill(key, false).await.expect("fill");
+            node.fetch_ahead(key).await.expect("fetched");
         }
         for key in window {
             node.get(key, 0..key.len()).await.expect("read");

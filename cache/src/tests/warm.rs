@@ -93,6 +93,9 @@ impl Blocks for Evicts {
     async fn fill(&self, _: &BlockKey, _: bool) -> Result<Filled> {
         unreachable!("a proof fills nothing")
     }
+    async fn fetch_ahead(&self, _: &BlockKey) -> Result<()> {
+        unreachable!("a proof fetches nothing")
+    }
     async fn unpin(&self, _: &BlockKey) -> Result<Unpinned> {
         Ok(Unpinned::default())
     }

@@ -43,6 +43,10 @@ const NAMES_BYTES: u64 = 4 << 10;
 /// Buffers of whole blocks that stay unused, as the origin has them.
 const UNUSED_BUFFERS: usize = 8;
 
+/// Deadlines of a read in that of a write: no reader waits for one, and a disk that works may hold up all of them until it
+/// has written what others on the host gave it.
+const WRITE_PATIENCE: u32 = 6;
+
 /// After n failed writes in a row the next 2^n are not tried, up to 2^10.
 const MAX_BACKOFF: u32 = 10;
 
@@ -53,6 +57,8 @@ pub(crate) struct DiskTier {
     index: Mutex<Index>,
     health: Mutex<Health>,
     stalls: Stalls,
+    /// The same of writes, which the kernel may take while it reads nothing, and the other way round.
+    late_writes: Stalls,
     /// Held while a pin changes, which takes several steps; by threads that may wait only.
     pinning: Mutex<()>,
     stores: Flights<()>,
@@ -133,6 +139,7 @@ impl DiskTier {
             index: Mutex::new(index),
             health: Mutex::default(),
             stalls: Stalls::new(Duration::from_millis(settings.disk_deadline_ms)),
+            late_writes: Stalls::new(WRITE_PATIENCE * Duration::from_millis(settings.disk_deadline_ms)),
             pinning: Mutex::default(),
             stores: Flights::new("store", tasks.clone()),
             tasks: tasks.clone(),
@@ -226,6 +233,37 @@ impl DiskTier {
         }
     }
 
+    /// Waits for what changes files, for as long as others of its kind are answered, and the deadline longer. What was begun
+    /// goes on.
+    ///
+    /// # Errors
+    /// `Unavailable` where the disk hangs.
+    async fn in_time<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        if !self.late_writes.may_ask() {
+            return Err(self.hangs());
+        }
+        if let Some(done) = self.late_writes.turn(work).await {
+            return done;
+        }
+        if self.late_writes.missed() {
+            let directory = self.directory.root().display();
+            tracing::warn!(%directory, "the disk cache takes no blocks; they stay in memory only");
+        }
+        Err(self.hangs())
+    }
+
+    /// A change of files that `began` then has ended, however.
+    fn written(&self, began: Instant) {
+        if self.late_writes.answered(began) {
+            tracing::info!(directory = %self.directory.root().display(), "the disk cache takes blocks again");
+        }
+    }
+
+    fn hangs(&self) -> Error {
+        let message = format!("disk cache {} does not answer", self.directory.root().display());
+        Error::new(ErrorKind::Unavailable, message)
+    }
+
     fn load_blocking(&self, key: &BlockKey) -> Result<Block, Lost> {
         let began = Instant::now();
         let block = self.load_file(key);
@@ -278,11 +316,7 @@ impl DiskTier {
     /// # Errors
     /// `Unavailable` while the disk hangs.
     pub(crate) fn expect_answers(&self) -> Result<()> {
-        if self.stalls.answers() {
-            return Ok(());
-        }
-        let message = format!("disk cache {} does not answer", self.directory.root().display());
-        Err(Error::new(ErrorKind::Unavailable, message))
+        if self.stalls.answers() && !self.late_writes.rests() { Ok(()) } else { Err(self.hangs()) }
     }
 
     /// Writes a block in the background, if it is not there and there is room on the way.
@@ -290,7 +324,8 @@ impl DiskTier {
         if self.peek(key).is_some() {
             return;
         }
-        let healthy = self.stalls.answers() && self.health.lock().may_write();
+        let answers = self.stalls.answers() && self.late_writes.answers();
+        let healthy = answers && self.health.lock().may_write();
         let Some(place) = healthy.then(|| self.writes.try_enter(key.len())).flatten() else {
             self.counts.skips.fetch_add(1, Relaxed);
             return;
@@ -325,7 +360,7 @@ impl DiskTier {
                     }
                 }
                 None => {
-                    if self.store(key, block.clone(), pin, None).await? == Role::Led {
+                    if self.in_time(self.store(key, block.clone(), pin, None)).await? == Role::Led {
                         return Ok(());
                     }
                 }
@@ -351,7 +386,13 @@ impl DiskTier {
     /// Pins or unpins a file; `false` when it is no longer listed.
     pub(crate) async fn set_pinned(self: &Arc<Self>, slot: Slot, pinned: bool) -> Result<bool> {
         let own = self.clone();
-        blocking(move || own.set_pinned_blocking(&slot, pinned)).await?
+        let change = blocking(move || {
+            let began = Instant::now();
+            let changed = own.set_pinned_blocking(&slot, pinned);
+            own.written(began);
+            changed
+        });
+        self.in_time(async { change.await? }).await
     }
 
     fn set_pinned_blocking(&self, slot: &Slot, pinned: bool) -> Result<bool> {
@@ -384,12 +425,25 @@ impl DiskTier {
                 Some(place) => place,
                 None => ticket.wait(own.writes.enter(key.len())).await?,
             };
-            blocking(move || own.store_blocking(&key, &block, pin)).await?
+            blocking(move || {
+                let began = Instant::now();
+                let stored = own.store_blocking(&key, &block, pin);
+                own.written(began);
+                stored
+            })
+            .await?
         };
         self.stores.join(id, work).await.map(|((), role)| role)
     }
 
+    #[cfg(test)]
+    pub(crate) fn pinning(&self) -> &Mutex<()> {
+        &self.pinning
+    }
+
     fn store_blocking(&self, key: &BlockKey, block: &Block, pin: bool) -> Result<()> {
+        #[cfg(test)]
+        drop(self.pinning.lock());
         if self.peek(key).is_some_and(|slot| slot.pinned || !pin) {
             return Ok(());
         }
@@ -451,7 +505,7 @@ impl DiskTier {
         counters.disk_writes = counts.writes.load(Relaxed);
         counters.disk_skips = counts.skips.load(Relaxed);
         counters.disk_failures = counts.failures.load(Relaxed);
-        counters.disk_stalls = self.stalls.count();
+        counters.disk_stalls = self.stalls.count() + self.late_writes.count();
         let index = self.index.lock();
         (counters.disk_bytes, counters.pinned_bytes) = (index.used(), index.pinned());
     }

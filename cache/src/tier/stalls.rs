@@ -2,7 +2,7 @@
 //!
 //! Reads of it that hang hold their places until they end, so that their number is bounded; the first of them that does
 //! end, or one that is tried now and then, shows that the disk answers again. One that was under way and was not late shows
-//! nothing: the kernel may have had its bytes.
+//! nothing: the kernel may have had its bytes. Writes are followed apart, in the same way.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -41,6 +41,11 @@ impl Stalls {
     /// Whether the disk is not known to hang.
     pub(crate) fn answers(&self) -> bool {
         self.rest.lock().is_none()
+    }
+
+    /// Whether it is left alone now.
+    pub(crate) fn rests(&self) -> bool {
+        self.rest.lock().is_some_and(|rest| Instant::now() < rest.until)
     }
 
     /// Whether a reader with a deadline may ask. After a rest one does, and the others go on as if it still lasted.

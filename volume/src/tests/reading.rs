@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use forebay_cache::Residency;
 use forebay_core::{ErrorKind, InodeId, ObjectKey, Timestamp};
-use forebay_io::object::{Bucket, Condition, OperationKind};
+use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
 
 use super::support::{Fixture, READ, create, open, pattern, run};
 use crate::Volume;
@@ -92,6 +92,33 @@ fn files_in_no_order_bring_no_others() {
         numbers.sort_unstable();
         assert_eq!(cached(&volume).await, numbers);
         assert_eq!(fixture.bucket.counters().of(OperationKind::Get).requests, 20);
+    });
+}
+
+/// A reader who came on while nothing came of what was asked for ahead of it had ever more of that under way.
+#[test]
+fn so_many_windows_are_asked_for_ahead_at_once() {
+    run(async {
+        let (mut fixture, faults) = (filled().await, Faults::new());
+        for number in FILES..3000 {
+            let key = ObjectKey::new(format!("d/{number:04}"));
+            fixture.bucket.put(&key, pattern(number, 0..9), Condition::Always).await.expect("put");
+        }
+        fixture.bucket = fixture.bucket.with_faults(&faults);
+        let volume = fixture.open().await;
+        let first = forebay_metadata::tree::resolve(&**volume.tree(), "d/0000").await.expect("found").ino;
+        for nth in 1..1000 {
+            faults.script(OperationKind::Get, nth, FaultMode::Hang);
+        }
+        for number in 0..3000 {
+            volume.walk_on(InodeId(first.0 + number));
+            if number % 8 == 0 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        }
+        let running = volume.tasks().running();
+        let windows = running.iter().filter(|name| name.contains("files-ahead")).count();
+        assert!((32..=64).contains(&windows), "{windows}");
     });
 }
 

@@ -128,6 +128,9 @@ impl Blocks for StopsAtProof {
     async fn fill(&self, key: &BlockKey, pin: bool) -> Result<Filled> {
         self.blocks.fill(key, pin).await
     }
+    async fn fetch_ahead(&self, key: &BlockKey) -> Result<()> {
+        self.blocks.fetch_ahead(key).await
+    }
     async fn unpin(&self, key: &BlockKey) -> Result<Unpinned> {
         self.blocks.unpin(key).await
     }
