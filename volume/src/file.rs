@@ -216,16 +216,20 @@ impl File {
 
     /// close(2) by the process whose descriptors are `closer`: as [`Self::flush`], unless only others wrote, through this
     /// handle or another one. A child that is forked while its parent writes closes copies of the parent's descriptors,
-    /// some of them after its parent has: what is half-written stays so.
+    /// some of them after its parent has: what is half-written stays so. That bytes were lost is told unless only others wrote
+    /// through this handle, whether it has something to commit or not.
     pub async fn close(&self, closer: u64) -> Result<()> {
+        let mut tells = false;
         let may_commit = || {
             let mut writers = self.writers.lock();
             let others =
                 !writers.is_incomplete && !writers.named.is_empty() && !writers.named.contains(&closer);
             writers.named.retain(|writer| *writer != closer);
-            !others && (self.has_unflushed() || self.inode.is_touched() || !self.inode.has_writers_beside())
+            tells = !others;
+            tells && (self.has_unflushed() || self.inode.is_touched() || !self.inode.has_writers_beside())
         };
-        self.flush_if(may_commit).await
+        self.flush_if(may_commit).await?;
+        if tells { self.inode.tell_failure(&self.told) } else { Ok(()) }
     }
 
     /// Whether something was written through it, or by a mapping, that was not committed.

@@ -8,6 +8,9 @@ use forebay_io::object::{Bucket, Condition, Faults};
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
 use crate::Position;
 
+/// A process, by its descriptors.
+const OTHER: u64 = 2;
+
 /// A volume over a store that can be taken away.
 fn failing() -> (Fixture, Faults) {
     let faults = Faults::new();
@@ -28,8 +31,10 @@ fn a_lost_upload_is_told_to_each_handle_once() {
             faults.set_down(true);
             if is_synced {
                 volume.sync().await.expect_err("the store is away");
+                other.close(OTHER).await.expect_err("the loss is told to who closes first");
+            } else {
+                other.flush().await.expect_err("the loss is told to who closes first");
             }
-            other.flush().await.expect_err("the loss is told to who closes first");
             faults.set_down(false);
             writer.fsync().await.expect_err("and to who wrote");
             for file in [&writer, &other, &open(&volume, "f", READ_WRITE).await] {
