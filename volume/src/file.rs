@@ -157,12 +157,15 @@ impl File {
     }
 
     /// Writes `data` at an offset, or at the end. Returns the bytes taken: all of them.
+    ///
+    /// # Errors
+    /// That of bytes that were lost since the handle was opened, until fsync or close has told it.
     pub async fn write(&self, position: impl Into<Position>, data: Bytes) -> Result<u32> {
         let position = position.into();
         let permit = self.volume.charge_write(data.len() as u64).await?;
-        let written = self.inode.write(position, data, permit).await;
+        let written = self.inode.write(&self.told, position, data, permit).await?;
         self.is_unflushed.store(true, SeqCst);
-        written
+        Ok(written)
     }
 
     /// Notes that a mapping wrote: the kernel brings its pages through whichever handle it finds.
@@ -176,7 +179,7 @@ impl File {
     /// # Errors
     /// `Conflict` when the bytes of `source` are about to be replaced: they have to be copied.
     pub async fn share(&self, source: &Self, range: std::ops::Range<u64>, to: u64) -> Result<u64> {
-        let shared = self.inode.share(&source.inode, range, to).await;
+        let shared = self.inode.share(&self.told, &source.inode, range, to).await;
         self.is_unflushed.store(true, SeqCst);
         shared
     }
@@ -197,8 +200,9 @@ impl File {
             self.is_unflushed.fetch_and(!may, SeqCst);
             may
         };
+        let was_lost = self.forget_lost();
         let flushed = self.inode.flush_if(&self.told, may).await;
-        if flushed.is_err() {
+        if flushed.is_err() && !was_lost {
             self.is_unflushed.store(true, SeqCst);
         }
         flushed
@@ -237,6 +241,13 @@ impl File {
         self.is_unflushed.load(SeqCst) || self.inode.has_pages()
     }
 
+    /// Whether that was lost, as its writer has not heard yet: then there is nothing to commit.
+    fn forget_lost(&self) -> bool {
+        let was_lost = self.inode.check_kept(&self.told).is_err();
+        self.is_unflushed.fetch_and(!was_lost, SeqCst);
+        was_lost
+    }
+
     /// fsync(2): bytes and metadata are in the bucket on return.
     pub async fn fsync(&self) -> Result<()> {
         self.commit_if(|| true).await?;
@@ -252,6 +263,7 @@ impl File {
         let flushed = match self.access.write {
             true => {
                 self.inode.leave_writer();
+                self.forget_lost();
                 let may = || self.has_unflushed() || !self.inode.has_writers();
                 let committed = self.inode.commit_if(may).await;
                 self.inode.untold_failure(&self.told).and(committed)
@@ -284,7 +296,7 @@ impl File {
         let store = self.inode.store();
         let edited = self
             .inode
-            .edit(|content| {
+            .edit(&self.told, |content| {
                 let now = store.now();
                 // As Linux has it, also where nothing else changes.
                 content.touch(now);

@@ -279,9 +279,16 @@ impl OpenInode {
     }
 
     /// Writes `data`, in memory first; long files start to leave for the store. `permit` charges the bytes for as
-    /// long as they are in memory.
-    pub(crate) async fn write(&self, position: Position, data: Bytes, permit: Permit) -> Result<u32> {
+    /// long as they are in memory. Nothing is taken through a handle that was `told` too little: see [`Self::check_kept`].
+    pub(crate) async fn write(
+        &self,
+        told: &Told,
+        position: Position,
+        data: Bytes,
+        permit: Permit,
+    ) -> Result<u32> {
         let mut writer = self.writer.lock().await;
+        self.check_kept(told)?;
         self.is_touched.store(false, SeqCst);
         let length = data.len();
         let size = self.look(Content::size);
@@ -331,7 +338,8 @@ impl OpenInode {
     /// Sets the size; what lay past it is gone, what is new reads as zeros.
     pub(crate) async fn truncate(&self, size: u64) -> Result<()> {
         self.let_in(size).await?;
-        self.edit(|content| {
+        let mut writer = self.writer.lock().await;
+        self.edit_now(&mut writer, |content| {
             content.truncate(size, self.store.now());
             self.is_touched.store(true, SeqCst);
         })
@@ -399,10 +407,16 @@ impl OpenInode {
         self.accessed.lock().take_if(|accessed| *accessed <= told);
     }
 
-    /// Edits the content in the writers' turn.
-    pub(crate) async fn edit(&self, edit: impl FnOnce(&mut Content)) -> Result<()> {
+    /// Edits the content in the writers' turn, for a handle as [`Self::write`].
+    pub(crate) async fn edit(&self, told: &Told, edit: impl FnOnce(&mut Content)) -> Result<()> {
         let mut writer = self.writer.lock().await;
-        self.finish_stream(&mut writer).await?;
+        self.check_kept(told)?;
+        self.edit_now(&mut writer, edit).await
+    }
+
+    /// The same for who has the turn.
+    async fn edit_now(&self, writer: &mut Writer, edit: impl FnOnce(&mut Content)) -> Result<()> {
+        self.finish_stream(writer).await?;
         edit(&mut self.content.write());
         writer.gaps.clear();
         if self.look(Content::dirty) == 0 {

@@ -26,9 +26,14 @@ struct State {
     is_known: bool,
 }
 
-/// How far one open file was told: the number of failures before what it does not know.
+/// How far one open file was told.
 #[derive(Debug)]
-pub(crate) struct Told(Mutex<u64>);
+pub(crate) struct Told {
+    /// How many failures there were when it was opened.
+    opened: u64,
+    /// How many there were before what it does not know.
+    known: Mutex<u64>,
+}
 
 impl Failures {
     pub(super) fn record(&self, error: Error) {
@@ -39,13 +44,14 @@ impl Failures {
     /// What a file that is opened now counts as told.
     pub(super) fn begin(&self) -> Told {
         let state = self.state.lock();
-        Told(Mutex::new(if state.is_known { state.count } else { state.count.saturating_sub(1) }))
+        let known = if state.is_known { state.count } else { state.count.saturating_sub(1) };
+        Told { opened: state.count, known: Mutex::new(known) }
     }
 
     /// The last failure, if an open file was not told of it: once.
     pub(super) fn tell(&self, told: &Told) -> Result<()> {
         let mut state = self.state.lock();
-        let before = std::mem::replace(&mut *told.0.lock(), state.count);
+        let before = std::mem::replace(&mut *told.known.lock(), state.count);
         if before == state.count {
             return Ok(());
         }
@@ -56,8 +62,14 @@ impl Failures {
     /// The last failure, while an open file was not told of it.
     pub(super) fn untold(&self, told: &Told) -> Result<()> {
         let state = self.state.lock();
-        let error = state.last.as_ref().filter(|_| *told.0.lock() < state.count);
+        let error = state.last.as_ref().filter(|_| *told.known.lock() < state.count);
         error.map_or(Ok(()), |error| Err(error.duplicate()))
+    }
+
+    /// The same if it came after that file was opened, and lost what was written through it.
+    fn lost(&self, told: &Told) -> Result<()> {
+        let is_newer = told.opened < self.state.lock().count;
+        if is_newer { self.untold(told) } else { Ok(()) }
     }
 
     /// The last failure, while nobody was told of it.
@@ -99,6 +111,12 @@ impl OpenInode {
     /// The same for a handle that is on its way out, where nobody listens: it stays untold.
     pub(crate) fn untold_failure(&self, told: &Told) -> Result<()> {
         self.failures.untold(told)
+    }
+
+    /// The last failure since a handle was opened, while it was not told of it. Nothing of that handle is in the file then, nor is to
+    /// come: its next bytes would lie over others than it knows of, and what is missing before them be zeros.
+    pub(crate) fn check_kept(&self, told: &Told) -> Result<()> {
+        self.failures.lost(told)
     }
 
     fn lost(&self, tells: bool) -> Option<Error> {

@@ -5,19 +5,20 @@ use std::sync::atomic::Ordering;
 
 use forebay_core::{Error, ErrorKind, Result};
 
-use super::{OpenInode, Writer};
+use super::{OpenInode, Told, Writer};
 use crate::content::Content;
 use crate::file::LARGEST_BYTES;
 
 impl OpenInode {
     /// Puts `range` of `source`, which may be this very file, over what is at `to`. Returns the bytes shared: fewer at
-    /// the end of `source`.
+    /// the end of `source`. The handle was `told` as with [`Self::write`].
     ///
     /// # Errors
     /// `Conflict` when the bytes of `source` are about to be replaced: they have to be copied.
-    pub(crate) async fn share(&self, source: &Self, range: Range<u64>, to: u64) -> Result<u64> {
+    pub(crate) async fn share(&self, told: &Told, source: &Self, range: Range<u64>, to: u64) -> Result<u64> {
         if self.ino == source.ino {
             let mut turn = self.writer.lock().await;
+            self.check_kept(told)?;
             self.commit_all(&mut turn).await?;
             return self.share_committed(source, range, to).await;
         }
@@ -30,6 +31,7 @@ impl OpenInode {
             own = self.writer.lock().await;
             of_source = source.writer.lock().await;
         }
+        self.check_kept(told)?;
         source.commit_all(&mut of_source).await?;
         self.finish_stream(&mut own).await?;
         if self.look(Content::dirty) > 0 {

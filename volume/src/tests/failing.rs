@@ -1,14 +1,17 @@
 //! Who is told of bytes that did not reach the store, and what becomes of them.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use forebay_core::units::MIB;
 use forebay_core::{ErrorKind, FileLayout, ObjectKey, Timestamp};
 use forebay_io::object::{Bucket, Condition, Faults};
 
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
-use crate::Position;
+use crate::{Access, File, Position, Volume};
 
-/// A process, by its descriptors.
+/// Processes, by their descriptors.
+const WRITER: u64 = 1;
 const OTHER: u64 = 2;
 
 /// A volume over a store that can be taken away.
@@ -63,6 +66,80 @@ fn a_loss_that_nobody_knows_of_is_told_to_the_next_handle() {
         for file in [next, reader] {
             file.release().await.expect("release");
         }
+    });
+}
+
+/// A file as it was committed, and one who wrote it anew and whose bytes were lost, which somebody else has found out.
+async fn lost(volume: &Arc<Volume>, faults: &Faults) -> (Bytes, Arc<File>) {
+    let before = pattern(0, 0..MIB);
+    let file = create(volume, "f").await;
+    file.write(0, before.clone()).await.expect("write");
+    file.fsync().await.expect("fsync");
+    file.release().await.expect("release");
+    let writer = open(volume, "f", Access { truncate: true, ..READ_WRITE }).await;
+    writer.note_writer(Some(WRITER));
+    writer.write(0, pattern(1, 0..4 * MIB)).await.expect("an upload begins");
+    faults.set_down(true);
+    volume.sync().await.expect_err("the store is away");
+    faults.set_down(false);
+    (before, writer)
+}
+
+async fn check_content(volume: &Arc<Volume>, expected: &[u8]) {
+    let reader = open(volume, "f", READ).await;
+    assert!(reader.read(0, 8 << 20).await.expect("read") == expected, "other bytes");
+    reader.release().await.expect("release");
+}
+
+/// Who wrote on was told by its close, and the file was left as it wrote it from there, over zeros.
+///
+/// Promise S36: Until then nothing more is taken through that descriptor.
+#[test]
+fn nothing_is_written_after_bytes_that_were_lost() {
+    run(async {
+        let (fixture, faults) = failing();
+        let volume = fixture.open().await;
+        let (before, writer) = lost(&volume, &faults).await;
+        for _ in 0..2 {
+            writer
+                .write(4 * MIB, pattern(1, 4 * MIB..5 * MIB))
+                .await
+                .expect_err("it would follow on nothing");
+        }
+        writer.allocate(0, 4 * MIB, MIB).await.expect_err("nor is there room to make");
+        let other = create(&volume, "other").await;
+        writer.share(&other, 0..MIB, 4 * MIB).await.expect_err("nor to be shared");
+        writer.close(WRITER).await.expect_err("it is told");
+        writer.write(0, before.slice(..100)).await.expect("who knows of it writes again");
+        writer.close(WRITER).await.expect("once");
+        for file in [writer, other] {
+            file.release().await.expect("release");
+        }
+        check_content(&volume, &before).await;
+    });
+}
+
+/// The end of a handle whose bytes were lost published what another one had half-written by then.
+#[test]
+fn what_follows_a_loss_is_for_those_who_came_later() {
+    run(async {
+        let (fixture, faults) = failing();
+        let volume = fixture.open().await;
+        let (before, writer) = lost(&volume, &faults).await;
+        let next = open(&volume, "f", READ_WRITE).await;
+        next.note_writer(Some(OTHER));
+        next.write(0, Bytes::from_static(b"half")).await.expect("it has lost nothing");
+        next.fsync().await.expect_err("and is told, as it came before anybody was");
+        writer.write(4 * MIB, pattern(1, 4 * MIB..5 * MIB)).await.expect_err("it would follow on nothing");
+        writer.close(WRITER).await.expect_err("it is told");
+        writer.release().await.expect("release");
+        let (layout, _) = volume.tree().layout(next.ino()).await.expect("a layout");
+        let committed = volume.store().fetch.bytes(layout.pieces(0..8 * MIB)).await.expect("read");
+        assert!(committed == before, "half of it is published");
+        next.write(4, Bytes::from_static(b" and whole")).await.expect("write");
+        next.close(OTHER).await.expect("close");
+        next.release().await.expect("release");
+        check_content(&volume, &[b"half and whole", &before[14..]].concat()).await;
     });
 }
 

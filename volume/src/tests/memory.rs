@@ -31,15 +31,21 @@ fn a_writer_without_room_comes_back_to_files_that_were_filled_meanwhile() {
         let open = volume.open_inodes();
         let permit = volume.charge_write(6 * MIB).await.expect("room");
         let full = volume.charge_write(6 * MIB).await.expect("room");
-        open[1].write(Position::At(0), pattern(1, 0..6 * MIB), full).await.expect("write");
+        open[1]
+            .write(&open[1].begin_telling(), Position::At(0), pattern(1, 0..6 * MIB), full)
+            .await
+            .expect("write");
         let gate = faults.gate(1);
         let (own, waiting) = (volume.clone(), open[2].clone());
         let writer = tokio::spawn(async move {
             let permit = own.charge_write(12 * MIB).await.expect("room");
-            waiting.write(Position::At(0), pattern(2, 0..12 * MIB), permit).await
+            waiting.write(&waiting.begin_telling(), Position::At(0), pattern(2, 0..12 * MIB), permit).await
         });
         gate.reached().await;
-        open[0].write(Position::At(0), pattern(0, 0..6 * MIB), permit).await.expect("write");
+        open[0]
+            .write(&open[0].begin_telling(), Position::At(0), pattern(0, 0..6 * MIB), permit)
+            .await
+            .expect("write");
         gate.open();
         assert_eq!(writer.await.expect("it ends").expect("write"), 12 << 20);
         for file in files {
