@@ -346,6 +346,12 @@ impl OpenInode {
         .await
     }
 
+    /// Whether anything of it is not committed, be it that a commit is under way: what was written is noted before it is answered,
+    /// and that note stays until the tree has the layout.
+    pub(crate) fn is_pending(&self) -> bool {
+        self.look(|content| content.modified().is_some() || !content.readable())
+    }
+
     /// Completes a running upload, so that the committed layout is the whole file but for inline bytes.
     pub(crate) async fn settle(&self) -> Result<()> {
         let mut writer = self.writer.lock().await;

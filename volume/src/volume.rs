@@ -344,12 +344,11 @@ impl Volume {
         self.open.lock().all().cloned().collect()
     }
 
-    /// Commits what was written to a file so far, if it is open here.
+    /// Commits what was written to a file so far, if it is open here, once it is not being sealed.
     pub(crate) async fn commit(&self, ino: InodeId) -> Result<()> {
-        match self.find_open(ino) {
-            Some(inode) => inode.commit_now().await,
-            None => Ok(()),
-        }
+        let Some(inode) = self.find_open(ino) else { return Ok(()) };
+        drop(inode.turn().await);
+        inode.commit_now().await
     }
 
     /// Returns when every name and attribute answered so far is in the bucket; `Unavailable` past the deadline.

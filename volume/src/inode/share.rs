@@ -57,8 +57,11 @@ impl OpenInode {
         self.commit_if(|| true).await
     }
 
-    /// The same if it `may`, as is found out when nothing is being written.
+    /// The same if it `may`, as is found out when nothing is being written. Does not wait for a seal, during which nothing is.
     pub(crate) async fn commit_if(&self, may: impl FnOnce() -> bool) -> Result<()> {
+        if !self.is_pending() {
+            return Ok(());
+        }
         let mut turn = self.writer.lock().await;
         if may() { self.commit_all(&mut turn).await } else { Ok(()) }
     }

@@ -1,11 +1,12 @@
 //! Files that are written while objects move: theirs, or those in their way.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::units::MIB;
 use forebay_core::{FileKind, InodeId};
-use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
+use forebay_io::object::{Bucket, BucketUrl, Faults, Gate, StoreSettings};
 use forebay_metadata::tree::{Existing, NewInode, RenameMode};
 
 use super::support::{Fixture, READ_WRITE, create, object, open, pattern, run};
@@ -94,6 +95,66 @@ fn a_large_file_is_written_where_a_directory_was() {
         drain(&volume).await;
         assert!(object(&fixture.bucket, "a").await == large(2));
         volume.close().await.expect("close");
+    });
+}
+
+/// A file in pieces, of which the store is making one object, and does not get on with it.
+async fn sealing(volume: &Arc<Volume>, faults: &Faults) -> Gate {
+    let file = create(volume, "f").await;
+    for at in [0, MIB] {
+        file.write(at, pattern(0, at..at + MIB)).await.expect("write");
+        file.fsync().await.expect("fsync");
+    }
+    let gate = faults.gate(1);
+    file.release().await.expect("release");
+    gate.reached().await;
+    gate
+}
+
+/// Names were changed, and everything was committed, once the copies of large files were made: minutes, for which the kernel
+/// keeps others from the directory.
+#[test]
+fn names_change_while_a_file_is_being_sealed() {
+    run(async {
+        for change in ["moved", "removed", "replaced"] {
+            let faults = Faults::new();
+            let fixture = Fixture::new(Bucket::in_memory().with_faults(&faults));
+            let volume = fixture.open().await;
+            if change == "replaced" {
+                create(&volume, "g").await.release().await.expect("release");
+            }
+            let gate = sealing(&volume, &faults).await;
+            let at_once = async {
+                match change {
+                    "moved" => rename(&volume, "f", "g").await,
+                    "removed" => volume.unlink(ROOT, b"f").await.expect("unlinked"),
+                    _ => rename(&volume, "g", "f").await,
+                }
+                volume.sync().await.expect("all is committed");
+            };
+            tokio::time::timeout(Duration::from_secs(10), at_once).await.expect("it waits for no copy");
+            let next = if change == "replaced" { "" } else { "next" };
+            if change != "replaced" {
+                let file = create(&volume, "f").await;
+                file.write(0, Bytes::from_static(next.as_bytes())).await.expect("write");
+                file.flush().await.expect("nobody else wrote");
+                file.release().await.expect("release");
+            }
+            gate.open();
+            if change == "moved" {
+                let moved = open(&volume, "g", READ_WRITE).await;
+                assert!(moved.read(0, 3 << 20).await.expect("read") == pattern(0, 0..2 * MIB));
+                moved.release().await.expect("release");
+            }
+            volume.close().await.expect("close");
+            let volume = fixture.open().await;
+            drain(&volume).await;
+            assert_eq!(object(&fixture.bucket, "f").await, next, "{change}");
+            if change == "moved" {
+                assert!(object(&fixture.bucket, "g").await == pattern(0, 0..2 * MIB));
+            }
+            volume.close().await.expect("close");
+        }
     });
 }
 

@@ -39,7 +39,8 @@ impl Volume {
         let Lookup::Found(moved) = self.store.tree.lookup(parent, name).await? else { return Ok(()) };
         if moved.kind != FileKind::Directory {
             let Some(inode) = self.find_open(moved.ino) else { return Ok(()) };
-            return inode.settle().await;
+            // What is committed has no upload to complete, and may be sealed for minutes, of which the tree keeps track.
+            return if inode.is_pending() { inode.settle().await } else { Ok(()) };
         }
         for inode in self.open_inodes() {
             if !inode.look(Content::readable) && self.is_below(inode.ino(), moved.ino).await? {
