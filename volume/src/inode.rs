@@ -289,7 +289,6 @@ impl OpenInode {
     ) -> Result<u32> {
         let mut writer = self.writer.lock().await;
         self.check_kept(told)?;
-        self.is_touched.store(false, SeqCst);
         let length = data.len();
         let size = self.look(Content::size);
         let offset = writer.offset(position, length as u64, size);
@@ -306,11 +305,13 @@ impl OpenInode {
                 if let Err(error) = stream.upload.write_charged(data, permit).await {
                     return Err(self.lose_stream(&mut writer, error).await);
                 }
+                self.is_touched.store(false, SeqCst);
                 self.content.write().extend_stream(length as u64, self.store.now());
                 return Ok(length as u32);
             }
             self.finish_stream(&mut writer).await?;
         }
+        self.is_touched.store(false, SeqCst);
         self.content.write().write(offset, data, self.store.now());
         writer.permits.push(permit);
         if self.look(Content::dirty) >= self.store.write.buffer_bytes
@@ -340,8 +341,9 @@ impl OpenInode {
         self.let_in(size).await?;
         let mut writer = self.writer.lock().await;
         self.edit_now(&mut writer, |content| {
+            // Else it is with what is half-written.
+            self.is_touched.fetch_or(content.modified().is_none(), SeqCst);
             content.truncate(size, self.store.now());
-            self.is_touched.store(true, SeqCst);
         })
         .await
     }

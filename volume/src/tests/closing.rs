@@ -155,6 +155,46 @@ fn a_handle_that_wrote_nothing_commits_what_was_truncated_before() {
     });
 }
 
+/// A truncation in the midst of a write had the next close of another handle commit what was half-written.
+#[test]
+fn a_truncation_of_what_is_half_written_is_committed_with_it() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let log = closed(&volume).await;
+        let file = open(&volume, "f", READ_WRITE).await;
+        write(&file, 3, " and half").await;
+        volume.set_attributes(file.ino(), SetAttributes::default(), Some(7)).await.expect("truncated");
+        log.close(CHILD).await.expect("close");
+        assert_eq!(committed(&volume, &file).await, 3);
+        file.close(WRITER).await.expect("close");
+        assert_eq!(committed(&volume, &file).await, 7);
+        for handle in [file, log] {
+            handle.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+    });
+}
+
+/// A write that was refused had the truncation before it wait for the end of whoever had tried.
+#[test]
+fn a_truncation_before_a_write_that_is_refused_is_committed() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let log = closed(&volume).await;
+        let file = open(&volume, "f", READ_WRITE).await;
+        volume.set_attributes(file.ino(), SetAttributes::default(), Some(1)).await.expect("truncated");
+        file.write(u64::MAX / 2, Bytes::from_static(b"far")).await.expect_err("no file is so large");
+        log.close(CHILD).await.expect("close");
+        assert_eq!(committed(&volume, &file).await, 1);
+        for handle in [file, log] {
+            handle.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+    });
+}
+
 /// A file that is open elsewhere for long kept what could not be brought to the store at a close in memory until then.
 #[test]
 fn a_handle_whose_close_failed_commits_at_its_end() {
