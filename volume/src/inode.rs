@@ -336,16 +336,29 @@ impl OpenInode {
         self.store.tree.reserve(self.ino, end).await
     }
 
-    /// Sets the size; what lay past it is gone, what is new reads as zeros.
+    /// Sets the size; what lay past it is gone, what is new reads as zeros. Committed at once where nobody has the file open for
+    /// writing: a writer that is seen commits it, for it is counted off before it flushes for the last time. What cannot be
+    /// committed is not done either, unless there was more to commit before.
     pub(crate) async fn truncate(&self, size: u64) -> Result<()> {
         self.let_in(size).await?;
         let mut writer = self.writer.lock().await;
+        let mut is_alone = false;
         self.edit_now(&mut writer, |content| {
-            // Else it is with what is half-written.
-            self.is_touched.fetch_or(content.modified().is_none(), SeqCst);
+            is_alone = content.modified().is_none();
             content.truncate(size, self.store.now());
         })
-        .await
+        .await?;
+        // Else it is with what is half-written.
+        self.is_touched.fetch_or(is_alone, SeqCst);
+        if self.has_writers() {
+            return Ok(());
+        }
+        let committed = self.commit_all(&mut writer).await;
+        if committed.is_err() && is_alone {
+            self.is_touched.store(false, SeqCst);
+            self.fall_back().await;
+        }
+        committed
     }
 
     /// Whether anything of it is not committed, be it that a commit is under way: what was written is noted before it is answered,

@@ -277,11 +277,8 @@ impl Volume {
     async fn truncate(self: &Arc<Self>, ino: InodeId, size: u64) -> Result<()> {
         let inode = self.acquire(ino).await?;
         let truncated = inode.truncate(size).await;
-        // A writer that is seen here commits it: it is counted off before it flushes for the last time. What failed
-        // earlier is for those who wrote.
-        let flushed = if inode.has_writers() { Ok(()) } else { inode.commit_now().await };
         let released = self.release(&inode, true).await;
-        truncated.and(flushed).and(released)
+        truncated.and(released)
     }
 
     /// Opens a file.

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use forebay_core::units::MIB;
 use forebay_core::{ErrorKind, FileLayout, ObjectKey, Timestamp};
 use forebay_io::object::{Bucket, Condition, Faults};
+use forebay_metadata::tree::SetAttributes;
 
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
 use crate::{Access, File, Position, Volume};
@@ -188,6 +189,33 @@ fn what_was_given_up_is_not_committed_over_newer_bytes() {
         assert_eq!(again.read(0, 10).await.expect("read"), "new");
         assert_eq!(object(&fixture.bucket, "f").await, "new");
         again.release().await.expect("release");
+    });
+}
+
+/// What truncate(2) fails with is not done: it was shown to who had the file open, and came with the next commit.
+#[test]
+fn a_truncation_that_fails_leaves_the_file_as_it_was() {
+    run(async {
+        let (fixture, faults) = failing();
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"before")).await.expect("write");
+        file.release().await.expect("release");
+        let reader = open(&volume, "f", READ).await;
+        faults.set_down(true);
+        let truncated = volume.set_attributes(reader.ino(), SetAttributes::default(), Some(0)).await;
+        assert_eq!(truncated.expect_err("the store is away").kind(), ErrorKind::Unavailable);
+        faults.set_down(false);
+        for _ in 0..2 {
+            assert_eq!(reader.read(0, 10).await.expect("read"), "before");
+            assert_eq!(volume.attributes(reader.ino()).await.expect("a file").size, 6);
+            volume.sync().await.expect("sync");
+            open(&volume, "f", READ_WRITE).await.release().await.expect("release");
+        }
+        assert_eq!(object(&fixture.bucket, "f").await, "before");
+        volume.set_attributes(reader.ino(), SetAttributes::default(), Some(3)).await.expect("truncated");
+        assert_eq!(reader.read(0, 10).await.expect("read"), "bef");
+        reader.release().await.expect("release");
     });
 }
 
