@@ -42,6 +42,11 @@ pub(super) fn file_bytes(size: u64) -> u64 {
     size + 4 * size.div_ceil(PIECE) + FOOTER
 }
 
+/// What that takes of the disk, as most count it: by blocks. It also bounds what is kept in memory of each.
+pub(super) fn room(size: u64) -> u64 {
+    file_bytes(size).next_multiple_of(4 * KIB)
+}
+
 /// Bytes of the blob whose file takes so many; of one that was cut short, about what is there.
 pub(super) fn data_bytes(length: u64) -> u64 {
     let rest = length.saturating_sub(FOOTER);

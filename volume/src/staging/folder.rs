@@ -47,7 +47,7 @@ pub(crate) struct Staging {
     folder: PathBuf,
     /// Named in layouts, so that others know where the bytes are.
     host: String,
-    /// Most bytes of files.
+    /// Most room that files take.
     ceiling: u64,
     clock: Clock,
     blobs: Mutex<Blobs>,
@@ -63,7 +63,7 @@ struct Blobs {
     entries: BTreeMap<String, Entry>,
     /// The names of the files with bytes of an inode.
     inodes: BTreeMap<InodeId, BTreeSet<String>>,
-    /// Bytes of their files, and of those being written.
+    /// Room that their files take, and those being written.
     bytes: u64,
     /// The number of the next blob.
     next: u64,
@@ -168,7 +168,7 @@ impl Staging {
 
     /// Stages `data`, written to `ino`, under `key`. `None` where there is no room: it then goes to the store.
     pub(crate) async fn put(&self, ino: InodeId, key: ObjectKey, data: Bytes) -> Option<Blob> {
-        let (name, bytes) = (name_of(&key)?, file::file_bytes(data.len() as u64));
+        let (name, bytes) = (name_of(&key)?, file::room(data.len() as u64));
         if !self.take_room(bytes) {
             return None;
         }
@@ -197,7 +197,7 @@ impl Staging {
     /// Whether `bytes` more can be staged.
     pub(crate) fn has_room(&self, bytes: u64) -> bool {
         let blobs = self.blobs.lock();
-        !blobs.rests(self.clock.now()) && blobs.bytes.saturating_add(file::file_bytes(bytes)) <= self.ceiling
+        !blobs.rests(self.clock.now()) && blobs.bytes.saturating_add(file::room(bytes)) <= self.ceiling
     }
 
     fn take_room(&self, bytes: u64) -> bool {
@@ -535,7 +535,7 @@ impl Blobs {
 
     fn remove(&mut self, name: &str) {
         let Some(Entry { tail, .. }) = self.entries.remove(name) else { return };
-        self.bytes -= file::file_bytes(tail.size);
+        self.bytes -= file::room(tail.size);
         if let Some(names) = self.inodes.get_mut(&tail.ino) {
             names.remove(name);
             if names.is_empty() {
@@ -583,7 +583,7 @@ fn find(folder: &Path, now: i64) -> Result<Blobs> {
         };
         let written = fs::metadata(&path).and_then(|found| found.modified()).ok();
         let since = written.and_then(|written| written.duration_since(std::time::UNIX_EPOCH).ok());
-        blobs.bytes += file::file_bytes(tail.size);
+        blobs.bytes += file::room(tail.size);
         blobs.add(name, tail, since.map_or(now, |since| since.as_secs() as i64), state);
     }
     Ok(blobs)

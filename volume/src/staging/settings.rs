@@ -10,7 +10,8 @@ pub struct WritebackSettings {
     /// Stage what is written below the state directory and upload it later. Default false: what is closed is in the
     /// bucket. A read-only mount writes nothing and stages nothing.
     pub enabled: bool,
-    /// Most bytes that are staged; past them, writes go to the store as without. Default 10 GiB.
+    /// Most bytes that are staged, where each file counts as whole blocks of 4 KiB; past them, writes go to the store as
+    /// without. Default 10 GiB.
     pub bytes: u64,
     /// Milliseconds between the close of a file and its upload. Default 1,000: files that live shorter, as programs make
     /// them on their way, are never uploaded.

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};
-use forebay_core::{ErrorKind, InodeId};
+use forebay_core::{ErrorKind, InodeId, ObjectKey};
 use forebay_io::clock::Clock;
 use forebay_io::mem::{Budget, Class};
 use forebay_io::object::{Bucket, Counters, FaultMode, Faults, OperationKind};
@@ -216,6 +216,31 @@ fn past_the_ceiling_writes_go_through() {
         assert!(object(&fixture.bucket, "direct").await == pattern(3, 0..KIB), "at its close");
         write(&volume, "long", pattern(4, 0..5 * MIB)).await;
         assert!(object(&fixture.bucket, "long").await == pattern(4, 0..5 * MIB), "at its close");
+        volume.close().await.expect("close");
+    });
+}
+
+/// Tiny files were counted by their bytes, and filled a disk, and memory, of which they take blocks and entries.
+#[test]
+fn tiny_files_count_as_what_they_take_of_the_disk() {
+    run(async {
+        let fixture = fixture(WritebackSettings { bytes: 16 * KIB, ..LATER });
+        let mut volume = fixture.open().await;
+        let is_through = async |name: &str| {
+            fixture.bucket.head(&ObjectKey::new(name)).await.expect("the store is there").is_some()
+        };
+        for (name, fits) in [("a", true), ("b", true), ("c", true), ("d", true), ("e", false)] {
+            write(&volume, name, pattern(1, 0..1)).await;
+            assert_eq!(is_through(name).await, !fits, "{name}");
+        }
+        // So they count when they are found.
+        volume.close().await.expect("close");
+        volume = fixture.open().await;
+        write(&volume, "f", pattern(1, 0..1)).await;
+        assert!(is_through("f").await);
+        drain(&volume).await;
+        write(&volume, "g", pattern(1, 0..1)).await;
+        assert!(!is_through("g").await, "and as nothing once they are gone");
         volume.close().await.expect("close");
     });
 }
