@@ -12,6 +12,10 @@
 use std::env;
 use std::path::{Path, PathBuf};
 
+use forebay_core::{Error, Result};
+use forebay_io::object::BucketUrl;
+use forebay_volume::VolumeSettings;
+
 const SYSTEM_CONFIG: &str = "/etc/forebay/forebay.toml";
 
 /// The configuration file to read when none is named: the user's own, else the machine's.
@@ -43,6 +47,33 @@ pub(crate) fn mount_log(state: &Path, mount_point: &Path) -> PathBuf {
 /// The control socket of the mount that process `pid` serves.
 pub(crate) fn mount_socket(state: &Path, pid: u32) -> PathBuf {
     state.join("mounts").join(format!("{pid}.sock"))
+}
+
+/// Refuses to keep the cache or the state of a volume in its own bucket: their files would be files of the volume.
+pub(crate) fn keep_out_of_bucket(volume: &VolumeSettings, bucket: &BucketUrl) -> Result<()> {
+    bucket.directory().map_or(Ok(()), |bucket| keep_out_of(volume, &bucket, "the bucket's directory"))
+}
+
+/// The same of any directory, which messages call `what`.
+pub(crate) fn keep_out_of(volume: &VolumeSettings, directory: &Path, what: &str) -> Result<()> {
+    let directory = resolved(directory);
+    let kept = [("cache", volume.cache.directory.as_ref()), ("state", Some(&volume.state_directory))];
+    for (name, kept) in kept {
+        let kept = kept.map(|kept| resolved(kept)).unwrap_or_default();
+        if kept.starts_with(&directory) {
+            let (kept, directory) = (kept.display(), directory.display());
+            let message = format!("the {name} directory {kept} lies in {what} {directory}");
+            return Err(Error::invalid(message).with_hint("choose a directory outside of it"));
+        }
+    }
+    Ok(())
+}
+
+/// A path without symlinks, as far as there is something of it.
+fn resolved(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let real = |above: &Path| Some(above.canonicalize().ok()?.join(path.strip_prefix(above).ok()?));
+    path.ancestors().find_map(real).unwrap_or_else(|| path.clone())
 }
 
 fn place(name: &str, system: &str, own: &str) -> PathBuf {

@@ -10,6 +10,7 @@ use forebay_volume::control::{self, Reply, Request as Asked};
 use forebay_volume::upkeep::{Report, Request, upkeep};
 
 use crate::mounts::{self, Mount, State};
+use crate::places;
 use crate::settings::Settings;
 
 /// Where a volume is open on this host.
@@ -34,6 +35,7 @@ pub(crate) async fn find(source: &str, state: Option<&Path>, settings: &Settings
     // This process reads no file: nothing is cached, and nothing is looked for behind its back.
     volume.cache.directory = None;
     volume.gc.interval_ms = 0;
+    places::keep_out_of_bucket(&volume, &url)?;
     Ok(Place::Nowhere(Box::new(volume)))
 }
 

@@ -89,6 +89,36 @@ fn commands_that_find_nothing_say_so() {
     }
 }
 
+/// Their files would be files of the volume.
+#[test]
+fn directories_of_a_mount_that_lie_in_the_bucket_are_refused() {
+    let scratch = Scratch::new();
+    let (bucket, mnt) = (scratch.folder("bucket"), scratch.folder("mnt"));
+    let (source, mnt) = (url(&bucket), mnt.display().to_string());
+    std::os::unix::fs::symlink(&bucket, scratch.join("link")).expect("a link");
+    let places = [bucket.clone(), bucket.join("not/there/yet"), scratch.join("link/cache")];
+    for place in places.map(|place| place.display().to_string()) {
+        for line in [
+            &["mount", &source, &mnt, "--cache-dir", &place][..],
+            &["mount", &source, &mnt, "--state-dir", &place],
+            &["mount", &source, &mnt, "-o", &format!("state_dir={place}")],
+            &["warmup", &source, "--cache-dir", &place],
+            &["warmup", &source, "--cache-dir", &mnt, "--state-dir", &place],
+            &["fsck", &source, "--state-dir", &place],
+            &["gc", &source, "--state-dir", &place],
+        ] {
+            forebay(&scratch, line).failed_with("lies in the bucket's directory", "outside of it");
+        }
+    }
+    // A mount that is served from within itself would wait for itself.
+    let within = format!("{mnt}/cache");
+    for option in ["--cache-dir", "--state-dir"] {
+        forebay(&scratch, &["mount", &source, &mnt, option, &within])
+            .failed_with("lies in the mount point", "outside of it");
+    }
+    assert_eq!(std::fs::read_dir(&bucket).expect("a folder").count(), 0, "a refused mount makes nothing");
+}
+
 #[test]
 fn mount_points_that_are_none() {
     if !require_fuse("mount_points_that_are_none") {

@@ -10,7 +10,6 @@ pub(super) use show::Bar;
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
-use std::str::FromStr;
 use std::sync::Arc;
 
 use clap::Args;
@@ -24,7 +23,7 @@ use forebay_volume::{Volume, VolumeSettings};
 
 use crate::arguments::Global;
 use crate::settings::Settings;
-use crate::{mounts, report, run};
+use crate::{mounts, places, report, run};
 
 /// The arguments of `forebay warmup`.
 #[derive(Debug, Args)]
@@ -194,7 +193,7 @@ async fn open(global: &Global, arguments: &WarmupArguments, settings: &Settings)
 }
 
 fn volume_settings(arguments: &WarmupArguments, settings: &Settings) -> Result<VolumeSettings> {
-    BucketUrl::from_str(&arguments.place)?;
+    let bucket: BucketUrl = arguments.place.parse()?;
     let mut volume = settings.volume.clone();
     volume.read_only = true;
     volume.state_directory = mounts::state_directory(arguments.state_dir.as_deref(), settings);
@@ -208,6 +207,7 @@ fn volume_settings(arguments: &WarmupArguments, settings: &Settings) -> Result<V
         return Err(Error::invalid("a bucket is warmed into a cache directory, and none is named")
             .with_hint("give --cache-dir, and the same to `forebay mount`; or name a path in a mount"));
     }
+    places::keep_out_of_bucket(&volume, &bucket)?;
     Ok(volume)
 }
 

@@ -91,7 +91,7 @@ impl Plan {
     /// # Errors
     /// Each with a hint: an unknown option, a value that does not parse, a mount point that cannot be used.
     pub(super) fn new(arguments: &MountArguments, settings: &Settings) -> Result<Self> {
-        BucketUrl::from_str(&arguments.source)?;
+        let bucket: BucketUrl = arguments.source.parse()?;
         let mut volume = settings.volume.clone();
         if volume.state_directory.as_os_str().is_empty() {
             volume.state_directory = places::state();
@@ -106,7 +106,7 @@ impl Plan {
         };
         mount.ttl = defaults.ttl_seconds.map(ttl).transpose()?;
         let target = MountPoint::parse(&arguments.directory)?;
-        apart(&arguments.source.parse()?, &arguments.directory)?;
+        apart(&bucket, &arguments.directory)?;
         let source = arguments.source.clone();
         let log = settings.log.clone();
         let mut plan = Self { source, target, mount, volume, log, fake: false, asks_writeback: false };
@@ -131,6 +131,10 @@ impl Plan {
                 "a mount that refuses changes has nothing to stage: `writeback` is for others",
             )
             .with_hint("leave out either `writeback`, or `ro` (`read_only`, `dataset`)"));
+        }
+        places::keep_out_of_bucket(&plan.volume, &bucket)?;
+        if let MountPoint::Directory(directory) = &plan.target {
+            places::keep_out_of(&plan.volume, directory, "the mount point")?;
         }
         Ok(plan)
     }
