@@ -50,7 +50,7 @@ impl Settings {
         }
     }
 
-    fn parse(text: &str, path: &Path) -> Result<Self> {
+    pub(crate) fn parse(text: &str, path: &Path) -> Result<Self> {
         toml::from_str(text).map_err(|error| {
             Error::invalid(format!("configuration {}: {}", path.display(), error.message()))
                 .with_hint("docs/configuration.md lists every setting")

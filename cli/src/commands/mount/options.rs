@@ -64,8 +64,6 @@ pub(super) struct Plan {
     pub(super) log: Option<String>,
     /// Check everything and mount nothing.
     pub(super) fake: bool,
-    /// The command line itself, not the configuration of all mounts, has what is written staged.
-    asks_writeback: bool,
 }
 
 /// Refuses a mount point that the bucket's own directory is, lies in, or holds: the mount would wait for itself, or show itself
@@ -109,14 +107,15 @@ impl Plan {
         apart(&bucket, &arguments.directory)?;
         let source = arguments.source.clone();
         let log = settings.log.clone();
-        let mut plan = Self { source, target, mount, volume, log, fake: false, asks_writeback: false };
-        for list in &arguments.options {
-            for option in list.split(',').filter(|option| !option.is_empty()) {
-                plan.apply_option(option)?;
-            }
-        }
-        for (name, value) in long_options(arguments) {
-            plan.apply(name, value)?;
+        let mut plan = Self { source, target, mount, volume, log, fake: false };
+        let short = arguments.options.iter().flat_map(|list| list.split(','));
+        let short = short.filter(|option| !option.is_empty()).map(|option| match option.split_once('=') {
+            Some((name, value)) => (name, Some(value)),
+            None => (option, None),
+        });
+        let given: Vec<_> = short.chain(long_options(arguments)).collect();
+        for (name, value) in &given {
+            plan.apply(name, *value)?;
         }
         if let Some(threads) = plan.mount.threads.filter(|threads| !(1..=MOST_THREADS).contains(threads)) {
             return Err(Error::invalid(format!(
@@ -126,12 +125,8 @@ impl Plan {
         }
         plan.mount.read_only = plan.volume.read_only;
         plan.mount.dataset = plan.volume.dataset;
-        if plan.asks_writeback && (plan.mount.read_only || plan.mount.dataset) {
-            return Err(Error::invalid(
-                "a mount that refuses changes has nothing to stage: `writeback` is for others",
-            )
-            .with_hint("leave out either `writeback`, or `ro` (`read_only`, `dataset`)"));
-        }
+        let is_given = |name: &str| given.iter().any(|(given, _)| *given == name);
+        plan.check_together(is_given, arguments.read_only)?;
         places::keep_out_of_bucket(&plan.volume, &bucket)?;
         if let MountPoint::Directory(directory) = &plan.target {
             places::keep_out_of(&plan.volume, directory, "the mount point")?;
@@ -139,11 +134,41 @@ impl Plan {
         Ok(plan)
     }
 
-    fn apply_option(&mut self, option: &str) -> Result<()> {
-        match option.split_once('=') {
-            Some((name, value)) => self.apply(name, Some(value)),
-            None => self.apply(option, None),
+    /// Refuses options that would do nothing beside the others, or without one that is missing. Settings of the file are for
+    /// other mounts as well.
+    fn check_together(&self, is_given: impl Fn(&str) -> bool, read_only: bool) -> Result<()> {
+        let Self { mount, volume, .. } = self;
+        let refused = |message: &str, hint: &str| Err(Error::invalid(message).with_hint(hint));
+        // mount(8) gives `rw` to each mount whose line has no `ro`.
+        if is_given("rw") && (is_given("ro") || read_only) {
+            return refused("`rw` and `ro` (`--read-only`) are both given", "leave out either");
         }
+        let is_fixed = mount.read_only || mount.dataset;
+        if is_fixed && is_given("writeback") {
+            return refused(
+                "a mount that refuses changes has nothing to stage: `writeback` is for others",
+                "leave out either `writeback`, or `ro` (`read_only`, `dataset`)",
+            );
+        }
+        if is_fixed && is_given("trash") && volume.trash_ms > 0 {
+            return refused(
+                "a mount that refuses changes has nothing to keep: `trash` is for others",
+                "leave out either `trash`, or `ro` (`read_only`, `dataset`)",
+            );
+        }
+        if is_given("cache_size") && volume.cache.directory.is_none() {
+            return refused(
+                "`cache_size` without `cache_dir`: nothing is cached on a disk",
+                "name the directory: --cache-dir, or `directory` of [volume.cache] in the settings",
+            );
+        }
+        if is_given("writeback_size") && !volume.writeback.enabled {
+            return refused(
+                "`writeback_size` without `writeback`: nothing is staged",
+                "give --writeback, or set `enabled` of [volume.writeback] in the settings",
+            );
+        }
+        Ok(())
     }
 
     /// One option by its `-o` name.
@@ -168,10 +193,7 @@ impl Plan {
             "state_dir" => self.volume.state_directory = absolute(given()?)?,
             "cache_dir" => self.volume.cache.directory = Some(absolute(given()?)?),
             "cache_size" => self.volume.cache.disk_bytes = Some(parse_bytes(given()?)?),
-            "writeback" => {
-                self.volume.writeback.enabled = true;
-                self.asks_writeback = true;
-            }
+            "writeback" => self.volume.writeback.enabled = true,
             "writeback_size" => self.volume.writeback.bytes = parse_bytes(given()?)?,
             "trash" => self.volume.trash_ms = parse_duration(given()?)?.as_millis() as u64,
             "memory" => self.volume.memory_bytes = parse_bytes(given()?)?,
@@ -190,7 +212,7 @@ impl Plan {
 }
 
 /// The long options that were given, under their `-o` names.
-fn long_options(arguments: &MountArguments) -> impl Iterator<Item = (&'static str, Option<&str>)> {
+fn long_options(arguments: &MountArguments) -> impl Iterator<Item = (&str, Option<&str>)> {
     let switches = [
         ("read_only", arguments.read_only),
         ("dataset", arguments.dataset),

@@ -7,12 +7,16 @@ use super::*;
 use crate::arguments::{Arguments, Command};
 
 fn plan(line: &str) -> Result<Plan> {
+    plan_with(line, &Settings::default())
+}
+
+fn plan_with(line: &str, settings: &Settings) -> Result<Plan> {
     let scratch = tempfile::tempdir().expect("scratch");
     let directory = scratch.path().to_str().expect("UTF-8");
     let words = ["forebay", "mount", "file:///bucket", directory].into_iter().chain(line.split_whitespace());
     let command = Arguments::try_parse_from(words).expect("the command line parses").command;
     let Command::Mount(arguments) = command else { panic!("another command: {command:?}") };
-    Plan::new(&arguments, &Settings::default())
+    Plan::new(&arguments, settings)
 }
 
 fn refused(line: &str, message: &str, hint: &str) {
@@ -70,5 +74,34 @@ fn nonsense_is_refused_with_a_hint() {
     refused("--ttl=-1", "ttl of -1", "0 to");
     for fixed in ["-o ro", "--read-only", "--dataset"] {
         refused(&format!("--writeback {fixed}"), "nothing to stage", "leave out either");
+        refused(&format!("--trash 1d {fixed}"), "nothing to keep", "leave out either");
     }
+}
+
+/// They were taken, and did nothing.
+#[test]
+fn options_that_mean_nothing_without_others_or_beside_them_are_refused() {
+    for cache in ["--cache-size 1GiB", "-o cache_size=1GiB"] {
+        refused(cache, "`cache_size` without `cache_dir`", "--cache-dir");
+    }
+    for staged in ["--writeback-size 1GiB", "-o writeback_size=1GiB"] {
+        refused(staged, "`writeback_size` without `writeback`", "--writeback");
+    }
+    for both in ["-o ro,rw", "-o rw -o ro", "-o rw --read-only"] {
+        refused(both, "`rw` and `ro`", "leave out either");
+    }
+    // mount(8) gives `rw` wherever fstab has no `ro`.
+    for fine in ["-o rw,dataset", "-o rw,read_only", "--trash 0 -o ro", "--cache-size 1GiB -o cache_dir=/c"] {
+        plan(fine).expect(fine);
+    }
+    // The other half may stand in the file, whose own halves are for other mounts.
+    let parse = |text: &str| Settings::parse(text, Path::new("/x.toml")).expect(text);
+    let cache = parse("[volume.cache]\ndirectory = \"/c\"");
+    plan_with("--cache-size 1GiB", &cache).expect("a plan");
+    plan_with("", &parse("[volume.cache]\ndisk_bytes = 1073741824")).expect("a plan");
+    plan_with("--writeback-size 1GiB", &parse("[volume.writeback]\nenabled = true")).expect("a plan");
+    plan_with("-o ro", &parse("[volume]\ntrash_ms = 1000")).expect("a plan");
+    plan_with("-o rw", &parse("[volume]\nread_only = true")).expect("a plan");
+    let fixed = plan_with("--trash 1d", &parse("[volume]\nread_only = true")).expect_err("nothing is deleted");
+    assert!(fixed.message().contains("nothing to keep"), "{fixed}");
 }
