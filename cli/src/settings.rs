@@ -51,11 +51,32 @@ impl Settings {
     }
 
     pub(crate) fn parse(text: &str, path: &Path) -> Result<Self> {
-        toml::from_str(text).map_err(|error| {
-            Error::invalid(format!("configuration {}: {}", path.display(), error.message()))
-                .with_hint("docs/configuration.md lists every setting")
-        })
+        toml::from_str(text).map_err(|error| refused(error, text, path))
     }
+}
+
+/// Says which setting of the file is wrong, and where it stands.
+fn refused(mut error: toml::de::Error, text: &str, path: &Path) -> Error {
+    let mut place = format!("configuration {}", path.display());
+    if let Some(span) = error.span() {
+        let before = text.as_bytes().get(..span.start).unwrap_or(text.as_bytes());
+        place += &format!(", line {}", before.iter().filter(|byte| **byte == b'\n').count() + 1);
+    }
+    let message = error.message().to_owned();
+    // The path of the setting is told where there is no text to show instead, on a line of its own.
+    error.set_input(None);
+    let shown = error.to_string();
+    let setting = shown.lines().last().and_then(|line| line.strip_prefix("in `")?.strip_suffix('`'));
+    let setting = setting.map(|setting| format!("{setting}: ")).unwrap_or_default();
+    let is_text_for_number = message.starts_with("invalid type: string")
+        && matches!(message.rsplit(' ').next(), Some("u16" | "u32" | "u64" | "usize" | "f64"));
+    let hint = match is_text_for_number {
+        true => {
+            "numbers are digits without quotes: sizes are in bytes (5368709120, not \"5GiB\"), modes as in 0o644"
+        }
+        false => "docs/configuration.md lists every setting",
+    };
+    Error::invalid(format!("{place}: {setting}{message}")).with_hint(hint)
 }
 
 #[cfg(test)]
@@ -72,5 +93,39 @@ mod tests {
         );
         let failure = Settings::parse("[mount]\nttl = 1", path).expect_err("unknown");
         assert!(failure.message().contains("ttl"), "{failure}");
+    }
+
+    #[test]
+    fn a_wrong_value_is_told_with_its_setting_and_its_line() {
+        for (text, message, hint) in [
+            (
+                "log = 'info'\n[volume.cache]\ndisk_bytes = '5GiB'\n",
+                "configuration /x.toml, line 3: volume.cache.disk_bytes: invalid type: string \"5GiB\", expected u64",
+                "sizes are in bytes",
+            ),
+            (
+                "[volume]\nimport = { file_mode = '0644' }",
+                "line 2: volume.import.file_mode: invalid type",
+                "0o644",
+            ),
+            (
+                "volume.store.max_in_flight = 'many'",
+                "line 1: volume.store.max_in_flight: invalid type",
+                "digits",
+            ),
+            (
+                "[volume.gc]\n\ninterval_ms = -1",
+                "line 3: volume.gc.interval_ms: invalid value: integer `-1`",
+                "docs/",
+            ),
+            ("[mount]\nallow_other = 'yes'", "line 2: mount.allow_other: invalid type: string", "docs/"),
+            ("[volume.cache]\nsize = 1", "line 2: volume.cache: unknown field `size`", "docs/"),
+            ("\n[volume", "line 2: unclosed table", "docs/"),
+            ("[mount]\nrelatime = true\nrelatime = true", "line 3: ", "docs/"),
+        ] {
+            let failure = Settings::parse(text, Path::new("/x.toml")).expect_err(text);
+            assert!(failure.message().contains(message), "{failure}");
+            assert!(failure.hint().expect("a hint").contains(hint), "{failure}: {:?}", failure.hint());
+        }
     }
 }
