@@ -1,21 +1,29 @@
 //! The mounts of this host: found by their control sockets, one of which each mount keeps in the state directory.
 
 use std::fs;
-use std::io::ErrorKind as Io;
+use std::io::{self, ErrorKind as Io};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_fuse::OwnMount;
 use forebay_io::clock::Clock;
-use forebay_io::task::Stop;
+use forebay_io::task::{self, Stop};
 use forebay_volume::control::{self, Reply, Request, Status};
 
+use crate::places;
 use crate::settings::Settings;
 
 /// A mount answers at once, or not at all.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(5);
+/// The kernel knows at once that a process is gone; a mount that lives may have to ask its store.
+const DEAD_DEADLINE: Duration = Duration::from_secs(1);
+
+/// What can be done about a mount whose process is gone.
+pub(crate) const MOUNT_AGAIN: &str =
+    "run the same `forebay mount` again, which brings back what was synced, or detach it with `umount -l`";
 
 /// What is behind a control socket.
 #[derive(Debug)]
@@ -54,7 +62,7 @@ pub(crate) fn state_directory(given: Option<&Path>, settings: &Settings) -> Path
     match given {
         Some(given) => given.to_owned(),
         None if !configured.as_os_str().is_empty() => configured.clone(),
-        None => crate::places::state(),
+        None => places::state(),
     }
 }
 
@@ -109,7 +117,10 @@ async fn look(socket: &Path) -> State {
 /// `NotFound` when there is no such path, or no mount of `state` holds it.
 pub(crate) async fn holding(path: &Path, state: &Path) -> Result<Place> {
     let shown = path.display();
-    let refused = |error| Error::from(error).context(&shown).with_hint("give a path in a mount");
+    let refused = |error: io::Error| match error.kind() {
+        Io::NotConnected => died(path).unwrap_or_else(|| Error::from(error).context(&shown)),
+        _ => Error::from(error).context(&shown).with_hint("give a path in a mount"),
+    };
     let real = fs::canonicalize(path).map_err(refused)?;
     let device = fs::metadata(&real).map_err(refused)?.dev();
     let mut denied = None;
@@ -132,6 +143,12 @@ pub(crate) async fn holding(path: &Path, state: &Path) -> Result<Place> {
         })?;
         return Ok(Place { socket, status: *status, path });
     }
+    // Of a root whose attributes the kernel keeps, nothing above told.
+    if is_dead(&real).await
+        && let Some(died) = died(&real)
+    {
+        return Err(died);
+    }
     if let Some(socket) = denied {
         let message = format!(
             "no mount that takes commands of this user holds {shown}: {} is another's",
@@ -149,10 +166,49 @@ pub(crate) async fn holding(path: &Path, state: &Path) -> Result<Place> {
     ))
 }
 
+/// Says that the process of the mount that `path` lies in died, where it is one of Forebay's.
+fn died(path: &Path) -> Option<Error> {
+    let path = places::resolved(path);
+    let mounts = forebay_fuse::own_mounts().ok()?;
+    let holding = mounts.into_iter().filter(|mount| path.starts_with(&mount.directory));
+    let at = holding.max_by_key(|mount| mount.directory.as_os_str().len())?.directory;
+    let message = format!("the process of the mount at {} died", at.display());
+    Some(Error::new(ErrorKind::Unavailable, message).with_hint(MOUNT_AGAIN))
+}
+
+/// Whether the process of the mount that `path` lies in is gone. One that does not answer hangs.
+async fn is_dead(path: &Path) -> bool {
+    let (path, late) = (path.to_owned(), Clock::system());
+    tokio::select! {
+        dead = task::blocking(move || forebay_fuse::is_dead(&path)) => dead.unwrap_or(false),
+        () = late.sleep(DEAD_DEADLINE) => false,
+    }
+}
+
+/// The mounts of this host whose processes are gone, and that are still there, whatever their state directories: none of
+/// `served`.
+pub(crate) async fn dead(served: &[Mount]) -> Result<Vec<OwnMount>> {
+    let is_served = |at: &Path| {
+        let serving = |mount: &Mount| matches!(&mount.state, State::Serving(status) if Path::new(&status.mount_point) == at);
+        served.iter().any(serving)
+    };
+    let mut found = Vec::new();
+    for mount in forebay_fuse::own_mounts()? {
+        if !is_served(&mount.directory) && is_dead(&mount.directory).await {
+            found.push(mount);
+        }
+    }
+    Ok(found)
+}
+
 /// The same for a path whose last names need not exist.
 pub(crate) async fn once_holding(path: &Path, state: &Path) -> Result<Place> {
     let path = std::path::absolute(path)?;
-    let above = path.ancestors().find(|above| above.symlink_metadata().is_ok()).unwrap_or(&path);
+    let is_told = |above: &&Path| match above.symlink_metadata() {
+        Ok(_) => true,
+        Err(error) => error.kind() == Io::NotConnected,
+    };
+    let above = path.ancestors().find(is_told).unwrap_or(&path);
     let rest = path.strip_prefix(above).ok().and_then(Path::to_str);
     let rest = rest.ok_or_else(|| {
         Error::invalid(format!("{} is not UTF-8", path.display()))

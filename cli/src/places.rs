@@ -70,7 +70,7 @@ pub(crate) fn keep_out_of(volume: &VolumeSettings, directory: &Path, what: &str)
 }
 
 /// A path without symlinks, as far as there is something of it.
-fn resolved(path: &Path) -> PathBuf {
+pub(crate) fn resolved(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let real = |above: &Path| Some(above.canonicalize().ok()?.join(path.strip_prefix(above).ok()?));
     path.ancestors().find_map(real).unwrap_or_else(|| path.clone())

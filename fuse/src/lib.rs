@@ -13,5 +13,5 @@ mod session;
 
 pub use errno::{Errno, FsResult};
 pub use handle::Handle;
-pub use mountpoint::MountPoint;
+pub use mountpoint::{MountPoint, OwnMount, is_dead, own_mounts};
 pub use session::{MountOptions, Mounted, mount};

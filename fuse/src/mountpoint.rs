@@ -3,10 +3,12 @@
 //! Owns the checks that turn a mount that cannot work into one clear error before anything is touched, and the
 //! reading of the mount table. Reads no file below the mount point, since that would be a request to ourselves.
 
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs;
 use std::io::ErrorKind as Io;
 use std::os::fd::RawFd;
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
 use forebay_core::{Error, ErrorKind, Result};
@@ -79,10 +81,29 @@ impl MountPoint {
     }
 }
 
+/// A mount of ours in the mount table, whoever serves it, if anybody does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OwnMount {
+    /// Where it lies.
+    pub directory: PathBuf,
+    /// What the table says is mounted there: the bucket's URL, unless the mount was given another name.
+    pub source: String,
+}
+
+/// Those that nothing else is mounted on.
+pub fn own_mounts() -> Result<Vec<OwnMount>> {
+    Ok(own_in_table(&read_table()?))
+}
+
+/// Whether `path` lies in a mount whose process is gone. Waits for one that hangs.
+pub fn is_dead(path: &Path) -> bool {
+    // The attributes of its root may be known to the kernel for as long as they were to last; this is asked each time.
+    matches!(rustix::fs::statfs(path), Err(Errno::NOTCONN))
+}
+
 /// The directory behind `path`, absolute and without symlinks, if a mount of ours lies there whose process is gone.
 pub(crate) fn dead_mount(path: &Path) -> Result<Option<PathBuf>> {
-    // The attributes of its root may be known to the kernel for as long as they were to last; this is asked each time.
-    if !matches!(rustix::fs::statfs(path), Err(Errno::NOTCONN)) {
+    if !is_dead(path) {
         return Ok(None);
     }
     // The last component cannot be resolved any more; those above it can.
@@ -121,29 +142,42 @@ pub(crate) fn device_number(directory: &Path) -> Result<Option<String>> {
 struct TableEntry {
     /// `major:minor`.
     device: String,
+    directory: PathBuf,
     /// The file system's type.
     kind: String,
+    source: String,
+}
+
+fn read_table() -> Result<Vec<u8>> {
+    fs::read(MOUNT_TABLE).map_err(|error| Error::from(error).context(MOUNT_TABLE))
 }
 
 fn topmost(directory: &Path) -> Result<Option<TableEntry>> {
-    let table = fs::read(MOUNT_TABLE).map_err(|error| Error::from(error).context(MOUNT_TABLE))?;
-    Ok(find_in_table(&table, directory))
+    Ok(find_in_table(&read_table()?, directory))
 }
 
 /// proc_pid_mountinfo(5): `id parent major:minor root mount-point options tags... - type source ...`; later lines lie
 /// on top.
-fn find_in_table(table: &[u8], directory: &Path) -> Option<TableEntry> {
-    let mut found = None;
-    for line in table.split(|byte| *byte == b'\n') {
+fn entries(table: &[u8]) -> impl Iterator<Item = TableEntry> {
+    table.split(|byte| *byte == b'\n').filter_map(|line| {
         let mut fields = line.split(|byte| *byte == b' ').skip(2);
-        let (Some(device), Some(path)) = (fields.next(), fields.nth(1)) else { continue };
-        if unescape(path) == directory.as_os_str().as_bytes() {
-            let kind = fields.skip_while(|field| *field != b"-").nth(1).unwrap_or_default();
-            let text = |field| String::from_utf8_lossy(field).into_owned();
-            found = Some(TableEntry { device: text(device), kind: text(kind) });
-        }
-    }
-    found
+        let (device, path) = (fields.next()?, fields.nth(1)?);
+        let mut fields = fields.skip_while(|field| *field != b"-").skip(1);
+        let mut text = || String::from_utf8_lossy(&unescape(fields.next().unwrap_or_default())).into_owned();
+        let directory = OsString::from_vec(unescape(path)).into();
+        let device = String::from_utf8_lossy(device).into_owned();
+        Some(TableEntry { device, directory, kind: text(), source: text() })
+    })
+}
+
+fn find_in_table(table: &[u8], directory: &Path) -> Option<TableEntry> {
+    entries(table).filter(|entry| entry.directory == directory).last()
+}
+
+fn own_in_table(table: &[u8]) -> Vec<OwnMount> {
+    let on_top: BTreeMap<_, _> = entries(table).map(|entry| (entry.directory.clone(), entry)).collect();
+    let own = on_top.into_values().filter(|entry| entry.kind == OWN_TYPE);
+    own.map(|TableEntry { directory, source, .. }| OwnMount { directory, source }).collect()
 }
 
 /// Space, tab, newline and backslash are written as three octal digits.
@@ -200,11 +234,18 @@ mod tests {
     #[test]
     fn the_mount_table_is_read_with_its_escapes_and_its_order() {
         let table =
-            b"22 1 0:20 / /a\\040b rw - fuse x rw\n23 22 0:21 / /a\\040b rw shared:7 - fuse.forebay y rw\n24 1 8:1 / /c rw\n";
-        let entry = |device: &str, kind: &str| Some(TableEntry { device: device.into(), kind: kind.into() });
-        assert_eq!(find_in_table(table, Path::new("/a b")), entry("0:21", "fuse.forebay"));
-        assert_eq!(find_in_table(table, Path::new("/c")), entry("8:1", ""));
-        assert_eq!(find_in_table(table, Path::new("/a")), None);
+            b"22 1 0:20 / /a\\040b rw - fuse x rw\n23 22 0:21 / /a\\040b rw shared:7 - fuse.forebay s3://y/\\0401 rw\n\
+              24 1 8:1 / /c rw\n25 1 0:22 / /d rw - fuse.forebay z rw\n26 25 8:1 / /d rw - ext4 /dev/a rw\n";
+        let found = |path: &str| {
+            let entry = find_in_table(table, Path::new(path))?;
+            Some(format!("{} {} {}", entry.device, entry.kind, entry.source))
+        };
+        assert_eq!(found("/a b").as_deref(), Some("0:21 fuse.forebay s3://y/ 1"));
+        assert_eq!(found("/c").as_deref(), Some("8:1  "));
+        assert_eq!(found("/a"), None);
+        // One that lies below another file system is nobody's to see.
+        let own = OwnMount { directory: "/a b".into(), source: "s3://y/ 1".into() };
+        assert_eq!(own_in_table(table), [own]);
         assert_eq!(unescape(b"/x\\134y\\12"), b"/x\\y\\12");
     }
 }

@@ -13,7 +13,7 @@ use forebay_ckpt::shard::{ShardLayout, TensorSpec};
 use forebay_core::crc32c;
 use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
 use forebay_tests::s3::Server;
-use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse};
+use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse, shell};
 use serde_json::{Value, json};
 
 fn forebay(scratch: &Scratch, args: &[&str]) -> Outcome {
@@ -36,25 +36,87 @@ fn status_shows_mounts_and_clears_away_what_dead_ones_left() {
     }
     let scratch = Scratch::new();
     let status = |args: &[&str]| forebay(&scratch, &[&["status"], args].concat());
-    assert_eq!(parse(&status(&["--json"]).succeeded()), json!({ "mounts": [] }));
+    // Mounts of other tests may be dead at this moment; they are of the host.
+    let shown = |args: &[&str]| {
+        let mut shown = parse(&status(args).succeeded());
+        let mounts = shown["mounts"].as_array_mut().expect("a list");
+        mounts.retain(|mount| mount["state"] != json!("dead"));
+        shown
+    };
+    assert_eq!(shown(&["--json"]), json!({ "mounts": [] }));
     let (source, folder) = (url(&scratch.folder("bucket")), scratch.join("mnt"));
     let state = scratch.join("elsewhere").display().to_string();
     let mut mount =
         Mount::new(&scratch.folder("home"), &source, &folder, &["--state-dir", &state, "--read-only"], &[]);
-    let shown = parse(&status(&["--state-dir", &state, "--json"]).succeeded());
-    let only = &shown["mounts"][0];
-    assert_eq!((&only["state"], &only["source"]), (&json!("serving"), &json!(source)), "{shown}");
-    assert_eq!((&only["pid"], &only["read_only"]), (&json!(mount.pid()), &json!(true)), "{shown}");
+    let told = shown(&["--state-dir", &state, "--json"]);
+    let only = &told["mounts"][0];
+    assert_eq!((&only["state"], &only["source"]), (&json!("serving"), &json!(source)), "{told}");
+    assert_eq!((&only["pid"], &only["read_only"]), (&json!(mount.pid()), &json!(true)), "{told}");
     let table = status(&["--state-dir", &state, &folder.display().to_string()]).succeeded();
     assert!(table.lines().count() == 2 && table.contains("read-only"), "{table}");
     status(&[&folder.display().to_string()]).failed_with("no Forebay mount", "--state-dir");
     status(&["/no/such/path"]).failed_with("/no/such/path", "a path in a mount");
 
+    // One that is detached is no mount any more.
     mount.kill();
-    let shown = parse(&status(&["--state-dir", &state, "--json"]).succeeded());
-    assert_eq!(shown["mounts"][0]["state"], json!("dead"), "{shown}");
-    let shown = parse(&status(&["--state-dir", &state, "--json"]).succeeded());
-    assert_eq!(shown, json!({ "mounts": [] }));
+    assert_eq!(fs::read_dir(Path::new(&state).join("mounts")).expect("sockets").count(), 1);
+    assert_eq!(shown(&["--state-dir", &state, "--json"]), json!({ "mounts": [] }));
+    assert_eq!(fs::read_dir(Path::new(&state).join("mounts")).expect("sockets").count(), 0);
+}
+
+/// It was told once, by the number of its process; what it had been mounted on went on to fail.
+#[test]
+fn a_mount_that_died_is_told_until_it_is_mounted_again_or_detached() {
+    if !require_fuse("a_mount_that_died_is_told_until_it_is_mounted_again_or_detached") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (source, folder) = (url(&scratch.folder("bucket")), scratch.folder("a mount"));
+    let at = folder.display().to_string();
+    let mount = || {
+        let told = parse(&forebay(&scratch, &["mount", &source, &at, "--ttl", "60", "--json"]).succeeded());
+        told["pid"].as_i64().expect("a process")
+    };
+    let dead = || {
+        let shown = parse(&forebay(&scratch, &["status", "--json"]).succeeded());
+        let all = shown["mounts"].as_array().expect("a list").clone();
+        // Others' tests may leave dead mounts on this host, too.
+        let ours = all.into_iter().filter(|mount| mount["mount_point"] == json!(at));
+        ours.filter(|mount| mount["state"] == json!("dead")).collect::<Vec<_>>()
+    };
+    let kill = |pid: i64| {
+        shell(scratch.path(), &format!("kill -KILL {pid}")).succeeded();
+        let gone = "for i in $(seq 1000); do stat -f 'a mount' > /dev/null 2>&1 || exit 0; sleep 0.01; done; exit 1";
+        shell(scratch.path(), gone).succeeded();
+    };
+    let pid = mount();
+    fs::metadata(&folder).expect("the kernel knows it for a minute");
+    assert!(dead().is_empty());
+    kill(pid);
+    for _ in 0..2 {
+        assert_eq!(dead(), [json!({ "state": "dead", "mount_point": at, "source": source })]);
+    }
+    let table = forebay(&scratch, &["status"]);
+    assert!(table.stderr.contains(&format!("warning: {at}: its process died")), "{table}");
+    assert!(table.stderr.contains("the same `forebay mount` again"), "{table}");
+    let line = table.stdout.lines().find(|line| line.starts_with(&at)).expect("a line");
+    assert!(line.contains(&source) && line.contains("dead"), "{table}");
+    let below = folder.join("none").display().to_string();
+    for line in [
+        &["status", &at][..],
+        &["sync", &at],
+        &["sync", &below],
+        &["trash", "restore", &below],
+        &["quota", "get", &at],
+    ] {
+        forebay(&scratch, line).failed_with("the process of the mount", "the same `forebay mount` again");
+    }
+    let pid = mount();
+    assert!(dead().is_empty());
+    kill(pid);
+    assert_eq!(dead().len(), 1);
+    shell(scratch.path(), "umount -l 'a mount'").succeeded();
+    assert!(dead().is_empty());
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use clap::Args;
 use forebay_core::Result;
 use forebay_core::units::format_bytes;
+use forebay_fuse::OwnMount;
 use forebay_volume::control::Status;
 use forebay_volume::staging::{self, Left, Staged};
 use serde_json::{Value, json};
@@ -40,25 +41,29 @@ const HEAD: [&str; 12] = [
     "FETCHED",
 ];
 
-/// Asks the mounts and shows them, and what dead ones left staged. Sockets that dead processes left are shown once and
-/// removed.
+/// Asks the mounts and shows them, those whose processes died, and what dead ones left staged. Sockets that dead processes
+/// left are removed.
 pub(crate) fn run(global: &Global, arguments: &StatusArguments) -> Result<ExitCode> {
     let state = mounts::state_directory(arguments.state_dir.as_deref(), &Settings::load(global)?);
-    let (found, left) = run::block_on(async {
+    let (mut found, dead, left) = run::block_on(async {
         let Some(path) = &arguments.path else {
-            return Ok((mounts::all(&state).await?, staging::left(&state).await?));
+            let found = mounts::all(&state).await?;
+            let dead = mounts::dead(&found).await?;
+            return Ok((found, dead, staging::left(&state).await?));
         };
         let place = mounts::holding(path, &state).await?;
         let mount = Mount { socket: place.socket, state: State::Serving(Box::new(place.status)) };
-        Ok((vec![mount], Vec::new()))
+        Ok((vec![mount], Vec::new(), Vec::new()))
     })?;
-    for mount in found.iter().filter(|mount| matches!(mount.state, State::Dead)) {
+    // They tell nothing of what was mounted where, nor whether it still is: the kernel does.
+    for mount in found.extract_if(.., |mount| matches!(mount.state, State::Dead)) {
         // Another look may have removed it at the same moment.
         let _ = std::fs::remove_file(&mount.socket);
     }
     match global.json {
         true => {
-            let all = found.iter().map(as_json).chain(left.iter().map(left_as_json));
+            let gone = dead.iter().map(|mount| Ok(dead_as_json(mount)));
+            let all = found.iter().map(as_json).chain(gone).chain(left.iter().map(left_as_json));
             print::json(&json!({ "mounts": all.collect::<Result<Vec<_>>>()? }))?;
         }
         false => {
@@ -66,8 +71,10 @@ pub(crate) fn run(global: &Global, arguments: &StatusArguments) -> Result<ExitCo
                 warn_of_staged(mount);
                 warn_of_unsealed(mount);
             }
+            dead.iter().for_each(warn_of_dead);
             left.iter().for_each(warn_of_left);
             let rows = std::iter::once(print::row(HEAD)).chain(found.iter().map(as_row));
+            let rows = rows.chain(dead.iter().map(dead_as_row));
             print::table(&rows.chain(left.iter().map(left_as_row)).collect::<Vec<_>>());
         }
     }
@@ -101,6 +108,20 @@ fn warn_of_unsealed(mount: &Mount) {
         );
         report::warning(&message, false);
     }
+}
+
+/// Says what is to be done about a mount whose process is gone.
+fn warn_of_dead(mount: &OwnMount) {
+    let message = format!("{}: its process died: {}", mount.directory.display(), mounts::MOUNT_AGAIN);
+    report::warning(&message, false);
+}
+
+fn dead_as_json(mount: &OwnMount) -> Value {
+    json!({ "state": "dead", "mount_point": mount.directory.to_string_lossy(), "source": mount.source })
+}
+
+fn dead_as_row(mount: &OwnMount) -> Vec<String> {
+    print::row([&mount.directory.to_string_lossy(), &mount.source, "dead"])
 }
 
 /// Says what is to be done about what a mount left.
@@ -147,7 +168,7 @@ fn as_row(mount: &Mount) -> Vec<String> {
     let status = match &mount.state {
         State::Serving(status) => status,
         State::Silent(error) => return gone(mount, &format!("silent: {error}")),
-        State::Dead => return gone(mount, "dead, socket removed"),
+        State::Dead => return gone(mount, "dead"),
     };
     let cache = &status.cache;
     vec![
