@@ -49,9 +49,20 @@ pub(crate) fn mount_socket(state: &Path, pid: u32) -> PathBuf {
     state.join("mounts").join(format!("{pid}.sock"))
 }
 
-/// Refuses to keep the cache or the state of a volume in its own bucket: their files would be files of the volume.
+/// Refuses to keep the cache or the state of a volume in its own bucket, whose files theirs would be, and the bucket in the
+/// cache, which removes what it does not know.
 pub(crate) fn keep_out_of_bucket(volume: &VolumeSettings, bucket: &BucketUrl) -> Result<()> {
-    bucket.directory().map_or(Ok(()), |bucket| keep_out_of(volume, &bucket, "the bucket's directory"))
+    let Some(bucket) = bucket.directory() else { return Ok(()) };
+    keep_out_of(volume, &bucket, "the bucket's directory")?;
+    let (bucket, cache) = (resolved(&bucket), volume.cache.directory.as_deref().map(resolved));
+    match cache.filter(|cache| bucket.starts_with(cache)) {
+        Some(cache) => {
+            let (bucket, cache) = (bucket.display(), cache.display());
+            let message = format!("the bucket's directory {bucket} lies in the cache directory {cache}");
+            Err(Error::invalid(message).with_hint("give the cache a directory that holds nothing else"))
+        }
+        None => Ok(()),
+    }
 }
 
 /// The same of any directory, which messages call `what`.

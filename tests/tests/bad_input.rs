@@ -110,6 +110,14 @@ fn directories_of_a_mount_that_lie_in_the_bucket_are_refused() {
             forebay(&scratch, line).failed_with("lies in the bucket's directory", "outside of it");
         }
     }
+    // The cache removes what it does not know, and one directory below it is called so.
+    let within = scratch.folder("cache/v1");
+    let (above, within) = (scratch.join("cache").display().to_string(), url(&within));
+    std::fs::write(scratch.join("cache/v1/file"), "kept").expect("a file of the bucket");
+    for line in [&["mount", &within, &mnt, "--cache-dir", &above][..], &["warmup", &within, "--cache-dir", &above]] {
+        forebay(&scratch, line).failed_with("lies in the cache directory", "holds nothing else");
+    }
+    assert!(scratch.join("cache/v1/file").exists());
     // A mount that is served from within itself would wait for itself.
     let within = format!("{mnt}/cache");
     for option in ["--cache-dir", "--state-dir"] {
