@@ -86,7 +86,8 @@ fn a_mount_that_died_is_told_until_it_is_mounted_again_or_detached() {
     };
     let kill = |pid: i64| {
         shell(scratch.path(), &format!("kill -KILL {pid}")).succeeded();
-        let gone = "for i in $(seq 1000); do stat -f 'a mount' > /dev/null 2>&1 || exit 0; sleep 0.01; done; exit 1";
+        let gone =
+            "for i in $(seq 1000); do stat -f 'a mount' > /dev/null 2>&1 || exit 0; sleep 0.01; done; exit 1";
         shell(scratch.path(), gone).succeeded();
     };
     let pid = mount();
@@ -281,7 +282,12 @@ async fn checkpoints_are_listed_shown_and_verified() {
         assert_eq!(run(&["show", same]).succeeded(), shown);
     }
     run(&["show", &source, "30"]).failed_with("no step 30", "the last 20");
-    run(&["show", &format!("{source}@10"), "20"]).failed_with("run@10: No such file", "check the path");
+    for line in
+        [&["show", &format!("{source}@10"), "20"][..], &["verify", &format!("{source}@10"), "--step", "20"]]
+    {
+        run(line).failed_with("run@10` names a step, and 20 is another", "either");
+    }
+    run(&["show", &format!("{source}@10/"), "20"]).failed_with("run@10: No such file", "check the path");
     let report = parse(&run(&["verify", &format!("{source}@20"), "--json"]).succeeded());
     assert_eq!(report["steps"], json!(1), "{report}");
     let report = parse(&run(&["verify", &source, "--json"]).succeeded());
@@ -310,6 +316,15 @@ async fn steps_are_pinned_and_deleted_and_garbage_goes() {
     for command in ["pin", "unpin", "rm"] {
         run(&[command, &source]).failed_with("names no step", "@500");
         run(&[command, &at("ten")]).failed_with("`ten` names no step", "@500");
+    }
+    for command in ["pin", "unpin", "rm"] {
+        run(&[command, &at("10"), "20"]).failed_with("run@10` names a step, and 20 is another", "either");
+    }
+    // What is for a whole run takes none.
+    for command in ["ls", "watch", "gc"] {
+        let outcome = run(&[command, &at("10")]);
+        outcome.failed_with("run@10` names a step, and this command is for all", "leave `@10` out");
+        assert_eq!(outcome.code, Some(1), "{outcome}");
     }
     run(&["rm", &source, "20", "10"]).failed_with("step 10 is pinned", "unpin");
     run(&["rm", &at("10")]).failed_with("step 10 is pinned", "unpin");
@@ -537,6 +552,9 @@ async fn steps_are_compared_and_waited_for() {
     let same = parse(&run(&["diff", &before, "@10", "--json"]).succeeded());
     assert_eq!((&same["equal"], &same["same"], &same["same_bytes"]), (&json!(true), &json!(2), &json!(4496)));
     run(&["diff", &before, "@30"]).failed_with("no step 30", "the last 20");
+    for after in ["20", "20.1"] {
+        assert_eq!(run(&["diff", &before, after]).succeeded(), shown);
+    }
 
     let watched = run(&["watch", &source, "--after", "10", "--once", "--json"]).succeeded();
     assert_eq!(parse(&watched)["step"], json!(20), "{watched}");

@@ -22,6 +22,9 @@ use crate::arguments::Global;
 use crate::settings::Settings;
 use crate::{print, report, run};
 
+/// How a place is told from a step of one.
+const SLASH: &str = "a place whose own name has an `@` takes a slash at its end";
+
 /// What can be asked.
 #[derive(Debug, Subcommand)]
 pub(crate) enum CkptCommand {
@@ -80,17 +83,10 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
         match command {
             CkptCommand::Convert(arguments) => ckpt_convert::run(&settings, arguments, global.json).await,
             CkptCommand::Ls(arguments) => {
-                let bucket = open(&arguments.url, &settings).await?;
+                let bucket = open(whole(&arguments.url)?, &settings).await?;
                 let (steps, pins) = (list_steps(&bucket).await?, list_pins(&bucket).await?);
                 if steps.is_empty() {
-                    let text = match split(&arguments.url) {
-                        Ok((_, None)) => format!("{} holds no checkpoints", arguments.url),
-                        _ => format!(
-                            "{} holds no checkpoints; this command takes no step behind the URL",
-                            arguments.url
-                        ),
-                    };
-                    report::warning(&text, global.json);
+                    report::warning(&none_in(&arguments.url), global.json);
                 }
                 list(&steps, &pins, global.json)
             }
@@ -125,7 +121,8 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
                 ckpt_keep::set_pin(&bucket, step, false, global.json).await
             }
             CkptCommand::Gc(arguments) => {
-                ckpt_keep::gc(&open_to_change(&arguments.url, &settings).await?, arguments, global.json).await
+                let bucket = open_to_change(whole(&arguments.url)?, &settings).await?;
+                ckpt_keep::gc(&bucket, arguments, global.json).await
             }
         }
     })
@@ -157,7 +154,7 @@ pub(super) fn split(text: &str) -> Result<(&str, Option<StepName>)> {
     match text.rsplit_once('@') {
         Some((url, step)) if !step.contains('/') => {
             let named = step.parse().map_err(|error: Error| {
-                error.context(text).with_hint("@500 behind the URL means one step; a place whose own name has an `@` takes a slash at its end")
+                error.context(text).with_hint(format!("@500 behind the URL means one step; {SLASH}"))
             })?;
             Ok((url, Some(named)))
         }
@@ -165,9 +162,39 @@ pub(super) fn split(text: &str) -> Result<(&str, Option<StepName>)> {
     }
 }
 
-/// The same where the step may be given beside the URL, which then is one as it stands.
-fn addressed(text: &str, step: Option<StepName>) -> Result<(&str, Option<StepName>)> {
-    step.map_or_else(|| split(text), |step| Ok((text, Some(step))))
+/// The same where the step may be given beside the URL instead.
+///
+/// # Errors
+/// `Invalid` where it is given twice.
+pub(super) fn addressed(text: &str, step: Option<StepName>) -> Result<(&str, Option<StepName>)> {
+    match (split(text), step) {
+        (split, None) => split,
+        (Ok((_, Some(_))), Some(step)) => {
+            let hint = format!("leave either out; {SLASH}");
+            Err(Error::invalid(format!("`{text}` names a step, and {step} is another")).with_hint(hint))
+        }
+        (_, Some(step)) => Ok((text, Some(step))),
+    }
+}
+
+/// The URL of a command that is for all steps of a run.
+///
+/// # Errors
+/// `Invalid` where it names one.
+pub(super) fn whole(text: &str) -> Result<&str> {
+    match split(text) {
+        Ok((url, Some(_))) => {
+            let hint = format!("leave `{}` out; {SLASH}", &text[url.len()..]);
+            Err(Error::invalid(format!("`{text}` names a step, and this command is for all of a run"))
+                .with_hint(hint))
+        }
+        _ => Ok(text),
+    }
+}
+
+/// What is told of a place where nothing was saved, which may be another than was meant.
+pub(super) fn none_in(url: &str) -> String {
+    format!("{url} holds no checkpoints")
 }
 
 /// The same where a step is kept or deleted, of which none is meant unless it is named.

@@ -15,7 +15,7 @@ use forebay_io::task;
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
 
-use super::ckpt::{bar, manifest, open, split, url_of};
+use super::ckpt::{bar, manifest, open, split, url_of, whole};
 use crate::settings::Settings;
 use crate::{print, report};
 
@@ -24,7 +24,7 @@ use crate::{print, report};
 pub(crate) struct DiffArguments {
     /// URL@STEP, or a URL for its newest step.
     pub(crate) before: String,
-    /// The same, or @STEP for another step of the first URL.
+    /// The same, or @STEP, or STEP, for another step of the first URL.
     pub(crate) after: String,
     /// Read the tensors that are sliced otherwise, which the manifests do not tell apart.
     #[arg(long)]
@@ -54,6 +54,9 @@ impl DiffArguments {
     /// URLs and steps of both sides.
     pub(crate) fn sides(&self) -> Result<[(&str, Option<StepName>); 2]> {
         let before = split(&self.before)?;
+        if let Ok(step) = self.after.parse() {
+            return Ok([before, (before.0, Some(step))]);
+        }
         let (url, step) = split(&self.after)?;
         Ok([before, (if url.is_empty() { before.0 } else { url }, step)])
     }
@@ -187,10 +190,11 @@ async fn open_once_there(
     clock: &Clock,
 ) -> Result<Option<(Bucket, bool)>> {
     let start = clock.now();
-    let can_come = url_of(&arguments.url)?.directory().is_some();
+    let url = whole(&arguments.url)?;
+    let can_come = url_of(url)?.directory().is_some();
     let mut is_new = false;
     loop {
-        match open(&arguments.url, settings).await {
+        match open(url, settings).await {
             Err(error) if can_come && error.kind() == ErrorKind::NotFound => is_new = true,
             opened => return opened.map(|bucket| Some((bucket, is_new))),
         }

@@ -10,7 +10,7 @@ use forebay_core::{Error, Result};
 use forebay_io::object::Bucket;
 use serde_json::json;
 
-use super::ckpt::named;
+use super::ckpt::{addressed, named};
 use crate::print;
 
 /// The arguments of `forebay ckpt rm`.
@@ -33,7 +33,7 @@ impl RmArguments {
                 let (url, step) = named(&self.url, None)?;
                 (url, vec![step])
             }
-            steps => (self.url.as_str(), steps.to_vec()),
+            steps => (addressed(&self.url, Some(steps[0]))?.0, steps.to_vec()),
         };
         let number = |name: StepName| match name.start {
             None => Ok(name.step),
