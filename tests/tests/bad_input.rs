@@ -82,10 +82,18 @@ fn commands_that_find_nothing_say_so() {
     for (line, told) in [
         (&["warmup", &source, "--cache-dir", &cache][..], "holds no files: nothing was warmed"),
         (&["ckpt", "ls", &source], "holds no checkpoints"),
+        (&["ckpt", "gc", &source], "holds no checkpoints"),
     ] {
         let outcome = forebay(&scratch, line);
         assert!(outcome.stderr.contains(&format!("warning: {source} {told}")), "{outcome}");
         outcome.succeeded();
+    }
+    // What is waited for may have been misspelt as well.
+    for place in [&source, &url(&scratch.join("absent"))] {
+        let outcome = forebay(&scratch, &["ckpt", "watch", place, "--timeout", "1", "--interval", "1"]);
+        let told = format!("warning: {place} holds no checkpoints: the first is waited for");
+        assert_eq!(outcome.stderr.matches(&told).count(), 1, "{outcome}");
+        outcome.failed_with("no step was committed", "--timeout");
     }
 }
 

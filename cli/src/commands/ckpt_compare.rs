@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use forebay_ckpt::catalog::{StepInfo, StepName, Watch};
+use forebay_ckpt::catalog::{StepInfo, StepName, Watch, list_steps};
 use forebay_ckpt::diff::{Change, Diff, ExtraChange, Side, TensorChange, diff, settle};
 use forebay_ckpt::manifest::Manifest;
 use forebay_core::units::format_bytes;
@@ -15,7 +15,7 @@ use forebay_io::task;
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
 
-use super::ckpt::{bar, manifest, open, split, url_of, whole};
+use super::ckpt::{bar, manifest, none_in, open, split, url_of, whole};
 use crate::settings::Settings;
 use crate::{print, report};
 
@@ -153,9 +153,14 @@ fn word(change: Change) -> &'static str {
 pub(crate) async fn watch(settings: &Settings, arguments: &WatchArguments, json: bool) -> Result<ExitCode> {
     let (clock, patience) = (Clock::system(), arguments.timeout.map(Duration::from_secs));
     let interval = Duration::from_secs(arguments.interval);
-    let Some((bucket, is_new)) = open_once_there(settings, arguments, &clock).await? else {
+    let warn_of_none =
+        || report::warning(&format!("{}: the first is waited for", none_in(&arguments.url)), json);
+    let Some((bucket, is_new)) = open_once_there(settings, arguments, &clock, warn_of_none).await? else {
         return Err(no_step(arguments));
     };
+    if !is_new && list_steps(&bucket).await?.is_empty() {
+        warn_of_none();
+    }
     let mut watch = match is_new {
         true => Watch::of_new(clock, interval),
         false => Watch::begin(&bucket, clock, interval, arguments.after).await?,
@@ -183,11 +188,12 @@ pub(crate) async fn watch(settings: &Settings, arguments: &WatchArguments, json:
 }
 
 /// Opens what is watched, and says whether it was not there at first: the directory that the first save will make is waited
-/// for. Nothing where it was not made in time.
+/// for, and warned of once. Nothing where it was not made in time.
 async fn open_once_there(
     settings: &Settings,
     arguments: &WatchArguments,
     clock: &Clock,
+    warn_of_none: impl Fn(),
 ) -> Result<Option<(Bucket, bool)>> {
     let start = clock.now();
     let url = whole(&arguments.url)?;
@@ -195,7 +201,12 @@ async fn open_once_there(
     let mut is_new = false;
     loop {
         match open(url, settings).await {
-            Err(error) if can_come && error.kind() == ErrorKind::NotFound => is_new = true,
+            Err(error) if can_come && error.kind() == ErrorKind::NotFound => {
+                if !is_new {
+                    warn_of_none();
+                }
+                is_new = true;
+            }
             opened => return opened.map(|bucket| Some((bucket, is_new))),
         }
         if arguments.timeout.is_some_and(|seconds| clock.now().since(start).as_secs() >= seconds) {

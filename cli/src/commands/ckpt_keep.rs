@@ -4,14 +4,14 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use forebay_ckpt::catalog::{Garbage, StepName, collect_garbage, pin, remove_steps, unpin};
+use forebay_ckpt::catalog::{Garbage, StepName, collect_garbage, list_steps, pin, remove_steps, unpin};
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, Result};
 use forebay_io::object::Bucket;
 use serde_json::json;
 
-use super::ckpt::{addressed, named};
-use crate::print;
+use super::ckpt::{addressed, named, none_in};
+use crate::{print, report};
 
 /// The arguments of `forebay ckpt rm`.
 #[derive(Debug, Args)]
@@ -101,6 +101,10 @@ pub(crate) async fn gc(bucket: &Bucket, arguments: &GcArguments, json: bool) -> 
     let age = Duration::from_secs(arguments.older_than.saturating_mul(3600));
     let found = collect_garbage(bucket, age, arguments.dry_run).await?;
     let Garbage { shards, indexes, uploads, bytes } = &found;
+    let is_nothing = shards.is_empty() && indexes.is_empty() && uploads.is_empty();
+    if is_nothing && list_steps(bucket).await?.is_empty() {
+        report::warning(&none_in(&arguments.url), json);
+    }
     if json {
         let name = |key: &forebay_core::ObjectKey| key.as_str().to_owned();
         print::json(&json!({

@@ -102,6 +102,7 @@ fn options_that_mean_nothing_without_others_or_beside_them_are_refused() {
     plan_with("--writeback-size 1GiB", &parse("[volume.writeback]\nenabled = true")).expect("a plan");
     plan_with("-o ro", &parse("[volume]\ntrash_ms = 1000")).expect("a plan");
     plan_with("-o rw", &parse("[volume]\nread_only = true")).expect("a plan");
-    let fixed = plan_with("--trash 1d", &parse("[volume]\nread_only = true")).expect_err("nothing is deleted");
+    let fixed =
+        plan_with("--trash 1d", &parse("[volume]\nread_only = true")).expect_err("nothing is deleted");
     assert!(fixed.message().contains("nothing to keep"), "{fixed}");
 }
