@@ -84,7 +84,8 @@ fn go_past_quotas(bucket: &TestBucket) {
     let mut mount = Mount::new(&home, &source, &folder, &["--take-over"], &bucket.envs());
     let at = |path: &str| folder.join(path).display().to_string();
     fs::create_dir(folder.join("d")).expect("made");
-    forebay(&home, &["quota", "get", &at("d")]).failed_with("has no quota", "quota ls");
+    forebay(&home, &["quota", "get", &at("d")]).failed_with("`/d` has no quota", "quota ls");
+    forebay(&home, &["quota", "get", &at("")]).failed_with("`/` has no quota", "quota ls");
     let words = ["quota", "set", &at("d"), "--bytes", "4MiB", "--inodes", "3"];
     let shown = forebay(&home, &words).succeeded();
     assert!(shown.contains("4.00 MiB") && shown.contains("/d"), "{shown}");
@@ -111,6 +112,10 @@ fn go_past_quotas(bucket: &TestBucket) {
     assert_eq!(numbers[2..], [1000, 4], "{df}");
     let listed = parse(&forebay(&home, &["quota", "ls", &at(""), "--json"]).succeeded());
     assert_eq!(listed.as_array().map(Vec::len), Some(2), "{listed}");
+    assert_eq!((listed[0]["path"].as_str(), listed[1]["path"].as_str()), (Some("/"), Some("/d")), "{listed}");
+    let table = forebay(&home, &["quota", "ls", &at("")]).succeeded();
+    let paths: Vec<_> = table.lines().skip(1).filter_map(|line| line.split_whitespace().last()).collect();
+    assert_eq!(paths, ["/", "/d"], "{table}");
 
     // A directory moves from one to the other, with all below it.
     shell(&folder, "mkdir -p tree/a/b && echo 12345 > tree/a/b/f && mkdir tree/c").succeeded();

@@ -48,7 +48,7 @@ pub enum Request {
 /// The quota of a directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// The directory.
+    /// The directory, from the volume's root, which is `/`.
     pub path: String,
     /// Sizes of the files below it.
     pub bytes: u64,
@@ -64,7 +64,7 @@ impl From<DirectoryQuota> for Entry {
     fn from(found: DirectoryQuota) -> Self {
         let (limits, usage) = (found.quota.limits, found.quota.usage);
         Self {
-            path: String::from_utf8_lossy(&found.path).into_owned(),
+            path: format!("/{}", String::from_utf8_lossy(&found.path)),
             // Negative only while it is being counted.
             bytes: usage.bytes.max(0) as u64,
             most_bytes: limits.bytes,
@@ -91,7 +91,7 @@ pub async fn quota(volume: &Volume, request: &Request) -> Result<Vec<Entry>> {
             Ok(of(tree, path).await?.into_iter().collect())
         }
         Request::Get { path } => {
-            let none = || Error::new(ErrorKind::NotFound, format!("`{path}` has no quota"));
+            let none = || Error::new(ErrorKind::NotFound, format!("`/{path}` has no quota"));
             let hint = "`forebay quota ls` shows which directories have one";
             Ok(vec![of(tree, path).await?.ok_or_else(|| none().with_hint(hint))?])
         }

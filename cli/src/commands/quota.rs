@@ -96,7 +96,7 @@ fn show(found: &[Entry]) {
     for entry in found {
         let most_bytes = entry.most_bytes.map_or("-".to_owned(), format_bytes);
         let most_inodes = entry.most_inodes.map_or("-".to_owned(), |most| most.to_string());
-        let path = format!("/{}", entry.path);
+        let path = entry.path.clone();
         rows.push(vec![format_bytes(entry.bytes), most_bytes, entry.inodes.to_string(), most_inodes, path]);
     }
     print::table(&rows);
