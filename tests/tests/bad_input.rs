@@ -57,12 +57,24 @@ fn a_directory_that_cannot_be_used_is_named_with_a_hint() {
         );
         shell(scratch.path(), &limited)
     };
+    let home_of_tree = mnt.display().to_string();
+    run("", &format!("mount {source} {home_of_tree}")).succeeded();
+    shell(
+        scratch.path(),
+        "umount mnt && while test -n \"$(ls home/state/forebay/mounts)\"; do sleep 0.1; done",
+    )
+    .succeeded();
     let denied = format!("{source}: Permission denied");
     let unprivileged = "chown 12345 bucket && chmod 700 bucket && exec setpriv --bounding-set -dac_override,-dac_read_search --";
     for words in
         [format!("ckpt ls {source}"), format!("mount {source} {}", mnt.display()), format!("fsck {source}")]
     {
         run(unprivileged, &words).failed_with(&denied, "`ls -ld`");
+    }
+    // What it may list and not write to is told by the place, too.
+    let listing = "chown -R 12345 bucket && chmod 755 bucket && exec setpriv --bounding-set -dac_override,-dac_read_search --";
+    for words in [format!("fsck {source}"), format!("gc {source}")] {
+        run(listing, &words).failed_with("bucket/.forebay/volume.lock: Permission denied", "`ls -ld`");
     }
     let fixed = |words: &str| {
         run("exec unshare --mount bash -c 'mount --bind -o ro bucket bucket && exec \"$@\"' --", words)
@@ -72,6 +84,10 @@ fn a_directory_that_cannot_be_used_is_named_with_a_hint() {
     std::fs::write(scratch.folder("hub").join("model.safetensors"), model).expect("a model");
     let outcome = fixed(&format!("ckpt convert hf:hub {source}"));
     outcome.failed_with(&format!("{source}: Read-only file system"), "`findmnt -T`");
+    for words in [format!("mount {source} {}", mnt.display()), format!("fsck {source}")] {
+        fixed(&words)
+            .failed_with("bucket/.forebay/volume.lock: Read-only file system", "mount it with --read-only");
+    }
 }
 
 /// A prefix that was misspelt is no error, since nothing may lie there yet; that nothing does is said.
@@ -122,7 +138,9 @@ fn directories_of_a_mount_that_lie_in_the_bucket_are_refused() {
     let within = scratch.folder("cache/v1");
     let (above, within) = (scratch.join("cache").display().to_string(), url(&within));
     std::fs::write(scratch.join("cache/v1/file"), "kept").expect("a file of the bucket");
-    for line in [&["mount", &within, &mnt, "--cache-dir", &above][..], &["warmup", &within, "--cache-dir", &above]] {
+    for line in
+        [&["mount", &within, &mnt, "--cache-dir", &above][..], &["warmup", &within, "--cache-dir", &above]]
+    {
         forebay(&scratch, line).failed_with("lies in the cache directory", "holds nothing else");
     }
     assert!(scratch.join("cache/v1/file").exists());

@@ -266,7 +266,9 @@ impl LocalTree {
     /// Refuses changes on a read-only tree.
     pub(super) fn check_writable(&self) -> Result<()> {
         match self.shared.settings.read_only {
-            true => Err(Error::new(ErrorKind::ReadOnly, "the volume is mounted read-only")),
+            true => Err(Error::new(ErrorKind::ReadOnly, "the volume is mounted read-only").with_hint(
+                "mount it without `ro` (`--read-only`, `--dataset`), and with credentials that may write",
+            )),
             false => Ok(()),
         }
     }

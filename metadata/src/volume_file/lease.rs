@@ -124,6 +124,9 @@ impl Lease {
             false => Err(Error::new(
                 ErrorKind::Unavailable,
                 "the volume's lease could not be renewed: the bucket does not answer",
+            )
+            .with_hint(
+                "check that its store can be reached from this host, as `forebay doctor` does, and try again",
             )),
         }
     }

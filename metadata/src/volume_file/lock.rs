@@ -1,5 +1,6 @@
 //! The lease of a directory: a locked file, held for as long as its process lives.
 
+use std::io::ErrorKind as Io;
 use std::path::Path;
 
 use forebay_core::{Error, ErrorKind, Result};
@@ -12,8 +13,25 @@ const ENDING: &str = " (closing it)";
 /// Takes the lock for `holder`, or gives what the file says of who has it. Blocks on the disk.
 pub(super) fn lock(bucket: &Path, holder: &str) -> Result<Locked> {
     let directory = bucket.join(".forebay");
-    std::fs::create_dir_all(&directory)?;
-    Ok(LockFile::lock(&directory.join("volume.lock"), holder)?)
+    let path = directory.join("volume.lock");
+    let locked = std::fs::create_dir_all(&directory).and_then(|()| LockFile::lock(&path, holder));
+    locked.map_err(|error| cannot_write(error, &path))
+}
+
+fn cannot_write(error: std::io::Error, path: &Path) -> Error {
+    let hint = match error.kind() {
+        Io::ReadOnlyFilesystem => {
+            "the bucket's file system is read-only, as `findmnt -T` shows: mount it with --read-only"
+        }
+        Io::PermissionDenied => {
+            "whoever runs this has to be allowed to write there: compare `id` and `ls -ld`; `mount --read-only` needs it not"
+        }
+        Io::StorageFull | Io::QuotaExceeded => {
+            "make room on the file system that holds it: `df -h` and `df -i` show what there is"
+        }
+        _ => "the bucket's file system has to take new files and locks",
+    };
+    Error::from(error).context(path.display()).with_hint(hint)
 }
 
 /// Says that `holder` is about to give the lock back. Blocks on the disk.

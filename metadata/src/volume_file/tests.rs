@@ -179,7 +179,9 @@ async fn a_silent_bucket_lapses_the_lease_and_an_answering_one_restores_it() {
     let mut watch = claim.watch();
     faults.set_down(true);
     watch.wait_for(|state| *state == LeaseState::Lapsed).await.expect("lapsed");
-    assert_eq!(claim.check().expect_err("lapsed").kind(), ErrorKind::Unavailable);
+    let lapsed = claim.check().expect_err("lapsed");
+    assert_eq!(lapsed.kind(), ErrorKind::Unavailable);
+    assert!(lapsed.hint().expect("a hint").contains("can be reached"), "{lapsed}");
     faults.set_down(false);
     watch.wait_for(|state| *state == LeaseState::Held).await.expect("held again");
     claim.check().expect("nobody took it meanwhile");

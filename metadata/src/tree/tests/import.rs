@@ -218,7 +218,9 @@ async fn a_read_only_tree_writes_nothing_to_the_bucket() {
     assert_eq!(paths(&tree).await, ["d/", "d/a"]);
     let file = resolve(&tree, "d/a").await.expect("found").ino;
     assert_eq!(kind_of(tree.create(ROOT, b"x", new_file(), Existing::Refuse).await), ErrorKind::ReadOnly);
-    assert_eq!(kind_of(tree.unlink(ROOT, b"d").await), ErrorKind::ReadOnly);
+    let refused = tree.unlink(ROOT, b"d").await.expect_err("it is read-only");
+    assert_eq!(refused.kind(), ErrorKind::ReadOnly);
+    assert!(refused.hint().expect("a hint").contains("--read-only"), "{refused}");
     assert_eq!(kind_of(tree.place(file, false).await), ErrorKind::ReadOnly);
     assert_eq!(kind_of(rename(&tree, "d", "e", RenameMode::Replace).await), ErrorKind::ReadOnly);
     tree.opened(file).await.expect("opened");
