@@ -28,9 +28,13 @@ fn main() -> ExitCode {
         true => commands::mount::helper_arguments(&words),
         false => words,
     };
-    let arguments = match Arguments::try_parse_from(words) {
+    let arguments = match Arguments::try_parse_from(&words) {
         Ok(arguments) => arguments,
-        Err(failure) => return report::usage(&failure),
+        // What does not parse says by its words alone how it is to be told.
+        Err(failure) => {
+            let json = words.iter().take_while(|word| *word != "--").any(|word| word == "--json");
+            return report::usage(&failure, json);
+        }
     };
     let json = arguments.global.json;
     match dispatch(arguments) {

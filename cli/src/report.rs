@@ -4,8 +4,11 @@
 use std::process::ExitCode;
 
 use clap::error::ErrorKind as Usage;
-use forebay_core::Error;
+use forebay_core::{Error, ErrorKind};
 use serde::{Deserialize, Serialize};
+
+/// Where it is told what a command line may hold.
+const LISTED: &str = "`forebay --help` and `forebay COMMAND --help` list what can be given";
 
 /// A failure as JSON, on stderr with `--json` and between a mount's two processes.
 #[derive(Debug, Serialize, Deserialize)]
@@ -62,14 +65,34 @@ pub(crate) fn foreign(line: &str) {
 }
 
 /// Prints what is wrong with a command line, or the help or version that was asked for.
-pub(crate) fn usage(failure: &clap::Error) -> ExitCode {
-    // A closed pipe is no reason to fail.
-    let _ = failure.print();
-    match failure.kind() {
-        Usage::DisplayHelp | Usage::DisplayVersion => ExitCode::SUCCESS,
-        _ => {
-            eprintln!("hint: `forebay --help` and `forebay COMMAND --help` list what can be given");
-            ExitCode::from(2)
+pub(crate) fn usage(failure: &clap::Error, json: bool) -> ExitCode {
+    if matches!(failure.kind(), Usage::DisplayHelp | Usage::DisplayVersion) {
+        // A closed pipe is no reason to fail.
+        let _ = failure.print();
+        return ExitCode::SUCCESS;
+    }
+    let text = failure.render().to_string();
+    match json {
+        true => misused(failure.kind(), &text).print(true),
+        false => {
+            // What clap says last is what the hint says.
+            let text = text.split("\nFor more information, try").next().unwrap_or_default();
+            eprintln!("{}\nhint: {LISTED}", text.trim_end());
         }
     }
+    ExitCode::from(2)
+}
+
+/// The same as one error: the first paragraph of clap's, and its tip, without the usage.
+fn misused(kind: Usage, text: &str) -> Failure {
+    let on_a_line = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let paragraphs: Vec<_> = text.split("\n\n").map(on_a_line).collect();
+    let error = match kind {
+        // All that there is is the help.
+        Usage::DisplayHelpOnMissingArgumentOrSubcommand => "it requires a subcommand".to_owned(),
+        _ => paragraphs[0].strip_prefix("error: ").unwrap_or(&paragraphs[0]).to_owned(),
+    };
+    let tip = paragraphs.iter().find_map(|paragraph| paragraph.strip_prefix("tip: "));
+    let hint = Some(tip.unwrap_or(LISTED).to_owned());
+    Failure { kind: ErrorKind::Invalid.to_string(), error, hint }
 }

@@ -672,3 +672,29 @@ fn the_version_names_the_formats() {
     assert!(forebay(&scratch, &["version"]).succeeded().starts_with("forebay "));
     forebay(&scratch, &["warmup"]).failed_with("required arguments", "--help");
 }
+
+#[test]
+fn command_lines_that_make_no_sense_are_told_with_one_hint_and_as_json() {
+    let scratch = Scratch::new();
+    let plain = forebay(&scratch, &["mount", "--no-such-option"]);
+    plain.failed_with("unexpected argument '--no-such-option'", "forebay COMMAND --help");
+    assert!(plain.stderr.contains("Usage: ") && !plain.stderr.contains("For more"), "{plain}");
+    for (line, error, hint) in [
+        (&["--json", "mount"][..], "required arguments were not provided: <SOURCE> <DIRECTORY>", "--help"),
+        (&["mount", "--read-onyl", "--json"], "unexpected argument '--read-onyl'", "'--read-only'"),
+        (&["ckpt", "show", "--json", "run", "last"], "`last` names no step", "--help"),
+        (&["--json"], "requires a subcommand", "--help"),
+        (&["ckpt", "--json"], "requires a subcommand", "--help"),
+    ] {
+        let outcome = forebay(&scratch, line);
+        assert_eq!((outcome.code, outcome.stdout.as_str()), (Some(2), ""), "{outcome}");
+        let told = parse(&outcome.stderr);
+        assert_eq!(told["kind"], json!("invalid"), "{told}");
+        assert!(told["error"].as_str().expect("text").contains(error), "{told}");
+        assert!(told["hint"].as_str().expect("text").contains(hint), "{told}");
+    }
+    // Behind `--` it is a name.
+    let outcome = forebay(&scratch, &["sync", "a", "--", "--json"]);
+    assert!(outcome.code == Some(2) && outcome.stderr.starts_with("error: "), "{outcome}");
+    assert!(forebay(&scratch, &["--help", "--json"]).succeeded().starts_with("Holds checkpoints"));
+}
