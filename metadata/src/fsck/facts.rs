@@ -9,8 +9,8 @@ use super::damage::Damage;
 use crate::kv::Snapshot;
 use crate::records::given_up_in;
 use crate::schema::{
-    Claim, Counters, Dentry, HolderState, ImportState, Inode, Intent, Keys, Loan, Member, Move, Parts, Quota,
-    References, Tag, decode_extents,
+    Claim, Counters, Dentry, HolderState, ImportState, Inode, Intent, Keys, Loan, Member, Move, Orphan,
+    Parts, Quota, References, SessionRecord, Tag, UploadRecord, decode_extents,
 };
 
 /// Records read at once.
@@ -63,6 +63,8 @@ pub(super) struct Facts {
     pub(super) members: HashSet<(ObjectKey, InodeId)>,
     pub(super) claims: HashMap<ObjectKey, HolderState>,
     pub(super) intents: HashMap<InodeId, ObjectKey>,
+    /// Inodes whose intents cannot be read.
+    pub(super) unreadable_intents: HashSet<InodeId>,
     pub(super) imports: HashMap<InodeId, ImportState>,
     pub(super) moving: HashSet<InodeId>,
     pub(super) open: HashSet<InodeId>,
@@ -226,8 +228,7 @@ impl Gather<'_> {
         })
         .await?;
         self.each(facts, Tag::Intent, |facts, keys, key, value| {
-            facts.intents.insert(InodeId(keys.number_in(&key)?), Intent::decode(value)?.key);
-            Ok(())
+            facts.intent(InodeId(keys.number_in(&key)?), value)
         })
         .await?;
         self.each(facts, Tag::Import, |facts, keys, key, value| {
@@ -248,9 +249,9 @@ impl Gather<'_> {
             Ok(())
         })
         .await?;
-        self.each(facts, Tag::Orphan, |facts, keys, key, _| {
+        self.each(facts, Tag::Orphan, |facts, keys, key, value| {
             facts.open.insert(keys.number_and_ino_in(&key)?.1);
-            Ok(())
+            Orphan::decode(value).map(drop)
         })
         .await?;
         self.each(facts, Tag::Trash, |facts, keys, key, _| {
@@ -270,11 +271,12 @@ impl Gather<'_> {
             Ok(())
         })
         .await?;
-        self.each(facts, Tag::Session, |facts, keys, key, _| {
-            if !keys.is_upload(&key) {
-                facts.sessions.insert(keys.number_in(&key)?);
+        self.each(facts, Tag::Session, |facts, keys, key, value| {
+            if keys.is_upload(&key) {
+                return UploadRecord::decode(value).map(drop);
             }
-            Ok(())
+            facts.sessions.insert(keys.number_in(&key)?);
+            SessionRecord::decode(value).map(drop)
         })
         .await?;
         let counters = self.snapshot.get(&self.keys.counters()).await?;
@@ -303,6 +305,15 @@ impl Facts {
             subdirectories: 0,
         };
         self.nodes.insert(ino, node);
+    }
+
+    fn intent(&mut self, ino: InodeId, value: Bytes) -> Result<()> {
+        let intent = Intent::decode(value);
+        match &intent {
+            Ok(intent) => drop(self.intents.insert(ino, intent.key.clone())),
+            Err(_) => drop(self.unreadable_intents.insert(ino)),
+        }
+        intent.map(drop)
     }
 
     /// What a damaged layout still names is in use all the same.

@@ -162,7 +162,9 @@ fn is_made(facts: &Facts, key: &ObjectKey, state: &HolderState) -> bool {
             let home = facts.nodes.get(ino).and_then(|node| node.home.as_ref());
             home.is_some_and(|home| home.key == *key)
         }
-        HolderState::Intended(ino) => facts.intents.get(ino) == Some(key),
+        HolderState::Intended(ino) => {
+            facts.intents.get(ino) == Some(key) || facts.unreadable_intents.contains(ino)
+        }
         HolderState::Doomed { due_ms } => facts.deletions.contains(&(key.clone(), *due_ms)),
         HolderState::Subtree(ino) => facts.moving.contains(ino),
     }

@@ -9,7 +9,7 @@ use super::deletions::after;
 use super::moves::{discard, is_still};
 use super::run::{PAGE, Tally};
 use crate::kv::Durability;
-use crate::records::{Change, Records, session_of};
+use crate::records::{Change, Records, is_about_a_record, pass_over, readable, session_of};
 use crate::schema::{Announced, HolderState, Inode, Intent, Tag};
 
 /// Seconds that a store's clock may differ from this host's: past that, stores refuse what it has signed.
@@ -46,19 +46,23 @@ impl Settled {
 }
 
 impl Mover {
-    /// Settles every intent there is: at start-up, when nobody can be writing.
+    /// Settles every intent there is: at start-up, when nobody can be writing. One that cannot be read, or whose file cannot,
+    /// stays, and keeps its key from others by its claim.
     pub(crate) async fn settle_all(&self) -> Result<()> {
+        let keys = self.shared().keys;
+        let (mut start, end) = keys.family(Tag::Intent);
         loop {
-            let keys = self.shared().keys;
-            let (start, end) = keys.family(Tag::Intent);
-            let found = self.look(move |look| look.reads().scan(&start, &end, PAGE)).await?;
-            if found.is_empty() {
-                return Ok(());
-            }
+            let (from, to) = (start.clone(), end.clone());
+            let found = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
+            let Some((last, _)) = found.last() else { return Ok(()) };
+            start = after(last);
             for (key, _) in found {
-                let ino = InodeId(keys.number_in(&key)?);
-                self.end_uploads(ino).await?;
-                self.settle_intent(ino).await?;
+                let settle = async {
+                    let ino = InodeId(keys.number_in(&key)?);
+                    self.end_uploads(ino).await?;
+                    self.settle_intent(ino).await
+                };
+                pass_over(settle.await)?;
             }
         }
     }
@@ -94,14 +98,16 @@ impl Mover {
             let Some((last, _)) = page.last() else { return Ok(tally) };
             start = after(last);
             for (key, value) in page {
-                let ino = InodeId(keys.number_in(&key)?);
-                if self.is_abandoned(ino).await? {
-                    let settled = self.settle_left(ino, &Intent::decode(value)?).await;
-                    let is_away = settled.is_err();
-                    tally.add(settled.map(usize::from));
-                    if is_away {
-                        return Ok(tally);
-                    }
+                let settle = async {
+                    let ino = InodeId(keys.number_in(&key)?);
+                    let is_left = self.is_abandoned(ino).await?;
+                    if is_left { self.settle_left(ino, &Intent::decode(value)?).await } else { Ok(false) }
+                };
+                let settled = settle.await;
+                let is_away = settled.as_ref().is_err_and(|error| !is_about_a_record(error));
+                tally.add(settled.map(usize::from));
+                if is_away {
+                    return Ok(tally);
                 }
             }
         }
@@ -120,7 +126,7 @@ impl Mover {
     }
 
     /// The same of those that name `key`: what is found there may be what such a file wrote last. Returns whether any named
-    /// it. The caller holds the turn.
+    /// it, as each may that cannot be read. The caller holds the turn.
     pub(super) async fn settle_writes_to(&self, key: &ObjectKey) -> Result<bool> {
         let keys = self.shared().keys;
         let (mut start, end) = keys.family(Tag::Intent);
@@ -131,14 +137,15 @@ impl Mover {
             let Some((last, _)) = page.last() else { return Ok(is_named) };
             start = after(last);
             for (record, value) in page {
-                let intent = Intent::decode(value)?;
-                if intent.key == *key {
+                let intent = readable(Intent::decode(value));
+                is_named |= intent.as_ref().is_none_or(|intent| intent.key == *key);
+                let Some(intent) = intent.filter(|intent| intent.key == *key) else { continue };
+                let settle = async {
                     let ino = InodeId(keys.number_in(&record)?);
-                    is_named = true;
-                    if self.is_abandoned(ino).await? || self.is_outdone(ino, &intent).await? {
-                        self.settle_left(ino, &intent).await?;
-                    }
-                }
+                    let is_left = self.is_abandoned(ino).await? || self.is_outdone(ino, &intent).await?;
+                    if is_left { self.settle_left(ino, &intent).await } else { Ok(false) }
+                };
+                pass_over(settle.await)?;
             }
         }
     }

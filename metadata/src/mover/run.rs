@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use forebay_core::{ObjectKey, Result};
+use forebay_core::{Error, ErrorKind, ObjectKey, Result};
 use forebay_io::object::Bucket;
 use forebay_io::rng::Rng;
 use forebay_io::task::{Stop, TaskGroup};
@@ -16,7 +16,7 @@ use super::doubts::Doubts;
 use crate::commit::{Committer, Txn};
 use crate::import::Importer;
 use crate::kv::Durability;
-use crate::records::{Change, Look, Pages, Shared, owned_key};
+use crate::records::{Change, Look, Pages, Shared, is_about_a_record, owned_key};
 
 /// Records looked at under one turn.
 pub(super) const PAGE: usize = 256;
@@ -71,6 +71,46 @@ impl Tally {
                 warn!(%error, "put off");
             }
         }
+    }
+
+    /// Counts in what was counted elsewhere.
+    pub(super) fn join(&mut self, other: Self) {
+        self.done += other.done;
+        self.failed += other.failed;
+    }
+
+    /// The same, where the others go on unless it failed for more than what its record says.
+    pub(super) fn pass_over(&mut self, outcome: Result<usize>) -> Result<()> {
+        match outcome {
+            Err(error) if !is_about_a_record(&error) => return Err(error),
+            outcome => self.add(outcome),
+        }
+        Ok(())
+    }
+}
+
+/// The stages of a pass, of which each goes on where another failed for what it alone met.
+#[derive(Debug, Default)]
+struct Pass {
+    tally: Tally,
+    /// Why the first stage failed that did.
+    failed: Option<Error>,
+}
+
+impl Pass {
+    /// Counts a stage.
+    ///
+    /// # Errors
+    /// Where the next ones would wait in vain.
+    fn add(&mut self, stage: Result<Tally>) -> Result<()> {
+        match stage {
+            Ok(tally) => self.tally.join(tally),
+            Err(error) if error.kind() == ErrorKind::Unavailable => return Err(error),
+            Err(error) => {
+                self.failed.get_or_insert(error);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -137,20 +177,16 @@ impl Mover {
 
     /// Looks at everything once.
     async fn pass(&self) -> Result<Tally> {
-        let settled = self.settle_doubts().await?;
-        let abandoned = self.settle_abandoned().await?;
-        let freed = self.free_unfinished().await?;
-        let purged = self.purge_trash().await?;
-        let deleted = self.delete_due().await?;
-        let walked = self.walk_subtrees().await?;
-        let moved = self.move_files().await?;
-        let mut ended = Tally::default();
-        ended.add(self.bucket().end_unanswered().await);
-        let parts = [settled, abandoned, freed, purged, deleted, walked, moved, ended];
-        Ok(Tally {
-            done: parts.iter().map(|tally| tally.done).sum(),
-            failed: parts.iter().map(|tally| tally.failed).sum(),
-        })
+        let mut pass = Pass::default();
+        pass.add(self.settle_doubts().await)?;
+        pass.add(self.settle_abandoned().await)?;
+        pass.add(self.free_unfinished().await)?;
+        pass.add(self.purge_trash().await)?;
+        pass.add(self.delete_due().await)?;
+        pass.add(self.walk_subtrees().await)?;
+        pass.add(self.move_files().await)?;
+        pass.tally.add(self.bucket().end_unanswered().await);
+        pass.failed.map_or(Ok(pass.tally), Err)
     }
 
     /// Whether the tree is being closed: what is left is done after the next start.

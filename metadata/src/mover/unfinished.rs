@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use forebay_core::{InodeId, Result};
 
 use super::Mover;
@@ -18,17 +19,16 @@ const STEP: usize = 256;
 impl Mover {
     /// Frees what clones left, but for what living ones build.
     pub(crate) async fn free_unfinished(&self) -> Result<Tally> {
-        let done = free_unfinished(self.committer(), self.shared_arc()).await?;
-        Ok(Tally { done, failed: 0 })
+        free_unfinished(self.committer(), self.shared_arc()).await
     }
 }
 
-/// The same without a bucket. Returns how many directories are gone.
-pub(crate) async fn free_unfinished(committer: &Committer, shared: &Arc<Shared>) -> Result<usize> {
+/// The same without a bucket.
+pub(crate) async fn free_unfinished(committer: &Committer, shared: &Arc<Shared>) -> Result<Tally> {
     let mut freed = 0;
     loop {
         // Those below are marked by the steps above.
-        let before = freed;
+        let (before, mut tally) = (freed, Tally::default());
         let (mut start, end) = shared.keys.family(Tag::Orphan);
         loop {
             let (from, to) = (start.clone(), end.clone());
@@ -36,17 +36,30 @@ pub(crate) async fn free_unfinished(committer: &Committer, shared: &Arc<Shared>)
             let Some((last, _)) = page.last() else { break };
             start = after(last);
             for (key, value) in page {
-                let (session, top) = shared.keys.number_and_ino_in(&key)?;
-                if Orphan::decode(value)?.is_unfinished && !shared.clones.builds(top) {
-                    free(committer, shared, session, top).await?;
-                    freed += 1;
-                }
+                let done = free_if_unfinished(committer, shared, &key, value).await;
+                freed += usize::from(*done.as_ref().unwrap_or(&false));
+                tally.pass_over(done.map(usize::from))?;
             }
         }
         if freed == before {
-            return Ok(freed);
+            return Ok(Tally { done: freed, ..tally });
         }
     }
+}
+
+/// Frees what a record marks, if it does. Returns whether it did.
+async fn free_if_unfinished(
+    committer: &Committer,
+    shared: &Arc<Shared>,
+    key: &Bytes,
+    value: Bytes,
+) -> Result<bool> {
+    let (session, top) = shared.keys.number_and_ino_in(key)?;
+    let is_left = Orphan::decode(value)?.is_unfinished && !shared.clones.builds(top);
+    if is_left {
+        free(committer, shared, session, top).await?;
+    }
+    Ok(is_left)
 }
 
 fn scan(view: &View<'_>, from: &[u8], to: &[u8]) -> Result<Vec<crate::kv::Pair>> {

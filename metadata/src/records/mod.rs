@@ -5,6 +5,7 @@
 //! it in `mover`. Does no I/O of its own: everything here runs inside a closure of the committer.
 
 mod settings;
+mod damaged;
 mod owned;
 mod given_up;
 mod pages;
@@ -29,6 +30,7 @@ pub use clones::Cloned;
 #[cfg(test)]
 pub(crate) use clones::MOST_CHANGED;
 pub(crate) use clones::{Building, Changed, CloneTicket, Clones, Made, Read};
+pub(crate) use damaged::{is_about_a_record, pass_over, readable};
 pub(crate) use given_up::{LOST_OBJECTS, given_up_in};
 pub(crate) use name::{check_name, check_new_name, is_reserved};
 pub use outside::{OutsideChange, OutsideChanges, OutsideListener};

@@ -21,7 +21,7 @@ use crate::gc::{self, Collector, GcReport};
 use crate::import::Importer;
 use crate::kv::Durability;
 use crate::mover::{Mover, free_unfinished};
-use crate::records::{Change, Look, Records, Shared, Spelling, TreeSettings, names_of};
+use crate::records::{Change, Look, Records, Shared, Spelling, TreeSettings, names_of, pass_over, readable};
 use crate::schema::{
     Counters, ImportState, Inode, Keys, Partial, SessionRecord, Tag, UploadRecord, encode_plain,
 };
@@ -149,7 +149,7 @@ impl LocalTree {
     }
 
     /// Frees what earlier sessions had open: this is the only active one, so they are dead. What their clones left, which may
-    /// be much, the mover frees.
+    /// be much, the mover frees. What cannot be read stays, and refuses no mount.
     async fn end_dead_sessions(&self) -> Result<()> {
         let keys = self.shared.keys;
         let (mut start, end) = keys.family(Tag::Orphan);
@@ -160,7 +160,9 @@ impl LocalTree {
             start = [&last[..], &[0]].concat().into();
             for (key, _) in found {
                 let Some((session, ino)) = readable(keys.number_and_ino_in(&key)) else { continue };
-                self.transact(Durability::Buffered, move |change| change.free_orphan(session, ino)).await?;
+                let free =
+                    self.transact(Durability::Buffered, move |change| change.free_orphan(session, ino));
+                pass_over(free.await)?;
             }
         }
         let (mut start, end) = keys.family(Tag::Session);
@@ -170,7 +172,7 @@ impl LocalTree {
             let Some((last, _)) = found.last() else { return Ok(()) };
             start = [&last[..], &[0]].concat().into();
             for (key, value) in found {
-                self.end_dead_session(key, value).await?;
+                pass_over(self.end_dead_session(key, value).await)?;
             }
         }
     }
@@ -328,11 +330,6 @@ impl LocalTree {
         self.check_writable()?;
         self.transact(Durability::Buffered, work).await
     }
-}
-
-/// What a key says. One that is damaged is left for fsck, which needs the tree to be opened.
-fn readable<T>(decoded: Result<T>) -> Option<T> {
-    decoded.inspect_err(|error| warn!(%error, "a damaged record is passed over; see `forebay fsck`")).ok()
 }
 
 impl fmt::Debug for LocalTree {

@@ -23,3 +23,4 @@ mod large;
 mod crash;
 mod doubts;
 mod lapses;
+mod damaged;
