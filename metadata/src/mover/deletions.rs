@@ -13,7 +13,7 @@ use super::Mover;
 use super::copies::LONGEST_COPY;
 use super::run::{AT_ONCE, PAGE, Tally};
 use crate::kv::Durability;
-use crate::records::{Change, Records};
+use crate::records::{Change, Records, is_about_a_record};
 use crate::schema::{Deletion, HolderState, Tag};
 
 /// How long a look at an object counts: an outsider may replace it meanwhile. Stores answer in a small part of it, those that
@@ -56,14 +56,19 @@ impl Mover {
             let (from, to) = (start.clone(), end.clone());
             let mut page = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
             let now = self.shared().now_ms();
-            let found = page.len();
-            page.retain(|(key, _)| keys.number_in(key).is_ok_and(|due_ms| due_ms <= now));
             let Some((last, _)) = page.last() else { return Ok(tally) };
             start = after(last);
-            let is_last = page.len() < found || found < PAGE;
-            let deleted = self.delete_queued(page, &mut is_held_up).await;
+            let is_last = page.len() < PAGE || keys.number_in(last).is_ok_and(|due_ms| due_ms > now);
+            page.retain(|(key, _)| keys.number_in(key).is_ok_and(|due_ms| due_ms <= now));
+            let due = readable_in(page, &mut tally);
+            // It may be of what lies below a prefix that is to go.
+            is_held_up |= tally.failed > 0;
+            let deleted = self.delete_queued(due, &mut is_held_up).await;
             is_held_up |= deleted.is_err();
-            tally.add(deleted);
+            match deleted {
+                Ok(deleted) => tally.join(deleted),
+                Err(error) => tally.add(Err(error)),
+            }
             if is_last || self.is_stopping() {
                 return Ok(tally);
             }
@@ -76,9 +81,10 @@ impl Mover {
         let lent = self.look(move |look| {
             let mut lent = Vec::new();
             for (key, value) in look.reads().scan(&start, &end, PAGE)? {
-                let blob = Deletion::decode(value)?.blob;
-                let is_due = keys.number_in(&key)? <= now;
-                if is_due && !blob.is_owned() && look.is_lent(&blob)? {
+                let is_due = keys.number_in(&key).is_ok_and(|due_ms| due_ms <= now);
+                // What cannot be read is told when it is to be deleted.
+                let Ok(Deletion { blob, .. }) = Deletion::decode(value) else { continue };
+                if is_due && !blob.is_owned() && look.is_lent(&blob).unwrap_or(false) {
                     lent.push(blob);
                 }
             }
@@ -108,20 +114,19 @@ impl Mover {
             Ok(look.reads().get(&queued)?.map(|value| (queued, value)))
         });
         match queued.await? {
-            Some(queued) => self.delete_queued(vec![queued], &mut false).await.map(drop),
+            Some(queued) => {
+                let queued = readable_in(vec![queued], &mut Tally::default());
+                self.delete_queued(queued, &mut false).await.map(drop)
+            }
             None => Ok(()),
         }
     }
 
     /// Does a page of deletions: all objects in one request where the store can. Returns how many records are gone.
     /// Prefixes go only while nothing was held up that may lie below them.
-    async fn delete_queued(&self, page: Vec<(Bytes, Bytes)>, is_held_up: &mut bool) -> Result<usize> {
+    async fn delete_queued(&self, page: Vec<Queued>, is_held_up: &mut bool) -> Result<Tally> {
         // The commits that queued these are durable before any object goes.
         self.committer().sync().await?;
-        let page: Vec<Queued> = page
-            .into_iter()
-            .map(|(key, value)| Ok((key, Deletion::decode(value)?)))
-            .collect::<Result<_>>()?;
         let judged = self.judge_all(page).await;
         *is_held_up |= judged.iter().any(|((_, deletion), verdict)| {
             *verdict == Verdict::Keep && !deletion.blob.is_owned() && !is_prefix(deletion)
@@ -143,12 +148,26 @@ impl Mover {
         let deleted = stream::iter(markers).map(|blob| self.delete_marker(blob)).buffered(AT_ONCE);
         let stays: Vec<ObjectKey> = deleted.filter_map(async |stays| stays).collect().await;
         done.retain(|((_, deletion), _)| !stays.contains(&deletion.blob.key));
-        let count = done.len();
+        self.forget_all(done).await
+    }
+
+    /// Takes back the records of what is done: at once, or one by one where a record of these is damaged.
+    async fn forget_all(&self, done: Vec<(Queued, Verdict)>) -> Result<Tally> {
+        let all = done.clone();
         let forget_all = move |change: &mut Change<'_, '_>| {
-            done.iter().try_for_each(|(queued, verdict)| forget(change, queued, *verdict))
+            all.iter().try_for_each(|(queued, verdict)| forget(change, queued, *verdict))
         };
-        self.transact(Durability::Buffered, forget_all).await?;
-        Ok(count)
+        let forgotten = self.transact(Durability::Buffered, forget_all).await;
+        match forgotten {
+            Err(error) if is_about_a_record(&error) => {}
+            forgotten => return forgotten.map(|()| Tally { done: done.len(), failed: 0 }),
+        }
+        let mut tally = Tally::default();
+        for (queued, verdict) in done {
+            let forget_one = move |change: &mut Change<'_, '_>| forget(change, &queued, verdict);
+            tally.pass_over(self.transact(Durability::Buffered, forget_one).await.map(|()| 1))?;
+        }
+        Ok(tally)
     }
 
     /// Deletes the marker of a removed directory; gives its key where that has to be tried again.
@@ -233,6 +252,18 @@ impl Mover {
         }
         Ok(recorded)
     }
+}
+
+/// The deletions of a page; those that cannot be read are counted.
+fn readable_in(page: Vec<(Bytes, Bytes)>, tally: &mut Tally) -> Vec<Queued> {
+    let mut due = Vec::with_capacity(page.len());
+    for (key, value) in page {
+        match Deletion::decode(value) {
+            Ok(deletion) => due.push((key, deletion)),
+            Err(error) => tally.add(Err(error)),
+        }
+    }
+    due
 }
 
 /// Whether it is no object but the prefix of a removed directory.

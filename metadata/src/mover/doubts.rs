@@ -219,11 +219,12 @@ impl Mover {
         }
         let mut writes = Vec::new();
         for (ino, doubt) in self.doubts().writes() {
-            match self.look(move |look| look.intent(ino)).await? {
-                Some(intent) if doubt.is_last_of(&intent) => writes.push((ino, intent)),
+            match self.look(move |look| look.intent(ino)).await {
+                Ok(Some(intent)) if doubt.is_last_of(&intent) => writes.push((ino, intent)),
                 // Its next write is under way.
-                Some(intent) if doubt.is_of(&intent) => {}
-                _ => self.doubts().end(ino, Some(&doubt)),
+                Ok(Some(intent)) if doubt.is_of(&intent) => {}
+                Ok(_) => self.doubts().end(ino, Some(&doubt)),
+                Err(error) => tally.pass_over(Err(error))?,
             }
         }
         self.settle_writes(writes, &mut tally).await;

@@ -113,14 +113,11 @@ impl Mover {
     ) -> Result<()> {
         let (mut crowded, mut outdone) = (Vec::new(), Vec::new());
         for (key, value) in page {
-            if Move::decode(value)? != Move::File {
+            let planned = self.plan_one(&key, value).await;
+            let Ok((ino, next)) = planned else {
+                tally.pass_over(planned.map(|_| 0))?;
                 continue;
-            }
-            let ino = InodeId(self.shared().keys.number_in(&key)?);
-            let fresh = self.fresh_key();
-            let plan = move |change: &mut Change<'_, '_>| plan(change, ino, &fresh);
-            let next = self.transact(Durability::Buffered, plan).await?;
-            self.shared().aside.end_crowd(ino);
+            };
             match next {
                 Next::Done | Next::WayMade => tally.done += 1,
                 Next::Wait => {}
@@ -132,6 +129,19 @@ impl Mover {
         stream::iter(crowded).for_each_concurrent(AT_ONCE, |blob| self.save_one(blob)).await;
         self.settle_writes(outdone, tally).await;
         Ok(())
+    }
+
+    /// Decides about one.
+    async fn plan_one(&self, key: &Bytes, value: Bytes) -> Result<(InodeId, Next)> {
+        let ino = InodeId(self.shared().keys.number_in(key)?);
+        if Move::decode(value)? != Move::File {
+            return Ok((ino, Next::Wait));
+        }
+        let fresh = self.fresh_key();
+        let plan = move |change: &mut Change<'_, '_>| plan(change, ino, &fresh);
+        let next = self.transact(Durability::Buffered, plan).await?;
+        self.shared().aside.end_crowd(ino);
+        Ok((ino, next))
     }
 
     /// Settles what was announced to be written, as long as the store answers.

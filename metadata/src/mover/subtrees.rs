@@ -14,7 +14,7 @@ use super::Mover;
 use super::deletions::after;
 use super::run::{PAGE, Tally};
 use crate::kv::Durability;
-use crate::records::{Change, Records, prefix_with_slash};
+use crate::records::{Change, Records, is_about_a_record, prefix_with_slash};
 use crate::schema::{Dentry, HolderState, Move, Tag};
 
 /// Entries claimed in one transaction.
@@ -26,11 +26,11 @@ impl Mover {
         // Where that failed before.
         self.sync_freed().await?;
         let renames = self.shared().subtree_moves.load(Ordering::SeqCst);
-        let queued = self.queued_subtrees().await?;
-        if queued.is_empty() {
-            return Ok(Tally::default());
-        }
         let mut tally = Tally::default();
+        let queued = self.queued_subtrees(&mut tally).await?;
+        if queued.is_empty() {
+            return Ok(tally);
+        }
         for ino in &queued {
             let walked = self.walk(*ino).await;
             let is_vain = walked.as_ref().is_err_and(is_away);
@@ -67,7 +67,8 @@ impl Mover {
         Ok(())
     }
 
-    async fn queued_subtrees(&self) -> Result<Vec<InodeId>> {
+    /// The directories to be walked. What cannot be read may be one, unless it is a file's, and is counted.
+    async fn queued_subtrees(&self, tally: &mut Tally) -> Result<Vec<InodeId>> {
         let keys = self.shared().keys;
         let (mut start, end) = keys.family(Tag::Move);
         let mut queued = Vec::new();
@@ -77,11 +78,20 @@ impl Mover {
             let Some((last, _)) = page.last() else { return Ok(queued) };
             start = after(last);
             for (key, value) in page {
-                if matches!(Move::decode(value)?, Move::Subtree { .. }) {
-                    queued.push(InodeId(keys.number_in(&key)?));
+                let decoded = keys.number_in(&key).map(InodeId).map(|ino| (ino, Move::decode(value)));
+                match decoded {
+                    Ok((ino, Ok(Move::Subtree { .. }))) => queued.push(ino),
+                    Ok((_, Ok(Move::File))) => {}
+                    Ok((ino, Err(_))) if self.is_file(ino).await => {}
+                    Ok((_, Err(error))) | Err(error) => tally.pass_over(Err(error))?,
                 }
             }
         }
+    }
+
+    async fn is_file(&self, ino: InodeId) -> bool {
+        let inode = self.look(move |look| look.inode(ino)).await;
+        inode.is_ok_and(|inode| inode.kind == FileKind::File)
     }
 
     async fn is_gone(&self, directory: InodeId) -> Result<bool> {
@@ -92,7 +102,8 @@ impl Mover {
     /// own.
     ///
     /// # Errors
-    /// That of the first directory that could not be listed; unless the store is away, the others were walked.
+    /// That of the first directory that could not be listed, or record that could not be read; unless the store is away, the
+    /// others were walked.
     async fn walk(&self, top: InodeId) -> Result<()> {
         let (mut waiting, mut failed) = (vec![top], None);
         while let Some(directory) = waiting.pop() {
@@ -107,22 +118,33 @@ impl Mover {
                 }
                 Ok(()) => {}
             }
-            self.transact(Durability::Buffered, move |change| detach(change, directory)).await?;
-            let mut last: Option<Bytes> = None;
-            loop {
-                let after = last.take();
-                let step =
-                    move |change: &mut Change<'_, '_>| claim_files(change, directory, after.as_deref());
-                let entries = self.transact(Durability::Buffered, step).await?;
-                let below = entries.iter().filter(|(_, entry)| entry.kind == FileKind::Directory);
-                waiting.extend(below.map(|(_, entry)| entry.ino));
-                last = entries.last().map(|(name, _)| name.clone());
-                if entries.len() < STEP {
-                    break;
-                }
+            match self.walk_one(directory, &mut waiting).await {
+                Ok(None) => {}
+                Ok(Some(error)) => drop(failed.get_or_insert(error)),
+                Err(error) if is_about_a_record(&error) => drop(failed.get_or_insert(error)),
+                Err(error) => return Err(error),
             }
         }
         failed.map_or(Ok(()), Err)
+    }
+
+    /// Goes through the entries of a directory; the directories among them come to `waiting`. Returns why a file of it could
+    /// not be claimed.
+    async fn walk_one(&self, directory: InodeId, waiting: &mut Vec<InodeId>) -> Result<Option<Error>> {
+        self.transact(Durability::Buffered, move |change| detach(change, directory)).await?;
+        let (mut last, mut failed) = (None::<Bytes>, None);
+        loop {
+            let after = last.take();
+            let step = move |change: &mut Change<'_, '_>| claim_files(change, directory, after.as_deref());
+            let (entries, unclaimed) = self.transact(Durability::Buffered, step).await?;
+            failed = failed.or(unclaimed);
+            let below = entries.iter().filter(|(_, entry)| entry.kind == FileKind::Directory);
+            waiting.extend(below.map(|(_, entry)| entry.ino));
+            last = entries.last().map(|(name, _)| name.clone());
+            if entries.len() < STEP {
+                return Ok(failed);
+            }
+        }
     }
 }
 
@@ -153,18 +175,21 @@ fn detach(change: &mut Change<'_, '_>, directory: InodeId) -> Result<()> {
     }
 }
 
+/// A step of the entries of a directory, and why one of these files could not be claimed.
+type Claimed = (Vec<(Bytes, Dentry)>, Option<Error>);
+
 /// Claims the keys of a step of files, one by one.
-fn claim_files(
-    change: &mut Change<'_, '_>,
-    directory: InodeId,
-    after: Option<&[u8]>,
-) -> Result<Vec<(Bytes, Dentry)>> {
+fn claim_files(change: &mut Change<'_, '_>, directory: InodeId, after: Option<&[u8]>) -> Result<Claimed> {
     let entries = change.entries(directory, after, STEP)?;
+    let mut failed = None;
     for (_, entry) in entries.iter().filter(|(_, entry)| entry.kind == FileKind::File) {
-        let inode = change.inode(entry.ino)?;
-        change.settle_home(entry.ino, &inode)?;
+        let claimed = change.inode(entry.ino).and_then(|inode| change.settle_home(entry.ino, &inode));
+        match claimed {
+            Err(error) if is_about_a_record(&error) => drop(failed.get_or_insert(error)),
+            claimed => claimed?,
+        }
     }
-    Ok(entries)
+    Ok((entries, failed))
 }
 
 /// Ends the job of one directory.

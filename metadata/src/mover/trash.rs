@@ -6,7 +6,7 @@ use super::Mover;
 use super::deletions::after;
 use super::run::{PAGE, Tally};
 use crate::kv::Durability;
-use crate::records::{Change, Records, TrashId};
+use crate::records::{Change, Records, TrashId, readable};
 use crate::schema::Tag;
 
 impl Mover {
@@ -22,7 +22,10 @@ impl Mover {
             let Some((last, _)) = page.last() else { return Ok(tally) };
             start = after(last);
             for (key, _) in page {
-                let (due_ms, ino) = keys.number_and_ino_in(&key)?;
+                let Some((due_ms, ino)) = readable(keys.number_and_ino_in(&key)) else {
+                    tally.failed += 1;
+                    continue;
+                };
                 let purge = move |change: &mut Change<'_, '_>| change.purge(TrashId { due_ms, ino });
                 tally.add(self.transact(Durability::Buffered, purge).await.map(usize::from));
             }

@@ -92,12 +92,12 @@ pub(super) fn place(
 fn takes_long(change: &Change<'_, '_>, key: &str) -> Result<bool> {
     let claim = change.claim(key)?.map(|claim| claim.state);
     let Some(HolderState::Doomed { due_ms }) = claim else { return Ok(false) };
-    let queued =
-        change.reads().get(&change.keys().deletion(due_ms, key))?.map(Deletion::decode).transpose()?;
-    let Some(blob) = queued.map(|queued| queued.blob).filter(|blob| blob.size > LONGEST_COPY) else {
-        return Ok(false);
-    };
-    change.is_lent(&blob)
+    let Some(queued) = change.reads().get(&change.keys().deletion(due_ms, key))? else { return Ok(false) };
+    match Deletion::decode(queued) {
+        Ok(Deletion { blob, .. }) => Ok(blob.size > LONGEST_COPY && change.is_lent(&blob)?),
+        // Nobody knows what is to go, and it does not.
+        Err(_) => Ok(true),
+    }
 }
 
 /// An owned blob for content that belongs to a path which is not free: it is moved there later. Also when it is committed,

@@ -1,4 +1,4 @@
-//! Records that cannot be read keep nothing else from its work: neither a mount nor a check.
+//! Records that cannot be read keep nothing else from its work: neither a mount nor a check, nor the mover.
 
 use bytes::Bytes;
 use forebay_core::{InodeId, ObjectKey, Result};
@@ -7,7 +7,7 @@ use super::fsck::{kinds, write_over};
 use super::sharing::share;
 use super::world::*;
 use crate::records::{Change, Records};
-use crate::schema::Inode;
+use crate::schema::{Inode, Keys, Tag};
 use crate::tree::{Existing, LocalTree, Placement, RenameMode, Tree, resolve};
 
 const SPOILED: &[u8] = b"?";
@@ -171,6 +171,75 @@ async fn the_key_of_an_intent_that_cannot_be_read_is_taken() {
         }
         let record = record(&tree, &tree.shared.keys.intent(file)).await.expect("it stays");
         assert_eq!(record.len(), length);
+    }
+}
+
+/// The mover stopped at the first such record that it met, and did nothing that came after it, for good.
+#[tokio::test]
+async fn one_record_that_cannot_be_read_keeps_the_mover_from_nothing_else() {
+    type Spoil = fn(&mut Change<'_, '_>, InodeId) -> Result<()>;
+    fn put(change: &mut Change<'_, '_>, key: Bytes) -> Result<()> {
+        change.put(key, Bytes::from_static(SPOILED))
+    }
+    /// Puts a record whose key is cut short, before all others of its family.
+    fn cut(change: &mut Change<'_, '_>, tag: Tag) -> Result<()> {
+        let key = [&change.keys().family(tag).0[..], b"\0"].concat();
+        change.put(key.into(), crate::schema::encode_plain(b""))
+    }
+    fn keys(change: &Change<'_, '_>) -> Keys {
+        change.keys()
+    }
+    let all: [(&str, Spoil); 13] = [
+        ("a move", |change, ino| put(change, keys(change).movement(ino))),
+        ("the inode of one", |change, ino| put(change, keys(change).inode(ino))),
+        ("a part of its layout", |change, ino| {
+            let inode = Inode { further: 1, ..change.inode(ino)? };
+            change.put_inode(ino, &inode)
+        }),
+        ("the key of a move", |change, _| cut(change, Tag::Move)),
+        ("a deletion", |change, _| put(change, keys(change).deletion(1, "x"))),
+        ("the key of one", |change, _| cut(change, Tag::Deletion)),
+        ("the claim of a deletion", |change, _| put(change, keys(change).claim("e"))),
+        ("an intent", |change, _| put(change, keys(change).intent(InodeId(1 << 40)))),
+        ("the key of one", |change, _| cut(change, Tag::Intent)),
+        ("something in the trash", |change, _| cut(change, Tag::Trash)),
+        ("something open", |change, _| put(change, keys(change).orphan(1, InodeId(1 << 40)))),
+        ("the key of one", |change, _| cut(change, Tag::Orphan)),
+        ("a file of a directory", |change, _| {
+            let directory = change.entry(InodeId::ROOT, b"to")?.ino;
+            let ino = change.entry(directory, b"damaged")?.ino;
+            put(change, keys(change).inode(ino))
+        }),
+    ];
+    for (what, spoil) in all {
+        println!("{what}");
+        let world = World::memory().await;
+        for key in ["a", "c", "e", "f", "from/damaged", "from/x"] {
+            world.put(key, key.as_bytes()).await;
+        }
+        let tree = world.open().await;
+        paths(&tree).await;
+        let ino = resolve(&tree, "a").await.expect("found").ino;
+        for (from, to) in [("a", "b"), ("c", "d"), ("from", "to")] {
+            rename(&tree, from, to, RenameMode::Replace).await.expect("renamed");
+        }
+        for name in ["e", "f"] {
+            unlink(&tree, name).await.expect("unlinked");
+        }
+        tree.change(move |change| spoil(change, ino)).await.expect("damaged");
+        tree.drain().await.expect("drained");
+        let mut objects = world.objects().await;
+        objects.retain(|key, _| !["a", "b", "from/damaged", "to/damaged"].contains(&key.as_str()));
+        let found: Vec<_> = objects.iter().map(|(key, bytes)| (key.as_str(), &bytes[..])).collect();
+        assert_eq!(found, [("d", &b"c"[..]), ("to/x", b"from/x")], "{what}");
+        let is_queued = tree.look(|look| {
+            let (start, end) = look.keys().family(Tag::Deletion);
+            let all = look.reads().scan(&start, &end, 100)?;
+            let key = |name| crate::schema::hash_of(name);
+            Ok(all.iter().any(|(record, _)| record.ends_with(&key("f")) || record.ends_with(&key("c"))))
+        });
+        assert!(!is_queued.await.expect("a look"), "{what}: the records of deletions that are done are gone");
+        tree.close().await.expect("closed");
     }
 }
 
