@@ -230,7 +230,7 @@ impl Mover {
         if is_plain {
             let blob = &deletion.blob;
             // The deletion's claim keeps others from the key while a copy may still come there.
-            if self.doubts().names(&blob.key) {
+            if self.doubts().names(&blob.key) || self.is_copied_in_doubt(&blob.key).await? {
                 return Ok(Verdict::Keep);
             }
             match self.bucket().head(&blob.key).await? {

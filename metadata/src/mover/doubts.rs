@@ -148,6 +148,10 @@ impl Doubts {
         self.0.lock().values().any(|doubt| doubt.of == Of::Copy(key.clone()))
     }
 
+    fn copies(&self) -> Vec<(InodeId, Doubt)> {
+        self.select(Doubt::is_copy)
+    }
+
     /// Copies that do not come any more.
     fn over(&self, now_ms: u64) -> Vec<(InodeId, Doubt)> {
         self.select(|doubt| doubt.is_copy() && doubt.until_ms <= now_ms)
@@ -208,6 +212,17 @@ impl Mover {
     pub(crate) async fn awaits_write(&self, ino: InodeId) -> Result<bool> {
         let intent = self.look(move |look| look.intent(ino)).await?;
         Ok(intent.is_some_and(|intent| self.doubts().holds(ino, &intent, self.shared().now_ms())))
+    }
+
+    /// Whether a copy of what lies at `key` is in doubt: by that it is known from others' objects.
+    pub(super) async fn is_copied_in_doubt(&self, key: &ObjectKey) -> Result<bool> {
+        for (ino, _) in self.doubts().copies() {
+            let intent = self.look(move |look| look.intent(ino)).await?;
+            if intent.and_then(|intent| intent.copies).is_some_and(|source| source.key == *key) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Settles what has come, and what cannot any more.

@@ -340,7 +340,13 @@ fn settle_copy(
             true => seal(change, ino, inode, blob),
             false => adopt(change, ino, inode, object),
         },
-        inode => discard(change, ino, inode, &blob),
+        // At the file's path it is in the way of what the file has; elsewhere the next listing shows what is not known to be
+        // the copy.
+        Some(inode) if is_copy || is_at_home(change, ino, &inode, &object.key)? => {
+            discard(change, ino, Some(inode), &blob)
+        }
+        None if is_copy => discard(change, ino, None, &blob),
+        inode => inode.map_or(Ok(()), |inode| change.resettle_home(ino, &inode)),
     }
 }
 

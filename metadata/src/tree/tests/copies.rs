@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use forebay_core::{InodeId, ObjectKey};
-use forebay_io::object::{FaultMode, Faults, OperationKind};
+use forebay_io::object::{Condition, FaultMode, Faults, OperationKind};
 use futures::future::FutureExt;
 
 use super::sharing::{no_loans, share};
@@ -17,7 +17,14 @@ const LATER: Duration = Duration::from_secs(6 * 60);
 
 /// A file `a` that was renamed to `b`, of whose copy it is not known whether it was made.
 async fn unanswered(world: &World) -> (LocalTree, InodeId) {
-    world.put("a", b"old").await;
+    let tree = world.open().await;
+    world.write_path(&tree, "a", "old").await.expect("written");
+    tree.close().await.expect("closed");
+    unanswered_over(world).await
+}
+
+/// The same of what lies at `a`.
+async fn unanswered_over(world: &World) -> (LocalTree, InodeId) {
     let faults = Faults::new();
     let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(30))).await;
     let ino = resolve(&tree, "a").await.expect("found").ino;
@@ -33,6 +40,12 @@ async fn unanswered(world: &World) -> (LocalTree, InodeId) {
     (tree, ino)
 }
 
+/// The copy comes after all.
+async fn come(world: &World) {
+    let (from, to) = (ObjectKey::new("a"), ObjectKey::new("b"));
+    world.bucket().copy(&from, &to, 3, &Condition::IfAbsent).await.expect("nothing else is there");
+}
+
 /// A copy went on in the store after it was given up. The file was written again and synced, and then the copy came over it.
 #[tokio::test]
 async fn a_copy_that_comes_late_takes_nothing_that_was_written_meanwhile() {
@@ -44,7 +57,7 @@ async fn a_copy_that_comes_late_takes_nothing_that_was_written_meanwhile() {
         if drains {
             tree.drain().await.expect("drained");
         }
-        world.put("b", b"old").await;
+        come(&world).await;
         world.pass_ttl();
         assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), "new");
         world.clock.advance(LATER);
@@ -63,7 +76,7 @@ async fn a_copy_that_comes_late_is_still_the_files() {
             world.clock.advance(LATER);
             tree.drain().await.expect("drained");
         } else {
-            world.put("b", b"old").await;
+            come(&world).await;
             world.pass_ttl();
         }
         let found = resolve(&tree, "b").await.expect("found");
@@ -115,7 +128,7 @@ async fn a_copy_that_comes_after_its_file_was_removed_is_removed() {
         unlink(&tree, "b").await.expect("unlinked");
         tree.drain().await.expect("drained");
         if comes {
-            world.put("b", b"old").await;
+            come(&world).await;
         }
         world.pass_ttl();
         assert_eq!(paths(&tree).await, [""; 0]);
@@ -124,6 +137,38 @@ async fn a_copy_that_comes_after_its_file_was_removed_is_removed() {
         world.check_objects(&[]).await;
         world.pass_ttl();
         assert_eq!(paths(&tree).await, [""; 0]);
+    }
+}
+
+/// What another tool put where a copy was to come, of the size of that, was deleted once the file was elsewhere.
+#[tokio::test]
+async fn what_is_put_where_a_copy_was_to_come_is_nobody_elses() {
+    for (is_removed, is_imported) in [(false, false), (false, true), (true, false), (true, true)] {
+        println!("removed: {is_removed}, imported: {is_imported}");
+        let world = World::memory().await;
+        let tree = if is_imported {
+            world.put("a", b"old").await;
+            unanswered_over(&world).await.0
+        } else {
+            unanswered(&world).await.0
+        };
+        match is_removed {
+            true => unlink(&tree, "b").await.expect("unlinked"),
+            false => rename(&tree, "b", "c", RenameMode::Replace).await.expect("renamed"),
+        }
+        world.put("b", b"new").await;
+        for advance in [Duration::ZERO, LATER, LATER] {
+            world.clock.advance(advance);
+            world.pass_ttl();
+            tree.drain().await.expect("drained");
+            assert_eq!(world.objects().await["b"], b"new");
+        }
+        world.pass_ttl();
+        assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), "new");
+        match is_removed {
+            true => world.check_objects(&[("b", "new")]).await,
+            false => world.check_objects(&[("b", "new"), ("c", "old")]).await,
+        }
     }
 }
 
