@@ -31,7 +31,7 @@ enum Patience {
 pub(crate) enum Settled {
     /// It is ended.
     Over,
-    /// A copy of the mover's is, or may be, under way.
+    /// A copy of the mover's is, or may be, under way, or others had the turn all the time.
     Copying,
     /// It stands, for what a writer was not answered may still come.
     InDoubt(Intent),
@@ -231,8 +231,8 @@ impl Mover {
         Ok(found.map(|(object, by)| Found { object, by, of: mark.of }))
     }
 
-    /// As `settle_intent`, for a writer that asks for a place, or has ended. A copy under way is waited for `until` then;
-    /// where that is not enough, the writer goes elsewhere. What a writer began is known by nobody but the store.
+    /// As `settle_intent`, for a writer that asks for a place. A copy under way is waited for `until` then, and so is the
+    /// turn; where that is not enough, the writer goes elsewhere. What a writer began is known by nobody but the store.
     pub(crate) async fn settle(&self, ino: InodeId, until: Instant) -> Result<Settled> {
         let intent = self.look(move |look| look.intent(ino)).await?;
         if let Some(intent) = intent.filter(|intent| intent.copies.is_some()) {
@@ -244,8 +244,16 @@ impl Mover {
             let settled = self.alone_until(until, "settle a copy", settle).await? == Some(true);
             return Ok(if settled { Settled::Over } else { Settled::Copying });
         }
+        match tokio::time::timeout_at(until, self.copying_turn()).await {
+            Ok(_turn) => self.settle_intent_of(ino, false, (None, Patience::Known)).await,
+            Err(_) => Ok(Settled::Copying),
+        }
+    }
+
+    /// The same for a writer that has ended, or goes on only when it is known what came of what it began.
+    pub(crate) async fn settle_ended(&self, ino: InodeId) -> Result<()> {
         let _turn = self.copying_turn().await;
-        self.settle_intent_of(ino, false, (None, Patience::Known)).await
+        self.settle_intent_of(ino, false, (None, Patience::Known)).await.map(drop)
     }
 }
 

@@ -281,7 +281,7 @@ impl Tree for LocalTree {
     async fn settle(&self, ino: InodeId) -> Result<()> {
         let intent = self.look(move |look| look.intent(ino)).await?;
         if let (Some(mover), Some(Intent { copies: None, .. })) = (&self.mover, intent) {
-            mover.settle(ino, Instant::now() + PATIENCE).await?;
+            mover.settle_ended(ino).await?;
         }
         Ok(())
     }

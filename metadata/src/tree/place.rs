@@ -36,6 +36,10 @@ pub(super) fn place(
         // The copy that is under way, or may be, is of content that this one replaces.
         Some(intent) if intent.copies.is_some() && is_last => return place_aside(change, ino, fresh, true),
         Some(intent) if Some(&intent) == in_doubt => Some(intent),
+        // What it says of the content tells that what comes there is older.
+        Some(intent) if intent.announced().is_some() && is_last => {
+            return place_aside(change, ino, fresh, true);
+        }
         Some(_) => return Ok(Step::Unsettled),
         None => None,
     };

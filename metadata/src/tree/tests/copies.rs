@@ -300,6 +300,37 @@ async fn writers_do_not_wait_for_copies_of_others() {
     }
 }
 
+/// Nor for deletions: a writer who did not know what had come of the last try waited until these were done.
+#[tokio::test]
+async fn writers_who_tried_before_do_not_wait_for_deletions() {
+    let world = World::memory().await;
+    world.put("d", b"d").await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults))).await;
+    world.write_path(&tree, "w", "old").await.expect("written");
+    let ino = resolve(&tree, "w").await.expect("found").ino;
+    resolve(&tree, "d").await.expect("found");
+    tree.place(ino, false).await.expect("placed");
+    unlink(&tree, "d").await.expect("unlinked");
+    let gate = faults.gate(1);
+    let write = async {
+        gate.reached().await;
+        let placed = world.write(&tree, ino, b"new").await.expect("written");
+        gate.open();
+        placed
+    };
+    let both = async { tokio::join!(tree.drain(), write) };
+    let (drained, placed) = tokio::time::timeout(Duration::from_secs(20), both).await.expect("nobody waits");
+    drained.expect("drained");
+    assert!(matches!(placed, Placement::Owned { comes_free: true, .. }), "{placed:?}");
+    for advance in [Duration::ZERO, LATER, LATER] {
+        world.clock.advance(advance);
+        tree.drain().await.expect("drained");
+        assert_eq!(world.read_path(&tree, "w").await.expect("bytes"), "new");
+    }
+    world.check_objects(&[("w", "new")]).await;
+}
+
 /// Lets the mover work until nothing can be done, then once more. Returns how many copies it asked for then, and asserts
 /// that it rests after that, and that no record is left of what it tried.
 async fn copies_of_a_pass(tree: &LocalTree) -> u64 {
