@@ -55,6 +55,11 @@ impl Mover {
         if found.size != source.size || found.version == source.version {
             return Ok(found.size == source.size);
         }
+        if source.staged_on().is_some() {
+            // It had no version yet, and was written without a token.
+            let source = self.bucket().head(&source.key).await?;
+            return Ok(source.is_some_and(|source| source.version == found.version));
+        }
         let token = self.bucket().token_of(&source.key).await?;
         Ok(token.is_some() && token == self.bucket().token_of(&found.key).await?)
     }

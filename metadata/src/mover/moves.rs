@@ -49,6 +49,8 @@ enum Copied {
     SourceLost,
     /// There is no object where the bytes were.
     SourceMissing,
+    /// A host has staged the bytes and has not brought them in.
+    SourceStaged,
 }
 
 /// What is to be done about one file.
@@ -223,11 +225,12 @@ impl Mover {
     }
 
     async fn copy_object(&self, ino: InodeId, plan: &Plan) -> Result<Copied> {
-        match self.bucket().head(&plan.from.key).await? {
+        let from = match self.bucket().head(&plan.from.key).await? {
+            None if plan.from.staged_on().is_some() => return Ok(Copied::SourceStaged),
             None => return Ok(Copied::SourceMissing),
-            Some(source) if source.version != plan.from.version => return Ok(Copied::SourceLost),
-            Some(_) => {}
-        }
+            Some(source) if !is_source(&plan.from, &source) => return Ok(Copied::SourceLost),
+            Some(source) => source.blob(),
+        };
         let target = self.bucket().head(&plan.to).await?;
         if target.as_ref().map(|target| &target.version) != plan.replaces.as_ref() {
             return Ok(Copied::TargetTaken);
@@ -236,11 +239,19 @@ impl Mover {
             self.save_lent(&target.blob()).await?;
         }
         let condition = plan.replaces.clone().map_or(Condition::IfAbsent, Condition::IfVersion);
-        let copied = self.copy_inside(&plan.from, &plan.to, condition).await;
+        let copied = self.copy_inside(&from, &plan.to, condition).await;
         if copied.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unavailable && !is_withheld(error)) {
             self.doubt(ino, &plan.to, Asked::Unanswered);
         }
         copied.map(Copied::To)
+    }
+}
+
+/// Whether an object is the one meant. What was staged got its version when it was brought in, and nobody else writes there.
+fn is_source(from: &Blob, found: &ObjectInfo) -> bool {
+    match from.staged_on() {
+        Some(_) => found.size == from.size,
+        None => found.version == from.version,
     }
 }
 

@@ -6,8 +6,9 @@ use forebay_core::{ErrorKind, FileKind, InodeId};
 use forebay_io::object::{Bucket, OperationKind};
 use forebay_metadata::tree::{Existing, NewInode, QuotaLimits, resolve};
 
-use super::support::{Fixture, run};
+use super::support::{Fixture, create, object, pattern, run};
 use crate::Volume;
+use crate::staging::WritebackSettings;
 use crate::trash::{Report, Request, Restored, trash};
 use crate::volume::local;
 
@@ -101,6 +102,27 @@ fn an_error_tells_what_came_back_before_it() {
         assert!(told.to_string().starts_with("2 files and 0 directories came back, then"), "{told}");
         let asked = fixture.bucket.counters().since(&before);
         assert!(asked.of(OperationKind::Put).requests > 0, "what came back is durable: {asked:?}");
+        volume.close().await.expect("close");
+    });
+}
+
+/// A file that was deleted before its staged bytes were in the bucket, and brought back after they were, stayed without an
+/// object at its path.
+#[test]
+fn what_was_staged_when_it_was_deleted_is_an_object_again() {
+    let later = WritebackSettings { enabled: true, bytes: 1 << 40, delay_ms: 3_600_000, open_ms: 3_600_000 };
+    run(async move {
+        let fixture = fixture().writing_back(later);
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, pattern(1, 0..10_000)).await.expect("write");
+        file.flush().await.expect("close");
+        file.release().await.expect("release");
+        volume.unlink(ROOT, b"f").await.expect("unlink");
+        volume.drain(|_| {}).await.expect("all is in the bucket");
+        assert_eq!(restore(&volume, "f").await.files, 1);
+        local(&volume).expect("a tree").drain().await.expect("drained");
+        assert_eq!(object(&fixture.bucket, "f").await, pattern(1, 0..10_000));
         volume.close().await.expect("close");
     });
 }

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use forebay_core::{ErrorKind, FileKind, InodeId};
-use forebay_io::object::OperationKind;
+use forebay_core::{Blob, ErrorKind, FileKind, FileLayout, InodeId};
+use forebay_io::object::{Condition, FaultMode, Faults, OperationKind};
 
 use super::sharing::{no_loans, share};
 use super::world::*;
@@ -438,5 +438,44 @@ async fn names_of_what_is_in_the_trash_are_read_back() {
     assert_eq!(id.to_string().parse::<TrashId>().expect("a name"), id);
     for text in ["", "7", "7-", "-7", "7-x", "x-7"] {
         assert_eq!(text.parse::<TrashId>().expect_err(text).kind(), ErrorKind::Invalid);
+    }
+}
+
+/// What a host had staged, and brought to the store under its own key after its file was deleted, stayed there for good.
+#[tokio::test]
+async fn what_was_staged_when_it_was_deleted_is_an_object_again_once_it_is_back() {
+    for (is_large, is_answered) in [(false, true), (false, false), (true, true), (true, false)] {
+        println!("large: {is_large}, answered: {is_answered}");
+        let world = world(Kind::Memory).await;
+        let faults = Faults::new();
+        let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(30))).await;
+        let text = if is_large { "7".repeat((64 << 20) + 1) } else { "staged".to_owned() };
+        let file = tree.create(ROOT, b"f", new_file(), Existing::Refuse).await.expect("made").0.ino;
+        let staged = Blob::staged(tree.fresh_blob(), text.len() as u64, "host");
+        let layout = FileLayout::of_blob(staged.clone());
+        tree.commit_layout(file, 0, layout, time(7)).await.expect("committed");
+        unlink(&tree, "f").await.expect("unlinked");
+        let id = trash(&tree).await[0].id;
+        tree.restore(id, ROOT, b"f").await.expect("it came back");
+        let before = resolve(&tree, "f").await.expect("found");
+        tree.drain().await.expect("nothing is there yet");
+        world.check_objects(&[]).await;
+        let put = world.bucket().put(&staged.key, text.clone().into(), Condition::IfAbsent);
+        put.await.expect("brought in");
+        if !is_answered {
+            let kind = if is_large { OperationKind::Complete } else { OperationKind::Copy };
+            faults.script(kind, 1, FaultMode::LoseReply);
+        }
+        for advance in [Duration::ZERO, Duration::from_secs(6 * 60), Duration::ZERO] {
+            world.clock.advance(advance);
+            tree.drain().await.expect("drained");
+        }
+        assert_eq!(world.objects().await.into_keys().collect::<Vec<_>>(), ["f"]);
+        assert_eq!(world.read_path(&tree, "f").await.expect("bytes"), text);
+        let after = resolve(&tree, "f").await.expect("found");
+        assert_eq!(after.ino, before.ino);
+        if is_answered {
+            assert_eq!((after.mtime, after.generation), (before.mtime, before.generation));
+        }
     }
 }
