@@ -25,7 +25,9 @@ impl Mover {
     pub(crate) async fn walk_subtrees(&self) -> Result<Tally> {
         // Where that failed before.
         self.sync_freed().await?;
-        let renames = self.shared().subtree_moves.load(Ordering::SeqCst);
+        // In its turn: one that a rename under way has counted, and not queued yet, is counted once more or queued by then.
+        let count = |change: &mut Change<'_, '_>| Ok(change.shared.subtree_moves.load(Ordering::SeqCst));
+        let renames = self.transact(Durability::Buffered, count).await?;
         let mut tally = Tally::default();
         let queued = self.queued_subtrees(&mut tally).await?;
         if queued.is_empty() {

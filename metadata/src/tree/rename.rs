@@ -41,7 +41,7 @@ pub(super) async fn rename_counted(
 
 /// As [`super::Tree::rename`]. Returns directories that have to be counted first, since quotas part from them what they
 /// hold; nothing has changed then.
-fn rename(
+pub(super) fn rename(
     change: &mut Change<'_, '_>,
     from: Place<'_>,
     to: Place<'_>,

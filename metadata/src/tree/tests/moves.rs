@@ -1,8 +1,13 @@
 //! Moves of which a step fails: they are made later, and keep up no others.
 
+use std::sync::Arc;
+use std::time::Duration;
+
+use forebay_core::InodeId;
 use forebay_io::object::{FaultMode, Faults, OperationKind};
 
 use super::world::*;
+use crate::records::{Change, Records};
 use crate::tree::{Placement, RenameMode, Tree, resolve};
 
 /// Files that were renamed and exchanged, of which the first goes aside: the store refuses its copy. Returns how often the
@@ -91,4 +96,34 @@ async fn a_directory_that_cannot_be_listed_keeps_up_no_other() {
     world.check_objects(&then).await;
     let placed = world.write_path(&tree, "one/newer", "newer").await.expect("written");
     assert!(matches!(placed, Placement::Own { .. }), "and is not any more: {placed:?}");
+}
+
+/// A directory that left a renamed one, in the moment in which the mover began to walk that, was missed by the walk, and what lay
+/// in it by the claims that went then: the old path showed it once more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn a_rename_beside_the_beginning_of_a_walk_is_not_missed() {
+    let world = World::memory().await;
+    world.put("one/d/x", b"x").await;
+    let tree = Arc::new(world.open().await);
+    paths(&*tree).await;
+    rename(&tree, "one", "three", RenameMode::Replace).await.expect("renamed");
+    let three = resolve(&*tree, "three").await.expect("found").ino;
+    let (begun, has_begun) = std::sync::mpsc::channel();
+    let (second, leave) = (tree.clone(), move |change: &mut Change<'_, '_>| {
+        let (from, to) = ((three, &b"d"[..]), (InodeId::ROOT, &b"e"[..]));
+        let renamed = crate::tree::rename::rename(change, from, to, RenameMode::Replace)?;
+        // It is not applied before it returns: time enough for the mover to begin.
+        begun.send(()).ok();
+        std::thread::sleep(Duration::from_millis(300));
+        Ok(renamed)
+    });
+    let leaving = tokio::spawn(async move { second.change(leave).await });
+    tokio::task::block_in_place(|| has_begun.recv().expect("begun"));
+    tree.mover.as_ref().expect("a mover").walk_subtrees().await.expect("walked");
+    leaving.await.expect("a task").expect("renamed");
+    let is_claimed = tree.look(|look| Ok(look.claim("one/")?.or(look.claim("one/d/x")?).is_some()));
+    assert!(is_claimed.await.expect("a look"), "what lies at the old path is the renamed file's");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("e/x", "x")]).await;
+    assert_eq!(paths(&*tree).await, ["e/", "e/x", "three/"]);
 }
