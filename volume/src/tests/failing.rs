@@ -94,7 +94,7 @@ async fn check_content(volume: &Arc<Volume>, expected: &[u8]) {
 
 /// Who wrote on was told by its close, and the file was left as it wrote it from there, over zeros.
 ///
-/// Promise S36: Until then nothing more is taken through that descriptor.
+/// Promise S36: Until then nothing more is taken through that descriptor: writes to it fail the same way.
 #[test]
 fn nothing_is_written_after_bytes_that_were_lost() {
     run(async {
