@@ -30,21 +30,20 @@ use crate::arena::HeldStep;
 use crate::catalog::begin_run;
 use crate::catalog::{
     Alive, DELETED_HINT, KnownShards, Part, Round, Run, StepKey, begin_run_unless, deleted, find_run,
-    forget_notes, put_failed, remove_part, retain, saved_already, superseded_by,
+    put_failed, remove_part, retain, saved_already, superseded_by,
 };
 #[cfg(test)]
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
 
 mod next;
+mod notes;
 mod resume;
 
 use next::Next;
 
 /// How often a save's upload is begun anew that somebody else aborted, at most.
 const MOST_BEGUN_ANEW: u32 = 3;
-/// Steps whose notes are taken back later at most, where that failed; garbage collection takes those of older ones.
-const MOST_LEFT: usize = 100;
 
 /// What the flusher is to do, in order.
 pub(super) enum Work {
@@ -77,6 +76,8 @@ struct Progress {
     is_stored_anew: bool,
     /// Whether something was noted for the first.
     had_notes: bool,
+    /// Whether it was tried to store it as what changed since another step, which it notes first.
+    may_be_noted: bool,
 }
 
 impl Progress {
@@ -103,7 +104,7 @@ pub(super) struct Flusher {
     copies: Option<Copies>,
     /// The nonce of another start, which ended, and whose saves these are.
     heir_of: Option<String>,
-    /// Committed steps whose notes stay as yet.
+    /// Steps that are committed, or never will be, whose notes stay as yet.
     left: Vec<StepKey>,
     /// Whether it was told that notes stay.
     told_of_notes: bool,
@@ -306,8 +307,13 @@ impl Flusher {
             Ok(Outcome::Durable(_)) => self.remains.pass(self.clock.now()),
             outcome if self.leaves_nothing(save, &progress, outcome) => {
                 self.discard(progress.stored.as_ref()).await;
+                self.leave_notes(save, &progress);
+                self.take_all_back().await;
             }
-            Ok(Outcome::Refused(_)) | Err(_) => self.remember(progress.stored.as_ref()),
+            Ok(Outcome::Refused(_)) | Err(_) => {
+                self.remember(progress.stored.as_ref());
+                self.leave_notes(save, &progress);
+            }
             Ok(Outcome::Taken | Outcome::Gone(_)) => {}
         }
         let outcome = match outcome.map_err(|error| explain(error, step))? {
@@ -364,27 +370,6 @@ impl Flusher {
         }
     }
 
-    /// Takes back what was noted of a step that is committed, and what stayed of earlier ones; of several ranks, the one that
-    /// committed it did, unless `stays` says what kept it. The step is there whatever comes of it: that is told once.
-    async fn take_back(&mut self, step: u64, has_notes: bool, mut stays: Option<Error>) {
-        if let (true, None, Some((bucket, run))) = (has_notes, &self.hello.member, &self.target) {
-            self.left.push(run.save(step));
-            stays = forget_notes(bucket, &self.left, 0).await.err();
-            if stays.is_none() {
-                (self.left, self.told_of_notes) = (Vec::new(), false);
-            } else if self.left.len() > MOST_LEFT {
-                self.left.remove(0);
-            }
-        }
-        let Some(error) = stays else { return };
-        tracing::warn!(step, %error, "what was noted of a step that is saved stays");
-        if !std::mem::replace(&mut self.told_of_notes, true) {
-            let effect = "what was noted of it keeps what it refers to until a later save or `forebay ckpt gc` takes it";
-            let message = format!("step {step} is saved; {effect}: {error}");
-            self.trainer.tell(&Reply::Warning { message });
-        }
-    }
-
     /// Whether what failed may be an upload that somebody took for a dead agent's.
     fn may_begin_anew(&self, error: &Error, progress: &Progress) -> bool {
         let is_uploading = self.target.is_some() && progress.stored.is_none();
@@ -434,6 +419,7 @@ impl Flusher {
                     (self.base, self.origin) = (found, None);
                 }
                 progress.begun = Some(self.clock.now());
+                progress.may_be_noted |= self.base.is_some();
                 let work = store(bucket, run, member, save, self.base.as_ref(), leave.ask());
                 let part = alive.during(work).await?;
                 let has_notes = part.has_notes || alive.is_told() || progress.had_notes;

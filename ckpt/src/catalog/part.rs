@@ -26,6 +26,10 @@ pub(crate) struct Part {
 /// stays, for garbage collection.
 pub(crate) async fn remove_part(bucket: &Bucket, run: &Run, part: &Part) -> Result<()> {
     let Part { save, place: (rank, world_size), commit, shard } = part;
+    if *world_size == 1 {
+        // Nobody else noted anything of it, and it holds other steps' shards: it goes whatever became of this one.
+        forget_notes(bucket, std::slice::from_ref(save), *rank).await?;
+    }
     let Some(found) = bucket.head(shard).await? else { return Ok(()) };
     if bucket.head(&save.object()).await?.is_some() && is_commit_of(bucket, save, commit).await? {
         return Ok(());

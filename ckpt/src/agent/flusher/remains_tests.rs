@@ -1,16 +1,18 @@
-//! What a rank stored of a step that came to nothing: it goes once nobody can make a step of it any more.
+//! What a rank stored and noted of a step that came to nothing: it goes once nobody can make a step of it any more.
 
 use forebay_core::ObjectKey;
 use forebay_io::net::FdStream;
+use forebay_io::object::{FaultMode, Faults, OperationKind};
 
 use super::super::patience::GIVE_UP_AFTER;
 use super::alive_tests::while_time_passes;
-use super::delta_tests::{expect_whole, objects};
+use super::commit_tests::warnings;
+use super::delta_tests::{expect_whole, objects, state};
 use super::rounds_tests::part;
 use super::tests::{flusher, start, trainer};
 use super::*;
 use crate::agent::Member;
-use crate::catalog::list_steps;
+use crate::catalog::{Keep, Start, list_steps};
 
 /// A rank's agent at work, and what its trainer hears.
 struct Rank {
@@ -112,4 +114,100 @@ async fn what_was_stored_of_a_step_that_was_given_up_goes_with_a_later_save() {
 #[tokio::test]
 async fn a_step_that_came_about_after_all_stays_whole() {
     given_up(true).await;
+}
+
+/// A rank alone, which has one whole step, and a sealed next one that refers to it.
+async fn alone(faults: &Faults, clock: &Clock) -> (Bucket, Run, Flusher, FdStream, Save) {
+    let plain = Bucket::in_memory();
+    let run = begin_run(&plain, start()).await.expect("run");
+    let (trainer, hears) = trainer();
+    let mut agent = flusher(&plain.with_faults(faults).with_deadline_ms(20), &run, trainer);
+    agent.clock = clock.clone();
+    agent.hello.keep = Keep { newest: Some(2), every: None };
+    agent.flush(&state(1, &[1; 20])).await.expect("durable");
+    let mut fills = [1; 20];
+    fills[19] = 2;
+    (plain, run, agent, hears, state(2, &fills))
+}
+
+/// Has a bit of a sealed slot flip.
+fn damage(save: &mut Save) {
+    let Source::Slot(slot) = &save.source else { panic!("it is in memory") };
+    let mut slot = slot.to_vec();
+    *slot.last_mut().expect("bytes") ^= 1;
+    save.source = Source::Slot(slot.into());
+}
+
+/// Nobody took it back: when the step that it refers to was deleted, the shards of that stayed for good.
+#[tokio::test]
+async fn a_save_that_failed_keeps_nothing_from_retention() {
+    // Which put is denied: the first one is the intent's.
+    for (fails_at, denied) in [("a look at its bytes", None), ("the shard", Some(2)), ("the commit", Some(3))]
+    {
+        let (faults, clock) = (Faults::new(), Clock::manual());
+        let (bucket, _, mut agent, _hears, mut save) = alone(&faults, &clock).await;
+        match denied {
+            Some(nth) => drop(faults.script(OperationKind::Put, nth, FaultMode::Deny)),
+            None => damage(&mut save),
+        }
+        agent.flush(&save).await.expect_err(fails_at);
+        assert_eq!(keys(&bucket, "ranks").await.len(), 1, "{fails_at}");
+        for step in 3..=5 {
+            agent.flush(&state(step, &[10 + step as u8; 20])).await.expect("durable");
+            // A commit may be on its way for long.
+            assert_eq!(
+                keys(&bucket, "ranks").await.len(),
+                usize::from(denied == Some(3) && step == 3),
+                "{fails_at}"
+            );
+            clock.advance(GIVE_UP_AFTER);
+            agent.remove_remains().await;
+            assert!(agent.clean_up().await);
+        }
+        assert_eq!(keys(&bucket, "ranks").await, [], "{fails_at}");
+        assert_eq!(keys(&bucket, "shards").await.len(), 2, "{fails_at}");
+        expect_whole(&bucket).await;
+    }
+}
+
+/// Its successor cannot know what it noted in an earlier try.
+#[tokio::test]
+async fn a_save_that_is_superseded_between_its_tries_leaves_nothing() {
+    let (faults, clock) = (Faults::new(), Clock::manual());
+    let (bucket, _, mut agent, mut hears, save) = alone(&faults, &clock).await;
+    for nth in 2..=30 {
+        faults.script(OperationKind::Put, nth, FaultMode::Before);
+    }
+    let flush = agent.flush(&save);
+    tokio::pin!(flush);
+    let failed = async {
+        while !warnings(&mut hears).iter().any(|told| told.contains("trying again")) {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::select! { done = &mut flush => panic!("{done:?}"), () = failed => {} }
+    faults.clear();
+    assert_eq!(keys(&bucket, "ranks").await.len(), 1);
+    begin_run(&bucket, Start { nonce: "f".repeat(32), ..start() }).await.expect("another");
+    let refused = while_time_passes(&clock, flush).await.expect_err("superseded");
+    assert_eq!(refused.kind(), ErrorKind::Stale);
+    assert_eq!(keys(&bucket, "ranks").await, []);
+    assert_eq!(keys(&bucket, "shards").await.len(), 1);
+}
+
+/// What is gone was looked for where a step would have named it: that nothing was there to delete kept its notes.
+#[tokio::test]
+async fn a_save_whose_shard_is_gone_before_its_commit_is_answered_leaves_no_note() {
+    let (faults, clock) = (Faults::new(), Clock::manual());
+    let (bucket, _, mut agent, _hears, save) = alone(&faults, &clock).await;
+    faults.script(OperationKind::Put, 3, FaultMode::Deny);
+    let there = keys(&bucket, "shards").await;
+    agent.flush(&save).await.expect_err("denied");
+    for shard in keys(&bucket, "shards").await.into_iter().filter(|shard| !there.contains(shard)) {
+        bucket.delete(&shard).await.expect("delete");
+    }
+    agent.flush(&state(3, &[3; 20])).await.expect("durable");
+    clock.advance(GIVE_UP_AFTER);
+    agent.remove_remains().await;
+    assert_eq!(keys(&bucket, "ranks").await, []);
 }
