@@ -231,7 +231,7 @@ impl Session {
         if let Some(origin) = self.origin.clone() {
             self.send(&Request::GoOn(origin), None)?;
         }
-        self.give_up_what_kills();
+        self.give_up_what_kills()?;
         for (held, memory) in self.settled_steps() {
             let step = held.name();
             self.send_held(held, &memory, Request::Hold)?;

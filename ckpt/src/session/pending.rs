@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use forebay_core::{Error, ErrorKind};
+use forebay_core::{Error, ErrorKind, Result};
 
 use super::{Save, Session};
+use crate::agent::Request;
 use crate::arena::Slot;
 
 /// Agents that a save may lose before it is given up, as what may be killing them. One may have been dead by the time it was
@@ -38,17 +39,25 @@ impl Session {
     }
 
     /// Counts the death of the last agent, if one died, against the oldest save that it had: it goes through them in their
-    /// order. Gives that one up where it was too many.
-    pub(super) fn give_up_what_kills(&mut self) {
-        let Some(oldest) = self.pending.front_mut() else { return };
+    /// order. Gives that one up where it was too many, and has the new agent tell the job's other ranks.
+    ///
+    /// # Errors
+    /// `Unavailable` when the new agent died before it was told: the save is given up with the next one.
+    pub(super) fn give_up_what_kills(&mut self) -> Result<()> {
+        let Some(oldest) = self.pending.front_mut() else { return Ok(()) };
         oldest.deaths += u32::from(oldest.is_given);
-        let is_too_many = oldest.deaths >= AGENTS_A_SAVE;
         let (number, step, deaths) = (oldest.save.number, oldest.save.step, oldest.deaths);
+        let round = oldest.slot.held().and_then(|held| held.seal.round);
         self.pending.iter_mut().for_each(|pending| pending.is_given = false);
-        if is_too_many {
-            let message = format!("{deaths} agents died while they saved step {step}");
-            let hint = "the host may be short of memory; see the agent's log (agent_log=)";
-            self.settle_number(number, Err(Error::new(ErrorKind::Unavailable, message).with_hint(hint)));
+        if deaths < AGENTS_A_SAVE {
+            return Ok(());
         }
+        let message = format!("{deaths} agents died while they saved step {step}");
+        if self.hello.member.is_some() {
+            self.send(&Request::GiveUp { step, round, reason: message.clone() }, None)?;
+        }
+        let hint = "the host may be short of memory; see the agent's log (agent_log=)";
+        self.settle_number(number, Err(Error::new(ErrorKind::Unavailable, message).with_hint(hint)));
+        Ok(())
     }
 }

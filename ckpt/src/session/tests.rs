@@ -482,3 +482,32 @@ fn what_keeps_one_rank_from_saving_is_told_to_the_other() {
     }
     assert_eq!(fixture.steps().len(), 1);
 }
+
+/// They waited ten minutes for a part that nobody was at any more.
+#[test]
+fn a_save_that_kills_one_ranks_agents_is_told_to_the_other() {
+    let mut fixture = Fixture::new();
+    let mut pair = Pair::new(&mut fixture);
+    pair.sessions[1].disconnect();
+    pair.agents.pop().expect("an agent").join().expect("agent").expect("served");
+    let (first, doomed) = (pair.save(0, 1, 0..500_000), pair.save(1, 1, 500_000..1 << 20));
+    for _ in 1..AGENTS_A_SAVE {
+        let (near, far) = FdStream::pair().expect("pair");
+        pair.sessions[1].connect(near).expect("connect");
+        drop(far);
+        pair.sessions[1].take_replies(PATIENCE).expect("replies");
+    }
+    let _agent = attach(&mut pair.sessions[1]);
+    assert!(matches!(doomed.progress(), Progress::Failed(_)));
+    for _ in 0..PATIENCE.as_secs() {
+        if !first.progress().is_settled() {
+            pair.sessions[0].take_replies(Duration::from_secs(1)).expect("replies");
+        }
+    }
+    let Progress::Failed(error) = first.progress() else { panic!("it waits for the other: {first:?}") };
+    assert!(error.message().contains("rank 1: 3 agents died while they saved step 1"), "{error}");
+    let saves = [pair.save(0, 2, 0..500_000), pair.save(1, 2, 500_000..1 << 20)];
+    for (rank, save) in saves.into_iter().enumerate() {
+        assert!(matches!(settle(&mut pair.sessions[rank], &save), Progress::Durable), "and then it goes on");
+    }
+}
