@@ -344,15 +344,52 @@ type Shared = Arc<Mutex<Option<Box<arena::Snapshot>>>>;
 /// Who has the snapshot.
 enum Stage {
     Idle(Box<arena::Snapshot>),
-    Copying(JoinHandle<Result<()>>, Shared),
+    Copying(Copying),
     /// The agent has it, of which a signal's exception may have kept the caller from hearing.
     Sealed(Arc<session::Save>),
     Gone,
 }
 
+/// A copy behind the training.
+struct Copying {
+    worker: JoinHandle<Result<()>>,
+    shared: Shared,
+    /// Whose thread it is: a forked child has none of it.
+    process: u32,
+    /// What the addresses that it reads belong to. Let go of after the thread's end, and by nobody's collector before.
+    _sources: Py<PyAny>,
+}
+
+impl Copying {
+    /// Waits for its end. What it failed with is told with the snapshot, which stays.
+    fn join(self) -> Result<(Box<arena::Snapshot>, Result<()>)> {
+        let copied = self.worker.join().unwrap_or_else(|_| Err(Error::bug("the copying thread panicked")));
+        let snapshot = self.shared.lock().take();
+        let lost = || Error::bug("a snapshot was lost while it was filled");
+        Ok((snapshot.ok_or_else(lost)?, copied))
+    }
+}
+
 /// One step in a slot, being filled.
 #[pyclass(frozen, module = "forebay._native")]
 pub(crate) struct Snapshot(Mutex<Stage>);
+
+impl Drop for Snapshot {
+    /// Nobody waited for the copy: the memory that it reads is freed no earlier than it ends.
+    fn drop(&mut self) {
+        let stage = std::mem::replace(self.0.get_mut(), Stage::Gone);
+        let Stage::Copying(copying) = stage else { return };
+        if copying.process != std::process::id() {
+            return;
+        }
+        let mut copying = Some(copying);
+        let mut end = || drop(copying.take().map(Copying::join));
+        // Other threads go on meanwhile, unless the interpreter is about to end. The copy needs nothing of it.
+        if Python::try_attach(|py| py.detach(&mut end)).is_none() {
+            end();
+        }
+    }
+}
 
 impl Snapshot {
     /// Takes the snapshot out, after the background copy, if there is one. What that one failed with is told once, and the
@@ -362,11 +399,8 @@ impl Snapshot {
         let stage = std::mem::replace(&mut *self.0.lock(), Stage::Gone);
         match stage {
             Stage::Idle(snapshot) => Ok(snapshot),
-            Stage::Copying(worker, shared) => {
-                let copied = worker.join().unwrap_or_else(|_| Err(Error::bug("the copying thread panicked")));
-                let snapshot = shared.lock().take();
-                let snapshot =
-                    snapshot.ok_or_else(|| Error::bug("a snapshot was lost while it was filled"))?;
+            Stage::Copying(copying) => {
+                let (snapshot, copied) = copying.join()?;
                 if let Err(error) = copied {
                     *self.0.lock() = Stage::Idle(snapshot);
                     return Err(error);
@@ -418,13 +452,15 @@ impl Snapshot {
         py.detach(|| self.with(|snapshot| snapshot.copy(in_place, threads))).or_raise()
     }
 
-    /// As `copy`, on threads of our own; the sources stay as they are until `join` returned.
+    /// As `copy`, on threads of our own; the sources stay as they are until `join` returned. `owners` is what they are the
+    /// memory of, which is held until then.
     fn copy_in_background(
         &self,
         py: Python<'_>,
         sources: Vec<(usize, usize, usize)>,
         fetches: Vec<Fetch<'_>>,
         threads: usize,
+        owners: Py<PyAny>,
     ) -> PyResult<()> {
         let fetches = away(fetches);
         let started = py.detach(|| {
@@ -436,7 +472,10 @@ impl Snapshot {
             };
             let started = std::thread::Builder::new().name("forebay-stage".into()).spawn(copy);
             let (stage, outcome) = match started {
-                Ok(worker) => (Stage::Copying(worker, shared), Ok(())),
+                Ok(worker) => {
+                    let process = std::process::id();
+                    (Stage::Copying(Copying { worker, shared, process, _sources: owners }), Ok(()))
+                }
                 // There is no thread that has it.
                 Err(error) => (shared.lock().take().map_or(Stage::Gone, Stage::Idle), Err(error.into())),
             };
@@ -449,7 +488,7 @@ impl Snapshot {
     /// Whether the background copy has ended, if there was one.
     #[getter]
     fn is_copied(&self) -> bool {
-        !matches!(&*self.0.lock(), Stage::Copying(worker, _) if !worker.is_finished())
+        !matches!(&*self.0.lock(), Stage::Copying(copying) if !copying.worker.is_finished())
     }
 
     /// Waits for the background copy.

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 import forebay
@@ -37,6 +38,21 @@ def test_a_forked_child_holds_nothing_of_what_a_killed_trainer_left(tmp_path: Pa
         checkpointer.close()
     finally:
         worker.kill()
+
+
+def test_a_child_does_not_wait_for_what_its_parent_copies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The thread that copies is none of its own."""
+    parameter = torch.nn.Parameter(torch.zeros(10))
+    optim = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
+    optim.state[parameter]["momentum_buffer"] = torch.ones(50_000_000)
+    with forebay.Checkpointer(tmp_path, copy_threads=1) as checkpointer:
+        checkpointer.before_optimizer_step()
+        save = checkpointer.save_now(1, {"optim": optim})
+        assert save is not None and checkpointer._staging is not None and not checkpointer._staging.snapshot.is_copied
+        worker = Child(lambda report: report("goes on"))
+        assert worker.line() == "goes on" and worker.join() == 0
+        assert "panicked" not in capfd.readouterr().err
+        assert save.wait_durable(60)
 
 
 def test_a_child_of_rank_0_that_outlives_it_is_in_nobodys_way(tmp_path: Path) -> None:

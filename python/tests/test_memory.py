@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,47 @@ def test_memory_that_is_being_copied_stays_where_its_tensor_is_given_other(tmp_p
     forebay.load(tmp_path, state)
     momentum = optim.state[module.p]["momentum_buffer"]
     assert torch.equal(momentum, torch.arange(300_000, dtype=torch.float32))
+
+
+def threads() -> set[Path]:
+    """Those of this process."""
+    return set(Path("/proc/self/task").iterdir())
+
+
+def has_ended(thread: Path) -> bool:
+    """Whether a thread is gone; one that was waited for may be seen for a moment."""
+    for _ in range(4):
+        if not thread.exists():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def test_memory_outlives_its_copy_where_nobody_closes_the_checkpointer(tmp_path: Path) -> None:
+    """It was freed under the thread that read it: the process ended, or other bytes were copied."""
+    # What was there before is not looked at: the copy would be over by then.
+    gc.freeze()
+    memory = (ctypes.c_float * 50_000_000)()
+    copiers: set[Path] = set()
+    was_copied: list[bool] = []
+    weakref.finalize(memory, lambda: was_copied.extend(map(has_ended, copiers)))
+    parameter = torch.nn.Parameter(torch.zeros(10))
+    optim = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
+    optim.state[parameter]["momentum_buffer"] = torch.frombuffer(memory, dtype=torch.float32)
+    checkpointer = forebay.Checkpointer(tmp_path, copy_threads=1)
+    checkpointer.save_now(1, state(1)).wait_durable(60)
+    checkpointer.before_optimizer_step()
+    before = threads()
+    checkpointer.save_now(2, {"optim": optim})
+    copiers |= threads() - before
+    agent = checkpointer._agent
+    del memory, parameter, optim
+    assert was_copied == [] and len(copiers) == 1
+    del checkpointer
+    gc.collect()
+    gc.unfreeze()
+    assert was_copied == [True]
+    agent.wait(60)
 
 
 def test_ranks_of_which_one_fails_keep_nothing_of_their_callers(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The engine, in Rust: see python/src."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 PLACES: str
 """What the names begin with of the places where agents of killed trainers are found."""
@@ -191,7 +191,11 @@ class Snapshot:
     ) -> None: ...
     def checksum(self, indexes: list[int], threads: int) -> None: ...
     def copy_in_background(
-        self, sources: list[tuple[int, int, int]], fetches: list[tuple[int, Device, int, int]], threads: int
+        self,
+        sources: list[tuple[int, int, int]],
+        fetches: list[tuple[int, Device, int, int]],
+        threads: int,
+        owners: list[Any],
     ) -> None: ...
     @property
     def is_copied(self) -> bool: ...

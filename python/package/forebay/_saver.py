@@ -265,7 +265,9 @@ class Saver:
         check_unchanged(step, [leaf for index, leaf in enumerate(leaves) if index not in waiting])
         if waiting:
             _hold_optimizers()
-            snapshot.copy_in_background(later.near, later.fetches, self._threads)
+            # Whatever becomes of this checkpointer, what the copy reads outlives it.
+            owners = [leaves[index].source for index in waiting]
+            snapshot.copy_in_background(later.near, later.fetches, self._threads, owners)
         return [leaves[index] for index in waiting]
 
     def _give_up(self, step: int, number: Optional[int], error: BaseException) -> None:
