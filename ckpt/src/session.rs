@@ -382,7 +382,7 @@ impl Session {
         if self.hear()? || patience.is_zero() {
             return Ok(());
         }
-        if let Some(connection) = self.await_agent()? {
+        if let Some(connection) = self.await_agent() {
             connection.readable(patience)?;
             self.hear()?;
         }
@@ -407,14 +407,14 @@ impl Session {
 
     /// Has the agent hurry with the oldest save that is not settled. What it says can be read from the connection that this
     /// gives, so that others can use the session while somebody waits there; none where no agent is connected.
-    pub fn await_agent(&mut self) -> Result<Option<FdStream>> {
+    pub fn await_agent(&mut self) -> Option<FdStream> {
         if let Some(save) = self.pending.front().map(|pending| pending.save.number)
             && save > self.awaited
             && self.send(&Request::Await { save }, None).is_ok()
         {
             self.awaited = save;
         }
-        self.stream.as_ref().map(FdStream::try_clone).transpose()
+        self.stream.as_ref().map(FdStream::share)
     }
 
     /// Whether a save is still under way.

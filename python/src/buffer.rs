@@ -7,8 +7,9 @@
 
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 
-use forebay_io::net::FdStream;
+use forebay_io::net::{FdStream, InUse};
 
 /// Where some object's bytes lie.
 pub(crate) type Span = (usize, usize);
@@ -33,6 +34,15 @@ pub(crate) fn bytes_mut<'a>((address, length): Span) -> &'a mut [u8] {
 
 /// Takes over one end of a connected unix socket.
 pub(crate) fn stream(fd: i32) -> FdStream {
+    FdStream::new(socket(fd))
+}
+
+/// As [`stream`], noted as in use.
+pub(crate) fn noted_stream(fd: i32, place: Arc<InUse>) -> FdStream {
+    FdStream::noted(socket(fd), place)
+}
+
+fn socket(fd: i32) -> UnixStream {
     // SAFETY: the Python side detached the descriptor, so that this is its only owner.
-    FdStream::new(UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) }))
+    UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) })
 }

@@ -16,7 +16,7 @@ use forebay_ckpt::shard::TensorSpec;
 use forebay_core::units::parse_bytes;
 use forebay_core::{Error, Result};
 use forebay_io::device::DeviceBytes;
-use forebay_io::net::Notice;
+use forebay_io::net::{InUse, Notice};
 use forebay_io::priority::Priority;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -87,9 +87,9 @@ pub(crate) fn spec((name, dtype, shape, part): Described) -> Result<TensorSpec> 
     Ok(TensorSpec { name, dtype: Dtype::named(&dtype)?, shape, region })
 }
 
-/// A trainer's connection to its agent.
+/// A trainer's connection to its agent, and what a forked child must not keep open of it.
 #[pyclass(frozen, module = "forebay._native")]
-pub(crate) struct Session(Mutex<session::Session>);
+pub(crate) struct Session(Mutex<session::Session>, Arc<InUse>);
 
 impl Session {
     /// Makes it the session of one rank of a job.
@@ -112,7 +112,7 @@ impl Session {
     ) -> Self {
         let start = Start { nonce, host, pid, started_ms };
         let keep = Keep { newest: keep, every: keep_every };
-        Self(Mutex::new(session::Session::new(Hello::new(url, start, keep))))
+        Self(Mutex::new(session::Session::new(Hello::new(url, start, keep))), Arc::default())
     }
 
     /// Has the agent hold sealed steps for so many seconds after this process was killed, to be found at `place`.
@@ -199,7 +199,7 @@ impl Session {
 
     /// Greets the agent behind the socket `fd`, which this call takes over.
     fn connect(&self, py: Python<'_>, fd: i32) -> PyResult<()> {
-        py.detach(|| self.0.lock().connect(buffer::stream(fd))).or_raise()
+        py.detach(|| self.0.lock().connect(buffer::noted_stream(fd, self.1.clone()))).or_raise()
     }
 
     #[getter]
@@ -305,7 +305,7 @@ impl Session {
                 if session.hear()? || patience_s <= 0.0 {
                     return Ok(());
                 }
-                session.await_agent()?
+                session.await_agent()
             };
             if let Some(connection) = connection {
                 connection.readable(patience(patience_s))?;
@@ -328,8 +328,9 @@ impl Session {
 
     /// For a forked child: lets go of everything without a word to the agent.
     fn forget(&self, py: Python<'_>) {
-        // Where the parent's other thread held the lock at the fork, nothing can be let go.
+        // Where the parent's other thread held the lock at the fork, nothing else can be let go.
         py.detach(|| {
+            self.1.leave_in_child();
             if let Some(mut session) = self.0.try_lock() {
                 session.forget();
             }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import torch
 
 import forebay
 
-from .conftest import Child, arenas_of
-from .test_restart import held_until, kill, restored
+from .conftest import Child, arenas_of, wait_until
+from .test_crash import is_running
+from .test_restart import end, held_until, kill, restored
 
 Report = Callable[[str], None]
 
@@ -96,3 +99,36 @@ def test_a_child_of_rank_0_that_outlives_it_is_in_nobodys_way(tmp_path: Path) ->
         assert [child.join() for child in again] == [0, 0]
     finally:
         os.kill(orphan, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("moment", ["waits for the agent", "talks to it"])
+def test_a_child_forked_beside_a_busy_thread_keeps_no_way_to_the_agent(tmp_path: Path, moment: str) -> None:
+    """For as long as it lived the agent took the trainer, which was killed, for alive, and showed nobody what it held."""
+
+    def train(report: Report) -> None:
+        checkpointer = forebay.Checkpointer(tmp_path, linger=0)
+        save = checkpointer.save_now(1, {"w": torch.ones(1000)})
+        assert save is not None and save.wait_durable(60)
+        agent, session = checkpointer._agent.pid, checkpointer._session
+        # What is said to it is not taken, and it answers nothing.
+        os.kill(agent, signal.SIGSTOP)
+        acts: dict[str, Callable[[], None]] = {
+            "waits for the agent": lambda: session.take_replies(60.0),
+            "talks to it": lambda: session.give_up(2, None, "x" * (8 << 20)),
+        }
+        threading.Thread(target=acts[moment], daemon=True).start()
+        time.sleep(1)
+        if os.fork() == 0:
+            os.setsid()
+            report(f"{agent} {os.getpid()}")
+        signal.pause()
+
+    trainer = Child(train)
+    agent, orphan = map(int, trainer.line().split())
+    try:
+        trainer.kill()
+        os.kill(agent, signal.SIGCONT)
+        wait_until(lambda: not is_running(agent))
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+        end(agent)

@@ -61,7 +61,7 @@ pub fn serve(stream: FdStream, priority: Option<Priority>, notice: Option<Notice
 }
 
 fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>, notice: Option<Notice>) -> Result<()> {
-    let (trainer, clock) = (Trainer::new(stream.try_clone()?, pace), Clock::system());
+    let (trainer, clock) = (Trainer::new(stream.share(), pace), Clock::system());
     let Some((frame, _)) = stream.receive()? else { return Ok(()) };
     let Request::Hello(hello) = parse(&frame)? else {
         return Err(Error::invalid("an agent is greeted first"));
@@ -329,7 +329,7 @@ mod tests {
         /// That of a start, told by what its nonce repeats and when it began.
         fn by(place: &str, linger_ms: u64, (nonce, started_ms): (&str, u64)) -> Self {
             let (mut session, far) = FdStream::pair().expect("pair");
-            let mut stream = far.try_clone().expect("clone");
+            let mut stream = far.share();
             let trainer = Trainer::new(far, Arc::new(Pace::new(None)));
             let start = Start { nonce: nonce.repeat(16), host: "h".into(), pid: 1, started_ms };
             let mut hello = Hello::new("s3://unused".into(), start.clone(), Keep::default());

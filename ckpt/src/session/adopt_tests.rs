@@ -605,7 +605,7 @@ fn what_a_living_trainers_memory_holds_is_open_to_its_job_while_it_is_shown() {
     say(&mut successor, &Visit::Succeed).expect("say");
     assert!(!matches!(successor.receive(), Ok(Some(_))), "nobody takes over what is in use");
     // As a child that was forked meanwhile has it.
-    let elsewhere = opened.stop.as_ref().expect("open").try_clone().expect("clone");
+    let elsewhere = opened.stop.as_ref().expect("open").share();
     drop(opened);
     assert!(visit(&place).is_none(), "it is shown no more");
     drop(elsewhere);

@@ -7,9 +7,12 @@
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
+
+use super::inherited::{InUse, Using};
 
 /// The longest frame, in bytes: a manifest of a million tensors fits, a broken length does not exhaust memory.
 pub const MAX_FRAME: usize = 512 << 20;
@@ -20,9 +23,16 @@ const CONTROL: usize = 64;
 /// A connected unix stream socket that sends and receives frames.
 #[derive(Debug)]
 pub struct FdStream {
-    stream: UnixStream,
+    socket: Arc<Socket>,
     /// What came of the next frame.
     begun: Option<Begun>,
+}
+
+/// What all handles on a connection share: one descriptor, and its note for forked children, which goes first.
+#[derive(Debug)]
+struct Socket {
+    _noted: Option<Using>,
+    stream: UnixStream,
 }
 
 /// A part of a frame.
@@ -51,7 +61,17 @@ pub enum Received {
 impl FdStream {
     /// Wraps one end of a connection.
     pub fn new(stream: UnixStream) -> Self {
-        Self { stream, begun: None }
+        Self { socket: Arc::new(Socket { _noted: None, stream }), begun: None }
+    }
+
+    /// As [`Self::new`], noted as in use for as long as there is a handle on it.
+    pub fn noted(stream: UnixStream, place: Arc<InUse>) -> Self {
+        let noted = place.note(stream.as_fd());
+        Self { socket: Arc::new(Socket { _noted: Some(noted), stream }), begun: None }
+    }
+
+    fn stream(&self) -> &UnixStream {
+        &self.socket.stream
     }
 
     /// Two connected ends.
@@ -60,15 +80,15 @@ impl FdStream {
         Ok((Self::new(left), Self::new(right)))
     }
 
-    /// A second handle on the same connection.
-    pub fn try_clone(&self) -> Result<Self> {
-        Ok(Self::new(self.stream.try_clone()?))
+    /// A second handle on the same connection, and the same descriptor.
+    pub fn share(&self) -> Self {
+        Self { socket: self.socket.clone(), begun: None }
     }
 
     /// Ends the connection for both sides, whoever else holds a handle on it.
     pub fn shutdown(&self) {
         // The other side may be gone already, which is what was asked for.
-        self.stream.shutdown(std::net::Shutdown::Both).ok();
+        self.stream().shutdown(std::net::Shutdown::Both).ok();
     }
 
     /// Waits until one of `streams` at least can be received from, and tells which; none when `timeout` passed first.
@@ -78,8 +98,8 @@ impl FdStream {
 
     /// Lets sending and receiving fail with `Unavailable` once the other side held them up for so long.
     pub fn set_patience(&self, patience: Duration) -> Result<()> {
-        self.stream.set_read_timeout(Some(patience))?;
-        Ok(self.stream.set_write_timeout(Some(patience))?)
+        self.stream().set_read_timeout(Some(patience))?;
+        Ok(self.stream().set_write_timeout(Some(patience))?)
     }
 
     /// The user at the other end of a unix socket, as the kernel knows it.
@@ -97,7 +117,7 @@ impl FdStream {
         let mut credentials: libc::ucred = unsafe { std::mem::zeroed() };
         let mut length = size_of::<libc::ucred>() as libc::socklen_t;
         let into = (&raw mut credentials).cast();
-        let (fd, level) = (self.stream.as_raw_fd(), libc::SOL_SOCKET);
+        let (fd, level) = (self.stream().as_raw_fd(), libc::SOL_SOCKET);
         // SAFETY: `into` points at a live `ucred`, and `length` says how long it is.
         match unsafe { libc::getsockopt(fd, level, libc::SO_PEERCRED, into, &mut length) } {
             0 => Ok(credentials),
@@ -202,7 +222,7 @@ impl FdStream {
     /// Fills `bytes` from `read` on.
     fn read_on(&self, bytes: &mut [u8], read: &mut usize) -> std::io::Result<()> {
         while *read < bytes.len() {
-            match (&self.stream).read(&mut bytes[*read..]) {
+            match self.stream().read(&mut bytes[*read..]) {
                 Ok(0) => return Err(std::io::ErrorKind::UnexpectedEof.into()),
                 Ok(more) => *read += more,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
@@ -214,14 +234,14 @@ impl FdStream {
 
     /// Whether the other side has closed the connection; what it sent before may still be there to be received.
     pub fn is_left(&self) -> bool {
-        let mut poll = libc::pollfd { fd: self.stream.as_raw_fd(), events: 0, revents: 0 };
+        let mut poll = libc::pollfd { fd: self.stream().as_raw_fd(), events: 0, revents: 0 };
         // SAFETY: one live pollfd, and the count says one.
         unsafe { libc::poll(&mut poll, 1, 0) > 0 && poll.revents & libc::POLLHUP != 0 }
     }
 
     /// Waits until a frame, or the end of the connection, can be received; false when `timeout` passed first.
     pub fn readable(&self, timeout: Duration) -> Result<bool> {
-        let mut poll = libc::pollfd { fd: self.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let mut poll = libc::pollfd { fd: self.stream().as_raw_fd(), events: libc::POLLIN, revents: 0 };
         let timeout_ms = timeout.as_millis().min(i32::MAX as u128) as libc::c_int;
         // SAFETY: one live pollfd, and the count says one.
         match unsafe { libc::poll(&mut poll, 1, timeout_ms) } {
@@ -236,7 +256,7 @@ impl FdStream {
     }
 
     fn patient<'a>(&'a self, goes_on: &'a mut dyn FnMut() -> bool) -> Patient<'a> {
-        Patient { stream: &self.stream, goes_on }
+        Patient { stream: self.stream(), goes_on }
     }
 
     fn send_with_fd(
@@ -261,7 +281,7 @@ impl FdStream {
         }
         loop {
             // SAFETY: `message` points at live buffers of the stated lengths.
-            let sent = unsafe { libc::sendmsg(self.stream.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
+            let sent = unsafe { libc::sendmsg(self.stream().as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
             match usize::try_from(sent) {
                 Ok(sent) => return Ok(self.patient(goes_on).write_all(&bytes[sent..])?),
                 Err(_) => retry_if(goes_on)?,
@@ -276,7 +296,7 @@ impl FdStream {
         let read = loop {
             // SAFETY: `message` points at live buffers of the stated lengths, which the kernel may fill.
             let read =
-                unsafe { libc::recvmsg(self.stream.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) };
+                unsafe { libc::recvmsg(self.stream().as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) };
             match usize::try_from(read) {
                 Ok(read) => break read,
                 Err(_) => {
@@ -302,7 +322,7 @@ impl FdStream {
 
 impl AsFd for FdStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
+        self.stream().as_fd()
     }
 }
 
@@ -433,13 +453,13 @@ mod tests {
         left.send_with_fd(&[3, 0, 0, 0], file.as_fd(), &mut || false).expect("send");
         for piece in [&b""[..], b"a", b"bc"] {
             assert!(matches!(right.receive_more(), Ok(Received::Pause)) && right.is_amid());
-            (&left.stream).write_all(piece).expect("write");
+            left.stream().write_all(piece).expect("write");
         }
         let Ok(Received::Frame(frame, Some(_))) = right.receive_more() else { panic!("no frame") };
         assert_eq!((frame.as_slice(), right.is_amid()), (&b"abc"[..], false));
         for byte in [1, 0, 0, 0, b'x'] {
             assert!(matches!(right.receive_more(), Ok(Received::Pause)));
-            (&left.stream).write_all(&[byte]).expect("write");
+            left.stream().write_all(&[byte]).expect("write");
         }
         assert!(matches!(right.receive_more(), Ok(Received::Frame(frame, None)) if frame == b"x"));
         left.send(b"", None).expect("send");
@@ -451,7 +471,7 @@ mod tests {
     #[test]
     fn a_frame_cut_short_is_an_error() {
         let (left, mut right) = FdStream::pair().expect("pair");
-        (&left.stream).write_all(&[9, 0, 0, 0, 1]).expect("write");
+        left.stream().write_all(&[9, 0, 0, 0, 1]).expect("write");
         drop(left);
         assert!(right.receive().is_err());
     }

@@ -3,6 +3,8 @@
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use parking_lot::Mutex;
 
@@ -57,6 +59,72 @@ impl Drop for Noted<'_> {
     }
 }
 
+/// Where none is noted.
+const NONE: RawFd = -1;
+
+/// A descriptor that any thread of this process may be using when a child is forked, which is to be rid of it even so:
+/// nothing here is waited for.
+#[derive(Debug)]
+pub struct InUse {
+    process: u32,
+    fd: AtomicI32,
+}
+
+/// That it is open. To be dropped before it is closed.
+#[derive(Debug)]
+pub(super) struct Using {
+    place: Arc<InUse>,
+    fd: RawFd,
+}
+
+impl InUse {
+    /// None yet, of this process.
+    pub fn new() -> Self {
+        Self { process: std::process::id(), fd: AtomicI32::new(NONE) }
+    }
+
+    /// Notes one, in the place of an earlier one.
+    pub(super) fn note(self: Arc<Self>, fd: BorrowedFd<'_>) -> Using {
+        let fd = fd.as_raw_fd();
+        self.fd.store(fd, Ordering::SeqCst);
+        Using { place: self, fd }
+    }
+
+    /// Has it be open no more in a forked child; nothing in the process that it is of. Its number stays taken, as there may be
+    /// an owner that closes it. Where no descriptor is left for what takes its place, it stays open.
+    pub fn leave_in_child(&self) {
+        if self.process == std::process::id() {
+            return;
+        }
+        let fd = self.fd.swap(NONE, Ordering::SeqCst);
+        if fd == NONE {
+            return;
+        }
+        // SAFETY: the path ends with a zero. `fd` was open at the fork, as `Using` was there, and whoever owns it here finds
+        // another file under its number; what is closed was opened here.
+        unsafe {
+            let nothing = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
+            if nothing >= 0 {
+                libc::dup3(nothing, fd, libc::O_CLOEXEC);
+                libc::close(nothing);
+            }
+        }
+    }
+}
+
+impl Default for InUse {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Using {
+    fn drop(&mut self) {
+        // Not a later one's.
+        self.place.fd.compare_exchange(self.fd, NONE, Ordering::SeqCst, Ordering::SeqCst).ok();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Read;
@@ -89,5 +157,28 @@ mod tests {
         Meeting::hold(&name).expect("free");
         far.set_read_timeout(Some(Duration::from_secs(60))).expect("timeout");
         assert_eq!(far.read(&mut [0]).expect("closed"), 0);
+    }
+
+    /// One that another thread of the parent was in a call with stayed open, as did one that could not be looked at.
+    #[test]
+    fn a_forked_child_is_rid_of_what_threads_were_using() {
+        let pair = || UnixStream::pair().expect("pair");
+        let ((near, _far), (other, mut far)) = (pair(), pair());
+        let here = Arc::new(InUse::new());
+        let (first, second) = (here.clone().note(near.as_fd()), here.clone().note(other.as_fd()));
+        drop(first);
+        assert_eq!(here.fd.load(Ordering::SeqCst), other.as_raw_fd(), "the newer one");
+        here.leave_in_child();
+        far.set_nonblocking(true).expect("set");
+        far.read(&mut [0]).expect_err("this process is no child");
+        drop(second);
+        assert_eq!(here.fd.load(Ordering::SeqCst), NONE, "its number may be another's by now");
+        let child = Arc::new(InUse { process: here.process + 1, fd: AtomicI32::new(NONE) });
+        let _using = child.clone().note(other.as_fd());
+        child.leave_in_child();
+        child.leave_in_child();
+        assert_eq!(far.read(&mut [0]).expect("closed"), 0);
+        // Its owner closes what is there now.
+        other.peer_addr().expect_err("no socket");
     }
 }

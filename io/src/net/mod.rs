@@ -6,6 +6,6 @@ mod meeting;
 mod notice;
 
 pub use fd_stream::{FdStream, MAX_FRAME, Received, wait_readable};
-pub use inherited::{Inherited, Noted};
+pub use inherited::{InUse, Inherited, Noted};
 pub use meeting::{Meeting, meet, places};
 pub use notice::Notice;
