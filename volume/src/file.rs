@@ -168,6 +168,11 @@ impl File {
         Ok(written)
     }
 
+    /// Notes that the file was truncated through this handle, whose close commits it.
+    pub fn note_truncated(&self) {
+        self.is_unflushed.store(true, SeqCst);
+    }
+
     /// Notes that a mapping wrote: the kernel brings its pages through whichever handle it finds.
     pub fn note_page(&self) {
         self.inode.note_page();

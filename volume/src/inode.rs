@@ -348,8 +348,8 @@ impl OpenInode {
             content.truncate(size, self.store.now());
         })
         .await?;
-        // Else it is with what is half-written.
-        self.is_touched.fetch_or(is_alone, SeqCst);
+        // Else it is with what is half-written, of which nothing is left of an empty file.
+        self.is_touched.fetch_or(is_alone || size == 0, SeqCst);
         if self.has_writers() {
             return Ok(());
         }

@@ -146,7 +146,7 @@ impl Filesystem for Dispatch {
         atime: Option<TimeOrNow>,
         mtime: Option<TimeOrNow>,
         _ctime: Option<SystemTime>,
-        _handle: Option<FileHandle>,
+        handle: Option<FileHandle>,
         _crtime: Option<SystemTime>,
         _chgtime: Option<SystemTime>,
         _bkuptime: Option<SystemTime>,
@@ -157,8 +157,12 @@ impl Filesystem for Dispatch {
         let (atime, mtime) = (atime.map(convert::time_change), mtime.map(convert::time_change));
         let change = Change { mode, uid, gid, size, atime, mtime };
         let (ttl, privileged) = (self.ttl(), privileged(request));
+        let truncated = handle.filter(|_| size.is_some()).map(convert::handle);
         self.run("setattr", ino, |fs| async move {
             let result = fs.set_attributes(convert::inode(ino), change, privileged).await;
+            if let (Ok(_), Some(handle)) = (&result, truncated) {
+                fs.note_truncated(handle);
+            }
             replies::attributes(reply, ttl, result);
         });
     }

@@ -145,6 +145,13 @@ impl FileSystem {
         }
     }
 
+    /// Notes that a handle's file was truncated through it, as ftruncate(2) does.
+    pub fn note_truncated(&self, handle: Handle) {
+        if let Ok(file) = self.files.get(handle) {
+            file.note_truncated();
+        }
+    }
+
     /// fsync(2) and fdatasync(2): durable in the bucket on return.
     pub async fn sync_file(&self, handle: Handle) -> FsResult<()> {
         if self.volume.read_only() {

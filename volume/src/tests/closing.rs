@@ -195,6 +195,35 @@ fn a_truncation_before_a_write_that_is_refused_is_committed() {
     });
 }
 
+/// What is truncated through a handle, or made empty, is in the bucket when that is closed, also while somebody else writes.
+#[test]
+fn a_truncation_is_committed_by_the_close_of_who_made_it() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let writer = closed(&volume).await;
+        for size in [2, 0] {
+            write(&writer, 3, " and more").await;
+            let file = open(&volume, "f", READ_WRITE).await;
+            volume.set_attributes(file.ino(), SetAttributes::default(), Some(size)).await.expect("truncated");
+            if size > 0 {
+                file.close(CHILD).await.expect("close");
+                assert_ne!(
+                    committed(&volume, &file).await,
+                    size,
+                    "by whichever handle, it is with what is half-written"
+                );
+                file.note_truncated();
+            }
+            file.close(CHILD).await.expect("close");
+            assert_eq!(committed(&volume, &file).await, size);
+            file.release().await.expect("release");
+        }
+        writer.release().await.expect("release");
+        volume.close().await.expect("close");
+    });
+}
+
 /// A file that is open elsewhere for long kept what could not be brought to the store at a close in memory until then.
 #[test]
 fn a_handle_whose_close_failed_commits_at_its_end() {
