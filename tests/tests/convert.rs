@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse};
 use serde_json::{Value, json};
@@ -137,6 +138,29 @@ fn moved_bytes(scratch: &Scratch) -> u64 {
     operations.iter().map(|kind| kind[1]["bytes"].as_u64().expect("a count")).sum()
 }
 
+/// Waits until all files below `name` are objects at their own paths, as they become behind their close.
+fn wait_for_objects(folder: &Path, bucket: &Path, name: &str) {
+    let begun = Instant::now();
+    let is_object = |file: &Path, size: u64| {
+        let object = bucket.join(file.strip_prefix(folder).expect("a path below it"));
+        fs::metadata(object).is_ok_and(|object| object.len() == size)
+    };
+    let mut left = vec![folder.join(name)];
+    while let Some(path) = left.pop() {
+        let found = fs::metadata(&path).expect("it is there");
+        if found.is_dir() {
+            left.extend(
+                fs::read_dir(&path).expect("a directory").map(|entry| entry.expect("an entry").path()),
+            );
+            continue;
+        }
+        while !is_object(&path, found.len()) {
+            assert!(begun.elapsed() < Duration::from_secs(60), "{} is no object", path.display());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
 /// A model on a mount is written as a step there and exported there: bytes are shared, none is moved.
 #[test]
 fn an_export_on_a_mount_shares_the_steps_bytes() {
@@ -150,12 +174,12 @@ fn an_export_on_a_mount_shares_the_steps_bytes() {
     let mount = Mount::new(&scratch.folder("home"), &url, &folder, &[], &[]);
     let (place, out) = (folder.join("run").display().to_string(), folder.join("out"));
     ckpt(&scratch, &["convert", &format!("hf:{}", hub.display()), &place]).succeeded();
-    Forebay::new(&scratch.folder("home"), ["sync", &folder.display().to_string()]).run().succeeded();
+    wait_for_objects(&folder, &bucket, "run");
     let before = moved_bytes(&scratch);
     let to = format!("hf:{}", out.display());
     let written = parse(&ckpt(&scratch, &["convert", &place, &to, "--json"]).succeeded());
     assert_eq!((&written["shared_bytes"], &written["streamed"]), (&json!(64 << 20), &json!([])), "{written}");
-    Forebay::new(&scratch.folder("home"), ["sync", &folder.display().to_string()]).run().succeeded();
+    wait_for_objects(&folder, &bucket, "out");
     let moved = moved_bytes(&scratch) - before;
     // Once it is closed the mount makes it an object of its own inside the store; its first part, with the header, passes
     // through the host: 5 MiB, read as the two blocks that hold them.
