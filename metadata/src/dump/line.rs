@@ -257,6 +257,7 @@ mod tests {
         let orphan = |is_unfinished| Line::Orphan { session: 3, ino: InodeId(2), is_unfinished };
         check(orphan(false), r#"{"orphan":{"session":3,"ino":2}}"#);
         check(orphan(true), r#"{"orphan":{"session":3,"ino":2,"is_unfinished":true}}"#);
+        check(Line::Known { session: 3 }, r#"{"known":{"session":3}}"#);
         check(Line::Trash { due_ms: 4, ino: InodeId(2) }, r#"{"trash":{"due_ms":4,"ino":2}}"#);
         let end = End { records: 1, blake3: "00".into() };
         check(Line::End(end), r#"{"end":{"records":1,"blake3":"00"}}"#);

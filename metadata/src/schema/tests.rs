@@ -35,6 +35,7 @@ fn golden_keys() {
     check(KEYS.orphan(3, ino), "4f00000000000000030000000000000a0b");
     check(KEYS.trash(3, ino), "5400000000000000030000000000000a0b");
     check(KEYS.session(3), "530000000000000003");
+    check(KEYS.known(3), "410000000000000003");
     check(KEYS.upload(3, "a/b"), "5300000000000000030da3cfa5f8b7fae9def4d324da969d3a");
     assert!(KEYS.is_upload(&KEYS.upload(3, "id")) && !KEYS.is_upload(&KEYS.session(3)));
     check(KEYS.deletion(5, "a/b"), "4700000000000000050da3cfa5f8b7fae9def4d324da969d3a");
