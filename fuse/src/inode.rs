@@ -18,6 +18,8 @@ struct Record {
     lookups: u64,
     /// Content generation that the kernel's cached pages belong to.
     cached: Option<u64>,
+    /// The size that the kernel takes the file to have. It is told of no loss, and of no outsider's change, until it asks.
+    size: u64,
 }
 
 /// Lookup counts of all inodes that the kernel holds.
@@ -27,11 +29,29 @@ pub(crate) struct InodeTable {
 }
 
 impl InodeTable {
-    /// Counts one more reference handed to the kernel.
-    pub(crate) fn looked_up(&self, ino: InodeId) {
+    /// Counts one more reference handed to the kernel, with the file's size.
+    pub(crate) fn looked_up(&self, ino: InodeId, size: u64) {
         if ino != InodeId::ROOT {
-            self.shard(ino).lock().entry(ino).or_default().lookups += 1;
+            let mut shard = self.shard(ino).lock();
+            let record = shard.entry(ino).or_default();
+            record.lookups += 1;
+            record.size = size;
         }
+    }
+
+    /// Notes that the kernel is told the file's size.
+    pub(crate) fn shown(&self, ino: InodeId, size: u64) {
+        self.change(ino, |record| record.size = size);
+    }
+
+    /// Notes that the kernel takes the file to reach `end` at least, after a change of its own.
+    pub(crate) fn reaches(&self, ino: InodeId, end: u64) {
+        self.change(ino, |record| record.size = record.size.max(end));
+    }
+
+    /// The size that the kernel takes the file to have.
+    pub(crate) fn size(&self, ino: InodeId) -> u64 {
+        self.shard(ino).lock().get(&ino).map_or(0, |record| record.size)
     }
 
     /// Takes `count` references back; true when the kernel holds none any more.
@@ -59,14 +79,18 @@ impl InodeTable {
 
     /// Notes that bytes that were not committed enter the kernel's cache: whether they will be, nobody knows.
     pub(crate) fn doubt_cache(&self, ino: InodeId) {
-        if let Some(record) = self.shard(ino).lock().get_mut(&ino) {
-            record.cached = None;
-        }
+        self.change(ino, |record| record.cached = None);
     }
 
     /// References to `ino` that the kernel holds.
     pub(crate) fn lookups(&self, ino: InodeId) -> u64 {
         self.shard(ino).lock().get(&ino).map_or(0, |record| record.lookups)
+    }
+
+    fn change(&self, ino: InodeId, change: impl FnOnce(&mut Record)) {
+        if let Some(record) = self.shard(ino).lock().get_mut(&ino) {
+            change(record);
+        }
     }
 
     fn shard(&self, ino: InodeId) -> &Mutex<HashMap<InodeId, Record>> {
@@ -83,7 +107,7 @@ mod tests {
         let table = InodeTable::default();
         let ino = InodeId(7);
         for _ in 0..3 {
-            table.looked_up(ino);
+            table.looked_up(ino, 0);
         }
         assert!(!table.forget(ino, 2));
         assert_eq!(table.lookups(ino), 1);
@@ -95,7 +119,7 @@ mod tests {
     #[test]
     fn the_root_is_never_counted() {
         let table = InodeTable::default();
-        table.looked_up(InodeId::ROOT);
+        table.looked_up(InodeId::ROOT, 0);
         assert!(!table.forget(InodeId::ROOT, 1));
     }
 
@@ -104,12 +128,12 @@ mod tests {
         let table = InodeTable::default();
         let ino = InodeId(9);
         assert!(!table.keeps_cache(ino, 1), "the kernel does not hold it");
-        table.looked_up(ino);
+        table.looked_up(ino, 0);
         assert!(!table.keeps_cache(ino, 1), "never opened before");
         assert!(table.keeps_cache(ino, 1));
         assert!(!table.keeps_cache(ino, 2), "the content changed");
         table.forget(ino, 1);
-        table.looked_up(ino);
+        table.looked_up(ino, 0);
         assert!(!table.keeps_cache(ino, 2), "forgotten, so the pages are gone");
     }
 }

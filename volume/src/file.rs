@@ -88,6 +88,11 @@ impl File {
         self.access
     }
 
+    /// Its size, in bytes, with what is not committed.
+    pub fn size(&self) -> u64 {
+        self.inode.look(Content::size)
+    }
+
     /// Generation of the last commit seen: the kernel's cached pages of an older one are of no use.
     pub fn generation(&self) -> u64 {
         self.inode.look(|content| content.generation())
@@ -207,7 +212,8 @@ impl File {
         };
         let was_lost = self.forget_lost();
         let flushed = self.inode.flush_if(&self.told, may).await;
-        if flushed.is_err() && !was_lost {
+        // What the close itself found lost is nothing to commit later.
+        if flushed.is_err() && !was_lost && self.inode.is_pending() {
             self.is_unflushed.store(true, SeqCst);
         }
         flushed

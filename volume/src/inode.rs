@@ -356,7 +356,7 @@ impl OpenInode {
         let committed = self.commit_all(&mut writer).await;
         if committed.is_err() && is_alone {
             self.is_touched.store(false, SeqCst);
-            self.fall_back().await;
+            self.fall_back(&mut writer).await;
         }
         committed
     }
@@ -482,7 +482,7 @@ impl OpenInode {
                     Err(error) if error.kind() == ErrorKind::Stale => {
                         tracing::error!(ino = %self.ino, %error, "lost written bytes: what they were written over was replaced");
                         self.failures.record(error.duplicate());
-                        self.fall_back().await;
+                        self.fall_back(writer).await;
                         Err(error)
                     }
                     committed => committed,

@@ -311,7 +311,7 @@ impl Filesystem for Dispatch {
         let is_page = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let flags = OpenFlags(flags.0);
         let position = if is_page { offset.into() } else { flags.position(offset) };
-        let write = Write { position, clears_setid, syncs: !is_page && flags.syncs(), is_page };
+        let write = Write { position, offset, clears_setid, syncs: !is_page && flags.syncs(), is_page };
         let writer = lock_owner.map(|owner| owner.0);
         self.run("write", ino, |fs| async move {
             if !is_page {

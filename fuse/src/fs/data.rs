@@ -14,6 +14,8 @@ use crate::handle::Handle;
 pub struct Write {
     /// Where to.
     pub position: Position,
+    /// Where the kernel has put it: it takes the file to reach there.
+    pub offset: u64,
     /// Whether set-id bits go, as the kernel asks for callers without CAP_FSETID.
     pub clears_setid: bool,
     /// Whether they are durable on return: see [`OpenFlags::syncs`].
@@ -26,7 +28,12 @@ pub struct Write {
 
 impl<P: Into<Position>> From<P> for Write {
     fn from(position: P) -> Self {
-        Self { position: position.into(), clears_setid: false, syncs: false, is_page: false }
+        let position = position.into();
+        let offset = match position {
+            Position::At(offset) | Position::PieceAt(offset) => offset,
+            Position::End => 0,
+        };
+        Self { position, offset, clears_setid: false, syncs: false, is_page: false }
     }
 }
 
@@ -61,8 +68,13 @@ impl FileSystem {
         write: impl Into<Write>,
         data: Bytes,
     ) -> FsResult<u32> {
-        let Write { position, clears_setid, syncs, is_page } = write.into();
+        let Write { position, offset, clears_setid, syncs, is_page } = write.into();
         let file = self.file(ino, handle).await?;
+        let position = match position {
+            // The file is shorter than the kernel saw it last: nothing is on its way to what is missing.
+            Position::PieceAt(_) if self.inodes.size(ino) > file.size() => Position::End,
+            position => position,
+        };
         if clears_setid {
             self.clear_setid(ino).await?;
         }
@@ -72,6 +84,7 @@ impl FileSystem {
         let written = file.write(position, data).await?;
         // Of a write that cannot be brought to the store the kernel has the bytes, and of the content of before the generation.
         self.inodes.doubt_cache(ino);
+        self.inodes.reaches(ino, offset.saturating_add(u64::from(written)));
         if is_page {
             file.note_page();
         }
@@ -90,7 +103,11 @@ impl FileSystem {
         offset: u64,
         length: u64,
     ) -> FsResult<()> {
-        Ok(self.file(ino, handle).await?.allocate(mode, offset, length).await?)
+        self.file(ino, handle).await?.allocate(mode, offset, length).await?;
+        if mode & libc::FALLOC_FL_KEEP_SIZE == 0 {
+            self.inodes.reaches(ino, offset.saturating_add(length));
+        }
+        Ok(())
     }
 
     /// Puts `length` bytes of one file over those of another, by sharing them. Returns how many: fewer at the end of the
@@ -111,7 +128,11 @@ impl FileSystem {
         let end = source.2.checked_add(length).ok_or(Errno(libc::EINVAL))?;
         match to.share(&from, source.2..end, target.2).await {
             Err(error) if error.kind() == ErrorKind::Conflict => Err(Errno(libc::EOPNOTSUPP)),
-            shared => Ok(u32::try_from(shared?).unwrap_or(u32::MAX)),
+            shared => {
+                let shared = shared?;
+                self.inodes.reaches(target.0, target.2.saturating_add(shared));
+                Ok(u32::try_from(shared).unwrap_or(u32::MAX))
+            }
         }
     }
 
@@ -125,7 +146,7 @@ impl FileSystem {
         };
         let offset = u64::try_from(offset).map_err(|_| Errno(libc::ENXIO))?;
         let file = self.file(ino, handle).await?;
-        if offset >= self.attributes(ino).await?.size {
+        if offset >= file.size() {
             return Err(Errno(libc::ENXIO));
         }
         file.seek(offset, whence).await?.ok_or(Errno(libc::ENXIO))

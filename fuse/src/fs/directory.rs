@@ -126,7 +126,7 @@ impl FileSystem {
     {
         let taken = take(number, &Listed::Name(entry.name.clone(), entry.attributes.clone()));
         if taken && references {
-            self.inodes.looked_up(entry.attributes.ino);
+            self.inodes.looked_up(entry.attributes.ino, entry.attributes.size);
         }
         taken
     }

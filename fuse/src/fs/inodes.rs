@@ -74,8 +74,15 @@ impl FileSystem {
         Some(super::open::release_shared(vec![file]))
     }
 
-    /// Attributes of an inode.
+    /// Attributes of an inode, which the kernel goes by from now on.
     pub async fn attributes(&self, ino: InodeId) -> FsResult<Attributes> {
+        let attributes = self.attributes_inside(ino).await?;
+        self.inodes.shown(ino, attributes.size);
+        Ok(attributes)
+    }
+
+    /// The same for a look that the kernel learns nothing of.
+    pub(super) async fn attributes_inside(&self, ino: InodeId) -> FsResult<Attributes> {
         match self.volume.attributes_now(ino) {
             Some(attributes) => Ok(attributes?),
             None => Ok(self.volume.attributes(ino).await?),
@@ -105,7 +112,9 @@ impl FileSystem {
             self.clear_setid(ino).await?;
             return self.attributes(ino).await;
         }
-        Ok(self.volume.set_attributes(ino, changes, change.size).await?)
+        let changed = self.volume.set_attributes(ino, changes, change.size).await?;
+        self.inodes.shown(ino, changed.size);
+        Ok(changed)
     }
 
     fn resolve(&self, time: TimeChange) -> Timestamp {
@@ -125,7 +134,7 @@ impl FileSystem {
 
     /// Clears the set-gid bit of what does not belong to `group`.
     pub(super) async fn clear_setgid_of_others(&self, ino: InodeId, group: u32) -> FsResult<()> {
-        let attributes = self.attributes(ino).await?;
+        let attributes = self.attributes_inside(ino).await?;
         match attributes.gid != group && attributes.mode & 0o2000 != 0 {
             true => self.clear(ino, SetIds::GroupUnless(group)).await,
             false => Ok(()),
@@ -140,7 +149,7 @@ impl FileSystem {
 
     /// Whether there may be set-id bits to clear. Of most files there are none, which costs no change.
     async fn has_setid(&self, ino: InodeId) -> FsResult<bool> {
-        let attributes = self.attributes(ino).await?;
+        let attributes = self.attributes_inside(ino).await?;
         // Set-gid without group execution is the mark of mandatory locking and stays.
         let is_set = attributes.mode & 0o4000 != 0 || attributes.mode & 0o2010 == 0o2010;
         Ok(attributes.kind != FileKind::Directory && is_set)

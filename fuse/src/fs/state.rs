@@ -108,7 +108,7 @@ impl FileSystem {
 
     /// Hands `attributes` to the kernel under a name: one more reference.
     pub(super) fn enter(&self, attributes: Attributes) -> Attributes {
-        self.inodes.looked_up(attributes.ino);
+        self.inodes.looked_up(attributes.ino, attributes.size);
         attributes
     }
 

@@ -138,12 +138,14 @@ impl OpenInode {
             }
             self.store.failed(self.ino, &placement, &error).await;
         }
-        self.fall_back().await;
+        self.fall_back(writer).await;
         error
     }
 
     /// Shows what was committed last instead of bytes that are lost.
-    pub(super) async fn fall_back(&self) {
+    pub(super) async fn fall_back(&self, writer: &mut Writer) {
+        // What still comes to them would lie past the end.
+        writer.gaps.clear();
         let known = self.look(|content| (content.base().clone(), content.generation()));
         let (layout, generation) = self.store.tree.layout(self.ino).await.unwrap_or_else(|error| {
             tracing::warn!(ino = %self.ino, %error, "the last content is the one that this mount knew");

@@ -14,6 +14,7 @@ use crate::{Access, File, Position, Volume};
 /// Processes, by their descriptors.
 const WRITER: u64 = 1;
 const OTHER: u64 = 2;
+const CHILD: u64 = 3;
 
 /// A volume over a store that can be taken away.
 fn failing() -> (Fixture, Faults) {
@@ -70,8 +71,8 @@ fn a_loss_that_nobody_knows_of_is_told_to_the_next_handle() {
     });
 }
 
-/// A file as it was committed, and one who wrote it anew and whose bytes were lost, which somebody else has found out.
-async fn lost(volume: &Arc<Volume>, faults: &Faults) -> (Bytes, Arc<File>) {
+/// A file as it was committed, and one who writes it anew.
+async fn begun(volume: &Arc<Volume>) -> (Bytes, Arc<File>) {
     let before = pattern(0, 0..MIB);
     let file = create(volume, "f").await;
     file.write(0, before.clone()).await.expect("write");
@@ -80,10 +81,22 @@ async fn lost(volume: &Arc<Volume>, faults: &Faults) -> (Bytes, Arc<File>) {
     let writer = open(volume, "f", Access { truncate: true, ..READ_WRITE }).await;
     writer.note_writer(Some(WRITER));
     writer.write(0, pattern(1, 0..4 * MIB)).await.expect("an upload begins");
+    (before, writer)
+}
+
+/// The same, whose bytes were lost, which somebody else has found out.
+async fn lost(volume: &Arc<Volume>, faults: &Faults) -> (Bytes, Arc<File>) {
+    let begun = begun(volume).await;
     faults.set_down(true);
     volume.sync().await.expect_err("the store is away");
     faults.set_down(false);
-    (before, writer)
+    begun
+}
+
+/// What the tree has of a file, which others see once this mount is gone.
+async fn committed(volume: &Volume, file: &File) -> Bytes {
+    let (layout, _) = volume.tree().layout(file.ino()).await.expect("a layout");
+    volume.store().fetch.bytes(layout.pieces(0..8 * MIB)).await.expect("read")
 }
 
 async fn check_content(volume: &Arc<Volume>, expected: &[u8]) {
@@ -134,13 +147,34 @@ fn what_follows_a_loss_is_for_those_who_came_later() {
         writer.write(4 * MIB, pattern(1, 4 * MIB..5 * MIB)).await.expect_err("it would follow on nothing");
         writer.close(WRITER).await.expect_err("it is told");
         writer.release().await.expect("release");
-        let (layout, _) = volume.tree().layout(next.ino()).await.expect("a layout");
-        let committed = volume.store().fetch.bytes(layout.pieces(0..8 * MIB)).await.expect("read");
-        assert!(committed == before, "half of it is published");
+        assert!(committed(&volume, &next).await == before, "half of it is published");
         next.write(4, Bytes::from_static(b" and whole")).await.expect("write");
         next.close(OTHER).await.expect("close");
         next.release().await.expect("release");
         check_content(&volume, &[b"half and whole", &before[14..]].concat()).await;
+    });
+}
+
+/// The close that found out about the loss left its handle as one that has something to commit: what a forked child closed late
+/// published what another handle had half-written.
+#[test]
+fn a_copy_that_is_closed_after_a_loss_commits_nothing_of_the_next_handle() {
+    run(async {
+        let (fixture, faults) = failing();
+        let volume = fixture.open().await;
+        let (before, writer) = begun(&volume).await;
+        faults.set_down(true);
+        writer.close(WRITER).await.expect_err("it is told");
+        faults.set_down(false);
+        let next = open(&volume, "f", READ_WRITE).await;
+        next.note_writer(Some(OTHER));
+        next.write(0, Bytes::from_static(b"half")).await.expect("write");
+        writer.close(CHILD).await.expect("it has nothing to tell");
+        assert!(committed(&volume, &next).await == before, "half of it is published");
+        next.close(OTHER).await.expect("close");
+        for file in [writer, next] {
+            file.release().await.expect("release");
+        }
     });
 }
 
@@ -157,6 +191,10 @@ fn bytes_over_a_replaced_object_are_told_to_who_wrote_them() {
         let volume = fixture.open().await;
         let writer = open(&volume, "f", READ_WRITE).await;
         writer.write(2, Bytes::from_static(b"ours")).await.expect("write");
+        writer
+            .write(Position::PieceAt(10), Bytes::from_static(b"early"))
+            .await
+            .expect("a piece before its time");
         let (tree, ino) = (volume.tree(), writer.ino());
         let (theirs, (_, generation)) =
             (put(&tree.fresh_blob()).await, tree.layout(ino).await.expect("a layout"));
@@ -165,6 +203,9 @@ fn bytes_over_a_replaced_object_are_told_to_who_wrote_them() {
         assert_eq!(told.kind(), ErrorKind::Stale);
         assert_eq!(writer.fsync().await.expect_err("its writer is told").kind(), ErrorKind::Stale);
         writer.fsync().await.expect("once");
+        writer.write(Position::End, Bytes::from_static(b" and after")).await.expect("write");
+        writer.write(Position::PieceAt(7), Bytes::from_static(b"!")).await.expect("nothing is missing there");
+        assert_eq!(writer.read(0, 20).await.expect("read"), "before and after!");
         writer.release().await.expect("release");
     });
 }

@@ -237,3 +237,38 @@ async fn what_is_still_open_is_written_at_the_end_of_the_mount() {
     let object = bucket.get(&forebay_core::ObjectKey::new("f"), None, 0..4).await.expect("the object");
     assert_eq!(object, "late");
 }
+
+/// An append comes to the end that the file has, also where it is shorter than the kernel knows.
+///
+/// After bytes were lost, the first append through a descriptor that cannot read lay past a hole of zeros.
+#[tokio::test]
+async fn an_append_after_a_loss_leaves_no_hole() {
+    let faults = Faults::new();
+    let bucket = Bucket::in_memory().with_deadline_ms(200).with_faults(&faults);
+    let settings = WriteSettings { buffer_bytes: MIB, ..WriteSettings::default() };
+    let volume = over(Arc::new(MemEngine::new()), &bucket, false, settings).await;
+    let fs = FileSystem::new(volume, policy(false), Clock::system());
+    let ino = put(&fs, ROOT, "f", "kept").await;
+    let flags = OpenFlags(libc::O_WRONLY | libc::O_APPEND);
+    let append = async |handle, at, text: &'static str| {
+        fs.write(ino, handle, flags.position(at), text.into()).await.expect("append");
+    };
+    let empty = crate::fs::Change { size: Some(0), ..Default::default() };
+    let handle = open(&fs, ino, libc::O_WRONLY | libc::O_APPEND).await.expect("open");
+    fs.set_attributes(ino, empty, true).await.expect("truncate");
+    fs.write(ino, handle, flags.position(0), vec![1; 4 << 20].into()).await.expect("an upload begins");
+    faults.set_down(true);
+    fails(fs.close(handle, 0).await, libc::EIO);
+    faults.set_down(false);
+    append(handle, 4 << 20, " and").await;
+    fs.release(handle).await.expect("release");
+    let next = open(&fs, ino, libc::O_WRONLY | libc::O_APPEND).await.expect("open");
+    append(next, (4 << 20) + 4, " more").await;
+    assert_eq!(content(&fs, ino).await, "kept and more");
+    // Who has asked knows.
+    assert_eq!(fs.attributes(ino).await.expect("stat").size, 13);
+    append(next, 14, "!").await;
+    append(next, 13, ".").await;
+    assert_eq!(content(&fs, ino).await, "kept and more.!");
+    fs.release(next).await.expect("release");
+}

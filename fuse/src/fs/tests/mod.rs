@@ -16,7 +16,7 @@ use forebay_core::units::MIB;
 use forebay_core::{Attributes, InodeId, VolumeId};
 use forebay_io::clock::Clock;
 use forebay_io::mem::Budget;
-use forebay_io::object::Bucket;
+use forebay_io::object::{Bucket, Faults};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::commit::{Committer, CommitterSettings};
