@@ -106,6 +106,8 @@ pub(super) struct Flusher {
     heir_of: Option<String>,
     /// Steps that are committed, or never will be, whose notes stay as yet.
     left: Vec<StepKey>,
+    /// Steps of saves that failed whose commit may come about after all.
+    in_doubt: Vec<StepKey>,
     /// Whether it was told that notes stay.
     told_of_notes: bool,
     /// What it stored of steps that are none.
@@ -126,6 +128,7 @@ impl Flusher {
             copies,
             heir_of: None,
             left: Vec::new(),
+            in_doubt: Vec::new(),
             told_of_notes: false,
             remains: Remains::default(),
         }

@@ -7,21 +7,23 @@ use crate::agent::Reply;
 use crate::agent::flush::{Given, Save};
 use crate::catalog::{Alive, StepKey, forget_notes};
 
-/// Steps whose notes are taken back later at most; garbage collection takes those of older ones.
+/// Steps remembered at most; garbage collection takes the notes of older ones.
 const MOST_LEFT: usize = 100;
 
 impl Flusher {
     /// Remembers what a rank alone noted of a save that failed, to be taken back with the next commit. Where a commit of
-    /// its own was tried, that may come about after all, and it is taken back with what was stored.
+    /// that step was tried, by this save, an earlier one or another agent, it may come about after all, and needs what was noted:
+    /// that goes with what was stored, or by garbage collection.
     pub(super) fn leave_notes(&mut self, save: &Save, progress: &Progress) {
-        let is_own = save.given == Given::First && self.hello.member.is_none();
-        let (true, Some((_, run))) = (is_own, &self.target) else { return };
+        let (None, Some((_, run))) = (&self.hello.member, &self.target) else { return };
         let key = run.save(save.held.seal.step);
         // Another save of that step may have left some.
         self.left.retain(|other| *other != key);
         let is_told = progress.alive.as_ref().is_some_and(Alive::is_told);
-        if (progress.may_be_noted || is_told) && !progress.is_published {
-            self.leave(key);
+        if save.given != Given::First || progress.is_published || progress.may_be_committed {
+            push_bounded(&mut self.in_doubt, key);
+        } else if (progress.may_be_noted || is_told) && !self.in_doubt.contains(&key) {
+            push_bounded(&mut self.left, key);
         }
     }
 
@@ -29,7 +31,7 @@ impl Flusher {
     /// committed it did, unless `stays` says what kept it. The step is there whatever comes of it: that is told once.
     pub(super) async fn take_back(&mut self, step: u64, has_notes: bool, stays: Option<Error>) {
         if let (true, None, Some((_, run))) = (has_notes, &self.hello.member, &self.target) {
-            self.leave(run.save(step));
+            push_bounded(&mut self.left, run.save(step));
         }
         let Some(error) = self.forget_left().await.or(stays) else { return };
         tracing::warn!(step, %error, "what was noted stays, of a step that is saved or of one before it");
@@ -47,13 +49,6 @@ impl Flusher {
         }
     }
 
-    fn leave(&mut self, save: StepKey) {
-        if self.left.len() == MOST_LEFT {
-            self.left.remove(0);
-        }
-        self.left.push(save);
-    }
-
     /// Gives what kept it.
     async fn forget_left(&mut self) -> Option<Error> {
         let (Some((bucket, _)), false) = (&self.target, self.left.is_empty()) else { return None };
@@ -63,4 +58,11 @@ impl Flusher {
         }
         stays
     }
+}
+
+fn push_bounded(steps: &mut Vec<StepKey>, step: StepKey) {
+    if steps.len() == MOST_LEFT {
+        steps.remove(0);
+    }
+    steps.push(step);
 }

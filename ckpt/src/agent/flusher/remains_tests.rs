@@ -170,6 +170,26 @@ async fn a_save_that_failed_keeps_nothing_from_retention() {
     }
 }
 
+/// Another save of a step whose commit may still come about took back the note that keeps what that commit names.
+#[tokio::test]
+async fn a_save_that_failed_leaves_the_note_of_one_in_doubt() {
+    for given in [Given::First, Given::Again] {
+        let (faults, clock) = (Faults::new(), Clock::manual());
+        let (bucket, _, mut agent, _hears, mut save) = alone(&faults, &clock).await;
+        save.given = given;
+        // Of one that another agent has stored before it died, no more is known.
+        faults.script(OperationKind::Put, if given == Given::First { 3 } else { 2 }, FaultMode::Deny);
+        agent.flush(&save).await.expect_err("denied");
+        assert_eq!(keys(&bucket, "ranks").await.len(), 1);
+        save.given = Given::First;
+        damage(&mut save);
+        agent.flush(&save).await.expect_err("damaged");
+        let noted = keys(&bucket, "ranks").await;
+        agent.flush(&state(3, &[3; 20])).await.expect("durable");
+        assert_eq!(keys(&bucket, "ranks").await, noted, "{given:?}");
+    }
+}
+
 /// Its successor cannot know what it noted in an earlier try.
 #[tokio::test]
 async fn a_save_that_is_superseded_between_its_tries_leaves_nothing() {
