@@ -67,6 +67,17 @@ def test_places_that_are_none_are_refused_at_once(value: Any) -> None:
         assert repr(value) in str(told.value) or f"`{value}`" in str(told.value), told.value
 
 
+def test_a_directory_named_as_a_url_is_taken_where_it_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the message of a refused one told to write was refused, and so was what an earlier version had saved."""
+    monkeypatch.chdir(tmp_path)
+    with forebay.Checkpointer("./s3:/bucket/run") as checkpointer:
+        checkpointer.save_now(1, {"n": 1})
+    for again in (tmp_path / "s3:/bucket/run", tmp_path / "s3:/bucket/another"):
+        with forebay.Checkpointer(again) as checkpointer:
+            checkpointer.save_now(2, {"n": 2})
+        assert forebay.load(again, step=2) == {"n": 2}
+
+
 def test_signals_files_and_combinations(tmp_path: Path) -> None:
     run, disk = tmp_path / "run", tmp_path / "disk"
     before = signal.getsignal(signal.SIGUSR1)

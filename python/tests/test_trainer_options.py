@@ -425,6 +425,24 @@ def test_a_nearer_copy_is_written_as_the_one_in_the_store(
     assert json.loads((Path(near) / "forebay.json").read_text()) == notes[1]
 
 
+def test_a_training_goes_on_from_the_step_before_a_damaged_one(tmp_path: Path) -> None:
+    """It stored all of its first step anew, as if no step had been there."""
+    run, folder = tmp_path / "run", tmp_path / "out"
+    trained(run, folder)
+    with forebay.Checkpointer(run) as checkpointer:
+        last, before = sorted(checkpointer.steps(), reverse=True)[:2]
+    (manifest,) = run.glob(f"steps/{last:020}/*.json")
+    manifest.write_text("not one")
+    with pytest.warns(forebay.CheckpointWarning, match=f"step {before} is used instead of a newer one"):
+        source = forebay.huggingface.checkpoint(run, folder)
+    assert source == str(folder / f"checkpoint-{before}")
+    trainer, _ = small_trainer(run, folder, 2, 20, {})
+    seen: list[Any] = []
+    trainer.add_callback(At({before + 1: lambda: seen.append(saver_of(trainer).restored)}))
+    trainer.train(resume_from_checkpoint=source)
+    assert seen[0] is not None and (seen[0].step, seen[0].tier) == (before, "store")
+
+
 def test_damaged_memory_leaves_the_store(tmp_path: Path) -> None:
     run, folder = tmp_path / "run", tmp_path / "out"
     agent = killed_after(run, folder, 3, "durable", False, linger=LINGER_S)

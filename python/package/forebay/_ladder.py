@@ -19,6 +19,9 @@ from ._url import source_url
 
 T = TypeVar("T")
 
+OF_STORE = "store: "
+"""What `Restored.passed_over` begins with where it is not a nearer copy."""
+
 Settle = Callable[[Optional[int], bool], None]
 """Waits for this process's own saves of a step, or for all; if so told, not for those that are on the local disk."""
 
@@ -119,7 +122,7 @@ class Ladder:
             return None
 
     def _pass_over(self, damaged: Sequence[str]) -> None:
-        self.passed_over += tuple(f"store: {text}" for text in damaged)
+        self.passed_over += tuple(f"{OF_STORE}{text}" for text in damaged)
 
     def _note(self, number: int) -> None:
         self.seen = number

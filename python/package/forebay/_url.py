@@ -33,7 +33,9 @@ def bucket_url(url: Union[str, "os.PathLike[str]"]) -> str:
         raise CheckpointInvalid(f"url is {url!r}; it is {allowed}")
     if re.match(r"(s3|gs|az|file):(?!//)", text):
         raise CheckpointInvalid(f"url is {text!r}, which lacks a slash (hint: ./{text} names a directory)")
-    if made := re.search(r"/(s3|gs|az|file):/+", text if "://" not in text else ""):
+    made = re.search(r"/(s3|gs|az|file):/+", text if "://" not in text else "")
+    # Who begins with `./` means it, and what was once saved to such a directory is there.
+    if made and not text.startswith("./") and not os.path.isdir(os.path.expanduser(text[: made.end(1) + 1])):
         hint = "Lightning and others take a directory, and s3:// only where s3fs is installed"
         raise CheckpointInvalid(f"url is {text!r}, a path made of the URL {made[1]}:// (hint: {hint})")
     if "://" not in text:

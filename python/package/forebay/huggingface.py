@@ -48,6 +48,7 @@ from ._errors import (
     CheckpointUnavailable,
     CheckpointWarning,
 )
+from ._ladder import OF_STORE
 from ._loading import load_rest
 from ._passed import JobOptions, passed_on
 from ._url import bucket_url, user_path
@@ -248,8 +249,8 @@ def checkpoint(
     _GIVEN.pop(place, None)
     if number is None or reader.restored is None:
         return None
-    if not reader.restored.passed_over:
-        # What was found damaged would be found again, and not read.
+    if all(text.startswith(OF_STORE) for text in reader.restored.passed_over):
+        # A nearer copy that was found damaged would be found again, and not read.
         _GIVEN[place] = number
     return given[-1]
 
