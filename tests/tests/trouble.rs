@@ -188,6 +188,30 @@ async fn a_store_that_never_answers_is_given_up_at_the_deadline() {
     mount.unmount();
 }
 
+/// The kernel knows nothing of what was lost, and puts the next append behind it, as where the file is opened again at once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_append_after_a_loss_comes_to_the_end_that_is_left() {
+    if !require_fuse("an_append_after_a_loss_comes_to_the_end_that_is_left") {
+        return;
+    }
+    let store = Store::new().await;
+    let mut mount = store.mount(&[]);
+    let log = mount.path().join("log");
+    fs::write(&log, "kept").expect("written");
+    let append = || fs::OpenOptions::new().append(true).open(&log).expect("opened");
+    let mut lost = append();
+    lost.set_len(0).expect("truncated");
+    lost.write_all(&vec![1; 20 << 20]).expect("an upload begins");
+    store.door.set(Manner::Shut);
+    assert_eq!(lost.sync_all().expect_err("the store is shut").raw_os_error(), Some(libc::EIO));
+    store.door.set(Manner::Pass);
+    lost.write_all(b" and").expect("who knows of it writes on");
+    append().write_all(b" more").expect("appended");
+    drop(lost);
+    assert!(fs::read(&log).expect("read") == b"kept and more");
+    mount.unmount();
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stores_that_cannot_be_used_are_told_at_mount() {
     let store = Store::new().await;
