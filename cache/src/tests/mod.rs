@@ -4,3 +4,4 @@ pub(crate) mod support;
 mod read;
 mod warm;
 mod disk;
+mod hanging;
