@@ -30,6 +30,8 @@ pub struct Settings {
     pub forebay: PathBuf,
     /// The Python interpreter that has torch and forebay.
     pub python: PathBuf,
+    /// The `juicefs` binary to compare with.
+    pub juicefs: Option<PathBuf>,
     /// Where scratch files go: on the disk whose file system is the baseline.
     pub work: PathBuf,
 }

@@ -17,4 +17,5 @@ pub mod context;
 pub mod epoch;
 pub mod footprint;
 pub mod mounted;
+pub mod juicefs;
 pub mod scenarios;

@@ -54,6 +54,9 @@ struct Run {
     /// A Python interpreter with torch and forebay.
     #[arg(long, default_value = "python3")]
     python: PathBuf,
+    /// The juicefs binary to compare with.
+    #[arg(long)]
+    juicefs: Option<PathBuf>,
     /// Scratch folder, on the disk to compare with.
     #[arg(long, default_value = "/var/tmp")]
     work: PathBuf,
@@ -96,6 +99,7 @@ fn run_scenarios(run: Run) -> Result<()> {
         parts: run.parts,
         forebay: run.forebay.unwrap_or(beside),
         python: run.python,
+        juicefs: run.juicefs,
         work: run.work,
     };
     if let Some(unknown) = run.only.iter().find(|name| SCENARIOS.iter().all(|known| known.name != *name)) {

@@ -37,18 +37,22 @@ pub struct Mounted {
 impl Mounted {
     /// Mounts, and returns when it can be used.
     pub fn new(context: &Context, store: &StoreProcess, how: Mounting<'_>) -> Result<Self> {
-        let point = context.place(&format!("{}.mnt", how.name))?;
         let home = context.place(&format!("{}.home", how.name))?;
-        let log = home.join("mount.log");
-        let file = std::fs::File::create(&log)?;
         let source = format!("s3://{}/{}", StoreProcess::BUCKET, how.prefix);
         let mut command = match how.footprint {
             Some(footprint) => footprint.command(&context.settings.forebay),
             None => Command::new(&context.settings.forebay),
         };
+        let point = mount_point(context, how.name)?;
         command.args(["mount", "--foreground", &source]).arg(&point).args(how.options);
         command.arg("--state-dir").arg(home.join("state"));
         command.env("HOME", &home).env("XDG_CONFIG_HOME", &home).envs(store.environment());
+        Self::start(command, point, home.join("mount.log"))
+    }
+
+    /// The same of any file system: `command` serves it at `point` until that is unmounted.
+    pub fn start(mut command: Command, point: PathBuf, log: PathBuf) -> Result<Self> {
+        let file = std::fs::File::create(&log)?;
         let child = command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file).spawn()?;
         let mut mounted = Self { child, point, log };
         mounted.await_kernel()?;
@@ -63,6 +67,18 @@ impl Mounted {
     /// The daemon.
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// The process that serves it: another one's child where a supervisor was started.
+    pub fn serving(&self) -> Result<u32> {
+        let pid = self.pid();
+        for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+            let children = std::fs::read_to_string(task?.path().join("children"))?;
+            if let Some(child) = children.split_whitespace().next() {
+                return Ok(child.parse()?);
+            }
+        }
+        Ok(pid)
     }
 
     /// Unmounts as a user does and waits for the daemon's end.
@@ -111,6 +127,11 @@ impl Drop for Mounted {
         }
         let _ = self.child.wait();
     }
+}
+
+/// The mount point of that name, made if need be.
+pub fn mount_point(context: &Context, name: &str) -> Result<PathBuf> {
+    context.place(&format!("{name}.mnt"))
 }
 
 fn is_mounted(point: &Path) -> Result<bool> {

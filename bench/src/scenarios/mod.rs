@@ -5,6 +5,7 @@ mod object;
 mod read;
 mod cache;
 mod write;
+mod juicefs;
 mod memory;
 mod checkpoint;
 
@@ -29,6 +30,7 @@ pub const SCENARIOS: &[Scenario] = &[
     Scenario { name: "write", run: write::run },
     Scenario { name: "cache", run: cache::run },
     Scenario { name: "checkpoint", run: checkpoint::run },
+    Scenario { name: "juicefs", run: juicefs::run },
     Scenario { name: "memory", run: memory::run },
 ];
 

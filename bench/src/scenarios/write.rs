@@ -23,12 +23,12 @@ use crate::store::{PaceSettings, StoreProcess};
 const NAME: &str = "write";
 /// Small files of one run.
 const SMALL_FILES: usize = 10_000;
-const SMALL_BYTES: usize = 4096;
+pub(super) const SMALL_BYTES: usize = 4096;
 /// How late a far store answers, and how many small files go there.
 const FAR: Duration = Duration::from_millis(20);
 const FAR_FILES: usize = 2000;
 /// Writers of small files, and puts in flight of the baseline.
-const SMALL_IN_FLIGHT: usize = 8;
+pub(super) const SMALL_IN_FLIGHT: usize = 8;
 /// Random writes into a large file, each of so many bytes, and how many lie between two fsyncs.
 const RANDOM_WRITES: u64 = 10_000;
 const RANDOM_BYTES: usize = 4096;
@@ -80,14 +80,7 @@ fn large(context: &Context, client: &ObjectStoreClient, mounted: &Mounted, size:
     let parts = size.div_ceil(PART) as usize;
     let (data, path, total) = (noise(PART as usize), mounted.path().join("large"), parts as u64 * PART);
     let ours = || {
-        let sample = measure(Some(mounted.pid()), || {
-            let mut file = File::create(&path)?;
-            for _ in 0..parts {
-                data.chunks(1 << 20).try_for_each(|piece| file.write_all(piece))?;
-            }
-            file.sync_all()?;
-            Ok(total as f64)
-        });
+        let sample = measure(Some(mounted.pid()), || write_large(&path, &data, parts));
         std::fs::remove_file(&path)?;
         sample
     };
@@ -170,7 +163,17 @@ fn random(context: &Context, store: &StoreProcess, mounted: &Mounted) -> Result<
     Ok(Row::of_values(NAME, &title, "bytes uploaded per byte written", &[ratio]).aim(Aim::AtMost(1.25)))
 }
 
-fn write_small(folder: &Path, files: usize, data: &[u8]) -> Result<()> {
+/// Writes a file of so many parts front to back, all alike, and makes it durable; returns its bytes.
+pub(super) fn write_large(path: &Path, part: &[u8], parts: usize) -> Result<f64> {
+    let mut file = File::create(path)?;
+    for _ in 0..parts {
+        part.chunks(1 << 20).try_for_each(|piece| file.write_all(piece))?;
+    }
+    file.sync_all()?;
+    Ok((parts * part.len()) as f64)
+}
+
+pub(super) fn write_small(folder: &Path, files: usize, data: &[u8]) -> Result<()> {
     let paths: Vec<PathBuf> = names(files).map(|name| folder.join(name)).collect();
     for parent in paths.iter().filter_map(|path| path.parent()).collect::<BTreeSet<_>>() {
         std::fs::create_dir_all(parent)?;
