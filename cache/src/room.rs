@@ -36,6 +36,11 @@ impl Room {
         self.semaphore.clone().try_acquire_many_owned(self.cost(bytes)).ok()
     }
 
+    /// Whether half of it is free or more.
+    pub(crate) fn is_half_free(&self) -> bool {
+        self.semaphore.available_permits() >= self.permits as usize / 2
+    }
+
     fn cost(&self, bytes: u64) -> u32 {
         let cost = u32::try_from(bytes.div_ceil(PERMIT_BYTES)).unwrap_or(u32::MAX);
         cost.clamp(self.least, self.permits)

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use forebay_core::units::{KIB, MIB};
 use forebay_core::{BLOCK_SIZE, ErrorKind};
+use forebay_io::files::open_direct;
 use forebay_io::rng::Rng;
 use forebay_io::task::Stop;
 use futures::stream;
@@ -81,6 +82,53 @@ async fn a_restart_finds_what_was_read_and_inserted() {
     read.check_all(&*again).await;
     written.check_all(&*again).await;
     assert_eq!((world.gets(), again.counters().disk_hits), (2, 3));
+}
+
+/// What a reader was given is in memory twice already: here, and in the kernel for the file that was read. A third copy in
+/// the page cache took more processor time than fetching the block.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn large_blocks_that_were_read_are_written_past_the_page_cache() {
+    // On a disk, which the other directory may not be.
+    let (world, directory) = (World::new(), tempfile::tempdir_in("/var/tmp").expect("directory"));
+    let probe = directory.path().join("probe");
+    std::fs::write(&probe, "").expect("writable");
+    if open_direct(&probe).is_none() {
+        let _ = writeln!(std::io::stderr(), "SKIPPED: /var/tmp is on a file system that has no O_DIRECT");
+        return;
+    }
+    let (read, warmed) = (world.put("read", 2 * BLOCK_SIZE).await, world.put("warmed", BLOCK_SIZE).await);
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    read.check_all(&*node).await;
+    node.close().await;
+    assert_eq!(files(directory.path()).len(), 2);
+    // That with the names behind the bytes.
+    assert!(pages_in_memory(directory.path()) <= 2);
+    drop(node);
+
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    fill_all(&node, &warmed, false).await;
+    node.close().await;
+    assert_eq!(
+        pages_in_memory(directory.path()),
+        2 + BLOCK_SIZE / (4 * KIB) + 1,
+        "what is to be read yet stays"
+    );
+    drop(node);
+    world.faults.set_down(true);
+    let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    for blob in [&read, &warmed] {
+        blob.check_all(&*node).await;
+    }
+    assert_eq!((world.gets(), node.counters().disk_hits), (3, 3));
+}
+
+/// Pages of block files that the kernel has in memory.
+fn pages_in_memory(directory: &Path) -> u64 {
+    let mut command = Command::new("fincore");
+    command.args(["--noheadings", "--raw", "--output", "PAGES"]).args(files(directory));
+    let told =
+        String::from_utf8(command.output().expect("fincore, of util-linux, runs").stdout).expect("text");
+    told.lines().map(|line| line.trim().parse::<u64>().expect("a number")).sum()
 }
 
 /// Threads that may wait for a disk read small blocks without any task; damage is told there, too.

@@ -2,7 +2,8 @@
 //!
 //! Promises: a damaged file is told from its block, dropped and counted; a disk that is full, unwritable, gone or hung
 //! costs copies, never a read (but for small ones that were begun on their callers' threads when it began to hang); pinned blocks are not evicted. Files are not synced: after a power cut the checksum
-//! tells which ones made it. Reads go through the kernel's page cache.
+//! tells which ones made it. Reads go through the kernel's page cache, and so do writes but those of large blocks that a reader
+//! has in memory already.
 
 use std::io::ErrorKind as Io;
 use std::sync::Arc;
@@ -420,6 +421,9 @@ impl DiskTier {
     ) -> Result<Role> {
         let (own, key) = (self.clone(), key.clone());
         let id = BlockId::of(&key);
+        // What was offered is in its reader's memory, and the kernel has it for the file that was read. What a warmup fetched is
+        // to be read yet, and where the disk does not keep up, the page cache takes what would be skipped.
+        let may_pass_cache = place.is_some();
         let work = move |ticket: Arc<Ticket<()>>| async move {
             let _place = match place {
                 Some(place) => place,
@@ -427,7 +431,8 @@ impl DiskTier {
             };
             blocking(move || {
                 let began = Instant::now();
-                let stored = own.store_blocking(&key, &block, pin);
+                let stored =
+                    own.store_blocking(&key, &block, pin, may_pass_cache && own.writes.is_half_free());
                 own.written(began);
                 stored
             })
@@ -441,16 +446,16 @@ impl DiskTier {
         &self.pinning
     }
 
-    fn store_blocking(&self, key: &BlockKey, block: &Block, pin: bool) -> Result<()> {
+    fn store_blocking(&self, key: &BlockKey, block: &Block, pin: bool, may_pass_cache: bool) -> Result<()> {
         #[cfg(test)]
         drop(self.pinning.lock());
         if self.peek(key).is_some_and(|slot| slot.pinned || !pin) {
             return Ok(());
         }
-        let mut written = self.write_blocking(key, block, pin);
+        let mut written = self.write_blocking(key, block, pin, may_pass_cache);
         if written.as_ref().is_err_and(WriteError::disk_is_full) {
             self.index.lock().lower_ceiling();
-            written = self.write_blocking(key, block, pin);
+            written = self.write_blocking(key, block, pin, may_pass_cache);
         }
         let directory = self.directory.root().display();
         match written {
@@ -475,16 +480,23 @@ impl DiskTier {
         }
     }
 
-    fn write_blocking(&self, key: &BlockKey, block: &Block, pin: bool) -> Result<(), WriteError> {
+    fn write_blocking(
+        &self,
+        key: &BlockKey,
+        block: &Block,
+        pin: bool,
+        may_pass_cache: bool,
+    ) -> Result<(), WriteError> {
         let size = file::size(key);
         let (slot, leave) = self.index.lock().reserve(BlockId::of(key), size, pin)?;
         self.counts.evictions.fetch_add(leave.len() as u64, Relaxed);
         leave.iter().for_each(|slot| self.directory.remove(slot));
         let path = self.directory.path(&slot);
-        let mut written = file::write(&path, key, block);
+        let write = || file::write(&path, key, block, may_pass_cache);
+        let mut written = write();
         if written.as_ref().is_err_and(|error| error.kind() == Io::NotFound) {
             let parent = path.parent().expect("block files lie in folders");
-            written = std::fs::create_dir_all(parent).and_then(|()| file::write(&path, key, block));
+            written = std::fs::create_dir_all(parent).and_then(|()| write());
         }
         if let Err(error) = written {
             self.directory.remove(&slot);

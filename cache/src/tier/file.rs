@@ -14,16 +14,21 @@
 //! told its length. A file cut short by a crash lacks its tail; nothing else is needed to recognise it.
 
 use std::fs::File;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use forebay_core::{BlockKey, crc32c};
+use forebay_io::files::{is_local, open_direct, write_direct};
 use forebay_io::mem::Buffer;
 
 use crate::block::Block;
 
 const MAGIC: [u8; 8] = *b"FBBLOCK1";
 const FOOTER: usize = 32;
+
+/// Least block that is written past the page cache, in bytes: for a small one the wait for the disk costs more than a copy.
+const DIRECT_BYTES: usize = 1 << 20;
 
 /// Why a block could not be read from its file.
 #[derive(Debug, thiserror::Error)]
@@ -48,11 +53,17 @@ pub(crate) fn size(key: &BlockKey) -> u32 {
     u32::try_from(key.len() as usize + tail).expect("a block of 4 MiB and its names are less than 4 GiB")
 }
 
-/// Writes a block's file, which must not exist. A failed write leaves a file to be removed.
-pub(crate) fn write(path: &Path, key: &BlockKey, block: &Block) -> std::io::Result<()> {
-    let mut file = File::options().write(true).create_new(true).open(path)?;
-    file.write_all(&block.bytes)?;
-    file.write_all(&tail(key, block.crc))
+/// Writes a block's file, which must not exist; a large one past the page cache of a disk of this host, if it `may` go there
+/// and its bytes are aligned. A failed write leaves a file to be removed.
+pub(crate) fn write(path: &Path, key: &BlockKey, block: &Block, may_pass_cache: bool) -> std::io::Result<()> {
+    let (file, data) = (File::options().write(true).create_new(true).open(path)?, &block.bytes);
+    let may_pass_cache = may_pass_cache && data.len() >= DIRECT_BYTES && is_local(&file);
+    let passed = match may_pass_cache.then(|| open_direct(path)).flatten() {
+        Some(direct) => write_direct(&direct, data, 0)?,
+        None => 0,
+    };
+    file.write_all_at(&data[passed..], passed as u64)?;
+    file.write_all_at(&tail(key, block.crc), data.len() as u64)
 }
 
 /// Bytes to be read into for a file of `size` bytes: one more shows a file that is too long.
@@ -131,7 +142,7 @@ mod tests {
     fn the_format_stays_as_it_is() {
         let directory = tempfile::tempdir().expect("directory");
         let path = directory.path().join("block");
-        write(&path, &key("k"), &Block::new(Bytes::from_static(b"hello"))).expect("write");
+        write(&path, &key("k"), &Block::new(Bytes::from_static(b"hello")), false).expect("write");
         let written = std::fs::read(&path).expect("read");
         let golden = b"hello\
             \x88\x77\x66\x55\x44\x33\x22\x11\x05\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0k\"v\"\
@@ -146,7 +157,7 @@ mod tests {
         let directory = tempfile::tempdir().expect("directory");
         let path = directory.path().join("block");
         let (key, other) = (key("k"), key("l"));
-        write(&path, &key, &Block::new(Bytes::from_static(b"hello"))).expect("write");
+        write(&path, &key, &Block::new(Bytes::from_static(b"hello")), false).expect("write");
         assert_eq!(read(&path, &key, size(&key)).expect("read").bytes, "hello");
         let written = std::fs::read(&path).expect("read");
         let check_damaged = |bytes: &[u8], key: &BlockKey, what: &str| {

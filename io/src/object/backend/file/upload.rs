@@ -3,7 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use object_store::multipart::PartId;
 use object_store::path::Path;
 use object_store::{PutPayload, PutResult, Result};
 use parking_lot::RwLock;
-use rustix::fs::{FallocateFlags, OFlags};
+use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use super::{Inner, STAGING, Wanted, copy_bytes, io_error, sync, version_of};
-use crate::files::is_local;
+use crate::files::{is_local, open_direct, write_direct};
 use crate::object::error::STORE;
 use crate::object::key::address;
 use crate::object::request::{PastCache, UploadId, UploadsPage};
@@ -24,9 +24,6 @@ use crate::object::types::{Condition, put_mode};
 
 /// The folder of unfinished uploads, below the staging folder: `uploads/ID/data` and `uploads/ID/key`.
 pub(super) const UPLOADS: &str = "uploads";
-
-/// What disks want writes past the page cache aligned to, in memory and in the file.
-const ALIGNMENT: usize = 4096;
 
 /// Shared by those who write parts of an upload, whole for who completes it: a part that was given up while it was written
 /// changes no file that has its key already.
@@ -63,8 +60,7 @@ impl Inner {
             // A server may be slow to write through, and has a cache of its own.
             if let Some(PastCache(bytes)) = past_cache.filter(|_| is_local(&file)) {
                 take_room(&file, bytes)?;
-                let flags = OFlags::DIRECT.bits() as i32;
-                direct = OpenOptions::new().write(true).custom_flags(flags).open(&path).ok().map(Arc::new);
+                direct = open_direct(&path).map(Arc::new);
             }
             wanted.check()?;
             Ok(Begun { _locked: file, past_cache: direct, has_parts: false, turn: Arc::default() })
@@ -237,29 +233,6 @@ fn take_room(file: &File, bytes: u64) -> io::Result<()> {
         Err(error @ (Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => Err(error.into()),
         _ => Ok(()),
     }
-}
-
-/// Writes the first of `bytes` past the page cache and gives how many; the rest is not aligned, or the file system wants
-/// more than that.
-fn write_direct(file: &File, bytes: &[u8], offset: u64) -> io::Result<usize> {
-    let end = bytes.len() / ALIGNMENT * ALIGNMENT;
-    let mut done = 0;
-    while done < end {
-        let (left, at) = (&bytes[done..end], offset + done as u64);
-        if !(left.as_ptr() as usize).is_multiple_of(ALIGNMENT) || !at.is_multiple_of(ALIGNMENT as u64) {
-            break;
-        }
-        match file.write_at(left, at) {
-            Ok(0) => break,
-            Ok(written) => done += written,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => match error.kind() {
-                io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported => break,
-                _ => return Err(error),
-            },
-        }
-    }
-    Ok(done)
 }
 
 fn part_id(offset: u64, length: u64) -> PartId {
