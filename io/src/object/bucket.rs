@@ -234,10 +234,11 @@ impl Bucket {
     }
 
     /// What the write of an object carried, if it was one as of [`Bucket::put_as`]; copies inside the store carry the same.
+    /// Never empty: that is what a folder says of whatever others wrote.
     pub async fn token_of(&self, key: &ObjectKey) -> Result<Option<String>> {
         let held = |object: GetResult| {
             let held = object.attributes.get(&Attribute::Metadata(TOKEN_ATTRIBUTE.into()));
-            held.map(|held| held.as_ref().to_owned())
+            held.map(|held| held.as_ref().to_owned()).filter(|token| !token.is_empty())
         };
         Ok(self.find(key).await?.and_then(held))
     }
