@@ -43,10 +43,9 @@ impl Inner {
         let limit = list.limit.unwrap_or(PAGE_ENTRIES).clamp(1, PAGE_ENTRIES);
         let mut walk = Walk { list, after, limit, page: Page::default(), steps: 0, progress };
         walk.directory(self.root.join(&list.prefix), &list.prefix)?;
-        if walk.page.objects.is_empty() && walk.page.directories.is_empty() {
-            // Of a root that went away nobody is to be told that it is empty: all that was known to be there would be forgotten.
-            std::fs::metadata(&self.root).map_err(|error| unreadable("", error))?;
-        }
+        // Of a root that went away, perhaps in the middle of this, nobody is to be told that what is missing is not there:
+        // all that was known of it would be forgotten.
+        std::fs::metadata(&self.root).map_err(|error| unreadable("", error))?;
         Ok(walk.page)
     }
 }
@@ -240,6 +239,31 @@ mod tests {
         }
         std::fs::rename(&elsewhere, &root).expect("moved back");
         assert_eq!(bucket.list_directory("d").await.expect("a listing").objects.len(), 1);
+    }
+
+    /// It was moved away in the middle of a page: the files of the second half were forgotten.
+    #[tokio::test]
+    async fn a_root_that_goes_away_while_it_is_listed_gives_no_part_for_the_whole() {
+        let folder = tempfile::tempdir().expect("scratch");
+        let (root, elsewhere) = (folder.path().join("bucket"), folder.path().join("elsewhere"));
+        ["a", "b"].iter().for_each(|name| std::fs::create_dir_all(root.join(name)).expect("a folder"));
+        std::fs::write(root.join("a/first"), "bytes").expect("a file");
+        // So many that it is moved while they are looked at, of which a page tells.
+        let names = 8 * STEP;
+        (0..names).for_each(|name| drop(std::fs::File::create(root.join(format!("b/{name}")))));
+        let progress = Progress::default();
+        let directory = Directory::new(root.clone());
+        let list = progress.watch(directory.call(Request::List(ListRequest::default())));
+        let move_away = async {
+            progress.made().await;
+            std::fs::rename(&root, &elsewhere).expect("moved away");
+        };
+        match tokio::join!(list, move_away).0 {
+            Ok(Reply::Page(page)) => assert_eq!(page.objects.len(), 1 + names, "it was listed before"),
+            listed => {
+                assert!(listed.is_err_and(|error| error.to_string().contains("directory is not there")))
+            }
+        }
     }
 
     /// A listing of a million names on a busy disk takes longer than a store may be silent.
