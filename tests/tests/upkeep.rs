@@ -234,7 +234,8 @@ fn a_tree_that_was_lost_is_loaded_from_its_dump() {
     let mut mount = Mount::new(&home, &source, &folder, &[], &[]);
     let shell = |script: &str| forebay_tests::shell(&folder, script).succeeded();
     shell(
-        "mkdir d && echo bytes > d/f && chmod 741 d/f && ln d/f g && ln -s d/f l && touch -d @1000000000 d/f",
+        "mkdir d && echo bytes > d/f && chmod 741 d/f && ln d/f g && ln -s d/f l && touch -d @1000000000 d/f && \
+         printf bytes > 'd/name#1'",
     );
     let inside = folder.join("inside").display().to_string();
     let warned = volume(&["dump", &source, &inside]);
@@ -254,6 +255,16 @@ fn a_tree_that_was_lost_is_loaded_from_its_dump() {
     volume(&["dump", &source, &path("offline")]).failed_with("offline", "a new file only");
 
     fs::remove_dir_all(bucket.join(".forebay/tree.lmdb")).expect("the tree is lost");
+    mount.remount(&home);
+    mount.unmount();
+    let (blobs, bytes) = count(&bucket.join(".forebay/blobs"));
+    assert!(blobs > 0);
+    let checked = forebay(&home, &["fsck", &source, "--repair"]).succeeded();
+    let told = format!("{blobs} blobs of another tree ({bytes} B), which nothing frees");
+    assert!(checked.contains(&told), "{checked}");
+    let checked = parse(&forebay(&home, &["fsck", &source, "--json"]).succeeded());
+    assert_eq!((&checked["foreign"], &checked["foreign_bytes"]), (&blobs.into(), &bytes.into()), "{checked}");
+    fs::remove_dir_all(bucket.join(".forebay/tree.lmdb")).expect("so is the one that was begun anew");
     let mut damaged = fs::read(path("offline")).expect("the dump");
     damaged.truncate(damaged.len() - 9);
     fs::write(path("damaged"), damaged).expect("written");

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use forebay_core::units::format_bytes;
 use forebay_core::{Error, Result};
 use forebay_volume::upkeep::{Report, Request};
 
@@ -61,6 +62,9 @@ pub(crate) fn run(global: &Global, arguments: &FsckArguments) -> Result<ExitCode
                 let lost = format!("{} files lost bytes and are in /lost+found", report.lost);
                 rows.push(print::row(["lost", &lost]));
             }
+            if report.foreign > 0 {
+                rows.push(print::row(["left", &foreign(report.foreign, report.foreign_bytes)]));
+            }
             rows.push(print::row([if report.is_clean() { "clean" } else { "damaged" }, &counts]));
             print::table(&rows);
         }
@@ -75,8 +79,8 @@ pub(crate) fn run(global: &Global, arguments: &FsckArguments) -> Result<ExitCode
     let hint = match (arguments.repair, &refused) {
         (true, Some(refused)) => refused,
         (true, None) => {
-            "what cannot be mended is left as it is: restore files that lack bytes from a backup, and remove objects below \
-             .forebay/ that are not Forebay's"
+            "what cannot be mended is left as it is: restore files that lack bytes from a backup, and of what lies \
+             below .forebay/ remove only leaked blobs that are told to have no name of Forebay's and are nobody's"
         }
         (false, _) => {
             "run `forebay fsck --repair` while it is not mounted, which gives up bytes that are gone; `forebay gc` frees \
@@ -84,4 +88,13 @@ pub(crate) fn run(global: &Global, arguments: &FsckArguments) -> Result<ExitCode
         }
     };
     Err(Error::corrupt(format!("{wrong} things are wrong with {}", arguments.source)).with_hint(hint))
+}
+
+/// What the blobs may be that are no damage and that nobody here put.
+fn foreign(blobs: u64, bytes: u64) -> String {
+    format!(
+        "{blobs} blobs of another tree ({}), which nothing frees: where the tree was lost, load its dump \
+         (`forebay volume load`); an earlier version of Forebay may have left them, too",
+        format_bytes(bytes)
+    )
 }

@@ -67,6 +67,7 @@ pub(crate) async fn check(mover: &Mover, repair: Repair) -> Result<FsckReport> {
         }
         let left = survey(mover).await?;
         (damage, known) = (left.damage, left.known);
+        (report.foreign, report.foreign_bytes) = (left.report.foreign, left.report.foreign_bytes);
         // Those that they had first.
         paths = left.paths.into_iter().chain(paths).collect();
         if !mended.contains(&true) {
@@ -152,17 +153,15 @@ async fn survey(mover: &Mover) -> Result<Survey> {
     let mut damage = judge(&mut facts);
     find_names(snapshot.as_ref(), keys, &mut damage).await?;
     drop(snapshot);
-    let mut living: HashSet<u64> = facts.sessions.clone();
-    living.insert(mover.shared().session);
-    let compared = compare(mover.bucket(), &facts, &living).await?;
-    let Compared { damage: found, lacking, known, objects, changed_outside } = compared;
-    for one in found {
+    facts.sessions.living.insert(mover.shared().session);
+    let mut compared = compare(mover.bucket(), &facts).await?;
+    for one in std::mem::take(&mut compared.damage) {
         if still_stands(mover, &one).await? {
             damage.push(one);
         }
     }
     let mut paths = HashMap::new();
-    for loss in find_losses(mover, &facts, &lacking).await? {
+    for loss in find_losses(mover, &facts, &compared.lacking).await? {
         paths.extend(path_of(mover, loss.ino).await.map(|path| (loss.ino, path)));
         damage.push(Damage::DanglingExtent(loss));
     }
@@ -170,7 +169,9 @@ async fn survey(mover: &Mover) -> Result<Survey> {
     damage.sort_by_key(|one| one.finding().subject);
     let Facts { nodes, entries, .. } = facts;
     let inodes = nodes.len() as u64;
-    let report = FsckReport { inodes, entries, objects, changed_outside, ..FsckReport::default() };
+    let Compared { known, objects, changed_outside, foreign, foreign_bytes, .. } = compared;
+    let counts = FsckReport { inodes, entries, objects, changed_outside, ..FsckReport::default() };
+    let report = FsckReport { foreign, foreign_bytes, ..counts };
     Ok(Survey { report, damage, paths, known })
 }
 

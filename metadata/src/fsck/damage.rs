@@ -46,7 +46,7 @@ pub(super) enum Damage {
     EmptyClaim { key: ObjectKey },
     /// The counts of the volume.
     WrongCounters { recorded: Option<Counters>, found: Counters },
-    /// An owned blob that nothing refers to.
+    /// An owned blob that nothing refers to, of a dead session of this tree or with a name that no session gives.
     LeakedBlob { key: ObjectKey, bytes: u64 },
     /// Unfinished uploads and staged files of dead sessions.
     LeakedUploads { uploads: u64, leftovers: u64 },
@@ -118,6 +118,13 @@ pub struct FsckReport {
     /// Plain objects that were changed or deleted in the bucket since they were listed. No damage: the next listing
     /// takes it over.
     pub changed_outside: u64,
+    /// Owned blobs that no record names and no session of this tree put: another tree's over the same bucket, as of one
+    /// that was lost, or an earlier version's. No damage, and nothing frees them.
+    #[serde(default)]
+    pub foreign: u64,
+    /// Their bytes.
+    #[serde(default)]
+    pub foreign_bytes: u64,
     /// What is wrong, the first ten thousand.
     pub findings: Vec<Finding>,
     /// How much more is wrong.

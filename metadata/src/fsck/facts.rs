@@ -6,6 +6,7 @@ use bytes::Bytes;
 use forebay_core::{Blob, Extent, FileKind, FileLayout, InodeId, ObjectKey, Result, Source};
 
 use super::damage::Damage;
+use crate::gc::Sessions;
 use crate::kv::Snapshot;
 use crate::records::given_up_in;
 use crate::schema::{
@@ -71,9 +72,11 @@ pub(super) struct Facts {
     /// Deleted inodes that can be brought back, and until when.
     pub(super) trashed: HashMap<InodeId, u64>,
     pub(super) quotas: HashMap<InodeId, Quota>,
-    pub(super) sessions: HashSet<u64>,
+    pub(super) sessions: Sessions,
     /// Keys of objects that are to be deleted, with the times.
     pub(super) deletions: HashSet<(ObjectKey, u64)>,
+    /// Keys that intents and loans name.
+    pub(super) named: HashSet<ObjectKey>,
     /// Objects that damaged files say they lost.
     pub(super) given_up: HashSet<ObjectKey>,
     pub(super) counters: Option<Counters>,
@@ -214,6 +217,7 @@ impl Gather<'_> {
         .await?;
         self.each(facts, Tag::Loan, |facts, _, _, value| {
             let loan = Loan::decode(value)?;
+            facts.named.extend(loan.moved.iter().map(|copy| copy.key.clone()));
             facts.loans.insert(loan.blob.clone(), loan);
             Ok(())
         })
@@ -275,8 +279,13 @@ impl Gather<'_> {
             if keys.is_upload(&key) {
                 return UploadRecord::decode(value).map(drop);
             }
-            facts.sessions.insert(keys.number_in(&key)?);
+            facts.sessions.living.insert(keys.number_in(&key)?);
             SessionRecord::decode(value).map(drop)
+        })
+        .await?;
+        self.each(facts, Tag::Known, |facts, keys, key, _| {
+            facts.sessions.known.insert(keys.number_in(&key)?);
+            Ok(())
         })
         .await?;
         let counters = self.snapshot.get(&self.keys.counters()).await?;
@@ -310,7 +319,11 @@ impl Facts {
     fn intent(&mut self, ino: InodeId, value: Bytes) -> Result<()> {
         let intent = Intent::decode(value);
         match &intent {
-            Ok(intent) => drop(self.intents.insert(ino, intent.key.clone())),
+            Ok(intent) => {
+                let copied = intent.copies.iter().map(|blob| blob.key.clone());
+                self.named.extend(copied.chain([intent.key.clone()]));
+                self.intents.insert(ino, intent.key.clone());
+            }
             Err(_) => drop(self.unreadable_intents.insert(ino)),
         }
         intent.map(drop)

@@ -22,10 +22,12 @@ pub(super) struct Compared {
     pub(super) known: Known,
     pub(super) objects: u64,
     pub(super) changed_outside: u64,
+    pub(super) foreign: u64,
+    pub(super) foreign_bytes: u64,
 }
 
-/// Looks every object of the bucket up in `facts`. Blobs of the sessions in `living` are on their way.
-pub(super) async fn compare(bucket: &Bucket, facts: &Facts, living: &HashSet<u64>) -> Result<Compared> {
+/// Looks every object of the bucket up in `facts`.
+pub(super) async fn compare(bucket: &Bucket, facts: &Facts) -> Result<Compared> {
     let mut wanted: HashMap<&ObjectKey, Vec<(&Blob, &Use)>> = HashMap::with_capacity(facts.blobs.len());
     for (blob, used) in &facts.blobs {
         wanted.entry(&blob.key).or_default().push((blob, used));
@@ -47,10 +49,8 @@ pub(super) async fn compare(bucket: &Bucket, facts: &Facts, living: &HashSet<u64
             None if info.key.as_str() == VolumeRecord::KEY => compared.known.has_record = true,
             // What came back after it was given up is for people to look at.
             None if facts.given_up.contains(&info.key) => {}
-            None if is_leaked(&info.key, living) && !queued.contains(&info.key) => {
-                compared.damage.push(Damage::LeakedBlob { key: info.key, bytes: info.size });
-            }
-            None => {}
+            None if queued.contains(&info.key) || facts.named.contains(&info.key) => {}
+            None => compared.unnamed(facts, info),
         }
     }
     for (key, uses) in wanted {
@@ -83,11 +83,6 @@ fn fault(blob: &Blob, info: &ObjectInfo) -> Option<&'static str> {
     }
 }
 
-fn is_leaked(key: &ObjectKey, living: &HashSet<u64>) -> bool {
-    key.as_str().starts_with(Blob::OWNED_PREFIX)
-        && session_of(key).is_none_or(|session| !living.contains(&session))
-}
-
 /// Whether it holds bytes that only the tree knows of: all do but an object at the path of its own file, which is the
 /// user's to change, and the next listing shows it.
 fn is_held(facts: &Facts, blob: &Blob) -> bool {
@@ -96,6 +91,23 @@ fn is_held(facts: &Facts, blob: &Blob) -> bool {
 }
 
 impl Compared {
+    /// Takes note of an object that no record names. Blobs of living sessions are on their way.
+    fn unnamed(&mut self, facts: &Facts, info: ObjectInfo) {
+        let ObjectInfo { key, size: bytes, .. } = info;
+        if !key.as_str().starts_with(Blob::OWNED_PREFIX) {
+            return;
+        }
+        match session_of(&key) {
+            Some(session) if facts.sessions.living.contains(&session) => {}
+            // gc frees none of them, and a dump may name them.
+            Some(session) if !facts.sessions.known.contains(&session) => {
+                self.foreign += 1;
+                self.foreign_bytes += bytes;
+            }
+            _ => self.damage.push(Damage::LeakedBlob { key, bytes }),
+        }
+    }
+
     fn lacks(&mut self, facts: &Facts, blob: &Blob, why: &'static str) {
         if is_held(facts, blob) {
             self.lacking.insert(blob.clone(), why);

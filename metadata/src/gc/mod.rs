@@ -14,4 +14,4 @@ mod background;
 pub(crate) use background::start;
 pub(crate) use collect::Collector;
 pub use collect::GcReport;
-pub(crate) use plan::names_in;
+pub(crate) use plan::{Sessions, names_in};

@@ -52,11 +52,11 @@ impl Suspects {
 
 /// The sessions that a tree knows.
 #[derive(Debug, Default)]
-pub(super) struct Sessions {
+pub(crate) struct Sessions {
     /// Those that it has or had.
-    pub(super) known: HashSet<u64>,
+    pub(crate) known: HashSet<u64>,
     /// Those of them that have not ended.
-    pub(super) living: HashSet<u64>,
+    pub(crate) living: HashSet<u64>,
 }
 
 impl Sessions {
