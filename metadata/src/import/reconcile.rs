@@ -12,7 +12,9 @@ use forebay_io::object::ObjectInfo;
 use tracing::warn;
 
 use super::items::{Item, Items, OBJECT_SUFFIX, beside};
-use crate::records::{Change, Charge, Records, check_name, child_prefix, prefix_with_slash, usage_of};
+use crate::records::{
+    Change, Charge, Records, check_name, child_prefix, prefix_with_slash, readable, usage_of,
+};
 use crate::schema::{Claim, Deletion, Dentry, HolderState, ImportState, Inode};
 
 /// Names in one window. A closure runs again for reads that depend on one another, on engines whose reads wait: this
@@ -238,10 +240,10 @@ impl Window<'_, '_, '_> {
     }
 
     /// Whether the object came after the one that is to be deleted at its key: by an outsider, or as the first content of a
-    /// file whose mount died before it had noted that the key is free.
+    /// file whose mount died before it had noted that the key is free. A damaged record knows none.
     fn is_successor(&self, due_ms: u64, info: &ObjectInfo) -> Result<bool> {
         let queued = self.change.keys().deletion(due_ms, info.key.as_str());
-        let doomed = self.change.reads().get(&queued)?.map(Deletion::decode).transpose()?;
+        let doomed = self.change.reads().get(&queued)?.map(Deletion::decode).and_then(readable);
         Ok(doomed.is_some_and(|doomed| doomed.blob.version != info.version))
     }
 

@@ -7,7 +7,7 @@ use super::fsck::{kinds, write_over};
 use super::sharing::share;
 use super::world::*;
 use crate::records::{Change, Records};
-use crate::schema::{Inode, Keys, Tag};
+use crate::schema::{HolderState, Inode, Keys, Tag};
 use crate::tree::{Existing, LocalTree, Placement, RenameMode, Tree, resolve};
 
 const SPOILED: &[u8] = b"?";
@@ -241,6 +241,35 @@ async fn one_record_that_cannot_be_read_keeps_the_mover_from_nothing_else() {
         assert!(!is_queued.await.expect("a look"), "{what}: the records of deletions that are done are gone");
         tree.close().await.expect("closed");
     }
+}
+
+/// What is to be deleted stays unseen, and so does all that comes to its key, for as long as nobody knows what that is.
+/// Its directory could not be listed any more.
+#[tokio::test]
+async fn a_deletion_that_cannot_be_read_hides_its_object_and_nothing_else() {
+    let world = World::memory().await;
+    for key in ["d/a", "d/b"] {
+        world.put(key, key.as_bytes()).await;
+    }
+    let tree = world.open().await;
+    paths(&tree).await;
+    unlink(&tree, "d/a").await.expect("unlinked");
+    let spoil = |change: &mut Change<'_, '_>| {
+        let claim = change.claim("d/a")?.expect("a claim");
+        let HolderState::Doomed { due_ms } = claim.state else { panic!("{claim:?}") };
+        change.put(change.keys().deletion(due_ms, "d/a"), Bytes::from_static(SPOILED))
+    };
+    tree.change(spoil).await.expect("damaged");
+    for bytes in ["d/a", "an outsider's"] {
+        world.put("d/a", bytes.as_bytes()).await;
+        world.put("d/new", bytes.as_bytes()).await;
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, ["d/", "d/b", "d/new"]);
+        assert_eq!(world.read_path(&tree, "d/new").await.expect("bytes"), bytes);
+        tree.drain().await.expect("drained");
+        assert_eq!(world.objects().await["d/a"], bytes.as_bytes(), "nobody knows whether it is to go");
+    }
+    tree.close().await.expect("closed");
 }
 
 #[tokio::test]
