@@ -56,9 +56,11 @@ impl Mover {
             return Ok(found.size == source.size);
         }
         if source.staged_on().is_some() {
-            // It had no version yet, and was written without a token.
-            let source = self.bucket().head(&source.key).await?;
-            return Ok(source.is_some_and(|source| source.version == found.version));
+            // It has got its version when it was brought in.
+            let brought = self.bucket().head(&source.key).await?;
+            if brought.is_some_and(|brought| brought.version == found.version) {
+                return Ok(true);
+            }
         }
         let token = self.bucket().token_of(&source.key).await?;
         Ok(token.is_some() && token == self.bucket().token_of(&found.key).await?)

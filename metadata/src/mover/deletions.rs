@@ -226,11 +226,16 @@ impl Mover {
         }
         let session = self.shared().session;
         let recorded = self.look(|look| recorded(look, key, deletion, session)).await?;
-        let is_plain = recorded == Verdict::Delete && !deletion.blob.is_owned();
-        if is_plain {
-            let blob = &deletion.blob;
+        if recorded != Verdict::Delete {
+            return Ok(recorded);
+        }
+        let blob = &deletion.blob;
+        if self.is_copied_in_doubt(&blob.key).await? {
+            return Ok(Verdict::Keep);
+        }
+        if !blob.is_owned() {
             // The deletion's claim keeps others from the key while a copy may still come there.
-            if self.doubts().names(&blob.key) || self.is_copied_in_doubt(&blob.key).await? {
+            if self.doubts().names(&blob.key) {
                 return Ok(Verdict::Keep);
             }
             match self.bucket().head(&blob.key).await? {

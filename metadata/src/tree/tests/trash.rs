@@ -479,3 +479,40 @@ async fn what_was_staged_when_it_was_deleted_is_an_object_again_once_it_is_back(
         }
     }
 }
+
+/// A copy that was made and not answered was known by the version of its source, which staged bytes lack: once its file was
+/// deleted for good it was taken for somebody's object, and was a file again.
+#[tokio::test]
+async fn a_copy_of_what_was_staged_goes_with_its_file() {
+    for kind in [Kind::Memory, Kind::Lmdb] {
+        println!("{kind:?}");
+        let world = world(kind).await;
+        let faults = Faults::new();
+        let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(30))).await;
+        let file = tree.create(ROOT, b"f", new_file(), Existing::Refuse).await.expect("made").0.ino;
+        let staged = Blob::staged(tree.fresh_blob(), 6, "host");
+        let layout = FileLayout::of_blob(staged.clone());
+        tree.commit_layout(file, 0, layout, time(7)).await.expect("committed");
+        unlink(&tree, "f").await.expect("unlinked");
+        let id = trash(&tree).await[0].id;
+        tree.restore(id, ROOT, b"f").await.expect("it came back");
+        let put = world.bucket().put(&staged.key, "staged".into(), Condition::IfAbsent);
+        put.await.expect("brought in");
+        faults.script(OperationKind::Copy, 1, FaultMode::LoseReply);
+        for nth in 2..40 {
+            faults.script(OperationKind::Copy, nth, FaultMode::Before);
+        }
+        tree.drain().await.expect("drained");
+        assert!(world.objects().await.contains_key("f"), "the copy was made, and nobody told");
+        faults.clear();
+        unlink(&tree, "f").await.expect("unlinked");
+        pass_time(&world, &tree).await;
+        for _ in 0..2 {
+            world.clock.advance(Duration::from_secs(6 * 60));
+            tree.drain().await.expect("drained");
+            world.pass_ttl();
+            assert_eq!(paths(&tree).await, [""; 0]);
+        }
+        world.check_objects(&[]).await;
+    }
+}

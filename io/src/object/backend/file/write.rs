@@ -57,11 +57,24 @@ impl Inner {
         published
     }
 
-    /// Creates `folder`, which lies below the root. A root that went away stays away: whatever would be written in
-    /// its place, on the disk below a mount point, would be lost when it comes back.
-    pub(super) fn create_below_root(&self, folder: &FilePath) -> io::Result<()> {
-        std::fs::metadata(&self.root)?;
-        std::fs::create_dir_all(folder)
+    /// Creates `folder`, which lies below the root, and returns the deepest one above it (or itself) that was there before. A
+    /// root that went away stays away: whatever would be written in its place, on the disk below a mount point, would be lost
+    /// when it comes back.
+    pub(super) fn create_below_root(&self, folder: &FilePath) -> io::Result<PathBuf> {
+        let below = folder.ancestors().take_while(|path| *path != self.root);
+        let missing: Vec<&FilePath> = below.take_while(|path| !path.is_dir()).collect();
+        for path in missing.iter().rev() {
+            match std::fs::create_dir(path) {
+                // Another process made it.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => {}
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    return Err(io::Error::new(io::ErrorKind::NotADirectory, error));
+                }
+                created => created?,
+            }
+        }
+        let top = missing.last().map_or(Some(folder), |path| path.parent());
+        Ok(top.unwrap_or(&self.root).to_owned())
     }
 
     pub(super) fn staging_path(&self, name: &str) -> PathBuf {
@@ -111,7 +124,7 @@ impl Inner {
         // Within the lock, or a delete of the last neighbour could take the directory away in between.
         let top = self.locked(|| {
             wanted.check().map_err(failed)?;
-            let top = create_directories(&parent).map_err(|error| taken_error(key, error))?;
+            let top = self.create_below_root(&parent).map_err(|error| taken_error(key, error))?;
             if let PutMode::Update(update) = mode {
                 expect_version(&target, key, update.e_tag.as_deref())?;
             }
@@ -163,7 +176,7 @@ impl Inner {
                 // A directory is no object.
                 Err(error) if error.kind() == io::ErrorKind::IsADirectory => false,
                 Err(error) => match io_error(key, error) {
-                    object_store::Error::NotFound { .. } => false,
+                    object_store::Error::NotFound { .. } if self.root.exists() => false,
                     other => return Err(other),
                 },
             };
@@ -188,7 +201,7 @@ impl Inner {
         let open = || OpenOptions::new().create(true).truncate(false).write(true).open(&path);
         let file = match open() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                self.create_below_root(&self.root.join(STAGING)).and_then(|()| open())
+                self.create_below_root(&self.root.join(STAGING)).and_then(|_| open())
             }
             other => other,
         };
@@ -220,19 +233,6 @@ fn taken_error(key: &Path, error: io::Error) -> object_store::Error {
         }
         _ => io_error(key, error),
     }
-}
-
-/// Creates `directory` and returns the deepest one above it (or itself) that was there before.
-fn create_directories(directory: &FilePath) -> io::Result<PathBuf> {
-    let mut top = directory;
-    while !top.is_dir() {
-        match top.parent() {
-            Some(parent) => top = parent,
-            None => break,
-        }
-    }
-    std::fs::create_dir_all(directory)?;
-    Ok(top.to_owned())
 }
 
 /// Syncs `directory` and all above it up to `top`.
@@ -284,6 +284,48 @@ mod tests {
         bucket.copy(&from, &to, 6, &Condition::IfAbsent).await.expect("copied");
         let again = bucket.copy(&from, &to, 6, &Condition::IfAbsent).await;
         assert_eq!(again.expect_err("it is there").kind(), ErrorKind::Conflict);
+    }
+
+    /// What came too late made the root again, empty, in the place where a disk had been mounted: nothing told that from a bucket
+    /// of which all was deleted.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_root_that_goes_away_in_the_middle_of_a_change_stays_away() {
+        for what in ["put", "copy", "upload", "delete"] {
+            println!("{what}");
+            let folder = tempfile::tempdir().expect("scratch");
+            let (root, elsewhere) = (folder.path().join("bucket"), folder.path().join("elsewhere"));
+            std::fs::create_dir(&root).expect("a folder");
+            let url: BucketUrl = format!("file://{}", root.display()).parse().expect("a URL");
+            let settings = StoreSettings { deadline_ms: 300, ..StoreSettings::default() };
+            let bucket = Bucket::open(&url, &settings).await.expect("a bucket");
+            let [from, to] = ["from", "d/to"].map(ObjectKey::new);
+            bucket.put(&from, Bytes::from_static(b"bytes"), Condition::Always).await.expect("put");
+            let lock = std::fs::File::open(root.join(super::STAGING).join("lock")).expect("the lock");
+            lock.lock().expect("locked");
+            let change = async {
+                match what {
+                    "put" => bucket.put(&to, "bytes".into(), Condition::IfAbsent).await.map(drop),
+                    "copy" => bucket.copy(&from, &to, 5, &Condition::IfAbsent).await.map(drop),
+                    "delete" => bucket.delete(&from).await,
+                    _ => {
+                        let mut upload = bucket.upload(&to).await?;
+                        upload.write("bytes".into()).await?;
+                        upload.complete(Condition::IfAbsent).await.map(drop)
+                    }
+                }
+            };
+            let move_away = async {
+                // All that a change does before its turn takes less.
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                std::fs::rename(&root, &elsewhere).expect("moved away");
+                lock.unlock().expect("unlocked");
+            };
+            let (changed, ()) = tokio::join!(change, move_away);
+            let error = changed.expect_err("nobody knows what lies there");
+            assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+            assert!(!root.exists(), "it was made again");
+            assert!(elsewhere.join("from").exists());
+        }
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
