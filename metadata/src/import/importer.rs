@@ -1,18 +1,22 @@
-//! When directories are listed: once for however many wait, again after a while, at once when told to.
+//! When directories are listed: once for however many wait, again after a while, at once when told to, and ahead of who
+//! walks.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, InodeId, Result};
+use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result};
 use forebay_io::clock::Moment;
 use forebay_io::object::Bucket;
 use forebay_io::task::TaskGroup;
 use futures::future::{BoxFuture, FutureExt, Shared as SharedFuture};
+use futures::stream::{self, StreamExt};
 use parking_lot::Mutex;
+use tokio::sync::Semaphore;
 use tracing::{debug, warn};
 
+use super::ahead::{Ask, SKIPS, Walks};
 use super::items::Items;
 use super::phantoms::Phantoms;
 use super::reconcile::{Cursor, Work, reconcile, remove_emptied};
@@ -28,6 +32,13 @@ const SHARE_OF_TIME: u32 = 10;
 /// How often a listing is begun again because its directory was renamed meanwhile.
 const MOST_ATTEMPTS: u32 = 5;
 
+/// Directories that are listed ahead at once.
+const AHEAD_AT_ONCE: usize = 16;
+/// Names that they have together, in about 64 MiB, if they are as large as those of before.
+const AHEAD_NAMES: usize = 200_000;
+/// Names that are looked through for directories to be listed ahead.
+const AHEAD_SCAN: usize = 1024;
+
 /// What everybody waiting for a listing is told.
 type Outcome = Result<(), Arc<Error>>;
 type Flight = SharedFuture<BoxFuture<'static, Outcome>>;
@@ -42,12 +53,16 @@ struct Inner {
     shared: Arc<Shared>,
     tasks: TaskGroup,
     state: Mutex<State>,
+    ahead: Semaphore,
 }
 
 #[derive(Default)]
 struct State {
     listed: HashMap<InodeId, Listed>,
     flights: HashMap<InodeId, Flight>,
+    walks: Walks,
+    /// Names that directories have of late, the large ones above all.
+    names: usize,
 }
 
 /// A listing taken by this process.
@@ -69,7 +84,8 @@ type Taken = (Vec<(Bytes, InodeId)>, Vec<OutsideChange>);
 
 impl Importer {
     pub(crate) fn new(bucket: Bucket, committer: Committer, shared: Arc<Shared>, tasks: TaskGroup) -> Self {
-        Self(Arc::new(Inner { bucket, committer, shared, tasks, state: Mutex::default() }))
+        let (state, ahead) = (Mutex::default(), Semaphore::new(AHEAD_AT_ONCE));
+        Self(Arc::new(Inner { bucket, committer, shared, tasks, state, ahead }))
     }
 
     /// Whether the directory can be looked at without waiting.
@@ -109,6 +125,55 @@ impl Importer {
                 }
             }
         }
+    }
+
+    /// Notes that the directory `name` of `parent` is read from its start, and lists those that its reader comes to next.
+    pub(crate) fn walk_on(&self, parent: InodeId, name: &Bytes) {
+        let settings = &self.0.shared.settings.import;
+        let limits = (settings.max_ahead, Duration::from_millis(settings.ttl_ms));
+        let now = self.0.shared.clock.now();
+        let Some(ask) = self.0.state.lock().walks.observe((parent, name), now, limits) else { return };
+        let importer = self.clone();
+        self.0.tasks.spawn("list-ahead", async move {
+            let found = importer.following(&ask).await.unwrap_or_else(|error| {
+                debug!(%error, "could not look ahead");
+                None
+            });
+            let names = found.as_ref().map(|found| found.0.as_slice());
+            importer.0.state.lock().walks.answer(&ask, names);
+            let (_, directories) = found.unwrap_or_default();
+            let at_once = AHEAD_NAMES.checked_div(importer.0.state.lock().names).unwrap_or(AHEAD_AT_ONCE);
+            let list = async |directory: InodeId| {
+                let Ok(_permit) = importer.0.ahead.acquire().await else { return };
+                if !importer.is_fresh(directory) {
+                    // The reader that comes to it asks again and gets the error.
+                    let _ = importer.flight(directory).await;
+                }
+            };
+            match at_once {
+                0 => {}
+                _ => stream::iter(directories).for_each_concurrent(at_once, list).await,
+            }
+        });
+    }
+
+    /// The directories that are asked for, by name and number; `None` where no walk begins.
+    async fn following(&self, ask: &Ask) -> Result<Option<(Vec<Bytes>, Vec<InodeId>)>> {
+        let keys = self.0.shared.keys;
+        let entries = self.0.committer.read(|view| {
+            let look = Look { view, keys };
+            look.entries(ask.parent, Some(&ask.after), AHEAD_SCAN)
+        });
+        let mut found = entries.await?;
+        found.retain(|(_, entry)| entry.kind == FileKind::Directory);
+        if let Some(first) = &ask.begins_at {
+            match found.iter().take(1 + SKIPS).position(|(name, _)| name == first) {
+                Some(at) => drop(found.drain(..=at)),
+                None => return Ok(None),
+            }
+        }
+        found.truncate(ask.directories);
+        Ok(Some(found.into_iter().map(|(name, entry)| (name, entry.ino)).unzip()))
     }
 
     /// Lets a directory just made count as listed when its parent was: that one would have shown it.
@@ -191,6 +256,10 @@ impl Importer {
         self.0.shared.markers.note(&prefix_with_slash(&prefix), listing.marker.take());
         let items = Items::of(directory, &prefix, listing);
         debug!(%directory, prefix, names = items.items.len(), skipped = items.skipped, "listed");
+        {
+            let mut state = self.0.state.lock();
+            state.names = items.items.len().max(state.names - state.names / 8);
+        }
         if items.skipped > 0 {
             warn!(prefix, skipped = items.skipped, "some objects have names that no file can have");
         }

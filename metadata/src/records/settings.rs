@@ -82,10 +82,21 @@ pub struct ImportSettings {
     /// Milliseconds that a caller waits for a listing to be taken again, before the one at hand is used while the
     /// new one goes on. A first listing is always waited for. Default 2,000.
     pub relist_wait_ms: u64,
+    /// Most directories that are listed ahead of one who reads those of a directory in order; 0 switches that off.
+    /// Default 32: enough for 800 directories a second from a store 20 ms away.
+    pub max_ahead: usize,
 }
 
 impl Default for ImportSettings {
     fn default() -> Self {
-        Self { uid: 0, gid: 0, file_mode: 0o644, dir_mode: 0o755, ttl_ms: 60_000, relist_wait_ms: 2_000 }
+        Self {
+            uid: 0,
+            gid: 0,
+            file_mode: 0o644,
+            dir_mode: 0o755,
+            ttl_ms: 60_000,
+            relist_wait_ms: 2_000,
+            max_ahead: 32,
+        }
     }
 }

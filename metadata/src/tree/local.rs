@@ -283,6 +283,16 @@ impl LocalTree {
         }
     }
 
+    /// Notes that a directory is read from its start.
+    pub(super) fn walk_on(&self, directory: InodeId) {
+        let Some(importer) = &self.importer else { return };
+        if directory != InodeId::ROOT
+            && let Some(Ok(inode)) = self.look_now(|look| look.inode(directory))
+        {
+            importer.walk_on(inode.parent, &inode.name);
+        }
+    }
+
     pub(super) fn is_fresh(&self, directory: InodeId) -> bool {
         self.importer.as_ref().is_none_or(|importer| importer.is_fresh(directory))
     }

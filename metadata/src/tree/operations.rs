@@ -87,6 +87,9 @@ impl Tree for LocalTree {
         after: Option<&[u8]>,
         limit: usize,
     ) -> Result<DirectoryPage> {
+        if after.is_none() {
+            self.walk_on(ino);
+        }
         self.ensure_listed(ino).await?;
         let limit = limit.clamp(1, MOST_ENTRIES);
         self.look(|look| read_page(look, ino, after, limit)).await

@@ -77,7 +77,10 @@ struct Position {
     /// The directory that is being read, its path, and its last name so far, if more follow.
     reading: Option<(InodeId, Bytes, Bytes)>,
     path: Bytes,
+    /// The next one comes last.
     waiting: Vec<(InodeId, Bytes)>,
+    /// Those of the directory that is being read, in their order.
+    met: Vec<(InodeId, Bytes)>,
 }
 
 impl Position {
@@ -87,7 +90,7 @@ impl Position {
             false => [&self.path[..], b"/", &entry.name[..]].concat().into(),
         };
         if entry.attributes.kind == FileKind::Directory {
-            self.waiting.push((entry.attributes.ino, path.clone()));
+            self.met.push((entry.attributes.ino, path.clone()));
         }
         Walked { path, attributes: entry.attributes }
     }
@@ -96,10 +99,11 @@ impl Position {
     async fn turn_page(&mut self, tree: &dyn Tree) -> Result<bool> {
         let (ino, path, after) = match self.reading.take() {
             Some((ino, path, after)) => (ino, path, Some(after)),
-            None => match self.waiting.pop() {
-                Some((ino, path)) => (ino, path, None),
-                None => return Ok(false),
-            },
+            None => {
+                self.waiting.extend(self.met.drain(..).rev());
+                let Some((ino, path)) = self.waiting.pop() else { return Ok(false) };
+                (ino, path, None)
+            }
         };
         let page = match tree.read_directory(ino, after.as_deref(), PAGE).await {
             // Removed since it was met.

@@ -193,6 +193,44 @@ async fn one_listing_serves_all_who_wait() {
     assert!(tree.lookup_now(ROOT, b"d").is_none(), "stale");
 }
 
+/// A walk over a thousand directories waited for the store at each.
+#[tokio::test]
+async fn directories_are_listed_ahead_of_who_walks_and_once() {
+    for most in [32, 0] {
+        let mut world = World::memory().await;
+        world.settings.import.max_ahead = most;
+        for n in 0..40 {
+            world.put(&format!("d/{n:02}/f"), b"1").await;
+            world.put(&format!("d/{n:02}x"), b"1").await;
+        }
+        let faults = Faults::new();
+        let bucket = world.bucket().with_faults(&faults).with_deadline_ms(30);
+        let tree = world.open_over(Some(bucket.clone())).await;
+        let listings = || bucket.counters().of(OperationKind::List).requests;
+        let before = listings();
+        let parent = resolve(&tree, "d").await.expect("found").ino;
+        let page = tree.read_directory(parent, None, 100).await.expect("a listing");
+        let directories =
+            page.entries.into_iter().filter(|entry| entry.attributes.kind == FileKind::Directory);
+        let directories: Vec<InodeId> = directories.map(|entry| entry.attributes.ino).collect();
+        for (at, directory) in directories.iter().enumerate() {
+            let page = tree.read_directory(*directory, None, 100).await.expect("a listing");
+            assert_eq!(page.entries.len(), 1);
+            if at == 1 && most > 0 {
+                while !directories[..10].iter().all(|directory| tree.is_fresh(*directory)) {
+                    tokio::task::yield_now().await;
+                }
+                assert_eq!(listings() - before, 12, "the root, `d`, and ten below");
+                faults.set_down(true);
+            }
+            if at == 4 {
+                faults.set_down(false);
+            }
+        }
+        assert_eq!(listings() - before, 42, "at most {most} ahead");
+    }
+}
+
 #[tokio::test]
 async fn a_store_that_is_down_leaves_what_was_listed() {
     let world = World::memory().await;
