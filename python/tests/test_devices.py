@@ -1,4 +1,4 @@
-"""Device memory: copied by the engine through a stand-in for the CUDA driver, and for real where there is a device.
+"""Device memory, copied by the engine through a stand-in for the CUDA driver. A real one: `test_real_device.py`.
 
 The stand-in (io/src/device/fake_driver.c) takes host memory for a device's, and does what is submitted only when
 somebody waits for it. So these tests show the order of calls and the bytes, and nothing of speed.
@@ -329,37 +329,3 @@ def test_nothing_is_read_before_there_is_a_buffer(tmp_path: Path, monkeypatch: p
     with pytest.raises(MemoryError):
         forebay.load(tmp_path, live)
     assert not live["near"].any() and not live["far"].any()
-
-
-def test_tensors_of_a_real_device(tmp_path: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("gpu: SKIPPED, this machine has none")
-    state = {"w": torch.arange(1 << 22, device="cuda"), "t": torch.ones(64, 32, device="cuda").t()}
-    with forebay.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save_now(1, state).wait_durable()
-    loaded = forebay.load(tmp_path)
-    assert torch.equal(loaded["w"].cpu(), state["w"].cpu()) and torch.equal(loaded["t"].cpu(), state["t"].cpu())
-
-
-def test_a_restore_into_tensors_of_a_real_device(tmp_path: Path) -> None:
-    """Dense, strided and of two bytes an element; more than the buffer has, and less."""
-    if not torch.cuda.is_available():
-        pytest.skip("gpu: SKIPPED, this machine has none")
-
-    def made(fill: Any) -> dict[str, torch.Tensor]:
-        return {
-            "dense": fill(11 << 20).view(11, -1),
-            "strided": fill(1 << 20).view(1 << 12, -1).t(),
-            "last": fill(1 << 18).view(4, 64, 32, 32).to(memory_format=torch.channels_last),
-            "half": fill(1 << 20).to(torch.bfloat16),
-            "scalar": fill(1)[0],
-        }
-
-    saved = made(lambda count: torch.arange(count, dtype=torch.float32, device="cuda"))
-    live = made(lambda count: torch.zeros(count, dtype=torch.float32, device="cuda"))
-    kept = {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in live.items()}
-    forebay.save(saved, tmp_path)
-    forebay.load(tmp_path, live)
-    for name, tensor in saved.items():
-        assert torch.equal(live[name], tensor), name
-        assert (live[name].data_ptr(), live[name].stride()) == kept[name], name

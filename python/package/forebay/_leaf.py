@@ -284,7 +284,14 @@ def fill(address: int, leaf: Leaf) -> None:
     if torch is not None and isinstance(leaf.source, torch.Tensor):
         source = leaf.source.detach()
         target = torch.frombuffer(memory, dtype=torch.uint8).view(source.dtype).view(source.shape)
-        copy_elements(target, source)
+        pieces = -(-leaf.size // _PIECE) if source.is_cuda else 1
+        if pieces == 1:
+            copy_elements(target, source)
+            return
+        # A device makes each dense first, in memory that whoever trains may not have to spare.
+        axis = 0 if source.shape[0] >= pieces else int(max(range(source.dim()), key=source.shape.__getitem__))
+        for own, piece in zip(target.tensor_split(pieces, axis), source.tensor_split(pieces, axis)):
+            copy_elements(own, piece)
         return
     numpy = numpy_module()
     target = numpy.frombuffer(memory, dtype=leaf.source.dtype).reshape(leaf.source.shape)
@@ -301,7 +308,10 @@ def copy_elements(place: Any, source: Any) -> None:
     place.copy_(source)
 
 
-_NARROW = frozenset(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+_PIECE = 16 << 20
+"""Bytes of a device's tensor that is not dense which torch copies at once."""
+
+_NARROW = frozenset(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)) | {"torch.float4_e2m1fn_x2"}
 """Types of fewer bits than a byte, each element of which has one."""
 
 
