@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use forebay_ckpt::agent::{Hello, Linger, Member, Origin, serve};
-use forebay_ckpt::arena::{self, Source};
+use forebay_ckpt::arena::{self, CopyWatch, Source};
 use forebay_ckpt::catalog::{Keep, Round, Start};
 use forebay_ckpt::dtype::{DTYPES, Dtype};
 use forebay_ckpt::local::LocalTier;
@@ -355,6 +355,7 @@ enum Stage {
 struct Copying {
     worker: JoinHandle<Result<()>>,
     shared: Shared,
+    watch: Arc<CopyWatch>,
     /// Whose thread it is: a forked child has none of it.
     process: u32,
     /// What the addresses that it reads belong to. Let go of after the thread's end, and by nobody's collector before.
@@ -368,6 +369,15 @@ impl Copying {
         let snapshot = self.shared.lock().take();
         let lost = || Error::bug("a snapshot was lost while it was filled");
         Ok((snapshot.ok_or_else(lost)?, copied))
+    }
+}
+
+/// Tells that a copy has ended, however that came.
+struct EndOfCopy(Arc<CopyWatch>);
+
+impl Drop for EndOfCopy {
+    fn drop(&mut self) {
+        self.0.end();
     }
 }
 
@@ -415,6 +425,14 @@ impl Snapshot {
         }
     }
 
+    /// Of the background copy, while there is one.
+    fn watch(&self) -> Option<Arc<CopyWatch>> {
+        match &*self.0.lock() {
+            Stage::Copying(copying) => Some(copying.watch.clone()),
+            Stage::Idle(_) | Stage::Sealed(_) | Stage::Gone => None,
+        }
+    }
+
     fn with<T>(&self, work: impl FnOnce(&mut arena::Snapshot) -> Result<T>) -> Result<T> {
         let mut snapshot = self.take()?;
         let outcome = work(&mut snapshot);
@@ -444,17 +462,17 @@ impl Snapshot {
         threads: usize,
     ) -> PyResult<()> {
         let fetches = away(fetches);
-        py.detach(|| self.with(|snapshot| snapshot.copy(all(&sources, &fetches), threads))).or_raise()
+        py.detach(|| self.with(|snapshot| snapshot.copy(all(&sources, &fetches), threads, None))).or_raise()
     }
 
     /// Checksums tensors that were filled at their places.
     fn checksum(&self, py: Python<'_>, indexes: Vec<usize>, threads: usize) -> PyResult<()> {
         let in_place = indexes.into_iter().map(|index| (index, Source::InPlace)).collect();
-        py.detach(|| self.with(|snapshot| snapshot.copy(in_place, threads))).or_raise()
+        py.detach(|| self.with(|snapshot| snapshot.copy(in_place, threads, None))).or_raise()
     }
 
-    /// As `copy`, on threads of our own; the sources stay as they are until `join` returned. `owners` is what they are the
-    /// memory of, which is held until then.
+    /// As `copy`, on threads of our own; the sources stay as they are until `await_sources` or `join` returned. `owners` is
+    /// what they are the memory of, which is held until `join` did.
     fn copy_in_background(
         &self,
         py: Python<'_>,
@@ -466,16 +484,20 @@ impl Snapshot {
         let fetches = away(fetches);
         let started = py.detach(|| {
             let shared: Shared = Arc::new(Mutex::new(Some(self.take()?)));
-            let of_worker = shared.clone();
-            let copy = move || match of_worker.lock().as_mut() {
-                Some(snapshot) => snapshot.copy(all(&sources, &fetches), threads),
-                None => Ok(()),
+            let watch = Arc::new(CopyWatch::default());
+            let (of_worker, told) = (shared.clone(), EndOfCopy(watch.clone()));
+            let copy = move || {
+                let told = told;
+                match of_worker.lock().as_mut() {
+                    Some(snapshot) => snapshot.copy(all(&sources, &fetches), threads, Some(&told.0)),
+                    None => Ok(()),
+                }
             };
             let started = std::thread::Builder::new().name("forebay-stage".into()).spawn(copy);
             let (stage, outcome) = match started {
                 Ok(worker) => {
                     let process = std::process::id();
-                    (Stage::Copying(Copying { worker, shared, process, _sources: owners }), Ok(()))
+                    (Stage::Copying(Copying { worker, shared, watch, process, _sources: owners }), Ok(()))
                 }
                 // There is no thread that has it.
                 Err(error) => (shared.lock().take().map_or(Stage::Gone, Stage::Idle), Err(error.into())),
@@ -490,6 +512,19 @@ impl Snapshot {
     #[getter]
     fn is_copied(&self) -> bool {
         !matches!(&*self.0.lock(), Stage::Copying(copying) if !copying.worker.is_finished())
+    }
+
+    /// Waits until the background copy has read its sources, which may change then. False where it ended before: `join` tells
+    /// why.
+    fn await_sources(&self, py: Python<'_>) -> bool {
+        self.watch().is_none_or(|watch| py.detach(|| watch.await_sources()))
+    }
+
+    /// Waits until the background copy has ended, well or not, and leaves it to `join`.
+    fn await_end(&self, py: Python<'_>) {
+        if let Some(watch) = self.watch() {
+            py.detach(|| watch.await_end());
+        }
     }
 
     /// Waits for the background copy.

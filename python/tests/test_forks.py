@@ -58,6 +58,35 @@ def test_a_child_does_not_wait_for_what_its_parent_copies(tmp_path: Path, capfd:
         assert save.wait_durable(60)
 
 
+def test_a_child_is_refused_while_a_thread_of_its_parent_saves(tmp_path: Path) -> None:
+    """It waited for a thread that it does not have."""
+    with forebay.Checkpointer(tmp_path, every=1) as checkpointer:
+        held, may_end = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with checkpointer._lock:
+                held.set()
+                may_end.wait(60)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait(60)
+
+        def work(report: Report) -> None:
+            try:
+                checkpointer.step(1, {"w": torch.zeros(3)})
+            except forebay.CheckpointInvalid as error:
+                report(str(error))
+
+        worker = Child(work)
+        try:
+            assert "may not save" in worker.line()
+        finally:
+            worker.kill()
+            may_end.set()
+            thread.join()
+
+
 def test_a_child_of_rank_0_that_outlives_it_is_in_nobodys_way(tmp_path: Path) -> None:
     """The next rank 0 found the meeting place taken, and the other ranks waited for one that nobody was at."""
     place = f"{os.getpid()}-{tmp_path.name}"

@@ -222,3 +222,31 @@ def test_an_error_is_told_again_as_it_was() -> None:
     assert isinstance(cause, FileNotFoundError) and (cause.filename, str(cause)) == ("there", str(first.__cause__))
     told.add_note("once")
     assert vars(first)["__notes__"] == ["twice"]
+
+
+def test_nothing_is_collected_while_a_state_is_saved_or_restored(tmp_path: Path) -> None:
+    """There are enough objects of a thousand tensors that it was, which took longer than the bytes did."""
+    state = {f"t{number}": torch.zeros(4) for number in range(1000)}
+    rounds: list[int] = []
+
+    def count(phase: str, told: dict[str, int]) -> None:
+        if phase == "start":
+            rounds.append(told["generation"])
+
+    gc.enable()
+    gc.callbacks.append(count)
+    try:
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            for work in (lambda: checkpointer.save_now(1, state), lambda: checkpointer.restore(state)):
+                rounds.clear()
+                work()
+                # What is done beside it makes some objects, too.
+                assert len(rounds) <= 2 and gc.isenabled(), rounds
+        with pytest.raises(forebay.CheckpointMismatch):
+            forebay.load(tmp_path, {"other": torch.zeros(1)})
+        assert gc.isenabled()
+        gc.disable()
+        forebay.load(tmp_path, state)
+        assert not gc.isenabled()
+    finally:
+        gc.callbacks.remove(count)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,8 +24,10 @@ from .test_ranks import run_ranks
 MIB = 1 << 20
 IN_FLIGHT = 64 * MIB
 """What is asked of a store at once: eight requests of 8 MiB."""
-PIECES = 4 * MIB
-"""What is read of a folder's files at once: 1 MiB by each of up to four threads."""
+PIECE = MIB
+"""What each thread reads of a folder's files at once."""
+PIECES = 16 * PIECE
+"""What all of them do: up to 16."""
 HALF = 32 * MIB
 """What ranks that read together lend each other, each of them two of it."""
 TOGETHER = 6 * HALF
@@ -46,7 +49,7 @@ def memory(what: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def taken(ranks: int, place: Any, size: int, turned: bool = False) -> list[int]:
+def taken(ranks: int, place: Any, size: int, turned: bool = False, threads: Optional[int] = None) -> list[int]:
     """What each of the ranks had at most while it restored all of a state, beyond what it had with the state before."""
     forebay.save(state_of(4, 0), f"{place}-small", step=1)
     forebay.save(state_of(size, 1, turned), place, step=1)
@@ -59,7 +62,7 @@ def taken(ranks: int, place: Any, size: int, turned: bool = False) -> list[int]:
         # The kernel forgets the most that there was.
         Path("/proc/self/clear_refs").write_text("5")
         before = memory("VmHWM")
-        with forebay.Checkpointer(place) as checkpointer:
+        with forebay.Checkpointer(place, copy_threads=threads) as checkpointer:
             assert checkpointer.restore(state) == 1
             assert checkpointer.restored is not None and checkpointer.restored.tier == "store"
         peak = memory("VmHWM")
@@ -83,13 +86,15 @@ def peak_of(work: Any) -> int:
     return memory("VmHWM") - before
 
 
-def test_a_restore_from_a_folder(tmp_path: Path) -> None:
-    (most,) = taken(1, tmp_path / "run", 128 * MIB)
+@pytest.mark.parametrize("threads", [None, 16])
+def test_a_restore_from_a_folder(tmp_path: Path, threads: Optional[int]) -> None:
+    (most,) = taken(1, tmp_path / "run", 128 * MIB, threads=threads)
     expect(most, PIECES + SLACK, 128 * MIB)
 
 
-def test_a_restore_from_s3(s3_endpoint: str) -> None:
-    (most,) = taken(1, f"s3://checkpoints/memory-{time.time_ns()}", 128 * MIB)
+@pytest.mark.parametrize("threads", [None, 16])
+def test_a_restore_from_s3(s3_endpoint: str, threads: Optional[int]) -> None:
+    (most,) = taken(1, f"s3://checkpoints/memory-{time.time_ns()}", 128 * MIB, threads=threads)
     expect(most, IN_FLIGHT + SLACK, 128 * MIB)
 
 
@@ -170,11 +175,12 @@ def test_columns_of_one_tensor(tmp_path: Path) -> None:
     columns.fill_(-1)
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmHWM")
-    step.read([wanted], 2)
+    threads = 2
+    step.read([wanted], threads)
     taken = memory("VmHWM") - before
     assert torch.equal(columns[:, 0], torch.arange(size >> 12, dtype=torch.int32) * 1024 + 256)
     assert bool((columns[:, 1:] - columns[:, :-1] == 1).all())
-    expect(taken, ASIDE + PIECES + SLACK, columns.nbytes)
+    expect(taken, ASIDE + threads * PIECE + SLACK, columns.nbytes)
 
 
 def test_ranks_that_read_together_fill_strided_memory(tmp_path: Path) -> None:

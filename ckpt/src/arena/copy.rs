@@ -2,15 +2,17 @@
 //!
 //! Work is cut into chunks that threads take in order. The checksum is of the copy, so that what is sealed is what
 //! was checked. What comes out of a device's memory is on its way, by the device's own engine, while threads copy what
-//! is in the host's; they checksum it as it arrives.
+//! is in the host's; they checksum it as it arrives. Who owns the sources may change them once they were read, before
+//! all is checksummed: [`CopyWatch`].
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use forebay_core::Result;
 use forebay_core::checksum::combine;
-use forebay_io::device::{Coming, DeviceBytes, fetch};
+use forebay_core::{Error, Result};
+use forebay_io::device::{Arrival, Coming, DeviceBytes, fetch};
 use forebay_io::mem::copy_with_crc32c;
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 /// Bytes that a thread takes at once: small against any state worth several threads, large against taking one.
 const CHUNK: usize = 4 << 20;
@@ -82,14 +84,74 @@ struct Part {
     length: u64,
 }
 
-/// Does all `jobs` on `threads` threads, the caller's among them; gives the CRC-32C of each job's bytes.
+/// How far a copy is, for who waits for it on another thread.
+#[derive(Debug, Default)]
+pub struct CopyWatch {
+    stage: Mutex<CopyStage>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum CopyStage {
+    #[default]
+    Reading,
+    /// Nothing is read of the sources any more.
+    Read,
+    Ended,
+}
+
+impl CopyWatch {
+    /// Waits until the sources were read: they may change then. False when the copy ended without that.
+    pub fn await_sources(&self) -> bool {
+        self.await_stage(CopyStage::Read) == CopyStage::Read
+    }
+
+    /// Waits until the copy has ended, as [`CopyWatch::end`] tells.
+    pub fn await_end(&self) {
+        self.await_stage(CopyStage::Ended);
+    }
+
+    /// To be called once the copy has ended, well or not.
+    pub fn end(&self) {
+        self.reach(CopyStage::Ended);
+    }
+
+    fn await_stage(&self, least: CopyStage) -> CopyStage {
+        let mut stage = self.stage.lock();
+        self.changed.wait_while(&mut stage, |stage| *stage < least);
+        *stage
+    }
+
+    fn reach(&self, next: CopyStage) {
+        let mut stage = self.stage.lock();
+        *stage = next.max(*stage);
+        self.changed.notify_all();
+    }
+}
+
+/// Sources that are still to be read: the chunks of the host's, and all of the devices' together.
+struct Unread<'a> {
+    count: AtomicUsize,
+    watch: &'a CopyWatch,
+}
+
+impl Unread<'_> {
+    fn one_was_read(&self) {
+        if self.count.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.watch.reach(CopyStage::Read);
+        }
+    }
+}
+
+/// Does all `jobs` on `threads` threads, the caller's among them, and one that tells `watch` when the sources were read;
+/// gives the CRC-32C of each job's bytes.
 ///
 /// # Errors
 /// What a device's driver says.
 ///
 /// # Panics
 /// When a source is not as long as its target.
-pub fn copy(jobs: Vec<Job<'_>>, threads: usize) -> Result<Vec<u32>> {
+pub fn copy(jobs: Vec<Job<'_>>, threads: usize, watch: Option<&CopyWatch>) -> Result<Vec<u32>> {
     let count = jobs.len();
     let (mut near, mut far, mut places) = (Vec::new(), Vec::new(), Vec::new());
     for (job, part, source, target) in jobs.into_iter().enumerate().flat_map(|(job, work)| cut(job, work)) {
@@ -105,15 +167,39 @@ pub fn copy(jobs: Vec<Job<'_>>, threads: usize) -> Result<Vec<u32>> {
         }
     }
     fetch(far, |coming| {
+        let mut arrivals: Vec<Arrival> = coming.iter().map(Coming::arrival).collect();
+        arrivals.dedup();
+        // The devices' count as one; it is there without any as well, so that none is told of nothing.
+        let unread = watch.map(|watch| Unread { count: AtomicUsize::new(near.len() + 1), watch });
         let arriving = coming.into_iter().zip(places);
         let arriving =
             arriving.map(|(bytes, (job, part))| Chunk { job, part, content: Content::Coming(bytes) });
-        work_off(near.into_iter().chain(arriving).collect(), count, threads)
+        let chunks = near.into_iter().chain(arriving).collect();
+        std::thread::scope(|scope| {
+            let far = unread.as_ref().map(|unread| scope.spawn(move || await_all(&arrivals, unread)));
+            let checksums = work_off(chunks, count, threads, unread.as_ref());
+            far.map_or(Ok(()), |far| {
+                far.join().unwrap_or_else(|_| Err(Error::bug("a waiting thread panicked")))
+            })?;
+            checksums
+        })
     })?
 }
 
+/// Waits for what devices copy, in its order.
+fn await_all(arrivals: &[Arrival], unread: &Unread<'_>) -> Result<()> {
+    arrivals.iter().try_for_each(Arrival::wait)?;
+    unread.one_was_read();
+    Ok(())
+}
+
 /// Has threads take the chunks in order; gives the checksums of `jobs` jobs.
-fn work_off(chunks: Vec<Chunk<'_>>, jobs: usize, threads: usize) -> Result<Vec<u32>> {
+fn work_off(
+    chunks: Vec<Chunk<'_>>,
+    jobs: usize,
+    threads: usize,
+    unread: Option<&Unread<'_>>,
+) -> Result<Vec<u32>> {
     let mut checksums = vec![forebay_core::crc32c(&[]); jobs];
     let threads = threads.clamp(1, chunks.len().max(1));
     let queue = Mutex::new(chunks.into_iter());
@@ -123,7 +209,7 @@ fn work_off(chunks: Vec<Chunk<'_>>, jobs: usize, threads: usize) -> Result<Vec<u
         loop {
             let next = queue.lock().next();
             let Some(chunk) = next else { break };
-            done.push(take(chunk));
+            done.push(take(chunk, unread));
         }
         results.lock().append(&mut done);
     };
@@ -152,8 +238,9 @@ fn cut<'a>(job: usize, work: Job<'a>) -> impl Iterator<Item = (usize, usize, Sou
     })
 }
 
-fn take(chunk: Chunk<'_>) -> Result<Part> {
+fn take(chunk: Chunk<'_>, unread: Option<&Unread<'_>>) -> Result<Part> {
     let Chunk { job, part, content } = chunk;
+    let is_near = !matches!(content, Content::Coming(_));
     let (crc32c, length) = match content {
         Content::InPlace(bytes) => (forebay_core::crc32c(bytes), bytes.len()),
         Content::Copied { source, target } => (copy_with_crc32c(source, target), target.len()),
@@ -162,12 +249,28 @@ fn take(chunk: Chunk<'_>) -> Result<Part> {
             (forebay_core::crc32c(bytes), bytes.len())
         }
     };
+    if let Some(unread) = unread.filter(|_| is_near) {
+        unread.one_was_read();
+    }
     Ok(Part { job, part, crc32c, length: length as u64 })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_waits_for_sources_is_told_of_a_copy_that_ended_before() {
+        let watch = CopyWatch::default();
+        std::thread::scope(|scope| {
+            let told = scope.spawn(|| watch.await_sources());
+            watch.end();
+            watch.await_end();
+            assert!(!told.join().expect("told"), "they were never read");
+        });
+        watch.reach(CopyStage::Read);
+        assert!(!watch.await_sources(), "nothing follows the end");
+    }
 
     #[test]
     fn copies_and_checksums_whatever_the_threads() {
@@ -181,10 +284,12 @@ mod tests {
                 .iter()
                 .zip(&mut targets)
                 .map(|(source, target)| Job { source: Source::Host(source), target });
-            assert_eq!(copy(jobs.collect(), threads).expect("copied"), expected);
+            let watch = CopyWatch::default();
+            assert_eq!(copy(jobs.collect(), threads, Some(&watch)).expect("copied"), expected);
+            assert!(watch.await_sources(), "told before the end");
             assert_eq!(targets, sources);
             let again = targets.iter_mut().map(|target| Job { source: Source::InPlace, target });
-            assert_eq!(copy(again.collect(), threads).expect("read"), expected);
+            assert_eq!(copy(again.collect(), threads, None).expect("read"), expected);
         }
     }
 }

@@ -6,7 +6,7 @@ mod held;
 mod slots;
 mod snapshot;
 
-pub use copy::{Job, Source, copy};
+pub use copy::{CopyWatch, Job, Source, copy};
 pub(crate) use held::attempt_of;
 pub use held::{Held, HeldStep, Seal, manifest_of};
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use forebay_core::{Error, Result};
 
-use super::{Job, Slot, Source, copy};
+use super::{CopyWatch, Job, Slot, Source, copy};
 use crate::manifest::{Checksum, Identity, Slice, Tensor, TextLength};
 use crate::region::Region;
 use crate::shard::{ShardLayout, TensorSpec};
@@ -85,11 +85,16 @@ impl Snapshot {
     }
 
     /// Copies tensors, given by index, each once and each from bytes of its own length, on `threads` threads. Those
-    /// [in place](Source::InPlace) are only checksummed.
+    /// [in place](Source::InPlace) are only checksummed. `watch` is told when the sources were read.
     ///
     /// # Errors
     /// `Invalid` when a source has another length than its tensor; what a device's driver says.
-    pub fn copy(&mut self, mut wanted: Vec<(usize, Source<'_>)>, threads: usize) -> Result<()> {
+    pub fn copy(
+        &mut self,
+        mut wanted: Vec<(usize, Source<'_>)>,
+        threads: usize,
+        watch: Option<&CopyWatch>,
+    ) -> Result<()> {
         // By the end as well: an empty tensor lies before the one that starts where it does.
         wanted.sort_by_key(|(index, _)| (self.layout.ranges[*index].start, self.layout.ranges[*index].end));
         let mut jobs = Vec::with_capacity(wanted.len());
@@ -114,7 +119,7 @@ impl Snapshot {
             }
             (rest, at) = (after, range.end);
         }
-        let mut checksums = copy(jobs, threads)?.into_iter();
+        let mut checksums = copy(jobs, threads, watch)?.into_iter();
         for (index, _) in &wanted {
             self.pieces[*index].iter_mut().for_each(|piece| piece.crc32c = checksums.next());
         }

@@ -49,7 +49,7 @@ impl Pair {
         let mut snapshot = snapshot.expect("a slot is free");
         let bytes = [7; 4];
         let sources = (0..count).map(|index| (index, Source::Host(&bytes[..sizes[index]]))).collect();
-        snapshot.copy(sources, 1).expect("copy");
+        snapshot.copy(sources, 1, None).expect("copy");
         Ok(snapshot)
     }
 }

@@ -112,7 +112,7 @@ pub(super) fn snapshot(session: &mut Session, length: usize, fill: u8) -> Snapsh
             break snapshot;
         }
     };
-    snapshot.copy(vec![(0, Source::Host(&vec![fill; length]))], 2).expect("copy");
+    snapshot.copy(vec![(0, Source::Host(&vec![fill; length]))], 2, None).expect("copy");
     snapshot
 }
 
@@ -423,7 +423,7 @@ impl Pair {
         let bytes = vec![step as u8; (share.end - share.start) as usize];
         let own = [rank as u8; 3];
         let sources = [(0, Source::Host(&bytes)), (1, Source::Host(&own))];
-        snapshot.copy(sources[..tensors.len()].to_vec(), 2).expect("copy");
+        snapshot.copy(sources[..tensors.len()].to_vec(), 2, None).expect("copy");
         session.seal(snapshot, step, None, 0, Vec::new()).expect("seal")
     }
 }

@@ -9,7 +9,7 @@ mod driver;
 
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use forebay_core::{Error, Result};
 
@@ -89,7 +89,7 @@ impl Device {
     /// An event that no stream has reached yet.
     fn event(self: &Arc<Self>) -> Result<Event> {
         let handle = self.bound(Driver::create_event)?;
-        Ok(Event { device: self.clone(), handle })
+        Ok(Event { device: self.clone(), handle, outcome: OnceLock::new() })
     }
 
     fn copy(&self, source: u64, target: &mut [u8]) -> Result<()> {
@@ -135,11 +135,14 @@ impl Drop for Pinned {
 struct Event {
     device: Arc<Device>,
     handle: Handle,
+    outcome: OnceLock<Result<()>>,
 }
 
 impl Event {
+    /// Whoever waits for it is told the same: the driver is asked once.
     fn wait(&self) -> Result<()> {
-        self.device.bound(|driver| driver.event_synchronize(self.handle))
+        let ask = || self.device.bound(|driver| driver.event_synchronize(self.handle));
+        self.outcome.get_or_init(ask).as_ref().copied().map_err(Error::duplicate)
     }
 }
 
@@ -205,10 +208,32 @@ impl<'a> Coming<'a> {
         self.target.is_empty()
     }
 
+    /// When they are there, for who waits for that alone.
+    pub fn arrival(&self) -> Arrival {
+        Arrival(self.arrival.clone())
+    }
+
     /// The bytes, once they are there.
     pub fn wait(self) -> Result<&'a mut [u8]> {
         self.arrival.wait()?;
         Ok(self.target)
+    }
+}
+
+/// The moment at which copies have ended; several copies may have the same.
+#[derive(Debug, Clone)]
+pub struct Arrival(Arc<Event>);
+
+impl Arrival {
+    /// Waits for it; the sources are not read any more.
+    pub fn wait(&self) -> Result<()> {
+        self.0.wait()
+    }
+}
+
+impl PartialEq for Arrival {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 }
 

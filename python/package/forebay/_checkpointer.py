@@ -14,10 +14,19 @@ from . import _native
 from . import _options as options
 from ._errors import CheckpointConflict, CheckpointError, CheckpointInvalid, CheckpointNotFound
 from ._flatten import Flattener
+from ._garbage import uncollected
 from ._held import newest_common
 from ._ladder import Restored
 from ._leaf import Leaf
-from ._loading import default_threads, extra_name, load_step, load_weights, newest_steps, use_together
+from ._loading import (
+    default_threads,
+    extra_name,
+    load_step,
+    load_weights,
+    newest_steps,
+    restore_threads,
+    use_together,
+)
 from ._local import LocalCopies
 from ._outcomes import MAX_FAILURES, OnError, Outcomes, Trouble
 from ._ranks import Ranks, new_start
@@ -63,7 +72,7 @@ class Checkpointer(Saver):
             lets the signal do what it did before; a second one does so at once. Wherever it arrives, all ranks save. What went
             wrong with saves before comes after that one, as a `CheckpointWarning` where it is committed.
         allow_pickle: Whether objects of any other type may be pickled. Loading a pickle can run any code.
-        copy_threads: Threads that copy; by default up to four, as the processors allow.
+        copy_threads: Threads that copy; by default up to four, as the processors allow, and up to 16 of a restore.
         agent_log: A file for whatever the agent process prints; by default it is dropped.
         replicated: Patterns (as of `fnmatch`) of names of plain tensors that all ranks have alike, such as `ema.*`. Of a
             module's buffers those of the lowest rank count, as with DDP.
@@ -140,6 +149,7 @@ class Checkpointer(Saver):
         self._rng, self._allow_pickle, self._replicated = rng, allow_pickle, given["replicated"]
         place, start, signals = bucket_url(url), new_start(), numbers_of(on_signal)
         group = Ranks(place, given["ranks"], given["patience"])
+        self._restore_threads = given["copy_threads"] or restore_threads(group.world_size)
         self._open_session = partial(open_session, place, given["keep"], given["keep_every"], given["flush_rate"])
         session = self._open_session(start)
         log = options.log("agent_log", agent_log)
@@ -225,7 +235,7 @@ class Checkpointer(Saver):
 
             def use(found: _native.Step) -> Optional[dict[str, Any]]:
                 with_rng = self._rng and only is None
-                return load_step(found, state, self._allow_pickle, self._threads, self._ranks, with_rng, only)[1]
+                return load_step(found, state, self._allow_pickle, self._restore_threads, self._ranks, with_rng, only)[1]
 
             return self._bring(step, use, goes_back=only is None)
 
@@ -250,7 +260,7 @@ class Checkpointer(Saver):
             self._finish_staging()
 
             def use(found: _native.Step) -> None:
-                load_weights(found, model, name, only, self._allow_pickle, self._threads, self._ranks)
+                load_weights(found, model, name, only, self._allow_pickle, self._restore_threads, self._ranks)
 
             loaded = self._bring(step, use)
             if loaded is None:
@@ -305,7 +315,7 @@ class Checkpointer(Saver):
         step = options.whole("step", step, least=0, may_lack=False)
         with self._lock:
             self._begin_use()
-            failed = self._finish_staging_first()
+            failed = self._await_sources_first()
             self._ensure_agent()
             # These may be meetings of all ranks, which none may leave out.
             is_told = self._is_told()
@@ -314,6 +324,8 @@ class Checkpointer(Saver):
             elif failed is not None:
                 self._outcomes.follow(failed)
             saves = is_told or self._schedule.is_due(step, self._ranks)
+            if saves:
+                self._finish_sealing()
             if not is_told:
                 self._tell_before(saves)
             save = self._save(step, state_of(), is_told) if saves else None
@@ -348,7 +360,7 @@ class Checkpointer(Saver):
         with self._lock:
             self._check_open()
             self._hook_is_used = True
-            self._finish_staging()
+            self._await_sources()
 
     def prepare(self, state: Any) -> int:
         """Takes the memory for saves of a state like this one, and gives its bytes: the first save is as fast as the next.
@@ -453,11 +465,12 @@ class Checkpointer(Saver):
             self._notice.received = told[0]
         return bool(told)
 
-    def _finish_staging_first(self) -> Optional[Save]:
-        """Finishes a copy under way. Gives its save where that failed, which a signal that asks for another save puts off."""
+    def _await_sources_first(self) -> Optional[Save]:
+        """Waits for what is read of the state. Gives its save where that failed, which a signal that asks for another save puts
+        off."""
         staging = self._staging
         try:
-            self._finish_staging()
+            self._await_sources()
         except CheckpointError:
             if staging is None or not self._notice.is_used:
                 raise
@@ -480,6 +493,7 @@ class Checkpointer(Saver):
             # Of several ranks some may not have heard yet.
             self._tell_failures(may_count=self._ranks.alone)
 
+    @uncollected()
     def _save(self, step: int, state: Any, must: bool = False) -> Optional[Save]:
         """Saves; None where there is no room, unless it `must`: then a save of the step that is there, or on its way, will do."""
         begun = now()
@@ -568,14 +582,14 @@ class Checkpointer(Saver):
             beside = self._planner.beside(words)
             snapshot = self._begin(leaves, shares, beside, again if is_again else None)
             self._has_memory = True
-            late = self._copy(step, snapshot, leaves, shares)
+            late, is_far = self._copy(step, snapshot, leaves, shares)
             self._schedule.begin_anew()
             save = Save(self, step, sum(share_size(leaves[share.leaf], share.part) for share in shares), begun)
             if self._schedule.is_used:
                 # The first step of a schedule may be one that it saves.
                 self._tell_memory(save._record.size or 0)
             named = [(extra_name(name, rank), data) for name, data in extras]
-            self._staging = Staging(save, number, snapshot, late, named)
+            self._staging = Staging(save, number, snapshot, late, is_far, named)
         except BaseException as error:
             self._staging = None
             if snapshot is not None:

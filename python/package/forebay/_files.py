@@ -9,7 +9,7 @@ from typing import Any, Optional, Union
 from . import _native
 from . import _options as options
 from ._checkpointer import Checkpointer
-from ._loading import default_threads, load_step, load_weights, with_step
+from ._loading import load_step, load_weights, restore_threads, with_step
 from ._url import source_url
 
 Place = Union[str, "os.PathLike[str]"]
@@ -40,7 +40,7 @@ def load(url: Place, into: Any = None, *, step: Optional[options.StepName] = Non
 
     Raises `CheckpointNotFound`, `CheckpointCorrupt`, or `CheckpointMismatch` when `into` is shaped otherwise.
     """
-    threads = default_threads()
+    threads = restore_threads()
     return with_step(source_url(url), step, None, lambda found: load_step(found, into, allow_pickle, threads)[0])
 
 
@@ -62,7 +62,7 @@ def load_model(
     wanted = None if only is None else options.patterns("only", only)
 
     def use(found: _native.Step) -> int:
-        load_weights(found, model, name, wanted, allow_pickle, default_threads())
+        load_weights(found, model, name, wanted, allow_pickle, restore_threads())
         return found.step
 
     return with_step(source_url(url), step, None, use)

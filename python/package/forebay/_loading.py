@@ -21,6 +21,7 @@ from ._errors import (
     CheckpointNotFound,
     warn,
 )
+from ._garbage import uncollected
 from ._grammar import check_tree
 from ._keyed import KEYED
 from ._merge import MARK, Path, left_by_all, merged, rename, tag_of, tensor_names
@@ -39,6 +40,14 @@ MOST_DELETED = 10
 def default_threads() -> int:
     """Threads that copy: up to four, as the processors allow."""
     return min(4, len(os.sched_getaffinity(0)))
+
+
+def restore_threads(ranks: Optional[int] = None) -> int:
+    """Threads that bring a state back, beside which nothing trains: up to 16, as the processors allow where so many ranks of
+    this host do the same; by default as many as torchrun says."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = ranks or (int(said) if said.isdecimal() else 0) or 1
+    return max(default_threads(), min(16, len(os.sched_getaffinity(0)) // ranks))
 
 
 def newest_steps(url: str, also_superseded: bool = False) -> list[tuple[int, int, str]]:
@@ -244,6 +253,7 @@ def _read_together(
     copy(together.rounds - 1)
 
 
+@uncollected()
 def load_step(
     step: _native.Step,
     into: Any,
@@ -300,6 +310,7 @@ def load_step(
     return state, found.builder.build(found.generators)
 
 
+@uncollected()
 def load_weights(
     step: _native.Step,
     model: Any,

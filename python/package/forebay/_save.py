@@ -70,7 +70,7 @@ class Save:
     @property
     def staged(self) -> bool:
         """Whether everything is copied: the state may change."""
-        return self._record.native is not None
+        return self._record.staged_at is not None
 
     @property
     def sealed(self) -> bool:
@@ -179,7 +179,12 @@ class Save:
 
 
 class Staging:
-    """A snapshot whose last tensors are copied in the background."""
+    """A snapshot whose last tensors are copied in the background; `is_far` says that a device's engine copies some."""
+
+    is_read = False
+    """Whether the state may change: what is left is to checksum the copy, and to seal it."""
+    has_thread = False
+    """Whether a thread does that."""
 
     def __init__(
         self,
@@ -187,14 +192,29 @@ class Staging:
         number: Optional[int],
         snapshot: _native.Snapshot,
         late: list[Leaf],
+        is_far: bool,
         extras: list[tuple[str, str]],
     ) -> None:
         self.save = save
         self.round = number
         self.snapshot = snapshot
         self.late = late
+        self.is_far = is_far
         self.extras = extras
         self.created_ms = time.time_ns() // 1_000_000
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the copy has ended, checksums and all, or failed."""
+        return self.snapshot.is_copied
+
+    def end_reading(self) -> None:
+        """To be called once nothing is read any more, before anything may change. Raises `CheckpointMutated` where something did
+        before."""
+        if not self.is_read:
+            check_unchanged(self.save.step, self.late)
+            self.save._record.staged_at = now()
+            self.is_read = True
 
 
 def now() -> float:

@@ -235,8 +235,9 @@ class Saver:
 
     def _copy(
         self, step: int, snapshot: _native.Snapshot, leaves: list[Leaf], shares: list[Share]
-    ) -> list[Leaf]:
-        """Copies what must be copied before the training goes on, and starts copying the rest, which it gives."""
+    ) -> tuple[list[Leaf], bool]:
+        """Copies what must be copied before the training goes on, and starts copying the rest. Gives that, and whether a device's
+        engine copies any of it."""
         now, later = Sources(), Sources()
         filled: list[int] = []
         kept: list[Any] = []
@@ -268,7 +269,7 @@ class Saver:
             # Whatever becomes of this checkpointer, what the copy reads outlives it.
             owners = [leaves[index].source for index in waiting]
             snapshot.copy_in_background(later.near, later.fetches, self._threads, owners)
-        return [leaves[index] for index in waiting]
+        return [leaves[index] for index in waiting], bool(later.fetches)
 
     def _give_up(self, step: int, number: Optional[int], error: BaseException) -> None:
         """Tells the other ranks that the step, which they may have sealed in the round of that number, will not be."""
@@ -288,7 +289,7 @@ class Saver:
         """As `_finish_staging`, unless the copy takes longer than until `deadline`."""
         while deadline is not None:
             staging = self._staging
-            if staging is None or staging.snapshot.is_copied:
+            if staging is None or staging.is_copied:
                 break
             if time.monotonic() > deadline:
                 return False
@@ -305,20 +306,66 @@ class Saver:
             save = staging.save
             try:
                 staging.snapshot.join()
-                check_unchanged(save.step, staging.late)
-                save._record.staged_at = now()
+                staging.end_reading()
                 save._record.native = self._session.seal(
                     staging.snapshot, save.step, staging.round, staging.created_ms, staging.extras
                 )
             except CheckpointError as error:
-                self._staging = None
-                self._session.abandon(staging.snapshot)
-                self._give_up(save.step, staging.round, error)
-                save._fail(error)
+                self._end_staging(staging, error)
                 raise
             # What a signal's handler raised before leaves all of it to the next call.
             self._staging = None
             self._outcomes.follow(save)
+
+    def _end_staging(self, staging: Staging, error: CheckpointError) -> None:
+        self._staging = None
+        self._session.abandon(staging.snapshot)
+        self._give_up(staging.save.step, staging.round, error)
+        staging.save._fail(error)
+
+    def _await_sources(self) -> None:
+        """Waits until the state may change. What a device copied is checksummed and sealed behind the training, any other copy
+        before this returns."""
+        with self._lock:
+            staging = self._staging
+            if staging is None or staging.has_thread:
+                return
+            if not staging.is_far or not staging.snapshot.await_sources() or staging.is_copied:
+                self._finish_staging()
+                return
+            try:
+                staging.end_reading()
+            except CheckpointError as error:
+                self._end_staging(staging, error)
+                raise
+            try:
+                # A process that ends waits for it: no daemon.
+                threading.Thread(target=self._seal_behind, args=(staging,), name="forebay-seal").start()
+                staging.has_thread = True
+            except RuntimeError:
+                # The interpreter is about to end, or the host gives no thread.
+                self._finish_staging()
+
+    def _seal_behind(self, staging: Staging) -> None:
+        staging.snapshot.await_end()
+        while not self._lock.acquire(timeout=TICK_S):
+            # Who is in a call seals it, or keeps it from nobody once the process ends.
+            if self._staging is not staging or not threading.main_thread().is_alive():
+                return
+        try:
+            if self._staging is staging:
+                self._finish_sealing()
+        finally:
+            self._lock.release()
+
+    def _finish_sealing(self) -> None:
+        """As `_finish_staging`, once the state may change: what goes wrong is told as what the agent tells is."""
+        staging = self._staging
+        try:
+            self._finish_staging()
+        except CheckpointError:
+            if staging is not None:
+                self._outcomes.follow(staging.save)
 
     def _ensure_agent(self) -> None:
         """Starts an agent if none is connected; it takes over what an earlier one left."""
@@ -456,7 +503,7 @@ def _hold_optimizers() -> None:
 def _finish_before_step(*_: Any) -> None:
     for saver in list(_open):
         if saver._hook_is_used and saver._staging is not None:
-            saver._finish_staging()
+            saver._await_sources()
 
 
 def end_former(url: str, ranks: Ranks) -> None:
@@ -501,6 +548,8 @@ def _forget_in_children(saver: Saver) -> None:
         parent = reference()
         if parent is not None:
             parent._is_closed = True
+            # Threads of the parent's may have held it, and are not here.
+            parent._lock = threading.RLock()
             # What a killed trainer left is the parent's, and a snapshot under way lies in its memory.
             parent._ladder.arena.leave()
             parent._staging = None

@@ -52,7 +52,7 @@ from ._errors import (
 from ._flatten import KEPT, Flattener
 from ._leaf import Leaf, elements_of, tensor_dtype, tensor_leaf
 from ._lengths import Lengths
-from ._loading import default_threads, newest_steps, use_together, with_step
+from ._loading import newest_steps, restore_threads, use_together, with_step
 from ._opened import Opened, Reading
 from ._paths import Node, Path, nest
 from ._ranks import Ranks, meeting_place, new_start, surroundings
@@ -379,7 +379,7 @@ class Reader(StorageReader):  # type: ignore[misc]
         url: Where the steps lie, as for `Checkpointer`.
         step: Which one; by default the newest. `checkpoint_id` of `dcp.load` sets it as well.
         allow_pickle: Whether pickled objects are loaded, which can run any code.
-        threads: Threads that copy; by default up to four, as the processors allow.
+        threads: Threads that copy; by default up to 16, as the processors allow.
 
     A step whose manifest is damaged is passed over with a warning; damaged bytes of a tensor are an error.
     """
@@ -396,7 +396,7 @@ class Reader(StorageReader):  # type: ignore[misc]
         options.step_name(step)
         self._step = step
         self._allow_pickle = options.flag("allow_pickle", allow_pickle)
-        self._threads = options.whole("threads", threads) or default_threads()
+        self._threads = options.whole("threads", threads) or restore_threads()
         self._opened: Optional[Opened] = None
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
