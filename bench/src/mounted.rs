@@ -1,7 +1,7 @@
 //! A volume mounted by the `forebay` binary, as users mount one.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
@@ -86,15 +86,23 @@ impl Mounted {
         if !umount(&self.point, &[]) {
             bail!("umount {} failed\n{}", self.point.display(), self.told());
         }
+        match self.await_end()? {
+            Some(status) if status.success() => Ok(()),
+            Some(status) => bail!("the mount ended with {status}\n{}", self.told()),
+            None => bail!("still running after umount\n{}", self.told()),
+        }
+    }
+
+    /// How the daemon ended, if it did in time.
+    fn await_end(&mut self) -> Result<Option<ExitStatus>> {
         let start = Instant::now();
         while start.elapsed() < DEADLINE {
-            match self.child.try_wait()? {
-                Some(status) if status.success() => return Ok(()),
-                Some(status) => bail!("the mount ended with {status}\n{}", self.told()),
-                None => std::thread::sleep(Duration::from_millis(5)),
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(Some(status));
             }
+            std::thread::sleep(Duration::from_millis(5));
         }
-        bail!("still running after umount\n{}", self.told())
+        Ok(None)
     }
 
     fn await_kernel(&mut self) -> Result<()> {
@@ -121,7 +129,7 @@ impl Drop for Mounted {
         if matches!(self.child.try_wait(), Ok(Some(_))) {
             return;
         }
-        if !umount(&self.point, &[]) {
+        if !umount(&self.point, &[]) || !matches!(self.await_end(), Ok(Some(_))) {
             let _ = self.child.kill();
             umount(&self.point, &["-l"]);
         }

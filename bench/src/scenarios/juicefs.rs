@@ -56,6 +56,7 @@ impl Sides<'_> {
         Mounted::new(self.context, self.store, how)
     }
 
+    /// Theirs, which is dropped: how it ends, with what it wrote on the store by then, is not what is measured.
     fn theirs(&self, name: &str) -> Result<Mounted> {
         self.volume.mount(self.context, &format!("theirs-{}-{name}", self.name))
     }
@@ -88,25 +89,29 @@ impl Sides<'_> {
         let title = format!("{WRITTEN_FILES} files of {kib} KiB by {SMALL_IN_FLIGHT} writers and one fsync");
         rows.push(self.row(&title, "files/s", &pairs.figures(a_second)));
         ours.unmount()?;
-        theirs.unmount()?;
         Ok(rows)
     }
 
     fn read(&self) -> Result<Vec<Row>> {
-        for mounted in [self.ours("filled")?, self.theirs("filled")?] {
+        let fill = |mounted: &Mounted| {
             write_small(&mounted.path().join("set"), SET_FILES, &noise(SET_BYTES))?;
             let parts = self.context.settings.large.div_ceil(PART) as usize;
-            write_large(&mounted.path().join("large"), &noise(PART as usize), parts)?;
-            mounted.unmount()?;
-        }
+            write_large(&mounted.path().join("large"), &noise(PART as usize), parts)
+        };
+        let ours = self.ours("filled")?;
+        fill(&ours)?;
+        ours.unmount()?;
+        fill(&self.theirs("filled")?)?;
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for pair in 0..self.context.settings.pairs {
             let name = format!("read-{pair}");
             for is_ours in [pair % 2 == 0, pair % 2 != 0] {
                 if is_ours {
-                    ours.push(readings(self.ours(&name)?)?);
+                    let mounted = self.ours(&name)?;
+                    ours.push(readings(&mounted)?);
+                    mounted.unmount()?;
                 } else {
-                    theirs.push(readings(self.theirs(&name)?)?);
+                    theirs.push(readings(&self.theirs(&name)?)?);
                 }
             }
         }
@@ -140,7 +145,7 @@ impl Sides<'_> {
 }
 
 /// Reads all of a fresh mount.
-fn readings(mounted: Mounted) -> Result<Readings> {
+fn readings(mounted: &Mounted) -> Result<Readings> {
     let paths: Vec<PathBuf> = names(SET_FILES).map(|name| mounted.path().join("set").join(name)).collect();
     let (paths, daemon) = (shuffled(paths), Some(mounted.serving()?));
     let walked = measure(daemon, || walk(&mounted.path().join("set")))?;
@@ -150,7 +155,6 @@ fn readings(mounted: Mounted) -> Result<Readings> {
     let large = measure(daemon, || read_one(&mounted.path().join("large")))?;
     let all = (SET_FILES * SET_BYTES) as f64;
     ensure!(first.amount == all && second.amount == all, "{} bytes were read", first.amount);
-    mounted.unmount()?;
     Ok([walked, first, second, large])
 }
 
