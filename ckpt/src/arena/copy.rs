@@ -91,40 +91,34 @@ pub struct CopyWatch {
     changed: Condvar,
 }
 
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum CopyStage {
-    #[default]
-    Reading,
-    /// Nothing is read of the sources any more.
-    Read,
-    Ended,
+#[derive(Debug, Default)]
+struct CopyStage {
+    /// Nothing is read of the sources any more, of which all was read.
+    is_read: bool,
+    has_ended: bool,
 }
 
 impl CopyWatch {
-    /// Waits until the sources were read: they may change then. False when the copy ended without that.
+    /// Waits until the sources were read: they may change then. False where the copy ended without that.
     pub fn await_sources(&self) -> bool {
-        self.await_stage(CopyStage::Read) == CopyStage::Read
+        let mut stage = self.stage.lock();
+        self.changed.wait_while(&mut stage, |stage| !stage.is_read && !stage.has_ended);
+        stage.is_read
     }
 
     /// Waits until the copy has ended, as [`CopyWatch::end`] tells.
     pub fn await_end(&self) {
-        self.await_stage(CopyStage::Ended);
+        self.changed.wait_while(&mut self.stage.lock(), |stage| !stage.has_ended);
     }
 
     /// To be called once the copy has ended, well or not.
     pub fn end(&self) {
-        self.reach(CopyStage::Ended);
+        self.stage.lock().has_ended = true;
+        self.changed.notify_all();
     }
 
-    fn await_stage(&self, least: CopyStage) -> CopyStage {
-        let mut stage = self.stage.lock();
-        self.changed.wait_while(&mut stage, |stage| *stage < least);
-        *stage
-    }
-
-    fn reach(&self, next: CopyStage) {
-        let mut stage = self.stage.lock();
-        *stage = next.max(*stage);
+    fn sources_were_read(&self) {
+        self.stage.lock().is_read = true;
         self.changed.notify_all();
     }
 }
@@ -138,7 +132,7 @@ struct Unread<'a> {
 impl Unread<'_> {
     fn one_was_read(&self) {
         if self.count.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.watch.reach(CopyStage::Read);
+            self.watch.sources_were_read();
         }
     }
 }
@@ -260,7 +254,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_for_sources_is_told_of_a_copy_that_ended_before() {
+    fn who_waits_for_sources_is_told_of_a_copy_that_ended_without() {
         let watch = CopyWatch::default();
         std::thread::scope(|scope| {
             let told = scope.spawn(|| watch.await_sources());
@@ -268,8 +262,8 @@ mod tests {
             watch.await_end();
             assert!(!told.join().expect("told"), "they were never read");
         });
-        watch.reach(CopyStage::Read);
-        assert!(!watch.await_sources(), "nothing follows the end");
+        watch.sources_were_read();
+        assert!(watch.await_sources(), "however late somebody asks");
     }
 
     #[test]

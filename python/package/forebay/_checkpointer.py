@@ -493,7 +493,7 @@ class Checkpointer(Saver):
             # Of several ranks some may not have heard yet.
             self._tell_failures(may_count=self._ranks.alone)
 
-    @uncollected()
+    @uncollected
     def _save(self, step: int, state: Any, must: bool = False) -> Optional[Save]:
         """Saves; None where there is no room, unless it `must`: then a save of the step that is there, or on its way, will do."""
         begun = now()

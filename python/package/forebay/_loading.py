@@ -253,7 +253,7 @@ def _read_together(
     copy(together.rounds - 1)
 
 
-@uncollected()
+@uncollected
 def load_step(
     step: _native.Step,
     into: Any,
@@ -310,7 +310,7 @@ def load_step(
     return state, found.builder.build(found.generators)
 
 
-@uncollected()
+@uncollected
 def load_weights(
     step: _native.Step,
     model: Any,
