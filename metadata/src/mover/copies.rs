@@ -20,6 +20,9 @@ pub(crate) const LONGEST_COPY: u64 = 64 << 20;
 /// The largest object that stores copy in one request, as S3 has it. Up to it, what has a content type or metadata is.
 const LARGEST_COPY: u64 = 5 << 30;
 
+/// Bytes of each of two objects that are compared at once.
+const COMPARED_AT_ONCE: usize = 4 << 20;
+
 impl Mover {
     /// Copies an object inside the store. The caller knows that it is still the version meant.
     ///
@@ -50,7 +53,7 @@ impl Mover {
     }
 
     /// Whether `found` is a copy of `source` and nobody else's object of the same size: it has the same hash or carries the same
-    /// token.
+    /// token; in a folder, which may keep none, the same bytes.
     pub(super) async fn is_copy(&self, source: &Blob, found: &ObjectInfo) -> Result<bool> {
         if found.size != source.size || found.version == source.version {
             return Ok(found.size == source.size);
@@ -62,8 +65,32 @@ impl Mover {
                 return Ok(true);
             }
         }
-        let token = self.bucket().token_of(&source.key).await?;
-        Ok(token.is_some() && token == self.bucket().token_of(&found.key).await?)
+        let tokens = (self.bucket().token_of(&source.key).await?, self.bucket().token_of(&found.key).await?);
+        match tokens {
+            (Some(of_source), Some(of_found)) => Ok(of_source == of_found),
+            _ if self.bucket().url().scheme == Scheme::File => self.are_alike(source, &found.blob()).await,
+            _ => Ok(false),
+        }
+    }
+
+    /// Whether two objects of the same size have the same bytes. One that is gone or was replaced is not like the other.
+    async fn are_alike(&self, one: &Blob, other: &Blob) -> Result<bool> {
+        for start in (0..one.size).step_by(COMPARED_AT_ONCE) {
+            let range = start..one.size.min(start + COMPARED_AT_ONCE as u64);
+            let read = |blob: &Blob| {
+                let (key, version, range) = (blob.key.clone(), blob.version.clone(), range.clone());
+                async move { self.bucket().get(&key, Some(&version), range).await }
+            };
+            match tokio::try_join!(read(one), read(other)) {
+                Ok((one, other)) if one == other => {}
+                Ok(_) => return Ok(false),
+                Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Stale) => {
+                    return Ok(false);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
     }
 
     async fn copy_in_parts(&self, from: &Blob, to: &ObjectKey, condition: Condition) -> Result<ObjectInfo> {

@@ -67,6 +67,31 @@ async fn a_copy_that_comes_late_takes_nothing_that_was_written_meanwhile() {
     }
 }
 
+/// A folder whose file system keeps no attributes says of no file who wrote it. A copy that was made, and not noted before its
+/// process died, was taken for somebody's new file then: in place of what had come to its path meanwhile.
+#[tokio::test]
+async fn a_copy_of_which_a_folder_keeps_no_token_is_known_by_its_bytes() {
+    for (bytes, content) in [("old", "new"), ("els", "els")] {
+        let world = World::new(Kind::Lmdb).await;
+        let (tree, _) = unanswered(&world).await;
+        rename(&tree, "b", "c", RenameMode::Replace).await.expect("renamed");
+        let placed = world.write_path(&tree, "b", "new").await.expect("written");
+        assert!(matches!(placed, Placement::Owned { .. }), "not where the copy may come: {placed:?}");
+        std::fs::write(world.scratch("objects").join("b"), bytes).expect("it is there");
+        world.pass_ttl();
+        tree.close().await.expect("closed");
+        let tree = world.open().await;
+        for advance in [Duration::ZERO, LATER, LATER] {
+            world.clock.advance(advance);
+            tree.drain().await.expect("drained");
+            world.pass_ttl();
+            assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), content, "{bytes}");
+            assert_eq!(world.read_path(&tree, "c").await.expect("bytes"), "old");
+        }
+        world.check_objects(&[("b", content), ("c", "old")]).await;
+    }
+}
+
 #[tokio::test]
 async fn a_copy_that_comes_late_is_still_the_files() {
     let world = World::memory().await;
