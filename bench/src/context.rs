@@ -48,7 +48,7 @@ pub struct Context {
 
 /// Bytes of a part of a large object, ours and the baselines'.
 pub const PART: u64 = 8 << 20;
-/// Requests that a baseline keeps in flight.
+/// Requests in flight of who reads a store that is near.
 pub const IN_FLIGHT: usize = 8;
 /// Files in one directory of a data set.
 const FILES_IN_DIRECTORY: usize = 200;
@@ -108,7 +108,7 @@ impl Context {
     /// Puts an object of at least one whole [`PART`].
     pub fn put_large(&self, client: &ObjectStoreClient, key: &str, size: u64) -> Result<()> {
         let parts = size.div_ceil(PART) as usize;
-        self.wait(client.put_multipart(key, noise(PART as usize), parts, IN_FLIGHT))
+        self.wait(client.put_multipart(key, noise(PART as usize), parts))
     }
 }
 

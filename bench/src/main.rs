@@ -79,6 +79,9 @@ struct Store {
     /// Bytes a second over all connections.
     #[arg(long)]
     rate: Option<u64>,
+    /// Bytes a second of one request.
+    #[arg(long)]
+    request_rate: Option<u64>,
 }
 
 fn main() -> Result<()> {
@@ -128,7 +131,11 @@ fn run_scenarios(run: Run) -> Result<()> {
 }
 
 fn serve_store(store: Store) -> Result<()> {
-    let pace = PaceSettings { delay: Duration::from_millis(store.delay_ms), rate: store.rate };
+    let pace = PaceSettings {
+        delay: Duration::from_millis(store.delay_ms),
+        rate: store.rate,
+        request_rate: store.request_rate,
+    };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {
         let listener = tokio::net::TcpListener::bind(&store.listen).await?;

@@ -18,7 +18,10 @@ use crate::store::StoreProcess;
 
 /// object_store's S3 client with its own defaults, but for unsigned payloads.
 #[derive(Debug, Clone)]
-pub struct ObjectStoreClient(Arc<AmazonS3>);
+pub struct ObjectStoreClient {
+    s3: Arc<AmazonS3>,
+    in_flight: usize,
+}
 
 impl ObjectStoreClient {
     /// A client of the bucket of `server`.
@@ -26,17 +29,18 @@ impl ObjectStoreClient {
         let builder = AmazonS3Builder::new().with_endpoint(server.endpoint()).with_allow_http(true);
         let builder = builder.with_bucket_name(StoreProcess::BUCKET).with_region("us-east-1");
         let builder = builder.with_access_key_id("bench").with_secret_access_key("bench");
-        Ok(Self(Arc::new(builder.with_unsigned_payload(true).build()?)))
+        let s3 = Arc::new(builder.with_unsigned_payload(true).build()?);
+        Ok(Self { s3, in_flight: server.in_flight() })
     }
 
-    /// Reads an object by ranged GETs of `part` bytes, so many in flight; returns the bytes it got.
-    pub async fn get_ranges(&self, key: &str, size: u64, part: u64, in_flight: usize) -> Result<u64> {
+    /// Reads an object by ranged GETs of `part` bytes, as many in flight as keep the store busy; returns the bytes it got.
+    pub async fn get_ranges(&self, key: &str, size: u64, part: u64) -> Result<u64> {
         let key = Path::from(key);
         let gets = ranges(size, part).map(|range| {
-            let (store, key) = (self.0.clone(), key.clone());
+            let (store, key) = (self.s3.clone(), key.clone());
             tokio::spawn(async move { store.get_range(&key, range).await })
         });
-        let got = futures::stream::iter(gets).buffered(in_flight);
+        let got = futures::stream::iter(gets).buffered(self.in_flight);
         let bytes = got.map(|joined| Ok::<_, anyhow::Error>(joined??.len() as u64));
         bytes.try_fold(0, async |sum, bytes| Ok(sum + bytes)).await
     }
@@ -44,7 +48,7 @@ impl ObjectStoreClient {
     /// Reads whole objects, so many in flight; returns the bytes it got.
     pub async fn get_many(&self, keys: &[String], in_flight: usize) -> Result<u64> {
         let gets = keys.iter().map(|key| {
-            let (store, key) = (self.0.clone(), Path::from(key.as_str()));
+            let (store, key) = (self.s3.clone(), Path::from(key.as_str()));
             async move {
                 let task = tokio::spawn(async move { store.get(&key).await?.bytes().await });
                 Ok::<_, anyhow::Error>(task.await??.len() as u64)
@@ -57,7 +61,7 @@ impl ObjectStoreClient {
     /// Writes whole objects of the same bytes, so many in flight.
     pub async fn put_many(&self, keys: &[String], data: Bytes, in_flight: usize) -> Result<()> {
         let puts = keys.iter().map(|key| {
-            let (store, key, data) = (self.0.clone(), Path::from(key.as_str()), data.clone());
+            let (store, key, data) = (self.s3.clone(), Path::from(key.as_str()), data.clone());
             async move {
                 let task = tokio::spawn(async move { store.put(&key, data.into()).await });
                 task.await??;
@@ -67,13 +71,13 @@ impl ObjectStoreClient {
         futures::stream::iter(puts).buffer_unordered(in_flight).try_collect().await
     }
 
-    /// Writes an object of so many parts of [`PART`] bytes by its multipart upload, so many in flight; `data`, a multiple of
-    /// them, is sent again and again.
-    pub async fn put_multipart(&self, key: &str, data: Bytes, parts: usize, in_flight: usize) -> Result<()> {
-        let mut upload = self.0.put_multipart(&Path::from(key)).await?;
+    /// Writes an object of so many parts of [`PART`] bytes by its multipart upload, as many in flight as keep the store
+    /// busy; `data`, a multiple of them, is sent again and again.
+    pub async fn put_multipart(&self, key: &str, data: Bytes, parts: usize) -> Result<()> {
+        let mut upload = self.s3.put_multipart(&Path::from(key)).await?;
         let mut running = futures::stream::FuturesUnordered::new();
         for index in 0..parts {
-            if running.len() == in_flight {
+            if running.len() == self.in_flight {
                 running.next().await.context("a part is running")???;
             }
             let start = index * PART as usize % data.len();
@@ -88,13 +92,13 @@ impl ObjectStoreClient {
 
     /// Copies an object inside the store: the copies share its memory there.
     pub async fn copy(&self, from: &str, to: &str) -> Result<()> {
-        Ok(self.0.copy(&Path::from(from), &Path::from(to)).await?)
+        Ok(self.s3.copy(&Path::from(from), &Path::from(to)).await?)
     }
 
     /// Deletes everything below a prefix.
     pub async fn delete_below(&self, prefix: &str) -> Result<()> {
-        let keys = self.0.list(Some(&Path::from(prefix))).map_ok(|meta| meta.location).boxed();
-        self.0.delete_stream(keys).try_for_each(async |_| Ok(())).await?;
+        let keys = self.s3.list(Some(&Path::from(prefix))).map_ok(|meta| meta.location).boxed();
+        self.s3.delete_stream(keys).try_for_each(async |_| Ok(())).await?;
         Ok(())
     }
 }

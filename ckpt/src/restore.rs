@@ -36,12 +36,10 @@ pub use together::{Together, Wish};
 
 /// Bytes of one request at most; of a file, of its shortest run.
 const READ: u64 = 8 << 20;
-/// Requests in flight at once over all threads.
-const PARALLEL: usize = 8;
 /// Bytes read for nothing between two wanted ranges, at most, to save a request.
 const MAX_GAP: u64 = 64 << 10;
-/// Bytes read aside at once, unless a single slice has more: as many as are in flight.
-const MAX_ASIDE: u64 = PARALLEL as u64 * READ;
+/// Bytes read aside at once, unless a single slice has more.
+const MAX_ASIDE: u64 = 8 * READ;
 
 /// A part of a tensor that is wanted, and where its bytes go.
 #[derive(Debug)]
@@ -306,7 +304,7 @@ fn fill(
     }
     let named: BTreeSet<SliceId> = segments.iter().map(|segment| segment.slice).collect();
     let most = source.most_at_once(bytes_of(&segments), threads);
-    let parts = read_all(source, manifest, plan(segments, most), (threads, PARALLEL))?;
+    let parts = read_all(source, manifest, plan(segments, most), (threads, source.at_once()))?;
     check_slices(source, manifest, &tensors, named, parts)?;
     for ((target, tensor), (wants, asides)) in targets.iter_mut().zip(tensors).zip(wants.iter().zip(asides)) {
         let through = wants.iter().filter(|want| matches!(want.way, Way::Aside));

@@ -15,7 +15,7 @@ use crate::trees;
 /// Bytes of one request.
 const READ: u64 = 8 << 20;
 /// Requests in flight.
-const PARALLEL: usize = 4;
+const PARALLEL: usize = 16;
 /// What is wrong with a shard that is not there.
 const MISSING: &str = "is missing";
 

@@ -8,7 +8,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use anyhow::{Context as _, Result, bail};
 
 use super::common::{GIB, LINK, over_link};
-use crate::context::{Context, IN_FLIGHT, PART, noise};
+use crate::context::{Context, PART, noise};
 use crate::raw::ObjectStoreClient;
 use crate::report::{Aim, Row};
 use crate::sample::{Sample, measure};
@@ -71,11 +71,11 @@ fn in_store(context: &Context, pace: PaceSettings) -> Result<Vec<Row>> {
     // A state is read from memory, not from the processor's caches.
     let data = noise(RAW_BYTES);
     let put = || {
-        let put = client.put_multipart("bare/file", data.clone(), parts, IN_FLIGHT);
+        let put = client.put_multipart("bare/file", data.clone(), parts);
         measure(None, || context.wait(put).map(|()| (parts as u64 * PART) as f64))
     };
     let get = || {
-        let get = client.get_ranges("bare/file", parts as u64 * PART, PART, IN_FLIGHT);
+        let get = client.get_ranges("bare/file", parts as u64 * PART, PART);
         measure(None, || Ok(context.wait(get)? as f64))
     };
     let first = Round { told: trainer.ask("save")?, raw: put()? };

@@ -63,7 +63,7 @@ fn large_gets(
         measure(None, || context.wait(blocks.try_fold(0.0, async |sum, bytes| Ok(sum + bytes))))
     };
     let bare = || {
-        let get = client.get_ranges("large", size, PART, IN_FLIGHT);
+        let get = client.get_ranges("large", size, PART);
         measure(None, || Ok(context.wait(get)? as f64))
     };
     let http = || {
@@ -123,7 +123,7 @@ fn uploads(context: &Context, client: &ObjectStoreClient, bucket: &Bucket) -> Re
         })
     };
     let bare = || {
-        let put = client.put_multipart("written", part.as_ref().clone(), parts, IN_FLIGHT);
+        let put = client.put_multipart("written", part.as_ref().clone(), parts);
         measure(None, || context.wait(put).map(|()| total))
     };
     let pairs = Pairs::run(context.settings.pairs, ours, bare)?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 
 use super::common::{GIB, LINK, cpu_a_gib, mib_a_second, over_link};
-use crate::context::{Context, IN_FLIGHT, PART, names, shuffled};
+use crate::context::{Context, PART, names, shuffled};
 use crate::epoch::{read_all, read_one};
 use crate::mounted::{Mounted, Mounting};
 use crate::raw::ObjectStoreClient;
@@ -47,7 +47,7 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
 /// The first epoch once more, from a store that answers as late as a real one: what then counts is how many requests
 /// are in flight, not what one costs.
 fn far(context: &Context) -> Result<Vec<Row>> {
-    let store = StoreProcess::start(PaceSettings { delay: FAR, rate: None })?;
+    let store = StoreProcess::start(PaceSettings { delay: FAR, ..PaceSettings::default() })?;
     let client = ObjectStoreClient::new(&store)?;
     let few = context.with_files(FAR_FILES)?;
     let set = Set::new(&few, &client, 100 << 10)?;
@@ -185,7 +185,7 @@ fn sequential(context: &Context, store: &StoreProcess, client: &ObjectStoreClien
         Ok(sample)
     };
     let bare = || {
-        let get = client.get_ranges("large/file", size, PART, IN_FLIGHT);
+        let get = client.get_ranges("large/file", size, PART);
         measure(None, || Ok(context.wait(get)? as f64))
     };
     let pairs = Pairs::run(context.settings.pairs, ours, bare)?;

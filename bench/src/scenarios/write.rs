@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 
 use super::common::{GIB, LINK, cpu_a_gib, mib_a_second, over_link};
-use crate::context::{Context, IN_FLIGHT, PART, names, noise};
+use crate::context::{Context, PART, names, noise};
 use crate::mounted::{Mounted, Mounting};
 use crate::raw::ObjectStoreClient;
 use crate::report::{Aim, Row};
@@ -52,7 +52,7 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
 /// Small files once more, into a store that answers as late as a real one: what then counts is how often a close waits
 /// for it, not what a request costs.
 fn far(context: &Context) -> Result<Vec<Row>> {
-    let store = StoreProcess::start(PaceSettings { delay: FAR, rate: None })?;
+    let store = StoreProcess::start(PaceSettings { delay: FAR, ..PaceSettings::default() })?;
     let client = ObjectStoreClient::new(&store)?;
     let how = Mounting { name: "written-far", prefix: "written-far", options: &[], footprint: None };
     let mounted = Mounted::new(context, &store, how)?;
@@ -85,7 +85,7 @@ fn large(context: &Context, client: &ObjectStoreClient, mounted: &Mounted, size:
         sample
     };
     let bare = || {
-        let put = client.put_multipart("bare/large", data.clone(), parts, IN_FLIGHT);
+        let put = client.put_multipart("bare/large", data.clone(), parts);
         let sample = measure(None, || context.wait(put).map(|()| total as f64));
         context.wait(client.delete_below("bare"))?;
         sample

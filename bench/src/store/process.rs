@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::pace::PaceSettings;
+use crate::context::IN_FLIGHT;
 
 /// What the server was asked for so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -56,6 +57,7 @@ const MEMORY: &str = "glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=33554
 pub struct StoreProcess {
     child: Child,
     address: SocketAddr,
+    in_flight: usize,
 }
 
 impl StoreProcess {
@@ -77,6 +79,9 @@ impl StoreProcess {
         if let Some(rate) = pace.rate {
             command.args(["--rate", &rate.to_string()]);
         }
+        if let Some(rate) = pace.request_rate {
+            command.args(["--request-rate", &rate.to_string()]);
+        }
         command.env("GLIBC_TUNABLES", MEMORY);
         let mut child =
             command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("starting the store")?;
@@ -84,7 +89,14 @@ impl StoreProcess {
         let mut line = String::new();
         BufReader::new(stdout).read_line(&mut line)?;
         let address = line.trim().parse().with_context(|| format!("the store printed `{line}`"))?;
-        Ok(Self { child, address })
+        // Where one request has a part of the link alone, more of them are what fills it.
+        let in_flight = if pace.request_rate.is_some() { 4 * IN_FLIGHT } else { IN_FLIGHT };
+        Ok(Self { child, address, in_flight })
+    }
+
+    /// Requests for large pieces that keep it busy.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
     }
 
     /// Its process id.

@@ -22,8 +22,10 @@ use crate::manifest::{Identity, Slice};
 
 /// Bytes of a copy that are read at once.
 const PIECE: u64 = 1 << 20;
-/// Parts of a copy that are in flight at once: enough for most links, and little memory.
-const PARTS: usize = 4;
+/// Parts of a slot that are in flight at once: they are in memory anyway.
+const SLOT_PARTS: usize = 32;
+/// The same of a copy: enough for most links, and little memory.
+const DISK_PARTS: usize = 4;
 
 /// A sealed shard's bytes.
 #[derive(Debug, Clone)]
@@ -58,10 +60,10 @@ impl Source {
     pub(super) fn upload_options(&self, size: u64) -> UploadOptions {
         let options = UploadOptions::default();
         match self {
-            Self::Slot(_) => options,
+            Self::Slot(_) => UploadOptions { parts_in_flight: SLOT_PARTS, ..options },
             Self::Disk(_) => {
                 let part_bytes = size.div_ceil(MAX_PARTS as u64 - 1).max(part_size(0));
-                UploadOptions { parts_in_flight: PARTS, part_bytes: Some(part_bytes), ..options }
+                UploadOptions { parts_in_flight: DISK_PARTS, part_bytes: Some(part_bytes), ..options }
             }
         }
     }

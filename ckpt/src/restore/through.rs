@@ -12,8 +12,8 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use forebay_core::checksum::combine;
 use forebay_core::{Error, Result};
 
-use super::source::Source;
-use super::{PARALLEL, Part, READ, Segment, SliceId, Want, Way, Wish, damaged, plan, read_all, ways};
+use super::source::{Source, request_bytes};
+use super::{Part, Segment, SliceId, Want, Way, Wish, damaged, plan, read_all, ways};
 use crate::dtype::Dtype;
 use crate::manifest::{Manifest, Slice, SliceKind, Tensor};
 use crate::region::Region;
@@ -22,8 +22,6 @@ use crate::region::Region;
 const ALIGNMENT: usize = 64;
 /// Halves of a buffer.
 const HALVES: usize = 2;
-/// Bytes of a request that is not cut, however small a half is.
-const LEAST_READ: u64 = 1 << 20;
 
 /// Where in a wish bytes belong.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -217,8 +215,8 @@ impl Reading<'_, '_> {
             rest = after;
         }
         // Both halves together have as many requests in flight as a restore that reads into place.
-        let in_flight = PARALLEL.div_ceil(HALVES);
-        let most = (self.room as u64).div_ceil(in_flight as u64).clamp(LEAST_READ, READ);
+        let in_flight = self.source.at_once().div_ceil(HALVES);
+        let most = request_bytes(self.room as u64, in_flight);
         let threads = self.threads.div_ceil(HALVES);
         let parts = read_all(self.source, self.manifest, plan(segments, most), (threads, in_flight))?;
         for Piece { run, at, length, .. } in pass.iter().filter(|piece| matches!(piece.run.way, Way::Aside)) {

@@ -16,9 +16,9 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Handle;
 
-use super::source::Source;
+use super::source::{Source, request_bytes};
 use super::through::{self, Give, Through};
-use super::{PARALLEL, READ, Segment, SliceId, Target, check_slices, plan, read_all, read_from, scatter};
+use super::{Segment, SliceId, Target, bytes_of, check_slices, plan, read_all, read_from, scatter};
 use crate::manifest::{Manifest, Tensor};
 use crate::region::Region;
 
@@ -135,7 +135,9 @@ impl Together {
             rest = after;
         }
         let named: BTreeSet<SliceId> = segments.iter().map(|segment| segment.slice).collect();
-        let parts = read_all(&source, manifest, plan(segments, READ), (threads, PARALLEL))?;
+        let at_once = source.at_once();
+        let most = request_bytes(bytes_of(&segments), at_once);
+        let parts = read_all(&source, manifest, plan(segments, most), (threads, at_once))?;
         check_slices(&source, manifest, &tensors, named, parts)
     }
 

@@ -26,7 +26,7 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
     let far = format!(", {} ms away", FAR.as_millis());
     let mut rows = Vec::new();
     for (delay, place) in [(std::time::Duration::ZERO, ""), (FAR, far.as_str())] {
-        let store = StoreProcess::start(PaceSettings { delay, rate: None })?;
+        let store = StoreProcess::start(PaceSettings { delay, ..PaceSettings::default() })?;
         for (name, options) in [("through", &[][..]), ("writeback", &["--writeback"][..])] {
             rows.push(clones(context, &store, &origin, (name, options), place)?);
         }
