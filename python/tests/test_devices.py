@@ -154,6 +154,7 @@ def test_parameters_are_copied_behind_the_training(driver: Path, tmp_path: Path)
 
 
 BEHIND = """
+import json
 import threading
 from forebay import _save
 
@@ -231,7 +232,7 @@ checkpointer.before_optimizer_step()
 print(json.dumps([parameter.sum().item() for parameter in model.parameters()]))
 train()
 threading.Timer(0.3, may_end.set).start()
-""".replace("print(json", "import json; print(json"),
+""",
     )
     model = torch.nn.Linear(100, 50)
     state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}

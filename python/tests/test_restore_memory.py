@@ -23,7 +23,7 @@ from .test_ranks import run_ranks
 
 MIB = 1 << 20
 IN_FLIGHT = 64 * MIB
-"""What is asked of a store at once: eight requests of 8 MiB."""
+"""What a restore may have of what it asked of a store: a quarter of 32 requests of 8 MiB, which arrive in place."""
 PIECE = MIB
 """What each thread reads of a folder's files at once."""
 PIECES = 16 * PIECE
