@@ -12,6 +12,7 @@ mod saving;
 mod writing;
 mod ranks;
 mod together;
+mod threads;
 
 use pyo3::prelude::*;
 
@@ -27,6 +28,8 @@ mod _native {
     use super::ranks::{Group, begin_job, hash_bytes, join_job, plan_shares, refuse_if_superseded};
     #[pymodule_export]
     use super::saving::{Save, Session, Snapshot, dtypes, parse_size, run_agent, text_length};
+    #[pymodule_export]
+    use super::threads::is_inside;
     #[pymodule_export]
     use super::together::{Together, wishes};
     #[pymodule_export]

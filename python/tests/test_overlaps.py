@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import gc
 import pickle
+import sys
 import threading
+import time
 import types
 import warnings
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import forebay
+import forebay._turns
 import forebay._watchdog
 import forebay.dcp
 from forebay import _native
@@ -152,6 +155,75 @@ def test_a_save_that_failed_on_another_rank_keeps_no_other_waiting(tmp_path: Pat
 
     run_at(2, save)
     check(tmp_path, (10, 20))
+
+
+def saving(work: Any) -> threading.Thread:
+    """A thread that does `work` inside of a function of torch's module for saves."""
+    torchs = types.ModuleType(forebay._turns._TORCHS)
+    exec("def save(work):\n    work()\n", vars(torchs))
+    return threading.Thread(target=torchs.save, args=(work,))
+
+
+def test_no_garbage_is_collected_within_a_look_at_a_thread() -> None:
+    """A finalizer let the thread run on, and memory of another frame's was taken for the next of its frames."""
+    waits, may_end, collections = threading.Event(), threading.Event(), 0
+
+    def wait(depth: int) -> None:
+        if depth:
+            return wait(depth - 1)
+        waits.set()
+        assert may_end.wait(PATIENCE_S)
+
+    def count(phase: str, info: Any) -> None:
+        nonlocal collections
+        collections += 1
+
+    thread, limits = saving(lambda: wait(300)), gc.get_threshold()
+    thread.start()
+    assert waits.wait(PATIENCE_S)
+    gc.collect()
+    gc.callbacks.append(count)
+    gc.set_threshold(100)
+    try:
+        found = forebay._turns._saves(thread)
+        seen, own = collections, forebay._turns._saves(threading.current_thread())
+    finally:
+        gc.set_threshold(*limits)
+        gc.callbacks.remove(count)
+        may_end.set()
+    thread.join(PATIENCE_S)
+    assert found and seen == 0 and not own
+    assert gc.isenabled() and not forebay._turns._saves(thread), "it is over"
+    gc.disable()
+    try:
+        assert not forebay._turns._saves(threading.current_thread()) and not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_save_that_runs_while_it_is_looked_at_is_seen() -> None:
+    """A generator was looked at, yielded, and nothing had called it by then."""
+    rounds, may_end = 0, threading.Event()
+
+    def work() -> None:
+        nonlocal rounds
+        while not may_end.is_set():
+            rounds += sum(sum(step for step in range(depth)) for depth in range(4))
+
+    thread, other, interval = saving(work), threading.Thread(target=work), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    other.start()
+    try:
+        for _ in range(500 * SCALE):
+            time.sleep(0)
+            assert forebay._turns._saves(thread) and not forebay._turns._saves(other)
+    finally:
+        may_end.set()
+        sys.setswitchinterval(interval)
+        thread.join(PATIENCE_S)
+        other.join(PATIENCE_S)
+    assert rounds > 0
 
 
 @pytest.mark.parametrize("limit_s", [None, 0.0])

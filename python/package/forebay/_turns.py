@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
+
+from . import _native
 
 _TORCHS = "torch.distributed.checkpoint.state_dict_saver"
 """Where torch saves."""
@@ -47,9 +48,4 @@ class Turns:
 
 def _saves(thread: threading.Thread) -> bool:
     """Whether a thread is inside of torch's function for saves."""
-    frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _TORCHS:
-            return True
-        frame = frame.f_back
-    return False
+    return thread.is_alive() and thread.ident is not None and _native.is_inside(thread.ident, _TORCHS)

@@ -22,6 +22,7 @@ mod token;
 mod upload;
 mod write;
 mod sweep;
+mod unsynced;
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::{File, Metadata};
@@ -52,6 +53,7 @@ use crate::rng::Rng;
 use crate::task::blocking;
 
 pub(in crate::object) use sweep::sweep;
+use unsynced::Unsynced;
 use upload::Begun;
 
 /// Where what is not an object lies, relative to the directory.
@@ -77,6 +79,8 @@ struct Inner {
     lock: Mutex<()>,
     /// Versions and the tokens they were written with, newest last, for a file system that keeps none with its files.
     recent: Mutex<VecDeque<(String, String)>>,
+    /// Directories that puts of this process have made and not synced yet.
+    unsynced: Unsynced,
     /// The uploads of this process by id.
     uploads: Mutex<HashMap<String, Begun>>,
 }
@@ -155,7 +159,14 @@ impl Directory {
     /// A store over the existing directory `root`.
     pub(super) fn new(root: PathBuf) -> Self {
         let (lock, recent, uploads) = (Mutex::new(()), Mutex::default(), Mutex::default());
-        Self(Arc::new(Inner { root, rng: Rng::system(), lock, recent, uploads }))
+        Self(Arc::new(Inner {
+            root,
+            rng: Rng::system(),
+            lock,
+            recent,
+            unsynced: Unsynced::default(),
+            uploads,
+        }))
     }
 
     async fn run<T, F>(&self, work: F) -> Result<T>

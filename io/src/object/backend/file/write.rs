@@ -122,23 +122,25 @@ impl Inner {
             PutMode::Overwrite | PutMode::Update(_) => std::fs::rename(staged, &target),
         };
         // Within the lock, or a delete of the last neighbour could take the directory away in between.
-        let top = self.locked(|| {
+        let chain = self.locked(|| {
             wanted.check().map_err(failed)?;
             let top = self.create_below_root(&parent).map_err(|error| taken_error(key, error))?;
+            let chain = self.unsynced.begin(&parent, &top);
             if let PutMode::Update(update) = mode {
                 expect_version(&target, key, update.e_tag.as_deref())?;
             }
             place().map_err(|error| taken_error(key, error))?;
-            Ok(top)
+            Ok(chain)
         })?;
         if *mode == PutMode::Create {
             // The object is there; a second name left in the staging folder is seen by no reader.
             let _ = std::fs::remove_file(staged);
         }
-        match sync_directories(&parent, &top) {
+        match sync_directories(&parent, &chain.top) {
+            Ok(()) => self.unsynced.end(chain),
             // The object was deleted as soon as it was there, and its directory with it.
             Err(error) if error.kind() == io::ErrorKind::NotFound && self.root.exists() => {}
-            synced => synced.map_err(failed)?,
+            Err(error) => return Err(failed(error)),
         }
         Ok(put_result(version))
     }
@@ -187,6 +189,7 @@ impl Inner {
                 if std::fs::remove_dir(path).is_err() {
                     break;
                 }
+                self.unsynced.forget(path);
                 directory = path.parent();
             }
             Ok(directory.filter(|_| was_there).map(FilePath::to_owned))
