@@ -64,7 +64,7 @@ mod tests {
     #[test]
     fn who_comes_to_a_new_directory_syncs_its_name_as_well() {
         let unsynced = Unsynced::default();
-        let [root, a, b, c] = ["/root", "/root/a", "/root/a/b", "/root/a/b/c"].map(Path::new);
+        let [root, a, b, c] = ["/top", "/top/a", "/top/a/b", "/top/a/b/c"].map(Path::new);
         let first = unsynced.begin(b, root);
         assert_eq!(first.top, root);
         assert_eq!(unsynced.begin(b, b).top, root, "neither name is known to be synced");
@@ -82,7 +82,7 @@ mod tests {
     #[test]
     fn a_directory_that_was_made_again_is_its_new_makers() {
         let unsynced = Unsynced::default();
-        let [root, a] = ["/root", "/root/a"].map(Path::new);
+        let [root, a] = ["/top", "/top/a"].map(Path::new);
         let first = unsynced.begin(a, root);
         unsynced.forget(a);
         let second = unsynced.begin(a, root);
