@@ -1,10 +1,10 @@
 //! The ranks of a job, talking to each other: one operation, in which each says something and all hear everything, and
 //! may lend memory to all.
 //!
-//! Rank 0's process holds a meeting place (see `forebay_io::net`) and a thread that collects and hands out; it needs
-//! neither torch's process groups nor a port. A rank that ends, or says nothing in time, is named to all others, and
-//! the group is over. Each rank says on which host it is, and memory is lent on one host only; today all ranks are on one,
-//! as no meeting place reaches further.
+//! Rank 0's process holds a meeting place (see `forebay_io::net`) and a thread that collects and hands out; on one host it
+//! needs neither torch's process groups nor a port. Those of other hosts come through a door, of which they were told
+//! otherwise. A rank that ends, or says nothing in time, is named to all others, and the group is over. Each rank says on which
+//! host it is, and memory is lent on one host only.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use std::time::Duration;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::{Clock, Moment};
 use forebay_io::mem::SharedMemory;
-use forebay_io::net::{FdStream, Inherited, MAX_FRAME, Meeting, Received, meet};
+use forebay_io::net::{Door, FdStream, Inherited, MAX_FRAME, Meeting, Received, meet, wait_readable};
 use serde::{Deserialize, Serialize};
 
 use crate::manifest::MAX_RANKS;
@@ -41,6 +41,17 @@ pub struct Group {
     stream: Option<FdStream>,
     /// What rank 0's thread holds: the meeting place, and the other ends of all connections.
     ends: Arc<Inherited>,
+}
+
+/// How a rank comes to the others.
+#[derive(Debug)]
+pub enum Way<'a> {
+    /// By a meeting place of that name, of this host: rank 0 holds it.
+    Name(&'a str),
+    /// So, and rank 0 opens a door for those of other hosts as well.
+    Open(&'a str, Door),
+    /// From another host than rank 0's, through its door.
+    Came(FdStream),
 }
 
 /// A rank's first words.
@@ -71,14 +82,14 @@ enum Answer {
 }
 
 impl Group {
-    /// Joins the group that meets at `name`, and waits until all `world_size` ranks did, up to `patience`. `host` names where
-    /// this rank is, for all of the same host alike.
+    /// Joins a group by a `way`, and waits until all `world_size` ranks did, up to `patience`. `host` names where this rank
+    /// is, for all of the same host alike.
     ///
     /// # Errors
     /// `Unavailable`, naming the ranks that are missing; `Invalid` when two ranks have one number, the ranks
     /// disagree about how many they are, or those are more than a step may have; `Exists` when another group meets there.
     pub fn join(
-        name: &str,
+        way: Way<'_>,
         rank: usize,
         world_size: usize,
         host: &str,
@@ -92,9 +103,18 @@ impl Group {
             return Err(Error::invalid(format!("{world_size} ranks, more than {MAX_RANKS}")));
         }
         let ends = Arc::new(Inherited::new());
-        let stream = match rank {
-            0 => hold(name, world_size, patience, ends.clone())?,
-            _ => visit(name, Joining { rank, world_size }, patience, goes_on)?,
+        let stream = match (way, rank) {
+            (Way::Name(name), 0) => hold(name, None, world_size, patience, ends.clone())?,
+            (Way::Open(name, door), 0) => hold(name, Some(door), world_size, patience, ends.clone())?,
+            (Way::Came(_), 0) => return Err(Error::invalid("rank 0 comes to its own door")),
+            (Way::Name(name) | Way::Open(name, _), _) => {
+                visit(name, Joining { rank, world_size }, patience, goes_on)?
+            }
+            (Way::Came(mut stream), _) => {
+                // Where rank 0 is gone by now, that is found when the hosts are told.
+                stream.send(&frame_of(&Joining { rank, world_size })?, None).ok();
+                stream
+            }
         };
         stream.set_patience(BEAT)?;
         let mut group = Self { rank, hosts: vec![String::new(); world_size], stream: Some(stream), ends };
@@ -219,10 +239,16 @@ impl Group {
 }
 
 /// Holds the meeting place, and gives rank 0's own connection: it is there whoever else comes, and when.
-fn hold(name: &str, world_size: usize, patience: Duration, ends: Arc<Inherited>) -> Result<FdStream> {
+fn hold(
+    name: &str,
+    door: Option<Door>,
+    world_size: usize,
+    patience: Duration,
+    ends: Arc<Inherited>,
+) -> Result<FdStream> {
     let meeting = Meeting::hold(name)?;
     let (own, other) = FdStream::pair()?;
-    let serve = move || serve(&meeting, other, world_size, patience, &ends);
+    let serve = move || serve(&meeting, door, other, world_size, patience, &ends);
     std::thread::Builder::new().name("forebay-group".into()).spawn(serve)?;
     Ok(own)
 }
@@ -333,9 +359,18 @@ fn list(ranks: &[usize]) -> String {
 }
 
 /// The life of rank 0's thread: until a rank is gone or silent, and all others were told.
-fn serve(meeting: &Meeting, first: FdStream, world_size: usize, patience: Duration, ends: &Inherited) {
+fn serve(
+    meeting: &Meeting,
+    door: Option<Door>,
+    first: FdStream,
+    world_size: usize,
+    patience: Duration,
+    ends: &Inherited,
+) {
     // Those who came to a group that did not come about were told already.
-    let Ok(mut ranks) = welcome_all(meeting, first, world_size, patience) else { return };
+    let Ok(mut ranks) = welcome_all(meeting, door.as_ref(), first, world_size, patience) else { return };
+    // Nobody else is to come.
+    drop(door);
     let fds = ranks.iter().map(AsFd::as_fd).chain([meeting.as_fd()]);
     // Before rank 0 hears that all are there, and until right before they are closed.
     let _noted = ends.note(fds);
@@ -354,6 +389,7 @@ fn serve(meeting: &Meeting, first: FdStream, world_size: usize, patience: Durati
 /// The connections of all ranks, in order, `first` that of rank 0. Where some are missing, those that came are told.
 fn welcome_all(
     meeting: &Meeting,
+    door: Option<&Door>,
     first: FdStream,
     world_size: usize,
     patience: Duration,
@@ -368,7 +404,7 @@ fn welcome_all(
         if absent.is_empty() {
             return Ok(places.into_iter().flatten().collect());
         }
-        let Some(mut visitor) = meeting.welcome(deadline.since(clock.now()))? else {
+        let Some(mut visitor) = welcome(meeting, door, deadline)? else {
             break missing(&absent, "join the job's group", patience);
         };
         visitor.set_patience(BEAT)?;
@@ -393,6 +429,23 @@ fn welcome_all(
     let mut came: Vec<FdStream> = places.into_iter().flatten().collect();
     end_all(&mut came, &refused);
     Err(refused)
+}
+
+/// The next visitor of this host or another one; `None` when there was none until the deadline.
+fn welcome(meeting: &Meeting, door: Option<&Door>, deadline: Moment) -> Result<Option<FdStream>> {
+    let clock = Clock::system();
+    let ways: Vec<_> = std::iter::once(meeting.as_fd()).chain(door.map(AsFd::as_fd)).collect();
+    loop {
+        let left = deadline.since(clock.now());
+        wait_readable(&ways, left)?;
+        let came = match meeting.welcome(Duration::ZERO)? {
+            None => door.map_or(Ok(None), Door::welcome)?,
+            came => came,
+        };
+        if came.is_some() || left.is_zero() {
+            return Ok(came);
+        }
+    }
 }
 
 /// One word of each rank, the descriptors that came with them, and how long the first of them waits.

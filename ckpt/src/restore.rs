@@ -128,9 +128,13 @@ pub fn read_parts(
     Ok(data)
 }
 
-/// As [`read_tensors`], out of memory: `shards` holds the bytes of the manifest's, in their order.
+/// As [`read_tensors`], out of memory: `shards` holds the bytes of the manifest's, in their order, as far as they are in that
+/// of this host.
+///
+/// # Errors
+/// `Corrupt`, too, before any byte is read, where something wanted is in another host's.
 pub fn read_held(
-    shards: &[Bytes],
+    shards: &[Option<Bytes>],
     manifest: &Manifest,
     targets: Vec<Target<'_>>,
     threads: usize,
@@ -168,8 +172,8 @@ pub enum Shards<'a> {
     Store(&'a Handle, &'a Bucket),
     /// On this host's disk.
     Local(&'a Handle, &'a Local, &'a Clock),
-    /// In memory, in the manifest's order.
-    Held(&'a [Bytes]),
+    /// In memory, in the manifest's order; none for those that another host's has.
+    Held(&'a [Option<Bytes>]),
 }
 
 /// Reads parts of tensors a piece at a time, for memory that cannot be read into; several threads read, and the caller's

@@ -8,7 +8,7 @@ use forebay_ckpt::arena::HeldStep;
 use forebay_ckpt::catalog::{Start, list_steps, newest_number, newest_run};
 use forebay_ckpt::local::{Local, PATIENCE, as_damage};
 use forebay_ckpt::restore::assemble;
-use forebay_ckpt::session;
+use forebay_ckpt::session::{self, Part};
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, BucketUrl, StoreSettings};
@@ -81,6 +81,11 @@ impl Predecessor {
         self.with(|found| Ok(found.held().into_iter().map(named).collect())).or_raise()
     }
 
+    /// What it says of its part of a step, for ranks of other hosts.
+    fn told(&self, step: Named) -> PyResult<String> {
+        self.with(|found| found.told(&step_named(step)).map(str::to_owned)).or_raise()
+    }
+
     /// Lets go of its memory at once, whatever refers to this.
     fn release(&self, py: Python<'_>) {
         py.detach(|| drop(self.0.lock().take()));
@@ -110,14 +115,23 @@ impl OpenMemory {
     }
 }
 
+/// Who holds a rank's part of a step: an agent of this host, or one elsewhere, by what it tells of it.
+#[derive(FromPyObject)]
+pub(crate) enum Holder {
+    Here(Py<Predecessor>),
+    Elsewhere(String),
+}
+
 /// The step that is held in memory for each rank, given in their order.
 #[pyfunction]
-pub(crate) fn open_held(py: Python<'_>, agents: Vec<Py<Predecessor>>, step: Named) -> PyResult<Step> {
-    let agents: Vec<&Predecessor> = agents.iter().map(Py::get).collect();
+pub(crate) fn open_held(py: Python<'_>, holders: Vec<Holder>, step: Named) -> PyResult<Step> {
     let step = step_named(step);
     let opened = py.detach(|| {
-        let part = |agent: &&Predecessor| agent.with(|found| found.part(&step));
-        assemble(agents.iter().map(part).collect::<Result<_>>()?)
+        let part = |holder: &Holder| match holder {
+            Holder::Here(agent) => agent.get().with(|found| found.part(&step)),
+            Holder::Elsewhere(told) => Part::elsewhere(&step, told),
+        };
+        assemble(holders.iter().map(part).collect::<Result<_>>()?)
     });
     opened.or_raise().map(|(manifest, shards)| Step::held(manifest, shards))
 }

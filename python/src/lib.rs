@@ -25,7 +25,9 @@ mod _native {
     #[pymodule_export]
     use super::loading::{Step, check_url, find_steps, import_model, list_steps, open_step, verify};
     #[pymodule_export]
-    use super::ranks::{Group, begin_job, hash_bytes, join_job, plan_shares, refuse_if_superseded};
+    use super::ranks::{
+        Arrival, Door, Group, begin_job, hash_bytes, join_job, plan_shares, refuse_if_superseded,
+    };
     #[pymodule_export]
     use super::saving::{Save, Session, Snapshot, dtypes, parse_size, run_agent, text_length};
     #[pymodule_export]

@@ -142,8 +142,9 @@ pub(crate) fn import_model(
 /// Where a step's bytes are.
 pub(crate) enum Place {
     Store(String),
-    /// In memory that agents hold: the shards, in the manifest's order; none once it was let go of.
-    Held(Mutex<Option<Vec<Bytes>>>),
+    /// In memory that agents hold: the shards, in the manifest's order, but for those of other hosts; none once it was let go
+    /// of.
+    Held(Mutex<Option<Vec<Option<Bytes>>>>),
     /// In a directory of local copies.
     Local(String),
 }
@@ -159,13 +160,13 @@ pub(crate) struct Step {
 }
 
 /// The shards of a step in memory.
-fn here(shards: &Mutex<Option<Vec<Bytes>>>) -> Result<Vec<Bytes>> {
+fn here(shards: &Mutex<Option<Vec<Option<Bytes>>>>) -> Result<Vec<Option<Bytes>>> {
     shards.lock().clone().ok_or_else(|| Error::bug("the step was let go of"))
 }
 
 impl Step {
     /// A step in memory.
-    pub(crate) fn held(manifest: Manifest, shards: Vec<Bytes>) -> Self {
+    pub(crate) fn held(manifest: Manifest, shards: Vec<Option<Bytes>>) -> Self {
         Self::near(Place::Held(Mutex::new(Some(shards))), manifest)
     }
 

@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use forebay_ckpt::agent::Member;
 use forebay_ckpt::catalog::{self, Run, Start, begin_run, find_run};
-use forebay_ckpt::group::{self, GoesOn};
+use forebay_ckpt::group::{self, GoesOn, Way};
 use forebay_ckpt::plan::{Descriptor, Share, plan, text_beside};
 use forebay_core::{Error, Result};
-use parking_lot::ReentrantMutex;
+use forebay_io::net::{self, FdStream};
+use parking_lot::{Mutex, ReentrantMutex};
 use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
 
@@ -56,22 +57,76 @@ fn heeding_signals<T: Send>(
     raised.map_or_else(|| outcome.or_raise(), Err)
 }
 
+/// A port of rank 0's, through which ranks of other hosts come to its group.
+#[pyclass(frozen, module = "forebay._native")]
+pub(crate) struct Door(Mutex<Option<net::Door>>);
+
+#[pymethods]
+impl Door {
+    /// Opens one for who knows the secret.
+    #[new]
+    fn new(secret: String) -> PyResult<Self> {
+        net::Door::open(secret).map(|door| Self(Mutex::new(Some(door)))).or_raise()
+    }
+
+    /// Its port.
+    #[getter]
+    fn port(&self) -> PyResult<u16> {
+        self.0
+            .lock()
+            .as_ref()
+            .ok_or_else(|| Error::bug("the door is given away"))
+            .and_then(net::Door::port)
+            .or_raise()
+    }
+}
+
+/// A rank's way through the door of another host.
+#[pyclass(frozen, module = "forebay._native")]
+pub(crate) struct Arrival(Mutex<Option<FdStream>>);
+
+#[pymethods]
+impl Arrival {
+    /// Comes to the door at that port, at the first of the addresses where it is; None where it is at none.
+    #[staticmethod]
+    fn at(py: Python<'_>, addresses: Vec<String>, port: u16, secret: &str, patience_s: f64) -> Option<Self> {
+        let came = py.detach(|| net::come(&addresses, port, secret, patience(patience_s)));
+        came.map(|stream| Self(Mutex::new(Some(stream))))
+    }
+}
+
 #[pymethods]
 impl Group {
-    /// Joins the ranks that meet at `name`, from that host; `place` is this rank and how many there are.
+    /// Joins the ranks that meet at `name`, from that host; `place` is this rank and how many there are. Rank 0 may have a
+    /// door, and who came through it is in no other place.
     #[new]
+    #[pyo3(signature = (name, place, host, patience_s, door=None, arrival=None))]
     fn new(
         py: Python<'_>,
         name: String,
         place: (usize, usize),
         host: String,
         patience_s: f64,
+        door: Option<&Door>,
+        arrival: Option<&Arrival>,
     ) -> PyResult<Self> {
         let (rank, world_size) = place;
+        let (door, came) =
+            (door.and_then(|door| door.0.lock().take()), arrival.and_then(|way| way.0.lock().take()));
+        let way = match (came, door) {
+            (Some(stream), _) => Way::Came(stream),
+            (None, Some(door)) => Way::Open(&name, door),
+            (None, None) => Way::Name(&name),
+        };
         let joined = heeding_signals(py, |goes_on| {
-            group::Group::join(&name, rank, world_size, &host, patience(patience_s), goes_on)
+            group::Group::join(way, rank, world_size, &host, patience(patience_s), goes_on)
         });
         joined.map(|group| Self(ReentrantMutex::new(RefCell::new(group))))
+    }
+
+    /// Where each rank is, in their order.
+    fn hosts(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        self.wait(py, |group, _| Ok(group.hosts().to_vec()))
     }
 
     /// What each rank says, in their order. What a signal's handler raises meanwhile ends the group.

@@ -10,8 +10,9 @@ fn name(test: &str) -> String {
 
 /// Runs `work` on each rank of a group, each on a thread of its own.
 fn on_ranks<T: Send>(test: &str, count: usize, work: impl Fn(Group) -> T + Sync) -> Vec<T> {
-    let run =
-        |rank| work(Group::join(&name(test), rank, count, "here", PATIENCE, &mut || true).expect("join"));
+    let run = |rank| {
+        work(Group::join(Way::Name(&name(test)), rank, count, "here", PATIENCE, &mut || true).expect("join"))
+    };
     let run = &run;
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..count).map(|rank| scope.spawn(move || run(rank))).collect();
@@ -59,7 +60,8 @@ fn all_know_where_all_are_and_lend_memory_on_one_host_only() {
     let name = name("hosts");
     let heard: Vec<_> = std::thread::scope(|scope| {
         let join = |(rank, host)| {
-            let mut group = Group::join(&name, rank, 3, host, PATIENCE, &mut || true).expect("join");
+            let mut group =
+                Group::join(Way::Name(&name), rank, 3, host, PATIENCE, &mut || true).expect("join");
             let memory = SharedMemory::create("test", 4096).expect("memory");
             let refused = group.exchange(&memory, PATIENCE, &mut || true).expect_err("two hosts");
             // And goes on.
@@ -76,6 +78,38 @@ fn all_know_where_all_are_and_lend_memory_on_one_host_only() {
         assert_eq!((hosts, said.as_str()), (vec!["one".into(), "one".into(), "other".into()], "ononon"));
         assert!(refused.contains("rank 2 is on another host than rank 0"), "{refused}");
     }
+}
+
+#[test]
+fn ranks_of_other_hosts_come_through_a_door() {
+    let (name, secret) = (name("door"), "ab".repeat(32));
+    let door = Door::open(secret.clone()).expect("a port");
+    let port = door.port().expect("port");
+    let come = || {
+        let addresses = ["127.0.0.1".to_owned()];
+        forebay_io::net::come(&addresses, port, &secret, PATIENCE)
+    };
+    let join = |way, rank, host| Group::join(way, rank, 3, host, PATIENCE, &mut || true).expect("join");
+    let talk = |mut group: Group| {
+        let long = "x".repeat(MOST_BYTES / 4);
+        let heard = group.gather(&long, PATIENCE, &mut || true).expect("gather");
+        assert_eq!(heard, vec![long; 3]);
+        let hosts = group.hosts().to_vec();
+        if group.rank() == 1 {
+            return hosts;
+        }
+        let gone = group.gather("", PATIENCE, &mut || true).expect_err("rank 1 is gone");
+        assert!(gone.message().contains("rank 1 of the job is gone"), "{gone}");
+        hosts
+    };
+    let hosts: Vec<_> = std::thread::scope(|scope| {
+        let first = scope.spawn(|| talk(join(Way::Open(&name, door), 0, "one")));
+        let far = scope.spawn(|| talk(join(Way::Came(come().expect("a door")), 1, "other")));
+        let near = scope.spawn(|| talk(join(Way::Name(&name), 2, "one")));
+        [first, far, near].into_iter().map(|rank| rank.join().expect("rank")).collect()
+    });
+    assert_eq!(hosts, vec![["one", "other", "one"]; 3]);
+    assert!(come().is_none(), "the door is shut once all are there");
 }
 
 #[test]
@@ -121,11 +155,11 @@ fn a_wait_is_ended_where_it_is_not_to_go_on_and_the_others_hear_so() {
     let gone = "rank 1 of the job is gone";
     let own = ["the wait for the job's other ranks was ended here", "the job's group is over"];
     assert_eq!(messages, [vec![gone], own.to_vec(), vec![gone]]);
-    let error =
-        Group::join(&name("nobody"), 1, 2, "here", PATIENCE, &mut || false).expect_err("rank 0 never comes");
+    let error = Group::join(Way::Name(&name("nobody")), 1, 2, "here", PATIENCE, &mut || false)
+        .expect_err("rank 0 never comes");
     assert_eq!(error.message(), own[0]);
-    let error =
-        Group::join(&name("crowd"), 1, 65_537, "here", PATIENCE, &mut || false).expect_err("too many");
+    let error = Group::join(Way::Name(&name("crowd")), 1, 65_537, "here", PATIENCE, &mut || false)
+        .expect_err("too many");
     assert_eq!((error.kind(), error.message()), (ErrorKind::Invalid, "65537 ranks, more than 65536"));
 }
 
@@ -228,14 +262,16 @@ fn ranks_that_say_too_much_hear_so_at_once() {
 #[test]
 fn ranks_that_do_not_come_are_named_and_twins_are_refused() {
     // Rank 0 is there even where nobody is waited for.
-    let error = Group::join(&name("alone"), 0, 3, "here", Duration::ZERO, &mut || true).expect_err("alone");
+    let error = Group::join(Way::Name(&name("alone")), 0, 3, "here", Duration::ZERO, &mut || true)
+        .expect_err("alone");
     assert!(error.message().contains("ranks 1, 2 did not join"), "{error}");
     // Many times, since the twins may be there before rank 0 looks, or after.
     for round in 0..20 {
         let name = name(&format!("twins-{round}"));
         std::thread::scope(|scope| {
             let join = |rank| {
-                let error = Group::join(&name, rank, 3, "here", PATIENCE, &mut || true).expect_err("twins");
+                let error = Group::join(Way::Name(&name), rank, 3, "here", PATIENCE, &mut || true)
+                    .expect_err("twins");
                 assert!(error.message().contains("two processes say that they are rank 1"), "{error}");
             };
             [0, 1, 1].into_iter().for_each(|rank| drop(scope.spawn(move || join(rank))));

@@ -7,12 +7,15 @@ use crate::arena::manifest_of;
 use crate::manifest::Manifest;
 use crate::session::Part;
 
-/// What a manifest of the step would say, and the bytes of its shards. `parts` are those of all ranks, in their order.
+/// What a manifest of the step would say, and the bytes of its shards, as far as they are in this host's memory. `parts` are
+/// those of all ranks, in their order.
 ///
 /// # Errors
 /// `Corrupt` when the parts are not those of one save, or together are no checkpoint, or a header is damaged.
-pub fn assemble(parts: Vec<Part>) -> Result<(Manifest, Vec<Bytes>)> {
-    let damaged = parts.iter().find(|part| !part.held.seal.has_header(&part.bytes));
+pub fn assemble(parts: Vec<Part>) -> Result<(Manifest, Vec<Option<Bytes>>)> {
+    let is_damaged =
+        |part: &&Part| part.bytes.as_ref().is_some_and(|bytes| !part.held.seal.has_header(bytes));
+    let damaged = parts.iter().find(is_damaged);
     if let Some(Part { held, .. }) = damaged {
         let fact = format!("the header of what the agent of rank {} holds is damaged", held.rank);
         return Err(Error::corrupt(format!("step {}: {fact}", held.seal.step)));

@@ -36,8 +36,8 @@ const DISK_READS: usize = 8;
 pub(super) enum Source<'a> {
     Store(&'a Handle, &'a Bucket),
     Disk(&'a Disk<'a>),
-    /// The shards, in the manifest's order.
-    Held(&'a [Bytes]),
+    /// The shards, in the manifest's order; none for those that another host's memory has.
+    Held(&'a [Option<Bytes>]),
 }
 
 impl Source<'_> {
@@ -49,14 +49,18 @@ impl Source<'_> {
                 disk.runtime.block_on(disk.wait(check_shards(disk.bucket, manifest, wanted))).flatten()
             }
             Self::Held(shards) => {
-                let fits = |index: &u32| {
-                    let size = manifest.shards[*index as usize].size;
-                    shards.get(*index as usize).is_some_and(|bytes| bytes.len() as u64 == size)
+                let check = |index: u32| {
+                    let shard = &manifest.shards[index as usize];
+                    match shards.get(index as usize) {
+                        Some(Some(bytes)) if bytes.len() as u64 == shard.size => Ok(()),
+                        Some(None) => {
+                            let fact = format!("what rank {} saved is in another host's memory", shard.rank);
+                            Err(Error::corrupt(fact))
+                        }
+                        _ => Err(Error::bug("shards in memory that are not the manifest's")),
+                    }
                 };
-                if wanted.iter().all(fits) {
-                    return Ok(());
-                }
-                Err(Error::bug("shards in memory that are not the manifest's"))
+                wanted.into_iter().try_for_each(check)
             }
         }
     }
@@ -117,8 +121,12 @@ impl Source<'_> {
                 Ok(parts.into_iter().flatten().collect())
             }
             Self::Held(shards) => {
-                let reads = std::iter::from_fn(next);
-                Ok(reads.flat_map(|read| copy_out(&shards[read.shard as usize], read)).collect())
+                let copy = |read: Read<'r>| {
+                    let shard = shards[read.shard as usize].as_ref();
+                    shard.map(|shard| copy_out(shard, read)).ok_or_else(|| Error::bug("a shard elsewhere"))
+                };
+                let parts: Vec<Vec<Part>> = std::iter::from_fn(next).map(copy).collect::<Result<_>>()?;
+                Ok(parts.into_iter().flatten().collect())
             }
         }
     }

@@ -399,8 +399,8 @@ async fn no_flipped_bit_is_returned_from_store_or_memory() {
         let (key, damaged) = (manifest.shards[index].object(), Bytes::from(damaged));
         bucket.put(&key, damaged.clone(), Condition::Always).await.expect("put");
         expect_caught(at, read_all(&bucket, &manifest).await, &contents);
-        let mut shards = held.clone();
-        shards[index] = damaged;
+        let mut shards: Vec<Option<Bytes>> = held.iter().cloned().map(Some).collect();
+        shards[index] = Some(damaged);
         let mut buffers: Vec<Vec<u8>> = contents.iter().map(|content| vec![0xee; content.len()]).collect();
         let targets = manifest.tensors.iter().zip(&mut buffers).enumerate();
         let targets = targets.map(|(tensor, (described, bytes))| Target {

@@ -46,8 +46,19 @@ pub(super) struct Shown {
 pub struct Part {
     /// What it is.
     pub held: Held,
-    /// The shard.
-    pub bytes: Bytes,
+    /// The shard; none where it is in another host's memory.
+    pub bytes: Option<Bytes>,
+}
+
+impl Part {
+    /// One that a rank of another host has, from what it told of it: see [`Predecessor::told`].
+    ///
+    /// # Errors
+    /// `Corrupt` when that is not what was sealed, or is of another step.
+    pub fn elsewhere(step: &HeldStep, told: &str) -> Result<Self> {
+        let held = held_of(step, told.as_bytes()).map_err(|error| Error::corrupt(error.to_string()))?;
+        Ok(Self { held, bytes: None })
+    }
 }
 
 impl Predecessor {
@@ -118,8 +129,7 @@ impl Predecessor {
     /// # Errors
     /// `Corrupt` when it holds none, or what it tells of it is not what was sealed, or does not fit its memory.
     pub fn part(&self, step: &HeldStep) -> Result<Part> {
-        let absent = || Error::corrupt(format!("step {} is not held", step.step));
-        let shown = self.held.iter().find(|shown| shown.step == *step).ok_or_else(absent)?;
+        let shown = self.shown(step)?;
         let (held, memory) =
             (shown.read().map_err(|error| Error::corrupt(error.to_string()))?, &shown.memory);
         let (slot_bytes, slot) = (memory.len() / SLOTS, held.seal.slot);
@@ -128,7 +138,21 @@ impl Predecessor {
             return Err(Error::corrupt(format!("step {} lies outside of its memory", step.step)));
         }
         let mapping = memory.map_read(slot * slot_bytes..slot * slot_bytes + size)?;
-        Ok(Part { held, bytes: Bytes::from_owner(mapping) })
+        Ok(Part { held, bytes: Some(Bytes::from_owner(mapping)) })
+    }
+
+    /// What it says of its part of `step`, as text for ranks of other hosts.
+    ///
+    /// # Errors
+    /// `Corrupt` when it holds none, or says no text.
+    pub fn told(&self, step: &HeldStep) -> Result<&str> {
+        let told = std::str::from_utf8(&self.shown(step)?.told);
+        told.map_err(|error| Error::corrupt(format!("what an agent tells of step {}: {error}", step.step)))
+    }
+
+    fn shown(&self, step: &HeldStep) -> Result<&Shown> {
+        let absent = || Error::corrupt(format!("step {} is not held", step.step));
+        self.held.iter().find(|shown| shown.step == *step).ok_or_else(absent)
     }
 }
 
@@ -138,14 +162,18 @@ impl Shown {
     /// # Errors
     /// `Invalid` when it does not parse, or is of another step; `Corrupt` when it is not what was sealed.
     pub(super) fn read(&self) -> Result<Held> {
-        let held: Held = parse(&self.told)?;
-        held.expect_sound()?;
-        if held.name() != self.step {
-            let (told, step) = (held.seal.step, self.step.step);
-            return Err(Error::invalid(format!("an agent tells of step {told} where it names step {step}")));
-        }
-        Ok(held)
+        held_of(&self.step, &self.told)
     }
+}
+
+fn held_of(step: &HeldStep, told: &[u8]) -> Result<Held> {
+    let held: Held = parse(told)?;
+    held.expect_sound()?;
+    if held.name() != *step {
+        let (told, step) = (held.seal.step, step.step);
+        return Err(Error::invalid(format!("an agent tells of step {told} where it names step {step}")));
+    }
+    Ok(held)
 }
 
 /// Sends a visitor's words.

@@ -1,10 +1,12 @@
-//! Frames over a unix socket between two processes of one host; a frame may carry one file descriptor.
+//! Frames over a unix socket between two processes of one host; a frame may carry one file descriptor. Over TCP, between
+//! hosts, none does.
 //!
 //! A frame is its length (u32, little-endian) and that many bytes. A descriptor rides with the length, so that the
 //! frame it belongs to is never in doubt. Calls block; [`FdStream::readable`] waits with a limit.
 #![allow(unsafe_code)]
 
 use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -62,6 +64,12 @@ impl FdStream {
     /// Wraps one end of a connection.
     pub fn new(stream: UnixStream) -> Self {
         Self { socket: Arc::new(Socket { _noted: None, stream }), begun: None }
+    }
+
+    /// Wraps a connection to another host, which carries no descriptors. All that is asked of the socket here is alike for both
+    /// kinds but for who is at the other end.
+    pub fn over_tcp(stream: TcpStream) -> Self {
+        Self::new(UnixStream::from(OwnedFd::from(stream)))
     }
 
     /// As [`Self::new`], noted as in use for as long as there is a handle on it.

@@ -1,10 +1,12 @@
 //! Ways from one process to another.
 
+mod door;
 mod fd_stream;
 mod inherited;
 mod meeting;
 mod notice;
 
+pub use door::{Door, come};
 pub use fd_stream::{FdStream, MAX_FRAME, Received, wait_readable};
 pub use inherited::{InUse, Inherited, Noted};
 pub use meeting::{Meeting, meet, places};

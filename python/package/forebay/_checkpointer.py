@@ -86,7 +86,7 @@ class Checkpointer(Saver):
         local_bytes: Bytes that copies take there at most, such as `200GiB`, an equal share for each rank: older steps that are
             in the store go first, and the newest that is not stays. A step that does not fit is stored without a copy, which
             is told once. By default as many as `local_keep` steps and one have.
-        replicas: Other hosts that hold each rank's newest steps in their memory. Only 0 yet, as a job's ranks are on one host.
+        replicas: Other hosts that hold each rank's newest steps in their memory. Only 0 yet.
         linger: Seconds that the newest steps stay in memory after this process was killed; 0 lets them go at once. By
             default ten minutes. While another start that looked at them lives, and saves nothing yet, they stay, and for so
             long after it; 24 times as long in all at most, or until they are in the store. They go as soon as they are there
@@ -149,7 +149,7 @@ class Checkpointer(Saver):
         self._rng, self._allow_pickle, self._replicated = rng, allow_pickle, given["replicated"]
         place, start, signals = bucket_url(url), new_start(), numbers_of(on_signal)
         group = Ranks(place, given["ranks"], given["patience"])
-        self._restore_threads = given["copy_threads"] or restore_threads(group.world_size)
+        self._restore_threads = given["copy_threads"] or restore_threads(None if group.are_spread else group.world_size)
         self._open_session = partial(open_session, place, given["keep"], given["keep_every"], given["flush_rate"])
         session = self._open_session(start)
         log = options.log("agent_log", agent_log)

@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Sequence
-from typing import Any, Callable, NamedTuple, Optional, TypeVar
+from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointError, warn
@@ -51,6 +51,8 @@ class Memory:
         """The nonce of the start whose memory this rank has, as the last `use` found it, if there is any."""
         self.own_step: Optional[_native.Named] = None
         """What the last `use` used of this job's own memory."""
+        self.left: Optional[_native.Named] = None
+        """What the agents of killed processes have for all ranks, of which some need what only other hosts' memory has."""
 
     def place(self, rank: int, world_size: Optional[int] = None) -> str:
         """Where the agent of a rank is found once its trainer was killed."""
@@ -64,7 +66,7 @@ class Memory:
         they hold is damaged, which is a warning.
         """
         self.passed_over, self.has_touched, self.is_used, self.seen = [], False, False, None
-        self.start, self.own_step = None, None
+        self.start, self.own_step, self.left = None, None, None
         opened: list[_native.OpenMemory] = []
         found: list[Optional[_native.Predecessor]] = []
 
@@ -82,7 +84,7 @@ class Memory:
 
         try:
             words = self._ranks.gather("look for what is in memory", look)
-            used = self._use(step, use, words, found[0])
+            used = self._use(step, use, words, found[0], is_own=bool(opened))
         finally:
             for one in opened:
                 one.close()
@@ -99,6 +101,7 @@ class Memory:
         use: Callable[[_native.Step], T],
         words: list[dict[str, Any]],
         own: Optional[_native.Predecessor],
+        is_own: bool,
     ) -> Optional[T]:
         wanted = [[entry for entry in word["held"] if step is None or entry[1] == step] for word in words]
         common = newest_common(wanted)
@@ -118,6 +121,8 @@ class Memory:
             self.has_touched = True
             self.passed_over.append(f"arena: {error}")
             warn(f"{self._url}: step {common[1]} in memory is not used: {error}")
+            if self._ranks.are_spread and not is_own:
+                self.left = common
             return None
         self.is_used, self.own_step = True, common
         return used
@@ -156,15 +161,26 @@ class Memory:
         own: Optional[_native.Predecessor],
     ) -> T:
         opened: list[_native.Step] = []
+        here = self._ranks.here()
+
+        def tell() -> dict[str, Any]:
+            return {"told": None if own is None else own.told(step)}
+
+        # Ranks of one host see for themselves.
+        is_spread = len(here) < len(places)
+        words = self._ranks.gather_whole("tell what is in memory", tell) if is_spread else []
 
         def open_parts() -> None:
-            agents = []
+            holders: list[Union[_native.Predecessor, str]] = []
             for rank, place in enumerate(places):
-                agent = own if rank == self._ranks.rank else self._visit(place, rank)
-                if agent is None:
+                if rank in here:
+                    holder = own if rank == self._ranks.rank else self._visit(place, rank)
+                else:
+                    holder = words[rank]["told"]
+                if holder is None:
                     raise CheckpointCorrupt(f"what rank {rank} had in memory is gone")
-                agents.append(agent)
-            opened.append(_native.open_held(agents, step))
+                holders.append(holder)
+            opened.append(_native.open_held(holders, step))
 
         try:
             # Apart: ranks meet while they use it, and one that cannot open it would not be there.

@@ -13,7 +13,7 @@ from ._errors import CheckpointCorrupt, CheckpointNotFound, warn
 from ._held import Memory
 from ._loading import NoStep, telling_what_was_read, with_step
 from ._local import LocalCopies
-from ._others import await_others
+from ._others import await_left, await_others
 from ._ranks import Ranks
 from ._url import source_url
 
@@ -101,6 +101,8 @@ class Ladder:
         try:
             with telling_what_was_read(passed_over if has_touched else ()):
                 settle(step, False)
+                if self.arena.left is not None:
+                    await_left(self._url, self._ranks, self.arena.place(0), self.arena.left)
                 if not self._has_waited:
                     self._has_waited = True
                     await_others(self._url, self._ranks, lambda size: self.arena.place(0, size))

@@ -195,8 +195,8 @@ P = TypeVar("P", bound=Planned)
 def read_planned(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], P]) -> P:
     """Makes a plan and reads what it wants.
 
-    Several ranks read what more than one of them wants of the store once, and lend it to each other. They meet once all of
-    them have read: none changes anything else before.
+    Several ranks of a host read what more than one of them wants of the store once, and lend it to each other. All meet once
+    all of them have read: none changes anything else before.
     """
 
     def read_here() -> P:
@@ -208,17 +208,27 @@ def read_planned(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], 
         return use_together(ranks, "read tensors", read_here)
     made: list[P] = []
 
-    def wish() -> dict[str, Any]:
+    def make() -> dict[str, Any]:
         made.append(plan())
-        return {"commit": step.commit, "wishes": made[0].tensors.wishes()}
+        return {"commit": step.commit}
 
-    words = ranks.gather_whole("plan a restore", wish)
+    words = ranks.gather_whole("plan a restore", make)
     if any(word["commit"] != step.commit for word in words):
         raise CheckpointConflict(f"step {step.step} was saved again, and ranks read both (hint: load it again)")
-    wishes = [word["wishes"] for word in words]
-    together = use_together(ranks, "share a restore", lambda: _native.Together(step, wishes, ranks.rank))
-    use_together(ranks, "read tensors", lambda: made[0].tensors.read(partial(_read_together, together, ranks)))
+    near, tensors = ranks.near(), made[0].tensors
+    use_together(ranks, "read tensors", lambda: _read_shared(step, near, tensors))
     return made[0]
+
+
+def _read_shared(step: _native.Step, near: Ranks, tensors: Tensors) -> None:
+    """Reads what this rank wants, together with the others of its host."""
+    if near.alone:
+        tensors.read()
+        return
+    words = near.gather_whole("share a restore", lambda: {"wishes": tensors.wishes()})
+    wishes = [word["wishes"] for word in words]
+    together = use_together(near, "share a restore", lambda: _native.Together(step, wishes, near.rank))
+    tensors.read(partial(_read_together, together, near))
 
 
 def _read_together(

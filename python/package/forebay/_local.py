@@ -27,6 +27,9 @@ class LocalCopies:
     """A directory of this host that has the newest steps of a job, all its ranks' parts of them."""
 
     def __init__(self, url: str, ranks: Ranks, directory: str, keep: int, ceiling: Optional[str]) -> None:
+        if ranks.are_spread:
+            text = f"local={directory!r}: copies are kept of jobs whose ranks are on one host, and this one's are on several"
+            raise CheckpointInvalid(f"{text} (hint: leave it out; memory and the store have the steps)")
         self._url = url
         self._ranks = ranks
         self._keep = keep

@@ -53,8 +53,8 @@ def whole(name: str, value: Any, least: int = 1, most: int = _MOST, may_lack: bo
 def replicas(name: str, value: Any) -> int:
     """How many other hosts are to hold what a rank saves."""
     if whole(name, value, least=0, may_lack=False):
-        text = "0, as the ranks of a job are all on one host yet, and a replica is for the loss of one"
-        raise refused(name, value, f"{text} (hint: local= keeps copies on its disk)")
+        text = "0, as no host holds what another one's ranks save yet"
+        raise refused(name, value, f"{text} (hint: local= keeps copies on this host's disk)")
     return 0
 
 

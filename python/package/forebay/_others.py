@@ -22,6 +22,25 @@ _WAIT_S = 30.0
 
 _PAUSE_S = 0.2
 
+_OLDER = "an older one is restored (hint: start again once it is there, `forebay ckpt ls` tells)"
+
+
+def await_left(url: str, ranks: Ranks, place: str, step: _native.Named) -> None:
+    """Waits, on all ranks, until a step that their killed processes sealed is in the store, as the agent of rank 0's found at
+    `place` tells, or that is gone; warns where that takes too long."""
+
+    def wait() -> bool:
+        deadline = time.monotonic() + _WAIT_S
+        while _on_its_way(place, step) is not None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
+
+    is_there = ranks.first("wait for what is in memory", wait)
+    if not is_there and ranks.rank == 0:
+        warn(f"{url}: step {step[1]}, which all ranks sealed, is not in the store after {_WAIT_S:g} s: {_OLDER}")
+
 
 def await_others(url: str, ranks: Ranks, place: Callable[[int], str]) -> None:
     """Waits, on all ranks, until what rank 0 of a job of another number of ranks holds is in the store; warns where that takes
@@ -41,7 +60,7 @@ def await_others(url: str, ranks: Ranks, place: Callable[[int], str]) -> None:
 
     late = ranks.first("wait for what other numbers of ranks sealed", wait)
     if late is not None and ranks.rank == 0:
-        warn(f"{url}: {late}: an older one is restored (hint: start again once it is there, `forebay ckpt ls` tells)")
+        warn(f"{url}: {late}: {_OLDER}")
 
 
 def _held_places() -> set[str]:
@@ -52,8 +71,8 @@ def _held_places() -> set[str]:
     return set()
 
 
-def _on_its_way(place: str) -> Optional[int]:
-    """The newest step that the agent at `place` holds, if it is not in the store."""
+def _on_its_way(place: str, step: Optional[_native.Named] = None) -> Optional[int]:
+    """That step, else the newest one, which the agent at `place` holds, if it is not in the store."""
     try:
         agent = _native.Predecessor.visit(place)
     except CheckpointError:
@@ -65,4 +84,5 @@ def _on_its_way(place: str) -> Optional[int]:
         held, durable = agent.held(), set(agent.durable())
     finally:
         agent.release()
-    return held[0][1] if held and held[0] not in durable else None
+    looked_at = [entry for entry in held if step in (None, entry)][:1]
+    return looked_at[0][1] if looked_at and looked_at[0] not in durable else None

@@ -17,10 +17,11 @@ _SHOWN = 8
 
 class Presence:
     """Shows the other ranks that this one has come to the meeting of that name. After a while the lowest one that has tells
-    on standard error, in one line, which have not."""
+    on standard error, in one line, which have not. Where they are on several hosts rank 0 tells, and names none."""
 
-    def __init__(self, name: str, place: tuple[int, int], text: str, hint: str) -> None:
+    def __init__(self, name: str, place: tuple[int, int], text: str, hint: str, are_spread: bool = False) -> None:
         self._name = name
+        self._are_spread = are_spread
         self._rank, self._world_size = place
         self._text = text
         self._hint = hint
@@ -59,12 +60,18 @@ class Presence:
         return True
 
     def _tell(self) -> None:
+        if self._are_spread:
+            if self._rank == 0:
+                self._say("the others")
+            return
         there = [self._is_there(rank) for rank in range(self._world_size)]
         missing = [rank for rank, is_there in enumerate(there) if not is_there]
         # All others say the same.
         if not missing or there.index(True) != self._rank:
             return
         shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
-        others = f"rank {shown}" if len(missing) == 1 else f"ranks {shown}"
+        self._say(f"rank {shown}" if len(missing) == 1 else f"ranks {shown}")
+
+    def _say(self, others: str) -> None:
         text = f"rank {self._rank} waits for {others} of {self._world_size} {self._text} (hint: {self._hint})"
         print(f"forebay: {text}", file=sys.stderr, flush=True)

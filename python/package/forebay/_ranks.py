@@ -13,10 +13,12 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar
 
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointError, CheckpointInvalid, CopiesHang
+from ._hosts import come, launched_on_several, open_door, torch_store
 from ._leaf import torch_module
 from ._presence import Presence
 
@@ -32,10 +34,19 @@ _groups: collections.Counter[str] = collections.Counter()
 class Ranks:
     """This process among the ranks that save to one place together."""
 
-    def __init__(self, url: str, ranks: Optional[tuple[int, int]], patience_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        ranks: Optional[tuple[int, int]],
+        patience_s: float,
+        numbers: Optional[Sequence[int]] = None,
+    ) -> None:
+        """With `ranks` given, as rank and number of ranks, all are on this host; `numbers` are what people know them by."""
         self._url = url
         self._given = ranks
         self._patience_s = patience_s
+        self._numbers = numbers
+        self._near: Optional[Ranks] = None
         self._found: Optional[tuple[int, int]] = None
         self._group: Optional[_native.Group] = None
         self._acts: list[str] = []
@@ -57,6 +68,28 @@ class Ranks:
     def alone(self) -> bool:
         """Whether there is no other rank."""
         return self.world_size == 1
+
+    @property
+    def are_spread(self) -> bool:
+        """Whether they are on several hosts."""
+        return self._given is None and launched_on_several(self.world_size)
+
+    def here(self) -> list[int]:
+        """The ranks of this host, this one among them."""
+        if not self.are_spread:
+            return list(range(self.world_size))
+        hosts = self._join().hosts()
+        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+
+    def near(self) -> Ranks:
+        """Those among one another: they can lend each other memory."""
+        here = self.here()
+        if len(here) == self.world_size:
+            return self
+        if self._near is None:
+            url = f"{self._url} beside rank {here[0]}"
+            self._near = Ranks(url, (here.index(self.rank), len(here)), self._patience_s, here)
+        return self._near
 
     def gather(self, act: str, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Does `work`, and gives what it gave on each rank, in their order. All ranks must be at the same `act`.
@@ -101,10 +134,11 @@ class Ranks:
         for rank, word in failed:
             # All ranks go on alike: what is not there for one is not there for all.
             kind = error_named(word["facts"]["kind"])
-            raise kind(f"rank {rank} failed to {word['act']}: {word['facts']['failed']}")
+            raise kind(f"rank {self._number(rank)} failed to {word['act']}: {word['facts']['failed']}")
         for rank, word in enumerate(words):
             if word["act"] != act:
-                raise CheckpointInvalid(f"rank {self.rank} is at `{act}` while rank {rank} is at `{word['act']}`")
+                own, other = self._number(self.rank), self._number(rank)
+                raise CheckpointInvalid(f"rank {own} is at `{act}` while rank {other} is at `{word['act']}`")
         return [word["facts"] for word in words]
 
     def first(self, act: str, work: Callable[[], T]) -> T:
@@ -130,7 +164,7 @@ class Ranks:
             raise damage[0]
         for rank, word in enumerate(words):
             if word["damage"] is not None and word["hangs"] == (kind is CopiesHang):
-                raise kind(f"rank {rank}: {word['damage']}")
+                raise kind(f"rank {self._number(rank)}: {word['damage']}")
         return [word["facts"] for word in words]
 
     def lend(self, together: _native.Together) -> None:
@@ -143,6 +177,8 @@ class Ranks:
         """For a forked child: lets go of the others without a word."""
         if self._group is not None:
             self._group.forget()
+        if self._near is not None:
+            self._near.forget()
 
     def refuse_others(self) -> None:
         """Raises `CheckpointInvalid` where torch.distributed, which was set up since, says that this is another rank, or one of
@@ -157,15 +193,14 @@ class Ranks:
 
     def _find(self) -> tuple[int, int]:
         if self._found is None:
-            self._found = self._given or surroundings()
-            rank, world_size = self._found
+            rank, world_size = self._given or surroundings()
             if not 0 <= rank < world_size:
                 raise CheckpointInvalid(f"rank {rank} of {world_size}")
-            here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-            if self._given is None and here < world_size:
-                text = f"the job has {world_size} ranks, of which {here} are on this host"
-                raise CheckpointInvalid(f"{text}; this version saves jobs whose ranks are all on one host")
+            self._found = rank, world_size
         return self._found
+
+    def _number(self, rank: int) -> int:
+        return rank if self._numbers is None else self._numbers[rank]
 
     def _join(self) -> _native.Group:
         if self._group is None:
@@ -178,9 +213,24 @@ class Ranks:
             hint = "to save alone, pass ranks=(0, 1)"
             if self._given is None and _numbers_of_torch() is None:
                 hint += ", or unset RANK and WORLD_SIZE in the environment"
-            with Presence(name, self._find(), text, hint):
-                self._group = _native.Group(name, self._find(), meeting_place(), self._patience_s)
+            with Presence(name, self._find(), text, hint, self.are_spread):
+                door, arrival = self._ways()
+                self._group = _native.Group(name, self._find(), meeting_place(), self._patience_s, door, arrival)
         return self._group
+
+    def _ways(self) -> tuple[Optional[_native.Door], Optional[_native.Arrival]]:
+        """Rank 0's door for ranks of other hosts, or the way of one of these to it."""
+        if not self.are_spread:
+            return None, None
+        store = torch_store()
+        if store is None:
+            text = f"the job has {self.world_size} ranks on several hosts, which meet through torch.distributed"
+            raise CheckpointInvalid(f"{text} (hint: call init_process_group first)")
+        # torch has another store, or another part of it, for each start; torchrun counts these on each host for itself.
+        name = f"forebay-{_groups[self._url]}-{self._url}"
+        if self.rank == 0:
+            return open_door(store, name, meeting_place()), None
+        return None, come(store, name, meeting_place(), self._patience_s)
 
 
 def error_named(kind: str) -> type[CheckpointError]:

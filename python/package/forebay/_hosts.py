@@ -1,0 +1,88 @@
+"""How ranks of several hosts find each other: rank 0 says in torch.distributed's own store where its door is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from typing import Any, Optional
+
+from . import _native
+from ._errors import CheckpointUnavailable
+from ._leaf import torch_module
+
+_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""Where launchers say how many ranks this host has: torchrun and those like it, Open MPI, MPICH and Intel MPI."""
+_NODES = "SLURM_STEP_NUM_NODES"
+"""Where Slurm says on how many hosts they are."""
+
+_ATTEMPT_S = 10.0
+"""How long the addresses of rank 0 are tried before it is asked again where it is."""
+_PAUSES_S = (0.02, 0.5)
+"""The first and the longest pause between two looks for what rank 0 says."""
+
+
+def launched_on_several(world_size: int) -> bool:
+    """Whether the job's ranks are on several hosts, as what launched them says; where nothing does, they are not."""
+    for name in _HERE:
+        with contextlib.suppress(ValueError):
+            if name in os.environ:
+                return int(os.environ[name]) < world_size
+    return world_size > 1 and os.environ.get(_NODES, "1").strip() not in ("", "0", "1")
+
+
+def torch_store() -> Optional[Any]:
+    """The store that torch.distributed's processes share; None where it is not in use."""
+    torch = torch_module()
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def open_door(store: Any, name: str, place: str) -> _native.Door:
+    """Opens rank 0's, and tells the others in the store, where they look for that name; `place` is its host."""
+    secret = secrets.token_hex(32)
+    door = _native.Door(secret)
+    store.set(name, json.dumps({"place": place, "addresses": _addresses(), "port": door.port, "secret": secret}))
+    return door
+
+
+def come(store: Any, name: str, place: str, patience_s: float) -> Optional[_native.Arrival]:
+    """The way to rank 0; None where it is on this host, which is at `place`, too.
+
+    Raises `CheckpointUnavailable` where it does not say where it is in time, or cannot be reached there.
+    """
+    deadline, pause, tried = time.monotonic() + patience_s, _PAUSES_S[0], "it has not come so far"
+    while True:
+        if store.check([name]):
+            # Again each time: it may have been another, earlier process's.
+            said = json.loads(store.get(name))
+            if said["place"] == place:
+                return None
+            arrival = _native.Arrival.at(said["addresses"], said["port"], said["secret"], _ATTEMPT_S)
+            if arrival is not None:
+                return arrival
+            tried = f"it is at none of {', '.join(said['addresses'])} (port {said['port']})"
+        if time.monotonic() > deadline:
+            text = f"rank 0, on another host, was not reached within {patience_s:g} s: {tried}"
+            raise CheckpointUnavailable(f"{text} (hint: hosts of a job must reach each other by TCP, at any port)")
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES_S[1])
+
+
+def _addresses() -> list[str]:
+    """Under which others may reach this host, likely ones first."""
+    master, name = os.environ.get("MASTER_ADDR", ""), socket.gethostname()
+    found: list[str] = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: it is where packets to the others' meeting point leave from, or that itself.
+        probe.connect((master, 9))
+        found.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found += [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    near = ("127.", "::1", "localhost")
+    far = [address for address in [*found, master, name] if address and not address.startswith(near)]
+    return list(dict.fromkeys(far or [*found, name]))

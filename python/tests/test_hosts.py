@@ -1,0 +1,387 @@
+"""Jobs whose ranks are on several hosts, of which network namespaces stand in: nothing else is shared than the place of their
+checkpoints and what torch.distributed shares."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel
+
+import forebay
+import forebay.dcp
+from forebay import _hosts, _native
+
+from .conftest import PATIENCE_S, SCALE, Child
+from .test_dcp import everything, numbers, whole
+from .test_ranks import fsdp_parts, fsdp_values
+from .test_restart import LINGER_S, end
+from .test_torchrun import PROGRAM
+from .torchrun_program import KILLED_AT, LAST
+
+_CLONE_NEWNET = 0x40000000
+
+Report = Callable[[str], None]
+Work = Callable[[int, Report], None]
+
+
+class Hosts:
+    """Two hosts with a link between them; ranks of both share the directories of this one."""
+
+    made = 0
+
+    def __init__(self, meetings: Path) -> None:
+        Hosts.made += 1
+        self._names = [f"fb{os.getpid()}-{Hosts.made}-{number}" for number in (0, 1)]
+        self._meetings, self._jobs = meetings, 0
+        for name in self._names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        link = ["eth0", "netns", self._names[0], "type", "veth", "peer", "name", "eth0", "netns", self._names[1]]
+        _ip("link", "add", *link)
+        for number, name in enumerate(self._names):
+            _ip("-n", name, "address", "add", f"10.91.7.{number + 1}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+
+    def remove(self) -> None:
+        for name in self._names:
+            _ip("netns", "del", name)
+
+    def cut_off(self) -> None:
+        """Has neither hear of the other any more."""
+        _ip("-n", self._names[0], "link", "set", "eth0", "down")
+
+    def start(self, ranks: int, work: Work) -> list[Child]:
+        """A job of so many ranks, half of them on either host."""
+        self._jobs += 1
+        here, number = ranks // 2, self._jobs
+
+        def rank_of(rank: int) -> Callable[[Report], None]:
+            def run(report: Report) -> None:
+                self._enter(rank // here)
+                os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(here))
+                os.environ.update(MASTER_ADDR="10.91.7.1", MASTER_PORT="29400", GLOO_SOCKET_IFNAME="eth0")
+                os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+                meeting = f"file://{self._meetings / str(number)}"
+                dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+                work(rank, report)
+
+            return run
+
+        return [Child(rank_of(rank)) for rank in range(ranks)]
+
+    def run(self, ranks: int, work: Callable[[int], Any]) -> list[Any]:
+        """What `work` gives on each rank."""
+        children = self.start(ranks, lambda rank, report: report(json.dumps(work(rank))))
+        lines = [child.line() for child in children]
+        assert [child.join() for child in children] == [0] * ranks
+        return [json.loads(line) for line in lines]
+
+    def _enter(self, host: int) -> None:
+        fd = os.open(f"/run/netns/{self._names[host]}", os.O_RDONLY)
+        assert ctypes.CDLL(None, use_errno=True).setns(fd, _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+        os.close(fd)
+
+
+    def torchrun(self, folder: Path, act: str, *options: str) -> list[dict[str, Any]]:
+        """What each of two ranks on either host told, which torchrun started, in no order."""
+        self._jobs += 1
+        place = f"--rdzv-endpoint=10.91.7.1:{29500 + self._jobs}", "--rdzv-backend=c10d", f"--rdzv-id={self._jobs}"
+        variables = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        # As in test_torchrun.py.
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        started = []
+        for host in (0, 1):
+            own = f"--rdzv-conf=is_host={1 - host}", f"--local-addr=10.91.7.{host + 1}"
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *place, *own]
+            command = [*torchrun, *options, str(PROGRAM), str(folder), act]
+            enter = partial(self._enter, host)
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            started.append(subprocess.Popen(command, env=variables, preexec_fn=enter, **pipes))
+        try:
+            told = [process.communicate(timeout=PATIENCE_S * 3)[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        assert [process.returncode for process in started] == [0, 0], "\n".join(told)
+        lines = [json.loads(line) for line in (folder / "told").read_text().splitlines()]
+        (folder / "told").unlink()
+        assert sorted(line.pop("rank") for line in lines) == [0, 1, 2, 3]
+        return lines
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    meetings = tmp_path / "meetings"
+    meetings.mkdir()
+    made = Hosts(meetings)
+    yield made
+    made.remove()
+
+
+def train(state: dict[str, Any], steps: int) -> None:
+    for _ in range(steps):
+        state["model"](numbers(4, 30)).square().mean().backward()
+        state["optim"].step()
+        state["optim"].zero_grad()
+        state["n"] += 1
+
+
+def ddp_parts(seed: int) -> dict[str, Any]:
+    """A model of which all ranks hold the same, and its optimizer."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(30, 300), torch.nn.Linear(300, 6)))
+    return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=1e-2), "n": 0}
+
+
+def held(hosts: Hosts, place: Path, parts: Callable[[int], dict[str, Any]]) -> list[int]:
+    """Kills a job whose last step is in the memory of both hosts; gives its agents."""
+
+    def work(rank: int, report: Report) -> None:
+        checkpointer = forebay.Checkpointer(place, every=1, linger=LINGER_S)
+        state = parts(1)
+        for step in (1, 2):
+            train(state, 1)
+            save = checkpointer.step(step, state)
+        assert save is not None and save.wait_sealed(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    children = hosts.start(4, work)
+    agents = [int(child.line()) for child in children]
+    for child in children:
+        child.kill()
+    return agents
+
+
+def goes_on(
+    hosts: Hosts, place: Path, parts: Callable[[int], dict[str, Any]], values: Callable[[dict[str, Any]], Any]
+) -> list[Any]:
+    """What a job that is started again has: the step, where it was read, whether all is as it was, warnings, and files of the store
+    that were read."""
+
+    def restore(rank: int) -> Any:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with forebay.Checkpointer(place, every=1, linger=0.0) as checkpointer:
+                state, expected = parts(2), parts(1)
+                step = checkpointer.restore(state)
+                restored = checkpointer.restored
+        train(expected, 2)
+        right = values(state) == values(expected) and state["n"] == 2
+        texts = [str(one.message) for one in told if one.category is forebay.CheckpointWarning]
+        assert restored is not None
+        return [step, restored.tier, right, texts]
+
+    return hosts.run(4, restore)
+
+
+def test_a_job_on_two_hosts_is_saved_and_restored_there_and_elsewhere(hosts: Hosts, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+
+    def save(rank: int) -> Any:
+        state = fsdp_parts(1)
+        train(state, 3)
+        with forebay.Checkpointer(place, every=3) as checkpointer:
+            assert checkpointer.step(3, state) is not None
+        assert checkpointer._ranks.here() == ([0, 1] if rank < 2 else [2, 3])
+        return fsdp_values(state)
+
+    def restore(rank: int) -> Any:
+        state = fsdp_parts(2)
+        with forebay.Checkpointer(place) as checkpointer:
+            assert checkpointer.restore(state) == 3 and checkpointer.restored is not None
+            return [fsdp_values(state), checkpointer.restored.tier]
+
+    expected = hosts.run(4, save)[0]
+    assert _native.verify(f"file://{place}", None) == []
+    assert hosts.run(4, restore) == [[expected, "store"]] * 4
+    assert hosts.run(2, restore) == [[expected, "store"]] * 2, "one rank a host"
+
+
+def test_ranks_of_a_host_read_what_all_want_once(hosts: Hosts, tmp_path: Path) -> None:
+    """All four want all of it: two read half of it each, on either host."""
+    place = tmp_path / "run"
+
+    def save(rank: int) -> Any:
+        with forebay.Checkpointer(place, replicated=["w"]) as checkpointer:
+            checkpointer.save_now(5, {"w": numbers(1 << 20)})
+
+    class Counting:
+        """What `Together` does, and how often it read."""
+
+        reads = 0
+
+        def __init__(self, *given: Any) -> None:
+            self._native = together(*given)
+
+        def __getattr__(self, name: str) -> Any:
+            Counting.reads += name == "read"
+            return getattr(self._native, name)
+
+    def restore(rank: int) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_native, "Together", Counting)
+            state = {"w": torch.zeros(1 << 20)}
+            with forebay.Checkpointer(place) as checkpointer:
+                assert checkpointer.restore(state) == 5
+        return [bool((state["w"] == numbers(1 << 20)).all()), Counting.reads]
+
+    together = _native.Together
+    hosts.run(4, save)
+    assert hosts.run(4, restore) == [[True, 1]] * 4
+
+
+def test_dcp_saves_and_loads_a_job_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        with forebay.dcp.Writer(tmp_path) as writer:
+            dcp.save(everything(1, True), checkpoint_id=5, storage_writer=writer)
+            dcp.async_save(everything(1, True), checkpoint_id=6, storage_writer=writer).result(PATIENCE_S)
+
+    def load(rank: int) -> Any:
+        expected, state = whole(everything(1, True)), everything(2, True)
+        dcp.load(state, storage_reader=forebay.dcp.Reader(tmp_path))
+        return whole(state) == expected
+
+    hosts.run(4, save)
+    assert _native.verify(f"file://{tmp_path}", None) == []
+    assert hosts.run(4, load) == [True] * 4
+
+
+def test_a_killed_job_goes_on_from_the_memory_of_its_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    agents = held(hosts, place, fsdp_parts)
+    assert goes_on(hosts, place, fsdp_parts, fsdp_values) == [[2, "arena", True, []]] * 4
+    for agent in agents:
+        end(agent)
+    assert _native.verify(f"file://{place}", None) == []
+
+
+def test_what_only_another_hosts_memory_has_is_waited_for_in_the_store(hosts: Hosts, tmp_path: Path) -> None:
+    """Ranks that hold the same write a part each, of which half is elsewhere."""
+    place = tmp_path / "run"
+    agents = held(hosts, place, ddp_parts)
+
+    def values(state: dict[str, Any]) -> Any:
+        return [parameter.tolist() for parameter in state["model"].parameters()]
+
+    for step, tier, right, told in goes_on(hosts, place, ddp_parts, values):
+        assert (step, tier, right) == (2, "store", True)
+        assert len(told) == 1 and "step 2 in memory is not used" in told[0] and "another host's memory" in told[0]
+    for agent in agents:
+        end(agent)
+
+
+def test_torchrun_starts_a_job_on_two_hosts_again(hosts: Hosts, tmp_path: Path) -> None:
+    """A rank of it was killed: what DDP's ranks hold is on either host in part."""
+    (tmp_path / "kill").touch()
+    found = hosts.torchrun(tmp_path, "train", "--max-restarts=1")
+    assert not (tmp_path / "kill").exists(), "a rank was killed"
+    assert found == [{"start": KILLED_AT, "tier": "store", "wrong": [], "losses_are_equal": True}] * 4
+    assert _native.verify(f"file://{tmp_path}/run", None) == []
+    assert hosts.torchrun(tmp_path, "restore") == [{"start": LAST, "wrong": []}] * 4
+
+
+# A host that says nothing any more is found so after 40 s: in long runs.
+@pytest.mark.parametrize("kind", ["killed", "cut off"][:SCALE])
+def test_a_rank_that_is_gone_from_another_host_is_named(hosts: Hosts, tmp_path: Path, kind: str) -> None:
+    def work(rank: int, report: Report) -> None:
+        checkpointer = forebay.Checkpointer(tmp_path / "run", every=1)
+        state = {"w": numbers(9)}
+        save = checkpointer.step(1, state)
+        assert save is not None and save.wait_durable(60)
+        report("saved")
+        if rank == 3:
+            signal.pause()
+        with pytest.raises(forebay.CheckpointUnavailable) as raised:
+            checkpointer.step(2, state)
+        report(str(raised.value))
+        signal.pause()
+
+    children = hosts.start(4, work)
+    assert [child.line() for child in children] == ["saved"] * 4
+    if kind == "killed":
+        children[3].kill()
+        assert all("rank 3 of the job is gone" in child.line() for child in children[:3])
+    else:
+        hosts.cut_off()
+        told = [child.line() for child in children[:3]]
+        assert "of the job is gone" in told[0] and told[0] == told[1] and "rank 0 is gone" in told[2], told
+    for child in children:
+        if child in Child.alive:
+            child.kill()
+
+
+def test_hosts_that_do_not_reach_each_other_are_told(hosts: Hosts, tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_hosts, "_addresses", lambda: ["127.0.0.1"])
+            with forebay.Checkpointer(tmp_path / "run", patience=3.0) as checkpointer:
+                with pytest.raises(forebay.CheckpointUnavailable) as raised:
+                    checkpointer.save_now(1, {"w": numbers(9)})
+        return str(raised.value)
+
+    first, second = hosts.run(2, work)
+    assert "rank 1 did not join the job's group within 3 s" in first
+    assert "rank 0, on another host, was not reached within 3 s: it is at none of 127.0.0.1 (port" in second
+    assert "hint: hosts of a job must reach each other by TCP" in second
+
+
+def test_what_jobs_on_several_hosts_do_without_is_told(hosts: Hosts, tmp_path: Path, monkeypatch: Any) -> None:
+    def local(rank: int) -> Any:
+        with pytest.raises(forebay.CheckpointInvalid) as raised:
+            forebay.Checkpointer(tmp_path / "run", local=str(tmp_path / "copies"))
+        return str(raised.value)
+
+    for text in hosts.run(2, local):
+        assert "this one's are on several (hint: leave it out" in text
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with forebay.Checkpointer(tmp_path / "run") as checkpointer:
+        with pytest.raises(forebay.CheckpointInvalid, match="4 ranks on several hosts.*init_process_group first"):
+            checkpointer.save_now(1, {"w": numbers(9)})
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, False),
+        ({"LOCAL_WORLD_SIZE": "8"}, False),
+        ({"LOCAL_WORLD_SIZE": "4"}, True),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True),
+        ({"MPI_LOCALNRANKS": "8", "SLURM_STEP_NUM_NODES": "2"}, False),
+        ({"SLURM_STEP_NUM_NODES": "2"}, True),
+        ({"SLURM_STEP_NUM_NODES": "1"}, False),
+        ({"LOCAL_WORLD_SIZE": "many"}, False),
+    ],
+)
+def test_what_launchers_say_of_hosts_is_known(given: dict[str, str], expected: bool, monkeypatch: Any) -> None:
+    for name in (*_hosts._HERE, _hosts._NODES):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert _hosts.launched_on_several(8) is expected
+    assert not _hosts.launched_on_several(1)
+
+
+def test_addresses_are_those_that_others_can_reach(monkeypatch: Any) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.91.7.200")
+    found: Optional[list[str]] = _hosts._addresses()
+    assert found and "10.91.7.200" in found and not any(address.startswith("127.") for address in found)
