@@ -5,7 +5,7 @@
 //! write, and stores that cannot say who wrote first.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use forebay_cache::Node;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, VolumeId};
@@ -15,12 +15,13 @@ use forebay_io::object::{Bucket, BucketUrl};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::adopt::looks_copied;
-use forebay_metadata::commit::{Committer, CommitterSettings, Txn};
+use forebay_metadata::commit::{Committer, CommitterSettings, Guard, Txn};
 use forebay_metadata::copied;
 use forebay_metadata::kv::{Durability, Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings, after};
 use forebay_metadata::schema::{Keys, encode_plain};
 use forebay_metadata::tree::{GcSettings, ImportSettings, LocalTree, TreeParts, TreeSettings};
 use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile, VolumeRecord};
+use futures::future::{BoxFuture, FutureExt};
 
 use crate::compact;
 use crate::settings::VolumeSettings;
@@ -395,11 +396,25 @@ fn start_committer(engine: Arc<dyn Engine>, claim: Option<&Arc<Claim>>, writes_b
     match claim.map(Arc::downgrade) {
         None => Committer::start(engine, settings),
         // The volume holds the claim and gives it up after the tree is closed.
-        Some(claim) => Committer::start_guarded(engine, settings, move || match claim.upgrade() {
-            Some(claim) => claim.check(),
-            None => Err(Error::new(ErrorKind::Conflict, "the volume is closed")),
-        }),
+        Some(claim) => Committer::start_guarded(engine, settings, Claimed(claim)),
     }
+}
+
+/// Whether the volume is held, for its committer.
+struct Claimed(Weak<Claim>);
+
+impl Guard for Claimed {
+    fn check(&self) -> Result<()> {
+        self.0.upgrade().map_or_else(|| Err(closed()), |claim| claim.check())
+    }
+
+    fn regain(&self) -> BoxFuture<'static, Result<()>> {
+        self.0.upgrade().map_or_else(|| std::future::ready(Err(closed())).boxed(), |claim| claim.regain())
+    }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Conflict, "the volume is closed")
 }
 
 async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>> {

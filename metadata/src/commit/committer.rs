@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_core::Result;
+use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::task::{Task, TaskGroup};
 use parking_lot::RwLock;
 use tokio::sync::{Mutex, Semaphore};
 use tokio::time::Instant;
 
-use super::gather::{Gathered, State, Want};
+use super::gather::{Gathered, Guard, State, Want};
 use super::overlay::Overlay;
 use super::serial::{Attempt, Serial, closed, late};
 use super::view::{Txn, View};
@@ -87,12 +87,9 @@ impl Committer {
     /// As [`Self::start`], asking `guard` before each change is made, and before it is acknowledged as durable,
     /// whether this process still holds the volume. What it refuses gets its error; nothing is poisoned, so
     /// that a lease which lapsed may come back. Reads go on while it says `Unavailable`, and with
-    /// [`CommitterSettings::changes_while_unsure`] so do `Buffered` changes; nothing is durable then.
-    pub fn start_guarded(
-        engine: Arc<dyn Engine>,
-        settings: CommitterSettings,
-        guard: impl Fn() -> Result<()> + Send + Sync + 'static,
-    ) -> Self {
+    /// [`CommitterSettings::changes_while_unsure`] so do `Buffered` changes; nothing is durable then, and any other change waits
+    /// as long as the guard does to [regain](Guard::regain) the volume.
+    pub fn start_guarded(engine: Arc<dyn Engine>, settings: CommitterSettings, guard: impl Guard) -> Self {
         // An engine that answers at once needs no second copy of its values.
         let hot_bytes = if engine.get_now(b"\0").is_none() { settings.hot_bytes } else { 0 };
         let state = Arc::new(State {
@@ -146,13 +143,30 @@ impl Committer {
         let serial = &self.0.serial;
         let mut gathered: Option<Gathered> = None;
         let mut room_until: Option<Option<Instant>> = None;
+        let mut may_regain = true;
         // Bounded by `max_runs` and `fetch_deadline`.
         loop {
-            match serial.attempt(durability, &mut work, gathered.as_mut())? {
+            let attempt = match serial.attempt(durability, &mut work, gathered.as_mut()) {
+                Err(error) if may_regain && self.is_unsure(&error, durability) => {
+                    self.0.state.guard.regain().await?;
+                    may_regain = false;
+                    continue;
+                }
+                attempt => attempt?,
+            };
+            match attempt {
                 Attempt::Done(value) => return Ok(value),
                 Attempt::Waiting(value, told) => {
                     drop(gathered);
-                    return told.await.map_err(|_| closed())?.map(|()| value);
+                    let outcome = told.await.map_err(|_| closed())?;
+                    return match outcome {
+                        Err(error) if may_regain && self.is_unsure(&error, durability) => {
+                            self.0.state.guard.regain().await?;
+                            // It was held all the time, and what was done stands.
+                            self.acknowledge().await.map(|()| value)
+                        }
+                        outcome => outcome.map(|()| value),
+                    };
                 }
                 Attempt::Missed(wants) => {
                     let _place = self.0.set_aside.acquire().await.map_err(|_| closed())?;
@@ -163,6 +177,23 @@ impl Committer {
                 }
             }
         }
+    }
+
+    /// Returns when everything before is durable, whoever has heard of it.
+    async fn acknowledge(&self) -> Result<()> {
+        let serial = &self.0.serial;
+        loop {
+            match serial.attempt(Durability::Durable, &mut |_: &mut Txn<'_>| Ok(()), None)? {
+                Attempt::Waiting((), told) => return told.await.map_err(|_| closed())?,
+                Attempt::Full => serial.wait_for_room(None).await?,
+                Attempt::Done(()) | Attempt::Missed(_) => return Err(Error::bug("nothing was asked for")),
+            }
+        }
+    }
+
+    /// Whether a change was refused as nobody knows whether this process still holds the volume.
+    fn is_unsure(&self, error: &Error, durability: Durability) -> bool {
+        error.kind() == ErrorKind::Unavailable && self.0.state.may_change(durability).is_err()
     }
 
     /// Runs a read-only closure over the newest state, at once where the engine's reads do not wait. It does

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
+use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use parking_lot::RwLock;
 
@@ -16,12 +17,29 @@ use crate::kv::{Durability, Engine, Pair};
 const FETCHES_AT_ONCE: usize = 16;
 
 /// Says whether this process may still act for the volume.
-pub(super) type Guard = Box<dyn Fn() -> Result<()> + Send + Sync>;
+pub trait Guard: Send + Sync + 'static {
+    /// Whether it may at this moment.
+    ///
+    /// # Errors
+    /// `Unavailable` while nobody knows; any other for good.
+    fn check(&self) -> Result<()>;
+
+    /// Waits a while for it to be known; gives what [`Self::check`] says then.
+    fn regain(&self) -> BoxFuture<'static, Result<()>> {
+        std::future::ready(self.check()).boxed()
+    }
+}
+
+impl<F: Fn() -> Result<()> + Send + Sync + 'static> Guard for F {
+    fn check(&self) -> Result<()> {
+        self()
+    }
+}
 
 /// A committer's engine and what is laid over it.
 pub(super) struct State {
     pub(super) engine: Arc<dyn Engine>,
-    pub(super) guard: Guard,
+    pub(super) guard: Box<dyn Guard>,
     pub(super) overlay: RwLock<Overlay>,
     /// How long a fetch may take.
     pub(super) fetch_deadline: Duration,
@@ -34,7 +52,7 @@ pub(super) struct State {
 impl State {
     /// Whether reads may be served: also while it is unknown whether another has the volume.
     pub(super) fn may_read(&self) -> Result<()> {
-        match (self.guard)() {
+        match self.guard.check() {
             Err(error) if error.kind() != ErrorKind::Unavailable => Err(error),
             _ => Ok(()),
         }
@@ -50,7 +68,7 @@ impl State {
 
     /// Whether changes may be acknowledged as durable.
     pub(super) fn may_acknowledge(&self) -> Result<()> {
-        (self.guard)()
+        self.guard.check()
     }
 }
 

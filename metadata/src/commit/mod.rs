@@ -18,4 +18,5 @@ mod twin;
 mod tests;
 
 pub use committer::{Committer, CommitterSettings};
+pub use gather::Guard;
 pub use view::{Reads, Txn, View};

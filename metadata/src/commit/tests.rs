@@ -2,15 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
+use futures::future::{BoxFuture, FutureExt};
 use parking_lot::Mutex;
 
 use super::twin::Twin;
-use super::{Committer, CommitterSettings, Reads, Txn};
+use super::{Committer, CommitterSettings, Guard, Reads, Txn};
 use crate::kv::{Durability, Engine, LmdbEngine, LmdbSettings};
 use crate::testing::{Chance, rounds};
 
@@ -442,6 +443,53 @@ async fn a_guard_that_refuses_stops_acknowledgements_until_it_allows_them() {
     assert_eq!(change().await.expect("allowed again"), 1);
     *refusal.lock() = Some(ErrorKind::Conflict);
     assert_eq!(committer.read(|view| view.get(b"n")).await.expect_err("lost").kind(), ErrorKind::Conflict);
+}
+
+/// Says whether the volume is held, and gets it back as often as it may.
+#[derive(Clone)]
+struct Lease {
+    is_held: Arc<AtomicBool>,
+    regains: Arc<AtomicUsize>,
+}
+
+impl Guard for Lease {
+    fn check(&self) -> Result<()> {
+        let lapsed = || Error::new(ErrorKind::Unavailable, "the lease");
+        self.is_held.load(Ordering::SeqCst).then_some(()).ok_or_else(lapsed)
+    }
+
+    fn regain(&self) -> BoxFuture<'static, Result<()>> {
+        let left = |left: usize| left.checked_sub(1);
+        let regained = self.regains.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left).is_ok();
+        self.is_held.fetch_or(regained, Ordering::SeqCst);
+        std::future::ready(self.check()).boxed()
+    }
+}
+
+/// A change, and what waits for one to be durable, is refused where the lease does not come back, and not before.
+#[tokio::test]
+async fn changes_wait_for_a_lease_that_comes_back() {
+    let twin = Twin::held(true);
+    let lease = Lease { is_held: Arc::new(true.into()), regains: Arc::new(2.into()) };
+    let is_held = lease.is_held.clone();
+    let committer = Committer::start_guarded(twin.clone(), CommitterSettings::default(), lease.clone());
+    let durable = {
+        let committer = committer.clone();
+        tokio::spawn(async move { committer.transact(Durability::Durable, |txn| count(txn, b"n")).await })
+    };
+    while committer.read_now(|view| view.get(b"n")).expect("now").map(number).expect("read") < 1 {
+        tokio::task::yield_now().await;
+    }
+    is_held.store(false, Ordering::SeqCst);
+    twin.permits.add_permits(10);
+    assert_eq!(durable.await.expect("caller").expect("acknowledged once it is held again"), 0);
+    let change = async || committer.transact(Durability::Buffered, |txn| count(txn, b"n")).await;
+    is_held.store(false, Ordering::SeqCst);
+    assert_eq!(change().await.expect("once it is held again"), 1);
+    is_held.store(false, Ordering::SeqCst);
+    assert_eq!(change().await.expect_err("it does not come back").kind(), ErrorKind::Unavailable);
+    assert_eq!(lease.regains.load(Ordering::SeqCst), 0);
+    assert_eq!(committer.read(|view| view.get(b"n")).await.map(number).expect("reads go on"), 2);
 }
 
 /// Where it is asked for, what nobody waits for is done while the lease has lapsed; durable it is not before it is back.

@@ -10,6 +10,7 @@ use forebay_io::lock_file::{LockFile, Locked};
 use forebay_io::object::{Bucket, Condition};
 use forebay_io::rng::Rng;
 use forebay_io::task::blocking;
+use futures::future::{BoxFuture, FutureExt};
 use tokio::sync::watch;
 
 use super::lease::{Held, Lease, LeaseSettings, LeaseState};
@@ -256,6 +257,18 @@ impl Claim {
         match &self.right {
             Right::Leased(lease) => lease.check(),
             Right::Read | Right::Locked { .. } => Ok(()),
+        }
+    }
+
+    /// Waits until writes may be acknowledged, where that is for a renewal of the lease alone: for one that begins from now on.
+    /// Who waits keeps nobody from giving the volume back.
+    ///
+    /// # Errors
+    /// As [`Self::check`], after it.
+    pub fn regain(&self) -> BoxFuture<'static, Result<()>> {
+        match &self.right {
+            Right::Leased(lease) => lease.regain().boxed(),
+            Right::Read | Right::Locked { .. } => std::future::ready(Ok(())).boxed(),
         }
     }
 

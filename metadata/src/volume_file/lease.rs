@@ -8,7 +8,7 @@ use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version};
 use forebay_io::clock::{Clock, Moment};
 use forebay_io::object::{Bucket, Condition};
 use forebay_io::task::{Task, TaskGroup};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{Notify, oneshot, watch};
 
 use super::record::VolumeRecord;
 
@@ -69,9 +69,31 @@ struct Shared {
     valid_ms: AtomicU64,
     duration: Duration,
     state: watch::Sender<LeaseState>,
+    /// Renewals that have begun, and how many of them had when the last one ended.
+    begun: AtomicU64,
+    ended: watch::Sender<u64>,
+    /// Somebody waits for the next one.
+    wanted: Notify,
 }
 
 impl Shared {
+    fn check(&self) -> Result<()> {
+        if *self.state.borrow() == LeaseState::Lost {
+            return Err(Error::new(ErrorKind::Conflict, "another mount took this volume over")
+                .with_hint("unmount this one"));
+        }
+        match self.clock.now() < self.valid_until() {
+            true => Ok(()),
+            false => Err(Error::new(
+                ErrorKind::Unavailable,
+                "the volume's lease could not be renewed: the bucket does not answer",
+            )
+            .with_hint(
+                "check that its store can be reached from this host, as `forebay doctor` does, and try again",
+            )),
+        }
+    }
+
     fn valid_until(&self) -> Moment {
         self.origin + Duration::from_millis(self.valid_ms.load(Ordering::Acquire))
     }
@@ -105,7 +127,10 @@ impl Lease {
     /// Begins renewing a lease whose claim was sent at `sent`.
     pub(super) fn keep(held: Held, duration: Duration, clock: &Clock, sent: Moment) -> Self {
         let (clock, state) = (clock.clone(), watch::Sender::new(LeaseState::Held));
-        let shared = Arc::new(Shared { clock, origin: sent, valid_ms: AtomicU64::new(0), duration, state });
+        let (begun, ended, wanted) = (AtomicU64::new(0), watch::Sender::new(0), Notify::new());
+        let valid_ms = AtomicU64::new(0);
+        let shared = Shared { clock, origin: sent, valid_ms, duration, state, begun, ended, wanted };
+        let shared = Arc::new(shared);
         shared.extend(sent);
         let (stop, stopped) = oneshot::channel();
         let renewing = renew_until_stopped(held, shared.clone(), stopped);
@@ -115,19 +140,32 @@ impl Lease {
 
     /// Whether the lease is held at this moment.
     pub(super) fn check(&self) -> Result<()> {
-        if *self.shared.state.borrow() == LeaseState::Lost {
-            return Err(Error::new(ErrorKind::Conflict, "another mount took this volume over")
-                .with_hint("unmount this one"));
-        }
-        match self.shared.clock.now() < self.shared.valid_until() {
-            true => Ok(()),
-            false => Err(Error::new(
-                ErrorKind::Unavailable,
-                "the volume's lease could not be renewed: the bucket does not answer",
-            )
-            .with_hint(
-                "check that its store can be reached from this host, as `forebay doctor` does, and try again",
-            )),
+        self.shared.check()
+    }
+
+    /// Waits until the lease is held: for one renewal that begins from now on, and no longer than a lease lasts. Where the store
+    /// has just come back, nobody is to hear that it is away.
+    ///
+    /// # Errors
+    /// As [`Self::check`].
+    pub(super) fn regain(&self) -> impl Future<Output = Result<()>> + Send + use<> {
+        let shared = self.shared.clone();
+        async move {
+            let mut ended = shared.ended.subscribe();
+            let wanted = shared.begun.load(Ordering::Acquire) + 1;
+            let until = shared.clock.now() + shared.duration;
+            loop {
+                let outcome = shared.check();
+                let is_final = |error: &Error| error.kind() != ErrorKind::Unavailable;
+                if outcome.as_ref().err().is_none_or(is_final) || *ended.borrow_and_update() >= wanted {
+                    return outcome;
+                }
+                shared.wanted.notify_one();
+                tokio::select! {
+                    _ = ended.changed() => {}
+                    () = shared.clock.sleep_until(until) => return shared.check(),
+                }
+            }
         }
     }
 
@@ -159,8 +197,10 @@ async fn renew_until_stopped(
                 return if stop.is_ok() { held.release().await } else { Ok(()) };
             }
             () = shared.clock.sleep(pause) => {}
+            () = shared.wanted.notified() => {}
         }
         let sent = shared.clock.now();
+        let number = shared.begun.fetch_add(1, Ordering::AcqRel) + 1;
         pause = match renew(&mut held, &shared).await {
             Ok(()) => {
                 shared.extend(sent);
@@ -169,6 +209,7 @@ async fn renew_until_stopped(
             Err(error) if error.kind() == ErrorKind::Conflict => {
                 tracing::error!(%error, "the volume's lease is lost");
                 shared.turn(LeaseState::Lost);
+                shared.ended.send_replace(number);
                 return Ok(());
             }
             Err(error) => {
@@ -176,6 +217,7 @@ async fn renew_until_stopped(
                 shared.duration / RETRIES
             }
         };
+        shared.ended.send_replace(number);
     }
 }
 

@@ -194,6 +194,42 @@ async fn a_silent_bucket_lapses_the_lease_and_an_answering_one_restores_it() {
     other.check().expect("held");
 }
 
+/// For a second after a store had come back changes were refused, with the word that it is away.
+#[tokio::test(start_paused = true)]
+async fn who_finds_a_lapsed_lease_waits_for_one_renewal() {
+    let clock = clock();
+    let memory = Bucket::in_memory();
+    let faults = Faults::new();
+    let bucket = memory.with_faults(&faults);
+    let claim = open(&bucket, &clock, false).await.expect("open");
+    let mut watch = claim.watch();
+    let begun = Instant::now();
+    claim.regain().await.expect("held");
+    assert_eq!(begun.elapsed(), Duration::ZERO, "nothing is waited for");
+    faults.set_down(true);
+    watch.wait_for(|state| *state == LeaseState::Lapsed).await.expect("lapsed");
+    assert_eq!(claim.regain().await.expect_err("it was tried").kind(), ErrorKind::Unavailable);
+    faults.set_down(false);
+    let begun = Instant::now();
+    let (one, other) = tokio::join!(claim.regain(), claim.regain());
+    one.and(other).expect("the store is back");
+    assert!(begun.elapsed() < LEASE / 20, "before the next try would have been: {:?}", begun.elapsed());
+    // Who waits keeps nobody from giving it back.
+    faults.set_down(true);
+    watch.mark_unchanged();
+    watch.wait_for(|state| *state == LeaseState::Lapsed).await.expect("lapsed");
+    let waiting = claim.regain();
+    drop(claim);
+    assert_eq!(waiting.await.expect_err("given back").kind(), ErrorKind::Unavailable);
+    // Lost for good, that is told at once.
+    faults.set_down(false);
+    let claim = open(&bucket, &clock, false).await.expect("open");
+    let other = open(&memory, &clock, true).await.expect("taken over");
+    claim.watch().wait_for(|state| *state == LeaseState::Lost).await.expect("lost");
+    assert_eq!(claim.regain().await.expect_err("lost").kind(), ErrorKind::Conflict);
+    other.check().expect("held");
+}
+
 /// Under load the renewals stood at the end of the queue for the store, longer than a lease, and the volume was lost while
 /// the store was well.
 #[tokio::test(start_paused = true)]
