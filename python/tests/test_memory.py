@@ -190,11 +190,11 @@ def test_memory_outlives_its_copy_where_nobody_closes_the_checkpointer(tmp_path:
             break
     agent = checkpointer._agent
     del memory, parameter, optim
-    assert was_copied == [] and len(copiers) == 1
+    assert was_copied == [] and copiers
     del checkpointer
     gc.collect()
     gc.unfreeze()
-    assert was_copied == [True]
+    assert was_copied == [True] * len(copiers)
     agent.wait(60)
 
 
