@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::{Clock, Moment};
+use forebay_io::codec;
 use forebay_io::mem::SharedMemory;
 use forebay_io::net::{Door, FdStream, Inherited, MAX_FRAME, Meeting, Received, meet, wait_readable};
 use serde::{Deserialize, Serialize};
@@ -200,7 +201,9 @@ impl Group {
             return Err(Wait::ended());
         }
         let answer = match heard {
-            Ok(Some((frame, _))) => parse(&frame).unwrap_or_else(|error| Answer::Over(error.to_string())),
+            Ok(Some((frame, _))) => {
+                read_answer(&frame).unwrap_or_else(|error| Answer::Over(error.to_string()))
+            }
             Ok(None) => Answer::Over(gone().to_string()),
             Err(error) => Answer::Over(error.to_string()),
         };
@@ -340,6 +343,13 @@ fn word_of(rank: usize, text: &str, patience_ms: u64) -> Result<Vec<u8>> {
 fn parse<T: for<'a> Deserialize<'a>>(frame: &[u8]) -> Result<T> {
     serde_json::from_slice(frame)
         .map_err(|error| Error::invalid(format!("a group's words do not parse: {error}")))
+}
+
+fn read_answer(frame: &[u8]) -> Result<Answer> {
+    match codec::is_packed(frame) {
+        true => parse(&codec::unpack(frame, MOST_BYTES)?),
+        false => parse(frame),
+    }
 }
 
 fn missing(ranks: &[usize], doing: &str, patience: Duration) -> Error {
@@ -514,13 +524,17 @@ fn collect(ranks: &mut [FdStream], patience: Duration) -> Result<Said> {
 /// `Unavailable`, naming the ranks, where some do not take it within `patience`; all others were told. `TooLarge` when no
 /// frame takes the answer; nobody was told anything then.
 fn tell_all(ranks: &mut [FdStream], answer: &Answer, fds: &[OwnedFd], patience: Duration) -> Result<()> {
-    let frame = frame_of(answer).map_err(|error| match error.kind() {
+    let mut frame = frame_of(answer).map_err(|error| match error.kind() {
         ErrorKind::TooLarge => {
             let fact = format!("what the ranks tell each other is too long: {}", error.message());
             Error::new(ErrorKind::TooLarge, fact)
         }
         _ => error,
     })?;
+    if frame.len() > AT_ONCE {
+        // All of it goes to each of them, and ranks say much the same.
+        frame = codec::pack(&frame)?;
+    }
     let clock = Clock::system();
     let deadline = clock.now() + patience;
     // Whether it was not taken in time.

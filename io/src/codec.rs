@@ -8,6 +8,33 @@ use zstd::stream::{read::Decoder, write::Encoder};
 
 /// The library's own default: about as fast as a disk takes it.
 const LEVEL: i32 = 3;
+/// What a stream begins with (RFC 8878, 3.1.1).
+const MAGIC: [u8; 4] = 0xFD2F_B528_u32.to_le_bytes();
+
+/// Bytes as a stream.
+pub fn pack(bytes: &[u8]) -> io::Result<Vec<u8>> {
+    let mut packed = Compressor::new(Vec::new())?;
+    packed.write_all(bytes)?;
+    packed.finish()
+}
+
+/// Whether bytes are a stream, and no text.
+pub fn is_packed(bytes: &[u8]) -> bool {
+    bytes.starts_with(&MAGIC)
+}
+
+/// What was packed, up to so many bytes.
+///
+/// # Errors
+/// Where it is cut short or altered, or more.
+pub fn unpack(packed: &[u8], most: usize) -> io::Result<Vec<u8>> {
+    let (mut bytes, mut from) = (Vec::new(), Decompressor::new(packed)?.take(most as u64 + 1));
+    from.read_to_end(&mut bytes)?;
+    match bytes.len() > most {
+        true => Err(io::Error::new(io::ErrorKind::InvalidData, format!("more than {most} bytes"))),
+        false => Ok(bytes),
+    }
+}
 
 /// Compresses what is written to it.
 pub struct Compressor<W: Write>(Encoder<'static, W>);
@@ -66,6 +93,16 @@ impl<R: Read> BufRead for Decompressor<R> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_packed_is_unpacked_up_to_a_limit() {
+        let text = b"{\"all\": 1}".repeat(1000);
+        let packed = pack(&text).expect("packed");
+        assert!(is_packed(&packed) && !is_packed(&text) && packed.len() < 100);
+        assert_eq!(unpack(&packed, text.len()).expect("whole"), text);
+        unpack(&packed, text.len() - 1).expect_err("more");
+        unpack(&packed[..packed.len() - 1], text.len()).expect_err("cut short");
+    }
 
     #[test]
     fn streams_round_trip_and_damage_is_an_error() {

@@ -3,6 +3,7 @@ checkpoints and what torch.distributed shares."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -151,6 +152,28 @@ def ddp_parts(seed: int) -> dict[str, Any]:
     return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=1e-2), "n": 0}
 
 
+@contextlib.contextmanager
+def shared_reads() -> Iterator[list[int]]:
+    """Which parts this rank reads of the store for all of its host, by their numbers."""
+    together: Any = _native.Together
+    reads: list[int] = []
+
+    class Counting:
+        def __init__(self, *given: Any) -> None:
+            self._native = together(*given)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._native, name)
+
+        def read(self, number: int, threads: int) -> None:
+            reads.append(number)
+            self._native.read(number, threads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_native, "Together", Counting)
+        yield reads
+
+
 def held(hosts: Hosts, place: Path, parts: Callable[[int], dict[str, Any]]) -> list[int]:
     """Kills a job whose last step is in the memory of both hosts; gives its agents."""
 
@@ -224,27 +247,12 @@ def test_ranks_of_a_host_read_what_all_want_once(hosts: Hosts, tmp_path: Path) -
         with forebay.Checkpointer(place, replicated=["w"]) as checkpointer:
             checkpointer.save_now(5, {"w": numbers(1 << 20)})
 
-    class Counting:
-        """What `Together` does, and how often it read."""
-
-        reads = 0
-
-        def __init__(self, *given: Any) -> None:
-            self._native = together(*given)
-
-        def __getattr__(self, name: str) -> Any:
-            Counting.reads += name == "read"
-            return getattr(self._native, name)
-
     def restore(rank: int) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_native, "Together", Counting)
-            state = {"w": torch.zeros(1 << 20)}
-            with forebay.Checkpointer(place) as checkpointer:
-                assert checkpointer.restore(state) == 5
-        return [bool((state["w"] == numbers(1 << 20)).all()), Counting.reads]
+        state = {"w": torch.zeros(1 << 20)}
+        with shared_reads() as reads, forebay.Checkpointer(place) as checkpointer:
+            assert checkpointer.restore(state) == 5
+        return [bool((state["w"] == numbers(1 << 20)).all()), len(reads)]
 
-    together = _native.Together
     hosts.run(4, save)
     assert hosts.run(4, restore) == [[True, 1]] * 4
 
@@ -257,12 +265,13 @@ def test_dcp_saves_and_loads_a_job_on_two_hosts(hosts: Hosts, tmp_path: Path) ->
 
     def load(rank: int) -> Any:
         expected, state = whole(everything(1, True)), everything(2, True)
-        dcp.load(state, storage_reader=forebay.dcp.Reader(tmp_path))
-        return whole(state) == expected
+        with shared_reads() as reads:
+            dcp.load(state, storage_reader=forebay.dcp.Reader(tmp_path))
+        return [whole(state) == expected, len(reads)]
 
     hosts.run(4, save)
     assert _native.verify(f"file://{tmp_path}", None) == []
-    assert hosts.run(4, load) == [True] * 4
+    assert hosts.run(4, load) == [[True, 1]] * 4
 
 
 def test_a_killed_job_goes_on_from_the_memory_of_its_hosts(hosts: Hosts, tmp_path: Path) -> None:

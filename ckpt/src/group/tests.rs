@@ -1,11 +1,19 @@
 //! What ranks hear of each other, and who is named.
 
+use forebay_io::rng::Rng;
+
 use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn name(test: &str) -> String {
     format!("forebay-test-{test}-{}", std::process::id())
+}
+
+/// Text that cannot be made much shorter, another one for each rank.
+fn noise(rank: usize, bytes: usize) -> String {
+    let rng = Rng::seeded(rank as u64);
+    (0..bytes.div_ceil(32)).map(|_| rng.name()).collect()
 }
 
 /// Runs `work` on each rank of a group, each on a thread of its own.
@@ -175,7 +183,7 @@ fn a_rank_that_takes_no_answer_is_named_and_holds_nobody_up() {
     const BRIEF: Duration = Duration::from_secs(1);
     let over = std::sync::Barrier::new(3);
     let heard = on_ranks("stuck", 3, |mut group| {
-        let word = "x".repeat(MOST_BYTES / 4);
+        let word = noise(group.rank(), MOST_BYTES / 4);
         let heard = match group.rank() {
             2 => {
                 let word = word_of(2, &word, 1_000).expect("a word");

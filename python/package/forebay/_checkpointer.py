@@ -76,12 +76,12 @@ class Checkpointer(Saver):
         agent_log: A file for whatever the agent process prints; by default it is dropped.
         replicated: Patterns (as of `fnmatch`) of names of plain tensors that all ranks have alike, such as `ema.*`. Of a
             module's buffers those of the lowest rank count, as with DDP.
-        ranks: This rank and how many there are; by default those of torch.distributed, or RANK and WORLD_SIZE of the
-            environment. `(0, 1)` saves alone.
+        ranks: This rank and how many there are, all on this host; by default those of torch.distributed, or RANK and
+            WORLD_SIZE of the environment. `(0, 1)` saves alone.
         flush_rate: Bytes a second that each rank's agent sends to the store at most, such as `200MiB`; by default as fast as
             it can with what the training leaves of the processors, and while the job waits for a save as fast as it can.
         local: A directory of this host's disk, the same for all ranks, where the agent keeps copies of the newest steps: a
-            restore reads them where memory is gone, and needs no store. By default none.
+            restore reads them where memory is gone, and needs no store. For ranks of one host. By default none.
         local_keep: Steps that stay there; a directory needs room for one more.
         local_bytes: Bytes that copies take there at most, such as `200GiB`, an equal share for each rank: older steps that are
             in the store go first, and the newest that is not stays. A step that does not fit is stored without a copy, which
@@ -98,8 +98,12 @@ class Checkpointer(Saver):
     A job of several ranks saves and restores together: each rank has a checkpointer and calls `restore`, `step`,
     `save_now` and `close` alike. DTensors (FSDP2, tensor parallelism) are saved as the parts that they are, tensors of
     DDP once, split over the ranks; any other tensor is its rank's own. A step exists once every rank's part is
-    stored. Ranks are all on one host. What one rank heard of earlier saves when the next one is due is raised on all
-    of them, so that none waits for another in it; failures in a row are counted there, and by `wait` and `close`.
+    stored. What one rank heard of earlier saves when the next one is due is raised on all of them, so that none waits for
+    another in it; failures in a row are counted there, and by `wait` and `close`.
+
+    Ranks of several hosts meet through torch.distributed, which is set up by then, and reach rank 0's host by TCP, at a port of
+    its choice, unencrypted. The ranks of each host read the store together. A killed job goes on from memory where each rank
+    is on the host that it was on and needs no more than its ranks saved, as with FSDP; else from the store.
 
     Where another one of its URL and rank is in use in this process (a notebook's cell that runs again), a new one with a
     schedule or `on_signal` closes that, and restores what it sealed; any other does so once it restores or saves.

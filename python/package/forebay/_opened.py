@@ -30,14 +30,14 @@ from ._unflatten import Builder
 @dataclasses.dataclass(frozen=True)
 class Reading:
     """What a rank knows of a load: the step, as which start saved it, and where the rank is; from the coordinator, which
-    rank it is and where to meet."""
+    rank it is, which ones are on its host, itself among them, and where these meet."""
 
     step: int
     commit: str
     place: str
-    meeting: Optional[str] = None
+    meeting: str = ""
     rank: int = 0
-    ranks: int = 1
+    near: tuple[int, ...] = (0,)
 
 
 class Opened:

@@ -15,6 +15,7 @@ Values that are no tensors are stored as such, never as pickles, unless `allow_p
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -417,22 +418,24 @@ class Reader(StorageReader):  # type: ignore[misc]
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         shares: list[Reading] = [plan.storage_data for plan in plans]
-        can_meet = len(plans) > 1 and len({share.place for share in shares}) == 1
         # A step that was committed meanwhile may have been seen by some ranks and not by others. One that was saved again
         # counts as it is now.
         step, commit = shares[0].step, shares[0].commit
         if any(share.step == step and share.commit != commit for share in shares):
             commit = self._open(step).step.commit
-        meeting = secrets.token_hex(16) if can_meet else None
-        common = dataclasses.replace(shares[0], commit=commit, meeting=meeting, ranks=len(plans))
-        shares = [dataclasses.replace(common, rank=rank) for rank in range(len(plans))]
+        near: dict[str, list[int]] = collections.defaultdict(list)
+        for rank, share in enumerate(shares):
+            near[share.place].append(rank)
+        meeting, places = secrets.token_hex(16), [share.place for share in shares]
+        shares = [Reading(step, commit, place, meeting, rank, tuple(near[place])) for rank, place in enumerate(places)]
         return [dataclasses.replace(plan, storage_data=share) for plan, share in zip(plans, shares)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         share: Reading = plan.storage_data
         ranks = None
-        if share.meeting is not None:
-            ranks = Ranks(share.meeting, (share.rank, share.ranks), _PATIENCE_S)
+        if len(share.near) > 1:
+            place = share.near.index(share.rank), len(share.near)
+            ranks = Ranks(share.meeting, place, _PATIENCE_S, share.near)
         opened = use_together(ranks, "open a step", lambda: self._reopened(share.step, share.commit))
         opened.read(plan.items, planner, ranks)
         _LOADED[self._url] = (opened.step.attempt, opened.step.step)

@@ -78,7 +78,7 @@ _REASONS = {
     "allow_pickle": "nothing of what it saves is a pickle",
     "ranks": _RANKS,
     "replicated": _RANKS,
-    "replicas": "a job's ranks are all on one host yet",
+    "replicas": "no host holds what another one's ranks save yet",
 }
 """Options of `Checkpointer` that have no meaning here, and why."""
 

@@ -64,7 +64,7 @@ _REASONS = {
     "rng": _IS_WHOSE,
     "ranks": _IS_WHOSE,
     "replicated": _IS_WHOSE,
-    "replicas": "a job's ranks are all on one host yet",
+    "replicas": "no host holds what another one's ranks save yet",
     "keep": _KEEPS,
     "keep_every": _KEEPS,
     "every": _SAVES,
