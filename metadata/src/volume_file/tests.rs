@@ -171,9 +171,7 @@ async fn taking_over_stops_the_one_before_for_good() {
 
 #[tokio::test(start_paused = true)]
 async fn a_silent_bucket_lapses_the_lease_and_an_answering_one_restores_it() {
-    let clock = clock();
-    let memory = Bucket::in_memory();
-    let faults = Faults::new();
+    let (clock, faults, memory) = (clock(), Faults::new(), Bucket::in_memory());
     let bucket = memory.with_faults(&faults);
     let claim = open(&bucket, &clock, false).await.expect("open");
     let mut watch = claim.watch();
@@ -197,9 +195,7 @@ async fn a_silent_bucket_lapses_the_lease_and_an_answering_one_restores_it() {
 /// For a second after a store had come back changes were refused, with the word that it is away.
 #[tokio::test(start_paused = true)]
 async fn who_finds_a_lapsed_lease_waits_for_one_renewal() {
-    let clock = clock();
-    let memory = Bucket::in_memory();
-    let faults = Faults::new();
+    let (clock, faults, memory) = (clock(), Faults::new(), Bucket::in_memory());
     let bucket = memory.with_faults(&faults);
     let claim = open(&bucket, &clock, false).await.expect("open");
     let mut watch = claim.watch();
