@@ -84,7 +84,7 @@ class Memory:
 
         try:
             words = self._ranks.gather("look for what is in memory", look)
-            used = self._use(step, use, words, found[0], is_own=bool(opened))
+            used = self._use(step, use, words, found[0])
         finally:
             for one in opened:
                 one.close()
@@ -101,7 +101,6 @@ class Memory:
         use: Callable[[_native.Step], T],
         words: list[dict[str, Any]],
         own: Optional[_native.Predecessor],
-        is_own: bool,
     ) -> Optional[T]:
         wanted = [[entry for entry in word["held"] if step is None or entry[1] == step] for word in words]
         common = newest_common(wanted)
@@ -121,7 +120,8 @@ class Memory:
             self.has_touched = True
             self.passed_over.append(f"arena: {error}")
             warn(f"{self._url}: step {common[1]} in memory is not used: {error}")
-            if self._ranks.are_spread and not is_own:
+            # All ranks alike, as they wait for it together; of its own saves a job knows what becomes of them.
+            if self._ranks.are_spread and all(word["began"] is not None for word in words):
                 self.left = common
             return None
         self.is_used, self.own_step = True, common
