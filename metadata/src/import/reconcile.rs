@@ -148,7 +148,7 @@ struct Window<'a, 'c, 't> {
     /// Inodes and bytes that came, counted once for the window.
     made: (i64, i64),
     changed: bool,
-    /// Whether a file was taken away, which may have had other names in this window.
+    /// Whether a name was taken away, which may be one that comes later in this window.
     has_lost: bool,
     emptied: Vec<(Bytes, InodeId)>,
 }
@@ -254,7 +254,7 @@ impl Window<'_, '_, '_> {
             return Ok(());
         }
         let mut inode = self.change.inode(ino)?;
-        self.changed = true;
+        (self.changed, self.has_lost) = (true, true);
         self.change.delete_dentry(directory, &aside)?;
         self.change.put_dentry(directory, name, Dentry { ino, kind: inode.kind })?;
         self.change.change_name((ino, &mut inode), (directory, &aside), (directory, name))?;
@@ -326,13 +326,13 @@ impl Window<'_, '_, '_> {
         if inode.home.as_ref().is_some_and(|home| home.key.as_str() == key) {
             return self.forget(name, ino, inode);
         }
-        self.changed = true;
+        (self.changed, self.has_lost) = (true, true);
         self.change.remove_name(self.work.directory, name, ino)
     }
 
     /// Takes the name from a file whose object is not its own any more: nothing of the bucket is to be deleted.
     fn forget(&mut self, name: &[u8], ino: InodeId, mut inode: Inode) -> Result<()> {
-        self.changed = true;
+        (self.changed, self.has_lost) = (true, true);
         self.change.give_up_home(ino, &mut inode)?;
         self.change.remove_name(self.work.directory, name, ino)
     }

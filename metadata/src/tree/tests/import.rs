@@ -328,3 +328,24 @@ async fn a_file_whose_object_went_goes_under_all_its_names() {
     tree.drain().await.expect("drained");
     world.check_objects(&[("k", "theirs"), ("kept", "1")]).await;
 }
+
+/// An object beside a directory of its name, which somebody replaces: the directory that holds both could be listed no more.
+#[tokio::test]
+async fn an_object_beside_a_directory_is_replaced() {
+    for kind in [Kind::Memory, Kind::Slate] {
+        let world = World::new(kind).await;
+        let tree = world.open().await;
+        make_directory(&tree, "a").await.expect("made");
+        for text in ["first", "second", "third"] {
+            world.put("a", text.as_bytes()).await;
+            world.pass_ttl();
+            assert_eq!(paths(&tree).await, ["a.object", "a/"], "{text}");
+            assert_eq!(world.read_path(&tree, "a.object").await.expect("bytes"), text);
+        }
+        world.delete("a").await;
+        world.pass_ttl();
+        assert_eq!(paths(&tree).await, ["a/"]);
+        assert!(tree.fsck(false).await.expect("checked").is_clean());
+        tree.close().await.expect("closed");
+    }
+}
