@@ -9,6 +9,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
+use forebay_core::InodeId;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::tree::{OutsideChange, OutsideListener};
 use fuser::{INodeNo, Notifier};
@@ -20,6 +21,8 @@ use crate::fs::FileSystem;
 
 /// For attributes only, no pages.
 const NO_PAGES: i64 = -1;
+/// From the first byte, with a length of 0, to the end.
+const ALL_PAGES: i64 = 0;
 
 /// Starts the thread; it ends with `tasks`.
 pub(crate) fn start(fs: Arc<FileSystem>, notifier: Notifier, runtime: &Runtime, tasks: &TaskGroup) {
@@ -30,8 +33,18 @@ pub(crate) fn start(fs: Arc<FileSystem>, notifier: Notifier, runtime: &Runtime, 
         while let Some(Some(change)) =
             runtime_of_thread.block_on(stop.run_until_cancelled(next(&mut changes)))
         {
-            if fs.holds(change.directory) {
-                tell(&notifier, &change);
+            match &change {
+                OutsideChange::Name { directory, name } if fs.holds(*directory) => {
+                    tell_of_name(&notifier, *directory, name);
+                }
+                OutsideChange::Inode { ino, has_content } if fs.holds(*ino) => {
+                    if *has_content {
+                        // First, so that what the kernel reads from then on is new.
+                        runtime_of_thread.block_on(fs.renew(*ino));
+                    }
+                    tell_of_inode(&notifier, *ino, *has_content);
+                }
+                _ => {}
             }
         }
     });
@@ -50,11 +63,17 @@ async fn next(changes: &mut OutsideListener) -> Option<OutsideChange> {
     }
 }
 
-fn tell(notifier: &Notifier, change: &OutsideChange) {
-    let (directory, name) = (INodeNo(change.directory.0), OsStr::from_bytes(&change.name));
-    let told =
-        notifier.inval_entry(directory, name).and_then(|()| notifier.inval_inode(directory, NO_PAGES, 0));
+fn tell_of_name(notifier: &Notifier, directory: InodeId, name: &[u8]) {
+    let (parent, name) = (INodeNo(directory.0), OsStr::from_bytes(name));
+    let told = notifier.inval_entry(parent, name).and_then(|()| notifier.inval_inode(parent, NO_PAGES, 0));
     if let Err(error) = told {
-        debug!(directory = %change.directory, ?name, %error, "the kernel did not take a notification");
+        debug!(%directory, ?name, %error, "the kernel did not take a notification");
+    }
+}
+
+fn tell_of_inode(notifier: &Notifier, ino: InodeId, has_content: bool) {
+    let from = if has_content { ALL_PAGES } else { NO_PAGES };
+    if let Err(error) = notifier.inval_inode(INodeNo(ino.0), from, 0) {
+        debug!(%ino, %error, "the kernel did not take a notification");
     }
 }

@@ -10,7 +10,7 @@ pub mod schema;
 mod records;
 pub mod adopt;
 pub mod dump;
-pub mod copied;
+pub mod follow;
 mod import;
 mod mover;
 pub mod gc;

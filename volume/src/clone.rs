@@ -41,7 +41,7 @@ pub async fn clone(
     let made = tree.clone_tree(source.ino, (parent.ino, name.as_bytes()), &guide).await?;
     // The kernel may know that there was no such name.
     let name = Bytes::copy_from_slice(name.as_bytes());
-    tree.outside().tell(OutsideChange { directory: parent.ino, name });
+    tree.outside().tell(OutsideChange::Name { directory: parent.ino, name });
     tree.outside().heard().await;
     volume.sync_names().await.map_err(|error| {
         error

@@ -6,6 +6,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use forebay_cache::Node;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, VolumeId};
@@ -16,7 +17,7 @@ use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::adopt::looks_copied;
 use forebay_metadata::commit::{Committer, CommitterSettings, Guard, Txn};
-use forebay_metadata::copied;
+use forebay_metadata::follow::{self, Follower, Leader};
 use forebay_metadata::kv::{Durability, Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings, after};
 use forebay_metadata::schema::{Keys, encode_plain};
 use forebay_metadata::tree::{GcSettings, ImportSettings, LocalTree, TreeParts, TreeSettings};
@@ -104,6 +105,8 @@ pub(crate) struct Records {
     writeback: Option<Writeback>,
     pub(crate) volume: VolumeId,
     pub(crate) committer: Committer,
+    /// Of a read-only mount: the tree of the one for writing, if there is one.
+    follower: Option<Follower>,
 }
 
 impl Records {
@@ -147,22 +150,24 @@ impl Records {
             let engine = home.engine(&bucket).await?;
             if read_only {
                 // Of a tree that is there no more, or cannot be had now, nothing is shown.
-                copied::forget(Keys(volume), &*engine).await?;
-                if let Some(record) = &recorded {
-                    copy_tree(&bucket, record, &*engine).await;
-                }
+                follow::forget(Keys(volume), &*engine).await?;
             }
-            Ok((engine, writeback))
+            let follower =
+                match recorded.as_ref().filter(|_| read_only).and_then(|record| follower(&bucket, record)) {
+                    Some(follower) => copy_tree(&bucket, follower, &*engine).await,
+                    None => None,
+                };
+            Ok((engine, writeback, follower.filter(|_| !settings.dataset)))
         };
         match opened.await {
-            Ok((engine, writeback)) => {
+            Ok((engine, writeback, follower)) => {
                 let engine = match &writeback {
                     // No record outlives the bytes that it is about.
                     Some(writeback) => after(Durable::new(&writeback.staging, &bucket), engine),
                     None => engine,
                 };
                 let committer = start_committer(engine, claim.as_ref(), settings.writeback.enabled);
-                Ok(Self { bucket, home, claim, part_copy, writeback, volume, committer })
+                Ok(Self { bucket, home, claim, part_copy, writeback, volume, committer, follower })
             }
             Err(error) => {
                 give_up(claim).await;
@@ -187,57 +192,55 @@ impl Records {
     }
 }
 
+/// The tree of the mount for writing that a bucket's record tells of.
+fn follower(bucket: &Bucket, record: &VolumeRecord) -> Option<Follower> {
+    let leader = match (record.engine, bucket.url().directory()) {
+        (EngineKind::Lmdb, Some(directory)) => Leader::Directory(tree_directory(&directory)),
+        (EngineKind::SlateDb, None) => Leader::Bucket(bucket.clone()),
+        _ => {
+            let error = Error::new(ErrorKind::Unsupported, "its tree is of another kind of store");
+            warn_of_no_tree(bucket, &error);
+            return None;
+        }
+    };
+    Some(Follower::new(leader, Keys(record.volume)))
+}
+
 /// Takes over what the mount for writing knows beyond the objects, for a read-only one. Where that cannot be had, the objects
-/// are what there is.
-async fn copy_tree(bucket: &Bucket, record: &VolumeRecord, into: &dyn Engine) {
+/// are what there is. Gives the follower back where it may do better later.
+async fn copy_tree(bucket: &Bucket, mut follower: Follower, into: &dyn Engine) -> Option<Follower> {
     let mut tries = 1;
     loop {
-        match copy_tree_once(bucket, record, into).await {
+        match follower.copy(into).await {
             Ok(records) => {
                 tracing::info!(records, "the tree is shown as it was now, and objects as they are listed");
-                return;
+                return Some(follower);
             }
             // The writer may have deleted what it needed no more, and this copy did.
             Err(error) if tries < COPY_TRIES && may_pass(error.kind()) => {
                 tracing::info!(%error, "the tree is copied from its beginning again")
             }
             Err(error) => {
-                tracing::warn!(
-                    url = %bucket.url(),
-                    %error,
-                    "the tree of this bucket, which is written through Forebay, cannot be read: its objects are shown, without \
-                     links, modes, packed files, and what is not at its own path yet"
-                );
-                return;
+                warn_of_no_tree(bucket, &error);
+                return Some(follower).filter(|_| may_pass(error.kind()));
             }
         }
         tries += 1;
     }
 }
 
+fn warn_of_no_tree(bucket: &Bucket, error: &Error) {
+    tracing::warn!(
+        url = %bucket.url(),
+        %error,
+        "the tree of this bucket, which is written through Forebay, cannot be read: its objects are shown, without \
+         links, modes, packed files, and what is not at its own path yet"
+    );
+}
+
 /// Whether a copy that is begun anew may do better.
 fn may_pass(kind: ErrorKind) -> bool {
     !matches!(kind, ErrorKind::Denied | ErrorKind::Unsupported)
-}
-
-async fn copy_tree_once(bucket: &Bucket, record: &VolumeRecord, into: &dyn Engine) -> Result<u64> {
-    let keys = Keys(record.volume);
-    match (record.engine, bucket.url().directory()) {
-        (EngineKind::Lmdb, Some(directory)) => {
-            let view = LmdbEngine::view(tree_directory(&directory), &LmdbSettings::default()).await?;
-            copied::copy(&*view, keys, into).await
-        }
-        (EngineKind::SlateDb, None) => {
-            let from = SlateEngine::open_aside(bucket, &SlateSettings::default()).await?;
-            let copied = copied::copy(&*from.snapshot()?, keys, into).await;
-            if let Err(error) = from.close().await {
-                // Nothing of it was to be kept.
-                tracing::debug!(%error, "closing what was opened to be copied");
-            }
-            copied
-        }
-        _ => Err(Error::new(ErrorKind::Unsupported, "its tree is of another kind of store")),
-    }
 }
 
 /// Where another has the volume, uploads what this host staged of it before.
@@ -418,7 +421,7 @@ fn closed() -> Error {
 }
 
 async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>> {
-    let Records { bucket, home, claim, part_copy, writeback, volume, committer } = records;
+    let Records { bucket, home, claim, part_copy, writeback, volume, committer, follower } = records;
     let (clock, rng, tasks) = (Clock::system(), Rng::system(), TaskGroup::new("volume"));
     let parts = TreeParts {
         volume,
@@ -429,7 +432,11 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
         rng,
         tasks: tasks.clone(),
     };
-    let tree = LocalTree::open(parts, tree_settings(&settings, &home)).await?;
+    let follows = follower.is_some();
+    let tree = LocalTree::open(parts, TreeSettings { follows, ..tree_settings(&settings, &home) }).await?;
+    if let Some(follower) = follower {
+        tree.follow(follower, Duration::from_millis(settings.import.follow_ms)).await?;
+    }
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
     let volume = Volume::assemble(Parts {
         tree: Arc::new(tree),

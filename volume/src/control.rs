@@ -12,7 +12,8 @@ use forebay_cache::Unpinned;
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::task::TaskGroup;
-use forebay_metadata::tree::{Cloned, resolve};
+use forebay_metadata::follow::Lag;
+use forebay_metadata::tree::{Cloned, LocalTree, resolve};
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
@@ -134,10 +135,28 @@ pub struct Status {
     /// Whether it is unmounted, and goes on only to upload what is staged.
     #[serde(default)]
     pub is_ending: bool,
+    /// How far a read-only mount is behind the tree of the mount for writing, where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub follows: Option<Follows>,
     /// What the cache did and holds.
     pub cache: forebay_cache::Counters,
     /// What was asked of the store.
     pub store: forebay_io::object::Counters,
+}
+
+/// What a read-only mount shows of the tree of the mount for writing.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Follows {
+    /// Milliseconds since it was the same.
+    pub behind_ms: u64,
+    /// Why it could not be looked at since.
+    pub error: Option<String>,
+}
+
+impl From<Lag> for Follows {
+    fn from(Lag { behind, error }: Lag) -> Self {
+        Self { behind_ms: u64::try_from(behind.as_millis()).unwrap_or(u64::MAX), error }
+    }
 }
 
 /// What a mount knows about itself beside its volume.
@@ -162,6 +181,7 @@ impl Volume {
             staged: self.staged(),
             unsealed_files: self.unsealed(),
             is_ending: self.ending.load(Ordering::Relaxed),
+            follows: self.tree().local().and_then(LocalTree::lag).map(Follows::from),
             dirty_bytes: open.iter().map(|inode| inode.look(Content::dirty)).sum(),
             cache: self.blocks().counters(),
             store: self.bucket().counters(),

@@ -210,6 +210,14 @@ impl OpenInode {
         self.is_retired.load(SeqCst)
     }
 
+    /// Shows another content, unless it is older than the one that is shown. Nobody writes to it here.
+    pub(crate) fn renew(&self, layout: FileLayout, generation: u64) {
+        let mut content = self.content.write();
+        if generation >= content.generation() {
+            *content = Content::committed(layout, generation);
+        }
+    }
+
     /// A look at the content under its lock; `look` must not wait.
     pub(crate) fn look<T>(&self, look: impl FnOnce(&Content) -> T) -> T {
         look(&self.content.read())

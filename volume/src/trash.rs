@@ -342,5 +342,5 @@ fn directory() -> NewInode {
 
 /// The kernel may know that there was no such name.
 fn tell(tree: &LocalTree, directory: InodeId, name: &[u8]) {
-    tree.outside().tell(OutsideChange { directory, name: bytes::Bytes::copy_from_slice(name) });
+    tree.outside().tell(OutsideChange::Name { directory, name: bytes::Bytes::copy_from_slice(name) });
 }

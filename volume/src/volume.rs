@@ -460,7 +460,9 @@ impl Volume {
     pub(crate) async fn acquire(&self, ino: InodeId) -> Result<Arc<OpenInode>> {
         // First, so that there is no handle to take back where the tree refuses.
         self.store.tree.opened(ino).await?;
-        if let Some(inode) = self.open.lock().add_handle(ino, || None) {
+        let open = self.open.lock().add_handle(ino, || None);
+        if let Some(inode) = open {
+            self.renew(ino).await;
             return Ok(inode);
         }
         loop {
@@ -475,6 +477,16 @@ impl Volume {
             if let Some(inode) = self.adopt(ino, found, gone) {
                 return Ok(inode);
             }
+        }
+    }
+
+    /// Has an open file show what the tree has by now, where another mount may have changed that.
+    pub async fn renew(&self, ino: InodeId) {
+        let Some(inode) = self.find_open(ino).filter(|_| self.read_only) else { return };
+        match self.store.tree.layout(ino).await {
+            Ok((layout, generation)) => inode.renew(layout, generation),
+            // Removed, most likely: who has it open goes on with what it was.
+            Err(error) => tracing::debug!(%ino, %error, "an open file is shown as it was"),
         }
     }
 

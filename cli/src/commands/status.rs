@@ -7,7 +7,7 @@ use clap::Args;
 use forebay_core::Result;
 use forebay_core::units::format_bytes;
 use forebay_fuse::OwnMount;
-use forebay_volume::control::Status;
+use forebay_volume::control::{Follows, Status};
 use forebay_volume::staging::{self, Left, Staged};
 use serde_json::{Value, json};
 
@@ -70,6 +70,7 @@ pub(crate) fn run(global: &Global, arguments: &StatusArguments) -> Result<ExitCo
             for mount in &found {
                 warn_of_staged(mount);
                 warn_of_unsealed(mount);
+                warn_of_lag(mount);
             }
             dead.iter().for_each(warn_of_dead);
             left.iter().for_each(warn_of_left);
@@ -108,6 +109,16 @@ fn warn_of_unsealed(mount: &Mount) {
         );
         report::warning(&message, false);
     }
+}
+
+/// Says that the tree of the mount for writing cannot be followed.
+fn warn_of_lag(mount: &Mount) {
+    let State::Serving(status) = &mount.state else { return };
+    let Some(Follows { behind_ms, error: Some(error) }) = &status.follows else { return };
+    let (at, seconds) = (&status.mount_point, behind_ms / 1000);
+    let message =
+        format!("{at}: names and attributes are {seconds} s old, since the tree cannot be read: {error}");
+    report::warning(&message, false);
 }
 
 /// Says what is to be done about a mount whose process is gone.

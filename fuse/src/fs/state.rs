@@ -82,9 +82,14 @@ impl FileSystem {
         self.inodes.lookups(ino)
     }
 
-    /// Whether the kernel may keep entries of a directory.
-    pub(crate) fn holds(&self, directory: InodeId) -> bool {
-        directory == InodeId::ROOT || self.inodes.lookups(directory) > 0
+    /// Whether the kernel may keep something of an inode.
+    pub(crate) fn holds(&self, ino: InodeId) -> bool {
+        ino == InodeId::ROOT || self.inodes.lookups(ino) > 0
+    }
+
+    /// Has an open file show what the tree has by now.
+    pub(crate) async fn renew(&self, ino: InodeId) {
+        self.volume.renew(ino).await;
     }
 
     /// Names that change without the kernel having asked for it, from now on.

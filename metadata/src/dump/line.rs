@@ -154,7 +154,7 @@ impl Line {
             Tag::Import => Self::Import { ino: ino()?, state: ImportState::decode(value)? },
             Tag::Quota => Self::Quota { ino: ino()?, quota: Quota::decode(value)? },
             Tag::Counters => Self::Counters(Counters::decode(value)?),
-            Tag::Session | Tag::Loading | Tag::Home | Tag::Copied => return Ok(None),
+            Tag::Session | Tag::Loading | Tag::Home | Tag::Copied | Tag::Beneath => return Ok(None),
         }))
     }
 

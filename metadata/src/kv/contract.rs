@@ -312,13 +312,13 @@ async fn a_damaged_file_is_corrupt_and_never_a_crash() {
     // The same for who only looks.
     let directory = tempfile::tempdir().expect("a temporary directory");
     fill(directory.path()).await;
-    let view = LmdbEngine::view(directory.path(), &LmdbSettings::default()).await.expect("a tree");
+    let (view, _) = LmdbEngine::view(directory.path(), &LmdbSettings::default()).await.expect("a tree");
     assert_eq!(view.scan(b"", b"", usize::MAX).await.expect("whole").len(), 5000);
     drop(view);
     let file = std::fs::OpenOptions::new().write(true).open(directory.path().join("data.mdb")).expect("file");
     file.set_len(16_384).expect("cut");
     let read = match LmdbEngine::view(directory.path(), &LmdbSettings::default()).await {
-        Ok(view) => view.scan(b"", b"", usize::MAX).await.map(drop),
+        Ok((view, _)) => view.scan(b"", b"", usize::MAX).await.map(drop),
         Err(error) => Err(error),
     };
     assert_eq!(read.expect_err("pages are gone").kind(), ErrorKind::Corrupt);
@@ -330,7 +330,7 @@ async fn a_reader_that_was_killed_keeps_no_pages_of_lmdb() {
     const WHERE: &str = "FOREBAY_TEST_LMDB_READER";
     if let Ok(directory) = std::env::var(WHERE) {
         // The reader, in a process of its own.
-        let view = LmdbEngine::view(directory, &LmdbSettings::default()).await.expect("a tree");
+        let (view, _) = LmdbEngine::view(directory, &LmdbSettings::default()).await.expect("a tree");
         println!("reads {}", view.scan(b"", b"", 1).await.expect("read").len());
         std::thread::sleep(std::time::Duration::from_secs(600));
         return;

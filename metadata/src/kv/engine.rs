@@ -9,6 +9,9 @@ use super::Batch;
 /// A key and its value.
 pub type Pair = (Bytes, Bytes);
 
+/// A key and what it has from then on, if anything.
+pub type Edit = (Bytes, Option<Bytes>);
+
 /// When a write is answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Durability {

@@ -110,14 +110,19 @@ impl LmdbEngine {
         Ok(Self { tree, directory, epoch, limits })
     }
 
-    /// The tree in `directory` as it is at this moment, whoever writes to it. To be read soon: it keeps old pages alive.
+    /// The tree in `directory` as it is at this moment, whoever writes to it, and the number of its last commit. To be read soon:
+    /// it keeps old pages alive.
     ///
     /// # Errors
     /// `NotFound` where there is none; `Denied` where LMDB's own lock file cannot be written; `Corrupt` when the file is no tree.
-    pub async fn view(directory: impl Into<PathBuf>, settings: &LmdbSettings) -> Result<Box<dyn Snapshot>> {
+    pub async fn view(
+        directory: impl Into<PathBuf>,
+        settings: &LmdbSettings,
+    ) -> Result<(Box<dyn Snapshot>, u64)> {
         let (directory, settings) = (directory.into(), settings.clone());
         let view = blocking(move || Self::view_blocking(&directory, &settings)).await??;
-        Ok(Box::new(view))
+        let commit = view.txn.lock().id() as u64;
+        Ok((Box::new(view), commit))
     }
 
     fn view_blocking(directory: &Path, settings: &LmdbSettings) -> Result<LmdbSnapshot> {

@@ -9,6 +9,7 @@ mod after;
 pub mod mem;
 pub mod lmdb;
 pub mod slate;
+mod slate_log;
 #[cfg(test)]
 mod contract;
 #[cfg(test)]
@@ -18,7 +19,8 @@ mod fencing;
 
 pub use after::{Before, after};
 pub use batch::Batch;
-pub use engine::{Durability, Engine, Limits, Pair, Snapshot};
+pub use engine::{Durability, Edit, Engine, Limits, Pair, Snapshot};
 pub use lmdb::{LmdbEngine, LmdbSettings};
 pub use mem::{MemEngine, MemStore};
 pub use slate::{SlateEngine, SlateSettings};
+pub use slate_log::{Next, SlateLog};

@@ -88,6 +88,13 @@ impl SlateEngine {
         let epoch = db.manifest().writer_epoch();
         Ok(Self { db, epoch })
     }
+
+    /// As [`Engine::snapshot`], with the number of the last change that it shows.
+    pub fn numbered_snapshot(&self) -> Result<(Box<dyn Snapshot>, u64)> {
+        let snapshot = self.db.snapshot().map_err(convert)?;
+        let last = snapshot.seq();
+        Ok((Box::new(SlateSnapshot(snapshot)), last))
+    }
 }
 
 async fn build(store: Arc<dyn ObjectStore>, own: Settings, settings: &SlateSettings) -> Result<Db> {
@@ -151,7 +158,7 @@ impl Engine for SlateEngine {
     }
 
     fn snapshot(&self) -> Result<Box<dyn Snapshot>> {
-        Ok(Box::new(SlateSnapshot(self.db.snapshot().map_err(convert)?)))
+        Ok(self.numbered_snapshot()?.0)
     }
 
     async fn write(&self, batch: Batch, durability: Durability) -> Result<()> {
@@ -244,11 +251,11 @@ async fn collect(mut pairs: DbIterator, limit: usize) -> Result<Vec<Pair>> {
 }
 
 /// Copies bytes out of the block they were read from, which they would otherwise keep in memory whole.
-fn detach(bytes: Bytes) -> Bytes {
+pub(super) fn detach(bytes: Bytes) -> Bytes {
     Bytes::copy_from_slice(&bytes)
 }
 
-fn convert(error: slatedb::Error) -> Error {
+pub(super) fn convert(error: slatedb::Error) -> Error {
     use slatedb::ErrorKind as Slate;
     let (kind, hint) = match error.kind() {
         Slate::Closed(CloseReason::Fenced) => {

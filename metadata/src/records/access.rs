@@ -7,7 +7,7 @@ use super::{OutsideChange, Shared};
 use crate::commit::{Reads, Txn, View};
 use crate::kv::Pair;
 use crate::schema::{
-    Claim, Counters, Dentry, ImportState, Inode, Intent, Keys, Loan, Move, Parts, References, Tag,
+    Beneath, Claim, Counters, Dentry, ImportState, Inode, Intent, Keys, Loan, Move, Parts, References, Tag,
     decode_extents,
 };
 
@@ -253,10 +253,15 @@ impl<'a, 't> Change<'a, 't> {
         match self.is_import {
             true => {
                 let name = Bytes::copy_from_slice(name);
-                self.outside.push(OutsideChange { directory: parent, name });
+                self.outside.push(OutsideChange::Name { directory: parent, name });
             }
             false => self.shared.touched.name(parent, name),
         }
+    }
+
+    /// Has listings under way not be believed about a name.
+    pub(crate) fn touch_entry(&self, parent: InodeId, name: &[u8]) {
+        self.shared.touched.name(parent, name);
     }
 
     /// Notes that who holds `key` or what lies there changed.
@@ -272,11 +277,27 @@ impl<'a, 't> Change<'a, 't> {
     }
 
     pub(crate) fn put(&mut self, key: Bytes, value: Bytes) -> Result<()> {
+        self.keep_beneath(&key)?;
         self.txn.put(key, value)
     }
 
     pub(crate) fn delete(&mut self, key: Bytes) -> Result<()> {
+        self.keep_beneath(&key)?;
         self.txn.delete(key)
+    }
+
+    /// Where a listing changes what another mount's tree is followed in, keeps what that tree has there.
+    fn keep_beneath(&mut self, key: &Bytes) -> Result<()> {
+        let is_kept = self.is_import && self.shared.settings.follows;
+        if !is_kept || !self.keys().tag_in(key)?.is_of_the_tree() {
+            return Ok(());
+        }
+        let beneath = self.keys().beneath(key);
+        if self.txn.get(&beneath)?.is_none() {
+            let value = Beneath(self.txn.get(key)?);
+            self.txn.put(beneath, value.encode())?;
+        }
+        Ok(())
     }
 
     pub(crate) fn put_inode(&mut self, ino: InodeId, inode: &Inode) -> Result<()> {

@@ -9,13 +9,23 @@ use tokio::sync::{broadcast, mpsc};
 /// than the time to live of what it keeps.
 const QUEUE: usize = 1 << 14;
 
-/// A name that means something else, or nothing, or something for the first time.
+/// What changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OutsideChange {
-    /// The directory.
-    pub directory: InodeId,
-    /// The name in it.
-    pub name: Bytes,
+pub enum OutsideChange {
+    /// A name that means something else, or nothing, or something for the first time.
+    Name {
+        /// The directory.
+        directory: InodeId,
+        /// The name in it.
+        name: Bytes,
+    },
+    /// What is known of an inode.
+    Inode {
+        /// The inode.
+        ino: InodeId,
+        /// Whether its bytes are others, or lie elsewhere.
+        has_content: bool,
+    },
 }
 
 /// What goes to a listener.
@@ -83,7 +93,7 @@ mod tests {
     use super::*;
 
     fn change(number: u64) -> OutsideChange {
-        OutsideChange { directory: InodeId(number), name: Bytes::from_static(b"name") }
+        OutsideChange::Name { directory: InodeId(number), name: Bytes::from_static(b"name") }
     }
 
     #[tokio::test]

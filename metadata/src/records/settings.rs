@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 pub struct TreeSettings {
     /// Refuses every change, and writes nothing to the bucket. Default false.
     pub read_only: bool,
+    /// Whether it is a copy of another mount's tree that follows this one. Default false.
+    pub follows: bool,
     /// How objects that others put into the bucket appear.
     pub import: ImportSettings,
     /// Milliseconds between the last reference to an owned blob and its deletion. Default 24 h: readers on other
@@ -61,7 +63,15 @@ const DAY_MS: u64 = 24 * HOUR_MS;
 impl Default for TreeSettings {
     fn default() -> Self {
         let (import, gc) = (ImportSettings::default(), GcSettings::default());
-        Self { read_only: false, import, delete_delay_ms: DAY_MS, trash_ms: 0, clone_step: 500, gc }
+        Self {
+            read_only: false,
+            follows: false,
+            import,
+            delete_delay_ms: DAY_MS,
+            trash_ms: 0,
+            clone_step: 500,
+            gc,
+        }
     }
 }
 
@@ -82,6 +92,9 @@ pub struct ImportSettings {
     /// Milliseconds that a caller waits for a listing to be taken again, before the one at hand is used while the
     /// new one goes on. A first listing is always waited for. Default 2,000.
     pub relist_wait_ms: u64,
+    /// Milliseconds between two looks of a read-only mount at the tree of the mount for writing. Default 5,000, as that one
+    /// makes its changes durable: one request of the store each.
+    pub follow_ms: u64,
     /// Most directories that are listed ahead of one who reads those of a directory in order; 0 switches that off.
     /// Default 32: enough for 800 directories a second from a store 20 ms away.
     pub max_ahead: usize,
@@ -96,6 +109,7 @@ impl Default for ImportSettings {
             dir_mode: 0o755,
             ttl_ms: 60_000,
             relist_wait_ms: 2_000,
+            follow_ms: 5_000,
             max_ahead: 32,
         }
     }

@@ -57,6 +57,8 @@ pub enum Tag {
     Home = b'H',
     /// `Y`: the tree is a read-only mount's copy of another mount's, whole or not.
     Copied = b'Y',
+    /// `y key`: what the tree that a read-only mount follows has where listings changed a record.
+    Beneath = b'y',
 }
 
 impl Tag {
@@ -86,8 +88,27 @@ impl Tag {
             b'Z' => Self::Loading,
             b'H' => Self::Home,
             b'Y' => Self::Copied,
+            b'y' => Self::Beneath,
             _ => return None,
         })
+    }
+}
+
+impl Tag {
+    /// Whether such records say something of names, attributes and bytes, and not of who is at work on them.
+    pub(crate) fn is_of_the_tree(self) -> bool {
+        !matches!(
+            self,
+            Self::Session
+                | Self::Known
+                | Self::Orphan
+                | Self::Intent
+                | Self::Counters
+                | Self::Loading
+                | Self::Home
+                | Self::Copied
+                | Self::Beneath
+        )
     }
 }
 
@@ -291,6 +312,22 @@ impl Keys {
     /// `Y`.
     pub fn copied(self) -> Bytes {
         self.start(Tag::Copied, 0).freeze()
+    }
+
+    /// `y` and the key of the record that it is about, without the volume.
+    pub fn beneath(self, key: &[u8]) -> Bytes {
+        let rest = key.get(HEAD - 1..).unwrap_or_default();
+        let mut beneath = self.start(Tag::Beneath, rest.len());
+        beneath.put_slice(rest);
+        beneath.freeze()
+    }
+
+    /// The key that a `y` key is about.
+    pub fn above(self, beneath: &[u8]) -> Bytes {
+        let mut key = BytesMut::with_capacity(beneath.len());
+        key.put_u64(self.0.0);
+        key.put_slice(beneath.get(HEAD..).unwrap_or_default());
+        key.freeze()
     }
 
     /// The range of all keys of the volume: start and excluded end.

@@ -21,8 +21,8 @@ pub use key::{Keys, Tag, hash_of};
 pub use parts::Parts;
 pub use quota::{Quota, QuotaLimits, Usage};
 pub use record::{
-    Claim, Counters, Deletion, Dentry, HolderState, ImportState, Loan, Loose, Member, Move, Orphan, Partial,
-    References, SessionRecord, UploadRecord,
+    Beneath, Claim, Counters, Deletion, Dentry, HolderState, ImportState, Loan, Loose, Member, Move, Orphan,
+    Partial, References, SessionRecord, UploadRecord,
 };
 
 #[cfg(test)]

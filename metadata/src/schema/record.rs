@@ -434,6 +434,27 @@ impl Partial {
     }
 }
 
+/// `y`: what the tree that a read-only mount follows has under a key; nothing, or that record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Beneath(pub Option<Bytes>);
+
+impl Beneath {
+    /// The record.
+    pub fn encode(&self) -> Bytes {
+        let mut out = Encoder::new();
+        out.optional(self.0.as_ref(), |out, value| out.bytes(value));
+        out.finish()
+    }
+
+    /// Reads the record.
+    pub fn decode(value: Bytes) -> Result<Self> {
+        let mut from = Decoder::new(value, "what lies beneath")?;
+        let value = from.optional(Decoder::bytes)?;
+        from.finish()?;
+        Ok(Self(value))
+    }
+}
+
 /// `N`: what a whole volume counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

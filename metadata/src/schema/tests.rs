@@ -44,6 +44,7 @@ fn golden_keys() {
     check(KEYS.quota(ino), "510000000000000a0b");
     check(KEYS.counters(), "4e");
     check(KEYS.loading(), "5a");
+    check(KEYS.beneath(&KEYS.inode(ino)), "79490000000000000a0b");
 }
 
 #[test]
@@ -57,6 +58,9 @@ fn keys_are_taken_apart_and_ranges_hold_just_their_own() {
     assert_eq!(KEYS.member_in(&KEYS.member("a/b", next)).expect("member"), next);
     let (start, end) = KEYS.members("a/b");
     assert!(KEYS.member("a/b", InodeId(u64::MAX)) < end && KEYS.member("a/b", InodeId(0)) >= start);
+    let entry = KEYS.dentry(directory, b"n");
+    assert_eq!(KEYS.above(&KEYS.beneath(&entry)), entry);
+    assert_eq!(KEYS.tag_in(&KEYS.beneath(&entry)).expect("a tag"), Tag::Beneath);
     assert_eq!(KEYS.extents_in(&KEYS.extents(next, 9)).expect("extents"), (next, 9));
     assert_eq!(KEYS.tag_in(&KEYS.loading()).expect("a tag"), Tag::Loading);
     let unknown = KEYS.tag_in(&[&KEYS.loading()[..8], b"?"].concat().into()).expect_err("no tag");
@@ -150,6 +154,8 @@ fn golden_values() {
     check(Partial::Loading.encode(), "01");
     check(Partial::Adopting { replaced: vec![blob("b", 1)] }.encode(), "01 01 01 016202763101");
     check(encode_plain(b"v"), "0176");
+    check(Beneath(None).encode(), "0100");
+    check(Beneath(Some(encode_plain(b"v"))).encode(), "0101 020176");
 }
 
 fn quota() -> Quota {
@@ -203,6 +209,9 @@ fn only_whole_values_are_read() {
     check_decoding(deletion.clone(), deletion.encode(), Deletion::decode);
     for mark in [Partial::Loading, Partial::Adopting { replaced: vec![blob("b", 1), blob("c", 2)] }] {
         assert_eq!(Partial::decode(mark.encode()).expect("whole"), mark);
+    }
+    for beneath in [Beneath(None), Beneath(Some(encode_plain(b"v")))] {
+        check_decoding(beneath.clone(), beneath.encode(), Beneath::decode);
     }
     check_decoding(quota(), quota().encode(), Quota::decode);
     let counters = Counters { next_ino: u64::MAX, inodes: 0, bytes: 1 };

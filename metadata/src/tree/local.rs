@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io::Write;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -16,6 +16,7 @@ use tracing::{debug, warn};
 use crate::adopt::not_whole;
 use crate::commit::{Committer, Txn};
 use crate::dump::{self, DumpReport, Frozen};
+use crate::follow::{Follower, Following, Lag, OWN_NUMBERS};
 use crate::fsck::{self, FsckReport, Repair};
 use crate::gc::{self, Collector, GcReport};
 use crate::import::Importer;
@@ -62,6 +63,8 @@ pub struct LocalTree {
     pub(super) shared: Arc<Shared>,
     pub(super) importer: Option<Importer>,
     pub(super) mover: Option<Mover>,
+    /// Of a read-only tree, the one that it follows.
+    pub(super) following: OnceLock<Arc<Following>>,
     /// Whoever begins or ends the counting of a directory holds this meanwhile.
     pub(super) counting: tokio::sync::Mutex<()>,
     rng: Rng,
@@ -78,6 +81,29 @@ impl LocalTree {
             gc::start(mover, &tree.tasks);
         }
         Ok(tree)
+    }
+
+    /// Shows from now on what the tree of `follower` has, and looks every so often what changed there. Returns when that was
+    /// looked at once, or could not be: that is told.
+    ///
+    /// # Errors
+    /// `Bug` on a tree that does not [follow](TreeSettings::follows), or does already.
+    pub async fn follow(&self, follower: Follower, every: Duration) -> Result<()> {
+        let (committer, shared, importer) =
+            (self.committer.clone(), self.shared.clone(), self.importer.clone());
+        let following = Arc::new(Following::new(follower, committer, shared, importer));
+        if !self.shared.settings.follows || self.following.set(following.clone()).is_err() {
+            return Err(Error::bug("this tree follows no other, or does already"));
+        }
+        // A mount is there without it, too.
+        let _ = following.catch_up().await;
+        following.start(every, &self.tasks);
+        Ok(())
+    }
+
+    /// How far it is behind the tree that it follows, if it does.
+    pub fn lag(&self) -> Option<Lag> {
+        self.following.get().map(|following| following.lag())
     }
 
     /// All of that but the mover's task: objects are moved and deleted by `drain` only.
@@ -115,7 +141,8 @@ impl LocalTree {
             }
             _ => None,
         };
-        Self { committer, shared, importer, mover, counting: tokio::sync::Mutex::default(), rng, tasks }
+        let (following, counting) = (OnceLock::new(), tokio::sync::Mutex::default());
+        Self { committer, shared, importer, mover, following, counting, rng, tasks }
     }
 
     /// Makes the root of a new volume, and notes this session.
@@ -132,6 +159,9 @@ impl LocalTree {
             let session = SessionRecord { started: change.now };
             change.put(change.keys().session(change.shared.session), session.encode())?;
             change.put(change.keys().known(change.shared.session), encode_plain(b""))?;
+            if change.shared.settings.follows {
+                change.put(change.keys().copied(), encode_plain(b""))?;
+            }
             if change.find(InodeId::ROOT)?.is_some() {
                 return Ok(());
             }
@@ -142,7 +172,8 @@ impl LocalTree {
             change.put_inode(InodeId::ROOT, &root)?;
             let prefix = (change.shared.spelling != Spelling::Nothing).then(String::new);
             change.put_import_state(InodeId::ROOT, &ImportState { prefix, listed: None })?;
-            let counters = Counters { next_ino: InodeId::ROOT.0 + 1, inodes: 1, bytes: 0 };
+            let next_ino = if change.shared.settings.follows { OWN_NUMBERS } else { InodeId::ROOT.0 + 1 };
+            let counters = Counters { next_ino, inodes: 1, bytes: 0 };
             change.put(change.keys().counters(), counters.encode())
         })
         .await

@@ -385,6 +385,9 @@ impl Tree for LocalTree {
     }
 
     async fn refresh(&self, ino: InodeId) -> Result<()> {
+        if let Some(following) = self.following.get() {
+            following.catch_up().await?;
+        }
         self.look(|look| look.directory(ino)).await?;
         if let Some(importer) = &self.importer {
             importer.forget_all();

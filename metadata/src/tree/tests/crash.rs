@@ -295,7 +295,7 @@ async fn random_histories_with_outsiders_stay_whole() {
 }
 
 /// One step of somebody; what comes of it depends on who was first.
-async fn disturbed_step(world: &World, tree: &LocalTree, chance: &mut Chance, step: u32) {
+pub(super) async fn disturbed_step(world: &World, tree: &LocalTree, chance: &mut Chance, step: u32) {
     let mut path = || {
         let place = ["", "d/", "e/", "d/f/", "e/f/"][chance.below(5) as usize];
         format!("{place}{}", ["a", "b", "z"][chance.below(3) as usize])

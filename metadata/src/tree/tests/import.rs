@@ -5,7 +5,7 @@ use forebay_io::object::{Delay, Faults, OperationKind};
 use futures::FutureExt;
 
 use super::world::*;
-use crate::tree::{Existing, NewInode, RenameMode, Tree, resolve};
+use crate::tree::{Existing, NewInode, OutsideChange, RenameMode, Tree, resolve};
 
 const ROOT: InodeId = InodeId::ROOT;
 
@@ -94,7 +94,9 @@ async fn an_outsiders_object_is_the_first_content_of_a_file_that_never_had_any()
     assert_eq!(resolve(&tree, "first").await.expect("found").size, 0);
     let mut names = Vec::new();
     while let Some(Ok(change)) = told.next().now_or_never() {
-        names.push(change.name);
+        if let OutsideChange::Name { name, .. } = change {
+            names.push(name);
+        }
     }
     assert!(names.iter().any(|name| name == "new"), "the kernel is told: {names:?}");
     assert_eq!(tree.statistics().await.expect("statistics").bytes, 24);

@@ -24,3 +24,4 @@ mod crash;
 mod doubts;
 mod lapses;
 mod damaged;
+mod following;

@@ -6,13 +6,17 @@
 //! then. From there on the copy follows the bucket's listings, as every tree does.
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, Result};
+use forebay_core::Result;
 
+use super::leader::check_whole;
 use crate::kv::{Batch, Durability, Engine, Pair, Snapshot};
-use crate::schema::{Claim, HolderState, Keys, Tag, encode_plain};
+use crate::schema::{Claim, Counters, HolderState, Keys, Tag, encode_plain};
 
 /// Records that are read and written at once: an engine may sync each batch.
-const PAGE: usize = 4096;
+pub(super) const PAGE: usize = 4096;
+
+/// The first inode number that a read-only mount gives out itself, to what it finds by listing: no mount for writing comes to it.
+pub(crate) const OWN_NUMBERS: u64 = 1 << 62;
 
 /// Replaces what `into` has of the volume by the records that `from` shows; gives their number. Nobody may use `into` meanwhile.
 ///
@@ -40,9 +44,7 @@ pub async fn forget(keys: Keys, engine: &dyn Engine) -> Result<()> {
 }
 
 async fn fill(from: &dyn Snapshot, keys: Keys, into: &dyn Engine) -> Result<u64> {
-    if from.get(&keys.loading()).await?.is_some() {
-        return Err(Error::new(ErrorKind::Unavailable, "the tree is being loaded from a dump"));
-    }
+    check_whole(from, keys).await?;
     let (mut start, end) = keys.all();
     let mut copied = 0;
     loop {
@@ -51,7 +53,10 @@ async fn fill(from: &dyn Snapshot, keys: Keys, into: &dyn Engine) -> Result<u64>
         start = after(last);
         let mut batch = Batch::default();
         for (key, value) in page {
-            if is_of_the_tree(keys, &key, &value)? {
+            if keys.tag_in(&key)? == Tag::Counters {
+                let counters = Counters { next_ino: OWN_NUMBERS, ..Counters::decode(value)? };
+                batch.put(key, counters.encode());
+            } else if is_followed(keys, &key, &value)? {
                 batch.put(key, value);
             }
         }
@@ -60,19 +65,16 @@ async fn fill(from: &dyn Snapshot, keys: Keys, into: &dyn Engine) -> Result<u64>
     }
 }
 
-/// Whether a record says something of names, attributes and bytes, and not of who is at work on them.
-fn is_of_the_tree(keys: Keys, key: &Bytes, value: &Bytes) -> Result<bool> {
+/// Whether a record of the other mount's tree is one of its copy, too.
+pub(super) fn is_followed(keys: Keys, key: &Bytes, value: &Bytes) -> Result<bool> {
     Ok(match keys.tag_in(key)? {
-        Tag::Session | Tag::Known | Tag::Orphan | Tag::Intent | Tag::Loading | Tag::Home | Tag::Copied => {
-            false
-        }
         // Listings pass over what is claimed: what the other mount is about to write there is to be seen.
         Tag::Claim => !matches!(Claim::decode(value.clone())?.state, HolderState::Intended(_)),
-        _ => true,
+        tag => tag.is_of_the_tree(),
     })
 }
 
-async fn clear(keys: Keys, engine: &dyn Engine) -> Result<()> {
+pub(super) async fn clear(keys: Keys, engine: &dyn Engine) -> Result<()> {
     let (start, end) = keys.all();
     loop {
         let page: Vec<Pair> = engine.scan(&start, &end, PAGE).await?;
@@ -90,13 +92,13 @@ async fn clear(keys: Keys, engine: &dyn Engine) -> Result<()> {
 }
 
 /// The first key after this one.
-fn after(key: &[u8]) -> Bytes {
+pub(super) fn after(key: &[u8]) -> Bytes {
     [key, &[0]].concat().into()
 }
 
 #[cfg(test)]
 mod tests {
-    use forebay_core::{InodeId, ObjectKey, VolumeId};
+    use forebay_core::{ErrorKind, InodeId, ObjectKey, VolumeId};
 
     use super::*;
     use crate::kv::{MemEngine, MemStore};
