@@ -33,33 +33,42 @@ pub(crate) fn start(fs: Arc<FileSystem>, notifier: Notifier, runtime: &Runtime, 
         while let Some(Some(change)) =
             runtime_of_thread.block_on(stop.run_until_cancelled(next(&mut changes)))
         {
-            match &change {
-                OutsideChange::Name { directory, name } if fs.holds(*directory) => {
-                    tell_of_name(&notifier, *directory, name);
+            match change {
+                Next::Change(OutsideChange::Name { directory, name }) if fs.holds(directory) => {
+                    tell_of_name(&notifier, directory, &name);
                 }
-                OutsideChange::Inode { ino, has_content } if fs.holds(*ino) => {
-                    if *has_content {
-                        // First, so that what the kernel reads from then on is new.
-                        runtime_of_thread.block_on(fs.renew(*ino));
+                Next::Change(OutsideChange::Inode { ino, has_content }) if fs.holds(ino) => {
+                    // First, so that what the kernel reads from then on is new.
+                    runtime_of_thread.block_on(fs.renew(ino));
+                    tell_of_inode(&notifier, ino, has_content);
+                }
+                Next::Change(_) => {}
+                Next::Lost => {
+                    for ino in fs.followed() {
+                        runtime_of_thread.block_on(fs.renew(ino));
+                        tell_of_inode(&notifier, ino, true);
                     }
-                    tell_of_inode(&notifier, *ino, *has_content);
                 }
-                _ => {}
             }
         }
     });
 }
 
+enum Next {
+    Change(OutsideChange),
+    /// Some changes were lost: names stay in the kernel for their time to live, and what is open may have other bytes.
+    Lost,
+}
+
 /// The next change; `None` when there will be none.
-async fn next(changes: &mut OutsideListener) -> Option<OutsideChange> {
-    loop {
-        match changes.next().await {
-            Ok(change) => return Some(change),
-            Err(RecvError::Lagged(lost)) => {
-                warn!(lost, "too many changes at once: some names stay in the kernel for their time to live");
-            }
-            Err(RecvError::Closed) => return None,
+async fn next(changes: &mut OutsideListener) -> Option<Next> {
+    match changes.next().await {
+        Ok(change) => Some(Next::Change(change)),
+        Err(RecvError::Lagged(lost)) => {
+            warn!(lost, "too many changes at once: some names stay in the kernel for their time to live");
+            Some(Next::Lost)
         }
+        Err(RecvError::Closed) => None,
     }
 }
 

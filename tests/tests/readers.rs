@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use forebay_tests::s3::Server;
 use forebay_tests::{Forebay, Mount, Scratch, assert_same_trees, require_fuse, shell};
+use futures::StreamExt;
 use serde_json::Value;
 
 /// What only a tree knows: links, modes, owners, attributes, names that are no keys, packed files, files in pieces, and a large
@@ -166,6 +167,25 @@ async fn read_only_mounts_of_s3_follow_the_tree_of_a_writer() {
     reader.unmount();
     readers.writer.unmount();
     assert!(!reader.log().contains("cannot be"), "{}", reader.log());
+}
+
+/// What a read-only mount keeps on its host was taken for a tree of a mount for writing, which stayed on that host then, where no
+/// other one saw it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_bucket_that_was_read_first_has_its_tree_in_it() {
+    if !require_fuse("a_bucket_that_was_read_first_has_its_tree_in_it") {
+        return;
+    }
+    let Some(server) = Server::fast() else { return };
+    let (scratch, bucket) = (Scratch::new(), server.bucket("data").await);
+    let (home, url, folder) = (scratch.join("home"), bucket.url().to_string(), scratch.join("mnt"));
+    for options in [&["--read-only"][..], &[]] {
+        let mut mount = Mount::new(&home, &url, &folder, options, &server.envs());
+        mount.unmount();
+        assert!(!mount.log().contains("WARN"), "{}", mount.log());
+    }
+    let tree = bucket.list(".forebay/tree/").count().await;
+    assert!(tree > 0, "the tree is in the bucket");
 }
 
 /// Promise S2: A file that is open is shown as it is now, too, and one that was removed or replaced by a rename as it was.

@@ -122,7 +122,7 @@ impl Records {
         }
         let read_only = settings.read_only || settings.dataset;
         let (bucket, home, part_copy) = match read_only {
-            true => (bucket.read_only(), Home::local(&settings.state_directory, &url), false),
+            true => (bucket.read_only(), Home::of_reader(&settings.state_directory, &url), false),
             false => choose_home(bucket, &settings.state_directory).await?,
         };
         let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
@@ -272,12 +272,21 @@ impl Home {
 
     /// In the state directory, apart from the trees of other buckets.
     fn local(state: &Path, url: &BucketUrl) -> Self {
+        Self::of_url(state.join("trees"), url)
+    }
+
+    /// The same of a read-only mount, which nobody may take for one that is written to.
+    fn of_reader(state: &Path, url: &BucketUrl) -> Self {
+        Self::of_url(state.join("read-only"), url)
+    }
+
+    fn of_url(folder: PathBuf, url: &BucketUrl) -> Self {
         let name: String = url
             .to_string()
             .chars()
             .map(|c| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' })
             .collect();
-        Self::Directory { path: state.join("trees").join(name), inside_bucket: false }
+        Self::Directory { path: folder.join(name), inside_bucket: false }
     }
 
     /// Where on this host it is, or in what it sees as a directory; nowhere for one in a bucket that is none.
@@ -435,7 +444,7 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
     let follows = follower.is_some();
     let tree = LocalTree::open(parts, TreeSettings { follows, ..tree_settings(&settings, &home) }).await?;
     if let Some(follower) = follower {
-        tree.follow(follower, Duration::from_millis(settings.import.follow_ms)).await?;
+        tree.follow(follower, Duration::from_millis(settings.import.follow_ms))?;
     }
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
     let volume = Volume::assemble(Parts {

@@ -147,15 +147,15 @@ pub struct Status {
 /// What a read-only mount shows of the tree of the mount for writing.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Follows {
-    /// Milliseconds since it was the same.
-    pub behind_ms: u64,
+    /// Milliseconds since it was the same; nothing where it never was.
+    pub behind_ms: Option<u64>,
     /// Why it could not be looked at since.
     pub error: Option<String>,
 }
 
 impl From<Lag> for Follows {
     fn from(Lag { behind, error }: Lag) -> Self {
-        Self { behind_ms: u64::try_from(behind.as_millis()).unwrap_or(u64::MAX), error }
+        Self { behind_ms: behind.map(|behind| u64::try_from(behind.as_millis()).unwrap_or(u64::MAX)), error }
     }
 }
 

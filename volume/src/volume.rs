@@ -337,6 +337,11 @@ impl Volume {
         outcome
     }
 
+    /// The numbers of the inodes that are open.
+    pub fn open_numbers(&self) -> Vec<InodeId> {
+        self.open.lock().all().map(|inode| inode.ino()).collect()
+    }
+
     pub(crate) fn open_inodes(&self) -> Vec<Arc<OpenInode>> {
         self.open.lock().all().cloned().collect()
     }

@@ -115,9 +115,12 @@ fn warn_of_unsealed(mount: &Mount) {
 fn warn_of_lag(mount: &Mount) {
     let State::Serving(status) = &mount.state else { return };
     let Some(Follows { behind_ms, error: Some(error) }) = &status.follows else { return };
-    let (at, seconds) = (&status.mount_point, behind_ms / 1000);
-    let message =
-        format!("{at}: names and attributes are {seconds} s old, since the tree cannot be read: {error}");
+    let at = &status.mount_point;
+    let age = match behind_ms {
+        Some(behind_ms) => format!("names and attributes are {} s old", behind_ms / 1000),
+        None => "objects alone are shown".to_owned(),
+    };
+    let message = format!("{at}: {age}, since the tree of the mount for writing cannot be read: {error}");
     report::warning(&message, false);
 }
 

@@ -87,6 +87,11 @@ impl FileSystem {
         ino == InodeId::ROOT || self.inodes.lookups(ino) > 0
     }
 
+    /// Open files whose bytes another mount may change.
+    pub(crate) fn followed(&self) -> Vec<InodeId> {
+        if self.volume.read_only() { self.volume.open_numbers() } else { Vec::new() }
+    }
+
     /// Has an open file show what the tree has by now.
     pub(crate) async fn renew(&self, ino: InodeId) {
         self.volume.renew(ino).await;

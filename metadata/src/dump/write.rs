@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use forebay_core::{Blob, Error, Extent, InodeId, Result, Source, Timestamp};
+use forebay_core::{Blob, Error, ErrorKind, Extent, InodeId, Result, Source, Timestamp};
 use forebay_io::codec::Compressor;
 use forebay_io::task::blocking;
 use futures::future::join;
@@ -74,6 +74,10 @@ pub async fn dump(
 pub async fn freeze(committer: &Committer, keys: Keys, taken: Timestamp) -> Result<Frozen> {
     // A snapshot holds what was synced.
     committer.sync().await?;
+    if committer.engine().get(&keys.copied()).await?.is_some() {
+        return Err(Error::new(ErrorKind::ReadOnly, "this is a read-only mount's copy of the tree")
+            .with_hint("dump it without `read_only` among the settings, as the mount for writing has it"));
+    }
     Ok(Frozen { snapshot: committer.engine().snapshot()?, keys, taken })
 }
 

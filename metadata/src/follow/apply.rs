@@ -8,10 +8,12 @@ use std::collections::HashSet;
 use bytes::Bytes;
 use forebay_core::{FileKind, InodeId, Result};
 
-use super::copy::{OWN_NUMBERS, is_followed};
+use super::copy::is_followed;
 use crate::kv::Edit;
 use crate::records::{Change, OutsideChange, Records};
-use crate::schema::{Beneath, Claim, Counters, Dentry, HolderState, ImportState, Inode, Keys, Tag};
+use crate::schema::{
+    Beneath, Claim, Counters, Dentry, HolderState, ImportState, Inode, Keys, OWN_NUMBERS, Tag,
+};
 
 /// What came of changes beside the records.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -35,7 +37,7 @@ pub(super) fn apply(change: &mut Change<'_, '_>, edits: &[Edit]) -> Result<Appli
         }
     }
     let mut applying =
-        Applying { change, keys, kept, taken_back: HashSet::new(), applied: Applied::default() };
+        Applying { change, keys, kept, under_way: HashSet::new(), applied: Applied::default() };
     for (key, value) in edits {
         let is_followed = match value {
             Some(value) => keys.tag_in(key)? == Tag::Counters || is_followed(keys, key, value)?,
@@ -51,8 +53,8 @@ struct Applying<'a, 'c, 't> {
     keys: Keys,
     /// Files that go, and are open here.
     kept: HashSet<InodeId>,
-    /// Of which nothing is left that listings made.
-    taken_back: HashSet<InodeId>,
+    /// Files that are being taken back: their names lead to them once more.
+    under_way: HashSet<InodeId>,
     applied: Applied,
 }
 
@@ -157,7 +159,7 @@ impl Applying<'_, '_, '_> {
             return self.set_directory(ino, own, theirs);
         }
         match (own, theirs) {
-            (Some(mut own), None) if self.kept.contains(&ino) => {
+            (Some(mut own), None) if self.kept.contains(&ino) || self.change.shared.openers(ino) > 0 => {
                 own.nlink = 0;
                 self.change.delete(self.keys.beneath(key))?;
                 self.change.put_inode(ino, &own)
@@ -189,10 +191,7 @@ impl Applying<'_, '_, '_> {
             // A listing took it away.
             (None, _) => {
                 self.set_whole(&key, Some(theirs.encode()))?;
-                self.restore(&self.keys.import(ino))?;
-                for key in self.changed_below(Tag::Xattr, ino)? {
-                    self.restore(&key)?;
-                }
+                self.restore_directory(ino)?;
                 self.take_back_name(theirs.parent, &theirs.name)?;
             }
             (Some(_), _) => self.set_whole(&key, Some(theirs.encode()))?,
@@ -201,11 +200,27 @@ impl Applying<'_, '_, '_> {
         Ok(())
     }
 
+    /// Brings back a directory that a listing took away.
+    fn restore_directory(&mut self, ino: InodeId) -> Result<()> {
+        self.restore(&self.keys.inode(ino))?;
+        self.restore(&self.keys.import(ino))?;
+        for key in self.changed_below(Tag::Xattr, ino)? {
+            self.restore(&key)?;
+        }
+        Ok(())
+    }
+
     /// Shows a file, and the names that it has in their tree, as they have it.
     fn take_back(&mut self, ino: InodeId) -> Result<()> {
-        if !self.taken_back.insert(ino) {
+        if !self.under_way.insert(ino) {
             return Ok(());
         }
+        let outcome = self.take_back_once(ino);
+        self.under_way.remove(&ino);
+        outcome
+    }
+
+    fn take_back_once(&mut self, ino: InodeId) -> Result<()> {
         let own = self.change.find(ino)?;
         for tag in [Tag::Extents, Tag::Xattr, Tag::Move, Tag::Link] {
             for key in self.changed_below(tag, ino)? {
@@ -230,14 +245,15 @@ impl Applying<'_, '_, '_> {
                 self.take_back_name(own.parent, &own.name)
             }
             (Some(own), Some(mut theirs)) => {
-                self.tell_inode(ino, &own, &theirs);
                 let (is_same, known) = (has_content_of(&own, &theirs), theirs.generation);
                 // No two contents have one generation here.
                 theirs.generation = known.max(own.generation + u64::from(!is_same));
+                self.tell_inode(ino, &own, &theirs);
                 match theirs.generation == known {
                     true => self.set_whole(&key, Some(theirs.encode()))?,
                     false => self.change.put_inode(ino, &theirs)?,
                 }
+                self.take_back_name(own.parent, &own.name)?;
                 self.take_back_names(&theirs)
             }
             (None, Some(inode)) => {
@@ -285,8 +301,12 @@ impl Applying<'_, '_, '_> {
             self.change.put_inode(parent, &directory)?;
         }
         for entry in [own, theirs.map(Dentry::decode).transpose()?].into_iter().flatten() {
-            if entry.kind == FileKind::File {
-                self.take_back(entry.ino)?;
+            match entry.kind {
+                FileKind::File => self.take_back(entry.ino)?,
+                FileKind::Directory if self.change.find(entry.ino)?.is_none() => {
+                    self.restore_directory(entry.ino)?
+                }
+                _ => {}
             }
         }
         Ok(())
@@ -306,7 +326,7 @@ impl Applying<'_, '_, '_> {
     }
 
     fn tell_inode(&mut self, ino: InodeId, own: &Inode, theirs: &Inode) {
-        let has_content = own.generation != theirs.generation || !has_content_of(own, theirs);
+        let has_content = own.generation != theirs.generation;
         self.applied.told.push(OutsideChange::Inode { ino, has_content });
     }
 }

@@ -6,17 +6,14 @@
 //! then. From there on the copy follows the bucket's listings, as every tree does.
 
 use bytes::Bytes;
-use forebay_core::Result;
+use forebay_core::{Error, ErrorKind, Result};
 
 use super::leader::check_whole;
 use crate::kv::{Batch, Durability, Engine, Pair, Snapshot};
-use crate::schema::{Claim, Counters, HolderState, Keys, Tag, encode_plain};
+use crate::schema::{Claim, Counters, HolderState, Keys, OWN_NUMBERS, Tag, encode_plain};
 
 /// Records that are read and written at once: an engine may sync each batch.
 pub(super) const PAGE: usize = 4096;
-
-/// The first inode number that a read-only mount gives out itself, to what it finds by listing: no mount for writing comes to it.
-pub(crate) const OWN_NUMBERS: u64 = 1 << 62;
 
 /// Replaces what `into` has of the volume by the records that `from` shows; gives their number. Nobody may use `into` meanwhile.
 ///
@@ -54,7 +51,14 @@ async fn fill(from: &dyn Snapshot, keys: Keys, into: &dyn Engine) -> Result<u64>
         let mut batch = Batch::default();
         for (key, value) in page {
             if keys.tag_in(&key)? == Tag::Counters {
-                let counters = Counters { next_ino: OWN_NUMBERS, ..Counters::decode(value)? };
+                let theirs = Counters::decode(value)?;
+                if theirs.next_ino >= OWN_NUMBERS {
+                    return Err(Error::new(
+                        ErrorKind::Unsupported,
+                        "the tree gives out the numbers of read-only mounts",
+                    ));
+                }
+                let counters = Counters { next_ino: OWN_NUMBERS, ..theirs };
                 batch.put(key, counters.encode());
             } else if is_followed(keys, &key, &value)? {
                 batch.put(key, value);
@@ -98,7 +102,7 @@ pub(super) fn after(key: &[u8]) -> Bytes {
 
 #[cfg(test)]
 mod tests {
-    use forebay_core::{ErrorKind, InodeId, ObjectKey, VolumeId};
+    use forebay_core::{InodeId, ObjectKey, VolumeId};
 
     use super::*;
     use crate::kv::{MemEngine, MemStore};

@@ -72,6 +72,8 @@ impl Walk<'_> {
                 Some(_) => self.pass(),
                 None if self.is_last => return Ok(None),
                 None => {
+                    // An engine on a disk of this host waits for nothing.
+                    tokio::task::yield_now().await;
                     self.page = self.snapshot.scan(&self.start, &self.end, PAGE).await?.into();
                     self.is_last = self.page.len() < PAGE;
                     if let Some((last, _)) = self.page.back() {

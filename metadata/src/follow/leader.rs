@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::clock::Moment;
 use forebay_io::object::Bucket;
 
 use super::copy::{clear, copy};
@@ -67,12 +68,14 @@ pub struct Follower {
     pub(super) keys: Keys,
     /// Nowhere before it was copied, and where its log is gone.
     place: Option<Place>,
+    /// Whether it had a root: one that has none any more is another volume.
+    pub(super) has_begun: bool,
 }
 
 impl Follower {
     /// Of the tree with these keys, of which nothing is known.
     pub fn new(leader: Leader, keys: Keys) -> Self {
-        Self { leader, keys, place: None }
+        Self { leader, keys, place: None, has_begun: false }
     }
 
     /// Copies the tree into `into`, in the place of what that has of the volume, and nobody uses; returns the number of records.
@@ -84,6 +87,7 @@ impl Follower {
         clear(self.keys, into).await?;
         let view = self.view().await?;
         let copied = copy(&*view.snapshot, self.keys, into).await;
+        self.has_begun = view.snapshot.get(&self.keys.counters()).await?.is_some();
         let place = view.end().await;
         if copied.is_ok() {
             self.place = Some(place);
@@ -91,10 +95,28 @@ impl Follower {
         copied
     }
 
+    /// Whether the tree was copied.
+    pub(super) fn is_somewhere(&self) -> bool {
+        self.place.is_some()
+    }
+
+    /// The end of the tree's log, if it has one, as it is now.
+    pub(super) async fn end(&self) -> Result<Option<SlateLog>> {
+        match (&self.leader, &self.place) {
+            (Leader::Bucket(bucket), Some(Place::Log(_))) => SlateLog::end(bucket).await.map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// Whether everything is taken over that was there at `end`.
+    pub(super) fn has_passed(&self, end: &SlateLog) -> bool {
+        matches!(&self.place, Some(Place::Log(log)) if log.has_passed(end))
+    }
+
     /// What is new. Once it was taken over it is to be [passed](Self::pass).
-    pub(super) async fn news(&mut self) -> Result<News> {
+    pub(super) async fn news(&mut self, now: Moment) -> Result<News> {
         match &mut self.place {
-            Some(Place::Log(log)) => match log.next().await? {
+            Some(Place::Log(log)) => match log.next(now).await? {
                 Next::Nothing => return Ok(News::Nothing),
                 Next::Edits(edits) => return Ok(News::Edits(edits)),
                 Next::Gone => self.place = None,

@@ -6,7 +6,7 @@
 //! without names) is left out.
 //!
 //! A tree in a bucket is followed in its log, object after object; one in a directory, and one whose log is gone, is compared.
-//! Inode numbers of what listings find are from a range of their own ([`copy::OWN_NUMBERS`]). Where a listing changes a record of
+//! Inode numbers of what listings find are from a range of their own ([`crate::schema::OWN_NUMBERS`]). Where a listing changes a record of
 //! the other tree, what that has there is kept beneath (`y`), and comes back when it has changed.
 
 mod apply;
@@ -17,14 +17,13 @@ mod leader;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_core::{Error, Result};
+use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::{Clock, Moment};
 use forebay_io::task::TaskGroup;
 use tokio::sync::Mutex;
 use tracing::{info, warn};
 
 use apply::apply;
-pub(crate) use copy::OWN_NUMBERS;
 pub use copy::{copy, forget};
 use difference::Difference;
 pub use leader::{Follower, Leader};
@@ -34,20 +33,22 @@ use crate::commit::{Committer, Txn};
 use crate::import::Importer;
 use crate::kv::{Durability, Edit};
 use crate::records::{Change, Shared};
+use crate::schema::Tag;
 
-/// Records that are taken over in one transaction. More of them, as after a removal of a large directory that was compared and not
-/// read from a log, are shown a part at a time.
-const MOST_EDITS: usize = 1 << 16;
+/// Records of a comparison that are taken over in one transaction.
+pub(crate) const MOST_EDITS: usize = if cfg!(test) { 1 << 8 } else { 1 << 16 };
 /// Changes that are told at once: whoever listens may be behind by four times as many.
 const MOST_TOLD: usize = 1 << 12;
-/// A tree is looked at again after this many times the time that it took, so that large ones are not compared without end.
+/// A tree that was compared is looked at again after this many times the time that it took.
 const SHARE_OF_TIME: u32 = 10;
+/// Objects of a log that are taken over in one look; those that are left in the next one, at once.
+const MOST_OBJECTS: usize = 64;
 
 /// How far the tree that is shown is behind the one that it follows.
 #[derive(Debug, Clone)]
 pub struct Lag {
-    /// How long ago it was the same.
-    pub behind: Duration,
+    /// How long ago it was the same; nothing where it never was.
+    pub behind: Option<Duration>,
     /// Why it could not be looked at since.
     pub error: Option<String>,
 }
@@ -62,8 +63,19 @@ pub(crate) struct Following {
 }
 
 struct Shown {
-    as_of: Moment,
+    as_of: Option<Moment>,
     error: Option<String>,
+}
+
+/// How far a look came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Look {
+    /// To the end.
+    Whole,
+    /// There is more.
+    Part,
+    /// To the end, by comparing all of it.
+    Compared,
 }
 
 impl Following {
@@ -73,7 +85,8 @@ impl Following {
         shared: Arc<Shared>,
         importer: Option<Importer>,
     ) -> Self {
-        let shown = parking_lot::Mutex::new(Shown { as_of: shared.clock.now(), error: None });
+        let as_of = follower.is_somewhere().then(|| shared.clock.now());
+        let shown = parking_lot::Mutex::new(Shown { as_of, error: None });
         Self { follower: Mutex::new(follower), committer, shared, importer, shown }
     }
 
@@ -81,17 +94,16 @@ impl Following {
     pub(crate) fn start(self: Arc<Self>, every: Duration, tasks: &TaskGroup) {
         let stop = tasks.stop();
         tasks.spawn("follow", async move {
-            loop {
+            let mut pause = every;
+            while stop.run_until_cancelled(self.clock().sleep(pause)).await.is_some() {
                 let began = self.clock().now();
-                match stop.run_until_cancelled(self.catch_up()).await {
+                // An error is told by `look`.
+                pause = match stop.run_until_cancelled(self.look()).await {
                     None => return,
-                    Some(Ok(())) => {}
-                    Some(Err(_)) => {} // It is told by `catch_up`.
-                }
-                let pause = every.max(self.clock().now().since(began) * SHARE_OF_TIME);
-                if stop.run_until_cancelled(self.clock().sleep(pause)).await.is_none() {
-                    return;
-                }
+                    Some(Ok(Look::Part)) => Duration::ZERO,
+                    Some(Ok(Look::Compared)) => every.max(self.clock().now().since(began) * SHARE_OF_TIME),
+                    Some(Ok(Look::Whole) | Err(_)) => every,
+                };
             }
         });
     }
@@ -102,7 +114,8 @@ impl Following {
 
     pub(crate) fn lag(&self) -> Lag {
         let shown = self.shown.lock();
-        Lag { behind: self.clock().now().since(shown.as_of), error: shown.error.clone() }
+        let behind = shown.as_of.map(|as_of| self.clock().now().since(as_of));
+        Lag { behind, error: shown.error.clone() }
     }
 
     /// Returns when everything is shown that the other tree had durably when this was called.
@@ -116,13 +129,32 @@ impl Following {
         outcome
     }
 
+    async fn catch_up_with(&self, follower: &mut Follower) -> Result<()> {
+        let (began, end) = (self.clock().now(), follower.end().await?);
+        while let Look::Part = self.look_with(follower).await? {
+            if end.as_ref().is_some_and(|end| follower.has_passed(end)) {
+                self.shown.lock().as_of = Some(began);
+                break;
+            }
+        }
+        Ok(())
+    }
+
     /// As where the log is gone.
     #[cfg(test)]
     pub(crate) async fn lose(&self) {
         self.follower.lock().await.lose();
     }
 
-    fn note(&self, outcome: &Result<()>) {
+    /// Looks once.
+    pub(crate) async fn look(&self) -> Result<Look> {
+        let mut follower = self.follower.lock().await;
+        let outcome = self.look_with(&mut follower).await;
+        self.note(&outcome);
+        outcome
+    }
+
+    fn note<T>(&self, outcome: &Result<T>) {
         let mut shown = self.shown.lock();
         let error = outcome.as_ref().err().map(Error::to_string);
         match (&error, &shown.error) {
@@ -136,19 +168,20 @@ impl Following {
         shown.error = error;
     }
 
-    async fn catch_up_with(&self, follower: &mut Follower) -> Result<()> {
-        loop {
+    async fn look_with(&self, follower: &mut Follower) -> Result<Look> {
+        for _ in 0..MOST_OBJECTS {
             let began = self.clock().now();
-            match follower.news().await? {
+            match follower.news(began).await? {
                 News::Nothing => {
-                    self.shown.lock().as_of = began;
-                    return Ok(());
+                    self.shown.lock().as_of = Some(began);
+                    return Ok(Look::Whole);
                 }
                 // It is whole once it is compared.
                 News::Edits(edits) if edits.iter().any(|(key, _)| *key == follower.keys.loading()) => {
                     follower.go_on_at(None);
                 }
                 News::Edits(edits) => {
+                    follower.has_begun |= edits.iter().any(|(key, _)| *key == follower.keys.counters());
                     self.take_over(edits).await?;
                     follower.pass();
                 }
@@ -157,30 +190,53 @@ impl Following {
                     let place = view.end().await;
                     follower.go_on_at(compared.is_ok().then_some(place));
                     compared?;
-                    self.shown.lock().as_of = began;
+                    self.shown.lock().as_of = Some(began);
+                    return Ok(Look::Compared);
                 }
             }
         }
+        Ok(Look::Part)
     }
 
-    async fn compare(&self, follower: &Follower, view: &View) -> Result<()> {
-        let keys = follower.keys;
-        check_whole(&*view.snapshot, keys).await?;
-        let counters = view.snapshot.get(&keys.counters()).await?;
-        if counters.is_none() {
+    async fn compare(&self, follower: &mut Follower, view: &View) -> Result<()> {
+        let (keys, theirs) = (follower.keys, &*view.snapshot);
+        check_whole(theirs, keys).await?;
+        let counters = theirs.get(&keys.counters()).await?;
+        match (counters.is_some(), follower.has_begun) {
+            (true, _) => follower.has_begun = true,
             // It is about to begin, and has no root yet.
-            return Ok(());
+            (false, false) => return Ok(()),
+            (false, true) => {
+                return Err(Error::new(
+                    ErrorKind::NotFound,
+                    "the volume was removed, or another one is in its place",
+                )
+                .with_hint("mount it again"));
+            }
         }
         // A snapshot holds what was synced.
         self.committer.sync().await?;
         let own = self.committer.engine().snapshot()?;
-        let mut difference = Difference::new(keys, &*view.snapshot, &*own);
-        loop {
-            let edits = difference.next(MOST_EDITS).await?;
-            if edits.is_empty() {
-                break;
+        let mut difference = Difference::new(keys, theirs, &*own);
+        let first = difference.next(MOST_EDITS).await?;
+        if first.len() == MOST_EDITS {
+            // In parts: no name comes before what it names.
+            let mut difference = Difference::new(keys, theirs, &*own);
+            loop {
+                let mut edits = difference.next(MOST_EDITS).await?;
+                if edits.is_empty() {
+                    break;
+                }
+                let is_first =
+                    |edit: &Edit| edit.1.is_some() && !matches!(keys.tag_in(&edit.0), Ok(Tag::Dentry));
+                edits.retain(is_first);
+                self.take_over(edits).await?;
             }
+        }
+        let mut edits = first;
+        while !edits.is_empty() {
             self.take_over(edits).await?;
+            edits = difference.next(MOST_EDITS).await?;
         }
         self.take_over(vec![(keys.counters(), counters)]).await
     }

@@ -15,7 +15,7 @@ use super::items::{Item, Items, OBJECT_SUFFIX, beside};
 use crate::records::{
     Change, Charge, Records, check_name, child_prefix, prefix_with_slash, readable, usage_of,
 };
-use crate::schema::{Claim, Deletion, Dentry, HolderState, ImportState, Inode};
+use crate::schema::{Claim, Deletion, Dentry, HolderState, ImportState, Inode, OWN_NUMBERS};
 
 /// Names in one window. A closure runs again for reads that depend on one another, on engines whose reads wait: this
 /// keeps their number far below what the committer allows.
@@ -281,12 +281,25 @@ impl Window<'_, '_, '_> {
             Some(HolderState::Held(holder)) if self.is_lost(holder, info)? => {}
             Some(HolderState::Held(holder)) if entry.is_none() => return self.step_back(name, holder),
             Some(HolderState::Doomed { due_ms }) if self.is_successor(due_ms, info)? => {}
-            Some(_) => return Ok(()),
+            Some(_) => return self.was_anothers(name, key, entry),
         }
         match entry {
             None => self.make_file(name, info),
             Some(entry) if entry.kind == FileKind::File => self.compare(name, info, entry),
             Some(_) => Ok(()),
+        }
+    }
+
+    /// Beside a tree that is followed, a listing may have shown an object before that told whose it is.
+    fn was_anothers(&mut self, name: &[u8], key: &str, entry: Option<Dentry>) -> Result<()> {
+        let Some(entry) = entry.filter(|entry| entry.ino.0 >= OWN_NUMBERS && entry.kind == FileKind::File)
+        else {
+            return Ok(());
+        };
+        let inode = self.change.inode(entry.ino)?;
+        match inode.home.as_ref().is_some_and(|home| home.key.as_str() == key) {
+            true => self.forget(name, entry.ino, inode),
+            false => Ok(()),
         }
     }
 
@@ -373,6 +386,8 @@ impl Window<'_, '_, '_> {
         }
         match self.claim(key)?.map(|claim| claim.state) {
             None => {}
+            // It was shown before the tree that is followed told whose it is.
+            Some(_) if entry.ino.0 >= OWN_NUMBERS => {}
             // An object that was listed beside a directory, under the name of that. Of a renamed file, whether or not it can
             // ever be moved, and of one with further bytes, the record is all that says what is missed.
             Some(HolderState::Held(holder))

@@ -1,13 +1,15 @@
 //! The log of the tree in a bucket, read object after object behind whoever writes it.
 //!
 //! A log object holds whole batches, in the order in which they were written. The writer deletes those that its tables hold,
-//! a minute later at the earliest: who comes late for one compares the tree instead.
+//! [`LEAST_AGE`] after they were put at the earliest: who comes later than that compares the tree instead.
 
 use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::sync::Arc;
+use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::clock::Moment;
 use forebay_io::object::Bucket;
 use slatedb::object_store::Error as StoreError;
 use slatedb::{ValueDeletable, WalReader};
@@ -15,8 +17,10 @@ use slatedb::{ValueDeletable, WalReader};
 use super::Edit;
 use super::slate::{SlateEngine, convert, detach};
 
-/// Looks that find nothing until the log is listed: what comes next may have been deleted.
-const LIST_EVERY: u32 = 16;
+/// For how long a log object is there at least: four fifths of what SlateDB's garbage collection leaves them, five minutes.
+const LEAST_AGE: Duration = Duration::from_secs(240);
+/// Looks that find nothing until the log is listed in any case: somebody may have emptied the bucket.
+const LIST_EVERY: u32 = 256;
 
 /// What comes next in a log.
 #[derive(Debug, PartialEq, Eq)]
@@ -40,6 +44,8 @@ pub struct SlateLog {
     read: u64,
     /// Looks that found nothing in a row.
     idle: u32,
+    /// When there was nothing to be read last.
+    looked: Option<Moment>,
 }
 
 impl SlateLog {
@@ -47,7 +53,7 @@ impl SlateLog {
     pub async fn end(bucket: &Bucket) -> Result<Self> {
         let reader = WalReader::new(SlateEngine::PATH, bucket.apart().store());
         let last = reader.list(..).await.map_err(convert)?.last().map_or(0, |file| file.id);
-        Ok(Self { reader, id: last + 1, known: 0, read: 0, idle: 0 })
+        Ok(Self { reader, id: last + 1, known: 0, read: 0, idle: 0, looked: None })
     }
 
     /// Says that all changes up to `sequence` are known.
@@ -55,11 +61,16 @@ impl SlateLog {
         self.known = self.known.max(sequence);
     }
 
+    /// Whether all is read that was there at `end`.
+    pub fn has_passed(&self, end: &Self) -> bool {
+        self.id >= end.id
+    }
+
     /// What the next object holds that is not known yet.
-    pub async fn next(&mut self) -> Result<Next> {
+    pub async fn next(&mut self, now: Moment) -> Result<Next> {
         let mut rows = match self.reader.get(self.id).iterator().await {
             Ok(rows) => rows,
-            Err(error) if is_missing(&error) => return self.missing().await,
+            Err(error) if is_missing(&error) => return self.missing(now).await,
             Err(error) => return Err(convert(error)),
         };
         let mut edits = BTreeMap::new();
@@ -85,7 +96,7 @@ impl SlateLog {
                 edits.insert(row.key, (row.seq, value));
             }
         }
-        self.idle = 0;
+        (self.idle, self.looked) = (0, Some(now));
         Ok(Next::Edits(edits.into_iter().map(|(key, (_, value))| (detach(key), value)).collect()))
     }
 
@@ -95,17 +106,19 @@ impl SlateLog {
         self.known = self.read;
     }
 
-    async fn missing(&mut self) -> Result<Next> {
+    /// Whether what comes next is yet to come, or was there and is gone.
+    async fn missing(&mut self, now: Moment) -> Result<Next> {
         self.idle += 1;
-        if !self.idle.is_multiple_of(LIST_EVERY) {
-            return Ok(Next::Nothing);
+        let is_recent = self.looked.is_some_and(|looked| now.since(looked) < LEAST_AGE);
+        if !is_recent || self.idle.is_multiple_of(LIST_EVERY) {
+            let there = self.reader.list(..).await.map_err(convert)?;
+            let is_next = |id: u64| id + 1 == self.id || id == self.id;
+            if !there.last().is_some_and(|last| is_next(last.id)) {
+                return Ok(Next::Gone);
+            }
         }
-        // It may have been put since.
-        let later = self.reader.list(self.id..).await.map_err(convert)?;
-        Ok(match later.first() {
-            Some(file) if file.id > self.id => Next::Gone,
-            _ => Next::Nothing,
-        })
+        self.looked = Some(now);
+        Ok(Next::Nothing)
     }
 }
 

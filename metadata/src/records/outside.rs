@@ -23,7 +23,7 @@ pub enum OutsideChange {
     Inode {
         /// The inode.
         ino: InodeId,
-        /// Whether its bytes are others, or lie elsewhere.
+        /// Whether its bytes are others.
         has_content: bool,
     },
 }

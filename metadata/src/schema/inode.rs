@@ -20,6 +20,10 @@ pub struct NumberRun {
     pub end: u64,
 }
 
+/// The first inode number that a read-only mount gives out itself, to what it finds by listing beside a tree that it follows: no
+/// mount for writing comes to it.
+pub const OWN_NUMBERS: u64 = 1 << 62;
+
 /// All that is kept of an inode, but for the rest of long layouts and for extended attributes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

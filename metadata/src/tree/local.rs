@@ -16,7 +16,7 @@ use tracing::{debug, warn};
 use crate::adopt::not_whole;
 use crate::commit::{Committer, Txn};
 use crate::dump::{self, DumpReport, Frozen};
-use crate::follow::{Follower, Following, Lag, OWN_NUMBERS};
+use crate::follow::{Follower, Following, Lag};
 use crate::fsck::{self, FsckReport, Repair};
 use crate::gc::{self, Collector, GcReport};
 use crate::import::Importer;
@@ -24,7 +24,7 @@ use crate::kv::Durability;
 use crate::mover::{Mover, free_unfinished};
 use crate::records::{Change, Look, Records, Shared, Spelling, TreeSettings, names_of, pass_over, readable};
 use crate::schema::{
-    Counters, ImportState, Inode, Keys, Partial, SessionRecord, Tag, UploadRecord, encode_plain,
+    Counters, ImportState, Inode, Keys, OWN_NUMBERS, Partial, SessionRecord, Tag, UploadRecord, encode_plain,
 };
 
 /// How long `close` goes on moving and deleting objects.
@@ -83,20 +83,17 @@ impl LocalTree {
         Ok(tree)
     }
 
-    /// Shows from now on what the tree of `follower` has, and looks every so often what changed there. Returns when that was
-    /// looked at once, or could not be: that is told.
+    /// Shows from now on what the tree of `follower` has, and looks every so often what changed there.
     ///
     /// # Errors
     /// `Bug` on a tree that does not [follow](TreeSettings::follows), or does already.
-    pub async fn follow(&self, follower: Follower, every: Duration) -> Result<()> {
+    pub fn follow(&self, follower: Follower, every: Duration) -> Result<()> {
         let (committer, shared, importer) =
             (self.committer.clone(), self.shared.clone(), self.importer.clone());
         let following = Arc::new(Following::new(follower, committer, shared, importer));
         if !self.shared.settings.follows || self.following.set(following.clone()).is_err() {
             return Err(Error::bug("this tree follows no other, or does already"));
         }
-        // A mount is there without it, too.
-        let _ = following.catch_up().await;
         following.start(every, &self.tasks);
         Ok(())
     }

@@ -13,7 +13,7 @@ use futures::{StreamExt, TryStreamExt};
 use super::crash::disturbed_step;
 use super::world::*;
 use crate::commit::{Committer, CommitterSettings};
-use crate::follow::{Follower, Leader};
+use crate::follow::{Follower, Leader, Look, MOST_EDITS};
 use crate::kv::{MemEngine, MemStore};
 use crate::schema::Keys;
 use crate::testing::{Chance, rounds};
@@ -41,7 +41,7 @@ async fn follower(world: &World) -> LocalTree {
     };
     let settings = TreeSettings { read_only: true, follows: true, ..TreeSettings::default() };
     let tree = LocalTree::open(parts, settings).await.expect("the tree opens");
-    tree.follow(follower, NEVER).await.expect("it follows");
+    tree.follow(follower, NEVER).expect("it follows");
     tree
 }
 
@@ -138,7 +138,7 @@ async fn what_was_listed_first_is_the_writers_file_then() {
     assert_eq!(paths(&reader).await, ["d/", "d/new", "d/other", "d/replaced", "theirs/", "theirs/x"]);
     assert_eq!(world.read_path(&reader, "d/replaced").await.expect("bytes"), "newer");
     let listed = resolve(&reader, "d/new").await.expect("found");
-    assert!(listed.ino.0 >= crate::follow::OWN_NUMBERS, "{} is of this mount", listed.ino);
+    assert!(listed.ino.0 >= crate::schema::OWN_NUMBERS, "{} is of this mount", listed.ino);
     reader.opened(listed.ino).await.expect("open");
     let other = resolve(&reader, "theirs/x").await.expect("found").ino;
     writer.sync().await.expect("synced");
@@ -195,16 +195,17 @@ async fn a_look_costs_one_request() {
         [OperationKind::Get, OperationKind::Head, OperationKind::List].map(|kind| counters.of(kind).requests)
     };
     let before = requests();
+    let following = reader.following.get().expect("it follows");
     for _ in 0..10 {
-        catch_up(&reader).await;
+        assert_eq!(following.look().await.expect("looked"), Look::Whole);
     }
     let after = requests();
     let taken: u64 = after.iter().sum::<u64>() - before.iter().sum::<u64>();
-    assert!(taken <= 10, "{before:?} {after:?}");
+    assert!(taken <= 11, "and the log is listed once: {before:?} {after:?}");
     make_directory(&writer, "d/new").await.expect("made");
     writer.sync().await.expect("synced");
     let before: u64 = requests().iter().sum();
-    catch_up(&reader).await;
+    assert_eq!(following.look().await.expect("looked"), Look::Whole);
     let taken = requests().iter().sum::<u64>() - before;
     assert!(taken <= 6, "{taken} requests for one object of the log, and the next one");
     assert!(resolve(&reader, "d/new").await.is_ok());
@@ -222,7 +223,7 @@ async fn a_tree_that_cannot_be_looked_at_is_shown_as_it_was() {
     let reader = follower(&world).await;
     world.clock.advance(Duration::from_secs(7));
     let lag = reader.lag().expect("it follows");
-    assert_eq!((lag.behind, lag.error), (Duration::from_secs(7), None));
+    assert_eq!((lag.behind, lag.error), (Some(Duration::from_secs(7)), None));
     // Its log is damaged in the next place.
     let tree = world.bucket().list(".forebay/tree/wal");
     let log: Vec<_> = tree.map_ok(|info| info.key.as_str().to_owned()).try_collect().await.expect("listed");
@@ -232,10 +233,88 @@ async fn a_tree_that_cannot_be_looked_at_is_shown_as_it_was() {
     let error = reader.following.get().expect("it follows").catch_up().await.expect_err("damaged");
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     let lag = reader.lag().expect("it follows");
-    assert_eq!(lag.behind, Duration::from_secs(7));
+    assert_eq!(lag.behind, Some(Duration::from_secs(7)));
     assert!(lag.error.is_some());
     assert_eq!(paths(&reader).await, ["d/"]);
     reader.close().await.expect("closed");
+}
+
+/// Who slept for longer than the log is kept compares the tree, and finds a volume that is another one.
+#[tokio::test]
+async fn who_comes_late_for_the_log_compares_the_tree() {
+    let world = World::new(Kind::Slate).await;
+    let writer = world.open().await;
+    make_directory(&writer, "d").await.expect("made");
+    writer.sync().await.expect("synced");
+    let reader = follower(&world).await;
+    let following = reader.following.get().expect("it follows");
+    for name in ["e", "f"] {
+        make_directory(&writer, name).await.expect("made");
+        writer.sync().await.expect("synced");
+    }
+    // All of it is in tables then.
+    writer.close().await.expect("closed");
+    let writer = world.open().await;
+    let log: Vec<_> = world.bucket().list(".forebay/tree/wal").try_collect().await.expect("listed");
+    let last = log.iter().map(|info| info.key.clone()).max().expect("it has a log");
+    for info in &log {
+        if info.key != last {
+            world.delete(info.key.as_str()).await;
+        }
+    }
+    world.clock.advance(Duration::from_secs(300));
+    assert_eq!(following.look().await.expect("looked"), Look::Compared);
+    assert_eq!(paths(&reader).await, ["d/", "e/", "f/"]);
+    assert_eq!(following.look().await.expect("looked"), Look::Whole);
+    writer.close().await.expect("closed");
+    // Somebody empties the bucket.
+    let all: Vec<_> = world.bucket().list("").try_collect().await.expect("listed");
+    for info in all {
+        world.delete(info.key.as_str()).await;
+    }
+    world.clock.advance(Duration::from_secs(300));
+    following.look().await.expect_err("it is no volume any more");
+    assert!(reader.lag().expect("it follows").error.is_some());
+    reader.close().await.expect("closed");
+}
+
+/// A comparison of more than one transaction shows no name before what it names.
+#[tokio::test]
+async fn a_large_difference_shows_no_name_without_its_file() {
+    let world = World::new(Kind::Slate).await;
+    let writer = world.open().await;
+    writer.sync().await.expect("synced");
+    let reader = std::sync::Arc::new(follower(&world).await);
+    make_directory(&writer, "d").await.expect("made");
+    let directory = resolve(&writer, "d").await.expect("found").ino;
+    for number in 0..MOST_EDITS / 2 {
+        let name = format!("{number}");
+        writer.create(directory, name.as_bytes(), new_file(), Existing::Refuse).await.expect("made");
+    }
+    writer.sync().await.expect("synced");
+    reader.following.get().expect("it follows").lose().await;
+    let reading = reader.clone();
+    let walk = async move {
+        let mut most = 0;
+        while most < MOST_EDITS / 2 {
+            let Ok(directory) = resolve(&*reading, "d").await else {
+                tokio::task::yield_now().await;
+                continue;
+            };
+            let page = reading.read_directory(directory.ino, None, 1 << 20).await.expect("whole");
+            most = page.entries.len().max(most);
+            if !page.complete {
+                return;
+            }
+            tokio::task::yield_now().await;
+        }
+    };
+    let (compared, ()) = tokio::join!(reader.following.get().expect("it follows").look(), walk);
+    assert_eq!(compared.expect("looked"), Look::Compared);
+    let found = resolve(&*reader, "d/7").await.expect("found");
+    assert_eq!(found.ino, resolve(&writer, "d/7").await.expect("found").ino);
+    reader.close().await.expect("closed");
+    writer.close().await.expect("closed");
 }
 
 /// Any history of a writer, of other tools, and of listings on both sides: in the end both show the same.
