@@ -457,7 +457,7 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
         write: settings.write.clone(),
         part_copy,
         writeback,
-        prefetch: settings.prefetch.clone(),
+        prefetch: settings.prefetch(),
         budget: Budget::new(settings.budget_bytes()),
         tasks,
         clock,

@@ -145,15 +145,21 @@ impl VolumeSettings {
         Ok(())
     }
 
-    /// The cache's share of the memory: half for blocks at rest, an eighth for blocks being fetched, a sixteenth
-    /// for blocks on their way to disk.
+    /// The cache's share of the memory: three eighths for blocks at rest, a fourth for blocks being fetched, a sixteenth for
+    /// blocks on their way to disk.
     pub(crate) fn cache(&self) -> CacheSettings {
         CacheSettings {
-            memory_bytes: self.memory_bytes / 2,
-            fetch_bytes: self.memory_bytes / 8,
+            memory_bytes: self.memory_bytes / 8 * 3,
+            fetch_bytes: self.memory_bytes / 4,
             store_bytes: self.memory_bytes / 16,
             ..self.cache.clone()
         }
+    }
+
+    /// Windows of readers that the memory has room for: one takes an eighth of it at most.
+    pub(crate) fn prefetch(&self) -> PrefetchSettings {
+        let max_window_bytes = self.prefetch.max_window_bytes.min(self.memory_bytes / 8);
+        PrefetchSettings { max_window_bytes, ..self.prefetch.clone() }
     }
 
     /// The share of bytes being written. The last sixteenth is for copies that a request needs for a moment.

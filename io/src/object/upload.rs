@@ -61,7 +61,7 @@ pub trait UploadNotes: Send + Sync + std::fmt::Debug {
 /// How an upload is carried out.
 #[derive(Debug, Clone)]
 pub struct UploadOptions {
-    /// Parts in flight at once. Default 16: S3 gives each 85 to 90 MB/s ("Performance design patterns for Amazon S3").
+    /// Parts in flight at once. Default 32: S3 gives each 85 to 90 MB/s ("Performance design patterns for Amazon S3").
     pub parts_in_flight: usize,
     /// Bytes of parts in flight at once; a single larger part may still be. Default 256 MiB.
     pub bytes_in_flight: u64,
@@ -81,7 +81,7 @@ pub struct UploadOptions {
 impl Default for UploadOptions {
     fn default() -> Self {
         Self {
-            parts_in_flight: 16,
+            parts_in_flight: 32,
             bytes_in_flight: 256 * MIB,
             part_bytes: None,
             notes: None,
