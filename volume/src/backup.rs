@@ -24,10 +24,20 @@ use crate::settings::VolumeSettings;
 /// As [`crate::connect`] and [`dump::dump`]; `Unavailable` while this host has staged bytes of the volume: a dump belongs to
 /// the objects that are there when it is taken, and they are none yet; `Exists` for a file that is there.
 pub async fn dump(source: &str, settings: &VolumeSettings, target: Target) -> Result<DumpReport> {
-    let records = Records::open(source, settings).await?;
+    let records = Records::open(source, &writable(settings)?).await?;
     let dumped = dump_records(&records, target).await;
     let closed = records.close().await;
     dumped.and_then(|report| closed.map(|()| report))
+}
+
+/// Refuses settings of a read-only mount, which has a copy of the tree at most.
+fn writable(settings: &VolumeSettings) -> Result<VolumeSettings> {
+    match settings.read_only || settings.dataset {
+        true => Err(Error::new(ErrorKind::ReadOnly, "the settings are those of a read-only mount").with_hint(
+            "take `read_only` and `dataset` out of the configuration file, or give another one with --config",
+        )),
+        false => Ok(settings.clone()),
+    }
 }
 
 async fn dump_records(records: &Records, target: Target) -> Result<DumpReport> {
@@ -50,7 +60,7 @@ pub async fn load(
     from: impl Read + Seek + Send + 'static,
     options: LoadOptions,
 ) -> Result<LoadReport> {
-    let records = Records::open(source, settings).await?;
+    let records = Records::open(source, &writable(settings)?).await?;
     let loaded = match refuse_staged(&records, move_aside) {
         Ok(()) => dump::load(&records.committer, Keys(records.volume), from, options).await,
         Err(error) => Err(error),
@@ -69,7 +79,7 @@ pub async fn load_moved(
     from: impl Read + Seek + Send + 'static,
     options: LoadOptions,
 ) -> Result<(LoadReport, Adopted)> {
-    let records = Records::open(source, settings).await?;
+    let records = Records::open(source, &writable(settings)?).await?;
     let Records { committer, bucket, .. } = &records;
     let loaded = match refuse_staged(&records, move_aside) {
         Ok(()) => dump::load_moved(committer, Keys(records.volume), from, options, bucket).await,
@@ -95,7 +105,7 @@ pub async fn adopt(source: &str, settings: &VolumeSettings) -> Result<Adopted> {
              `forebay volume load --moved`",
         ));
     }
-    let records = Records::open(source, settings).await?;
+    let records = Records::open(source, &writable(settings)?).await?;
     let adopted = match refuse_staged(&records, |folder| {
         format!(". Where that cannot be, move {folder} aside: files that need those bytes are named then")
     }) {

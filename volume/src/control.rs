@@ -263,6 +263,11 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
 }
 
 async fn refresh(volume: &Volume, path: &str) -> Result<()> {
+    // First, for it may be what makes the path.
+    let followed = match volume.tree().local() {
+        Some(tree) => tree.catch_up().await,
+        None => Ok(()),
+    };
     let directory = resolve(&**volume.tree(), path).await?;
     volume.tree().refresh(directory.ino).await.map_err(|error| match error.kind() {
         ErrorKind::NotDirectory => Error::new(error.kind(), "it is no directory")
@@ -270,7 +275,7 @@ async fn refresh(volume: &Volume, path: &str) -> Result<()> {
         _ => error,
     })?;
     volume.tree().outside().heard().await;
-    Ok(())
+    followed.map_err(|error| error.context("objects were listed; the tree of the mount for writing"))
 }
 
 async fn sync(volume: &Volume) -> Result<()> {

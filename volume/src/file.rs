@@ -69,7 +69,7 @@ struct Writers {
 
 impl File {
     pub(crate) fn new(inode: Arc<OpenInode>, volume: Arc<Volume>, access: Access) -> Self {
-        let prefetch = Mutex::new(Prefetch::new(&inode.store().prefetch));
+        let prefetch = Mutex::new(Prefetch::new(&inode.store().prefetch, &volume.readers));
         if access.write {
             inode.enter_writer();
         }

@@ -4,11 +4,14 @@
 //! The first read fetches nothing extra: many programs look at a header only. A reader that goes forward gets a window of
 //! one block, then of four times as many each time, up to `PrefetchSettings::max_window_bytes`: each step is a wait for the
 //! store. A window is filled up again when a quarter of it is consumed, so that a link is never idle. A jump closes it, so
-//! that random reads fetch nothing extra.
+//! that random reads fetch nothing extra. Open windows share half of the memory for blocks at rest.
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use forebay_core::BLOCK_SIZE;
+use forebay_core::units::MIB;
 use serde::{Deserialize, Serialize};
 
 pub(crate) mod directory;
@@ -24,11 +27,14 @@ pub struct PrefetchSettings {
     /// Most files that are brought in ahead of one who reads the small files of a directory in order; 0 switches that
     /// off. Default 64: enough for 3,000 files a second from a store 20 ms away.
     pub max_files: usize,
+    /// Bytes that all windows of a volume may have together: what is read ahead is to be there still when its reader comes.
+    #[serde(skip)]
+    pub(crate) shared_bytes: u64,
 }
 
 impl Default for PrefetchSettings {
     fn default() -> Self {
-        Self { max_window_bytes: 32 * BLOCK_SIZE, max_files: 64 }
+        Self { max_window_bytes: 32 * BLOCK_SIZE, max_files: 64, shared_bytes: 192 * MIB }
     }
 }
 
@@ -36,9 +42,47 @@ impl Default for PrefetchSettings {
 /// of one readahead window from several threads, up to 1 MiB each, in any order.
 const REORDER_BYTES: u64 = 4 << 20;
 
+/// The files of a volume that are read front to back, which share what may be read ahead.
+#[derive(Debug)]
+pub(crate) struct Readers {
+    shared_bytes: u64,
+    count: AtomicUsize,
+}
+
+impl Readers {
+    pub(crate) fn new(settings: &PrefetchSettings) -> Arc<Self> {
+        Arc::new(Self { shared_bytes: settings.shared_bytes, count: AtomicUsize::new(0) })
+    }
+}
+
+/// One of them, until it is dropped.
+#[derive(Debug)]
+struct Reader(Arc<Readers>);
+
+impl Reader {
+    fn enter(readers: &Arc<Readers>) -> Self {
+        readers.count.fetch_add(1, Relaxed);
+        Self(readers.clone())
+    }
+
+    /// Its part of what all of them may have, a block at least.
+    fn share(&self) -> u64 {
+        (self.0.shared_bytes / self.0.count.load(Relaxed).max(1) as u64).max(BLOCK_SIZE)
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.0.count.fetch_sub(1, Relaxed);
+    }
+}
+
 /// The read pattern of one open file.
-#[derive(Debug, Clone, Default)]
-pub struct Prefetch {
+#[derive(Debug)]
+pub(crate) struct Prefetch {
+    readers: Arc<Readers>,
+    /// While its window is open.
+    reader: Option<Reader>,
     max_window: u64,
     window: u64,
     /// End of the furthest read so far in this run.
@@ -51,16 +95,19 @@ pub struct Prefetch {
 
 impl Prefetch {
     /// A file that nobody has read yet.
-    pub fn new(settings: &PrefetchSettings) -> Self {
-        Self { max_window: settings.max_window_bytes, ..Self::default() }
+    pub(crate) fn new(settings: &PrefetchSettings, readers: &Arc<Readers>) -> Self {
+        let [window, reached, requested, untold] = [0; 4];
+        let (readers, max_window) = (readers.clone(), settings.max_window_bytes);
+        Self { readers, reader: None, max_window, window, reached, requested, untold }
     }
 
     /// Takes a read and answers what to bring in behind it, often nothing. Ranges never pass `size` and never repeat
     /// what the same run asked for.
-    pub fn observe(&mut self, read: Range<u64>, size: u64) -> Range<u64> {
+    pub(crate) fn observe(&mut self, read: Range<u64>, size: u64) -> Range<u64> {
         let near = self.reached > 0 && read.start.abs_diff(self.reached) <= REORDER_BYTES;
         if !near || self.max_window == 0 {
             (self.window, self.reached, self.requested) = (0, read.end, read.end);
+            self.reader = None;
             self.untold = read.start.next_multiple_of(BLOCK_SIZE);
             return read.end..read.end;
         }
@@ -69,7 +116,9 @@ impl Prefetch {
         if left > self.window / 4 * 3 {
             return self.reached..self.reached;
         }
-        self.window = (self.window * 4).clamp(BLOCK_SIZE.min(self.max_window), self.max_window);
+        let reader = self.reader.get_or_insert_with(|| Reader::enter(&self.readers));
+        let most = self.max_window.min(reader.share());
+        self.window = (self.window * 4).clamp(BLOCK_SIZE.min(most), most);
         let start = self.requested.max(self.reached);
         let end = (self.reached + self.window).min(size).max(start);
         self.requested = end;
@@ -78,7 +127,7 @@ impl Prefetch {
 
     /// The whole blocks that the run has come past since the last call, with the end of the file in place of the
     /// last block's.
-    pub fn passed(&mut self, size: u64) -> Range<u64> {
+    pub(crate) fn passed(&mut self, size: u64) -> Range<u64> {
         let end = if self.reached >= size { size } else { self.reached / BLOCK_SIZE * BLOCK_SIZE };
         let start = self.untold.min(end);
         self.untold = self.untold.max(end);
@@ -90,10 +139,9 @@ impl Prefetch {
 mod tests {
     use super::*;
 
-    const MIB: u64 = 1 << 20;
-
     fn run(reads: impl Iterator<Item = Range<u64>>, size: u64) -> Vec<Range<u64>> {
-        let mut prefetch = Prefetch::new(&PrefetchSettings::default());
+        let settings = PrefetchSettings::default();
+        let mut prefetch = Prefetch::new(&settings, &Readers::new(&settings));
         reads.map(|read| prefetch.observe(read, size)).filter(|range| !range.is_empty()).collect()
     }
 
@@ -124,7 +172,8 @@ mod tests {
 
     /// What a run of `reads` is told to have passed.
     fn passed(reads: &[Range<u64>], size: u64) -> Vec<Range<u64>> {
-        let mut prefetch = Prefetch::new(&PrefetchSettings::default());
+        let settings = PrefetchSettings::default();
+        let mut prefetch = Prefetch::new(&settings, &Readers::new(&settings));
         let told = reads.iter().map(|read| {
             prefetch.observe(read.clone(), size);
             prefetch.passed(size)
@@ -142,6 +191,35 @@ mod tests {
         assert_eq!(passed(&[0..100, 99..100], 100), [whole]);
         let random = [5 * MIB - 1..5 * MIB, 0..4096, 8 * MIB - 4096..8 * MIB];
         assert_eq!(passed(&random, size), []);
+    }
+
+    /// Eight workers of a loader, each with a large file of its own, read more ahead than the memory held until they came.
+    #[test]
+    fn many_readers_share_what_is_read_ahead() {
+        let settings = PrefetchSettings::default();
+        let readers = Readers::new(&settings);
+        let ahead = |readers: &Arc<Readers>, count: usize| {
+            let mut files: Vec<_> = (0..count).map(|_| Prefetch::new(&settings, readers)).collect();
+            let mut unread = 0;
+            for at in 0..200 {
+                let read = at * MIB..(at + 1) * MIB;
+                files.iter_mut().for_each(|file| _ = file.observe(read.clone(), 1000 * MIB));
+                unread = files.iter().map(|file| file.requested - file.reached).sum::<u64>().max(unread);
+            }
+            unread
+        };
+        assert!(ahead(&readers, 1) > 96 * MIB);
+        let unread = ahead(&readers, 8);
+        assert!((96 * MIB..=192 * MIB).contains(&unread), "{unread}");
+        // Who closes the file, or jumps, leaves its part to others.
+        assert_eq!(readers.count.load(Relaxed), 0);
+        let mut file = Prefetch::new(&settings, &readers);
+        for read in [0..MIB, MIB..2 * MIB] {
+            file.observe(read, 1000 * MIB);
+        }
+        assert_eq!(readers.count.load(Relaxed), 1);
+        file.observe(500 * MIB..501 * MIB, 1000 * MIB);
+        assert_eq!(readers.count.load(Relaxed), 0);
     }
 
     #[test]

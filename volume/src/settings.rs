@@ -88,8 +88,8 @@ pub struct VolumeSettings {
     pub must_exist: bool,
     /// Directory for local trees, locks and sockets. Default none; whoever opens a volume names one.
     pub state_directory: PathBuf,
-    /// The ceiling in bytes for all memory that holds file data: cached blocks take half of it, bytes on their way
-    /// the rest. Default 1 GiB.
+    /// The ceiling in bytes for all memory that holds file data: cached blocks take three eighths of it, bytes on their
+    /// way the rest. Default 1 GiB.
     pub memory_bytes: u64,
     /// The block cache; its ceilings of memory follow `memory_bytes`.
     pub cache: CacheSettings,
@@ -156,10 +156,12 @@ impl VolumeSettings {
         }
     }
 
-    /// Windows of readers that the memory has room for: one takes an eighth of it at most.
+    /// Windows of readers that the memory has room for: one takes an eighth of it at most, and all of them half of what is for
+    /// blocks at rest.
     pub(crate) fn prefetch(&self) -> PrefetchSettings {
         let max_window_bytes = self.prefetch.max_window_bytes.min(self.memory_bytes / 8);
-        PrefetchSettings { max_window_bytes, ..self.prefetch.clone() }
+        let shared_bytes = self.cache().memory_bytes / 2;
+        PrefetchSettings { max_window_bytes, shared_bytes, ..self.prefetch.clone() }
     }
 
     /// The share of bytes being written. The last sixteenth is for copies that a request needs for a moment.

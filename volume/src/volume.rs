@@ -19,8 +19,8 @@ use crate::content::Content;
 use crate::fetch::Fetch;
 use crate::file::{Access, File};
 use crate::inode::OpenInode;
-use crate::prefetch::PrefetchSettings;
 use crate::prefetch::directory::Walks;
+use crate::prefetch::{PrefetchSettings, Readers};
 use crate::segments::Segments;
 use crate::settings::WriteSettings;
 use crate::staging::{Staging, Uploads, WritebackSettings};
@@ -85,6 +85,7 @@ pub struct Volume {
     fills: Arc<Semaphore>,
     walks: Mutex<Walks>,
     windows: Arc<Semaphore>,
+    pub(crate) readers: Arc<Readers>,
     pub(crate) seals: Semaphore,
     claim: Mutex<Option<Arc<Claim>>>,
     pub(crate) budget: Budget,
@@ -140,6 +141,7 @@ impl Volume {
             unsealed: Unsealed::default(),
         };
         let volume = Arc::new(Self {
+            readers: Readers::new(&store.prefetch),
             walks: Mutex::new(Walks::new(store.prefetch.max_files)),
             store: Arc::new(store),
             read_only: parts.read_only,
@@ -480,6 +482,8 @@ impl Volume {
                 }
             };
             if let Some(inode) = self.adopt(ino, found, gone) {
+                // What was told between the two found nobody.
+                self.renew(ino).await;
                 return Ok(inode);
             }
         }

@@ -67,7 +67,12 @@ impl Applying<'_, '_, '_> {
             Tag::Dentry => {
                 let (parent, name) = (InodeId(self.keys.number_in(key)?), self.keys.name_in(key)?);
                 self.tell_name(parent, &name);
-                if self.set(key, value)? { self.take_back_name(parent, &name) } else { Ok(()) }
+                let known = self.beneath(key)?;
+                self.set(key, value)?;
+                match known {
+                    Some(known) => self.show_name(parent, &name, known),
+                    None => Ok(()),
+                }
             }
             Tag::Extents | Tag::Xattr | Tag::Link | Tag::Move => {
                 let ino = InodeId(self.keys.number_in(key)?);
@@ -106,11 +111,16 @@ impl Applying<'_, '_, '_> {
         self.set(key, value).map(drop)
     }
 
+    /// What their tree has under a key that listings changed.
+    fn beneath(&self, key: &Bytes) -> Result<Option<Option<Bytes>>> {
+        let beneath = self.change.reads().get(&self.keys.beneath(key))?.map(Beneath::decode).transpose()?;
+        Ok(beneath.map(|Beneath(value)| value))
+    }
+
     /// Shows under `key` what their tree has there.
     fn restore(&mut self, key: &Bytes) -> Result<()> {
-        let beneath = self.keys.beneath(key);
-        match self.change.reads().get(&beneath)?.map(Beneath::decode).transpose()? {
-            Some(Beneath(value)) => self.set_whole(key, value),
+        match self.beneath(key)? {
+            Some(value) => self.set_whole(key, value),
             None => Ok(()),
         }
     }
@@ -165,6 +175,11 @@ impl Applying<'_, '_, '_> {
                 self.change.put_inode(ino, &own)
             }
             (own, theirs) => {
+                let is_older = |own: &Inode, theirs: &Inode| theirs.generation < own.generation;
+                if own.as_ref().zip(theirs.as_ref()).is_some_and(|(own, theirs)| is_older(own, theirs)) {
+                    // A dump was loaded: what is open here, and cached, is to be told from what comes now.
+                    self.change.put(self.keys.beneath(key), Beneath(value.clone()).encode())?;
+                }
                 if self.set(key, value)? {
                     return self.take_back(ino);
                 }
@@ -179,13 +194,16 @@ impl Applying<'_, '_, '_> {
     /// A directory goes on with what was listed in it here.
     fn set_directory(&mut self, ino: InodeId, own: Option<Inode>, theirs: Option<Inode>) -> Result<()> {
         let (key, beneath) = (self.keys.inode(ino), self.keys.beneath(&self.keys.inode(ino)));
-        let known = self.change.reads().get(&beneath)?.map(Beneath::decode).transpose()?;
+        let known = self.beneath(&key)?;
         let Some(mut theirs) = theirs else { return self.set_whole(&key, None) };
         match (own, known) {
-            (Some(own), Some(Beneath(Some(known)))) => {
+            (Some(own), Some(Some(known))) => {
                 self.change.put(beneath, Beneath(Some(theirs.encode())).encode())?;
                 let (own, known) = (i64::from(own.nlink), i64::from(Inode::decode(known)?.nlink));
-                theirs.nlink = u32::try_from(i64::from(theirs.nlink) + own - known).unwrap_or(2).max(2);
+                // One that was removed is kept in the trash.
+                if theirs.nlink > 0 {
+                    theirs.nlink = u32::try_from(i64::from(theirs.nlink) + own - known).unwrap_or(2).max(2);
+                }
                 self.change.put_inode(ino, &theirs)?;
             }
             // A listing took it away.
@@ -242,7 +260,7 @@ impl Applying<'_, '_, '_> {
                 own.nlink = 0;
                 self.change.delete(beneath)?;
                 self.change.put_inode(ino, &own)?;
-                self.take_back_name(own.parent, &own.name)
+                self.take_back_names(&own)
             }
             (Some(own), Some(mut theirs)) => {
                 let (is_same, known) = (has_content_of(&own, &theirs), theirs.generation);
@@ -262,7 +280,7 @@ impl Applying<'_, '_, '_> {
             }
             (own, None) => {
                 self.set_whole(&key, None)?;
-                own.map_or(Ok(()), |own| self.take_back_name(own.parent, &own.name))
+                own.map_or(Ok(()), |own| self.take_back_names(&own))
             }
         }
     }
@@ -287,20 +305,33 @@ impl Applying<'_, '_, '_> {
 
     /// Shows under a name what their tree has there.
     fn take_back_name(&mut self, parent: InodeId, name: &[u8]) -> Result<()> {
+        match self.beneath(&self.keys.dentry(parent, name))? {
+            Some(known) => self.show_name(parent, name, known),
+            None => Ok(()),
+        }
+    }
+
+    /// The same, of a name that led to `known` when listings changed that.
+    fn show_name(&mut self, parent: InodeId, name: &[u8], known: Option<Bytes>) -> Result<()> {
         let key = self.keys.dentry(parent, name);
-        let beneath = self.change.reads().get(&self.keys.beneath(&key))?;
-        let Some(Beneath(theirs)) = beneath.map(Beneath::decode).transpose()? else { return Ok(()) };
+        let Some(theirs) = self.beneath(&key)? else { return Ok(()) };
         let own = self.change.dentry(parent, name)?;
         self.tell_name(parent, name);
         self.set_whole(&key, theirs.clone())?;
-        if own.is_some_and(|own| own.kind == FileKind::Directory)
+        let (known, theirs) =
+            (known.map(Dentry::decode).transpose()?, theirs.map(Dentry::decode).transpose()?);
+        let directories =
+            |entry: &Option<Dentry>| i64::from(entry.is_some_and(|entry| entry.kind == FileKind::Directory));
+        let listed = directories(&own) - directories(&known);
+        if listed != 0
             && let Some(mut directory) = self.change.find(parent)?
+            && directory.nlink > 0
         {
-            // It was counted when it was listed; theirs is counted by their directory.
-            directory.nlink = directory.nlink.saturating_sub(1).max(2);
+            // What listings counted goes; what their tree counts is in its record of the directory.
+            directory.nlink = u32::try_from(i64::from(directory.nlink) - listed).unwrap_or(2).max(2);
             self.change.put_inode(parent, &directory)?;
         }
-        for entry in [own, theirs.map(Dentry::decode).transpose()?].into_iter().flatten() {
+        for entry in [own, theirs].into_iter().flatten() {
             match entry.kind {
                 FileKind::File => self.take_back(entry.ino)?,
                 FileKind::Directory if self.change.find(entry.ino)?.is_none() => {

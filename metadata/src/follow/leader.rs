@@ -62,6 +62,12 @@ pub(super) enum Place {
     Commit(u64),
 }
 
+impl Place {
+    pub(super) fn is_in_a_log(&self) -> bool {
+        matches!(self, Self::Log(_))
+    }
+}
+
 /// A tree and how far it is known.
 pub struct Follower {
     leader: Leader,
@@ -86,13 +92,12 @@ impl Follower {
         // What listings made has other numbers.
         clear(self.keys, into).await?;
         let view = self.view().await?;
+        let begun = view.snapshot.get(&self.keys.counters()).await;
         let copied = copy(&*view.snapshot, self.keys, into).await;
-        self.has_begun = view.snapshot.get(&self.keys.counters()).await?.is_some();
         let place = view.end().await;
-        if copied.is_ok() {
-            self.place = Some(place);
-        }
-        copied
+        let copied = copied?;
+        (self.has_begun, self.place) = (begun?.is_some(), Some(place));
+        Ok(copied)
     }
 
     /// Whether the tree was copied.

@@ -31,9 +31,9 @@ use leader::{News, View, check_whole};
 
 use crate::commit::{Committer, Txn};
 use crate::import::Importer;
-use crate::kv::{Durability, Edit};
+use crate::kv::{Durability, Edit, Snapshot};
 use crate::records::{Change, Shared};
-use crate::schema::Tag;
+use crate::schema::{Inode, Keys, Tag};
 
 /// Records of a comparison that are taken over in one transaction.
 pub(crate) const MOST_EDITS: usize = if cfg!(test) { 1 << 8 } else { 1 << 16 };
@@ -75,7 +75,7 @@ pub(crate) enum Look {
     /// There is more.
     Part,
     /// To the end, by comparing all of it.
-    Compared,
+    Compared { has_log: bool },
 }
 
 impl Following {
@@ -94,16 +94,21 @@ impl Following {
     pub(crate) fn start(self: Arc<Self>, every: Duration, tasks: &TaskGroup) {
         let stop = tasks.stop();
         tasks.spawn("follow", async move {
-            let mut pause = every;
+            let (mut pause, mut was_compared) = (every, false);
             while stop.run_until_cancelled(self.clock().sleep(pause)).await.is_some() {
                 let began = self.clock().now();
-                // An error is told by `look`.
-                pause = match stop.run_until_cancelled(self.look()).await {
-                    None => return,
-                    Some(Ok(Look::Part)) => Duration::ZERO,
-                    Some(Ok(Look::Compared)) => every.max(self.clock().now().since(began) * SHARE_OF_TIME),
-                    Some(Ok(Look::Whole) | Err(_)) => every,
+                let Some(looked) = stop.run_until_cancelled(self.look()).await else { return };
+                let took = self.clock().now().since(began);
+                pause = match &looked {
+                    Ok(Look::Part) => Duration::ZERO,
+                    // From there on its log is read.
+                    Ok(Look::Compared { has_log: true }) if !was_compared => every,
+                    Ok(Look::Compared { .. }) => every.max(took * SHARE_OF_TIME),
+                    Ok(Look::Whole) => every,
+                    // It is told by `look`.
+                    Err(_) => every.max(took),
                 };
+                was_compared = matches!(looked, Ok(Look::Compared { .. }));
             }
         });
     }
@@ -131,13 +136,19 @@ impl Following {
 
     async fn catch_up_with(&self, follower: &mut Follower) -> Result<()> {
         let (began, end) = (self.clock().now(), follower.end().await?);
-        while let Look::Part = self.look_with(follower).await? {
-            if end.as_ref().is_some_and(|end| follower.has_passed(end)) {
-                self.shown.lock().as_of = Some(began);
-                break;
+        loop {
+            let look = self.look_with(follower).await?;
+            match &end {
+                Some(end) if follower.has_passed(end) => {
+                    self.shown.lock().as_of = Some(began);
+                    return Ok(());
+                }
+                // It was told that there is more, and finds nothing.
+                Some(_) if look == Look::Whole => follower.go_on_at(None),
+                _ if look == Look::Part => {}
+                _ => return Ok(()),
             }
         }
-        Ok(())
     }
 
     /// As where the log is gone.
@@ -188,10 +199,11 @@ impl Following {
                 News::View(view) => {
                     let compared = self.compare(follower, &view).await;
                     let place = view.end().await;
+                    let has_log = place.is_in_a_log();
                     follower.go_on_at(compared.is_ok().then_some(place));
                     compared?;
                     self.shown.lock().as_of = Some(began);
-                    return Ok(Look::Compared);
+                    return Ok(Look::Compared { has_log });
                 }
             }
         }
@@ -223,14 +235,11 @@ impl Following {
             // In parts: no name comes before what it names.
             let mut difference = Difference::new(keys, theirs, &*own);
             loop {
-                let mut edits = difference.next(MOST_EDITS).await?;
+                let edits = difference.next(MOST_EDITS).await?;
                 if edits.is_empty() {
                     break;
                 }
-                let is_first =
-                    |edit: &Edit| edit.1.is_some() && !matches!(keys.tag_in(&edit.0), Ok(Tag::Dentry));
-                edits.retain(is_first);
-                self.take_over(edits).await?;
+                self.take_over(with_layouts(edits, theirs, keys).await?).await?;
             }
         }
         let mut edits = first;
@@ -259,4 +268,23 @@ impl Following {
         }
         Ok(())
     }
+}
+
+/// Of these changes the records that are put, but for names; inodes with all of their layouts.
+async fn with_layouts(edits: Vec<Edit>, theirs: &dyn Snapshot, keys: Keys) -> Result<Vec<Edit>> {
+    let mut whole = Vec::with_capacity(edits.len());
+    for (key, value) in edits {
+        let Some(value) = value else { continue };
+        match keys.tag_in(&key)? {
+            Tag::Dentry | Tag::Extents => continue,
+            Tag::Inode if Inode::decode(value.clone())?.further > 0 => {
+                let (start, end) = keys.below(Tag::Extents, keys.number_in(&key)?);
+                let further = theirs.scan(&start, &end, usize::MAX).await?;
+                whole.extend(further.into_iter().map(|(key, value)| (key, Some(value))));
+            }
+            _ => {}
+        }
+        whole.push((key, Some(value)));
+    }
+    Ok(whole)
 }

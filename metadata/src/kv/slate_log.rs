@@ -44,7 +44,7 @@ pub struct SlateLog {
     read: u64,
     /// Looks that found nothing in a row.
     idle: u32,
-    /// When there was nothing to be read last.
+    /// When its end was seen last: what has come since is younger than that.
     looked: Option<Moment>,
 }
 
@@ -96,7 +96,7 @@ impl SlateLog {
                 edits.insert(row.key, (row.seq, value));
             }
         }
-        (self.idle, self.looked) = (0, Some(now));
+        self.idle = 0;
         Ok(Next::Edits(edits.into_iter().map(|(key, (_, value))| (detach(key), value)).collect()))
     }
 

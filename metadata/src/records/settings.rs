@@ -93,7 +93,7 @@ pub struct ImportSettings {
     /// new one goes on. A first listing is always waited for. Default 2,000.
     pub relist_wait_ms: u64,
     /// Milliseconds between two looks of a read-only mount at the tree of the mount for writing. Default 5,000, as that one
-    /// makes its changes durable: one request of the store each.
+    /// makes its changes durable: one request of the store each. With 0 it looks at `forebay refresh` alone.
     pub follow_ms: u64,
     /// Most directories that are listed ahead of one who reads those of a directory in order; 0 switches that off.
     /// Default 32: enough for 800 directories a second from a store 20 ms away.

@@ -83,7 +83,8 @@ impl LocalTree {
         Ok(tree)
     }
 
-    /// Shows from now on what the tree of `follower` has, and looks every so often what changed there.
+    /// Shows from now on what the tree of `follower` has, and looks every so often what changed there; at [`Self::catch_up`] alone
+    /// where that is zero.
     ///
     /// # Errors
     /// `Bug` on a tree that does not [follow](TreeSettings::follows), or does already.
@@ -94,8 +95,21 @@ impl LocalTree {
         if !self.shared.settings.follows || self.following.set(following.clone()).is_err() {
             return Err(Error::bug("this tree follows no other, or does already"));
         }
-        following.start(every, &self.tasks);
+        if !every.is_zero() {
+            following.start(every, &self.tasks);
+        }
         Ok(())
+    }
+
+    /// Returns when it shows all that the tree which it follows had durably when this was called; at once where it follows none.
+    ///
+    /// # Errors
+    /// Those of a tree that cannot be looked at: what is shown stays as it is.
+    pub async fn catch_up(&self) -> Result<()> {
+        match self.following.get() {
+            Some(following) => following.catch_up().await,
+            None => Ok(()),
+        }
     }
 
     /// How far it is behind the tree that it follows, if it does.

@@ -385,16 +385,11 @@ impl Tree for LocalTree {
     }
 
     async fn refresh(&self, ino: InodeId) -> Result<()> {
-        let followed = match self.following.get() {
-            Some(following) => following.catch_up().await,
-            None => Ok(()),
-        };
         self.look(|look| look.directory(ino)).await?;
         if let Some(importer) = &self.importer {
             importer.forget_all();
         }
-        self.ensure_listed(ino).await?;
-        followed.map_err(|error| error.context("objects were listed; the tree of the mount for writing"))
+        self.ensure_listed(ino).await
     }
 
     fn outside(&self) -> &OutsideChanges {

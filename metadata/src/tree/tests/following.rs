@@ -46,10 +46,10 @@ async fn follower(world: &World) -> LocalTree {
 }
 
 async fn catch_up(tree: &LocalTree) {
-    tree.following.get().expect("it follows").catch_up().await.expect("caught up");
+    tree.catch_up().await.expect("caught up");
 }
 
-/// What a tree shows: by path all that stat, listxattr and read tell but for access times and numbers of subdirectories.
+/// What a tree shows: by path all that stat, listxattr and read tell but for access times.
 async fn shown(world: &World, tree: &LocalTree) -> BTreeMap<String, String> {
     let mut shown = BTreeMap::new();
     for path in paths(tree).await {
@@ -65,7 +65,7 @@ async fn shown(world: &World, tree: &LocalTree) -> BTreeMap<String, String> {
                 format!(" {} {} {:?} {bytes:?}", found.nlink, found.size, found.mtime)
             }
             FileKind::Symlink => format!(" -> {:?}", tree.read_link(found.ino).await.expect("a target")),
-            _ => String::new(),
+            _ => format!(" {}", found.nlink),
         };
         shown.insert(path, text);
     }
@@ -230,7 +230,7 @@ async fn a_tree_that_cannot_be_looked_at_is_shown_as_it_was() {
     let number = |key: &String| key.rsplit_once('/')?.1.strip_suffix(".sst")?.parse::<u64>().ok();
     let last = log.iter().filter_map(number).max().expect("it has a log");
     world.put(&format!(".forebay/tree/wal/{:020}.sst", last + 1), &[7; 4096]).await;
-    let error = reader.following.get().expect("it follows").catch_up().await.expect_err("damaged");
+    let error = reader.catch_up().await.expect_err("damaged");
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     let lag = reader.lag().expect("it follows");
     assert_eq!(lag.behind, Some(Duration::from_secs(7)));
@@ -263,7 +263,7 @@ async fn who_comes_late_for_the_log_compares_the_tree() {
         }
     }
     world.clock.advance(Duration::from_secs(300));
-    assert_eq!(following.look().await.expect("looked"), Look::Compared);
+    assert_eq!(following.look().await.expect("looked"), Look::Compared { has_log: true });
     assert_eq!(paths(&reader).await, ["d/", "e/", "f/"]);
     assert_eq!(following.look().await.expect("looked"), Look::Whole);
     writer.close().await.expect("closed");
@@ -310,7 +310,7 @@ async fn a_large_difference_shows_no_name_without_its_file() {
         }
     };
     let (compared, ()) = tokio::join!(reader.following.get().expect("it follows").look(), walk);
-    assert_eq!(compared.expect("looked"), Look::Compared);
+    assert_eq!(compared.expect("looked"), Look::Compared { has_log: true });
     let found = resolve(&*reader, "d/7").await.expect("found");
     assert_eq!(found.ino, resolve(&writer, "d/7").await.expect("found").ino);
     reader.close().await.expect("closed");
