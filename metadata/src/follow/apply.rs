@@ -48,6 +48,18 @@ pub(super) fn apply(change: &mut Change<'_, '_>, edits: &[Edit]) -> Result<Appli
     Ok(applying.applied)
 }
 
+/// Shows under a name, at which a listing finds nothing any more that it had put there, what their tree has.
+pub(crate) fn take_back_name(change: &mut Change<'_, '_>, parent: InodeId, name: &[u8]) -> Result<()> {
+    let (keys, [kept, under_way]) = (change.keys(), Default::default());
+    let is_import = std::mem::replace(&mut change.is_import, false);
+    let mut applying = Applying { change, keys, kept, under_way, applied: Applied::default() };
+    let outcome = applying.take_back_name(parent, name);
+    let told = applying.applied.told;
+    change.is_import = is_import;
+    change.outside.extend(told);
+    outcome
+}
+
 struct Applying<'a, 'c, 't> {
     change: &'a mut Change<'c, 't>,
     keys: Keys,

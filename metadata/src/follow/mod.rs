@@ -24,6 +24,7 @@ use tokio::sync::Mutex;
 use tracing::{info, warn};
 
 use apply::apply;
+pub(crate) use apply::take_back_name;
 pub use copy::{copy, forget};
 use difference::Difference;
 pub use leader::{Follower, Leader};

@@ -12,6 +12,7 @@ use forebay_io::object::ObjectInfo;
 use tracing::warn;
 
 use super::items::{Item, Items, OBJECT_SUFFIX, beside};
+use crate::follow::take_back_name;
 use crate::records::{
     Change, Charge, Records, check_name, child_prefix, prefix_with_slash, readable, usage_of,
 };
@@ -397,7 +398,11 @@ impl Window<'_, '_, '_> {
                     && !self.has_others(holder, Some(&inode))? => {}
             Some(_) => return Ok(()),
         }
-        self.vanish(entry.ino, inode)
+        self.vanish(entry.ino, inode)?;
+        match entry.ino.0 >= OWN_NUMBERS {
+            true => take_back_name(self.change, self.work.directory, name),
+            false => Ok(()),
+        }
     }
 
     fn is_moving(&self, ino: InodeId) -> Result<bool> {
