@@ -95,6 +95,7 @@ pub async fn load_moved(
 /// As [`crate::connect`] and [`adopt::adopt`]; `NotFound` where no tree was copied; `Unavailable` while this host has staged
 /// bytes of the volume.
 pub async fn adopt(source: &str, settings: &VolumeSettings) -> Result<Adopted> {
+    let settings = &writable(settings)?;
     let url: BucketUrl = source.parse()?;
     let bucket = Bucket::open(&url, &settings.store).await?;
     // Whoever opens it would make it a volume of another number, which the tree is not of.
@@ -105,7 +106,7 @@ pub async fn adopt(source: &str, settings: &VolumeSettings) -> Result<Adopted> {
              `forebay volume load --moved`",
         ));
     }
-    let records = Records::open(source, &writable(settings)?).await?;
+    let records = Records::open(source, settings).await?;
     let adopted = match refuse_staged(&records, |folder| {
         format!(". Where that cannot be, move {folder} aside: files that need those bytes are named then")
     }) {
@@ -132,5 +133,33 @@ fn refuse_staged(records: &Records, more: impl FnOnce(std::path::Display<'_>) ->
             "mount the volume here and unmount it again: once its process ends, they are uploaded{}",
             more(staging.folder().display())
         ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a read-only mount keeps was dumped, which may be nothing, and loaded into.
+    #[tokio::test]
+    async fn settings_of_a_read_only_mount_are_refused() {
+        let folder = tempfile::tempdir().expect("a directory");
+        let source = format!("file://{}", folder.path().display());
+        let state_directory = folder.path().join("state");
+        let settings = [(true, false), (false, true)].map(|(read_only, dataset)| VolumeSettings {
+            read_only,
+            dataset,
+            state_directory: state_directory.clone(),
+            ..VolumeSettings::default()
+        });
+        for settings in &settings {
+            let to = Target::File(folder.path().join("dump"));
+            let dumped = dump(&source, settings, to).await.expect_err("it has a copy at most").kind();
+            let adopted = adopt(&source, settings).await.expect_err("it may change nothing").kind();
+            let from = std::io::Cursor::new(Vec::new());
+            let loaded = load(&source, settings, from, LoadOptions::default()).await.expect_err("nor").kind();
+            assert_eq!([dumped, adopted, loaded], [ErrorKind::ReadOnly; 3]);
+        }
+        assert!(!state_directory.exists(), "nothing was begun");
     }
 }

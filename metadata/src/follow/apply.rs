@@ -262,10 +262,7 @@ impl Applying<'_, '_, '_> {
             }
         }
         let (key, beneath) = (self.keys.inode(ino), self.keys.beneath(&self.keys.inode(ino)));
-        let Some(Beneath(theirs)) = self.change.reads().get(&beneath)?.map(Beneath::decode).transpose()?
-        else {
-            return Ok(());
-        };
+        let Some(theirs) = self.beneath(&key)? else { return Ok(()) };
         match (own, theirs.clone().map(Inode::decode).transpose()?) {
             // It was made by a listing, and somebody has it open.
             (Some(mut own), None) if self.change.shared.openers(ino) > 0 => {
@@ -275,7 +272,7 @@ impl Applying<'_, '_, '_> {
                 self.take_back_names(&own)
             }
             (Some(own), Some(mut theirs)) => {
-                let (is_same, known) = (has_content_of(&own, &theirs), theirs.generation);
+                let (is_same, known) = (is_content_of(&own, &theirs), theirs.generation);
                 // No two contents have one generation here.
                 theirs.generation = known.max(own.generation + u64::from(!is_same));
                 self.tell_inode(ino, &own, &theirs);
@@ -375,7 +372,7 @@ impl Applying<'_, '_, '_> {
 }
 
 /// Whether two records of a file say that the same bytes are in the same places, as far as they alone tell.
-fn has_content_of(one: &Inode, other: &Inode) -> bool {
+fn is_content_of(one: &Inode, other: &Inode) -> bool {
     let content = |inode: &Inode| (inode.size, inode.home.clone(), inode.extents.clone());
     one.further == 0 && other.further == 0 && content(one) == content(other)
 }

@@ -1,9 +1,8 @@
 //! A tree as a mount for writing has it, copied to where a read-only mount keeps its own.
 //!
 //! Promises that the copy is of one moment, and that a failed one leaves nothing: of one that was cut off, the next mount does
-//! away with the rest. What is at work in the other mount is left
-//! out: its sessions, what it has open without names, and writes that may or may not have happened, whose keys are as any other
-//! then. From there on the copy follows the bucket's listings, as every tree does.
+//! away with the rest. What is at work in the other mount is left out: its sessions, what it has open without names, and writes
+//! that may or may not have happened, whose keys are as any other then.
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use forebay_core::{ErrorKind, FileKind, InodeId, VolumeId};
-use forebay_io::object::OperationKind;
+use forebay_io::object::{Bucket, FaultMode, Faults, OperationKind};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 
@@ -27,13 +27,19 @@ const NEVER: Duration = Duration::from_secs(1 << 30);
 
 /// A read-only mount's tree, copied from the one in the world's bucket.
 async fn follower(world: &World) -> LocalTree {
+    follower_over(world, world.bucket().clone()).await
+}
+
+/// The same through another handle on the bucket.
+async fn follower_over(world: &World, bucket: Bucket) -> LocalTree {
+    let bucket = bucket.read_only();
     let engine = MemEngine::open(&MemStore::default());
-    let mut follower = Follower::new(Leader::Bucket(world.bucket().read_only()), Keys(VolumeId(7)));
+    let mut follower = Follower::new(Leader::Bucket(bucket.clone()), Keys(VolumeId(7)));
     follower.copy(&engine).await.expect("copied");
     let parts = TreeParts {
         volume: VolumeId(7),
         committer: Committer::start(std::sync::Arc::new(engine), CommitterSettings::default()),
-        bucket: Some(world.bucket().read_only()),
+        bucket: Some(bucket),
         session: 1 << 40,
         clock: world.clock.clone(),
         rng: Rng::system(),
@@ -276,6 +282,57 @@ async fn who_comes_late_for_the_log_compares_the_tree() {
     following.look().await.expect_err("it is no volume any more");
     assert!(reader.lag().expect("it follows").error.is_some());
     reader.close().await.expect("closed");
+}
+
+/// An object of the log that is there says nothing of the next one, which may be gone.
+#[tokio::test]
+async fn a_gap_in_the_log_is_found_by_who_asks_for_all() {
+    let world = World::new(Kind::Slate).await;
+    let writer = world.open().await;
+    writer.sync().await.expect("synced");
+    let reader = follower(&world).await;
+    let before: Vec<_> = world.bucket().list(".forebay/tree/wal").try_collect().await.expect("listed");
+    for name in ["d", "e"] {
+        make_directory(&writer, name).await.expect("made");
+        writer.sync().await.expect("synced");
+    }
+    writer.close().await.expect("closed");
+    let writer = world.open().await;
+    let log: Vec<_> = world.bucket().list(".forebay/tree/wal").try_collect().await.expect("listed");
+    let mut since: Vec<_> =
+        log.iter().map(|info| &info.key).filter(|key| before.iter().all(|old| old.key != **key)).collect();
+    since.sort();
+    assert!(since.len() > 2, "{since:?}");
+    for key in &since[1..since.len() - 1] {
+        world.delete(key.as_str()).await;
+    }
+    catch_up(&reader).await;
+    assert_eq!(paths(&reader).await, ["d/", "e/"]);
+    reader.close().await.expect("closed");
+    writer.close().await.expect("closed");
+}
+
+/// A store that is away is told, and followed again once it is back.
+#[tokio::test]
+async fn a_store_that_comes_back_is_followed_again() {
+    let world = World::new(Kind::Slate).await;
+    let writer = world.open().await;
+    writer.sync().await.expect("synced");
+    let faults = Faults::new();
+    let reader = follower_over(&world, world.bucket().with_faults(&faults).with_deadline_ms(30)).await;
+    make_directory(&writer, "d").await.expect("made");
+    writer.sync().await.expect("synced");
+    for kind in [OperationKind::Head, OperationKind::Get, OperationKind::List] {
+        (1..=200).for_each(|nth| _ = faults.script(kind, nth, FaultMode::Before));
+    }
+    let looked = reader.following.get().expect("it follows").look().await.expect_err("it is away");
+    assert!(faults.injected() > 0 && reader.lag().expect("it follows").error.is_some(), "{looked}");
+    faults.clear();
+    catch_up(&reader).await;
+    assert!(reader.lag().expect("it follows").error.is_none());
+    assert_eq!(paths(&reader).await, ["d/"]);
+    reader.close().await.expect("closed");
+    writer.close().await.expect("closed");
 }
 
 /// A comparison of more than one transaction shows no name before what it names.
