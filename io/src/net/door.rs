@@ -47,13 +47,18 @@ impl Door {
 
     /// Who came and knows the secret, if anybody did.
     pub fn welcome(&self) -> Result<Option<FdStream>> {
+        Ok(self.visitor()?.map(FdStream::over_tcp))
+    }
+
+    /// As [`Self::welcome`], for whoever speaks in no frames.
+    pub(super) fn visitor(&self) -> Result<Option<TcpStream>> {
         let (mut visitor, from) = match self.listener.accept() {
             Ok(came) => came,
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(None),
             Err(error) => return Err(error.into()),
         };
         match self.greet(&mut visitor) {
-            Ok(()) => Ok(Some(FdStream::over_tcp(visitor))),
+            Ok(()) => Ok(Some(visitor)),
             Err(error) => {
                 tracing::warn!(%from, %error, "who came to the job's port was turned away");
                 Ok(None)
@@ -87,6 +92,11 @@ impl AsFd for Door {
 /// Comes to the door of another process, at the first of its host's `addresses` (names or numbers) where it is, within
 /// `patience`; `None` where it is at none.
 pub fn come(addresses: &[String], port: u16, secret: &str, patience: Duration) -> Option<FdStream> {
+    reach(addresses, port, secret, patience).map(FdStream::over_tcp)
+}
+
+/// As [`come`], for whoever speaks in no frames.
+pub(super) fn reach(addresses: &[String], port: u16, secret: &str, patience: Duration) -> Option<TcpStream> {
     let clock = Clock::system();
     let deadline = clock.now() + patience;
     let found = addresses.iter().flat_map(|name| (name.as_str(), port).to_socket_addrs().ok()).flatten();
@@ -104,7 +114,6 @@ pub fn come(addresses: &[String], port: u16, secret: &str, patience: Duration) -
             }
         })
         .find_map(std::io::Result::ok)
-        .map(FdStream::over_tcp)
 }
 
 /// Small words are sent at once, and a host that is gone without a word is found to be.

@@ -5,7 +5,9 @@ mod fd_stream;
 mod inherited;
 mod meeting;
 mod notice;
+mod bulk;
 
+pub use bulk::{BulkReceiver, BulkSender, Label, Message, SILENCE};
 pub use door::{Door, come};
 pub use fd_stream::{FdStream, MAX_FRAME, Received, wait_readable};
 pub use inherited::{InUse, Inherited, Noted};
