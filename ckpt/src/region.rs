@@ -80,6 +80,13 @@ impl Region {
         (0..runs.count).map(move |number| runs.get(number))
     }
 
+    /// Its first element in row-major order, and the one behind its last.
+    pub(crate) fn bounds(&self, shape: &[u64]) -> (u64, u64) {
+        let runs = Runs::of(self, shape);
+        let end = runs.count.checked_sub(1).map_or(runs.first, |last| runs.get(last).end);
+        (runs.get(0).start.min(end), end)
+    }
+
     /// Whether the two hold an element in common.
     pub fn touches(&self, other: &Self, shape: &[u64]) -> bool {
         if self.kind != SliceKind::Box || other.kind != SliceKind::Box {

@@ -32,7 +32,7 @@ use disk::Disk;
 pub use held::assemble;
 use source::Source;
 pub use through::{Spot, Through};
-pub use together::{Together, Wish};
+pub use together::{Address, Filled, Links, Origin, Peers, Reader, Together, Wish};
 
 /// Bytes of one request at most; of a file, of its shortest run.
 const READ: u64 = 8 << 20;
@@ -423,21 +423,29 @@ fn check_slices(
     manifest: &Manifest,
     tensors: &[&Tensor],
     wanted: BTreeSet<SliceId>,
-    mut parts: Vec<Part>,
+    parts: Vec<Part>,
 ) -> Result<()> {
+    match differing(tensors, wanted, parts).next() {
+        None => Ok(()),
+        Some(id) => Err(damaged(source, manifest, tensors[id.0], &tensors[id.0].slices[id.1])),
+    }
+}
+
+/// Those of the slices whose parts together have another checksum than the manifest says.
+fn differing(
+    tensors: &[&Tensor],
+    wanted: BTreeSet<SliceId>,
+    mut parts: Vec<Part>,
+) -> impl Iterator<Item = SliceId> {
     parts.sort_by_key(|part| (part.slice, part.start));
     let mut parts = parts.into_iter().peekable();
-    for id in wanted {
-        let (tensor, slice) = (tensors[id.0], &tensors[id.0].slices[id.1]);
+    wanted.into_iter().filter(move |id| {
         let mut crc32c = forebay_core::crc32c(&[]);
-        while let Some(part) = parts.next_if(|part| part.slice == id) {
+        while let Some(part) = parts.next_if(|part| part.slice == *id) {
             crc32c = combine(crc32c, part.crc32c, part.length);
         }
-        if crc32c != slice.crc32c.0 {
-            return Err(damaged(source, manifest, tensor, slice));
-        }
-    }
-    Ok(())
+        crc32c != tensors[id.0].slices[id.1].crc32c.0
+    })
 }
 
 /// What is told of a slice with another checksum.

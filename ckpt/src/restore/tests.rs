@@ -4,6 +4,7 @@ use bytes::Bytes;
 use forebay_io::object::{Condition, OperationKind};
 
 use forebay_core::ErrorKind;
+use forebay_io::net::Door;
 
 use super::through::tests::taker;
 use super::*;
@@ -207,29 +208,47 @@ pub(super) async fn read_as_ranks(
     wishes: Vec<Vec<Wish>>,
     half: u64,
 ) -> Result<(Vec<Vec<Vec<u8>>>, Vec<u64>)> {
+    let hosts = vec![0; wishes.len()];
+    read_on_hosts(bucket, manifest, wishes, hosts, half).await
+}
+
+/// Targets for wishes.
+fn targets<'a>(wishes: &[Wish], buffers: &'a mut [Vec<u8>]) -> Vec<Target<'a>> {
+    let pairs = wishes.iter().zip(buffers);
+    let target = |(wish, bytes): (&Wish, &'a mut Vec<u8>)| Target {
+        tensor: wish.tensor,
+        region: wish.region.clone(),
+        bytes,
+    };
+    pairs.map(target).collect()
+}
+
+/// As [`read_as_ranks`], of ranks that are on the hosts of those numbers: bytes that are sent between them are not fetched.
+async fn read_on_hosts(
+    bucket: &Bucket,
+    manifest: &Manifest,
+    wishes: Vec<Vec<Wish>>,
+    hosts: Vec<usize>,
+    half: u64,
+) -> Result<(Vec<Vec<Vec<u8>>>, Vec<u64>)> {
     let (runtime, bucket, manifest) = (Handle::current(), bucket.clone(), manifest.clone());
     let work = move || {
-        let plan = |rank| Together::in_halves_of(half, &manifest, &wishes, rank).expect("plan");
+        let plan = |rank| {
+            let reader = Reader { rank, hosts: &hosts, origin: Origin::Store };
+            Together::in_halves_of(half, &manifest, &wishes, reader).expect("plan")
+        };
         let ranks: Vec<Together> = (0..wishes.len()).map(plan).collect();
+        let links = connect(&ranks);
         let size = |wish: &Wish| wish.region.elements() as usize * 4;
-        let mut buffers: Vec<Vec<Vec<u8>>> = Vec::new();
-        buffers
-            .extend(wishes.iter().map(|wishes| wishes.iter().map(|wish| vec![0xee; size(wish)]).collect()));
+        let empty = |wishes: &Vec<Wish>| wishes.iter().map(|wish| vec![0xee; size(wish)]).collect();
+        let mut buffers: Vec<Vec<Vec<u8>>> = wishes.iter().map(empty).collect();
         let mut halves = vec![vec![vec![0u8; ranks[0].half_bytes()]; wishes.len()]; 2];
         // The same through a buffer of few bytes, for what cannot be read into.
         let mut given = buffers.clone();
         let mut fetched = vec![0; wishes.len()];
         let got = || bucket.counters().of(OperationKind::Get).bytes;
-        fn targets<'a>(wishes: &[Wish], buffers: &'a mut [Vec<u8>]) -> Vec<Target<'a>> {
-            let pairs = wishes.iter().zip(buffers);
-            let target = |(wish, bytes): (&Wish, &'a mut Vec<u8>)| Target {
-                tensor: wish.tensor,
-                region: wish.region.clone(),
-                bytes,
-            };
-            pairs.map(target).collect()
-        }
-        let place = (&runtime, &bucket, &manifest);
+        let shards = Shards::Store(&runtime, &bucket);
+        let place = (&shards, &manifest);
         for (rank, together) in ranks.iter().enumerate() {
             let before = got();
             together.read_rest(place, targets(&wishes[rank], &mut buffers[rank]), 2)?;
@@ -240,13 +259,31 @@ pub(super) async fn read_as_ranks(
         }
         for round in 0..ranks[0].rounds() {
             let turn = &mut halves[round % 2];
+            let is_spread = hosts.iter().any(|host| *host != hosts[0]);
+            let before = got();
+            let filled: Vec<Filled> = std::thread::scope(|scope| {
+                let own = ranks.iter().zip(turn.iter_mut()).zip(&links).zip(&mut fetched);
+                let reading = own.map(|(((together, half), links), fetched)| {
+                    let mut read = move || {
+                        let before = got();
+                        let filled = together.read(place, round, half, 2, links);
+                        *fetched += if is_spread { 0 } else { got() - before };
+                        filled
+                    };
+                    // Those of one host one after another, so that it is known what each of them fetches.
+                    if is_spread { Err(scope.spawn(read)) } else { Ok(read()) }
+                });
+                let reading: Vec<_> = reading.collect();
+                reading
+                    .into_iter()
+                    .map(|read| read.unwrap_or_else(|read| read.join().expect("join")))
+                    .collect::<Result<_>>()
+            })?;
+            fetched[0] += if is_spread { got() - before } else { 0 };
+            assert!(filled.iter().all(|filled| filled.is_whole && filled.lost.is_empty()), "{filled:?}");
             for (rank, together) in ranks.iter().enumerate() {
-                let before = got();
-                together.read(place, round, &mut turn[rank], 2)?;
-                fetched[rank] += got() - before;
-            }
-            let lent: Vec<&[u8]> = turn.iter().map(Vec::as_slice).collect();
-            for (rank, together) in ranks.iter().enumerate() {
+                let near = (0..hosts.len()).filter(|other| hosts[*other] == hosts[rank]);
+                let lent: Vec<&[u8]> = near.map(|other| turn[other].as_slice()).collect();
                 together.copy(&manifest, round, &lent, targets(&wishes[rank], &mut buffers[rank]), 2)?;
                 let mut give = taker(&wishes[rank], &mut given[rank]);
                 together.give(&manifest, round, &lent, &wishes[rank], &mut give)?;
@@ -256,6 +293,27 @@ pub(super) async fn read_as_ranks(
         Ok((buffers, fetched))
     };
     tokio::task::spawn_blocking(work).await.expect("join")
+}
+
+/// The ways between ranks of different hosts.
+fn connect(ranks: &[Together]) -> Vec<Links> {
+    let doors: Vec<Door> = ranks.iter().map(|_| Door::open("secret".into()).expect("a port")).collect();
+    let address = |door: &Door| {
+        let port = door.port().expect("port");
+        Address { addresses: vec!["127.0.0.1".into()], port, secret: "secret".into() }
+    };
+    let addresses: &Vec<Address> = &doors.iter().map(address).collect();
+    std::thread::scope(|scope| {
+        let coming = ranks.iter().zip(&doors).enumerate().map(|(rank, (together, door))| {
+            scope.spawn(move || {
+                let links = Links::connect(door, addresses, rank, together.peers()).expect("connect");
+                assert!(links.missing(together.peers()).is_empty());
+                links
+            })
+        });
+        let coming: Vec<_> = coming.collect();
+        coming.into_iter().map(|links| links.join().expect("join")).collect()
+    })
 }
 
 /// Rows, columns, the same and overlapping parts: all bytes are right, and each slice is fetched by one rank.
@@ -295,6 +353,15 @@ async fn ranks_read_each_slice_once_between_them() {
         let (buffers, fetched) = read_as_ranks(&bucket, &manifest, wishes.clone(), 1).await.expect("read");
         let whole_rounds = read_as_ranks(&bucket, &manifest, wishes.clone(), 1 << 20).await.expect("read");
         assert!(whole_rounds.0 == buffers);
+        for hosts in [[0, 0, 1, 1], [0, 1, 0, 2], [0, 1, 2, 3]] {
+            for half in [1, 4096, 1 << 20] {
+                let hosts = hosts[..wishes.len()].to_vec();
+                let found =
+                    read_on_hosts(&bucket, &manifest, wishes.clone(), hosts, half).await.expect("read");
+                // Gaps between what a rank reads in a round are read, too: who reads what has tests of its own.
+                assert!(found.0 == buffers);
+            }
+        }
         for (wish, bytes) in wishes.iter().flatten().zip(buffers.iter().flatten()) {
             let Region { offsets, lengths, .. } = &wish.region;
             assert_eq!(*bytes, cut(&contents[wish.tensor], 4, shape, offsets, lengths), "{wish:?}");
@@ -306,10 +373,17 @@ async fn ranks_read_each_slice_once_between_them() {
         }
     }
     let rows = |rank: u64| vec![boxed(0, [0, 24 * rank], [64, 24])];
-    let many = Together::in_halves_of(3072, &manifest, &[rows(0), rows(1)], 0).expect("plan");
+    let alone = |hosts| Reader { rank: 0, hosts, origin: Origin::Store };
+    let many = Together::in_halves_of(3072, &manifest, &[rows(0), rows(1)], alone(&[0; 2])).expect("plan");
     assert_eq!((many.rounds(), many.half_bytes()), (4, 64 << 10), "two slices a round");
-    assert!(Together::new(&manifest, &[vec![boxed(3, [0, 0], [1, 1])]], 0).is_err(), "no such tensor");
-    assert!(Together::new(&manifest, &[vec![boxed(0, [0, 0], [1, 97])]], 0).is_err(), "outside of it");
+    assert!(
+        Together::new(&manifest, &[vec![boxed(3, [0, 0], [1, 1])]], alone(&[0])).is_err(),
+        "no such tensor"
+    );
+    assert!(
+        Together::new(&manifest, &[vec![boxed(0, [0, 0], [1, 97])]], alone(&[0])).is_err(),
+        "outside of it"
+    );
 }
 
 #[tokio::test]

@@ -1,26 +1,38 @@
 //! What several ranks of a job want of a step is read once between them.
 //!
-//! Each rank says what it wants, and computes the same plan from what all said. A slice that one rank wants is read by
-//! that rank into place. A slice that several want, be it the same elements or other columns of the same rows, is read
-//! and checked by one of them, into memory that it lends to the others, in rounds: in each, every rank fills one half of
-//! its memory, all hear that all did, and each copies what it wants out of everyone's half. Halves take turns, so that
-//! one meeting a round is enough: a half is filled again only after a meeting before which all had copied it.
+//! Each rank says what it wants, and computes the same plan from what all said (`shares`). A slice that one rank wants is read
+//! by that rank into place. A slice that several want, be it the same elements or other columns of the same rows, is read and
+//! checked by one of them, into memory that it lends to the others of its host, and goes from there to one rank of each other
+//! host (`relay`), which checks it and lends it as well; in rounds: in each, every rank fills one half of its memory, all hear
+//! that all did, and each copies what it wants out of the halves of its host. Halves take turns, so that one meeting a round is
+//! enough: a half is filled again only after a meeting before which all had copied it.
+//!
+//! So it goes with what lies in the memory of hosts, too, but that a host's own ranks read what is there by themselves.
 //!
 //! Who meets whom, and how memory is lent, is the caller's.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashSet};
 
 use forebay_core::{Error, Result};
-use forebay_io::object::Bucket;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use tokio::runtime::Handle;
 
 use super::source::{Source, request_bytes};
 use super::through::{self, Give, Through};
-use super::{Segment, SliceId, Target, bytes_of, check_slices, plan, read_all, read_from, scatter};
-use crate::manifest::{Manifest, Tensor};
+use super::{
+    Part, Segment, Shards, SliceId, Target, bytes_of, check_slices, differing, plan, read_all, read_from,
+    scatter,
+};
+use crate::manifest::{Manifest, Slice, Tensor};
 use crate::region::Region;
+
+mod relay;
+mod shares;
+
+pub use relay::{Address, Links, Peers};
+use relay::{Held, Read, pass};
+pub use shares::Origin;
+use shares::{Placed, Shares};
 
 /// Bytes that a rank reads in a round at most, unless a single slice has more.
 const HALF: u64 = 32 << 20;
@@ -36,25 +48,36 @@ pub struct Wish {
     pub region: Region,
 }
 
-/// A slice and where it lies in its reader's half.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Placed {
-    /// Tensor and slice.
-    slice: SliceId,
-    at: usize,
-}
-
 /// A slice, by its number in its tensor, and its bytes in a rank's half.
 type Lent<'a> = (usize, &'a [u8]);
+
+/// A rank among those of its job, and whence they have the step.
+#[derive(Debug, Clone)]
+pub struct Reader<'a> {
+    /// This rank.
+    pub rank: usize,
+    /// The host that each rank is on, by a number.
+    pub hosts: &'a [usize],
+    /// Where the bytes are.
+    pub origin: Origin,
+}
 
 /// Who reads what, as one of the ranks sees it.
 #[derive(Debug)]
 pub struct Together {
-    rank: usize,
-    /// Of each rank, of each of its rounds: what it reads.
-    readers: Vec<Vec<Vec<Placed>>>,
-    shared: HashSet<SliceId>,
+    /// Which of `near` this one is.
+    own: usize,
+    /// The ranks of this host, ascending.
+    near: Vec<usize>,
+    /// Of each of them, of each round: what is in its half.
+    placed: Vec<Vec<Vec<Placed>>>,
+    rounds: usize,
     half: u64,
+    /// What this rank takes out of lent memory.
+    shared: HashSet<SliceId>,
+    peers: Peers,
+    /// Whether each rank can read what another one does.
+    is_in_store: bool,
 }
 
 impl Together {
@@ -62,8 +85,8 @@ impl Together {
     ///
     /// # Errors
     /// `Invalid` when a wish is no part of a tensor of the step.
-    pub fn new(manifest: &Manifest, wishes: &[Vec<Wish>], rank: usize) -> Result<Self> {
-        Self::in_halves_of(HALF, manifest, wishes, rank)
+    pub fn new(manifest: &Manifest, wishes: &[Vec<Wish>], reader: Reader<'_>) -> Result<Self> {
+        Self::in_halves_of(HALF, manifest, wishes, reader)
     }
 
     /// As [`Self::new`], with that many bytes of a round in place of [`HALF`].
@@ -71,34 +94,42 @@ impl Together {
         half: u64,
         manifest: &Manifest,
         wishes: &[Vec<Wish>],
-        rank: usize,
+        Reader { rank, hosts, origin }: Reader<'_>,
     ) -> Result<Self> {
-        if rank >= wishes.len() {
-            return Err(Error::invalid(format!("rank {rank} of {}", wishes.len())));
+        if rank >= wishes.len() || wishes.len() != hosts.len() {
+            return Err(Error::invalid(format!("rank {rank} of {}, on {} hosts", wishes.len(), hosts.len())));
         }
-        let mut of_tensors: Vec<Vec<(usize, &Region)>> = vec![Vec::new(); manifest.tensors.len()];
-        for (rank, wishes) in wishes.iter().enumerate() {
-            for Wish { tensor, region } in wishes {
-                let fits = manifest.tensors.get(*tensor).is_some_and(|tensor| region.fits(&tensor.shape));
-                if !fits {
-                    return Err(Error::invalid(format!("rank {rank} wants what no tensor of the step has")));
-                }
-                of_tensors[*tensor].push((rank, region));
-            }
-        }
-        let shared = wanted(manifest, &of_tensors);
-        let readers = share_out(manifest, &shared, wishes.len());
-        let bytes = |slice: &SliceId| manifest.tensors[slice.0].slices[slice.1].len();
-        let largest = shared.values().flatten().map(bytes).max().unwrap_or(0);
-        let most = readers.iter().map(|slices| slices.iter().map(bytes).sum()).max().unwrap_or(0);
-        let half = largest.max(half.min(most));
-        let readers = readers.iter().map(|slices| in_rounds(manifest, slices, half)).collect();
-        Ok(Self { rank, readers, shared: shared.into_values().flatten().collect(), half })
+        let Shares { mut placed, rounds, half, shared } =
+            Shares::new(manifest, wishes, hosts, &origin, half)?;
+        let host = hosts[rank];
+        let near: Vec<usize> = (0..hosts.len()).filter(|rank| hosts[*rank] == host).collect();
+        let own = near.iter().position(|other| *other == rank).unwrap_or(0);
+        let placed: Vec<_> = near.iter().map(|rank| std::mem::take(&mut placed[*rank])).collect();
+        let all = placed[own].iter().flatten();
+        let peers = Peers {
+            from: all.clone().filter_map(|placed| placed.from).collect(),
+            to: all.filter_map(|placed| placed.to).collect(),
+        };
+        let is_elsewhere =
+            |(slice, source): (SliceId, Option<usize>)| (source != Some(host)).then_some(slice);
+        let shared = shared.into_iter().filter_map(is_elsewhere).collect();
+        let is_in_store = origin == Origin::Store;
+        Ok(Self { own, near, placed, rounds, half, shared, peers, is_in_store })
     }
 
     /// How often the ranks meet.
     pub fn rounds(&self) -> usize {
-        self.readers.iter().map(Vec::len).max().unwrap_or(0)
+        self.rounds
+    }
+
+    /// Whose plan it is.
+    pub fn rank(&self) -> usize {
+        self.near[self.own]
+    }
+
+    /// The ranks of other hosts that this one has bytes from, and those that it sends bytes to.
+    pub fn peers(&self) -> &Peers {
+        &self.peers
     }
 
     /// Bytes of each of the two halves that a rank lends.
@@ -106,39 +137,67 @@ impl Together {
         self.half.next_multiple_of(ALIGNMENT) as usize
     }
 
-    /// Reads this rank's slices of a round into its half, each checked.
+    /// Fills this rank's half with its slices of a round, each checked: it reads them, or has them from another host's rank by
+    /// `links`, and passes them on.
     ///
     /// # Errors
-    /// As [`super::read_tensors`].
+    /// As [`super::read_tensors`], of what it is to read.
     pub fn read(
         &self,
-        (runtime, bucket, manifest): (&Handle, &Bucket, &Manifest),
+        (shards, manifest): (&Shards<'_>, &Manifest),
         round: usize,
         half: &mut [u8],
         threads: usize,
-    ) -> Result<()> {
-        let source = Source::Store(runtime, bucket);
-        let tensors: Vec<&Tensor> = manifest.tensors.iter().collect();
-        let slice_of = |placed: &Placed| &tensors[placed.slice.0].slices[placed.slice.1];
+        links: &Links,
+    ) -> Result<Filled> {
+        let reading = Reading::new(shards, manifest, threads)?;
         if round == 0 {
-            let all = self.readers[self.rank].iter().flatten();
-            source.check(manifest, all.map(|placed| slice_of(placed).shard).collect())?;
+            let all = self.placed[self.own].iter().flatten().filter(|placed| placed.from.is_none());
+            let shards = all.map(|placed| reading.slice(placed.slice).shard).collect();
+            reading.source.check(manifest, shards)?;
         }
-        let mut segments = Vec::new();
+        let (own, coming) = self.parts_of(&reading, round, half);
+        let ids: BTreeSet<SliceId> = coming.iter().map(|held| held.placed.slice).collect();
+        let read = |segments: Vec<Segment<'_>>| reading.read(segments);
+        let passed = pass(
+            links,
+            round,
+            (own, coming),
+            |segments| reading.read_checked(segments),
+            self.is_in_store.then_some(&read as Read<'_>),
+        )?;
+        let mut filled = Filled { is_whole: passed.is_whole, lost: passed.lost };
+        if filled.is_whole {
+            let damaged: HashSet<SliceId> = differing(&reading.tensors, ids, passed.parts).collect();
+            let (_, coming) = self.parts_of(&reading, round, half);
+            let mut again: Vec<_> =
+                coming.into_iter().filter(|held| damaged.contains(&held.placed.slice)).collect();
+            filled.lost.extend(again.iter().filter_map(|held| held.placed.from));
+            if self.is_in_store {
+                reading.read_checked(again.iter_mut().map(Held::segment).collect())?;
+            } else {
+                filled.is_whole = again.is_empty();
+            }
+        }
+        Ok(filled)
+    }
+
+    /// A half as slices: those that this rank reads, and those that come from others.
+    fn parts_of<'a>(
+        &self,
+        reading: &Reading<'a>,
+        round: usize,
+        half: &'a mut [u8],
+    ) -> (Vec<Held<'a>>, Vec<Held<'a>>) {
         let (mut rest, mut at) = (half, 0);
-        for placed in self.placed(round, self.rank) {
-            let slice = slice_of(placed);
-            let (_, after) = rest.split_at_mut(placed.at - at);
-            let (target, after) = after.split_at_mut(slice.len() as usize);
-            at = placed.at + target.len();
-            segments.push(Segment { shard: slice.shard, start: slice.start, slice: placed.slice, target });
-            rest = after;
-        }
-        let named: BTreeSet<SliceId> = segments.iter().map(|segment| segment.slice).collect();
-        let at_once = source.at_once();
-        let most = request_bytes(bytes_of(&segments), at_once);
-        let parts = read_all(&source, manifest, plan(segments, most), (threads, at_once))?;
-        check_slices(&source, manifest, &tensors, named, parts)
+        let held = self.placed(round, self.own).iter().map(|placed| {
+            let slice = reading.slice(placed.slice);
+            let (_, after) = std::mem::take(&mut rest).split_at_mut(placed.at - at);
+            let (memory, after) = after.split_at_mut(slice.len() as usize);
+            (rest, at) = (after, placed.at + memory.len());
+            Held { placed: *placed, slice, memory }
+        });
+        held.partition(|held| held.placed.from.is_none())
     }
 
     /// Copies what the targets want of a round out of all ranks' halves.
@@ -195,39 +254,39 @@ impl Together {
         Ok(())
     }
 
-    /// Reads what only this rank wants into place.
+    /// Reads what no other rank wants, or is in this host's memory, into place.
     ///
     /// # Errors
     /// As [`super::read_tensors`].
     pub fn read_rest(
         &self,
-        (runtime, bucket, manifest): (&Handle, &Bucket, &Manifest),
+        (shards, manifest): (&Shards<'_>, &Manifest),
         targets: Vec<Target<'_>>,
         threads: usize,
     ) -> Result<()> {
-        read_from(&Source::Store(runtime, bucket), manifest, targets, &self.shared, threads)
+        read_from(&source_of(shards)?, manifest, targets, &self.shared, threads)
     }
 
-    /// As [`super::read_through`], what only this rank wants.
+    /// The same, as [`super::read_through`].
     ///
     /// # Errors
     /// As [`super::read_through`].
     pub fn read_rest_through(
         &self,
-        (runtime, bucket, manifest): (&Handle, &Bucket, &Manifest),
+        (shards, manifest): (&Shards<'_>, &Manifest),
         wishes: &[Wish],
         through: Through<'_>,
         threads: usize,
     ) -> Result<()> {
-        let source = Source::Store(runtime, bucket);
-        through::read(&source, manifest, (wishes, &self.shared), through, threads)
+        through::read(&source_of(shards)?, manifest, (wishes, &self.shared), through, threads)
     }
 
-    /// What lies in all ranks' halves of each tensor: slices and their bytes.
+    /// What this rank may take out of its host's halves of each tensor: slices and their bytes.
     fn lent<'a>(&self, manifest: &Manifest, round: usize, halves: &[&'a [u8]]) -> Result<Vec<Vec<Lent<'a>>>> {
         let mut of_tensors: Vec<Vec<Lent<'a>>> = vec![Vec::new(); manifest.tensors.len()];
-        for (rank, half) in halves.iter().enumerate() {
-            for Placed { slice, at } in self.placed(round, rank) {
+        for (near, half) in halves.iter().enumerate().take(self.near.len()) {
+            let taken = self.placed(round, near).iter().filter(|placed| self.shared.contains(&placed.slice));
+            for Placed { slice, at, .. } in taken {
                 let length = manifest.tensors[slice.0].slices[slice.1].len() as usize;
                 let bytes = half.get(*at..at + length);
                 let short = || Error::bug("lent memory that is shorter than what is in it");
@@ -237,78 +296,59 @@ impl Together {
         Ok(of_tensors)
     }
 
-    fn placed(&self, round: usize, rank: usize) -> &[Placed] {
-        self.readers[rank].get(round).map_or(&[], Vec::as_slice)
+    /// What is in the half of one of this host's ranks.
+    fn placed(&self, round: usize, near: usize) -> &[Placed] {
+        self.placed[near].get(round).map_or(&[], Vec::as_slice)
     }
 }
 
-/// The slices that several ranks want, by those ranks, as they lie in the shards.
-fn wanted(
-    manifest: &Manifest,
-    of_tensors: &[Vec<(usize, &Region)>],
-) -> BTreeMap<BTreeSet<usize>, Vec<SliceId>> {
-    let mut shared: BTreeMap<BTreeSet<usize>, Vec<SliceId>> = BTreeMap::new();
-    for (index, (tensor, wishes)) in manifest.tensors.iter().zip(of_tensors).enumerate() {
-        for (number, slice) in tensor.slices.iter().enumerate().filter(|(_, slice)| !slice.is_empty()) {
-            let region = Region::of(slice);
-            let touching = wishes.iter().filter(|(_, wish)| region.touches(wish, &tensor.shape));
-            let who: BTreeSet<usize> = touching.map(|(rank, _)| *rank).collect();
-            if who.len() > 1 {
-                shared.entry(who).or_default().push((index, number));
-            }
-        }
-    }
-    shared.values_mut().for_each(|slices| sort(manifest, slices));
-    shared
+/// What came of filling a half.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Filled {
+    /// Whether all is in it. Else another rank tells why, or it was in another host's memory alone and did not come from there.
+    pub is_whole: bool,
+    /// The ranks of other hosts of which something did not come, or came damaged.
+    pub lost: BTreeSet<usize>,
 }
 
-/// Puts slices into the order in which they lie in the shards.
-fn sort(manifest: &Manifest, slices: &mut [SliceId]) {
-    slices.sort_by_key(|(tensor, slice)| {
-        let slice = &manifest.tensors[*tensor].slices[*slice];
-        (slice.shard, slice.start)
-    });
+/// What is read of.
+struct Reading<'a> {
+    source: Source<'a>,
+    manifest: &'a Manifest,
+    tensors: Vec<&'a Tensor>,
+    threads: usize,
 }
 
-/// Which of the shared slices each rank reads: of what the same ranks want, each an equal run as it lies in the shards.
-fn share_out(
-    manifest: &Manifest,
-    shared: &BTreeMap<BTreeSet<usize>, Vec<SliceId>>,
-    ranks: usize,
-) -> Vec<Vec<SliceId>> {
-    let bytes = |slice: &SliceId| manifest.tensors[slice.0].slices[slice.1].len();
-    let mut readers = vec![Vec::new(); ranks];
-    for (who, slices) in shared {
-        let who: Vec<usize> = who.iter().copied().collect();
-        let total: u64 = slices.iter().map(bytes).sum();
-        let mut at = 0;
-        for slice in slices {
-            let middle = at + bytes(slice) / 2;
-            // 128 bits, for a product of two sizes.
-            let share = u128::from(middle) * who.len() as u128 / u128::from(total.max(1));
-            readers[who[(share as usize).min(who.len() - 1)]].push(*slice);
-            at += bytes(slice);
-        }
+impl<'a> Reading<'a> {
+    fn new(shards: &'a Shards<'_>, manifest: &'a Manifest, threads: usize) -> Result<Self> {
+        let tensors = manifest.tensors.iter().collect();
+        Ok(Self { source: source_of(shards)?, manifest, tensors, threads })
     }
-    readers.iter_mut().for_each(|slices| sort(manifest, slices));
-    readers
+
+    fn slice(&self, (tensor, slice): SliceId) -> &'a Slice {
+        &self.tensors[tensor].slices[slice]
+    }
+
+    fn read(&self, segments: Vec<Segment<'_>>) -> Result<Vec<Part>> {
+        let at_once = self.source.at_once();
+        let most = request_bytes(bytes_of(&segments), at_once);
+        read_all(&self.source, self.manifest, plan(segments, most), (self.threads, at_once))
+    }
+
+    fn read_checked(&self, segments: Vec<Segment<'_>>) -> Result<()> {
+        let named = segments.iter().map(|segment| segment.slice).collect();
+        let parts = self.read(segments)?;
+        check_slices(&self.source, self.manifest, &self.tensors, named, parts)
+    }
 }
 
-/// A rank's slices, as they lie in the shards, in rounds of as many bytes as a half has.
-fn in_rounds(manifest: &Manifest, slices: &[SliceId], half: u64) -> Vec<Vec<Placed>> {
-    let slice_of = |slice: &SliceId| &manifest.tensors[slice.0].slices[slice.1];
-    let mut rounds: Vec<Vec<Placed>> = Vec::new();
-    let mut at = half;
-    for slice in slices {
-        let length = slice_of(slice).len();
-        if at + length > half {
-            rounds.push(Vec::new());
-            at = 0;
-        }
-        if let Some(round) = rounds.last_mut() {
-            round.push(Placed { slice: *slice, at: at as usize });
-        }
-        at += length;
+fn source_of<'a>(shards: &'a Shards<'_>) -> Result<Source<'a>> {
+    match shards {
+        Shards::Store(runtime, bucket) => Ok(Source::Store(runtime, bucket)),
+        Shards::Held(shards) => Ok(Source::Held(shards)),
+        Shards::Local(..) => Err(Error::bug("ranks read together what lies on a host's disk")),
     }
-    rounds
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,330 @@
+//! Bytes of a round on their way from host to host: each rank passes on what it reads, or what comes to it, a piece at a time,
+//! while more comes.
+//!
+//! All know the plan, so that nobody asks for anything: a piece is sent as soon as it is there, and lands where it stays. A
+//! way that breaks costs requests to the store, not the restore: who misses a piece reads it there, where that has it, and
+//! passes it on. The bytes are checked by each rank that holds them.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use forebay_core::{Error, Result};
+use forebay_io::clock::Clock;
+use forebay_io::net::{BulkReceiver, BulkSender, Door, Label, Message};
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+use super::super::{Part, Segment, SliceId};
+use super::shares::Placed;
+use crate::manifest::Slice;
+
+/// Bytes of a piece: little enough that a hundred hosts in a row wait for a tenth of a second, where each has 10 Gbit/s.
+const PIECE: usize = 1 << 20;
+/// How long ranks may take to come to each other's ports.
+const CONNECTING: Duration = Duration::from_secs(15);
+/// How long nothing of a slice may come from one who says that it is there.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// Where ranks of other hosts come to.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Address {
+    /// Names or numbers of the host.
+    pub addresses: Vec<String>,
+    /// A port there.
+    pub port: u16,
+    /// What they are to say there.
+    pub secret: String,
+}
+
+/// The ranks of other hosts that a rank has bytes from, and those that it sends bytes to.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Peers {
+    /// Whom it has them from.
+    pub from: BTreeSet<usize>,
+    /// Whom it sends them to.
+    pub to: BTreeSet<usize>,
+}
+
+/// A rank's ways to those of other hosts. Each goes once it broke, and is not made again.
+#[derive(Debug, Default)]
+pub struct Links {
+    from: HashMap<usize, Mutex<Option<BulkReceiver>>>,
+    to: HashMap<usize, BulkSender>,
+}
+
+impl Links {
+    /// Goes to the `addresses` of those that `rank` sends to, given for each rank, and waits at its own `door` for those that
+    /// send to it. Who does not come, or is not there, has no way.
+    ///
+    /// # Errors
+    /// What waiting at the door has.
+    pub fn connect(door: &Door, addresses: &[Address], rank: usize, peers: &Peers) -> Result<Self> {
+        let go = |to: usize| {
+            let Address { addresses, port, secret } = addresses.get(to)?;
+            BulkSender::connect(addresses, *port, secret, rank as u32, CONNECTING)
+        };
+        let (came, to) = std::thread::scope(|scope| {
+            let going: Vec<_> = peers.to.iter().map(|to| (*to, scope.spawn(move || go(*to)))).collect();
+            let came = BulkReceiver::welcome(door, peers.from.len(), CONNECTING);
+            let went = going.into_iter().filter_map(|(to, way)| Some((to, way.join().ok()??)));
+            (came, went.collect())
+        });
+        let came = came?.into_iter().map(|(from, way)| (from as usize, Mutex::new(Some(way))));
+        Ok(Self { from: came.filter(|(from, _)| peers.from.contains(from)).collect(), to })
+    }
+
+    /// Of these `peers`, those that there is no way from or to.
+    pub fn missing(&self, peers: &Peers) -> BTreeSet<usize> {
+        let from = peers.from.iter().filter(|rank| !self.from.contains_key(rank));
+        let to = peers.to.iter().filter(|rank| !self.to.contains_key(rank));
+        from.chain(to).copied().collect()
+    }
+}
+
+/// A slice in a rank's memory.
+pub(super) struct Held<'a> {
+    pub placed: Placed,
+    pub slice: &'a Slice,
+    pub memory: &'a mut [u8],
+}
+
+impl<'a> Held<'a> {
+    /// Its memory as what is read into.
+    pub(super) fn segment(&mut self) -> Segment<'_> {
+        let Slice { shard, start, .. } = *self.slice;
+        Segment { shard, start, slice: self.placed.slice, target: &mut *self.memory }
+    }
+}
+
+/// Reads segments, and what one reads them by: nothing, where what other hosts have is to be had there alone.
+pub(super) type Read<'r> = &'r (dyn Fn(Vec<Segment<'_>>) -> Result<Vec<Part>> + Sync);
+
+/// What came of a round.
+#[derive(Default)]
+pub(super) struct Passed {
+    /// The checksums of what came, and of what was read in its stead.
+    pub parts: Vec<Part>,
+    /// Whether all is there; else a rank that was to read some of it failed, or it is to be had nowhere else.
+    pub is_whole: bool,
+    /// The ranks of which something did not come.
+    pub lost: BTreeSet<usize>,
+}
+
+/// Pieces on their way to each of the ranks that they go to.
+type Ways<'a> = HashMap<usize, Sender<(Label, &'a [u8])>>;
+
+/// Has `own` read by `read_own`, which checks it, and passes it on; takes what comes, and passes that on. What does not come is
+/// read by `read`, where there is one.
+///
+/// # Errors
+/// As `read_own` and `read`; the others hear that it does not come.
+pub(super) fn pass<'a>(
+    links: &Links,
+    round: usize,
+    (mut own, coming): (Vec<Held<'a>>, Vec<Held<'a>>),
+    read_own: impl FnOnce(Vec<Segment<'_>>) -> Result<()>,
+    read: Option<Read<'_>>,
+) -> Result<Passed> {
+    let round = round as u32;
+    let to: BTreeSet<usize> = own.iter().chain(&coming).filter_map(|held| held.placed.to).collect();
+    let has_failed = &AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let mut ways = Ways::new();
+        for to in to {
+            let (way, pieces) = channel();
+            ways.insert(to, way);
+            scope.spawn(move || send(links.to.get(&to), round, &pieces, has_failed));
+        }
+        let mut of_ranks: BTreeMap<usize, Vec<Held<'a>>> = BTreeMap::new();
+        for held in coming {
+            if let Some(from) = held.placed.from {
+                of_ranks.entry(from).or_default().push(held);
+            }
+        }
+        let receiving = of_ranks.into_iter().map(|(from, held)| {
+            let ways = ways.clone();
+            (from, scope.spawn(move || receive(links.from.get(&from), round, held, &ways)))
+        });
+        let receiving: Vec<_> = receiving.collect();
+        let outcome = read_own(own.iter_mut().map(Held::segment).collect());
+        match &outcome {
+            Ok(()) => own.into_iter().for_each(|held| pass_on(round, held, &ways)),
+            // The others wait for nothing more, and nothing more is read for them.
+            Err(_) => has_failed.store(true, Ordering::Release),
+        }
+        let mut passed = Passed { is_whole: true, ..Passed::default() };
+        let mut missing = Vec::new();
+        for (from, receiving) in receiving {
+            let came = receiving.join().map_err(|_| Error::bug("a receiving thread panicked"))?;
+            passed.parts.extend(came.parts);
+            if !came.missing.is_empty() {
+                passed.lost.extend((!came.gave_up).then_some(from));
+                passed.is_whole &= !came.gave_up;
+                missing.extend((!came.gave_up).then_some(came.missing).into_iter().flatten());
+            }
+        }
+        outcome?;
+        match read {
+            _ if missing.is_empty() => {}
+            Some(read) if passed.is_whole => {
+                let read = read(missing.iter_mut().map(Missing::segment).collect());
+                has_failed.store(read.is_err(), Ordering::Release);
+                passed.parts.extend(read?);
+                missing.into_iter().for_each(|piece| piece.pass_on(&ways));
+            }
+            _ => passed.is_whole = false,
+        }
+        has_failed.fetch_or(!passed.is_whole, Ordering::AcqRel);
+        Ok(passed)
+    })
+}
+
+/// Passes on a slice that is all there.
+fn pass_on<'a>(round: u32, Held { placed, memory, .. }: Held<'a>, ways: &Ways<'a>) {
+    let Some(way) = placed.to.and_then(|to| ways.get(&to)) else { return };
+    let memory: &'a [u8] = memory;
+    for (number, piece) in memory.chunks(PIECE).enumerate() {
+        // It is taken as long as there are ways.
+        way.send((label(round, placed.slice, number), piece)).ok();
+    }
+}
+
+fn label(round: u32, slice: SliceId, piece: usize) -> Label {
+    [round, slice.0 as u32, slice.1 as u32, piece as u32]
+}
+
+/// Sends pieces until there are no more, and tells then where some did not come.
+fn send(way: Option<&BulkSender>, round: u32, pieces: &Receiver<(Label, &[u8])>, has_failed: &AtomicBool) {
+    let Some(way) = way else { return pieces.iter().for_each(drop) };
+    for (label, piece) in pieces {
+        // Where it broke, the other end reads what it misses elsewhere.
+        way.send(label, piece).ok();
+    }
+    if has_failed.load(Ordering::Acquire) {
+        way.give_up([round, 0, 0, 0]).ok();
+    }
+}
+
+/// A slice that comes in pieces.
+struct Coming<'a> {
+    placed: Placed,
+    slice: &'a Slice,
+    /// Those that did not come yet.
+    pieces: Vec<Option<&'a mut [u8]>>,
+}
+
+/// A piece that did not come.
+struct Missing<'a> {
+    label: Label,
+    to: Option<usize>,
+    shard: u32,
+    start: u64,
+    slice: SliceId,
+    memory: &'a mut [u8],
+}
+
+impl<'a> Missing<'a> {
+    fn segment(&mut self) -> Segment<'_> {
+        let Self { shard, start, slice, .. } = *self;
+        Segment { shard, start, slice, target: &mut *self.memory }
+    }
+
+    fn pass_on(self, ways: &Ways<'a>) {
+        if let Some(way) = self.to.and_then(|to| ways.get(&to)) {
+            way.send((self.label, self.memory)).ok();
+        }
+    }
+}
+
+/// What came from a rank.
+#[derive(Default)]
+struct Came<'a> {
+    parts: Vec<Part>,
+    missing: Vec<Missing<'a>>,
+    /// Whether that rank said that the rest does not come.
+    gave_up: bool,
+}
+
+/// Takes what comes from a rank and passes it on, until all did or nothing more does.
+fn receive<'a>(
+    way: Option<&Mutex<Option<BulkReceiver>>>,
+    round: u32,
+    held: Vec<Held<'a>>,
+    ways: &Ways<'a>,
+) -> Came<'a> {
+    let mut coming: HashMap<SliceId, Coming<'a>> = HashMap::new();
+    let mut left = 0;
+    for Held { placed, slice, memory } in held {
+        let pieces: Vec<_> = memory.chunks_mut(PIECE).map(Some).collect();
+        left += pieces.len();
+        coming.insert(placed.slice, Coming { placed, slice, pieces });
+    }
+    let mut came = Came::default();
+    if let Some(way) = way {
+        let mut way = way.lock();
+        if let Some(open) = way.as_mut() {
+            match take(open, round, &mut coming, left, ways, &mut came.parts) {
+                Ok(is_whole) => came.gave_up = !is_whole,
+                Err(_) => *way = None,
+            }
+        }
+    }
+    for (id, Coming { placed, slice, pieces }) in coming {
+        for (number, memory) in pieces.into_iter().enumerate() {
+            let Some(memory) = memory else { continue };
+            let (label, start) = (label(round, id, number), slice.start + (number * PIECE) as u64);
+            came.missing.push(Missing { label, to: placed.to, shard: slice.shard, start, slice: id, memory });
+        }
+    }
+    came
+}
+
+/// Takes `left` pieces; false where the sender says that no more come.
+fn take<'a>(
+    way: &mut BulkReceiver,
+    round: u32,
+    coming: &mut HashMap<SliceId, Coming<'a>>,
+    mut left: usize,
+    ways: &Ways<'a>,
+    parts: &mut Vec<Part>,
+) -> Result<bool> {
+    let clock = Clock::system();
+    let mut last = clock.now();
+    while left > 0 {
+        let (label, length) = match way.hear()? {
+            Message::Piece(label, length) => (label, length),
+            Message::GaveUp(_) => return Ok(false),
+            Message::Beat if clock.now().since(last) > PATIENCE => {
+                return Err(Error::corrupt("a rank that sends nothing"));
+            }
+            Message::Beat => continue,
+        };
+        let [of_round, tensor, slice, number] = label;
+        let id = (tensor as usize, slice as usize);
+        let known = coming.get_mut(&id).filter(|_| of_round == round).and_then(|coming| {
+            let piece = coming.pieces.get_mut(number as usize)?.take_if(|piece| piece.len() == length)?;
+            Some((coming.placed, coming.slice.start, piece))
+        });
+        let (placed, start, piece) =
+            known.ok_or_else(|| Error::corrupt("a piece of nothing that is to come"))?;
+        if let Err(error) = way.fill(piece) {
+            // It is to be read, whatever came of it.
+            if let Some(place) = coming.get_mut(&id).and_then(|coming| coming.pieces.get_mut(number as usize))
+            {
+                *place = Some(piece);
+            }
+            return Err(error);
+        }
+        let piece: &'a [u8] = piece;
+        let start = start + u64::from(number) * PIECE as u64;
+        let crc32c = forebay_core::crc32c(piece);
+        parts.push(Part { slice: id, start, length: length as u64, crc32c });
+        if let Some(way) = placed.to.and_then(|to| ways.get(&to)) {
+            way.send((label, piece)).ok();
+        }
+        (left, last) = (left - 1, clock.now());
+    }
+    Ok(true)
+}

@@ -1,0 +1,353 @@
+//! Each slice is read once, passes every host that wants it, and is right or said not to be.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_core::ErrorKind;
+use forebay_io::net::{BulkReceiver, BulkSender, Door};
+use forebay_io::object::{Bucket, Condition, OperationKind};
+use tokio::runtime::Handle;
+
+use super::super::tests::{Cut, store};
+use super::shares::{Origin, Placed, Shares};
+use super::*;
+use crate::manifest::SliceKind;
+use crate::testing::{chance, rounds};
+
+/// Sends some of the slices that are to come.
+type Send = Box<dyn FnOnce(&BulkSender, &[SliceId]) + std::marker::Send>;
+
+/// Bytes of a slice of [`rows`].
+const ROW: usize = 32 << 10;
+
+/// A tensor of so many rows, a slice each, all in one shard, and its bytes.
+async fn rows(bucket: &Bucket, count: u64) -> (Manifest, Vec<u8>) {
+    let width = ROW as u64 / 4;
+    let at: Vec<[[u64; 2]; 2]> = (0..count).map(|row| [[row, 0], [1, width]]).collect();
+    let cuts: Vec<Cut<'_>> = at.iter().map(|[at, size]| (SliceKind::Box, &at[..], &size[..], 0)).collect();
+    let (manifest, mut contents) = store(bucket, &[("w", &[count, width], &cuts)]).await;
+    (manifest, contents.swap_remove(0))
+}
+
+/// Whoever wants all of it.
+fn all(manifest: &Manifest) -> Vec<Wish> {
+    vec![Wish { tensor: 0, region: Region::whole(&manifest.tensors[0].shape) }]
+}
+
+/// What the test sends for the other rank: through a way of it, or over a connection that says nothing by itself.
+enum Other {
+    Way(BulkSender),
+    Silent { _open: TcpStream },
+}
+
+/// The plan and ways of the second of two ranks, each on a host of its own, of which the first is only the test.
+fn beside(manifest: &Manifest, origin: Origin, is_silent: bool) -> (Together, Links, Other) {
+    let patience = Duration::from_secs(60);
+    let wishes = [all(manifest), all(manifest)];
+    let reader = Reader { rank: 1, hosts: &[0, 1], origin };
+    let together = Together::new(manifest, &wishes, reader).expect("plan");
+    assert!(together.peers().from.contains(&0));
+    let doors = [Door::open("a".into()).expect("a port"), Door::open("b".into()).expect("a port")];
+    let address = |(door, secret): (&Door, &str)| {
+        let port = door.port().expect("port");
+        Address { addresses: vec!["127.0.0.1".into()], port, secret: secret.into() }
+    };
+    let addresses: Vec<Address> = doors.iter().zip(["a", "b"]).map(address).collect();
+    std::thread::scope(|scope| {
+        let Address { addresses: at, port, secret } = addresses[1].clone();
+        let going = scope.spawn(move || {
+            if is_silent {
+                let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("connect");
+                stream.write_all(secret.as_bytes()).expect("say");
+                stream.read_exact(&mut [0; 8]).expect("welcome");
+                stream.write_all(&0_u32.to_le_bytes()).expect("say");
+                return Other::Silent { _open: stream };
+            }
+            Other::Way(BulkSender::connect(&at, port, &secret, 0, patience).expect("there"))
+        });
+        let came = together.peers().to.contains(&0).then(|| {
+            let door = &doors[0];
+            scope.spawn(move || BulkReceiver::welcome(door, 1, patience).expect("wait"))
+        });
+        let links = Links::connect(&doors[1], &addresses, 1, together.peers()).expect("connect");
+        // Nobody takes what this rank sends: its way breaks.
+        drop(came.map(|came| came.join().expect("join")));
+        (together, links, going.join().expect("join"))
+    })
+}
+
+/// Fills the one half of that rank while the test sends what it likes; where it sends nothing, without a word.
+async fn fill(
+    bucket: &Bucket,
+    manifest: &Manifest,
+    origin: Origin,
+    send: Option<Send>,
+) -> (Result<Filled>, Vec<u8>, u64) {
+    let (runtime, bucket, manifest) = (Handle::current(), bucket.clone(), manifest.clone());
+    let work = move || {
+        let is_held = origin != Origin::Store;
+        let (together, links, other) = beside(&manifest, origin, send.is_none());
+        let coming = together.placed[together.own].iter().flatten().filter(|placed| placed.from.is_some());
+        let coming: Vec<SliceId> = coming.map(|placed| placed.slice).collect();
+        let mut half = vec![0xee; together.half_bytes()];
+        let before = bucket.counters().of(OperationKind::Get).bytes;
+        let held = [None::<Bytes>, None];
+        let shards = if is_held { Shards::Held(&held) } else { Shards::Store(&runtime, &bucket) };
+        let filled = std::thread::scope(|scope| {
+            // A silent one stays until the end.
+            let _silent = match (other, send) {
+                (Other::Way(sender), Some(send)) => {
+                    scope.spawn(move || send(&sender, &coming));
+                    None
+                }
+                (other, _) => Some(other),
+            };
+            together.read((&shards, &manifest), 0, &mut half, 2, &links)
+        });
+        (filled, half, bucket.counters().of(OperationKind::Get).bytes - before)
+    };
+    tokio::task::spawn_blocking(work).await.expect("join")
+}
+
+fn lost(rank: usize) -> Filled {
+    Filled { is_whole: true, lost: BTreeSet::from([rank]) }
+}
+
+#[tokio::test]
+async fn what_does_not_come_or_comes_damaged_is_read_of_the_store() {
+    let bucket = Bucket::in_memory();
+    let (manifest, content) = rows(&bucket, 6).await;
+    let whole = content.len() as u64;
+    let row = |content: &[u8], (_, row): SliceId| content[row * ROW..][..ROW].to_vec();
+    let label = |(tensor, slice): SliceId, piece| [0, tensor as u32, slice as u32, piece];
+
+    let sent = content.clone();
+    let honest = move |sender: &BulkSender, coming: &[SliceId]| {
+        coming.iter().for_each(|id| sender.send(label(*id, 0), &row(&sent, *id)).expect("send"));
+    };
+    let (filled, half, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(honest))).await;
+    assert_eq!(filled.expect("filled"), Filled { is_whole: true, lost: BTreeSet::new() });
+    assert_eq!((half[..content.len()] == content, read), (true, whole / 2), "half of it was read");
+
+    let sent = content.clone();
+    let flipped = move |sender: &BulkSender, coming: &[SliceId]| {
+        for id in coming {
+            let mut row = row(&sent, *id);
+            row[ROW / 2] ^= u8::from(*id == coming[0]);
+            sender.send(label(*id, 0), &row).expect("send");
+        }
+    };
+    let (filled, half, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(flipped))).await;
+    assert_eq!(filled.expect("filled"), lost(0));
+    assert_eq!((half[..content.len()] == content, read), (true, whole / 2 + ROW as u64), "one slice again");
+
+    let sent = content.clone();
+    let cut_off = move |sender: &BulkSender, coming: &[SliceId]| {
+        sender.send(label(coming[0], 0), &row(&sent, coming[0])).expect("send");
+    };
+    let (filled, half, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(cut_off))).await;
+    assert_eq!(filled.expect("filled"), lost(0));
+    assert_eq!(
+        (half[..content.len()] == content, read),
+        (true, whole - ROW as u64),
+        "all but the one that came"
+    );
+
+    // A piece that is not of this round, of a slice that this rank has not, too long, twice the same.
+    for wrong in 0..4 {
+        let sent = content.clone();
+        let stray = move |sender: &BulkSender, coming: &[SliceId]| {
+            let first = coming[0];
+            let (labelled, length) = match wrong {
+                0 => ([1, 0, first.1 as u32, 0], ROW),
+                1 => ([0, 7, 9, 0], ROW),
+                2 => (label(first, 0), ROW + 1),
+                _ => (label(first, 1), ROW),
+            };
+            if wrong == 3 {
+                sender.send(label(first, 0), &row(&sent, first)).expect("send");
+            }
+            // The other end may have closed by then.
+            sender.send(labelled, &vec![0; length]).ok();
+        };
+        let (filled, half, _) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(stray))).await;
+        assert_eq!(filled.expect("filled"), lost(0), "{wrong}");
+        assert!(half[..content.len()] == content, "{wrong}");
+    }
+}
+
+/// It is there, and stops without a word, as one whose host was cut off.
+#[tokio::test]
+async fn a_rank_that_says_nothing_any_more_is_not_waited_for() {
+    let bucket = Bucket::in_memory();
+    let (manifest, content) = rows(&bucket, 6).await;
+    let (filled, half, read) = fill(&bucket, &manifest, Origin::Store, None).await;
+    assert_eq!(filled.expect("filled"), lost(0));
+    assert_eq!((half[..content.len()] == content, read), (true, content.len() as u64));
+}
+
+#[tokio::test]
+async fn what_another_rank_failed_to_read_is_not_read_by_all() {
+    let bucket = Bucket::in_memory();
+    let (manifest, content) = rows(&bucket, 6).await;
+    let gives_up = |sender: &BulkSender, _: &[SliceId]| sender.give_up([0; 4]).expect("say");
+    let (filled, _, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(gives_up))).await;
+    assert_eq!(filled.expect("filled"), Filled { is_whole: false, lost: BTreeSet::new() });
+    assert_eq!(read, content.len() as u64 / 2, "its own half");
+}
+
+#[tokio::test]
+async fn what_lies_in_another_hosts_memory_comes_from_there_or_not_at_all() {
+    let bucket = Bucket::in_memory();
+    let (manifest, content) = rows(&bucket, 3).await;
+    let row = |content: &[u8], (_, row): SliceId| content[row * ROW..][..ROW].to_vec();
+    for (damage, expected) in
+        [(0, Filled { is_whole: true, lost: BTreeSet::new() }), (1, Filled { is_whole: false, ..lost(0) })]
+    {
+        let sent = content.clone();
+        let send = move |sender: &BulkSender, coming: &[SliceId]| {
+            assert_eq!(coming.len(), 3);
+            for id in coming {
+                let mut row = row(&sent, *id);
+                row[7] ^= damage;
+                sender.send([0, 0, id.1 as u32, 0], &row).expect("send");
+            }
+        };
+        let (filled, half, read) =
+            fill(&bucket, &manifest, Origin::Hosts(vec![0, 0]), Some(Box::new(send))).await;
+        assert_eq!((filled.expect("filled"), read), (expected, 0));
+        assert_eq!(half[..content.len()] == content, damage == 0);
+    }
+    let (filled, ..) = fill(&bucket, &manifest, Origin::Hosts(vec![0, 0]), Some(Box::new(|_, _| {}))).await;
+    assert_eq!(filled.expect("filled"), Filled { is_whole: false, ..lost(0) });
+}
+
+#[tokio::test]
+async fn damage_in_the_store_is_told_by_who_reads_it() {
+    let bucket = Bucket::in_memory();
+    let (manifest, _) = rows(&bucket, 2).await;
+    let key = manifest.shards[0].object();
+    let mut damaged = bucket.get_whole(&key).await.expect("get").0.to_vec();
+    let last = damaged.len() - 5;
+    (damaged[last], damaged[4096]) = (!damaged[last], !damaged[4096]);
+    bucket.put(&key, damaged.into(), Condition::Always).await.expect("put");
+    let (filled, ..) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(|_, _| {}))).await;
+    let error = filled.expect_err("damaged");
+    assert!(error.kind() == ErrorKind::Corrupt && error.message().contains("are damaged"), "{error}");
+}
+
+/// What ranks want by chance, on hosts by chance: every slice that several want is read by one, and passes every host that wants
+/// it in one round, from each holder to the next, within their halves; readers have about the same to read.
+#[tokio::test]
+async fn every_slice_passes_every_host_that_wants_it_once() {
+    let bucket = Bucket::in_memory();
+    let (manifest, _) = rows(&bucket, 40).await;
+    let width = manifest.tensors[0].shape[1];
+    for seed in rounds(60) {
+        let rng = chance(seed);
+        let ranks = rng.below(12) as usize + 1;
+        let hosts: Vec<usize> = (0..ranks).map(|_| rng.below(4) as usize).collect();
+        let wish = || {
+            let (first, second) = (rng.below(40), rng.below(40));
+            let (row, count) = (first.min(second), first.abs_diff(second) + 1);
+            let (at, columns) = if rng.chance(0.3) { (rng.below(width - 9), 9) } else { (0, width) };
+            let (offsets, lengths) = (vec![row, at], vec![count, columns]);
+            Wish { tensor: 0, region: Region { kind: SliceKind::Box, offsets, lengths } }
+        };
+        let wishes: Vec<Vec<Wish>> =
+            (0..ranks).map(|_| (0..rng.below(3)).map(|_| wish()).collect()).collect();
+        let wanted = |slice: u64| -> BTreeSet<usize> {
+            let has = |wish: &Wish| {
+                (wish.region.offsets[0]..wish.region.offsets[0] + wish.region.lengths[0]).contains(&slice)
+            };
+            (0..ranks).filter(|rank| wishes[*rank].iter().any(has)).collect()
+        };
+        let half = rng.below(5) * ROW as u64 + 1;
+        for origin in [Origin::Store, Origin::Hosts(vec![rng.below(4) as usize; 2])] {
+            let known = match &origin {
+                Origin::Store => true,
+                Origin::Hosts(at) => hosts.contains(&at[0]),
+            };
+            if !known {
+                continue;
+            }
+            let shares = Shares::new(&manifest, &wishes, &hosts, &origin, half).expect("plan");
+            check(&shares, &hosts, &origin, wanted);
+        }
+    }
+}
+
+fn check(shares: &Shares, hosts: &[usize], origin: &Origin, wanted: impl Fn(u64) -> BTreeSet<usize>) {
+    // Of each slice: round, rank and place.
+    let mut found: HashMap<SliceId, BTreeMap<usize, (usize, Placed)>> = HashMap::new();
+    for (rank, of_rank) in shares.placed.iter().enumerate() {
+        assert!(of_rank.len() <= shares.rounds);
+        for (round, placed) in of_rank.iter().enumerate() {
+            for (number, one) in placed.iter().enumerate() {
+                assert_eq!(one.at, number * ROW, "one behind the other");
+                assert!((number + 1) * ROW <= shares.half as usize);
+                assert!(found.entry(one.slice).or_default().insert(rank, (round, *one)).is_none());
+            }
+        }
+    }
+    for slice in 0..40 {
+        let who = wanted(slice);
+        let mut on: BTreeSet<usize> = who.iter().map(|rank| hosts[*rank]).collect();
+        let passes = match origin {
+            Origin::Store => who.len() > 1,
+            Origin::Hosts(at) => {
+                let is_wanted = on.iter().any(|host| *host != at[0]);
+                on.insert(at[0]);
+                is_wanted
+            }
+        };
+        let id = (0, slice as usize);
+        let held = found.get(&id).cloned().unwrap_or_default();
+        assert_eq!(shares.shared.contains_key(&id), passes);
+        let holding: Vec<usize> = held.keys().map(|rank| hosts[*rank]).collect();
+        let once: BTreeSet<usize> = holding.iter().copied().collect();
+        let expected = if passes { on } else { BTreeSet::new() };
+        assert_eq!((once.len(), &once), (holding.len(), &expected), "one rank of each host");
+        let rounds: BTreeSet<usize> = held.values().map(|(round, _)| *round).collect();
+        assert!(rounds.len() <= 1, "in one round on all hosts");
+        let Some((reader, _)) = held.iter().find(|(_, (_, placed))| placed.from.is_none()) else { continue };
+        if let Origin::Hosts(at) = origin {
+            assert_eq!(hosts[*reader], at[0], "it is read where it is");
+        }
+        // From the reader on, all others come one behind the other.
+        let (mut seen, mut at) = (1, *reader);
+        while let Some(to) = held[&at].1.to {
+            assert_eq!(held[&to].1.from, Some(at));
+            (seen, at) = (seen + 1, to);
+        }
+        assert_eq!(seen, held.len());
+    }
+}
+
+#[tokio::test]
+async fn hosts_read_alike_much_in_long_runs() {
+    let bucket = Bucket::in_memory();
+    let (manifest, _) = rows(&bucket, 64).await;
+    for ranks in [2_usize, 4, 8, 16, 64, 100] {
+        // Two ranks a host.
+        let hosts: Vec<usize> = (0..ranks).map(|rank| rank / 2).collect();
+        let wishes: Vec<Vec<Wish>> = (0..ranks).map(|_| all(&manifest)).collect();
+        let shares = Shares::new(&manifest, &wishes, &hosts, &Origin::Store, 8 * ROW as u64).expect("plan");
+        let reads = |of_rank: &Vec<Vec<Placed>>| -> Vec<usize> {
+            let own = of_rank.iter().flatten().filter(|placed| placed.from.is_none());
+            own.map(|placed| placed.slice.1).collect()
+        };
+        let of_ranks: Vec<Vec<usize>> = shares.placed.iter().map(reads).collect();
+        let counts: Vec<usize> = of_ranks.iter().map(Vec::len).collect();
+        assert_eq!(counts.iter().sum::<usize>(), 64);
+        let (least, most) = (counts.iter().min().expect("ranks"), counts.iter().max().expect("ranks"));
+        assert!(most - least <= 1, "{ranks} ranks: {counts:?}");
+        // 32 of the rows pass one of a host's two ranks, eight a round.
+        assert_eq!(shares.rounds, 4);
+        let runs = of_ranks.iter().flat_map(|rows| rows.windows(2)).filter(|rows| rows[1] != rows[0] + 1);
+        assert!(runs.count() <= 3 * ranks, "a run a round");
+    }
+}
