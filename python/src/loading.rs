@@ -160,7 +160,7 @@ pub(crate) struct Step {
 }
 
 /// The shards of a step in memory.
-fn here(shards: &Mutex<Option<Vec<Option<Bytes>>>>) -> Result<Vec<Option<Bytes>>> {
+pub(crate) fn here(shards: &Mutex<Option<Vec<Option<Bytes>>>>) -> Result<Vec<Option<Bytes>>> {
     shards.lock().clone().ok_or_else(|| Error::bug("the step was let go of"))
 }
 

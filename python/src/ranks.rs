@@ -61,6 +61,13 @@ fn heeding_signals<T: Send>(
 #[pyclass(frozen, module = "forebay._native")]
 pub(crate) struct Door(Mutex<Option<net::Door>>);
 
+impl Door {
+    /// Takes it out, for who welcomes others there.
+    pub(crate) fn take(&self) -> Result<net::Door> {
+        self.0.lock().take().ok_or_else(|| Error::bug("the door is given away"))
+    }
+}
+
 #[pymethods]
 impl Door {
     /// Opens one for who knows the secret.

@@ -1,9 +1,14 @@
 //! Reading one step by several ranks of a job, each slice once between them.
 
+use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::ops::Range;
+use std::os::fd::AsFd;
 
-use forebay_ckpt::restore::{self, Through, Wish};
+use forebay_ckpt::manifest::Shard;
+use forebay_ckpt::restore::{self, Address, Links, Origin, Reader, Shards, Through, Wish};
 use forebay_core::{Error, Result};
+use forebay_io::codec;
 use forebay_io::mem::{ReadMapping, SharedMemory, WriteMapping};
 use forebay_io::object::Bucket;
 use parking_lot::Mutex;
@@ -12,15 +17,17 @@ use tokio::runtime::Runtime;
 
 use crate::buffer;
 use crate::errors::OrRaise;
-use crate::loading::{Boxed, Place, Step, Wanted, open};
-use crate::ranks::{Group, parse, patience};
+use crate::loading::{Boxed, Place, Step, Wanted, here, open};
+use crate::ranks::{Door, Group, parse, patience};
 
 /// What each rank reads of a step for the others, and the memory that they lend each other.
 #[pyclass(frozen, module = "forebay._native")]
 pub(crate) struct Together {
     step: Py<Step>,
     plan: restore::Together,
-    place: (Runtime, Bucket),
+    /// What the store is asked by; none where the step lies in memory.
+    store: Option<(Runtime, Bucket)>,
+    links: Mutex<Links>,
     /// This rank's memory, and both halves of it, where there is something to lend.
     memory: Option<SharedMemory>,
     own: Mutex<Vec<WriteMapping>>,
@@ -35,25 +42,50 @@ fn halves(plan: &restore::Together) -> [Range<usize>; 2] {
     [0..half, half..2 * half]
 }
 
-/// What this rank wants, for [`Together`].
+/// The longest wishes of a rank, in bytes before they are packed.
+const MOST_WISHES: usize = 256 << 20;
+
+/// What this rank wants, for [`Together`]: packed, for each rank hears that of all.
 #[pyfunction]
-pub(crate) fn wishes(step: &Step, targets: Vec<(usize, Option<Boxed>)>) -> PyResult<String> {
+pub(crate) fn wishes(step: &Step, targets: Vec<(usize, Option<Boxed>)>) -> PyResult<Cow<'static, [u8]>> {
     let wishes = step.wishes(targets);
-    serde_json::to_string(&wishes).map_err(|error| Error::bug(format!("encode wishes: {error}"))).or_raise()
+    let text = serde_json::to_vec(&wishes).map_err(|error| Error::bug(format!("encode wishes: {error}")));
+    text.and_then(|text| Ok(Cow::Owned(codec::pack(&text)?))).or_raise()
+}
+
+fn unpack(wishes: &[u8]) -> Result<Vec<Wish>> {
+    let text = codec::unpack(wishes, MOST_WISHES)?;
+    parse(&String::from_utf8_lossy(&text))
 }
 
 #[pymethods]
 impl Together {
-    /// The plan, from what [`wishes`] gave on each rank, and the memory that it takes.
+    /// The plan, from what [`wishes`] gave on each rank and the numbers of their hosts, and the memory that it takes.
     #[new]
-    fn new(py: Python<'_>, step: Py<Step>, wishes: Vec<String>, rank: usize) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        step: Py<Step>,
+        wishes: Vec<Vec<u8>>,
+        rank: usize,
+        hosts: Vec<usize>,
+    ) -> PyResult<Self> {
         let found = step.get();
         let made = py.detach(|| -> Result<_> {
-            let Place::Store(url) = &found.place else {
-                return Err(Error::bug("ranks read together what lies in the store"));
+            let wishes: Vec<Vec<Wish>> = wishes.iter().map(|packed| unpack(packed)).collect::<Result<_>>()?;
+            let (store, origin) = match &found.place {
+                Place::Store(url) => (Some(open(url)?), Origin::Store),
+                Place::Held(_) => {
+                    // Each rank's part lies where that rank is.
+                    let host = |shard: &Shard| hosts.get(shard.rank as usize).copied();
+                    let at = found.manifest.shards.iter().map(host).collect::<Option<_>>();
+                    (None, Origin::Hosts(at.ok_or_else(|| Error::bug("a part that no rank has"))?))
+                }
+                Place::Local(_) => {
+                    return Err(Error::bug("ranks read together what lies on a host's disk"));
+                }
             };
-            let wishes: Vec<Vec<Wish>> = wishes.iter().map(|text| parse(text)).collect::<Result<_>>()?;
-            let plan = restore::Together::new(&found.manifest, &wishes, rank)?;
+            let plan =
+                restore::Together::new(&found.manifest, &wishes, Reader { rank, hosts: &hosts, origin })?;
             let (mut memory, mut own) = (None, Vec::new());
             if plan.rounds() > 0 {
                 let lent = SharedMemory::create("forebay-restore", 2 * plan.half_bytes())?;
@@ -62,11 +94,11 @@ impl Together {
                 }
                 memory = Some(lent);
             }
-            Ok((plan, open(url)?, memory, own))
+            Ok((plan, store, memory, own))
         });
-        let (plan, place, memory, own) = made.or_raise()?;
-        let own = Mutex::new(own);
-        Ok(Self { step, plan, place, memory, own, came: Mutex::default(), lent: Mutex::default() })
+        let (plan, store, memory, own) = made.or_raise()?;
+        let (own, links) = (Mutex::new(own), Mutex::default());
+        Ok(Self { step, plan, store, links, memory, own, came: Mutex::default(), lent: Mutex::default() })
     }
 
     /// How often the ranks meet.
@@ -75,13 +107,32 @@ impl Together {
         self.plan.rounds()
     }
 
-    /// Lends this rank's memory to all and is lent theirs; all ranks do so before the first round.
-    fn lend(&self, py: Python<'_>, group: &Group, patience_s: f64) -> PyResult<()> {
+    /// Lends this rank's memory to all of its host, given as a group, and is lent theirs; all do so before the first round. One
+    /// that is there alone has no group.
+    fn lend(&self, py: Python<'_>, group: Option<&Group>, patience_s: f64) -> PyResult<()> {
+        let memory = self.memory.as_ref().ok_or_else(|| Error::bug("nothing is read together")).or_raise()?;
+        let Some(group) = group else {
+            let own = memory.as_fd().try_clone_to_owned().map_err(Error::from);
+            *self.came.lock() = vec![own.and_then(SharedMemory::from_fd).or_raise()?];
+            return Ok(());
+        };
         group.wait(py, |group, goes_on| {
-            let memory = self.memory.as_ref().ok_or_else(|| Error::bug("nothing is read together"))?;
             *self.came.lock() = group.exchange(memory, patience(patience_s), goes_on)?;
             Ok(())
         })
+    }
+
+    /// Makes the ways to ranks of other hosts: by `addresses`, of each rank as JSON, and this one's `door`. Gives those to or from
+    /// which there is none.
+    fn connect(&self, py: Python<'_>, door: &Door, addresses: Vec<String>) -> PyResult<BTreeSet<usize>> {
+        let connect = || -> Result<_> {
+            let addresses: Vec<Address> = addresses.iter().map(|text| parse(text)).collect::<Result<_>>()?;
+            let links = Links::connect(&door.take()?, &addresses, self.plan.rank(), self.plan.peers())?;
+            let missing = links.missing(self.plan.peers());
+            *self.links.lock() = links;
+            Ok(missing)
+        };
+        py.detach(connect).or_raise()
     }
 
     /// Maps what was lent, once all ranks lent theirs.
@@ -95,16 +146,17 @@ impl Together {
         Ok(())
     }
 
-    /// Fills memory, given as to `Step.read`, with what no other rank wants.
+    /// Fills memory, given as to `Step.read`, with what no other rank wants, or is in this host's memory.
     fn read_rest(&self, py: Python<'_>, targets: Vec<Wanted>, threads: usize) -> PyResult<()> {
         let step = self.step.get();
         step.count(&targets);
-        let (runtime, bucket) = &self.place;
-        let place = (runtime.handle(), bucket, &step.manifest);
-        py.detach(|| self.plan.read_rest(place, step.targets(targets), threads)).or_raise()
+        let read = |shards: &Shards<'_>| {
+            self.plan.read_rest((shards, &step.manifest), step.targets(targets), threads)
+        };
+        py.detach(|| self.with_shards(read)).or_raise()
     }
 
-    /// As `Step.read_through`, what no other rank wants.
+    /// The same, as `Step.read_through`.
     fn read_rest_through(
         &self,
         py: Python<'_>,
@@ -117,10 +169,11 @@ impl Together {
         let wishes = step.wishes(wanted);
         let mut raised = None;
         let mut hand = step.taken_by(&give, &mut raised);
-        let (runtime, bucket) = &self.place;
-        let place = (runtime.handle(), bucket, &step.manifest);
         let through = Through { buffer: buffer::bytes_mut(buffer), give: &mut hand };
-        let outcome = py.detach(|| self.plan.read_rest_through(place, &wishes, through, threads));
+        let read = |shards: &Shards<'_>| {
+            self.plan.read_rest_through((shards, &step.manifest), &wishes, through, threads)
+        };
+        let outcome = py.detach(|| self.with_shards(read));
         drop(hand);
         raised.map_or_else(|| outcome.or_raise(), Err)
     }
@@ -147,17 +200,17 @@ impl Together {
         raised.map_or_else(|| outcome.or_raise(), Err)
     }
 
-    /// Reads this rank's part of a round for all.
-    fn read(&self, py: Python<'_>, round: usize, threads: usize) -> PyResult<()> {
-        let step = self.step.get();
-        let (runtime, bucket) = &self.place;
-        let place = (runtime.handle(), bucket, &step.manifest);
-        let read = || {
-            let mut own = self.own.lock();
+    /// Reads this rank's part of a round for all, and has the rest come from other hosts; gives whether all is there, and the ranks
+    /// of which something is not, or came damaged.
+    fn read(&self, py: Python<'_>, round: usize, threads: usize) -> PyResult<(bool, BTreeSet<usize>)> {
+        let manifest = &self.step.get().manifest;
+        let read = |shards: &Shards<'_>| {
+            let (mut own, links) = (self.own.lock(), self.links.lock());
             let half = own.get_mut(round % 2).ok_or_else(|| Error::bug("no memory was lent"))?;
-            self.plan.read(place, round, half, threads)
+            self.plan.read((shards, manifest), round, half, threads, &links)
         };
-        py.detach(read).or_raise()
+        let filled = py.detach(|| self.with_shards(read)).or_raise()?;
+        Ok((filled.is_whole, filled.lost))
     }
 
     /// Copies what this rank wants of a round into place, once all ranks read their parts.
@@ -169,5 +222,16 @@ impl Together {
             self.plan.copy(&step.manifest, round, &halves, step.targets(targets), threads)
         };
         py.detach(copy).or_raise()
+    }
+}
+
+impl Together {
+    /// Has what reads the step know where it is.
+    fn with_shards<T>(&self, work: impl FnOnce(&Shards<'_>) -> Result<T>) -> Result<T> {
+        match (&self.store, &self.step.get().place) {
+            (Some((runtime, bucket)), _) => work(&Shards::Store(runtime.handle(), bucket)),
+            (None, Place::Held(shards)) => work(&Shards::Held(&here(shards)?)),
+            (None, _) => Err(Error::bug("a step that is neither in memory nor in a store")),
+        }
     }
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -24,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import forebay
 import forebay.dcp
-from forebay import _hosts, _native
+from forebay import _hosts, _loading, _native
 
-from .conftest import PATIENCE_S, SCALE, Child
+from .conftest import PATIENCE_S, SCALE, Child, arenas_of
 from .test_dcp import everything, numbers, whole
 from .test_ranks import fsdp_parts, fsdp_values
+from .test_reading import read_bytes
 from .test_restart import LINGER_S, end
 from .test_torchrun import PROGRAM
 from .torchrun_program import KILLED_AT, LAST
@@ -165,9 +167,9 @@ def shared_reads() -> Iterator[list[int]]:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._native, name)
 
-        def read(self, number: int, threads: int) -> None:
+        def read(self, number: int, threads: int) -> Any:
             reads.append(number)
-            self._native.read(number, threads)
+            return self._native.read(number, threads)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_native, "Together", Counting)
@@ -192,6 +194,16 @@ def held(hosts: Hosts, place: Path, parts: Callable[[int], dict[str, Any]]) -> l
     for child in children:
         child.kill()
     return agents
+
+
+def flip_memory(agent: int) -> None:
+    """Flips a bit in each KiB of what an agent holds of tensors."""
+    (arena,) = arenas_of(agent)
+    with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        starts = [start for start in range(16384, len(memory), 1024) if any(memory[start : start + 1024])]
+        assert starts
+        for start in starts:
+            memory[start + 512] ^= 1
 
 
 def goes_on(
@@ -239,22 +251,48 @@ def test_a_job_on_two_hosts_is_saved_and_restored_there_and_elsewhere(hosts: Hos
     assert hosts.run(2, restore) == [[expected, "store"]] * 2, "one rank a host"
 
 
-def test_ranks_of_a_host_read_what_all_want_once(hosts: Hosts, tmp_path: Path) -> None:
-    """All four want all of it: two read half of it each, on either host."""
-    place = tmp_path / "run"
+def wide(seed: int) -> torch.Tensor:
+    """32 MiB."""
+    return torch.arange(8 << 20, dtype=torch.int32) + seed
 
-    def save(rank: int) -> Any:
-        with forebay.Checkpointer(place, replicated=["w"]) as checkpointer:
-            checkpointer.save_now(5, {"w": numbers(1 << 20)})
+
+def restored_once(hosts: Hosts, place: Path) -> list[list[Any]]:
+    """Whether each of four ranks that want all of `wide` has it, how many times the bytes it read of the store, and the warnings."""
 
     def restore(rank: int) -> Any:
-        state = {"w": torch.zeros(1 << 20)}
-        with shared_reads() as reads, forebay.Checkpointer(place) as checkpointer:
+        state, before = {"w": torch.zeros_like(wide(1))}, read_bytes()
+        with warnings.catch_warnings(record=True) as told, forebay.Checkpointer(place, rng=False) as checkpointer:
+            warnings.simplefilter("always")
             assert checkpointer.restore(state) == 5
-        return [bool((state["w"] == numbers(1 << 20)).all()), len(reads)]
+        read = (read_bytes() - before) / state["w"].nbytes
+        texts = [str(one.message) for one in told if one.category is forebay.CheckpointWarning]
+        return [torch.equal(state["w"], wide(1)), read, texts]
 
-    hosts.run(4, save)
-    assert hosts.run(4, restore) == [[True, 1]] * 4
+    return hosts.run(4, restore)
+
+
+def test_hosts_read_the_store_once_between_them(hosts: Hosts, tmp_path: Path) -> None:
+    """All four ranks want all of it, and read a quarter each, whichever host they are on."""
+    forebay.save({"w": wide(1)}, tmp_path, step=5)
+    for right, read, told in restored_once(hosts, tmp_path):
+        assert right and 0.25 <= read <= 0.26 and not told, (read, told)
+
+
+def test_hosts_that_send_each_other_nothing_read_for_themselves(
+    hosts: Hosts, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The ranks meet, and say where nobody reaches them: each host reads all of it once, and that is told."""
+    forebay.save({"w": wide(1)}, tmp_path, step=5)
+    new_door = _hosts.new_door
+
+    def hidden() -> Any:
+        door, address = new_door()
+        return door, {**address, "addresses": ["127.0.0.1"]}
+
+    monkeypatch.setattr(_loading, "new_door", hidden)
+    for right, read, told in restored_once(hosts, tmp_path):
+        assert right and 0.5 <= read <= 0.51, read
+        assert "ranks of other hosts cannot be reached" in told[0] and "must reach each other by TCP" in told[0]
 
 
 def test_dcp_saves_and_loads_a_job_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
@@ -274,26 +312,65 @@ def test_dcp_saves_and_loads_a_job_on_two_hosts(hosts: Hosts, tmp_path: Path) ->
     assert hosts.run(4, load) == [[True, 1]] * 4
 
 
-def test_a_killed_job_goes_on_from_the_memory_of_its_hosts(hosts: Hosts, tmp_path: Path) -> None:
+def test_dcp_reads_the_store_once_for_all_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    """Half of a job, on both of its hosts, reads for each of them: it has no way from one to the other."""
+    forebay.save({"w": wide(1)}, tmp_path, step=5)
+
+    def load(rank: int) -> Any:
+        found = []
+        pair = dist.new_group([1, 2])
+        for group in (None, pair):
+            if group is None or rank in (1, 2):
+                state, before = {"w": torch.zeros_like(wide(1))}, read_bytes()
+                dcp.load(state, storage_reader=forebay.dcp.Reader(tmp_path), process_group=group)
+                found.append((read_bytes() - before) / state["w"].nbytes)
+                assert torch.equal(state["w"], wide(1))
+        return found
+
+    for rank, found in enumerate(hosts.run(4, load)):
+        assert 0.25 <= found[0] <= 0.26, found
+        assert len(found) == (2 if rank in (1, 2) else 1) and all(1 <= read <= 1.01 for read in found[1:]), found
+
+
+def parameters(state: dict[str, Any]) -> Any:
+    return [parameter.tolist() for parameter in state["model"].parameters()]
+
+
+@pytest.mark.parametrize("parts, values", [(fsdp_parts, fsdp_values), (ddp_parts, parameters)])
+def test_a_killed_job_goes_on_from_the_memory_of_its_hosts(
+    hosts: Hosts, tmp_path: Path, parts: Callable[[int], dict[str, Any]], values: Callable[[dict[str, Any]], Any]
+) -> None:
+    """Of what all ranks hold alike, each wrote a part, and has the others' from the other host."""
     place = tmp_path / "run"
-    agents = held(hosts, place, fsdp_parts)
-    assert goes_on(hosts, place, fsdp_parts, fsdp_values) == [[2, "arena", True, []]] * 4
+    agents = held(hosts, place, parts)
+    assert goes_on(hosts, place, parts, values) == [[2, "arena", True, []]] * 4
     for agent in agents:
         end(agent)
     assert _native.verify(f"file://{place}", None) == []
 
 
-def test_what_only_another_hosts_memory_has_is_waited_for_in_the_store(hosts: Hosts, tmp_path: Path) -> None:
-    """Ranks that hold the same write a part each, of which half is elsewhere."""
+@pytest.mark.parametrize("trouble", ["hidden", "damaged"])
+def test_what_does_not_come_from_another_hosts_memory_is_waited_for_in_the_store(
+    hosts: Hosts, tmp_path: Path, monkeypatch: Any, trouble: str
+) -> None:
     place = tmp_path / "run"
     agents = held(hosts, place, ddp_parts)
+    if trouble == "hidden":
+        new_door = _hosts.new_door
 
-    def values(state: dict[str, Any]) -> Any:
-        return [parameter.tolist() for parameter in state["model"].parameters()]
+        def hidden() -> Any:
+            door, address = new_door()
+            return door, {**address, "addresses": ["127.0.0.1"]}
 
-    for step, tier, right, told in goes_on(hosts, place, ddp_parts, values):
+        monkeypatch.setattr(_loading, "new_door", hidden)
+        fact = "what other hosts' memory has did not come from there"
+    else:
+        flip_memory(agents[3])
+        fact = "damaged"
+    for step, tier, right, told in goes_on(hosts, place, ddp_parts, parameters):
         assert (step, tier, right) == (2, "store", True)
-        assert len(told) == 1 and "step 2 in memory is not used" in told[0] and "another host's memory" in told[0]
+        assert "step 2 in memory is not used" in told[0] and fact in told[0], told
+        assert len(told) == (1 if trouble == "damaged" else 2) and all("cannot be reached" in text for text in told[1:])
     for agent in agents:
         end(agent)
 
@@ -303,7 +380,7 @@ def test_torchrun_starts_a_job_on_two_hosts_again(hosts: Hosts, tmp_path: Path) 
     (tmp_path / "kill").touch()
     found = hosts.torchrun(tmp_path, "train", "--max-restarts=1")
     assert not (tmp_path / "kill").exists(), "a rank was killed"
-    assert found == [{"start": KILLED_AT, "tier": "store", "wrong": [], "losses_are_equal": True}] * 4
+    assert found == [{"start": KILLED_AT, "tier": "arena", "wrong": [], "losses_are_equal": True}] * 4
     assert _native.verify(f"file://{tmp_path}/run", None) == []
     assert hosts.torchrun(tmp_path, "restore") == [{"start": LAST, "wrong": []}] * 4
 

@@ -101,9 +101,10 @@ class Checkpointer(Saver):
     stored. What one rank heard of earlier saves when the next one is due is raised on all of them, so that none waits for
     another in it; failures in a row are counted there, and by `wait` and `close`.
 
-    Ranks of several hosts meet through torch.distributed, which is set up by then, and reach rank 0's host by TCP, at a port of
-    its choice, unencrypted. The ranks of each host read the store together. A killed job goes on from memory where each rank
-    is on the host that it was on and needs no more than its ranks saved, as with FSDP; else from the store.
+    Ranks of several hosts meet through torch.distributed, which is set up by then, and reach each other by TCP, at ports of
+    their choice, unencrypted. What several want is read of the store once, and sent from host to host; where one cannot be
+    reached the others read for themselves, with a warning. A killed job goes on from the memory of its hosts where each rank
+    is on the host that it was on; else from the store.
 
     Where another one of its URL and rank is in use in this process (a notebook's cell that runs again), a new one with a
     schedule or `on_signal` closes that, and restores what it sealed; any other does so once it restores or saves.

@@ -44,10 +44,16 @@ def torch_store() -> Optional[Any]:
 
 def open_door(store: Any, name: str, place: str) -> _native.Door:
     """Opens rank 0's, and tells the others in the store, where they look for that name; `place` is its host."""
+    door, address = new_door()
+    store.set(name, json.dumps({"place": place, **address}))
+    return door
+
+
+def new_door() -> tuple[_native.Door, dict[str, Any]]:
+    """Opens a port of this process, and gives where others find it, and what they are to say there."""
     secret = secrets.token_hex(32)
     door = _native.Door(secret)
-    store.set(name, json.dumps({"place": place, "addresses": _addresses(), "port": door.port, "secret": secret}))
-    return door
+    return door, {"addresses": _addresses(), "port": door.port, "secret": secret}
 
 
 def come(store: Any, name: str, place: str, patience_s: float) -> Optional[_native.Arrival]:

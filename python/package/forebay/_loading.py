@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import fnmatch
 import json
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from functools import partial
 from typing import Any, Callable, Iterator, Optional, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ from ._errors import (
 )
 from ._garbage import uncollected
 from ._grammar import check_tree
+from ._hosts import new_door
 from ._keyed import KEYED
 from ._merge import MARK, Path, left_by_all, merged, rename, tag_of, tensor_names
 from ._ranks import Ranks
@@ -195,8 +197,8 @@ P = TypeVar("P", bound=Planned)
 def read_planned(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], P]) -> P:
     """Makes a plan and reads what it wants.
 
-    Several ranks of a host read what more than one of them wants of the store once, and lend it to each other. All meet once
-    all of them have read: none changes anything else before.
+    What more than one rank wants of the store is read once, and goes to all hosts that want it; so does what lies in another
+    host's memory. All meet once all of them have read: none changes anything else before.
     """
 
     def read_here() -> P:
@@ -204,7 +206,8 @@ def read_planned(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], 
         planned.tensors.read()
         return planned
 
-    if ranks is None or ranks.alone or step.tier != "store":
+    is_shared = ranks is not None and not ranks.alone and step.tier != "local"
+    if ranks is None or not is_shared or (step.tier == "arena" and not ranks.are_spread):
         return use_together(ranks, "read tensors", read_here)
     made: list[P] = []
 
@@ -215,52 +218,88 @@ def read_planned(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], 
     words = ranks.gather_whole("plan a restore", make)
     if any(word["commit"] != step.commit for word in words):
         raise CheckpointConflict(f"step {step.step} was saved again, and ranks read both (hint: load it again)")
-    near, tensors = ranks.near(), made[0].tensors
-    use_together(ranks, "read tensors", lambda: _read_shared(step, near, tensors))
+    tensors = made[0].tensors
+    use_together(ranks, "read tensors", lambda: _read_shared(step, ranks, tensors))
     return made[0]
 
 
-def _read_shared(step: _native.Step, near: Ranks, tensors: Tensors) -> None:
-    """Reads what this rank wants, together with the others of its host."""
-    if near.alone:
-        tensors.read()
-        return
-    words = near.gather_whole("share a restore", lambda: {"wishes": tensors.wishes()})
-    wishes = [word["wishes"] for word in words]
-    together = use_together(near, "share a restore", lambda: _native.Together(step, wishes, near.rank))
-    tensors.read(partial(_read_together, together, near))
+def _read_shared(step: _native.Step, ranks: Ranks, tensors: Tensors) -> None:
+    """Reads what this rank wants, together with the others."""
+    near = ranks.near()
+    doors: list[_native.Door] = []
+
+    def tell() -> dict[str, Any]:
+        address = None
+        if ranks.are_spread:
+            door, address = new_door()
+            doors.append(door)
+        return {"wishes": base64.b64encode(tensors.wishes()).decode(), "address": address}
+
+    words = ranks.gather_whole("share a restore", tell)
+    wishes = [base64.b64decode(word["wishes"]) for word in words]
+    together = use_together(
+        ranks, "share a restore", lambda: _native.Together(step, wishes, ranks.rank, ranks.hosts())
+    )
+
+    def tell_lost(lost: Collection[int], fact: str) -> None:
+        """Warns of ranks of other hosts that did not send what they have; what is in their memory alone is another matter."""
+        news = sorted(set(lost) - told)
+        told.update(news)
+        if news and step.tier == "store":
+            named, hint = ", ".join(map(str, news)), "hosts of a job must reach each other by TCP, at any port"
+            warn(f"step {step.step}: ranks of other hosts {fact} ({named}): this one reads of the store itself (hint: {hint})")
+
+    def connect() -> None:
+        near.lend(together)
+        if doors:
+            missing = together.connect(doors[0], [json.dumps(word["address"]) for word in words])
+            tell_lost(missing, "cannot be reached")
+
+    def read(number: int, threads: int) -> dict[str, Any]:
+        is_whole, lost = together.read(number, threads)
+        tell_lost(lost, "did not send what they have")
+        return {"whole": is_whole, "lost": sorted(lost)}
+
+    told: set[int] = set()
+    tensors.read(partial(_read_together, step, together, ranks, connect, read))
 
 
 def _read_together(
-    together: _native.Together, ranks: Ranks, targets: list[_native.Wanted], pieces: Pieces, threads: int
+    step: _native.Step,
+    together: _native.Together,
+    ranks: Ranks,
+    connect: Callable[[], None],
+    read: Callable[[int, int], dict[str, Any]],
+    targets: list[_native.Wanted],
+    pieces: Pieces,
+    threads: int,
 ) -> None:
-    """Reads into targets, and through a buffer what cannot be read into."""
-
-    def read_rest() -> None:
-        together.read_rest(targets, threads)
-        pieces.read(together.read_rest_through, threads)
+    """Reads into targets, and through a buffer what cannot be read into: what several ranks want, then what no other waits for."""
 
     def copy(number: int) -> None:
         together.copy(number, targets, threads)
         together.give(number, pieces.wanted, pieces.take)
 
-    if together.rounds == 0:
-        read_rest()
-        return
-    ranks.lend(together)
-
     def take_turn(number: int) -> dict[str, Any]:
         if number == 0:
             together.take_lent()
-            read_rest()
         else:
             copy(number - 1)
-        together.read(number, threads)
-        return {}
+        return read(number, threads)
 
+    if together.rounds > 0:
+        connect()
     for number in range(together.rounds):
-        ranks.gather_whole("read together", partial(take_turn, number))
-    copy(together.rounds - 1)
+        words = ranks.gather_whole("read together", partial(take_turn, number))
+        if not all(word["whole"] for word in words):
+            # Of the store, who failed to read it has told why.
+            lost = sorted({rank for word in words for rank in word["lost"]})
+            named = ", ".join(str(rank) for rank in lost)
+            raise CheckpointCorrupt(f"step {step.step}: what other hosts' memory has did not come from there (ranks {named})")
+    if together.rounds > 0:
+        copy(together.rounds - 1)
+    together.read_rest(targets, threads)
+    pieces.read(together.read_rest_through, threads)
 
 
 @uncollected

@@ -29,12 +29,14 @@ from ._unflatten import Builder
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a rank knows of a load: the step, as which start saved it, and where the rank is; from the coordinator, which
-    rank it is, which ones are on its host, itself among them, and where these meet."""
+    """What a rank knows of a load: the step, as which start saved it, where the rank is, and how many ranks its job on several
+    hosts has, else 0; from the coordinator, which rank it is, which ones are on its host, itself among them, and where these
+    meet, or all of the job, where the load is that of all."""
 
     step: int
     commit: str
     place: str
+    job: int
     meeting: str = ""
     rank: int = 0
     near: tuple[int, ...] = (0,)

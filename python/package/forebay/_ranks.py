@@ -78,8 +78,15 @@ class Ranks:
         """The ranks of this host, this one among them."""
         if not self.are_spread:
             return list(range(self.world_size))
-        hosts = self._join().hosts()
+        hosts = self.hosts()
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+
+    def hosts(self) -> list[int]:
+        """The host that each rank is on, by the first rank that is there."""
+        if not self.are_spread:
+            return [0] * self.world_size
+        hosts = self._join().hosts()
+        return [hosts.index(host) for host in hosts]
 
     def near(self) -> Ranks:
         """Those among one another: they can lend each other memory."""
@@ -168,10 +175,10 @@ class Ranks:
         return [word["facts"] for word in words]
 
     def lend(self, together: _native.Together) -> None:
-        """Has all ranks lend each other memory. Raises `CheckpointUnavailable` when one is gone."""
+        """Has all ranks, which are on one host, lend each other memory. Raises `CheckpointUnavailable` when one is gone."""
         # Not all may have come so far.
         self.gather("lend memory", dict)
-        together.lend(self._join(), self._patience_s)
+        together.lend(None if self.alone else self._join(), self._patience_s)
 
     def forget(self) -> None:
         """For a forked child: lets go of the others without a word."""

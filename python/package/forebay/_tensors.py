@@ -199,7 +199,7 @@ class Tensors:
             apart.read()
         self._loaded = {**apart._loaded, **self._loaded}
 
-    def wishes(self) -> str:
+    def wishes(self) -> bytes:
         """What was noted, for the other ranks."""
         targets = [(index, part) for index, part, _, _ in self._targets]
         return _native.wishes(self._step, targets + [(aside.index, aside.part) for aside in self._asides])

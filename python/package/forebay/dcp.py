@@ -414,7 +414,9 @@ class Reader(StorageReader):  # type: ignore[misc]
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         step = self._present().step
-        return dataclasses.replace(plan, storage_data=Reading(step.step, step.commit, meeting_place()))
+        ranks = Ranks(self._url, None, _PATIENCE_S)
+        job = ranks.world_size if ranks.are_spread else 0
+        return dataclasses.replace(plan, storage_data=Reading(step.step, step.commit, meeting_place(), job))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         shares: list[Reading] = [plan.storage_data for plan in plans]
@@ -427,13 +429,17 @@ class Reader(StorageReader):  # type: ignore[misc]
         for rank, share in enumerate(shares):
             near[share.place].append(rank)
         meeting, places = secrets.token_hex(16), [share.place for share in shares]
-        shares = [Reading(step, commit, place, meeting, rank, tuple(near[place])) for rank, place in enumerate(places)]
+        # A load of some of a job's ranks has no way between hosts.
+        job = len(shares) if len(near) > 1 and all(share.job == len(shares) for share in shares) else 0
+        shares = [Reading(step, commit, place, job, meeting, rank, tuple(near[place])) for rank, place in enumerate(places)]
         return [dataclasses.replace(plan, storage_data=share) for plan, share in zip(plans, shares)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         share: Reading = plan.storage_data
         ranks = None
-        if len(share.near) > 1:
+        if share.job > 0:
+            ranks = Ranks(share.meeting, None, _PATIENCE_S)
+        elif len(share.near) > 1:
             place = share.near.index(share.rank), len(share.near)
             ranks = Ranks(share.meeting, place, _PATIENCE_S, share.near)
         opened = use_together(ranks, "open a step", lambda: self._reopened(share.step, share.commit))
