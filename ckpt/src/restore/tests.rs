@@ -296,7 +296,7 @@ async fn read_on_hosts(
 }
 
 /// The ways between ranks of different hosts.
-fn connect(ranks: &[Together]) -> Vec<Links> {
+pub(super) fn connect(ranks: &[Together]) -> Vec<Links> {
     let doors: Vec<Door> = ranks.iter().map(|_| Door::open("secret".into()).expect("a port")).collect();
     let address = |door: &Door| {
         let port = door.port().expect("port");

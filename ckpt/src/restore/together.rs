@@ -151,11 +151,6 @@ impl Together {
         links: &Links,
     ) -> Result<Filled> {
         let reading = Reading::new(shards, manifest, threads)?;
-        if round == 0 {
-            let all = self.placed[self.own].iter().flatten().filter(|placed| placed.from.is_none());
-            let shards = all.map(|placed| reading.slice(placed.slice).shard).collect();
-            reading.source.check(manifest, shards)?;
-        }
         let (own, coming) = self.parts_of(&reading, round, half);
         let ids: BTreeSet<SliceId> = coming.iter().map(|held| held.placed.slice).collect();
         let read = |segments: Vec<Segment<'_>>| reading.read(segments);
@@ -163,7 +158,12 @@ impl Together {
             links,
             round,
             (own, coming),
-            |segments| reading.read_checked(segments),
+            |segments| {
+                if round == 0 {
+                    self.check_shards(&reading)?;
+                }
+                reading.read_checked(segments)
+            },
             self.is_in_store.then_some(&read as Read<'_>),
         )?;
         let mut filled = Filled { is_whole: passed.is_whole, lost: passed.lost };
@@ -180,6 +180,13 @@ impl Together {
             }
         }
         Ok(filled)
+    }
+
+    /// That the shards are there, and whole, of which this rank reads.
+    fn check_shards(&self, reading: &Reading<'_>) -> Result<()> {
+        let all = self.placed[self.own].iter().flatten().filter(|placed| placed.from.is_none());
+        let shards = all.map(|placed| reading.slice(placed.slice).shard).collect();
+        reading.source.check(reading.manifest, shards)
     }
 
     /// A half as slices: those that this rank reads, and those that come from others.

@@ -6,7 +6,6 @@
 //! passes it on. The bytes are checked by each rank that holds them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
@@ -112,8 +111,8 @@ pub(super) struct Passed {
     pub lost: BTreeSet<usize>,
 }
 
-/// Pieces on their way to each of the ranks that they go to.
-type Ways<'a> = HashMap<usize, Sender<(Label, &'a [u8])>>;
+/// Pieces on their way to each of the ranks that they go to; none where no more come.
+type Ways<'a> = HashMap<usize, Sender<Option<(Label, &'a [u8])>>>;
 
 /// Has `own` read by `read_own`, which checks it, and passes it on; takes what comes, and passes that on. What does not come is
 /// read by `read`, where there is one.
@@ -129,13 +128,12 @@ pub(super) fn pass<'a>(
 ) -> Result<Passed> {
     let round = round as u32;
     let to: BTreeSet<usize> = own.iter().chain(&coming).filter_map(|held| held.placed.to).collect();
-    let has_failed = &AtomicBool::new(false);
     std::thread::scope(|scope| {
         let mut ways = Ways::new();
         for to in to {
             let (way, pieces) = channel();
             ways.insert(to, way);
-            scope.spawn(move || send(links.to.get(&to), round, &pieces, has_failed));
+            scope.spawn(move || send(links.to.get(&to), round, &pieces));
         }
         let mut of_ranks: BTreeMap<usize, Vec<Held<'a>>> = BTreeMap::new();
         for held in coming {
@@ -151,8 +149,8 @@ pub(super) fn pass<'a>(
         let outcome = read_own(own.iter_mut().map(Held::segment).collect());
         match &outcome {
             Ok(()) => own.into_iter().for_each(|held| pass_on(round, held, &ways)),
-            // The others wait for nothing more, and nothing more is read for them.
-            Err(_) => has_failed.store(true, Ordering::Release),
+            // At once: where all fail, each would wait for the others.
+            Err(_) => give_up(&ways),
         }
         let mut passed = Passed { is_whole: true, ..Passed::default() };
         let mut missing = Vec::new();
@@ -170,13 +168,14 @@ pub(super) fn pass<'a>(
             _ if missing.is_empty() => {}
             Some(read) if passed.is_whole => {
                 let read = read(missing.iter_mut().map(Missing::segment).collect());
-                has_failed.store(read.is_err(), Ordering::Release);
-                passed.parts.extend(read?);
+                passed.parts.extend(read.inspect_err(|_| give_up(&ways))?);
                 missing.into_iter().for_each(|piece| piece.pass_on(&ways));
             }
-            _ => passed.is_whole = false,
+            _ => {
+                passed.is_whole = false;
+                give_up(&ways);
+            }
         }
-        has_failed.fetch_or(!passed.is_whole, Ordering::AcqRel);
         Ok(passed)
     })
 }
@@ -187,7 +186,14 @@ fn pass_on<'a>(round: u32, Held { placed, memory, .. }: Held<'a>, ways: &Ways<'a
     let memory: &'a [u8] = memory;
     for (number, piece) in memory.chunks(PIECE).enumerate() {
         // It is taken as long as there are ways.
-        way.send((label(round, placed.slice, number), piece)).ok();
+        way.send(Some((label(round, placed.slice, number), piece))).ok();
+    }
+}
+
+/// Has the ranks behind this one wait for nothing more.
+fn give_up(ways: &Ways<'_>) {
+    for way in ways.values() {
+        way.send(None).ok();
     }
 }
 
@@ -195,16 +201,17 @@ fn label(round: u32, slice: SliceId, piece: usize) -> Label {
     [round, slice.0 as u32, slice.1 as u32, piece as u32]
 }
 
-/// Sends pieces until there are no more, and tells then where some did not come.
-fn send(way: Option<&BulkSender>, round: u32, pieces: &Receiver<(Label, &[u8])>, has_failed: &AtomicBool) {
-    let Some(way) = way else { return pieces.iter().for_each(drop) };
-    for (label, piece) in pieces {
-        // Where it broke, the other end reads what it misses elsewhere.
-        way.send(label, piece).ok();
-    }
-    if has_failed.load(Ordering::Acquire) {
-        way.give_up([round, 0, 0, 0]).ok();
-    }
+/// Sends pieces, until no more come or it is to give up, which it says.
+fn send(way: Option<&BulkSender>, round: u32, pieces: &Receiver<Option<(Label, &[u8])>>) {
+    let sent = way.into_iter().try_for_each(|way| {
+        pieces.iter().try_for_each(|piece| match piece {
+            Some((label, piece)) => way.send(label, piece),
+            // Nobody takes what would come behind that.
+            None => way.give_up([round, 0, 0, 0]).and(Err(Error::bug("it was given up"))),
+        })
+    });
+    // Where the way broke, the other end reads what it misses elsewhere.
+    drop(sent);
 }
 
 /// A slice that comes in pieces.
@@ -233,7 +240,7 @@ impl<'a> Missing<'a> {
 
     fn pass_on(self, ways: &Ways<'a>) {
         if let Some(way) = self.to.and_then(|to| ways.get(&to)) {
-            way.send((self.label, self.memory)).ok();
+            way.send(Some((self.label, self.memory))).ok();
         }
     }
 }
@@ -266,7 +273,11 @@ fn receive<'a>(
         let mut way = way.lock();
         if let Some(open) = way.as_mut() {
             match take(open, round, &mut coming, left, ways, &mut came.parts) {
-                Ok(is_whole) => came.gave_up = !is_whole,
+                Ok(true) => {}
+                Ok(false) => {
+                    came.gave_up = true;
+                    give_up(ways);
+                }
                 Err(_) => *way = None,
             }
         }
@@ -322,7 +333,7 @@ fn take<'a>(
         let crc32c = forebay_core::crc32c(piece);
         parts.push(Part { slice: id, start, length: length as u64, crc32c });
         if let Some(way) = placed.to.and_then(|to| ways.get(&to)) {
-            way.send((label, piece)).ok();
+            way.send(Some((label, piece))).ok();
         }
         (left, last) = (left - 1, clock.now());
     }

@@ -11,7 +11,7 @@ use forebay_io::net::{BulkReceiver, BulkSender, Door};
 use forebay_io::object::{Bucket, Condition, OperationKind};
 use tokio::runtime::Handle;
 
-use super::super::tests::{Cut, store};
+use super::super::tests::{Cut, connect, store};
 use super::shares::{Origin, Placed, Shares};
 use super::*;
 use crate::manifest::SliceKind;
@@ -237,6 +237,54 @@ async fn damage_in_the_store_is_told_by_who_reads_it() {
     let (filled, ..) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(|_, _| {}))).await;
     let error = filled.expect_err("damaged");
     assert!(error.kind() == ErrorKind::Corrupt && error.message().contains("are damaged"), "{error}");
+}
+
+/// Three ranks on a host each, of which some read of a store that has lost the shard: they hear of it at once, though each waits
+/// for what the others read, and those that fail alone tell why.
+#[tokio::test]
+async fn ranks_that_fail_keep_no_other_waiting() {
+    let (bucket, empty) = (Bucket::in_memory(), Bucket::in_memory());
+    let (manifest, content) = rows(&bucket, 6).await;
+    for failing in [vec![], vec![1], vec![0, 2], vec![0, 1, 2]] {
+        let (runtime, manifest, is_whole) = (Handle::current(), manifest.clone(), failing.is_empty());
+        let buckets: Vec<Bucket> =
+            (0..3).map(|rank| if failing.contains(&rank) { empty.clone() } else { bucket.clone() }).collect();
+        let work = move || {
+            let wishes: Vec<Vec<Wish>> = (0..3).map(|_| all(&manifest)).collect();
+            let plan = |rank| {
+                let reader = Reader { rank, hosts: &[0, 1, 2], origin: Origin::Store };
+                Together::new(&manifest, &wishes, reader).expect("plan")
+            };
+            let ranks: Vec<Together> = (0..3).map(plan).collect();
+            let links = connect(&ranks);
+            std::thread::scope(|scope| {
+                let reading = ranks.iter().zip(&links).zip(&buckets).map(|((together, links), bucket)| {
+                    let (runtime, manifest) = (&runtime, &manifest);
+                    scope.spawn(move || {
+                        let (shards, mut half) =
+                            (Shards::Store(runtime, bucket), vec![0; together.half_bytes()]);
+                        (together.read((&shards, manifest), 0, &mut half, 2, links), half)
+                    })
+                });
+                let reading: Vec<_> = reading.collect();
+                reading.into_iter().map(|read| read.join().expect("join")).collect::<Vec<_>>()
+            })
+        };
+        let found = tokio::time::timeout(Duration::from_secs(60), tokio::task::spawn_blocking(work));
+        for (rank, (filled, half)) in
+            found.await.expect("nobody waits").expect("join").into_iter().enumerate()
+        {
+            match filled {
+                Err(error) => {
+                    assert!(failing.contains(&rank) && error.message().contains("is missing"), "{error}")
+                }
+                Ok(filled) => {
+                    assert!(!failing.contains(&rank) && filled.lost.is_empty(), "{filled:?}");
+                    assert_eq!((filled.is_whole, half[..content.len()] == content), (is_whole, is_whole));
+                }
+            }
+        }
+    }
 }
 
 /// What ranks want by chance, on hosts by chance: every slice that several want is read by one, and passes every host that wants
