@@ -198,12 +198,15 @@ def held(hosts: Hosts, place: Path, parts: Callable[[int], dict[str, Any]]) -> l
 
 def flip_memory(agent: int) -> None:
     """Flips a bit in each KiB of what an agent holds of tensors."""
-    (arena,) = arenas_of(agent)
-    with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        starts = [start for start in range(16384, len(memory), 1024) if any(memory[start : start + 1024])]
-        assert starts
-        for start in starts:
-            memory[start + 512] ^= 1
+    # One memory may be open twice, or an older one still, while the agent takes it over.
+    flipped = 0
+    for arena in {arena.stat().st_ino: arena for arena in arenas_of(agent)}.values():
+        with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            for start in range(16384, len(memory), 1024):
+                if any(memory[start : start + 1024]):
+                    memory[start + 512] ^= 1
+                    flipped += 1
+    assert flipped
 
 
 def goes_on(
