@@ -18,7 +18,7 @@ use forebay_io::task::TaskGroup;
 use forebay_metadata::adopt::looks_copied;
 use forebay_metadata::commit::{Committer, CommitterSettings, Guard, Txn};
 use forebay_metadata::follow::{self, Follower, Leader};
-use forebay_metadata::kv::{Durability, Engine, LmdbEngine, LmdbSettings, SlateEngine, SlateSettings, after};
+use forebay_metadata::kv::{Durability, Engine, LmdbEngine, LmdbSettings, SlateEngine, after};
 use forebay_metadata::schema::{Keys, encode_plain};
 use forebay_metadata::tree::{GcSettings, ImportSettings, LocalTree, TreeParts, TreeSettings};
 use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile, VolumeRecord};
@@ -147,7 +147,7 @@ impl Records {
                     staging::open(state, &bucket, volume, record, &settings.writeback).await?
                 }
             };
-            let engine = home.engine(&bucket).await?;
+            let engine = home.engine(&bucket, settings).await?;
             if read_only {
                 // Of a tree that is there no more, or cannot be had now, nothing is shown.
                 follow::forget(Keys(volume), &*engine).await?;
@@ -309,9 +309,9 @@ impl Home {
         VolumeFile::of(bucket, engine).open_or_create(access, take_over).await.map(Some)
     }
 
-    async fn engine(&self, bucket: &Bucket) -> Result<Arc<dyn Engine>> {
+    async fn engine(&self, bucket: &Bucket, settings: &VolumeSettings) -> Result<Arc<dyn Engine>> {
         Ok(match self {
-            Self::Bucket => Arc::new(SlateEngine::open(bucket, &SlateSettings::default()).await?),
+            Self::Bucket => Arc::new(SlateEngine::open(bucket, &settings.engine()).await?),
             Self::Directory { path, .. } => Arc::new(LmdbEngine::open(path, &LmdbSettings::default()).await?),
         })
     }

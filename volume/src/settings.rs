@@ -6,6 +6,7 @@ use forebay_cache::CacheSettings;
 use forebay_core::units::{KIB, MIB, format_bytes};
 use forebay_core::{Error, Result};
 use forebay_io::object::StoreSettings;
+use forebay_metadata::kv::SlateSettings;
 use forebay_metadata::tree::{ImportSettings, TreeSettings};
 use serde::{Deserialize, Serialize};
 
@@ -162,6 +163,13 @@ impl VolumeSettings {
         let max_window_bytes = self.prefetch.max_window_bytes.min(self.memory_bytes / 8);
         let shared_bytes = self.cache().memory_bytes / 2;
         PrefetchSettings { max_window_bytes, shared_bytes, ..self.prefetch.clone() }
+    }
+
+    /// A tree in the bucket has a sixteenth of as much beside that for its records, and as little as by default at least.
+    pub(crate) fn engine(&self) -> SlateSettings {
+        let least = SlateSettings::default();
+        let block_cache_bytes = least.block_cache_bytes.max(self.memory_bytes / 16);
+        SlateSettings { block_cache_bytes, ..least }
     }
 
     /// The share of bytes being written. The last sixteenth is for copies that a request needs for a moment.

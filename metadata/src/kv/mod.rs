@@ -10,6 +10,7 @@ pub mod mem;
 pub mod lmdb;
 pub mod slate;
 mod slate_log;
+mod slate_warm;
 #[cfg(test)]
 mod contract;
 #[cfg(test)]

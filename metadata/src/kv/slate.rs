@@ -14,6 +14,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::object::Bucket;
+use forebay_io::task::TaskGroup;
 use slatedb::config::{
     CompactorOptions, GarbageCollectorOptions, ObjectStoreCacheOptions, PutOptions, ScanOptions, Settings,
     SstBlockSize,
@@ -23,6 +24,7 @@ use slatedb::db_cache::{DbCache, SplitCache};
 use slatedb::object_store::ObjectStore;
 use slatedb::{CloseReason, Db, DbIterator, DbSnapshot, WriteBatch};
 
+use super::slate_warm::warm;
 use super::{Batch, Durability, Engine, Limits, Pair, Snapshot};
 
 /// What is fetched for a record: the store answers as late for 64 KiB as for the default, 4 KiB, and the records of a
@@ -59,19 +61,36 @@ impl Default for SlateSettings {
 pub struct SlateEngine {
     db: Db,
     epoch: u64,
+    tasks: TaskGroup,
 }
+
+/// How long a close waits for what is fetched ahead.
+const CLOSE_DEADLINE: Duration = Duration::from_secs(1);
 
 impl SlateEngine {
     /// Where the tree lies below the bucket's prefix.
     pub const PATH: &'static str = ".forebay/tree";
     const LIMITS: Limits = Limits { max_key_bytes: 60 << 10, max_value_bytes: 64 << 20 };
 
-    /// Opens or creates the tree in `bucket`, and fences whoever wrote to it before.
+    /// Opens or creates the tree in `bucket`, and fences whoever wrote to it before. Of what is in it, the memory for blocks is
+    /// filled behind this.
     pub async fn open(bucket: &Bucket, settings: &SlateSettings) -> Result<Self> {
         // A sync does not wait behind the bytes of files.
         let db = build(bucket.apart().store(), slate_settings(settings), settings).await?;
+        let engine = Self::of(db);
+        let (db, settings, stop) = (engine.db.clone(), settings.clone(), engine.tasks.stop());
+        engine.tasks.spawn("warm", async move {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = warm(&db, &settings) => {}
+            }
+        });
+        Ok(engine)
+    }
+
+    fn of(db: Db) -> Self {
         let epoch = db.manifest().writer_epoch();
-        Ok(Self { db, epoch })
+        Self { db, epoch, tasks: TaskGroup::new("tree") }
     }
 
     /// Opens the tree in `bucket` as it is at this moment, whoever writes to it: what this one writes stays in this process, and
@@ -84,9 +103,15 @@ impl SlateEngine {
             object_store_max_retries: Some(0),
             ..slate_settings(settings)
         };
-        let db = build(bucket.apart().store_aside(), alone, settings).await?;
-        let epoch = db.manifest().writer_epoch();
-        Ok(Self { db, epoch })
+        Ok(Self::of(build(bucket.apart().store_aside(), alone, settings).await?))
+    }
+
+    /// Returns when nothing is fetched ahead any more.
+    #[cfg(test)]
+    pub(super) async fn warmed(&self) {
+        while !self.tasks.running().is_empty() {
+            tokio::task::yield_now().await;
+        }
     }
 
     /// As [`Engine::snapshot`], with the number of the last change that it shows.
@@ -136,6 +161,12 @@ fn block_cache(settings: &SlateSettings) -> Arc<dyn DbCache> {
     };
     let blocks = cache(settings.block_cache_bytes);
     Arc::new(SplitCache::new().with_block_cache(blocks).with_meta_cache(cache(settings.index_cache_bytes)))
+}
+
+impl Drop for SlateEngine {
+    fn drop(&mut self) {
+        self.tasks.stop().cancel();
+    }
 }
 
 #[async_trait]
@@ -194,6 +225,7 @@ impl Engine for SlateEngine {
     }
 
     async fn close(&self) -> Result<()> {
+        self.tasks.shutdown(CLOSE_DEADLINE).await;
         match self.db.status().close_reason {
             Some(CloseReason::Clean) => Ok(()),
             _ => self.db.close().await.map_err(convert),
@@ -274,39 +306,5 @@ pub(super) fn convert(error: slatedb::Error) -> Error {
     match hint {
         Some(hint) => converted.with_hint(hint),
         None => converted,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use forebay_io::object::OperationKind;
-
-    use super::*;
-
-    /// A walk over the directories of a fresh mount waited for six answers of the store in each.
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn records_that_lie_together_are_fetched_together() {
-        const RECORDS: u64 = 2000;
-        const BYTES: usize = 200;
-        let key = |number: u64| format!("record/{number:08}");
-        let bucket = Bucket::in_memory();
-        let gets = || bucket.counters().of(OperationKind::Get).requests;
-        // So that they are in tables, and not in the log.
-        let settings = SlateSettings { table_bytes: 256 << 10, ..SlateSettings::default() };
-        let engine = SlateEngine::open(&bucket, &settings).await.expect("open");
-        for first in (0..RECORDS).step_by(100) {
-            let mut batch = Batch::default();
-            (first..first + 100).for_each(|number| batch.put(key(number), vec![number as u8; BYTES]));
-            engine.write(batch, Durability::Buffered).await.expect("write");
-        }
-        engine.close().await.expect("close");
-        let engine = SlateEngine::open(&bucket, &settings).await.expect("reopen");
-        let before = gets();
-        for number in 0..RECORDS {
-            assert!(engine.get(key(number).as_bytes()).await.expect("get").is_some(), "{number}");
-        }
-        let taken = gets() - before;
-        assert!(taken > 0 && taken < RECORDS / 50, "{taken} requests");
-        engine.close().await.expect("close");
     }
 }
