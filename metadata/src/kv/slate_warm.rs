@@ -56,11 +56,11 @@ mod tests {
         format!("record/{number:08}")
     }
 
-    /// Requests for objects, of a tree of some 400 KB that is opened again: for all that is fetched ahead, and then for each of its
-    /// records.
-    async fn requests(block_cache_bytes: u64) -> (u64, u64) {
+    /// Bytes of objects that are read for all records of a tree of some 400 KB, one after another, once it was opened again and
+    /// nothing is fetched ahead any more. A manifest, which may be read meanwhile, has less than a tenth of a block.
+    async fn bytes_read(block_cache_bytes: u64) -> u64 {
         let bucket = Bucket::in_memory();
-        let gets = || bucket.counters().of(OperationKind::Get).requests;
+        let bytes = || bucket.counters().of(OperationKind::Get).bytes;
         // So that they are in tables, and not in the log.
         let settings =
             SlateSettings { table_bytes: 256 << 10, block_cache_bytes, ..SlateSettings::default() };
@@ -73,26 +73,26 @@ mod tests {
         engine.close().await.expect("close");
         let engine = SlateEngine::open(&bucket, &settings).await.expect("reopen");
         engine.warmed().await;
-        let fetched = gets();
+        let before = bytes();
         for number in 0..RECORDS {
             assert!(engine.get(key(number).as_bytes()).await.expect("get").is_some(), "{number}");
         }
-        let read = gets() - fetched;
+        let read = bytes() - before;
         engine.close().await.expect("close");
-        (fetched, read)
+        read
     }
 
-    /// A walk over the directories of a fresh mount waited for the store at each record's block.
+    /// A walk over the directories of a fresh mount waited for the store at each block of records.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn who_reads_a_small_tree_waits_for_no_block() {
-        let (_, read) = requests(32 << 20).await;
-        assert_eq!(read, 0);
+        let read = bytes_read(32 << 20).await;
+        assert!(read < 64 << 10, "{read} bytes");
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn of_a_tree_larger_than_memory_blocks_are_fetched_when_they_are_read() {
-        let (fetched, read) = requests(128 << 10).await;
-        // Blocks are of 64 KiB, and some hold records of two tables.
-        assert!((1..RECORDS / 50).contains(&read), "{read} requests, {fetched} ahead");
+        let read = bytes_read(128 << 10).await;
+        // In blocks of 64 KiB, each once or twice, where a block for each record would be 128 MiB.
+        assert!((256 << 10..4 << 20).contains(&read), "{read} bytes");
     }
 }
