@@ -208,7 +208,7 @@ impl Step {
     pub(crate) fn taken_by<'a>(
         &'a self,
         give: &'a Py<PyAny>,
-        raised: &'a mut Option<PyErr>,
+        raised: &'a Mutex<Option<PyErr>>,
     ) -> impl FnMut(usize, &Spot, &[u8]) -> Result<()> + Send + 'a {
         move |number, spot, bytes| {
             self.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
@@ -218,7 +218,7 @@ impl Step {
             };
             let arguments = (number, at, part, bytes.as_ptr() as usize, bytes.len());
             Python::attach(|py| give.call1(py, arguments).map(drop)).map_err(|error| {
-                *raised = Some(error);
+                *raised.lock() = Some(error);
                 Error::bug("what was read is not taken")
             })
         }
@@ -353,8 +353,8 @@ impl Step {
         threads: usize,
     ) -> PyResult<()> {
         let wishes = self.wishes(wanted);
-        let mut raised = None;
-        let mut hand = self.taken_by(&give, &mut raised);
+        let raised = Mutex::new(None);
+        let mut hand = self.taken_by(&give, &raised);
         let read = || {
             let through = Through { buffer: buffer::bytes_mut(buffer), give: &mut hand };
             let read = |shards: &Shards<'_>| read_through(shards, &self.manifest, &wishes, through, threads);
@@ -373,6 +373,6 @@ impl Step {
         };
         let outcome = py.detach(read);
         drop(hand);
-        raised.map_or_else(|| outcome.or_raise(), Err)
+        raised.into_inner().map_or_else(|| outcome.or_raise(), Err)
     }
 }

@@ -6,7 +6,9 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 
 use forebay_ckpt::manifest::Shard;
-use forebay_ckpt::restore::{self, Address, Links, Origin, Reader, Shards, Through, Wish};
+use forebay_ckpt::restore::{
+    self, Address, Filled, Lent, Links, Origin, Places, Reader, Shards, Through, Wish,
+};
 use forebay_core::{Error, Result};
 use forebay_io::codec;
 use forebay_io::mem::{ReadMapping, SharedMemory, WriteMapping};
@@ -16,7 +18,7 @@ use pyo3::prelude::*;
 use tokio::runtime::Runtime;
 
 use crate::buffer;
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, exception};
 use crate::loading::{Boxed, Place, Step, Wanted, here, open};
 use crate::ranks::{Door, Group, parse, patience};
 
@@ -28,18 +30,18 @@ pub(crate) struct Together {
     /// What the store is asked by; none where the step lies in memory.
     store: Option<(Runtime, Bucket)>,
     links: Mutex<Links>,
-    /// This rank's memory, and both halves of it, where there is something to lend.
+    /// This rank's memory, and its buffers, where there is something to lend.
     memory: Option<SharedMemory>,
     own: Mutex<Vec<WriteMapping>>,
-    /// All ranks' memory, as it came, and both halves each.
+    /// The memory of all ranks of this host, as it came, and the buffers of each.
     came: Mutex<Vec<SharedMemory>>,
-    lent: Mutex<Vec<[ReadMapping; 2]>>,
+    lent: Mutex<Vec<Vec<ReadMapping>>>,
 }
 
-/// The bytes of either half of a rank's memory.
-fn halves(plan: &restore::Together) -> [Range<usize>; 2] {
-    let half = plan.half_bytes();
-    [0..half, half..2 * half]
+/// Where the buffers lie in a rank's memory.
+fn buffers(plan: &restore::Together) -> impl Iterator<Item = Range<usize>> {
+    let length = plan.buffer_bytes();
+    (0..plan.buffers()).map(move |number| number * length..(number + 1) * length)
 }
 
 /// The longest wishes of a rank, in bytes before they are packed.
@@ -88,10 +90,9 @@ impl Together {
                 restore::Together::new(&found.manifest, &wishes, Reader { rank, hosts: &hosts, origin })?;
             let (mut memory, mut own) = (None, Vec::new());
             if plan.rounds() > 0 {
-                let lent = SharedMemory::create("forebay-restore", 2 * plan.half_bytes())?;
-                for half in halves(&plan) {
-                    own.push(lent.map_write(half)?);
-                }
+                let bytes = plan.buffers() * plan.buffer_bytes();
+                let lent = SharedMemory::create("forebay-restore", bytes)?;
+                own = buffers(&plan).map(|buffer| lent.map_write(buffer)).collect::<Result<_>>()?;
                 memory = Some(lent);
             }
             Ok((plan, store, memory, own))
@@ -101,7 +102,7 @@ impl Together {
         Ok(Self { step, plan, store, links, memory, own, came: Mutex::default(), lent: Mutex::default() })
     }
 
-    /// How often the ranks meet.
+    /// How often the ranks of a host meet.
     #[getter]
     fn rounds(&self) -> usize {
         self.plan.rounds()
@@ -137,13 +138,55 @@ impl Together {
 
     /// Maps what was lent, once all ranks lent theirs.
     fn take_lent(&self) -> PyResult<()> {
-        let both = |memory: SharedMemory| -> Result<[ReadMapping; 2]> {
-            let [first, second] = halves(&self.plan);
-            Ok([memory.map_read(first)?, memory.map_read(second)?])
-        };
+        let map = |memory: SharedMemory| buffers(&self.plan).map(|buffer| memory.map_read(buffer)).collect();
         let came = std::mem::take(&mut *self.came.lock());
-        *self.lent.lock() = came.into_iter().map(both).collect::<Result<_>>().or_raise()?;
+        *self.lent.lock() = came.into_iter().map(map).collect::<Result<_>>().or_raise()?;
         Ok(())
+    }
+
+    /// Fills memory, given as to `Step.read`, with what several ranks want, and calls `give`, as `Step.read_through` does, with
+    /// what of that belongs into tensors that cannot be copied into; what `Together::read` gives. At each meeting of the ranks
+    /// of this host it calls `meet` with whether all that this one fills is there, the ranks of which something did not come or came
+    /// damaged, and what went wrong, which that raises; that gives whether all is there on each of them.
+    fn read(
+        &self,
+        py: Python<'_>,
+        targets: Vec<Wanted>,
+        wanted: Vec<(usize, Option<Boxed>)>,
+        callbacks: (Py<PyAny>, Py<PyAny>),
+        threads: usize,
+    ) -> PyResult<bool> {
+        let (give, meet) = callbacks;
+        let step = self.step.get();
+        let wishes = step.wishes(wanted);
+        let raised = Mutex::new(None);
+        let mut hand = step.taken_by(&give, &raised);
+        let mut meet = |filled: Result<Filled>| {
+            let told = Python::attach(|py| {
+                let (is_whole, lost, error) = match filled {
+                    Ok(Filled { is_whole, lost }) => (is_whole, lost, None),
+                    Err(error) => {
+                        let error = raised.lock().take().unwrap_or_else(|| exception(&error));
+                        (false, BTreeSet::new(), Some(error.into_value(py)))
+                    }
+                };
+                meet.call1(py, (is_whole, lost, error)).and_then(|all| all.extract::<bool>(py))
+            });
+            told.map_err(|error| {
+                *raised.lock() = Some(error);
+                Error::bug("the ranks of this host do not meet")
+            })
+        };
+        let read = |shards: &Shards<'_>| {
+            let (mut own, links, lent) = (self.own.lock(), self.links.lock(), self.lent.lock());
+            let own = own.iter_mut().map(|buffer| &mut buffer[..]).collect();
+            let all = lent.iter().map(|buffers| buffers.iter().map(AsRef::as_ref).collect()).collect();
+            let places = Places { targets: step.targets(targets), wishes: &wishes, give: &mut hand };
+            self.plan.read((shards, &step.manifest), Lent { own, all }, &links, places, threads, &mut meet)
+        };
+        let outcome = py.detach(|| self.with_shards(read));
+        let raised = raised.lock().take();
+        raised.map_or_else(|| outcome.or_raise(), Err)
     }
 
     /// Fills memory, given as to `Step.read`, with what no other rank wants, or is in this host's memory.
@@ -167,61 +210,15 @@ impl Together {
     ) -> PyResult<()> {
         let step = self.step.get();
         let wishes = step.wishes(wanted);
-        let mut raised = None;
-        let mut hand = step.taken_by(&give, &mut raised);
+        let raised = Mutex::new(None);
+        let mut hand = step.taken_by(&give, &raised);
         let through = Through { buffer: buffer::bytes_mut(buffer), give: &mut hand };
         let read = |shards: &Shards<'_>| {
             self.plan.read_rest_through((shards, &step.manifest), &wishes, through, threads)
         };
         let outcome = py.detach(|| self.with_shards(read));
         drop(hand);
-        raised.map_or_else(|| outcome.or_raise(), Err)
-    }
-
-    /// Calls `give`, as `Step.read_through` does, with what of a round belongs into tensors that cannot be copied into.
-    fn give(
-        &self,
-        py: Python<'_>,
-        round: usize,
-        wanted: Vec<(usize, Option<Boxed>)>,
-        give: Py<PyAny>,
-    ) -> PyResult<()> {
-        let step = self.step.get();
-        let wishes = step.wishes(wanted);
-        let mut raised = None;
-        let mut hand = step.taken_by(&give, &mut raised);
-        let work = || {
-            let lent = self.lent.lock();
-            let halves: Vec<&[u8]> = lent.iter().map(|halves| halves[round % 2].as_ref()).collect();
-            self.plan.give(&step.manifest, round, &halves, &wishes, &mut hand)
-        };
-        let outcome = py.detach(work);
-        drop(hand);
-        raised.map_or_else(|| outcome.or_raise(), Err)
-    }
-
-    /// Reads this rank's part of a round for all, and has the rest come from other hosts; gives whether all is there, and the ranks
-    /// of which something is not, or came damaged.
-    fn read(&self, py: Python<'_>, round: usize, threads: usize) -> PyResult<(bool, BTreeSet<usize>)> {
-        let manifest = &self.step.get().manifest;
-        let read = |shards: &Shards<'_>| {
-            let (mut own, links) = (self.own.lock(), self.links.lock());
-            let half = own.get_mut(round % 2).ok_or_else(|| Error::bug("no memory was lent"))?;
-            self.plan.read((shards, manifest), round, half, threads, &links)
-        };
-        let filled = py.detach(|| self.with_shards(read)).or_raise()?;
-        Ok((filled.is_whole, filled.lost))
-    }
-
-    /// Copies what this rank wants of a round into place, once all ranks read their parts.
-    fn copy(&self, py: Python<'_>, round: usize, targets: Vec<Wanted>, threads: usize) -> PyResult<()> {
-        let step = self.step.get();
-        let copy = || {
-            let lent = self.lent.lock();
-            let halves: Vec<&[u8]> = lent.iter().map(|halves| halves[round % 2].as_ref()).collect();
-            self.plan.copy(&step.manifest, round, &halves, step.targets(targets), threads)
-        };
-        py.detach(copy).or_raise()
+        raised.into_inner().map_or_else(|| outcome.or_raise(), Err)
     }
 }
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import forebay
 import forebay.dcp
-from forebay import _hosts, _loading, _native
+from forebay import _hosts, _native, _together
+from forebay._pieces import Pieces
+from forebay._ranks import Ranks
 
 from .conftest import PATIENCE_S, SCALE, Child, arenas_of
 from .test_dcp import everything, numbers, whole
@@ -156,7 +159,7 @@ def ddp_parts(seed: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def shared_reads() -> Iterator[list[int]]:
-    """Which parts this rank reads of the store for all of its host, by their numbers."""
+    """How many rounds each read has that this rank does together with others."""
     together: Any = _native.Together
     reads: list[int] = []
 
@@ -167,9 +170,9 @@ def shared_reads() -> Iterator[list[int]]:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._native, name)
 
-        def read(self, number: int, threads: int) -> Any:
-            reads.append(number)
-            return self._native.read(number, threads)
+        def read(self, *given: Any) -> Any:
+            reads.append(self._native.rounds)
+            return self._native.read(*given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_native, "Together", Counting)
@@ -281,6 +284,69 @@ def test_hosts_read_the_store_once_between_them(hosts: Hosts, tmp_path: Path) ->
         assert right and 0.25 <= read <= 0.26 and not told, (read, told)
 
 
+@contextlib.contextmanager
+def meetings() -> Iterator[list[tuple[str, int]]]:
+    """At what this rank meets others, and how many they are with it."""
+    gather = Ranks.gather
+    met: list[tuple[str, int]] = []
+
+    def noted(self: Ranks, act: str, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        met.append((act, self.world_size))
+        return gather(self, act, work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "gather", noted)
+        yield met
+
+
+def test_hosts_do_not_meet_while_they_read(hosts: Hosts, tmp_path: Path) -> None:
+    """However many rounds there are, all ranks meet as often; those of a host meet at each of them."""
+    forebay.save({"w": wide(1), "v": wide(2), "u": wide(3)}, tmp_path, step=5)
+
+    def restore(rank: int) -> Any:
+        found = []
+        for only in ("w", "*"):
+            state = {name: torch.zeros_like(wide(1)) for name in ("w", "v", "u")}
+            with meetings() as met, shared_reads() as rounds, forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+                assert checkpointer.restore(state, only=[only]) == 5
+            assert torch.equal(state["w"], wide(1)) and torch.equal(state["u"], wide(3)) == (only == "*")
+            found.append([rounds, met.count(("read a round", 2)), sum(number == 4 for _, number in met)])
+        return found
+
+    for first, second in hosts.run(4, restore):
+        # A rank lends 16 MiB of the 32 or 96 MiB that its host's two have a round.
+        assert (first[:2], second[:2]) == ([[1], 1], [[3], 3])
+        assert first[2] == second[2]
+
+
+def test_a_rank_that_fails_between_rounds_is_told_on_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    def state() -> dict[str, Any]:
+        return {"w": wide(1), "v": wide(2), "turned": wide(3).view(64, -1).t()}
+
+    forebay.save(state(), tmp_path, step=5)
+    patience = 300
+
+    def fail(*args: Any) -> None:
+        raise forebay.CheckpointNoSpace("no room for it")
+
+    def restore(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, rng=False, patience=patience) as checkpointer:
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 3:
+                    patch.setattr(Pieces, "take", fail)
+                begun = time.monotonic()
+                with pytest.raises(forebay.CheckpointNoSpace, match="no room for it"):
+                    checkpointer.restore(state())
+                assert time.monotonic() - begun < patience / 2, "nobody was waited for"
+            # All are where they were, and go on.
+            again = state()
+            again["turned"].zero_()
+            assert checkpointer.restore(again) == 5
+        return bool((again["turned"] == state()["turned"]).all())
+
+    assert hosts.run(4, restore) == [True] * 4
+
+
 def test_hosts_that_send_each_other_nothing_read_for_themselves(
     hosts: Hosts, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -292,7 +358,7 @@ def test_hosts_that_send_each_other_nothing_read_for_themselves(
         door, address = new_door()
         return door, {**address, "addresses": ["127.0.0.1"]}
 
-    monkeypatch.setattr(_loading, "new_door", hidden)
+    monkeypatch.setattr(_together, "new_door", hidden)
     for right, read, told in restored_once(hosts, tmp_path):
         assert right and 0.5 <= read <= 0.51, read
         assert "ranks of other hosts cannot be reached" in told[0] and "must reach each other by TCP" in told[0]
@@ -308,11 +374,11 @@ def test_dcp_saves_and_loads_a_job_on_two_hosts(hosts: Hosts, tmp_path: Path) ->
         expected, state = whole(everything(1, True)), everything(2, True)
         with shared_reads() as reads:
             dcp.load(state, storage_reader=forebay.dcp.Reader(tmp_path))
-        return [whole(state) == expected, len(reads)]
+        return [whole(state) == expected, reads]
 
     hosts.run(4, save)
     assert _native.verify(f"file://{tmp_path}", None) == []
-    assert hosts.run(4, load) == [[True, 1]] * 4
+    assert hosts.run(4, load) == [[True, [1]]] * 4
 
 
 def test_dcp_reads_the_store_once_for_all_hosts(hosts: Hosts, tmp_path: Path) -> None:
@@ -365,7 +431,7 @@ def test_what_does_not_come_from_another_hosts_memory_is_waited_for_in_the_store
             door, address = new_door()
             return door, {**address, "addresses": ["127.0.0.1"]}
 
-        monkeypatch.setattr(_loading, "new_door", hidden)
+        monkeypatch.setattr(_together, "new_door", hidden)
         fact = "what other hosts' memory has did not come from there"
     else:
         flip_memory(agents[3])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import forebay
-from forebay import _loading
+from forebay._pieces import Pieces
 from forebay._ranks import Ranks
 
 from .test_ranks import body_of, run_ranks
@@ -98,7 +98,7 @@ def test_what_fails_on_one_rank_is_told_to_the_others_at_once(tmp_path: Path, wh
             if rank == 1 and where == "lend":
                 patch.setattr(Ranks, "lend", fail)
             elif rank == 1 and where == "read":
-                patch.setattr(_loading, "_read_together", fail)
+                patch.setattr(Pieces, "take", fail)
             elif rank == 1:
                 patch.setattr("forebay._tensors.Pieces", fail)
             begun = time.monotonic()

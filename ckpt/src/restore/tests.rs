@@ -1,10 +1,13 @@
 //! Slices of every kind come back as the tensor they were cut from.
 
-use bytes::Bytes;
-use forebay_io::object::{Condition, OperationKind};
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use bytes::Bytes;
 use forebay_core::ErrorKind;
+use forebay_io::mem::{ReadMapping, SharedMemory, WriteMapping};
 use forebay_io::net::Door;
+use forebay_io::object::{Condition, OperationKind};
 
 use super::through::tests::taker;
 use super::*;
@@ -206,10 +209,10 @@ pub(super) async fn read_as_ranks(
     bucket: &Bucket,
     manifest: &Manifest,
     wishes: Vec<Vec<Wish>>,
-    half: u64,
+    buffer: u64,
 ) -> Result<(Vec<Vec<Vec<u8>>>, Vec<u64>)> {
     let hosts = vec![0; wishes.len()];
-    read_on_hosts(bucket, manifest, wishes, hosts, half).await
+    read_on_hosts(bucket, manifest, wishes, hosts, buffer).await
 }
 
 /// Targets for wishes.
@@ -223,73 +226,144 @@ fn targets<'a>(wishes: &[Wish], buffers: &'a mut [Vec<u8>]) -> Vec<Target<'a>> {
     pairs.map(target).collect()
 }
 
+/// Ranks of one host, where they meet.
+struct Meeting {
+    all: Barrier,
+    is_whole: AtomicBool,
+}
+
+impl Meeting {
+    pub(super) fn new(ranks: usize) -> Self {
+        Self { all: Barrier::new(ranks), is_whole: AtomicBool::new(true) }
+    }
+
+    /// Tells the others, and hears of them.
+    pub(super) fn meet(&self, filled: Result<Filled>) -> Result<bool> {
+        if !matches!(&filled, Ok(filled) if filled.is_whole) {
+            self.is_whole.store(false, Ordering::SeqCst);
+        }
+        self.all.wait();
+        filled.map(|_| self.is_whole.load(Ordering::SeqCst))
+    }
+}
+
+/// The memory that each rank lends to those of its host.
+pub(super) fn lend(ranks: &[Together]) -> Vec<(Vec<WriteMapping>, Vec<ReadMapping>)> {
+    let lend = |together: &Together| {
+        let bytes = together.buffer_bytes();
+        let memory = SharedMemory::create("test", together.buffers() * bytes).expect("memory");
+        let buffers = || (0..together.buffers()).map(|number| number * bytes..(number + 1) * bytes);
+        let own = buffers().map(|buffer| memory.map_write(buffer).expect("map")).collect();
+        (own, buffers().map(|buffer| memory.map_read(buffer).expect("map")).collect())
+    };
+    ranks.iter().map(lend).collect()
+}
+
+/// The same bytes in a bucket for each rank, which counts what that rank fetches.
+pub(super) async fn bucket_of_each(ranks: usize, bucket: &Bucket, manifest: &Manifest) -> Vec<Bucket> {
+    let mut buckets = Vec::new();
+    for _ in 0..ranks {
+        let own = Bucket::in_memory();
+        for shard in &manifest.shards {
+            let (bytes, _) = bucket.get_whole(&shard.object()).await.expect("get");
+            own.put(&shard.object(), bytes, Condition::Always).await.expect("put");
+        }
+        buckets.push(own);
+    }
+    buckets
+}
+
+/// Ranks that read a step, each of a bucket that holds all of it.
+pub(super) struct Job<'a> {
+    pub ranks: &'a [Together],
+    pub hosts: &'a [usize],
+    pub manifest: &'a Manifest,
+    pub wishes: &'a [Vec<Wish>],
+    pub buckets: &'a [Bucket],
+}
+
+impl Job<'_> {
+    /// Has each rank read what several want, in a thread of its own, copied into `buffers` and given into `given`; `change` sees,
+    /// and may change, what each of them is to tell at its next meeting.
+    pub(super) fn read(
+        &self,
+        runtime: &Handle,
+        buffers: &mut [Vec<Vec<u8>>],
+        given: &mut [Vec<Vec<u8>>],
+        change: &(dyn Fn(usize, Result<Filled>) -> Result<Filled> + Sync),
+    ) -> Vec<Result<bool>> {
+        let hosts = self.hosts;
+        let (own, lent): (Vec<_>, Vec<_>) = lend(self.ranks).into_iter().unzip();
+        let near = |rank: usize| (0..hosts.len()).filter(move |other| hosts[*other] == hosts[rank]);
+        let meetings: Vec<Meeting> = (0..hosts.len()).map(|rank| Meeting::new(near(rank).count())).collect();
+        let all_links = connect(self.ranks);
+        std::thread::scope(|scope| {
+            let parts = own.into_iter().zip(all_links).zip(buffers).zip(given).enumerate();
+            let reading = parts.map(|(rank, (((mut own, links), buffers), given))| {
+                let (lent, meetings) = (&lent, &meetings);
+                scope.spawn(move || {
+                    let (wishes, meeting) =
+                        (&self.wishes[rank], near(rank).next().map(|first| &meetings[first]));
+                    let own = own.iter_mut().map(|buffer| &mut buffer[..]).collect();
+                    let of = |rank: usize| lent[rank].iter().map(AsRef::as_ref).collect();
+                    let lent = Lent { own, all: near(rank).map(of).collect() };
+                    let mut give = taker(wishes, given);
+                    let places = Places { targets: targets(wishes, buffers), wishes, give: &mut give };
+                    let mut meet =
+                        |filled: Result<Filled>| meeting.expect("its own").meet(change(rank, filled));
+                    let shards = Shards::Store(runtime, &self.buckets[rank]);
+                    self.ranks[rank].read((&shards, self.manifest), lent, &links, places, 2, &mut meet)
+                })
+            });
+            let reading: Vec<_> = reading.collect();
+            reading.into_iter().map(|read| read.join().expect("join")).collect()
+        })
+    }
+}
+
 /// As [`read_as_ranks`], of ranks that are on the hosts of those numbers: bytes that are sent between them are not fetched.
 async fn read_on_hosts(
     bucket: &Bucket,
     manifest: &Manifest,
     wishes: Vec<Vec<Wish>>,
     hosts: Vec<usize>,
-    half: u64,
+    buffer: u64,
 ) -> Result<(Vec<Vec<Vec<u8>>>, Vec<u64>)> {
-    let (runtime, bucket, manifest) = (Handle::current(), bucket.clone(), manifest.clone());
+    let buckets = bucket_of_each(hosts.len(), bucket, manifest).await;
+    let (runtime, manifest) = (Handle::current(), manifest.clone());
     let work = move || {
         let plan = |rank| {
             let reader = Reader { rank, hosts: &hosts, origin: Origin::Store };
-            Together::in_halves_of(half, &manifest, &wishes, reader).expect("plan")
+            Together::in_buffers_of(buffer, &manifest, &wishes, reader).expect("plan")
         };
         let ranks: Vec<Together> = (0..wishes.len()).map(plan).collect();
-        let links = connect(&ranks);
         let size = |wish: &Wish| wish.region.elements() as usize * 4;
         let empty = |wishes: &Vec<Wish>| wishes.iter().map(|wish| vec![0xee; size(wish)]).collect();
         let mut buffers: Vec<Vec<Vec<u8>>> = wishes.iter().map(empty).collect();
-        let mut halves = vec![vec![vec![0u8; ranks[0].half_bytes()]; wishes.len()]; 2];
         // The same through a buffer of few bytes, for what cannot be read into.
         let mut given = buffers.clone();
-        let mut fetched = vec![0; wishes.len()];
-        let got = || bucket.counters().of(OperationKind::Get).bytes;
-        let shards = Shards::Store(&runtime, &bucket);
-        let place = (&shards, &manifest);
+        let got = |rank: usize| buckets[rank].counters().of(OperationKind::Get).bytes;
+        let mut again = Vec::new();
         for (rank, together) in ranks.iter().enumerate() {
-            let before = got();
+            let shards = Shards::Store(&runtime, &buckets[rank]);
+            let place = (&shards, &manifest);
             together.read_rest(place, targets(&wishes[rank], &mut buffers[rank]), 2)?;
-            fetched[rank] += got() - before;
+            let before = got(rank);
             let mut give = taker(&wishes[rank], &mut given[rank]);
             let through = Through { buffer: &mut [0; 256], give: &mut give };
             together.read_rest_through(place, &wishes[rank], through, 2)?;
+            again.push(got(rank) - before);
         }
-        for round in 0..ranks[0].rounds() {
-            let turn = &mut halves[round % 2];
-            let is_spread = hosts.iter().any(|host| *host != hosts[0]);
-            let before = got();
-            let filled: Vec<Filled> = std::thread::scope(|scope| {
-                let own = ranks.iter().zip(turn.iter_mut()).zip(&links).zip(&mut fetched);
-                let reading = own.map(|(((together, half), links), fetched)| {
-                    let mut read = move || {
-                        let before = got();
-                        let filled = together.read(place, round, half, 2, links);
-                        *fetched += if is_spread { 0 } else { got() - before };
-                        filled
-                    };
-                    // Those of one host one after another, so that it is known what each of them fetches.
-                    if is_spread { Err(scope.spawn(read)) } else { Ok(read()) }
-                });
-                let reading: Vec<_> = reading.collect();
-                reading
-                    .into_iter()
-                    .map(|read| read.unwrap_or_else(|read| read.join().expect("join")))
-                    .collect::<Result<_>>()
-            })?;
-            fetched[0] += if is_spread { got() - before } else { 0 };
-            assert!(filled.iter().all(|filled| filled.is_whole && filled.lost.is_empty()), "{filled:?}");
-            for (rank, together) in ranks.iter().enumerate() {
-                let near = (0..hosts.len()).filter(|other| hosts[*other] == hosts[rank]);
-                let lent: Vec<&[u8]> = near.map(|other| turn[other].as_slice()).collect();
-                together.copy(&manifest, round, &lent, targets(&wishes[rank], &mut buffers[rank]), 2)?;
-                let mut give = taker(&wishes[rank], &mut given[rank]);
-                together.give(&manifest, round, &lent, &wishes[rank], &mut give)?;
-            }
-        }
+        let job =
+            Job { ranks: &ranks, hosts: &hosts, manifest: &manifest, wishes: &wishes, buckets: &buckets };
+        let expected = |_, filled: Result<Filled>| {
+            assert!(filled.as_ref().map_or(true, |filled| filled.lost.is_empty()), "{filled:?}");
+            filled
+        };
+        let whole = job.read(&runtime, &mut buffers, &mut given, &expected);
+        assert_eq!(whole.into_iter().collect::<Result<Vec<bool>>>()?, vec![true; hosts.len()]);
         assert!(given == buffers);
+        let fetched = again.iter().enumerate().map(|(rank, again)| got(rank) - again).collect();
         Ok((buffers, fetched))
     };
     tokio::task::spawn_blocking(work).await.expect("join")
@@ -354,10 +428,10 @@ async fn ranks_read_each_slice_once_between_them() {
         let whole_rounds = read_as_ranks(&bucket, &manifest, wishes.clone(), 1 << 20).await.expect("read");
         assert!(whole_rounds.0 == buffers);
         for hosts in [[0, 0, 1, 1], [0, 1, 0, 2], [0, 1, 2, 3]] {
-            for half in [1, 4096, 1 << 20] {
+            for bytes in [1, 4096, 1 << 20] {
                 let hosts = hosts[..wishes.len()].to_vec();
                 let found =
-                    read_on_hosts(&bucket, &manifest, wishes.clone(), hosts, half).await.expect("read");
+                    read_on_hosts(&bucket, &manifest, wishes.clone(), hosts, bytes).await.expect("read");
                 // Gaps between what a rank reads in a round are read, too: who reads what has tests of its own.
                 assert!(found.0 == buffers);
             }
@@ -374,8 +448,8 @@ async fn ranks_read_each_slice_once_between_them() {
     }
     let rows = |rank: u64| vec![boxed(0, [0, 24 * rank], [64, 24])];
     let alone = |hosts| Reader { rank: 0, hosts, origin: Origin::Store };
-    let many = Together::in_halves_of(3072, &manifest, &[rows(0), rows(1)], alone(&[0; 2])).expect("plan");
-    assert_eq!((many.rounds(), many.half_bytes()), (4, 64 << 10), "two slices a round");
+    let many = Together::in_buffers_of(3072, &manifest, &[rows(0), rows(1)], alone(&[0; 2])).expect("plan");
+    assert_eq!((many.rounds(), many.buffer_bytes(), many.buffers()), (4, 64 << 10, 4), "two slices a round");
     assert!(
         Together::new(&manifest, &[vec![boxed(3, [0, 0], [1, 1])]], alone(&[0])).is_err(),
         "no such tensor"

@@ -25,11 +25,10 @@ from ._loading import (
     load_weights,
     newest_steps,
     restore_threads,
-    use_together,
 )
 from ._local import LocalCopies
 from ._outcomes import MAX_FAILURES, OnError, Outcomes, Trouble
-from ._ranks import Ranks, new_start
+from ._ranks import Ranks, new_start, use_together
 from ._rng import rng_state, set_rng_state
 from ._save import TICK_S, Save, Staging, now
 from ._saver import Saver, end_former, open_session

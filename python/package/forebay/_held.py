@@ -11,8 +11,7 @@ from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointError, warn
-from ._loading import use_together
-from ._ranks import Ranks
+from ._ranks import Ranks, use_together
 from ._url import digest, exists, store_name
 
 T = TypeVar("T")

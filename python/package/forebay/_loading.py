@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import fnmatch
 import json
 import os
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import Any, Callable, Iterator, Optional, Protocol, TypeVar
 
@@ -24,13 +23,12 @@ from ._errors import (
 )
 from ._garbage import uncollected
 from ._grammar import check_tree
-from ._hosts import new_door
 from ._keyed import KEYED
 from ._merge import MARK, Path, left_by_all, merged, rename, tag_of, tensor_names
-from ._ranks import Ranks
-from ._pieces import Pieces
+from ._ranks import Ranks, use_together
 from ._place import Placer, named_parts
 from ._tensors import IN_PART, NOBODY, Node, Tensors
+from ._together import read_shared
 from ._unflatten import Builder
 
 T = TypeVar("T")
@@ -149,20 +147,6 @@ def telling_what_was_read(damaged: Sequence[str]) -> Iterator[None]:
         raise type(error)(f"{text}. Before: {'; '.join(damaged)}") from error
 
 
-def use_together(ranks: Optional[Ranks], act: str, use: Callable[[], T]) -> T:
-    """What `use` gives here. Raises `CheckpointCorrupt` on all ranks when it does so on one."""
-    if ranks is None or ranks.alone:
-        return use()
-    used: list[T] = []
-
-    def try_here() -> dict[str, Any]:
-        used.append(use())
-        return {}
-
-    ranks.gather_whole(act, try_here)
-    return used[0]
-
-
 @dataclasses.dataclass
 class _Tree:
     """A state as it was saved."""
@@ -218,88 +202,8 @@ def read_planned(step: _native.Step, ranks: Optional[Ranks], plan: Callable[[], 
     words = ranks.gather_whole("plan a restore", make)
     if any(word["commit"] != step.commit for word in words):
         raise CheckpointConflict(f"step {step.step} was saved again, and ranks read both (hint: load it again)")
-    tensors = made[0].tensors
-    use_together(ranks, "read tensors", lambda: _read_shared(step, ranks, tensors))
+    read_shared(step, ranks, made[0].tensors)
     return made[0]
-
-
-def _read_shared(step: _native.Step, ranks: Ranks, tensors: Tensors) -> None:
-    """Reads what this rank wants, together with the others."""
-    near = ranks.near()
-    doors: list[_native.Door] = []
-
-    def tell() -> dict[str, Any]:
-        address = None
-        if ranks.are_spread:
-            door, address = new_door()
-            doors.append(door)
-        return {"wishes": base64.b64encode(tensors.wishes()).decode(), "address": address}
-
-    words = ranks.gather_whole("share a restore", tell)
-    wishes = [base64.b64decode(word["wishes"]) for word in words]
-    together = use_together(
-        ranks, "share a restore", lambda: _native.Together(step, wishes, ranks.rank, ranks.hosts())
-    )
-
-    def tell_lost(lost: Collection[int], fact: str) -> None:
-        """Warns of ranks of other hosts that did not send what they have; what is in their memory alone is another matter."""
-        news = sorted(set(lost) - told)
-        told.update(news)
-        if news and step.tier == "store":
-            named, hint = ", ".join(map(str, news)), "hosts of a job must reach each other by TCP, at any port"
-            warn(f"step {step.step}: ranks of other hosts {fact} ({named}): this one reads of the store itself (hint: {hint})")
-
-    def connect() -> None:
-        near.lend(together)
-        if doors:
-            missing = together.connect(doors[0], [json.dumps(word["address"]) for word in words])
-            tell_lost(missing, "cannot be reached")
-
-    def read(number: int, threads: int) -> dict[str, Any]:
-        is_whole, lost = together.read(number, threads)
-        tell_lost(lost, "did not send what they have")
-        return {"whole": is_whole, "lost": sorted(lost)}
-
-    told: set[int] = set()
-    tensors.read(partial(_read_together, step, together, ranks, connect, read))
-
-
-def _read_together(
-    step: _native.Step,
-    together: _native.Together,
-    ranks: Ranks,
-    connect: Callable[[], None],
-    read: Callable[[int, int], dict[str, Any]],
-    targets: list[_native.Wanted],
-    pieces: Pieces,
-    threads: int,
-) -> None:
-    """Reads into targets, and through a buffer what cannot be read into: what several ranks want, then what no other waits for."""
-
-    def copy(number: int) -> None:
-        together.copy(number, targets, threads)
-        together.give(number, pieces.wanted, pieces.take)
-
-    def take_turn(number: int) -> dict[str, Any]:
-        if number == 0:
-            together.take_lent()
-        else:
-            copy(number - 1)
-        return read(number, threads)
-
-    if together.rounds > 0:
-        connect()
-    for number in range(together.rounds):
-        words = ranks.gather_whole("read together", partial(take_turn, number))
-        if not all(word["whole"] for word in words):
-            # Of the store, who failed to read it has told why.
-            lost = sorted({rank for word in words for rank in word["lost"]})
-            named = ", ".join(str(rank) for rank in lost)
-            raise CheckpointCorrupt(f"step {step.step}: what other hosts' memory has did not come from there (ranks {named})")
-    if together.rounds > 0:
-        copy(together.rounds - 1)
-    together.read_rest(targets, threads)
-    pieces.read(together.read_rest_through, threads)
 
 
 @uncollected

@@ -16,8 +16,7 @@ from ._errors import (
     warn,
 )
 from ._held import survey
-from ._loading import use_together
-from ._ranks import Ranks
+from ._ranks import Ranks, use_together
 from ._url import digest, store_name
 
 T = TypeVar("T")

@@ -240,6 +240,20 @@ class Ranks:
         return None, come(store, name, meeting_place(), self._patience_s)
 
 
+def use_together(ranks: Optional[Ranks], act: str, use: Callable[[], T]) -> T:
+    """What `use` gives here. Raises `CheckpointCorrupt` on all ranks when it does so on one."""
+    if ranks is None or ranks.alone:
+        return use()
+    used: list[T] = []
+
+    def try_here() -> dict[str, Any]:
+        used.append(use())
+        return {}
+
+    ranks.gather_whole(act, try_here)
+    return used[0]
+
+
 def error_named(kind: str) -> type[CheckpointError]:
     """The exception of that name, for what went wrong on another rank."""
     return _KINDS.get(kind, CheckpointError)

@@ -53,10 +53,10 @@ from ._errors import (
 from ._flatten import KEPT, Flattener
 from ._leaf import Leaf, elements_of, tensor_dtype, tensor_leaf
 from ._lengths import Lengths
-from ._loading import newest_steps, restore_threads, use_together, with_step
+from ._loading import newest_steps, restore_threads, with_step
 from ._opened import Opened, Reading
 from ._paths import Node, Path, nest
-from ._ranks import Ranks, meeting_place, new_start, surroundings
+from ._ranks import Ranks, meeting_place, new_start, surroundings, use_together
 from ._save import Save
 from ._shares import Share
 from ._stager import Staged, Stager, box_of, is_stored

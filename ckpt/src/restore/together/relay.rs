@@ -1,4 +1,4 @@
-//! Bytes of a round on their way from host to host: each rank passes on what it reads, or what comes to it, a piece at a time,
+//! Bytes of a round on their way from host to host: each rank passes on what it read, or what comes to it, a piece at a time,
 //! while more comes.
 //!
 //! All know the plan, so that nobody asks for anything: a piece is sent as soon as it is there, and lands where it stays. A
@@ -80,6 +80,13 @@ impl Links {
         let to = peers.to.iter().filter(|rank| !self.to.contains_key(rank));
         from.chain(to).copied().collect()
     }
+
+    /// Says to all that this rank sends to that nothing more comes.
+    pub(super) fn give_up(&self) {
+        for way in self.to.values() {
+            way.give_up([0; 4]).ok();
+        }
+    }
 }
 
 /// A slice in a rank's memory.
@@ -114,21 +121,25 @@ pub(super) struct Passed {
 /// Pieces on their way to each of the ranks that they go to; none where no more come.
 type Ways<'a> = HashMap<usize, Sender<Option<(Label, &'a [u8])>>>;
 
-/// Has `own` read by `read_own`, which checks it, and passes it on; takes what comes, and passes that on. What does not come is
-/// read by `read`, where there is one.
+/// Has `own` read by `read_own`, which checks it; once it is this round's turn passes it on, takes what comes, and passes that on.
+/// What does not come is read by `read`, where there is one. Where the turn does not come, nothing is passed.
 ///
 /// # Errors
 /// As `read_own` and `read`; the others hear that it does not come.
 pub(super) fn pass<'a>(
     links: &Links,
-    round: usize,
+    (round, turn): (usize, &Receiver<()>),
     (mut own, coming): (Vec<Held<'a>>, Vec<Held<'a>>),
-    read_own: impl FnOnce(Vec<Segment<'_>>) -> Result<()>,
+    read_own: impl FnOnce(Vec<Segment<'_>>) -> Result<()> + Send,
     read: Option<Read<'_>>,
 ) -> Result<Passed> {
     let round = round as u32;
     let to: BTreeSet<usize> = own.iter().chain(&coming).filter_map(|held| held.placed.to).collect();
     std::thread::scope(|scope| {
+        let reading = scope.spawn(move || (read_own(own.iter_mut().map(Held::segment).collect()), own));
+        if turn.recv().is_err() {
+            return Ok(Passed::default());
+        }
         let mut ways = Ways::new();
         for to in to {
             let (way, pieces) = channel();
@@ -146,7 +157,7 @@ pub(super) fn pass<'a>(
             (from, scope.spawn(move || receive(links.from.get(&from), round, held, &ways)))
         });
         let receiving: Vec<_> = receiving.collect();
-        let outcome = read_own(own.iter_mut().map(Held::segment).collect());
+        let (outcome, own) = reading.join().map_err(|_| Error::bug("a reading thread panicked"))?;
         match &outcome {
             Ok(()) => own.into_iter().for_each(|held| pass_on(round, held, &ways)),
             // At once: where all fail, each would wait for the others.

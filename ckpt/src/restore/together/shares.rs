@@ -43,7 +43,7 @@ pub(super) struct Shares {
     /// How often all ranks meet.
     pub rounds: usize,
     /// Bytes of a rank's memory in a round, at most.
-    pub half: u64,
+    pub buffer: u64,
     /// What each slice that passes through is not copied by: the ranks of that host, which have it where it is read.
     pub shared: HashMap<SliceId, Option<usize>>,
 }
@@ -70,7 +70,7 @@ impl Shares {
         wishes: &[Vec<Wish>],
         hosts: &[usize],
         origin: &Origin,
-        half: u64,
+        buffer: u64,
     ) -> Result<Self> {
         let bytes = |slice: &SliceId| manifest.tensors[slice.0].slices[slice.1].len();
         // Of the store, what one wants it reads for itself.
@@ -104,9 +104,9 @@ impl Shares {
             let bytes: u64 = slices.iter().map(bytes).sum();
             holders.iter().for_each(|rank| held[*rank] += bytes);
         }
-        let half = largest.max(half.min(held.into_iter().max().unwrap_or(0)));
-        let (placed, rounds) = in_rounds(manifest, columns, hosts.len(), (half, origin));
-        Ok(Self { placed, rounds, half, shared })
+        let buffer = largest.max(buffer.min(held.into_iter().max().unwrap_or(0)));
+        let (placed, rounds) = in_rounds(manifest, columns, hosts.len(), (buffer, origin));
+        Ok(Self { placed, rounds, buffer, shared })
     }
 }
 
@@ -224,7 +224,7 @@ fn in_rounds(
     manifest: &Manifest,
     mut columns: Vec<Column>,
     ranks: usize,
-    (half, origin): (u64, &Origin),
+    (buffer, origin): (u64, &Origin),
 ) -> (Vec<Vec<Vec<Placed>>>, usize) {
     let bytes = |slice: &SliceId| manifest.tensors[slice.0].slices[slice.1].len();
     let mut placed: Vec<Vec<Vec<Placed>>> = vec![Vec::new(); ranks];
@@ -239,8 +239,9 @@ fn in_rounds(
         let mut used = vec![0; ranks];
         for Column { holders, slices, done } in &mut columns {
             let begun = *done;
-            let fits =
-                |used: &[u64], slice: &SliceId| holders.iter().all(|rank| used[*rank] + bytes(slice) <= half);
+            let fits = |used: &[u64], slice: &SliceId| {
+                holders.iter().all(|rank| used[*rank] + bytes(slice) <= buffer)
+            };
             let mut places = Vec::new();
             while let Some(slice) = slices.get(*done).filter(|slice| fits(&used, slice)) {
                 places.push(holders.iter().map(|rank| used[*rank] as usize).collect::<Vec<_>>());

@@ -3,15 +3,18 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::ErrorKind;
+use forebay_core::{Error, ErrorKind};
 use forebay_io::net::{BulkReceiver, BulkSender, Door};
 use forebay_io::object::{Bucket, Condition, OperationKind};
 use tokio::runtime::Handle;
 
-use super::super::tests::{Cut, connect, store};
+use super::super::tests::{Cut, Job, bucket_of_each, connect, store};
+use super::rounds::Reading;
 use super::shares::{Origin, Placed, Shares};
 use super::*;
 use crate::manifest::SliceKind;
@@ -79,7 +82,7 @@ fn beside(manifest: &Manifest, origin: Origin, is_silent: bool) -> (Together, Li
     })
 }
 
-/// Fills the one half of that rank while the test sends what it likes; where it sends nothing, without a word.
+/// Fills the one buffer of that rank while the test sends what it likes; where it sends nothing, without a word.
 async fn fill(
     bucket: &Bucket,
     manifest: &Manifest,
@@ -92,7 +95,7 @@ async fn fill(
         let (together, links, other) = beside(&manifest, origin, send.is_none());
         let coming = together.placed[together.own].iter().flatten().filter(|placed| placed.from.is_some());
         let coming: Vec<SliceId> = coming.map(|placed| placed.slice).collect();
-        let mut half = vec![0xee; together.half_bytes()];
+        let mut buffer = vec![0xee; together.buffer_bytes()];
         let before = bucket.counters().of(OperationKind::Get).bytes;
         let held = [None::<Bytes>, None];
         let shards = if is_held { Shards::Held(&held) } else { Shards::Store(&runtime, &bucket) };
@@ -105,11 +108,19 @@ async fn fill(
                 }
                 (other, _) => Some(other),
             };
-            together.read((&shards, &manifest), 0, &mut half, 2, &links)
+            let reading = Reading::new(&shards, &manifest, 2).expect("a place that is read together");
+            together.fill(&reading, 0, &mut buffer, &links, &now())
         });
-        (filled, half, bucket.counters().of(OperationKind::Get).bytes - before)
+        (filled, buffer, bucket.counters().of(OperationKind::Get).bytes - before)
     };
     tokio::task::spawn_blocking(work).await.expect("join")
+}
+
+/// A turn that has come.
+fn now() -> Receiver<()> {
+    let (turn, its_turn) = channel();
+    turn.send(()).expect("it is there");
+    its_turn
 }
 
 fn lost(rank: usize) -> Filled {
@@ -128,9 +139,9 @@ async fn what_does_not_come_or_comes_damaged_is_read_of_the_store() {
     let honest = move |sender: &BulkSender, coming: &[SliceId]| {
         coming.iter().for_each(|id| sender.send(label(*id, 0), &row(&sent, *id)).expect("send"));
     };
-    let (filled, half, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(honest))).await;
+    let (filled, buffer, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(honest))).await;
     assert_eq!(filled.expect("filled"), Filled { is_whole: true, lost: BTreeSet::new() });
-    assert_eq!((half[..content.len()] == content, read), (true, whole / 2), "half of it was read");
+    assert_eq!((buffer[..content.len()] == content, read), (true, whole / 2), "half of it was read");
 
     let sent = content.clone();
     let flipped = move |sender: &BulkSender, coming: &[SliceId]| {
@@ -140,18 +151,18 @@ async fn what_does_not_come_or_comes_damaged_is_read_of_the_store() {
             sender.send(label(*id, 0), &row).expect("send");
         }
     };
-    let (filled, half, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(flipped))).await;
+    let (filled, buffer, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(flipped))).await;
     assert_eq!(filled.expect("filled"), lost(0));
-    assert_eq!((half[..content.len()] == content, read), (true, whole / 2 + ROW as u64), "one slice again");
+    assert_eq!((buffer[..content.len()] == content, read), (true, whole / 2 + ROW as u64), "one slice again");
 
     let sent = content.clone();
     let cut_off = move |sender: &BulkSender, coming: &[SliceId]| {
         sender.send(label(coming[0], 0), &row(&sent, coming[0])).expect("send");
     };
-    let (filled, half, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(cut_off))).await;
+    let (filled, buffer, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(cut_off))).await;
     assert_eq!(filled.expect("filled"), lost(0));
     assert_eq!(
-        (half[..content.len()] == content, read),
+        (buffer[..content.len()] == content, read),
         (true, whole - ROW as u64),
         "all but the one that came"
     );
@@ -173,9 +184,9 @@ async fn what_does_not_come_or_comes_damaged_is_read_of_the_store() {
             // The other end may have closed by then.
             sender.send(labelled, &vec![0; length]).ok();
         };
-        let (filled, half, _) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(stray))).await;
+        let (filled, buffer, _) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(stray))).await;
         assert_eq!(filled.expect("filled"), lost(0), "{wrong}");
-        assert!(half[..content.len()] == content, "{wrong}");
+        assert!(buffer[..content.len()] == content, "{wrong}");
     }
 }
 
@@ -184,9 +195,9 @@ async fn what_does_not_come_or_comes_damaged_is_read_of_the_store() {
 async fn a_rank_that_says_nothing_any_more_is_not_waited_for() {
     let bucket = Bucket::in_memory();
     let (manifest, content) = rows(&bucket, 6).await;
-    let (filled, half, read) = fill(&bucket, &manifest, Origin::Store, None).await;
+    let (filled, buffer, read) = fill(&bucket, &manifest, Origin::Store, None).await;
     assert_eq!(filled.expect("filled"), lost(0));
-    assert_eq!((half[..content.len()] == content, read), (true, content.len() as u64));
+    assert_eq!((buffer[..content.len()] == content, read), (true, content.len() as u64));
 }
 
 #[tokio::test]
@@ -216,10 +227,10 @@ async fn what_lies_in_another_hosts_memory_comes_from_there_or_not_at_all() {
                 sender.send([0, 0, id.1 as u32, 0], &row).expect("send");
             }
         };
-        let (filled, half, read) =
+        let (filled, buffer, read) =
             fill(&bucket, &manifest, Origin::Hosts(vec![0, 0]), Some(Box::new(send))).await;
         assert_eq!((filled.expect("filled"), read), (expected, 0));
-        assert_eq!(half[..content.len()] == content, damage == 0);
+        assert_eq!(buffer[..content.len()] == content, damage == 0);
     }
     let (filled, ..) = fill(&bucket, &manifest, Origin::Hosts(vec![0, 0]), Some(Box::new(|_, _| {}))).await;
     assert_eq!(filled.expect("filled"), Filled { is_whole: false, ..lost(0) });
@@ -261,9 +272,10 @@ async fn ranks_that_fail_keep_no_other_waiting() {
                 let reading = ranks.iter().zip(&links).zip(&buckets).map(|((together, links), bucket)| {
                     let (runtime, manifest) = (&runtime, &manifest);
                     scope.spawn(move || {
-                        let (shards, mut half) =
-                            (Shards::Store(runtime, bucket), vec![0; together.half_bytes()]);
-                        (together.read((&shards, manifest), 0, &mut half, 2, links), half)
+                        let (shards, mut buffer) =
+                            (Shards::Store(runtime, bucket), vec![0; together.buffer_bytes()]);
+                        let reading = Reading::new(&shards, manifest, 2).expect("a store");
+                        (together.fill(&reading, 0, &mut buffer, links, &now()), buffer)
                     })
                 });
                 let reading: Vec<_> = reading.collect();
@@ -271,7 +283,7 @@ async fn ranks_that_fail_keep_no_other_waiting() {
             })
         };
         let found = tokio::time::timeout(Duration::from_secs(60), tokio::task::spawn_blocking(work));
-        for (rank, (filled, half)) in
+        for (rank, (filled, buffer)) in
             found.await.expect("nobody waits").expect("join").into_iter().enumerate()
         {
             match filled {
@@ -280,7 +292,7 @@ async fn ranks_that_fail_keep_no_other_waiting() {
                 }
                 Ok(filled) => {
                     assert!(!failing.contains(&rank) && filled.lost.is_empty(), "{filled:?}");
-                    assert_eq!((filled.is_whole, half[..content.len()] == content), (is_whole, is_whole));
+                    assert_eq!((filled.is_whole, buffer[..content.len()] == content), (is_whole, is_whole));
                 }
             }
         }
@@ -288,7 +300,7 @@ async fn ranks_that_fail_keep_no_other_waiting() {
 }
 
 /// What ranks want by chance, on hosts by chance: every slice that several want is read by one, and passes every host that wants
-/// it in one round, from each holder to the next, within their halves; readers have about the same to read.
+/// it in one round, from each holder to the next, within their buffers; readers have about the same to read.
 #[tokio::test]
 async fn every_slice_passes_every_host_that_wants_it_once() {
     let bucket = Bucket::in_memory();
@@ -313,7 +325,7 @@ async fn every_slice_passes_every_host_that_wants_it_once() {
             };
             (0..ranks).filter(|rank| wishes[*rank].iter().any(has)).collect()
         };
-        let half = rng.below(5) * ROW as u64 + 1;
+        let bytes = rng.below(5) * ROW as u64 + 1;
         for origin in [Origin::Store, Origin::Hosts(vec![rng.below(4) as usize; 2])] {
             let known = match &origin {
                 Origin::Store => true,
@@ -322,7 +334,7 @@ async fn every_slice_passes_every_host_that_wants_it_once() {
             if !known {
                 continue;
             }
-            let shares = Shares::new(&manifest, &wishes, &hosts, &origin, half).expect("plan");
+            let shares = Shares::new(&manifest, &wishes, &hosts, &origin, bytes).expect("plan");
             check(&shares, &hosts, &origin, wanted);
         }
     }
@@ -336,7 +348,7 @@ fn check(shares: &Shares, hosts: &[usize], origin: &Origin, wanted: impl Fn(u64)
         for (round, placed) in of_rank.iter().enumerate() {
             for (number, one) in placed.iter().enumerate() {
                 assert_eq!(one.at, number * ROW, "one behind the other");
-                assert!((number + 1) * ROW <= shares.half as usize);
+                assert!((number + 1) * ROW <= shares.buffer as usize);
                 assert!(found.entry(one.slice).or_default().insert(rank, (round, *one)).is_none());
             }
         }
@@ -398,4 +410,82 @@ async fn hosts_read_alike_much_in_long_runs() {
         let runs = of_ranks.iter().flat_map(|rows| rows.windows(2)).filter(|rows| rows[1] != rows[0] + 1);
         assert!(runs.count() <= 3 * ranks, "a run a round");
     }
+}
+
+/// Ranks on those hosts want all of some rows, one of which is in a buffer. Gives how much is read in place, what each rank's
+/// reading gave, and the bytes that each fetched.
+async fn read_rows(
+    count: u64,
+    hosts: &'static [usize],
+    change: impl Fn(usize, &dyn Fn() -> u64, Result<Filled>) -> Result<Filled>
+    + Sync
+    + std::marker::Send
+    + 'static,
+) -> (usize, Vec<Result<bool>>, Vec<u64>) {
+    let bucket = Bucket::in_memory();
+    let (manifest, content) = rows(&bucket, count).await;
+    let (buckets, runtime) = (bucket_of_each(hosts.len(), &bucket, &manifest).await, Handle::current());
+    let work = move || {
+        let wishes: Vec<Vec<Wish>> = hosts.iter().map(|_| all(&manifest)).collect();
+        let plan = |rank| {
+            let reader = Reader { rank, hosts, origin: Origin::Store };
+            Together::in_buffers_of(ROW as u64, &manifest, &wishes, reader).expect("plan")
+        };
+        let ranks: Vec<Together> = (0..hosts.len()).map(plan).collect();
+        assert!(ranks.iter().all(|together| together.buffers() == MOST_BUFFERS as usize));
+        let job = Job { ranks: &ranks, hosts, manifest: &manifest, wishes: &wishes, buckets: &buckets };
+        let mut buffers = vec![vec![vec![0; content.len()]]; hosts.len()];
+        let mut given = buffers.clone();
+        let got = |rank: usize| buckets[rank].counters().of(OperationKind::Get).bytes;
+        let found =
+            job.read(&runtime, &mut buffers, &mut given, &|rank, filled| change(rank, &|| got(rank), filled));
+        let whole = buffers.iter().chain(&given).filter(|found| found[0] == content).count();
+        (whole, found, (0..hosts.len()).map(got).collect())
+    };
+    tokio::task::spawn_blocking(work).await.expect("join")
+}
+
+/// What is read ahead of the first meeting, and of each, are so many rounds that a buffer is never filled while others copy out of
+/// it: three, for they may copy out of the fourth.
+#[tokio::test]
+async fn rounds_are_read_ahead_into_buffers_that_nobody_copies_out_of() {
+    let met = [AtomicU64::new(0), AtomicU64::new(0)];
+    let ahead = MOST_BUFFERS - 2;
+    let read = read_rows(16, &[0, 0], move |rank, got, filled| {
+        let round = met[rank].fetch_add(1, Ordering::SeqCst);
+        let begun = (round + ahead + 1).min(8) * ROW as u64;
+        let deadline = std::time::Instant::now() + Duration::from_secs(60);
+        while got() < begun {
+            assert!(std::time::Instant::now() < deadline, "round {round}: {} bytes", got());
+            std::thread::yield_now();
+        }
+        assert_eq!(got(), begun, "in round {round}");
+        filled
+    });
+    let (whole, found, fetched) = read.await;
+    assert_eq!((whole, fetched), (4, vec![8 * ROW as u64; 2]));
+    assert!(found.iter().all(|found| matches!(found, Ok(true))), "{found:?}");
+}
+
+/// Of two hosts: the one that is with it hears at its meeting, those of the other one by the ways. None of them reads in its stead.
+#[tokio::test]
+async fn a_rank_that_fails_between_rounds_keeps_no_other_waiting() {
+    let met = AtomicU64::new(0);
+    let read = read_rows(16, &[0, 0, 1, 1], move |rank, _, filled| {
+        if rank == 1 && met.fetch_add(1, Ordering::SeqCst) == 1 {
+            return Err(Error::invalid("no room for it"));
+        }
+        filled
+    });
+    let (whole, found, fetched) =
+        tokio::time::timeout(Duration::from_secs(60), read).await.expect("nobody waits");
+    assert_eq!(whole, 0);
+    for (rank, found) in found.into_iter().enumerate() {
+        match found {
+            Err(error) => assert!(rank == 1 && error.message() == "no room for it", "{rank}: {error}"),
+            Ok(is_whole) => assert!(rank != 1 && !is_whole, "{rank}"),
+        }
+    }
+    let all: u64 = fetched.iter().sum();
+    assert!(all < 16 * ROW as u64, "{all} bytes");
 }
