@@ -15,6 +15,7 @@ pub mod report;
 pub mod raw;
 pub mod context;
 pub mod epoch;
+pub mod helper;
 pub mod footprint;
 pub mod mounted;
 pub mod juicefs;

@@ -1,21 +1,17 @@
 //! Saving and restoring a torch state through the Python package, driven from bench/checkpoint.py.
 
-use std::collections::HashMap;
-use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::Command;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::Result;
 
 use super::common::{GIB, LINK, over_link};
 use crate::context::{Context, PART, noise};
+use crate::helper::{Helper, Values, of};
 use crate::raw::ObjectStoreClient;
 use crate::report::{Aim, Row};
 use crate::sample::{Sample, measure};
 use crate::store::{PaceSettings, StoreProcess};
-
-/// What one round of the Python side measured, by name.
-type Values = HashMap<String, f64>;
 
 const NAME: &str = "checkpoint";
 /// What the raw client sends again and again: more than caches hold.
@@ -236,10 +232,6 @@ fn row_of_reads(what: &str, gib: f64, read: &[(f64, f64)]) -> Row {
     Row::of_pairs(NAME, &name, "MiB", read, "bytes needed").aim(Aim::RatioAtMost(1.02))
 }
 
-fn of(told: &Values, name: &str) -> Result<f64> {
-    told.get(name).copied().with_context(|| format!("the trainer told no {name}"))
-}
-
 impl Round {
     fn of(&self, name: &str) -> Result<f64> {
         of(&self.told, name)
@@ -255,12 +247,8 @@ impl Round {
     }
 }
 
-/// The Python process; killed on drop.
-struct Trainer {
-    child: Child,
-    stdin: ChildStdin,
-    stdout: BufReader<ChildStdout>,
-}
+/// The Python process.
+struct Trainer(Helper);
 
 impl Trainer {
     fn start(context: &Context, url: &str, environment: &[(String, String)]) -> Result<Self> {
@@ -279,33 +267,14 @@ impl Trainer {
         command.arg("bench/checkpoint.py").arg(url).arg(mib.to_string()).arg(context.place("scratch")?);
         command.args(local);
         command.envs(environment.iter().cloned());
-        command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = command.spawn().with_context(|| format!("starting {command:?}"))?;
-        let stdin = child.stdin.take().context("the trainer's input")?;
-        let stdout = child.stdout.take().context("the trainer's output")?;
-        Ok(Self { child, stdin, stdout: BufReader::new(stdout) })
+        Helper::start(command).map(Self)
     }
 
     fn kill(&mut self) -> Result<()> {
-        self.child.kill()?;
-        self.child.wait().map(drop).context("waiting for a killed trainer")
+        self.0.kill()
     }
 
     fn ask(&mut self, what: &str) -> Result<Values> {
-        writeln!(self.stdin, "{what}")?;
-        let mut line = String::new();
-        if self.stdout.read_line(&mut line)? == 0 {
-            bail!(
-                "the trainer ended while it was asked to {what}: see above; does python have torch and forebay?"
-            );
-        }
-        serde_json::from_str(&line).with_context(|| format!("the trainer told `{line}`"))
-    }
-}
-
-impl Drop for Trainer {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.0.ask(what)
     }
 }

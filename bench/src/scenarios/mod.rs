@@ -8,6 +8,7 @@ mod write;
 mod juicefs;
 mod memory;
 mod checkpoint;
+mod hosts;
 
 use anyhow::Result;
 
@@ -30,6 +31,7 @@ pub const SCENARIOS: &[Scenario] = &[
     Scenario { name: "write", run: write::run },
     Scenario { name: "cache", run: cache::run },
     Scenario { name: "checkpoint", run: checkpoint::run },
+    Scenario { name: "hosts", run: hosts::run },
     Scenario { name: "juicefs", run: juicefs::run },
     Scenario { name: "memory", run: memory::run },
 ];

@@ -69,13 +69,23 @@ impl StoreProcess {
         Self::start_at(pace, 0)
     }
 
+    /// As [`StoreProcess::start`] at an address of this machine, for clients that reach it there.
+    pub fn start_for(pace: PaceSettings, address: &str) -> Result<Self> {
+        Self::start_with(pace, 0, address)
+    }
+
     /// As [`StoreProcess::start`] at a nice level: at 19 it takes next to nothing from those who compute beside it, as if it
     /// were on another machine.
     pub fn start_at(pace: PaceSettings, nice: u32) -> Result<Self> {
+        Self::start_with(pace, nice, "127.0.0.1")
+    }
+
+    fn start_with(pace: PaceSettings, nice: u32, address: &str) -> Result<Self> {
         let program = std::env::current_exe().context("finding this program")?;
         let mut command = Command::new("nice");
         command.args(["-n", &nice.to_string()]).arg(program);
         command.args(["store", "--bucket", Self::BUCKET, "--delay-ms", &pace.delay.as_millis().to_string()]);
+        command.args(["--listen", &format!("{address}:0")]);
         if let Some(rate) = pace.rate {
             command.args(["--rate", &rate.to_string()]);
         }
@@ -104,7 +114,7 @@ impl StoreProcess {
         self.child.id()
     }
 
-    /// `http://127.0.0.1:PORT`.
+    /// `http://127.0.0.1:PORT`, or where else it was started.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.address)
     }

@@ -1,0 +1,204 @@
+"""The hosts of the hosts scenario: network namespaces, with links between them through a bridge of this one.
+
+Answers each line of stdin, of JSON, with one line of JSON on stdout; the first line comes by itself.
+
+    (first)  {"address"}: where a store is to listen that all hosts reach
+    save     {"bytes"}: a state of so many bytes is at `url`
+    restore  {"restore_s", "read_bytes"}: `hosts` of them, a rank each, restore all of it, `together` or each for itself; how
+             long the slowest took, and what all of them read of files
+    send     {"send_s"}: as many bytes from one host to another, by plain TCP
+
+Started by the benchmark as `hosts.py MIB HOSTS [RATE]`, with RATE of each host's link as tc(8) takes it. `save` and `restore`
+come with `url` and the `environment` of its store.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+import forebay
+
+TENSORS = 64
+NET = f"10.{100 + os.getpid() % 100}"
+"""What a run that was killed left has another one, most likely."""
+ADDRESS = f"{NET}.0.1"
+_CLONE_NEWNET = 0x40000000
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+class Hosts:
+    """Namespaces, which go with this."""
+
+    def __init__(self, count: int, rate: Optional[str]) -> None:
+        self._bridge = f"fbb{os.getpid()}"
+        self._names = [f"{self._bridge}-{number}" for number in range(count)]
+        ip("link", "add", self._bridge, "type", "bridge")
+        ip("address", "add", f"{ADDRESS}/16", "dev", self._bridge)
+        ip("link", "set", self._bridge, "up")
+        for number, name in enumerate(self._names):
+            end = f"{self._bridge}v{number}"
+            ip("netns", "add", name)
+            ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", end)
+            ip("link", "set", end, "master", self._bridge, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "address", "add", f"{self.address(number)}/16", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            for where in [["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0"], ["tc", "qdisc", "add", "dev", end]]:
+                if rate is not None:
+                    limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+                    subprocess.run([*where, *limit], check=True)
+
+    def remove(self) -> None:
+        for name in self._names:
+            ip("netns", "delete", name)
+        ip("link", "delete", self._bridge)
+
+    @staticmethod
+    def address(number: int) -> str:
+        return f"{NET}.1.{number + 1}"
+
+    def run(self, count: int, work: Callable[[int], dict[str, float]]) -> list[dict[str, float]]:
+        """What `work` gives in a process on each of the first hosts."""
+        children, ends = [], []
+        for number in range(count):
+            end, told = os.pipe()
+            child = os.fork()
+            if child == 0:
+                self._enter(number)
+                os.write(told, json.dumps(work(number)).encode())
+                os._exit(0)
+            os.close(told)
+            children.append(child)
+            ends.append(end)
+        with contextlib.ExitStack() as stack:
+            texts = [stack.enter_context(open(end)).read() for end in ends]
+        for child in children:
+            os.waitpid(child, 0)
+        return [json.loads(text) for text in texts]
+
+    def _enter(self, number: int) -> None:
+        fd = os.open(f"/run/netns/{self._names[number]}", os.O_RDONLY)
+        assert ctypes.CDLL(None, use_errno=True).setns(fd, _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+        os.close(fd)
+
+
+def make_state(mib: int, fill: bool) -> dict[str, torch.Tensor]:
+    """Bytes that no compression shrinks, or memory that is there."""
+    count = (mib << 20) // 4 // TENSORS
+    if not fill:
+        return {f"layer{index}.weight": torch.ones(count, dtype=torch.int32) for index in range(TENSORS)}
+    random = torch.Generator().manual_seed(1)
+    words = torch.randint(-(2**31), 2**31 - 1, (count * TENSORS,), dtype=torch.int32, generator=random)
+    return {f"layer{index}.weight": part.clone() for index, part in enumerate(words.split(count))}
+
+
+def read_of_files() -> int:
+    """Bytes that this process has read so far."""
+    with open("/proc/self/io") as io:
+        return int(dict(line.split(": ") for line in io)["rchar"])
+
+
+class Job:
+    def __init__(self, hosts: Hosts, mib: int) -> None:
+        self._hosts, self._mib = hosts, mib
+        self._bytes = sum(tensor.nbytes for tensor in make_state(mib, False).values())
+
+    def save(self, url: str) -> dict[str, float]:
+        forebay.save(make_state(self._mib, True), url, step=1)
+        return {"bytes": self._bytes}
+
+    def restore(self, url: str, hosts: int, together: bool) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as meeting:
+
+            def rank_of(rank: int) -> dict[str, float]:
+                os.environ.update(RANK=str(rank), WORLD_SIZE=str(hosts), LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="eth0")
+                os.environ.update(MASTER_ADDR=self._hosts.address(0), MASTER_PORT="29400", OMP_NUM_THREADS="1")
+                dist.init_process_group("gloo", init_method=f"file://{meeting}/all", rank=rank, world_size=hosts)
+                state, expected = make_state(self._mib, False), make_state(self._mib, True)
+                options: dict[str, Any] = {} if together else {"ranks": (0, 1)}
+                dist.barrier()
+                read, start = read_of_files(), time.perf_counter()
+                with forebay.Checkpointer(url, rng=False, **options) as checkpointer:
+                    assert checkpointer.restore(state) == 1
+                    seconds = time.perf_counter() - start
+                read = read_of_files() - read
+                assert all(torch.equal(state[name], expected[name]) for name in expected)
+                dist.barrier()
+                return {"restore_s": seconds, "read_bytes": read}
+
+            told = self._hosts.run(hosts, rank_of)
+        return {
+            "restore_s": max(rank["restore_s"] for rank in told),
+            "read_bytes": sum(rank["read_bytes"] for rank in told),
+        }
+
+    def send(self) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as meeting:
+
+            def side(number: int) -> dict[str, float]:
+                piece = bytearray(1 << 20)
+                if number == 1:
+                    with socket.create_server((self._hosts.address(1), 0)) as server:
+                        with open(f"{meeting}/new", "w") as file:
+                            file.write(str(server.getsockname()[1]))
+                        os.rename(f"{meeting}/new", f"{meeting}/port")
+                        way, _ = server.accept()
+                    left = self._bytes
+                    while left > 0:
+                        left -= way.recv_into(piece)
+                    way.sendall(b"!")
+                    return {}
+                while not os.path.exists(f"{meeting}/port"):
+                    time.sleep(0.01)
+                with open(f"{meeting}/port") as file:
+                    way = socket.create_connection((self._hosts.address(1), int(file.read())))
+                start = time.perf_counter()
+                for _ in range(self._bytes >> 20):
+                    way.sendall(piece)
+                way.recv(1)
+                return {"send_s": time.perf_counter() - start}
+
+            return self._hosts.run(2, side)[0]
+
+
+@contextlib.contextmanager
+def made(count: int, rate: Optional[str]) -> Iterator[Hosts]:
+    hosts = Hosts(count, rate)
+    try:
+        yield hosts
+    finally:
+        hosts.remove()
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    # A forked process has none of the threads that its parent computed on.
+    torch.set_num_threads(1)
+    mib, count, rate = int(sys.argv[1]), int(sys.argv[2]), (sys.argv[3:] or [None])[0]
+    with made(count, rate) as hosts:
+        job = Job(hosts, mib)
+        acts = {"save": job.save, "restore": job.restore, "send": job.send}
+        print(json.dumps({"address": ADDRESS}), flush=True)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            os.environ.update(asked.pop("environment", {}))
+            print(json.dumps(acts[asked.pop("act")](**asked)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
