@@ -347,6 +347,31 @@ def test_a_rank_that_fails_between_rounds_is_told_on_both_hosts(hosts: Hosts, tm
     assert hosts.run(4, restore) == [True] * 4
 
 
+def test_a_rank_that_dies_while_hosts_read_is_told_to_all(hosts: Hosts, tmp_path: Path) -> None:
+    state = {"w": wide(1), "v": wide(2), "turned": wide(3).view(64, -1).t()}
+    forebay.save(state, tmp_path, step=5)
+    patience = 300
+
+    def work(rank: int, report: Report) -> None:
+        checkpointer = forebay.Checkpointer(tmp_path, rng=False, patience=patience)
+        if rank == 3:
+            Pieces.take = lambda *given: os._exit(9)  # type: ignore[method-assign]
+        begun = time.monotonic()
+        # Ranks of the other host read in its stead until they know, and say so.
+        warnings.simplefilter("ignore", forebay.CheckpointWarning)
+        with pytest.raises(forebay.CheckpointUnavailable) as raised:
+            checkpointer.restore(dict(state))
+        report(str(raised.value) if time.monotonic() - begun < patience / 2 else "it waited")
+        signal.pause()
+
+    children = hosts.start(4, work)
+    for child in children[:3]:
+        assert "rank 3 of the job is gone" in child.line()
+    assert children[3].join() == 9
+    for child in children[:3]:
+        child.kill()
+
+
 def test_hosts_that_send_each_other_nothing_read_for_themselves(
     hosts: Hosts, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -177,3 +177,15 @@ impl VolumeSettings {
         self.memory_bytes / 4
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_trees_memory_follows_that_of_a_mount() {
+        let of = |memory_bytes| VolumeSettings { memory_bytes, ..VolumeSettings::default() }.engine();
+        assert_eq!(of(16 << 30).block_cache_bytes, 1 << 30);
+        assert_eq!(of(64 << 20).block_cache_bytes, SlateSettings::default().block_cache_bytes);
+    }
+}

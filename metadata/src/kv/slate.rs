@@ -109,9 +109,14 @@ impl SlateEngine {
     /// Returns when nothing is fetched ahead any more.
     #[cfg(test)]
     pub(super) async fn warmed(&self) {
-        while !self.tasks.running().is_empty() {
+        while !self.is_warmed() {
             tokio::task::yield_now().await;
         }
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_warmed(&self) -> bool {
+        self.tasks.running().is_empty()
     }
 
     /// As [`Engine::snapshot`], with the number of the last change that it shows.

@@ -44,7 +44,11 @@ pub(super) async fn warm(db: &Db, settings: &SlateSettings) {
 
 #[cfg(test)]
 mod tests {
-    use forebay_io::object::{Bucket, OperationKind};
+    use std::time::Duration;
+
+    use forebay_core::{Error, ErrorKind};
+    use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
+    use futures::stream::TryStreamExt as _;
 
     use super::*;
     use crate::kv::{Batch, Durability, Engine as _, SlateEngine};
@@ -56,14 +60,10 @@ mod tests {
         format!("record/{number:08}")
     }
 
-    /// Bytes of objects that are read for all records of a tree of some 400 KB, one after another, once it was opened again and
-    /// nothing is fetched ahead any more. A manifest, which may be read meanwhile, has less than a tenth of a block.
-    async fn bytes_read(block_cache_bytes: u64) -> u64 {
+    /// A bucket with a tree of some 400 KB, in tables and not in the log.
+    async fn grown() -> (Bucket, SlateSettings) {
         let bucket = Bucket::in_memory();
-        let bytes = || bucket.counters().of(OperationKind::Get).bytes;
-        // So that they are in tables, and not in the log.
-        let settings =
-            SlateSettings { table_bytes: 256 << 10, block_cache_bytes, ..SlateSettings::default() };
+        let settings = SlateSettings { table_bytes: 256 << 10, ..SlateSettings::default() };
         let engine = SlateEngine::open(&bucket, &settings).await.expect("open");
         for first in (0..RECORDS).step_by(100) {
             let mut batch = Batch::default();
@@ -71,12 +71,30 @@ mod tests {
             engine.write(batch, Durability::Buffered).await.expect("write");
         }
         engine.close().await.expect("close");
+        (bucket, settings)
+    }
+
+    async fn read_all(engine: &SlateEngine) -> Vec<Error> {
+        let mut errors = Vec::new();
+        for number in 0..RECORDS {
+            match engine.get(key(number).as_bytes()).await {
+                Ok(found) => assert!(found.is_some_and(|found| *found == [number as u8; BYTES]), "{number}"),
+                Err(error) => errors.push(error),
+            }
+        }
+        errors
+    }
+
+    /// Bytes of objects that are read for all records, one after another, once the tree was opened again and nothing is fetched
+    /// ahead any more. A manifest, which may be read meanwhile, has less than a tenth of a block.
+    async fn bytes_read(block_cache_bytes: u64) -> u64 {
+        let (bucket, settings) = grown().await;
+        let bytes = || bucket.counters().of(OperationKind::Get).bytes;
+        let settings = SlateSettings { block_cache_bytes, ..settings };
         let engine = SlateEngine::open(&bucket, &settings).await.expect("reopen");
         engine.warmed().await;
         let before = bytes();
-        for number in 0..RECORDS {
-            assert!(engine.get(key(number).as_bytes()).await.expect("get").is_some(), "{number}");
-        }
+        assert_eq!(read_all(&engine).await.len(), 0);
         let read = bytes() - before;
         engine.close().await.expect("close");
         read
@@ -94,5 +112,79 @@ mod tests {
         let read = bytes_read(128 << 10).await;
         // In blocks of 64 KiB, each once or twice, where a block for each record would be 128 MiB.
         assert!((256 << 10..4 << 20).contains(&read), "{read} bytes");
+    }
+
+    /// A record is one request then: of its block. It was three, of filters and index as well.
+    #[tokio::test]
+    async fn of_a_tree_larger_than_memory_indexes_and_filters_are_there() {
+        let (bucket, settings) = grown().await;
+        let settings = SlateSettings { block_cache_bytes: 64 << 10, ..settings };
+        let tables = || bucket.counters().of(OperationKind::Get);
+        let engine = SlateEngine::open(&bucket, &settings).await.expect("reopen");
+        let before = tables();
+        engine.warmed().await;
+        let ahead = tables();
+        assert!(ahead.bytes - before.bytes < 64 << 10, "{} bytes", ahead.bytes - before.bytes);
+        assert!(engine.get(key(RECORDS / 2).as_bytes()).await.expect("get").is_some());
+        let block = tables();
+        assert_eq!(block.requests - ahead.requests, 1, "{} bytes", block.bytes - ahead.bytes);
+        engine.close().await.expect("close");
+    }
+
+    /// Fetching goes on once it is back.
+    #[tokio::test]
+    async fn a_store_that_goes_away_while_a_tree_is_fetched_is_waited_for() {
+        let (bucket, settings) = grown().await;
+        let faults = Faults::new();
+        let bucket = bucket.with_deadline_ms(200).with_faults(&faults);
+        let engine = SlateEngine::open(&bucket, &settings).await.expect("reopen");
+        // Nothing else ran since: what is fetched behind an open has not begun.
+        faults.set_down(true);
+        while faults.injected() == 0 {
+            tokio::task::yield_now().await;
+        }
+        assert!(!engine.is_warmed());
+        faults.set_down(false);
+        engine.warmed().await;
+        let before = bucket.counters().of(OperationKind::Get).bytes;
+        assert_eq!(read_all(&engine).await.len(), 0);
+        let read = bucket.counters().of(OperationKind::Get).bytes - before;
+        assert!(read < 64 << 10, "{read} bytes");
+        engine.close().await.expect("close");
+    }
+
+    #[tokio::test]
+    async fn a_tree_is_read_and_closed_while_requests_for_it_hang() {
+        let (bucket, settings) = grown().await;
+        let faults = Faults::new();
+        let bucket = bucket.with_faults(&faults);
+        let engine = SlateEngine::open(&bucket, &settings).await.expect("reopen");
+        faults.script(OperationKind::Get, 1, FaultMode::Hang).script(OperationKind::Get, 2, FaultMode::Hang);
+        while faults.injected() < 2 {
+            tokio::task::yield_now().await;
+        }
+        let work = async {
+            assert!(engine.get(key(7).as_bytes()).await.expect("get").is_some());
+            assert!(!engine.is_warmed(), "they hang");
+            engine.close().await.expect("close");
+        };
+        tokio::time::timeout(Duration::from_secs(60), work).await.expect("nobody waits for them");
+    }
+
+    #[tokio::test]
+    async fn a_damaged_table_of_a_tree_that_is_fetched_is_told_to_who_reads_it() {
+        let (bucket, settings) = grown().await;
+        let tables: Vec<_> = bucket.list(".forebay/tree/compacted").try_collect().await.expect("list");
+        let largest = tables.iter().max_by_key(|table| table.size).expect("a table");
+        let mut bytes = bucket.get_whole(&largest.key).await.expect("get").0.to_vec();
+        // In its first block.
+        bytes[1000] ^= 1;
+        bucket.put(&largest.key, bytes.into(), Condition::Always).await.expect("put");
+        let engine = SlateEngine::open(&bucket, &settings).await.expect("reopen");
+        engine.warmed().await;
+        let errors = read_all(&engine).await;
+        assert!((1..RECORDS as usize / 2).contains(&errors.len()), "{} records", errors.len());
+        assert!(errors.iter().all(|error| error.kind() == ErrorKind::Corrupt), "{:?}", errors[0]);
+        engine.close().await.expect("close");
     }
 }

@@ -193,11 +193,10 @@ impl Writer {
                     return false;
                 };
                 let (file, bytes) = (self.made(to), self.state().content(source));
-                let content = match bytes.is_empty() {
-                    true => self.state().content(file),
-                    false => laid_over(self.state().content(file), at, &bytes),
-                };
-                self.step_to(file, content);
+                // Who writes nothing commits nothing of what others write.
+                if !bytes.is_empty() {
+                    self.step_to(file, laid_over(self.state().content(file), at, &bytes));
+                }
             }
             Operation::Clone(from, to) => match (file(from), file(to)) {
                 (Some(source), None) => {
