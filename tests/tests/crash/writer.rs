@@ -1,6 +1,6 @@
 //! A writer: what it did, what may come of it, and what did.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::ops::Range;
@@ -19,6 +19,9 @@ use rustix::fs::{CWD, FallocateFlags, RenameFlags, copy_file_range, fallocate, r
 use super::operation::{HELD, Operation, operation};
 use super::state::{DIRECTORIES, NAMES, State, laid_over, turned};
 
+/// Contents that are kept to be told of.
+const LATELY: usize = 100;
+
 /// One directory and all that it may be found to hold after a crash.
 pub(crate) struct Writer {
     pub(crate) folder: PathBuf,
@@ -31,6 +34,8 @@ pub(crate) struct Writer {
     history: Vec<State>,
     /// All contents that any file ever had, by hash, and when.
     pub(crate) contents: HashMap<blake3::Hash, String>,
+    /// The last of them, oldest first.
+    lately: VecDeque<(String, Arc<Vec<u8>>)>,
     /// Descriptors that are open for writing, of which file.
     held: Vec<(usize, File)>,
     /// How often something was written.
@@ -49,6 +54,7 @@ impl Writer {
             rng,
             history,
             contents,
+            lately: VecDeque::new(),
             held: Vec::new(),
             written: 0,
             round: 0,
@@ -90,8 +96,13 @@ impl Writer {
         let mut state = self.state().clone();
         self.written += 1;
         let when = format!("write {} of round {}, to {file}", self.written, self.round);
+        let bytes = Arc::new(bytes);
+        self.lately.push_back((when.clone(), bytes.clone()));
+        if self.lately.len() > LATELY {
+            self.lately.pop_front();
+        }
         self.contents.entry(blake3::hash(&bytes)).or_insert(when);
-        let before = state.files.insert(file, Arc::new(bytes));
+        let before = state.files.insert(file, bytes);
         state.earlier.entry(file).or_default().extend(before);
         self.history.push(state);
     }
@@ -461,27 +472,20 @@ impl Writer {
         Some(found)
     }
 
-    /// In words, how `bytes` differ from contents that files have had lately and which they resemble.
+    /// In words, what of `bytes` is as in contents that files have had lately.
     pub(crate) fn near(&self, bytes: &[u8]) -> Vec<String> {
-        let earlier = |state: &State| state.earlier.values().flatten().cloned().collect::<Vec<_>>();
-        let contents =
-            self.history.iter().flat_map(|state| [state.files.values().cloned().collect(), earlier(state)]);
-        let known: BTreeMap<_, _> =
-            contents.flatten().map(|content| (*blake3::hash(&content).as_bytes(), content)).collect();
-        let differs = |content: &Vec<u8>| {
-            let common = content.len().min(bytes.len());
-            let differing: Vec<_> = (0..common).filter(|at| content[*at] != bytes[*at]).collect();
-            (differing.len() < common / 2).then(|| {
-                let (first, last) = (differing.first(), differing.last());
-                let when = self.contents.get(&blake3::hash(content)).map_or("", |when| when);
-                format!(
-                    "of {} bytes ({when}) {} differ, from {first:?} to {last:?}",
-                    content.len(),
-                    differing.len()
-                )
+        let alike = |pairs: &mut dyn Iterator<Item = (&u8, &u8)>| {
+            pairs.take_while(|(one, other)| one == other).count()
+        };
+        let likeness = |(when, content): &(String, Arc<Vec<u8>>)| {
+            let first = alike(&mut content.iter().zip(bytes));
+            let last = alike(&mut content.iter().rev().zip(bytes.iter().rev()));
+            let length = content.len();
+            (first.max(last) > 64).then(|| {
+                format!("{length} bytes ({when}): the first {first} and the last {last} are the same")
             })
         };
-        known.values().filter_map(|content| differs(content)).collect()
+        self.lately.iter().filter_map(likeness).collect()
     }
 
     /// A directory in a state that it never had, in words.
