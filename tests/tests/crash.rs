@@ -267,7 +267,7 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
         });
         assert!(!idle(), "a writer had no fsync returned in round {round}: {synced:?}\n{}", mount.log());
         after();
-        check_objects(bucket, &writers).await;
+        check_objects(bucket, &writers, || mount.log()).await;
         if !keeps_state && round % 2 == 1 {
             fs::remove_dir_all(&home).expect("the state and the cache go");
             home = scratch.join(&format!("home-{round}"));
@@ -286,7 +286,7 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
     Forebay::new(&home, ["gc", &url]).envs(variables).run().succeeded();
     check_volume(&home, &url, variables, &[]);
     mount.unmount();
-    check_objects(bucket, &writers).await;
+    check_objects(bucket, &writers, || mount.log()).await;
 }
 
 /// Nothing is wrong with the volume but findings of the kinds in `left`.
@@ -304,7 +304,7 @@ fn check_volume(home: &Path, url: &str, variables: &[(String, String)], left: &[
 }
 
 /// Every plain object holds what some file held at some time, the whole of it.
-async fn check_objects(bucket: &Bucket, writers: &[Writer]) {
+async fn check_objects(bucket: &Bucket, writers: &[Writer], log: impl Fn() -> String) {
     let mut listing = std::pin::pin!(bucket.list(""));
     while let Some(info) = listing.next().await {
         let key = info.expect("a listing").key;
@@ -316,6 +316,7 @@ async fn check_objects(bucket: &Bucket, writers: &[Writer]) {
         let known = writers.iter().any(|writer| writer.contents.contains_key(&hash));
         let near: Vec<_> =
             if known { vec![] } else { writers.iter().flat_map(|it| it.near(&bytes)).collect() };
-        assert!(known, "object {key} of {} bytes is no whole file, but\n{}", bytes.len(), near.join("\n"));
+        let (size, near) = (bytes.len(), near.join("\n"));
+        assert!(known, "object {key} of {size} bytes is no whole file, but\n{near}\n{}", log());
     }
 }

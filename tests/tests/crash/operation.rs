@@ -1,6 +1,7 @@
 //! What a writer does to its directory.
 
-use std::ops::Range;
+use std::fmt;
+use std::ops::{Deref, Range};
 
 use forebay_tests::noise;
 use rand::rngs::StdRng;
@@ -13,13 +14,31 @@ pub(crate) const HELD: usize = 3;
 /// Lengths of what leaves for the store before it is synced.
 const STREAMED: Range<usize> = 8 << 20..10 << 20;
 
+/// Bytes, which people are told the number of.
+#[derive(Clone)]
+pub(crate) struct Noise(Vec<u8>);
+
+impl fmt::Debug for Noise {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{} bytes", self.len())
+    }
+}
+
+impl Deref for Noise {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
 #[derive(Debug)]
 pub(crate) enum Operation {
-    Replace(&'static str, Vec<u8>),
-    Write(&'static str, usize, Vec<u8>),
+    Replace(&'static str, Noise),
+    Write(&'static str, usize, Noise),
     Truncate(&'static str, usize),
     /// Writes to the end through a descriptor that was opened for that.
-    Append(&'static str, Vec<u8>),
+    Append(&'static str, Noise),
     /// Stores into a mapping of what the file has, and msync.
     Map(&'static str, Part),
     /// Makes a hole.
@@ -39,7 +58,7 @@ pub(crate) enum Operation {
     /// Writes, syncs through the same descriptor, writes more, and does not close.
     Hold(&'static str, Part, Part),
     /// The same of a new content, front to back.
-    Begin(&'static str, Vec<u8>, Vec<u8>),
+    Begin(&'static str, Noise, Noise),
     /// Writes through a descriptor that is open, and does not sync.
     Add(usize, Part),
     /// Closes a descriptor that is open.
@@ -54,9 +73,9 @@ impl Operation {
 }
 
 /// Bytes, and the offset that they are written to.
-pub(crate) type Part = (usize, Vec<u8>);
+pub(crate) type Part = (usize, Noise);
 
-fn bytes(rng: &mut StdRng) -> Vec<u8> {
+fn bytes(rng: &mut StdRng) -> Noise {
     let length = match rng.random_range(0..20) {
         0..14 => rng.random_range(1..20_000),
         14..19 => rng.random_range(20_000..400_000),
@@ -65,9 +84,9 @@ fn bytes(rng: &mut StdRng) -> Vec<u8> {
     some_bytes(rng, length..length + 1)
 }
 
-fn some_bytes(rng: &mut StdRng, lengths: Range<usize>) -> Vec<u8> {
+fn some_bytes(rng: &mut StdRng, lengths: Range<usize>) -> Noise {
     let length = rng.random_range(lengths);
-    noise(rng, length)
+    Noise(noise(rng, length))
 }
 
 pub(crate) fn operation(rng: &mut StdRng) -> Operation {

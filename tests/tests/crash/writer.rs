@@ -38,6 +38,8 @@ pub(crate) struct Writer {
     lately: VecDeque<(String, Arc<Vec<u8>>)>,
     /// Descriptors that are open for writing, of which file.
     held: Vec<(usize, File)>,
+    /// What was done in this round.
+    done: Vec<String>,
     /// How often something was written.
     written: usize,
     round: usize,
@@ -56,6 +58,7 @@ impl Writer {
             contents,
             lately: VecDeque::new(),
             held: Vec::new(),
+            done: Vec::new(),
             written: 0,
             round: 0,
             files: 0,
@@ -124,11 +127,13 @@ impl Writer {
 
     /// Works until the mount is gone, counting in `synced` how often fsync returned. Nothing fails before it is `killed`.
     pub(crate) fn work(&mut self, synced: &AtomicUsize, killed: &AtomicBool) {
+        self.done.clear();
         loop {
             let operation = operation(&mut self.rng);
             if !self.note(&operation) {
                 continue;
             }
+            self.done.push(format!("{operation:?}"));
             match self.perform(&operation) {
                 Ok(()) if operation.is_synced() => {
                     synced.fetch_add(1, Ordering::Relaxed);
@@ -139,8 +144,8 @@ impl Writer {
                     // The daemon died under the call, or before it.
                     let died = [libc::ENOTCONN, libc::ECONNABORTED, libc::EIO, libc::EINTR, libc::ENOENT];
                     let is_known = error.raw_os_error().is_none_or(|code| died.contains(&code));
-                    assert!(is_known, "{operation:.100?}: {error}");
-                    assert!(killed.load(Ordering::SeqCst), "the mount lives, and {operation:.100?}: {error}");
+                    assert!(is_known, "{operation:?}: {error}");
+                    assert!(killed.load(Ordering::SeqCst), "the mount lives, and {operation:?}: {error}");
                     return self.held.clear();
                 }
             }
@@ -170,7 +175,7 @@ impl Writer {
             Operation::Replace(name, ref bytes) => {
                 let file = self.made(name);
                 self.step_in(file, Vec::new());
-                self.step_to(file, bytes.clone());
+                self.step_to(file, bytes.to_vec());
             }
             Operation::Write(name, offset, ref bytes) => {
                 let file = self.made(name);
@@ -293,7 +298,7 @@ impl Writer {
                 }
                 let file = self.made(name);
                 self.step_in(file, Vec::new());
-                self.step_to(file, bytes.clone());
+                self.step_to(file, bytes.to_vec());
                 self.step_in(file, [&bytes[..], later].concat());
             }
             Operation::Add(which, (at, ref bytes)) => match self.held.get(which) {
@@ -316,7 +321,7 @@ impl Writer {
     fn perform(&mut self, operation: &Operation) -> io::Result<()> {
         let path = |name: &str| self.folder.join(name);
         match operation {
-            Operation::Replace(name, bytes) => fs::write(path(name), bytes),
+            Operation::Replace(name, bytes) => fs::write(path(name), &**bytes),
             Operation::Write(name, offset, bytes) => {
                 let file = OpenOptions::new().write(true).create(true).truncate(false).open(path(name))?;
                 file.write_all_at(bytes, *offset as u64)
@@ -472,7 +477,7 @@ impl Writer {
         Some(found)
     }
 
-    /// In words, what of `bytes` is as in contents that files have had lately.
+    /// In words, what of `bytes` is as in contents that files have had lately, and what was done in the round.
     pub(crate) fn near(&self, bytes: &[u8]) -> Vec<String> {
         let alike = |pairs: &mut dyn Iterator<Item = (&u8, &u8)>| {
             pairs.take_while(|(one, other)| one == other).count()
@@ -485,7 +490,8 @@ impl Writer {
                 format!("{length} bytes ({when}): the first {first} and the last {last} are the same")
             })
         };
-        self.lately.iter().filter_map(likeness).collect()
+        let alike: Vec<_> = self.lately.iter().filter_map(likeness).collect();
+        if alike.is_empty() { alike } else { [alike, self.done.clone()].concat() }
     }
 
     /// A directory in a state that it never had, in words.
@@ -510,7 +516,8 @@ impl Writer {
         };
         let origins: Vec<_> = seen.iter().map(origin).collect();
         let (folder, seen) = (self.folder.display(), short(seen));
-        format!("{folder} holds\n{seen}\nnone of\n{}\n{}", states.join("\n"), origins.join("\n"))
+        let (states, origins, done) = (states.join("\n"), origins.join("\n"), self.done.join("\n"));
+        format!("{folder} holds\n{seen}\nnone of\n{states}\n{origins}\nafter\n{done}")
     }
 }
 
