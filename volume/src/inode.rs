@@ -303,7 +303,7 @@ impl OpenInode {
         self.let_in(offset.saturating_add(length as u64)).await?;
         if writer.stream.is_none() && self.look(Content::dirty) >= self.store.write.buffer_bytes {
             // Kept by a write that could not bring it away. Nothing of this one is taken if that fails again.
-            self.spill(&mut writer).await?;
+            self.spill(&mut writer, offset == size).await?;
         }
         if matches!(position, Position::PieceAt(_)) {
             writer.note_piece(offset, length as u64, size);
@@ -323,7 +323,7 @@ impl OpenInode {
         self.content.write().write(offset, data, self.store.now());
         writer.permits.push(permit);
         if self.look(Content::dirty) >= self.store.write.buffer_bytes
-            && let Err(error) = self.spill(&mut writer).await
+            && let Err(error) = self.spill(&mut writer, offset + length as u64 >= size).await
         {
             // The bytes are kept, so this write has succeeded: a program that was told otherwise would append them again.
             // The next write and fsync try again, and tell.

@@ -40,8 +40,9 @@ impl OpenInode {
     }
 
     /// Moves inline bytes out of memory: onto the local disk where they are staged, else into a running upload if they
-    /// are the whole file, else into an owned blob.
-    pub(super) async fn spill(&self, writer: &mut Writer) -> Result<()> {
+    /// are the whole file and their writer is at its end, else into an owned blob. Who writes elsewhere has the upload
+    /// completed, and may be in the middle of what others are to see whole.
+    pub(super) async fn spill(&self, writer: &mut Writer, is_at_end: bool) -> Result<()> {
         if self.store.can_stage(self.look(Content::dirty))
             && let Some(blob) = self.store.stage(self.ino, &self.look(Content::pack)).await
         {
@@ -50,7 +51,7 @@ impl OpenInode {
             return Ok(());
         }
         let (whole, layout) = self.look(|content| (content.whole_inline(), content.layout().clone()));
-        if whole.is_none() && !self.store.is_staged_stream(&layout) {
+        if !is_at_end || whole.is_none() && !self.store.is_staged_stream(&layout) {
             return self.pack(writer).await;
         }
         let (mut upload, placement) = self.store.start_upload(self.ino).await?;

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::units::MIB;
+use forebay_core::units::{KIB, MIB};
 use forebay_core::{ErrorKind, FileLayout, ObjectKey, Timestamp};
 use forebay_io::mem::Class;
 use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
@@ -14,6 +14,7 @@ use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, r
 use crate::Access;
 use crate::content::Content;
 use crate::settings::WriteSettings;
+use crate::staging::WritebackSettings;
 use crate::volume::local;
 
 /// Promise: a file written front to back is one upload to its own path, however it is cut into writes.
@@ -36,6 +37,42 @@ fn a_sequential_write_is_one_upload_and_no_other_request() {
         assert_eq!(asked.of(OperationKind::Get).requests, 0);
         assert!(object(&fixture.bucket, "big").await == pattern(1, 0..40 * MIB));
         file.release().await.expect("release");
+    });
+}
+
+/// Promise S5: an object shows what is written front to back once somebody closes, syncs, reads or renames the file, or writes
+/// elsewhere in it: then as it was before that write.
+#[test]
+fn no_object_shows_a_file_in_the_middle_of_a_write() {
+    run(async {
+        let little = WritebackSettings { enabled: true, bytes: 64 * KIB, ..WritebackSettings::default() };
+        for writeback in [None, Some(little)] {
+            let fixture = Fixture::new(Bucket::in_memory());
+            let fixture = match writeback {
+                Some(settings) => fixture.writing_back(settings),
+                None => fixture,
+            };
+            let volume = fixture.open().await;
+            let file = create(&volume, "big").await;
+            file.write(0, pattern(1, 0..10 * KIB)).await.expect("write");
+            if fixture.writeback.is_some() {
+                // Staged, which fills most of the room.
+                file.fsync().await.expect("fsync");
+            }
+            file.write(10 * KIB, pattern(1, 10 * KIB..MIB - 1)).await.expect("write");
+            // The pieces of one write, of which the first is one too many for memory.
+            for at in (5 * KIB..100 * KIB).step_by(19 * KIB as usize) {
+                file.write(at, pattern(2, at..at + 19 * KIB)).await.expect("write");
+                let found = fixture.bucket.head(&ObjectKey::new("big")).await.expect("head");
+                assert_eq!(found, None, "at {at}");
+            }
+            file.flush().await.expect("close");
+            file.release().await.expect("release");
+            volume.drain(|_| {}).await.expect("drain");
+            volume.close().await.expect("close");
+            let whole = [pattern(1, 0..5 * KIB), pattern(2, 5 * KIB..100 * KIB), pattern(1, 100 * KIB..MIB - 1)];
+            assert!(object(&fixture.bucket, "big").await == whole.concat());
+        }
     });
 }
 
