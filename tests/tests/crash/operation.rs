@@ -75,10 +75,11 @@ impl Operation {
 /// Bytes, and the offset that they are written to.
 pub(crate) type Part = (usize, Noise);
 
+/// Of each length enough for files to be in memory, on their way and in the bucket.
 fn bytes(rng: &mut StdRng) -> Noise {
     let length = match rng.random_range(0..20) {
-        0..14 => rng.random_range(1..20_000),
-        14..19 => rng.random_range(20_000..400_000),
+        0..11 => rng.random_range(1..20_000),
+        11..17 => rng.random_range(20_000..400_000),
         _ => rng.random_range(5 << 20..9 << 20),
     };
     some_bytes(rng, length..length + 1)
@@ -96,9 +97,9 @@ pub(crate) fn operation(rng: &mut StdRng) -> Operation {
         0..14 => Operation::Replace(name(rng), bytes(rng)),
         14..23 => Operation::Write(name(rng), rng.random_range(0..300_000), bytes(rng)),
         23..28 => Operation::Append(name(rng), bytes(rng)),
-        28..29 => Operation::Map(name(rng), (rng.random_range(0..300_000), some_bytes(rng, 1..200_000))),
-        29..30 => Operation::Clone(name(rng), name(rng)),
-        30..34 => Operation::Truncate(name(rng), rng.random_range(0..300_000)),
+        28..30 => Operation::Map(name(rng), (rng.random_range(0..300_000), some_bytes(rng, 1..200_000))),
+        30..31 => Operation::Clone(name(rng), name(rng)),
+        31..34 => Operation::Truncate(name(rng), rng.random_range(0..300_000)),
         34..39 => {
             let start = rng.random_range(0..300_000);
             Operation::Punch(name(rng), start..start + rng.random_range(1..100_000))

@@ -8,6 +8,16 @@ pub(crate) const NAMES: [&str; 8] = ["a", "b", "c c", "ü", "x/a", "x/ü", "y/a"
 /// The directories among them. They are there as long as nobody is in between of moving one.
 pub(crate) const DIRECTORIES: [&str; 2] = ["x", "y"];
 
+/// What is there, by name.
+pub(crate) type Seen = BTreeMap<String, Found>;
+
+/// A file that is there.
+pub(crate) struct Found {
+    /// The same for all names of one file.
+    pub(crate) inode: u64,
+    pub(crate) bytes: Arc<Vec<u8>>,
+}
+
 /// A directory's files: for each name which file it is, for each file its bytes.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct State {
@@ -34,15 +44,20 @@ impl State {
         earlier.chain(self.files.get(&file)).any(|known| known[..] == *bytes)
     }
 
-    /// This state as a crash left it, if `seen` is that: the same names, and for each file one content that it may have.
-    pub(crate) fn left_as(&self, seen: &BTreeMap<&str, &[u8]>) -> Option<Self> {
+    /// This state as a crash left it, if `seen` is that: the same names of the same files, and for each file one content
+    /// that it may have.
+    pub(crate) fn left_as(&self, seen: &Seen) -> Option<Self> {
         let mut found = Self { names: self.names.clone(), ..Self::default() };
+        let (mut inodes, mut files) = (BTreeMap::new(), BTreeMap::new());
         for (name, file) in &self.names {
-            let bytes = *seen.get(name)?;
-            let known = found.files.entry(*file).or_insert_with(|| Arc::new(bytes.to_vec()));
-            if known[..] != *bytes || !self.may_hold(*file, bytes) {
+            let Found { inode, bytes } = seen.get(*name)?;
+            // Two files may well hold the same.
+            let is_one = inodes.entry(*file).or_insert(*inode) == inode
+                && files.entry(*inode).or_insert(*file) == file;
+            if !is_one || !self.may_hold(*file, bytes) {
                 return None;
             }
+            found.files.entry(*file).or_insert_with(|| bytes.clone());
         }
         (seen.len() == self.names.len()).then_some(found)
     }

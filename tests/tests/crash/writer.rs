@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use rand::rngs::StdRng;
 use rustix::fs::{CWD, FallocateFlags, RenameFlags, copy_file_range, fallocate, renameat_with};
 
 use super::operation::{HELD, Operation, operation};
-use super::state::{DIRECTORIES, NAMES, State, laid_over, turned};
+use super::state::{DIRECTORIES, Found, NAMES, Seen, State, laid_over, turned};
 
 /// Contents that are kept to be told of.
 const LATELY: usize = 100;
@@ -422,7 +422,7 @@ impl Writer {
     #[track_caller]
     pub(crate) fn check(&mut self, round: usize) {
         self.round = round + 1;
-        let mut found = BTreeMap::new();
+        let mut seen = Seen::new();
         assert!(self.folder.is_dir(), "{} was synced", self.folder.display());
         self.make_directories();
         for directory in [""].into_iter().chain(DIRECTORIES) {
@@ -431,13 +431,14 @@ impl Writer {
                 let name =
                     path.strip_prefix(&self.folder).ok().and_then(Path::to_str).expect("a name of ours");
                 if !DIRECTORIES.contains(&name) {
-                    let bytes = fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-                    found.insert(name.to_owned(), bytes);
+                    let said = |error| panic!("{}: {error}", path.display());
+                    let (inode, bytes) = fs::metadata(&path)
+                        .and_then(|file| Ok((file.ino(), Arc::new(fs::read(&path)?))))
+                        .unwrap_or_else(said);
+                    seen.insert(name.to_owned(), Found { inode, bytes });
                 }
             }
         }
-        let seen: BTreeMap<&str, &[u8]> =
-            found.iter().map(|(name, bytes)| (name.as_str(), &bytes[..])).collect();
         let left = self.history.iter().rev().find_map(|state| state.left_as(&seen));
         match left.or_else(|| (0..self.history.len()).rev().find_map(|at| self.overtaken(at, &seen))) {
             Some(state) => self.history = vec![state],
@@ -447,38 +448,32 @@ impl Writer {
 
     /// The state at `at` with files that a later close had brought into the bucket before the tree was durable: such an
     /// object is found, and the changes of names before it are not. `None` when `seen` is not that.
-    fn overtaken(&mut self, at: usize, seen: &BTreeMap<&str, &[u8]>) -> Option<State> {
+    fn overtaken(&mut self, at: usize, seen: &Seen) -> Option<State> {
         let (state, later) = (&self.history[at], &self.history[at + 1..]);
         let came = |name: &str, bytes: &[u8]| {
             later.iter().any(|state| state.names.get(name).is_some_and(|file| state.may_hold(*file, bytes)))
         };
-        let mut found = State::default();
-        for (name, file) in &state.names {
-            let bytes = *seen.get(name)?;
-            let mut names = state.names.iter().filter(|(_, other)| *other == file).map(|(name, _)| name);
-            let is_whole = names.all(|name| seen.get(name) == Some(&bytes));
-            let is_one = found.files.get(file).is_none_or(|known| known[..] == *bytes);
-            if is_one && state.may_hold(*file, bytes) || is_whole && came(name, bytes) {
-                found.names.insert(*name, *file);
-                found.files.insert(*file, Arc::new(bytes.to_vec()));
-                continue;
-            }
-            // One of the names became another file's before.
-            self.files += 1;
-            came(name, bytes).then(|| found.names.insert(*name, self.files))?;
-            found.files.insert(self.files, Arc::new(bytes.to_vec()));
+        if !state.names.keys().all(|name| seen.contains_key(*name)) {
+            return None;
         }
-        for (name, bytes) in seen.iter().filter(|(name, _)| !state.names.contains_key(**name)) {
-            let name = NAMES.iter().find(|known| *known == name).filter(|_| came(name, bytes))?;
-            self.files += 1;
-            found.names.insert(*name, self.files);
-            found.files.insert(self.files, Arc::new(bytes.to_vec()));
+        let (mut stayed, mut numbers, mut found) = (BTreeMap::new(), BTreeMap::new(), State::default());
+        for (name, Found { inode, bytes }) in seen {
+            let file = state.names.get(name.as_str()).filter(|file| state.may_hold(**file, bytes));
+            // Else the name is another file's by now.
+            let is_it = file.is_some_and(|file| stayed.entry(*file).or_insert(*inode) == inode);
+            let name = NAMES.iter().find(|known| *known == name).filter(|_| is_it || came(name, bytes))?;
+            let number = *numbers.entry(*inode).or_insert_with(|| {
+                self.files += 1;
+                self.files
+            });
+            found.names.insert(*name, number);
+            found.files.insert(number, bytes.clone());
         }
         Some(found)
     }
 
-    /// In words, what of `bytes` is as in contents that files have had lately, and what was done in the round.
-    pub(crate) fn near(&self, bytes: &[u8]) -> Vec<String> {
+    /// In words, what of `bytes` is as in contents that files have had lately.
+    fn alike(&self, bytes: &[u8]) -> Vec<String> {
         let alike = |pairs: &mut dyn Iterator<Item = (&u8, &u8)>| {
             pairs.take_while(|(one, other)| one == other).count()
         };
@@ -490,12 +485,17 @@ impl Writer {
                 format!("{length} bytes ({when}): the first {first} and the last {last} are the same")
             })
         };
-        let alike: Vec<_> = self.lately.iter().filter_map(likeness).collect();
+        self.lately.iter().filter_map(likeness).collect()
+    }
+
+    /// The same, and what was done in the round, if there is such a content.
+    pub(crate) fn near(&self, bytes: &[u8]) -> Vec<String> {
+        let alike = self.alike(bytes);
         if alike.is_empty() { alike } else { [alike, self.done.clone()].concat() }
     }
 
     /// A directory in a state that it never had, in words.
-    fn story(&self, seen: &BTreeMap<&str, &[u8]>) -> String {
+    fn story(&self, seen: &Seen) -> String {
         let short = |state: &BTreeMap<&str, &[u8]>| {
             let file = |(name, bytes): (&&str, &&[u8])| {
                 format!("{name}: {} {}", bytes.len(), &blake3::hash(bytes).to_hex()[..6])
@@ -510,12 +510,17 @@ impl Writer {
             [short(&state.seen())].into_iter().chain(earlier).collect::<Vec<_>>().join(" or ")
         });
         let states: Vec<_> = states.collect();
-        let origin = |(name, bytes): (&&str, &&[u8])| {
-            let when = self.contents.get(&blake3::hash(bytes)).map_or("nobody wrote that", |when| when);
-            format!("{name}: {when}")
-        };
+        let origin =
+            |(name, Found { inode, bytes }): (&String, &Found)| match self.contents.get(&blake3::hash(bytes))
+            {
+                Some(when) => format!("{name}, inode {inode}: {when}"),
+                None => {
+                    format!("{name}, inode {inode}: nobody wrote that, but\n{}", self.alike(bytes).join("\n"))
+                }
+            };
         let origins: Vec<_> = seen.iter().map(origin).collect();
-        let (folder, seen) = (self.folder.display(), short(seen));
+        let seen = seen.iter().map(|(name, found)| (name.as_str(), &found.bytes[..])).collect();
+        let (folder, seen) = (self.folder.display(), short(&seen));
         let (states, origins, done) = (states.join("\n"), origins.join("\n"), self.done.join("\n"));
         format!("{folder} holds\n{seen}\nnone of\n{states}\n{origins}\nafter\n{done}")
     }

@@ -70,7 +70,8 @@ fn no_object_shows_a_file_in_the_middle_of_a_write() {
             file.release().await.expect("release");
             volume.drain(|_| {}).await.expect("drain");
             volume.close().await.expect("close");
-            let whole = [pattern(1, 0..5 * KIB), pattern(2, 5 * KIB..100 * KIB), pattern(1, 100 * KIB..MIB - 1)];
+            let whole =
+                [pattern(1, 0..5 * KIB), pattern(2, 5 * KIB..100 * KIB), pattern(1, 100 * KIB..MIB - 1)];
             assert!(object(&fixture.bucket, "big").await == whole.concat());
         }
     });
