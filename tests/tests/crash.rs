@@ -1,7 +1,7 @@
 //! A mount that is killed in the middle of a load, again and again: what was synced is there, nothing is half there.
 
 use std::fs::{self, File};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -58,6 +58,19 @@ async fn a_load_that_is_killed_keeps_what_was_synced() {
     }
 }
 
+/// So they are where most files leave for the store while they are written.
+///
+/// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_that_leaves_early_and_is_killed_keeps_what_was_synced() {
+    if require_fuse("a_load_that_leaves_early_and_is_killed_keeps_what_was_synced") {
+        let (scratch, home) = (Scratch::new(), Scratch::new());
+        let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
+        let load = Load { settings: &[EARLY], ..Load::of(&home, variant_rounds()) };
+        load_and_kill(&bucket, || {}, load).await;
+    }
+}
+
 /// So they are where what is deleted and replaced is kept for a time.
 ///
 /// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
@@ -90,9 +103,14 @@ async fn a_load_on_packed_directories_that_is_killed_keeps_what_was_synced() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_load_on_packed_directories_that_is_written_back_and_killed_keeps_what_was_synced() {
     if require_fuse("a_load_on_packed_directories_that_is_written_back_and_killed_keeps_what_was_synced") {
-        let (scratch, home) = (Scratch::new(), written_back_soon());
+        let (scratch, home) = (Scratch::new(), Scratch::new());
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
-        let load = Load { is_packed: true, options: WRITEBACK, ..Load::of(&home, variant_rounds()) };
+        let load = Load {
+            is_packed: true,
+            options: WRITEBACK,
+            settings: &[SOON],
+            ..Load::of(&home, variant_rounds())
+        };
         load_and_kill(&bucket, || {}, load).await;
     }
 }
@@ -101,9 +119,24 @@ async fn a_load_on_packed_directories_that_is_written_back_and_killed_keeps_what
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_load_that_is_written_back_and_killed_keeps_what_was_synced() {
     if require_fuse("a_load_that_is_written_back_and_killed_keeps_what_was_synced") {
-        let (scratch, home) = (Scratch::new(), written_back_soon());
+        let (scratch, home) = (Scratch::new(), Scratch::new());
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
-        let load = Load { options: WRITEBACK, ..Load::of(&home, variant_rounds()) };
+        let load = Load { options: WRITEBACK, settings: &[SOON], ..Load::of(&home, variant_rounds()) };
+        load_and_kill(&bucket, || {}, load).await;
+    }
+}
+
+/// And where most files leave for the store while they are written, some past the ceiling of what is staged.
+///
+/// Promise S61: With `--writeback`, when fsync returns, the file's bytes and its name survive the death of the mount
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_that_leaves_early_and_is_written_back_and_killed_keeps_what_was_synced() {
+    if require_fuse("a_load_that_leaves_early_and_is_written_back_and_killed_keeps_what_was_synced") {
+        let (scratch, home) = (Scratch::new(), Scratch::new());
+        let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
+        let options = &["--writeback", "--writeback-size", "1MiB"];
+        let settings = &[SOON, EARLY];
+        let load = Load { options, settings, ..Load::of(&home, variant_rounds()) };
         load_and_kill(&bucket, || {}, load).await;
     }
 }
@@ -112,7 +145,7 @@ async fn a_load_that_is_written_back_and_killed_keeps_what_was_synced() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced() {
     if require_fuse("a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced") {
-        let (server, home) = (Server::for_volume(), written_back_soon());
+        let (server, home) = (Server::for_volume(), Scratch::new());
         if !server.keeps_objects() {
             let why = "only a server that keeps its objects ends the requests of a killed mount";
             return skip("a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced", why);
@@ -122,7 +155,7 @@ async fn a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced() {
         load_and_kill_over_s3(
             &server,
             &bucket,
-            Load { options: &options, ..Load::of(&home, variant_rounds()) },
+            Load { options: &options, settings: &[SOON], ..Load::of(&home, variant_rounds()) },
         )
         .await;
     }
@@ -133,14 +166,14 @@ async fn a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_load_staged_on_a_disk_whose_power_fails_keeps_what_was_synced() {
     if require_fuse("a_load_staged_on_a_disk_whose_power_fails_keeps_what_was_synced") {
-        let (scratch, home) = (Scratch::new(), written_back_soon());
+        let (scratch, home) = (Scratch::new(), Scratch::new());
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
         let mut disk = PowerDisk::mount(scratch.folder("disk"));
         let folder = disk.path().join("staging");
         fs::create_dir(&folder).and_then(|()| File::open(disk.path())?.sync_all()).expect("a folder");
         let state = home.folder("home/state/forebay");
         std::os::unix::fs::symlink(&folder, state.join("staging")).expect("a link");
-        let load = Load { options: WRITEBACK, ..Load::of(&home, variant_rounds()) };
+        let load = Load { options: WRITEBACK, settings: &[SOON], ..Load::of(&home, variant_rounds()) };
         load_and_kill(&bucket, || disk.fail(), load).await;
     }
 }
@@ -148,13 +181,10 @@ async fn a_load_staged_on_a_disk_whose_power_fails_keeps_what_was_synced() {
 /// Little enough for the load to reach the ceiling now and then.
 const WRITEBACK: &[&str] = &["--writeback", "--writeback-size", "16MiB"];
 
-/// A place with a home whose mounts upload at any time, in the middle of a load, too.
-fn written_back_soon() -> Scratch {
-    let scratch = Scratch::new();
-    let settings = "[volume.writeback]\ndelay_ms = 20\nopen_ms = 50\n";
-    fs::write(scratch.folder("home/config/forebay").join("forebay.toml"), settings).expect("settings");
-    scratch
-}
+/// Mounts upload at any time, in the middle of a load, too.
+const SOON: &str = "[volume.writeback]\ndelay_ms = 20\nopen_ms = 50\n";
+/// Little is in memory before it leaves for the store.
+const EARLY: &str = "[volume.write]\nbuffer_bytes = 65536\n";
 
 /// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -194,6 +224,8 @@ struct Load<'a> {
     /// Small files share segments, and are compacted while they are written.
     is_packed: bool,
     options: &'a [&'a str],
+    /// What `forebay.toml` of each home says.
+    settings: &'a [&'a str],
     variables: &'a [(String, String)],
     /// What all requests go through; in every third round, from its load to the next one's, they are in trouble.
     door: Option<&'a Door>,
@@ -202,7 +234,7 @@ struct Load<'a> {
 
 impl<'a> Load<'a> {
     fn of(scratch: &'a Scratch, rounds: usize) -> Self {
-        Self { scratch, is_packed: false, options: &[], variables: &[], door: None, rounds }
+        Self { scratch, is_packed: false, options: &[], settings: &[], variables: &[], door: None, rounds }
     }
 }
 
@@ -221,10 +253,10 @@ async fn load_and_kill_over_s3(server: &Server, bucket: &Bucket, load: Load<'_>)
 
 /// Kills the mount under a load, so many rounds; `after` is what happens to its store then.
 async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>) {
-    let Load { scratch, is_packed, options, variables, door, rounds } = load;
+    let Load { scratch, is_packed, options, settings, variables, door, rounds } = load;
     let (mut rng, keeps_state) = (Seeded::new(), options.contains(&"--writeback"));
     let (url, folder) = (bucket.url().to_string(), scratch.join("mnt"));
-    let mut home = scratch.join("home");
+    let mut home = furnished(scratch, "home", settings);
     let mut mount = Mount::new(&home, &url, &folder, options, variables);
     if is_packed {
         let words = ["volume", "policy", &folder.display().to_string(), "packed"];
@@ -270,7 +302,7 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
         check_objects(bucket, &writers, || mount.log()).await;
         if !keeps_state && round % 2 == 1 {
             fs::remove_dir_all(&home).expect("the state and the cache go");
-            home = scratch.join(&format!("home-{round}"));
+            home = furnished(scratch, &format!("home-{round}"), settings);
         }
         mount.remount(&home);
         check_volume(&home, &url, variables, LEFT_BY_THE_DEAD);
@@ -287,6 +319,13 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
     check_volume(&home, &url, variables, &[]);
     mount.unmount();
     check_objects(bucket, &writers, || mount.log()).await;
+}
+
+/// A home whose mounts have these settings.
+fn furnished(scratch: &Scratch, name: &str, settings: &[&str]) -> PathBuf {
+    let folder = scratch.folder(&format!("{name}/config/forebay"));
+    fs::write(folder.join("forebay.toml"), settings.concat()).expect("settings");
+    scratch.join(name)
 }
 
 /// Nothing is wrong with the volume but findings of the kinds in `left`.

@@ -243,7 +243,10 @@ impl Meeting {
             self.is_whole.store(false, Ordering::SeqCst);
         }
         self.all.wait();
-        filled.map(|_| self.is_whole.load(Ordering::SeqCst))
+        let is_whole = self.is_whole.load(Ordering::SeqCst);
+        // Nobody says anything of the next meeting before all have heard of this one.
+        self.all.wait();
+        filled.map(|_| is_whole)
     }
 }
 

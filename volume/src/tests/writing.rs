@@ -40,8 +40,8 @@ fn a_sequential_write_is_one_upload_and_no_other_request() {
     });
 }
 
-/// Promise S5: an object shows what is written front to back once somebody closes, syncs, reads or renames the file, or writes
-/// elsewhere in it: then as it was before that write.
+/// Promise S5: an object shows what is written front to back once somebody syncs, reads or renames the file, where more files
+/// are written at once than `--memory` has room for, or once somebody writes elsewhere in it: then as it was before that write.
 #[test]
 fn no_object_shows_a_file_in_the_middle_of_a_write() {
     run(async {
