@@ -20,7 +20,7 @@ mod mounted;
 pub use bucket::TestBucket;
 pub use compare::{assert_same_trees, differences};
 pub use door::{Door, Manner, Trouble};
-pub use mount::{DISK_CACHE, Mount};
+pub use mount::{DISK_CACHE, EARLY, EARLY_AND_SOON, Mount, SOON};
 pub use mounted::Mounted;
 pub use process::{Forebay, Outcome, shell};
 pub use sample::{Names, noise, sample_tree};

@@ -15,6 +15,13 @@ const DEADLINE: Duration = Duration::from_secs(60);
 /// Options of a mount that has a cache on disk below its home, small enough for blocks to be thrown out.
 pub const DISK_CACHE: &[&str] = &["--cache-dir", "{home}/blocks", "--cache-size", "64MiB"];
 
+/// A configuration with which most files are uploads while they are written.
+pub const EARLY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/configurations/early.toml");
+/// One with which what is written back leaves at any time.
+pub const SOON: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/configurations/soon.toml");
+/// Both.
+pub const EARLY_AND_SOON: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/configurations/early-and-soon.toml");
+
 /// A `forebay mount` in the foreground, unmounted on drop.
 #[derive(Debug)]
 pub struct Mount {

@@ -1,7 +1,7 @@
 //! A mount that is killed in the middle of a load, again and again: what was synced is there, nothing is half there.
 
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,8 @@ use forebay_io::object::Bucket;
 use forebay_tests::s3::Server;
 use forebay_tests::settings::skip;
 use forebay_tests::{
-    DISK_CACHE, Door, Forebay, Manner, Mount, Scratch, Seeded, TestBucket, require_fuse, scale,
+    DISK_CACHE, Door, EARLY, EARLY_AND_SOON, Forebay, Manner, Mount, SOON, Scratch, Seeded, TestBucket,
+    require_fuse, scale,
 };
 use futures::StreamExt;
 use rand::RngExt;
@@ -66,7 +67,7 @@ async fn a_load_that_leaves_early_and_is_killed_keeps_what_was_synced() {
     if require_fuse("a_load_that_leaves_early_and_is_killed_keeps_what_was_synced") {
         let (scratch, home) = (Scratch::new(), Scratch::new());
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
-        let load = Load { settings: &[EARLY], ..Load::of(&home, variant_rounds()) };
+        let load = Load { options: &["--config", EARLY], ..Load::of(&home, variant_rounds()) };
         load_and_kill(&bucket, || {}, load).await;
     }
 }
@@ -105,12 +106,7 @@ async fn a_load_on_packed_directories_that_is_written_back_and_killed_keeps_what
     if require_fuse("a_load_on_packed_directories_that_is_written_back_and_killed_keeps_what_was_synced") {
         let (scratch, home) = (Scratch::new(), Scratch::new());
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
-        let load = Load {
-            is_packed: true,
-            options: WRITEBACK,
-            settings: &[SOON],
-            ..Load::of(&home, variant_rounds())
-        };
+        let load = Load { is_packed: true, options: WRITEBACK, ..Load::of(&home, variant_rounds()) };
         load_and_kill(&bucket, || {}, load).await;
     }
 }
@@ -121,7 +117,7 @@ async fn a_load_that_is_written_back_and_killed_keeps_what_was_synced() {
     if require_fuse("a_load_that_is_written_back_and_killed_keeps_what_was_synced") {
         let (scratch, home) = (Scratch::new(), Scratch::new());
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
-        let load = Load { options: WRITEBACK, settings: &[SOON], ..Load::of(&home, variant_rounds()) };
+        let load = Load { options: WRITEBACK, ..Load::of(&home, variant_rounds()) };
         load_and_kill(&bucket, || {}, load).await;
     }
 }
@@ -134,9 +130,7 @@ async fn a_load_that_leaves_early_and_is_written_back_and_killed_keeps_what_was_
     if require_fuse("a_load_that_leaves_early_and_is_written_back_and_killed_keeps_what_was_synced") {
         let (scratch, home) = (Scratch::new(), Scratch::new());
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
-        let options = &["--writeback", "--writeback-size", "1MiB"];
-        let settings = &[SOON, EARLY];
-        let load = Load { options, settings, ..Load::of(&home, variant_rounds()) };
+        let load = Load { options: EARLY_WRITEBACK, ..Load::of(&home, variant_rounds()) };
         load_and_kill(&bucket, || {}, load).await;
     }
 }
@@ -155,7 +149,7 @@ async fn a_load_on_s3_that_is_written_back_and_killed_keeps_what_was_synced() {
         load_and_kill_over_s3(
             &server,
             &bucket,
-            Load { options: &options, settings: &[SOON], ..Load::of(&home, variant_rounds()) },
+            Load { options: &options, ..Load::of(&home, variant_rounds()) },
         )
         .await;
     }
@@ -173,18 +167,15 @@ async fn a_load_staged_on_a_disk_whose_power_fails_keeps_what_was_synced() {
         fs::create_dir(&folder).and_then(|()| File::open(disk.path())?.sync_all()).expect("a folder");
         let state = home.folder("home/state/forebay");
         std::os::unix::fs::symlink(&folder, state.join("staging")).expect("a link");
-        let load = Load { options: WRITEBACK, settings: &[SOON], ..Load::of(&home, variant_rounds()) };
+        let load = Load { options: WRITEBACK, ..Load::of(&home, variant_rounds()) };
         load_and_kill(&bucket, || disk.fail(), load).await;
     }
 }
 
-/// Little enough for the load to reach the ceiling now and then.
-const WRITEBACK: &[&str] = &["--writeback", "--writeback-size", "16MiB"];
-
-/// Mounts upload at any time, in the middle of a load, too.
-const SOON: &str = "[volume.writeback]\ndelay_ms = 20\nopen_ms = 50\n";
-/// Little is in memory before it leaves for the store.
-const EARLY: &str = "[volume.write]\nbuffer_bytes = 65536\n";
+/// Little enough for the load to reach the ceiling now and then; uploaded at any time, in the middle of it, too.
+const WRITEBACK: &[&str] = &["--writeback", "--writeback-size", "16MiB", "--config", SOON];
+/// The same of which most leaves for the store while it is written.
+const EARLY_WRITEBACK: &[&str] = &["--writeback", "--writeback-size", "1MiB", "--config", EARLY_AND_SOON];
 
 /// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -224,8 +215,6 @@ struct Load<'a> {
     /// Small files share segments, and are compacted while they are written.
     is_packed: bool,
     options: &'a [&'a str],
-    /// What `forebay.toml` of each home says.
-    settings: &'a [&'a str],
     variables: &'a [(String, String)],
     /// What all requests go through; in every third round, from its load to the next one's, they are in trouble.
     door: Option<&'a Door>,
@@ -234,7 +223,7 @@ struct Load<'a> {
 
 impl<'a> Load<'a> {
     fn of(scratch: &'a Scratch, rounds: usize) -> Self {
-        Self { scratch, is_packed: false, options: &[], settings: &[], variables: &[], door: None, rounds }
+        Self { scratch, is_packed: false, options: &[], variables: &[], door: None, rounds }
     }
 }
 
@@ -253,10 +242,10 @@ async fn load_and_kill_over_s3(server: &Server, bucket: &Bucket, load: Load<'_>)
 
 /// Kills the mount under a load, so many rounds; `after` is what happens to its store then.
 async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>) {
-    let Load { scratch, is_packed, options, settings, variables, door, rounds } = load;
+    let Load { scratch, is_packed, options, variables, door, rounds } = load;
     let (mut rng, keeps_state) = (Seeded::new(), options.contains(&"--writeback"));
     let (url, folder) = (bucket.url().to_string(), scratch.join("mnt"));
-    let mut home = furnished(scratch, "home", settings);
+    let mut home = scratch.join("home");
     let mut mount = Mount::new(&home, &url, &folder, options, variables);
     if is_packed {
         let words = ["volume", "policy", &folder.display().to_string(), "packed"];
@@ -302,7 +291,7 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
         check_objects(bucket, &writers, || mount.log()).await;
         if !keeps_state && round % 2 == 1 {
             fs::remove_dir_all(&home).expect("the state and the cache go");
-            home = furnished(scratch, &format!("home-{round}"), settings);
+            home = scratch.join(&format!("home-{round}"));
         }
         mount.remount(&home);
         check_volume(&home, &url, variables, LEFT_BY_THE_DEAD);
@@ -319,13 +308,6 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
     check_volume(&home, &url, variables, &[]);
     mount.unmount();
     check_objects(bucket, &writers, || mount.log()).await;
-}
-
-/// A home whose mounts have these settings.
-fn furnished(scratch: &Scratch, name: &str, settings: &[&str]) -> PathBuf {
-    let folder = scratch.folder(&format!("{name}/config/forebay"));
-    fs::write(folder.join("forebay.toml"), settings.concat()).expect("settings");
-    scratch.join(name)
 }
 
 /// Nothing is wrong with the volume but findings of the kinds in `left`.

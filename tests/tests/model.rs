@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use forebay_tests::cloud::Cloud;
 use forebay_tests::s3::Server;
 use forebay_tests::settings::skip;
-use forebay_tests::{DISK_CACHE, Door, Scratch, Seeded, require_fuse, scale};
+use forebay_tests::{DISK_CACHE, Door, EARLY, EARLY_AND_SOON, Scratch, Seeded, require_fuse, scale};
 use rand::RngExt;
 
 #[path = "model/operation.rs"]
@@ -60,7 +60,7 @@ impl Case<'_> {
             let mount = make(&format!("{url}/{plays}"), self.options, self.variables);
             let mut subjects: Vec<Box<dyn Subject>> = vec![Box::new(mount)];
             if self.layer {
-                subjects.push(Box::new(Unmounted::new()));
+                subjects.push(Box::new(Unmounted::new(false)));
             }
             subjects
         });
@@ -93,16 +93,26 @@ fn random_operations_do_what_a_plain_folder_does() {
     case.compare_on_folder("random_operations_do_what_a_plain_folder_does", 3 * scale());
 }
 
+/// The same where files leave for the store in the middle of what is done to them.
+#[test]
+fn random_operations_on_what_leaves_early_do_what_a_plain_folder_does() {
+    let test = "random_operations_on_what_leaves_early_do_what_a_plain_folder_does";
+    Case { options: &["--config", EARLY], ..Case::default() }.compare_on_folder(test, 2 * scale());
+    let options = &["--writeback", "--writeback-size", "1MiB", "--config", EARLY_AND_SOON];
+    Case { options, ..Case::default() }.compare_on_folder(test, 2 * scale());
+}
+
 /// The same without a mount, which is fast.
 #[test]
 fn random_operations_on_the_layer_without_a_kernel_do_what_a_plain_folder_does() {
     if !can_run("random_operations_on_the_layer_without_a_kernel_do_what_a_plain_folder_does") {
         return;
     }
-    for _ in 0..4 * scale() {
+    for round in 0..4 * scale() {
         let mut rng = Seeded::new();
         let operations = sequence(&mut *rng, 2);
-        let checked = check(&operations, || vec![Box::new(Unmounted::new())]);
+        // In every second round files leave for the store in the middle of what is done to them.
+        let checked = check(&operations, || vec![Box::new(Unmounted::new(round % 2 == 1))]);
         checked.unwrap_or_else(|failure| panic!("{failure}"));
     }
 }

@@ -6,7 +6,9 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use forebay_tests::settings::{skip, tool};
-use forebay_tests::{DISK_CACHE, Mounted, Seeded, is_long, require_fuse, scale, shell};
+use forebay_tests::{
+    DISK_CACHE, EARLY, EARLY_AND_SOON, Mounted, Seeded, is_long, require_fuse, scale, shell,
+};
 use rand::RngExt;
 
 /// Whether `test` has the programs and rights that it needs.
@@ -184,6 +186,21 @@ fn fsx_finds_no_wrong_byte_in_what_is_written_back() {
         let mounted = Mounted::folder(&["--writeback", "--writeback-size", "16MiB"]);
         run_fsx(&program, &mounted, &mut Seeded::new(), fsx_runs(), 10);
         mounted.end();
+    }
+}
+
+/// Nor where files leave for the store in the middle of what it does.
+#[test]
+fn fsx_finds_no_wrong_byte_in_what_leaves_early() {
+    if let Some(program) = ready("fsx_finds_no_wrong_byte_in_what_leaves_early", "fsx", false) {
+        for options in [
+            &["--config", EARLY][..],
+            &["--writeback", "--writeback-size", "1MiB", "--config", EARLY_AND_SOON],
+        ] {
+            let mounted = Mounted::folder(options);
+            run_fsx(&program, &mounted, &mut Seeded::new(), fsx_runs(), 10);
+            mounted.end();
+        }
     }
 }
 

@@ -35,6 +35,8 @@ const REQUEST_BYTES: usize = 1 << 20;
 pub(crate) struct Layer {
     runtime: Runtime,
     source: String,
+    /// Whether files leave for the store while they are written.
+    early: bool,
     fs: Arc<FileSystem>,
     volume: Arc<Volume>,
     open: HashMap<usize, Descriptor>,
@@ -85,27 +87,30 @@ struct Place {
 }
 
 /// Listings expire at once and are not waited for, so that they come between and beside all steps.
-async fn assemble(source: &str, home: &Path) -> (Arc<FileSystem>, Arc<Volume>) {
+async fn assemble(source: &str, home: &Path, early: bool) -> (Arc<FileSystem>, Arc<Volume>) {
     let mut settings = VolumeSettings { state_directory: home.to_owned(), ..VolumeSettings::default() };
     (settings.import.ttl_ms, settings.import.relist_wait_ms) = (0, 0);
+    if early {
+        settings.write.buffer_bytes = 64 << 10;
+    }
     let volume = connect(source, settings).await.expect("a volume");
     let policy = Policy { dataset: false, ttl: Policy::LIVE_TTL, relatime: false };
     (Arc::new(FileSystem::new(volume.clone(), policy, Clock::system())), volume)
 }
 
 impl Layer {
-    /// Over the volume that `source` names, with its state below `home`.
-    pub(crate) fn new(source: &str, home: &Path) -> Self {
+    /// Over the volume that `source` names, with its state below `home`. Files leave for the store `early`, if they are to.
+    pub(crate) fn new(source: &str, home: &Path, early: bool) -> Self {
         let runtime = Runtime::new().expect("a runtime");
-        let (fs, volume) = runtime.block_on(assemble(source, home));
+        let (fs, volume) = runtime.block_on(assemble(source, home, early));
         let (open, references, mapped) = (HashMap::new(), Vec::new(), None);
-        Self { runtime, source: source.to_owned(), fs, volume, open, opened: 0, references, mapped }
+        Self { runtime, source: source.to_owned(), early, fs, volume, open, opened: 0, references, mapped }
     }
 
     /// Ends as a mount does, with nothing open, and begins anew.
     pub(crate) fn reopen(&mut self, home: &Path) {
         self.end();
-        (self.fs, self.volume) = self.runtime.block_on(assemble(&self.source, home));
+        (self.fs, self.volume) = self.runtime.block_on(assemble(&self.source, home, self.early));
     }
 
     /// Ends as a mount does, with nothing open.

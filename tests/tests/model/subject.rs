@@ -107,10 +107,11 @@ pub(crate) struct Unmounted {
 }
 
 impl Unmounted {
-    pub(crate) fn new() -> Self {
+    /// One of which files leave for the store while they are written, if they do so `early`.
+    pub(crate) fn new(early: bool) -> Self {
         let scratch = Scratch::new();
         let source = format!("file://{}", scratch.folder("bucket").display());
-        let program = Program::new(Layer::new(&source, &scratch.folder("home")));
+        let program = Program::new(Layer::new(&source, &scratch.folder("home"), early));
         Self { program, scratch, moves: 0 }
     }
 }
