@@ -44,6 +44,8 @@ pub struct Faults(Arc<Mutex<Script>>);
 struct Script {
     /// Requests seen since the last entry for that kind was made, and the entries left.
     scripted: BTreeMap<OperationKind, (u64, Vec<(u64, FaultMode)>)>,
+    /// What must be in the key of a request for it to count among those; empty for all.
+    part: String,
     random: Option<(Rng, f64)>,
     down: bool,
     /// How many requests are let through before the process is cut off from the store.
@@ -97,6 +99,12 @@ impl Faults {
         self
     }
 
+    /// What is scripted is of requests with `part` in their keys: others are neither counted nor go wrong.
+    pub fn of_keys_with(&self, part: &str) -> &Self {
+        part.clone_into(&mut self.0.lock().part);
+        self
+    }
+
     /// The `nth` request of any kind from now (1 is the next one) waits until the gate is opened.
     pub fn gate(&self, nth: u64) -> Gate {
         let gate = Gate::default();
@@ -134,11 +142,13 @@ impl Faults {
         self.0.lock().injected
     }
 
-    fn next(&self, kind: OperationKind) -> Option<FaultMode> {
+    fn next(&self, kind: OperationKind, subject: impl FnOnce() -> String) -> Option<FaultMode> {
         let mut script = self.0.lock();
+        let counts = script.part.is_empty() || subject().contains(&script.part);
         let (seen, entries) = script.scripted.entry(kind).or_default();
-        *seen += 1;
-        let due = entries.iter().position(|(nth, _)| nth == seen).map(|index| entries.remove(index).1);
+        *seen += u64::from(counts);
+        let due = entries.iter().position(|(nth, _)| counts && nth == seen);
+        let due = due.map(|index| entries.remove(index).1);
         let random = script.random.as_ref().and_then(|(rng, probability)| {
             let mode =
                 if rng.chance(0.5) { FaultMode::Before } else { FaultMode::BreakBody(rng.below(4096)) };
@@ -169,7 +179,7 @@ impl Service for Failing {
             latch.reached.notify_one();
             latch.opened.notified().await;
         }
-        match self.faults.next(kind) {
+        match self.faults.next(kind, || request.subject()) {
             None => self.next.call(request).await,
             Some(FaultMode::Before) => Err(Fault::Injected("the store cannot be reached").into()),
             Some(FaultMode::Hang) => std::future::pending().await,
