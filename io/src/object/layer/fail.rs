@@ -105,6 +105,11 @@ impl Faults {
         self
     }
 
+    /// How many requests of `kind` came so far, of those that count.
+    pub fn seen(&self, kind: OperationKind) -> u64 {
+        self.0.lock().scripted.get(&kind).map_or(0, |(seen, _)| *seen)
+    }
+
     /// The `nth` request of any kind from now (1 is the next one) waits until the gate is opened.
     pub fn gate(&self, nth: u64) -> Gate {
         let gate = Gate::default();
