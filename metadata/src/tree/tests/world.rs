@@ -313,11 +313,7 @@ impl World {
                 std::fs::create_dir_all(&path).expect("a folder");
                 Arc::new(LmdbEngine::open(&path, &LmdbSettings::default()).await?)
             }
-            Kind::Slate => {
-                // Little, so that changes leave for tables, and those are merged, in the middle of a test.
-                let settings = SlateSettings { table_bytes: 32 << 10, ..SlateSettings::default() };
-                Arc::new(SlateEngine::open(self.bucket(), &settings).await?)
-            }
+            Kind::Slate => Arc::new(SlateEngine::open(self.bucket(), &SlateSettings::default()).await?),
         })
     }
 
