@@ -13,6 +13,8 @@ use super::{CALLER, Descriptor, Layer, Mapped, OWNER, Place, REQUEST_BYTES};
 
 /// Entries that one READDIR takes: few, so that listings go on from where they were.
 const TAKEN: usize = 3;
+/// Bytes of the longest name: NAME_MAX of limits.h.
+const NAME_MAX: usize = 255;
 
 fn is_list(name: &str) -> bool {
     name == List::ACCESS || name == List::DEFAULT
@@ -291,9 +293,13 @@ impl Calls for Layer {
             return Err(libc::EINVAL);
         }
         // Both directories are looked for before both names.
+        let is_long = |path: &Path| path.file_name().is_some_and(|name| name.len() > NAME_MAX);
         let (from, to) = match (self.walk(from, false), self.walk(to, false)) {
-            (Err(libc::ENAMETOOLONG), Err(errno)) | (Err(errno), _) => return Err(errno),
-            (Ok(Place { found: None, .. }), Err(libc::ENAMETOOLONG)) => return Err(libc::ENOENT),
+            (Err(libc::ENAMETOOLONG), Err(errno)) if is_long(from) => return Err(errno),
+            (Err(errno), _) => return Err(errno),
+            (Ok(Place { found: None, .. }), Err(libc::ENAMETOOLONG)) if is_long(to) => {
+                return Err(libc::ENOENT);
+            }
             (from, to) => (from?, to?),
         };
         let source = from.found.as_ref().ok_or(libc::ENOENT)?.ino;
