@@ -18,6 +18,26 @@ pub(crate) struct Found {
     pub(crate) bytes: Arc<Vec<u8>>,
 }
 
+/// Which file is which inode. Two files may well hold the same bytes.
+#[derive(Default)]
+pub(crate) struct Pairs {
+    inodes: BTreeMap<usize, u64>,
+    files: BTreeMap<u64, usize>,
+}
+
+impl Pairs {
+    /// Whether the file may be the inode, as it is from then on.
+    pub(crate) fn fits(&mut self, file: usize, inode: u64) -> bool {
+        let known = (self.inodes.get(&file), self.files.get(&inode));
+        if known == (None, None) {
+            self.inodes.insert(file, inode);
+            self.files.insert(inode, file);
+            return true;
+        }
+        known == (Some(&inode), Some(&file))
+    }
+}
+
 /// A directory's files: for each name which file it is, for each file its bytes.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct State {
@@ -48,13 +68,10 @@ impl State {
     /// that it may have.
     pub(crate) fn left_as(&self, seen: &Seen) -> Option<Self> {
         let mut found = Self { names: self.names.clone(), ..Self::default() };
-        let (mut inodes, mut files) = (BTreeMap::new(), BTreeMap::new());
+        let mut pairs = Pairs::default();
         for (name, file) in &self.names {
             let Found { inode, bytes } = seen.get(*name)?;
-            // Two files may well hold the same.
-            let is_one = inodes.entry(*file).or_insert(*inode) == inode
-                && files.entry(*inode).or_insert(*file) == file;
-            if !is_one || !self.may_hold(*file, bytes) {
+            if !pairs.fits(*file, *inode) || !self.may_hold(*file, bytes) {
                 return None;
             }
             found.files.entry(*file).or_insert_with(|| bytes.clone());

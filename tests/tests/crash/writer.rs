@@ -17,7 +17,7 @@ use rand::rngs::StdRng;
 use rustix::fs::{CWD, FallocateFlags, RenameFlags, copy_file_range, fallocate, renameat_with};
 
 use super::operation::{HELD, Operation, operation};
-use super::state::{DIRECTORIES, Found, NAMES, Seen, State, laid_over, turned};
+use super::state::{DIRECTORIES, Found, NAMES, Pairs, Seen, State, laid_over, turned};
 
 /// Contents that are kept to be told of.
 const LATELY: usize = 100;
@@ -456,11 +456,11 @@ impl Writer {
         if !state.names.keys().all(|name| seen.contains_key(*name)) {
             return None;
         }
-        let (mut stayed, mut numbers, mut found) = (BTreeMap::new(), BTreeMap::new(), State::default());
+        let (mut pairs, mut numbers, mut found) = (Pairs::default(), BTreeMap::new(), State::default());
         for (name, Found { inode, bytes }) in seen {
             let file = state.names.get(name.as_str()).filter(|file| state.may_hold(**file, bytes));
             // Else the name is another file's by now.
-            let is_it = file.is_some_and(|file| stayed.entry(*file).or_insert(*inode) == inode);
+            let is_it = file.is_some_and(|file| pairs.fits(*file, *inode));
             let name = NAMES.iter().find(|known| *known == name).filter(|_| is_it || came(name, bytes))?;
             let number = *numbers.entry(*inode).or_insert_with(|| {
                 self.files += 1;
