@@ -22,7 +22,8 @@ impl Volume {
     ///
     /// Parts on their way give their memory back by themselves. What an upload keeps after [`Upload::relieve`] is
     /// less than the least part, so waiting is safe as long as that much for every upload leaves room for `bytes`;
-    /// otherwise uploads are completed early, and their files sealed later.
+    /// otherwise uploads are completed early, and their files sealed later. Files of which nothing has left yet are spared
+    /// for a moment while more is on its way than they hold: what leaves them now has to be copied when they are sealed.
     ///
     /// # Errors
     /// `Unavailable` when the store does not take what one file holds: it would take no other's.
@@ -35,20 +36,31 @@ impl Volume {
         let mut granted = pin!(self.budget.acquire(Class::Write, bytes));
         let mut pause = FIRST_PAUSE;
         loop {
-            let open = self.open_inodes();
+            let mut open = self.open_inodes();
+            open.sort_by_cached_key(|inode| inode.look(Content::readable));
             let uploads = open.iter().filter(|inode| !inode.look(Content::readable)).count() as u64;
             let finish = uploads * MIN_PART_BYTES + bytes > self.budget.largest();
+            let beginnings: u64 = open.iter().map(|inode| inode.look(Content::dirty)).sum();
+            let mut kept = beginnings;
             let mut failure = None;
             for inode in open {
                 if let Poll::Ready(permit) = futures::poll!(granted.as_mut()) {
                     return Ok(permit);
                 }
-                // It sticks to its own file; here it matters only if there is no room without it.
-                if let Err(error) = inode.relieve(finish).await {
-                    let is_away = error.kind() == ErrorKind::Unavailable;
-                    failure = Some(error);
-                    if is_away {
-                        break;
+                let is_beginning = inode.look(Content::dirty) > 0;
+                if is_beginning && pause < LONGEST_PAUSE && self.budget.used(Class::Write) > kept + beginnings
+                {
+                    break;
+                }
+                match inode.relieve(finish).await {
+                    Ok(bytes) => kept += bytes,
+                    // It sticks to its own file; here it matters only if there is no room without it.
+                    Err(error) => {
+                        let is_away = error.kind() == ErrorKind::Unavailable;
+                        failure = Some(error);
+                        if is_away {
+                            break;
+                        }
                     }
                 }
             }

@@ -190,15 +190,14 @@ impl Upload {
         state.send_full_parts().await
     }
 
-    /// Sends what is held back now, though it may be less than a part, if it is enough for a part of its own. Says
-    /// whether anything was sent. Cancel-safe.
-    pub async fn relieve(&mut self) -> Result<bool> {
+    /// Sends what is held back now, though it may be less than a part, if it is enough for a part of its own. Returns
+    /// the bytes that stay. Cancel-safe.
+    pub async fn relieve(&mut self) -> Result<u64> {
         let state = self.state();
-        let enough = state.pending_bytes >= MIN_PART_BYTES;
         while state.pending_bytes >= MIN_PART_BYTES {
             state.send_part(state.pending_bytes.min(state.part_bytes().max(MIN_PART_BYTES))).await?;
         }
-        state.check().map(|()| enough)
+        state.check().map(|()| state.pending_bytes)
     }
 
     /// Appends `range` of another object of the bucket without moving its bytes through this host, except for the

@@ -20,23 +20,24 @@ pub(super) struct Stream {
 
 impl OpenInode {
     /// Frees the memory that written bytes take: a running upload sends what it holds back, or is completed when
-    /// `finish` says so, and inline bytes go to a blob of their own. Does nothing where somebody has the turn, and so never
-    /// waits for another writer: that one brings the bytes to the store itself, or is done soon.
-    pub(crate) async fn relieve(&self, finish: bool) -> Result<()> {
+    /// `finish` says so, and inline bytes go to a blob of their own. Returns the bytes that the upload goes on holding
+    /// back: too few for a part. Does nothing where somebody has the turn, and so never waits for another writer: that one
+    /// brings the bytes to the store itself, or is done soon.
+    pub(crate) async fn relieve(&self, finish: bool) -> Result<u64> {
         if self.look(|content| content.dirty() == 0 && content.readable()) {
-            return Ok(());
+            return Ok(0);
         }
-        let Ok(mut writer) = self.writer.try_lock() else { return Ok(()) };
+        let Ok(mut writer) = self.writer.try_lock() else { return Ok(0) };
         if finish {
             self.finish_stream(&mut writer).await?;
         }
         if let Some(stream) = &mut writer.stream {
             return match stream.upload.relieve().await {
-                Ok(_) => Ok(()),
+                Ok(kept) => Ok(kept),
                 Err(error) => Err(self.lose_stream(&mut writer, error).await),
             };
         }
-        self.pack(&mut writer).await
+        self.pack(&mut writer).await.map(|()| 0)
     }
 
     /// Moves inline bytes out of memory: onto the local disk where they are staged, else into a running upload if they

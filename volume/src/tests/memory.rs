@@ -1,11 +1,13 @@
 //! Writers at the ceiling of memory: each gets its turn, whatever others do or leave undone.
 
+use std::pin::pin;
+
 use forebay_core::units::MIB;
 use forebay_io::mem::{Budget, Class};
-use forebay_io::object::{Bucket, Faults};
+use forebay_io::object::{Bucket, Faults, OperationKind};
 use futures::FutureExt;
 
-use super::support::{Fixture, create, pattern, run};
+use super::support::{Fixture, create, object, pattern, run};
 use crate::inode::Position;
 
 /// Room for 12 MiB that are being written, and files that keep 8 MiB of them in memory.
@@ -54,6 +56,38 @@ fn a_writer_without_room_comes_back_to_files_that_were_filled_meanwhile() {
         volume.close().await.expect("close");
         assert_eq!(fixture.budget.used(Class::Write), 0);
         assert!(fixture.budget.peak() <= 16 * MIB);
+    });
+}
+
+/// Promise: files written side by side stay one upload each at the ceiling. One that was begun while others' parts filled
+/// memory lost its beginning to a blob of its own, and was copied when it was sealed.
+#[test]
+fn a_beginning_stays_in_memory_while_more_is_on_its_way() {
+    run(async {
+        let faults = Faults::new();
+        let mut fixture = narrow(&faults);
+        fixture.budget = Budget::new(32 * MIB);
+        let volume = fixture.open().await;
+        let (big, begun) = (create(&volume, "big").await, create(&volume, "begun").await);
+        // The request that begins the upload, and its first part.
+        let gate = faults.gate(2);
+        big.write(0, pattern(1, 0..9 * MIB)).await.expect("write");
+        gate.reached().await;
+        let about_to_be_written = volume.charge_write(8 * MIB).await.expect("room");
+        begun.write(0, pattern(2, 0..3 * MIB)).await.expect("write");
+        let mut next = pin!(begun.write(3 * MIB, pattern(2, 3 * MIB..9 * MIB)));
+        assert!(futures::poll!(next.as_mut()).is_pending());
+        gate.open();
+        next.await.expect("write");
+        drop(about_to_be_written);
+        for file in [&big, &begun] {
+            file.release().await.expect("release");
+        }
+        for (name, seed) in [("big", 1), ("begun", 2)] {
+            assert!(object(&fixture.bucket, name).await == pattern(seed, 0..9 * MIB), "{name}");
+        }
+        assert_eq!(fixture.bucket.counters().of(OperationKind::CopyPart).requests, 0);
+        volume.close().await.expect("close");
     });
 }
 
