@@ -254,8 +254,16 @@ impl Local {
     }
 
     /// A rank's part of a step: its seal, and where its shard is read, which is as long as sealed and else unchecked.
+    ///
+    /// # Errors
+    /// `NotFound`, also where another number of ranks saved the step.
     pub async fn part(&self, step: &HeldStep, rank: u32, world_size: u32) -> Result<(Held, LocalShard)> {
-        let held = self.seal(step, rank, world_size).await?;
+        let held = match self.seal(step, rank, world_size).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                return Err(self.other_ranks(step, world_size).await?.unwrap_or(error));
+            }
+            held => held?,
+        };
         let (key, size) = (held.key().object(), held.seal.size);
         match self.0.head(&key).await? {
             Some(info) if info.size == size => {
@@ -292,6 +300,19 @@ impl Local {
         let shards = shards.into_iter().map(|object| object.key).filter(is_gone);
         self.0.delete_many(&shards.collect::<Vec<_>>()).await?;
         self.0.sweep_staging(LEAST_AGE, false).await.map(drop)
+    }
+
+    /// Says that another number of ranks than `world_size` saved a step, if one did.
+    async fn other_ranks(&self, step: &HeldStep, world_size: u32) -> Result<Option<Error>> {
+        let notes = self.notes().await?;
+        let its = notes.iter().find(|key| key.step == step.step && key.attempt == attempt_of(&step.start));
+        let count = its.map(|key| key.world_size).filter(|count| *count != world_size);
+        let told = count.map(|count| {
+            let message = format!("it was saved by {count} ranks, and the job has {world_size} now");
+            Error::new(ErrorKind::NotFound, message)
+                .with_hint("`save_now` brings a step of theirs to the store")
+        });
+        Ok(told)
     }
 
     async fn notes(&self) -> Result<Vec<NoteKey>> {

@@ -112,6 +112,8 @@ pub struct Session {
     /// The save that the agent was told is waited for, last.
     awaited: u64,
     pending: VecDeque<Pending>,
+    /// Slots that are written: both, or the first alone.
+    slots: usize,
     /// The newest step that all ranks hold, which no save takes the slot of.
     kept: Option<HeldStep>,
     /// Slots of former arenas that hold a step.
@@ -150,6 +152,7 @@ impl Session {
             last_save: 0,
             awaited: 0,
             pending: VecDeque::new(),
+            slots: SLOTS,
             kept: None,
             former: Vec::new(),
             durable: Vec::new(),
@@ -175,6 +178,12 @@ impl Session {
     /// Has the agent hold sealed steps for so long after this process was killed; said before it is greeted.
     pub fn set_linger(&mut self, linger: Option<Linger>) {
         self.hello.linger = linger;
+    }
+
+    /// Keeps one snapshot in memory in the place of two, where the host has no more: a save waits until all before it are
+    /// committed or given up, and takes their place.
+    pub fn keep_one_snapshot(&mut self) {
+        self.slots = 1;
     }
 
     /// Has the agent send no more than so many bytes a second; said before it is greeted.
@@ -254,7 +263,9 @@ impl Session {
     pub fn prepare(&mut self, bytes: u64, threads: usize) -> Result<()> {
         self.make_room(bytes)?;
         let Some(mut arena) = self.arena.take() else { return Ok(()) };
-        let outcome = arena.free_slots().try_for_each(|slot| self.make_ready(slot, bytes, threads));
+        let slots = self.slots;
+        let outcome = (arena.free_slots().filter(|slot| slot.index() < slots))
+            .try_for_each(|slot| self.make_ready(slot, bytes, threads));
         self.arena = Some(arena);
         outcome
     }
@@ -280,13 +291,20 @@ impl Session {
     /// Whether a snapshot can be begun, even after the agent was heard or `patience` passed.
     pub fn has_room(&mut self, patience: Duration) -> Result<bool> {
         self.take_replies(Duration::ZERO)?;
-        let has_room = |arena: &mut Option<Arena>| {
-            arena.as_mut().is_none_or(|arena| arena.free_slots().next().is_some())
-        };
-        if !has_room(&mut self.arena) {
+        if !self.has_free_slot() {
             self.take_replies(patience)?;
         }
-        Ok(has_room(&mut self.arena))
+        Ok(self.has_free_slot())
+    }
+
+    /// Whether one of the slots that are written is in nobody's use; of a single one, whether no save and no agent needs what
+    /// lies in any memory of this rank's.
+    fn has_free_slot(&self) -> bool {
+        let free = self.arena.as_ref().map_or(SLOTS, |arena| arena.slots().count());
+        match self.slots {
+            1 => free == SLOTS && self.pending.is_empty() && self.inherited.is_empty(),
+            _ => free > 0,
+        }
     }
 
     /// A snapshot to be filled; `None` when no slot is free, even after the agent was heard or `patience` passed. `beside` is
@@ -539,9 +557,24 @@ impl Session {
 
     /// A free slot that may be written; the agent holds it no longer.
     fn take_slot(&mut self) -> Option<Slot> {
+        if self.slots == 1 {
+            return self.take_only_slot();
+        }
         let mut slot = self.arena.as_mut()?.take(self.kept.as_ref())?;
         self.release(&mut slot);
         Some(slot)
+    }
+
+    /// The same of a single one. Nothing is held beside it, which is committed or was given up.
+    fn take_only_slot(&mut self) -> Option<Slot> {
+        if !self.has_free_slot() {
+            return None;
+        }
+        let mut arena = self.arena.take()?;
+        arena.free_slots().for_each(|slot| self.release(slot));
+        let slot = arena.take_only();
+        self.arena = Some(arena);
+        slot
     }
 
     /// Has the agent forget what a slot holds.

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use rand::rngs::StdRng;
+use rand::rngs::{StdRng, SysRng};
 use rand::{Rng as _, SeedableRng};
 
 /// A cryptographically strong random generator; clones share its state.
@@ -15,9 +15,11 @@ use rand::{Rng as _, SeedableRng};
 pub struct Rng(Arc<Mutex<StdRng>>);
 
 impl Rng {
-    /// Seeded by the operating system.
+    /// Seeded by the operating system, and not by a generator of this thread: a forked child would have that of its parent,
+    /// and all children the same names.
     pub fn system() -> Self {
-        Self(Arc::new(Mutex::new(rand::make_rng())))
+        let generator = StdRng::try_from_rng(&mut SysRng).expect("the operating system has random numbers");
+        Self(Arc::new(Mutex::new(generator)))
     }
 
     /// Repeatable: the same seed gives the same numbers.

@@ -131,6 +131,11 @@ impl Session {
         Ok(())
     }
 
+    /// Keeps one snapshot in memory in the place of two.
+    fn keep_one_snapshot(&self, py: Python<'_>) {
+        py.detach(|| self.0.lock().keep_one_snapshot());
+    }
+
     /// Has the agent keep copies of the `keep` newest steps in `directory`, all ranks together no more than `ceiling` bytes
     /// where that is given, as a number with or without a unit. `starts` are the nonces of this start and those
     /// before it that it goes on from, oldest first, with the highest number of a start that this one saw in the store; a step

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import forebay
+from forebay import convert
 
 from .conftest import Child, arenas_of, wait_until
 from .test_crash import is_running
@@ -161,3 +162,20 @@ def test_a_child_forked_beside_a_busy_thread_keeps_no_way_to_the_agent(tmp_path:
     finally:
         os.kill(orphan, signal.SIGKILL)
         end(agent)
+
+
+def test_forked_children_draw_chance_of_their_own(tmp_path: Path) -> None:
+    """All had the numbers of one generator, their parent's: files that several wrote at once had the same names."""
+    torch.save({"t": torch.zeros(3)}, tmp_path / "t.pt")
+
+    def draw(report: Report) -> None:
+        place = tmp_path / str(os.getpid())
+        convert.main([f"pt:{tmp_path / 't.pt'}", str(place)])
+        marks = {os.getxattr(file, "user.forebaywrite").split()[0] for file in place.glob("steps/**/*") if file.is_file()}
+        report(b" ".join(sorted(marks)).decode())
+
+    draw(lambda _: None)
+    children = [Child(draw) for _ in range(2)]
+    marks = [set(child.line().split()) for child in children]
+    assert [child.join() for child in children] == [0, 0]
+    assert marks[0] and marks[1] and not marks[0] & marks[1]

@@ -55,7 +55,7 @@ def train(state: dict[str, Any], checkpointer: forebay.Checkpointer, first: int,
         report(f"sealed {max(sealed)}") if sealed else None
 
 
-def start(place: Path, world_size: int, is_last: bool) -> list[Child]:
+def start(place: Path, world_size: int, is_last: bool, snapshots: int = 2) -> list[Child]:
     """Starts a job, which reports what it does. All but the last one never end."""
 
     def work(rank: int, report: Report) -> None:
@@ -72,7 +72,7 @@ def start(place: Path, world_size: int, is_last: bool) -> list[Child]:
         ):
             warnings.filterwarnings("ignore", f".*{words}", forebay.CheckpointWarning)
         try:
-            checkpointer = forebay.Checkpointer(place, every=1, keep=2, linger=LINGER_S)
+            checkpointer = forebay.Checkpointer(place, every=1, keep=2, linger=LINGER_S, snapshots=snapshots)
             restored = checkpointer.restore(state) or 0
             report(f"restored {restored} as {json.dumps(checkpointer.restored and checkpointer.restored.as_dict())}")
             train(state, checkpointer, restored + 1, report)
@@ -135,11 +135,11 @@ def test_losses_are_bit_equal_after_kills_at_any_moment(tmp_path: Path, world_si
     assert [len(losses) for losses in expected] == [LAST] * world_size
     for number, chance in enumerate(chances(count, most=10 * count)):
         place = tmp_path / str(number)
-        kills = chance.randint(1, 4)
+        kills, snapshots = chance.randint(1, 4), chance.randint(1, 2)
         sealed = saving = 0
         history: list[list[str]] = []
         for attempt in itertools.count():
-            children = start(place, world_size, is_last=attempt == kills)
+            children = start(place, world_size, attempt == kills, snapshots)
             told, losses = outcome(children) if attempt == kills else (killed(children, chance), None)
             restored = {int(line.split()[1]) for lines in told for line in lines if line.startswith("restored")}
             assert len(restored) <= 1, f"start {attempt}: ranks restored {restored}"

@@ -385,6 +385,22 @@ def test_all_ranks_know_a_save_by_one_number(tmp_path: Path) -> None:
     assert numbers[0] != numbers[1] and all(re.fullmatch("[0-9a-f]{16}", known) for known in numbers)
 
 
+def test_a_step_that_only_the_disk_has_is_told_where_another_number_of_ranks_goes_on(gate: Gate, tmp_path: Path) -> None:
+    """Nobody but as many ranks as saved it can commit it: that said which file was missing."""
+    place, disk = f"s3://checkpoints/{tmp_path.name}-{time.time_ns()}", tmp_path / "disk"
+    gate.open()
+    ranks_save(place, disk, 2, gate.shut)
+    gate.open()
+    state = rank_state()
+    with forebay.Checkpointer(place, replicated=["all"], local=disk) as checkpointer:
+        with pytest.warns(forebay.CheckpointWarning, match="the 2 ranks that saved differ"):
+            assert checkpointer.restore(state) == 2
+        with pytest.warns(forebay.CheckpointWarning, match="step 2 stays .*: it was saved by 2 ranks, and the job has 1"):
+            save = checkpointer.save_now(3, state)
+            assert save is not None and save.wait_durable(60)
+            checkpointer.wait()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_that_only_the_disk_has_is_brought_to_the_store(gate: Gate, tmp_path: Path, ranks: int) -> None:
     place, disk = f"s3://checkpoints/{tmp_path.name}-{time.time_ns()}", tmp_path / "disk"

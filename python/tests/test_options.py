@@ -24,6 +24,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "keep": (COUNTS, "a whole number, at least 1, or None"),
     "keep_every": (COUNTS, "a whole number, at least 1, or None"),
     "copy_threads": ([*COUNTS, 10**6], "a whole number, from 1 to 1024, or None"),
+    "snapshots": ([*COUNTS, 3, None], "a whole number, from 1 to 2"),
     "local_keep": ([*COUNTS, None], "a whole number, at least 1"),
     "every_minutes": ([*SECONDS, 0], "a number of minutes, more than 0, to 1e+09, or None"),
     "linger": (SECONDS, "a number of seconds, from 0, to 1e+09, or None"),

@@ -38,6 +38,7 @@ GIVEN: dict[str, Any] = {
     "keep": 2,
     "every_minutes": 60.0,
     "keep_every": 4,
+    "snapshots": 1,
     "on_busy": "skip",
     "on_error": "warn",
     "max_failures": 2,

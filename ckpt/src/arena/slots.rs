@@ -1,7 +1,8 @@
 //! The arena: one piece of shared memory with two slots, reused from save to save.
 //!
-//! Two, so that the newest step that all ranks sealed stays whole while the next one is filled. Pages are faulted in once, before
-//! the first copy, and kept: copying into fresh pages costs several times as much.
+//! Two, so that the newest step that all ranks sealed stays whole while the next one is filled. Where the host has memory for
+//! one snapshot only, the second slot is never written, and takes none. Pages are faulted in once, before the first copy, and
+//! kept: copying into fresh pages costs several times as much.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -52,7 +53,8 @@ thread_local! {
 fn no_memory(bytes: usize, error: &forebay_core::Error) -> forebay_core::Error {
     let message = format!("no memory for a snapshot of {bytes} bytes: {error}");
     forebay_core::Error::new(ErrorKind::NoSpace, message).with_hint(
-        "a checkpointer keeps two copies of the state in host memory: have less beside them, or fewer ranks on a host",
+        "a checkpointer keeps two copies of the state in host memory, or one with snapshots=1: have less beside them, or \
+         fewer ranks on a host",
     )
 }
 
@@ -139,6 +141,17 @@ impl Arena {
         };
         let age = |slot: &&mut Option<Slot>| slot.as_ref().and_then(Slot::held).map(|held| held.seal.save);
         self.free.iter_mut().filter(may_go).min_by_key(age)?.take()
+    }
+
+    /// As [`Arena::take`], where one snapshot is all that there is memory for: the first slot, if neither is in use. The other
+    /// one, which a process that had two may have filled, gives its memory back.
+    pub fn take_only(&mut self) -> Option<Slot> {
+        let [first, others @ ..] = &mut self.free;
+        if others.iter().any(Option::is_none) {
+            return None;
+        }
+        others.iter_mut().flatten().for_each(Slot::give_up);
+        first.take()
     }
 
     /// Gives a slot back; one of another arena is returned.
@@ -232,6 +245,13 @@ impl Slot {
     /// locks, none does.
     pub fn is_being_read(&self) -> bool {
         self.memory.is_leased(slot_range(&self.memory, self.index)).unwrap_or(false)
+    }
+
+    /// Gives the memory back. The caller has let go of what it held.
+    fn give_up(&mut self) {
+        self.pinned = None;
+        mem::give_up(&mut self.mapping);
+        self.populated = 0;
     }
 
     /// The slot's bytes.

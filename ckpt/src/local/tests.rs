@@ -113,6 +113,17 @@ async fn so_many_whole_steps_stay_and_what_is_newer() {
     assert_eq!((steps(&local).await, shards(&local).await), (vec![(named(2, 2), false)], 3), "one stays");
 }
 
+#[tokio::test]
+async fn a_rank_that_was_none_of_a_steps_is_told_how_many_were() {
+    let (_directory, local) = open().await;
+    put(&local, &named(1, 4), &[0, 1]).await;
+    let missing = local.part(&named(1, 4), 0, 3).await.expect_err("of two ranks");
+    assert_eq!(missing.kind(), ErrorKind::NotFound);
+    assert!(missing.to_string().contains("saved by 2 ranks, and the job has 3"), "{missing}");
+    let missing = local.part(&named(1, 5), 0, 3).await.expect_err("no such step");
+    assert!(!missing.to_string().contains("ranks"), "{missing}");
+}
+
 #[test]
 fn copies_are_read_and_damage_is_found() {
     let runtime = tokio::runtime::Runtime::new().expect("runtime");

@@ -95,9 +95,9 @@ impl Session {
         held.into_iter().map(Held::name).collect()
     }
 
-    /// From now on no save takes the slot of `step`, the newest that all ranks hold.
+    /// From now on no save takes the slot of `step`, the newest that all ranks hold; where there is but one, the next does.
     pub fn keep(&mut self, step: Option<HeldStep>) {
-        self.kept = step;
+        self.kept = step.filter(|_| self.slots > 1);
     }
 
     /// Notes that a step in memory is committed; what is in memory no more is forgotten.

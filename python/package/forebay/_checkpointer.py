@@ -59,7 +59,10 @@ class Checkpointer(Saver):
         keep_every: Of the others, those stay that are multiples of it. Pinned ones (`forebay ckpt pin`) stay as well.
         rng: Whether to save and restore the random number generators of Python, numpy and torch as well, those that were
             used before the save.
-        on_busy: What `step` does while both snapshots are still on their way to the store: `wait`, or `skip` the
+        snapshots: Copies of what this rank saves that host memory has room for: 2, one of which is written while the other is on
+            its way to the store; or 1, where two do not fit. Then a save has room once the one before it is committed, or
+            given up, and a job that is killed while it copies goes on from the store.
+        on_busy: What `step` does while all snapshots are still on their way to the store: `wait`, or `skip` the
             save and count it in `skipped`.
         on_error: What a save that failed in the background does: `raise` raises it at the next call of `step`, `save_now`,
             `wait` or `close`; `warn` makes it a `CheckpointWarning`, and the training goes on without that step. What the
@@ -108,11 +111,11 @@ class Checkpointer(Saver):
     Where another one of its URL and rank is in use in this process (a notebook's cell that runs again), a new one with a
     schedule or `on_signal` closes that, and restores what it sealed; any other does so once it restores or saves.
 
-    Host memory: two copies of what this rank saves, whose size is told before the first save (`prepare`).
+    Host memory: two copies of what this rank saves (`snapshots`), whose size is told before the first save (`prepare`).
     """
 
     skipped = 0
-    """Saves that were skipped because both snapshots were busy."""
+    """Saves that were skipped because all snapshots were busy."""
     restored: Optional[Restored] = None
     """What the last `restore` did: which step, from which tier."""
 
@@ -131,6 +134,7 @@ class Checkpointer(Saver):
         on_signal: Names = None,
         allow_pickle: bool = False,
         copy_threads: Optional[int] = None,
+        snapshots: int = SNAPSHOTS,
         agent_log: Optional[Union[str, "os.PathLike[str]"]] = None,
         replicated: Sequence[str] = (),
         ranks: Optional[tuple[int, int]] = None,
@@ -146,7 +150,7 @@ class Checkpointer(Saver):
             every=every, every_minutes=every_minutes, keep=keep, keep_every=keep_every, replicas=replicas, rng=rng,
             copy_threads=copy_threads, on_busy=on_busy, on_error=on_error, max_failures=max_failures, ranks=ranks,
             allow_pickle=allow_pickle, replicated=replicated, patience=patience, linger=linger, flush_rate=flush_rate,
-            local=local, local_keep=local_keep, local_bytes=local_bytes,
+            local=local, local_keep=local_keep, local_bytes=local_bytes, snapshots=snapshots,
         )
         threads = given["copy_threads"] or default_threads()
         outcomes = Outcomes(on_error, given["max_failures"])
@@ -154,7 +158,10 @@ class Checkpointer(Saver):
         place, start, signals = bucket_url(url), new_start(), numbers_of(on_signal)
         group = Ranks(place, given["ranks"], given["patience"])
         self._restore_threads = given["copy_threads"] or restore_threads(None if group.are_spread else group.world_size)
-        self._open_session = partial(open_session, place, given["keep"], given["keep_every"], given["flush_rate"])
+        self._snapshots: int = given["snapshots"]
+        self._open_session = partial(
+            open_session, place, given["keep"], given["keep_every"], given["flush_rate"], self._snapshots
+        )
         session = self._open_session(start)
         log = options.log("agent_log", agent_log)
         disk = given["local"], given["local_keep"], given["local_bytes"]
@@ -341,7 +348,7 @@ class Checkpointer(Saver):
             return save
 
     def save_now(self, step: int, state: Any) -> Optional[Save]:
-        """Saves whatever the schedule; None when `on_busy` is `skip` and both snapshots are busy.
+        """Saves whatever the schedule; None when `on_busy` is `skip` and all snapshots are busy.
 
         Raises `CheckpointConflict` for the step that was saved last, unless that save failed.
         """
@@ -391,11 +398,11 @@ class Checkpointer(Saver):
 
     def _tell_memory(self, size: int) -> int:
         """Tells what memory snapshots of `size` bytes take, unless that is known; gives the bytes."""
-        total = SNAPSHOTS * size
+        total = self._snapshots * size
         # A size is an estimate before the first save.
         if total > self._told_bytes * 9 // 8:
             self._told_bytes = total
-            tell_memory(self._ranks, size)
+            tell_memory(self._ranks, size, self._snapshots)
         return total
 
     def wait(self, timeout: Optional[float] = None) -> bool:

@@ -172,6 +172,7 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "max_failures": partial(whole, may_lack=False),
     "allow_pickle": flag,
     "copy_threads": partial(whole, most=_MAX_THREADS),
+    "snapshots": partial(whole, most=2, may_lack=False),
     # Whether it can be written to is seen by whoever opens it.
     "agent_log": path,
     "replicated": patterns,

@@ -27,6 +27,7 @@ class JobOptions(CheckpointOptions, total=False):
     keep: Optional[int]
     every_minutes: Optional[float]
     keep_every: Optional[int]
+    snapshots: int
     on_busy: Literal["wait", "skip"]
     on_error: OnError
     max_failures: int

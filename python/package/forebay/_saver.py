@@ -40,10 +40,12 @@ _open: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 
 def open_session(
-    url: str, keep: Optional[int], keep_every: Optional[int], flush_rate: Optional[str], start: Start
+    url: str, keep: Optional[int], keep_every: Optional[int], flush_rate: Optional[str], snapshots: int, start: Start
 ) -> _native.Session:
     """What a start saves through."""
     session = _native.Session(url, *start, keep, keep_every)
+    if snapshots == 1:
+        session.keep_one_snapshot()
     if flush_rate is not None:
         session.set_flush_rate(flush_rate)
     return session

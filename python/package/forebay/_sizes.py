@@ -25,7 +25,7 @@ _HEADER, _ENTRY = 4096, 512
 """Bytes of a shard's header at most: beside its entries, and for each tensor."""
 
 SNAPSHOTS = 2
-"""One is written while the other one is on its way to the store."""
+"""One is written while the other one is on its way to the store; unless there is memory for one only."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -60,13 +60,14 @@ class Sizer(Flattener):
         return node
 
 
-def tell_memory(ranks: Ranks, size: int) -> None:
-    """Tells what of the host's memory snapshots of `size` bytes take: the logger `forebay` on each rank, and who reads standard
+def tell_memory(ranks: Ranks, size: int, snapshots: int) -> None:
+    """Tells what of the host's memory so many snapshots of `size` bytes take: the logger `forebay` on each rank, and who reads standard
     error once for the job, as nobody sees that logger who did not ask for it."""
     whose, others = "", ""
     if not ranks.alone:
         whose, others = f"rank {ranks.rank} of {ranks.world_size}: ", "; each other rank takes as much for what it saves"
-    memory = f"{_in_units(SNAPSHOTS * size)} of this host's memory, {SNAPSHOTS} snapshots of {_in_units(size)}"
+    each = f", {snapshots} snapshots of {_in_units(size)}" if snapshots > 1 else ""
+    memory = f"{_in_units(snapshots * size)} of this host's memory{each}"
     text = f"{whose}saves take {memory}"
     logging.getLogger("forebay").info("%s", text)
     # No warning: nothing is wrong, and where warnings are errors it would end the training. Nor does a stream that is closed.

@@ -15,7 +15,7 @@ _MAX_PAST = 100
 _FAMILIES = {
     "forebay_saves": ("counter", "Saves that were begun."),
     "forebay_saves_failed": ("counter", "Saves that failed."),
-    "forebay_saves_skipped": ("counter", "Saves that were skipped because both snapshots were busy."),
+    "forebay_saves_skipped": ("counter", "Saves that were skipped because all snapshots were busy."),
     "forebay_saved_bytes": ("counter", "Bytes of this rank's parts of durable steps."),
     "forebay_save_seconds": (
         "summary",

@@ -69,6 +69,7 @@ _REASONS = {
     "keep_every": _KEEPS,
     "every": _SAVES,
     "every_minutes": _SAVES,
+    "snapshots": "each checkpoint has memory for one alone, which no other one waits for",
     "on_busy": "each checkpoint has memory of its own, which no other one keeps busy",
     "on_error": _IS_LAST,
     "max_failures": _IS_LAST,
