@@ -224,6 +224,35 @@ fn open_files_of_a_read_only_mount_follow_the_writer() {
     readers.writer.unmount();
 }
 
+/// Bytes that the writer has moved since the reader looked were stale to it until it looked again.
+///
+/// Promise S2: A read whose bytes lie elsewhere by now, or are gone, has it look at once.
+#[test]
+fn what_the_writer_moves_is_read_by_who_has_not_looked_since() {
+    if !require_fuse("what_the_writer_moves_is_read_by_who_has_not_looked_since") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let bucket = scratch.folder("bucket");
+    let readers = Readers::beside(&scratch, &format!("file://{}", bucket.display()), &[]);
+    // It looks when it is told to, and so when it has to.
+    let settings = scratch.join("reader.toml");
+    fs::write(&settings, "[volume.import]\nfollow_ms = 0\n").expect("written");
+    readers.write("mkdir d && seq 1 200000 > d/a && echo old > d/b");
+    let home = scratch.join("home-patient");
+    let options = ["--read-only", "--config", settings.to_str().expect("a name")];
+    let reader = Mount::new(&home, &readers.url, &scratch.join("patient"), &options, &[]);
+    assert_eq!(shell(reader.path(), "ls d").succeeded(), "a\nb\n");
+    readers.write("mv d/a elsewhere && echo new > d/c && mv d/c d/b");
+    wait_for(|| {
+        let is_there = |name: &str| bucket.join(name).exists();
+        is_there("elsewhere") && !is_there("d/a") && fs::read(bucket.join("d/b")).expect("read") == b"new\n"
+    });
+    let lines = shell(reader.path(), "sha256sum < d/a").succeeded();
+    assert_eq!(lines, shell(readers.writer.path(), "sha256sum < elsewhere").succeeded());
+    wait_for(|| shell(reader.path(), "cat d/b; ls -d d/* elsewhere").stdout == "new\nd/b\nelsewhere\n");
+}
+
 /// Promise S2: Where that tree cannot be read, it warns and shows the objects alone.
 #[test]
 fn a_read_only_mount_over_a_damaged_tree_shows_objects_and_says_so() {

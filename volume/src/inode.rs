@@ -240,6 +240,7 @@ impl OpenInode {
     pub(crate) async fn read(&self, offset: u64, length: u64) -> Result<Bytes> {
         let range = offset..offset.saturating_add(length);
         let mut last: Option<(Vec<Piece>, Error)> = None;
+        let mut has_caught_up = false;
         loop {
             // In one look: the next write may begin to leave right after it was found readable.
             let found = self.look(|content| {
@@ -253,10 +254,12 @@ impl OpenInode {
                 }
                 continue;
             };
-            if let Some((tried, error)) = last
-                && tried == pieces
-            {
-                return Err(lacking(&tried, error));
+            if let Some((tried, error)) = last.take_if(|(tried, _)| *tried == pieces) {
+                if has_caught_up || !self.catch_up().await {
+                    return Err(lacking(&tried, error));
+                }
+                (has_caught_up, last) = (true, Some((tried, error)));
+                continue;
             }
             match self.store.fetch.bytes(pieces.clone()).await {
                 Err(error) if is_moved(&error) => {
@@ -273,6 +276,23 @@ impl OpenInode {
     async fn follow(&self, generation: u64) -> Result<()> {
         let _turn = self.writer.lock().await;
         if self.look(Content::generation) == generation { self.take_over().await } else { Ok(()) }
+    }
+
+    /// Where the tree follows another one, shows what that has by now: it may have moved the bytes, or others in their place.
+    /// Whether it could look.
+    async fn catch_up(&self) -> bool {
+        let Some(tree) = self.store.tree.local().filter(|tree| tree.lag().is_some()) else { return false };
+        let caught_up = async {
+            tree.catch_up().await?;
+            let (layout, generation) = self.store.tree.layout(self.ino).await?;
+            self.renew(layout, generation);
+            Ok::<_, Error>(())
+        };
+        let outcome = caught_up.await;
+        if let Err(error) = &outcome {
+            tracing::debug!(ino = %self.ino, %error, "the tree that is followed tells nothing of bytes that are gone");
+        }
+        outcome.is_ok()
     }
 
     /// Goes on from where the tree has the bytes that were committed last; what was written since stays over them. The

@@ -129,7 +129,12 @@ impl Following {
     /// # Errors
     /// Those of a tree that cannot be looked at: what is shown stays as it is.
     pub(crate) async fn catch_up(&self) -> Result<()> {
+        let asked = self.clock().now();
         let mut follower = self.follower.lock().await;
+        if self.shown.lock().as_of.is_some_and(|as_of| as_of > asked) {
+            // Somebody else asked, too.
+            return Ok(());
+        }
         let outcome = self.catch_up_with(&mut follower).await;
         self.note(&outcome);
         outcome
