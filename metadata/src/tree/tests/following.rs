@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use forebay_core::{ErrorKind, FileKind, InodeId, VolumeId};
+use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, FaultMode, Faults, OperationKind};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
@@ -32,6 +33,11 @@ async fn follower(world: &World) -> LocalTree {
 
 /// The same through another handle on the bucket.
 async fn follower_over(world: &World, bucket: Bucket) -> LocalTree {
+    follower_by(bucket, world.clock.clone()).await
+}
+
+/// The same by another clock.
+async fn follower_by(bucket: Bucket, clock: Clock) -> LocalTree {
     let bucket = bucket.read_only();
     let engine = MemEngine::open(&MemStore::default());
     let mut follower = Follower::new(Leader::Bucket(bucket.clone()), Keys(VolumeId(7)));
@@ -41,7 +47,7 @@ async fn follower_over(world: &World, bucket: Bucket) -> LocalTree {
         committer: Committer::start(std::sync::Arc::new(engine), CommitterSettings::default()),
         bucket: Some(bucket),
         session: 1 << 40,
-        clock: world.clock.clone(),
+        clock,
         rng: Rng::system(),
         tasks: TaskGroup::new("follower"),
     };
@@ -215,6 +221,42 @@ async fn a_look_costs_one_request() {
     let taken = requests().iter().sum::<u64>() - before;
     assert!(taken <= 6, "{taken} requests for one object of the log, and the next one");
     assert!(resolve(&reader, "d/new").await.is_ok());
+    reader.close().await.expect("closed");
+    writer.close().await.expect("closed");
+}
+
+/// However many ask at once, the tree is looked at twice: what those see who came while the first look was under way was asked
+/// for after them.
+#[tokio::test]
+async fn many_who_ask_at_once_have_the_tree_looked_at_twice() {
+    let world = World::new(Kind::Slate).await;
+    let writer = world.open().await;
+    make_directory(&writer, "d").await.expect("made");
+    writer.sync().await.expect("synced");
+    let faults = Faults::new();
+    let reader = follower_by(world.bucket().clone().with_faults(&faults), Clock::system()).await;
+    let requests = || -> u64 {
+        let counters = world.bucket().counters();
+        let kinds = [OperationKind::Get, OperationKind::Head, OperationKind::List];
+        kinds.map(|kind| counters.of(kind).requests).iter().sum()
+    };
+    catch_up(&reader).await;
+    let before = requests();
+    catch_up(&reader).await;
+    let once = requests() - before;
+    assert!(once > 0);
+    make_directory(&writer, "e").await.expect("made");
+    writer.sync().await.expect("synced");
+    catch_up(&reader).await;
+    let before = requests();
+    let gate = faults.gate(1);
+    let all_are_there = async {
+        gate.reached().await;
+        gate.open();
+    };
+    futures::future::join(futures::future::join_all((0..20).map(|_| catch_up(&reader))), all_are_there).await;
+    assert!(requests() - before <= 2 * once, "{} requests, {once} for one", requests() - before);
+    assert!(resolve(&reader, "e").await.is_ok());
     reader.close().await.expect("closed");
     writer.close().await.expect("closed");
 }
