@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, FileLayout, InodeId, Piece, Result, Source, Timestamp};
+use forebay_core::{Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
 use forebay_io::mem::Permit;
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Mutex as AsyncMutex, MutexGuard, Notify};
@@ -20,6 +20,7 @@ use crate::settings::SealPolicy;
 use crate::store::Store;
 
 mod failures;
+mod read;
 mod seal;
 mod share;
 mod stream;
@@ -221,89 +222,6 @@ impl OpenInode {
     /// A look at the content under its lock; `look` must not wait.
     pub(crate) fn look<T>(&self, look: impl FnOnce(&Content) -> T) -> T {
         look(&self.content.read())
-    }
-
-    /// The bytes at `offset`, short at the end of the file, if all are at hand: see [`Fetch::now`].
-    ///
-    /// [`Fetch::now`]: crate::fetch::Fetch::now
-    pub(crate) fn read_now(&self, offset: u64, length: u64, may_block: bool) -> Option<Bytes> {
-        let pieces = self.look(|content| {
-            content.readable().then(|| content.layout().pieces(offset..offset.saturating_add(length)))
-        })?;
-        self.store.fetch.now(pieces, may_block)
-    }
-
-    /// The bytes at `offset`, short at the end of the file.
-    ///
-    /// # Errors
-    /// `Stale` when an outsider replaced or deleted the object and no cached copy is left.
-    pub(crate) async fn read(&self, offset: u64, length: u64) -> Result<Bytes> {
-        let range = offset..offset.saturating_add(length);
-        let mut last: Option<(Vec<Piece>, Error)> = None;
-        let mut has_caught_up = false;
-        loop {
-            // In one look: the next write may begin to leave right after it was found readable.
-            let found = self.look(|content| {
-                content.readable().then(|| (content.layout().pieces(range.clone()), content.generation()))
-            });
-            let Some((pieces, generation)) = found else {
-                let mut writer = self.writer.lock().await;
-                self.finish_stream(&mut writer).await?;
-                if self.is_retired() {
-                    return Err(Error::bug("a file is read that is not open"));
-                }
-                continue;
-            };
-            if let Some((tried, error)) = last.take_if(|(tried, _)| *tried == pieces) {
-                if has_caught_up || !self.catch_up().await {
-                    return Err(lacking(&tried, error));
-                }
-                (has_caught_up, last) = (true, Some((tried, error)));
-                continue;
-            }
-            match self.store.fetch.bytes(pieces.clone()).await {
-                Err(error) if is_moved(&error) => {
-                    self.follow(generation).await?;
-                    last = Some((pieces, error));
-                }
-                other => return other,
-            }
-        }
-    }
-
-    /// Takes over the layout that the tree has by now, if the bytes are still the same: sealing and renaming move
-    /// bytes. Waits for a seal of this very inode, which holds the writers' turn until `content` shows its result.
-    async fn follow(&self, generation: u64) -> Result<()> {
-        let _turn = self.writer.lock().await;
-        if self.look(Content::generation) == generation { self.take_over().await } else { Ok(()) }
-    }
-
-    /// Where the tree follows another one, shows what that has by now: it may have moved the bytes, or others in their place.
-    /// Whether it could look.
-    async fn catch_up(&self) -> bool {
-        let Some(tree) = self.store.tree.local().filter(|tree| tree.lag().is_some()) else { return false };
-        let caught_up = async {
-            tree.catch_up().await?;
-            let (layout, generation) = self.store.tree.layout(self.ino).await?;
-            self.renew(layout, generation);
-            Ok::<_, Error>(())
-        };
-        let outcome = caught_up.await;
-        if let Err(error) = &outcome {
-            tracing::debug!(ino = %self.ino, %error, "the tree that is followed tells nothing of bytes that are gone");
-        }
-        outcome.is_ok()
-    }
-
-    /// Goes on from where the tree has the bytes that were committed last; what was written since stays over them. The
-    /// caller has the turn.
-    async fn take_over(&self) -> Result<()> {
-        let (layout, current) = self.store.tree.layout(self.ino).await?;
-        let mut content = self.content.write();
-        if content.generation() == current {
-            content.follow(layout);
-        }
-        Ok(())
     }
 
     /// Writes `data`, in memory first; long files start to leave for the store. `permit` charges the bytes for as
@@ -585,27 +503,4 @@ fn rebase(layout: FileLayout, base: &FileLayout, now: &FileLayout, same_bytes: b
 fn stale(conflict: Error) -> Error {
     Error::new(ErrorKind::Stale, "the file was replaced in the bucket while it was being written")
         .with_source(conflict)
-}
-
-/// The error of a read whose bytes are nowhere: those that a host staged may still be there.
-fn lacking(pieces: &[Piece], error: Error) -> Error {
-    let staged = pieces.iter().find_map(|piece| match &piece.source {
-        Some(Source::Blob { blob, .. }) => blob.staged_on(),
-        _ => None,
-    });
-    match staged.filter(|_| error.kind() == ErrorKind::NotFound) {
-        Some(host) => {
-            let message =
-                format!("the bytes were staged with --writeback on host {host} and are not uploaded");
-            Error::new(ErrorKind::Unavailable, message)
-                .with_hint("mount the volume there with the same state directory: they are uploaded then")
-                .with_source(error)
-        }
-        None => error,
-    }
-}
-
-/// Whether an error means that the bytes may merely lie elsewhere by now.
-fn is_moved(error: &Error) -> bool {
-    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Stale)
 }
