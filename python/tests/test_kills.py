@@ -114,13 +114,18 @@ def killed(children: list[Child], chance: random.Random) -> list[list[str]]:
         restored = int(await_line("restored").split()[1])
         if restored < LAST:
             await_line(f"saving {chance.randint(restored + 1, LAST)}")
-    for rank in (first, *others):
+    kill_in_order([first, *others], children, told, chance)
+    return told
+
+
+def kill_in_order(order: list[int], children: list[Child], told: list[list[str]], chance: random.Random) -> None:
+    """Kills ranks one after another, and adds what they reported to what they `told` before."""
+    for rank in order:
         time.sleep(chance.uniform(0, 0.03))
         os.killpg(children[rank].pid, signal.SIGKILL)
     for child, lines in zip(children, told):
         lines += child._lines.read().splitlines()
         assert child.join() == -signal.SIGKILL, lines
-    return told
 
 
 def newest(told: list[list[str]], word: str) -> int:

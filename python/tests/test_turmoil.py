@@ -21,6 +21,7 @@ import forebay
 from forebay import _native
 
 from .conftest import Child, chances
+from .test_kills import kill_in_order
 from .test_ranks import start_ranks
 from .test_troubled_store import Troubles
 
@@ -126,25 +127,22 @@ def killed(children: list[Child], chance: random.Random) -> tuple[list[Told], bo
     what the ranks told, and whether an agent was killed."""
     told = [Told([]) for _ in children]
     first = chance.randrange(len(children))
-    last_words = ("begun", "restored", *(f"saving {chance.randint(1, LAST)}" for _ in range(6)))
-    until, has_killed = chance.choice(last_words), False
-    while not told[first].lines or not told[first].lines[-1].startswith((until, "left", "ended")):
+    until, step = chance.choice(["begun", "restored", *["saving"] * 6]), chance.randint(1, LAST)
+    has_killed = False
+    while True:
         line = children[first].line()
         assert line, f"rank {first} ended by itself: {told}"
         told[first].lines.append(line)
-        # Past the step that it waits for, where it restored a later one.
-        if until.startswith("saving") and line.startswith("saving") and int(line.split()[1]) >= int(until.split()[1]):
-            break
-        if line.startswith("agent") and chance.random() < 0.1:
+        word, *rest = line.split()
+        if word == "agent" and chance.random() < 0.1:
             has_killed = True
             with suppress(ProcessLookupError):
-                os.kill(int(line.split()[1]), signal.SIGKILL)
-    for rank in chance.sample(range(len(children)), len(children)):
-        time.sleep(chance.uniform(0, 0.05))
-        os.killpg(children[rank].pid, signal.SIGKILL)
-    for child, (lines,) in zip(children, told):
-        lines += child._lines.read().splitlines()
-        assert child.join() == -signal.SIGKILL, lines
+                os.kill(int(rest[0]), signal.SIGKILL)
+        # It may have restored a later step than that.
+        if word in ("left:", "ended") or word == until and (word != "saving" or int(rest[0]) >= step):
+            break
+    order = chance.sample(range(len(children)), len(children))
+    kill_in_order(order, children, [lines for lines, in told], chance)
     return told, has_killed
 
 
