@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use forebay_core::ObjectKey;
@@ -68,6 +68,43 @@ impl Store {
     }
 }
 
+/// A program in Python that says how far it came, and waits to be told to go on. A file that a test itself has open is closed, as the
+/// kernel tells a mount, by each process that another test starts beside it.
+struct Program {
+    process: Child,
+    said: BufReader<ChildStdout>,
+}
+
+impl Program {
+    fn start(folder: &Path, text: &str) -> Self {
+        let mut process = Command::new("python3")
+            .args(["-c", text])
+            .current_dir(folder)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("python starts");
+        let said = BufReader::new(process.stdout.take().expect("a pipe"));
+        Self { process, said }
+    }
+
+    /// The next line that it says.
+    fn listen(&mut self) -> String {
+        let mut line = String::new();
+        self.said.read_line(&mut line).expect("it speaks");
+        line.trim_end().to_owned()
+    }
+
+    fn go_on(&mut self) {
+        self.process.stdin.as_mut().expect("a pipe").write_all(b"\n").expect("it listens");
+    }
+
+    fn end(mut self) {
+        drop(self.process.stdin.take());
+        self.process.wait().expect("it ends");
+    }
+}
+
 /// Changes a page of a file through a mapping that it keeps, and says so.
 const MAP: &str = r#"
 import mmap, os, sys
@@ -94,16 +131,8 @@ async fn a_sync_waits_until_everything_is_in_the_bucket() {
         .succeeded();
     let mut open = File::create(folder.join("d/open")).expect("created");
     open.write_all(b"not closed").expect("written");
-    let mut mapping = Command::new("python3")
-        .args(["-c", MAP])
-        .current_dir(&folder)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("python starts");
-    let mut line = String::new();
-    let said = BufReader::new(mapping.stdout.as_mut().expect("a pipe")).read_line(&mut line);
-    assert_eq!((said.expect("it speaks"), line.as_str()), (7, "mapped\n"));
+    let mut mapping = Program::start(&folder, MAP);
+    assert_eq!(mapping.listen(), "mapped");
     sync().succeeded();
     assert_eq!(store.bucket.get_whole(&ObjectKey::new("d/open")).await.expect("an object").0, "not closed");
 
@@ -128,8 +157,8 @@ async fn a_sync_waits_until_everything_is_in_the_bucket() {
     store.door.set(Manner::Pass);
     sync().succeeded();
     mount.kill();
-    drop((open, later, mapping.stdin.take()));
-    mapping.wait().expect("it ends");
+    drop((open, later));
+    mapping.end();
     mount.remount(&store.scratch.join("other-home"));
     let shown = "cat d/open d/later && stat -c %a d/e && readlink d/link && wc -c < d/moved && stat -c %s d/e/empty mapped \
         && dd if=mapped bs=1 skip=5000 count=6 status=none";
@@ -188,6 +217,31 @@ async fn a_store_that_never_answers_is_given_up_at_the_deadline() {
     mount.unmount();
 }
 
+/// Appends to a file that it has truncated: what its sync loses, what comes after that through the same descriptor, and more
+/// through another one.
+const APPEND: &str = r#"
+import os, sys
+file = os.open("log", os.O_WRONLY | os.O_APPEND)
+os.ftruncate(file, 0)
+lost = bytes(20 << 20)
+while lost:
+    lost = lost[os.write(file, lost):]
+print("an upload begins", flush=True)
+sys.stdin.readline()
+try:
+    os.fsync(file)
+except OSError as error:
+    print(error.errno, flush=True)
+sys.stdin.readline()
+os.write(file, b" and")
+again = os.open("log", os.O_WRONLY | os.O_APPEND)
+os.write(again, b" more")
+os.close(again)
+os.close(file)
+print("appended", flush=True)
+sys.stdin.read()
+"#;
+
 /// The kernel knows nothing of what was lost, and puts the next append behind it, as where the file is opened again at once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_append_after_a_loss_comes_to_the_end_that_is_left() {
@@ -198,19 +252,18 @@ async fn an_append_after_a_loss_comes_to_the_end_that_is_left() {
     let mut mount = store.mount(&[]);
     let log = mount.path().join("log");
     fs::write(&log, "kept").expect("written");
-    let append = || fs::OpenOptions::new().append(true).open(&log).expect("opened");
-    let mut lost = append();
-    lost.set_len(0).expect("truncated");
-    lost.write_all(&vec![1; 20 << 20]).expect("an upload begins");
+    let mut program = Program::start(mount.path(), APPEND);
+    assert_eq!(program.listen(), "an upload begins");
     store.door.set(Manner::Shut);
-    assert_eq!(lost.sync_all().expect_err("the store is shut").raw_os_error(), Some(libc::EIO));
+    program.go_on();
+    assert_eq!(program.listen(), libc::EIO.to_string(), "the store is shut");
     store.door.set(Manner::Pass);
-    lost.write_all(b" and").expect("who knows of it writes on");
-    append().write_all(b" more").expect("appended");
-    drop(lost);
+    program.go_on();
+    assert_eq!(program.listen(), "appended");
     let left = fs::read(&log).expect("read");
     let shown = String::from_utf8_lossy(&left[..left.len().min(30)]);
     assert!(left == b"kept and more", "{} bytes: {shown:?}", left.len());
+    program.end();
     mount.unmount();
 }
 
