@@ -350,14 +350,23 @@ impl Session {
 
     /// Takes what the agent said, waiting for a first word up to `patience`.
     pub fn take_replies(&mut self, patience: Duration) -> Result<()> {
-        if self.hear()? || patience.is_zero() {
-            return Ok(());
-        }
-        if let Some(connection) = self.await_agent() {
+        if let Some(connection) = self.take_or_await(patience)? {
             connection.readable(patience)?;
             self.hear()?;
         }
         Ok(())
+    }
+
+    /// Takes what the agent said. Where that is nothing yet and there is `patience`, gives the connection that the next word
+    /// comes from, so that others can use the session while somebody waits there. The agent hurries for whoever has patience,
+    /// whatever was heard: that may be all that a short wait is for.
+    pub fn take_or_await(&mut self, patience: Duration) -> Result<Option<FdStream>> {
+        let has_heard = self.hear()?;
+        if patience.is_zero() {
+            return Ok(None);
+        }
+        self.await_agent();
+        Ok(self.stream.as_ref().filter(|_| !has_heard).map(FdStream::share))
     }
 
     /// Takes what the agent said by now; whether it said anything.
@@ -376,16 +385,14 @@ impl Session {
         Ok(has_heard)
     }
 
-    /// Has the agent hurry with the oldest save that is not settled. What it says can be read from the connection that this
-    /// gives, so that others can use the session while somebody waits there; none where no agent is connected.
-    pub fn await_agent(&mut self) -> Option<FdStream> {
+    /// Has the agent hurry with the oldest save that is not settled.
+    fn await_agent(&mut self) {
         if let Some(save) = self.pending.front().map(|pending| pending.save.number)
             && save > self.awaited
             && self.send(&Request::Await { save }, None).is_ok()
         {
             self.awaited = save;
         }
-        self.stream.as_ref().map(FdStream::share)
     }
 
     /// Whether a save is still under way.

@@ -305,15 +305,10 @@ impl Session {
     /// Takes what the agent said, waiting for a first word for that long; other threads can use the session meanwhile.
     fn take_replies(&self, py: Python<'_>, patience_s: f64) -> PyResult<()> {
         let listen = || -> Result<()> {
-            let connection = {
-                let mut session = self.0.lock();
-                if session.hear()? || patience_s <= 0.0 {
-                    return Ok(());
-                }
-                session.await_agent()
-            };
+            let patience = patience(patience_s);
+            let connection = self.0.lock().take_or_await(patience)?;
             if let Some(connection) = connection {
-                connection.readable(patience(patience_s))?;
+                connection.readable(patience)?;
                 self.0.lock().hear()?;
             }
             Ok(())

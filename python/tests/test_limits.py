@@ -138,7 +138,7 @@ def test_an_agent_gives_way_but_to_a_trainer_that_waits_or_is_gone(gate: Gate, t
         os.setpriority(os.PRIO_PROCESS, 0, level)
     except PermissionError:
         pytest.skip("NO CAP_SYS_NICE: that an agent hurries is not tested")
-    assert not save.wait_durable(0.01), "it was waited for"
+    assert not save.wait_durable(0.25), "it was waited for"
     wait_until(lambda: nice_levels(agent.pid) == {0})
     gate.open()
     save.wait_durable()
@@ -157,7 +157,7 @@ def test_an_agent_that_cannot_hurry_keeps_a_part_of_the_processor(gate: Gate, tm
 import sys, torch, forebay
 checkpointer = forebay.Checkpointer(sys.argv[1])
 save = checkpointer.save_now(1, {"t": torch.zeros(1 << 20, dtype=torch.uint8)})
-assert not save.wait_durable(0.01)
+assert not save.wait_durable(0.25)
 print(checkpointer._agent.pid, flush=True)
 input()
 save.wait_durable()
@@ -192,7 +192,7 @@ state = {"t": torch.zeros(1 << 20, dtype=torch.uint8)}
 saves = [checkpointer.save_now(1, state) for checkpointer in checkpointers]
 print(*[checkpointer._agent.pid for checkpointer in checkpointers], flush=True)
 input()
-print(*[save.wait_durable(0.01) for save in saves], flush=True)
+print(*[save.wait_durable(0.25) for save in saves], flush=True)
 input()
 for checkpointer in checkpointers:
     checkpointer.close()

@@ -195,7 +195,7 @@ impl DiskTier {
         // Nothing ends the wait of a thread.
         let _turn = self.near.try_acquire().ok().filter(|_| self.stalls.answers())?;
         self.index.lock().find(&BlockId::of(key))?;
-        let block = self.load_blocking(key).ok()?;
+        let block = self.load_blocking(key, Instant::now()).ok()?;
         self.counts.hits.fetch_add(1, Relaxed);
         Some(block)
     }
@@ -212,10 +212,10 @@ impl DiskTier {
 
     /// Loads within the deadline. The place is given back when the disk has answered, whoever still waits for it.
     async fn load(self: &Arc<Self>, key: &BlockKey, place: Place) -> Result<Block, Lost> {
-        let (own, key) = (self.clone(), key.clone());
+        let (own, key, asked) = (self.clone(), key.clone(), Instant::now());
         let work = blocking(move || {
             let _place = place;
-            own.load_blocking(&key)
+            own.load_blocking(&key, asked)
         });
         match self.stalls.answer(work).await {
             // A panic was logged where it happened; the next source is asked.
@@ -253,9 +253,9 @@ impl DiskTier {
         Err(self.hangs())
     }
 
-    /// A change of files that `began` then has ended, however.
-    fn written(&self, began: Instant) {
-        if self.late_writes.answered(began) {
+    /// A change of files that was `asked` for then has ended, however.
+    fn written(&self, asked: Instant) {
+        if self.late_writes.answered(asked) {
             tracing::info!(directory = %self.directory.root().display(), "the disk cache takes blocks again");
         }
     }
@@ -265,10 +265,9 @@ impl DiskTier {
         Error::new(ErrorKind::Unavailable, message)
     }
 
-    fn load_blocking(&self, key: &BlockKey) -> Result<Block, Lost> {
-        let began = Instant::now();
+    fn load_blocking(&self, key: &BlockKey, asked: Instant) -> Result<Block, Lost> {
         let block = self.load_file(key);
-        if self.stalls.answered(began) {
+        if self.stalls.answered(asked) {
             tracing::info!(directory = %self.directory.root().display(), "the disk cache answers again");
         }
         block
@@ -386,11 +385,10 @@ impl DiskTier {
 
     /// Pins or unpins a file; `false` when it is no longer listed.
     pub(crate) async fn set_pinned(self: &Arc<Self>, slot: Slot, pinned: bool) -> Result<bool> {
-        let own = self.clone();
+        let (own, asked) = (self.clone(), Instant::now());
         let change = blocking(move || {
-            let began = Instant::now();
             let changed = own.set_pinned_blocking(&slot, pinned);
-            own.written(began);
+            own.written(asked);
             changed
         });
         self.in_time(async { change.await? }).await
@@ -429,11 +427,11 @@ impl DiskTier {
                 Some(place) => place,
                 None => ticket.wait(own.writes.enter(key.len())).await?,
             };
+            let asked = Instant::now();
             blocking(move || {
-                let began = Instant::now();
                 let stored =
                     own.store_blocking(&key, &block, pin, may_pass_cache && own.writes.is_half_free());
-                own.written(began);
+                own.written(asked);
                 stored
             })
             .await?

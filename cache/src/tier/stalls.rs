@@ -1,7 +1,7 @@
 //! Whether the disk answers. One that missed a deadline is left alone for a while, so that not each read waits for it.
 //!
 //! Reads of it that hang hold their places until they end, so that their number is bounded; the first of them that does
-//! end, or one that is tried now and then, shows that the disk answers again. One that was under way and was not late shows
+//! end, or one that is tried now and then, shows that the disk answers again. One that was under way and was not slow shows
 //! nothing: the kernel may have had its bytes. Writes are followed apart, in the same way.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -17,10 +17,17 @@ const REST: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub(crate) struct Stalls {
     deadline: Duration,
-    /// `None` while it answers.
-    rest: Mutex<Option<Rest>>,
+    state: Mutex<State>,
     answers: AtomicU64,
     count: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// `None` while it answers.
+    rest: Option<Rest>,
+    /// When a slow answer came last.
+    slow: Option<Instant>,
 }
 
 /// A time in which the disk is left alone.
@@ -35,23 +42,23 @@ struct Rest {
 impl Stalls {
     pub(crate) fn new(deadline: Duration) -> Self {
         let [answers, count] = Default::default();
-        Self { deadline, rest: Mutex::default(), answers, count }
+        Self { deadline, state: Mutex::default(), answers, count }
     }
 
     /// Whether the disk is not known to hang.
     pub(crate) fn answers(&self) -> bool {
-        self.rest.lock().is_none()
+        self.state.lock().rest.is_none()
     }
 
     /// Whether it is left alone now.
     pub(crate) fn rests(&self) -> bool {
-        self.rest.lock().is_some_and(|rest| Instant::now() < rest.until)
+        self.state.lock().rest.is_some_and(|rest| Instant::now() < rest.until)
     }
 
     /// Whether a reader with a deadline may ask. After a rest one does, and the others go on as if it still lasted.
     pub(crate) fn may_ask(&self) -> bool {
-        let (mut rest, now) = (self.rest.lock(), Instant::now());
-        match &mut *rest {
+        let (mut state, now) = (self.state.lock(), Instant::now());
+        match &mut state.rest {
             None => true,
             Some(rest) if now < rest.until => false,
             Some(rest) => {
@@ -61,12 +68,17 @@ impl Stalls {
         }
     }
 
-    /// A read that `began` then has ended, however. Returns whether that ends a rest.
-    pub(crate) fn answered(&self, began: Instant) -> bool {
+    /// What was `asked` then, by whoever waits for it, has ended, however. Returns whether that ends a rest.
+    ///
+    /// Slow is what took half of the deadline: who waited for all of it may have begun to wait a little earlier.
+    pub(crate) fn answered(&self, asked: Instant) -> bool {
+        let (mut state, now) = (self.state.lock(), Instant::now());
         self.answers.fetch_add(1, Relaxed);
-        let mut rest = self.rest.lock();
-        let is_late = began.elapsed() >= self.deadline;
-        rest.take_if(|rest| is_late || began > rest.missed).is_some()
+        let is_slow = now - asked >= self.deadline / 2;
+        if is_slow {
+            state.slow = Some(now);
+        }
+        state.rest.take_if(|rest| is_slow || asked > rest.missed).is_some()
     }
 
     /// Waits for `turn` for as long as others are answered, and the deadline longer; `None` then.
@@ -88,10 +100,14 @@ impl Stalls {
         timeout(self.deadline, answer).await.ok()
     }
 
-    /// The disk did not answer in time. Returns whether it did before.
+    /// Whoever waited until the deadline had no answer. Returns whether that begins a rest: not where another slow answer came
+    /// meanwhile, or this one just now.
     pub(crate) fn missed(&self) -> bool {
-        let now = Instant::now();
-        let before = self.rest.lock().replace(Rest { missed: now, until: now + REST });
+        let (mut state, now) = (self.state.lock(), Instant::now());
+        if state.slow.is_some_and(|slow| now - slow < self.deadline) {
+            return false;
+        }
+        let before = state.rest.replace(Rest { missed: now, until: now + REST });
         self.count.fetch_add(u64::from(before.is_none()), Relaxed);
         before.is_none()
     }
@@ -125,6 +141,28 @@ mod tests {
         // One that was late, and comes.
         assert!(stalls.missed() && stalls.answered(under_way));
         assert_eq!(stalls.count(), 2);
+    }
+
+    /// The disk was left alone for half a minute, with nothing under way that could have shown that it answers.
+    #[tokio::test(start_paused = true)]
+    async fn what_is_missed_and_comes_ends_the_rest_however_near_the_deadline() {
+        let deadline = Duration::from_secs(5);
+        for took in [4_999, 5_000, 5_001].map(Duration::from_millis) {
+            for comes_first in [true, false] {
+                let stalls = Stalls::new(deadline);
+                let asked = Instant::now();
+                tokio::time::advance(took).await;
+                if comes_first {
+                    assert!(!stalls.answered(asked) && !stalls.missed());
+                } else {
+                    assert!(stalls.missed() && stalls.answered(asked));
+                }
+                assert!(stalls.answers() && stalls.may_ask(), "{took:?} {comes_first}");
+                // What hangs from now on is found.
+                tokio::time::advance(deadline).await;
+                assert!(stalls.missed() && !stalls.may_ask());
+            }
+        }
     }
 
     /// A busy disk is no disk that hangs, however long the queue.

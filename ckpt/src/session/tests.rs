@@ -428,6 +428,26 @@ impl Pair {
     }
 }
 
+/// It may have no time left when it has heard what the agent said before.
+#[test]
+fn the_agent_is_told_of_a_wait_that_finds_a_reply() {
+    let mut fixture = Fixture::new();
+    let mut session = fixture.unattached(None);
+    let (near, mut far) = FdStream::pair().expect("pair");
+    session.connect(near).expect("connect");
+    let save = save(&mut session, 1, 10);
+    let sealed = serde_json::to_vec(&Reply::Sealed { save: save.number, at_us: 1 }).expect("json");
+    far.send(&sealed, None).expect("reply");
+    session.take_replies(Duration::from_millis(1)).expect("replies");
+    assert!(matches!(save.progress(), Progress::Sealed));
+    let mut told = Vec::new();
+    while far.readable(Duration::ZERO).expect("readable") {
+        let (frame, _) = far.receive().expect("request").expect("connected");
+        told.push(serde_json::from_slice::<Request>(&frame).expect("request"));
+    }
+    assert!(matches!(told.last(), Some(Request::Await { save: 1 })), "{told:?}");
+}
+
 #[test]
 fn a_step_of_two_ranks_is_there_once_both_stored_their_parts() {
     let mut fixture = Fixture::new();

@@ -140,6 +140,7 @@ class Save:
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._owner._stage(deadline):
             return False
+        has_listened = False
         while True:
             # Seen first: what was heard before the close counts.
             is_over = self._owner._is_closed
@@ -150,9 +151,10 @@ class Save:
                 text = f"the checkpointer was closed before step {self._record.step} was known to be there"
                 raise CheckpointInvalid(f"{text} (hint: `forebay ckpt ls` tells what is in the store)")
             left = TICK_S if deadline is None else min(TICK_S, deadline - time.monotonic())
-            if left < 0:
+            if left < 0 and has_listened:
                 return False
-            self._owner._listen(left)
+            self._owner._listen(max(left, 0.0))
+            has_listened = True
 
     def _progress(self) -> str:
         if self._failure is not None:
