@@ -1,7 +1,7 @@
 //! A mounted volume for the length of a test.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -190,7 +190,5 @@ fn detach(folder: &Path) {
 }
 
 fn run(program: &str, args: &[&std::ffi::OsStr]) -> bool {
-    let mut command = Command::new(program);
-    let status = command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
-    status.is_ok_and(|status| status.success())
+    run_apart(Command::new(program).args(args)).is_ok_and(|ended| ended.status.success())
 }

@@ -15,15 +15,36 @@ const DEADLINE: Duration = Duration::from_secs(180);
 static STARTING: RwLock<()> = RwLock::new(());
 
 /// Starts a program; returns when it has begun.
+#[expect(clippy::disallowed_methods, reason = "the one place that starts programs")]
 pub fn start(command: &mut Command) -> io::Result<Child> {
     let _starting = STARTING.read().unwrap_or_else(PoisonError::into_inner);
     command.spawn()
 }
 
-/// Runs a program to its end at a moment in which no other one is being started.
-pub fn run_apart(command: &mut Command) -> io::Result<Output> {
+/// Runs a program to its end; what it prints is caught.
+pub fn output(command: &mut Command) -> io::Result<Output> {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    start(command)?.wait_with_output()
+}
+
+/// Does `work`, such as unmounting what this process had files open of, while no program is being started.
+pub fn apart<T>(work: impl FnOnce() -> T) -> T {
     let _apart = STARTING.write().unwrap_or_else(PoisonError::into_inner);
-    command.stdin(Stdio::null()).output()
+    work()
+}
+
+/// Unmounts what is mounted at `folder`, as a user does.
+#[track_caller]
+pub fn unmount(folder: &Path) {
+    let mut command = Command::new("umount");
+    let ended = run_apart(command.arg(folder)).expect("umount starts");
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr).trim_end());
+}
+
+/// Runs a program to its end while no other one is being started.
+#[expect(clippy::disallowed_methods, reason = "nothing can be started meanwhile")]
+pub fn run_apart(command: &mut Command) -> io::Result<Output> {
+    apart(|| command.stdin(Stdio::null()).output())
 }
 
 /// A run of `forebay` being prepared.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rand::RngExt;
 
 use crate::Scratch;
-use crate::process::start;
+use crate::process::{output, start};
 
 /// Longest that a server may take to answer its first request. moto imports for seconds on a busy machine.
 const START_DEADLINE: Duration = Duration::from_secs(60);
@@ -141,7 +141,7 @@ pub(crate) fn venv() -> PathBuf {
 /// Runs a program that a test depends on.
 #[track_caller]
 pub(crate) fn run(command: &mut Command) {
-    let output = command.stdin(Stdio::null()).output().expect("the program starts");
+    let output = output(command).expect("the program starts");
     assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 

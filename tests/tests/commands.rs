@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
 
 use bytes::Bytes;
 use forebay_ckpt::catalog::{Start, StepName, begin_run, commit, newest_run};
@@ -12,6 +13,7 @@ use forebay_ckpt::region::Region;
 use forebay_ckpt::shard::{ShardLayout, TensorSpec};
 use forebay_core::crc32c;
 use forebay_io::object::{Bucket, BucketUrl, Condition, StoreSettings};
+use forebay_tests::process::start;
 use forebay_tests::s3::Server;
 use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse, shell};
 use serde_json::{Value, json};
@@ -617,9 +619,10 @@ async fn what_is_damaged_in_a_checkpoint_is_named() {
     // Who reads what is told may have enough: it was no fault then.
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
-    let mut command = std::process::Command::new(Forebay::binary());
-    let unread = command.args(["ckpt", "verify", &source]).stdout(writer).output().expect("it runs");
-    assert_eq!(unread.status.code(), Some(1), "{unread:?}");
+    let mut command = Command::new(Forebay::binary());
+    command.args(["ckpt", "verify", &source]).stdout(writer).stderr(Stdio::null());
+    let unread = start(&mut command).and_then(|mut unread| unread.wait()).expect("it runs");
+    assert_eq!(unread.code(), Some(1));
     file.write_all_at(&byte, at).expect("write");
     verify(&[]).succeeded();
 
@@ -642,22 +645,25 @@ async fn what_is_damaged_in_a_checkpoint_is_named() {
     verify(&["--step", "10"]).failed_with("no step 10", "no committed step");
 }
 
+fn prints_the_version_to(stdout: impl Into<Stdio>) -> Output {
+    let mut command = Command::new(Forebay::binary());
+    command.arg("version").stdout(stdout).stderr(Stdio::piped());
+    start(&mut command).and_then(Child::wait_with_output).expect("it runs")
+}
+
 /// As behind `| head`: it was a panic.
 #[test]
 fn a_reader_that_has_enough_is_no_fault() {
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
-    let mut command = std::process::Command::new(Forebay::binary());
-    let output = command.arg("version").stdout(writer).stderr(std::process::Stdio::piped()).output();
-    let output = output.expect("it runs");
+    let output = prints_the_version_to(writer);
     assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(0), ""));
 }
 
 #[test]
 fn an_output_that_cannot_be_written_is_told() {
     let full = fs::File::options().write(true).open("/dev/full").expect("every Linux has it");
-    let mut command = std::process::Command::new(Forebay::binary());
-    let output = command.arg("version").stdout(full).output().expect("it runs");
+    let output = prints_the_version_to(full);
     let told = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1));
     assert!(told.contains("the output cannot be written: No space left"), "{told}");

@@ -5,6 +5,7 @@ use std::os::unix::net::UnixDatagram;
 use std::process::Command;
 use std::time::Duration;
 
+use forebay_tests::process::{output, unmount};
 use forebay_tests::{Forebay, Scratch, repository, require_fuse, shell};
 
 /// Longest that a mount may take to say that it serves.
@@ -47,7 +48,7 @@ fn the_unit_runs_a_command_line_that_is_understood() {
 
 #[test]
 fn systemd_finds_no_fault_in_the_unit() {
-    if Command::new("systemd-analyze").arg("--version").output().is_err() {
+    if output(Command::new("systemd-analyze").arg("--version")).is_err() {
         return forebay_tests::settings::skip("systemd_finds_no_fault_in_the_unit", "no systemd-analyze");
     }
     let scratch = Scratch::new();
@@ -99,6 +100,6 @@ fn a_supervisor_is_told_when_the_mount_serves() {
     let length = socket.recv(&mut told).expect("the mount says that it serves");
     assert_eq!(&told[..length], b"READY=1\n");
     assert_eq!(std::fs::read(mnt.join("object")).expect("it serves"), b"bytes");
-    shell(scratch.path(), "umount mnt").succeeded();
+    unmount(&scratch.join("mnt"));
     assert!(process.wait().expect("it ends").success());
 }

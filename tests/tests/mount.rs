@@ -7,6 +7,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use forebay_tests::mount::is_mounted;
+use forebay_tests::process::{start, unmount};
 use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse, shell};
 
 /// Longest that something may take to show.
@@ -72,7 +73,7 @@ fn a_background_mount_serves_when_the_command_returns_and_ends_with_umount() {
     let table = std::fs::read_to_string("/proc/self/mounts").expect("the mount table");
     let line = format!("{} {} fuse.forebay rw,", url(&scratch.join("bucket")), mnt.display());
     assert!(table.contains(&line), "{line} is not in\n{table}");
-    shell(scratch.path(), "umount mnt").succeeded();
+    unmount(&scratch.join("mnt"));
     ended_well(&scratch);
     assert_eq!(std::fs::read_to_string(scratch.join("bucket/file")).expect("an object"), "kept");
 }
@@ -152,7 +153,7 @@ fn a_mount_that_the_kernel_ends_writes_what_it_has_and_fails() {
     wait_until("it is out of the way", || !is_mounted(&mnt));
     background(&scratch, &[]).succeeded();
     assert_eq!(std::fs::read_to_string(mnt.join("file")).expect("an object"), "kept");
-    shell(scratch.path(), "umount mnt").succeeded();
+    unmount(&scratch.join("mnt"));
 }
 
 #[test]
@@ -206,7 +207,7 @@ fn a_mount_that_died_is_mounted_again_by_the_same_command() {
         let file = scratch.join("mnt").join(format!("file-{round}"));
         assert_eq!(std::fs::read_to_string(file).expect("synced before the kill"), "kept");
     }
-    shell(scratch.path(), "umount mnt").succeeded();
+    unmount(&scratch.join("mnt"));
     ended_well(&scratch);
 
     let told = background_again(&scratch, &["--json", "-o", "plain_type"]).succeeded();
@@ -237,7 +238,7 @@ fn mount_forebay_is_the_helper_of_mount() {
     let table = std::fs::read_to_string("/proc/self/mounts").expect("the mount table");
     let line = format!("/dev/test {} fuse rw,", scratch.join("mnt").display());
     assert!(table.contains(&line), "{line} is not in\n{table}");
-    shell(scratch.path(), "umount mnt").succeeded();
+    unmount(&scratch.join("mnt"));
     ended_well(&scratch);
 }
 
@@ -267,9 +268,9 @@ os.close(device)
     let (bucket, mnt) = (scratch.folder("bucket"), scratch.folder("mnt"));
     let mut command = Command::new("python3");
     command.arg(&file).arg(Forebay::binary()).arg(&bucket).arg(&mnt).arg(&state);
-    assert!(command.status().expect("python runs").success());
+    assert!(start(&mut command).and_then(|mut python| python.wait()).expect("python runs").success());
     std::fs::write(mnt.join("file"), "kept").expect("it serves");
-    shell(scratch.path(), "umount mnt").succeeded();
+    unmount(&scratch.join("mnt"));
     ended_well(&scratch);
     assert_eq!(std::fs::read_to_string(bucket.join("file")).expect("an object"), "kept");
     let closed = Forebay::new(&scratch.folder("home"), ["mount", &url(&bucket), "/dev/fd/99"]).run();

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use forebay_core::ObjectKey;
 use forebay_io::object::{Bucket, Condition};
+use forebay_tests::process::{start, unmount};
 use forebay_tests::s3::Server;
 use forebay_tests::{
     Door, Forebay, Manner, Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, settings,
@@ -77,13 +78,9 @@ struct Program {
 
 impl Program {
     fn start(folder: &Path, text: &str) -> Self {
-        let mut process = Command::new("python3")
-            .args(["-c", text])
-            .current_dir(folder)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("python starts");
+        let mut command = Command::new("python3");
+        command.args(["-c", text]).current_dir(folder).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = start(&mut command).expect("python starts");
         let said = BufReader::new(process.stdout.take().expect("a pipe"));
         Self { process, said }
     }
@@ -330,7 +327,7 @@ async fn warnings_of_a_mount_in_the_background_reach_the_terminal() {
         let outcome = Forebay::new(&home, line).envs(&store.variables).run();
         let stderr = outcome.stderr.clone();
         outcome.succeeded();
-        shell(&home, &format!("umount {folder}")).succeeded();
+        unmount(Path::new(&folder));
         stderr
     };
     // A mount that fails after it claimed the bucket gives it back: the next one need not wait, nor warn.

@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
+use forebay_tests::process::start;
 use forebay_tests::s3::Server;
 use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse};
 use futures::TryStreamExt;
@@ -28,7 +29,7 @@ impl Writer {
         let script = format!("import os, time\n{script}\nprint('done', flush=True)\ntime.sleep(600)");
         let mut command = Command::new("python3");
         command.args(["-c", &script]).current_dir(folder).stdout(Stdio::piped());
-        let mut child = command.spawn().expect("python starts");
+        let mut child = start(&mut command).expect("python starts");
         let mut line = String::new();
         let printed = BufReader::new(child.stdout.take().expect("it is piped")).read_line(&mut line);
         assert!(printed.is_ok() && line == "done\n", "the writer failed: {line}");

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use forebay_core::ObjectKey;
 use forebay_io::object::{Bucket, Condition};
+use forebay_tests::process::start;
 use forebay_tests::s3::Server;
 use forebay_tests::{Door, Forebay, Manner, Mount, Outcome, Scratch, require_fuse};
 use serde_json::Value;
@@ -402,7 +403,7 @@ async fn the_bar_shows_what_was_done() {
     command.args(["--quiet", "--return", "--flush", "--command", &line]).arg(&terminal);
     command.env("HOME", &home).env("XDG_STATE_HOME", home.join("state")).env("TERM", "xterm");
     command.stdin(std::process::Stdio::null()).stdout(std::process::Stdio::null());
-    let mut warmup = command.spawn().expect("script runs");
+    let mut warmup = start(&mut command).expect("script runs");
     let shown = || {
         let bytes = fs::read(&terminal).unwrap_or_default();
         last_frame(&String::from_utf8_lossy(&bytes))

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use forebay_core::ObjectKey;
 use forebay_io::object::{Bucket, StoreSettings};
+use forebay_tests::process::start;
 use forebay_tests::s3::Server;
 use forebay_tests::{
     Forebay, Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, scale, shell,
@@ -344,13 +345,9 @@ held.append(open('unsynced-{round}', 'wb', 0)); held[-1].write(b'may be lost')
 print('synced', flush=True); sys.stdin.read(); os._exit(0)
 "
         );
-        let mut writer = Command::new("python3")
-            .args(["-c", &script])
-            .current_dir(walk.mount.path())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("python starts");
+        let mut command = Command::new("python3");
+        command.args(["-c", &script]).current_dir(walk.mount.path());
+        let mut writer = start(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("python starts");
         let mut told = String::new();
         let output = writer.stdout.as_mut().expect("it is piped");
         BufReader::new(output).read_line(&mut told).expect("it can be read");

@@ -9,6 +9,7 @@ use forebay_core::ObjectKey;
 use forebay_io::object::Bucket;
 use forebay_tests::door::{Door, Manner};
 use forebay_tests::mount::is_mounted;
+use forebay_tests::process::unmount;
 use forebay_tests::s3::Server;
 use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse, shell};
 use serde_json::Value;
@@ -36,7 +37,7 @@ impl Walk {
     }
 
     fn unblock(&self) {
-        self.sh(&format!("umount {}", self.scratch.join("bucket/hidden").display()));
+        unmount(&self.scratch.join("bucket/hidden"));
     }
 
     #[track_caller]
@@ -110,7 +111,7 @@ fn unmounting_ends_when_all_is_uploaded() {
     assert!(table.succeeded().contains("in 5 files"));
 
     // The mount point goes at once, the process stays, and says so to whoever wants to mount.
-    shell(Path::new("/"), &format!("umount {}", folder.display())).succeeded();
+    unmount(&folder);
     walk.wait(|status| status["is_ending"] == Value::Bool(true));
     assert!(!is_mounted(&folder));
     let url = format!("file://{}", walk.scratch.join("bucket").display());
@@ -298,7 +299,7 @@ fn a_mount_that_was_taken_over_uploads_what_it_staged() {
     let second = Mount::new(&scratch.join("other"), &url, &scratch.join("mnt2"), &options, &server.envs());
     let error = fs::read(second.path().join("f")).expect_err("the bytes are elsewhere");
     assert_eq!(error.raw_os_error(), Some(libc::EIO));
-    shell(Path::new("/"), &format!("umount {}", folder.display())).succeeded();
+    unmount(&folder);
     // It cannot say that all is well, for it has no volume any more.
     first.wait();
     assert!(first.log().contains("the volume is another's"), "{}", first.log());
@@ -333,5 +334,5 @@ fn a_full_local_disk_fails_no_write() {
     }
     assert!(fs::read(scratch.join("bucket/large")).expect("an object") == vec![7; 30 << 20]);
     assert_eq!(staged(&home).len(), 0);
-    shell(Path::new("/"), &format!("umount {}", disk.display())).succeeded();
+    unmount(&disk);
 }

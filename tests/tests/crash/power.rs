@@ -13,6 +13,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
 use forebay_tests::Seeded;
+use forebay_tests::process::apart;
 use fuser::{
     BackgroundSession, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
     INodeNo, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
@@ -69,7 +70,7 @@ impl PowerDisk {
 
     fn stop(&mut self) {
         if let Some(session) = self.session.take() {
-            session.umount_and_join().expect("nobody uses it");
+            apart(|| session.umount_and_join()).expect("nobody uses it");
         }
     }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::OnceLock;
 
-use forebay_tests::process::start;
+use forebay_tests::process::{output, start};
 
 use super::calls::{Answer, Called};
 use super::operation::{HOLDERS, Operation};
@@ -25,7 +25,8 @@ struct Neighbour {
 fn python() -> &'static Path {
     static PYTHON: OnceLock<PathBuf> = OnceLock::new();
     PYTHON.get_or_init(|| {
-        let asked = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
+        let mut command = Command::new("python3");
+        let asked = output(command.args(["-c", "import sys; print(sys.executable)"]));
         PathBuf::from(String::from_utf8_lossy(&asked.expect("python3 starts").stdout).trim())
     })
 }
