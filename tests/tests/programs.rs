@@ -1,9 +1,11 @@
 //! Programs that write out of order, lock, sync and compare times: version control, a database, a compiler, a copier.
 
 use std::fs;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use forebay_tests::settings::tool;
+use forebay_tests::process::unmount;
+use forebay_tests::settings::{skip, tool};
 use forebay_tests::{Mounted, Seeded, assert_same_trees, is_long, require_fuse, scale, shell};
 
 /// Runs `program` on a mount of a folder.
@@ -323,4 +325,72 @@ fn python(mounted: &mut Mounted) {
     shell(mounted.path(), install).succeeded();
     mounted.move_on();
     shell(mounted.path(), "venv/bin/python -m pip --version").succeeded();
+}
+
+/// Files, directories and links come, go, move and take each other's places, of which each overlay layer keeps its part.
+const CHANGES: &str = r#"
+echo more >>kept/text; chmod 600 kept/text; touch -d @86400 kept/text
+rm gone/one; rm -r old; mkdir old; echo new >old/file
+mv moved/one moved/two; mv moved/two top; mv whole elsewhere
+rm kind; mkdir kind; echo in >kind/file
+rm -r other; ln -s kept other; ln kept/text kept/again
+git init -q . && git add . && git -c user.name=a -c user.email=a@b commit -qm all && git gc -q && rm -rf .git
+for index in $(seq 200); do echo $index >many/$index; done; rm many/1*; mv many/2 many/3
+"#;
+
+#[test]
+fn an_overlay_has_its_upper_layer_there() {
+    let test = "an_overlay_has_its_upper_layer_there";
+    let known = "grep -qw overlay /proc/filesystems";
+    if shell(Path::new("/"), &format!("{known} || modprobe overlay && {known}")).code != Some(0) {
+        return skip(test, "this kernel has no overlay");
+    }
+    over_a_folder(test, overlay);
+}
+
+fn overlay(mounted: &mut Mounted) {
+    let (lower, plain) = (mounted.folder_beside("lower"), mounted.folder_beside("plain"));
+    let fill = "mkdir kept gone old moved whole whole/deep other many
+        for file in kept/text gone/one gone/two old/file moved/one whole/deep/file kind other/file many/150; do
+            echo $file >$file
+        done";
+    shell(&lower, fill).succeeded();
+    shell(&plain, &format!("cp -a {}/. . && {CHANGES}", lower.display())).succeeded();
+    let (upper, work) = (mounted.folder_in("upper"), mounted.folder_in("work"));
+    let folder = mounted.folder_beside("merged");
+    let options =
+        format!("lowerdir={},upperdir={},workdir={}", lower.display(), upper.display(), work.display());
+    let mount = format!("mount -t overlay overlay -o {options} {}", folder.display());
+    let merged = Merged::new(&mount, &folder);
+    shell(&folder, CHANGES).succeeded();
+    assert_same_trees(&plain, &folder, true);
+    merged.unmount();
+    assert!(fs::symlink_metadata(upper.join("gone/one")).is_ok_and(|left| left.file_type().is_char_device()));
+    mounted.move_on();
+    let merged = Merged::new(&mount, &folder);
+    assert_same_trees(&plain, &folder, true);
+    merged.unmount();
+}
+
+/// A mounted overlay; in the way of what is below it until it is gone.
+struct Merged<'a>(Option<&'a Path>);
+
+impl<'a> Merged<'a> {
+    #[track_caller]
+    fn new(mount: &str, folder: &'a Path) -> Self {
+        shell(Path::new("/"), mount).succeeded();
+        Self(Some(folder))
+    }
+
+    fn unmount(mut self) {
+        self.0.take().into_iter().for_each(unmount);
+    }
+}
+
+impl Drop for Merged<'_> {
+    fn drop(&mut self) {
+        if let Some(folder) = self.0.take() {
+            shell(Path::new("/"), &format!("umount -l {}", folder.display()));
+        }
+    }
 }

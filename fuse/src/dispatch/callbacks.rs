@@ -237,7 +237,7 @@ impl Filesystem for Dispatch {
 
     fn rename(
         &self,
-        _: &Request,
+        request: &Request,
         parent: INodeNo,
         name: &OsStr,
         new_parent: INodeNo,
@@ -245,11 +245,11 @@ impl Filesystem for Dispatch {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
-        let (from, to) = (bytes(name), bytes(new_name));
+        let (caller, from, to) = (caller(request, 0), bytes(name), bytes(new_name));
         self.run("rename", parent, |fs| async move {
             let (from, to) =
                 ((convert::inode(parent), from.as_slice()), (convert::inode(new_parent), to.as_slice()));
-            replies::empty(reply, fs.rename(from, to, flags.bits()).await);
+            replies::empty(reply, fs.rename(caller, from, to, flags.bits()).await);
         });
     }
 

@@ -95,12 +95,21 @@ impl FileSystem {
         Ok(self.volume.tree().remove_directory(parent, name).await?)
     }
 
-    /// Moves or exchanges names; `flags` are renameat2's. RENAME_WHITEOUT is for overlay's own upper layers: EINVAL.
-    pub async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), flags: u32) -> FsResult<()> {
+    /// Moves or exchanges names; `flags` are renameat2's. Anything but its combinations is EINVAL.
+    pub async fn rename(
+        &self,
+        Caller { uid, gid, .. }: Caller,
+        from: (InodeId, &[u8]),
+        to: (InodeId, &[u8]),
+        flags: u32,
+    ) -> FsResult<()> {
+        const WHITEOUT_NOREPLACE: u32 = libc::RENAME_WHITEOUT | libc::RENAME_NOREPLACE;
         let mode = match flags {
             0 => RenameMode::Replace,
             libc::RENAME_NOREPLACE => RenameMode::NoReplace,
             libc::RENAME_EXCHANGE => RenameMode::Exchange,
+            libc::RENAME_WHITEOUT => RenameMode::Whiteout { uid, gid, may_replace: true },
+            WHITEOUT_NOREPLACE => RenameMode::Whiteout { uid, gid, may_replace: false },
             _ => return Err(Errno(libc::EINVAL)),
         };
         Ok(self.volume.rename(from, to, mode).await?)

@@ -71,6 +71,15 @@ pub enum RenameMode {
     NoReplace,
     /// RENAME_EXCHANGE.
     Exchange,
+    /// RENAME_WHITEOUT: what moves leaves a character device 0/0 behind, by which an overlay knows that the name is gone.
+    Whiteout {
+        /// Owner of what is left behind.
+        uid: u32,
+        /// Its group, as [`NewInode::gid`].
+        gid: u32,
+        /// Whether the target is replaced if it exists: not with RENAME_NOREPLACE.
+        may_replace: bool,
+    },
 }
 
 /// Attribute changes; `None` leaves a field alone.

@@ -3,9 +3,10 @@
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result};
 
-use super::RenameMode;
+use super::create::create;
 use super::local::LocalTree;
 use super::remove_directory::check_empty;
+use super::{Existing, NewInode, RenameMode};
 use crate::records::{Change, Charge, Records, check_name, check_new_name, usage_of};
 use crate::schema::{Dentry, Inode, Usage};
 
@@ -60,7 +61,7 @@ pub(super) fn rename(
         return Ok(uncounted);
     }
     let done = match (mode, target) {
-        (RenameMode::NoReplace, Some(_)) => {
+        (RenameMode::NoReplace | RenameMode::Whiteout { may_replace: false, .. }, Some(_)) => {
             let name = String::from_utf8_lossy(to.1);
             Err(Error::new(ErrorKind::Exists, format!("`{name}` is in directory {} already", to.0)))
         }
@@ -70,9 +71,25 @@ pub(super) fn rename(
             check_not_below(change, target, from.0)?;
             exchange(change, (from, source), (to, target))
         }
+        (RenameMode::Whiteout { uid, gid, .. }, target) => {
+            replace(change, (from, source), to, target)?;
+            leave_whiteout(change, from, (uid, gid))
+        }
         (RenameMode::Replace | RenameMode::NoReplace, target) => replace(change, (from, source), to, target),
     };
     done.map(|()| Vec::new())
+}
+
+/// Makes what an overlay takes for the absence of a name (Linux, Documentation/filesystems/overlayfs.rst), as ext4 does: with
+/// no permission for anybody.
+fn leave_whiteout(
+    change: &mut Change<'_, '_>,
+    (parent, name): Place<'_>,
+    (uid, gid): (u32, u32),
+) -> Result<()> {
+    let kind = FileKind::CharDevice;
+    let whiteout = NewInode { kind, mode: 0, umask: 0, uid, gid, rdev: 0, target: Bytes::new() };
+    create(change, parent, name, &whiteout, Existing::Refuse).map(drop)
 }
 
 /// The moved directories whose content other quotas are going to count, and which are not counted themselves.

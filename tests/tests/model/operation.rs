@@ -403,8 +403,10 @@ fn allocation(rng: &mut impl Rng) -> i32 {
 }
 
 fn rename_flags(rng: &mut impl Rng) -> u32 {
-    let (refuse, exchange) = (libc::RENAME_NOREPLACE, libc::RENAME_EXCHANGE);
-    one_of(rng, &[0, 0, 0, 0, refuse, refuse, exchange, exchange, exchange, refuse | exchange])
+    let (refuse, exchange, whiteout) = (libc::RENAME_NOREPLACE, libc::RENAME_EXCHANGE, libc::RENAME_WHITEOUT);
+    let common = [0, 0, 0, 0, 0, 0, refuse, refuse, exchange, exchange, exchange, exchange];
+    let rare = [whiteout, whiteout, whiteout | refuse, whiteout | exchange, refuse | exchange];
+    if rng.random_bool(0.8) { one_of(rng, &common) } else { one_of(rng, &rare) }
 }
 
 fn id(rng: &mut impl Rng) -> Option<u32> {

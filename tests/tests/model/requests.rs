@@ -289,7 +289,8 @@ impl Calls for Layer {
     }
 
     fn rename(&mut self, from: &Path, to: &Path, flags: u32) -> Called<()> {
-        if flags == libc::RENAME_NOREPLACE | libc::RENAME_EXCHANGE {
+        let (exchange, refuse) = (flags & libc::RENAME_EXCHANGE != 0, flags & libc::RENAME_NOREPLACE != 0);
+        if exchange && flags != libc::RENAME_EXCHANGE {
             return Err(libc::EINVAL);
         }
         // Both directories are looked for before both names.
@@ -303,9 +304,8 @@ impl Calls for Layer {
             (from, to) => (from?, to?),
         };
         let source = from.found.as_ref().ok_or(libc::ENOENT)?.ino;
-        let exchange = flags == libc::RENAME_EXCHANGE;
         match to.found.as_ref().map(|found| found.ino) {
-            Some(_) if flags == libc::RENAME_NOREPLACE => return Err(libc::EEXIST),
+            Some(_) if refuse => return Err(libc::EEXIST),
             None if exchange => return Err(libc::ENOENT),
             _ if self.is_below(to.parent, source)? => return Err(libc::EINVAL),
             Some(target) if self.is_below(from.parent, target)? => {
@@ -314,7 +314,7 @@ impl Calls for Layer {
             Some(target) if target == source => return Ok(()),
             _ => {}
         }
-        self.ask(self.fs.rename((from.parent, &from.name), (to.parent, &to.name), flags))
+        self.ask(self.fs.rename(CALLER, (from.parent, &from.name), (to.parent, &to.name), flags))
     }
 
     fn list(&mut self, path: &Path) -> Called<Vec<(Vec<u8>, Kind)>> {

@@ -17,7 +17,9 @@ impl Volume {
     pub async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()> {
         self.settle(from.0, from.1).await?;
         match mode {
-            RenameMode::Replace => self.settle_removed(to.0, to.1).await,
+            RenameMode::Replace | RenameMode::Whiteout { may_replace: true, .. } => {
+                self.settle_removed(to.0, to.1).await
+            }
             _ => self.settle(to.0, to.1).await?,
         }
         self.store.tree.rename(from, to, mode).await

@@ -54,17 +54,28 @@ async fn new_inodes_have_kind_mode_and_owner() {
 async fn renames_replace_refuse_and_exchange() {
     let fs = writable().await;
     let (a, b) = (put(&fs, ROOT, "a", "A").await, put(&fs, ROOT, "b", "B").await);
-    fails(fs.rename((ROOT, b"a"), (ROOT, b"b"), libc::RENAME_NOREPLACE).await, libc::EEXIST);
-    fails(fs.rename((ROOT, b"a"), (ROOT, b"b"), libc::RENAME_WHITEOUT).await, libc::EINVAL);
+    fails(fs.rename(CALLER, (ROOT, b"a"), (ROOT, b"b"), libc::RENAME_NOREPLACE).await, libc::EEXIST);
     let both = libc::RENAME_NOREPLACE | libc::RENAME_EXCHANGE;
-    fails(fs.rename((ROOT, b"a"), (ROOT, b"b"), both).await, libc::EINVAL);
-    fails(fs.rename((ROOT, b"none"), (ROOT, b"b"), 0).await, libc::ENOENT);
-    fs.rename((ROOT, b"a"), (ROOT, b"b"), libc::RENAME_EXCHANGE).await.expect("exchange");
+    fails(fs.rename(CALLER, (ROOT, b"a"), (ROOT, b"b"), both).await, libc::EINVAL);
+    fails(fs.rename(CALLER, (ROOT, b"none"), (ROOT, b"b"), 0).await, libc::ENOENT);
+    fs.rename(CALLER, (ROOT, b"a"), (ROOT, b"b"), libc::RENAME_EXCHANGE).await.expect("exchange");
     assert_eq!((find(&fs, ROOT, "a").await.ino, find(&fs, ROOT, "b").await.ino), (b, a));
-    fs.rename((ROOT, b"a"), (ROOT, b"b"), 0).await.expect("replace");
+    fs.rename(CALLER, (ROOT, b"a"), (ROOT, b"b"), 0).await.expect("replace");
     assert_eq!(find(&fs, ROOT, "b").await.ino, b);
     assert_eq!(fs.lookup(ROOT, b"a").await, Ok(None));
     assert_eq!(content(&fs, b).await, "B");
+    fs.rename(CALLER, (ROOT, b"b"), (ROOT, b"c"), libc::RENAME_WHITEOUT).await.expect("leaves a whiteout");
+    let left = find(&fs, ROOT, "b").await;
+    assert_eq!((left.kind, left.mode, left.rdev), (FileKind::CharDevice, 0, 0));
+    assert_eq!((left.uid, left.gid, left.nlink), (CALLER.uid, CALLER.gid, 1));
+    assert_eq!(find(&fs, ROOT, "c").await.ino, b);
+    let refuses = libc::RENAME_WHITEOUT | libc::RENAME_NOREPLACE;
+    fails(fs.rename(CALLER, (ROOT, b"c"), (ROOT, b"b"), refuses).await, libc::EEXIST);
+    let both = libc::RENAME_WHITEOUT | libc::RENAME_EXCHANGE;
+    fails(fs.rename(CALLER, (ROOT, b"c"), (ROOT, b"b"), both).await, libc::EINVAL);
+    fs.rename(CALLER, (ROOT, b"c"), (ROOT, b"b"), libc::RENAME_WHITEOUT).await.expect("takes its place");
+    assert_eq!((find(&fs, ROOT, "b").await.ino, content(&fs, b).await), (b, "B".into()));
+    assert_eq!(find(&fs, ROOT, "c").await.kind, FileKind::CharDevice);
 }
 
 #[tokio::test]
@@ -74,10 +85,10 @@ async fn directories_refuse_what_would_lose_names() {
     put(&fs, directory, "f", "x").await;
     fs.make_directory(CALLER, ROOT, b"e", 0o755).await.expect("mkdir");
     fails(fs.remove_directory(ROOT, b"d").await, libc::ENOTEMPTY);
-    fails(fs.rename((ROOT, b"e"), (ROOT, b"d"), 0).await, libc::ENOTEMPTY);
-    fails(fs.rename((ROOT, b"d"), (directory, b"inside"), 0).await, libc::EINVAL);
-    fails(fs.rename((ROOT, b"e"), (directory, b"f"), 0).await, libc::ENOTDIR);
-    fails(fs.rename((directory, b"f"), (ROOT, b"e"), 0).await, libc::EISDIR);
+    fails(fs.rename(CALLER, (ROOT, b"e"), (ROOT, b"d"), 0).await, libc::ENOTEMPTY);
+    fails(fs.rename(CALLER, (ROOT, b"d"), (directory, b"inside"), 0).await, libc::EINVAL);
+    fails(fs.rename(CALLER, (ROOT, b"e"), (directory, b"f"), 0).await, libc::ENOTDIR);
+    fails(fs.rename(CALLER, (directory, b"f"), (ROOT, b"e"), 0).await, libc::EISDIR);
     fails(fs.remove_directory(directory, b"f").await, libc::ENOTDIR);
     fails(fs.unlink(ROOT, b"none").await, libc::ENOENT);
     fs.unlink(directory, b"f").await.expect("unlink");

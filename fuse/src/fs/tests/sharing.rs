@@ -29,7 +29,7 @@ async fn a_dataset_mount_refuses_changes() {
     let ino = find(&fs, ROOT, "one").await.ino;
     fails(fs.make_directory(CALLER, ROOT, b"d", 0o755).await, libc::EROFS);
     fails(fs.unlink(ROOT, b"one").await, libc::EROFS);
-    fails(fs.rename((ROOT, b"one"), (ROOT, b"two"), 0).await, libc::EROFS);
+    fails(fs.rename(CALLER, (ROOT, b"one"), (ROOT, b"two"), 0).await, libc::EROFS);
     let size = crate::fs::Change { size: Some(0), ..Default::default() };
     fails(fs.set_attributes(ino, size, true).await, libc::EROFS);
     assert_eq!(fs.sync_directory().await, Ok(()), "there is nothing to sync");

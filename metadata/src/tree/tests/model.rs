@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use bytes::Bytes;
 use forebay_core::{ErrorKind, FileKind, InodeId, Result};
 
 use super::world::*;
@@ -108,7 +107,9 @@ impl Model {
             return Err(ErrorKind::Invalid);
         }
         match (mode, target) {
-            (RenameMode::NoReplace, Some(_)) => return Err(ErrorKind::Exists),
+            (RenameMode::NoReplace | RenameMode::Whiteout { may_replace: false, .. }, Some(_)) => {
+                return Err(ErrorKind::Exists);
+            }
             (RenameMode::Exchange, None) => return Err(ErrorKind::NotFound),
             (_, Some(target)) if target == source => return Ok(()),
             (RenameMode::Exchange, Some(target)) => {
@@ -129,7 +130,10 @@ impl Model {
         }
         self.entries(from.0).remove(from.1);
         self.place(to, source);
-        Ok(())
+        match mode {
+            RenameMode::Whiteout { .. } => self.create(from.0, from.1, false).map(drop),
+            _ => Ok(()),
+        }
     }
 
     fn place(&mut self, (directory, name): (usize, &str), node: usize) {
@@ -203,14 +207,22 @@ impl Pair<'_> {
                 }
             }
             mode => {
-                let mode = match (mode, chance.below(3)) {
+                let mode = match (mode, chance.below(6)) {
                     (8, _) => RenameMode::Replace,
                     (_, 0) => RenameMode::NoReplace,
+                    (_, 1) => RenameMode::Whiteout { uid: 1, gid: 2, may_replace: false },
+                    (_, 2) => RenameMode::Whiteout { uid: 1, gid: 2, may_replace: true },
                     _ => RenameMode::Exchange,
                 };
-                let from = (Bytes::from(n), Bytes::from(m));
-                let got = self.tree.rename((parent, &from.0), (other, &from.1), mode).await;
-                (self.model.rename((p, n), (q, m), mode), got)
+                let got = self.tree.rename((parent, n.as_bytes()), (other, m.as_bytes()), mode).await;
+                let expected = self.model.rename((p, n), (q, m), mode);
+                if self.model.0.len() > self.inodes.len() {
+                    let left = found(self.tree, parent, n.as_bytes()).await;
+                    assert_eq!((left.kind, left.mode, left.rdev), (FileKind::CharDevice, 0, 0));
+                    assert!(!self.inodes.contains(&left.ino), "an inode number was used again");
+                    self.inodes.push(left.ino);
+                }
+                (expected, got)
             }
         };
         assert_eq!(got.map_err(|error| error.kind()), expected);
