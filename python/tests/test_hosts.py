@@ -30,7 +30,7 @@ from forebay import _hosts, _native, _together
 from forebay._pieces import Pieces
 from forebay._ranks import Ranks
 
-from .conftest import PATIENCE_S, SCALE, Child, arenas_of
+from .conftest import PATIENCE_S, SCALE, Child, arenas_of, wait_until
 from .test_dcp import everything, numbers, whole
 from .test_ranks import fsdp_parts, fsdp_values
 from .test_reading import read_bytes
@@ -459,6 +459,8 @@ def test_what_does_not_come_from_another_hosts_memory_is_waited_for_in_the_store
         monkeypatch.setattr(_together, "new_door", hidden)
         fact = "what other hosts' memory has did not come from there"
     else:
+        # What is damaged before it is in the store is lost.
+        wait_until(lambda: forebay.Checkpointer(place).steps() == [1, 2])
         flip_memory(agents[3])
         fact = "damaged"
     for step, tier, right, told in goes_on(hosts, place, ddp_parts, parameters):
