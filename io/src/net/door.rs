@@ -116,12 +116,17 @@ pub(super) fn reach(addresses: &[String], port: u16, secret: &str, patience: Dur
         .find_map(std::io::Result::ok)
 }
 
-/// Small words are sent at once, and a host that is gone without a word is found to be.
+/// Small words are sent at once, and nobody is waited for without end.
 fn prepare(stream: &TcpStream) -> std::io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(GREETING))?;
     stream.set_write_timeout(Some(GREETING))?;
+    keep_alive(stream)
+}
+
+/// A host that is gone without a word is found to be.
+pub(super) fn keep_alive(stream: &impl AsFd) -> std::io::Result<()> {
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, IDLE)?;
     sockopt::set_tcp_keepintvl(stream, AGAIN)?;

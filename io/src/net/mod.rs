@@ -6,6 +6,7 @@ mod inherited;
 mod meeting;
 mod notice;
 mod bulk;
+pub mod secure;
 
 pub use bulk::{BulkReceiver, BulkSender, Label, Message, SILENCE};
 pub use door::{Door, come};
