@@ -92,6 +92,11 @@ pub enum Filled {
     Memory,
     /// It was on disk.
     Disk,
+    /// It was fetched from another host that has it, or had it from the origin.
+    Peer {
+        /// Bytes that came over the network.
+        bytes: u64,
+    },
     /// It was fetched.
     Origin {
         /// Bytes that left the origin.
@@ -127,6 +132,27 @@ pub struct Counters {
     pub origin_bytes: u64,
     /// Requests to the origin that failed.
     pub origin_failures: u64,
+    /// Blocks that came from other hosts.
+    #[serde(default)]
+    pub peer_hits: u64,
+    /// Bytes in them.
+    #[serde(default)]
+    pub peer_bytes: u64,
+    /// Blocks that their owner did not give, or gave damaged or late, for which the origin was asked.
+    #[serde(default)]
+    pub peer_failures: u64,
+    /// Blocks that other hosts were given.
+    #[serde(default)]
+    pub served_blocks: u64,
+    /// Bytes in them.
+    #[serde(default)]
+    pub served_bytes: u64,
+    /// Other hosts that share blocks, as far as they are known now.
+    #[serde(default)]
+    pub peers: u64,
+    /// Those of them that answer now.
+    #[serde(default)]
+    pub peers_here: u64,
     /// Copies on disk that failed their checksum or did not parse, and were dropped.
     pub corruptions: u64,
     /// Blocks evicted from memory.

@@ -1,6 +1,6 @@
-//! THE read path: memory, disk, origin, in this order, in one function.
+//! THE read path: memory, disk, the block's owner among the peers, origin, in this order.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use forebay_core::{BlockKey, Result};
 
@@ -8,6 +8,7 @@ use crate::Filled;
 use crate::block::{Block, BlockId};
 use crate::flight::{Flights, Role, Ticket};
 use crate::origin::Origin;
+use crate::peers::Peers;
 use crate::tier::disk::DiskTier;
 use crate::tier::memory::MemoryTier;
 
@@ -18,6 +19,10 @@ pub(crate) struct Sources {
     pub(crate) disk: Option<Arc<DiskTier>>,
     pub(crate) origin: Origin,
     pub(crate) flights: Flights<(Block, Filled)>,
+    /// Set once other hosts share their blocks.
+    pub(crate) peers: OnceLock<Arc<Peers>>,
+    /// What a flight does where no peer is to be asked, so that these join it as well; unused without peers.
+    pub(crate) shared_flights: Flights<(Block, Filled)>,
 }
 
 /// Who writes what the origin gave to disk.
@@ -37,25 +42,62 @@ pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey, keep: Keep) -> R
     }
     let (own, key) = (sources.clone(), key.clone());
     let flight = move |ticket: Arc<Ticket<_>>| async move {
-        // An earlier flight may have landed between the miss and this flight's start.
-        if let Some(block) = own.memory.get(&id) {
-            return Ok((block, Filled::Memory));
-        }
-        if let Some(disk) = own.disk.as_ref().filter(|disk| disk.peek(&key).is_some())
-            && let Some(place) = ticket.wait(disk.admit(&key)).await?
-            && let Some(block) = disk.read(&key, place).await
-        {
+        let Some(peers) = own.peers.get() else { return get_here(&own, &key, keep, &ticket).await };
+        let is_here = own.disk.as_ref().is_some_and(|disk| disk.peek(&key).is_some());
+        if !is_here && let Some(block) = ticket.wait(peers.get(&key, own.origin.buffers())).await? {
             own.memory.insert(id, block.clone());
-            return Ok((block, Filled::Disk));
+            if let Some(disk) = own.disk.as_ref().filter(|_| keep == Keep::Behind && peers.keeps()) {
+                disk.offer(&key, &block);
+            }
+            return Ok((block, Filled::Peer { bytes: key.len() }));
         }
-        let permit = ticket.wait(own.origin.admit(&key)).await?;
-        let block = own.origin.fetch(&key, permit).await?;
-        own.memory.insert(id, block.clone());
-        if let Some(disk) = own.disk.as_ref().filter(|_| keep == Keep::Behind) {
-            disk.offer(&key, &block);
-        }
-        Ok((block, Filled::Origin { bytes: key.len() }))
+        let (block, filled, _) = ticket.wait(get_for_all(&own, &key, keep)).await??;
+        Ok((block, filled))
     };
     let ((block, filled), role) = sources.flights.join(id, flight).await?;
     Ok((block, filled, role))
+}
+
+/// The same of what this host has or is to have, for its own readers and for peers: none of them is asked, so that nobody
+/// waits for somebody who waits in turn.
+pub(crate) async fn get_for_all(
+    sources: &Arc<Sources>,
+    key: &BlockKey,
+    keep: Keep,
+) -> Result<(Block, Filled, Role)> {
+    let id = BlockId::of(key);
+    if let Some(block) = sources.memory.get(&id) {
+        return Ok((block, Filled::Memory, Role::Led));
+    }
+    let (own, key) = (sources.clone(), key.clone());
+    let flight = move |ticket: Arc<Ticket<_>>| async move { get_here(&own, &key, keep, &ticket).await };
+    let ((block, filled), role) = sources.shared_flights.join(id, flight).await?;
+    Ok((block, filled, role))
+}
+
+async fn get_here(
+    own: &Sources,
+    key: &BlockKey,
+    keep: Keep,
+    ticket: &Ticket<(Block, Filled)>,
+) -> Result<(Block, Filled)> {
+    let id = BlockId::of(key);
+    // An earlier flight may have landed between the miss and this flight's start.
+    if let Some(block) = own.memory.get(&id) {
+        return Ok((block, Filled::Memory));
+    }
+    if let Some(disk) = own.disk.as_ref().filter(|disk| disk.peek(key).is_some())
+        && let Some(place) = ticket.wait(disk.admit(key)).await?
+        && let Some(block) = disk.read(key, place).await
+    {
+        own.memory.insert(id, block.clone());
+        return Ok((block, Filled::Disk));
+    }
+    let permit = ticket.wait(own.origin.admit(key)).await?;
+    let block = own.origin.fetch(key, permit).await?;
+    own.memory.insert(id, block.clone());
+    if let Some(disk) = own.disk.as_ref().filter(|_| keep == Keep::Behind) {
+        disk.offer(key, &block);
+    }
+    Ok((block, Filled::Origin { bytes: key.len() }))
 }

@@ -1,21 +1,25 @@
 //! The cache of this process: composes tiers and origin behind [`Blocks`].
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use forebay_core::{BlockKey, Error, ErrorKind, Result};
+use forebay_core::{BlockKey, Error, ErrorKind, Result, VolumeId};
 use forebay_io::object::Bucket;
+use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use futures::stream::{self, StreamExt};
+use tokio::sync::oneshot;
 
 use crate::block::{Block, BlockId, check_within};
 use crate::flight::{Flights, Role};
-use crate::get::{Keep, Sources, get};
+use crate::get::{Keep, Sources, get, get_for_all};
 use crate::origin::Origin;
+use crate::peers::{Local, Peers, serve};
+use crate::room::Room;
 use crate::tier::disk::DiskTier;
 use crate::tier::memory::MemoryTier;
 use crate::{Blocks, CacheSettings, Counters, Filled, Residency, Unpinned};
@@ -49,8 +53,36 @@ impl Node {
             disk: DiskTier::open(&settings, &tasks).await?,
             origin: Origin::new(bucket, &settings),
             flights: Flights::new("fetch", tasks.clone()),
+            peers: OnceLock::new(),
+            shared_flights: Flights::new("fetch for all", tasks.clone()),
         });
         Ok(Arc::new(Self { sources, tasks, memory_hits: AtomicU64::new(0), joined: AtomicU64::new(0) }))
+    }
+
+    /// Begins to share blocks of `volume` with the hosts that the settings name, if any; returns once it is known which of
+    /// them are there, or two seconds later. What they are asked for besides is had from the store.
+    ///
+    /// # Errors
+    /// What is wrong with the secret, or with the port.
+    pub async fn join(self: &Arc<Self>, settings: &CacheSettings, volume: VolumeId) -> Result<()> {
+        if !settings.peers.is_on() {
+            return Ok(());
+        }
+        let drawn = Rng::system().u64();
+        let share = match &self.sources.disk {
+            Some(disk) => disk.share(drawn).await?,
+            None => drawn,
+        };
+        let room = Room::new(settings.peer_bytes(), settings.fetches);
+        let opening = Peers::open(settings.peers.clone(), room, share, volume);
+        let peers = Arc::new(opening.await?);
+        let serving = serve(peers.clone(), Arc::downgrade(self), self.tasks.clone());
+        self.tasks.spawn("serve peers", serving);
+        let (know, known) = oneshot::channel();
+        let (following, stop) = (peers.clone(), self.tasks.stop());
+        self.tasks.spawn("follow peers", async move { following.follow(stop, know).await });
+        Peers::await_first_look(known).await;
+        self.sources.peers.set(peers).map_err(|_| Error::bug("a cache joined its peers twice"))
     }
 
     /// Waits until what is under way has ended, for at most 60 s, and gives the cache directory free. Reads still
@@ -74,6 +106,12 @@ impl Node {
         self.sources.disk.as_ref().expect("a disk").pinning()
     }
 
+    /// Where other hosts find it.
+    #[cfg(test)]
+    pub(crate) fn peer_address(&self) -> std::net::SocketAddr {
+        self.sources.peers.get().expect("peers").address()
+    }
+
     /// Fetches and writes to disk under way.
     #[cfg(test)]
     pub(crate) fn running(&self) -> Vec<String> {
@@ -81,16 +119,15 @@ impl Node {
     }
 
     async fn residency(&self, key: BlockKey, verify: bool) -> Residency {
-        let on_disk = match &self.sources.disk {
-            Some(disk) if disk.peek(&key).is_some() && verify => disk.verify(&key).await,
-            Some(disk) if disk.peek(&key).is_some() => Residency::Disk,
-            _ => Residency::Absent,
-        };
-        match on_disk {
-            Residency::Absent | Residency::Damaged if self.sources.memory.contains(&BlockId::of(&key)) => {
-                Residency::Memory
+        let peers = self.sources.peers.get().filter(|peers| !peers.keeps());
+        match (self.residency_here(key.clone(), verify).await, peers) {
+            (here @ (Residency::Absent | Residency::Memory), Some(peers)) => {
+                match peers.stat(&key, verify).await {
+                    Some(there) if there != Residency::Absent => there,
+                    _ => here,
+                }
             }
-            residency => residency,
+            (here, _) => here,
         }
     }
 
@@ -107,36 +144,26 @@ impl Node {
 }
 
 #[async_trait]
-impl Blocks for Node {
-    async fn get(&self, key: &BlockKey, within: Range<u64>) -> Result<Bytes> {
-        check_within(key, &within)?;
-        if within.is_empty() {
-            return Ok(Bytes::new());
-        }
-        let (block, _) = self.block(key, Keep::Behind).await?;
-        block.slice(key, within)
+impl Local for Node {
+    async fn block_here(&self, key: &BlockKey) -> Result<Block> {
+        get_for_all(&self.sources, key, Keep::Behind).await.map(|(block, ..)| block)
     }
 
-    fn get_now(&self, key: &BlockKey, within: Range<u64>) -> Option<Bytes> {
-        let look = |block: &Block| block.slice(key, within).ok();
-        let bytes = self.sources.memory.look(&BlockId::of(key), look).flatten()?;
-        self.memory_hits.fetch_add(1, Relaxed);
-        Some(bytes)
+    async fn residency_here(&self, key: BlockKey, verify: bool) -> Residency {
+        let on_disk = match &self.sources.disk {
+            Some(disk) if disk.peek(&key).is_some() && verify => disk.verify(&key).await,
+            Some(disk) if disk.peek(&key).is_some() => Residency::Disk,
+            _ => Residency::Absent,
+        };
+        match on_disk {
+            Residency::Absent | Residency::Damaged if self.sources.memory.contains(&BlockId::of(&key)) => {
+                Residency::Memory
+            }
+            residency => residency,
+        }
     }
 
-    fn get_near(&self, key: &BlockKey, within: Range<u64>) -> Option<Bytes> {
-        if let Some(bytes) = self.get_now(key, within.clone()) {
-            return Some(bytes);
-        }
-        let block = self.sources.disk.as_ref()?.read_near(key)?;
-        // Who reads all of it keeps it, and the disk has it, too.
-        if within != (0..key.len()) {
-            self.sources.memory.insert(BlockId::of(key), block.clone().compact());
-        }
-        block.slice(key, within).ok()
-    }
-
-    async fn fill(&self, key: &BlockKey, pin: bool) -> Result<Filled> {
+    async fn fill_here(&self, key: &BlockKey, pin: bool) -> Result<Filled> {
         if key.is_empty() {
             return Err(Error::invalid(format!("{key} lies past its end")));
         }
@@ -171,6 +198,64 @@ impl Blocks for Node {
         }
     }
 
+    async fn unpin_here(&self, key: &BlockKey) -> Result<Unpinned> {
+        let Some(disk) = &self.sources.disk else { return Ok(Unpinned::default()) };
+        match disk.peek(key) {
+            Some(slot) => disk.unpin(slot).await,
+            None => Ok(Unpinned::default()),
+        }
+    }
+
+    async fn unpin_all_here(&self) -> Result<Unpinned> {
+        let mut unpinned = Unpinned::default();
+        let Some(disk) = &self.sources.disk else { return Ok(unpinned) };
+        for slot in disk.pinned() {
+            unpinned += disk.unpin(slot).await?;
+        }
+        Ok(unpinned)
+    }
+}
+
+#[async_trait]
+impl Blocks for Node {
+    async fn get(&self, key: &BlockKey, within: Range<u64>) -> Result<Bytes> {
+        check_within(key, &within)?;
+        if within.is_empty() {
+            return Ok(Bytes::new());
+        }
+        let (block, _) = self.block(key, Keep::Behind).await?;
+        block.slice(key, within)
+    }
+
+    fn get_now(&self, key: &BlockKey, within: Range<u64>) -> Option<Bytes> {
+        let look = |block: &Block| block.slice(key, within).ok();
+        let bytes = self.sources.memory.look(&BlockId::of(key), look).flatten()?;
+        self.memory_hits.fetch_add(1, Relaxed);
+        Some(bytes)
+    }
+
+    fn get_near(&self, key: &BlockKey, within: Range<u64>) -> Option<Bytes> {
+        if let Some(bytes) = self.get_now(key, within.clone()) {
+            return Some(bytes);
+        }
+        let block = self.sources.disk.as_ref()?.read_near(key)?;
+        // Who reads all of it keeps it, and the disk has it, too.
+        if within != (0..key.len()) {
+            self.sources.memory.insert(BlockId::of(key), block.clone().compact());
+        }
+        block.slice(key, within).ok()
+    }
+
+    async fn fill(&self, key: &BlockKey, pin: bool) -> Result<Filled> {
+        // Who keeps copies of what others own fills its own disk, through them.
+        if let Some(peers) = self.sources.peers.get().filter(|peers| !peers.keeps())
+            && let Some(filled) = peers.fill(key, pin).await
+        {
+            return filled;
+        }
+        self.fill_here(key, pin).await
+    }
+
     async fn fetch_ahead(&self, key: &BlockKey) -> Result<()> {
         if self.sources.disk.as_ref().is_some_and(|disk| disk.peek(key).is_some()) {
             return Ok(());
@@ -181,18 +266,19 @@ impl Blocks for Node {
     }
 
     async fn unpin(&self, key: &BlockKey) -> Result<Unpinned> {
-        let Some(disk) = &self.sources.disk else { return Ok(Unpinned::default()) };
-        match disk.peek(key) {
-            Some(slot) => disk.unpin(slot).await,
-            None => Ok(Unpinned::default()),
+        let mut unpinned = self.unpin_here(key).await?;
+        if let Some(peers) = self.sources.peers.get()
+            && let Some(there) = peers.unpin(key).await
+        {
+            unpinned += there?;
         }
+        Ok(unpinned)
     }
 
     async fn unpin_all(&self) -> Result<Unpinned> {
-        let mut unpinned = Unpinned::default();
-        let Some(disk) = &self.sources.disk else { return Ok(unpinned) };
-        for slot in disk.pinned() {
-            unpinned += disk.unpin(slot).await?;
+        let mut unpinned = self.unpin_all_here().await?;
+        if let Some(peers) = self.sources.peers.get() {
+            unpinned += peers.unpin_all().await?;
         }
         Ok(unpinned)
     }
@@ -226,6 +312,9 @@ impl Blocks for Node {
         self.sources.origin.report(&mut counters);
         if let Some(disk) = &self.sources.disk {
             disk.report(&mut counters);
+        }
+        if let Some(peers) = self.sources.peers.get() {
+            peers.report(&mut counters);
         }
         counters
     }

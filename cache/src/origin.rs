@@ -33,10 +33,15 @@ pub(crate) struct Origin {
 
 impl Origin {
     pub(crate) fn new(bucket: Bucket, settings: &CacheSettings) -> Self {
-        let room = Room::new(settings.fetch_bytes - settings.disk_read_bytes(), settings.fetches);
+        let room = Room::new(settings.origin_bytes(), settings.fetches);
         let [requests, bytes, failures] = Default::default();
         let buffers = Pool::new(BLOCK_SIZE as usize, UNUSED_BUFFERS);
         Self { bucket, room, buffers, requests, bytes, failures }
+    }
+
+    /// Buffers for blocks, from wherever they come.
+    pub(crate) fn buffers(&self) -> &Pool {
+        &self.buffers
     }
 
     /// Waits until the block may be fetched.

@@ -25,6 +25,12 @@ impl Room {
         Self { semaphore: Arc::new(Semaphore::new(permits as usize)), permits, least: permits / carriers }
     }
 
+    /// Another one as large.
+    pub(crate) fn another(&self) -> Self {
+        let semaphore = Arc::new(Semaphore::new(self.permits as usize));
+        Self { semaphore, ..*self }
+    }
+
     /// Waits for a place, in order of arrival. Cancel-safe.
     pub(crate) async fn enter(&self, bytes: u64) -> Place {
         let place = self.semaphore.clone().acquire_many_owned(self.cost(bytes)).await;

@@ -6,6 +6,7 @@ use forebay_core::units::{GIB, MIB, format_bytes};
 use forebay_core::{BLOCK_SIZE, Error, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::peers::PeerSettings;
 use crate::tier::directory::remembered_ceiling;
 
 /// Ceilings and places of one cache.
@@ -35,6 +36,8 @@ pub struct CacheSettings {
     /// origin is asked, and the disk is left alone for 30 s. What is written has six times as long, and is skipped then.
     /// Default 5,000: a disk that works takes tens of them.
     pub disk_deadline_ms: u64,
+    /// Hosts that share the blocks that they have. Default none.
+    pub peers: PeerSettings,
 }
 
 impl Default for CacheSettings {
@@ -48,6 +51,7 @@ impl Default for CacheSettings {
             fetch_bytes: 64 * MIB,
             store_bytes: 64 * MIB,
             disk_deadline_ms: 5_000,
+            peers: PeerSettings::default(),
         }
     }
 }
@@ -72,6 +76,19 @@ impl CacheSettings {
     /// The part of `fetch_bytes` that is for reads from disk.
     pub(crate) fn disk_read_bytes(&self) -> u64 {
         (self.fetch_bytes / 4).max(BLOCK_SIZE)
+    }
+
+    /// The part of `fetch_bytes` that is for blocks on their way from other hosts, and as much for those on their way there.
+    pub(crate) fn peer_bytes(&self) -> u64 {
+        match self.peers.is_on() {
+            true => ((self.fetch_bytes - self.disk_read_bytes()) / 4).max(BLOCK_SIZE),
+            false => 0,
+        }
+    }
+
+    /// The part of `fetch_bytes` that is for blocks on their way from the origin.
+    pub(crate) fn origin_bytes(&self) -> u64 {
+        (self.fetch_bytes - self.disk_read_bytes()).saturating_sub(2 * self.peer_bytes()).max(BLOCK_SIZE)
     }
 
     /// Refuses settings that cannot work.
@@ -100,6 +117,6 @@ impl CacheSettings {
             return Err(Error::invalid(format!("pinned blocks may take {pins} of a disk cache of {disk}"))
                 .with_hint("set `pin_bytes` to at most `disk_bytes`"));
         }
-        Ok(())
+        self.peers.validate()
     }
 }

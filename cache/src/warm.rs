@@ -85,7 +85,7 @@ pub async fn fill_many(
         total.blocks += 1;
         total.bytes += key.len();
         match filled {
-            Ok(Filled::Memory | Filled::Disk) => total.already += 1,
+            Ok(Filled::Memory | Filled::Disk | Filled::Peer { .. }) => total.already += 1,
             Ok(Filled::Origin { bytes }) => {
                 total.from_origin += 1;
                 total.origin_bytes += bytes;

@@ -447,6 +447,7 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
         tree.follow(follower, Duration::from_millis(settings.import.follow_ms))?;
     }
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
+    blocks.join(&settings.cache(), volume).await?;
     let volume = Volume::assemble(Parts {
         tree: Arc::new(tree),
         blocks: blocks.clone(),

@@ -143,7 +143,7 @@ impl VolumeSettings {
             return Err(Error::invalid(format!("{given} of memory are too few"))
                 .with_hint(format!("give the volume at least {least}")));
         }
-        Ok(())
+        self.cache.peers.validate()
     }
 
     /// The cache's share of the memory: three eighths for blocks at rest, a fourth for blocks being fetched, a sixteenth for

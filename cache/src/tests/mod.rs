@@ -5,3 +5,4 @@ mod read;
 mod warm;
 mod disk;
 mod hanging;
+mod peers;

@@ -3,6 +3,7 @@
 //! ```text
 //! lock                                                     held by the process that uses the directory
 //! ceiling                                                  how many bytes it was given last, in decimal
+//! share                                                    whose share of what hosts have together lies here: 16 digits
 //! v1/DD/DIGEST-INDEX-SIZE-SERIAL[-pinned]                  one block; DD is the digest's first byte
 //! ```
 //! All numbers are hexadecimal. The name says everything the index needs, so opening reads names only. Whatever
@@ -20,6 +21,7 @@ use crate::tier::index::Slot;
 
 const PINNED: &str = "pinned";
 const CEILING: &str = "ceiling";
+const SHARE: &str = "share";
 
 /// The ceiling that a directory was given last; none where it has none that can be read.
 pub(crate) fn remembered_ceiling(root: &Path) -> Option<u64> {
@@ -63,6 +65,20 @@ impl Directory {
         }
         std::fs::create_dir_all(&blocks).map_err(failed)?;
         Ok(Self { root: root.to_owned(), blocks, lock: Mutex::new(Some(lock)) })
+    }
+
+    /// A number by which hosts that share blocks agree on those that lie here, wherever this directory is found next; `drawn`
+    /// where it had none.
+    pub(crate) fn share(&self, drawn: u64) -> u64 {
+        let path = self.root.join(SHARE);
+        let noted = std::fs::read_to_string(&path).ok();
+        if let Some(share) = noted.and_then(|text| u64::from_str_radix(text.trim(), 16).ok()) {
+            return share;
+        }
+        if let Err(error) = std::fs::write(&path, format!("{drawn:016x}")) {
+            tracing::warn!(directory = %self.root.display(), %error, "the share of the cache could not be noted there");
+        }
+        drawn
     }
 
     /// Has those who come later, and give the directory no ceiling, keep to this one.

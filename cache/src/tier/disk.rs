@@ -161,6 +161,12 @@ impl DiskTier {
         self.directory.unlock();
     }
 
+    /// By what hosts that share blocks know those that lie here; `drawn` where that is not known yet.
+    pub(crate) async fn share(self: &Arc<Self>, drawn: u64) -> Result<u64> {
+        let own = self.clone();
+        blocking(move || own.directory.share(drawn)).await
+    }
+
     /// The block's file, if it is listed, without reading it or touching the order of eviction.
     pub(crate) fn peek(&self, key: &BlockKey) -> Option<Slot> {
         self.index.lock().peek(&BlockId::of(key))

@@ -1,0 +1,477 @@
+//! Hosts that share blocks: what leaves the store, and what becomes of a reader whose peer is lost, slow, or lies.
+//!
+//! Hosts are caches of this process at addresses of their own: 127.0.0.0/8 has enough for every test to draw some.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use forebay_core::units::{KIB, MIB};
+use forebay_core::{BLOCK_SIZE, BlockKey, VolumeId};
+use forebay_io::net::secure::{Host, Identity, Listen, Stream, Transport};
+use forebay_io::object::Delay;
+use forebay_io::rng::Rng;
+use forebay_io::task::TaskGroup;
+use futures::future::join_all;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use super::support::{TestBlob, World, rounds};
+use crate::{Blocks, CacheSettings, Counters, Node, PeerSettings, Residency};
+
+const VOLUME: VolumeId = VolumeId(7);
+const SECRET: &str = "what all of these hosts know";
+
+/// Addresses that nobody else has.
+fn addresses(count: usize) -> Vec<SocketAddr> {
+    let random = Rng::system();
+    let one = |_| {
+        let [a, b, c, ..] = random.u64().to_le_bytes();
+        SocketAddr::from(([127, a, b, c], 7400))
+    };
+    (0..count).map(one).collect()
+}
+
+/// Hosts over one store.
+struct Cluster {
+    world: World,
+    scratch: tempfile::TempDir,
+    nodes: Vec<Arc<Node>>,
+}
+
+impl Cluster {
+    /// As many hosts that know each other, with a disk each where `disks`, and whatever else `with` says.
+    async fn new(world: World, count: usize, disks: bool, with: impl Fn(&mut PeerSettings)) -> Self {
+        let addresses = addresses(count);
+        let mut cluster = Self { world, scratch: tempfile::tempdir().expect("scratch"), nodes: Vec::new() };
+        let open = addresses.iter().enumerate().map(|(number, address)| {
+            let mut settings = cluster.settings(*address, &addresses);
+            settings.directory = disks.then(|| cluster.scratch.path().join(number.to_string()));
+            with(&mut settings.peers);
+            cluster.open(settings)
+        });
+        let nodes = join_all(open).await;
+        cluster.nodes = nodes;
+        for node in &cluster.nodes {
+            until(|| node.counters().peers_here == count as u64 - 1).await;
+        }
+        cluster
+    }
+
+    fn settings(&self, own: SocketAddr, members: &[SocketAddr]) -> CacheSettings {
+        let peers = PeerSettings {
+            members: members.iter().map(ToString::to_string).collect(),
+            secret: Some(secret(self.scratch.path(), SECRET)),
+            listen: Some(own.to_string()),
+            ..PeerSettings::default()
+        };
+        CacheSettings {
+            memory_bytes: 256 * MIB,
+            disk_bytes: Some(256 * MIB),
+            peers,
+            ..CacheSettings::default()
+        }
+    }
+
+    async fn open(&self, settings: CacheSettings) -> Arc<Node> {
+        let node = self.world.open(settings.clone()).await;
+        node.join(&settings, VOLUME).await.expect("joined");
+        node
+    }
+
+    /// One host of two; the other is what `answer` makes of it.
+    async fn beside<F>(answer: impl Fn(Stream) -> F + Clone + Send + Sync + 'static) -> (Self, TaskGroup)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let mut cluster =
+            Self { world: World::new(), scratch: tempfile::tempdir().expect("scratch"), nodes: Vec::new() };
+        let [own, other] = addresses(2)[..] else { unreachable!("two were asked for") };
+        let identity = Identity::new(SECRET.as_bytes(), &VOLUME.0.to_le_bytes(), "forebay-blocks/1");
+        let listen = Listen { ip: Some(other.ip()), port: other.port() };
+        let host = Host::open(Transport::Tcp, listen, &identity.expect("an identity")).expect("a port");
+        let (tasks, group) = (TaskGroup::new("other"), TaskGroup::new("streams"));
+        tasks.spawn("serve", async move { host.serve(&group, answer).await });
+        let node = cluster.open(cluster.settings(own, &[other])).await;
+        until(|| node.counters().peers_here == 1).await;
+        cluster.nodes.push(node);
+        (cluster, tasks)
+    }
+
+    fn total(&self, of: impl Fn(Counters) -> u64) -> u64 {
+        self.nodes.iter().map(|node| of(node.counters())).sum()
+    }
+
+    /// All hosts read all of `blobs`, at once.
+    async fn read(&self, blobs: &[TestBlob]) {
+        let reads = self.nodes.iter().map(|node| {
+            let (node, blobs) = (node.clone(), blobs.to_vec());
+            tokio::spawn(async move {
+                join_all(blobs.iter().map(|blob| blob.check_all(&*node))).await;
+            })
+        });
+        for read in join_all(reads).await {
+            read.expect("right bytes");
+        }
+    }
+
+    async fn close(self) {
+        join_all(self.nodes.iter().map(|node| node.close())).await;
+    }
+}
+
+fn secret(folder: &Path, text: &str) -> PathBuf {
+    let path = folder.join(format!("secret of {} bytes", text.len()));
+    std::fs::write(&path, format!("{text}\n")).expect("written");
+    path
+}
+
+/// Waits for what is bound to come.
+async fn until(come: impl Fn() -> bool) {
+    for _ in 0..6000 {
+        if come() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("it did not come within a minute");
+}
+
+/// A large file, and small ones.
+async fn data(world: &World, name: &str) -> Vec<TestBlob> {
+    let mut blobs = vec![world.put(&format!("{name}/large"), 7 * BLOCK_SIZE + 5).await];
+    for number in 0..40 {
+        blobs.push(world.put(&format!("{name}/{number}"), 10 * KIB + number).await);
+    }
+    blobs
+}
+
+fn blocks(blobs: &[TestBlob]) -> u64 {
+    blobs.iter().map(|blob| blob.keys().len() as u64).sum()
+}
+
+fn keys(blobs: &[TestBlob]) -> Vec<BlockKey> {
+    blobs.iter().flat_map(TestBlob::keys).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_block_leaves_the_store_once_for_all_hosts() {
+    for transport in [Transport::Tcp, Transport::Quic] {
+        let cluster = Cluster::new(World::slow(), 3, false, |peers| peers.transport = transport).await;
+        let blobs = data(&cluster.world, "a").await;
+        cluster.read(&blobs).await;
+        let count = blocks(&blobs);
+        assert_eq!(cluster.world.gets(), count, "{transport:?}");
+        assert_eq!(cluster.total(|node| node.origin_requests), count, "{transport:?}");
+        // Two of three hosts had each from its owner.
+        assert_eq!(cluster.total(|node| node.peer_hits), 2 * count, "{transport:?}");
+        assert_eq!(cluster.total(|node| node.served_blocks), 2 * count, "{transport:?}");
+        assert_eq!(cluster.total(|node| node.peer_bytes), cluster.total(|node| node.served_bytes));
+        assert_eq!(cluster.total(|node| node.peer_failures), 0, "{transport:?}");
+        for node in &cluster.nodes {
+            assert!(node.counters().served_blocks > 0, "{transport:?}: each has a share");
+        }
+        cluster.close().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_that_is_lost_is_replaced_and_one_that_comes_takes_its_share() {
+    for transport in [Transport::Tcp, Transport::Quic] {
+        let mut cluster = Cluster::new(World::new(), 3, false, |peers| peers.transport = transport).await;
+        cluster.read(&data(&cluster.world, "before").await).await;
+        let lost = cluster.nodes.pop().expect("three");
+        lost.close().await;
+        drop(lost);
+        let (blobs, gets) = (data(&cluster.world, "after").await, cluster.world.gets());
+        cluster.read(&blobs).await;
+        assert_eq!(cluster.world.gets() - gets, blocks(&blobs), "{transport:?}: the next owner is asked");
+        for node in &cluster.nodes {
+            assert_eq!(node.counters().peers_here, 1, "{transport:?}");
+        }
+        cluster.close().await;
+    }
+    let world = World::new();
+    let mut cluster = Cluster { world, scratch: tempfile::tempdir().expect("scratch"), nodes: Vec::new() };
+    let [first, second] = addresses(2)[..] else { unreachable!("two were asked for") };
+    let alone = cluster.open(cluster.settings(first, &[first, second])).await;
+    cluster.nodes.push(alone);
+    let blobs = data(&cluster.world, "alone").await;
+    cluster.read(&blobs).await;
+    let late = cluster.open(cluster.settings(second, &[first, second])).await;
+    cluster.nodes.push(late);
+    for node in &cluster.nodes {
+        until(|| node.counters().peers_here == 1).await;
+    }
+    cluster.read(&blobs).await;
+    let (first, second) = (cluster.nodes[0].counters(), cluster.nodes[1].counters());
+    assert_eq!(first.origin_requests, blocks(&blobs));
+    assert!(
+        second.origin_requests < blocks(&blobs),
+        "it took its own share from the store, the rest from the first"
+    );
+    assert_eq!(second.origin_requests + second.peer_hits, blocks(&blobs));
+    cluster.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_host_warms_and_pins_for_all_and_all_tell_where_it_lies() {
+    let cluster = Cluster::new(World::new(), 3, true, |_| {}).await;
+    let blobs = data(&cluster.world, "a").await;
+    let keys = keys(&blobs);
+    for key in &keys {
+        cluster.nodes[0].fill(key, true).await.expect("filled");
+    }
+    assert_eq!(cluster.world.gets(), blocks(&blobs));
+    assert_eq!(cluster.total(|node| node.disk_writes), blocks(&blobs), "each lies on one disk");
+    let pinned = cluster.total(|node| node.pinned_bytes);
+    assert!(pinned >= keys.iter().map(BlockKey::len).sum());
+    for node in &cluster.nodes {
+        assert!(node.counters().pinned_bytes > 0 && node.counters().pinned_bytes < pinned);
+        let found = node.stat(&keys, true).await.expect("looked");
+        assert!(found.iter().all(|residency| *residency == Residency::Disk), "{found:?}");
+    }
+    cluster.read(&blobs).await;
+    assert_eq!(cluster.world.gets(), blocks(&blobs), "nobody asks the store again");
+    let mut unpinned = crate::Unpinned::default();
+    for key in &keys {
+        unpinned += cluster.nodes[2].unpin(key).await.expect("unpinned");
+    }
+    assert_eq!((unpinned.blocks, unpinned.bytes), (blocks(&blobs), pinned));
+    assert_eq!(cluster.total(|node| node.pinned_bytes), 0);
+    for key in &keys {
+        cluster.nodes[1].fill(key, true).await.expect("filled");
+    }
+    assert_eq!(cluster.nodes[2].unpin_all().await.expect("unpinned"), unpinned);
+    assert_eq!(cluster.total(|node| node.pinned_bytes), 0);
+    cluster.close().await;
+}
+
+/// As a pod that was moved, or started again, may be found elsewhere with the disk that it had.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_share_stays_with_the_disk_that_has_it_wherever_that_is_found() {
+    let mut cluster = Cluster::new(World::new(), 2, true, |_| {}).await;
+    let blobs = data(&cluster.world, "a").await;
+    for key in keys(&blobs) {
+        cluster.nodes[0].fill(&key, true).await.expect("filled");
+    }
+    let gets = cluster.world.gets();
+    join_all(cluster.nodes.drain(..).map(|node| async move { node.close().await })).await;
+    let members = addresses(2);
+    for (number, own) in members.iter().enumerate() {
+        let mut settings = cluster.settings(*own, &members);
+        settings.directory = Some(cluster.scratch.path().join(number.to_string()));
+        let node = cluster.open(settings).await;
+        cluster.nodes.push(node);
+    }
+    for node in &cluster.nodes {
+        until(|| node.counters().peers_here == 1).await;
+    }
+    cluster.read(&blobs).await;
+    assert_eq!(cluster.world.gets(), gets, "all of it lies where it is looked for");
+    cluster.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hosts_that_keep_what_comes_have_it_when_the_others_are_gone() {
+    let mut cluster = Cluster::new(World::new(), 2, true, |peers| peers.keep = true).await;
+    let blobs = data(&cluster.world, "a").await;
+    for node in &cluster.nodes {
+        for key in keys(&blobs) {
+            node.fill(&key, false).await.expect("filled");
+        }
+    }
+    assert_eq!(cluster.world.gets(), blocks(&blobs), "one took from the other");
+    cluster.nodes.pop().expect("two").close().await;
+    let found = cluster.nodes[0].stat(&keys(&blobs), true).await.expect("looked");
+    assert!(found.iter().all(|residency| *residency == Residency::Disk), "{found:?}");
+    cluster.close().await;
+}
+
+/// Of hosts that know different others, each may take another one for a block's owner: nobody waits for who waits.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hosts_that_take_each_other_for_the_owner_do_not_wait_for_each_other() {
+    let world = World::slow();
+    let mut cluster = Cluster { world, scratch: tempfile::tempdir().expect("scratch"), nodes: Vec::new() };
+    let [first, second] = addresses(2)[..] else { unreachable!("two were asked for") };
+    let open =
+        [(first, second), (second, first)].map(|(own, other)| cluster.open(cluster.settings(own, &[other])));
+    let nodes = join_all(open).await;
+    cluster.nodes = nodes;
+    for node in &cluster.nodes {
+        until(|| node.counters().peers_here == 1).await;
+    }
+    let blobs = data(&cluster.world, "a").await;
+    cluster.read(&blobs).await;
+    let hits = cluster.total(|node| node.peer_hits);
+    assert!(hits > 0 && cluster.world.gets() <= 2 * blocks(&blobs), "{hits} came from the other one");
+    assert_eq!(cluster.total(|node| node.peer_failures), 0);
+    cluster.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_holds_another_secret_or_another_volume_shares_nothing() {
+    let world = World::new();
+    let mut cluster = Cluster { world, scratch: tempfile::tempdir().expect("scratch"), nodes: Vec::new() };
+    let members = addresses(3);
+    for (number, own) in members.iter().enumerate() {
+        let mut settings = cluster.settings(*own, &members);
+        if number == 1 {
+            settings.peers.secret = Some(secret(cluster.scratch.path(), "what only this host knows"));
+        }
+        let node = cluster.world.open(settings.clone()).await;
+        node.join(&settings, if number == 2 { VolumeId(8) } else { VOLUME }).await.expect("joined");
+        cluster.nodes.push(node);
+    }
+    let blobs = data(&cluster.world, "a").await;
+    cluster.read(&blobs).await;
+    assert_eq!(cluster.total(|node| node.origin_requests), 3 * blocks(&blobs));
+    assert_eq!(cluster.total(|node| node.peers_here + node.served_blocks), 0);
+    assert_eq!(cluster.total(|node| node.peers), 3 * 2);
+    cluster.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_owner_that_works_long_is_waited_for_up_to_the_deadline() {
+    for (request_us, deadline_ms, hits) in [(4_500_000, 60_000, true), (500_000, 1, false)] {
+        let bucket =
+            World::new().bucket.with_delay(Delay { request_us, mib_us: 0 }).with_deadline_ms(120_000);
+        let world = World { bucket, ..World::new() };
+        let cluster = Cluster::new(world, 2, false, |peers| peers.deadline_ms = deadline_ms).await;
+        let blobs: Vec<_> = join_all((0..8).map(|number| {
+            let (world, key) = (&cluster.world, format!("small/{number}"));
+            async move { world.put(&key, 10 * KIB).await }
+        }))
+        .await;
+        cluster.read(&blobs).await;
+        assert_eq!(cluster.total(|node| node.peer_hits) == 8, hits);
+        assert_eq!(cluster.total(|node| node.peer_failures) == 8, !hits);
+        assert_eq!(cluster.total(|node| node.peers_here), 2, "it said that it was at it");
+        cluster.close().await;
+    }
+}
+
+/// Takes one request off a stream: its kind.
+async fn request(stream: &mut Stream) -> Option<u8> {
+    let mut head = [0; 24];
+    stream.read_exact(&mut head).await.ok()?;
+    let length = u32::from_le_bytes(head[4..8].try_into().expect("four bytes"));
+    stream.read_exact(&mut vec![0; length as usize]).await.ok()?;
+    Some(head[0])
+}
+
+/// A head of an answer.
+fn head(kind: u8, code: u8, length: u32, first: u64) -> Vec<u8> {
+    [&[kind, code, 0, 0][..], &length.to_le_bytes(), &first.to_le_bytes(), &[9; 8]].concat()
+}
+
+/// What is said in the place of an answer; none to end the stream.
+type Lie = fn() -> Option<Vec<u8>>;
+
+/// Greets as another host does, and has `lie` answer all else; ends the stream after it where that says so.
+async fn lie(mut stream: Stream, lie: Lie) {
+    while let Some(kind) = request(&mut stream).await {
+        let answer = match kind {
+            1 => head(1, 0, 0, 77),
+            _ => match lie() {
+                Some(answer) => answer,
+                None => return,
+            },
+        };
+        stream.write_all(&answer).await.ok();
+        stream.flush().await.ok();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_peer_says_wrong_is_had_from_the_store() {
+    const SIZE: u64 = 10 * KIB;
+    let lies: [(&str, Lie); 9] = [
+        ("damaged", || Some([head(2, 0, SIZE as u32, 12345), vec![1; SIZE as usize]].concat())),
+        ("a byte short", || Some([head(2, 0, SIZE as u32 - 1, 0), vec![1; SIZE as usize]].concat())),
+        ("endless", || Some(head(2, 0, u32::MAX, 0))),
+        ("cut off", || None),
+        ("something else", || Some(head(3, 1, 0, 0))),
+        ("unheard of", || Some(head(99, 0, 0, 0))),
+        ("a refusal", || Some([head(7, 2, 5, 0), b"stale".to_vec()].concat())),
+        ("a long refusal", || Some(head(7, 0, u32::MAX, 0))),
+        ("a refusal of no kind", || Some([head(7, 250, 2, 0), vec![0xff, 0xfe]].concat())),
+    ];
+    for (what, told) in lies {
+        let (cluster, _other) = Cluster::beside(move |stream| lie(stream, told)).await;
+        let blob = cluster.world.put("k", SIZE).await;
+        blob.check_all(&*cluster.nodes[0]).await;
+        let counters = cluster.nodes[0].counters();
+        assert_eq!((counters.peer_hits, counters.origin_requests), (0, 1), "{what}");
+        // Whether it was found away, and asked again, or asked once.
+        let was_away = counters.peer_failures == 0;
+        assert!(counters.peer_failures == 1 || was_away, "{what}: {counters:?}");
+        let key = &blob.keys()[0];
+        assert_eq!(
+            cluster.nodes[0].stat(std::slice::from_ref(key), false).await.expect("looked")[0],
+            Residency::Memory,
+            "{what}"
+        );
+        cluster.close().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_peer_that_falls_silent_is_given_up_and_found_again() {
+    static SPEAKS: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(true);
+    use std::sync::atomic::Ordering::SeqCst;
+    let (cluster, _other) = Cluster::beside(|mut stream| async move {
+        while let Some(kind) = request(&mut stream).await {
+            if kind != 1 || !SPEAKS.load(SeqCst) {
+                SPEAKS.store(false, SeqCst);
+                std::future::pending::<()>().await;
+            }
+            stream.write_all(&head(1, 0, 0, 77)).await.ok();
+            stream.flush().await.ok();
+        }
+    })
+    .await;
+    let blobs = data(&cluster.world, "a").await;
+    cluster.read(&blobs).await;
+    let counters = cluster.nodes[0].counters();
+    assert_eq!((counters.peer_hits, counters.peers_here), (0, 0));
+    assert_eq!(counters.origin_requests, blocks(&blobs));
+    SPEAKS.store(true, SeqCst);
+    until(|| cluster.nodes[0].counters().peers_here == 1).await;
+    cluster.close().await;
+}
+
+/// What strangers who hold the secret send is refused before memory is taken for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_that_are_none_end_their_stream_alone() {
+    let cluster = Cluster::new(World::new(), 2, true, |_| {}).await;
+    let blobs = data(&cluster.world, "a").await;
+    let identity =
+        Identity::new(SECRET.as_bytes(), &VOLUME.0.to_le_bytes(), "forebay-blocks/1").expect("one");
+    let here = Host::open(Transport::Tcp, Listen { ip: None, port: 0 }, &identity).expect("a port");
+    let seed = Rng::system().u64();
+    let random = Rng::seeded(seed);
+    for round in 0..rounds(200) {
+        let mut said = vec![0; 24 + random.below(64) as usize];
+        random.fill(&mut said);
+        if round % 2 == 0 {
+            // Of a kind that there is, and lengths that fit.
+            said[0] = 1 + random.below(8) as u8;
+            let length = said.len() as u32 - 24;
+            said[4..8].copy_from_slice(&length.to_le_bytes());
+            said[2..4].copy_from_slice(&(random.below(u64::from(length) + 1) as u16).to_le_bytes());
+        }
+        let mut stream = here.reach(cluster.nodes[0].peer_address()).await.expect("reached");
+        stream.write_all(&said).await.ok();
+        stream.shutdown().await.ok();
+        let mut heard = Vec::new();
+        tokio::time::timeout(Duration::from_secs(60), stream.read_to_end(&mut heard))
+            .await
+            .expect("an end")
+            .ok();
+        assert!(heard.len() <= 24 + 4096, "seed {seed}, round {round}: {} bytes", heard.len());
+    }
+    cluster.read(&blobs).await;
+    assert_eq!(cluster.total(|node| node.peer_failures), 0, "seed {seed}");
+    cluster.close().await;
+}
