@@ -51,6 +51,22 @@ pub(crate) struct MountArguments {
     /// How much the cache directory may hold, such as 500GiB.
     #[arg(long, value_name = "SIZE")]
     pub(crate) cache_size: Option<String>,
+    /// Hosts that share the blocks that they have cached, this one among them: names or addresses, separated by commas
+    /// (`;` within -o), with :PORT where it is another than 7400. A name stands for all of its addresses.
+    #[arg(long, value_name = "HOSTS")]
+    pub(crate) peers: Option<String>,
+    /// A file with what all of these hosts know and nobody else does.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) peer_secret: Option<String>,
+    /// Where this host listens for the others: an address, a port behind `:`, or both; else port 7400 of all addresses.
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) peer_listen: Option<String>,
+    /// Keep what other hosts send on this one's disk, too, rather than its own share alone.
+    #[arg(long)]
+    pub(crate) peer_keep: bool,
+    /// What carries blocks from host to host: tcp, or quic for long or lossy links.
+    #[arg(long, value_name = "TRANSPORT")]
+    pub(crate) peer_transport: Option<String>,
     /// The ceiling for all memory that holds file data, such as 512MiB.
     #[arg(long, value_name = "SIZE")]
     pub(crate) memory: Option<String>,

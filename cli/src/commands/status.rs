@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use forebay_cache::Counters;
 use forebay_core::Result;
 use forebay_core::units::format_bytes;
 use forebay_fuse::OwnMount;
@@ -26,7 +27,7 @@ pub(crate) struct StatusArguments {
     pub(crate) state_dir: Option<PathBuf>,
 }
 
-const HEAD: [&str; 12] = [
+const HEAD: [&str; 13] = [
     "MOUNT POINT",
     "SOURCE",
     "STATE",
@@ -39,6 +40,7 @@ const HEAD: [&str; 12] = [
     "PINNED",
     "GETS",
     "FETCHED",
+    "PEERS",
 ];
 
 /// Asks the mounts and shows them, those whose processes died, and what dead ones left staged. Sockets that dead processes
@@ -198,6 +200,7 @@ fn as_row(mount: &Mount) -> Vec<String> {
         format_bytes(cache.pinned_bytes),
         cache.origin_requests.to_string(),
         format_bytes(cache.origin_bytes),
+        peers(cache),
     ]
 }
 
@@ -206,6 +209,14 @@ fn state(status: &Status) -> &'static str {
         Status { is_ending: true, .. } => "uploading",
         Status { read_only: true, .. } => "read-only",
         _ => "read-write",
+    }
+}
+
+/// Which of the other hosts are there, and what came from them.
+fn peers(cache: &Counters) -> String {
+    match cache.peers {
+        0 => "-".to_owned(),
+        known => format!("{} of {known}, {}", cache.peers_here, format_bytes(cache.peer_bytes)),
     }
 }
 

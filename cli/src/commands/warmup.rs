@@ -196,6 +196,8 @@ fn volume_settings(arguments: &WarmupArguments, settings: &Settings) -> Result<V
     let bucket: BucketUrl = arguments.place.parse()?;
     let mut volume = settings.volume.clone();
     volume.read_only = true;
+    // It fills this host's directory; a mount shares with others.
+    volume.cache.peers = Default::default();
     volume.state_directory = mounts::state_directory(arguments.state_dir.as_deref(), settings);
     if let Some(directory) = &arguments.cache_dir {
         volume.cache.directory = Some(std::path::absolute(directory)?);

@@ -162,6 +162,15 @@ impl Plan {
                 "name the directory: --cache-dir, or `directory` of [volume.cache] in the settings",
             );
         }
+        let peers = ["peer_secret", "peer_listen", "peer_keep", "peer_transport"];
+        if let Some(peer) = peers.into_iter().find(|name| is_given(name))
+            && !volume.cache.peers.is_on()
+        {
+            return refused(
+                &format!("`{peer}` without `peers`: nothing is shared with other hosts"),
+                "name the hosts: --peers, or `members` of [volume.cache.peers] in the settings",
+            );
+        }
         if is_given("writeback_size") && !volume.writeback.enabled {
             return refused(
                 "`writeback_size` without `writeback`: nothing is staged",
@@ -193,6 +202,11 @@ impl Plan {
             "state_dir" => self.volume.state_directory = absolute(given()?)?,
             "cache_dir" => self.volume.cache.directory = Some(absolute(given()?)?),
             "cache_size" => self.volume.cache.disk_bytes = Some(parse_bytes(given()?)?),
+            "peers" => self.volume.cache.peers.members = names(given()?),
+            "peer_secret" => self.volume.cache.peers.secret = Some(absolute(given()?)?),
+            "peer_listen" => self.volume.cache.peers.listen = Some(given()?.to_owned()),
+            "peer_keep" => self.volume.cache.peers.keep = true,
+            "peer_transport" => self.volume.cache.peers.transport = given()?.parse()?,
             "writeback" => self.volume.writeback.enabled = true,
             "writeback_size" => self.volume.writeback.bytes = parse_bytes(given()?)?,
             "trash" => self.volume.trash_ms = parse_duration(given()?)?.as_millis() as u64,
@@ -220,10 +234,15 @@ fn long_options(arguments: &MountArguments) -> impl Iterator<Item = (&str, Optio
         ("take_over", arguments.take_over),
         ("relatime", arguments.relatime),
         ("writeback", arguments.writeback),
+        ("peer_keep", arguments.peer_keep),
     ];
     let values = [
         ("cache_dir", &arguments.cache_dir),
         ("cache_size", &arguments.cache_size),
+        ("peers", &arguments.peers),
+        ("peer_secret", &arguments.peer_secret),
+        ("peer_listen", &arguments.peer_listen),
+        ("peer_transport", &arguments.peer_transport),
         ("memory", &arguments.memory),
         ("trash", &arguments.trash),
         ("writeback_size", &arguments.writeback_size),
@@ -236,6 +255,11 @@ fn long_options(arguments: &MountArguments) -> impl Iterator<Item = (&str, Optio
     ];
     let switches = switches.into_iter().filter(|(_, given)| *given).map(|(name, _)| (name, None));
     switches.chain(values.into_iter().filter_map(|(name, value)| Some((name, Some(value.as_deref()?)))))
+}
+
+/// The names in a list.
+fn names(list: &str) -> Vec<String> {
+    list.split([',', ';']).map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect()
 }
 
 fn needs_value(name: &str) -> Error {
