@@ -9,6 +9,7 @@ mod juicefs;
 mod memory;
 mod checkpoint;
 mod hosts;
+mod peers;
 
 use anyhow::Result;
 
@@ -32,6 +33,7 @@ pub const SCENARIOS: &[Scenario] = &[
     Scenario { name: "cache", run: cache::run },
     Scenario { name: "checkpoint", run: checkpoint::run },
     Scenario { name: "hosts", run: hosts::run },
+    Scenario { name: "peers", run: peers::run },
     Scenario { name: "juicefs", run: juicefs::run },
     Scenario { name: "memory", run: memory::run },
 ];

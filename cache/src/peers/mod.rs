@@ -7,15 +7,14 @@
 
 mod ring;
 mod wire;
-mod member;
 mod settings;
+mod member;
+mod members;
 mod serve;
 
 pub(crate) use serve::{Local, serve};
 pub use settings::PeerSettings;
 
-use std::collections::BTreeSet;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -25,24 +24,18 @@ use forebay_io::mem::Pool;
 use forebay_io::net::secure::{Host, Identity};
 use forebay_io::rng::Rng;
 use forebay_io::task::Stop;
-use futures::stream::{self, StreamExt};
-use parking_lot::{Mutex, RwLock};
 
 use crate::block::{Block, BlockId};
 use crate::room::Room;
 use crate::{Counters, Filled, Residency, Unpinned};
-use member::{Member, Standing};
-use settings::endpoint;
+use member::Member;
+use members::Members;
 use wire::{Heard, PROTOCOL, Request, Who};
 
 /// How often members that are away are looked for, and who is not needed any more is let go.
 const LOOK: Duration = Duration::from_secs(1);
 /// Looks after which names are looked up again.
 const LOOKUP_EVERY: u32 = 10;
-/// How long one look may take for names, and for one member.
-const LOOKUP: Duration = Duration::from_secs(5);
-/// Members that are looked for at once.
-const GREETINGS: usize = 32;
 /// How long a cache that opens waits to know who is there.
 const FIRST_LOOK: Duration = Duration::from_secs(2);
 /// Owners that are tried for one block, each once the one before turned out to be away.
@@ -57,9 +50,7 @@ pub(crate) struct Peers {
     volume: VolumeId,
     host: Host,
     own: Who,
-    members: RwLock<Arc<[Arc<Member>]>>,
-    /// Names that could not be looked up, so that each is told once.
-    unknown: Mutex<BTreeSet<String>>,
+    members: Members,
     /// Blocks on their way here.
     asking: Room,
     /// Blocks on their way from here.
@@ -91,8 +82,7 @@ impl Peers {
             volume,
             host,
             own: Who { share, process: Rng::system().u64() },
-            members: RwLock::new(Arc::new([])),
-            unknown: Mutex::default(),
+            members: Members::default(),
             sending: room.another(),
             asking: room,
             hits: AtomicU64::new(0),
@@ -110,7 +100,7 @@ impl Peers {
 
     /// Where this host listens.
     #[cfg(test)]
-    pub(crate) fn address(&self) -> SocketAddr {
+    pub(crate) fn address(&self) -> std::net::SocketAddr {
         self.host.address().expect("a port")
     }
 
@@ -120,10 +110,7 @@ impl Peers {
         if key.blob.blob().staged_on().is_some() || !Request::can_be_said(key) {
             return None;
         }
-        let members = self.members.read().clone();
-        let present = members.iter().filter(|member| member.standing() != Standing::Away);
-        let owner = ring::owner(present, |member| member.share(), &BlockId::of(key))?;
-        (owner.standing() == Standing::Here).then(|| owner.clone())
+        self.members.owner(&BlockId::of(key))
     }
 
     /// A block from its owner; none where this host is to have it from the store.
@@ -204,9 +191,8 @@ impl Peers {
     /// # Errors
     /// `Unavailable` where one is away: what it has stays pinned; what one of them says otherwise.
     pub(crate) async fn unpin_all(&self) -> Result<Unpinned> {
-        let members = self.members.read().clone();
         let mut unpinned = Unpinned::default();
-        for member in members.iter().filter(|member| member.standing() != Standing::Own) {
+        for member in self.members.others() {
             let asked = member.ask(&self.host, &Request::UnpinAll, &mut []);
             let late = |_| Error::new(ErrorKind::Unavailable, "it took too long");
             let told = match tokio::time::timeout(PATIENCE, asked).await.map_err(late).flatten() {
@@ -241,9 +227,9 @@ impl Peers {
         for look in 0_u32.. {
             let looking = async {
                 if look % LOOKUP_EVERY == 0 {
-                    self.look_up().await;
+                    self.members.look_up(&self.settings.members).await;
                 }
-                self.greet().await;
+                self.members.greet(&self.host, self.own).await;
                 known.take().map(|known| known.send(()));
                 tokio::time::sleep(LOOK).await;
             };
@@ -259,72 +245,9 @@ impl Peers {
         tokio::time::timeout(FIRST_LOOK, known).await.ok();
     }
 
-    /// Takes the addresses that the members' names have now. What cannot be looked up stays as it was.
-    async fn look_up(&self) {
-        let mut addresses = BTreeSet::new();
-        let mut is_whole = true;
-        for text in &self.settings.members {
-            let Ok((name, port)) = endpoint(text) else { continue };
-            let found = match tokio::time::timeout(LOOKUP, tokio::net::lookup_host((name, port))).await {
-                Ok(found) => found,
-                Err(_) => Err(std::io::ErrorKind::TimedOut.into()),
-            };
-            match found {
-                Ok(found) => {
-                    addresses.extend(found);
-                    self.unknown.lock().remove(text);
-                }
-                Err(error) => {
-                    is_whole = false;
-                    if self.unknown.lock().insert(text.clone()) {
-                        tracing::warn!(name = %text, %error, "a name of peers cannot be looked up; those known stay");
-                    }
-                }
-            }
-        }
-        let before = self.members.read().clone();
-        let stays = |member: &&Arc<Member>| !is_whole || addresses.contains(&member.address);
-        let mut members: Vec<Arc<Member>> = before.iter().filter(stays).cloned().collect();
-        let is_known = |address: &SocketAddr| before.iter().any(|member| member.address == *address);
-        members.extend(
-            addresses.iter().filter(|address| !is_known(address)).map(|at| Arc::new(Member::new(*at))),
-        );
-        if members.len() != before.len()
-            || members.iter().zip(before.iter()).any(|(a, b)| a.address != b.address)
-        {
-            tracing::info!(
-                peers = members.len(),
-                before = before.len(),
-                "the hosts that share blocks are others now"
-            );
-            *self.members.write() = members.into();
-        }
-    }
-
-    /// Looks for who is away.
-    async fn greet(&self) {
-        let members = self.members.read().clone();
-        members.iter().for_each(|member| member.tidy());
-        let away = members.iter().filter(|member| member.standing() == Standing::Away);
-        let greet = |member: Arc<Member>| async move {
-            match member.greet(&self.host, self.own).await {
-                Ok(()) => tracing::info!(peer = %member.address, "a peer is there"),
-                Err(error) => member.tell_once(&error),
-            }
-        };
-        stream::iter(away.cloned().collect::<Vec<_>>())
-            .map(greet)
-            .buffer_unordered(GREETINGS)
-            .collect::<()>()
-            .await;
-    }
-
     /// Fills in what is known of peers.
     pub(crate) fn report(&self, counters: &mut Counters) {
-        let members = self.members.read().clone();
-        let others = members.iter().filter(|member| member.standing() != Standing::Own);
-        counters.peers = others.clone().count() as u64;
-        counters.peers_here = others.filter(|member| member.standing() == Standing::Here).count() as u64;
+        (counters.peers, counters.peers_here) = self.members.count();
         counters.peer_hits = self.hits.load(Relaxed);
         counters.peer_bytes = self.bytes.load(Relaxed);
         counters.peer_failures = self.failures.load(Relaxed);

@@ -383,6 +383,8 @@ async fn lie(mut stream: Stream, lie: Lie) {
     }
 }
 
+/// Promise S71: With `--peers`, a read returns the bytes of the version that its file's layout names, whichever host they came
+/// from: a host that dies, hangs, answers late or sends other bytes costs time, and nothing else.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_peer_says_wrong_is_had_from_the_store() {
     const SIZE: u64 = 10 * KIB;
