@@ -477,3 +477,58 @@ async fn requests_that_are_none_end_their_stream_alone() {
     assert_eq!(cluster.total(|node| node.peer_failures), 0, "seed {seed}");
     cluster.close().await;
 }
+
+/// Hosts are closed and opened again while all others read.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hosts_that_come_and_go_cost_no_read_and_no_wrong_byte() {
+    let seed = Rng::system().u64();
+    let random = Rng::seeded(seed);
+    let mut cluster = Cluster::new(World::slow(), 0, true, |_| {}).await;
+    let members = addresses(4);
+    let settings = |cluster: &Cluster, host: usize| CacheSettings {
+        directory: Some(cluster.scratch.path().join(host.to_string())),
+        memory_bytes: 8 * MIB,
+        ..cluster.settings(members[host], &members)
+    };
+    let mut hosts: Vec<Option<Arc<Node>>> = Vec::new();
+    for host in 0..members.len() {
+        hosts.push(Some(cluster.open(settings(&cluster, host)).await));
+    }
+    let blobs = data(&cluster.world, "a").await;
+    for round in 0..rounds(12) {
+        let changed = random.below(members.len() as u64) as usize;
+        let leaves = hosts[changed].take();
+        let readers = hosts.iter().flatten().flat_map(|node| {
+            (0..4).map(|_| {
+                let (node, blob) = (node.clone(), blobs[random.below(blobs.len() as u64) as usize].clone());
+                let range = blob.random_range(&random);
+                tokio::spawn(async move { blob.check(&*node, range).await })
+            })
+        });
+        let readers: Vec<_> = readers.collect();
+        match leaves {
+            Some(node) if random.chance(0.7) => {
+                node.close().await;
+                drop(node);
+            }
+            Some(node) => hosts[changed] = Some(node),
+            None => {
+                // What a host still does when it is closed may hold its port for a moment.
+                let is_free = || std::net::TcpListener::bind(members[changed]).is_ok();
+                until(is_free).await;
+                hosts[changed] = Some(cluster.open(settings(&cluster, changed)).await);
+            }
+        }
+        for read in join_all(readers).await {
+            let read = read.unwrap_or_else(|error| panic!("seed {seed}, round {round}: {error}"));
+            read.unwrap_or_else(|error| panic!("seed {seed}, round {round}: {error}"));
+        }
+    }
+    cluster.nodes = hosts.into_iter().flatten().collect();
+    let present = cluster.nodes.len() as u64;
+    for node in &cluster.nodes {
+        until(|| node.counters().peers_here == present - 1).await;
+    }
+    cluster.read(&blobs).await;
+    cluster.close().await;
+}
