@@ -18,6 +18,9 @@ const IDLE: usize = 64;
 /// How long one is kept.
 const IDLE_FOR: Duration = Duration::from_secs(60);
 
+/// How long one that does not give what is asked of it is left alone.
+const REST: Duration = Duration::from_secs(30);
+
 /// A member, whether it is there or not.
 #[derive(Debug)]
 pub(super) struct Member {
@@ -25,6 +28,8 @@ pub(super) struct Member {
     /// Whose share of all blocks it has, once it said so.
     share: AtomicU64,
     standing: Mutex<Standing>,
+    /// Until when it is left alone.
+    rests: Mutex<Option<Moment>>,
     idle: Mutex<Vec<Idle>>,
     /// Whether it was told why it is away.
     is_told: AtomicBool,
@@ -54,8 +59,14 @@ pub(super) enum Standing {
 
 impl Member {
     pub(super) fn new(address: SocketAddr) -> Self {
-        let (standing, idle) = (Mutex::new(Standing::Away), Mutex::default());
-        Self { address, share: AtomicU64::new(0), standing, idle, is_told: AtomicBool::new(false) }
+        Self {
+            address,
+            share: AtomicU64::new(0),
+            standing: Mutex::new(Standing::Away),
+            rests: Mutex::default(),
+            idle: Mutex::default(),
+            is_told: AtomicBool::new(false),
+        }
     }
 
     pub(super) fn standing(&self) -> Standing {
@@ -120,6 +131,21 @@ impl Member {
             idle.push(Idle { stream, since: Clock::system().now() });
         }
         Ok(heard)
+    }
+
+    /// Leaves it alone for a while: it is there, and answers late, or has no store.
+    pub(super) fn rest(&self, why: &Error) {
+        *self.rests.lock() = Some(Clock::system().now() + REST);
+        if self.stand(Standing::Away) != Standing::Away {
+            let (peer, seconds) = (self.address, REST.as_secs());
+            tracing::warn!(%peer, error = %why, seconds, "a peer does not give what is asked of it, and is left alone");
+        }
+    }
+
+    /// Whether it is away, and may be looked for.
+    pub(super) fn is_missed(&self) -> bool {
+        let is_resting = || self.rests.lock().is_some_and(|until| Clock::system().now() < until);
+        self.standing() == Standing::Away && !is_resting()
     }
 
     /// Closes streams that nobody needed for a while.

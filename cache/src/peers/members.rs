@@ -115,7 +115,7 @@ impl Members {
     pub(super) async fn greet(&self, host: &Host, own: Who) {
         let all = self.all();
         all.iter().for_each(|member| member.tidy());
-        let away = all.iter().filter(|member| member.standing() == Standing::Away);
+        let away = all.iter().filter(|member| member.is_missed());
         let greet = |member: Arc<Member>| async move {
             match member.greet(host, own).await {
                 Ok(()) => tracing::info!(peer = %member.address, "a peer is there"),

@@ -24,6 +24,7 @@ use forebay_io::mem::Pool;
 use forebay_io::net::secure::{Host, Identity};
 use forebay_io::rng::Rng;
 use forebay_io::task::Stop;
+use tokio::time::{Instant, timeout_at};
 
 use crate::block::{Block, BlockId};
 use crate::room::Room;
@@ -117,28 +118,33 @@ impl Peers {
     pub(crate) async fn get(&self, key: &BlockKey, buffers: &Pool) -> Option<Block> {
         self.owner(key)?;
         let _place = self.asking.enter(key.len()).await;
-        let deadline = Duration::from_millis(self.settings.deadline_ms);
-        let failed = match tokio::time::timeout(deadline, self.get_from_owners(key, buffers)).await {
-            Ok(Ok(None)) => return None,
-            Ok(Ok(Some(block))) => {
+        match self.get_from_owners(key, buffers).await {
+            Ok(None) => None,
+            Ok(Some(block)) => {
                 self.hits.fetch_add(1, Relaxed);
                 self.bytes.fetch_add(key.len(), Relaxed);
-                return Some(block);
+                Some(block)
             }
-            Ok(Err(error)) => error,
-            Err(_) => Error::new(ErrorKind::Unavailable, "peers took too long"),
-        };
-        self.failures.fetch_add(1, Relaxed);
-        tracing::debug!(%key, error = %failed, "the store is asked for a peer's block");
-        None
+            Err(error) => {
+                self.failures.fetch_add(1, Relaxed);
+                tracing::debug!(%key, %error, "the store is asked for a peer's block");
+                None
+            }
+        }
     }
 
-    /// The same, from the next owner where one turns out to be away.
+    /// The same, from the next owner where one turns out to be away. One that is late, or cannot reach the store, is left alone for
+    /// a while, lest every read wait for it.
     async fn get_from_owners(&self, key: &BlockKey, buffers: &Pool) -> Result<Option<Block>> {
         let (request, mut buffer) = (Request::Get(key.clone()), buffers.take(key.len() as usize));
+        let deadline = Instant::now() + Duration::from_millis(self.settings.deadline_ms);
         for _ in 0..OWNERS {
             let Some(owner) = self.owner(key) else { return Ok(None) };
-            let Ok(heard) = owner.ask(&self.host, &request, &mut buffer).await else { continue };
+            let heard = match timeout_at(deadline, owner.ask(&self.host, &request, &mut buffer)).await {
+                Ok(Ok(heard)) => heard,
+                Ok(Err(_)) => continue,
+                Err(_) => Heard::Failed(Error::new(ErrorKind::Unavailable, "it took too long")),
+            };
             return match heard {
                 Heard::Block { crc } if crc == crc32c(&buffer) => {
                     Ok(Some(Block { bytes: buffer.freeze(), crc }))
@@ -147,7 +153,12 @@ impl Peers {
                     tracing::warn!(peer = %owner.address, %key, "a block arrived damaged; the store is asked for it");
                     Err(Error::corrupt("it arrived damaged"))
                 }
-                Heard::Failed(error) => Err(error.context(format!("peer {}", owner.address))),
+                Heard::Failed(error) => {
+                    if error.kind() == ErrorKind::Unavailable {
+                        owner.rest(&error);
+                    }
+                    Err(error.context(format!("peer {}", owner.address)))
+                }
                 other => Err(Error::corrupt(format!("peer {} answered {other:?}", owner.address))),
             };
         }

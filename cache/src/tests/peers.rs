@@ -345,8 +345,9 @@ async fn an_owner_that_works_long_is_waited_for_up_to_the_deadline() {
         .await;
         cluster.read(&blobs).await;
         assert_eq!(cluster.total(|node| node.peer_hits) == 8, hits);
-        assert_eq!(cluster.total(|node| node.peer_failures) == 8, !hits);
-        assert_eq!(cluster.total(|node| node.peers_here), 2, "it said that it was at it");
+        assert_eq!(cluster.total(|node| node.peer_failures) == 0, hits);
+        // One that says that it is at it is there; one that is late is left alone.
+        assert_eq!(cluster.total(|node| node.peers_here) == 2, hits);
         cluster.close().await;
     }
 }
@@ -440,6 +441,28 @@ async fn a_peer_that_falls_silent_is_given_up_and_found_again() {
     assert_eq!(counters.origin_requests, blocks(&blobs));
     SPEAKS.store(true, SeqCst);
     until(|| cluster.nodes[0].counters().peers_here == 1).await;
+    cluster.close().await;
+}
+
+/// A host that has no store, while the others have one, would have each read of its blocks wait for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_that_cannot_reach_the_store_is_left_alone() {
+    static ASKED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    use std::sync::atomic::Ordering::SeqCst;
+    let (cluster, _other) = Cluster::beside(|stream| {
+        lie(stream, || {
+            ASKED.fetch_add(1, SeqCst);
+            Some([head(7, 0, 4, 0), b"away".to_vec()].concat())
+        })
+    })
+    .await;
+    let blob = cluster.world.put("k", 5 * BLOCK_SIZE).await;
+    for range in [0..1, BLOCK_SIZE..BLOCK_SIZE + 1, 2 * BLOCK_SIZE..5 * BLOCK_SIZE] {
+        blob.check(&*cluster.nodes[0], range).await.expect("read");
+    }
+    assert_eq!(ASKED.load(SeqCst), 1, "once");
+    let counters = cluster.nodes[0].counters();
+    assert_eq!((counters.peer_failures, counters.peers_here, counters.origin_requests), (1, 0, 5));
     cluster.close().await;
 }
 
