@@ -3,12 +3,13 @@
 use std::sync::{Arc, OnceLock};
 
 use forebay_core::{BlockKey, Result};
+use forebay_io::clock::Clock;
 
 use crate::Filled;
 use crate::block::{Block, BlockId};
 use crate::flight::{Flights, Role, Ticket};
 use crate::origin::Origin;
-use crate::peers::Peers;
+use crate::peers::{Asked, Peers};
 use crate::tier::disk::DiskTier;
 use crate::tier::memory::MemoryTier;
 
@@ -44,14 +45,22 @@ pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey, keep: Keep) -> R
     let flight = move |ticket: Arc<Ticket<_>>| async move {
         let Some(peers) = own.peers.get() else { return get_here(&own, &key, keep, &ticket).await };
         let is_here = own.disk.as_ref().is_some_and(|disk| disk.peek(&key).is_some());
-        if !is_here && let Some(block) = ticket.wait(peers.get(&key, own.origin.buffers())).await? {
+        let asked = match is_here {
+            true => Asked::Nobody,
+            false => ticket.wait(peers.get(&key, own.origin.buffers())).await?,
+        };
+        if let Asked::Block(block) = asked {
             own.memory.insert(id, block.clone());
             if let Some(disk) = own.disk.as_ref().filter(|_| keep == Keep::Behind && peers.keeps()) {
                 disk.offer(&key, &block);
             }
             return Ok((block, Filled::Peer { bytes: key.len() }));
         }
+        let began = Clock::system().now();
         let (block, filled, _) = ticket.wait(get_for_all(&own, &key, keep)).await??;
+        if let Asked::Refused(refusal) = asked {
+            refusal.weigh(Clock::system().now().since(began));
+        }
         Ok((block, filled))
     };
     let ((block, filled), role) = sources.flights.join(id, flight).await?;

@@ -39,6 +39,13 @@ pub struct Node {
     joined: AtomicU64,
 }
 
+/// Whether other hosts are asked for what this one has not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Through {
+    Peers,
+    Nobody,
+}
+
 impl Node {
     /// Opens a cache of blobs of `bucket`; must be called in an async runtime, whose tasks then do its work.
     ///
@@ -131,9 +138,48 @@ impl Node {
         }
     }
 
+    /// Brings a block to this host.
+    async fn bring(&self, key: &BlockKey, pin: bool, through: Through) -> Result<Filled> {
+        if key.is_empty() {
+            return Err(Error::invalid(format!("{key} lies past its end")));
+        }
+        let Some(disk) = &self.sources.disk else {
+            if pin {
+                let error = Error::new(ErrorKind::Unsupported, "a cache in memory only cannot pin");
+                return Err(error.with_hint("give the cache a directory"));
+            }
+            let (_, filled) = self.block(key, Keep::Behind, through).await?;
+            self.sources.memory.touch(&BlockId::of(key));
+            return Ok(filled);
+        };
+        let what = if pin { "pin" } else { "fill" };
+        // Before the fetch, so that a disk that hangs costs no egress.
+        disk.expect_answers().map_err(|error| error.context(format_args!("{what} of {key}")))?;
+        if let Some(slot) = disk.peek(key)
+            && (!pin || slot.pinned || disk.set_pinned(slot, true).await?)
+        {
+            return Ok(Filled::Disk);
+        }
+        if pin {
+            // Before the fetch, so that a full share of pins costs no egress.
+            disk.check_pin(key).map_err(|error| error.context(format_args!("pin of {key}")))?;
+        }
+        let (block, filled) = self.block(key, Keep::Caller, through).await?;
+        match disk.ensure(key, &block, pin).await {
+            Err(error) if pin || error.kind() == ErrorKind::Unavailable => {
+                Err(error.context(format_args!("{what} of {key}")))
+            }
+            // Counted and logged by the tier; a proof will miss the block when memory lets go of it.
+            _ => Ok(filled),
+        }
+    }
+
     /// A block and where it came from, counted.
-    async fn block(&self, key: &BlockKey, keep: Keep) -> Result<(Block, Filled)> {
-        let (block, filled, role) = get(&self.sources, key, keep).await?;
+    async fn block(&self, key: &BlockKey, keep: Keep, through: Through) -> Result<(Block, Filled)> {
+        let (block, filled, role) = match through {
+            Through::Peers => get(&self.sources, key, keep).await?,
+            Through::Nobody => get_for_all(&self.sources, key, keep).await?,
+        };
         match (filled, role) {
             (_, Role::Joined) => self.joined.fetch_add(1, Relaxed),
             (Filled::Memory, Role::Led) => self.memory_hits.fetch_add(1, Relaxed),
@@ -164,38 +210,7 @@ impl Local for Node {
     }
 
     async fn fill_here(&self, key: &BlockKey, pin: bool) -> Result<Filled> {
-        if key.is_empty() {
-            return Err(Error::invalid(format!("{key} lies past its end")));
-        }
-        let Some(disk) = &self.sources.disk else {
-            if pin {
-                let error = Error::new(ErrorKind::Unsupported, "a cache in memory only cannot pin");
-                return Err(error.with_hint("give the cache a directory"));
-            }
-            let (_, filled) = self.block(key, Keep::Behind).await?;
-            self.sources.memory.touch(&BlockId::of(key));
-            return Ok(filled);
-        };
-        let what = if pin { "pin" } else { "fill" };
-        // Before the fetch, so that a disk that hangs costs no egress.
-        disk.expect_answers().map_err(|error| error.context(format_args!("{what} of {key}")))?;
-        if let Some(slot) = disk.peek(key)
-            && (!pin || slot.pinned || disk.set_pinned(slot, true).await?)
-        {
-            return Ok(Filled::Disk);
-        }
-        if pin {
-            // Before the fetch, so that a full share of pins costs no egress.
-            disk.check_pin(key).map_err(|error| error.context(format_args!("pin of {key}")))?;
-        }
-        let (block, filled) = self.block(key, Keep::Caller).await?;
-        match disk.ensure(key, &block, pin).await {
-            Err(error) if pin || error.kind() == ErrorKind::Unavailable => {
-                Err(error.context(format_args!("{what} of {key}")))
-            }
-            // Counted and logged by the tier; a proof will miss the block when memory lets go of it.
-            _ => Ok(filled),
-        }
+        self.bring(key, pin, Through::Nobody).await
     }
 
     async fn unpin_here(&self, key: &BlockKey) -> Result<Unpinned> {
@@ -223,7 +238,7 @@ impl Blocks for Node {
         if within.is_empty() {
             return Ok(Bytes::new());
         }
-        let (block, _) = self.block(key, Keep::Behind).await?;
+        let (block, _) = self.block(key, Keep::Behind, Through::Peers).await?;
         block.slice(key, within)
     }
 
@@ -253,14 +268,14 @@ impl Blocks for Node {
         {
             return filled;
         }
-        self.fill_here(key, pin).await
+        self.bring(key, pin, Through::Peers).await
     }
 
     async fn fetch_ahead(&self, key: &BlockKey) -> Result<()> {
         if self.sources.disk.as_ref().is_some_and(|disk| disk.peek(key).is_some()) {
             return Ok(());
         }
-        let fetched = self.block(key, Keep::Behind).await;
+        let fetched = self.block(key, Keep::Behind, Through::Peers).await;
         self.sources.memory.touch(&BlockId::of(key));
         fetched.map(drop)
     }

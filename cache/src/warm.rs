@@ -30,7 +30,7 @@ pub struct Progress {
     pub blocks: u64,
     /// Bytes in them.
     pub bytes: u64,
-    /// Blocks that were fetched from the origin.
+    /// Blocks that were fetched, from the origin or another host.
     pub from_origin: u64,
     /// Bytes that left the origin.
     pub origin_bytes: u64,
@@ -85,7 +85,8 @@ pub async fn fill_many(
         total.blocks += 1;
         total.bytes += key.len();
         match filled {
-            Ok(Filled::Memory | Filled::Disk | Filled::Peer { .. }) => total.already += 1,
+            Ok(Filled::Memory | Filled::Disk) => total.already += 1,
+            Ok(Filled::Peer { .. }) => total.from_origin += 1,
             Ok(Filled::Origin { bytes }) => {
                 total.from_origin += 1;
                 total.origin_bytes += bytes;

@@ -19,7 +19,7 @@ use serde_json::Value;
 /// Longest that something may take to show.
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Objects of one folder: small ones and two of three blocks.
-const SMALL: usize = 12;
+const SMALL: usize = 30;
 const LARGE: usize = 2;
 const BLOCKS: usize = SMALL + 3 * LARGE;
 
@@ -83,6 +83,11 @@ impl Cluster {
         let (members, listen) = (members.join(","), self.addresses[host].to_string());
         let secret = self.scratch.join("secret").display().to_string();
         let cache = self.scratch.join(&format!("cache-{host}")).display().to_string();
+        // What is counted does not depend on how busy this machine is.
+        let config = self.home(host).join("config/forebay");
+        fs::create_dir_all(&config).expect("a folder");
+        fs::write(config.join("forebay.toml"), "[volume.cache.peers]\ndeadline_ms = 120000\n")
+            .expect("settings");
         let own =
             ["--peers", &members, "--peer-listen", &listen, "--peer-secret", &secret, "--cache-dir", &cache];
         let folder = self.scratch.join(&format!("mnt-{host}"));

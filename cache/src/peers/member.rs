@@ -2,7 +2,6 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
@@ -10,29 +9,53 @@ use forebay_io::clock::{Clock, Moment};
 use forebay_io::net::secure::{Host, Stream};
 use parking_lot::Mutex;
 use tokio::io::AsyncWriteExt;
+use tokio::sync::Semaphore;
 
 use super::wire::{Answer, Heard, Request, Who, in_time};
 
-/// Streams to one member that are kept for the next request: as many as are used at once by default.
-const IDLE: usize = 64;
-/// How long one is kept.
+/// Streams to one member: so many requests are under way at once, and streams are kept for the next ones. A thousand hosts
+/// that all want something of one stay within what it lets in.
+const STREAMS: usize = 16;
+/// How long one that is not needed is kept.
 const IDLE_FOR: Duration = Duration::from_secs(60);
-
-/// How long one that does not give what is asked of it is left alone.
+/// A member that did not give what was asked of it so many times in a row is left alone for a while.
+const FAULTS: u32 = 3;
 const REST: Duration = Duration::from_secs(30);
 
 /// A member, whether it is there or not.
 #[derive(Debug)]
 pub(super) struct Member {
     pub(super) address: SocketAddr,
-    /// Whose share of all blocks it has, once it said so.
-    share: AtomicU64,
-    standing: Mutex<Standing>,
-    /// Until when it is left alone.
-    rests: Mutex<Option<Moment>>,
+    /// How long it may say nothing.
+    silence: Duration,
+    known: Mutex<Known>,
     idle: Mutex<Vec<Idle>>,
+    streams: Semaphore,
+}
+
+/// What is known of a member.
+#[derive(Debug, Clone, Copy)]
+struct Known {
+    standing: Standing,
+    /// Who it was when it answered last.
+    who: Who,
+    /// How often in a row it did not give what was asked of it.
+    faults: u32,
+    /// Until when it is left alone.
+    rests: Option<Moment>,
     /// Whether it was told why it is away.
-    is_told: AtomicBool,
+    is_told: bool,
+}
+
+/// Whether a member is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// It has not answered yet, or not any more.
+    Away,
+    /// It answers.
+    Here,
+    /// It is this process.
+    Own,
 }
 
 struct Idle {
@@ -46,48 +69,49 @@ impl std::fmt::Debug for Idle {
     }
 }
 
-/// What is known of a member.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Standing {
-    /// It has not answered yet, or not any more.
-    Away,
-    /// It answers.
-    Here,
-    /// It is this process.
-    Own,
-}
-
 impl Member {
-    pub(super) fn new(address: SocketAddr) -> Self {
-        Self {
-            address,
-            share: AtomicU64::new(0),
-            standing: Mutex::new(Standing::Away),
-            rests: Mutex::default(),
-            idle: Mutex::default(),
-            is_told: AtomicBool::new(false),
-        }
+    /// A member that nobody has looked for yet, which may say nothing for so long.
+    pub(super) fn new(address: SocketAddr, silence: Duration) -> Self {
+        let who = Who { share: 0, process: 0 };
+        let known = Known { standing: Standing::Away, who, faults: 0, rests: None, is_told: false };
+        let (known, streams) = (Mutex::new(known), Semaphore::new(STREAMS));
+        Self { address, silence, known, idle: Mutex::default(), streams }
     }
 
     pub(super) fn standing(&self) -> Standing {
-        *self.standing.lock()
+        self.known.lock().standing
     }
 
-    /// What its blocks follow from.
-    pub(super) fn share(&self) -> u64 {
-        self.share.load(Relaxed)
+    /// Who it is, where it answers.
+    pub(super) fn who(&self) -> Option<Who> {
+        let known = self.known.lock();
+        (known.standing == Standing::Here).then_some(known.who)
     }
 
-    /// Asks who it is, and so whether it is there; `own` is who this process is.
-    pub(super) async fn greet(&self, host: &Host, own: Who) -> Result<()> {
-        match self.ask(host, &Request::Hello, &mut []).await? {
-            Heard::Hello(who) => {
-                self.share.store(who.share, Relaxed);
-                self.stand(if who.process == own.process { Standing::Own } else { Standing::Here });
-                self.is_told.store(false, Relaxed);
-                Ok(())
+    /// Whether it is away, and may be looked for.
+    pub(super) fn is_missed(&self) -> bool {
+        let known = *self.known.lock();
+        let is_resting = || known.rests.is_some_and(|until| Clock::system().now() < until);
+        known.standing == Standing::Away && !is_resting()
+    }
+
+    /// Finds out whether it is there, and who it is; `own` is who this process is.
+    pub(super) async fn greet(&self, host: &Host, own: Who) {
+        match self.connect(host, own).await {
+            Ok(stream) => {
+                self.keep(stream);
+                tracing::info!(peer = %self.address, "a peer is there");
             }
-            other => Err(Error::corrupt(format!("{} greets with {other:?}", self.address))),
+            Err(error) => {
+                let was_told = std::mem::replace(&mut self.known.lock().is_told, true);
+                match (was_told, error.kind()) {
+                    (true, _) => {}
+                    (_, ErrorKind::Denied) => {
+                        tracing::warn!(peer = %self.address, %error, "a peer turns this host away");
+                    }
+                    _ => tracing::info!(peer = %self.address, %error, "a peer is not there yet"),
+                }
+            }
         }
     }
 
@@ -95,57 +119,73 @@ impl Member {
     ///
     /// # Errors
     /// As [`Answer::hear`]: that it could not is an answer.
-    pub(super) async fn ask(&self, host: &Host, request: &Request, block: &mut [u8]) -> Result<Heard> {
-        let asked = self.exchange(host, &request.encode(), block).await;
-        if let Err(error) = &asked
-            && self.stand(Standing::Away) != Standing::Away
-        {
-            self.idle.lock().clear();
-            tracing::warn!(peer = %self.address, %error, "a peer is away; others, or the store, are asked for its blocks");
-        }
-        asked.map_err(|error| error.context(format!("peer {}", self.address)))
+    pub(super) async fn ask(
+        &self,
+        host: &Host,
+        own: Who,
+        request: &Request,
+        block: &mut [u8],
+    ) -> Result<Heard> {
+        let asked = self.exchange(host, own, &request.encode(), block).await;
+        asked.map_err(|error| {
+            self.lose(host, &error);
+            error.context(format!("peer {}", self.address))
+        })
     }
 
-    async fn exchange(&self, host: &Host, request: &[u8], block: &mut [u8]) -> Result<Heard> {
+    async fn exchange(&self, host: &Host, own: Who, request: &[u8], block: &mut [u8]) -> Result<Heard> {
+        let _place = self.streams.acquire().await;
         // One that was kept may have been closed meanwhile, as by a peer that was started again.
         let kept = self.idle.lock().pop();
-        if let Some(Idle { stream, .. }) = kept {
-            match self.converse(stream, request, block).await {
-                Err(error) if error.kind() != io::ErrorKind::TimedOut => {}
-                answered => return Ok(answered?),
+        if let Some(Idle { mut stream, .. }) = kept {
+            match self.converse(&mut stream, request, block).await {
+                Ok(heard) => {
+                    self.keep(stream);
+                    return Ok(heard);
+                }
+                Err(error) if error.kind() == io::ErrorKind::TimedOut => return Err(error.into()),
+                Err(_) => {}
             }
         }
-        let stream = host.reach(self.address).await?;
-        Ok(self.converse(stream, request, block).await?)
+        let mut stream = self.connect(host, own).await?;
+        let heard = self.converse(&mut stream, request, block).await?;
+        self.keep(stream);
+        Ok(heard)
     }
 
-    async fn converse(&self, mut stream: Stream, request: &[u8], block: &mut [u8]) -> io::Result<Heard> {
+    /// A new stream, on which it has said who it is: a process that was started again may have another share.
+    async fn connect(&self, host: &Host, own: Who) -> Result<Stream> {
+        let reached = tokio::time::timeout(self.silence, host.reach(self.address)).await;
+        let mut stream = reached.unwrap_or_else(|_| {
+            let message = format!("{} cannot be reached", self.address);
+            Err(Error::new(ErrorKind::Unavailable, message))
+        })?;
+        match self.converse(&mut stream, &Request::Hello.encode(), &mut []).await? {
+            Heard::Hello(who) => {
+                let mut known = self.known.lock();
+                known.who = who;
+                known.standing = if who.process == own.process { Standing::Own } else { Standing::Here };
+                known.is_told = false;
+                Ok(stream)
+            }
+            other => Err(Error::corrupt(format!("{} greets with {other:?}", self.address))),
+        }
+    }
+
+    async fn converse(&self, stream: &mut Stream, request: &[u8], block: &mut [u8]) -> io::Result<Heard> {
         let said = async {
             stream.write_all(request).await?;
             stream.flush().await
         };
-        in_time(said).await?;
-        let heard = Answer::hear(&mut stream, block).await?;
+        in_time(self.silence, said).await?;
+        Answer::hear(stream, block, self.silence).await
+    }
+
+    fn keep(&self, stream: Stream) {
         let mut idle = self.idle.lock();
-        if idle.len() < IDLE {
+        if idle.len() < STREAMS {
             idle.push(Idle { stream, since: Clock::system().now() });
         }
-        Ok(heard)
-    }
-
-    /// Leaves it alone for a while: it is there, and answers late, or has no store.
-    pub(super) fn rest(&self, why: &Error) {
-        *self.rests.lock() = Some(Clock::system().now() + REST);
-        if self.stand(Standing::Away) != Standing::Away {
-            let (peer, seconds) = (self.address, REST.as_secs());
-            tracing::warn!(%peer, error = %why, seconds, "a peer does not give what is asked of it, and is left alone");
-        }
-    }
-
-    /// Whether it is away, and may be looked for.
-    pub(super) fn is_missed(&self) -> bool {
-        let is_resting = || self.rests.lock().is_some_and(|until| Clock::system().now() < until);
-        self.standing() == Standing::Away && !is_resting()
     }
 
     /// Closes streams that nobody needed for a while.
@@ -154,18 +194,38 @@ impl Member {
         self.idle.lock().retain(|idle| now.since(idle.since) < IDLE_FOR);
     }
 
-    /// Tells why it is not there, unless that was told since it last was.
-    pub(super) fn tell_once(&self, error: &Error) {
-        match self.is_told.swap(true, Relaxed) {
-            true => {}
-            false if error.kind() == ErrorKind::Denied => {
-                tracing::warn!(peer = %self.address, %error, "a peer turns this host away");
-            }
-            false => tracing::info!(peer = %self.address, %error, "a peer is not there yet"),
+    /// It gave what was asked of it.
+    pub(super) fn praise(&self) {
+        self.known.lock().faults = 0;
+    }
+
+    /// It did not give what was asked of it, though it answers, and the store gave it: it is left alone for a while once that
+    /// was so several times in a row.
+    pub(super) fn blame(&self, why: &Error) {
+        let mut known = self.known.lock();
+        known.faults += 1;
+        if known.faults >= FAULTS && known.standing == Standing::Here {
+            (known.faults, known.standing) = (0, Standing::Away);
+            known.rests = Some(Clock::system().now() + REST);
+            let (peer, seconds) = (self.address, REST.as_secs());
+            tracing::warn!(%peer, error = %why, seconds, "a peer does not give what is asked of it, and is left alone");
         }
     }
 
-    fn stand(&self, standing: Standing) -> Standing {
-        std::mem::replace(&mut *self.standing.lock(), standing)
+    /// It cannot be asked.
+    fn lose(&self, host: &Host, why: &Error) {
+        self.idle.lock().clear();
+        host.forget(self.address);
+        let mut known = self.known.lock();
+        // Of requests that were under way together the first one tells.
+        if std::mem::replace(&mut known.standing, Standing::Away) != Standing::Away {
+            known.is_told = true;
+            known.faults += 1;
+            if known.faults >= FAULTS {
+                (known.faults, known.rests) = (0, Some(Clock::system().now() + REST));
+            }
+            let peer = self.address;
+            tracing::warn!(%peer, error = %why, "a peer is away; others, or the store, are asked for its blocks");
+        }
     }
 }

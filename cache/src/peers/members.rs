@@ -1,6 +1,6 @@
 //! All hosts that share blocks, by the names that they have.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,34 +18,47 @@ use crate::block::BlockId;
 
 /// How long the look at one name may take.
 const LOOKUP: Duration = Duration::from_secs(5);
+/// How long one member may take to be reached and to say who it is: who is slower holds up the look at all others.
+const GREETING: Duration = Duration::from_secs(3);
 /// Members that are looked for at once.
-const GREETINGS: usize = 32;
+const AT_ONCE: usize = 128;
 
 /// The members, whether they are there or not.
 #[derive(Debug)]
 pub(super) struct Members {
+    /// Who this process is.
+    own: Who,
+    /// How long one of them may say nothing.
+    silence: Duration,
     all: RwLock<Arc<[Arc<Member>]>>,
-    /// Names that could not be looked up, so that each is told once.
-    unknown: Mutex<BTreeSet<String>>,
+    names: Mutex<BTreeMap<String, Name>>,
 }
 
-impl Default for Members {
-    fn default() -> Self {
-        Self { all: RwLock::new(Arc::new([])), unknown: Mutex::default() }
-    }
+/// What is known of a name.
+#[derive(Debug, Default)]
+struct Name {
+    /// The addresses that it had when it could be looked up last.
+    addresses: Vec<SocketAddr>,
+    /// Whether it was told that it cannot be looked up.
+    is_told: bool,
 }
 
 impl Members {
+    /// None yet, beside `own`, each of which may say nothing for so long.
+    pub(super) fn new(own: Who, silence: Duration) -> Self {
+        Self { own, silence, all: RwLock::new(Arc::new([])), names: Mutex::default() }
+    }
+
     fn all(&self) -> Arc<[Arc<Member>]> {
         self.all.read().clone()
     }
 
-    /// Who is asked for a block, of those that are there; none where that is this host, or nobody.
+    /// Who is asked for a block, of those that are there; none where that is this host.
     pub(super) fn owner(&self, id: &BlockId) -> Option<Arc<Member>> {
         let all = self.all();
-        let present = all.iter().filter(|member| member.standing() != Standing::Away);
-        let owner = ring::owner(present, |member| member.share(), id)?;
-        (owner.standing() == Standing::Here).then(|| owner.clone())
+        let others = all.iter().filter_map(|member| Some((member.who()?, Some(member))));
+        let candidates = others.chain(std::iter::once((self.own, None)));
+        ring::owner(candidates, |(who, _)| *who, id)?.1.cloned()
     }
 
     /// All but this host.
@@ -75,33 +88,33 @@ impl Members {
             }
         };
         let looks: Vec<_> = names.iter().map(look).collect();
-        self.take(stream::iter(looks).buffered(GREETINGS).collect().await);
+        self.take(stream::iter(looks).buffered(AT_ONCE).collect().await);
     }
 
-    /// Takes what was found under each name. Where one could not be looked up all that were known stay.
+    /// Takes what was found under each name. One that could not be looked up keeps the addresses that it had.
     fn take(&self, found: Vec<(String, io::Result<Vec<SocketAddr>>)>) {
-        let (mut addresses, mut is_whole) = (BTreeSet::new(), true);
-        for (name, found) in found {
+        let mut names = self.names.lock();
+        for (text, found) in found {
+            let name = names.entry(text.clone()).or_default();
             match found {
-                Ok(found) => {
-                    addresses.extend(found);
-                    self.unknown.lock().remove(&name);
+                Ok(addresses) => *name = Name { addresses, is_told: false },
+                Err(error) if !name.is_told => {
+                    name.is_told = true;
+                    tracing::warn!(name = %text, %error, "a name of peers cannot be looked up; what it stood for stays");
                 }
-                Err(error) => {
-                    is_whole = false;
-                    if self.unknown.lock().insert(name.clone()) {
-                        tracing::warn!(%name, %error, "a name of peers cannot be looked up; those known stay");
-                    }
-                }
+                Err(_) => {}
             }
         }
+        let addresses: BTreeSet<SocketAddr> =
+            names.values().flat_map(|name| &name.addresses).copied().collect();
+        drop(names);
         let before = self.all();
-        let stays = |member: &&Arc<Member>| !is_whole || addresses.contains(&member.address);
+        let stays = |member: &&Arc<Member>| addresses.contains(&member.address);
         let mut after: Vec<Arc<Member>> = before.iter().filter(stays).cloned().collect();
-        let is_new = |address: &&SocketAddr| !before.iter().any(|member| member.address == **address);
-        let left = before.len() - after.len();
-        after.extend(addresses.iter().filter(is_new).map(|address| Arc::new(Member::new(*address))));
-        if left > 0 || after.len() != before.len() {
+        let (stay, is_new) =
+            (after.len(), |at: &&SocketAddr| !before.iter().any(|member| member.address == **at));
+        after.extend(addresses.iter().filter(is_new).map(|at| Arc::new(Member::new(*at, self.silence))));
+        if stay < before.len() || after.len() > stay {
             tracing::info!(
                 peers = after.len(),
                 before = before.len(),
@@ -112,18 +125,14 @@ impl Members {
     }
 
     /// Looks for those that are away.
-    pub(super) async fn greet(&self, host: &Host, own: Who) {
+    pub(super) async fn greet(&self, host: &Host) {
         let all = self.all();
         all.iter().for_each(|member| member.tidy());
-        let away = all.iter().filter(|member| member.is_missed());
         let greet = |member: Arc<Member>| async move {
-            match member.greet(host, own).await {
-                Ok(()) => tracing::info!(peer = %member.address, "a peer is there"),
-                Err(error) => member.tell_once(&error),
-            }
+            tokio::time::timeout(GREETING, member.greet(host, self.own)).await.ok();
         };
-        let away: Vec<_> = away.cloned().collect();
-        stream::iter(away).map(greet).buffer_unordered(GREETINGS).collect::<()>().await;
+        let missed: Vec<_> = all.iter().filter(|member| member.is_missed()).cloned().collect();
+        stream::iter(missed).map(greet).buffer_unordered(AT_ONCE).collect::<()>().await;
     }
 }
 
@@ -143,7 +152,7 @@ mod tests {
 
     #[test]
     fn a_name_stands_for_all_its_addresses_and_one_that_cannot_be_looked_up_takes_none_away() {
-        let members = Members::default();
+        let members = Members::new(Who { share: 1, process: 1 }, Duration::from_secs(3));
         let take = |service, other| members.take(vec![("service".into(), service), ("other".into(), other)]);
         take(found(&["10.0.0.1:7400", "10.0.0.2:7400"]), found(&["10.0.0.2:7400", "10.0.0.3:7400"]));
         assert_eq!(addresses(&members), ["10.0.0.1:7400", "10.0.0.2:7400", "10.0.0.3:7400"]);
@@ -152,7 +161,10 @@ mod tests {
         assert_eq!(addresses(&members), ["10.0.0.2:7400", "10.0.0.4:7400"]);
         assert!(members.all().iter().any(|member| Arc::ptr_eq(member, &kept)), "with what is known of it");
         take(found(&["10.0.0.5:7400"]), Err(io::ErrorKind::TimedOut.into()));
-        assert_eq!(addresses(&members), ["10.0.0.2:7400", "10.0.0.4:7400", "10.0.0.5:7400"]);
+        assert_eq!(addresses(&members), ["10.0.0.5:7400"]);
+        take(found(&["10.0.0.5:7400"]), found(&["10.0.0.6:7400"]));
+        take(Err(io::ErrorKind::TimedOut.into()), Err(io::ErrorKind::TimedOut.into()));
+        assert_eq!(addresses(&members), ["10.0.0.5:7400", "10.0.0.6:7400"]);
         take(found(&["10.0.0.5:7400"]), found(&[]));
         assert_eq!(addresses(&members), ["10.0.0.5:7400"]);
         assert_eq!(members.count(), (1, 0));
@@ -161,10 +173,11 @@ mod tests {
 
     #[tokio::test]
     async fn names_are_looked_up() {
-        let members = Members::default();
+        let members = Members::new(Who { share: 1, process: 1 }, Duration::from_secs(3));
         members.look_up(&["localhost:7401".into(), "127.0.0.9".into(), "no.such.host.invalid".into()]).await;
         let all = addresses(&members);
         assert!(all.contains(&"127.0.0.1:7401".into()) && all.contains(&"127.0.0.9:7400".into()), "{all:?}");
-        assert_eq!(members.unknown.lock().len(), 1);
+        let names = members.names.lock();
+        assert!(names["no.such.host.invalid"].addresses.is_empty() && names.len() == 3);
     }
 }

@@ -24,6 +24,7 @@ use forebay_io::mem::Pool;
 use forebay_io::net::secure::{Host, Identity};
 use forebay_io::rng::Rng;
 use forebay_io::task::Stop;
+use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 
 use crate::block::{Block, BlockId};
@@ -35,12 +36,14 @@ use wire::{Heard, PROTOCOL, Request, Who};
 
 /// How often members that are away are looked for, and who is not needed any more is let go.
 const LOOK: Duration = Duration::from_secs(1);
-/// Looks after which names are looked up again.
-const LOOKUP_EVERY: u32 = 10;
+/// How often names are looked up.
+const LOOKUP_EVERY: Duration = Duration::from_secs(10);
 /// How long a cache that opens waits to know who is there.
 const FIRST_LOOK: Duration = Duration::from_secs(2);
 /// Owners that are tried for one block, each once the one before turned out to be away.
 const OWNERS: usize = 3;
+/// A store that gives a block in this time is well.
+const QUICK: Duration = Duration::from_secs(2);
 /// How long a peer may work on what is no read, saying each second that it does: writing a block to its disk.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -63,6 +66,35 @@ pub(crate) struct Peers {
     served_bytes: AtomicU64,
 }
 
+/// What came of asking for a block.
+#[derive(Debug)]
+pub(crate) enum Asked {
+    /// The block.
+    Block(Block),
+    /// There was nobody to be asked: this host is to have it from the store.
+    Nobody,
+    /// Its owner answered, and gave nothing: the store is to be asked.
+    Refused(Refusal),
+}
+
+/// What an owner answered in the place of a block.
+#[derive(Debug)]
+pub(crate) struct Refusal {
+    owner: Arc<Member>,
+    why: Error,
+}
+
+impl Refusal {
+    /// Hears how long the store took for the block then. Where it was quick, an owner that was late, or had no store, is to blame,
+    /// and else the store.
+    pub(crate) fn weigh(&self, store_took: Duration) {
+        let is_fault = matches!(self.why.kind(), ErrorKind::Unavailable | ErrorKind::Corrupt);
+        if is_fault && store_took < QUICK {
+            self.owner.blame(&self.why);
+        }
+    }
+}
+
 impl Peers {
     /// Opens this host's port. Blocks on their way here have `room`, those on their way from here as much; others know those
     /// that are this host's by `share`. To be called in an async runtime.
@@ -78,12 +110,14 @@ impl Peers {
         let secret = settings.read_secret().await?;
         let identity = Identity::new(&secret, &volume.0.to_le_bytes(), PROTOCOL)?;
         let host = Host::open(settings.transport, settings.listen()?, &identity)?;
+        let own = Who { share, process: Rng::system().u64() };
+        let members = Members::new(own, settings.silence());
         Ok(Self {
             settings,
             volume,
             host,
-            own: Who { share, process: Rng::system().u64() },
-            members: Members::default(),
+            own,
+            members,
             sending: room.another(),
             asking: room,
             hits: AtomicU64::new(0),
@@ -108,61 +142,45 @@ impl Peers {
     /// Who is asked for a block; none where that is this host, or nobody.
     fn owner(&self, key: &BlockKey) -> Option<Arc<Member>> {
         // What is staged on a host is in no store, and the keys of most are no longer than this.
-        if key.blob.blob().staged_on().is_some() || !Request::can_be_said(key) {
+        if key.blob.blob().staged_on().is_some() || !Request::can_be_said(key) || key.is_empty() {
             return None;
         }
         self.members.owner(&BlockId::of(key))
     }
 
-    /// A block from its owner; none where this host is to have it from the store.
-    pub(crate) async fn get(&self, key: &BlockKey, buffers: &Pool) -> Option<Block> {
-        self.owner(key)?;
-        let _place = self.asking.enter(key.len()).await;
-        match self.get_from_owners(key, buffers).await {
-            Ok(None) => None,
-            Ok(Some(block)) => {
-                self.hits.fetch_add(1, Relaxed);
-                self.bytes.fetch_add(key.len(), Relaxed);
-                Some(block)
-            }
-            Err(error) => {
-                self.failures.fetch_add(1, Relaxed);
-                tracing::debug!(%key, %error, "the store is asked for a peer's block");
-                None
-            }
+    /// Asks a block's owner for it, the next one where one turns out to be away, for no longer than the deadline in all.
+    pub(crate) async fn get(&self, key: &BlockKey, buffers: &Pool) -> Asked {
+        if self.owner(key).is_none() {
+            return Asked::Nobody;
         }
-    }
-
-    /// The same, from the next owner where one turns out to be away. One that is late, or cannot reach the store, is left alone for
-    /// a while, lest every read wait for it.
-    async fn get_from_owners(&self, key: &BlockKey, buffers: &Pool) -> Result<Option<Block>> {
-        let (request, mut buffer) = (Request::Get(key.clone()), buffers.take(key.len() as usize));
         let deadline = Instant::now() + Duration::from_millis(self.settings.deadline_ms);
+        let Ok(_place) = timeout_at(deadline, self.asking.enter(key.len())).await else {
+            self.failures.fetch_add(1, Relaxed);
+            return Asked::Nobody;
+        };
+        let (request, mut buffer) = (Request::Get(key.clone()), buffers.take(key.len() as usize));
         for _ in 0..OWNERS {
-            let Some(owner) = self.owner(key) else { return Ok(None) };
-            let heard = match timeout_at(deadline, owner.ask(&self.host, &request, &mut buffer)).await {
-                Ok(Ok(heard)) => heard,
+            let Some(owner) = self.owner(key) else { return Asked::Nobody };
+            let asked = owner.ask(&self.host, self.own, &request, &mut buffer);
+            let why = match timeout_at(deadline, asked).await {
+                Ok(Ok(Heard::Block { crc })) if crc == crc32c(&buffer) => {
+                    owner.praise();
+                    self.hits.fetch_add(1, Relaxed);
+                    self.bytes.fetch_add(key.len(), Relaxed);
+                    return Asked::Block(Block { bytes: buffer.freeze(), crc });
+                }
+                Ok(Ok(Heard::Block { .. })) => Error::corrupt(format!("{key} arrived damaged")),
+                Ok(Ok(Heard::Failed(error))) => error,
+                Ok(Ok(other)) => Error::corrupt(format!("it answered {other:?}")),
                 Ok(Err(_)) => continue,
-                Err(_) => Heard::Failed(Error::new(ErrorKind::Unavailable, "it took too long")),
+                Err(_) => Error::new(ErrorKind::Unavailable, "it took too long"),
             };
-            return match heard {
-                Heard::Block { crc } if crc == crc32c(&buffer) => {
-                    Ok(Some(Block { bytes: buffer.freeze(), crc }))
-                }
-                Heard::Block { .. } => {
-                    tracing::warn!(peer = %owner.address, %key, "a block arrived damaged; the store is asked for it");
-                    Err(Error::corrupt("it arrived damaged"))
-                }
-                Heard::Failed(error) => {
-                    if error.kind() == ErrorKind::Unavailable {
-                        owner.rest(&error);
-                    }
-                    Err(error.context(format!("peer {}", owner.address)))
-                }
-                other => Err(Error::corrupt(format!("peer {} answered {other:?}", owner.address))),
-            };
+            self.failures.fetch_add(1, Relaxed);
+            tracing::debug!(peer = %owner.address, %key, error = %why, "the store is asked for a peer's block");
+            return Asked::Refused(Refusal { owner, why });
         }
-        Err(Error::new(ErrorKind::Unavailable, format!("{OWNERS} peers in turn are away")))
+        self.failures.fetch_add(1, Relaxed);
+        Asked::Nobody
     }
 
     /// Has a block's owner bring it to its disk; none where this host is to do so.
@@ -202,25 +220,26 @@ impl Peers {
     /// # Errors
     /// `Unavailable` where one is away: what it has stays pinned; what one of them says otherwise.
     pub(crate) async fn unpin_all(&self) -> Result<Unpinned> {
-        let mut unpinned = Unpinned::default();
+        let (mut unpinned, mut failed) = (Unpinned::default(), None);
         for member in self.members.others() {
-            let asked = member.ask(&self.host, &Request::UnpinAll, &mut []);
+            let asked = member.ask(&self.host, self.own, &Request::UnpinAll, &mut []);
             let late = |_| Error::new(ErrorKind::Unavailable, "it took too long");
-            let told = match tokio::time::timeout(PATIENCE, asked).await.map_err(late).flatten() {
-                Ok(Heard::Unpinned(there)) => Ok(there),
-                Ok(Heard::Failed(error)) | Err(error) => Err(error),
-                Ok(other) => Err(Error::corrupt(format!("it answered {other:?}"))),
-            };
-            unpinned += told.map_err(|error| error.context(format!("pins of peer {}", member.address)))?;
+            match tokio::time::timeout(PATIENCE, asked).await.map_err(late).flatten() {
+                Ok(Heard::Unpinned(there)) => unpinned += there,
+                Ok(Heard::Failed(error)) | Err(error) => {
+                    failed.get_or_insert(error.context(format!("pins of peer {}", member.address)));
+                }
+                Ok(other) => tracing::warn!(peer = %member.address, ?other, "unpinning was answered oddly"),
+            }
         }
-        Ok(unpinned)
+        failed.map_or(Ok(unpinned), Err)
     }
 
     /// What a block's owner answers, its refusal an error; none where there is no other one, or none can be asked.
     async fn ask(&self, key: &BlockKey, request: Request) -> Option<Result<Heard>> {
         for _ in 0..OWNERS {
             let owner = self.owner(key)?;
-            let asked = owner.ask(&self.host, &request, &mut []);
+            let asked = owner.ask(&self.host, self.own, &request, &mut []);
             match tokio::time::timeout(PATIENCE, asked).await.ok()? {
                 Ok(Heard::Failed(error)) => {
                     return Some(Err(error.context(format!("peer {}", owner.address))));
@@ -233,26 +252,31 @@ impl Peers {
     }
 
     /// Finds out who is there and who is not, until told to stop; `known` hears once everybody was looked for.
-    pub(crate) async fn follow(&self, stop: Stop, known: tokio::sync::oneshot::Sender<()>) {
+    pub(crate) async fn follow(&self, stop: Stop, known: oneshot::Sender<()>) {
+        self.members.look_up(&self.settings.members).await;
+        let lookups = async {
+            loop {
+                tokio::time::sleep(LOOKUP_EVERY).await;
+                self.members.look_up(&self.settings.members).await;
+            }
+        };
         let mut known = Some(known);
-        for look in 0_u32.. {
-            let looking = async {
-                if look % LOOKUP_EVERY == 0 {
-                    self.members.look_up(&self.settings.members).await;
-                }
-                self.members.greet(&self.host, self.own).await;
+        let looks = async {
+            loop {
+                self.members.greet(&self.host).await;
                 known.take().map(|known| known.send(()));
                 tokio::time::sleep(LOOK).await;
-            };
-            tokio::select! {
-                () = looking => {}
-                () = stop.cancelled() => return,
             }
+        };
+        tokio::select! {
+            () = lookups => {}
+            () = looks => {}
+            () = stop.cancelled() => {}
         }
     }
 
     /// Waits until everybody was looked for once, or two seconds have passed.
-    pub(crate) async fn await_first_look(known: tokio::sync::oneshot::Receiver<()>) {
+    pub(crate) async fn await_first_look(known: oneshot::Receiver<()>) {
         tokio::time::timeout(FIRST_LOOK, known).await.ok();
     }
 

@@ -3,16 +3,18 @@
 //! Every member has a score for every block, and the highest of those at hand owns it. So all hosts that know the same
 //! members agree without a word, and one that joins or leaves moves its own share alone.
 
+use super::wire::Who;
 use crate::block::BlockId;
 
-/// The member that owns a block, of those that each have a share.
+/// The member that owns a block. Should two have one share, as with cloned disks, the process tells.
 pub(super) fn owner<M>(
     members: impl IntoIterator<Item = M>,
-    share: impl Fn(&M) -> u64,
+    who: impl Fn(&M) -> Who,
     id: &BlockId,
 ) -> Option<M> {
     let block = mix(id.digest as u64 ^ mix((id.digest >> 64) as u64 ^ mix(id.index)));
-    members.into_iter().max_by_key(|member| mix(share(member) ^ block))
+    let score = |Who { share, process }| (mix(share ^ block), process);
+    members.into_iter().max_by_key(|member| score(who(member)))
 }
 
 /// Spreads a word over all its bits (the finalizer of SplitMix64, Steele et al., 2014).
@@ -36,7 +38,8 @@ mod tests {
         // Small files, of which each is a block of its own, and blocks of one large one.
         let small = (0..10_000u128).map(|file| BlockId { digest: file << 64 | file, index: 0 });
         let large = (0..10_000).map(|index| BlockId { digest: 7, index });
-        let own = |id| owner(members, |member| **member, &id).copied().expect("somebody");
+        let own =
+            |id| owner(members, |share| Who { share: **share, process: 0 }, &id).copied().expect("somebody");
         small.chain(large).map(own).collect()
     }
 
@@ -49,7 +52,14 @@ mod tests {
                 assert!((500..750).contains(&share), "{share} of 10,000 where 625 are even");
             }
         }
-        assert_eq!(owner(&[] as &[u64], |member| **member, &BlockId { digest: 1, index: 0 }), None);
+        assert_eq!(
+            owner(
+                &[] as &[u64],
+                |share| Who { share: **share, process: 0 },
+                &BlockId { digest: 1, index: 0 }
+            ),
+            None
+        );
     }
 
     #[test]
@@ -67,7 +77,8 @@ mod tests {
     fn owners_are_who_they_were() {
         let members: Vec<u64> = (1..=5).collect();
         let owner = |digest, index| {
-            *owner(&members, |member| **member, &BlockId { digest, index }).expect("somebody")
+            *owner(&members, |share| Who { share: **share, process: 0 }, &BlockId { digest, index })
+                .expect("somebody")
         };
         assert_eq!([owner(1, 0), owner(1, 1), owner(1 << 100, 0), owner(u128::MAX, 7)], [4, 2, 3, 4]);
     }

@@ -11,7 +11,8 @@ use forebay_io::net::secure::Stream;
 use forebay_io::task::TaskGroup;
 
 use super::Peers;
-use super::wire::{Answer, BEAT, Request};
+use super::settings::BEAT;
+use super::wire::{Answer, Request, in_time};
 use crate::block::Block;
 use crate::{Filled, Residency, Unpinned};
 
@@ -63,7 +64,7 @@ async fn answer_all(peers: &Peers, local: &Weak<impl Local>, mut stream: Stream)
             loop {
                 tokio::select! {
                     answer = &mut working => break answer,
-                    () = tokio::time::sleep(BEAT) => Answer::say_busy(&mut stream).await?,
+                    () = tokio::time::sleep(BEAT) => in_time(SENDING, Answer::say_busy(&mut stream)).await?,
                 }
             }
         };

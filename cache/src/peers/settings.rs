@@ -2,10 +2,14 @@
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use forebay_core::{Error, Result};
 use forebay_io::net::secure::{Listen, Transport};
 use serde::{Deserialize, Serialize};
+
+/// How often who works on an answer says so.
+pub(super) const BEAT: Duration = Duration::from_secs(1);
 
 /// The port that hosts listen at, and are looked for at, where none is named.
 const PORT: u16 = 7400;
@@ -28,8 +32,8 @@ pub struct PeerSettings {
     /// Whether what came from another host is kept on this one's disk, too. Default false: each host's disk holds its own
     /// share, so that together they hold as much as all their disks.
     pub keep: bool,
-    /// Milliseconds until the store is asked for a block that its owner works on. Default 10,000: ten times what a store
-    /// that is well takes.
+    /// Milliseconds until the store is asked for a block that its owner works on; an owner that says nothing for three tenths of
+    /// it, where it should say each second that it works, is away. Default 10,000: ten times what a store that is well takes.
     pub deadline_ms: u64,
 }
 
@@ -47,6 +51,12 @@ impl Default for PeerSettings {
 }
 
 impl PeerSettings {
+    /// How long a host may say nothing, whatever it works on, until it counts as away: three tenths of the deadline, and more than
+    /// what passes from one word to the next.
+    pub(super) fn silence(&self) -> Duration {
+        Duration::from_millis(self.deadline_ms.saturating_mul(3) / 10).max(2 * BEAT)
+    }
+
     /// Whether blocks are shared.
     pub fn is_on(&self) -> bool {
         !self.members.is_empty()

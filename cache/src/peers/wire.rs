@@ -21,11 +21,6 @@ pub(super) const PROTOCOL: &str = "forebay-blocks/1";
 const HEAD: usize = 24;
 /// Longest key, version or message, in bytes; stores take keys of 1,024.
 const LONGEST: usize = 4096;
-/// How long the other side may say nothing, or take nothing; who works on an answer says so every [`BEAT`].
-pub(super) const SILENCE: Duration = Duration::from_secs(3);
-/// How often who works on an answer says so.
-pub(super) const BEAT: Duration = Duration::from_secs(1);
-
 /// Who somebody is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Who {
@@ -191,10 +186,10 @@ impl Request {
 
 impl Answer {
     /// Says that an answer is being worked on.
-    pub(super) async fn say_busy(stream: &mut Stream) -> Result<()> {
+    pub(super) async fn say_busy(stream: &mut Stream) -> io::Result<()> {
         let head = Head { kind: BUSY, ..Head::default() };
         stream.write_all(&head.encode()).await?;
-        Ok(stream.flush().await?)
+        stream.flush().await
     }
 
     /// Says it.
@@ -236,12 +231,12 @@ impl Answer {
     /// The answer on a stream; a block's bytes go into `block`, whose length they have to have.
     ///
     /// # Errors
-    /// `TimedOut` where the other side said nothing for [`SILENCE`]; `InvalidData` for what is no answer; what the stream
+    /// `TimedOut` where the other side said nothing for `silence`; `InvalidData` for what is no answer; what the stream
     /// says. The stream is of no use any more then.
-    pub(super) async fn hear(stream: &mut Stream, block: &mut [u8]) -> io::Result<Heard> {
+    pub(super) async fn hear(stream: &mut Stream, block: &mut [u8], silence: Duration) -> io::Result<Heard> {
         let head = loop {
             let mut head = [0; HEAD];
-            in_time(stream.read_exact(&mut head)).await?;
+            in_time(silence, stream.read_exact(&mut head)).await?;
             match Head::decode(&head) {
                 head if head.kind == BUSY => {}
                 head => break head,
@@ -252,7 +247,7 @@ impl Answer {
             GET if head.length as usize == block.len() && head.length as u64 <= BLOCK_SIZE => {
                 let mut rest = block;
                 while !rest.is_empty() {
-                    let count = in_time(stream.read(rest)).await?;
+                    let count = in_time(silence, stream.read(rest)).await?;
                     if count == 0 {
                         return Err(io::ErrorKind::UnexpectedEof.into());
                     }
@@ -272,7 +267,7 @@ impl Answer {
             UNPIN => Heard::Unpinned(Unpinned { blocks: head.first, bytes: head.second }),
             FAILED => {
                 let mut message = vec![0; head.text_length().map_err(|error| unheard(error.to_string()))?];
-                in_time(stream.read_exact(&mut message)).await?;
+                in_time(silence, stream.read_exact(&mut message)).await?;
                 let kind = ERRORS.get(usize::from(head.code)).copied().unwrap_or(ErrorKind::Unavailable);
                 Heard::Failed(Error::new(kind, String::from_utf8_lossy(&message)))
             }
@@ -313,10 +308,13 @@ fn unheard(what: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("it gave an answer unheard of: {what}"))
 }
 
-/// Waits no longer than for [`SILENCE`].
-pub(super) async fn in_time<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> {
-    tokio::time::timeout(SILENCE, step).await.unwrap_or_else(|_| {
-        let message = format!("it said nothing for {} s", SILENCE.as_secs());
+/// Waits no longer than for `silence`.
+pub(super) async fn in_time<T>(
+    silence: Duration,
+    step: impl Future<Output = io::Result<T>>,
+) -> io::Result<T> {
+    tokio::time::timeout(silence, step).await.unwrap_or_else(|_| {
+        let message = format!("it said nothing for {} ms", silence.as_millis());
         Err(io::Error::new(io::ErrorKind::TimedOut, message))
     })
 }
@@ -328,6 +326,7 @@ mod tests {
     use super::*;
 
     const VOLUME: VolumeId = VolumeId(7);
+    const MINUTE: Duration = Duration::from_secs(60);
 
     fn key(name: &str, version: &str, size: u64, index: u64) -> BlockKey {
         let blob = Blob { key: ObjectKey::new(name), version: Version::new(version), size };
@@ -401,20 +400,20 @@ mod tests {
             let (mut here, mut there) = pair();
             Answer::say_busy(&mut there).await.expect("said");
             answer.say(&mut there).await.expect("said");
-            let heard = Answer::hear(&mut here, &mut [0; 4]).await.expect("heard");
+            let heard = Answer::hear(&mut here, &mut [0; 4], MINUTE).await.expect("heard");
             assert_eq!(format!("{heard:?}"), expected);
         }
         let (mut here, mut there) = pair();
         let long = Error::new(ErrorKind::NoSpace, "é".repeat(5000));
         Answer::Failed(long).say(&mut there).await.expect("said");
-        let Heard::Failed(error) = Answer::hear(&mut here, &mut []).await.expect("heard") else {
+        let Heard::Failed(error) = Answer::hear(&mut here, &mut [], MINUTE).await.expect("heard") else {
             panic!("a refusal")
         };
         assert_eq!((error.kind(), error.to_string().len()), (ErrorKind::NoSpace, LONGEST));
     }
 
     #[tokio::test]
-    async fn chance_is_refused_and_takes_no_memory() {
+    async fn chance_is_refused() {
         let seed = Rng::system().u64();
         let random = Rng::seeded(seed);
         for _ in 0..2000 {
@@ -427,8 +426,18 @@ mod tests {
                 drop(there);
                 match side {
                     0 => drop(Request::hear(&mut here, VOLUME).await),
-                    _ => drop(Answer::hear(&mut here, &mut [0; 8]).await),
+                    _ => drop(Answer::hear(&mut here, &mut [0; 8], MINUTE).await),
                 }
+            }
+        }
+        // Refused by its head, before anything of it came.
+        for (side, kind) in [(0, GET), (1, FAILED)] {
+            let (mut here, mut there) = pair();
+            let endless = Head { kind, length: u32::MAX, ..Head::default() };
+            there.write_all(&endless.encode()).await.expect("said");
+            match side {
+                0 => drop(Request::hear(&mut here, VOLUME).await.expect_err("endless")),
+                _ => drop(Answer::hear(&mut here, &mut [], MINUTE).await.expect_err("endless")),
             }
         }
         let (mut here, mut there) = pair();

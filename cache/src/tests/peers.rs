@@ -63,6 +63,8 @@ impl Cluster {
             members: members.iter().map(ToString::to_string).collect(),
             secret: Some(secret(self.scratch.path(), SECRET)),
             listen: Some(own.to_string()),
+            // What is counted does not depend on how busy this machine is.
+            deadline_ms: 120_000,
             ..PeerSettings::default()
         };
         CacheSettings {
@@ -79,8 +81,11 @@ impl Cluster {
         node
     }
 
-    /// One host of two; the other is what `answer` makes of it.
-    async fn beside<F>(answer: impl Fn(Stream) -> F + Clone + Send + Sync + 'static) -> (Self, TaskGroup)
+    /// One host of two, which asks for no longer than it is told; the other is what `answer` makes of it.
+    async fn beside<F>(
+        deadline_ms: u64,
+        answer: impl Fn(Stream) -> F + Clone + Send + Sync + 'static,
+    ) -> (Self, TaskGroup)
     where
         F: Future<Output = ()> + Send + 'static,
     {
@@ -92,7 +97,9 @@ impl Cluster {
         let host = Host::open(Transport::Tcp, listen, &identity.expect("an identity")).expect("a port");
         let (tasks, group) = (TaskGroup::new("other"), TaskGroup::new("streams"));
         tasks.spawn("serve", async move { host.serve(&group, answer).await });
-        let node = cluster.open(cluster.settings(own, &[other])).await;
+        let mut settings = cluster.settings(own, &[other]);
+        settings.peers.deadline_ms = deadline_ms;
+        let node = cluster.open(settings).await;
         until(|| node.counters().peers_here == 1).await;
         cluster.nodes.push(node);
         (cluster, tasks)
@@ -288,14 +295,14 @@ async fn hosts_that_keep_what_comes_have_it_when_the_others_are_gone() {
     cluster.close().await;
 }
 
-/// Of hosts that know different others, each may take another one for a block's owner: nobody waits for who waits.
+/// Of hosts that know different others, each takes another one for a block's owner: nobody waits for who waits.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hosts_that_take_each_other_for_the_owner_do_not_wait_for_each_other() {
     let world = World::slow();
     let mut cluster = Cluster { world, scratch: tempfile::tempdir().expect("scratch"), nodes: Vec::new() };
-    let [first, second] = addresses(2)[..] else { unreachable!("two were asked for") };
-    let open =
-        [(first, second), (second, first)].map(|(own, other)| cluster.open(cluster.settings(own, &[other])));
+    let [first, second, third] = addresses(3)[..] else { unreachable!("three were asked for") };
+    let open = [(first, second), (second, third), (third, first)]
+        .map(|(own, other)| cluster.open(cluster.settings(own, &[other])));
     let nodes = join_all(open).await;
     cluster.nodes = nodes;
     for node in &cluster.nodes {
@@ -304,7 +311,7 @@ async fn hosts_that_take_each_other_for_the_owner_do_not_wait_for_each_other() {
     let blobs = data(&cluster.world, "a").await;
     cluster.read(&blobs).await;
     let hits = cluster.total(|node| node.peer_hits);
-    assert!(hits > 0 && cluster.world.gets() <= 2 * blocks(&blobs), "{hits} came from the other one");
+    assert!(hits > 0 && cluster.world.gets() <= 3 * blocks(&blobs), "{hits} came from others");
     assert_eq!(cluster.total(|node| node.peer_failures), 0);
     cluster.close().await;
 }
@@ -327,13 +334,13 @@ async fn who_holds_another_secret_or_another_volume_shares_nothing() {
     cluster.read(&blobs).await;
     assert_eq!(cluster.total(|node| node.origin_requests), 3 * blocks(&blobs));
     assert_eq!(cluster.total(|node| node.peers_here + node.served_blocks), 0);
-    assert_eq!(cluster.total(|node| node.peers), 3 * 2);
+    until(|| cluster.total(|node| node.peers) == 3 * 2).await;
     cluster.close().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_owner_that_works_long_is_waited_for_up_to_the_deadline() {
-    for (request_us, deadline_ms, hits) in [(4_500_000, 60_000, true), (500_000, 1, false)] {
+    for (request_us, deadline_ms, hits) in [(2_500_000, 60_000, true), (5_000_000, 1_000, false)] {
         let bucket =
             World::new().bucket.with_delay(Delay { request_us, mib_us: 0 }).with_deadline_ms(120_000);
         let world = World { bucket, ..World::new() };
@@ -345,9 +352,12 @@ async fn an_owner_that_works_long_is_waited_for_up_to_the_deadline() {
         .await;
         cluster.read(&blobs).await;
         assert_eq!(cluster.total(|node| node.peer_hits) == 8, hits);
-        assert_eq!(cluster.total(|node| node.peer_failures) == 0, hits);
-        // One that says that it is at it is there; one that is late is left alone.
-        assert_eq!(cluster.total(|node| node.peers_here) == 2, hits);
+        assert_eq!(cluster.total(|node| node.peer_failures) == 8, !hits);
+        assert_eq!(
+            cluster.total(|node| node.peers_here),
+            2,
+            "it said that it was at it, and the store was as slow"
+        );
         cluster.close().await;
     }
 }
@@ -385,36 +395,33 @@ async fn lie(mut stream: Stream, lie: Lie) {
 }
 
 /// Promise S71: With `--peers`, a read returns the bytes of the version that its file's layout names, whichever host they came
-/// from: a host that dies, hangs, answers late or sends other bytes costs time, and nothing else.
+/// from: a host that dies, hangs, answers late or sends damaged bytes costs time, and nothing else.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_peer_says_wrong_is_had_from_the_store() {
     const SIZE: u64 = 10 * KIB;
-    let lies: [(&str, Lie); 9] = [
-        ("damaged", || Some([head(2, 0, SIZE as u32, 12345), vec![1; SIZE as usize]].concat())),
-        ("a byte short", || Some([head(2, 0, SIZE as u32 - 1, 0), vec![1; SIZE as usize]].concat())),
-        ("endless", || Some(head(2, 0, u32::MAX, 0))),
-        ("cut off", || None),
-        ("something else", || Some(head(3, 1, 0, 0))),
-        ("unheard of", || Some(head(99, 0, 0, 0))),
-        ("a refusal", || Some([head(7, 2, 5, 0), b"stale".to_vec()].concat())),
-        ("a long refusal", || Some(head(7, 0, u32::MAX, 0))),
-        ("a refusal of no kind", || Some([head(7, 250, 2, 0), vec![0xff, 0xfe]].concat())),
+    // What is said, and whether it is an answer: what is none ends the stream, and who said it is away.
+    let lies: [(&str, bool, Lie); 9] = [
+        ("damaged", true, || Some([head(2, 0, SIZE as u32, 12345), vec![1; SIZE as usize]].concat())),
+        ("a refusal", true, || Some([head(7, 2, 5, 0), b"stale".to_vec()].concat())),
+        ("a refusal of no kind", true, || Some([head(7, 250, 2, 0), vec![0xff, 0xfe]].concat())),
+        ("something else", true, || Some(head(3, 1, 0, 0))),
+        ("a byte short", false, || Some([head(2, 0, SIZE as u32 - 1, 0), vec![1; SIZE as usize]].concat())),
+        ("endless", false, || Some(head(2, 0, u32::MAX, 0))),
+        ("cut off", false, || None),
+        ("unheard of", false, || Some(head(99, 0, 0, 0))),
+        ("a long refusal", false, || Some(head(7, 0, u32::MAX, 0))),
     ];
-    for (what, told) in lies {
-        let (cluster, _other) = Cluster::beside(move |stream| lie(stream, told)).await;
-        let blob = cluster.world.put("k", SIZE).await;
-        blob.check_all(&*cluster.nodes[0]).await;
+    for (what, is_answer, told) in lies {
+        let (cluster, _other) = Cluster::beside(120_000, move |stream| lie(stream, told)).await;
+        for number in 0..40 {
+            let blob = cluster.world.put(&format!("k/{number}"), SIZE).await;
+            blob.check_all(&*cluster.nodes[0]).await;
+            let found = cluster.nodes[0].stat(&blob.keys(), false).await.expect("looked");
+            assert_eq!(found, [Residency::Memory], "{what}");
+        }
         let counters = cluster.nodes[0].counters();
-        assert_eq!((counters.peer_hits, counters.origin_requests), (0, 1), "{what}");
-        // Whether it was found away, and asked again, or asked once.
-        let was_away = counters.peer_failures == 0;
-        assert!(counters.peer_failures == 1 || was_away, "{what}: {counters:?}");
-        let key = &blob.keys()[0];
-        assert_eq!(
-            cluster.nodes[0].stat(std::slice::from_ref(key), false).await.expect("looked")[0],
-            Residency::Memory,
-            "{what}"
-        );
+        assert_eq!((counters.peer_hits, counters.origin_requests), (0, 40), "{what}");
+        assert_eq!(counters.peer_failures > 0, is_answer, "{what}: {counters:?}");
         cluster.close().await;
     }
 }
@@ -423,7 +430,7 @@ async fn what_a_peer_says_wrong_is_had_from_the_store() {
 async fn a_peer_that_falls_silent_is_given_up_and_found_again() {
     static SPEAKS: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(true);
     use std::sync::atomic::Ordering::SeqCst;
-    let (cluster, _other) = Cluster::beside(|mut stream| async move {
+    let (cluster, _other) = Cluster::beside(3_000, |mut stream| async move {
         while let Some(kind) = request(&mut stream).await {
             if kind != 1 || !SPEAKS.load(SeqCst) {
                 SPEAKS.store(false, SeqCst);
@@ -449,21 +456,61 @@ async fn a_peer_that_falls_silent_is_given_up_and_found_again() {
 async fn a_host_that_cannot_reach_the_store_is_left_alone() {
     static ASKED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     use std::sync::atomic::Ordering::SeqCst;
-    let (cluster, _other) = Cluster::beside(|stream| {
+    let (cluster, _other) = Cluster::beside(120_000, |stream| {
         lie(stream, || {
             ASKED.fetch_add(1, SeqCst);
             Some([head(7, 0, 4, 0), b"away".to_vec()].concat())
         })
     })
     .await;
-    let blob = cluster.world.put("k", 5 * BLOCK_SIZE).await;
-    for range in [0..1, BLOCK_SIZE..BLOCK_SIZE + 1, 2 * BLOCK_SIZE..5 * BLOCK_SIZE] {
-        blob.check(&*cluster.nodes[0], range).await.expect("read");
+    for number in 0..40 {
+        cluster.world.put(&format!("k/{number}"), 10 * KIB).await.check_all(&*cluster.nodes[0]).await;
     }
-    assert_eq!(ASKED.load(SeqCst), 1, "once");
+    assert_eq!(ASKED.load(SeqCst), 3, "it is asked three times in a row, and no more for a while");
     let counters = cluster.nodes[0].counters();
-    assert_eq!((counters.peer_failures, counters.peers_here, counters.origin_requests), (1, 0, 5));
+    assert_eq!((counters.peer_failures, counters.peers_here, counters.origin_requests), (3, 0, 40));
     cluster.close().await;
+}
+
+/// The others took what it owned for what it had owned before, and the store was asked twice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_that_starts_again_with_another_share_is_known_by_that() {
+    for transport in [Transport::Tcp, Transport::Quic] {
+        let world = World::new();
+        let mut cluster =
+            Cluster { world, scratch: tempfile::tempdir().expect("scratch"), nodes: Vec::new() };
+        let members = addresses(2);
+        let settings = |cluster: &Cluster, own: usize| {
+            let mut settings = cluster.settings(members[own], &members);
+            settings.peers.transport = transport;
+            settings
+        };
+        for own in 0..2 {
+            let node = cluster.open(settings(&cluster, own)).await;
+            cluster.nodes.push(node);
+        }
+        for node in &cluster.nodes {
+            until(|| node.counters().peers_here == 1).await;
+        }
+        cluster.read(&data(&cluster.world, "before").await).await;
+        cluster.nodes.pop().expect("two").close().await;
+        let is_free = || match transport {
+            Transport::Tcp => std::net::TcpListener::bind(members[1]).is_ok(),
+            Transport::Quic => std::net::UdpSocket::bind(members[1]).is_ok(),
+        };
+        until(is_free).await;
+        let node = cluster.open(settings(&cluster, 1)).await;
+        cluster.nodes.push(node);
+        // One read may find that the other one was started again; what comes then is known.
+        cluster.read(&data(&cluster.world, "while").await).await;
+        for node in &cluster.nodes {
+            until(|| node.counters().peers_here == 1).await;
+        }
+        let (blobs, gets) = (data(&cluster.world, "after").await, cluster.world.gets());
+        cluster.read(&blobs).await;
+        assert_eq!(cluster.world.gets() - gets, blocks(&blobs), "{transport:?}");
+        cluster.close().await;
+    }
 }
 
 /// What strangers who hold the secret send is refused before memory is taken for it.
@@ -485,6 +532,8 @@ async fn requests_that_are_none_end_their_stream_alone() {
             let length = said.len() as u32 - 24;
             said[4..8].copy_from_slice(&length.to_le_bytes());
             said[2..4].copy_from_slice(&(random.below(u64::from(length) + 1) as u16).to_le_bytes());
+            // A block that there may be.
+            said[8..16].fill(0);
         }
         let mut stream = here.reach(cluster.nodes[0].peer_address()).await.expect("reached");
         stream.write_all(&said).await.ok();

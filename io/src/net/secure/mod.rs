@@ -24,8 +24,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use crate::task::TaskGroup;
 
 /// How long a connection may take to be made, its handshake among it.
-const GREETING: Duration = Duration::from_secs(3);
-/// Strangers may keep as many handshakes waiting; more are turned away.
+const GREETING: Duration = Duration::from_secs(10);
+/// Handshakes at once; others wait their turn, for no longer than one may take.
 const GREETINGS: usize = 256;
 /// Streams that others may have open at one host; more are turned away. Each takes some 50 KiB.
 const STREAMS: usize = 4096;
@@ -125,10 +125,18 @@ impl Host {
         }
     }
 
+    /// Lets go of what is known of the way to another host, which did not answer.
+    pub fn forget(&self, host: SocketAddr) {
+        match &self.0 {
+            Kind::Tcp(_) => {}
+            Kind::Quic(own) => own.forget(host),
+        }
+    }
+
     /// A new stream to another host.
     ///
     /// # Errors
-    /// `Denied` where it holds another secret, or none; `Unavailable` where it cannot be reached within three seconds.
+    /// `Denied` where it holds another secret, or none; `Unavailable` where it cannot be reached within ten seconds.
     pub async fn reach(&self, to: SocketAddr) -> Result<Stream> {
         let reaching = async {
             match &self.0 {

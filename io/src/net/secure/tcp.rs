@@ -9,7 +9,7 @@ use forebay_core::Result;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Semaphore;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use super::{GREETING, GREETINGS, Identity, STREAMS, Stream, refused};
@@ -21,7 +21,7 @@ const AHEAD: usize = 1 << 20;
 /// What whoever was let in hears first.
 const WELCOME: [u8; 1] = [1];
 /// After a failure to accept, such as too many open files.
-const PAUSE: Duration = Duration::from_millis(100);
+const PAUSE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct Host {
@@ -43,7 +43,7 @@ impl Host {
     pub(super) async fn serve<F>(
         &self,
         tasks: &TaskGroup,
-        answer: impl Fn(Stream) -> F + Clone + Send + 'static,
+        answer: impl Fn(Stream) -> F + Clone + Send + Sync + 'static,
     ) where
         F: Future<Output = ()> + Send + 'static,
     {
@@ -62,16 +62,21 @@ impl Host {
                     continue;
                 }
             };
-            let place = |of: &Arc<Semaphore>| of.clone().try_acquire_owned().ok();
-            let (Some(greeting), Some(stream)) = (place(&greetings), place(&streams)) else {
-                tracing::warn!(%from, "too many hosts come at once: one was turned away");
+            let Ok(place) = streams.clone().try_acquire_owned() else {
+                tracing::debug!(%from, "too many streams of other hosts are open: one was turned away");
                 continue;
             };
             let (acceptor, answer, stop) = (acceptor.clone(), answer.clone(), stop.clone());
+            let greetings = greetings.clone();
             tasks.spawn("stream", async move {
-                let Some(stream) = greet(acceptor, socket, from, (greeting, stream)).await else { return };
+                let _place = place;
+                let answering = async {
+                    if let Some(stream) = greet(acceptor, socket, from, &greetings).await {
+                        answer(stream).await;
+                    }
+                };
                 tokio::select! {
-                    () = answer(stream.0) => {}
+                    () = answering => {}
                     () = stop.cancelled() => {}
                 }
             });
@@ -91,14 +96,15 @@ impl Host {
     }
 }
 
-/// A handshake with who came; the place of its greeting is given back after it, that of its stream with the stream.
+/// A handshake with who came, in its turn.
 async fn greet(
     acceptor: TlsAcceptor,
     socket: TcpStream,
     from: SocketAddr,
-    (greeting, place): (OwnedSemaphorePermit, OwnedSemaphorePermit),
-) -> Option<(Stream, OwnedSemaphorePermit)> {
+    turns: &Semaphore,
+) -> Option<Stream> {
     let shaking = async {
+        let _turn = turns.acquire().await;
         keep_alive(&socket)?;
         socket.set_nodelay(true)?;
         let mut stream = acceptor.accept(socket).await?;
@@ -110,11 +116,10 @@ async fn greet(
         Ok(shaken) => shaken,
         Err(_) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut)),
     };
-    drop(greeting);
     match shaken {
         Ok(mut stream) => {
             stream.get_mut().1.set_buffer_limit(Some(AHEAD));
-            Some((Box::new(stream), place))
+            Some(Box::new(stream))
         }
         Err(error) => {
             tracing::debug!(%from, %error, "who came to the port for other hosts was turned away");

@@ -1,5 +1,13 @@
 //! Streams over both transports, and who is turned away.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::aws_lc_rs;
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::version::TLS13;
+use rustls::{ClientConfig, DigitallySignedStruct, SignatureScheme};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::*;
@@ -12,8 +20,8 @@ fn identity(secret: &[u8], scope: &[u8]) -> Identity {
 }
 
 /// A host that sends back what comes, a kilobyte at a time.
-fn echo(transport: Transport, identity: &Identity, tasks: &TaskGroup) -> (std::sync::Arc<Host>, SocketAddr) {
-    let host = std::sync::Arc::new(Host::open(transport, HERE, identity).expect("a port"));
+fn echo(transport: Transport, identity: &Identity, tasks: &TaskGroup) -> (Arc<Host>, SocketAddr) {
+    let host = Arc::new(Host::open(transport, HERE, identity).expect("a port"));
     let (serving, group) = (host.clone(), tasks.clone());
     tasks.spawn("serve", async move {
         let answer = |mut stream: Stream| async move {
@@ -74,10 +82,87 @@ async fn who_holds_another_secret_or_scope_or_none_is_turned_away() {
     assert_eq!(error.kind(), ErrorKind::Invalid);
 }
 
+/// Takes any server.
+#[derive(Debug)]
+struct Anyone;
+
+impl ServerCertVerifier for Anyone {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Ok(HandshakeSignatureValid::assertion())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Ok(HandshakeSignatureValid::assertion())
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        vec![SignatureScheme::ED25519]
+    }
+
+    fn requires_raw_public_keys(&self) -> bool {
+        true
+    }
+}
+
+/// Who takes any server, and shows another key, or none, gets no further than who minds.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_side_that_is_come_to_looks_for_itself() {
+    static ANSWERED: AtomicBool = AtomicBool::new(false);
+    for transport in [Transport::Tcp, Transport::Quic] {
+        let (tasks, own) = (TaskGroup::new("test"), identity(SECRET, b"one"));
+        let host = Arc::new(Host::open(transport, HERE, &own).expect("a port"));
+        let (serving, group) = (host.clone(), tasks.clone());
+        tasks.spawn("serve", async move {
+            serving.serve(&group, |_| async { ANSWERED.store(true, Relaxed) }).await;
+        });
+        let address = host.address().expect("an address");
+        let wrong = identity(b"another secret of that length...", b"one");
+        for resolver in [Some(wrong.client.client_auth_cert_resolver.clone()), None] {
+            let builder = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+                .with_protocol_versions(&[&TLS13])
+                .expect("TLS 1.3")
+                .dangerous()
+                .with_custom_certificate_verifier(Arc::new(Anyone));
+            let mut client = match resolver {
+                Some(resolver) => builder.with_client_cert_resolver(resolver),
+                None => builder.with_no_client_auth(),
+            };
+            client.alpn_protocols = vec![b"test/1".to_vec()];
+            let stranger = Identity { client: Arc::new(client), ..wrong.clone() };
+            let here = Host::open(transport, HERE, &stranger).expect("a port");
+            let error = here.reach(address).await.err().expect("turned away");
+            assert_eq!(error.kind(), ErrorKind::Denied, "{transport:?}: {error}");
+        }
+        assert!(!ANSWERED.load(Relaxed), "{transport:?}");
+        tasks.shutdown(Duration::from_secs(60)).await;
+    }
+}
+
 #[tokio::test]
 async fn strangers_and_their_bytes_end_nothing() {
     let (tasks, own) = (TaskGroup::new("test"), identity(SECRET, b"one"));
-    let (_there, address) = echo(Transport::Tcp, &own, &tasks);
+    let (there, address) = echo(Transport::Tcp, &own, &tasks);
     for said in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 4096], b""] {
         let mut stranger = tokio::net::TcpStream::connect(address).await.expect("connected");
         stranger.write_all(said).await.expect("said");
@@ -94,6 +179,7 @@ async fn strangers_and_their_bytes_end_nothing() {
     let error = Host::open(Transport::Tcp, taken, &own).expect_err("taken");
     assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
     tasks.shutdown(Duration::from_secs(60)).await;
+    drop(there);
     let gone = here.reach(address).await.err().expect("gone");
     assert_eq!(gone.kind(), ErrorKind::Unavailable);
 }
