@@ -150,7 +150,7 @@ pub struct Counters {
     /// Other hosts that share blocks, as far as they are known now.
     #[serde(default)]
     pub peers: u64,
-    /// Those of them that answer now.
+    /// Those of them that answered when they were asked last.
     #[serde(default)]
     pub peers_here: u64,
     /// Copies on disk that failed their checksum or did not parse, and were dropped.

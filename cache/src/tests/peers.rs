@@ -597,9 +597,10 @@ async fn hosts_that_come_and_go_cost_no_read_and_no_wrong_byte() {
         }
     }
     cluster.nodes = hosts.into_iter().flatten().collect();
+    // One that is gone counts as there until it is asked for something.
     let present = cluster.nodes.len() as u64;
     for node in &cluster.nodes {
-        until(|| node.counters().peers_here == present - 1).await;
+        until(|| node.counters().peers_here >= present - 1).await;
     }
     cluster.read(&blobs).await;
     cluster.close().await;
