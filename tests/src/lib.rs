@@ -14,6 +14,7 @@ pub mod sample;
 mod shrink;
 pub mod compare;
 pub mod process;
+mod starting;
 pub mod mount;
 mod mounted;
 

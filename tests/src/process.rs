@@ -4,33 +4,17 @@ use std::ffi::OsStr;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::{PoisonError, RwLock};
 use std::time::{Duration, Instant};
+
+pub use crate::starting::{apart, start};
 
 /// Longest that a program may run before it is killed and the test fails.
 const DEADLINE: Duration = Duration::from_secs(180);
-
-/// Held while a program is started. Until it begins, it has copies of all files that this process has open, those of other
-/// tests' mounts among them, which are busy then.
-static STARTING: RwLock<()> = RwLock::new(());
-
-/// Starts a program; returns when it has begun.
-#[expect(clippy::disallowed_methods, reason = "the one place that starts programs")]
-pub fn start(command: &mut Command) -> io::Result<Child> {
-    let _starting = STARTING.read().unwrap_or_else(PoisonError::into_inner);
-    command.spawn()
-}
 
 /// Runs a program to its end; what it prints is caught.
 pub fn output(command: &mut Command) -> io::Result<Output> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     start(command)?.wait_with_output()
-}
-
-/// Does `work`, such as unmounting what this process had files open of, while no program is being started.
-pub fn apart<T>(work: impl FnOnce() -> T) -> T {
-    let _apart = STARTING.write().unwrap_or_else(PoisonError::into_inner);
-    work()
 }
 
 /// Unmounts what is mounted at `folder`, as a user does.

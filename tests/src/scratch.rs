@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
+use crate::starting;
+
 /// A temporary folder, removed on drop.
 #[derive(Debug)]
 pub struct Scratch(TempDir);
@@ -11,6 +13,7 @@ pub struct Scratch(TempDir);
 impl Scratch {
     /// An empty folder.
     pub fn new() -> Self {
+        starting::prepare();
         Self(TempDir::with_prefix("forebay-test-").expect("the temporary folder is writable"))
     }
 
