@@ -6,6 +6,8 @@ Answers each line of stdin, of JSON, with one line of JSON on stdout; the first 
     save     {"bytes"}: a state of so many bytes is at `url`
     restore  {"restore_s", "read_bytes"}: `hosts` of them, a rank each, restore all of it, `together` or each for itself; how
              long the slowest took, and what all of them read of files
+    mount    {"read_s", "read_bytes"}: `hosts` of them mount `folder` with `forebay`, as one cache, and read its only file, with as
+             many bytes, at the same time; how long the slowest took, and what all of their mounts read of the folder
     send     {"send_s"}: as many bytes from one host to another, by plain TCP
 
 Started by the benchmark as `hosts.py MIB HOSTS [RATE]`, with RATE of each host's link as tc(8) takes it. `save` and `restore`
@@ -147,6 +149,58 @@ class Job:
             "read_bytes": sum(rank["read_bytes"] for rank in told),
         }
 
+    def mount(self, forebay: str, folder: str, hosts: int) -> dict[str, float]:
+        peers = ",".join(f"{self._hosts.address(number)}:7400" for number in range(hosts))
+        file = os.path.join(folder, "all")
+        if not os.path.exists(file):
+            with open(file, "wb") as out:
+                out.write(os.urandom(self._bytes))
+        with tempfile.TemporaryDirectory() as meeting:
+            secret = f"{meeting}/secret"
+            with open(secret, "w") as out:
+                out.write(os.urandom(32).hex())
+
+            def until(what: str, come: Callable[[], bool]) -> None:
+                end = time.monotonic() + 120
+                while not come():
+                    assert time.monotonic() < end, f"{what} did not come within two minutes"
+                    time.sleep(0.05)
+
+            def meet(number: int, what: str) -> None:
+                open(f"{meeting}/{what}-{number}", "w").close()
+                until(what, lambda: sum(name.startswith(what) for name in os.listdir(meeting)) == hosts)
+
+            def host(number: int) -> dict[str, float]:
+                home, point = f"{meeting}/home{number}", f"{meeting}/mnt{number}"
+                os.mkdir(point)
+                environment = {**os.environ, **{f"XDG_{what}_HOME": home for what in ("STATE", "CACHE", "CONFIG")}}
+                own = ["--peers", peers, "--peer-secret", secret, "--peer-listen", f"{self._hosts.address(number)}:7400"]
+                run = [forebay, "mount", "-f", "--read-only", *own, f"file://{folder}", point]
+
+                def cache() -> dict[str, float]:
+                    told = subprocess.run([forebay, "status", "--json"], env=environment, stdout=subprocess.PIPE, check=True)
+                    mounts = json.loads(told.stdout)["mounts"]
+                    return mounts[0]["cache"] if mounts else {}
+
+                process = subprocess.Popen(run, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                try:
+                    until("peers", lambda: cache().get("peers_here") == hosts - 1)
+                    meet(number, "ready")
+                    start, piece = time.perf_counter(), bytearray(1 << 20)
+                    with open(f"{point}/all", "rb", 0) as data:
+                        while data.readinto(piece):
+                            pass
+                    seconds, told = time.perf_counter() - start, cache()
+                    meet(number, "done")
+                    subprocess.run(["umount", point], check=True)
+                    assert process.wait() == 0, "a mount failed"
+                finally:
+                    process.kill()
+                return {"read_s": seconds, "read_bytes": told["origin_bytes"]}
+
+            told = self._hosts.run(hosts, host)
+        return {"read_s": max(host["read_s"] for host in told), "read_bytes": sum(host["read_bytes"] for host in told)}
+
     def send(self) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as meeting:
 
@@ -192,7 +246,7 @@ def main() -> None:
     mib, count, rate = int(sys.argv[1]), int(sys.argv[2]), (sys.argv[3:] or [None])[0]
     with made(count, rate) as hosts:
         job = Job(hosts, mib)
-        acts = {"save": job.save, "restore": job.restore, "send": job.send}
+        acts = {"save": job.save, "restore": job.restore, "mount": job.mount, "send": job.send}
         print(json.dumps({"address": ADDRESS}), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)

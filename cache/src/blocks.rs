@@ -138,6 +138,9 @@ pub struct Counters {
     /// Bytes in them.
     #[serde(default)]
     pub peer_bytes: u64,
+    /// Those of them that came from another host than their owner, which was sending them to others just then.
+    #[serde(default)]
+    pub peer_referrals: u64,
     /// Blocks that their owner did not give, or gave damaged or late, for which the origin was asked.
     #[serde(default)]
     pub peer_failures: u64,

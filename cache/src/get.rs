@@ -49,11 +49,12 @@ pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey, keep: Keep) -> R
             true => Asked::Nobody,
             false => ticket.wait(peers.get(&key, own.origin.buffers())).await?,
         };
-        if let Asked::Block(block) = asked {
+        if let Asked::Block(block, receipt) = asked {
             own.memory.insert(id, block.clone());
             if let Some(disk) = own.disk.as_ref().filter(|_| keep == Keep::Behind && peers.keeps()) {
                 disk.offer(&key, &block);
             }
+            receipt.send(own.memory.contains(&id));
             return Ok((block, Filled::Peer { bytes: key.len() }));
         }
         let began = Clock::system().now();
@@ -82,6 +83,16 @@ pub(crate) async fn get_for_all(
     let flight = move |ticket: Arc<Ticket<_>>| async move { get_here(&own, &key, keep, &ticket).await };
     let ((block, filled), role) = sources.shared_flights.join(id, flight).await?;
     Ok((block, filled, role))
+}
+
+/// A block that is in memory or on disk, for hosts that others referred here.
+pub(crate) async fn get_at_hand(sources: &Sources, key: &BlockKey) -> Option<Block> {
+    if let Some(block) = sources.memory.get(&BlockId::of(key)) {
+        return Some(block);
+    }
+    let disk = sources.disk.as_ref().filter(|disk| disk.peek(key).is_some())?;
+    let place = disk.admit(key).await?;
+    disk.read(key, place).await
 }
 
 async fn get_here(

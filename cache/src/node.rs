@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 
 use crate::block::{Block, BlockId, check_within};
 use crate::flight::{Flights, Role};
-use crate::get::{Keep, Sources, get, get_for_all};
+use crate::get::{Keep, Sources, get, get_at_hand, get_for_all};
 use crate::origin::Origin;
 use crate::peers::{Local, Peers, serve};
 use crate::room::Room;
@@ -81,7 +81,7 @@ impl Node {
             None => drawn,
         };
         let room = Room::new(settings.peer_bytes(), settings.fetches);
-        let opening = Peers::open(settings.peers.clone(), room, share, volume);
+        let opening = Peers::open(settings.peers.clone(), room, share, volume, self.tasks.clone());
         let peers = Arc::new(opening.await?);
         let serving = serve(peers.clone(), Arc::downgrade(self), self.tasks.clone());
         self.tasks.spawn("serve peers", serving);
@@ -193,6 +193,10 @@ impl Node {
 impl Local for Node {
     async fn block_here(&self, key: &BlockKey) -> Result<Block> {
         get_for_all(&self.sources, key, Keep::Behind).await.map(|(block, ..)| block)
+    }
+
+    async fn block_at_hand(&self, key: &BlockKey) -> Option<Block> {
+        get_at_hand(&self.sources, key).await
     }
 
     async fn residency_here(&self, key: BlockKey, verify: bool) -> Residency {

@@ -78,7 +78,8 @@ impl CacheSettings {
         (self.fetch_bytes / 4).max(BLOCK_SIZE)
     }
 
-    /// The part of `fetch_bytes` that is for blocks on their way from other hosts, and as much for those on their way there.
+    /// The part of `fetch_bytes` that is for blocks on their way from other hosts, as much for those on their way there, and as
+    /// much for copies of the former, which are passed on while they arrive.
     pub(crate) fn peer_bytes(&self) -> u64 {
         match self.peers.is_on() {
             true => ((self.fetch_bytes - self.disk_read_bytes()) / 4).max(BLOCK_SIZE),
@@ -88,7 +89,7 @@ impl CacheSettings {
 
     /// The part of `fetch_bytes` that is for blocks on their way from the origin.
     pub(crate) fn origin_bytes(&self) -> u64 {
-        (self.fetch_bytes - self.disk_read_bytes()).saturating_sub(2 * self.peer_bytes()).max(BLOCK_SIZE)
+        (self.fetch_bytes - self.disk_read_bytes()).saturating_sub(3 * self.peer_bytes()).max(BLOCK_SIZE)
     }
 
     /// Refuses settings that cannot work.

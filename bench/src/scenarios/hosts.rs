@@ -36,7 +36,9 @@ fn over_links(context: &Context) -> Result<Vec<Row>> {
     let bytes = context.settings.state / SHARE / LIMITED_SHARE;
     let mut hosts = Hosts::start(context, bytes, MANY, Some(LIMITED))?;
     hosts.ask(json!({"act": "save", "url": url}))?;
+    let folder = context.place("hosts-file")?;
     let (mut by_two, mut by_many, mut read) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut of_mounts, mut left) = (Vec::new(), Vec::new());
     for _ in 0..context.settings.pairs {
         let sent = of(&hosts.ask(json!({"act": "send"}))?, "send_s")? * 1e3;
         for (count, pairs) in [(2, &mut by_two), (MANY, &mut by_many)] {
@@ -44,6 +46,11 @@ fn over_links(context: &Context) -> Result<Vec<Row>> {
             pairs.push((of(&told, "restore_s")? * 1e3, sent));
             read.push((of(&told, "read_bytes")? / MIB, bytes as f64 / MIB));
         }
+        let mount =
+            json!({"act": "mount", "forebay": context.settings.forebay, "folder": folder, "hosts": MANY});
+        let told = hosts.ask(mount)?;
+        of_mounts.push((of(&told, "read_s")? * 1e3, sent));
+        left.push((of(&told, "read_bytes")? / MIB, bytes as f64 / MIB));
     }
     let what = format!("{} MiB that all hold, links of 200 Mbit/s", bytes >> 20);
     let row = |count: usize, pairs: &[(f64, f64)]| {
@@ -55,6 +62,25 @@ fn over_links(context: &Context) -> Result<Vec<Row>> {
         row(MANY, &by_many),
         Row::of_pairs(NAME, &format!("bytes read by all hosts of {what}"), "MiB", &read, "of the state")
             .aim(Aim::RatioAtMost(1.02)),
+        Row::of_pairs(
+            NAME,
+            &format!(
+                "a file of {} MiB that mounts of {MANY} hosts read at once, the same links",
+                bytes >> 20
+            ),
+            "ms",
+            &of_mounts,
+            "the file, over one link",
+        )
+        .aim(Aim::RatioAtMost(1.3)),
+        Row::of_pairs(
+            NAME,
+            &format!("bytes that left the store for {MANY} mounts"),
+            "MiB",
+            &left,
+            "of the file",
+        )
+        .aim(Aim::RatioAtMost(1.01)),
     ])
 }
 

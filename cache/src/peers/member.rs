@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
@@ -9,13 +10,14 @@ use forebay_io::clock::{Clock, Moment};
 use forebay_io::net::secure::{Host, Stream};
 use parking_lot::Mutex;
 use tokio::io::AsyncWriteExt;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::wire::{Answer, Heard, Request, Who, in_time};
+use super::wire::{Answer, Heard, Landing, Request, Wanted, Who, in_time};
 
-/// Streams to one member: so many requests are under way at once, and streams are kept for the next ones. A thousand hosts
-/// that all want something of one stay within what it lets in.
+/// Streams to one member: so many requests are under way at once, and streams are kept for the next ones.
 const STREAMS: usize = 16;
+/// Streams besides for what a member is to pass on.
+const STREAMS_AT_HAND: usize = 16;
 /// How long one that is not needed is kept.
 const IDLE_FOR: Duration = Duration::from_secs(60);
 /// A member that did not give what was asked of it so many times in a row is left alone for a while.
@@ -30,7 +32,8 @@ pub(super) struct Member {
     silence: Duration,
     known: Mutex<Known>,
     idle: Mutex<Vec<Idle>>,
-    streams: Semaphore,
+    streams: Arc<Semaphore>,
+    streams_at_hand: Arc<Semaphore>,
 }
 
 /// What is known of a member.
@@ -74,8 +77,15 @@ impl Member {
     pub(super) fn new(address: SocketAddr, silence: Duration) -> Self {
         let who = Who { share: 0, process: 0 };
         let known = Known { standing: Standing::Away, who, faults: 0, rests: None, is_told: false };
-        let (known, streams) = (Mutex::new(known), Semaphore::new(STREAMS));
-        Self { address, silence, known, idle: Mutex::default(), streams }
+        let streams = |count| Arc::new(Semaphore::new(count));
+        Self {
+            address,
+            silence,
+            known: Mutex::new(known),
+            idle: Mutex::default(),
+            streams: streams(STREAMS),
+            streams_at_hand: streams(STREAMS_AT_HAND),
+        }
     }
 
     pub(super) fn standing(&self) -> Standing {
@@ -120,37 +130,62 @@ impl Member {
     /// # Errors
     /// As [`Answer::hear`]: that it could not is an answer.
     pub(super) async fn ask(
-        &self,
+        self: &Arc<Self>,
         host: &Host,
         own: Who,
         request: &Request,
-        block: &mut [u8],
+        block: &mut Landing<'_>,
     ) -> Result<Heard> {
-        let asked = self.exchange(host, own, &request.encode(), block).await;
-        asked.map_err(|error| {
-            self.lose(host, &error);
-            error.context(format!("peer {}", self.address))
-        })
+        let (heard, line) = self.call(host, own, request, block).await?;
+        line.end();
+        Ok(heard)
     }
 
-    async fn exchange(&self, host: &Host, own: Who, request: &[u8], block: &mut [u8]) -> Result<Heard> {
-        let _place = self.streams.acquire().await;
+    /// The same, with the line on which more is to be said.
+    ///
+    /// # Errors
+    /// As [`Self::ask`].
+    pub(super) async fn call(
+        self: &Arc<Self>,
+        host: &Host,
+        own: Who,
+        request: &Request,
+        block: &mut Landing<'_>,
+    ) -> Result<(Heard, Line)> {
+        let place = match request {
+            // Who is passed something waits for nobody else, lest they wait for each other.
+            Request::Get(_, Wanted::AtHand) => self.streams_at_hand.clone().try_acquire_owned().ok(),
+            _ => self.streams.clone().acquire_owned().await.ok(),
+        };
+        let place = place.ok_or_else(|| Error::new(ErrorKind::Conflict, "all streams to it are in use"))?;
+        let exchanged = self.exchange(host, own, &request.encode(), block).await;
+        let (heard, stream) = exchanged.map_err(|error| match request {
+            // It may be another one that did not send it what it was to pass on.
+            Request::Get(_, Wanted::AtHand) => error,
+            _ => self.lost(host, error),
+        })?;
+        Ok((heard, Line { member: self.clone(), stream, _place: place }))
+    }
+
+    async fn exchange(
+        &self,
+        host: &Host,
+        own: Who,
+        request: &[u8],
+        block: &mut Landing<'_>,
+    ) -> Result<(Heard, Stream)> {
         // One that was kept may have been closed meanwhile, as by a peer that was started again.
         let kept = self.idle.lock().pop();
         if let Some(Idle { mut stream, .. }) = kept {
             match self.converse(&mut stream, request, block).await {
-                Ok(heard) => {
-                    self.keep(stream);
-                    return Ok(heard);
-                }
+                Ok(heard) => return Ok((heard, stream)),
                 Err(error) if error.kind() == io::ErrorKind::TimedOut => return Err(error.into()),
                 Err(_) => {}
             }
         }
         let mut stream = self.connect(host, own).await?;
         let heard = self.converse(&mut stream, request, block).await?;
-        self.keep(stream);
-        Ok(heard)
+        Ok((heard, stream))
     }
 
     /// A new stream, on which it has said who it is: a process that was started again may have another share.
@@ -160,7 +195,8 @@ impl Member {
             let message = format!("{} cannot be reached", self.address);
             Err(Error::new(ErrorKind::Unavailable, message))
         })?;
-        match self.converse(&mut stream, &Request::Hello.encode(), &mut []).await? {
+        match self.converse(&mut stream, &Request::Hello(Some(own)).encode(), &mut Landing::default()).await?
+        {
             Heard::Hello(who) => {
                 let mut known = self.known.lock();
                 known.who = who;
@@ -172,18 +208,27 @@ impl Member {
         }
     }
 
-    async fn converse(&self, stream: &mut Stream, request: &[u8], block: &mut [u8]) -> io::Result<Heard> {
+    async fn converse(
+        &self,
+        stream: &mut Stream,
+        request: &[u8],
+        block: &mut Landing<'_>,
+    ) -> io::Result<Heard> {
+        self.say(stream, request).await?;
+        Answer::hear(stream, block, self.silence).await
+    }
+
+    async fn say(&self, stream: &mut Stream, request: &[u8]) -> io::Result<()> {
         let said = async {
             stream.write_all(request).await?;
             stream.flush().await
         };
-        in_time(self.silence, said).await?;
-        Answer::hear(stream, block, self.silence).await
+        in_time(self.silence, said).await
     }
 
     fn keep(&self, stream: Stream) {
         let mut idle = self.idle.lock();
-        if idle.len() < STREAMS {
+        if idle.len() < STREAMS + STREAMS_AT_HAND {
             idle.push(Idle { stream, since: Clock::system().now() });
         }
     }
@@ -212,7 +257,12 @@ impl Member {
         }
     }
 
-    /// It cannot be asked.
+    /// It cannot be asked, which the error that is returned says.
+    fn lost(&self, host: &Host, error: Error) -> Error {
+        self.lose(host, &error);
+        error.context(format!("peer {}", self.address))
+    }
+
     fn lose(&self, host: &Host, why: &Error) {
         self.idle.lock().clear();
         host.forget(self.address);
@@ -227,5 +277,47 @@ impl Member {
             let peer = self.address;
             tracing::warn!(%peer, error = %why, "a peer is away; others, or the store, are asked for its blocks");
         }
+    }
+}
+
+/// A stream on which a member has answered, and is to be told or asked more. One that is dropped is closed.
+pub(super) struct Line {
+    member: Arc<Member>,
+    stream: Stream,
+    _place: OwnedSemaphorePermit,
+}
+
+impl std::fmt::Debug for Line {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "a line to {}", self.member.address)
+    }
+}
+
+impl Line {
+    /// Asks for something else.
+    ///
+    /// # Errors
+    /// As [`Member::ask`].
+    pub(super) async fn ask(
+        &mut self,
+        host: &Host,
+        request: &Request,
+        block: &mut Landing<'_>,
+    ) -> Result<Heard> {
+        let heard = self.member.converse(&mut self.stream, &request.encode(), block).await;
+        heard.map_err(|error| self.member.lost(host, error.into()))
+    }
+
+    /// Tells something that is not answered, and ends.
+    pub(super) async fn tell(mut self, request: &Request) {
+        if self.member.say(&mut self.stream, &request.encode()).await.is_ok() {
+            self.end();
+        }
+    }
+
+    /// Keeps the stream for others, as nothing more is to be said now; gives no line.
+    pub(super) fn end(self) -> Option<Self> {
+        self.member.keep(self.stream);
+        None
     }
 }

@@ -61,6 +61,11 @@ impl Members {
         ring::owner(candidates, |(who, _)| *who, id)?.1.cloned()
     }
 
+    /// The one that says that it is `who`, if it is there.
+    pub(super) fn known_as(&self, who: Who) -> Option<Arc<Member>> {
+        self.all().iter().find(|member| member.who() == Some(who)).cloned()
+    }
+
     /// All but this host.
     pub(super) fn others(&self) -> Vec<Arc<Member>> {
         self.all().iter().filter(|member| member.standing() != Standing::Own).cloned().collect()

@@ -2,19 +2,23 @@
 //!
 //! Each block has an owner among them, which brings it from the store once for all (`ring`); the others ask that one.
 //! Promises: only who holds the secret is asked or answered; a block that arrives damaged, late, or not at all is had from
-//! the store; an owner that is lost is replaced by the next one. Who asks never waits for who asks in turn: an owner has
-//! the block itself, or from the store.
+//! the store; an owner that is lost is replaced by the next one. Nobody waits for who waits for it: an owner has the block
+//! itself, or from the store, and whom it names asked before. Where hosts take different ones for the owner, they wait for
+//! each other no longer than until the deadline.
 
 mod ring;
 mod wire;
 mod settings;
 mod member;
 mod members;
+mod crowd;
+mod relay;
 mod serve;
 
 pub(crate) use serve::{Local, serve};
 pub use settings::PeerSettings;
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -23,16 +27,18 @@ use forebay_core::{BlockKey, Error, ErrorKind, Result, VolumeId, crc32c};
 use forebay_io::mem::Pool;
 use forebay_io::net::secure::{Host, Identity};
 use forebay_io::rng::Rng;
-use forebay_io::task::Stop;
+use forebay_io::task::{Stop, TaskGroup};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 
 use crate::block::{Block, BlockId};
 use crate::room::Room;
 use crate::{Counters, Filled, Residency, Unpinned};
-use member::Member;
+use crowd::Crowds;
+use member::{Line, Member};
 use members::Members;
-use wire::{Heard, PROTOCOL, Request, Who};
+use relay::{Arriving, Relay, Relays};
+use wire::{Heard, LARGE, Landing, PROTOCOL, Request, Wanted, Who};
 
 /// How often members that are away are looked for, and who is not needed any more is let go.
 const LOOK: Duration = Duration::from_secs(1);
@@ -59,8 +65,14 @@ pub(crate) struct Peers {
     asking: Room,
     /// Blocks on their way from here.
     sending: Room,
+    /// Who is sent blocks that many want.
+    crowds: Arc<Crowds>,
+    /// Large blocks on their way here.
+    relays: Arc<Relays>,
+    tasks: TaskGroup,
     hits: AtomicU64,
     bytes: AtomicU64,
+    referrals: AtomicU64,
     failures: AtomicU64,
     served: AtomicU64,
     served_bytes: AtomicU64,
@@ -69,12 +81,29 @@ pub(crate) struct Peers {
 /// What came of asking for a block.
 #[derive(Debug)]
 pub(crate) enum Asked {
-    /// The block.
-    Block(Block),
+    /// The block, for which who sent it may wait to be thanked once others can have it from here.
+    Block(Block, Receipt),
     /// There was nobody to be asked: this host is to have it from the store.
     Nobody,
     /// Its owner answered, and gave nothing: the store is to be asked.
     Refused(Refusal),
+}
+
+/// That a block has arrived, which its owner may wait to hear.
+#[derive(Debug)]
+pub(crate) struct Receipt {
+    line: Option<Line>,
+    _arriving: Option<Arriving>,
+    tasks: TaskGroup,
+}
+
+impl Receipt {
+    /// Says that the block is here, and that this host keeps it for others or not, behind the caller's back.
+    pub(crate) fn send(self, keeps: bool) {
+        if let Some(line) = self.line {
+            self.tasks.spawn("thank a peer", async move { line.tell(&Request::Got(keeps)).await });
+        }
+    }
 }
 
 /// What an owner answered in the place of a block.
@@ -106,6 +135,7 @@ impl Peers {
         room: Room,
         share: u64,
         volume: VolumeId,
+        tasks: TaskGroup,
     ) -> Result<Self> {
         let secret = settings.read_secret().await?;
         let identity = Identity::new(&secret, &volume.0.to_le_bytes(), PROTOCOL)?;
@@ -120,8 +150,12 @@ impl Peers {
             members,
             sending: room.another(),
             asking: room,
+            crowds: Crowds::new(own),
+            relays: Arc::default(),
+            tasks,
             hits: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
+            referrals: AtomicU64::new(0),
             failures: AtomicU64::new(0),
             served: AtomicU64::new(0),
             served_bytes: AtomicU64::new(0),
@@ -153,26 +187,31 @@ impl Peers {
         if self.owner(key).is_none() {
             return Asked::Nobody;
         }
-        let deadline = Instant::now() + Duration::from_millis(self.settings.deadline_ms);
+        let deadline = Instant::now() + self.settings.deadline();
         let Ok(_place) = timeout_at(deadline, self.asking.enter(key.len())).await else {
             self.failures.fetch_add(1, Relaxed);
             return Asked::Nobody;
         };
-        let (request, mut buffer) = (Request::Get(key.clone()), buffers.take(key.len() as usize));
+        let mut buffer = buffers.take(key.len() as usize);
+        let mut arriving = (key.len() >= LARGE).then(|| self.relays.begin(BlockId::of(key)));
         for _ in 0..OWNERS {
             let Some(owner) = self.owner(key) else { return Asked::Nobody };
-            let asked = owner.ask(&self.host, self.own, &request, &mut buffer);
-            let why = match timeout_at(deadline, asked).await {
-                Ok(Ok(Heard::Block { crc })) if crc == crc32c(&buffer) => {
+            let mut is_named = false;
+            let obtaining = self.obtain(&owner, key, &mut buffer, &mut arriving, &mut is_named);
+            let why = match timeout_at(deadline, obtaining).await {
+                Ok(Ok(Ok((crc, line)))) => {
                     owner.praise();
                     self.hits.fetch_add(1, Relaxed);
                     self.bytes.fetch_add(key.len(), Relaxed);
-                    return Asked::Block(Block { bytes: buffer.freeze(), crc });
+                    let block = Block { bytes: buffer.freeze(), crc };
+                    arriving.iter().for_each(|arriving| arriving.whole(&block));
+                    let tasks = self.tasks.clone();
+                    return Asked::Block(block, Receipt { line, _arriving: arriving, tasks });
                 }
-                Ok(Ok(Heard::Block { .. })) => Error::corrupt(format!("{key} arrived damaged")),
-                Ok(Ok(Heard::Failed(error))) => error,
-                Ok(Ok(other)) => Error::corrupt(format!("it answered {other:?}")),
+                Ok(Ok(Err(why))) => why,
                 Ok(Err(_)) => continue,
+                // The one that it named did, which is nobody's fault.
+                Err(_) if is_named => break,
                 Err(_) => Error::new(ErrorKind::Unavailable, "it took too long"),
             };
             self.failures.fetch_add(1, Relaxed);
@@ -181,6 +220,75 @@ impl Peers {
         }
         self.failures.fetch_add(1, Relaxed);
         Asked::Nobody
+    }
+
+    /// A block from its owner, or from whom that names; its CRC-32C, or why it gave none.
+    ///
+    /// # Errors
+    /// That the owner could not be asked.
+    async fn obtain(
+        &self,
+        owner: &Arc<Member>,
+        key: &BlockKey,
+        buffer: &mut [u8],
+        arriving: &mut Option<Arriving>,
+        is_named: &mut bool,
+    ) -> Result<Result<(u32, Option<Line>)>> {
+        let mut landing =
+            Landing { bytes: &mut *buffer, relay: arriving.as_ref().map(|arriving| arriving.relay()) };
+        let request = Request::Get(key.clone(), Wanted::FromAnyone);
+        let (mut heard, mut line) = owner.call(&self.host, self.own, &request, &mut landing).await?;
+        if let Heard::Elsewhere(who) = heard {
+            *is_named = true;
+            match self.borrow(who, key, &mut landing).await {
+                Some(crc) if crc == crc32c(buffer) => {
+                    self.referrals.fetch_add(1, Relaxed);
+                    return Ok(Ok((crc, Some(line))));
+                }
+                Some(_) => arriving.iter_mut().for_each(Arriving::restart),
+                None => {}
+            }
+            *is_named = false;
+            let mut landing =
+                Landing { bytes: &mut *buffer, relay: arriving.as_ref().map(|arriving| arriving.relay()) };
+            let request = Request::Get(key.clone(), Wanted::FromOwner);
+            heard = line.ask(&self.host, &request, &mut landing).await?;
+        }
+        // A stream on which something else was said is closed.
+        Ok(match heard {
+            Heard::Block { crc, is_told } if crc == crc32c(buffer) => {
+                Ok((crc, if is_told { Some(line) } else { line.end() }))
+            }
+            Heard::Block { .. } => {
+                arriving.iter_mut().for_each(Arriving::restart);
+                Err(Error::corrupt(format!("{key} arrived damaged")))
+            }
+            Heard::Failed(error) => {
+                line.end();
+                Err(error)
+            }
+            other => Err(Error::corrupt(format!("it answered {other:?}"))),
+        })
+    }
+
+    /// The checksum of a block that came from a host that is said to have it; none where that cannot be asked, does not
+    /// send it, or has not begun within half of the deadline.
+    async fn borrow(&self, who: Who, key: &BlockKey, landing: &mut Landing<'_>) -> Option<u32> {
+        let member = self.members.known_as(who)?;
+        let (request, relay) = (Request::Get(key.clone(), Wanted::AtHand), landing.relay);
+        let mut asked = pin!(member.ask(&self.host, self.own, &request, landing));
+        let answered = match tokio::time::timeout(self.settings.deadline() / 2, &mut asked).await {
+            Ok(answered) => answered,
+            Err(_) if relay.is_some_and(Relay::has_begun) => asked.await,
+            Err(_) => return None,
+        };
+        match answered {
+            Ok(Heard::Block { crc, .. }) => Some(crc),
+            other => {
+                tracing::debug!(peer = %member.address, %key, ?other, "a peer that was named does not have a block");
+                None
+            }
+        }
     }
 
     /// Has a block's owner bring it to its disk; none where this host is to do so.
@@ -222,7 +330,8 @@ impl Peers {
     pub(crate) async fn unpin_all(&self) -> Result<Unpinned> {
         let (mut unpinned, mut failed) = (Unpinned::default(), None);
         for member in self.members.others() {
-            let asked = member.ask(&self.host, self.own, &Request::UnpinAll, &mut []);
+            let mut nowhere = Landing::default();
+            let asked = member.ask(&self.host, self.own, &Request::UnpinAll, &mut nowhere);
             let late = |_| Error::new(ErrorKind::Unavailable, "it took too long");
             match tokio::time::timeout(PATIENCE, asked).await.map_err(late).flatten() {
                 Ok(Heard::Unpinned(there)) => unpinned += there,
@@ -239,7 +348,8 @@ impl Peers {
     async fn ask(&self, key: &BlockKey, request: Request) -> Option<Result<Heard>> {
         for _ in 0..OWNERS {
             let owner = self.owner(key)?;
-            let asked = owner.ask(&self.host, self.own, &request, &mut []);
+            let mut nowhere = Landing::default();
+            let asked = owner.ask(&self.host, self.own, &request, &mut nowhere);
             match tokio::time::timeout(PATIENCE, asked).await.ok()? {
                 Ok(Heard::Failed(error)) => {
                     return Some(Err(error.context(format!("peer {}", owner.address))));
@@ -285,6 +395,7 @@ impl Peers {
         (counters.peers, counters.peers_here) = self.members.count();
         counters.peer_hits = self.hits.load(Relaxed);
         counters.peer_bytes = self.bytes.load(Relaxed);
+        counters.peer_referrals = self.referrals.load(Relaxed);
         counters.peer_failures = self.failures.load(Relaxed);
         counters.served_blocks = self.served.load(Relaxed);
         counters.served_bytes = self.served_bytes.load(Relaxed);

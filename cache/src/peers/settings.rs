@@ -57,6 +57,11 @@ impl PeerSettings {
         Duration::from_millis(self.deadline_ms.saturating_mul(3) / 10).max(2 * BEAT)
     }
 
+    /// How long the store waits to be asked for what an owner works on.
+    pub(super) fn deadline(&self) -> Duration {
+        Duration::from_millis(self.deadline_ms)
+    }
+
     /// Whether blocks are shared.
     pub fn is_on(&self) -> bool {
         !self.members.is_empty()

@@ -4,6 +4,7 @@
 //! lengths before memory is taken for them, kinds before they are believed.
 
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Buf, Bytes};
@@ -13,16 +14,19 @@ use forebay_core::{
 use forebay_io::net::secure::Stream;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
+use super::relay::Relay;
 use crate::{Filled, Residency, Unpinned};
 
 /// Names what is spoken, and its version: hosts that speak another one turn each other away (ALPN).
 pub(super) const PROTOCOL: &str = "forebay-blocks/1";
 /// Bytes of a head.
 const HEAD: usize = 24;
+/// Blocks from so many bytes on are told to have arrived, and passed on by who has them: others are sent sooner than said.
+pub(super) const LARGE: u64 = 512 << 10;
 /// Longest key, version or message, in bytes; stores take keys of 1,024.
 const LONGEST: usize = 4096;
 /// Who somebody is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Who {
     /// What its share of all blocks follows from, the same for as long as its disk has them.
     pub(super) share: u64,
@@ -30,13 +34,29 @@ pub(super) struct Who {
     pub(super) process: u64,
 }
 
-/// What a peer may be asked. All but the first are of a block of the volume that both have.
+impl Who {
+    /// Who nobody is: hosts of older builds do not say who they are.
+    const NOBODY: Self = Self { share: 0, process: 0 };
+}
+
+/// From whom a block is wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Wanted {
+    /// From who is asked, or whom that names.
+    FromAnyone,
+    /// From who is asked: the one that it named does not have it.
+    FromOwner,
+    /// From who is asked, if it is at hand there: no store is asked for it.
+    AtHand,
+}
+
+/// What a peer may be asked or told. All but the first and the last two are of a block of the volume that both have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Request {
-    /// Who it is.
-    Hello,
+    /// Who it is, and who asks, where that is known.
+    Hello(Option<Who>),
     /// The bytes, from wherever it has them; it asks the store, and no other peer.
-    Get(BlockKey),
+    Get(BlockKey, Wanted),
     /// To bring it to its disk, and to keep it there.
     Fill(BlockKey, bool),
     /// Where it has it, read and checked.
@@ -45,6 +65,15 @@ pub(super) enum Request {
     Unpin(BlockKey),
     /// To let go of all.
     UnpinAll,
+    /// That the block asked for last has arrived, from it or from whom it named, and is kept for others or not. Not answered.
+    Got(bool),
+}
+
+/// Where the bytes of a block go that is answered, and who passes them on as they come.
+#[derive(Debug, Default)]
+pub(super) struct Landing<'a> {
+    pub(super) bytes: &'a mut [u8],
+    pub(super) relay: Option<&'a Relay>,
 }
 
 /// What it answers.
@@ -52,8 +81,12 @@ pub(super) enum Request {
 pub(super) enum Answer {
     /// Who it is.
     Hello(Who),
-    /// The block and its CRC-32C.
-    Block(u32, Bytes),
+    /// The block and its CRC-32C; whether to say that it has arrived.
+    Block(u32, Bytes, bool),
+    /// A block of so many bytes that is on its way here, and its CRC-32C.
+    Passing(Arc<Relay>, u32, u64),
+    /// Who has the block and sends it.
+    Elsewhere(Who),
     /// Where it had it from.
     Filled(Filled),
     /// Where it has it.
@@ -73,6 +106,11 @@ const UNPIN: u8 = 5;
 const BUSY: u8 = 6;
 const FAILED: u8 = 7;
 const UNPIN_ALL: u8 = 8;
+const ELSEWHERE: u8 = 9;
+const GOT: u8 = 10;
+
+/// By the codes that they have on the network; others are the first.
+const WANTED: [Wanted; 3] = [Wanted::FromAnyone, Wanted::FromOwner, Wanted::AtHand];
 
 /// What both heads are made of; what each is for is in docs/formats.md.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -123,18 +161,25 @@ impl Request {
     /// As it goes over the network.
     pub(super) fn encode(&self) -> Vec<u8> {
         let (kind, code, key) = match self {
-            Self::Hello => return Head { kind: HELLO, ..Head::default() }.encode().to_vec(),
+            Self::Hello(own) => {
+                let Who { share, process } = own.unwrap_or(Who::NOBODY);
+                let head = Head { kind: HELLO, first: share, second: process, ..Head::default() };
+                return head.encode().to_vec();
+            }
             Self::UnpinAll => return Head { kind: UNPIN_ALL, ..Head::default() }.encode().to_vec(),
-            Self::Get(key) => (GET, false, key),
-            Self::Fill(key, pin) => (FILL, *pin, key),
-            Self::Stat(key, verify) => (STAT, *verify, key),
-            Self::Unpin(key) => (UNPIN, false, key),
+            Self::Got(keeps) => {
+                return Head { kind: GOT, code: u8::from(*keeps), ..Head::default() }.encode().to_vec();
+            }
+            Self::Get(key, wanted) => (GET, place(&WANTED, wanted), key),
+            Self::Fill(key, pin) => (FILL, u8::from(*pin), key),
+            Self::Stat(key, verify) => (STAT, u8::from(*verify), key),
+            Self::Unpin(key) => (UNPIN, 0, key),
         };
         let blob = key.blob.blob();
         let (name, version) = (blob.key.as_str().as_bytes(), blob.version.as_str().as_bytes());
         let head = Head {
             kind,
-            code: u8::from(code),
+            code,
             short: name.len() as u16,
             length: (name.len() + version.len()) as u32,
             first: key.index,
@@ -170,12 +215,19 @@ impl Request {
         let key = VolumeBlob::new(volume, blob).block(head.first);
         let is_set = head.code != 0;
         match head.kind {
-            HELLO => Ok(Some(Self::Hello)),
+            HELLO => {
+                let who = Who { share: head.first, process: head.second };
+                Ok(Some(Self::Hello((who != Who::NOBODY).then_some(who))))
+            }
             UNPIN_ALL => Ok(Some(Self::UnpinAll)),
+            GOT => Ok(Some(Self::Got(is_set))),
             _ if key.is_empty() => {
                 Err(Error::corrupt(format!("a peer asks for {key}, which lies past its end")))
             }
-            GET => Ok(Some(Self::Get(key))),
+            GET => {
+                let wanted = WANTED.get(usize::from(head.code)).copied().unwrap_or(Wanted::FromAnyone);
+                Ok(Some(Self::Get(key, wanted)))
+            }
             FILL => Ok(Some(Self::Fill(key, is_set))),
             STAT => Ok(Some(Self::Stat(key, is_set))),
             UNPIN => Ok(Some(Self::Unpin(key))),
@@ -193,13 +245,22 @@ impl Answer {
     }
 
     /// Says it.
+    ///
+    /// # Errors
+    /// What the stream says, and `Unavailable` where a block that is passed on does not arrive: the stream is of no use any
+    /// more then.
     pub(super) async fn say(self, stream: &mut Stream) -> Result<()> {
         let (head, body) = match self {
             Self::Hello(Who { share, process }) => {
                 (Head { kind: HELLO, first: share, second: process, ..Head::default() }, Bytes::new())
             }
-            Self::Block(crc, bytes) => {
-                (Head { kind: GET, length: bytes.len() as u32, first: crc.into(), ..Head::default() }, bytes)
+            Self::Block(crc, bytes, is_told) => {
+                let (code, length) = (u8::from(is_told), bytes.len() as u32);
+                (Head { kind: GET, code, length, first: crc.into(), ..Head::default() }, bytes)
+            }
+            Self::Passing(relay, crc, length) => return pass_on(stream, &relay, crc, length).await,
+            Self::Elsewhere(Who { share, process }) => {
+                (Head { kind: ELSEWHERE, first: share, second: process, ..Head::default() }, Bytes::new())
             }
             Self::Filled(filled) => {
                 let (code, first) = match filled {
@@ -211,14 +272,13 @@ impl Answer {
                 (Head { kind: FILL, code, first, ..Head::default() }, Bytes::new())
             }
             Self::Residency(residency) => {
-                let code = RESIDENCIES.iter().position(|known| *known == residency).unwrap_or_default() as u8;
-                (Head { kind: STAT, code, ..Head::default() }, Bytes::new())
+                (Head { kind: STAT, code: place(&RESIDENCIES, &residency), ..Head::default() }, Bytes::new())
             }
             Self::Unpinned(Unpinned { blocks, bytes }) => {
                 (Head { kind: UNPIN, first: blocks, second: bytes, ..Head::default() }, Bytes::new())
             }
             Self::Failed(error) => {
-                let code = ERRORS.iter().position(|known| *known == error.kind()).unwrap_or_default() as u8;
+                let code = place(&ERRORS, &error.kind());
                 let mut message = error.to_string();
                 message.truncate(message.floor_char_boundary(LONGEST));
                 (Head { kind: FAILED, code, length: message.len() as u32, ..Head::default() }, message.into())
@@ -233,7 +293,11 @@ impl Answer {
     /// # Errors
     /// `TimedOut` where the other side said nothing for `silence`; `InvalidData` for what is no answer; what the stream
     /// says. The stream is of no use any more then.
-    pub(super) async fn hear(stream: &mut Stream, block: &mut [u8], silence: Duration) -> io::Result<Heard> {
+    pub(super) async fn hear(
+        stream: &mut Stream,
+        block: &mut Landing<'_>,
+        silence: Duration,
+    ) -> io::Result<Heard> {
         let head = loop {
             let mut head = [0; HEAD];
             in_time(silence, stream.read_exact(&mut head)).await?;
@@ -242,19 +306,26 @@ impl Answer {
                 head => break head,
             }
         };
+        if head.length > 0 && !matches!(head.kind, GET | FAILED) {
+            return Err(unheard(format!("kind {} with {} bytes", head.kind, head.length)));
+        }
         Ok(match head.kind {
             HELLO => Heard::Hello(Who { share: head.first, process: head.second }),
-            GET if head.length as usize == block.len() && head.length as u64 <= BLOCK_SIZE => {
-                let mut rest = block;
-                while !rest.is_empty() {
-                    let count = in_time(silence, stream.read(rest)).await?;
+            GET if head.length as usize == block.bytes.len() && head.length as u64 <= BLOCK_SIZE => {
+                let (mut length, whole) = (0, block.bytes.len());
+                while length < whole {
+                    let count = in_time(silence, stream.read(&mut block.bytes[length..])).await?;
                     if count == 0 {
                         return Err(io::ErrorKind::UnexpectedEof.into());
                     }
-                    rest = &mut rest[count..];
+                    length += count;
+                    if let Some(relay) = block.relay {
+                        relay.arrived(head.first as u32, &block.bytes[..length], length == whole);
+                    }
                 }
-                Heard::Block { crc: head.first as u32 }
+                Heard::Block { crc: head.first as u32, is_told: head.code != 0 }
             }
+            ELSEWHERE => Heard::Elsewhere(Who { share: head.first, process: head.second }),
             FILL => Heard::Filled(match head.code {
                 0 => Filled::Memory,
                 1 => Filled::Disk,
@@ -276,11 +347,31 @@ impl Answer {
     }
 }
 
+/// Says a block as it arrives.
+async fn pass_on(stream: &mut Stream, relay: &Relay, crc: u32, length: u64) -> Result<()> {
+    let head = Head { kind: GET, length: length as u32, first: crc.into(), ..Head::default() };
+    stream.write_all(&head.encode()).await?;
+    let mut sent = 0;
+    while (sent as u64) < length {
+        let Some(piece) = relay.next(sent).await else {
+            return Err(Error::new(
+                ErrorKind::Unavailable,
+                "a block that was to be passed on does not arrive",
+            ));
+        };
+        stream.write_all(&piece).await?;
+        stream.flush().await?;
+        sent += piece.len();
+    }
+    Ok(())
+}
+
 /// What was answered; a block's bytes lie where the caller wanted them.
 #[derive(Debug)]
 pub(super) enum Heard {
     Hello(Who),
-    Block { crc: u32 },
+    Block { crc: u32, is_told: bool },
+    Elsewhere(Who),
     Filled(Filled),
     Residency(Residency),
     Unpinned(Unpinned),
@@ -304,6 +395,11 @@ const ERRORS: [ErrorKind; 9] = [
     ErrorKind::Bug,
 ];
 
+/// The code that something has on the network.
+fn place<T: PartialEq>(all: &[T], one: &T) -> u8 {
+    all.iter().position(|known| known == one).unwrap_or_default() as u8
+}
+
 fn unheard(what: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("it gave an answer unheard of: {what}"))
 }
@@ -323,7 +419,9 @@ pub(super) async fn in_time<T>(
 mod tests {
     use forebay_io::rng::Rng;
 
+    use super::super::relay::Relays;
     use super::*;
+    use crate::block::{Block, BlockId};
 
     const VOLUME: VolumeId = VolumeId(7);
     const MINUTE: Duration = Duration::from_secs(60);
@@ -338,18 +436,34 @@ mod tests {
         (Box::new(here), Box::new(there))
     }
 
+    async fn hear(stream: &mut Stream, bytes: &mut [u8]) -> io::Result<Heard> {
+        Answer::hear(stream, &mut Landing { bytes, relay: None }, MINUTE).await
+    }
+
     /// What hosts of other builds say has to be understood: docs/formats.md.
     #[tokio::test]
     async fn what_is_said_has_the_bytes_that_it_had() {
+        let who = Who { share: 0x0102, process: 0x0304 };
+        let mut said = vec![1, 0, 0, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 4, 3, 0, 0, 0, 0, 0, 0];
+        assert_eq!(Request::Hello(Some(who)).encode(), said);
+        said[8..].fill(0);
+        assert_eq!(Request::Hello(None).encode(), said);
+        (said[0], said[1]) = (10, 1);
+        assert_eq!(Request::Got(true).encode(), said);
+        let request = Request::Get(key("k", "v", 5, 0), Wanted::AtHand);
+        assert_eq!(request.encode()[..8], [2, 2, 1, 0, 2, 0, 0, 0]);
         let request = Request::Fill(key("a/é", "\"v\"", 5 * BLOCK_SIZE, 2), true);
         let mut said = vec![3, 1, 4, 0, 7, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x40, 1, 0, 0, 0, 0];
         said.extend_from_slice("a/é\"v\"".as_bytes());
         assert_eq!(request.encode(), said);
         let (mut here, mut there) = pair();
         Answer::say_busy(&mut there).await.expect("said");
-        Answer::Block(0x0102_0304, Bytes::from_static(b"xyz")).say(&mut there).await.expect("said");
+        Answer::Block(0x0102_0304, Bytes::from_static(b"xyz"), false).say(&mut there).await.expect("said");
         let refusal = Error::new(ErrorKind::Stale, "no");
         Answer::Failed(refusal).say(&mut there).await.expect("said");
+        let told = Answer::Block(0, Bytes::new(), true);
+        told.say(&mut there).await.expect("said");
+        Answer::Elsewhere(who).say(&mut there).await.expect("said");
         drop(there);
         let mut heard = Vec::new();
         here.read_to_end(&mut heard).await.expect("heard");
@@ -358,6 +472,8 @@ mod tests {
         expected.extend_from_slice(b"xyz");
         expected.extend_from_slice(&[7, 2, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
         expected.extend_from_slice(b"no");
+        expected.extend_from_slice(&[2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        expected.extend_from_slice(&[9, 0, 0, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 4, 3, 0, 0, 0, 0, 0, 0]);
         assert_eq!(heard, expected);
     }
 
@@ -365,8 +481,13 @@ mod tests {
     async fn what_is_asked_is_heard() {
         let block = key("a/b", "v", 3 * BLOCK_SIZE, 2);
         for request in [
-            Request::Hello,
-            Request::Get(block.clone()),
+            Request::Hello(None),
+            Request::Hello(Some(Who { share: 1 << 63, process: 2 })),
+            Request::Get(block.clone(), Wanted::FromAnyone),
+            Request::Get(block.clone(), Wanted::FromOwner),
+            Request::Get(block.clone(), Wanted::AtHand),
+            Request::Got(false),
+            Request::Got(true),
             Request::Fill(block.clone(), true),
             Request::Fill(block.clone(), false),
             Request::Stat(block.clone(), true),
@@ -387,7 +508,11 @@ mod tests {
         let unpinned = Unpinned { blocks: 3, bytes: 1 << 40 };
         for (answer, expected) in [
             (Answer::Hello(who), format!("{:?}", Heard::Hello(who))),
-            (Answer::Block(7, Bytes::from_static(b"1234")), format!("{:?}", Heard::Block { crc: 7 })),
+            (Answer::Elsewhere(who), format!("{:?}", Heard::Elsewhere(who))),
+            (
+                Answer::Block(7, Bytes::from_static(b"1234"), true),
+                format!("{:?}", Heard::Block { crc: 7, is_told: true }),
+            ),
             (Answer::Filled(Filled::Disk), format!("{:?}", Heard::Filled(Filled::Disk))),
             (
                 Answer::Filled(Filled::Origin { bytes: 9 }),
@@ -400,16 +525,57 @@ mod tests {
             let (mut here, mut there) = pair();
             Answer::say_busy(&mut there).await.expect("said");
             answer.say(&mut there).await.expect("said");
-            let heard = Answer::hear(&mut here, &mut [0; 4], MINUTE).await.expect("heard");
+            let heard = hear(&mut here, &mut [0; 4]).await.expect("heard");
             assert_eq!(format!("{heard:?}"), expected);
         }
         let (mut here, mut there) = pair();
         let long = Error::new(ErrorKind::NoSpace, "é".repeat(5000));
         Answer::Failed(long).say(&mut there).await.expect("said");
-        let Heard::Failed(error) = Answer::hear(&mut here, &mut [], MINUTE).await.expect("heard") else {
+        let Heard::Failed(error) = hear(&mut here, &mut []).await.expect("heard") else {
             panic!("a refusal")
         };
         assert_eq!((error.kind(), error.to_string().len()), (ErrorKind::NoSpace, LONGEST));
+    }
+
+    #[tokio::test]
+    async fn what_is_passed_on_is_heard_as_a_block_or_ends_its_stream() {
+        let (relays, id) = (Arc::<Relays>::default(), BlockId { digest: 1, index: 0 });
+        for arrives in [true, false] {
+            let (mut here, mut there) = pair();
+            let arriving = relays.begin(id);
+            let relay = relays.find(&id).expect("it is on its way");
+            let block = Block::foreign(vec![7; 200 << 10].into());
+            let bytes = &mut vec![0; block.bytes.len()];
+            let passed = async {
+                let crc = relay.begun().await.expect("it has begun");
+                let passed = Answer::Passing(relay.clone(), crc, 200 << 10).say(&mut there).await;
+                drop(there);
+                passed
+            };
+            let arrival = async {
+                for length in [0, 16 << 10, 100 << 10] {
+                    arriving.relay().arrived(block.crc, &block.bytes[..length], false);
+                    tokio::task::yield_now().await;
+                }
+                if arrives {
+                    arriving.whole(&block);
+                }
+                drop(arriving);
+            };
+            let (heard, passed, ()) = tokio::join!(hear(&mut here, bytes), passed, arrival);
+            match arrives {
+                true => {
+                    passed.expect("passed on");
+                    let expected = Heard::Block { crc: block.crc, is_told: false };
+                    assert_eq!(format!("{:?}", heard.expect("a block")), format!("{expected:?}"));
+                    assert!(*bytes == block.bytes);
+                }
+                false => {
+                    assert_eq!(passed.expect_err("it did not arrive").kind(), ErrorKind::Unavailable);
+                    assert_eq!(heard.expect_err("cut off").kind(), io::ErrorKind::UnexpectedEof);
+                }
+            }
+        }
     }
 
     #[tokio::test]
@@ -419,14 +585,14 @@ mod tests {
         for _ in 0..2000 {
             let mut said = vec![0; 24 + random.below(40) as usize];
             random.fill(&mut said);
-            said[0] = random.below(9) as u8;
+            said[0] = random.below(11) as u8;
             for side in 0..2 {
                 let (mut here, mut there) = pair();
                 there.write_all(&said).await.expect("said");
                 drop(there);
                 match side {
                     0 => drop(Request::hear(&mut here, VOLUME).await),
-                    _ => drop(Answer::hear(&mut here, &mut [0; 8], MINUTE).await),
+                    _ => drop(hear(&mut here, &mut [0; 8]).await),
                 }
             }
         }
@@ -437,11 +603,11 @@ mod tests {
             there.write_all(&endless.encode()).await.expect("said");
             match side {
                 0 => drop(Request::hear(&mut here, VOLUME).await.expect_err("endless")),
-                _ => drop(Answer::hear(&mut here, &mut [], MINUTE).await.expect_err("endless")),
+                _ => drop(hear(&mut here, &mut []).await.expect_err("endless")),
             }
         }
         let (mut here, mut there) = pair();
-        let past = Request::Get(key("k", "v", 5, 9));
+        let past = Request::Get(key("k", "v", 5, 9), Wanted::FromAnyone);
         there.write_all(&past.encode()).await.expect("said");
         let error = Request::hear(&mut here, VOLUME).await.expect_err("past the end");
         assert_eq!(error.kind(), ErrorKind::Corrupt, "seed {seed}");

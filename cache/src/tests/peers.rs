@@ -362,13 +362,13 @@ async fn an_owner_that_works_long_is_waited_for_up_to_the_deadline() {
     }
 }
 
-/// Takes one request off a stream: its kind.
-async fn request(stream: &mut Stream) -> Option<u8> {
+/// Takes one request off a stream: its kind, and its code.
+async fn request(stream: &mut Stream) -> Option<(u8, u8)> {
     let mut head = [0; 24];
     stream.read_exact(&mut head).await.ok()?;
     let length = u32::from_le_bytes(head[4..8].try_into().expect("four bytes"));
     stream.read_exact(&mut vec![0; length as usize]).await.ok()?;
-    Some(head[0])
+    Some((head[0], head[1]))
 }
 
 /// A head of an answer.
@@ -381,7 +381,7 @@ type Lie = fn() -> Option<Vec<u8>>;
 
 /// Greets as another host does, and has `lie` answer all else; ends the stream after it where that says so.
 async fn lie(mut stream: Stream, lie: Lie) {
-    while let Some(kind) = request(&mut stream).await {
+    while let Some((kind, _)) = request(&mut stream).await {
         let answer = match kind {
             1 => head(1, 0, 0, 77),
             _ => match lie() {
@@ -431,7 +431,7 @@ async fn a_peer_that_falls_silent_is_given_up_and_found_again() {
     static SPEAKS: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(true);
     use std::sync::atomic::Ordering::SeqCst;
     let (cluster, _other) = Cluster::beside(3_000, |mut stream| async move {
-        while let Some(kind) = request(&mut stream).await {
+        while let Some((kind, _)) = request(&mut stream).await {
             if kind != 1 || !SPEAKS.load(SeqCst) {
                 SPEAKS.store(false, SeqCst);
                 std::future::pending::<()>().await;
@@ -448,6 +448,168 @@ async fn a_peer_that_falls_silent_is_given_up_and_found_again() {
     assert_eq!(counters.origin_requests, blocks(&blobs));
     SPEAKS.store(true, SeqCst);
     until(|| cluster.nodes[0].counters().peers_here == 1).await;
+    cluster.close().await;
+}
+
+/// Where all hosts want a block at the same time, its owner sends it to one of them, which passes it on, and so on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_block_that_many_want_at_once_is_passed_on() {
+    const HOSTS: u64 = 8;
+    for transport in [Transport::Tcp, Transport::Quic] {
+        // So that all of them have asked before the store has given the first byte.
+        let bucket = World::new()
+            .bucket
+            .with_delay(Delay { request_us: 1_000_000, mib_us: 0 })
+            .with_deadline_ms(120_000);
+        let world = World { bucket, ..World::new() };
+        let cluster = Cluster::new(world, HOSTS as usize, false, |peers| peers.transport = transport).await;
+        let blobs = [cluster.world.put("large", 5 * BLOCK_SIZE + 5).await];
+        cluster.read(&blobs).await;
+        // All but two hosts of each block, if all have asked by then; the last one is a small one.
+        let (count, most) = (blocks(&blobs), 5 * (HOSTS - 2));
+        assert_eq!(cluster.world.gets(), count, "{transport:?}: it leaves the store once");
+        assert_eq!(cluster.total(|node| node.peer_hits), (HOSTS - 1) * count, "{transport:?}");
+        assert_eq!(cluster.total(|node| node.peer_failures), 0, "{transport:?}");
+        let referrals = cluster.total(|node| node.peer_referrals);
+        assert!((most / 2..=most).contains(&referrals), "{transport:?}: {referrals} of {most} were referred");
+        // What is here is sent from here, whoever came first.
+        let (served, again) =
+            (cluster.total(|node| node.served_blocks), cluster.total(|node| node.peer_hits));
+        cluster.read(&blobs).await;
+        assert_eq!(cluster.total(|node| node.served_blocks), served, "{transport:?}");
+        assert_eq!(cluster.total(|node| node.peer_hits), again, "{transport:?}");
+        cluster.close().await;
+    }
+}
+
+/// Whoever an owner names may have nothing, or be nobody: then the owner is asked again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_was_named_and_does_not_give_a_block_is_passed_over() {
+    const SIZE: u64 = 600 * KIB;
+    static ASKED: parking_lot::Mutex<Vec<u8>> = parking_lot::Mutex::new(Vec::new());
+    // The other host names `named`; asked for what it has at hand it says so, and where it is asked itself, no.
+    type Named = fn() -> (u64, Option<Vec<u8>>);
+    let all: [(&str, &[u8], Named); 5] = [
+        ("somebody unknown", &[0, 1], || (5, None)),
+        ("who refuses", &[0, 2, 1], || (77, Some([head(7, 1, 2, 0), b"no".to_vec()].concat()))),
+        ("who sends damaged bytes", &[0, 2, 1], || {
+            (77, Some([head(2, 0, SIZE as u32, 5), vec![1; SIZE as usize]].concat()))
+        }),
+        ("who sends it on in turn", &[0, 2, 1], || (77, Some(head(9, 0, 0, 77)))),
+        ("who ends in the middle", &[0, 2, 1], || {
+            (77, Some([head(2, 0, SIZE as u32, 5), vec![1; 9]].concat()))
+        }),
+    ];
+    for (what, codes, named) in all {
+        let (cluster, _other) = Cluster::beside(120_000, move |mut stream| async move {
+            while let Some((kind, code)) = request(&mut stream).await {
+                let (who, at_hand) = named();
+                let is_cut = at_hand.as_ref().is_some_and(|said| said.len() == 24 + 9);
+                let answer = match (kind, code) {
+                    (1, _) => head(1, 0, 0, 77),
+                    (_, 0) => head(9, 0, 0, who),
+                    (_, 2) => at_hand.unwrap_or_default(),
+                    _ => [head(7, 0, 4, 0), b"away".to_vec()].concat(),
+                };
+                if kind == 2 {
+                    ASKED.lock().push(code);
+                }
+                stream.write_all(&answer).await.ok();
+                stream.flush().await.ok();
+                if is_cut && code == 2 {
+                    return;
+                }
+            }
+        })
+        .await;
+        let mut asked = 0;
+        for number in 0..40 {
+            let blob = cluster.world.put(&format!("k/{number}"), SIZE).await;
+            blob.check_all(&*cluster.nodes[0]).await;
+            let codes_asked = std::mem::take(&mut *ASKED.lock());
+            if !codes_asked.is_empty() {
+                assert_eq!(codes_asked, codes, "{what}");
+                asked += 1;
+            }
+        }
+        // Three times in a row, and then it is left alone.
+        assert_eq!(asked, 3, "{what}");
+        let counters = cluster.nodes[0].counters();
+        assert_eq!((counters.peer_hits, counters.origin_requests), (0, 40), "{what}");
+        cluster.close().await;
+    }
+}
+
+/// Of a chain of owner, one that is lost in the middle of it, and one that waits for that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_for_a_host_that_is_lost_in_the_middle_is_sent_the_block_by_its_owner() {
+    const SIZE: u64 = 600 * KIB;
+    static ASKED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+    use std::sync::atomic::Ordering::SeqCst;
+    let world = World::new();
+    let mut cluster = Cluster { world, scratch: tempfile::tempdir().expect("scratch"), nodes: Vec::new() };
+    let [owner, lost, last] = addresses(3)[..] else { unreachable!("three were asked for") };
+    let identity =
+        Identity::new(SECRET.as_bytes(), &VOLUME.0.to_le_bytes(), "forebay-blocks/1").expect("one");
+    let listen = Listen { ip: Some(lost.ip()), port: lost.port() };
+    let host = Arc::new(Host::open(Transport::Tcp, listen, &identity).expect("a port"));
+    let (tasks, group, serving) = (TaskGroup::new("lost"), TaskGroup::new("streams"), host.clone());
+    tasks.spawn("serve", async move {
+        let answer = |mut stream: Stream| async move {
+            while let Some((kind, code)) = request(&mut stream).await {
+                // The beginning of what it is to pass on, and a refusal of what it owns.
+                let answer = match (kind, code) {
+                    (1, _) => head(1, 0, 0, 77),
+                    (2, 2) => [head(2, 0, SIZE as u32, 5), vec![1; 100_000]].concat(),
+                    _ => [head(7, 2, 4, 0), b"gone".to_vec()].concat(),
+                };
+                stream.write_all(&answer).await.ok();
+                stream.flush().await.ok();
+                if (kind, code) == (2, 2) {
+                    ASKED.fetch_add(1, SeqCst);
+                    return;
+                }
+            }
+        };
+        serving.serve(&group, answer).await;
+    });
+    for own in [owner, last] {
+        let node = cluster.open(cluster.settings(own, &[owner, lost, last])).await;
+        cluster.nodes.push(node);
+    }
+    for node in &cluster.nodes {
+        until(|| node.counters().peers_here == 2).await;
+    }
+    let mut referred = 0;
+    for number in 0..60 {
+        let name = format!("k/{number}");
+        let blob = cluster.world.put(&name, SIZE).await;
+        // It asks the first of the two others for it, takes the answer, and does not say that it has it.
+        let mut stream = host.reach(owner).await.expect("reached");
+        stream.write_all(&head(1, 0, 0, 77)).await.expect("said");
+        stream.read_exact(&mut [0; 24]).await.expect("greeted");
+        let version = blob.keys()[0].blob.blob().version.clone();
+        let length = (name.len() + version.as_str().len()) as u32;
+        let mut asked = head(2, 0, length, 0);
+        asked[2] = name.len() as u8;
+        asked[16..].copy_from_slice(&SIZE.to_le_bytes());
+        asked.extend_from_slice(name.as_bytes());
+        asked.extend_from_slice(version.as_str().as_bytes());
+        stream.write_all(&asked).await.expect("said");
+        stream.flush().await.expect("said");
+        stream.read_exact(&mut vec![0; 24 + SIZE as usize]).await.expect("sent");
+        let (asked, hits) = (ASKED.load(SeqCst), cluster.nodes[1].counters().peer_hits);
+        blob.check_all(&*cluster.nodes[1]).await;
+        if ASKED.load(SeqCst) > asked {
+            referred += 1;
+            assert_eq!(cluster.nodes[1].counters().peer_hits, hits + 1, "its owner sent it then");
+        }
+    }
+    assert!(referred > 0, "nobody was referred to who is lost");
+    assert_eq!(cluster.nodes[1].counters().peer_referrals, 0);
+    for node in &cluster.nodes {
+        assert_eq!(node.counters().peers_here, 2, "nobody is taken to be away for what was to be passed on");
+    }
     cluster.close().await;
 }
 
@@ -528,7 +690,7 @@ async fn requests_that_are_none_end_their_stream_alone() {
         random.fill(&mut said);
         if round % 2 == 0 {
             // Of a kind that there is, and lengths that fit.
-            said[0] = 1 + random.below(8) as u8;
+            said[0] = 1 + random.below(10) as u8;
             let length = said.len() as u32 - 24;
             said[4..8].copy_from_slice(&length.to_le_bytes());
             said[2..4].copy_from_slice(&(random.below(u64::from(length) + 1) as u16).to_le_bytes());
@@ -536,6 +698,10 @@ async fn requests_that_are_none_end_their_stream_alone() {
             said[8..16].fill(0);
         }
         let mut stream = here.reach(cluster.nodes[0].peer_address()).await.expect("reached");
+        if round % 4 == 0 {
+            // From somebody who has said who it is, twice.
+            said = [&head(1, 0, 0, 55), &said[..], &said[..]].concat();
+        }
         stream.write_all(&said).await.ok();
         stream.shutdown().await.ok();
         let mut heard = Vec::new();
@@ -543,7 +709,7 @@ async fn requests_that_are_none_end_their_stream_alone() {
             .await
             .expect("an end")
             .ok();
-        assert!(heard.len() <= 24 + 4096, "seed {seed}, round {round}: {} bytes", heard.len());
+        assert!(heard.len() <= 24 + 2 * (24 + 4096), "seed {seed}, round {round}: {} bytes", heard.len());
     }
     cluster.read(&blobs).await;
     assert_eq!(cluster.total(|node| node.peer_failures), 0, "seed {seed}");
