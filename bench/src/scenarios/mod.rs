@@ -4,6 +4,7 @@ mod common;
 mod object;
 mod read;
 mod cache;
+mod wire;
 mod write;
 mod juicefs;
 mod memory;

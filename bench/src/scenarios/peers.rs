@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use super::common::{GIB, LINK, cpu_a_gib, mib_a_second, over_link};
+use super::wire;
 use crate::context::{Context, names, shuffled};
 use crate::epoch::{read_all, read_one};
 use crate::mounted::{Mounted, Mounting};
@@ -37,6 +38,7 @@ pub(super) fn run(context: &Context) -> Result<Vec<Row>> {
         found.push(hosts.share()?);
         rows.extend(if name == "far" { over_link(found) } else { found });
     }
+    rows.extend(wire::run(context, NAME)?);
     Ok(rows)
 }
 

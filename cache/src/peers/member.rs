@@ -136,9 +136,23 @@ impl Member {
         request: &Request,
         block: &mut Landing<'_>,
     ) -> Result<Heard> {
-        let (heard, line) = self.call(host, own, request, block).await?;
+        let place = self.place(request).await?;
+        let (heard, line) = self.call(place, host, own, request, block).await?;
         line.end();
         Ok(heard)
+    }
+
+    /// Waits for a stream to be free for a request.
+    ///
+    /// # Errors
+    /// `Conflict` where none is for what is to be passed on: who is passed something waits for nobody else, lest they wait for
+    /// each other.
+    pub(super) async fn place(&self, request: &Request) -> Result<OwnedSemaphorePermit> {
+        let place = match request {
+            Request::Get(_, Wanted::AtHand) => self.streams_at_hand.clone().try_acquire_owned().ok(),
+            _ => self.streams.clone().acquire_owned().await.ok(),
+        };
+        place.ok_or_else(|| Error::new(ErrorKind::Conflict, "all streams to it are in use"))
     }
 
     /// The same, with the line on which more is to be said.
@@ -147,17 +161,12 @@ impl Member {
     /// As [`Self::ask`].
     pub(super) async fn call(
         self: &Arc<Self>,
+        place: OwnedSemaphorePermit,
         host: &Host,
         own: Who,
         request: &Request,
         block: &mut Landing<'_>,
     ) -> Result<(Heard, Line)> {
-        let place = match request {
-            // Who is passed something waits for nobody else, lest they wait for each other.
-            Request::Get(_, Wanted::AtHand) => self.streams_at_hand.clone().try_acquire_owned().ok(),
-            _ => self.streams.clone().acquire_owned().await.ok(),
-        };
-        let place = place.ok_or_else(|| Error::new(ErrorKind::Conflict, "all streams to it are in use"))?;
         let exchanged = self.exchange(host, own, &request.encode(), block).await;
         let (heard, stream) = exchanged.map_err(|error| match request {
             // It may be another one that did not send it what it was to pass on.

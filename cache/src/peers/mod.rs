@@ -196,8 +196,8 @@ impl Peers {
         let mut arriving = (key.len() >= LARGE).then(|| self.relays.begin(BlockId::of(key)));
         for _ in 0..OWNERS {
             let Some(owner) = self.owner(key) else { return Asked::Nobody };
-            let mut is_named = false;
-            let obtaining = self.obtain(&owner, key, &mut buffer, &mut arriving, &mut is_named);
+            let mut is_at_it = false;
+            let obtaining = self.obtain(&owner, key, &mut buffer, &mut arriving, &mut is_at_it);
             let why = match timeout_at(deadline, obtaining).await {
                 Ok(Ok(Ok((crc, line)))) => {
                     owner.praise();
@@ -210,8 +210,8 @@ impl Peers {
                 }
                 Ok(Ok(Err(why))) => why,
                 Ok(Err(_)) => continue,
-                // The one that it named did, which is nobody's fault.
-                Err(_) if is_named => break,
+                // It was not asked yet, as many others are, or one that it named was: nobody is to blame.
+                Err(_) if !is_at_it => break,
                 Err(_) => Error::new(ErrorKind::Unavailable, "it took too long"),
             };
             self.failures.fetch_add(1, Relaxed);
@@ -222,7 +222,7 @@ impl Peers {
         Asked::Nobody
     }
 
-    /// A block from its owner, or from whom that names; its CRC-32C, or why it gave none.
+    /// A block from its owner, or from whom that names; its CRC-32C, or why it gave none. Says when the owner is at it.
     ///
     /// # Errors
     /// That the owner could not be asked.
@@ -232,14 +232,16 @@ impl Peers {
         key: &BlockKey,
         buffer: &mut [u8],
         arriving: &mut Option<Arriving>,
-        is_named: &mut bool,
+        is_at_it: &mut bool,
     ) -> Result<Result<(u32, Option<Line>)>> {
         let mut landing =
             Landing { bytes: &mut *buffer, relay: arriving.as_ref().map(|arriving| arriving.relay()) };
         let request = Request::Get(key.clone(), Wanted::FromAnyone);
-        let (mut heard, mut line) = owner.call(&self.host, self.own, &request, &mut landing).await?;
+        let place = owner.place(&request).await?;
+        *is_at_it = true;
+        let (mut heard, mut line) = owner.call(place, &self.host, self.own, &request, &mut landing).await?;
         if let Heard::Elsewhere(who) = heard {
-            *is_named = true;
+            *is_at_it = false;
             match self.borrow(who, key, &mut landing).await {
                 Some(crc) if crc == crc32c(buffer) => {
                     self.referrals.fetch_add(1, Relaxed);
@@ -248,7 +250,7 @@ impl Peers {
                 Some(_) => arriving.iter_mut().for_each(Arriving::restart),
                 None => {}
             }
-            *is_named = false;
+            *is_at_it = true;
             let mut landing =
                 Landing { bytes: &mut *buffer, relay: arriving.as_ref().map(|arriving| arriving.relay()) };
             let request = Request::Get(key.clone(), Wanted::FromOwner);

@@ -540,6 +540,64 @@ async fn who_was_named_and_does_not_give_a_block_is_passed_over() {
     }
 }
 
+/// It works, and says so, for longer than it may, on each block, while the store gives them at once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_that_is_late_where_the_store_is_quick_is_left_alone() {
+    static ASKED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    use std::sync::atomic::Ordering::SeqCst;
+    let (cluster, _other) = Cluster::beside(1_000, |mut stream| async move {
+        while let Some((kind, _)) = request(&mut stream).await {
+            let mut answer = head(1, 0, 0, 77);
+            if kind != 1 {
+                ASKED.fetch_add(1, SeqCst);
+                answer = head(6, 0, 0, 0);
+            }
+            stream.write_all(&answer).await.ok();
+            stream.flush().await.ok();
+        }
+    })
+    .await;
+    for number in 0..40 {
+        cluster.world.put(&format!("k/{number}"), 10 * KIB).await.check_all(&*cluster.nodes[0]).await;
+    }
+    assert_eq!(ASKED.load(SeqCst), 3, "three times in a row");
+    let counters = cluster.nodes[0].counters();
+    assert_eq!((counters.peer_failures, counters.peers_here, counters.origin_requests), (3, 0, 40));
+    cluster.close().await;
+}
+
+/// Not so one that names another host, which is late in its place.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nobody_is_blamed_for_what_another_host_was_to_pass_on() {
+    const SIZE: u64 = 600 * KIB;
+    static ASKED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    use std::sync::atomic::Ordering::SeqCst;
+    let (cluster, _other) = Cluster::beside(1_000, |mut stream| async move {
+        while let Some((kind, code)) = request(&mut stream).await {
+            let answer = match (kind, code) {
+                (1, _) => head(1, 0, 0, 77),
+                (_, 2) => [head(2, 0, SIZE as u32, 5), vec![1; 100_000]].concat(),
+                _ => {
+                    ASKED.fetch_add(1, SeqCst);
+                    head(9, 0, 0, 77)
+                }
+            };
+            stream.write_all(&answer).await.ok();
+            stream.flush().await.ok();
+        }
+    })
+    .await;
+    let mut blobs = Vec::new();
+    for number in 0..40 {
+        blobs.push(cluster.world.put(&format!("k/{number}"), SIZE).await);
+    }
+    join_all(blobs.iter().map(|blob| blob.check_all(&*cluster.nodes[0]))).await;
+    assert!(ASKED.load(SeqCst) > 3, "it is asked again and again");
+    let counters = cluster.nodes[0].counters();
+    assert_eq!((counters.peer_hits, counters.peers_here, counters.origin_requests), (0, 1, 40));
+    cluster.close().await;
+}
+
 /// Of a chain of owner, one that is lost in the middle of it, and one that waits for that.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_waits_for_a_host_that_is_lost_in_the_middle_is_sent_the_block_by_its_owner() {

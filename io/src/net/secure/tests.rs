@@ -183,3 +183,37 @@ async fn strangers_and_their_bytes_end_nothing() {
     let gone = here.reach(address).await.err().expect("gone");
     assert_eq!(gone.kind(), ErrorKind::Unavailable);
 }
+
+/// Others would wait for as long as it may say nothing.
+#[test]
+fn a_host_whose_process_ends_is_not_waited_for() {
+    // What one of one thread has not done when its tasks have ended is not done at all.
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    for transport in [Transport::Tcp, Transport::Quic] {
+        let (tell, told) = std::sync::mpsc::channel();
+        let (end, ended) = tokio::sync::oneshot::channel::<()>();
+        let process = std::thread::spawn(move || {
+            runtime().block_on(async {
+                let (tasks, own) = (TaskGroup::new("test"), identity(SECRET, b"one"));
+                let (_host, address) = echo(transport, &own, &tasks);
+                tell.send(address).expect("heard");
+                ended.await.expect("told to end");
+                tasks.shutdown(Duration::from_secs(60)).await
+            })
+        });
+        let address = told.recv().expect("an address");
+        runtime().block_on(async {
+            let here = Host::open(transport, HERE, &identity(SECRET, b"one")).expect("a port");
+            let (mut stream, mut heard) = (here.reach(address).await.expect("reached"), [0; 1024]);
+            stream.write_all(&[7; 1024]).await.expect("said");
+            stream.flush().await.expect("said");
+            stream.read_exact(&mut heard).await.expect("answered");
+            end.send(()).expect("it waits");
+            match stream.read(&mut heard).await {
+                Ok(count) => assert_eq!(count, 0, "{transport:?}"),
+                Err(error) => assert_ne!(error.kind(), std::io::ErrorKind::TimedOut, "{transport:?}"),
+            }
+        });
+        assert!(process.join().expect("it ends").is_empty(), "{transport:?}");
+    }
+}
