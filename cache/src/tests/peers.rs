@@ -545,15 +545,17 @@ async fn who_was_named_and_does_not_give_a_block_is_passed_over() {
 async fn a_host_that_is_late_where_the_store_is_quick_is_left_alone() {
     static ASKED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     use std::sync::atomic::Ordering::SeqCst;
-    let (cluster, _other) = Cluster::beside(1_000, |mut stream| async move {
+    let (cluster, _other) = Cluster::beside(4_000, |mut stream| async move {
         while let Some((kind, _)) = request(&mut stream).await {
-            let mut answer = head(1, 0, 0, 77);
-            if kind != 1 {
-                ASKED.fetch_add(1, SeqCst);
-                answer = head(6, 0, 0, 0);
+            if kind == 1 {
+                stream.write_all(&head(1, 0, 0, 77)).await.ok();
+                stream.flush().await.ok();
+                continue;
             }
-            stream.write_all(&answer).await.ok();
-            stream.flush().await.ok();
+            ASKED.fetch_add(1, SeqCst);
+            while stream.write_all(&head(6, 0, 0, 0)).await.is_ok() && stream.flush().await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
         }
     })
     .await;
@@ -572,29 +574,33 @@ async fn nobody_is_blamed_for_what_another_host_was_to_pass_on() {
     const SIZE: u64 = 600 * KIB;
     static ASKED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     use std::sync::atomic::Ordering::SeqCst;
-    let (cluster, _other) = Cluster::beside(1_000, |mut stream| async move {
+    // It is to have named the other one by then, however busy this machine is.
+    let (cluster, _other) = Cluster::beside(8_000, |mut stream| async move {
         while let Some((kind, code)) = request(&mut stream).await {
-            let answer = match (kind, code) {
+            let mut answer = match (kind, code) {
                 (1, _) => head(1, 0, 0, 77),
-                (_, 2) => [head(2, 0, SIZE as u32, 5), vec![1; 100_000]].concat(),
+                (_, 2) => head(2, 0, SIZE as u32, 5),
                 _ => {
                     ASKED.fetch_add(1, SeqCst);
                     head(9, 0, 0, 77)
                 }
             };
-            stream.write_all(&answer).await.ok();
-            stream.flush().await.ok();
+            // A byte at a time, so that it is not silent.
+            while stream.write_all(&answer).await.is_ok() && stream.flush().await.is_ok() && code == 2 {
+                answer = vec![1];
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
         }
     })
     .await;
     let mut blobs = Vec::new();
-    for number in 0..40 {
+    for number in 0..24 {
         blobs.push(cluster.world.put(&format!("k/{number}"), SIZE).await);
     }
     join_all(blobs.iter().map(|blob| blob.check_all(&*cluster.nodes[0]))).await;
     assert!(ASKED.load(SeqCst) > 3, "it is asked again and again");
     let counters = cluster.nodes[0].counters();
-    assert_eq!((counters.peer_hits, counters.peers_here, counters.origin_requests), (0, 1, 40));
+    assert_eq!((counters.peer_hits, counters.peers_here, counters.origin_requests), (0, 1, 24));
     cluster.close().await;
 }
 

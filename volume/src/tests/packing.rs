@@ -283,16 +283,16 @@ fn packed_files_become_plain_objects_again() {
         assert!(cancelled.cancelled && cancelled.exported == 0 && !cancelled.is_complete(), "{cancelled:?}");
         // The key of its path is not free: an outsider came first.
         let theirs = Bytes::from_static(b"theirs");
-        let key = ObjectKey::new("f07");
+        let key = ObjectKey::new("f19");
         let put = fixture.bucket.put(&key, theirs, Condition::Always).await;
         put.expect("put");
-        // And the store refuses the first of all.
+        // And the store refuses the first of all, which is another one: sixteen are exported at once.
         faults.script(OperationKind::Put, 1, FaultMode::Deny);
         let exported = export_all(&volume, false).await;
         assert_eq!((exported.exported, exported.failed), (18, 2), "{exported:?}");
         assert!(!exported.is_complete(), "{exported:?}");
-        assert!(exported.failures.iter().any(|failure| failure.starts_with("f07: ")), "{exported:?}");
-        assert_eq!(read(&volume, "f07").await, "theirs", "it came last");
+        assert!(exported.failures.iter().any(|failure| failure.starts_with("f19: ")), "{exported:?}");
+        assert_eq!(read(&volume, "f19").await, "theirs", "it came last");
         let before = fixture.bucket.counters();
         let exported = export_all(&volume, true).await;
         assert_eq!((exported.exported, exported.directories), (1, 1), "{exported:?}");
@@ -302,11 +302,11 @@ fn packed_files_become_plain_objects_again() {
         assert_eq!(policy(&volume, "", None).await.expect("told"), Policy::Plain);
         write(&volume, "later", pattern(1, 0..9)).await;
         volume.close().await.expect("close");
-        for number in (0..20).filter(|number| *number != 7) {
+        for number in 0..19 {
             let found = object(&fixture.bucket, &format!("f{number:02}")).await;
             assert!(found == pattern(number, 0..number * 100), "object f{number:02}");
         }
-        assert_eq!(object(&fixture.bucket, "f07").await, "theirs");
+        assert_eq!(object(&fixture.bucket, "f19").await, "theirs");
         assert_eq!(object(&fixture.bucket, "later").await, pattern(1, 0..9));
         let volume = fixture.open().await;
         drain(&volume).await;
