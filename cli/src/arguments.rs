@@ -9,6 +9,7 @@ use crate::commands::clone::CloneArguments;
 use crate::commands::doctor::DoctorArguments;
 use crate::commands::fsck::FsckArguments;
 use crate::commands::gc::GcArguments;
+use crate::commands::meta::MetaArguments;
 use crate::commands::mount::MountArguments;
 use crate::commands::quota::QuotaCommand;
 use crate::commands::refresh::RefreshArguments;
@@ -46,6 +47,8 @@ pub(crate) struct Global {
 pub(crate) enum Command {
     /// Mount a bucket as a directory.
     Mount(Box<MountArguments>),
+    /// Hold a volume and serve its tree to mounts of other hosts that write to it.
+    Meta(MetaArguments),
     /// Bring files into a cache before they are read, and prove that they are there.
     Warmup(WarmupArguments),
     /// Show how mounts are doing.
@@ -96,6 +99,7 @@ mod tests {
     fn every_command_takes_its_arguments() {
         for line in [
             "forebay mount s3://b /mnt --json",
+            "forebay meta s3://b/p --join-secret /k --join-listen :9 --join-address h:9 --standby",
             "forebay warmup /mnt/train --list - --pin --jobs 8",
             "forebay warmup s3://b/p --cache-dir /c --cache-size 1GiB --dry-run --json",
             "forebay status",
@@ -130,6 +134,7 @@ mod tests {
         }
         for line in [
             "forebay",
+            "forebay meta",
             "forebay warmup",
             "forebay warmup /mnt --jobs many",
             "forebay refresh",

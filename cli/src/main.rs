@@ -50,6 +50,7 @@ fn dispatch(arguments: Arguments) -> forebay_core::Result<ExitCode> {
     let Arguments { global, command } = arguments;
     match command {
         Command::Mount(arguments) => commands::mount::run(&global, &arguments),
+        Command::Meta(arguments) => commands::meta::run(&global, &arguments),
         Command::Warmup(arguments) => commands::warmup::run(&global, &arguments),
         Command::Status(arguments) => commands::status::run(&global, &arguments),
         Command::Refresh(arguments) => commands::refresh::run(&global, &arguments),

@@ -35,6 +35,7 @@ pub(crate) async fn find(source: &str, state: Option<&Path>, settings: &Settings
     // This process reads no file: nothing is cached, and nothing is looked for behind its back.
     volume.cache.directory = None;
     volume.cache.peers = Default::default();
+    volume.join = Default::default();
     volume.gc.interval_ms = 0;
     places::keep_out_of_bucket(&volume, &url)?;
     Ok(Place::Nowhere(Box::new(volume)))

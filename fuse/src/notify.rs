@@ -42,13 +42,13 @@ pub(crate) fn start(fs: Arc<FileSystem>, notifier: Notifier, runtime: &Runtime, 
                     runtime_of_thread.block_on(fs.renew(ino));
                     tell_of_inode(&notifier, ino, has_content);
                 }
-                Next::Change(_) => {}
-                Next::Lost => {
+                Next::Change(OutsideChange::Anything) | Next::Lost => {
                     for ino in fs.followed() {
                         runtime_of_thread.block_on(fs.renew(ino));
                         tell_of_inode(&notifier, ino, true);
                     }
                 }
+                Next::Change(_) => {}
             }
         }
     });

@@ -16,3 +16,4 @@ mod mover;
 pub mod gc;
 pub mod fsck;
 pub mod tree;
+pub mod remote;

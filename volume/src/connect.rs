@@ -25,7 +25,7 @@ use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile, Volum
 use futures::future::{BoxFuture, FutureExt};
 
 use crate::compact;
-use crate::settings::VolumeSettings;
+use crate::settings::{VolumeSettings, WriteSettings};
 use crate::staging::{self, Durable, Staging};
 use crate::{Parts, Volume, Writeback};
 
@@ -34,6 +34,12 @@ const COPY_TRIES: u32 = 3;
 
 /// Longer than any mount lives.
 const CENTURY_MS: u64 = 100 * 365 * 24 * 60 * 60 * 1000;
+/// How long one who holds the volume is looked for before its lease is watched.
+const JOIN_FIRST: Duration = Duration::from_secs(3);
+/// Between two tries of one who stands by to hold a volume, in which its lease is watched besides.
+const STANDBY_PAUSE: Duration = Duration::from_secs(1);
+/// Between two tries to join or to hold a volume.
+const JOIN_PAUSE: Duration = Duration::from_millis(500);
 
 /// Opens the volume of the bucket that `source` names.
 ///
@@ -41,6 +47,96 @@ const CENTURY_MS: u64 = 100 * 365 * 24 * 60 * 60 * 1000;
 /// `Invalid` for a malformed URL or settings; `NotFound` when the bucket does not exist; `Denied` for refused
 /// credentials; `Unavailable` when the store cannot be reached; `Conflict` when another mount writes to it.
 pub async fn connect(source: &str, settings: VolumeSettings) -> Result<Arc<Volume>> {
+    settings.validate()?;
+    if !settings.join.is_on() || settings.read_only || settings.dataset {
+        return connect_alone(source, settings).await;
+    }
+    let until = tokio::time::Instant::now() + settings.join.deadline();
+    loop {
+        let why = match join(source, &settings).await {
+            Ok(volume) => return Ok(volume),
+            Err(error) if error.kind() != ErrorKind::Unavailable => return Err(error),
+            Err(error) if settings.join.only => error,
+            Err(error) => match connect_alone(source, settings.clone()).await {
+                // Somebody else was faster, or lives and was slow to answer.
+                Err(held) if held.kind() == ErrorKind::Conflict => held.with_source(error),
+                connected => return connected,
+            },
+        };
+        if tokio::time::Instant::now() >= until {
+            return Err(why);
+        }
+        tracing::info!(error = %why, "waiting for a process that serves the tree");
+        tokio::time::sleep(JOIN_PAUSE).await;
+    }
+}
+
+/// Opens the volume of the bucket that `source` names, and joins nobody. With `standby` it waits while another process holds it.
+///
+/// # Errors
+/// As [`connect`].
+pub async fn hold(source: &str, settings: VolumeSettings, standby: bool) -> Result<Arc<Volume>> {
+    let mut has_told = false;
+    loop {
+        match connect_alone(source, settings.clone()).await {
+            Err(error) if standby && error.kind() == ErrorKind::Conflict => {
+                if !std::mem::replace(&mut has_told, true) {
+                    tracing::info!(%error, "standing by");
+                }
+                tokio::time::sleep(STANDBY_PAUSE).await;
+            }
+            held => return held,
+        }
+    }
+}
+
+/// Joins the mount that holds the volume.
+///
+/// # Errors
+/// `Unavailable` where nobody does, or that one cannot be reached or serves nobody; `Denied` where it knows another secret.
+async fn join(source: &str, settings: &VolumeSettings) -> Result<Arc<Volume>> {
+    let url: BucketUrl = source.parse()?;
+    let bucket = Bucket::open(&url, &settings.store).await?;
+    bucket.check().await?;
+    let (bucket, home, part_copy) = choose_home(bucket, &settings.state_directory).await?;
+    let engine = match home {
+        Home::Bucket => EngineKind::SlateDb,
+        Home::Directory { inside_bucket: true, .. } => EngineKind::Lmdb,
+        Home::Directory { .. } => {
+            let fact = "the tree of this bucket is one host's, as its store ignores conditional puts";
+            return Err(Error::new(ErrorKind::Unsupported, fact)
+                .with_hint("mount it without --join-secret, on that host"));
+        }
+    };
+    let record = VolumeFile::of(&bucket, engine).look().await?;
+    let Some(record) = record.filter(|record| record.lease.is_some()) else {
+        return Err(Error::new(ErrorKind::Unavailable, "nobody holds the volume"));
+    };
+    let tasks = TaskGroup::new("volume");
+    let tree = settings.join.join(&bucket, &record, JOIN_FIRST, &tasks).await?;
+    tracing::info!(url = %bucket.url(), server = ?tree.reached(), "joined: another process serves the tree");
+    let blocks = Node::open(bucket.clone(), settings.cache()).await?;
+    blocks.join(&settings.cache(), record.volume).await?;
+    let deadline_ms = settings.write.deadline_ms.max(settings.join.deadline_ms);
+    Ok(Volume::assemble(Parts {
+        tree: Arc::new(tree),
+        blocks,
+        bucket,
+        volume: record.volume,
+        read_only: false,
+        claim: None,
+        write: WriteSettings { deadline_ms, ..settings.write.clone() },
+        part_copy,
+        writeback: None,
+        prefetch: settings.prefetch(),
+        budget: Budget::new(settings.budget_bytes()),
+        tasks,
+        clock: Clock::system(),
+        server: None,
+    }))
+}
+
+async fn connect_alone(source: &str, settings: VolumeSettings) -> Result<Arc<Volume>> {
     let records = Records::open(source, &settings).await?;
     let claim = records.claim.clone();
     if let Err(error) = refuse_copy(source, &records, &settings).await {
@@ -126,7 +222,8 @@ impl Records {
             false => choose_home(bucket, &settings.state_directory).await?,
         };
         let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
-        let claim = match home.claim(&bucket, access, settings.take_over).await {
+        let address = if settings.join.is_on() { Some(settings.join.advertised()?) } else { None };
+        let claim = match home.claim(&bucket, access, settings.take_over, address).await {
             Err(error) if error.kind() == ErrorKind::Conflict => {
                 return Err(match heal(&bucket, &home, settings).await {
                     Ok(()) => error,
@@ -245,7 +342,7 @@ fn may_pass(kind: ErrorKind) -> bool {
 
 /// Where another has the volume, uploads what this host staged of it before.
 async fn heal(bucket: &Bucket, home: &Home, settings: &VolumeSettings) -> Result<()> {
-    let record = match home.claim(bucket, Access::ReadOnly, false).await {
+    let record = match home.claim(bucket, Access::ReadOnly, false, None).await {
         Ok(Some(claim)) => claim.record().cloned(),
         _ => None,
     };
@@ -297,7 +394,14 @@ impl Home {
         }
     }
 
-    async fn claim(&self, bucket: &Bucket, access: Access, take_over: bool) -> Result<Option<Claim>> {
+    /// `address` is where others reach the tree, if this process is to serve it.
+    async fn claim(
+        &self,
+        bucket: &Bucket,
+        access: Access,
+        take_over: bool,
+        address: Option<String>,
+    ) -> Result<Option<Claim>> {
         let engine = match self {
             // Nothing is leased, but a volume has one name for all who cache blocks of it.
             _ if access == Access::ReadOnly => EngineKind::Lmdb,
@@ -306,7 +410,7 @@ impl Home {
             // The tree's own lock keeps it to one process of this host; there is nothing to lease in the bucket.
             Self::Directory { inside_bucket: false, .. } => return Ok(None),
         };
-        VolumeFile::of(bucket, engine).open_or_create(access, take_over).await.map(Some)
+        VolumeFile::of(bucket, engine).at(address).open_or_create(access, take_over).await.map(Some)
     }
 
     async fn engine(&self, bucket: &Bucket, settings: &VolumeSettings) -> Result<Arc<dyn Engine>> {
@@ -381,6 +485,11 @@ async fn has_tree(bucket: &Bucket) -> Result<bool> {
     Ok(claim.record().is_some_and(|record| record.engine == EngineKind::SlateDb))
 }
 
+/// Whether other mounts may write to the volume through this one.
+fn serves(settings: &VolumeSettings) -> bool {
+    settings.join.is_on() && !settings.read_only && !settings.dataset
+}
+
 /// A data set is listed once: what it holds is taken as fixed.
 fn imports(settings: &VolumeSettings) -> ImportSettings {
     let import = settings.import.clone();
@@ -392,6 +501,7 @@ fn tree_settings(settings: &VolumeSettings, home: &Home) -> TreeSettings {
     let is_only_tree = !matches!(home, Home::Directory { inside_bucket: false, .. });
     TreeSettings {
         read_only: settings.read_only || settings.dataset,
+        serves: serves(settings),
         import: imports(settings),
         delete_delay_ms: settings.gc.delete_delay_ms,
         trash_ms: settings.trash_ms,
@@ -446,10 +556,16 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
     if let Some(follower) = follower {
         tree.follow(follower, Duration::from_millis(settings.import.follow_ms))?;
     }
+    let tree = Arc::new(tree);
+    let server = match serves(&settings) {
+        true => Some(settings.join.serve(tree.clone(), volume, &tasks).await?),
+        false => None,
+    };
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
     blocks.join(&settings.cache(), volume).await?;
     let volume = Volume::assemble(Parts {
-        tree: Arc::new(tree),
+        server,
+        tree,
         blocks: blocks.clone(),
         bucket,
         volume,

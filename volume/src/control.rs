@@ -23,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 use crate::Volume;
 use crate::clone::clone;
 use crate::content::Content;
+use crate::joining::Sharing;
 use crate::staging::Staged;
 use crate::warmup::{Outcome, Progress, Request as WarmupRequest, unpin, warmup};
 use crate::{packed, quota, trash, upkeep};
@@ -138,6 +139,9 @@ pub struct Status {
     /// How far a read-only mount is behind the tree of the mount for writing, where there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub follows: Option<Follows>,
+    /// How it is shared with other mounts that write, where it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sharing: Option<Sharing>,
     /// What the cache did and holds.
     pub cache: forebay_cache::Counters,
     /// What was asked of the store.
@@ -182,6 +186,7 @@ impl Volume {
             unsealed_files: self.unsealed(),
             is_ending: self.ending.load(Ordering::Relaxed),
             follows: self.tree().local().and_then(LocalTree::lag).map(Follows::from),
+            sharing: self.sharing(),
             dirty_bytes: open.iter().map(|inode| inode.look(Content::dirty)).sum(),
             cache: self.blocks().counters(),
             store: self.bucket().counters(),

@@ -27,13 +27,15 @@ pub mod clone;
 pub mod trash;
 pub mod quota;
 pub mod control;
+mod joining;
 mod connect;
 pub mod backup;
 #[cfg(test)]
 mod tests;
 
-pub use connect::connect;
+pub use connect::{connect, hold};
 pub use file::{Access, File, Seek};
 pub use inode::Position;
+pub use joining::{JoinSettings, Joined, Sharing};
 pub use settings::VolumeSettings;
 pub use volume::{Parts, Volume, Writeback};

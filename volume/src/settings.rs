@@ -10,6 +10,7 @@ use forebay_metadata::kv::SlateSettings;
 use forebay_metadata::tree::{ImportSettings, TreeSettings};
 use serde::{Deserialize, Serialize};
 
+use crate::joining::JoinSettings;
 use crate::prefetch::PrefetchSettings;
 use crate::staging::WritebackSettings;
 
@@ -109,6 +110,8 @@ pub struct VolumeSettings {
     /// Milliseconds for which what is deleted can be brought back. Default 0: there is no trash, and deleted files cost
     /// no copy in the store.
     pub trash_ms: u64,
+    /// How several mounts write to the volume.
+    pub join: JoinSettings,
 }
 
 impl Default for VolumeSettings {
@@ -128,6 +131,7 @@ impl Default for VolumeSettings {
             prefetch: PrefetchSettings::default(),
             gc: GcSettings::default(),
             trash_ms: 0,
+            join: JoinSettings::default(),
         }
     }
 }
@@ -143,6 +147,13 @@ impl VolumeSettings {
             return Err(Error::invalid(format!("{given} of memory are too few"))
                 .with_hint(format!("give the volume at least {least}")));
         }
+        if self.join.is_on() && self.writeback.enabled {
+            return Err(Error::invalid(
+                "what is staged on one host cannot be read by others that write to the volume",
+            )
+            .with_hint("leave out either `writeback`, or `join_secret` (`secret` of [volume.join])"));
+        }
+        self.join.validate()?;
         self.cache.peers.validate()
     }
 

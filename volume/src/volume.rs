@@ -10,8 +10,9 @@ use forebay_io::clock::Clock;
 use forebay_io::mem::Budget;
 use forebay_io::object::Bucket;
 use forebay_io::task::TaskGroup;
+use forebay_metadata::remote::Server;
 use forebay_metadata::tree::{DirectoryPage, Existing, LocalTree, Lookup, NewInode, SetAttributes, Tree};
-use forebay_metadata::volume_file::Claim;
+use forebay_metadata::volume_file::{Claim, LeaseState};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
@@ -19,6 +20,7 @@ use crate::content::Content;
 use crate::fetch::Fetch;
 use crate::file::{Access, File};
 use crate::inode::OpenInode;
+use crate::joining::Sharing;
 use crate::prefetch::directory::Walks;
 use crate::prefetch::{PrefetchSettings, Readers};
 use crate::segments::Segments;
@@ -67,6 +69,8 @@ pub struct Parts {
     pub tasks: TaskGroup,
     /// Gives the times of changes.
     pub clock: Clock,
+    /// What serves the tree to other mounts, if it is.
+    pub server: Option<Server>,
 }
 
 /// What is staged on this host, and how that is done.
@@ -90,6 +94,7 @@ pub struct Volume {
     claim: Mutex<Option<Arc<Claim>>>,
     pub(crate) budget: Budget,
     tasks: TaskGroup,
+    server: Option<Server>,
     /// Nobody uses it any more; what is staged is being uploaded.
     pub(crate) ending: AtomicBool,
 }
@@ -114,7 +119,10 @@ enum Left {
 /// # Errors
 /// `Unsupported` when it is served elsewhere.
 pub(crate) fn local(volume: &Volume) -> Result<&LocalTree> {
-    let elsewhere = || Error::new(ErrorKind::Unsupported, "the tree of this volume is served elsewhere");
+    let elsewhere = || match volume.tree().remote() {
+        Some(tree) => tree.elsewhere("this is done"),
+        None => Error::new(ErrorKind::Unsupported, "the tree of this volume is served elsewhere"),
+    };
     volume.tree().local().ok_or_else(elsewhere)
 }
 
@@ -152,6 +160,7 @@ impl Volume {
             claim: Mutex::new(parts.claim),
             budget: parts.budget,
             tasks: parts.tasks,
+            server: parts.server,
             ending: AtomicBool::new(false),
         });
         if let Some(uploads) = uploads {
@@ -167,6 +176,26 @@ impl Volume {
     /// Whether changes are refused.
     pub fn read_only(&self) -> bool {
         self.read_only
+    }
+
+    /// Whether other mounts may write to it as well.
+    pub fn is_shared(&self) -> bool {
+        self.server.is_some() || self.tree().remote().is_some()
+    }
+
+    /// Returns when another process took the volume over; never where it is not this one's to lose.
+    pub async fn lost(&self) {
+        let claim = self.claim.lock().clone();
+        let Some(mut state) = claim.map(|claim| claim.watch()) else { return std::future::pending().await };
+        if state.wait_for(|state| *state == LeaseState::Lost).await.is_err() {
+            std::future::pending().await
+        }
+    }
+
+    /// How it is shared with other mounts that write, if it is.
+    pub fn sharing(&self) -> Option<Sharing> {
+        let served = self.server.as_ref().map(Sharing::of_server);
+        served.or_else(|| self.tree().remote().map(Sharing::of_guest))
     }
 
     /// The tree, for everything about names that open files have no part in.
@@ -384,6 +413,9 @@ impl Volume {
             claim.say_ending().await;
         }
         self.sync().await?;
+        if let Some(server) = &self.server {
+            server.stop().await;
+        }
         self.tasks.shutdown(CLOSE_DEADLINE).await;
         self.store.tree.close().await?;
         if let Some(staging) = self.staging() {
@@ -482,8 +514,10 @@ impl Volume {
                 }
             };
             if let Some(inode) = self.adopt(ino, found, gone) {
-                // What was told between the two found nobody.
-                self.renew(ino).await;
+                if self.store.tree.remote().is_none() {
+                    // What was told between the two found nobody.
+                    self.renew(ino).await;
+                }
                 return Ok(inode);
             }
         }
@@ -491,7 +525,13 @@ impl Volume {
 
     /// Has an open file show what the tree has by now, where another mount may have changed that.
     pub async fn renew(&self, ino: InodeId) {
-        let Some(inode) = self.find_open(ino).filter(|_| self.read_only) else { return };
+        let Some(inode) = self.find_open(ino) else { return };
+        if !self.read_only {
+            if self.is_shared() {
+                inode.catch_up_with_others().await;
+            }
+            return;
+        }
         match self.store.tree.layout(ino).await {
             Ok((layout, generation)) => inode.renew(layout, generation),
             // Removed, most likely: who has it open goes on with what it was.

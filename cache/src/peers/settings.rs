@@ -1,11 +1,10 @@
 //! What can be set about sharing blocks with other hosts.
 
-use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use forebay_core::{Error, Result};
-use forebay_io::net::secure::{Listen, Transport};
+use forebay_io::net::secure::{self, Listen, Transport, read_secret};
 use serde::{Deserialize, Serialize};
 
 /// How often who works on an answer says so.
@@ -13,8 +12,6 @@ pub(super) const BEAT: Duration = Duration::from_secs(1);
 
 /// The port that hosts listen at, and are looked for at, where none is named.
 const PORT: u16 = 7400;
-/// A file longer than this holds no secret.
-const LONGEST_SECRET: u64 = 64 << 10;
 
 /// How hosts that mount one volume share the blocks that they have.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -98,87 +95,23 @@ impl PeerSettings {
     /// # Errors
     /// What the file system says, naming the file.
     pub(super) async fn read_secret(&self) -> Result<Vec<u8>> {
-        let path: &Path = self.secret.as_deref().unwrap_or(Path::new(""));
-        let read = async {
-            let length = tokio::fs::metadata(path).await?.len();
-            match length > LONGEST_SECRET {
-                true => Err(std::io::Error::other(format!("{length} bytes are no secret"))),
-                false => tokio::fs::read(path).await,
-            }
-        };
-        match read.await {
-            Ok(bytes) => Ok(bytes.trim_ascii().to_vec()),
-            Err(error) => {
-                let error = Error::from(error).context(format!("the secret of peers, {}", path.display()));
-                Err(error.with_hint("head -c 32 /dev/urandom | base64 makes one; all hosts take the same"))
-            }
-        }
+        read_secret(self.secret.as_deref().unwrap_or(Path::new(""))).await
     }
 
     /// Where this host listens.
     pub(super) fn listen(&self) -> Result<Listen> {
-        let Some(text) = &self.listen else { return Ok(Listen { ip: None, port: PORT }) };
-        let (name, port) = endpoint(text)?;
-        let ip = match name {
-            "" => None,
-            name => Some(name.parse::<IpAddr>().map_err(|_| {
-                Error::invalid(format!("`{name}` is no address to listen at"))
-                    .with_hint("10.0.0.5:7400, [2001:db8::5]:7400, or :7400 for all addresses")
-            })?),
-        };
-        Ok(Listen { ip, port })
+        Listen::parse(self.listen.as_deref(), PORT)
     }
 }
 
-/// A host's name or address, without the brackets of an IPv6 one, and its port.
+/// A host's name or address, and its port.
 pub(super) fn endpoint(text: &str) -> Result<(&str, u16)> {
-    let wrong = || {
-        Error::invalid(format!("`{text}` names no host and port"))
-            .with_hint("host, host:7400, 10.0.0.5:7400, or [2001:db8::5]:7400")
-    };
-    let (name, port) = match text.strip_prefix('[') {
-        Some(rest) => {
-            let (ip, behind) = rest.split_once(']').ok_or_else(wrong)?;
-            (ip, if behind.is_empty() { None } else { Some(behind.strip_prefix(':').ok_or_else(wrong)?) })
-        }
-        // More than one colon: an address of IPv6 alone.
-        None if text.matches(':').count() > 1 => (text, None),
-        None => match text.split_once(':') {
-            Some((name, port)) => (name, Some(port)),
-            None => (text, None),
-        },
-    };
-    let port = port.map_or(Ok(PORT), |port| port.parse().map_err(|_| wrong()))?;
-    match name.contains(char::is_whitespace) || text.is_empty() {
-        true => Err(wrong()),
-        false => Ok((name, port)),
-    }
+    secure::endpoint(text, PORT)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn hosts_are_named_in_the_ways_that_people_do() {
-        for (text, expected) in [
-            ("cache", Some(("cache", 7400))),
-            ("cache.training.svc:99", Some(("cache.training.svc", 99))),
-            ("10.0.0.5:1", Some(("10.0.0.5", 1))),
-            ("[2001:db8::5]:7401", Some(("2001:db8::5", 7401))),
-            ("[2001:db8::5]", Some(("2001:db8::5", 7400))),
-            ("2001:db8::5", Some(("2001:db8::5", 7400))),
-            (":80", Some(("", 80))),
-            ("", None),
-            ("a b", None),
-            ("a:b", None),
-            ("a:70000", None),
-            ("[::1", None),
-            ("[::1]80", None),
-        ] {
-            assert_eq!(endpoint(text).ok(), expected, "{text}");
-        }
-    }
 
     #[test]
     fn settings_that_cannot_work_are_refused() {

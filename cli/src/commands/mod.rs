@@ -1,6 +1,7 @@
 //! The commands, one file each.
 
 pub(crate) mod mount;
+pub(crate) mod meta;
 pub(crate) mod warmup;
 pub(crate) mod status;
 pub(crate) mod refresh;

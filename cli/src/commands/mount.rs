@@ -6,6 +6,7 @@
 mod options;
 mod background;
 mod serve;
+mod signals;
 mod helper;
 
 use std::path::PathBuf;
@@ -20,6 +21,8 @@ use crate::settings::Settings;
 
 pub(crate) use helper::{helper_arguments, is_helper};
 use options::Plan;
+pub(crate) use serve::CONTROL_DEADLINE;
+pub(crate) use signals::Signals;
 
 /// The arguments of `forebay mount`.
 #[derive(Debug, Args)]
@@ -67,6 +70,20 @@ pub(crate) struct MountArguments {
     /// What carries blocks from host to host: tcp, or quic for long or lossy links.
     #[arg(long, value_name = "TRANSPORT")]
     pub(crate) peer_transport: Option<String>,
+    /// A file with what all hosts that write to the volume know and nobody else does: the mount that holds the volume serves its
+    /// tree to the others, which join.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) join_secret: Option<String>,
+    /// Where to serve the tree while this mount holds the volume: an address, a port behind `:`, or both; else port 7401 of all
+    /// addresses.
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) join_listen: Option<String>,
+    /// Where other hosts reach it then, where that is not what this host sees.
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) join_address: Option<String>,
+    /// Never hold the volume: wait for a process that does, such as `forebay meta`.
+    #[arg(long)]
+    pub(crate) join_only: bool,
     /// The ceiling for all memory that holds file data, such as 512MiB.
     #[arg(long, value_name = "SIZE")]
     pub(crate) memory: Option<String>,
@@ -128,7 +145,7 @@ pub(crate) fn run(global: &Global, arguments: &MountArguments) -> Result<ExitCod
 }
 
 /// Tells systemd, where it started this process and asked to be told (`Type=notify`).
-fn tell_supervisor(state: NotifyState<'_>) {
+pub(crate) fn tell_supervisor(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(false, &[state]) {
         tracing::warn!(%error, "the supervisor could not be told how the mount is doing");
     }

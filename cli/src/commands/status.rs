@@ -8,6 +8,7 @@ use forebay_cache::Counters;
 use forebay_core::Result;
 use forebay_core::units::format_bytes;
 use forebay_fuse::OwnMount;
+use forebay_volume::Sharing;
 use forebay_volume::control::{Follows, Status};
 use forebay_volume::staging::{self, Left, Staged};
 use serde_json::{Value, json};
@@ -73,6 +74,7 @@ pub(crate) fn run(global: &Global, arguments: &StatusArguments) -> Result<ExitCo
                 warn_of_staged(mount);
                 warn_of_unsealed(mount);
                 warn_of_lag(mount);
+                warn_of_no_server(mount);
             }
             dead.iter().for_each(warn_of_dead);
             left.iter().for_each(warn_of_left);
@@ -124,6 +126,19 @@ fn warn_of_lag(mount: &Mount) {
     };
     let message = format!("{at}: {age}, since the tree of the mount for writing cannot be read: {error}");
     report::warning(&message, false);
+}
+
+/// Says that nobody serves the tree that a mount joined.
+fn warn_of_no_server(mount: &Mount) {
+    let State::Serving(status) = &mount.state else { return };
+    if let Some(Sharing::Joins { server: None, .. }) = status.sharing {
+        let at = &status.mount_point;
+        let message = format!(
+            "{at}: nobody serves the tree of its volume: start `forebay meta`, or a mount with --join-secret, on a host that \
+             this one reaches"
+        );
+        report::warning(&message, false);
+    }
 }
 
 /// Says what is to be done about a mount whose process is gone.
@@ -190,7 +205,7 @@ fn as_row(mount: &Mount) -> Vec<String> {
     vec![
         status.mount_point.clone(),
         status.source.clone(),
-        state(status).to_owned(),
+        state(status),
         status.pid.to_string(),
         status.open_files.to_string(),
         format_bytes(status.dirty_bytes),
@@ -204,11 +219,19 @@ fn as_row(mount: &Mount) -> Vec<String> {
     ]
 }
 
-fn state(status: &Status) -> &'static str {
+fn state(status: &Status) -> String {
     match status {
-        Status { is_ending: true, .. } => "uploading",
-        Status { read_only: true, .. } => "read-only",
-        _ => "read-write",
+        Status { is_ending: true, .. } => "uploading".to_owned(),
+        Status { read_only: true, .. } => "read-only".to_owned(),
+        Status { sharing: Some(Sharing::Serves { mounts }), .. } => {
+            let here = mounts.iter().filter(|mount| mount.is_here).count();
+            format!("read-write, serves {here}")
+        }
+        Status { sharing: Some(Sharing::Joins { server: Some(server), .. }), .. } => {
+            format!("read-write by {server}")
+        }
+        Status { sharing: Some(Sharing::Joins { server: None, .. }), .. } => "waits for a tree".to_owned(),
+        _ => "read-write".to_owned(),
     }
 }
 

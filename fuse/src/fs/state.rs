@@ -89,7 +89,11 @@ impl FileSystem {
 
     /// Open files whose bytes another mount may change.
     pub(crate) fn followed(&self) -> Vec<InodeId> {
-        if self.volume.read_only() { self.volume.open_numbers() } else { Vec::new() }
+        if self.volume.read_only() || self.volume.is_shared() {
+            self.volume.open_numbers()
+        } else {
+            Vec::new()
+        }
     }
 
     /// Has an open file show what the tree has by now.

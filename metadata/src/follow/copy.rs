@@ -135,7 +135,7 @@ mod tests {
             held.clone(),
             claim("intended", HolderState::Intended(InodeId(3))),
             (KEYS.intent(InodeId(3)), intent.encode()),
-            (KEYS.session(9), SessionRecord { started: Default::default() }.encode()),
+            (KEYS.session(9), SessionRecord { started: Default::default(), is_guest: false }.encode()),
         ];
         let (from, other) = (engine_of(&records).await, (Keys(VolumeId(8)).loading(), encode_plain(b"")));
         let into = engine_of(&[xattr(b"user.old"), other.clone()]).await;

@@ -13,7 +13,7 @@ use super::Mover;
 use super::copies::LONGEST_COPY;
 use super::run::{AT_ONCE, PAGE, Tally};
 use crate::kv::Durability;
-use crate::records::{Change, Records, is_about_a_record};
+use crate::records::{Change, Records, Shared, is_about_a_record};
 use crate::schema::{Deletion, HolderState, Tag};
 
 /// How long a look at an object counts: an outsider may replace it meanwhile. Stores answer in a small part of it, those that
@@ -224,8 +224,7 @@ impl Mover {
         if self.shared().segments.holds(&deletion.blob.key) {
             return Ok(Verdict::Keep);
         }
-        let session = self.shared().session;
-        let recorded = self.look(|look| recorded(look, key, deletion, session)).await?;
+        let recorded = self.look(|look| recorded(look, key, deletion, self.shared())).await?;
         if recorded != Verdict::Delete {
             return Ok(recorded);
         }
@@ -282,7 +281,7 @@ fn has_marker(deletion: &Deletion) -> bool {
 }
 
 /// What the records alone say.
-fn recorded(records: &dyn Records, key: &[u8], deletion: &Deletion, session: u64) -> Result<Verdict> {
+fn recorded(records: &dyn Records, key: &[u8], deletion: &Deletion, shared: &Shared) -> Result<Verdict> {
     if records.reads().get(key)?.is_none() {
         return Ok(Verdict::Forget);
     }
@@ -292,7 +291,7 @@ fn recorded(records: &dyn Records, key: &[u8], deletion: &Deletion, session: u64
     if !deletion.blob.is_owned() {
         return Ok(Verdict::Delete);
     }
-    if deletion.session == Some(session) {
+    if deletion.session.is_some_and(|session| shared.is_living(session)) {
         return Ok(Verdict::Keep);
     }
     let referred = records.references(deletion.blob.key.as_str())?.is_some_and(|record| record.count > 0);

@@ -46,19 +46,28 @@ impl Settled {
 }
 
 impl Mover {
-    /// Settles every intent there is: at start-up, when nobody can be writing. One that cannot be read, or whose file cannot,
+    /// Settles every intent there is: at start-up, when nobody can be writing but guests of the process before, who may be at what
+    /// they announced. One that cannot be read, or whose file cannot,
     /// stays, and keeps its key from others by its claim.
     pub(crate) async fn settle_all(&self) -> Result<()> {
         let keys = self.shared().keys;
+        let has_guests = !self.shared().guests.expected().is_empty();
         let (mut start, end) = keys.family(Tag::Intent);
         loop {
             let (from, to) = (start.clone(), end.clone());
             let found = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
             let Some((last, _)) = found.last() else { return Ok(()) };
             start = after(last);
-            for (key, _) in found {
+            for (key, value) in found {
                 let settle = async {
                     let ino = InodeId(keys.number_in(&key)?);
+                    if has_guests && Intent::decode(value)?.copies.is_none() {
+                        let patience = (None, Patience::Unknown);
+                        return self
+                            .settle_intent_of(ino, false, patience)
+                            .await
+                            .map(|settled| settled.is_over());
+                    }
                     self.end_uploads(ino).await?;
                     self.settle_intent(ino).await
                 };
@@ -198,7 +207,8 @@ impl Mover {
         let is_unknown = patience == Patience::Unknown;
         if is_unchanged
             && patience != Patience::None
-            && self.doubts().awaits(ino, &intent, self.shared().now_ms(), is_unknown)
+            && (self.shared().holds.is_held(ino)
+                || self.doubts().awaits(ino, &intent, self.shared().now_ms(), is_unknown))
         {
             return Ok(Settled::InDoubt(intent));
         }

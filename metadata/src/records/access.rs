@@ -1,5 +1,7 @@
 //! Reading and writing records by type.
 
+use std::sync::atomic::Ordering;
+
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, FileKind, FileLayout, InodeId, Result, Timestamp};
 
@@ -219,7 +221,9 @@ pub(crate) struct Change<'a, 't> {
     pub(crate) is_gone: bool,
     /// Whether it put a claim.
     pub(crate) has_claimed: bool,
-    /// Names that a listing changed so far.
+    /// The session that it is made for.
+    pub(crate) session: u64,
+    /// What it changed so far that others are told of: names by a listing, all where other mounts write to the tree.
     pub(crate) outside: Vec<OutsideChange>,
 }
 
@@ -244,18 +248,31 @@ impl<'a, 't> Change<'a, 't> {
             keeps_deleted: true,
             is_gone: false,
             has_claimed: false,
+            session: shared.session,
             outside,
+        }
+    }
+
+    /// Has other mounts that write to this tree hear that an inode, or its content, changed.
+    pub(crate) fn tell_of_inode(&mut self, ino: InodeId, has_content: bool) {
+        if self.is_import || !self.shared.settings.serves {
+            return;
+        }
+        let is_same = |change: &&mut OutsideChange| matches!(change, OutsideChange::Inode { ino: other, .. } if *other == ino);
+        match self.outside.iter_mut().find(is_same) {
+            Some(OutsideChange::Inode { has_content: known, .. }) => *known |= has_content,
+            _ => self.outside.push(OutsideChange::Inode { ino, has_content }),
         }
     }
 
     fn touch_name(&mut self, parent: InodeId, name: &[u8]) {
         self.shared.clones.note_name(parent, name);
-        match self.is_import {
-            true => {
-                let name = Bytes::copy_from_slice(name);
-                self.outside.push(OutsideChange::Name { directory: parent, name });
-            }
-            false => self.shared.touched.name(parent, name),
+        if self.is_import || self.shared.settings.serves {
+            let name = Bytes::copy_from_slice(name);
+            self.outside.push(OutsideChange::Name { directory: parent, name });
+        }
+        if !self.is_import {
+            self.shared.touched.name(parent, name);
         }
     }
 
@@ -271,9 +288,9 @@ impl<'a, 't> Change<'a, 't> {
         }
     }
 
-    /// The key of the record of an upload of this session.
+    /// The key of the record of an upload of the session that asks.
     pub(crate) fn upload_key(&self, id: &str) -> Bytes {
-        self.keys().upload(self.shared.session, id)
+        self.keys().upload(self.session, id)
     }
 
     pub(crate) fn put(&mut self, key: Bytes, value: Bytes) -> Result<()> {
@@ -302,6 +319,7 @@ impl<'a, 't> Change<'a, 't> {
 
     pub(crate) fn put_inode(&mut self, ino: InodeId, inode: &Inode) -> Result<()> {
         self.shared.clones.note_inode(ino, inode);
+        self.tell_of_inode(ino, false);
         self.put(self.keys().inode(ino), inode.encode())
     }
 
@@ -349,8 +367,8 @@ impl<'a, 't> Change<'a, 't> {
     /// Takes `count` inode numbers in a row that were never used.
     pub(crate) fn take_numbers(&mut self, count: u64) -> Result<u64> {
         let mut counters = self.counters()?;
-        let first = counters.next_ino;
-        counters.next_ino += count;
+        let first = counters.next_ino.max(self.shared.first_ino.load(Ordering::Relaxed));
+        counters.next_ino = first + count;
         self.put(self.keys().counters(), counters.encode())?;
         Ok(first)
     }
@@ -359,7 +377,8 @@ impl<'a, 't> Change<'a, 't> {
     pub(crate) fn next_ino(&mut self, directory: &mut Inode) -> Result<InodeId> {
         /// Numbers set aside at once: a page of dentries' worth, and 2^64 of them last for ever.
         const RUN: u64 = 64;
-        if directory.run.next >= directory.run.end {
+        let first = self.shared.first_ino.load(Ordering::Relaxed);
+        if directory.run.next >= directory.run.end || directory.run.next < first {
             directory.run.next = self.take_numbers(RUN)?;
             directory.run.end = directory.run.next + RUN;
         }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use forebay_core::{Blob, FileLayout, InodeId, ObjectKey, Result, Version};
 
 use super::access::borrowed;
-use super::{Change, Records};
+use super::{Change, Records, session_of};
 use crate::schema::{Deletion, Inode, Loan, Parts, References, encode_extents};
 
 impl Change<'_, '_> {
@@ -122,7 +122,7 @@ impl Change<'_, '_> {
     /// refers to it. Nobody is woken for it: it is left alone while this session lives.
     pub(crate) fn note_uncommitted(&mut self, key: &ObjectKey) -> Result<()> {
         let blob = Blob { key: key.clone(), version: Version::new(""), size: 0 };
-        let session = Some(self.shared.session);
+        let session = Some(session_of(key).unwrap_or(self.shared.session));
         let record = self.keys().deletion(Deletion::UNCOMMITTED_MS, key.as_str());
         self.put(record, Deletion { blob, session }.encode())
     }

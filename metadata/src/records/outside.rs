@@ -1,8 +1,10 @@
-//! Names that changed without anybody having asked for it through a mount: by a listing of the bucket, or by a command.
+//! Names and inodes that changed without this mount having asked for it: by a listing of the bucket, by a command, or by
+//! another mount that writes to the same tree.
 
 use bytes::Bytes;
 use forebay_core::InodeId;
-use tokio::sync::broadcast::error::RecvError;
+use serde::{Deserialize, Serialize};
+use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::sync::{broadcast, mpsc};
 
 /// Changes that a slow listener may be behind before it loses the oldest. Whoever loses some is wrong for no longer
@@ -10,7 +12,7 @@ use tokio::sync::{broadcast, mpsc};
 const QUEUE: usize = 1 << 14;
 
 /// What changed.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OutsideChange {
     /// A name that means something else, or nothing, or something for the first time.
     Name {
@@ -26,43 +28,64 @@ pub enum OutsideChange {
         /// Whether its bytes are others.
         has_content: bool,
     },
+    /// Nobody knows: some changes were lost on their way here.
+    Anything,
 }
 
 /// What goes to a listener.
 #[derive(Debug, Clone)]
 enum Message {
-    Change(OutsideChange),
+    /// With the session that made it, if one did.
+    Change(OutsideChange, Option<u64>),
     /// Dropped by whoever meets it: all before it was dealt with.
     Mark(#[expect(dead_code, reason = "it is held and dropped")] mpsc::Sender<()>),
 }
 
 /// Tells such changes to whoever listens, after they were committed. Telling never waits.
 #[derive(Debug)]
-pub struct OutsideChanges(broadcast::Sender<Message>);
+pub struct OutsideChanges {
+    queue: broadcast::Sender<Message>,
+    own: u64,
+}
 
 impl Default for OutsideChanges {
     fn default() -> Self {
-        Self(broadcast::Sender::new(QUEUE))
+        Self::of(0)
     }
 }
 
 impl OutsideChanges {
-    /// Hears of every change from now on.
-    pub fn listen(&self) -> OutsideListener {
-        OutsideListener(self.0.subscribe())
+    /// Those that the session `own` hears of.
+    pub(crate) fn of(own: u64) -> Self {
+        Self { queue: broadcast::Sender::new(QUEUE), own }
     }
 
-    /// Tells of one.
+    /// Hears of every change from now on that others make.
+    pub fn listen(&self) -> OutsideListener {
+        self.listen_as(self.own)
+    }
+
+    /// The same for another session.
+    pub(crate) fn listen_as(&self, own: u64) -> OutsideListener {
+        OutsideListener { queue: self.queue.subscribe(), own }
+    }
+
+    /// Tells of one that no session made.
     pub fn tell(&self, change: OutsideChange) {
         // Nobody listens: no mount is there.
-        let _ = self.0.send(Message::Change(change));
+        let _ = self.queue.send(Message::Change(change, None));
+    }
+
+    /// Tells others of one that a session made.
+    pub(crate) fn tell_from(&self, change: OutsideChange, session: u64) {
+        let _ = self.queue.send(Message::Change(change, Some(session)));
     }
 
     /// Returns when everybody who listens has dealt with all that was told before.
     pub async fn heard(&self) {
         let (mark, mut dropped) = mpsc::channel(1);
         // Without listeners it comes back in the error, and goes with that.
-        let _ = self.0.send(Message::Mark(mark));
+        let _ = self.queue.send(Message::Mark(mark));
         // Nothing is ever sent: this waits for the last mark to go.
         let _ = dropped.recv().await;
     }
@@ -70,7 +93,10 @@ impl OutsideChanges {
 
 /// Hears of changes, one after another.
 #[derive(Debug)]
-pub struct OutsideListener(broadcast::Receiver<Message>);
+pub struct OutsideListener {
+    queue: broadcast::Receiver<Message>,
+    own: u64,
+}
 
 impl OutsideListener {
     /// The next change. Asking for it says that the one before was dealt with.
@@ -79,8 +105,22 @@ impl OutsideListener {
     /// Those of the channel: that some were lost, or that there will be none.
     pub async fn next(&mut self) -> Result<OutsideChange, RecvError> {
         loop {
-            if let Message::Change(change) = self.0.recv().await? {
-                return Ok(change);
+            match self.queue.recv().await? {
+                Message::Change(change, by) if by != Some(self.own) => return Ok(change),
+                _ => {}
+            }
+        }
+    }
+
+    /// The same if there is one already.
+    pub(crate) fn next_now(&mut self) -> Option<Result<OutsideChange, RecvError>> {
+        loop {
+            match self.queue.try_recv() {
+                Ok(Message::Change(change, by)) if by != Some(self.own) => return Some(Ok(change)),
+                Ok(_) => {}
+                Err(TryRecvError::Empty) => return None,
+                Err(TryRecvError::Closed) => return Some(Err(RecvError::Closed)),
+                Err(TryRecvError::Lagged(lost)) => return Some(Err(RecvError::Lagged(lost))),
             }
         }
     }
@@ -111,6 +151,17 @@ mod tests {
         assert!(heard.as_mut().now_or_never().is_none(), "one may be dealing with it");
         drop(second);
         heard.await;
+    }
+
+    #[tokio::test]
+    async fn who_made_a_change_does_not_hear_of_it() {
+        let changes = OutsideChanges::of(1);
+        let (mut own, mut other) = (changes.listen(), changes.listen_as(2));
+        changes.tell_from(change(1), 1);
+        changes.tell_from(change(2), 2);
+        changes.tell(change(3));
+        assert_eq!((own.next().await, own.next().await), (Ok(change(2)), Ok(change(3))));
+        assert_eq!((other.next().await, other.next().await), (Ok(change(1)), Ok(change(3))));
     }
 
     #[tokio::test]

@@ -10,6 +10,8 @@ pub struct TreeSettings {
     pub read_only: bool,
     /// Whether it is a copy of another mount's tree that follows this one. Default false.
     pub follows: bool,
+    /// Whether other mounts may write to it through this process. Default false.
+    pub serves: bool,
     /// How objects that others put into the bucket appear.
     pub import: ImportSettings,
     /// Milliseconds between the last reference to an owned blob and its deletion. Default 24 h: readers on other
@@ -66,6 +68,7 @@ impl Default for TreeSettings {
         Self {
             read_only: false,
             follows: false,
+            serves: false,
             import,
             delete_delay_ms: DAY_MS,
             trash_ms: 0,

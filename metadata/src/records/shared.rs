@@ -15,6 +15,7 @@ use super::clones::Clones;
 use super::counted::Quotas;
 use super::path::Spelling;
 use super::segments::Pins;
+use super::sessions::{Guests, Holds};
 use super::{OutsideChanges, TreeSettings};
 use crate::schema::Keys;
 
@@ -29,6 +30,12 @@ pub(crate) struct Shared {
     pub(crate) spelling: Spelling,
     /// How often each inode is open in this session.
     pub(crate) openers: Mutex<HashMap<InodeId, u32>>,
+    /// Other mounts that write to this tree.
+    pub(crate) guests: Guests,
+    /// Who is writing to which file's own path, where several mounts may.
+    pub(crate) holds: Holds,
+    /// Inode numbers below are given to nobody any more: the server before may have told its guests of some that it lost.
+    pub(crate) first_ino: AtomicU64,
     pub(crate) touched: Touched,
     pub(crate) markers: Markers,
     pub(crate) quotas: Quotas,
@@ -63,6 +70,9 @@ impl Shared {
             clock,
             spelling,
             openers: Mutex::default(),
+            guests: Guests::default(),
+            holds: Holds::default(),
+            first_ino: AtomicU64::new(0),
             touched: Touched::default(),
             markers: Markers::default(),
             quotas: Quotas::default(),
@@ -72,8 +82,13 @@ impl Shared {
             subtree_moves: AtomicU64::new(0),
             prefixes_freed: AtomicU64::new(0),
             work: Notify::new(),
-            outside: OutsideChanges::default(),
+            outside: OutsideChanges::of(session),
         }
+    }
+
+    /// Whether what a session wrote and did not commit may still be committed.
+    pub(crate) fn is_living(&self, session: u64) -> bool {
+        session == self.session || self.guests.has(session)
     }
 
     /// Takes back one opener. Returns whether it was the last.

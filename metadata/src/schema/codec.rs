@@ -83,6 +83,11 @@ impl Decoder {
         Error::corrupt(format!("{} record {why}", self.what))
     }
 
+    /// Whether a field follows that not every record has.
+    pub(super) fn has_more(&self) -> bool {
+        !self.rest.is_empty()
+    }
+
     /// Ends the value; bytes left over are damage.
     pub(super) fn finish(self) -> Result<()> {
         match self.rest.len() {

@@ -347,6 +347,9 @@ impl Orphan {
 pub struct SessionRecord {
     /// When it began, by its own clock.
     pub started: Timestamp,
+    /// Whether another process serves the tree to it: one that takes that over gives it time to come.
+    #[serde(default)]
+    pub is_guest: bool,
 }
 
 impl SessionRecord {
@@ -354,15 +357,22 @@ impl SessionRecord {
     pub fn encode(&self) -> Bytes {
         let mut out = Encoder::new();
         out.time(self.started);
+        if self.is_guest {
+            out.byte(1);
+        }
         out.finish()
     }
 
     /// Reads the record.
     pub fn decode(value: Bytes) -> Result<Self> {
         let mut from = Decoder::new(value, "session")?;
-        let record = Self { started: from.time()? };
+        let started = from.time()?;
+        let is_guest = from.has_more();
+        if is_guest && !from.flag()? {
+            return Err(from.bad("has a flag that nobody sets"));
+        }
         from.finish()?;
-        Ok(record)
+        Ok(Self { started, is_guest })
     }
 }
 

@@ -145,7 +145,8 @@ fn golden_values() {
     check(Move::Subtree { prefixes: vec!["a/".into()] }.encode(), "01010102612f");
     let state = ImportState { prefix: Some("a".into()), listed: Some(Timestamp { seconds: 1, nanos: 0 }) };
     check(state.encode(), "0101016101 0200");
-    check(SessionRecord { started: Timestamp { seconds: 1, nanos: 3 } }.encode(), "010203");
+    check(SessionRecord { started: Timestamp { seconds: 1, nanos: 3 }, is_guest: false }.encode(), "010203");
+    check(SessionRecord { started: Timestamp { seconds: 1, nanos: 3 }, is_guest: true }.encode(), "01020301");
     check(Orphan { is_unfinished: false }.encode(), "01");
     check(Orphan { is_unfinished: true }.encode(), "01 01");
     check(UploadRecord { key: key.clone(), id: "u".into() }.encode(), "01016b0175");

@@ -3,12 +3,13 @@
 use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Attributes, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, Version};
+use serde::{Deserialize, Serialize};
 
 use super::{Cloned, OutsideChanges, SegmentPin};
 use crate::schema::Quota;
 
 /// Outcome of looking a name up; a miss is expected and no error.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Lookup {
     /// The name exists.
     Found(Attributes),
@@ -17,7 +18,7 @@ pub enum Lookup {
 }
 
 /// One name in a directory.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DirectoryEntry {
     /// The name as bytes, 1 to 255, without `/` and NUL.
     pub name: Bytes,
@@ -26,7 +27,7 @@ pub struct DirectoryEntry {
 }
 
 /// Part of a directory, in name order, `.` and `..` left out.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DirectoryPage {
     /// The entries.
     pub entries: Vec<DirectoryEntry>,
@@ -35,7 +36,7 @@ pub struct DirectoryPage {
 }
 
 /// What a new inode starts with.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NewInode {
     /// Its type.
     pub kind: FileKind,
@@ -54,7 +55,7 @@ pub struct NewInode {
 }
 
 /// What `create` does when the name exists.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Existing {
     /// Fail with `Exists` (O_EXCL, mkdir, mknod, symlink).
     Refuse,
@@ -63,7 +64,7 @@ pub enum Existing {
 }
 
 /// The flags of renameat2.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RenameMode {
     /// Replace the target if it exists.
     Replace,
@@ -83,7 +84,7 @@ pub enum RenameMode {
 }
 
 /// Attribute changes; `None` leaves a field alone.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SetAttributes {
     /// Permission, set-id and sticky bits.
     pub mode: Option<u16>,
@@ -100,7 +101,7 @@ pub struct SetAttributes {
 }
 
 /// Set-id bits that a change by somebody without CAP_FSETID takes away.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SetIds {
     /// Set-uid, and set-gid where the group may execute: without that it means mandatory locking. Of a directory they mean
     /// something else, and stay.
@@ -110,7 +111,7 @@ pub enum SetIds {
 }
 
 /// The flags of setxattr.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum XattrMode {
     /// Create or replace.
     Set,
@@ -121,7 +122,7 @@ pub enum XattrMode {
 }
 
 /// Where the next whole content of a file is to be written (DESIGN section 4, "Plain objects and their keys").
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Placement {
     /// At the file's own path: an ordinary object. `replaces` is the version there now, if Forebay knows one; the
     /// writer completes with `IfVersion(replaces)` or `IfAbsent`, and gives the object the `token`, by which it is known if
@@ -165,7 +166,7 @@ pub trait CloneGuide: Send + Sync {
 }
 
 /// What statfs shows.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Statistics {
     /// Bytes of all files known to the tree.
     pub bytes: u64,
@@ -376,6 +377,11 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
 
     /// The tree itself where it is served in this process: upkeep is done there only.
     fn local(&self) -> Option<&super::LocalTree> {
+        None
+    }
+
+    /// The tree itself where another process serves it.
+    fn remote(&self) -> Option<&crate::remote::RemoteTree> {
         None
     }
 }

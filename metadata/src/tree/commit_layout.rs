@@ -2,7 +2,7 @@
 
 use forebay_core::{Attributes, Blob, Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
 
-use crate::records::{Change, Records};
+use crate::records::{Change, Records, session_of};
 use crate::schema::{HolderState, Inode, Intent};
 
 /// What [`super::Tree::commit_layout`] and [`super::Tree::relocate`] are told.
@@ -41,6 +41,12 @@ pub(super) fn commit_layout(
     if !change.has_segments(&layout, known) {
         return conflict("takes bytes of a segment that was compacted");
     }
+    if change.session != change.shared.session && has_lost(change, &layout, known)? {
+        let fact = format!(
+            "inode {ino} would have bytes of a session that ended: this host was cut off for too long"
+        );
+        return Err(Error::new(ErrorKind::Stale, fact));
+    }
     let Some(home) = new_home(&inode, known, intent.as_ref(), &layout) else {
         return conflict("was moved: its layout is based on an object that is not its own any more");
     };
@@ -71,6 +77,7 @@ pub(super) fn commit_layout(
     }
     if let Some(mtime) = content.mtime {
         inode.generation += 1;
+        change.tell_of_inode(ino, true);
         inode.mtime = mtime;
         // The change was made when the content was, not now; utimes may have set an mtime that is still to come.
         inode.ctime = inode.ctime.max(mtime.min(change.now));
@@ -79,6 +86,18 @@ pub(super) fn commit_layout(
     change.put_inode(ino, &inode)?;
     change.settle_home(ino, &inode)?;
     Ok(inode.attributes(ino))
+}
+
+/// Whether a layout that another mount commits has owned blobs that may be gone: of a session that ended, and referred to by
+/// no file.
+fn has_lost(change: &Change<'_, '_>, layout: &FileLayout, is_known: impl Fn(&Blob) -> bool) -> Result<bool> {
+    for blob in layout.blobs().filter(|blob| blob.is_owned() && !is_known(blob)) {
+        let is_referred = change.references(blob.key.as_str())?.is_some_and(|record| record.count > 0);
+        if !is_referred && session_of(&blob.key).is_some_and(|session| !change.shared.is_living(session)) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Whether a layout has bytes of the very object that an intent is to replace, and nothing of what it announces.

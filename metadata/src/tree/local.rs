@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io::Write;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use tracing::{debug, warn};
 
+use super::Tree;
 use crate::adopt::not_whole;
 use crate::commit::{Committer, Txn};
 use crate::dump::{self, DumpReport, Frozen};
@@ -22,7 +24,11 @@ use crate::gc::{self, Collector, GcReport};
 use crate::import::Importer;
 use crate::kv::Durability;
 use crate::mover::{Mover, free_unfinished};
-use crate::records::{Change, Look, Records, Shared, Spelling, TreeSettings, names_of, pass_over, readable};
+
+use crate::records::{
+    Change, Look, OutsideChange, OutsideListener, Records, Shared, Spelling, TreeSettings, asking_as,
+    asking_session, names_of, pass_over, readable,
+};
 use crate::schema::{
     Counters, ImportState, Inode, Keys, OWN_NUMBERS, Partial, SessionRecord, Tag, UploadRecord, encode_plain,
 };
@@ -31,6 +37,9 @@ use crate::schema::{
 const CLOSE_DRAIN: Duration = Duration::from_secs(5);
 /// How long it then waits for listings and moves under way before it cancels them.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
+/// Inode numbers that are passed over where some may have been given out and lost: more than can be given out in the second or
+/// so before what was answered is durable.
+const NUMBERS_LOST: u64 = 1 << 28;
 /// Orphans freed between two looks at the records.
 const PAGE: usize = 256;
 /// Claims, and loans, whose keys are kept in memory; where there are more, each is asked for.
@@ -59,7 +68,7 @@ pub struct TreeParts {
 ///
 /// Dropping it without [`super::Tree::close`] leaves its tasks to their group; nothing acknowledged as durable is lost.
 pub struct LocalTree {
-    pub(super) committer: Committer,
+    pub(crate) committer: Committer,
     pub(super) shared: Arc<Shared>,
     pub(super) importer: Option<Importer>,
     pub(super) mover: Option<Mover>,
@@ -126,6 +135,7 @@ impl LocalTree {
             return Ok(tree);
         }
         tree.load_quotas().await?;
+        tree.expect_guests().await?;
         if let Some(mover) = &tree.mover {
             mover.settle_all().await?;
         }
@@ -167,7 +177,7 @@ impl LocalTree {
                 let (first, end) = change.keys().family(tag);
                 change.txn.know_whole(first, end, MOST_KNOWN)?;
             }
-            let session = SessionRecord { started: change.now };
+            let session = SessionRecord { started: change.now, is_guest: false };
             change.put(change.keys().session(change.shared.session), session.encode())?;
             change.put(change.keys().known(change.shared.session), encode_plain(b""))?;
             if change.shared.settings.follows {
@@ -219,10 +229,124 @@ impl LocalTree {
         }
     }
 
+    /// Gives guests of the process that served this tree before time to come. Of what it told them last, some may be lost: the
+    /// inode numbers of that are nobody's from now on.
+    async fn expect_guests(&self) -> Result<()> {
+        if !self.shared.settings.serves {
+            return Ok(());
+        }
+        let (mut start, end) = self.shared.keys.family(Tag::Session);
+        loop {
+            let (from, to) = (start.clone(), end.clone());
+            let found = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
+            let Some((last, _)) = found.last() else { break };
+            start = [&last[..], &[0]].concat().into();
+            for (key, value) in found.into_iter().filter(|(key, _)| !self.shared.keys.is_upload(key)) {
+                let record = readable(SessionRecord::decode(value)).filter(|record| record.is_guest);
+                if let (Some(_), Some(session)) = (record, readable(self.shared.keys.number_in(&key))) {
+                    self.shared.guests.expect(session);
+                }
+            }
+        }
+        if !self.shared.guests.expected().is_empty() {
+            let counters = self.look(|look| look.counters()).await?;
+            self.shared.first_ino.store(counters.next_ino + NUMBERS_LOST, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Notes that another mount writes to this tree as `session`, which it is known by in the names of what it writes. Returns
+    /// whether it was expected: it goes on then.
+    pub(crate) async fn welcome(&self, session: u64) -> Result<bool> {
+        self.check_writable()?;
+        // First: what it wrote is kept from here on, if it is not gone.
+        let was_expected = self.shared.guests.welcome(session);
+        let note = move |change: &mut Change<'_, '_>| {
+            let record = SessionRecord { started: change.now, is_guest: true };
+            change.put(change.keys().session(session), record.encode())?;
+            change.put(change.keys().known(session), encode_plain(b""))
+        };
+        match self.transact(Durability::Durable, note).await {
+            Ok(()) => Ok(was_expected),
+            Err(error) => {
+                self.shared.guests.forget(session);
+                Err(error)
+            }
+        }
+    }
+
+    /// The volume whose tree this is.
+    pub(crate) fn volume(&self) -> VolumeId {
+        self.shared.keys.0
+    }
+
+    /// Whether this process surely may act for the volume now.
+    pub(crate) fn expect_sure(&self) -> Result<()> {
+        self.committer.expect_sure()
+    }
+
+    /// Whether there are quotas.
+    pub(crate) fn has_quotas(&self) -> bool {
+        !self.shared.quotas.is_empty()
+    }
+
+    /// Whether a session is one that the process before served, and has time to come.
+    pub(crate) fn expects(&self, session: u64) -> bool {
+        self.shared.guests.has(session)
+    }
+
+    /// Hears what others than a session change.
+    pub(crate) fn listen_as(&self, session: u64) -> OutsideListener {
+        self.shared.outside.listen_as(session)
+    }
+
+    /// Notes that a session is at these files' own paths, as it was when the process before served it.
+    pub(crate) fn hold(&self, session: u64, files: &[InodeId]) {
+        files.iter().for_each(|ino| self.shared.holds.take(*ino, session));
+    }
+
+    /// Ends a session of another mount: what it was writing is in doubt, what it wrote and did not commit is garbage.
+    pub(crate) async fn end_guest(&self, session: u64) -> Result<()> {
+        for ino in self.shared.holds.of(session) {
+            self.let_go(ino, session).await?;
+        }
+        for ino in self.shared.guests.opened_by(session) {
+            pass_over(asking_as(session, self.closed(ino)).await)?;
+        }
+        self.shared.guests.forget(session);
+        let keys = self.shared.keys;
+        let (from, to) = keys.below(Tag::Session, session);
+        let found = self.look(move |look| look.reads().scan(&from, &to, usize::MAX)).await?;
+        for (key, value) in found {
+            pass_over(self.end_dead_session(key, value).await)?;
+        }
+        Ok(())
+    }
+
+    /// Ends sessions that did not come.
+    pub(crate) async fn end_missing_guests(&self) -> Result<()> {
+        for session in self.shared.guests.expected() {
+            warn!(
+                session = format!("{session:016x}"),
+                "a mount that was served before did not come back: what it was writing is given up"
+            );
+            self.end_guest(session).await?;
+        }
+        Ok(())
+    }
+
+    /// A session is at a file's own path no more, and has not said what came of it.
+    pub(crate) async fn let_go(&self, ino: InodeId, session: u64) -> Result<()> {
+        match (&self.mover, self.shared.holds.release(ino, session)) {
+            (Some(mover), true) => mover.doubt_write(ino).await,
+            _ => Ok(()),
+        }
+    }
+
     /// Forgets a session that is not this one, or an upload of such a one, which is aborted first.
     async fn end_dead_session(&self, key: Bytes, value: Bytes) -> Result<()> {
         let keys = self.shared.keys;
-        if readable(keys.number_in(&key)).is_none_or(|session| session == self.shared.session) {
+        if readable(keys.number_in(&key)).is_none_or(|session| self.shared.is_living(session)) {
             return Ok(());
         }
         if let (true, Some(mover)) = (keys.is_upload(&key), &self.mover) {
@@ -339,6 +463,11 @@ impl LocalTree {
         self.importer.as_ref().is_none_or(|importer| importer.is_fresh(directory))
     }
 
+    /// The session that asks for what is being done.
+    pub(super) fn asking(&self) -> u64 {
+        asking_session(self.shared.session)
+    }
+
     pub(super) fn fresh_name(&self) -> String {
         self.rng.name()
     }
@@ -358,9 +487,17 @@ impl LocalTree {
         durability: Durability,
         mut work: impl FnMut(&mut Change<'_, '_>) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let shared = self.shared.clone();
-        let closure = move |txn: &mut Txn<'_>| work(&mut Change::new(txn, &shared));
-        self.committer.transact_in_time(durability, closure).await
+        let (shared, session) = (self.shared.clone(), self.asking());
+        let closure = move |txn: &mut Txn<'_>| run(txn, &shared, session, &mut work);
+        let (value, told) = self.committer.transact_in_time(durability, closure).await?;
+        self.tell(told);
+        Ok(value)
+    }
+
+    /// Has other mounts that write to this tree hear of what the one that asks changed.
+    fn tell(&self, told: Vec<OutsideChange>) {
+        let session = self.asking();
+        told.into_iter().for_each(|change| self.shared.outside.tell_from(change, session));
     }
 
     /// As `change`, for what was done already and is lost otherwise: it waits for room, however long.
@@ -369,9 +506,11 @@ impl LocalTree {
         mut work: impl FnMut(&mut Change<'_, '_>) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         self.check_writable()?;
-        let shared = self.shared.clone();
-        let closure = move |txn: &mut Txn<'_>| work(&mut Change::new(txn, &shared));
-        self.committer.transact(Durability::Buffered, closure).await
+        let (shared, session) = (self.shared.clone(), self.asking());
+        let closure = move |txn: &mut Txn<'_>| run(txn, &shared, session, &mut work);
+        let (value, told) = self.committer.transact(Durability::Buffered, closure).await?;
+        self.tell(told);
+        Ok(value)
     }
 
     /// A change of a writable tree, answered at once.
@@ -382,6 +521,19 @@ impl LocalTree {
         self.check_writable()?;
         self.transact(Durability::Buffered, work).await
     }
+}
+
+/// One transaction, and what others are told of it once it is made. It may run elsewhere than who asks.
+fn run<T>(
+    txn: &mut Txn<'_>,
+    shared: &Shared,
+    session: u64,
+    work: &mut impl FnMut(&mut Change<'_, '_>) -> Result<T>,
+) -> Result<(T, Vec<OutsideChange>)> {
+    let mut change = Change::new(txn, shared);
+    change.session = session;
+    let value = work(&mut change)?;
+    Ok((value, change.outside))
 }
 
 impl fmt::Debug for LocalTree {

@@ -206,11 +206,15 @@ impl Tree for LocalTree {
     }
 
     async fn opened(&self, ino: InodeId) -> Result<()> {
+        if self.shared.settings.serves {
+            self.shared.guests.opened(self.asking(), ino);
+        }
         *self.shared.openers.lock().entry(ino).or_default() += 1;
         // Counted first: an unlink that runs before this look has freed the inode, one that runs after has not.
         match self.look(|look| look.inode(ino)).await {
             Ok(_) => Ok(()),
             Err(error) => {
+                self.shared.guests.closed(self.asking(), ino);
                 self.shared.forget_opener(ino);
                 Err(error)
             }
@@ -218,6 +222,13 @@ impl Tree for LocalTree {
     }
 
     async fn closed(&self, ino: InodeId) -> Result<()> {
+        if self.shared.settings.serves {
+            match self.shared.guests.closed(self.asking(), ino) {
+                None => return Ok(()),
+                Some(true) => self.let_go(ino, self.asking()).await?,
+                Some(false) => {}
+            }
+        }
         if !self.shared.forget_opener(ino) || self.shared.settings.read_only {
             return Ok(());
         }
@@ -238,15 +249,27 @@ impl Tree for LocalTree {
     }
 
     async fn place(&self, ino: InodeId, seals: bool) -> Result<Placement> {
-        let (mut gone, mut is_late, until) = (None, false, Instant::now() + PATIENCE);
+        let (mut gone, until, session) = (None, Instant::now() + PATIENCE, self.asking());
+        // What it was at before is over. What another mount is at is waited for, and then this one goes elsewhere.
+        self.shared.holds.release(ino, session);
+        let mut is_late = !self.shared.holds.free(ino, session, until).await;
         let mut in_doubt = None;
         for step in 1..=MOST_STEPS {
-            let (key, token) = (self.fresh_blob(), self.fresh_name());
+            let (key, token) = (owned_key(session, &self.fresh_name()), self.fresh_name());
             let (is_last, lost) = (step == MOST_STEPS || is_late, gone.clone());
             let before = in_doubt.clone();
             let mut unplaced = Unplaced::new(self.mover.clone(), ino, &token);
             let attempt = move |change: &mut Change<'_, '_>| {
-                place(change, ino, (&key, &token, seals), (is_last, lost.as_ref()), before.as_ref())
+                let is_last = is_last || change.shared.holds.is_others(ino, session);
+                let step =
+                    place(change, ino, (&key, &token, seals), (is_last, lost.as_ref()), before.as_ref())?;
+                if change.shared.settings.serves
+                    && let Step::Placed { placement: Placement::Own { .. }, .. } = step
+                {
+                    // Here, where one comes after another.
+                    change.shared.holds.take(ino, session);
+                }
+                Ok(step)
             };
             let step = self.change(attempt).await?;
             if !matches!(step, Step::Placed { .. }) {
@@ -282,6 +305,11 @@ impl Tree for LocalTree {
     }
 
     async fn settle(&self, ino: InodeId) -> Result<()> {
+        self.shared.holds.release(ino, self.asking());
+        if self.shared.holds.is_held(ino) {
+            // Another mount is at it, and tells.
+            return Ok(());
+        }
         let intent = self.look(move |look| look.intent(ino)).await?;
         if let (Some(mover), Some(Intent { copies: None, .. })) = (&self.mover, intent) {
             mover.settle_ended(ino).await?;
@@ -290,9 +318,10 @@ impl Tree for LocalTree {
     }
 
     async fn doubt(&self, ino: InodeId) -> Result<()> {
+        self.shared.holds.release(ino, self.asking());
         match &self.mover {
-            Some(mover) => mover.doubt_write(ino).await,
-            None => Ok(()),
+            Some(mover) if !self.shared.holds.is_held(ino) => mover.doubt_write(ino).await,
+            _ => Ok(()),
         }
     }
 
@@ -341,8 +370,7 @@ impl Tree for LocalTree {
         mtime: Timestamp,
     ) -> Result<Attributes> {
         self.check_writable()?;
-        let content = Content { expected, layout, mtime: Some(mtime), lender: None };
-        self.change_patiently(move |change| commit_layout(change, ino, &content)).await
+        self.commit(ino, Content { expected, layout, mtime: Some(mtime), lender: None }).await
     }
 
     async fn commit_shared(
@@ -354,8 +382,7 @@ impl Tree for LocalTree {
         lender: InodeId,
     ) -> Result<Attributes> {
         self.check_writable()?;
-        let content = Content { expected, layout, mtime: Some(mtime), lender: Some(lender) };
-        self.change_patiently(move |change| commit_layout(change, ino, &content)).await
+        self.commit(ino, Content { expected, layout, mtime: Some(mtime), lender: Some(lender) }).await
     }
 
     async fn clone_tree(
@@ -370,8 +397,7 @@ impl Tree for LocalTree {
     }
 
     async fn relocate(&self, ino: InodeId, expected: u64, layout: FileLayout) -> Result<()> {
-        let content = Content { expected, layout, mtime: None, lender: None };
-        self.change_patiently(move |change| commit_layout(change, ino, &content)).await.map(|_| ())
+        self.commit(ino, Content { expected, layout, mtime: None, lender: None }).await.map(|_| ())
     }
 
     async fn sync(&self) -> Result<()> {
@@ -406,6 +432,12 @@ impl Tree for LocalTree {
 }
 
 impl LocalTree {
+    async fn commit(&self, ino: InodeId, content: Content) -> Result<Attributes> {
+        let committed = self.change_patiently(move |change| commit_layout(change, ino, &content)).await?;
+        self.shared.holds.release(ino, self.asking());
+        Ok(committed)
+    }
+
     /// Lists a directory and, if `name` is a directory in it, that one: it may have to be known whether it is empty.
     async fn ensure_below(&self, parent: InodeId, name: &[u8]) -> Result<()> {
         self.ensure_listed(parent).await?;

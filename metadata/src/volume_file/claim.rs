@@ -62,6 +62,20 @@ impl VolumeFile {
         Self { settings, ..self }
     }
 
+    /// Recording where others reach the tree that this process serves, if it does.
+    pub fn at(mut self, address: Option<String>) -> Self {
+        self.settings.address = address;
+        self
+    }
+
+    /// The record, whoever holds the volume; none where it is none yet.
+    ///
+    /// # Errors
+    /// `Corrupt` or `Unsupported` when it cannot be read; what the store says.
+    pub async fn look(&self) -> Result<Option<VolumeRecord>> {
+        Ok(read(&self.bucket).await?.map(|(record, _)| record))
+    }
+
     /// With another clock than the machine's.
     pub fn with_clock(self, clock: Clock) -> Self {
         Self { clock, ..self }

@@ -79,6 +79,37 @@ impl OpenInode {
         outcome.is_ok()
     }
 
+    /// Shows what other mounts wrote, unless something is being written here, which goes over that when it is committed. What
+    /// was committed here and is not in the tree any more was lost with the process that served that: each handle is told.
+    pub(crate) async fn catch_up_with_others(&self) {
+        let Ok(_turn) = self.writer.try_lock() else { return };
+        let is_written = |content: &Content| content.modified().is_some() || !content.readable();
+        if self.look(is_written) || self.is_retired() {
+            return;
+        }
+        let (layout, generation) = match self.store.tree.layout(self.ino).await {
+            Ok(found) => found,
+            Err(error) => {
+                tracing::debug!(ino = %self.ino, %error, "an open file is shown as it was");
+                return;
+            }
+        };
+        let mut content = self.content.write();
+        let known = content.generation();
+        if content.modified().is_some() || known == generation {
+            return;
+        }
+        *content = Content::committed(layout, generation);
+        drop(content);
+        if generation < known {
+            let fact =
+                "the file was written, and lost before it was synced, with the process that served the tree";
+            let error = Error::new(ErrorKind::Unavailable, fact);
+            tracing::error!(ino = %self.ino, %error, "lost written bytes");
+            self.record_failure(error);
+        }
+    }
+
     /// Goes on from where the tree has the bytes that were committed last; what was written since stays over them. The
     /// caller has the turn.
     pub(super) async fn take_over(&self) -> Result<()> {

@@ -170,6 +170,7 @@ impl Fixture {
             false => Arc::new(tree),
         };
         Volume::assemble(Parts {
+            server: None,
             tree,
             blocks: self.open_cache().await,
             bucket: self.bucket.clone(),

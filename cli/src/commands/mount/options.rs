@@ -171,6 +171,21 @@ impl Plan {
                 "name the hosts: --peers, or `members` of [volume.cache.peers] in the settings",
             );
         }
+        let joins = ["join_listen", "join_address", "join_only"];
+        if let Some(join) = joins.into_iter().find(|name| is_given(name))
+            && !volume.join.is_on()
+        {
+            return refused(
+                &format!("`{join}` without `join_secret`: this mount alone writes to the volume"),
+                "give the secret that all hosts know: --join-secret, or `secret` of [volume.join] in the settings",
+            );
+        }
+        if is_fixed && is_given("join_secret") {
+            return refused(
+                "a mount that refuses changes needs nobody's leave: `join_secret` is for others",
+                "leave out either `join_secret`, or `ro` (`read_only`, `dataset`)",
+            );
+        }
         if is_given("writeback_size") && !volume.writeback.enabled {
             return refused(
                 "`writeback_size` without `writeback`: nothing is staged",
@@ -207,6 +222,10 @@ impl Plan {
             "peer_listen" => self.volume.cache.peers.listen = Some(given()?.to_owned()),
             "peer_keep" => self.volume.cache.peers.keep = true,
             "peer_transport" => self.volume.cache.peers.transport = given()?.parse()?,
+            "join_secret" => self.volume.join.secret = Some(absolute(given()?)?),
+            "join_listen" => self.volume.join.listen = Some(given()?.to_owned()),
+            "join_address" => self.volume.join.address = Some(given()?.to_owned()),
+            "join_only" => self.volume.join.only = true,
             "writeback" => self.volume.writeback.enabled = true,
             "writeback_size" => self.volume.writeback.bytes = parse_bytes(given()?)?,
             "trash" => self.volume.trash_ms = parse_duration(given()?)?.as_millis() as u64,
@@ -235,6 +254,7 @@ fn long_options(arguments: &MountArguments) -> impl Iterator<Item = (&str, Optio
         ("relatime", arguments.relatime),
         ("writeback", arguments.writeback),
         ("peer_keep", arguments.peer_keep),
+        ("join_only", arguments.join_only),
     ];
     let values = [
         ("cache_dir", &arguments.cache_dir),
@@ -243,6 +263,9 @@ fn long_options(arguments: &MountArguments) -> impl Iterator<Item = (&str, Optio
         ("peer_secret", &arguments.peer_secret),
         ("peer_listen", &arguments.peer_listen),
         ("peer_transport", &arguments.peer_transport),
+        ("join_secret", &arguments.join_secret),
+        ("join_listen", &arguments.join_listen),
+        ("join_address", &arguments.join_address),
         ("memory", &arguments.memory),
         ("trash", &arguments.trash),
         ("writeback_size", &arguments.writeback_size),

@@ -17,17 +17,17 @@ use forebay_volume::control::{self, Identity};
 use forebay_volume::staging::Staged;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::runtime::{Builder, Handle, Runtime};
-use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::{error, info, warn};
 
 use super::options::Plan;
+use super::signals::Signals;
 use crate::mounts::{self, State};
 use crate::places;
 
 /// How long those who still use a mount have after SIGTERM; then it ends under them.
 const USERS_DEADLINE: Duration = Duration::from_secs(10);
 /// How long the control socket's tasks have to end.
-const CONTROL_DEADLINE: Duration = Duration::from_secs(5);
+pub(crate) const CONTROL_DEADLINE: Duration = Duration::from_secs(5);
 
 /// How often the log tells how far the upload of staged bytes is.
 const TELL_EVERY: Duration = Duration::from_secs(5);
@@ -239,30 +239,4 @@ async fn name_ending(refused: Error, plan: &Plan) -> Error {
 
 async fn close(volume: &Volume) -> Result<()> {
     volume.close().await.map_err(|error| error.context("not everything could be written to the bucket"))
-}
-
-/// The signals that end a mount.
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    hang_up: Signal,
-}
-
-impl Signals {
-    fn new() -> Result<Self> {
-        Ok(Self {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-            hang_up: signal(SignalKind::hangup())?,
-        })
-    }
-
-    /// The name of the next one. Cancel-safe.
-    async fn next(&mut self) -> &'static str {
-        tokio::select! {
-            _ = self.terminate.recv() => "SIGTERM",
-            _ = self.interrupt.recv() => "SIGINT",
-            _ = self.hang_up.recv() => "SIGHUP",
-        }
-    }
 }

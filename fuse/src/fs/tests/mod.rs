@@ -60,6 +60,7 @@ async fn over(
     let tree = LocalTree::open(parts, settings).await.expect("a tree");
     let blocks = Node::open(bucket.clone(), CacheSettings::default()).await.expect("a cache");
     Volume::assemble(Parts {
+        server: None,
         tree: Arc::new(tree),
         blocks,
         bucket: bucket.clone(),

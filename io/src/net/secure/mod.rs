@@ -4,12 +4,14 @@
 //! answers, as often as they like.
 
 mod identity;
+mod named;
 mod tcp;
 mod quic;
 #[cfg(test)]
 mod tests;
 
 pub use identity::Identity;
+pub use named::{endpoint, read_secret};
 
 use std::fmt;
 use std::future::Future;

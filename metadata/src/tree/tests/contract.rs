@@ -4,7 +4,7 @@ use bytes::Bytes;
 use forebay_core::{Blob, ErrorKind, Extent, FileKind, FileLayout, InodeId, ObjectKey, Source, Version};
 
 use super::world::*;
-use crate::tree::{Existing, LocalTree, Lookup, RenameMode, SetAttributes, SetIds, Tree, XattrMode, resolve};
+use crate::tree::{Existing, Lookup, RenameMode, SetAttributes, SetIds, Tree, XattrMode, resolve};
 
 const ROOT: InodeId = InodeId::ROOT;
 
@@ -308,7 +308,7 @@ async fn answers_at_once_agree(tree: &dyn Tree) {
 }
 
 /// Everything above on one tree, one after the other: each leaves the root empty.
-async fn check_all(tree: &LocalTree) {
+pub(super) async fn check_all(tree: &dyn Tree) {
     names_are_made_found_and_removed(tree).await;
     bad_names_are_refused(tree).await;
     directories_are_read_in_pages(tree).await;

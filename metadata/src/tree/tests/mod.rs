@@ -25,3 +25,4 @@ mod doubts;
 mod lapses;
 mod damaged;
 mod following;
+mod remote;

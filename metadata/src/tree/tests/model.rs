@@ -6,7 +6,7 @@ use forebay_core::{ErrorKind, FileKind, InodeId, Result};
 
 use super::world::*;
 use crate::testing::{Chance, rounds};
-use crate::tree::{Existing, LocalTree, RenameMode, Tree};
+use crate::tree::{Existing, RenameMode, Tree};
 
 /// The model's inode: a directory's entries, or a file.
 #[derive(Debug, Clone, Default)]
@@ -162,15 +162,22 @@ impl Model {
 }
 
 /// The tree and the model side by side.
-struct Pair<'t> {
-    tree: &'t LocalTree,
+pub(super) struct Pair<'t> {
+    /// The mounts that share it; each step is done by one.
+    trees: Vec<&'t dyn Tree>,
     model: Model,
     /// The tree's inode of each node of the model.
     inodes: Vec<InodeId>,
 }
 
-impl Pair<'_> {
-    async fn step(&mut self, chance: &mut Chance) {
+impl<'t> Pair<'t> {
+    pub(super) fn new(trees: Vec<&'t dyn Tree>) -> Self {
+        Self { trees, model: Model::new(), inodes: vec![InodeId::ROOT] }
+    }
+
+    /// One operation, through any of the mounts.
+    pub(super) async fn step(&mut self, chance: &mut Chance) {
+        let tree = self.trees[chance.below(self.trees.len() as u64) as usize];
         let names = ["a", "b", "c", "d", "e"];
         let pick = |chance: &mut Chance, from: usize| chance.below(from as u64) as usize;
         let count = self.model.0.len();
@@ -186,7 +193,7 @@ impl Pair<'_> {
             kind @ 0..=3 => {
                 let is_directory = kind == 0;
                 let kind = if is_directory { FileKind::Directory } else { FileKind::File };
-                let made = self.tree.create(parent, n.as_bytes(), new_inode(kind), Existing::Refuse).await;
+                let made = tree.create(parent, n.as_bytes(), new_inode(kind), Existing::Refuse).await;
                 let expected = self.model.create(p, n, is_directory);
                 if let Ok((attributes, _)) = &made {
                     assert!(!self.inodes.contains(&attributes.ino), "an inode number was used again");
@@ -194,16 +201,16 @@ impl Pair<'_> {
                 }
                 (expected.map(|_| ()), made.map(|_| ()))
             }
-            4 => (self.model.link(node, q, m), self.tree.link(ino, other, m.as_bytes()).await.map(|_| ())),
-            5 => (self.model.unlink(p, n), self.tree.unlink(parent, n.as_bytes()).await),
-            6 => (self.model.remove_directory(p, n), self.tree.remove_directory(parent, n.as_bytes()).await),
+            4 => (self.model.link(node, q, m), tree.link(ino, other, m.as_bytes()).await.map(|_| ())),
+            5 => (self.model.unlink(p, n), tree.unlink(parent, n.as_bytes()).await),
+            6 => (self.model.remove_directory(p, n), tree.remove_directory(parent, n.as_bytes()).await),
             7 => {
                 if self.model.0[node].openers > 0 {
                     self.model.0[node].openers -= 1;
-                    (Ok(()), self.tree.closed(ino).await)
+                    (Ok(()), self.opener(node).closed(ino).await)
                 } else {
                     self.model.0[node].openers += 1;
-                    (Ok(()), self.tree.opened(ino).await)
+                    (Ok(()), self.opener(node).opened(ino).await)
                 }
             }
             mode => {
@@ -214,10 +221,10 @@ impl Pair<'_> {
                     (_, 2) => RenameMode::Whiteout { uid: 1, gid: 2, may_replace: true },
                     _ => RenameMode::Exchange,
                 };
-                let got = self.tree.rename((parent, n.as_bytes()), (other, m.as_bytes()), mode).await;
+                let got = tree.rename((parent, n.as_bytes()), (other, m.as_bytes()), mode).await;
                 let expected = self.model.rename((p, n), (q, m), mode);
                 if self.model.0.len() > self.inodes.len() {
-                    let left = found(self.tree, parent, n.as_bytes()).await;
+                    let left = found(tree, parent, n.as_bytes()).await;
                     assert_eq!((left.kind, left.mode, left.rdev), (FileKind::CharDevice, 0, 0));
                     assert!(!self.inodes.contains(&left.ino), "an inode number was used again");
                     self.inodes.push(left.ino);
@@ -228,11 +235,22 @@ impl Pair<'_> {
         assert_eq!(got.map_err(|error| error.kind()), expected);
     }
 
-    async fn check(&self) {
-        assert_eq!(paths(self.tree).await, self.model.paths());
+    /// Who opens a file closes it.
+    fn opener(&self, node: usize) -> &'t dyn Tree {
+        self.trees[node % self.trees.len()]
+    }
+
+    pub(super) async fn check(&self) {
+        for tree in &self.trees {
+            self.check_one(*tree).await;
+        }
+    }
+
+    async fn check_one(&self, tree: &dyn Tree) {
+        assert_eq!(paths(tree).await, self.model.paths());
         let mut alive = 0;
         for (node, ino) in self.model.0.iter().zip(&self.inodes) {
-            let attributes = self.tree.attributes(*ino).await;
+            let attributes = tree.attributes(*ino).await;
             if node.names == 0 && node.openers == 0 {
                 assert_eq!(kind_of(attributes), ErrorKind::NotFound);
                 continue;
@@ -247,7 +265,7 @@ impl Pair<'_> {
                 None => assert_eq!(attributes.nlink, node.names),
             }
         }
-        assert_eq!(self.tree.statistics().await.expect("statistics").inodes, alive);
+        assert_eq!(tree.statistics().await.expect("statistics").inodes, alive);
     }
 }
 
@@ -258,7 +276,7 @@ async fn random_operations_agree_with_the_model() {
         let kind = [Kind::Memory, Kind::Lmdb, Kind::Slate][round as usize % 3];
         let world = World::new(kind).await;
         let tree = world.open().await;
-        let mut pair = Pair { tree: &tree, model: Model::new(), inodes: vec![InodeId::ROOT] };
+        let mut pair = Pair::new(vec![&tree]);
         for _ in 0..300 {
             pair.step(&mut chance).await;
         }

@@ -394,7 +394,7 @@ impl World {
     }
 
     /// Reads a file's bytes from where its layout says, versions checked.
-    pub(super) async fn read(&self, tree: &LocalTree, ino: InodeId) -> Result<Vec<u8>> {
+    pub(super) async fn read(&self, tree: &dyn Tree, ino: InodeId) -> Result<Vec<u8>> {
         let (layout, _) = tree.layout(ino).await?;
         let mut bytes = vec![0; layout.size() as usize];
         for piece in layout.pieces(0..layout.size()) {
@@ -412,13 +412,13 @@ impl World {
         Ok(bytes)
     }
 
-    pub(super) async fn read_path(&self, tree: &LocalTree, path: &str) -> Result<String> {
+    pub(super) async fn read_path(&self, tree: &dyn Tree, path: &str) -> Result<String> {
         let ino = resolve(tree, path).await?.ino;
         self.read(tree, ino).await.map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
     }
 
     /// Writes a file whole, as the writer does: place, put, commit; again when an outsider came first.
-    pub(super) async fn write(&self, tree: &LocalTree, ino: InodeId, bytes: &[u8]) -> Result<Placement> {
+    pub(super) async fn write(&self, tree: &dyn Tree, ino: InodeId, bytes: &[u8]) -> Result<Placement> {
         for _ in 0..4 {
             let placement = tree.place(ino, false).await?;
             match self.put_at(&placement, bytes).await {
@@ -446,7 +446,7 @@ impl World {
     }
 
     /// Creates a file, or finds it, and writes it.
-    pub(super) async fn write_path(&self, tree: &LocalTree, path: &str, text: &str) -> Result<Placement> {
+    pub(super) async fn write_path(&self, tree: &dyn Tree, path: &str, text: &str) -> Result<Placement> {
         let (directory, name) = split(tree, path).await?;
         let (file, _) = tree.create(directory, name.as_bytes(), new_file(), Existing::Accept).await?;
         self.write(tree, file.ino, text.as_bytes()).await
@@ -529,18 +529,18 @@ pub(super) fn new_inode(kind: FileKind) -> NewInode {
 }
 
 /// The directory of a path, and its last name.
-pub(super) async fn split<'p>(tree: &LocalTree, path: &'p str) -> Result<(InodeId, &'p str)> {
+pub(super) async fn split<'p>(tree: &dyn Tree, path: &'p str) -> Result<(InodeId, &'p str)> {
     let (directory, name) = path.rsplit_once('/').unwrap_or(("", path));
     Ok((resolve(tree, directory).await?.ino, name))
 }
 
-pub(super) async fn make_directory(tree: &LocalTree, path: &str) -> Result<Attributes> {
+pub(super) async fn make_directory(tree: &dyn Tree, path: &str) -> Result<Attributes> {
     let (directory, name) = split(tree, path).await?;
     let new = new_inode(FileKind::Directory);
     tree.create(directory, name.as_bytes(), new, Existing::Refuse).await.map(|(attributes, _)| attributes)
 }
 
-pub(super) async fn unlink(tree: &LocalTree, path: &str) -> Result<()> {
+pub(super) async fn unlink(tree: &dyn Tree, path: &str) -> Result<()> {
     let (directory, name) = split(tree, path).await?;
     tree.unlink(directory, name.as_bytes()).await
 }

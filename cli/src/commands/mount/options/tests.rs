@@ -34,10 +34,12 @@ fn fstab_can_say_what_a_command_line_can() {
     };
     let long = "--allow-other --take-over --relatime --cache-dir /c --cache-size 2GiB --memory 512MiB --state-dir /s --uid 7 \
          --gid 8 --file-mode 0640 --dir-mode 0750 --ttl 2.5 --trash 7d --writeback --writeback-size 3GiB \
-         --peers a,b:7 --peer-secret /k --peer-listen :9 --peer-keep --peer-transport quic";
+         --peers a,b:7 --peer-secret /k --peer-listen :9 --peer-keep --peer-transport quic \
+         --join-secret /j --join-listen :8 --join-address h:8 --join-only";
     let short = "-o allow_other,take_over,noatime,relatime,cache_dir=/c,cache_size=2GiB,memory=512MiB \
          -o state_dir=/s,uid=7,gid=8,file_mode=0640,dir_mode=0750,ttl=2.5,trash=7d,writeback,writeback_size=3GiB \
-         -o peers=a;b:7,peer_secret=/k,peer_listen=:9,peer_keep,peer_transport=quic";
+         -o peers=a;b:7,peer_secret=/k,peer_listen=:9,peer_keep,peer_transport=quic \
+         -o join_secret=/j,join_listen=:8,join_address=h:8,join_only";
     assert_eq!(shown(long), shown(short));
     assert_eq!(shown("--read-only --dataset"), shown("-o ro,dataset"));
 }
@@ -93,6 +95,10 @@ fn options_that_mean_nothing_without_others_or_beside_them_are_refused() {
         refused(&format!("--{peer}"), "without `peers`", "--peers");
     }
     refused("--peers a --peer-transport pigeon", "`pigeon`", "quic");
+    for join in ["join-listen :9", "join-address h", "join-only"] {
+        refused(&format!("--{join}"), "without `join_secret`", "--join-secret");
+    }
+    refused("--join-secret /k --dataset", "needs nobody's leave", "leave out either");
     for both in ["-o ro,rw", "-o rw -o ro", "-o rw --read-only"] {
         refused(both, "`rw` and `ro`", "leave out either");
     }

@@ -1,0 +1,432 @@
+//! The way to the process that serves the tree: found, kept, and found again.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, Result, VolumeId};
+use forebay_io::net::secure::{Host, Stream};
+use forebay_io::rng::Rng;
+use forebay_io::task::{Stop, TaskGroup};
+use futures::future::BoxFuture;
+use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWriteExt};
+use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+
+use super::serve::{SILENCE, speak_with};
+use super::wire::{
+    Answer, Failure, Hello, Request, Standing, ToClient, ToServer, Twice, Welcome, encode, hear,
+};
+use crate::tree::OutsideChange;
+
+/// Between two looks for a process that serves the tree.
+const PAUSE: Duration = Duration::from_millis(250);
+/// The same when it was looked for many times.
+const LONG_PAUSE: Duration = Duration::from_secs(2);
+/// Messages on their way.
+const QUEUE: usize = 4096;
+
+/// Finds the addresses at which the tree is served now.
+pub type Finder = Arc<dyn Fn() -> BoxFuture<'static, Result<Vec<SocketAddr>>> + Send + Sync>;
+
+/// Where the tree was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reached {
+    /// The address of the process that serves it.
+    pub address: SocketAddr,
+    /// How often it was found again.
+    pub times: u64,
+}
+
+/// What the other end of a link is told of by it.
+pub(super) trait Listener: Send + Sync + 'static {
+    /// The link.
+    fn link(&self) -> &Link;
+    /// What others changed.
+    fn changed(&self, change: OutsideChange);
+    /// Anything may have changed.
+    fn missed(&self);
+    /// What the session has open, and at whose own paths it is, for a process that does not know.
+    fn standing(&self) -> Request;
+    /// The answer to that.
+    fn reopened(&self, answer: Answer);
+    /// The session goes on with a process that may have lost what was not synced.
+    fn taken_over(&self);
+}
+
+/// A request that waits for its answer.
+struct Waiting {
+    request: Request,
+    reply: oneshot::Sender<Result<Answer>>,
+    /// Whether a process was asked.
+    is_sent: bool,
+}
+
+#[derive(Default)]
+struct Line {
+    next: u64,
+    waiting: BTreeMap<u64, Waiting>,
+    say: Option<mpsc::Sender<Bytes>>,
+}
+
+/// The way to the process that serves the tree.
+pub(super) struct Link {
+    volume: VolumeId,
+    name: String,
+    host: Host,
+    find: Finder,
+    deadline: Duration,
+    rng: Rng,
+    line: Mutex<Line>,
+    reached: Mutex<Option<Reached>>,
+    has_quotas: AtomicBool,
+    /// Why the tree cannot be had, as the last try said.
+    trouble: Mutex<Option<Error>>,
+    session: AtomicU64,
+    came: Notify,
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link").field("reached", &*self.reached.lock()).finish_non_exhaustive()
+    }
+}
+
+/// What a link is made of.
+pub(super) struct Ends {
+    pub(super) volume: VolumeId,
+    pub(super) name: String,
+    pub(super) host: Host,
+    pub(super) find: Finder,
+    pub(super) deadline: Duration,
+    pub(super) rng: Rng,
+}
+
+impl Link {
+    pub(super) fn new(ends: Ends) -> Self {
+        let Ends { volume, name, host, find, deadline, rng } = ends;
+        let session = AtomicU64::new(rng.u64());
+        Self {
+            volume,
+            name,
+            host,
+            find,
+            deadline,
+            rng,
+            line: Mutex::default(),
+            reached: Mutex::default(),
+            has_quotas: AtomicBool::new(true),
+            trouble: Mutex::default(),
+            session,
+            came: Notify::new(),
+        }
+    }
+
+    pub(super) fn session(&self) -> u64 {
+        self.session.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn has_quotas(&self) -> bool {
+        self.has_quotas.load(Ordering::Relaxed)
+    }
+
+    /// Where the tree is served; none while that is not known.
+    pub(super) fn reached(&self) -> Option<Reached> {
+        let is_here = self.line.lock().say.is_some();
+        self.reached.lock().filter(|_| is_here)
+    }
+
+    /// Asks, whoever serves the tree meanwhile, for no longer than the deadline.
+    ///
+    /// # Errors
+    /// What the tree says; `Unavailable` where it cannot be had, or was lost with the process that was asked for a change of
+    /// names, of which it is not known whether it was made.
+    pub(super) async fn call(&self, request: Request) -> Result<Answer> {
+        let (reply, answered) = oneshot::channel();
+        let id = {
+            let mut line = self.line.lock();
+            let id = line.next;
+            line.next += 1;
+            let mut waiting = Waiting { request, reply, is_sent: false };
+            let oldest = line.waiting.keys().next().copied().unwrap_or(id);
+            if let Some(say) = &line.say {
+                send(say, id, oldest, &mut waiting)?;
+            }
+            line.waiting.insert(id, waiting);
+            id
+        };
+        let mut leaving = Leaving { link: self, id };
+        let answer = timeout(self.deadline, answered).await;
+        leaving.link.line.lock().waiting.remove(&id);
+        leaving.id = u64::MAX;
+        match answer {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(_)) => Err(closed()),
+            Err(_) => Err(self.away()),
+        }
+    }
+
+    fn away(&self) -> Error {
+        let seconds = self.deadline.as_secs();
+        let fact = format!("no process that serves the tree of this volume answered for {seconds} s");
+        let error = Error::new(ErrorKind::Unavailable, fact).with_hint(
+            "see that `forebay meta`, or a mount with --join-secret, runs on a host that this one reaches",
+        );
+        match &*self.trouble.lock() {
+            Some(trouble) => error.with_source(trouble.duplicate()),
+            None => error,
+        }
+    }
+
+    /// Returns when the tree is served, or the reason why not when it was not by `until`.
+    pub(super) async fn wait(&self, until: Instant) -> Result<()> {
+        loop {
+            let came = self.came.notified();
+            if self.line.lock().say.is_some() {
+                return Ok(());
+            }
+            if timeout_at(until, came).await.is_err() {
+                return match self.line.lock().say.is_some() {
+                    true => Ok(()),
+                    false => Err(self.trouble.lock().take().unwrap_or_else(|| self.away())),
+                };
+            }
+        }
+    }
+
+    /// Finds the process that serves the tree and stays with it, again and again, until `tasks` are to end.
+    pub(super) async fn keep(listener: Arc<impl Listener>, tasks: TaskGroup) {
+        let (this, stop) = (listener.link(), tasks.stop());
+        let (mut is_new, mut server, mut misses) = (true, None, 0u32);
+        let keeping = async {
+            loop {
+                match this.reach(&mut is_new, server, &*listener).await {
+                    Ok((stream, welcome, address)) => {
+                        misses = 0;
+                        server = Some(welcome.server);
+                        this.stay(stream, address, &*listener, &tasks).await;
+                        tracing::warn!(%address, "the process that serves the tree was lost: looking for it");
+                        continue;
+                    }
+                    Err(error) => {
+                        misses += 1;
+                        tracing::debug!(%error, "the tree is not served");
+                        *this.trouble.lock() = Some(error);
+                    }
+                }
+                sleep(if misses > 20 { LONG_PAUSE } else { PAUSE }).await;
+            }
+        };
+        stop.run_until_cancelled(keeping).await;
+        let mut line = this.line.lock();
+        line.say = None;
+        line.waiting.clear();
+    }
+
+    /// Finds the process and is let in.
+    async fn reach(
+        &self,
+        is_new: &mut bool,
+        before: Option<u64>,
+        listener: &dyn Listener,
+    ) -> Result<(Stream, Welcome, SocketAddr)> {
+        let mut last = Error::new(ErrorKind::Unavailable, "nobody serves the tree of this volume");
+        for address in (self.find)().await? {
+            let stream = match self.host.reach(address).await {
+                Ok(stream) => stream,
+                Err(error) => {
+                    self.host.forget(address);
+                    last = error;
+                    continue;
+                }
+            };
+            let entered = timeout(SILENCE, self.enter(stream, is_new, before, listener)).await;
+            match entered.unwrap_or_else(|_| {
+                Err(Error::new(ErrorKind::Unavailable, format!("{address} says nothing")))
+            }) {
+                Ok((stream, welcome)) => return Ok((stream, welcome, address)),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    async fn enter(
+        &self,
+        mut stream: Stream,
+        is_new: &mut bool,
+        before: Option<u64>,
+        listener: &dyn Listener,
+    ) -> Result<(Stream, Welcome)> {
+        let hello =
+            Hello { volume: self.volume, session: self.session(), is_new: *is_new, name: self.name.clone() };
+        say(&mut stream, &ToServer::Hello(hello)).await?;
+        let welcome = match hear(&mut stream).await? {
+            Some(ToClient::Welcome(welcome)) => welcome,
+            Some(ToClient::Refused(failure)) => return Err(failure.into()),
+            _ => {
+                return Err(Error::new(
+                    ErrorKind::Unavailable,
+                    "it did not say whether it lets this mount in",
+                ));
+            }
+        };
+        if welcome.standing == Standing::Ended {
+            tracing::warn!("this mount was cut off for too long: what it was writing then is lost");
+            self.session.store(self.rng.u64(), Ordering::Relaxed);
+            *is_new = true;
+            return Err(Error::new(ErrorKind::Unavailable, "the session of this mount was ended"));
+        }
+        *is_new = false;
+        self.has_quotas.store(welcome.has_quotas, Ordering::Relaxed);
+        if welcome.standing == Standing::Kept && before == Some(welcome.server) {
+            return Ok((stream, welcome));
+        }
+        // What was asked of the process before is not known to this one.
+        self.give_up_changes();
+        listener.taken_over();
+        // With a number of its own: this process keeps the answers of this session from here on.
+        let id = {
+            let mut line = self.line.lock();
+            line.next += 1;
+            line.next - 1
+        };
+        say(&mut stream, &ToServer::Ask { id, oldest: 0, request: listener.standing() }).await?;
+        loop {
+            match hear(&mut stream).await? {
+                Some(ToClient::Answer { id: answered, outcome }) if answered == id => {
+                    listener.reopened(outcome.map_err(Error::from)?);
+                    return Ok((stream, welcome));
+                }
+                Some(_) => {}
+                None => return Err(Error::new(ErrorKind::Unavailable, "it went away")),
+            }
+        }
+    }
+
+    /// Fails the changes that were asked of a process that is gone, where it would matter whether it made them.
+    fn give_up_changes(&self) {
+        let mut line = self.line.lock();
+        let is_lost = |waiting: &Waiting| waiting.is_sent && waiting.request.twice() == Twice::Differs;
+        let lost: Vec<u64> =
+            line.waiting.iter().filter(|(_, waiting)| is_lost(waiting)).map(|(id, _)| *id).collect();
+        for id in lost {
+            if let Some(waiting) = line.waiting.remove(&id) {
+                let fact = "the process that serves the tree was lost while it was asked: it is not known whether the change was made";
+                let _ = waiting.reply.send(Err(Error::new(ErrorKind::Unavailable, fact)));
+            }
+        }
+    }
+
+    /// Asks and hears until the stream ends.
+    async fn stay(&self, stream: Stream, address: SocketAddr, listener: &dyn Listener, tasks: &TaskGroup) {
+        let (mut hearing, saying) = tokio::io::split(stream);
+        let tasks = tasks.child("link");
+        let (say, queue) = mpsc::channel(QUEUE);
+        let stop = tasks.stop();
+        let spoken = tasks.spawn("say", speak(saying, queue, stop.clone()));
+        if let Err(error) = self.take_up(say, address).await {
+            tracing::debug!(%error, "what was asked before is not asked again");
+        }
+        // Whatever was told meanwhile went to nobody.
+        listener.missed();
+        let mut listening = pin!(self.hear_all(&mut hearing, listener));
+        let ended = stop.run_until_cancelled(&mut listening).await;
+        if let Some(Err(error)) = ended {
+            tracing::debug!(%error, "the stream to the process that serves the tree ended");
+        }
+        self.line.lock().say = None;
+        stop.cancel();
+        let _ = timeout(SILENCE, spoken).await;
+    }
+
+    /// From here on requests are sent; first those that wait.
+    async fn take_up(&self, say: mpsc::Sender<Bytes>, address: SocketAddr) -> Result<()> {
+        let mut outcome = Ok(());
+        let mut line = self.line.lock();
+        let oldest = line.waiting.keys().next().copied().unwrap_or(line.next);
+        for (id, waiting) in &mut line.waiting {
+            outcome = outcome.and(send(&say, *id, oldest, waiting));
+        }
+        line.say = Some(say);
+        drop(line);
+        let mut reached = self.reached.lock();
+        let times = reached.map_or(0, |reached| reached.times + 1);
+        *reached = Some(Reached { address, times });
+        *self.trouble.lock() = None;
+        self.came.notify_waiters();
+        outcome
+    }
+
+    async fn hear_all(&self, stream: &mut (impl AsyncRead + Unpin), listener: &dyn Listener) -> Result<()> {
+        loop {
+            let heard = timeout(SILENCE, hear(stream)).await;
+            match heard.map_err(|_| Error::new(ErrorKind::Unavailable, "it says nothing"))?? {
+                None | Some(ToClient::Ending) => return Ok(()),
+                Some(ToClient::Alive) => {}
+                Some(ToClient::Answer { id, outcome }) => self.answered(id, outcome),
+                Some(ToClient::Changed(changes)) => {
+                    changes.into_iter().for_each(|change| listener.changed(change))
+                }
+                Some(ToClient::Missed) => listener.missed(),
+                Some(ToClient::Quotas(has)) => self.has_quotas.store(has, Ordering::Relaxed),
+                Some(ToClient::Welcome(_) | ToClient::Refused(_)) => {
+                    return Err(Error::corrupt("it lets this mount in twice"));
+                }
+            }
+        }
+    }
+
+    fn answered(&self, id: u64, outcome: Result<Answer, Failure>) {
+        if let Some(waiting) = self.line.lock().waiting.remove(&id) {
+            let _ = waiting.reply.send(outcome.map_err(Error::from));
+        }
+    }
+}
+
+/// Takes a request back of which nobody waits for the answer any more.
+struct Leaving<'a> {
+    link: &'a Link,
+    id: u64,
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        self.link.line.lock().waiting.remove(&self.id);
+    }
+}
+
+fn send(say: &mpsc::Sender<Bytes>, id: u64, oldest: u64, waiting: &mut Waiting) -> Result<()> {
+    let frame = encode(&ToServer::Ask { id, oldest, request: waiting.request.clone() })?;
+    match say.try_send(frame) {
+        Ok(()) => waiting.is_sent = true,
+        Err(mpsc::error::TrySendError::Full(_)) => {
+            return Err(Error::new(ErrorKind::Unavailable, "too much is asked of the tree at once"));
+        }
+        // Sent to whom is found next.
+        Err(mpsc::error::TrySendError::Closed(_)) => {}
+    }
+    Ok(())
+}
+
+async fn say(stream: &mut Stream, message: &ToServer) -> Result<()> {
+    stream.write_all(&encode(message)?).await?;
+    Ok(stream.flush().await?)
+}
+
+async fn speak(stream: impl AsyncWriteExt + Unpin, queue: mpsc::Receiver<Bytes>, stop: Stop) {
+    match encode(&ToServer::Alive) {
+        Ok(beat) => speak_with(stream, queue, beat, stop).await,
+        Err(error) => tracing::error!(%error, "a beat cannot be said"),
+    }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Unavailable, "the tree is closed")
+}

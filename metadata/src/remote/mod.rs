@@ -1,0 +1,16 @@
+//! A tree that another process serves.
+//!
+//! One process holds a volume and has its tree (`crate::tree::LocalTree`). It serves that to mounts of other hosts (`serve`,
+//! `session`), which speak to it as to a tree of their own (`tree`, over a `link` that finds the process again when it, or its
+//! host, was lost). Bytes never pass this way: each mount reads and writes objects by itself.
+
+mod wire;
+mod session;
+mod serve;
+mod link;
+mod tree;
+
+pub use link::{Finder, Reached};
+pub use serve::{Guest, Server};
+pub use tree::{RemoteParts, RemoteTree};
+pub use wire::PROTOCOL;

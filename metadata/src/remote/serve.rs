@@ -1,0 +1,411 @@
+//! Serving a tree to other mounts.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::net::secure::{Host, Stream};
+use forebay_io::task::{Stop, TaskGroup};
+use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWriteExt};
+use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::{Semaphore, mpsc};
+use tokio::time::{sleep, timeout};
+
+use super::session::Session;
+use super::wire::{Hello, Standing, ToClient, ToServer, Welcome, encode, hear};
+use crate::tree::{LocalTree, OutsideChange};
+
+/// How often either side says that it lives.
+pub(super) const BEAT: Duration = Duration::from_secs(2);
+/// How long one may say nothing until it is taken for lost: some beats, and no longer than half of a lease.
+pub(super) const SILENCE: Duration = Duration::from_secs(7);
+/// Requests of one mount that are worked on at once; further ones wait in its stream.
+const AT_ONCE: usize = 512;
+/// Messages on their way to one mount.
+const QUEUE: usize = 1024;
+/// Changes told at once.
+const MOST_TOLD: usize = 512;
+/// How often quotas are looked for.
+const QUOTA_LOOK: Duration = Duration::from_secs(1);
+
+/// A mount that is served.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Guest {
+    /// Its host and process.
+    pub name: String,
+    /// Whether it is connected, or lost and waited for.
+    pub is_here: bool,
+}
+
+/// A tree that is served to other mounts until it is stopped.
+pub struct Server {
+    shared: Arc<Shared>,
+    tasks: TaskGroup,
+}
+
+struct Shared {
+    tree: Arc<LocalTree>,
+    /// A number of this process, and no other.
+    number: u64,
+    sessions: Mutex<HashMap<u64, Known>>,
+    tasks: TaskGroup,
+    patience: Duration,
+}
+
+/// A session and how it stands.
+struct Known {
+    session: Arc<Session>,
+    name: String,
+    /// Raised with each connection, so that an older one does not speak for it.
+    connection: u64,
+    /// Ends the connection that it has.
+    current: Option<Stop>,
+}
+
+impl fmt::Debug for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Server").field("guests", &self.guests()).finish_non_exhaustive()
+    }
+}
+
+impl Server {
+    /// How long a mount that was lost is waited for, unless another time is given.
+    pub const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// Serves `tree` at the port of `host`. `number` is this process's and no other's. Mounts that are lost, and those that a process
+    /// before has served, have so much `patience` to come.
+    pub fn start(
+        tree: Arc<LocalTree>,
+        host: Host,
+        number: u64,
+        patience: Duration,
+        tasks: &TaskGroup,
+    ) -> Self {
+        let tasks = tasks.child("serve tree");
+        let shared =
+            Arc::new(Shared { tree, number, sessions: Mutex::default(), tasks: tasks.clone(), patience });
+        let (serving, of_missing) = (shared.clone(), shared.clone());
+        let answering = tasks.clone();
+        tasks.spawn("mounts", async move {
+            let answer = move |stream: Stream| {
+                let shared = serving.clone();
+                async move {
+                    if let Err(error) = shared.serve(stream).await {
+                        tracing::debug!(%error, "the stream of a mount ended");
+                    }
+                }
+            };
+            host.serve(&answering, answer).await;
+        });
+        let stop = tasks.stop();
+        tasks.spawn("missing mounts", async move {
+            if stop.run_until_cancelled(sleep(patience)).await.is_some()
+                && let Err(error) = of_missing.tree.end_missing_guests().await
+            {
+                tracing::warn!(%error, "what mounts left that did not come back stays until the next start");
+            }
+        });
+        Self { shared, tasks }
+    }
+
+    /// Cuts all connections, as a network does.
+    #[cfg(test)]
+    pub(crate) fn cut(&self) {
+        self.shared
+            .sessions
+            .lock()
+            .values()
+            .filter_map(|known| known.current.as_ref())
+            .for_each(Stop::cancel);
+    }
+
+    /// The mounts that are served, by name.
+    pub fn guests(&self) -> Vec<Guest> {
+        let sessions = self.shared.sessions.lock();
+        let mut guests: Vec<Guest> = sessions
+            .values()
+            .map(|known| Guest { name: known.name.clone(), is_here: known.current.is_some() })
+            .collect();
+        guests.sort_by(|a, b| a.name.cmp(&b.name));
+        guests
+    }
+
+    /// Tells mounts that this process ends, and answers none any more. Their sessions stay for who serves the tree next.
+    pub async fn stop(&self) {
+        let left = self.tasks.shutdown(BEAT).await;
+        if !left.is_empty() {
+            tracing::debug!(?left, "mounts were cut off");
+        }
+    }
+}
+
+impl Shared {
+    async fn serve(self: &Arc<Self>, stream: Stream) -> Result<()> {
+        let (mut hearing, mut saying) = tokio::io::split(stream);
+        let heard = timeout(SILENCE, hear(&mut hearing)).await.map_err(|_| silent())??;
+        let Some(ToServer::Hello(hello)) = heard else {
+            return Err(Error::corrupt("a mount does not say who it is"));
+        };
+        let name = hello.name.clone();
+        let (session, welcome) = match self.welcome(&hello).await {
+            Ok(welcome) => welcome,
+            Err(error) => {
+                saying.write_all(&encode(&ToClient::Refused(error.duplicate().into()))?).await?;
+                saying.flush().await?;
+                return Err(error);
+            }
+        };
+        let standing = welcome.standing;
+        let Some(session) = session else {
+            saying.write_all(&encode(&ToClient::Welcome(welcome))?).await?;
+            return Ok(saying.flush().await?);
+        };
+        let changes = self.tree.listen_as(session.number());
+        // It ends with this one's group, with this connection, or with the next one of its mount.
+        let tasks = self.tasks.child("mount");
+        let stop = tasks.stop();
+        let connection = self.connect(&session, stop.clone());
+        tracing::info!(
+            mount = name,
+            ?standing,
+            "a mount of another host writes to this volume through this one"
+        );
+        let (say, queue) = mpsc::channel(QUEUE);
+        let spoken = tasks.spawn("say", speak(saying, queue, stop.clone()));
+        say.send(encode(&ToClient::Welcome(welcome))?).await.map_err(|_| silent())?;
+        tasks.spawn("changes", tell_changes(changes, say.clone(), stop.clone()));
+        tasks.spawn("quotas", tell_of_quotas(self.tree.clone(), say.clone(), stop.clone()));
+        let ended = self.answer_all(&session, &mut hearing, &say, &tasks).await;
+        if self.tasks.stop().is_cancelled() {
+            let _ = say.try_send(encode(&ToClient::Ending)?);
+        }
+        drop(say);
+        stop.cancel();
+        let _ = timeout(BEAT, spoken).await;
+        self.disconnect(session.number(), connection, matches!(ended, Ok(true)));
+        ended.map(drop)
+    }
+
+    /// Lets a mount in. Without a session where its own was ended.
+    async fn welcome(&self, hello: &Hello) -> Result<(Option<Arc<Session>>, Welcome)> {
+        if hello.volume != self.tree.volume() {
+            return Err(Error::invalid("another volume is served here"));
+        }
+        self.tree.expect_sure()?;
+        let has_quotas = self.tree.has_quotas();
+        let welcome = |standing| Welcome { server: self.number, standing, has_quotas };
+        let known = self.sessions.lock().get(&hello.session).map(|known| known.session.clone());
+        if let Some(session) = known {
+            return Ok((Some(session), welcome(Standing::Kept)));
+        }
+        if !hello.is_new && !self.tree.expects(hello.session) {
+            return Ok((None, welcome(Standing::Ended)));
+        }
+        let was_expected = self.tree.welcome(hello.session).await?;
+        let session = Arc::new(Session::new(self.tree.clone(), hello.session));
+        let known =
+            Known { session: session.clone(), name: hello.name.clone(), connection: 0, current: None };
+        self.sessions.lock().insert(hello.session, known);
+        Ok((Some(session), welcome(if was_expected { Standing::TakenOver } else { Standing::New })))
+    }
+
+    /// Notes that a session's mount is connected, and ends its connection of before.
+    fn connect(&self, session: &Session, stop: Stop) -> u64 {
+        let mut sessions = self.sessions.lock();
+        let Some(known) = sessions.get_mut(&session.number()) else { return 0 };
+        known.connection += 1;
+        if let Some(before) = known.current.replace(stop) {
+            before.cancel();
+        }
+        known.connection
+    }
+
+    /// Notes that a connection is over: of a mount that said so, for good, of another one unless it comes back.
+    fn disconnect(self: &Arc<Self>, session: u64, connection: u64, is_over: bool) {
+        {
+            let mut sessions = self.sessions.lock();
+            match sessions.get_mut(&session) {
+                Some(known) if known.connection == connection => known.current = None,
+                _ => return,
+            }
+            if is_over {
+                sessions.remove(&session);
+                return;
+            }
+        }
+        let (shared, stop) = (self.clone(), self.tasks.stop());
+        self.tasks.spawn("lost mount", async move {
+            if stop.run_until_cancelled(sleep(shared.patience)).await.is_some() {
+                shared.end(session, connection).await;
+            }
+        });
+    }
+
+    async fn end(&self, session: u64, connection: u64) {
+        let name = {
+            let mut sessions = self.sessions.lock();
+            match sessions.get(&session) {
+                Some(known) if known.connection == connection && known.current.is_none() => {}
+                _ => return,
+            }
+            sessions.remove(&session).map(|known| known.name).unwrap_or_default()
+        };
+        tracing::warn!(mount = name, "a mount was lost: what it was writing is given up");
+        if let Err(error) = self.tree.end_guest(session).await {
+            tracing::warn!(mount = name, %error, "what a lost mount left stays until the next start");
+        }
+    }
+
+    /// Answers a mount's requests until it says that it ends (true), goes away (false), or says nothing.
+    async fn answer_all(
+        &self,
+        session: &Arc<Session>,
+        stream: &mut (impl AsyncRead + Unpin),
+        say: &mpsc::Sender<Bytes>,
+        tasks: &TaskGroup,
+    ) -> Result<bool> {
+        let (places, stop) = (Arc::new(Semaphore::new(AT_ONCE)), tasks.stop());
+        loop {
+            let place = places.clone().acquire_owned();
+            let Some(place) = stop.run_until_cancelled(place).await else { return Ok(false) };
+            let place = place.map_err(|_| Error::bug("a semaphore was closed"))?;
+            let hearing = timeout(SILENCE, hear(stream));
+            let Some(heard) = stop.run_until_cancelled(hearing).await else { return Ok(false) };
+            let (id, oldest, request) = match heard.map_err(|_| silent())?? {
+                None => return Ok(false),
+                Some(ToServer::Alive) => continue,
+                Some(ToServer::Hello(_)) => return Err(Error::corrupt("a mount says twice who it is")),
+                Some(ToServer::Ask { id, oldest, request }) => (id, oldest, request),
+            };
+            let is_last = matches!(request, super::wire::Request::Bye);
+            let (session, say) = (session.clone(), say.clone());
+            // Of the server's group: what was begun is brought to its end, whether its mount hears of it now or asks again.
+            let answered = self.tasks.spawn("answer", async move {
+                let outcome = session.answer(id, oldest, request).await;
+                let frame = match encode(&ToClient::Answer { id, outcome }) {
+                    Ok(frame) => Ok(frame),
+                    Err(error) => encode(&ToClient::Answer { id, outcome: Err(error.into()) }),
+                };
+                drop(place);
+                if let Ok(frame) = frame {
+                    // Nobody hears it any more, or will ask again.
+                    let _ = say.send(frame).await;
+                }
+            });
+            if is_last {
+                answered.await?;
+                return Ok(true);
+            }
+        }
+    }
+}
+
+fn silent() -> Error {
+    Error::new(ErrorKind::Unavailable, "it says nothing")
+}
+
+/// Writes what is to be said, a beat where there is nothing, until nobody has anything to say.
+pub(super) async fn speak_with(
+    mut stream: impl AsyncWriteExt + Unpin,
+    mut queue: mpsc::Receiver<Bytes>,
+    beat: Bytes,
+    stop: Stop,
+) {
+    let speaking = async {
+        let mut together = Vec::new();
+        loop {
+            together.clear();
+            tokio::select! {
+                frame = queue.recv() => match frame {
+                    Some(frame) => together.extend_from_slice(&frame),
+                    None => break,
+                },
+                () = sleep(BEAT) => together.extend_from_slice(&beat),
+            }
+            // What else is there goes with it.
+            while together.len() < 64 << 10
+                && let Ok(frame) = queue.try_recv()
+            {
+                together.extend_from_slice(&frame);
+            }
+            match timeout(SILENCE, async {
+                stream.write_all(&together).await?;
+                stream.flush().await
+            })
+            .await
+            {
+                Ok(Ok(())) => {}
+                // It takes nothing any more: who hears finds out as well.
+                _ => break,
+            }
+        }
+    };
+    let mut speaking = pin!(speaking);
+    tokio::select! {
+        () = &mut speaking => stop.cancel(),
+        // What is on its way still leaves.
+        () = stop.cancelled() => {
+            let _ = timeout(Duration::from_millis(200), speaking).await;
+        }
+    }
+}
+
+async fn speak(stream: impl AsyncWriteExt + Unpin, queue: mpsc::Receiver<Bytes>, stop: Stop) {
+    match encode(&ToClient::Alive) {
+        Ok(beat) => speak_with(stream, queue, beat, stop).await,
+        Err(error) => tracing::error!(%error, "a beat cannot be said"),
+    }
+}
+
+/// Tells a mount what others change.
+async fn tell_changes(mut changes: crate::tree::OutsideListener, say: mpsc::Sender<Bytes>, stop: Stop) {
+    let telling = async {
+        loop {
+            let mut told: Vec<OutsideChange> = Vec::new();
+            let mut is_lost = false;
+            match changes.next().await {
+                Ok(change) => told.push(change),
+                Err(RecvError::Lagged(_)) => is_lost = true,
+                Err(RecvError::Closed) => return,
+            }
+            while !is_lost && told.len() < MOST_TOLD {
+                match changes.next_now() {
+                    Some(Ok(change)) if told.contains(&change) => {}
+                    Some(Ok(change)) => told.push(change),
+                    Some(Err(_)) => is_lost = true,
+                    None => break,
+                }
+            }
+            let message = if is_lost { ToClient::Missed } else { ToClient::Changed(told) };
+            let Ok(frame) = encode(&message) else { continue };
+            if say.send(frame).await.is_err() {
+                return;
+            }
+        }
+    };
+    stop.run_until_cancelled(telling).await;
+}
+
+/// Tells a mount whether files have to ask for room before they grow.
+async fn tell_of_quotas(tree: Arc<LocalTree>, say: mpsc::Sender<Bytes>, stop: Stop) {
+    let telling = async {
+        let mut told = tree.has_quotas();
+        loop {
+            sleep(QUOTA_LOOK).await;
+            let now = tree.has_quotas();
+            if now != told {
+                let Ok(frame) = encode(&ToClient::Quotas(now)) else { return };
+                if say.send(frame).await.is_err() {
+                    return;
+                }
+                told = now;
+            }
+        }
+    };
+    stop.run_until_cancelled(telling).await;
+}

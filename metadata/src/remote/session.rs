@@ -1,0 +1,166 @@
+//! One mount that is served here: what it asks for, done in its name.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use forebay_core::{Error, ErrorKind, InodeId, Result};
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+use super::wire::{Answer, Failure, Request, Twice};
+use crate::records::asking_as;
+use crate::tree::{LocalTree, Tree};
+
+/// Requests of one session whose answers are kept in case that they are asked for again.
+const MOST_KEPT: usize = 1 << 16;
+
+/// What came of a request.
+pub(super) type Outcome = Result<Answer, Failure>;
+
+/// A request that was made before: its answer, once there is one.
+type Kept = watch::Receiver<Option<Outcome>>;
+
+/// Whether a request is made now, or was before.
+enum Begun {
+    Now(watch::Sender<Option<Outcome>>),
+    Before(Kept),
+}
+
+/// One mount's session.
+#[derive(Debug)]
+pub(super) struct Session {
+    tree: Arc<LocalTree>,
+    number: u64,
+    /// Of requests that do something, what came of them, until the mount says that it knows.
+    answers: Mutex<BTreeMap<u64, Kept>>,
+}
+
+impl Session {
+    pub(super) fn new(tree: Arc<LocalTree>, number: u64) -> Self {
+        Self { tree, number, answers: Mutex::default() }
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// The answer to a request, which is done once, however often it is asked for.
+    pub(super) async fn answer(&self, id: u64, oldest: u64, request: Request) -> Outcome {
+        if request.twice() == Twice::Looks {
+            return self.outcome(request).await;
+        }
+        match self.begin(id, oldest)? {
+            Begun::Now(told) => {
+                let outcome = self.outcome(request).await;
+                told.send_replace(Some(outcome.clone()));
+                outcome
+            }
+            Begun::Before(mut kept) => {
+                let answered = kept.wait_for(Option::is_some).await;
+                let given_up = || Err(Error::bug("a request was given up").into());
+                answered.ok().and_then(|answer| answer.clone()).unwrap_or_else(given_up)
+            }
+        }
+    }
+
+    fn begin(&self, id: u64, oldest: u64) -> Result<Begun, Failure> {
+        let mut answers = self.answers.lock();
+        *answers = answers.split_off(&oldest);
+        if let Some(before) = answers.get(&id) {
+            return Ok(Begun::Before(before.clone()));
+        }
+        if answers.len() >= MOST_KEPT {
+            return Err(Error::new(ErrorKind::Unavailable, "too many requests of one mount").into());
+        }
+        let (told, kept) = watch::channel(None);
+        answers.insert(id, kept);
+        Ok(Begun::Now(told))
+    }
+
+    async fn outcome(&self, request: Request) -> Outcome {
+        let done = async {
+            // What a process says that may not act any more may be untrue.
+            self.tree.expect_sure()?;
+            let done = asking_as(self.number, self.make(request)).await?;
+            self.tree.expect_sure()?;
+            Ok::<Answer, Error>(done)
+        };
+        done.await.map_err(Failure::from)
+    }
+
+    async fn make(&self, request: Request) -> Result<Answer> {
+        let tree: &LocalTree = &self.tree;
+        let done = |(): ()| Answer::Done;
+        match request {
+            Request::Lookup(parent, name) => tree.lookup(parent, &name).await.map(Answer::Lookup),
+            Request::Attributes(ino) => tree.attributes(ino).await.map(Answer::Attributes),
+            Request::ReadDirectory(ino, after, limit) => {
+                tree.read_directory(ino, after.as_deref(), limit as usize).await.map(Answer::Page)
+            }
+            Request::Parent(ino) => tree.parent(ino).await.map(Answer::Inode),
+            Request::Layout(ino) => {
+                tree.layout(ino).await.map(|(layout, generation)| Answer::Layout(layout, generation))
+            }
+            Request::FilesAfter(ino, limit) => tree.files_after(ino, limit as usize).await.map(Answer::Files),
+            Request::ReadLink(ino) => tree.read_link(ino).await.map(Answer::Bytes),
+            Request::Create(parent, name, new, existing) => {
+                let made = tree.create(parent, &name, new, existing).await;
+                made.map(|(attributes, is_new)| Answer::Made(attributes, is_new))
+            }
+            Request::Link(ino, parent, name) => tree.link(ino, parent, &name).await.map(Answer::Attributes),
+            Request::Unlink(parent, name) => tree.unlink(parent, &name).await.map(done),
+            Request::RemoveDirectory(parent, name) => tree.remove_directory(parent, &name).await.map(done),
+            Request::Rename(from, to, mode) => {
+                tree.rename((from.0, &from.1), (to.0, &to.1), mode).await.map(done)
+            }
+            Request::SetAttributes(ino, changes) => {
+                tree.set_attributes(ino, changes).await.map(Answer::Attributes)
+            }
+            Request::Accessed(ino, atime) => tree.accessed(ino, atime).await.map(done),
+            Request::Xattr(ino, name) => tree.xattr(ino, &name).await.map(Answer::Bytes),
+            Request::Xattrs(ino) => tree.xattrs(ino).await.map(Answer::Names),
+            Request::SetXattr(ino, name, value, mode) => {
+                tree.set_xattr(ino, &name, value, mode).await.map(done)
+            }
+            Request::RemoveXattr(ino, name) => tree.remove_xattr(ino, &name).await.map(done),
+            Request::Opened(ino) => tree.opened(ino).await.map(done),
+            Request::Closed(ino) => tree.closed(ino).await.map(done),
+            Request::Reserve(ino, size) => tree.reserve(ino, size).await.map(done),
+            Request::Place(ino, seals) => tree.place(ino, seals).await.map(Answer::Placement),
+            Request::Settle(ino) => tree.settle(ino).await.map(done),
+            Request::Doubt(ino) => tree.doubt(ino).await.map(done),
+            Request::IsInDoubt(ino) => tree.is_in_doubt(ino).await.map(Answer::Flag),
+            Request::HasObject(ino) => tree.has_object(ino).await.map(Answer::Flag),
+            Request::IsReferred(key) => tree.is_referred(&key).await.map(Answer::Flag),
+            Request::UploadStarted(key, id) => tree.upload_started(&key, &id).await.map(done),
+            Request::UploadEnded(id) => tree.upload_ended(&id).await.map(done),
+            Request::CommitLayout(ino, generation, layout, mtime) => {
+                tree.commit_layout(ino, generation, layout, mtime).await.map(Answer::Attributes)
+            }
+            Request::CommitShared(ino, generation, layout, mtime, lender) => {
+                tree.commit_shared(ino, generation, layout, mtime, lender).await.map(Answer::Attributes)
+            }
+            Request::Relocate(ino, generation, layout) => {
+                tree.relocate(ino, generation, layout).await.map(done)
+            }
+            Request::Sync => tree.sync().await.map(done),
+            Request::Statistics => tree.statistics().await.map(Answer::Statistics),
+            Request::Refresh(ino) => tree.refresh(ino).await.map(done),
+            Request::Reopen(open, held) => self.reopen(open, held).await.map(Answer::Inodes),
+            Request::Bye => self.tree.end_guest(self.number).await.map(done),
+        }
+    }
+
+    async fn reopen(&self, open: Vec<InodeId>, held: Vec<InodeId>) -> Result<Vec<InodeId>> {
+        let mut gone = Vec::new();
+        for ino in open {
+            match self.tree.opened(ino).await {
+                Ok(()) => {}
+                Err(error) if error.kind() == ErrorKind::NotFound => gone.push(ino),
+                Err(error) => return Err(error),
+            }
+        }
+        self.tree.hold(self.number, &held);
+        Ok(gone)
+    }
+}

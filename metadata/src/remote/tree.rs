@@ -1,0 +1,494 @@
+//! A tree that another process serves, as a [`Tree`].
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use forebay_core::{
+    Attributes, Error, ErrorKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, VolumeId,
+};
+use forebay_io::net::secure::Host;
+use forebay_io::rng::Rng;
+use forebay_io::task::TaskGroup;
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+use super::link::{Ends, Finder, Link, Listener, Reached};
+use super::wire::{Answer, Request};
+use crate::records::{Pins, owned_key};
+use crate::tree::{
+    CloneGuide, Cloned, DirectoryPage, Existing, Lookup, NewInode, OutsideChange, OutsideChanges, Placement,
+    RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
+};
+
+/// How long what is left is waited for at the end.
+const CLOSING: Duration = Duration::from_secs(5);
+
+/// What a remote tree is made of.
+pub struct RemoteParts {
+    /// The volume whose tree it is.
+    pub volume: VolumeId,
+    /// This host's end of the way there, for [`super::PROTOCOL`].
+    pub host: Host,
+    /// Finds who serves it.
+    pub find: Finder,
+    /// For messages there: this host and process.
+    pub name: String,
+    /// How long who serves it is looked for at first.
+    pub first: Duration,
+    /// How long the tree may be away until a call fails.
+    pub deadline: Duration,
+    /// Chance, for the names of owned blobs.
+    pub rng: Rng,
+    /// Where the way is kept, as a child group.
+    pub tasks: TaskGroup,
+}
+
+/// A tree that another process serves. What is asked while that process, or another that takes the tree over, is being looked for
+/// waits up to the deadline.
+#[derive(Debug)]
+pub struct RemoteTree {
+    shared: Arc<Shared>,
+    rng: Rng,
+    tasks: TaskGroup,
+}
+
+#[derive(Debug)]
+struct Shared {
+    link: Link,
+    outside: OutsideChanges,
+    /// What is open here, and how often.
+    open: Mutex<HashMap<InodeId, u32>>,
+    /// At whose own paths this mount is.
+    held: Mutex<HashSet<InodeId>>,
+    /// Whether something was changed, and not synced since.
+    is_unsynced: AtomicBool,
+    /// Whether a process that served the tree was lost then.
+    is_lost: AtomicBool,
+    pins: Arc<Pins>,
+}
+
+impl Listener for Shared {
+    fn link(&self) -> &Link {
+        &self.link
+    }
+
+    fn changed(&self, change: OutsideChange) {
+        self.outside.tell(change);
+    }
+
+    fn missed(&self) {
+        self.outside.tell(OutsideChange::Anything);
+    }
+
+    fn standing(&self) -> Request {
+        let open = self.open.lock();
+        let open = open.iter().flat_map(|(ino, count)| std::iter::repeat_n(*ino, *count as usize)).collect();
+        Request::Reopen(open, self.held.lock().iter().copied().collect())
+    }
+
+    fn reopened(&self, answer: Answer) {
+        if let Answer::Inodes(gone) = answer {
+            let mut open = self.open.lock();
+            for ino in gone {
+                tracing::warn!(%ino, "a file that is open here is gone with the process that served the tree");
+                open.remove(&ino);
+            }
+        }
+    }
+
+    fn taken_over(&self) {
+        if self.is_unsynced.load(Ordering::SeqCst) {
+            self.is_lost.store(true, Ordering::SeqCst);
+        }
+    }
+}
+
+fn unexpected() -> Error {
+    Error::bug("the process that serves the tree answered something else")
+}
+
+/// What an answer is to be.
+macro_rules! expect {
+    ($answer:expr, $kind:ident($($value:pat),+) => $result:expr) => {
+        match $answer {
+            Answer::$kind($($value),+) => Ok($result),
+            _ => Err(unexpected()),
+        }
+    };
+}
+
+/// One that is dropped without being closed is lost to who serves it: its session runs out there.
+impl Drop for RemoteTree {
+    fn drop(&mut self) {
+        self.tasks.stop().cancel();
+    }
+}
+
+impl RemoteTree {
+    /// Looks for who serves the tree, and returns when it is found.
+    ///
+    /// # Errors
+    /// `Unavailable`, with what the last try met, where nobody is found that serves it; `Denied` for another secret.
+    pub async fn open(parts: RemoteParts) -> Result<Self> {
+        let RemoteParts { volume, host, find, name, first, deadline, rng, tasks } = parts;
+        let link = Link::new(Ends { volume, name, host, find, deadline, rng: rng.clone() });
+        let shared = Arc::new(Shared {
+            link,
+            outside: OutsideChanges::default(),
+            open: Mutex::default(),
+            held: Mutex::default(),
+            is_unsynced: AtomicBool::new(false),
+            is_lost: AtomicBool::new(false),
+            pins: Arc::default(),
+        });
+        let tasks = tasks.child("remote tree");
+        tasks.spawn("link", Link::keep(shared.clone(), tasks.clone()));
+        let tree = Self { shared, rng, tasks };
+        match tree.shared.link.wait(Instant::now() + first).await {
+            Ok(()) => Ok(tree),
+            Err(error) => {
+                tree.tasks.shutdown(CLOSING).await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Where the tree is served; none while it is being looked for.
+    pub fn reached(&self) -> Option<Reached> {
+        self.shared.link.reached()
+    }
+
+    async fn call(&self, request: Request) -> Result<Answer> {
+        let changes = request.changes();
+        let answer = self.shared.link.call(request).await;
+        if changes {
+            // Also where it failed: it may have been done.
+            self.shared.is_unsynced.store(true, Ordering::SeqCst);
+        }
+        answer
+    }
+
+    async fn done(&self, request: Request) -> Result<()> {
+        match self.call(request).await? {
+            Answer::Done => Ok(()),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn end_hold(&self, ino: InodeId) {
+        self.shared.held.lock().remove(&ino);
+    }
+
+    /// After a commit was refused: whether it was this one's own that came before, asked for twice.
+    async fn is_committed(
+        &self,
+        ino: InodeId,
+        expected: u64,
+        layout: &FileLayout,
+    ) -> Result<Option<Attributes>> {
+        let (found, generation) = self.layout(ino).await?;
+        match generation == expected + 1 && found == *layout && layout.blobs().next().is_some() {
+            true => self.attributes(ino).await.map(Some),
+            false => Ok(None),
+        }
+    }
+
+    async fn commit(
+        &self,
+        request: Request,
+        ino: InodeId,
+        expected: u64,
+        layout: &FileLayout,
+    ) -> Result<Attributes> {
+        let committed = match self.call(request).await {
+            Err(error) if error.kind() == ErrorKind::Conflict => {
+                self.is_committed(ino, expected, layout).await?.ok_or(error)?
+            }
+            answer => expect!(answer?, Attributes(attributes) => attributes)?,
+        };
+        self.end_hold(ino);
+        Ok(committed)
+    }
+}
+
+#[async_trait]
+impl Tree for RemoteTree {
+    async fn lookup(&self, parent: InodeId, name: &[u8]) -> Result<Lookup> {
+        let name = Bytes::copy_from_slice(name);
+        expect!(self.call(Request::Lookup(parent, name)).await?, Lookup(found) => found)
+    }
+
+    fn lookup_now(&self, _parent: InodeId, _name: &[u8]) -> Option<Result<Lookup>> {
+        None
+    }
+
+    async fn attributes(&self, ino: InodeId) -> Result<Attributes> {
+        expect!(self.call(Request::Attributes(ino)).await?, Attributes(attributes) => attributes)
+    }
+
+    fn attributes_now(&self, _ino: InodeId) -> Option<Result<Attributes>> {
+        None
+    }
+
+    async fn read_directory(
+        &self,
+        ino: InodeId,
+        after: Option<&[u8]>,
+        limit: usize,
+    ) -> Result<DirectoryPage> {
+        let limit = u32::try_from(limit).unwrap_or(u32::MAX);
+        let request = Request::ReadDirectory(ino, after.map(Bytes::copy_from_slice), limit);
+        expect!(self.call(request).await?, Page(page) => page)
+    }
+
+    async fn parent(&self, ino: InodeId) -> Result<InodeId> {
+        expect!(self.call(Request::Parent(ino)).await?, Inode(parent) => parent)
+    }
+
+    async fn layout(&self, ino: InodeId) -> Result<(FileLayout, u64)> {
+        expect!(self.call(Request::Layout(ino)).await?, Layout(layout, generation) => (layout, generation))
+    }
+
+    async fn files_after(&self, ino: InodeId, limit: usize) -> Result<Vec<(InodeId, FileLayout)>> {
+        let limit = u32::try_from(limit).unwrap_or(u32::MAX);
+        expect!(self.call(Request::FilesAfter(ino, limit)).await?, Files(files) => files)
+    }
+
+    async fn read_link(&self, ino: InodeId) -> Result<Bytes> {
+        expect!(self.call(Request::ReadLink(ino)).await?, Bytes(target) => target)
+    }
+
+    async fn create(
+        &self,
+        parent: InodeId,
+        name: &[u8],
+        new: NewInode,
+        existing: Existing,
+    ) -> Result<(Attributes, bool)> {
+        let request = Request::Create(parent, Bytes::copy_from_slice(name), new, existing);
+        expect!(self.call(request).await?, Made(attributes, is_new) => (attributes, is_new))
+    }
+
+    async fn link(&self, ino: InodeId, parent: InodeId, name: &[u8]) -> Result<Attributes> {
+        let request = Request::Link(ino, parent, Bytes::copy_from_slice(name));
+        expect!(self.call(request).await?, Attributes(attributes) => attributes)
+    }
+
+    async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+        self.done(Request::Unlink(parent, Bytes::copy_from_slice(name))).await
+    }
+
+    async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+        self.done(Request::RemoveDirectory(parent, Bytes::copy_from_slice(name))).await
+    }
+
+    async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()> {
+        let (from, to) = ((from.0, Bytes::copy_from_slice(from.1)), (to.0, Bytes::copy_from_slice(to.1)));
+        self.done(Request::Rename(from, to, mode)).await
+    }
+
+    async fn set_attributes(&self, ino: InodeId, changes: SetAttributes) -> Result<Attributes> {
+        expect!(self.call(Request::SetAttributes(ino, changes)).await?, Attributes(attributes) => attributes)
+    }
+
+    async fn accessed(&self, ino: InodeId, atime: Timestamp) -> Result<()> {
+        self.done(Request::Accessed(ino, atime)).await
+    }
+
+    async fn xattr(&self, ino: InodeId, name: &[u8]) -> Result<Bytes> {
+        let request = Request::Xattr(ino, Bytes::copy_from_slice(name));
+        expect!(self.call(request).await?, Bytes(value) => value)
+    }
+
+    async fn xattrs(&self, ino: InodeId) -> Result<Vec<Bytes>> {
+        expect!(self.call(Request::Xattrs(ino)).await?, Names(names) => names)
+    }
+
+    async fn set_xattr(&self, ino: InodeId, name: &[u8], value: Bytes, mode: XattrMode) -> Result<()> {
+        self.done(Request::SetXattr(ino, Bytes::copy_from_slice(name), value, mode)).await
+    }
+
+    async fn remove_xattr(&self, ino: InodeId, name: &[u8]) -> Result<()> {
+        self.done(Request::RemoveXattr(ino, Bytes::copy_from_slice(name))).await
+    }
+
+    async fn opened(&self, ino: InodeId) -> Result<()> {
+        self.done(Request::Opened(ino)).await?;
+        *self.shared.open.lock().entry(ino).or_default() += 1;
+        Ok(())
+    }
+
+    async fn closed(&self, ino: InodeId) -> Result<()> {
+        let is_last = {
+            let mut open = self.shared.open.lock();
+            match open.get_mut(&ino) {
+                Some(count) if *count > 1 => {
+                    *count -= 1;
+                    false
+                }
+                Some(_) => open.remove(&ino).is_some(),
+                // It was gone with a process that served the tree.
+                None => return Ok(()),
+            }
+        };
+        if is_last {
+            self.end_hold(ino);
+        }
+        self.done(Request::Closed(ino)).await
+    }
+
+    async fn reserve(&self, ino: InodeId, size: u64) -> Result<()> {
+        match self.shared.link.has_quotas() {
+            true => self.done(Request::Reserve(ino, size)).await,
+            false => Ok(()),
+        }
+    }
+
+    async fn place(&self, ino: InodeId, seals: bool) -> Result<Placement> {
+        let placement =
+            expect!(self.call(Request::Place(ino, seals)).await?, Placement(placement) => placement)?;
+        if let Placement::Own { .. } = placement {
+            self.shared.held.lock().insert(ino);
+        }
+        Ok(placement)
+    }
+
+    async fn settle(&self, ino: InodeId) -> Result<()> {
+        self.end_hold(ino);
+        self.done(Request::Settle(ino)).await
+    }
+
+    async fn doubt(&self, ino: InodeId) -> Result<()> {
+        self.end_hold(ino);
+        self.done(Request::Doubt(ino)).await
+    }
+
+    async fn is_in_doubt(&self, ino: InodeId) -> Result<bool> {
+        expect!(self.call(Request::IsInDoubt(ino)).await?, Flag(flag) => flag)
+    }
+
+    fn fresh_blob(&self) -> ObjectKey {
+        owned_key(self.shared.link.session(), &self.rng.name())
+    }
+
+    /// Never: files of packed directories that are written here are objects of their own.
+    async fn packs(&self, _ino: InodeId) -> Result<bool> {
+        Ok(false)
+    }
+
+    async fn has_object(&self, ino: InodeId) -> Result<bool> {
+        expect!(self.call(Request::HasObject(ino)).await?, Flag(flag) => flag)
+    }
+
+    fn fresh_segment(&self) -> SegmentPin {
+        SegmentPin::new(&self.shared.pins, self.shared.link.session(), &self.rng.name())
+    }
+
+    async fn is_referred(&self, key: &ObjectKey) -> Result<bool> {
+        expect!(self.call(Request::IsReferred(key.clone())).await?, Flag(flag) => flag)
+    }
+
+    async fn upload_started(&self, key: &ObjectKey, id: &str) -> Result<()> {
+        self.done(Request::UploadStarted(key.clone(), id.to_owned())).await
+    }
+
+    async fn upload_ended(&self, id: &str) -> Result<()> {
+        self.done(Request::UploadEnded(id.to_owned())).await
+    }
+
+    async fn commit_layout(
+        &self,
+        ino: InodeId,
+        expected: u64,
+        layout: FileLayout,
+        mtime: Timestamp,
+    ) -> Result<Attributes> {
+        let request = Request::CommitLayout(ino, expected, layout.clone(), mtime);
+        self.commit(request, ino, expected, &layout).await
+    }
+
+    async fn commit_shared(
+        &self,
+        ino: InodeId,
+        expected: u64,
+        layout: FileLayout,
+        mtime: Timestamp,
+        lender: InodeId,
+    ) -> Result<Attributes> {
+        let request = Request::CommitShared(ino, expected, layout.clone(), mtime, lender);
+        self.commit(request, ino, expected, &layout).await
+    }
+
+    async fn clone_tree(
+        &self,
+        _source: InodeId,
+        _to: (InodeId, &[u8]),
+        _guide: &dyn CloneGuide,
+    ) -> Result<Cloned> {
+        Err(self.elsewhere("a tree is cloned"))
+    }
+
+    async fn relocate(&self, ino: InodeId, expected: u64, layout: FileLayout) -> Result<()> {
+        self.done(Request::Relocate(ino, expected, layout)).await?;
+        self.end_hold(ino);
+        Ok(())
+    }
+
+    async fn sync(&self) -> Result<()> {
+        if self.shared.is_lost.swap(false, Ordering::SeqCst) {
+            let fact =
+                "the process that served the tree was lost, and with it what was changed in its last second";
+            return Err(Error::new(ErrorKind::Unavailable, fact)
+                .with_hint("look at what was made or changed last: closed files that are there are whole"));
+        }
+        self.shared.is_unsynced.store(false, Ordering::SeqCst);
+        let synced = self.done(Request::Sync).await;
+        if synced.is_err() {
+            self.shared.is_unsynced.store(true, Ordering::SeqCst);
+        }
+        synced
+    }
+
+    async fn statistics(&self) -> Result<Statistics> {
+        expect!(self.call(Request::Statistics).await?, Statistics(statistics) => statistics)
+    }
+
+    async fn refresh(&self, ino: InodeId) -> Result<()> {
+        self.done(Request::Refresh(ino)).await
+    }
+
+    fn outside(&self) -> &OutsideChanges {
+        &self.shared.outside
+    }
+
+    async fn close(&self) -> Result<()> {
+        let synced = self.sync().await;
+        // Its session ends in any case, a minute later.
+        let left = tokio::time::timeout(CLOSING, self.done(Request::Bye)).await;
+        if !matches!(left, Ok(Ok(()))) {
+            tracing::debug!("the process that serves the tree did not hear that this mount ends");
+        }
+        self.tasks.shutdown(CLOSING).await;
+        synced
+    }
+
+    fn remote(&self) -> Option<&RemoteTree> {
+        Some(self)
+    }
+}
+
+impl RemoteTree {
+    /// The error of what is done only where the tree is.
+    pub fn elsewhere(&self, what: &str) -> Error {
+        let at = match self.reached() {
+            Some(Reached { address, .. }) => format!("the process at {address}"),
+            None => "another process".to_owned(),
+        };
+        Error::new(ErrorKind::Unsupported, format!("{what} where the tree is: {at} serves it to this mount"))
+            .with_hint("use a mount on that host, or one that holds the volume by itself")
+    }
+}

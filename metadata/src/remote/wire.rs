@@ -1,0 +1,456 @@
+//! What a mount and the process that serves its tree say to each other (docs/formats.md).
+//!
+//! Messages are frames: their length as four little-endian bytes, and their postcard encoding. What comes from the other side is
+//! checked here: lengths before memory is taken for them, layouts before they are believed.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use forebay_core::{
+    Attributes, Error, ErrorKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, VolumeId,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+use crate::tree::{
+    DirectoryPage, Existing, Lookup, NewInode, OutsideChange, Placement, RenameMode, SetAttributes,
+    Statistics, XattrMode,
+};
+
+/// Names what is spoken, and its version: who speaks another one is turned away (ALPN).
+pub const PROTOCOL: &str = "forebay-tree/1";
+/// The longest message, in bytes: a layout of half a million extents.
+const LONGEST: usize = 64 << 20;
+
+/// What a mount says.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum ToServer {
+    /// First of all: who it is.
+    Hello(Hello),
+    /// Asks for something. Answers come in any order.
+    Ask {
+        /// Raised with each request of a session.
+        id: u64,
+        /// The lowest number whose answer it waits for: those below are not asked for again.
+        oldest: u64,
+        /// What.
+        request: Request,
+    },
+    /// It lives.
+    Alive,
+}
+
+/// Who a mount is.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Hello {
+    /// The volume whose tree it wants.
+    pub(super) volume: VolumeId,
+    /// What it is known by.
+    pub(super) session: u64,
+    /// Whether it never was here, nor at another process that served this tree.
+    pub(super) is_new: bool,
+    /// For messages: its host and process.
+    pub(super) name: String,
+}
+
+/// What the process that serves the tree says.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum ToClient {
+    /// The mount is let in.
+    Welcome(Welcome),
+    /// It is not.
+    Refused(Failure),
+    /// The answer to a request.
+    Answer {
+        /// The request's number.
+        id: u64,
+        /// What came of it.
+        outcome: Result<Answer, Failure>,
+    },
+    /// What others changed.
+    Changed(Vec<OutsideChange>),
+    /// Some of that was lost, or came while nobody listened: anything may have changed.
+    Missed,
+    /// Whether there are quotas, so that files ask for room before they grow.
+    Quotas(bool),
+    /// It lives.
+    Alive,
+    /// It ends: another one may serve the tree soon.
+    Ending,
+}
+
+/// How a mount is let in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Welcome {
+    /// A number of the process, and no other.
+    pub(super) server: u64,
+    /// How its session stands.
+    pub(super) standing: Standing,
+    /// Whether there are quotas.
+    pub(super) has_quotas: bool,
+}
+
+/// How a session stands with the process that serves the tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Standing {
+    /// It was here all the time: what was asked and not answered may be asked again.
+    Kept,
+    /// It goes on here; the process before is gone, and may have taken with it what was not synced.
+    TakenOver,
+    /// It begins here.
+    New,
+    /// It was ended meanwhile. The mount begins another one.
+    Ended,
+}
+
+/// A failure as it crosses the network.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Failure {
+    kind: u8,
+    message: String,
+    hint: Option<String>,
+}
+
+/// By the codes that they have on the network: new ones are added at the end.
+const KINDS: [ErrorKind; 19] = [
+    ErrorKind::NotFound,
+    ErrorKind::Exists,
+    ErrorKind::Invalid,
+    ErrorKind::Conflict,
+    ErrorKind::Unavailable,
+    ErrorKind::Stale,
+    ErrorKind::Corrupt,
+    ErrorKind::NoSpace,
+    ErrorKind::OverQuota,
+    ErrorKind::Denied,
+    ErrorKind::Unsupported,
+    ErrorKind::Bug,
+    ErrorKind::NotDirectory,
+    ErrorKind::IsDirectory,
+    ErrorKind::NotEmpty,
+    ErrorKind::ReadOnly,
+    ErrorKind::NameTooLong,
+    ErrorKind::NoAttribute,
+    ErrorKind::TooLarge,
+];
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let kind = KINDS.iter().position(|kind| *kind == error.kind()).unwrap_or(KINDS.len()) as u8;
+        let mut message = error.message().to_owned();
+        let mut below = std::error::Error::source(&error);
+        while let Some(cause) = below {
+            message = format!("{message}: {cause}");
+            below = cause.source();
+        }
+        Self { kind, message, hint: error.hint().map(str::to_owned) }
+    }
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        let kind = KINDS.get(usize::from(failure.kind)).copied().unwrap_or(ErrorKind::Bug);
+        let error = Self::new(kind, failure.message);
+        match failure.hint {
+            Some(hint) => error.with_hint(hint),
+            None => error,
+        }
+    }
+}
+
+/// What a mount asks for: a call of [`crate::tree::Tree`] each, but for the last two.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum Request {
+    Lookup(InodeId, Bytes),
+    Attributes(InodeId),
+    ReadDirectory(InodeId, Option<Bytes>, u32),
+    Parent(InodeId),
+    Layout(InodeId),
+    FilesAfter(InodeId, u32),
+    ReadLink(InodeId),
+    Create(InodeId, Bytes, NewInode, Existing),
+    Link(InodeId, InodeId, Bytes),
+    Unlink(InodeId, Bytes),
+    RemoveDirectory(InodeId, Bytes),
+    Rename((InodeId, Bytes), (InodeId, Bytes), RenameMode),
+    SetAttributes(InodeId, SetAttributes),
+    Accessed(InodeId, Timestamp),
+    Xattr(InodeId, Bytes),
+    Xattrs(InodeId),
+    SetXattr(InodeId, Bytes, Bytes, XattrMode),
+    RemoveXattr(InodeId, Bytes),
+    Opened(InodeId),
+    Closed(InodeId),
+    Reserve(InodeId, u64),
+    Place(InodeId, bool),
+    Settle(InodeId),
+    Doubt(InodeId),
+    IsInDoubt(InodeId),
+    HasObject(InodeId),
+    IsReferred(ObjectKey),
+    UploadStarted(ObjectKey, String),
+    UploadEnded(String),
+    CommitLayout(InodeId, u64, FileLayout, Timestamp),
+    CommitShared(InodeId, u64, FileLayout, Timestamp, InodeId),
+    Relocate(InodeId, u64, FileLayout),
+    Sync,
+    Statistics,
+    Refresh(InodeId),
+    /// What the session has open, as often as it has, and at whose own paths it is, after another process took the tree over.
+    /// Answered with what is open no more.
+    Reopen(Vec<InodeId>, Vec<InodeId>),
+    /// It ends.
+    Bye,
+}
+
+/// What a request does to the tree if it is made twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Twice {
+    /// Nothing: it only looks.
+    Looks,
+    /// No more than once, whoever serves the tree: the same comes of it, as what is open is told to who takes that over.
+    Same,
+    /// Something else.
+    Differs,
+}
+
+impl Request {
+    /// What comes of it if it is made twice.
+    pub(super) fn twice(&self) -> Twice {
+        match self {
+            Self::Lookup(..)
+            | Self::Attributes(_)
+            | Self::ReadDirectory(..)
+            | Self::Parent(_)
+            | Self::Layout(_)
+            | Self::FilesAfter(..)
+            | Self::ReadLink(_)
+            | Self::Xattr(..)
+            | Self::Xattrs(_)
+            | Self::IsInDoubt(_)
+            | Self::HasObject(_)
+            | Self::IsReferred(_)
+            | Self::Statistics => Twice::Looks,
+            Self::SetAttributes(..)
+            | Self::Accessed(..)
+            | Self::SetXattr(_, _, _, XattrMode::Set)
+            | Self::Reserve(..)
+            | Self::Place(..)
+            | Self::Settle(_)
+            | Self::Doubt(_)
+            | Self::UploadStarted(..)
+            | Self::UploadEnded(_)
+            // Of a generation: the second one is told that the first was made.
+            | Self::CommitLayout(..)
+            | Self::CommitShared(..)
+            | Self::Relocate(..)
+            | Self::Opened(_)
+            | Self::Closed(_)
+            | Self::Sync
+            | Self::Refresh(_)
+            | Self::Create(_, _, _, Existing::Accept)
+            | Self::Bye => Twice::Same,
+            Self::Create(_, _, _, Existing::Refuse)
+            | Self::Link(..)
+            | Self::Unlink(..)
+            | Self::RemoveDirectory(..)
+            | Self::Rename(..)
+            | Self::SetXattr(..)
+            | Self::RemoveXattr(..)
+            | Self::Reopen(..) => Twice::Differs,
+        }
+    }
+
+    /// Whether it changes what `Sync` makes durable.
+    pub(super) fn changes(&self) -> bool {
+        match self {
+            Self::Sync
+            | Self::Refresh(_)
+            | Self::Bye
+            | Self::Opened(_)
+            | Self::Reserve(..)
+            | Self::Reopen(..) => false,
+            other => other.twice() != Twice::Looks,
+        }
+    }
+
+    /// Checks what serde did not.
+    fn check(self) -> Result<Self> {
+        Ok(match self {
+            Self::CommitLayout(ino, generation, layout, mtime) => {
+                Self::CommitLayout(ino, generation, checked(layout)?, mtime)
+            }
+            Self::CommitShared(ino, generation, layout, mtime, lender) => {
+                Self::CommitShared(ino, generation, checked(layout)?, mtime, lender)
+            }
+            Self::Relocate(ino, generation, layout) => Self::Relocate(ino, generation, checked(layout)?),
+            other => other,
+        })
+    }
+}
+
+/// What is answered.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum Answer {
+    Done,
+    Lookup(Lookup),
+    Attributes(Attributes),
+    Page(DirectoryPage),
+    Inode(InodeId),
+    Layout(FileLayout, u64),
+    Files(Vec<(InodeId, FileLayout)>),
+    Bytes(Bytes),
+    Names(Vec<Bytes>),
+    Made(Attributes, bool),
+    Placement(Placement),
+    Flag(bool),
+    Statistics(Statistics),
+    Inodes(Vec<InodeId>),
+}
+
+impl Answer {
+    fn check(self) -> Result<Self> {
+        Ok(match self {
+            Self::Layout(layout, generation) => Self::Layout(checked(layout)?, generation),
+            Self::Files(files) => {
+                let check = |(ino, layout)| Ok((ino, checked(layout)?));
+                Self::Files(files.into_iter().map(check).collect::<Result<_>>()?)
+            }
+            other => other,
+        })
+    }
+}
+
+/// A layout whose extents are as they should be.
+fn checked(layout: FileLayout) -> Result<FileLayout> {
+    FileLayout::from_parts(layout.size(), layout.extents().to_vec())
+}
+
+/// What is said in one direction.
+pub(super) trait Message: Serialize + DeserializeOwned {
+    /// Checks what the encoding does not.
+    fn check(self) -> Result<Self>;
+}
+
+impl Message for ToServer {
+    fn check(self) -> Result<Self> {
+        Ok(match self {
+            Self::Ask { id, oldest, request } => Self::Ask { id, oldest, request: request.check()? },
+            other => other,
+        })
+    }
+}
+
+impl Message for ToClient {
+    fn check(self) -> Result<Self> {
+        Ok(match self {
+            Self::Answer { id, outcome: Ok(answer) } => Self::Answer { id, outcome: Ok(answer.check()?) },
+            other => other,
+        })
+    }
+}
+
+/// A message as it goes over the network.
+///
+/// # Errors
+/// `TooLarge` for one of more than 64 MiB.
+pub(super) fn encode(message: &impl Message) -> Result<Bytes> {
+    let body = postcard::to_stdvec(message).map_err(|error| Error::bug("a message").with_source(error))?;
+    if body.len() > LONGEST {
+        let fact = format!("{} bytes of records are more than goes over the network at once", body.len());
+        return Err(Error::new(ErrorKind::TooLarge, fact));
+    }
+    let mut frame = BytesMut::with_capacity(4 + body.len());
+    frame.put_u32_le(body.len() as u32);
+    frame.put_slice(&body);
+    Ok(frame.freeze())
+}
+
+/// The next message; none where the other side has ended the stream.
+///
+/// # Errors
+/// `Corrupt` for what is no message; what the stream says.
+pub(super) async fn hear<M: Message>(stream: &mut (impl AsyncRead + Unpin)) -> Result<Option<M>> {
+    let mut length = [0; 4];
+    match stream.read_exact(&mut length).await {
+        Ok(_) => {}
+        Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
+        Err(error) => return Err(error.into()),
+    }
+    let length = u32::from_le_bytes(length) as usize;
+    if length > LONGEST {
+        return Err(Error::corrupt(format!("a message of {length} bytes is announced")));
+    }
+    let mut body = Vec::new();
+    // Taken as it comes: whoever announces much and sends little takes little.
+    stream.take(length as u64).read_to_end(&mut body).await?;
+    if body.len() < length {
+        return Ok(None);
+    }
+    let message: M =
+        postcard::from_bytes(&body).map_err(|error| Error::corrupt("a message").with_source(error))?;
+    message.check().map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_core::{Blob, Extent, Source, Version};
+
+    use super::*;
+
+    async fn back<M: Message>(message: &M) -> Result<Option<M>> {
+        hear(&mut &encode(message).expect("short enough")[..]).await
+    }
+
+    fn layout(length: u64) -> FileLayout {
+        FileLayout::of_blob(Blob { key: ObjectKey::new("a"), version: Version::new("v"), size: length })
+    }
+
+    #[tokio::test]
+    async fn messages_come_back_as_they_were() {
+        let request = Request::CommitLayout(InodeId(7), 3, layout(5), Timestamp { seconds: -1, nanos: 9 });
+        let said = ToServer::Ask { id: 9, oldest: 4, request };
+        let heard = back(&said).await.expect("whole").expect("one");
+        assert_eq!(format!("{said:?}"), format!("{heard:?}"));
+        for kind in KINDS {
+            let error = Error::new(kind, "so").with_hint("do").with_source(Error::invalid("below"));
+            let said = ToClient::Answer { id: 1, outcome: Err(error.into()) };
+            let Some(ToClient::Answer { outcome: Err(failure), .. }) = back(&said).await.expect("whole")
+            else {
+                panic!("a failure");
+            };
+            let error = Error::from(failure);
+            assert_eq!((error.kind(), error.hint()), (kind, Some("do")));
+            assert!(error.message().starts_with("so: ") && error.message().contains("below"), "{error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_no_message_is_refused() {
+        let said = encode(&ToServer::Ask { id: 9, oldest: 4, request: Request::Sync }).expect("short");
+        for cut in 1..said.len() {
+            let heard: Option<ToServer> = hear(&mut &said[..cut]).await.expect("cut off is an end");
+            assert!(heard.is_none(), "{cut}");
+        }
+        let long = u32::try_from(LONGEST + 1).expect("fits").to_le_bytes();
+        let refused = |frame: Vec<u8>| async move {
+            hear::<ToServer>(&mut &frame[..]).await.expect_err("refused").kind()
+        };
+        assert_eq!(refused(long.to_vec()).await, ErrorKind::Corrupt);
+        assert_eq!(refused([&[1, 0, 0, 0][..], &[200]].concat()).await, ErrorKind::Corrupt);
+        // Extents that overlap, as no tree of ours makes them.
+        let extent = Extent { offset: 0, length: 1, source: Source::Inline(Bytes::from_static(b"x")) };
+        let body =
+            postcard::to_stdvec(&ToServer::Ask { id: 1, oldest: 1, request: Request::Sync }).expect("one");
+        assert!(!body.is_empty());
+        let bad = Bad { size: 1, extents: vec![extent.clone(), extent] };
+        let bytes = postcard::to_stdvec(&bad).expect("encodes");
+        let decoded: FileLayout = postcard::from_bytes(&bytes).expect("serde believes it");
+        assert_eq!(checked(decoded).expect_err("overlap").kind(), ErrorKind::Corrupt);
+    }
+
+    #[derive(Serialize)]
+    struct Bad {
+        size: u64,
+        extents: Vec<Extent>,
+    }
+}

@@ -1,0 +1,388 @@
+//! Several mounts at one tree: what one process serves to others, over real connections.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use forebay_core::{ErrorKind, FileLayout, InodeId, ObjectKey, Result, VolumeId};
+use forebay_io::net::secure::{Host, Identity, Listen, Transport};
+use forebay_io::rng::Rng;
+use forebay_io::task::TaskGroup;
+use futures::FutureExt;
+use parking_lot::Mutex;
+
+use super::contract::check_all;
+use super::model::Pair;
+use super::world::*;
+use crate::remote::{PROTOCOL, RemoteParts, RemoteTree, Server};
+use crate::testing::{Chance, rounds};
+use crate::tree::{Existing, LocalTree, Lookup, OutsideChange, Placement, Tree};
+
+const ROOT: InodeId = InodeId::ROOT;
+
+/// A tree that is served, again and again.
+struct Site {
+    world: World,
+    /// Where it is served now.
+    address: Arc<Mutex<Vec<SocketAddr>>>,
+    starts: AtomicU64,
+    patience: Duration,
+}
+
+/// One process that serves it.
+struct Served {
+    tree: Arc<LocalTree>,
+    server: Server,
+    tasks: TaskGroup,
+}
+
+fn host(secret: &[u8]) -> Host {
+    let identity = Identity::new(secret, &VolumeId(7).0.to_le_bytes(), PROTOCOL).expect("a secret");
+    let listen = Listen { ip: Some(Ipv4Addr::LOCALHOST.into()), port: 0 };
+    Host::open(Transport::Tcp, listen, &identity).expect("a port")
+}
+
+const SECRET: &[u8] = b"sixteen bytes and more";
+
+impl Site {
+    async fn new(kind: Kind) -> Self {
+        let mut world = World::new(kind).await;
+        world.settings.serves = true;
+        let (address, starts) = (Arc::default(), AtomicU64::new(0));
+        Self { world, address, starts, patience: Server::PATIENCE }
+    }
+
+    async fn serve(&self) -> Served {
+        let (tree, tasks) = (Arc::new(self.world.open().await), TaskGroup::new("server"));
+        let host = host(SECRET);
+        *self.address.lock() = vec![host.address().expect("it listens")];
+        let number = self.starts.fetch_add(1, Ordering::SeqCst);
+        let server = Server::start(tree.clone(), host, number, self.patience, &tasks);
+        Served { tree, server, tasks }
+    }
+
+    async fn join(&self) -> RemoteTree {
+        self.try_join(SECRET, VolumeId(7)).await.expect("joined")
+    }
+
+    async fn try_join(&self, secret: &[u8], volume: VolumeId) -> Result<RemoteTree> {
+        let address = self.address.clone();
+        RemoteTree::open(RemoteParts {
+            volume,
+            host: host(secret),
+            find: Arc::new(move || {
+                let found = address.lock().clone();
+                async move { Ok(found) }.boxed()
+            }),
+            name: "guest".to_owned(),
+            first: Duration::from_secs(20),
+            deadline: Duration::from_secs(20),
+            rng: Rng::system(),
+            tasks: TaskGroup::new("guest"),
+        })
+        .await
+    }
+
+    /// The power goes where it is served.
+    async fn crash(&self, served: Served) {
+        self.address.lock().clear();
+        served.tasks.shutdown(Duration::ZERO).await;
+        drop(served.server);
+        let tree = Arc::into_inner(served.tree).expect("nobody else has it");
+        self.world.crash(tree, false).await;
+    }
+}
+
+impl Served {
+    async fn end(self) {
+        self.server.stop().await;
+        self.tree.close().await.expect("closed");
+    }
+}
+
+async fn create(tree: &dyn Tree, name: &str) -> InodeId {
+    let made = tree.create(ROOT, name.as_bytes(), new_file(), Existing::Refuse).await;
+    made.expect("made").0.ino
+}
+
+/// Waits for what takes moments.
+async fn until(what: &str, mut is: impl AsyncFnMut() -> bool) {
+    for _ in 0..2000 {
+        if is().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("it never came: {what}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tree_that_is_served_keeps_the_contract() {
+    for kind in [Kind::Memory, Kind::Lmdb, Kind::Slate] {
+        println!("on {kind:?}");
+        let site = Site::new(kind).await;
+        let served = site.serve().await;
+        let guest = site.join().await;
+        check_all(&guest).await;
+        guest.close().await.expect("closed");
+        assert_eq!(served.server.guests(), [], "it said that it ends");
+        served.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn mounts_of_one_tree_agree_with_the_model() {
+    for _ in 0..rounds(4) {
+        let mut chance = Chance::fresh();
+        let site = Site::new(Kind::Memory).await;
+        let served = site.serve().await;
+        let guests = [site.join().await, site.join().await];
+        let mut pair = Pair::new(vec![&*served.tree, &guests[0], &guests[1]]);
+        for step in 0..300 {
+            pair.step(&mut chance).await;
+            if step % 60 == 59 {
+                served.server.cut();
+            }
+        }
+        pair.check().await;
+        for guest in &guests {
+            guest.close().await.expect("closed");
+        }
+        served.tree.drain().await.expect("drained");
+        served.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_knows_another_secret_or_another_volume_is_turned_away() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let stranger = site.try_join(b"another secret of many bytes", VolumeId(7)).await;
+    assert_eq!(kind_of(stranger), ErrorKind::Denied);
+    // Of the same scope, which a careless build might have.
+    let lost = site.try_join(SECRET, VolumeId(8)).await;
+    assert_eq!(kind_of(lost), ErrorKind::Invalid);
+    assert_eq!(served.server.guests(), []);
+    served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_mount_hears_what_others_change_and_not_its_own() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let guests = [site.join().await, site.join().await];
+    let mut heard =
+        [served.tree.outside().listen(), guests[0].outside().listen(), guests[1].outside().listen()];
+    let file = create(&guests[0], "a").await;
+    site.world.write(&guests[0], file, b"one").await.expect("written");
+    let content = OutsideChange::Inode { ino: file, has_content: true };
+    let name = OutsideChange::Name { directory: ROOT, name: Bytes::from_static(b"a") };
+    for listener in [0, 2] {
+        for wanted in [&name, &content] {
+            while heard[listener].next().await.expect("told") != *wanted {}
+        }
+    }
+    create(&*served.tree, "b").await;
+    create(&guests[1], "c").await;
+    let mut told = Vec::new();
+    while told.len() < 2 {
+        match heard[1].next().await.expect("told") {
+            OutsideChange::Name { name, .. } => told.push(name),
+            OutsideChange::Inode { ino, .. } => assert_ne!(ino, file, "it made that itself"),
+            OutsideChange::Anything => {}
+        }
+    }
+    assert_eq!(told, [&b"b"[..], b"c"]);
+    for guest in &guests {
+        guest.close().await.expect("closed");
+    }
+    served.end().await;
+}
+
+/// Each change is made once, however often the way is cut: a name that was made is never found to exist by who made it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_asked_while_the_way_is_cut_is_done_once() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let guest = site.join().await;
+    let done = AtomicU64::new(0);
+    let work = async {
+        for number in 0..400 {
+            let name = format!("f{number}");
+            let file = create(&guest, &name).await;
+            guest.link(file, ROOT, format!("l{number}").as_bytes()).await.expect("linked once");
+            guest.unlink(ROOT, name.as_bytes()).await.expect("unlinked once");
+            done.fetch_add(1, Ordering::SeqCst);
+        }
+    };
+    let mut cuts = 0;
+    let cutting = async {
+        while done.load(Ordering::SeqCst) < 400 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            served.server.cut();
+            cuts += 1;
+        }
+    };
+    tokio::join!(work, cutting);
+    assert!(cuts > 3 && guest.reached().is_none_or(|reached| reached.times > 2), "{cuts} cuts");
+    assert_eq!(paths(&guest).await.len(), 400);
+    assert_eq!(served.tree.statistics().await.expect("counted").inodes, 401);
+    guest.close().await.expect("closed");
+    served.end().await;
+}
+
+/// While one mount writes to a file's own path, another one's content goes elsewhere; who commits last has the file.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_mounts_that_write_one_file_lose_no_content_to_each_others_requests() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let (one, other) = (site.join().await, site.join().await);
+    let file = create(&one, "a").await;
+    one.opened(file).await.expect("opened");
+    other.opened(file).await.expect("opened");
+    let placement = one.place(file, false).await.expect("placed");
+    assert!(matches!(&placement, Placement::Own { key, .. } if key.as_str() == "a"), "{placement:?}");
+    // On its way meanwhile.
+    let beside = other.place(file, false).await.expect("placed");
+    assert!(matches!(beside, Placement::Owned { .. }), "{beside:?}");
+    // Nobody finds out in its stead what came of it.
+    other.settle(file).await.expect("nothing to settle");
+    let theirs = site.world.put_at(&beside, b"theirs").await.expect("put").blob();
+    other.commit_layout(file, 0, FileLayout::of_blob(theirs), time(1)).await.expect("committed");
+    let own = site.world.put_at(&placement, b"own").await.expect("put").blob();
+    let first = one.commit_layout(file, 0, FileLayout::of_blob(own.clone()), time(2)).await;
+    assert_eq!(kind_of(first), ErrorKind::Conflict);
+    one.commit_layout(file, 1, FileLayout::of_blob(own), time(2)).await.expect("committed over it");
+    for tree in [&*served.tree as &dyn Tree, &one, &other] {
+        assert_eq!(site.world.read(tree, file).await.expect("whole"), b"own");
+    }
+    // Free again.
+    let next = other.place(file, false).await.expect("placed");
+    assert!(matches!(next, Placement::Own { .. }), "{next:?}");
+    for tree in [&one, &other] {
+        tree.closed(file).await.expect("closed");
+        tree.close().await.expect("closed");
+    }
+    served.tree.drain().await.expect("drained");
+    site.world.check_objects(&[("a", "own")]).await;
+    served.end().await;
+}
+
+/// A mount that is lost has nothing open any more, and keeps nobody from writing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_mount_that_is_lost_leaves_nothing_behind() {
+    let mut site = Site::new(Kind::Memory).await;
+    site.patience = Duration::from_millis(300);
+    let served = site.serve().await;
+    let (lost, other) = (site.join().await, site.join().await);
+    let (unlinked, written) = (create(&lost, "unlinked").await, create(&lost, "written").await);
+    lost.opened(unlinked).await.expect("opened");
+    lost.opened(written).await.expect("opened");
+    lost.unlink(ROOT, b"unlinked").await.expect("unlinked");
+    lost.place(written, false).await.expect("placed");
+    let blob = lost.fresh_blob();
+    let key = ObjectKey::new(blob.as_str());
+    assert!(other.attributes(unlinked).await.is_ok(), "it is open");
+    drop(lost);
+    until("the lost mount's end", async || {
+        other.attributes(unlinked).await.is_err_and(|error| error.kind() == ErrorKind::NotFound)
+    })
+    .await;
+    until("its place", async || served.server.guests().len() == 1).await;
+    // What it may still write there is older then.
+    assert!(other.is_in_doubt(written).await.expect("known"));
+    let layout =
+        FileLayout::of_blob(forebay_core::Blob { key, version: forebay_core::Version::new("v"), size: 3 });
+    let refused = other.commit_layout(written, 0, layout, time(1)).await;
+    assert_eq!(kind_of(refused), ErrorKind::Stale, "its blobs are garbage");
+    site.world.write(&other, written, b"other").await.expect("written");
+    assert_eq!(site.world.read(&other, written).await.expect("whole"), b"other");
+    other.close().await.expect("closed");
+    served.end().await;
+}
+
+/// Who takes the tree over finds what mounts have open, and lets them go on with what they write.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn mounts_go_on_with_who_takes_the_tree_over() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let guest = site.join().await;
+    let (open, written) = (create(&guest, "open").await, create(&guest, "written").await);
+    for file in [open, written, written] {
+        guest.opened(file).await.expect("opened");
+    }
+    site.world.write(&guest, written, b"before").await.expect("written");
+    let placement = guest.place(written, false).await.expect("placed");
+    let aside = guest.fresh_blob();
+    guest.sync().await.expect("synced");
+    // In its last second it tells of a name that nobody will find again.
+    let forgotten = create(&guest, "forgotten").await;
+    site.crash(served).await;
+    let waiting = guest.lookup(ROOT, b"open");
+    let (looked, served) = tokio::join!(waiting, async {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        site.serve().await
+    });
+    assert!(matches!(looked.expect("answered by the next one"), Lookup::Found(found) if found.ino == open));
+    // It is told once that something is lost, whose number is nobody else's.
+    assert_eq!(kind_of(guest.attributes(forgotten).await), ErrorKind::NotFound);
+    assert_eq!(kind_of(guest.sync().await), ErrorKind::Unavailable);
+    guest.sync().await.expect("told once");
+    let next = create(&*served.tree, "next").await;
+    assert!(next.0 > forgotten.0 + 1000, "{next} may be taken for {forgotten}");
+    // What was open is, and what was being written still may be.
+    served.tree.unlink(ROOT, b"open").await.expect("unlinked");
+    assert_eq!(guest.attributes(open).await.expect("open").nlink, 0);
+    guest.closed(open).await.expect("closed");
+    assert_eq!(kind_of(guest.attributes(open).await), ErrorKind::NotFound);
+    let beside = served.tree.place(written, false).await.expect("placed");
+    assert!(matches!(beside, Placement::Owned { .. }), "{beside:?}");
+    let own = site.world.put_at(&placement, b"after").await.expect("put").blob();
+    guest.commit_layout(written, 1, FileLayout::of_blob(own), time(3)).await.expect("committed");
+    assert_eq!(site.world.read(&*served.tree, written).await.expect("whole"), b"after");
+    let size = site.world.bucket().put(
+        &aside,
+        Bytes::from_static(b"aside"),
+        forebay_io::object::Condition::IfAbsent,
+    );
+    let aside = size.await.expect("put").blob();
+    guest.commit_layout(written, 2, FileLayout::of_blob(aside), time(4)).await.expect("its session goes on");
+    assert_eq!(site.world.read(&*served.tree, written).await.expect("whole"), b"aside");
+    for _ in 0..2 {
+        guest.closed(written).await.expect("closed");
+    }
+    guest.close().await.expect("closed");
+    served.end().await;
+}
+
+/// Mounts that do not come back after the tree was taken over are ended like others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn mounts_that_do_not_come_back_are_ended() {
+    let mut site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let guest = site.join().await;
+    let file = create(&guest, "a").await;
+    guest.opened(file).await.expect("opened");
+    guest.upload_started(&ObjectKey::new("a"), "upload").await.expect("noted");
+    guest.place(file, false).await.expect("placed");
+    guest.sync().await.expect("synced");
+    site.crash(served).await;
+    drop(guest);
+    site.patience = Duration::from_millis(300);
+    let served = site.serve().await;
+    let other = site.join().await;
+    until("their end", async || {
+        let (start, end) = crate::schema::Keys(VolumeId(7)).family(crate::schema::Tag::Session);
+        let left =
+            served.tree.committer.read(|view| crate::commit::Reads::scan(view, &start, &end, 10)).await;
+        // That of the server, and of the mount that is here.
+        left.expect("read").len() == 2
+    })
+    .await;
+    site.world.write(&other, file, b"other").await.expect("written");
+    assert_eq!(site.world.read(&other, file).await.expect("whole"), b"other");
+    other.close().await.expect("closed");
+    served.end().await;
+}
